@@ -1,0 +1,61 @@
+"""Run a Python function on N processes, watched: see `run`, `main` and the README.
+
+The public names, each loaded from its module when it is first asked for. A rank imports this package before its
+function runs, so an import of everything would be paid for once per rank.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .api import main, run
+    from .errors import LaunchError, MpwatchError, RunFailedError, RunTimeoutError
+    from .result import FailureKind, ProcessFailure, RunResult, WorkerState
+    from .spec import Worker, WorkerSpec
+    from .worker.context import current_worker
+
+__all__ = [
+    "FailureKind",
+    "LaunchError",
+    "MpwatchError",
+    "ProcessFailure",
+    "RunFailedError",
+    "RunResult",
+    "RunTimeoutError",
+    "Worker",
+    "WorkerSpec",
+    "WorkerState",
+    "__version__",
+    "current_worker",
+    "main",
+    "run",
+]
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "FailureKind": ".result",
+    "LaunchError": ".errors",
+    "MpwatchError": ".errors",
+    "ProcessFailure": ".result",
+    "RunFailedError": ".errors",
+    "RunResult": ".result",
+    "RunTimeoutError": ".errors",
+    "Worker": ".spec",
+    "WorkerSpec": ".spec",
+    "WorkerState": ".result",
+    "current_worker": ".worker.context",
+    "main": ".api",
+    "run": ".api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name], __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

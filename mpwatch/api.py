@@ -1,0 +1,119 @@
+"""`run` and `main`: options become a WorkerSpec, the watcher makes a RunResult of it, and a failure is raised."""
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from .errors import RunFailedError, RunTimeoutError
+from .result import FailureKind, RunResult, WorkerState
+from .spec import Nprocs, Worker, WorkerSpec
+from .watcher.loop import Interrupt, watch
+
+__all__ = ["main", "run"]
+
+T = TypeVar("T")
+
+
+def run(
+    fn: Callable[..., T],
+    nprocs: Nprocs = "auto",
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    backend: str | None = None,
+    env: Mapping[str, str] | Callable[[Worker], Mapping[str, str]] | None = None,
+    timeout: float | None = None,
+    grace_period: float = 10.0,
+    role: str = "default",
+    check: bool = True,
+) -> RunResult[T]:
+    """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them to their end, and return what they returned.
+
+    Every rank is a child of this process. On the first failure the others are stopped, and when this returns or raises,
+    all of them, and what they started in their process groups, are dead and reaped.
+
+    Args:
+        fn: any callable that can be sent: a function of a module, a script, a notebook cell; a lambda, closure, partial,
+            bound method or callable object. `__main__` is not imported again, and needs no guard.
+        nprocs: number of ranks; "gpu": one a GPU; "cpu": one a CPU that this process may use; "auto": GPUs if there are
+            any, else CPUs.
+        args: positional arguments, the same for every rank; who a rank is, it asks of `current_worker()`, of the
+            environment (RANK, LOCAL_RANK, WORLD_SIZE, ...) or of torch.distributed.
+        kwargs: keyword arguments.
+        backend: of torch.distributed ("gloo", "nccl", ...; "auto": nccl with GPUs, else gloo): the default process group
+            is made before fn is called and destroyed after it. None: fn does as it likes.
+        env: extra environment variables for the ranks, or a function that gives them for a Worker.
+        timeout: seconds for the whole run, then RunTimeoutError. None: no limit.
+        grace_period: seconds that a rank has between SIGTERM and SIGKILL when it is stopped, and for ending by itself
+            after it has returned.
+        role: name of this kind of worker.
+        check: False: return the result of a failed run instead of raising.
+
+    Returns:
+        The values by rank: `result[3]` is rank 3's, iterating gives them in order.
+
+    Raises:
+        RunFailedError: a rank failed; raised from that rank's own exception. A rank that ended without returning failed.
+        RunTimeoutError: `timeout` ran out.
+        LaunchError: the ranks could not be started; none is left.
+        TypeError, ValueError: an argument is not what it should be.
+        KeyboardInterrupt: Ctrl-C; the ranks got it too, and had grace_period seconds to end.
+    """
+    spec = WorkerSpec(
+        fn=fn,
+        nprocs=nprocs,
+        args=args,
+        kwargs=kwargs,
+        backend=backend,
+        env=env,
+        timeout=timeout,
+        grace_period=grace_period,
+        role=role,
+    )
+    result = _watch(spec)
+    if check and result.state is not WorkerState.SUCCEEDED:
+        raise _error(result) from (result.root_cause.exception if result.root_cause else None)
+    return result
+
+
+def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunResult[T]:
+    """As `run`, for a program that is nothing but the run: if a rank fails, the program ends with that rank's status.
+
+    The report goes to stderr, and the exit status is the failed rank's own: that of sys.exit or os._exit, 128 + n for
+    signal n, 1 for an exception, 124 for a timeout.
+
+    Args:
+        fn: see `run`.
+        nprocs: see `run`.
+        options: those of `run`, but for `check`.
+
+    Raises:
+        SystemExit: a rank failed.
+    """
+    if "check" in options:
+        raise TypeError("main() has no option 'check': a failure always ends the program; use run()")
+    try:
+        return run(fn, nprocs, **options)
+    except RunFailedError as error:
+        cause = error.__cause__
+        if cause is not None:
+            traceback.print_exception(cause)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _watch(spec: WorkerSpec[T]) -> RunResult[T]:
+    try:
+        return watch(spec)
+    except Interrupt as interrupt:
+        signum, result = interrupt.signum, interrupt.result
+    # Outside the except block, so that a KeyboardInterrupt comes without a history; the host's handlers are back.
+    signal.raise_signal(signum)
+    return result  # the host's handler has let it pass, and the run has been stopped all the same
+
+
+def _error(result: RunResult[Any]) -> RunFailedError:
+    timed_out = any(failure.kind is FailureKind.TIMEOUT for failure in result.failures.values())
+    return (RunTimeoutError if timed_out and result.root_cause is None else RunFailedError)(result)

@@ -1,0 +1,57 @@
+"""What mpwatch raises, by what the caller can do about it. Text is derived from the data when it is asked for."""
+
+from typing import Any
+
+from .report import report
+from .result import ProcessFailure, RunResult
+
+__all__ = ["LaunchError", "MpwatchError", "RunFailedError", "RunTimeoutError"]
+
+TIMEOUT_EXIT_CODE = 124  # as timeout(1) has it
+
+
+class MpwatchError(Exception):
+    """The base of all errors that mpwatch raises of its own."""
+
+
+class LaunchError(MpwatchError):
+    """The ranks could not be started: says what could not be sent, found or reached, and how to mend it."""
+
+
+class RunFailedError(MpwatchError):
+    """A rank failed. Raised from that rank's own exception, if it had one.
+
+    Args:
+        result: all that is known of the run.
+    """
+
+    def __init__(self, result: RunResult[Any]) -> None:
+        super().__init__(result)
+        self.result = result
+
+    @property
+    def root_cause(self) -> ProcessFailure | None:
+        """The failure that came first; None if no rank's own failure ended the run."""
+        return self.result.root_cause
+
+    @property
+    def failures(self) -> dict[int, ProcessFailure]:
+        """By global rank, every rank that failed by itself."""
+        return dict(self.result.failures)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit status for a program that ends because of this: that of the rank that failed first, else 1."""
+        return self.root_cause.exit_code if self.root_cause else 1
+
+    def __str__(self) -> str:
+        return report(self.result)
+
+
+class RunTimeoutError(RunFailedError, TimeoutError):
+    """The run did not end within `timeout`."""
+
+    @property
+    def exit_code(self) -> int:
+        """124, as timeout(1) has it."""
+        return TIMEOUT_EXIT_CODE

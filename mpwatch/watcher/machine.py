@@ -1,0 +1,324 @@
+"""What the watcher does when something happens: a pure machine, fed with events and the time, returning actions.
+
+It has no clock, pid, pipe or signal of its own. The loop (loop.py) turns what the system says into events and the
+machine's actions into system calls, and calls `handle` no later than at `deadline`.
+
+Each rank is in one Phase; TRANSITIONS says which events are legal there and where they lead, and everything that a rank
+can go through is in that table. The run as a whole is in one Stage:
+
+    WORKING --- every rank has returned ------------------------------> ENDING --- all are gone ---> OVER
+       |  `---- a rank fails for itself, timeout, interrupt -> STOPPING --------- all are gone ---> OVER
+       `------- a rank complains of a peer -> LAST_CALL ---------^  when the cause is seen, or LAST_CALL_SECONDS later
+
+What it guarantees: every stage but WORKING has a deadline, and WORKING has one for the ranks' start and for `timeout`;
+the first failure that is no consequence of another ends the run at once; each rank is told to stop once, killed once,
+and given up once; nothing that a rank reported is lost.
+"""
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+__all__ = [
+    "KILL_SECONDS",
+    "LAST_CALL_SECONDS",
+    "START_SECONDS",
+    "Action",
+    "CallRank",
+    "Died",
+    "EndRank",
+    "Event",
+    "Failed",
+    "GiveUp",
+    "IllegalEvent",
+    "Interrupted",
+    "Machine",
+    "Phase",
+    "Ready",
+    "Returned",
+    "SignalRank",
+    "Stage",
+    "Verdict",
+]
+
+LAST_CALL_SECONDS = 1.0  # how long a cause may be later than the complaints about it
+KILL_SECONDS = 1.0  # from SIGKILL to giving up: only a process that sleeps in the kernel takes longer
+START_SECONDS = 300.0  # for an interpreter to start, on a slow file system with many at a time
+
+
+class Phase(Enum):
+    """Where a rank is."""
+
+    STARTING = auto()
+    AT_WORK = auto()
+    DONE = auto()  # it has returned, and waits for the others
+    BROKEN = auto()  # it has reported a failure, and waits to be stopped
+    ENDING = auto()  # it has returned and been told to end
+    STOPPING = auto()  # it has been told to stop, by signal
+    KILLED = auto()
+    GONE = auto()
+    GIVEN_UP = auto()  # not even SIGKILL ended it
+
+
+class Stage(Enum):
+    """Where the run is."""
+
+    WORKING = auto()
+    LAST_CALL = auto()
+    ENDING = auto()
+    STOPPING = auto()
+    OVER = auto()
+
+
+class Verdict(Enum):
+    """What ended the run."""
+
+    SUCCEEDED = auto()
+    FAILED = auto()
+    TIMED_OUT = auto()
+    INTERRUPTED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The rank can be called."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The rank's function has returned."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The rank has reported a failure; a secondary one is only a complaint that a peer has gone."""
+
+    rank: int
+    is_secondary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The rank's process has ended, and everything it had sent has been handled."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The watcher has got a signal."""
+
+    signum: int
+
+
+Event = Ready | Returned | Failed | Died | Interrupted
+
+
+@dataclass(frozen=True, slots=True)
+class CallRank:
+    """Send the rank its call."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndRank:
+    """Tell the rank to end as any program does."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class SignalRank:
+    """Send the rank's process group a signal."""
+
+    rank: int
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Wait for this rank no longer."""
+
+    rank: int
+
+
+Action = CallRank | EndRank | SignalRank | GiveUp
+
+
+class IllegalEvent(Exception):
+    """The loop has told the machine something that cannot be: an error in mpwatch."""
+
+
+# A late word of a rank that is being stopped is evidence, and changes nothing.
+_STOPPED = {Ready: None, Returned: None, Failed: None, Died: Phase.GONE}
+TRANSITIONS: dict[Phase, dict[type, Phase | None]] = {
+    Phase.STARTING: {Ready: Phase.AT_WORK, Failed: Phase.BROKEN, Died: Phase.GONE},
+    Phase.AT_WORK: {Returned: Phase.DONE, Failed: Phase.BROKEN, Died: Phase.GONE},
+    Phase.DONE: {Died: Phase.GONE},
+    Phase.BROKEN: {Died: Phase.GONE},
+    Phase.ENDING: {Died: Phase.GONE},
+    Phase.STOPPING: _STOPPED,
+    Phase.KILLED: _STOPPED,
+    Phase.GONE: {},
+    Phase.GIVEN_UP: {Died: Phase.GONE},
+}
+LIVING = frozenset(Phase) - {Phase.GONE, Phase.GIVEN_UP}
+
+
+class Machine:
+    """One run of some ranks.
+
+    Args:
+        ranks: global ranks of this machine.
+        now: seconds on the clock that all later times are of.
+        grace_period: seconds between SIGTERM and SIGKILL, and for a rank to end after it has returned.
+        timeout: seconds for the whole run, or None.
+    """
+
+    def __init__(self, ranks: Iterable[int], *, now: float, grace_period: float, timeout: float | None = None) -> None:
+        self.phases = dict.fromkeys(ranks, Phase.STARTING)
+        self.stage = Stage.WORKING
+        self.verdict: Verdict | None = None
+        self.stopped_at: float | None = None
+        self.never_ready: list[int] = []
+        self.lingering: list[int] = []
+        self.given_up: list[int] = []
+        self.signum: int | None = None  # of the first interrupt
+        self._grace_period = grace_period
+        self._timeout_at = None if timeout is None else now + timeout
+        self._start_at = now + START_SECONDS
+        self._stage_at: float | None = None  # when the stage's own time is up
+        self._count = {phase: 0 for phase in Phase} | {Phase.STARTING: len(self.phases)}
+
+    @property
+    def deadline(self) -> float | None:
+        """When `expire` must be called at the latest; None for as long as only the user's code is waited for."""
+        times = [self._stage_at]
+        if self.stage in (Stage.WORKING, Stage.LAST_CALL):
+            times += [self._timeout_at, self._start_at if self._count[Phase.STARTING] else None]
+        return min((time for time in times if time is not None), default=None)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What is to be done about an event. Raises IllegalEvent for one that cannot be."""
+        if isinstance(event, Interrupted):
+            return self._interrupt(event.signum, now)
+        before = self.phases[event.rank]
+        try:
+            after = TRANSITIONS[before][type(event)]
+        except KeyError:
+            raise IllegalEvent(f"{event} in phase {before.name}") from None
+        if after is not None:
+            self._move(event.rank, after)
+        return self._follow(event, before, now)
+
+    def expire(self, now: float) -> list[Action]:
+        """What is to be done now that a deadline has come; nothing if none has."""
+        if self.deadline is None or now < self.deadline:
+            return []
+        if self.stage is Stage.STOPPING:
+            return self._give_up() if self._count[Phase.KILLED] else self._kill(now)
+        if self.stage is Stage.ENDING:
+            self.lingering = [rank for rank, phase in self.phases.items() if phase is Phase.ENDING]
+            return self._stop(now, self.verdict)
+        if self._timeout_at is not None and now >= self._timeout_at:
+            return self._stop(now, Verdict.TIMED_OUT)
+        if now >= self._start_at:
+            self.never_ready = [rank for rank, phase in self.phases.items() if phase is Phase.STARTING]
+        return self._stop(now, Verdict.FAILED)
+
+    def _follow(self, event: Event, before: Phase, now: float) -> list[Action]:
+        if isinstance(event, Ready):
+            return [CallRank(event.rank)] if before is Phase.STARTING else []
+        if isinstance(event, Died):
+            return self._bury(before, now)
+        if self.stage is Stage.STOPPING:
+            # It was allowed to go on for a while, and has now said what it had to say.
+            return [EndRank(event.rank), SignalRank(event.rank, signal.SIGTERM)] if before is Phase.STOPPING else []
+        if isinstance(event, Failed):
+            return self._fail(event.is_secondary, now)
+        return self._settle(now)
+
+    def _bury(self, before: Phase, now: float) -> list[Action]:
+        actions: list[Action] = []
+        if self.stage in (Stage.WORKING, Stage.LAST_CALL):
+            lost = before in (Phase.STARTING, Phase.AT_WORK)
+            actions = self._fail(False, now) if lost else self._settle(now)
+        if self._count[Phase.GONE] + self._count[Phase.GIVEN_UP] == len(self.phases):
+            self.stage = Stage.OVER
+            self._stage_at = None
+        return actions
+
+    def _fail(self, is_secondary: bool, now: float) -> list[Action]:
+        if not is_secondary:
+            return self._stop(now, Verdict.FAILED)
+        if self.stage is Stage.WORKING:
+            self.stage = Stage.LAST_CALL
+            self._stage_at = now + LAST_CALL_SECONDS
+        return self._settle(now)
+
+    def _settle(self, now: float) -> list[Action]:
+        """If nobody is at work any more, the run ends, well or badly."""
+        if self._count[Phase.STARTING] or self._count[Phase.AT_WORK]:
+            return []
+        if self.stage is Stage.LAST_CALL:
+            return self._stop(now, Verdict.FAILED)
+        self.stage = Stage.ENDING
+        self.verdict = Verdict.SUCCEEDED
+        self._stage_at = now + self._grace_period
+        return [EndRank(rank) for rank in self._in(Phase.DONE, becomes=Phase.ENDING)]
+
+    def _stop(self, now: float, verdict: Verdict | None, soft: int = signal.SIGTERM) -> list[Action]:
+        """The ladder's first rung. SIGCONT after it, since a stopped process gets nothing but SIGKILL until then."""
+        self.stage = Stage.STOPPING
+        self.verdict = verdict
+        self.stopped_at = now
+        self._stage_at = now + self._grace_period
+        actions: list[Action] = []
+        for rank, phase in self.phases.items():
+            if phase in LIVING:
+                if phase in (Phase.DONE, Phase.BROKEN):
+                    actions.append(EndRank(rank))  # for one whose own handler lets SIGTERM pass
+                # nothing of the user's runs before READY or after an answer: no need to be gentle there
+                number = soft if phase is Phase.AT_WORK else signal.SIGTERM
+                actions += [SignalRank(rank, number), SignalRank(rank, signal.SIGCONT)]
+                self._move(rank, Phase.STOPPING)
+        return actions
+
+    def _kill(self, now: float) -> list[Action]:
+        self._stage_at = now + KILL_SECONDS
+        return [SignalRank(rank, signal.SIGKILL) for rank in self._in(Phase.STOPPING, becomes=Phase.KILLED)]
+
+    def _give_up(self) -> list[Action]:
+        self.given_up = self._in(Phase.KILLED, becomes=Phase.GIVEN_UP)
+        self.stage = Stage.OVER
+        self._stage_at = None
+        return [GiveUp(rank) for rank in self.given_up]
+
+    def _interrupt(self, signum: int, now: float) -> list[Action]:
+        """Once: the ranks may save what they have. Twice: at once."""
+        if self.stage is Stage.OVER:
+            return []
+        if self.stage is not Stage.STOPPING:
+            self.signum = signum
+            soft = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
+            return self._stop(now, Verdict.INTERRUPTED, soft=soft)
+        if self.signum is None:
+            self.signum = signum
+        return self._kill(now) if self._count[Phase.STOPPING] else []
+
+    def _in(self, phase: Phase, *, becomes: Phase) -> list[int]:
+        ranks = [rank for rank, now_in in self.phases.items() if now_in is phase]
+        for rank in ranks:
+            self._move(rank, becomes)
+        return ranks
+
+    def _move(self, rank: int, after: Phase) -> None:
+        self._count[self.phases[rank]] -= 1
+        self._count[after] += 1
+        self.phases[rank] = after

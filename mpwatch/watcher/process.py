@@ -1,0 +1,177 @@
+"""One rank's process, as the watcher holds it: start, sentinel, signals, burial.
+
+A multiprocessing.Process of the spawn context in all that a caller can see, started with three differences:
+
+- `__main__` is not imported again in the child, and asking for the start method does not fix the host's;
+- the child is the leader of a process group of its own from before its first instruction, so that what it starts can be
+  stopped with it, and it has its environment and an empty stdin from then on too;
+- its sentinel is a pidfd where there are such. Spawn's own is a pipe that any forked grandchild keeps open.
+
+Guarantee: a rank stays a zombie, so that its number is nobody else's, until its group has been killed; then it is reaped.
+"""
+
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from multiprocessing import get_start_method, process, resource_tracker, spawn, util
+from multiprocessing.context import reduction, set_spawning_popen
+from multiprocessing.popen_spawn_posix import Popen
+from typing import Any
+
+from ..platform import open_pidfd, peek_exit
+from ..wire.process import RankProcess, Seat
+
+__all__ = ["UNKNOWN_EXIT", "WatchedProcess"]
+
+UNKNOWN_EXIT = 255  # the exit code of a child whose status somebody else has taken
+
+
+class WatchedProcess(RankProcess):
+    """The watcher's side of a rank's process; the child gets a plain RankProcess."""
+
+    _popen: "_RankPopen"
+
+    def __init__(self, seat: Seat, env: dict[str, str], passed_fds: list[int], name: str) -> None:
+        super().__init__(seat, name=name, start_method=get_start_method(allow_none=True))
+        self.env = env
+        self.passed_fds = passed_fds
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> "_RankPopen":  # noqa: N802  multiprocessing's name for it
+        return _RankPopen(process_obj)
+
+    def __reduce__(self) -> Any:
+        state = {name: value for name, value in vars(self).items() if name not in ("env", "passed_fds")}
+        return RankProcess.__new__, (RankProcess,), state
+
+    def signal_group(self, number: int) -> None:
+        """Send a signal to the rank and whatever it has started in its process group."""
+        self._popen.signal_group(number)
+
+    def exit_is_known(self) -> bool:
+        """False if the status was lost: SIGCHLD is ignored in this program, or another part of it waits for any child."""
+        return self._popen.status_known
+
+    def bury(self) -> None:
+        """Once it has ended: kill what is left of its group, reap it, close what is open."""
+        self._popen.bury()
+        self.close()
+
+
+class _RankPopen(Popen):
+    """What Process does its work with. `poll` may be called by any thread that starts another process."""
+
+    pid: int
+    returncode: int | None
+
+    def __init__(self, process_obj: WatchedProcess) -> None:
+        self._lock = threading.Lock()
+        self._buried = False
+        self.status_known = True
+        super().__init__(process_obj)
+
+    def _launch(self, process_obj: WatchedProcess) -> None:
+        tracker_fd = _resource_tracker_fd()
+        data = self._pickle(process_obj)
+        child_r, parent_w = os.pipe()
+        try:
+            self._child = subprocess.Popen(
+                spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r),
+                stdin=subprocess.DEVNULL,
+                env=process_obj.env,
+                pass_fds=[child_r, tracker_fd, *process_obj.passed_fds],
+                process_group=0,
+            )
+        except BaseException:
+            os.close(parent_w)
+            raise
+        finally:
+            os.close(child_r)
+        self.pid = self._child.pid
+        pidfd = open_pidfd(self.pid)
+        self.sentinel = parent_w if pidfd is None else pidfd
+        # the child's parent_process() watches parent_w; and the pipe is closed only when the rank is buried
+        self.finalizer = util.Finalize(self, util.close_fds, {parent_w, self.sentinel})
+        with suppress(BrokenPipeError), open(parent_w, "wb", closefd=False) as pipe:  # dead already: the sentinel tells
+            pipe.write(data)
+
+    def _pickle(self, process_obj: WatchedProcess) -> memoryview:
+        data = io.BytesIO()
+        set_spawning_popen(self)
+        try:
+            pickle.dump(_preparation_data(process_obj), data)
+            reduction.dump(process_obj, data)
+        finally:
+            set_spawning_popen(None)
+        return data.getbuffer()
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """The exit code once the rank has ended. It is looked at, not taken: see `bury`."""
+        with self._lock:
+            if self.returncode is None:
+                try:
+                    self.returncode = peek_exit(self.pid, block=not flag & os.WNOHANG)
+                except ChildProcessError:
+                    self.returncode = UNKNOWN_EXIT
+                    self.status_known = False
+            return self.returncode
+
+    def signal_group(self, number: int) -> None:
+        with self._lock:
+            if not self._buried:
+                _signal_group(self.pid, number)
+
+    def _send_signal(self, sig: int) -> None:  # what terminate() and kill() of a Process do
+        self.signal_group(sig)
+
+    def bury(self) -> None:
+        with self._lock:
+            if self._buried:
+                return
+            _signal_group(self.pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
+            self._buried = True
+            self._child.returncode = self.returncode  # else subprocess would wait for it, too
+
+
+def _signal_group(pid: int, number: int) -> None:
+    # PermissionError: nobody in it may be signalled by us, such as a setuid helper
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+    with suppress(ProcessLookupError, PermissionError):
+        if os.getpgid(pid) != pid:  # it has gone to another group
+            os.kill(pid, number)
+
+
+def _resource_tracker_fd() -> int:
+    """The host's resource tracker, started by its first user. Starting it would unblock signals in this thread."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        return resource_tracker.getfd()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _preparation_data(rank: WatchedProcess) -> dict[str, Any]:
+    """What spawn tells a child before anything else, without the import of `__main__` and without the start method.
+
+    Raises RuntimeError in a process that is itself still being spawned, as spawn does.
+    """
+    spawn._check_not_importing_main()
+    here = process.ORIGINAL_DIR
+    return {
+        "name": rank.name,
+        "authkey": process.current_process().authkey,
+        "log_to_stderr": util._log_to_stderr,
+        "sys_path": [here if entry == "" and here is not None else entry for entry in sys.path],
+        "sys_argv": sys.argv,
+        "orig_dir": here,
+        "dir": os.getcwd(),
+        **({"log_level": util._logger.getEffectiveLevel()} if util._logger is not None else {}),
+    }

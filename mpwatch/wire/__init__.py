@@ -1,0 +1,1 @@
+"""What crosses between watcher and rank; imported on both sides, so light: no dataclasses, no typing at run time."""

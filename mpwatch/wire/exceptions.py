@@ -1,0 +1,281 @@
+"""An exception over the wire: type, arguments, attributes, cause, context, notes, members and frames.
+
+An exception is a graph, and a single part of it that cannot be pickled must not take the rest along. So `encode` (in the
+rank) walks the graph into a flat list of links that point at one another by index, and each link carries itself in
+several ways, best first; `decode` (in the watcher) takes the first that works:
+
+    exact      the exception as it pickles itself; tried out in the rank, where a failure does no harm
+    rebuilt    its class, and those of its arguments and attributes that survive
+    stand-in   a class of the same name, derived from its nearest builtin base, with the same text
+
+Everything in a link but those pickles is a plain builtin value. Imports nothing of mpwatch but values.py.
+"""
+
+import pickle
+from collections.abc import Iterator
+from types import GetSetDescriptorType, MemberDescriptorType, TracebackType
+from typing import Any
+
+from . import values
+
+__all__ = ["Outline", "decode", "encode", "outline", "text_of"]
+
+Link = dict[str, Any]
+MAX_LINKS = 2000  # of causes, contexts and group members together; a graph beyond that is cut off
+OWN_SLOTS = {"__cause__", "__context__", "__traceback__", "__suppress_context__", "__dict__", "args"}
+
+
+def encode(error: BaseException) -> bytes:
+    """Everything that can be sent of an exception and what hangs on it. Runs what the exceptions' classes define."""
+    found: dict[int, BaseException] = {}
+    waiting = [error]
+    while waiting and len(found) < MAX_LINKS:
+        link = waiting.pop(0)
+        if id(link) not in found:
+            found[id(link)] = link
+            waiting += _neighbours(link)
+    index = {key: number for number, key in enumerate(found)}
+    links = [_encode_link(link, index) for link in found.values()]
+    return pickle.dumps({"links": links, "traceback": _printed(error)}, protocol=5)
+
+
+def decode(data: bytes) -> BaseException:
+    """The exception that `encode` was given. Whatever its parts do when they are rebuilt, it comes back somehow."""
+    links: list[Link] = pickle.loads(data)["links"]
+    made: dict[int, BaseException] = {}
+    for number in _members_first(links):
+        members = [made[member] for member in links[number]["members"]]
+        made[number] = _rebuild(links[number], members)
+    for number, error in made.items():
+        _connect(error, links[number], made)
+    return made[0]
+
+
+def _members_first(links: list[Link]) -> list[int]:
+    """The links in an order in which a group comes after its members: a group is made of them, and cannot be a member
+    of itself."""
+    order: list[int] = []
+    waiting = [(number, False) for number in range(len(links))]
+    done = set()
+    while waiting:
+        number, ready = waiting.pop()
+        if number in done:
+            continue
+        if ready:
+            done.add(number)
+            order.append(number)
+        else:
+            waiting.append((number, True))
+            waiting += [(member, False) for member in links[number]["members"]]
+    return order
+
+
+def _rebuild(link: Link, members: list[BaseException]) -> BaseException:
+    for make in (_from_exact, _from_parts, _stand_in):
+        try:
+            error = make(link, members)
+        except BaseException:  # noqa: BLE001, S112  a class's own code runs here: the next way is tried
+            continue
+        if error is not None:
+            return error
+    raise AssertionError("a stand-in can always be made")
+
+
+def _from_exact(link: Link, members: list[BaseException]) -> BaseException | None:
+    if link["exact"] is None:
+        return None
+    error = pickle.loads(link["exact"])
+    return error if isinstance(error, BaseException) else None
+
+
+def _from_parts(link: Link, members: list[BaseException]) -> BaseException | None:
+    """Without __init__, which may want arguments that nobody knows any more."""
+    if link["class"] is None:
+        return None
+    cls = pickle.loads(link["class"])
+    args = (link["message"], members) if members else tuple(pickle.loads(arg) for arg in link["args"])
+    error = _new(cls, args)
+    for name, data in link["attributes"].items():
+        try:
+            setattr(error, name, pickle.loads(data))
+        except Exception:  # noqa: BLE001, S112, PERF203  a read-only slot, or a value that does not come back
+            continue
+    return error if _text(error) == link["text"] else None
+
+
+def _new(cls: Any, args: tuple[Any, ...]) -> BaseException:
+    try:
+        error = cls.__new__(cls, *args)
+    except Exception:  # noqa: BLE001  a __new__ of its own: go round it, to that of the nearest builtin class
+        base = next(base for base in cls.__mro__ if base.__module__ == "builtins")
+        error = base.__new__(cls, *args)
+    if not isinstance(error, BaseException):
+        raise TypeError(f"{cls!r} makes no exceptions")
+    return error
+
+
+def _stand_in(link: Link, members: list[BaseException]) -> BaseException:
+    """A class of the same name and text: caught by `except` of the builtin classes that it was derived from."""
+    base = next(_builtin(name) for name in link["bases"] if _builtin(name) is not None)
+    text = link["text"]
+    names = {"__module__": link["module"], "__qualname__": link["qualname"], "__str__": lambda self: text}
+    cls = type(link["name"], (base,), names)
+    error = base.__new__(cls, link["message"] or text, members) if members else base.__new__(cls)
+    error.args = error.args or (text,)
+    return error
+
+
+def _builtin(name: str) -> Any:
+    """The builtin exception class of this name that can be made with any arguments, or None."""
+    import builtins
+
+    kind = getattr(builtins, name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
+
+
+def _connect(error: BaseException, link: Link, made: dict[int, BaseException]) -> None:
+    error.__cause__ = made.get(link["cause"])
+    error.__context__ = made.get(link["context"])
+    error.__suppress_context__ = link["suppress"]
+    if link["notes"]:
+        error.__notes__ = link["notes"]
+    error.__traceback__ = _traceback(link["frames"])
+
+
+def _traceback(frames: list[tuple[str, str, int, str]]) -> TracebackType | None:
+    """Real frames with nothing in them, made by tblib one at a time: it recurses over a whole traceback."""
+    from tblib import Traceback
+
+    trace = None
+    for filename, name, line, module in reversed(frames):
+        about = {
+            "tb_frame": {
+                "f_globals": {"__name__": module, "__file__": filename},
+                "f_code": {"co_filename": filename, "co_name": name},
+                "f_lineno": line,
+            },
+            "tb_lineno": line,
+            "tb_next": None,
+        }
+        frame = Traceback.from_dict(about).as_traceback().tb_frame
+        trace = TracebackType(trace, frame, -1, line)  # -1: the carets of the made-up code would point anywhere
+    return trace
+
+
+class Outline:
+    """A link of an encoded exception as it can be told without rebuilding anything."""
+
+    __slots__ = ("name", "raised_in", "text")
+
+    def __init__(self, link: Link) -> None:
+        self.name: str = link["name"]
+        self.text: str = link["text"]
+        self.raised_in: str = link["frames"][-1][0] if link["frames"] else ""
+
+
+def outline(data: bytes) -> list[Outline]:
+    """The exception and what it was raised from, `cause` after `cause`."""
+    links: list[Link] = pickle.loads(data)["links"]
+    chain: list[Outline] = []
+    number: int | None = 0
+    while number is not None and len(chain) < len(links):
+        chain.append(Outline(links[number]))
+        number = links[number]["cause"]
+    return chain
+
+
+def text_of(data: bytes) -> str:
+    """The traceback as the rank would have printed it."""
+    text: str = pickle.loads(data)["traceback"]
+    return text
+
+
+def _neighbours(error: BaseException) -> list[BaseException]:
+    near = [e for e in (error.__cause__, error.__context__) if e is not None]
+    return [*near, *(error.exceptions if isinstance(error, BaseExceptionGroup) else ())]
+
+
+def _encode_link(error: BaseException, index: dict[int, int]) -> Link:
+    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return {
+        "name": type(error).__name__,
+        "qualname": type(error).__qualname__,
+        "module": type(error).__module__,
+        "bases": [base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins"],
+        "text": _text(error),
+        "message": str(error.message) if isinstance(error, BaseExceptionGroup) else "",
+        "exact": _exact(error) if not members else None,
+        "class": _try_dumps(type(error)),
+        "args": [_try_dumps(arg) or _try_dumps(_repr(arg)) for arg in error.args] if not members else [],
+        "attributes": {name: data for name, value in _attributes(error) if (data := _try_dumps(value))},
+        "notes": [str(note) for note in getattr(error, "__notes__", ())],
+        "frames": _frames(error.__traceback__),
+        "cause": index.get(id(error.__cause__)),
+        "context": index.get(id(error.__context__)),
+        "suppress": error.__suppress_context__,
+        "members": [index[id(member)] for member in members if id(member) in index],
+    }
+
+
+def _exact(error: BaseException) -> bytes | None:
+    """The exception as it pickles itself, if what comes out again is the same kind of thing with the same text."""
+    data = _try_dumps(error)
+    if data is None:
+        return None
+    try:
+        again = pickle.loads(data)
+    except BaseException:  # noqa: BLE001  its own code runs here, and may raise anything
+        return None
+    return data if type(again) is type(error) and _text(again) == _text(error) else None
+
+
+def _try_dumps(value: Any) -> bytes | None:
+    try:
+        return values.dumps(value)
+    except Exception:  # noqa: BLE001  whatever a class does in __reduce__: this part is left out
+        return None
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # noqa: BLE001
+        return f"<its __str__ raised {type(broken).__name__}>"
+
+
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001
+        return f"<{type(value).__qualname__}>"
+
+
+def _attributes(error: BaseException) -> Iterator[tuple[str, Any]]:
+    """What is in its __dict__, and in the slots of its classes, builtin (SystemExit.code, OSError.filename) and own."""
+    yield from ((name, value) for name, value in vars(error).items() if name != "__notes__")
+    for base in type(error).__mro__:
+        for name, descriptor in vars(base).items():
+            if isinstance(descriptor, MemberDescriptorType | GetSetDescriptorType) and name not in OWN_SLOTS:
+                try:
+                    yield name, getattr(error, name)
+                except Exception:  # noqa: BLE001, S112, PERF203  an empty slot
+                    continue
+
+
+def _printed(error: BaseException) -> str:
+    import traceback
+
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception as broken:  # noqa: BLE001  a __str__ or a __notes__ that raises
+        return f"(its traceback could not be printed: {type(broken).__name__})"
+
+
+def _frames(trace: TracebackType | None) -> list[tuple[str, str, int, str]]:
+    frames = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        module = str(trace.tb_frame.f_globals.get("__name__", "?"))
+        frames.append((code.co_filename, code.co_name, trace.tb_lineno, module))
+        trace = trace.tb_next
+    return frames

@@ -1,0 +1,74 @@
+"""The messages between watcher and rank, and their framing. Pure: bytes in, messages out.
+
+    watcher                                    rank
+       | <-------------- READY ----------------- |   it can be called
+       | ----- CALL (+ descriptors) -----------> |   what and with what: see payload.py
+       | <----- RETURNED | RAISED | UNLOADED --- |   exactly one answer a call
+       | ---------------- END -----------------> |   or the watcher's end is closed
+       | <------------- LINGERS ---------------- |   only if something keeps it from ending
+
+A frame is a header and a body. The header carries a time of CLOCK_MONOTONIC, which all processes of a machine share,
+so that what happened in different ranks can be put in order.
+"""
+
+import enum
+import struct
+import time
+
+__all__ = ["HEADER", "Frames", "Kind", "Message", "frame"]
+
+HEADER = struct.Struct("<4sBdQ")  # mark, kind, stamp, length of the body
+MARK = b"mpw1"
+
+
+class Kind(enum.IntEnum):
+    """What a message says."""
+
+    READY = 1
+    CALL = 2
+    RETURNED = 3  # body: the pickled value
+    RAISED = 4  # body: an exception, see exceptions.py
+    UNLOADED = 5  # body: the exception that loading the call raised
+    END = 6
+    LINGERS = 7  # body: text, what keeps the rank from ending
+
+
+class Message:
+    """One message as it was sent."""
+
+    __slots__ = ("body", "kind", "stamp")
+
+    def __init__(self, kind: Kind, stamp: float, body: bytes) -> None:
+        self.kind = kind
+        self.stamp = stamp
+        self.body = body
+
+
+def frame(kind: Kind, body: bytes = b"") -> bytes:
+    """The bytes of a message that is sent now."""
+    return HEADER.pack(MARK, kind, time.monotonic(), len(body)) + body
+
+
+class Frames:
+    """Puts a stream of bytes together into messages. A message that never becomes whole is never seen."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages that these bytes complete.
+
+        Raises ValueError if this is no stream of messages: somebody else wrote to the descriptor.
+        """
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= HEADER.size:
+            mark, kind, stamp, length = HEADER.unpack_from(self._buffer)
+            if mark != MARK:
+                raise ValueError(f"not a message of mpwatch: {bytes(self._buffer[:32])!r}")
+            end = HEADER.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(Message(Kind(kind), stamp, bytes(self._buffer[HEADER.size : end])))
+            del self._buffer[:end]
+        return messages

@@ -1,0 +1,158 @@
+"""A call, pickled once for all ranks: the function, its arguments, and what of the caller's `__main__` they bring along.
+
+    memory file:  [ about __main__ ][ fn, args, kwargs, backend ][ names to set in __main__ ]
+                                     `----------------- pickles with one memo ------------'
+    descriptors:  those of the connections, shared tensors and the like within the arguments
+
+`__main__` is not imported in a rank. Functions and classes of it go by value (cloudpickle), and the rank puts them into
+its own `__main__`: its dictionary *is* the globals of the functions that came. So plain pickle, torch.save and
+DataLoader workers find there what they look up by name.
+
+What only multiprocessing can send (locks, queues, connections, tensors in shared memory) asks for the process that is
+being spawned; `_Parcel` stands in for it and collects the descriptors.
+"""
+
+import io
+import mmap
+import os
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..platform import anonymous_file
+
+__all__ = ["MAX_DESCRIPTORS", "Call", "Payload", "pack", "unpack"]
+
+MAX_DESCRIPTORS = 250  # the kernel passes at most 253 with one message (SCM_MAX_FD)
+
+
+class Call:
+    """What a rank is asked to do."""
+
+    __slots__ = ("args", "backend", "fn", "kwargs")
+
+    def __init__(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], backend: str | None
+    ) -> None:
+        self.fn = fn
+        self.args = args
+        self.kwargs = kwargs
+        self.backend = backend
+
+
+class Payload:
+    """A packed call: owns its descriptors, the memory file first. Close it when no rank needs it any more."""
+
+    def __init__(self, fds: list[int]) -> None:
+        self.fds = fds
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        while self.fds:
+            os.close(self.fds.pop())
+
+
+class InheritedFd:
+    """A descriptor of the caller's within a payload: `detach` gives the rank's own copy of it."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def detach(self) -> int:
+        """The rank's descriptor; whoever asks owns it."""
+        return os.dup(_arrived[self.index])
+
+
+_arrived: list[int] = []  # in a rank, while it unpacks: the descriptors that came with the call
+
+
+class _Parcel:
+    """What multiprocessing takes for the process being spawned, while one pickle for all of them is made."""
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+
+    DupFd = InheritedFd
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self.fds.append(os.dup(fd))  # a copy of ours: the caller may close its own before the last rank has started
+        return len(self.fds) - 1
+
+
+def pack(call: Call) -> Payload:
+    """Pickle a call into memory. Raises whatever pickling raises, and OSError; nothing is left open then."""
+    from multiprocessing.context import set_spawning_popen
+
+    parcel = _Parcel()
+    stream = io.BytesIO()
+    set_spawning_popen(parcel)
+    try:
+        _dump(call, stream)
+        memory = _into_memory(stream.getbuffer())
+    except BaseException:
+        Payload(parcel.fds).close()
+        raise
+    finally:
+        set_spawning_popen(None)
+    return Payload([memory, *parcel.fds])
+
+
+def _dump(call: Call, stream: io.BytesIO) -> None:
+    from .pickler import CallPickler
+
+    main = sys.modules["__main__"]
+    pickle.dump(_describe(main), stream, protocol=5)
+    pickler = CallPickler(stream, main)
+    pickler.dump((call.fn, call.args, call.kwargs, call.backend))
+    pickler.dump(pickler.from_main)
+
+
+def _describe(main: Any) -> dict[str, Any]:
+    """What a rank's `__main__` must say of itself, so that a DataLoader's workers find the script again."""
+    about = {"__package__": getattr(main, "__package__", None), "__doc__": getattr(main, "__doc__", None)}
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name is not None:
+        about["spec"] = spec.name
+    path = getattr(main, "__file__", None)
+    # '<stdin>' is no file that a worker could read, and it would die of the attempt
+    if path is not None and os.path.exists(path):
+        about["__file__"] = os.path.abspath(path)
+    return about
+
+
+def _into_memory(data: memoryview) -> int:
+    fd = anonymous_file("mpwatch-call")
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def unpack(fds: list[int]) -> Call:
+    """In a rank: the call that came with these descriptors, which are closed. Raises whatever unpickling raises."""
+    try:
+        _arrived[:] = fds[1:]
+        with mmap.mmap(fds[0], 0, prot=mmap.PROT_READ) as memory:  # mapped, not read: the file's position is shared
+            main = sys.modules["__main__"]
+            _introduce(main, pickle.load(memory))
+            unpickler = pickle.Unpickler(memory)
+            fn, args, kwargs, backend = unpickler.load()
+            vars(main).update(unpickler.load())
+            return Call(fn, args, kwargs, backend)
+    finally:
+        _arrived.clear()
+        for fd in fds:
+            os.close(fd)
+
+
+def _introduce(main: Any, about: dict[str, Any]) -> None:
+    spec = about.pop("spec", None)
+    if spec is not None:
+        from importlib.machinery import ModuleSpec
+
+        about["__spec__"] = ModuleSpec(spec, None)
+    vars(main).update(about)

@@ -1,0 +1,69 @@
+"""The pickler of calls: cloudpickle's, and what multiprocessing and torch know how to send. Runs in the watcher."""
+
+import io
+import sys
+from collections import ChainMap
+from multiprocessing.reduction import ForkingPickler
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+__all__ = ["CallPickler"]
+
+
+class CallPickler(cloudpickle.Pickler):
+    """Pickles functions and classes of `__main__` by value, once, and remembers them in `from_main`.
+
+    Args:
+        stream: where the pickle goes.
+        main: the caller's `__main__`.
+    """
+
+    def __init__(self, stream: io.BytesIO, main: ModuleType) -> None:
+        # before __init__, which is when the C pickler looks for it
+        self.dispatch_table = ChainMap(_torch_reducers(), self.dispatch_table, _multiprocessing_reducers())
+        super().__init__(stream, protocol=5)
+        self.main = vars(main)
+        self.from_main: dict[str, object] = {}
+        self.globals_ref[id(self.main)] = _MainGlobals()
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Called by pickle for each object; notes what goes by value although it has a name in `__main__`."""
+        reduced = super().reducer_override(obj)
+        if reduced is not NotImplemented and getattr(obj, "__module__", None) == "__main__":
+            name = getattr(obj, "__name__", None)
+            if name is not None and self.main.get(name) is obj:
+                self.from_main[name] = obj
+        return reduced
+
+
+class _MainGlobals(dict[str, Any]):
+    """Where cloudpickle would make new globals for functions of `__main__`, the rank's own are taken."""
+
+    def __reduce__(self) -> Any:
+        return vars, (sys.modules["__main__"],)
+
+
+def _multiprocessing_reducers() -> dict[type, Any]:
+    """For connections, sockets and the like: what multiprocessing registered for spawn, torch's part left out."""
+    return {kind: how for kind, how in ForkingPickler._extra_reducers.items() if not _is_torch(kind)}
+
+
+def _is_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
+
+
+def _torch_reducers() -> dict[type, Any]:
+    """Torch's reducers move every CPU tensor into shared memory, the caller's own; here only those that are there go so."""
+    return {kind: _if_shared(how) for kind, how in ForkingPickler._extra_reducers.items() if _is_torch(kind)}
+
+
+def _if_shared(torchs_own: Any) -> Any:
+    def reduce(obj: Any) -> Any:
+        memory = getattr(obj, "_untyped_storage", obj)  # of a TypedStorage, which warns when it is asked
+        if not hasattr(memory, "is_shared") or memory.is_shared() or memory.is_cuda:
+            return torchs_own(obj)
+        return obj.__reduce_ex__(5)
+
+    return reduce

@@ -1,0 +1,35 @@
+"""A rank as a multiprocessing.Process of the spawn context: the object that both sides have a copy of.
+
+The watcher starts it (watcher/process.py says how); in the child, spawn's own `_bootstrap` calls `run`.
+"""
+
+from importlib import import_module
+from multiprocessing.context import SpawnProcess
+
+__all__ = ["RankProcess", "Seat"]
+
+
+class Seat:
+    """What a rank is told before it is told anything else: who it is, and where its channel and its slot are."""
+
+    __slots__ = ("channel_fd", "lastwords_fd", "slot", "worker")
+
+    def __init__(self, worker: dict[str, object], channel_fd: int, lastwords_fd: int, slot: int) -> None:
+        self.worker = worker  # the fields of spec.Worker, which costs an import that many ranks never need
+        self.channel_fd = channel_fd
+        self.lastwords_fd = lastwords_fd
+        self.slot = slot
+
+
+class RankProcess(SpawnProcess):
+    """The child's side. `_start_method` is what spawn makes the child's default: the caller's, where it has chosen one."""
+
+    def __init__(self, seat: Seat, *, name: str, start_method: str | None) -> None:
+        super().__init__(name=name)
+        self.seat = seat
+        self._start_method = start_method
+
+    def run(self) -> None:
+        """Serve the watcher's calls until it says END."""
+        # By name: the watcher must not import what runs in a rank, and this module is imported by both.
+        import_module("mpwatch.worker.bootstrap").main(self.seat)

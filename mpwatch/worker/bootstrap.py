@@ -1,0 +1,132 @@
+"""The first code of a rank: say READY, answer calls, end when told. Runs in a rank, in its main thread.
+
+What it guarantees: each call gets exactly one answer, whatever the function raises, and the answer is sent before
+anything else happens to the rank; nothing is printed that the watcher will say; a rank whose watcher is gone ends.
+SIGINT is blocked except while the function runs, so that an interrupt meets the function or nobody.
+"""
+
+import os
+import signal
+import sys
+import threading
+
+from ..wire import exceptions, payload, values
+from ..wire.messages import Kind
+from ..wire.process import Seat
+from . import context
+from .channel import Channel
+
+__all__ = ["main"]
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ..wire.payload import Call
+
+Answer = tuple[Kind, bytes]
+
+
+def main(seat: Seat) -> None:
+    """Live as the rank of this seat."""
+    _normal_signals()
+    channel = Channel(seat)
+    context.enter(seat.worker)
+    channel.send(Kind.READY)
+    _serve(channel, os.getpid())
+    _tell_what_lingers(channel)
+
+
+def _serve(channel: Channel, pid: int) -> None:
+    while (received := channel.receive()) is not None:
+        message, fds = received
+        if message.kind is not Kind.CALL:
+            return
+        answer = _answer(fds)
+        if os.getpid() != pid:  # the function forked, and this is the copy: it has no say, and ends as a fork does
+            _flush()
+            os._exit(0 if answer[0] is Kind.RETURNED else 1)
+        _flush()
+        if not channel.send(*answer):
+            return
+
+
+def _normal_signals() -> None:
+    """What a program expects. The watcher's thread may have blocked signals, its program may ignore some, and both are
+    inherited: a rank deaf to SIGTERM could only be killed, and without SIGCHLD it could not wait for its own children.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})
+
+
+def _answer(fds: list[int]) -> Answer:
+    try:
+        call = payload.unpack(fds)
+    except BaseException as error:  # noqa: BLE001  the caller's own modules are imported here
+        return Kind.UNLOADED, _encode(error)
+    try:
+        return Kind.RETURNED, _dump_value(_call(call))
+    except SystemExit as error:
+        if not error.code:  # as Python itself has it: None, 0 and False mean success
+            return Kind.RETURNED, values.dumps(None)
+        return Kind.RAISED, _encode(error)
+    except BaseException as error:  # noqa: BLE001  a KeyboardInterrupt too is an answer
+        return Kind.RAISED, _encode(error)
+
+
+def _call(call: "Call") -> object:
+    if call.backend is not None:
+        from . import backend
+
+        backend.init(call.backend)
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        value = call.fn(*call.args, **call.kwargs)
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Not after a failure: it may wait for peers that wait for us, and the error must not wait for either.
+    if call.backend is not None:
+        backend.destroy()
+    return value
+
+
+def _dump_value(value: object) -> bytes:
+    try:
+        return values.dumps(value)
+    except Exception as error:
+        from ..wire import culprit
+
+        path, part = culprit.find("its return value", value, values.dumps)
+        kind = f"{type(part).__module__}.{type(part).__qualname__}"
+        raise TypeError(
+            f"{path} cannot be sent back: it is of type {kind} ({type(error).__name__}: {error}); return plain data instead"
+        ) from error
+
+
+def _encode(error: BaseException) -> bytes:
+    """The exception as the user should see it, without our frames above the function's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and _is_ours(trace):
+        trace = trace.tb_next
+    return exceptions.encode(error.with_traceback(trace))
+
+
+def _is_ours(trace: "TracebackType") -> bool:
+    return str(trace.tb_frame.f_globals.get("__name__", "")).startswith("mpwatch.")
+
+
+def _flush() -> None:
+    """What the function printed comes before what the watcher says of it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # closed, or replaced by something that cannot
+            continue
+
+
+def _tell_what_lingers(channel: Channel) -> None:
+    """Python waits for these threads before it ends; the watcher waits, too, and can then say for what."""
+    names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+    if names:
+        channel.send(Kind.LINGERS, f"non-daemon threads: {', '.join(names)}".encode())
