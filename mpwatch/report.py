@@ -1,7 +1,10 @@
 """The words for what came of a run: a pure function of the result, called when somebody wants to read it."""
 
 import signal
+import sysconfig
 from collections.abc import Iterable
+from itertools import takewhile
+from traceback import walk_tb
 from typing import Any
 
 from .result import FailureKind, ProcessFailure, RunResult, WorkerState
@@ -21,6 +24,8 @@ SUMMARIES = {
     WorkerState.SUCCEEDED: "had returned",
     WorkerState.STOPPED: "stopped by the watcher",
 }
+CRASH_FRAMES = 12
+LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen ")  # where no user's code is
 TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
 
 
@@ -31,7 +36,16 @@ def report(result: RunResult[Any]) -> str:
         failure = result.failures.get(rank)
         if failure is None or failure is not result.root_cause:
             fates.setdefault(_fate(failure, state), []).append(rank)
-    return "\n".join([_verdict(result), *(f"  {ranks_text(ranks)}: {fate}" for fate, ranks in fates.items())])
+    return "\n".join([_verdict(result), *_crash_lines(result.root_cause), *(f"  {ranks_text(ranks)}: {fate}" for fate, ranks in fates.items())])
+
+
+def _crash_lines(root: ProcessFailure | None) -> list[str]:
+    """The innermost frames of a crash; an exception's frames are in its traceback."""
+    if root is None or root.kind is not FailureKind.SIGNAL:
+        return []
+    frames = [line for line in root.traceback.splitlines() if line.startswith("  File ") and "/mpwatch/worker/" not in line]
+    frames = list(takewhile(lambda line: "/multiprocessing/process.py" not in line, frames))
+    return ["  its Python stack, innermost frame first:", *(f"  {line}" for line in frames[:CRASH_FRAMES])] if frames else []
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -113,10 +127,10 @@ def _raised(error: BaseException | None) -> str:
 
 
 def _where(error: BaseException) -> str:
-    trace = error.__traceback__
-    if trace is None:
+    """The innermost frame of the user's own code; of any code, if there is none."""
+    frames = [(trace.f_code.co_filename, line, trace.f_code.co_name) for trace, line in walk_tb(error.__traceback__)]
+    if not frames:
         return ""
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    code = trace.tb_frame.f_code
-    return f" ({code.co_filename.rpartition('/')[2]}:{trace.tb_lineno} in {code.co_name})"
+    own = [frame for frame in frames if not frame[0].startswith(LIBRARIES) and "/site-packages/" not in frame[0]]
+    path, line, name = (own or frames)[-1]
+    return f" ({path.rpartition('/')[2]}:{line} in {name})"

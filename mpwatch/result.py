@@ -62,7 +62,8 @@ class ProcessFailure:
     exception: BaseException | None = None
     """The rank's own exception, with its cause, context, notes and frames."""
     traceback: str = ""
-    """The traceback as the rank itself would have printed it, with source lines."""
+    """The traceback as the rank itself would have printed it, with source lines; after a crash, the Python stack of the
+    thread that crashed, innermost frame first, in faulthandler's words."""
     is_secondary: bool = False
     """True if this only says that a peer had gone: a consequence of another failure."""
     elapsed: float = 0.0

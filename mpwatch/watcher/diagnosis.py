@@ -62,6 +62,8 @@ class RankFacts:
     died_at: float | None = None
     exit_code: int | None = None
     """As multiprocessing has it, negative for a signal; None if it is not known."""
+    crash: str = ""
+    """The Python stack at the moment of a crash, in faulthandler's words."""
     signals_sent: set[int] = field(default_factory=set)
 
 
@@ -189,7 +191,7 @@ def _died(facts: Facts, seen: RankFacts, at: float) -> ProcessFailure:
     else:
         kind = FailureKind.EXIT if code else FailureKind.LOST
     status = 128 + number if number is not None else code or 1
-    return _failure(facts, seen, at, kind, status, signal=number)
+    return _failure(facts, seen, at, kind, status, signal=number, traceback=seen.crash if number is not None else "")
 
 
 def _failure(

@@ -25,7 +25,7 @@ from ..platform import anonymous_file
 from ..report import ranks_text
 from ..result import RunResult
 from ..spec import Worker, WorkerSpec
-from ..wire.lastwords import SLOT, read_slot
+from ..wire.lastwords import SLOT, read_answer, read_crash
 from ..wire.messages import Frames, Kind, Message, frame
 from ..wire.payload import Payload
 from ..wire.process import Seat
@@ -79,9 +79,10 @@ def watch(spec: WorkerSpec[T]) -> RunResult[T]:
 class RankLine:
     """One rank as the watcher has it: its process, its channel, and what was seen of it."""
 
-    def __init__(self, worker: Worker, process: WatchedProcess, channel: socket.socket) -> None:
+    def __init__(self, worker: Worker, process: WatchedProcess, channel: socket.socket, lastwords_fd: int) -> None:
         self.process = process
         self.channel = channel
+        self.lastwords_fd = lastwords_fd
         self.frames = Frames()
         self.facts = RankFacts(worker)
 
@@ -90,6 +91,11 @@ class RankLine:
         # a rank that has closed its end, or died, is heard of otherwise
         with suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self.channel, [frame(kind)], fds)
+
+    def close(self) -> None:
+        """Give the descriptors back; the process is the crew's to bury."""
+        self.channel.close()
+        os.close(self.lastwords_fd)
 
     def read(self) -> list[Message]:
         """What has come. Closes the channel if there will be no more."""
@@ -119,8 +125,6 @@ class Crew:
     def __enter__(self) -> "Crew":
         with ExitStack() as stack:
             try:
-                self.lastwords_fd = anonymous_file("mpwatch-lastwords")
-                stack.callback(os.close, self.lastwords_fd)
                 self.guardian = stack.enter_context(closing(Guardian()))
             except OSError as error:
                 raise LaunchError(f"the ranks cannot be watched: {error}; this machine is short of something") from error
@@ -139,20 +143,18 @@ class Crew:
             raise LaunchError(_why_not_started(worker, error)) from error
 
     def _start(self, worker: Worker, env: dict[str, str]) -> None:
-        os.ftruncate(self.lastwords_fd, (worker.local_rank + 1) * SLOT)
-        ours, theirs = socket.socketpair()
-        try:
-            seat = Seat(_fields_of(worker), theirs.fileno(), self.lastwords_fd, worker.local_rank)
-            process = WatchedProcess(seat, env, [theirs.fileno(), self.lastwords_fd], f"mpwatch-rank-{worker.rank}")
+        with ExitStack() as stack:
+            lastwords_fd = anonymous_file("mpwatch-lastwords")
+            stack.callback(os.close, lastwords_fd)
+            os.ftruncate(lastwords_fd, SLOT)
+            ours, theirs = map(stack.enter_context, socket.socketpair())
             ours.setblocking(False)
-            line = self.lines[worker.rank] = RankLine(worker, process, ours)
+            seat = Seat(_fields_of(worker), theirs.fileno(), lastwords_fd)
+            process = WatchedProcess(seat, env, [theirs.fileno(), lastwords_fd], f"mpwatch-rank-{worker.rank}")
             process.start()
-        except BaseException:
-            self.lines.pop(worker.rank, None)
-            ours.close()
-            raise
-        finally:
             theirs.close()
+            stack.pop_all()
+        line = self.lines[worker.rank] = RankLine(worker, process, ours, lastwords_fd)
         line.facts.pid = process.pid
         assert process.pid is not None
         self.guardian.guard(process.pid)
@@ -162,13 +164,13 @@ class Crew:
         pid = line.process.pid
         assert pid is not None
         line.process.bury()
-        line.channel.close()
+        line.close()
         self.guardian.release(pid)
         del self.lines[line.facts.worker.rank]
 
     def abandon(self, line: RankLine) -> None:
         """Leave a rank that cannot be killed to the kernel. multiprocessing reaps it when it looks after its children."""
-        line.channel.close()
+        line.close()
         del self.lines[line.facts.worker.rank]
 
     def _kill_all(self) -> None:
@@ -181,6 +183,14 @@ class Crew:
                 self.bury(line)
             else:
                 self.abandon(line)
+
+
+def _answer_left_by(line: RankLine) -> Message | None:
+    try:
+        return read_answer(line.lastwords_fd)
+    except ValueError as error:
+        log.debug("the black box of rank %d: %s", line.facts.worker.rank, error)
+        return None
 
 
 def _fields_of(worker: Worker) -> dict[str, Any]:
@@ -285,9 +295,9 @@ class _Run:
         line.facts.died_at = time.monotonic()
         line.facts.exit_code = line.process.exitcode if line.process.exit_is_known() else None
         events = self._hear(line) if line.channel.fileno() != -1 else []
-        if line.facts.report is None:
-            for message in read_slot(self.crew.lastwords_fd, line.facts.worker.local_rank):
-                events += self._understand(line, message)
+        line.facts.crash = read_crash(line.lastwords_fd)
+        if line.facts.report is None and (message := _answer_left_by(line)) is not None:
+            events += self._understand(line, message)
         return [*events, m.Died(line.facts.worker.rank)]
 
     def _warn(self) -> None:

@@ -1,30 +1,33 @@
-"""Memory that outlives a rank, for an answer that finds its channel closed.
+"""A rank's black box: memory that outlives it, for what cannot go over the channel.
 
-Code that turns itself into a daemon closes every descriptor, the channel among them; a mapping stays. So each rank maps
-one slot of a file without a name, which the watcher reads once the rank is dead. A slot holds one frame (messages.py);
-its length is written last, so that half an answer is none.
+    file without a name, one a rank:  [ an answer, up to SLOT bytes ][ the Python stack at a crash ]
+
+Code that turns itself into a daemon closes every descriptor, the channel among them; a mapping stays, so an answer can
+still be left in it. It is one frame (messages.py), and its header is written last: half an answer is none. faulthandler
+writes the stack through the descriptor, at the moment of the crash. The watcher reads both once the rank is dead.
 """
 
 import mmap
 import os
 
-from .messages import HEADER, Frames, Message
+from .messages import HEADER, Message, parse_header
 
-__all__ = ["SLOT", "Slot", "read_slot"]
+__all__ = ["SLOT", "LastWords", "read_answer", "read_crash"]
 
 SLOT = 1 << 20  # bytes; only the pages that are written cost memory
+CRASH_LIMIT = 1 << 16
 
 
-class Slot:
-    """A rank's slot, from the rank's side. Takes over the descriptor and closes it."""
+class LastWords:
+    """The rank's side. `crash_fd` is positioned where the stack belongs, and stays open."""
 
-    def __init__(self, fd: int, index: int) -> None:
-        try:
-            self._memory = mmap.mmap(fd, SLOT, offset=index * SLOT)
-        finally:
-            os.close(fd)
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, SLOT)
+        os.set_inheritable(fd, False)
+        os.lseek(fd, SLOT, os.SEEK_SET)
+        self.crash_fd = fd
 
-    def write(self, frame: bytes) -> bool:
+    def leave_answer(self, frame: bytes) -> bool:
         """Leave this for the watcher; False if it does not fit."""
         if len(frame) > SLOT:
             return False
@@ -33,9 +36,15 @@ class Slot:
         return True
 
 
-def read_slot(fd: int, index: int) -> list[Message]:
-    """What the rank of this slot left: one message or none."""
-    head = os.pread(fd, HEADER.size, index * SLOT)
-    if not head.strip(b"\0"):
-        return []
-    return Frames().feed(os.pread(fd, SLOT, index * SLOT))[:1] if len(head) == HEADER.size else []
+def read_answer(fd: int) -> Message | None:
+    """The answer that a dead rank left, if any."""
+    head = os.pread(fd, HEADER.size, 0)
+    if len(head) < HEADER.size or not any(head):
+        return None
+    kind, stamp, length = parse_header(head)
+    return Message(kind, stamp, os.pread(fd, length, HEADER.size))
+
+
+def read_crash(fd: int) -> str:
+    """The stack that a dead rank left, in faulthandler's words; empty if it did not crash."""
+    return os.pread(fd, CRASH_LIMIT, SLOT).decode(errors="replace")

@@ -15,7 +15,7 @@ import enum
 import struct
 import time
 
-__all__ = ["HEADER", "Frames", "Kind", "Message", "frame"]
+__all__ = ["HEADER", "Frames", "Kind", "Message", "frame", "parse_header"]
 
 HEADER = struct.Struct("<4sBdQ")  # mark, kind, stamp, length of the body
 MARK = b"mpw1"
@@ -49,6 +49,14 @@ def frame(kind: Kind, body: bytes = b"") -> bytes:
     return HEADER.pack(MARK, kind, time.monotonic(), len(body)) + body
 
 
+def parse_header(head: bytes | bytearray) -> tuple[Kind, float, int]:
+    """Kind, stamp and length of the body. Raises ValueError if this is no message: somebody else wrote it."""
+    mark, kind, stamp, length = HEADER.unpack_from(head)
+    if mark != MARK:
+        raise ValueError(f"not a message of mpwatch: {bytes(head[:32])!r}")
+    return Kind(kind), stamp, length
+
+
 class Frames:
     """Puts a stream of bytes together into messages. A message that never becomes whole is never seen."""
 
@@ -58,17 +66,15 @@ class Frames:
     def feed(self, data: bytes) -> list[Message]:
         """The messages that these bytes complete.
 
-        Raises ValueError if this is no stream of messages: somebody else wrote to the descriptor.
+        Raises ValueError if this is no stream of messages.
         """
         self._buffer += data
         messages = []
         while len(self._buffer) >= HEADER.size:
-            mark, kind, stamp, length = HEADER.unpack_from(self._buffer)
-            if mark != MARK:
-                raise ValueError(f"not a message of mpwatch: {bytes(self._buffer[:32])!r}")
+            kind, stamp, length = parse_header(self._buffer)
             end = HEADER.size + length
             if len(self._buffer) < end:
                 break
-            messages.append(Message(Kind(kind), stamp, bytes(self._buffer[HEADER.size : end])))
+            messages.append(Message(kind, stamp, bytes(self._buffer[HEADER.size : end])))
             del self._buffer[:end]
         return messages

@@ -10,15 +10,14 @@ __all__ = ["RankProcess", "Seat"]
 
 
 class Seat:
-    """What a rank is told before it is told anything else: who it is, and where its channel and its slot are."""
+    """What a rank is told before it is told anything else: who it is, and where its channel and its black box are."""
 
-    __slots__ = ("channel_fd", "lastwords_fd", "slot", "worker")
+    __slots__ = ("channel_fd", "lastwords_fd", "worker")
 
-    def __init__(self, worker: dict[str, object], channel_fd: int, lastwords_fd: int, slot: int) -> None:
+    def __init__(self, worker: dict[str, object], channel_fd: int, lastwords_fd: int) -> None:
         self.worker = worker  # the fields of spec.Worker, which costs an import that many ranks never need
         self.channel_fd = channel_fd
         self.lastwords_fd = lastwords_fd
-        self.slot = slot
 
 
 class RankProcess(SpawnProcess):

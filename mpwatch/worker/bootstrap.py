@@ -11,9 +11,10 @@ import sys
 import threading
 
 from ..wire import exceptions, payload, values
+from ..wire.lastwords import LastWords
 from ..wire.messages import Kind
 from ..wire.process import Seat
-from . import context
+from . import context, stacks
 from .channel import Channel
 
 __all__ = ["main"]
@@ -30,7 +31,9 @@ Answer = tuple[Kind, bytes]
 def main(seat: Seat) -> None:
     """Live as the rank of this seat."""
     _normal_signals()
-    channel = Channel(seat)
+    last_words = LastWords(seat.lastwords_fd)
+    stacks.keep_at_crash(last_words.crash_fd)
+    channel = Channel(seat.channel_fd, last_words)
     context.enter(seat.worker)
     channel.send(Kind.READY)
     _serve(channel, os.getpid())
@@ -94,20 +97,20 @@ def _call(call: "Call") -> object:
 def _dump_value(value: object) -> bytes:
     try:
         return values.dumps(value)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  whatever the value's classes do when they are pickled
         from ..wire import culprit
 
         path, part = culprit.find("its return value", value, values.dumps)
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise TypeError(
             f"{path} cannot be sent back: it is of type {kind} ({type(error).__name__}: {error}); return plain data instead"
-        ) from error
+        ) from None
 
 
 def _encode(error: BaseException) -> bytes:
     """The exception as the user should see it, without our frames above the function's."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and _is_ours(trace):
+    while trace is not None and _is_ours(trace):
         trace = trace.tb_next
     return exceptions.encode(error.with_traceback(trace))
 

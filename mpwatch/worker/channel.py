@@ -8,10 +8,9 @@ import array
 import os
 import socket
 
-from ..wire.lastwords import Slot
-from ..wire.messages import HEADER, Kind, Message, frame
+from ..wire.lastwords import LastWords
+from ..wire.messages import HEADER, Kind, Message, frame, parse_header
 from ..wire.payload import MAX_DESCRIPTORS
-from ..wire.process import Seat
 
 __all__ = ["Channel"]
 
@@ -19,11 +18,11 @@ __all__ = ["Channel"]
 class Channel:
     """Blocking, for the rank's main thread alone."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._fd = seat.channel_fd
+    def __init__(self, fd: int, last_words: LastWords) -> None:
+        self._fd = fd
         self._identity = _identity(self._fd)
         os.set_inheritable(self._fd, False)  # a program that the rank executes has no part in this
-        self._slot = Slot(seat.lastwords_fd, seat.slot)
+        self._last_words = last_words
 
     def send(self, kind: Kind, body: bytes = b"") -> bool:
         """Send, or leave it for the watcher to find; False if there was no way to do either."""
@@ -34,7 +33,7 @@ class Channel:
             except OSError:  # the watcher has gone, or has heard enough
                 return False
             return True
-        return self._slot.write(data)
+        return self._last_words.leave_answer(data)
 
     def receive(self) -> tuple[Message, list[int]] | None:
         """The next message and the descriptors that came with it; None once there will be none."""
@@ -75,14 +74,14 @@ def _read_message(line: socket.socket) -> tuple[Message, list[int]] | None:
         head += more
     if not head:
         return None
-    _, kind, stamp, length = HEADER.unpack(head)
+    kind, stamp, length = parse_header(head)
     body = bytearray()
     while len(body) < length:
         more = line.recv(length - len(body))
         if not more:
             return None
         body += more
-    return Message(Kind(kind), stamp, bytes(body)), fds
+    return Message(kind, stamp, bytes(body)), fds
 
 
 def _receive_with_descriptors(line: socket.socket) -> tuple[bytes, list[int]]:
