@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from .errors import RunFailedError, RunTimeoutError
 from .result import FailureKind, RunResult, WorkerState
 from .spec import Nprocs, Worker, WorkerSpec
-from .watcher.loop import Interrupt, watch
+from .watcher.loop import InterruptError, watch
 
 __all__ = ["main", "run"]
 
@@ -59,7 +59,7 @@ def run(
         RunTimeoutError: `timeout` ran out.
         LaunchError: the ranks could not be started; none is left.
         TypeError, ValueError: an argument is not what it should be.
-        KeyboardInterrupt: Ctrl-C; the ranks got it too, and had grace_period seconds to end.
+        KeyboardInterruptError: Ctrl-C; the ranks got it too, and had grace_period seconds to end.
     """
     spec = WorkerSpec(
         fn=fn,
@@ -107,9 +107,9 @@ def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunRe
 def _watch(spec: WorkerSpec[T]) -> RunResult[T]:
     try:
         return watch(spec)
-    except Interrupt as interrupt:
+    except InterruptError as interrupt:
         signum, result = interrupt.signum, interrupt.result
-    # Outside the except block, so that a KeyboardInterrupt comes without a history; the host's handlers are back.
+    # Outside the except block, so that a KeyboardInterruptError comes without a history; the host's handlers are back.
     signal.raise_signal(signum)
     return result  # the host's handler has let it pass, and the run has been stopped all the same
 

@@ -18,10 +18,7 @@ CPU_QUOTA = "/sys/fs/cgroup{}/cpu.max"
 
 def usable_cpus() -> int:
     """The CPUs this process may use: its affinity, and the quota of its cgroup (v2), rounded up; at least 1."""
-    if hasattr(os, "sched_getaffinity"):
-        allowed = len(os.sched_getaffinity(0))
-    else:
-        allowed = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, _cgroup_cpus() or allowed))
 
 

@@ -36,7 +36,13 @@ def report(result: RunResult[Any]) -> str:
         failure = result.failures.get(rank)
         if failure is None or failure is not result.root_cause:
             fates.setdefault(_fate(failure, state), []).append(rank)
-    return "\n".join([_verdict(result), *_crash_lines(result.root_cause), *(f"  {ranks_text(ranks)}: {fate}" for fate, ranks in fates.items())])
+    return "\n".join(
+        [
+            _verdict(result),
+            *_crash_lines(result.root_cause),
+            *(f"  {ranks_text(ranks)}: {fate}" for fate, ranks in fates.items()),
+        ]
+    )
 
 
 def _crash_lines(root: ProcessFailure | None) -> list[str]:

@@ -1,6 +1,6 @@
-"""Kills the process groups of a run whose watcher has died. A script, run by a bare interpreter: standard library only.
+r"""Kills the process groups of a run whose watcher has died. A script, run by a bare interpreter: standard library only.
 
-    watcher --- "+1234\\n" a rank has started, "-1234\\n" it is dead and reaped ---> guardian
+    watcher --- "+1234\n" a rank has started, "-1234\n" it is dead and reaped ---> guardian
 
 The kernel's own death signal reaches a rank but not what the rank has started, follows the thread that made the rank
 rather than the process, and costs every rank an import of ctypes. A watching thread in the rank cannot run while C code
@@ -17,7 +17,7 @@ import signal
 import sys
 
 
-def main(pipe: int, watcher: int | None) -> None:
+def main(pipe: int, watcher: int | None = None) -> None:
     """Read until the watcher has gone, then kill what is still under guard."""
     os.set_blocking(pipe, False)
     groups: set[int] = set()
@@ -55,4 +55,4 @@ def read_all(pipe: int) -> bytes | None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None)
+    main(*map(int, sys.argv[1:]))

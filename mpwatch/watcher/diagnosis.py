@@ -48,7 +48,9 @@ COMPLAINTS = (
     Complaint("BrokenPipeError", raised_in="multiprocessing/connection.py"),
     Complaint("ConnectionResetError", raised_in="multiprocessing/connection.py"),
 )
-CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS})
+CRASHES = frozenset(
+    {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
+)
 
 
 @dataclass
@@ -194,9 +196,7 @@ def _died(facts: Facts, seen: RankFacts, at: float) -> ProcessFailure:
     return _failure(facts, seen, at, kind, status, signal=number, traceback=seen.crash if number is not None else "")
 
 
-def _failure(
-    facts: Facts, seen: RankFacts, at: float, kind: FailureKind, exit_code: int, **more: Any
-) -> ProcessFailure:
+def _failure(facts: Facts, seen: RankFacts, at: float, kind: FailureKind, exit_code: int, **more: Any) -> ProcessFailure:
     return ProcessFailure(
         rank=seen.worker.rank,
         local_rank=seen.worker.local_rank,

@@ -3,6 +3,7 @@
 import os
 import socket
 import uuid
+from typing import Any
 
 from ..errors import LaunchError
 from ..platform import usable_cpus
@@ -32,7 +33,7 @@ def reserve_port() -> socket.socket:
     return keeper
 
 
-def workers_of(spec: WorkerSpec[object], nprocs: int, port: int) -> tuple[Worker, ...]:
+def workers_of(spec: WorkerSpec[Any], nprocs: int, port: int) -> tuple[Worker, ...]:
     """The ranks of a run on this machine alone."""
     run_id = uuid.uuid4().hex
     return tuple(

@@ -17,12 +17,12 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from ..errors import LaunchError
 from ..platform import anonymous_file
-from ..report import ranks_text
 from ..result import RunResult
 from ..spec import Worker, WorkerSpec
 from ..wire.lastwords import SLOT, read_answer, read_crash
@@ -37,7 +37,7 @@ from .process import WatchedProcess
 from .sending import pack_call
 from .signals import HostSignals
 
-__all__ = ["Interrupt", "watch"]
+__all__ = ["InterruptError", "watch"]
 
 T = TypeVar("T")
 log = logging.getLogger("mpwatch")
@@ -46,7 +46,7 @@ READ_SIZE = 1 << 18
 DRAIN_LIMIT = 1 << 26  # bytes read of one channel before the others have their turn
 
 
-class Interrupt(Exception):
+class InterruptError(Exception):
     """A signal to this process ended the run. All is cleaned up; the signal has yet to do what it would have done."""
 
     def __init__(self, signum: int, result: RunResult[Any]) -> None:
@@ -56,7 +56,7 @@ class Interrupt(Exception):
 
 
 def watch(spec: WorkerSpec[T]) -> RunResult[T]:
-    """Run it to its end. Raises LaunchError, or Interrupt."""
+    """Run it to its end. Raises LaunchError, or InterruptError."""
     assert isinstance(spec.nprocs, int)
     payload = pack_call(spec)
     with ExitStack() as stack:
@@ -72,7 +72,7 @@ def watch(spec: WorkerSpec[T]) -> RunResult[T]:
         run.until_over()
     result = diagnose(run.facts())
     if run.machine.signum is not None:
-        raise Interrupt(run.machine.signum, result)
+        raise InterruptError(run.machine.signum, result)
     return result
 
 
@@ -122,7 +122,7 @@ class Crew:
         self.payload = payload
         self.lines: dict[int, RankLine] = {}
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> Self:
         with ExitStack() as stack:
             try:
                 self.guardian = stack.enter_context(closing(Guardian()))
@@ -222,9 +222,7 @@ class _Run:
         self.lingers: dict[int, str] = {}
         self.started_at = time.monotonic()
         self.seen = {rank: line.facts for rank, line in crew.lines.items()}
-        self.machine = m.Machine(
-            crew.lines, now=self.started_at, grace_period=spec.grace_period, timeout=spec.timeout
-        )
+        self.machine = m.Machine(crew.lines, now=self.started_at, grace_period=spec.grace_period, timeout=spec.timeout)
 
     def until_over(self) -> None:
         """Wait and act until no rank is left."""
@@ -232,8 +230,8 @@ class _Run:
             sources = self._sources()
             deadline = self.machine.deadline
             patience = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = wait(list(sources), patience)
-            events = [event for fd in ready for event in sources[fd]()]
+            ready = set(wait(list(sources), patience))
+            events = [event for fd, handle in sources.items() if fd in ready for event in handle()]
             self._step(events)
         self._warn()
 
@@ -241,8 +239,8 @@ class _Run:
         sources: dict[int, Callable[[], list[m.Event]]] = {self.signals.fileno(): self._interrupts}
         for line in self.crew.lines.values():
             if line.channel.fileno() != -1:
-                sources[line.channel.fileno()] = lambda line=line: self._hear(line)
-            sources[line.process.sentinel] = lambda line=line: self._mourn(line)
+                sources[line.channel.fileno()] = partial(self._hear, line)
+            sources[line.process.sentinel] = partial(self._mourn, line)
         return sources
 
     def _step(self, events: list[m.Event]) -> None:

@@ -31,7 +31,7 @@ __all__ = [
     "Event",
     "Failed",
     "GiveUp",
-    "IllegalEvent",
+    "IllegalEventError",
     "Interrupted",
     "Machine",
     "Phase",
@@ -151,12 +151,12 @@ class GiveUp:
 Action = CallRank | EndRank | SignalRank | GiveUp
 
 
-class IllegalEvent(Exception):
+class IllegalEventError(Exception):
     """The loop has told the machine something that cannot be: an error in mpwatch."""
 
 
 # A late word of a rank that is being stopped is evidence, and changes nothing.
-_STOPPED = {Ready: None, Returned: None, Failed: None, Died: Phase.GONE}
+_STOPPED: dict[type, Phase | None] = {Ready: None, Returned: None, Failed: None, Died: Phase.GONE}
 TRANSITIONS: dict[Phase, dict[type, Phase | None]] = {
     Phase.STARTING: {Ready: Phase.AT_WORK, Failed: Phase.BROKEN, Died: Phase.GONE},
     Phase.AT_WORK: {Returned: Phase.DONE, Failed: Phase.BROKEN, Died: Phase.GONE},
@@ -194,7 +194,7 @@ class Machine:
         self._timeout_at = None if timeout is None else now + timeout
         self._start_at = now + START_SECONDS
         self._stage_at: float | None = None  # when the stage's own time is up
-        self._count = {phase: 0 for phase in Phase} | {Phase.STARTING: len(self.phases)}
+        self._count = dict.fromkeys(Phase, 0) | {Phase.STARTING: len(self.phases)}
 
     @property
     def deadline(self) -> float | None:
@@ -205,14 +205,14 @@ class Machine:
         return min((time for time in times if time is not None), default=None)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What is to be done about an event. Raises IllegalEvent for one that cannot be."""
+        """What is to be done about an event. Raises IllegalEventError for one that cannot be."""
         if isinstance(event, Interrupted):
             return self._interrupt(event.signum, now)
         before = self.phases[event.rank]
         try:
             after = TRANSITIONS[before][type(event)]
         except KeyError:
-            raise IllegalEvent(f"{event} in phase {before.name}") from None
+            raise IllegalEventError(f"{event} in phase {before.name}") from None
         if after is not None:
             self._move(event.rank, after)
         return self._follow(event, before, now)
@@ -232,7 +232,7 @@ class Machine:
             self.never_ready = [rank for rank, phase in self.phases.items() if phase is Phase.STARTING]
         return self._stop(now, Verdict.FAILED)
 
-    def _follow(self, event: Event, before: Phase, now: float) -> list[Action]:
+    def _follow(self, event: Ready | Returned | Failed | Died, before: Phase, now: float) -> list[Action]:
         if isinstance(event, Ready):
             return [CallRank(event.rank)] if before is Phase.STARTING else []
         if isinstance(event, Died):

@@ -18,8 +18,8 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from multiprocessing import get_start_method, process, resource_tracker, spawn, util
-from multiprocessing.context import reduction, set_spawning_popen
+from multiprocessing import get_start_method, process, reduction, resource_tracker, spawn, util
+from multiprocessing.context import set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
 from typing import Any
 
@@ -27,6 +27,11 @@ from ..platform import open_pidfd, peek_exit
 from ..wire.process import RankProcess, Seat
 
 __all__ = ["UNKNOWN_EXIT", "WatchedProcess"]
+
+# What a start method of multiprocessing is made with; typeshed knows only the public part.
+mp_process: Any = process
+mp_spawn: Any = spawn
+mp_util: Any = util
 
 UNKNOWN_EXIT = 255  # the exit code of a child whose status somebody else has taken
 
@@ -96,7 +101,7 @@ class _RankPopen(Popen):
         pidfd = open_pidfd(self.pid)
         self.sentinel = parent_w if pidfd is None else pidfd
         # the child's parent_process() watches parent_w; and the pipe is closed only when the rank is buried
-        self.finalizer = util.Finalize(self, util.close_fds, {parent_w, self.sentinel})
+        self.finalizer = mp_util.Finalize(self, mp_util.close_fds, {parent_w, self.sentinel})
         with suppress(BrokenPipeError), open(parent_w, "wb", closefd=False) as pipe:  # dead already: the sentinel tells
             pipe.write(data)
 
@@ -149,7 +154,7 @@ def _signal_group(pid: int, number: int) -> None:
             os.kill(pid, number)
 
 
-def _resource_tracker_fd() -> int:
+def _resource_tracker_fd() -> Any:
     """The host's resource tracker, started by its first user. Starting it would unblock signals in this thread."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
@@ -163,15 +168,15 @@ def _preparation_data(rank: WatchedProcess) -> dict[str, Any]:
 
     Raises RuntimeError in a process that is itself still being spawned, as spawn does.
     """
-    spawn._check_not_importing_main()
-    here = process.ORIGINAL_DIR
+    mp_spawn._check_not_importing_main()
+    here = mp_process.ORIGINAL_DIR
     return {
         "name": rank.name,
-        "authkey": process.current_process().authkey,
-        "log_to_stderr": util._log_to_stderr,
+        "authkey": mp_process.current_process().authkey,
+        "log_to_stderr": mp_util._log_to_stderr,
         "sys_path": [here if entry == "" and here is not None else entry for entry in sys.path],
         "sys_argv": sys.argv,
         "orig_dir": here,
         "dir": os.getcwd(),
-        **({"log_level": util._logger.getEffectiveLevel()} if util._logger is not None else {}),
+        **({"log_level": mp_util._logger.getEffectiveLevel()} if mp_util._logger is not None else {}),
     }

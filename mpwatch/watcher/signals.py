@@ -11,7 +11,7 @@ import signal
 import threading
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 __all__ = ["HostSignals"]
 
@@ -29,7 +29,7 @@ class HostSignals:
         self._read_end, self._write_end = os.pipe()
         self._hosts_fd = -1
 
-    def __enter__(self) -> "HostSignals":
+    def __enter__(self) -> Self:
         os.set_blocking(self._read_end, False)
         os.set_blocking(self._write_end, False)
         try:
@@ -40,9 +40,7 @@ class HostSignals:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._handlers:
             signal.set_wakeup_fd(self._hosts_fd)
         for number, handler in self._handlers.items():
@@ -51,10 +49,8 @@ class HostSignals:
         os.close(self._write_end)
 
     def _install(self) -> None:
-        for number in TAKEN:
-            handler = signal.getsignal(number)
-            if handler not in (signal.SIG_IGN, None):
-                self._handlers[number] = handler
+        hosts = {int(number): signal.getsignal(number) for number in TAKEN}
+        self._handlers = {number: how for number, how in hosts.items() if how not in (signal.SIG_IGN, None)}
         if self._handlers:
             # C code writes to it, whichever thread the kernel has chosen for the signal
             self._hosts_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
@@ -78,5 +74,5 @@ class HostSignals:
         return [number for number in numbers if number in self._handlers]
 
 
-def _note(number: int, frame: object) -> None:
+def _note(_: int, __: object) -> None:
     """The handler that raises nothing: the wake-up descriptor has the number already."""

@@ -4,7 +4,6 @@ Walks from the object that failed to those it is made of, as pickle does, and go
 until nothing inside is to blame but the thing itself.
 """
 
-import copyreg
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -91,7 +90,8 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _parts_of_instance(thing: Any) -> Iterator[Part]:
     yield from ((f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items())
-    for name in copyreg._slotnames(type(thing)):  # type: ignore[attr-defined]  what pickle itself asks
-        if hasattr(thing, name):
-            yield f".{name}", getattr(thing, name)
+    for kind in type(thing).__mro__:
+        for name, slot in vars(kind).items():
+            if isinstance(slot, types.MemberDescriptorType) and hasattr(thing, name):
+                yield f".{name}", getattr(thing, name)
     yield " has the class", type(thing)

@@ -11,6 +11,7 @@ several ways, best first; `decode` (in the watcher) takes the first that works:
 Everything in a link but those pickles is a plain builtin value. Imports nothing of mpwatch but values.py.
 """
 
+import builtins
 import pickle
 from collections.abc import Iterator
 from types import GetSetDescriptorType, MemberDescriptorType, TracebackType
@@ -52,8 +53,7 @@ def decode(data: bytes) -> BaseException:
 
 
 def _members_first(links: list[Link]) -> list[int]:
-    """The links in an order in which a group comes after its members: a group is made of them, and cannot be a member
-    of itself."""
+    """The links in an order in which a group comes after its members: it is made of them, and cannot hold itself."""
     order: list[int] = []
     waiting = [(number, False) for number in range(len(links))]
     done = set()
@@ -71,17 +71,17 @@ def _members_first(links: list[Link]) -> list[int]:
 
 
 def _rebuild(link: Link, members: list[BaseException]) -> BaseException:
-    for make in (_from_exact, _from_parts, _stand_in):
+    for make in (_from_exact, _from_parts):
         try:
             error = make(link, members)
         except BaseException:  # noqa: BLE001, S112  a class's own code runs here: the next way is tried
             continue
         if error is not None:
             return error
-    raise AssertionError("a stand-in can always be made")
+    return _stand_in(link, members)
 
 
-def _from_exact(link: Link, members: list[BaseException]) -> BaseException | None:
+def _from_exact(link: Link, _: list[BaseException]) -> BaseException | None:
     if link["exact"] is None:
         return None
     error = pickle.loads(link["exact"])
@@ -98,14 +98,14 @@ def _from_parts(link: Link, members: list[BaseException]) -> BaseException | Non
     for name, data in link["attributes"].items():
         try:
             setattr(error, name, pickle.loads(data))
-        except Exception:  # noqa: BLE001, S112, PERF203  a read-only slot, or a value that does not come back
+        except Exception:  # noqa: BLE001, S112  a read-only slot, or a value that does not come back
             continue
     return error if _text(error) == link["text"] else None
 
 
 def _new(cls: Any, args: tuple[Any, ...]) -> BaseException:
     try:
-        error = cls.__new__(cls, *args)
+        error: object = cls.__new__(cls, *args)
     except Exception:  # noqa: BLE001  a __new__ of its own: go round it, to that of the nearest builtin class
         base = next(base for base in cls.__mro__ if base.__module__ == "builtins")
         error = base.__new__(cls, *args)
@@ -116,21 +116,18 @@ def _new(cls: Any, args: tuple[Any, ...]) -> BaseException:
 
 def _stand_in(link: Link, members: list[BaseException]) -> BaseException:
     """A class of the same name and text: caught by `except` of the builtin classes that it was derived from."""
-    base = next(_builtin(name) for name in link["bases"] if _builtin(name) is not None)
     text = link["text"]
-    names = {"__module__": link["module"], "__qualname__": link["qualname"], "__str__": lambda self: text}
-    cls = type(link["name"], (base,), names)
-    error = base.__new__(cls, link["message"] or text, members) if members else base.__new__(cls)
-    error.args = error.args or (text,)
+    names = {"__module__": link["module"], "__qualname__": link["qualname"], "__str__": lambda _: text}
+    base: type[BaseException] = getattr(builtins, link["base"])
+    cls: Any = type(link["name"], (base,), names)
+    if members:
+        group: BaseException = cls.__new__(cls, link["message"], members)
+        return group
+    if issubclass(base, BaseExceptionGroup):  # its members were cut off
+        cls = type(link["name"], (Exception,), names)
+    error: BaseException = cls.__new__(cls)
+    error.args = (text,)
     return error
-
-
-def _builtin(name: str) -> Any:
-    """The builtin exception class of this name that can be made with any arguments, or None."""
-    import builtins
-
-    kind = getattr(builtins, name, None)
-    return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
 
 
 def _connect(error: BaseException, link: Link, made: dict[int, BaseException]) -> None:
@@ -201,7 +198,7 @@ def _encode_link(error: BaseException, index: dict[int, int]) -> Link:
         "name": type(error).__name__,
         "qualname": type(error).__qualname__,
         "module": type(error).__module__,
-        "bases": [base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins"],
+        "base": next(base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins"),
         "text": _text(error),
         "message": str(error.message) if isinstance(error, BaseExceptionGroup) else "",
         "exact": _exact(error) if not members else None,
@@ -258,7 +255,7 @@ def _attributes(error: BaseException) -> Iterator[tuple[str, Any]]:
             if isinstance(descriptor, MemberDescriptorType | GetSetDescriptorType) and name not in OWN_SLOTS:
                 try:
                     yield name, getattr(error, name)
-                except Exception:  # noqa: BLE001, S112, PERF203  an empty slot
+                except Exception:  # noqa: BLE001, S112  an empty slot
                     continue
 
 

@@ -84,7 +84,7 @@ def pack(call: Call) -> Payload:
     """Pickle a call into memory. Raises whatever pickling raises, and OSError; nothing is left open then."""
     from multiprocessing.context import set_spawning_popen
 
-    parcel = _Parcel()
+    parcel: Any = _Parcel()
     stream = io.BytesIO()
     set_spawning_popen(parcel)
     try:

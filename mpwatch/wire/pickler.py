@@ -3,13 +3,16 @@
 import io
 import sys
 from collections import ChainMap
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing import reduction
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
 
 __all__ = ["CallPickler"]
+
+# What multiprocessing and torch have registered for spawn, by exact type; typeshed does not know it.
+REGISTERED: dict[type, Any] = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
 
 
 class CallPickler(cloudpickle.Pickler):
@@ -22,7 +25,8 @@ class CallPickler(cloudpickle.Pickler):
 
     def __init__(self, stream: io.BytesIO, main: ModuleType) -> None:
         # before __init__, which is when the C pickler looks for it
-        self.dispatch_table = ChainMap(_torch_reducers(), self.dispatch_table, _multiprocessing_reducers())
+        own: Any = cloudpickle.Pickler.dispatch_table
+        self.dispatch_table = ChainMap(_torch_reducers(), own, _multiprocessing_reducers())
         super().__init__(stream, protocol=5)
         self.main = vars(main)
         self.from_main: dict[str, object] = {}
@@ -47,7 +51,7 @@ class _MainGlobals(dict[str, Any]):
 
 def _multiprocessing_reducers() -> dict[type, Any]:
     """For connections, sockets and the like: what multiprocessing registered for spawn, torch's part left out."""
-    return {kind: how for kind, how in ForkingPickler._extra_reducers.items() if not _is_torch(kind)}
+    return {kind: how for kind, how in REGISTERED.items() if not _is_torch(kind)}
 
 
 def _is_torch(kind: type) -> bool:
@@ -56,7 +60,7 @@ def _is_torch(kind: type) -> bool:
 
 def _torch_reducers() -> dict[type, Any]:
     """Torch's reducers move every CPU tensor into shared memory, the caller's own; here only those that are there go so."""
-    return {kind: _if_shared(how) for kind, how in ForkingPickler._extra_reducers.items() if _is_torch(kind)}
+    return {kind: _if_shared(how) for kind, how in REGISTERED.items() if _is_torch(kind)}
 
 
 def _if_shared(torchs_own: Any) -> Any:

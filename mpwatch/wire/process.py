@@ -5,6 +5,7 @@ The watcher starts it (watcher/process.py says how); in the child, spawn's own `
 
 from importlib import import_module
 from multiprocessing.context import SpawnProcess
+from typing import Any
 
 __all__ = ["RankProcess", "Seat"]
 
@@ -26,7 +27,7 @@ class RankProcess(SpawnProcess):
     def __init__(self, seat: Seat, *, name: str, start_method: str | None) -> None:
         super().__init__(name=name)
         self.seat = seat
-        self._start_method = start_method
+        self._start_method: Any = start_method  # typeshed: str; None leaves the default alone
 
     def run(self) -> None:
         """Serve the watcher's calls until it says END."""

@@ -15,7 +15,7 @@ def dumps(value: Any) -> bytes:
     if "cloudpickle" not in sys.modules:
         try:
             return pickle.dumps(value, protocol=5)
-        except Exception:  # noqa: S110  whatever plain pickle cannot do, cloudpickle tries next and raises its own
+        except Exception:  # noqa: BLE001, S110  whatever plain pickle cannot do, cloudpickle tries next and raises its own
             pass
     import cloudpickle
 
