@@ -5,8 +5,8 @@ function runs, so an import of everything would be paid for once per rank.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # typing's own would cost every rank the import of typing
 if TYPE_CHECKING:
     from .api import main, run
     from .errors import LaunchError, MpwatchError, RunFailedError, RunTimeoutError

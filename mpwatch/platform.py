@@ -1,13 +1,11 @@
 """The only file that asks which system this is: Linux first, other POSIX systems by the same calls where they have them.
 
-Runs in the watcher and in the ranks; imports nothing of mpwatch.
+Runs in the watcher and in the ranks, so what only few calls need is imported by these; imports nothing of mpwatch.
 """
 
 import errno
 import os
 import sys
-import tempfile
-from glob import glob
 
 __all__ = ["anonymous_file", "gpus_may_exist", "open_pidfd", "peek_exit", "usable_cpus"]
 
@@ -46,6 +44,8 @@ def _cgroup_cpus() -> int | None:
 
 def gpus_may_exist() -> bool:
     """False where there can be no GPU, so that nobody imports torch (a second) only to hear that there is none."""
+    from glob import glob
+
     return sys.platform != "linux" or any(glob(pattern) for pattern in GPU_NODES)
 
 
@@ -56,6 +56,8 @@ def anonymous_file(name: str) -> int:
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
+    import tempfile
+
     fd, path = tempfile.mkstemp(prefix=name)
     os.unlink(path)
     return fd

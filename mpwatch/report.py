@@ -9,7 +9,7 @@ from typing import Any
 
 from .result import FailureKind, ProcessFailure, RunResult, WorkerState
 
-__all__ = ["ranks_text", "report"]
+__all__ = ["exit_text", "ranks_text", "report"]
 
 USUAL_CAUSES = {
     signal.SIGSEGV: "an invalid memory access, usually in compiled code",
@@ -96,6 +96,11 @@ def _what(failure: ProcessFailure) -> str:
     if failure.kind is FailureKind.EXIT:
         return f"ended with exit code {failure.exit_code} and no result" + _by(failure.exception)
     return "ended without returning a result (os._exit(), or its exit status was taken by somebody else)"
+
+
+def exit_text(code: int) -> str:
+    """How a process ended, from its exit code as multiprocessing has it (negative: the signal), after "it"."""
+    return _killed(-code) if code < 0 else f"ended with exit code {code}"
 
 
 def _killed(number: int | None) -> str:

@@ -4,36 +4,27 @@
                                       |        what the system says  ->  events           |
                                       `--------- actions  <-  machine  <------------------'
 
-Guarantees: when `watch` returns or raises, every rank it started is dead and reaped (but for one that not even SIGKILL
-ends, which is logged), and everything it opened is closed. A message is read before the death that followed it. Nothing
-blocks but the one wait, and that has the machine's deadline. No thread is started.
+Guarantees: when `watch` returns or raises, nothing of the run is left (see crew.py). A message is read before the death
+that followed it. Nothing blocks but the one wait, and that has the machine's deadline. No thread is started.
 """
 
-import dataclasses
 import logging
-import os
 import platform
-import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
-from ..errors import LaunchError
-from ..platform import anonymous_file
+from ..report import exit_text
 from ..result import RunResult
-from ..spec import Worker, WorkerSpec
-from ..wire.lastwords import SLOT, read_answer, read_crash
-from ..wire.messages import Frames, Kind, Message, frame
-from ..wire.payload import Payload
-from ..wire.process import Seat
+from ..spec import WorkerSpec
+from ..wire.messages import Kind, Message
 from . import machine as m
-from .diagnosis import Facts, RankFacts, diagnose, is_secondary
+from .crew import Crew, RankLine
+from .diagnosis import Facts, diagnose, is_secondary
 from .environment import environment_of, reserve_port, workers_of
-from .guardian import Guardian
-from .process import WatchedProcess
 from .sending import pack_call
 from .signals import HostSignals
 
@@ -41,9 +32,6 @@ __all__ = ["InterruptError", "watch"]
 
 T = TypeVar("T")
 log = logging.getLogger("mpwatch")
-
-READ_SIZE = 1 << 18
-DRAIN_LIMIT = 1 << 26  # bytes read of one channel before the others have their turn
 
 
 class InterruptError(Exception):
@@ -76,142 +64,6 @@ def watch(spec: WorkerSpec[T]) -> RunResult[T]:
     return result
 
 
-class RankLine:
-    """One rank as the watcher has it: its process, its channel, and what was seen of it."""
-
-    def __init__(self, worker: Worker, process: WatchedProcess, channel: socket.socket, lastwords_fd: int) -> None:
-        self.process = process
-        self.channel = channel
-        self.lastwords_fd = lastwords_fd
-        self.frames = Frames()
-        self.facts = RankFacts(worker)
-
-    def send(self, kind: Kind, fds: list[int]) -> None:
-        """One small message: it fits into the empty buffer of the channel, so this does not block."""
-        # a rank that has closed its end, or died, is heard of otherwise
-        with suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(self.channel, [frame(kind)], fds)
-
-    def close(self) -> None:
-        """Give the descriptors back; the process is the crew's to bury."""
-        self.channel.close()
-        os.close(self.lastwords_fd)
-
-    def read(self) -> list[Message]:
-        """What has come. Closes the channel if there will be no more."""
-        messages: list[Message] = []
-        try:
-            for _ in range(DRAIN_LIMIT // READ_SIZE):
-                data = self.channel.recv(READ_SIZE)
-                if not data:
-                    self.channel.close()
-                    break
-                messages += self.frames.feed(data)
-        except BlockingIOError:
-            pass
-        except (OSError, ValueError) as error:  # reset by a dead rank, or written to by somebody who is none
-            log.debug("channel of rank %d closed: %s", self.facts.worker.rank, error)
-            self.channel.close()
-        return messages
-
-
-class Crew:
-    """Owns the ranks' processes and all that they need. A context manager: whoever is alive at its end is killed."""
-
-    def __init__(self, payload: Payload) -> None:
-        self.payload = payload
-        self.lines: dict[int, RankLine] = {}
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            try:
-                self.guardian = stack.enter_context(closing(Guardian()))
-            except OSError as error:
-                raise LaunchError(f"the ranks cannot be watched: {error}; this machine is short of something") from error
-            stack.callback(self._kill_all)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def start(self, worker: Worker, env: dict[str, str]) -> None:
-        """Start a rank. Raises LaunchError."""
-        try:
-            self._start(worker, env)
-        except (OSError, RuntimeError, AssertionError) as error:
-            raise LaunchError(_why_not_started(worker, error)) from error
-
-    def _start(self, worker: Worker, env: dict[str, str]) -> None:
-        with ExitStack() as stack:
-            lastwords_fd = anonymous_file("mpwatch-lastwords")
-            stack.callback(os.close, lastwords_fd)
-            os.ftruncate(lastwords_fd, SLOT)
-            ours, theirs = map(stack.enter_context, socket.socketpair())
-            ours.setblocking(False)
-            seat = Seat(_fields_of(worker), theirs.fileno(), lastwords_fd)
-            process = WatchedProcess(seat, env, [theirs.fileno(), lastwords_fd], f"mpwatch-rank-{worker.rank}")
-            process.start()
-            theirs.close()
-            stack.pop_all()
-        line = self.lines[worker.rank] = RankLine(worker, process, ours, lastwords_fd)
-        line.facts.pid = process.pid
-        assert process.pid is not None
-        self.guardian.guard(process.pid)
-
-    def bury(self, line: RankLine) -> None:
-        """Reap a dead rank."""
-        pid = line.process.pid
-        assert pid is not None
-        line.process.bury()
-        line.close()
-        self.guardian.release(pid)
-        del self.lines[line.facts.worker.rank]
-
-    def abandon(self, line: RankLine) -> None:
-        """Leave a rank that cannot be killed to the kernel. multiprocessing reaps it when it looks after its children."""
-        line.close()
-        del self.lines[line.facts.worker.rank]
-
-    def _kill_all(self) -> None:
-        """For the ranks that are left when something has gone wrong on our side."""
-        for line in self.lines.values():
-            line.process.signal_group(9)
-        deadline = time.monotonic() + m.KILL_SECONDS
-        for line in list(self.lines.values()):
-            if wait([line.process.sentinel], max(0.0, deadline - time.monotonic())):
-                self.bury(line)
-            else:
-                self.abandon(line)
-
-
-def _answer_left_by(line: RankLine) -> Message | None:
-    try:
-        return read_answer(line.lastwords_fd)
-    except ValueError as error:
-        log.debug("the black box of rank %d: %s", line.facts.worker.rank, error)
-        return None
-
-
-def _fields_of(worker: Worker) -> dict[str, Any]:
-    """What a rank needs to know itself, without `state`, which is its own."""
-    return {field.name: getattr(worker, field.name) for field in dataclasses.fields(worker) if field.name != "state"}
-
-
-def _why_not_started(worker: Worker, error: Exception) -> str:
-    text = f"rank {worker.rank} could not be started: {type(error).__name__}: {error}"
-    if isinstance(error, RuntimeError):
-        text = (
-            "mpwatch was called while __main__ is being imported again, by a process that multiprocessing has spawned (a "
-            "DataLoader's worker, say); put the call under: if __name__ == '__main__':"
-        )
-    elif isinstance(error, AssertionError):
-        text += "; start the run in a process that is not daemonic"
-    elif isinstance(error, OSError):
-        text += "; see `ulimit -n` (descriptors: about 4 a rank), `ulimit -u` (processes) and the free memory"
-    return text
-
-
 class _Run:
     """One pass through the machine."""
 
@@ -238,7 +90,7 @@ class _Run:
     def _sources(self) -> dict[int, Callable[[], list[m.Event]]]:
         sources: dict[int, Callable[[], list[m.Event]]] = {self.signals.fileno(): self._interrupts}
         for line in self.crew.lines.values():
-            if line.channel.fileno() != -1:
+            if line.is_open:
                 sources[line.channel.fileno()] = partial(self._hear, line)
             sources[line.process.sentinel] = partial(self._mourn, line)
         return sources
@@ -258,8 +110,7 @@ class _Run:
         if isinstance(action, m.CallRank):
             line.send(Kind.CALL, self.crew.payload.fds)
         elif isinstance(action, m.EndRank):
-            if line.channel.fileno() != -1:
-                line.send(Kind.END, [])
+            line.send(Kind.END, [])
         elif isinstance(action, m.SignalRank):
             line.process.signal_group(action.signum)
             line.facts.signals_sent.add(action.signum)
@@ -291,10 +142,11 @@ class _Run:
         if line.facts.died_at is not None:
             return []
         line.facts.died_at = time.monotonic()
-        line.facts.exit_code = line.process.exitcode if line.process.exit_is_known() else None
-        events = self._hear(line) if line.channel.fileno() != -1 else []
-        line.facts.crash = read_crash(line.lastwords_fd)
-        if line.facts.report is None and (message := _answer_left_by(line)) is not None:
+        code = line.process.exitcode
+        line.facts.exit_code = code if line.process.exit_is_known() else None
+        events = self._hear(line) if line.is_open else []
+        line.facts.crash = line.crash_stack()
+        if line.facts.report is None and (message := line.answer_left()) is not None:
             events += self._understand(line, message)
         return [*events, m.Died(line.facts.worker.rank)]
 
@@ -307,6 +159,9 @@ class _Run:
                 self.spec.grace_period,
                 self.lingers.get(rank) or "an exit hook or a finaliser that does not end",
             )
+        for rank, facts in self.seen.items():
+            if self.machine.verdict is m.Verdict.SUCCEEDED and rank not in self.machine.lingering and facts.exit_code:
+                log.warning("rank %d had returned, and then %s. Its value is kept", rank, exit_text(facts.exit_code))
 
     def facts(self) -> Facts:
         """What was seen, for the diagnosis."""

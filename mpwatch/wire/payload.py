@@ -12,15 +12,20 @@ What only multiprocessing can send (locks, queues, connections, tensors in share
 being spawned; `_Parcel` stands in for it and collects the descriptors.
 """
 
-import io
+from __future__ import annotations
+
 import mmap
 import os
 import pickle
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
 
 from ..platform import anonymous_file
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import io
+    from collections.abc import Callable, Mapping
+    from typing import Any
 
 __all__ = ["MAX_DESCRIPTORS", "Call", "Payload", "pack", "unpack"]
 
@@ -82,6 +87,7 @@ class _Parcel:
 
 def pack(call: Call) -> Payload:
     """Pickle a call into memory. Raises whatever pickling raises, and OSError; nothing is left open then."""
+    import io
     from multiprocessing.context import set_spawning_popen
 
     parcel: Any = _Parcel()

@@ -3,9 +3,14 @@
 The watcher starts it (watcher/process.py says how); in the child, spawn's own `_bootstrap` calls `run`.
 """
 
+from __future__ import annotations
+
 from importlib import import_module
 from multiprocessing.context import SpawnProcess
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 __all__ = ["RankProcess", "Seat"]
 

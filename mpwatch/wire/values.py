@@ -1,8 +1,13 @@
 """What a rank sends back, as bytes: its value, or parts of an exception. Runs in the rank; `loads` in the watcher."""
 
+from __future__ import annotations
+
 import pickle
 import sys
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 __all__ = ["dumps"]
 

@@ -15,15 +15,14 @@ def init(backend: str) -> None:
     """Join the default process group. Raises whatever torch raises."""
     global _store
     import torch
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import TCPStore
 
+    dist: Any = torch.distributed  # its stubs do not have TCPStore
     worker = current_worker()
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available() and "nccl" in backend:
         torch.cuda.set_device(worker.local_rank % torch.cuda.device_count())
-    _store = TCPStore(
+    _store = dist.TCPStore(
         worker.master_addr,
         worker.master_port,
         worker.world_size,

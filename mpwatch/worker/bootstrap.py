@@ -5,25 +5,27 @@ anything else happens to the rank; nothing is printed that the watcher will say;
 SIGINT is blocked except while the function runs, so that an interrupt meets the function or nobody.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import sys
 import threading
 
-from ..wire import exceptions, payload, values
+from ..wire import payload, values
 from ..wire.lastwords import LastWords
 from ..wire.messages import Kind
 from ..wire.process import Seat
 from . import context, stacks
 from .channel import Channel
 
-__all__ = ["main"]
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import TracebackType
 
     from ..wire.payload import Call
+
+__all__ = ["main"]
 
 Answer = tuple[Kind, bytes]
 
@@ -78,7 +80,7 @@ def _answer(fds: list[int]) -> Answer:
         return Kind.RAISED, _encode(error)
 
 
-def _call(call: "Call") -> object:
+def _call(call: Call) -> object:
     if call.backend is not None:
         from . import backend
 
@@ -109,13 +111,15 @@ def _dump_value(value: object) -> bytes:
 
 def _encode(error: BaseException) -> bytes:
     """The exception as the user should see it, without our frames above the function's."""
+    from ..wire import exceptions
+
     trace = error.__traceback__
     while trace is not None and _is_ours(trace):
         trace = trace.tb_next
     return exceptions.encode(error.with_traceback(trace))
 
 
-def _is_ours(trace: "TracebackType") -> bool:
+def _is_ours(trace: TracebackType) -> bool:
     return str(trace.tb_frame.f_globals.get("__name__", "")).startswith("mpwatch.")
 
 

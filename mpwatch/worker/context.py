@@ -1,14 +1,17 @@
 """Who this rank is, for the function that runs in it. Runs in a rank; imported by anybody, so it imports nothing heavy."""
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from ..spec import Worker
 
 __all__ = ["current_worker", "enter"]
 
 _fields: dict[str, Any] | None = None  # set in a rank, for as long as it lives
-_worker: "Worker | None" = None
+_worker: Worker | None = None
 
 
 def enter(fields: dict[str, Any]) -> None:
@@ -17,7 +20,7 @@ def enter(fields: dict[str, Any]) -> None:
     _fields = fields
 
 
-def current_worker() -> "Worker":
+def current_worker() -> Worker:
     """The rank this code runs in: its rank, local_rank, world_size and so on, and `state`, a dict of its own.
 
     The same object at every call, in every thread. Raises RuntimeError outside a rank.

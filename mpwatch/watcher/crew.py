@@ -1,0 +1,180 @@
+"""The ranks as the watcher has them: processes, channels, black boxes and the guardian, all owned here.
+
+Guarantee: when the crew is closed, every rank it started is dead and reaped (but for one that not even SIGKILL ends, which
+is left to the kernel), and everything it opened is closed.
+"""
+
+import dataclasses
+import logging
+import os
+import signal
+import socket
+import time
+from contextlib import ExitStack, closing, suppress
+from multiprocessing.connection import wait
+from typing import Any, Self
+
+from ..errors import LaunchError
+from ..platform import anonymous_file
+from ..spec import Worker
+from ..wire.lastwords import SLOT, read_answer, read_crash
+from ..wire.messages import Frames, Kind, Message, frame
+from ..wire.payload import Payload
+from ..wire.process import Seat
+from .diagnosis import RankFacts
+from .guardian import Guardian
+from .machine import KILL_SECONDS
+from .process import WatchedProcess
+
+__all__ = ["Crew", "RankLine"]
+
+log = logging.getLogger("mpwatch")
+
+READ_SIZE = 1 << 18
+DRAIN_LIMIT = 1 << 26  # bytes read of one channel before the others have their turn
+
+
+class RankLine:
+    """One rank as the watcher has it: its process, its channel, and what was seen of it."""
+
+    def __init__(self, worker: Worker, process: WatchedProcess, channel: socket.socket, lastwords_fd: int) -> None:
+        self.process = process
+        self.channel = channel
+        self._lastwords_fd = lastwords_fd
+        self.frames = Frames()
+        self.facts = RankFacts(worker)
+
+    def send(self, kind: Kind, fds: list[int]) -> None:
+        """One small message: it fits into the empty buffer of the channel, so this does not block."""
+        if self.is_open:
+            # a rank that has closed its end, or died, is heard of otherwise
+            with suppress(BrokenPipeError, ConnectionResetError):
+                socket.send_fds(self.channel, [frame(kind)], fds)
+
+    def answer_left(self) -> Message | None:
+        """What a dead rank could not send any more, and has left in its black box."""
+        try:
+            return read_answer(self._lastwords_fd)
+        except ValueError as error:  # its own memory has been overwritten
+            log.debug("the black box of rank %d: %s", self.facts.worker.rank, error)
+            return None
+
+    def crash_stack(self) -> str:
+        """The Python stack at which a dead rank crashed, if it did."""
+        return read_crash(self._lastwords_fd)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more may come over the channel."""
+        return self.channel.fileno() != -1
+
+    def close(self) -> None:
+        """Give the descriptors back; the process is the crew's to bury."""
+        self.channel.close()
+        os.close(self._lastwords_fd)
+
+    def read(self) -> list[Message]:
+        """What has come. Closes the channel if there will be no more."""
+        messages: list[Message] = []
+        try:
+            for _ in range(DRAIN_LIMIT // READ_SIZE):
+                data = self.channel.recv(READ_SIZE)
+                if not data:
+                    self.channel.close()
+                    break
+                messages += self.frames.feed(data)
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError) as error:  # reset by a dead rank, or written to by somebody who is none
+            log.debug("channel of rank %d closed: %s", self.facts.worker.rank, error)
+            self.channel.close()
+        return messages
+
+
+class Crew:
+    """Owns the ranks' processes and all that they need. A context manager: whoever is alive at its end is killed."""
+
+    def __init__(self, payload: Payload) -> None:
+        self.payload = payload
+        self.lines: dict[int, RankLine] = {}
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            try:
+                self.guardian = stack.enter_context(closing(Guardian()))
+            except OSError as error:
+                raise LaunchError(f"the ranks cannot be watched: {error}; this machine is short of something") from error
+            stack.callback(self._kill_all)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self, worker: Worker, env: dict[str, str]) -> None:
+        """Start a rank. Raises LaunchError."""
+        try:
+            self._start(worker, env)
+        except (OSError, RuntimeError, AssertionError) as error:
+            raise LaunchError(_why_not_started(worker, error)) from error
+
+    def _start(self, worker: Worker, env: dict[str, str]) -> None:
+        with ExitStack() as stack:
+            lastwords_fd = anonymous_file("mpwatch-lastwords")
+            stack.callback(os.close, lastwords_fd)
+            os.ftruncate(lastwords_fd, SLOT)
+            ours, theirs = map(stack.enter_context, socket.socketpair())
+            ours.setblocking(False)
+            seat = Seat(_fields_of(worker), theirs.fileno(), lastwords_fd)
+            process = WatchedProcess(seat, env, [theirs.fileno(), lastwords_fd], f"mpwatch-rank-{worker.rank}")
+            process.start()
+            theirs.close()
+            stack.pop_all()
+        line = self.lines[worker.rank] = RankLine(worker, process, ours, lastwords_fd)
+        line.facts.pid = process.pid
+        assert process.pid is not None
+        self.guardian.guard(process.pid)
+
+    def bury(self, line: RankLine) -> None:
+        """Reap a dead rank."""
+        pid = line.process.pid
+        assert pid is not None
+        line.process.bury()
+        line.close()
+        self.guardian.release(pid)
+        del self.lines[line.facts.worker.rank]
+
+    def abandon(self, line: RankLine) -> None:
+        """Leave a rank that cannot be killed to the kernel. multiprocessing reaps it when it looks after its children."""
+        line.close()
+        del self.lines[line.facts.worker.rank]
+
+    def _kill_all(self) -> None:
+        """For the ranks that are left when something has gone wrong on our side."""
+        for line in self.lines.values():
+            line.process.signal_group(signal.SIGKILL)
+        deadline = time.monotonic() + KILL_SECONDS
+        for line in list(self.lines.values()):
+            if wait([line.process.sentinel], max(0.0, deadline - time.monotonic())):
+                self.bury(line)
+            else:
+                self.abandon(line)
+
+
+def _fields_of(worker: Worker) -> dict[str, Any]:
+    """What a rank needs to know itself, without `state`, which is its own."""
+    return {field.name: getattr(worker, field.name) for field in dataclasses.fields(worker) if field.name != "state"}
+
+
+def _why_not_started(worker: Worker, error: Exception) -> str:
+    text = f"rank {worker.rank} could not be started: {type(error).__name__}: {error}"
+    if isinstance(error, RuntimeError):
+        text = (
+            "mpwatch was called while __main__ is being imported again, by a process that multiprocessing has spawned (a "
+            "DataLoader's worker, say); put the call under: if __name__ == '__main__':"
+        )
+    elif isinstance(error, AssertionError):
+        text += "; start the run in a process that is not daemonic"
+    elif isinstance(error, OSError):
+        text += "; see `ulimit -n` (descriptors: about 4 a rank), `ulimit -u` (processes) and the free memory"
+    return text

@@ -1,0 +1,94 @@
+"""Every test ends with a look at the process: nothing may be left, and nothing of the host's may have changed."""
+
+import copyreg
+import faulthandler
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import pytest
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def children() -> set[int]:
+    """The direct children of this process, zombies among them, from the kernel itself."""
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+def descriptors() -> dict[int, str]:
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
+        except FileNotFoundError:  # the one of the listing itself
+            continue
+    return found
+
+
+def state() -> dict[str, object]:
+    return {
+        "children": children(),
+        "descriptors": descriptors(),
+        "threads": {thread for thread in threading.enumerate() if not thread.name.startswith("pytest_timeout")},
+        "shared memory": set(os.listdir("/dev/shm")),
+        "temporary files": {name for name in os.listdir("/tmp") if name.startswith("mpwatch")},
+        "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "signal mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "start method": multiprocessing.get_start_method(allow_none=True),
+        "copyreg": dict(copyreg.dispatch_table),
+        "faulthandler": faulthandler.is_enabled(),
+        "folder": os.getcwd(),
+    }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _resource_tracker():
+    """multiprocessing's own helper lives as long as the program that has started a process with it."""
+    resource_tracker.ensure_running()
+    SPAWN.Value("i")  # and the memory that its shared values are cut from is kept
+
+
+@pytest.fixture
+def barrier(request):
+    """For as many ranks as the test's `nprocs`, three unless it says otherwise."""
+    return SPAWN.Barrier(request.node.callspec.params.get("nprocs", 3) if hasattr(request.node, "callspec") else 3)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(_resource_tracker, request):
+    if "barrier" in request.fixturenames:
+        request.getfixturevalue("barrier")  # its semaphores live longer than the test
+    before = state()
+    yield
+    gc.collect()
+    after = state()
+    changed = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+    assert not changed
+
+
+@pytest.fixture
+def eventually():
+    """Wait for something that another process does, with a deadline."""
+
+    def wait_for(condition, seconds=10.0):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen"
+            os.sched_yield()
+
+    return wait_for
+
+
+def is_alive(pid: int) -> bool:
+    """Whether this process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

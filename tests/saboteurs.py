@@ -1,0 +1,249 @@
+"""What goes wrong in ranks, by name. Functions of an importable module: they go to the ranks by reference."""
+
+import atexit
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import mpwatch
+
+
+def rank():
+    return mpwatch.current_worker().rank
+
+
+def wait_to_be_stopped():
+    while True:
+        signal.pause()
+
+
+def only_rank_1(what, barrier, *args):
+    """Rank 1 does it once all are at work; the others wait until they are stopped."""
+    barrier.wait()
+    if rank() == 1:
+        return what(*args)
+    return wait_to_be_stopped()
+
+
+class PickyError(Exception):
+    """Plain pickle cannot rebuild it: two arguments that it does not keep in args."""
+
+    def __init__(self, code, *, detail):
+        super().__init__(f"code {code}: {detail}")
+        self.code = code
+        self.detail = detail
+
+
+def raises_value_error():
+    raise ValueError("the batch is bad")  # THE-LINE
+
+
+def raises_picky():
+    raise PickyError(7, detail="two arguments")
+
+
+def raises_from_cause():
+    try:
+        {}["lost key"]
+    except KeyError as error:
+        late = RuntimeError("while loading")
+        late.add_note("shard 17")
+        raise late from error
+
+
+def raises_group():
+    raise ExceptionGroup("two things", [ValueError("first"), ExceptionGroup("inner", [OSError(2, "second", "file")])])
+
+
+def raises_with_a_lock():
+    error = ValueError("holds a lock")
+    error.lock = threading.Lock()
+    error.code = 3
+    raise error
+
+
+def raises_keyboard_interrupt():
+    raise KeyboardInterrupt("from the rank itself")
+
+
+def recurses():
+    recurses()
+
+
+def exits_with_3():
+    sys.exit(3)
+
+
+def exits_with_256():
+    sys.exit(256)
+
+
+def exits_with_text():
+    sys.exit("cannot go on")
+
+
+def exits_with_0():
+    sys.exit(0)
+
+
+def exits_with_none():
+    sys.exit()
+
+
+def vanishes_with_7():
+    os._exit(7)
+
+
+def vanishes_with_0():
+    os._exit(0)
+
+
+def is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_terminated():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def crashes():
+    ctypes.string_at(0)
+
+
+def returns_a_lock():
+    return {"model": [1, threading.Lock()]}
+
+
+def returns_what_cannot_be_rebuilt():
+    return Unbuildable()
+
+
+def _refuse():
+    raise LookupError("not here")
+
+
+class Unbuildable:
+    def __reduce__(self):
+        return _refuse, ()
+
+
+def executes_another_program():
+    os.execv(sys.executable, [sys.executable, "-c", "raise SystemExit(9)"])
+
+
+def closes_descriptors_and_raises():
+    os.closerange(3, 4096)
+    raise ValueError("the batch is bad")
+
+
+def replaces_descriptors_and_returns():
+    """Closes all, and opens files in their place: nothing may be written into them."""
+    os.closerange(3, 4096)
+    for number in range(60):
+        os.memfd_create(f"innocent-{number}")
+    atexit.register(_check_that_they_are_empty)
+    return rank()
+
+
+def _check_that_they_are_empty():
+    for fd in os.listdir("/proc/self/fd"):
+        path = f"/proc/self/fd/{fd}"
+        if "innocent" in os.readlink(path) and os.stat(path).st_size:
+            os.kill(os.getpid(), signal.SIGKILL)  # the watcher says so in a warning
+
+
+def leaves_a_thread_and_raises():
+    threading.Thread(target=threading.Event().wait).start()
+    raise ValueError("the batch is bad")
+
+
+def leaves_a_thread():
+    threading.Thread(target=threading.Event().wait, name="forgotten prefetcher").start()
+    return rank()
+
+
+def ignores_sigterm(barrier):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    barrier.wait()
+    if rank() == 1:
+        raise ValueError("the batch is bad")
+    wait_to_be_stopped()
+
+
+def stops_itself(barrier, stopped_pid):
+    barrier.wait()
+    if rank() == 1:
+        while state_of(stopped_pid.value) != "T":
+            os.sched_yield()
+        raise ValueError("the batch is bad")
+    if rank() == 0:
+        stopped_pid.value = os.getpid()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_to_be_stopped()
+
+
+def state_of(pid):
+    if not pid:
+        return None
+    with open(f"/proc/{pid}/stat") as text:
+        return text.read().rpartition(")")[2].split()[0]
+
+
+def starts_a_helper(barrier, pids):
+    """Each rank has a helper in its process group; then rank 1 is killed."""
+    helper = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+    pids[rank()] = helper.pid
+    barrier.wait()
+    if rank() == 1:
+        is_killed()
+    wait_to_be_stopped()
+
+
+def forks_and_both_return():
+    return os.fork() == 0
+
+
+def forks_a_child_that_waits(pid_of_child, barrier):
+    """A forked copy holds every descriptor of the rank, its channel among them; then the rank is killed."""
+    if rank() == 1:
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            signal.alarm(60)
+            signal.pause()
+            os._exit(0)
+        pid_of_child.value = pid
+    return only_rank_1(is_killed, barrier)
+
+
+def complains_before_its_peer_fails(barrier, has_complained):
+    """As gloo does it: the victims speak first, and the cause is heard of later."""
+    barrier.wait()
+    if rank() == 1:
+        has_complained.wait()
+        raise ValueError("the batch is bad")
+    if rank() == 0:
+        has_complained.set()
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+    wait_to_be_stopped()
+
+
+def complains_of_a_peer():
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+
+
+def time_of_failure(barrier, failed_at):
+    barrier.wait()
+    if rank() == 1:
+        failed_at.value = time.monotonic()
+        raise ValueError("the batch is bad")
+    wait_to_be_stopped()
+
+
+def only_rank_1_returns():
+    if rank() != 1:
+        wait_to_be_stopped()

@@ -1,0 +1,263 @@
+"""A run from end to end, when something goes wrong in a rank: a table of saboteurs, and what must be said of each."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+
+import pytest
+import saboteurs
+from conftest import is_alive
+
+import mpwatch
+from mpwatch import FailureKind, WorkerState
+
+SPAWN = multiprocessing.get_context("spawn")
+EXCEPTION, EXIT, SIGNAL, LOST = FailureKind.EXCEPTION, FailureKind.EXIT, FailureKind.SIGNAL, FailureKind.LOST
+
+TABLE = {
+    # saboteur: kind, exit code, type of the exception, a part of the verdict
+    saboteurs.raises_value_error: (
+        EXCEPTION,
+        1,
+        ValueError,
+        "rank 1 failed first: ValueError: the batch is bad (saboteurs.py:",
+    ),
+    saboteurs.raises_picky: (EXCEPTION, 1, saboteurs.PickyError, "PickyError: code 7: two arguments"),
+    saboteurs.raises_from_cause: (EXCEPTION, 1, RuntimeError, "while loading"),
+    saboteurs.raises_group: (EXCEPTION, 1, ExceptionGroup, "two things"),
+    saboteurs.raises_with_a_lock: (EXCEPTION, 1, ValueError, "holds a lock"),
+    saboteurs.raises_keyboard_interrupt: (EXCEPTION, 1, KeyboardInterrupt, "from the rank itself"),
+    saboteurs.recurses: (EXCEPTION, 1, RecursionError, "maximum recursion depth"),
+    saboteurs.exits_with_3: (EXIT, 3, SystemExit, "rank 1 ended with exit code 3 and no result"),
+    saboteurs.exits_with_256: (EXIT, 1, SystemExit, "SystemExit: 256"),
+    saboteurs.exits_with_text: (EXIT, 1, SystemExit, "cannot go on"),
+    saboteurs.vanishes_with_7: (EXIT, 7, None, "rank 1 ended with exit code 7 and no result"),
+    saboteurs.vanishes_with_0: (LOST, 1, None, "rank 1 ended without returning a result"),
+    saboteurs.is_killed: (SIGNAL, 137, None, "rank 1 was killed by SIGKILL (not sent by mpwatch"),
+    saboteurs.is_terminated: (SIGNAL, 143, None, "rank 1 was killed by SIGTERM (not sent by mpwatch"),
+    saboteurs.crashes: (SIGNAL, 139, None, "rank 1 was killed by SIGSEGV (an invalid memory access"),
+    saboteurs.executes_another_program: (EXIT, 9, None, "rank 1 ended with exit code 9"),
+    saboteurs.closes_descriptors_and_raises: (EXCEPTION, 1, ValueError, "the batch is bad"),
+    saboteurs.leaves_a_thread_and_raises: (EXCEPTION, 1, ValueError, "the batch is bad"),
+    saboteurs.returns_a_lock: (
+        EXCEPTION,
+        1,
+        TypeError,
+        "its return value['model'][1] cannot be sent back: it is of type _thread.lock",
+    ),
+}
+
+
+@pytest.mark.parametrize("nprocs", [3, 8])
+@pytest.mark.parametrize("saboteur", TABLE, ids=lambda saboteur: saboteur.__name__)
+def test_the_first_failure_is_told(saboteur, nprocs, barrier):
+    kind, exit_code, exception, text = TABLE[saboteur]
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(saboteurs.only_rank_1, nprocs, args=(saboteur, barrier))
+    error, root = caught.value, caught.value.root_cause
+    assert (root.rank, root.kind, root.exit_code, root.is_secondary) == (1, kind, exit_code, False)
+    assert error.exit_code == exit_code
+    assert type(root.exception) is (exception or type(None))
+    assert error.__cause__ is root.exception
+    verdict, *others = str(error).splitlines()
+    assert text in verdict
+    rest = "rank 0, 2" if nprocs == 3 else "ranks 0, 2-7"
+    assert others[-1].strip() == f"{rest.replace('rank 0', 'ranks 0')}: stopped by the watcher"
+    assert error.failures == {1: root}
+    assert error.result.return_values == {}
+    assert error.result.state is WorkerState.FAILED
+    states = [error.result.worker_states[rank] for rank in range(nprocs)]
+    assert states == [WorkerState.FAILED if rank == 1 else WorkerState.STOPPED for rank in range(nprocs)]
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+
+
+def failing(saboteur, barrier, nprocs=3, **options):
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(saboteurs.only_rank_1, nprocs, args=(saboteur, barrier), **options)
+    return caught.value
+
+
+def frames_of(error):
+    trace, found = error.__traceback__, []
+    while trace is not None:
+        found.append((os.path.basename(trace.tb_frame.f_code.co_filename), trace.tb_frame.f_code.co_name, trace.tb_lineno))
+        trace = trace.tb_next
+    return found
+
+
+def test_frames_are_the_rank_s_own_and_start_at_its_function(barrier):
+    error = failing(saboteurs.raises_value_error, barrier)
+    frames = frames_of(error.__cause__)
+    assert [name for _, name, _ in frames] == ["only_rank_1", "raises_value_error"]
+    assert {file for file, _, _ in frames} == {"saboteurs.py"}
+    assert 'raise ValueError("the batch is bad")  # THE-LINE' in error.root_cause.traceback
+
+
+def test_cause_notes_and_members_survive(barrier):
+    error = failing(saboteurs.raises_from_cause, barrier).__cause__
+    assert error.__notes__ == ["shard 17"]
+    assert repr(error.__cause__) == "KeyError('lost key')"
+    assert error.__suppress_context__
+    group = failing(saboteurs.raises_group, barrier).__cause__
+    assert [type(member) for member in group.exceptions] == [ValueError, ExceptionGroup]
+    assert group.exceptions[1].exceptions[0].filename == "file"
+
+
+def test_attributes_survive_without_those_that_cannot(barrier):
+    error = failing(saboteurs.raises_with_a_lock, barrier).__cause__
+    assert error.code == 3
+    assert not hasattr(error, "lock")
+    picky = failing(saboteurs.raises_picky, barrier).__cause__
+    assert (picky.code, picky.detail) == (7, "two arguments")
+
+
+def test_a_crash_leaves_its_python_stack(barrier, capfd):
+    error = failing(saboteurs.crashes, barrier)
+    assert "in crashes" in error.root_cause.traceback
+    assert "in crashes" in str(error)
+    assert "bootstrap.py" not in str(error)
+    assert "Segmentation" not in capfd.readouterr().err
+
+
+def test_nothing_is_written_into_files_that_took_the_place_of_our_descriptors(caplog):
+    assert list(mpwatch.run(saboteurs.replaces_descriptors_and_returns, 2)) == [0, 1]
+    assert caplog.text == ""
+
+
+def test_a_value_that_cannot_be_rebuilt_here_fails_its_rank():
+    with pytest.raises(mpwatch.RunFailedError, match="rank 0 failed first: LookupError: not here") as caught:
+        mpwatch.run(saboteurs.returns_what_cannot_be_rebuilt, 1)
+    assert "while the return value of rank 0 was rebuilt" in caught.value.__cause__.__notes__[0]
+
+
+def test_an_exception_of_a_local_class_is_caught_as_itself():
+    class MyError(Exception):
+        pass
+
+    def fail():
+        raise MyError("mine")
+
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(fail, 1)
+    assert type(caught.value.__cause__) is MyError
+
+
+def test_check_false_returns_the_failed_result(barrier):
+    result = mpwatch.run(saboteurs.only_rank_1, 3, args=(saboteurs.exits_with_3, barrier), check=False)
+    assert result.state is WorkerState.FAILED
+    assert result.root_cause is result.failures[1]
+    with pytest.raises(IndexError, match="rank 0 has no value, since the run ended as FAILED"):
+        result[0]
+    assert list(result) == []
+
+
+def test_a_module_that_a_rank_cannot_import(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("import os\nif 'RANK' in os.environ: import no_such_module\ndef f(): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import only_here
+
+    with pytest.raises(mpwatch.RunFailedError, match="could not load the call: ModuleNotFoundError") as caught:
+        mpwatch.run(only_here.f, 2)
+    assert caught.value.root_cause.kind is FailureKind.START
+
+
+def test_a_peer_s_complaint_is_no_cause_even_if_it_comes_first(barrier):
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(saboteurs.complains_before_its_peer_fails, 3, args=(barrier, SPAWN.Event()))
+    error = caught.value
+    assert error.root_cause.rank == 1
+    assert type(error.__cause__) is ValueError
+    assert error.failures[0].is_secondary
+    assert "rank 0: RuntimeError: [gloo" in str(error)
+    assert "(a consequence: it lost a peer)" in str(error)
+
+
+def test_complaints_alone_are_said_to_be_complaints(barrier):
+    error = failing(saboteurs.complains_of_a_peer, barrier)
+    assert str(error).startswith("no rank was seen to fail by itself; the first to complain of a peer: rank 1:")
+
+
+def test_ranks_deaf_to_sigterm_are_killed_after_the_grace_period(barrier):
+    start = time.monotonic()
+    with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first"):
+        mpwatch.run(saboteurs.ignores_sigterm, 3, args=(barrier,), grace_period=0.3)
+    assert 0.3 < time.monotonic() - start < 5
+
+
+def test_a_stopped_rank_is_woken_to_end(barrier):
+    with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first"):
+        mpwatch.run(saboteurs.stops_itself, 3, args=(barrier, SPAWN.Value("i", 0)), grace_period=60)
+
+
+def test_helpers_go_with_their_ranks(barrier, eventually):
+    pids = SPAWN.Array("i", 3)
+    with pytest.raises(mpwatch.RunFailedError, match="rank 1 was killed by SIGKILL"):
+        mpwatch.run(saboteurs.starts_a_helper, 3, args=(barrier, pids))
+    assert all(pids)
+    eventually(lambda: not any(is_alive(pid) for pid in pids))  # init reaps them
+
+
+def test_a_forked_child_that_holds_all_descriptors_delays_nothing(barrier):
+    pid = SPAWN.Value("i", 0)
+    start = time.monotonic()
+    try:
+        with pytest.raises(mpwatch.RunFailedError, match="rank 1 was killed by SIGKILL"):
+            mpwatch.run(saboteurs.forks_a_child_that_waits, 3, args=(pid, barrier))
+        assert time.monotonic() - start < 30
+        assert is_alive(pid.value)  # it had left the rank's group on purpose
+    finally:
+        os.kill(pid.value, signal.SIGKILL)
+
+
+def test_timeout():
+    start = time.monotonic()
+    with pytest.raises(mpwatch.RunTimeoutError) as caught:
+        mpwatch.run(saboteurs.only_rank_1_returns, 3, timeout=1.0)
+    assert 1.0 <= time.monotonic() - start < 6
+    error = caught.value
+    assert isinstance(error, TimeoutError)
+    assert str(error).splitlines() == [
+        "the run did not end within timeout=1 s: ranks 0, 2 had not returned",
+        "  ranks 0, 2: was still at work",
+        "  rank 1: had returned",
+    ]
+    assert (error.root_cause, error.exit_code, set(error.failures)) == (None, 124, {0, 2})
+    assert error.failures[0].kind is FailureKind.TIMEOUT
+
+
+def test_the_news_is_quick(barrier):
+    """Not a benchmark: a bound that waiting for the interpreters to wind down would break."""
+    waits = []
+    for _ in range(5):
+        failed_at = SPAWN.Value("d", 0.0)
+        with pytest.raises(mpwatch.RunFailedError):
+            mpwatch.run(saboteurs.time_of_failure, 3, args=(barrier, failed_at))
+        waits.append(time.monotonic() - failed_at.value)
+        barrier.reset()
+    assert sorted(waits)[2] < 0.5
+
+
+def test_main_returns_what_run_returns():
+    assert list(mpwatch.main(saboteurs.rank, 2)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("saboteur", "status"),
+    [
+        (saboteurs.raises_value_error, 1),
+        (saboteurs.exits_with_3, 3),
+        (saboteurs.vanishes_with_7, 7),
+        (saboteurs.is_killed, 137),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_main_ends_the_program_as_the_failed_rank_ended(saboteur, status, barrier, capsys):
+    with pytest.raises(SystemExit) as caught:
+        mpwatch.main(saboteurs.only_rank_1, 3, args=(saboteur, barrier))
+    assert caught.value.code == status
+    err = capsys.readouterr().err
+    assert "RunFailedError: rank 1 " in err
+    assert ("# THE-LINE" in err) == (saboteur is saboteurs.raises_value_error)

@@ -1,0 +1,244 @@
+"""The pure machine: whole histories, without a process, in microseconds."""
+
+import signal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpwatch.watcher.machine import (
+    KILL_SECONDS,
+    LAST_CALL_SECONDS,
+    LIVING,
+    START_SECONDS,
+    CallRank,
+    Died,
+    EndRank,
+    Failed,
+    GiveUp,
+    IllegalEventError,
+    Interrupted,
+    Machine,
+    Phase,
+    Ready,
+    Returned,
+    SignalRank,
+    Stage,
+    Verdict,
+)
+
+GRACE = 10.0
+
+
+def machine(n=3, timeout=None):
+    return Machine(range(n), now=0.0, grace_period=GRACE, timeout=timeout)
+
+
+def at_work(n=3, timeout=None):
+    it = machine(n, timeout)
+    for rank in range(n):
+        assert it.handle(Ready(rank), 0.0) == [CallRank(rank)]
+    return it
+
+
+def stop(*ranks):
+    return [SignalRank(rank, number) for rank in ranks for number in (signal.SIGTERM, signal.SIGCONT)]
+
+
+def test_all_return_and_are_told_to_end_together():
+    it = at_work()
+    assert it.handle(Returned(2), 1.0) == []
+    assert it.handle(Returned(0), 1.0) == []
+    assert it.handle(Returned(1), 1.0) == [EndRank(0), EndRank(1), EndRank(2)]
+    assert it.deadline == 1.0 + GRACE
+    for rank in range(3):
+        assert it.handle(Died(rank), 2.0) == []
+    assert (it.stage, it.verdict, it.deadline) == (Stage.OVER, Verdict.SUCCEEDED, None)
+
+
+def test_a_failure_stops_all_at_once_itself_included():
+    it = at_work()
+    assert it.handle(Failed(1), 5.0) == [*stop(0), EndRank(1), *stop(1), *stop(2)]
+    assert (it.stage, it.verdict, it.stopped_at, it.deadline) == (Stage.STOPPING, Verdict.FAILED, 5.0, 5.0 + GRACE)
+    for rank in range(3):
+        it.handle(Died(rank), 6.0)
+    assert it.stage is Stage.OVER
+
+
+def test_a_death_without_an_answer_is_a_failure():
+    it = at_work()
+    assert it.handle(Died(0), 5.0) == stop(1, 2)
+    assert it.verdict is Verdict.FAILED
+
+
+def test_a_death_after_the_answer_is_none():
+    it = at_work()
+    it.handle(Returned(0), 1.0)
+    assert it.handle(Died(0), 2.0) == []
+    assert it.handle(Returned(1), 3.0) == []
+    assert it.handle(Returned(2), 3.0) == [EndRank(1), EndRank(2)]
+    it.handle(Died(1), 4.0)
+    it.handle(Died(2), 4.0)
+    assert it.verdict is Verdict.SUCCEEDED
+
+
+def test_the_only_rank_dies():
+    it = at_work(1)
+    assert it.handle(Died(0), 1.0) == []
+    assert (it.stage, it.verdict) == (Stage.OVER, Verdict.FAILED)
+
+
+def test_the_ladder_is_climbed_once_and_ends_in_giving_up():
+    it = at_work(2)
+    it.handle(Failed(0), 1.0)
+    assert it.expire(1.0 + GRACE - 0.001) == []
+    assert it.expire(1.0 + GRACE) == [SignalRank(0, signal.SIGKILL), SignalRank(1, signal.SIGKILL)]
+    assert it.deadline == 1.0 + GRACE + KILL_SECONDS
+    it.handle(Died(0), 11.5)
+    assert it.expire(1.0 + GRACE + KILL_SECONDS) == [GiveUp(1)]
+    assert (it.stage, it.given_up, it.deadline) == (Stage.OVER, [1], None)
+
+
+def test_a_complaint_waits_for_its_cause():
+    it = at_work()
+    assert it.handle(Failed(0, is_secondary=True), 1.0) == []
+    assert (it.stage, it.deadline) == (Stage.LAST_CALL, 1.0 + LAST_CALL_SECONDS)
+    assert it.handle(Failed(2, is_secondary=True), 1.5) == []
+    assert it.deadline == 1.0 + LAST_CALL_SECONDS
+    assert it.handle(Failed(1), 1.6) == [EndRank(0), *stop(0), EndRank(1), *stop(1), EndRank(2), *stop(2)]
+
+
+def test_a_complaint_without_a_cause_ends_the_run_when_time_is_up():
+    it = at_work()
+    it.handle(Failed(0, is_secondary=True), 1.0)
+    assert it.expire(1.0 + LAST_CALL_SECONDS) == [EndRank(0), *stop(0), *stop(1, 2)]
+    assert it.verdict is Verdict.FAILED
+
+
+def test_a_complaint_without_a_cause_ends_the_run_when_nobody_else_is_at_work():
+    it = at_work(2)
+    it.handle(Returned(1), 0.5)
+    assert it.handle(Failed(0, is_secondary=True), 1.0) == [EndRank(0), *stop(0), EndRank(1), *stop(1)]
+
+
+def test_a_rank_that_lingers_is_stopped_and_named_and_the_run_has_succeeded():
+    it = at_work(2)
+    it.handle(Returned(0), 1.0)
+    it.handle(Returned(1), 1.0)
+    it.handle(Died(0), 1.1)
+    assert it.expire(1.0 + GRACE) == stop(1)
+    it.handle(Died(1), 11.1)
+    assert (it.lingering, it.verdict) == ([1], Verdict.SUCCEEDED)
+
+
+def test_the_timeout():
+    it = at_work(timeout=3.0)
+    it.handle(Returned(0), 1.0)
+    assert it.deadline == 3.0
+    assert it.expire(3.0) == [EndRank(0), *stop(0), *stop(1, 2)]
+    assert it.verdict is Verdict.TIMED_OUT
+
+
+def test_ranks_that_do_not_come_up():
+    it = machine(2)
+    it.handle(Ready(0), 1.0)
+    assert it.deadline == START_SECONDS
+    assert it.expire(START_SECONDS) == stop(0, 1)
+    assert (it.never_ready, it.verdict) == ([1], Verdict.FAILED)
+
+
+def test_ctrl_c_reaches_the_functions_and_nobody_else():
+    it = machine(3)
+    it.handle(Ready(0), 0.0)
+    it.handle(Ready(1), 0.0)
+    it.handle(Returned(1), 0.5)
+    assert it.handle(Interrupted(signal.SIGINT), 1.0) == [
+        SignalRank(0, signal.SIGINT),
+        SignalRank(0, signal.SIGCONT),
+        EndRank(1),
+        *stop(1, 2),
+    ]
+    assert it.verdict is Verdict.INTERRUPTED
+    assert it.handle(Failed(0), 1.5) == [EndRank(0), SignalRank(0, signal.SIGTERM)]
+
+
+def test_ctrl_c_twice_kills():
+    it = at_work(2)
+    it.handle(Interrupted(signal.SIGINT), 1.0)
+    kills = [SignalRank(0, signal.SIGKILL), SignalRank(1, signal.SIGKILL)]
+    assert it.handle(Interrupted(signal.SIGINT), 1.1) == kills
+    assert it.handle(Interrupted(signal.SIGINT), 1.2) == []
+    assert it.deadline == 1.1 + KILL_SECONDS
+
+
+def test_ctrl_c_while_a_failed_run_is_stopped_hurries_it():
+    it = at_work(2)
+    it.handle(Failed(0), 1.0)
+    kills = [SignalRank(0, signal.SIGKILL), SignalRank(1, signal.SIGKILL)]
+    assert it.handle(Interrupted(signal.SIGINT), 2.0) == kills
+    assert (it.verdict, it.signum) == (Verdict.FAILED, signal.SIGINT)
+
+
+def test_sigterm_to_the_watcher_is_sigterm_to_the_ranks():
+    it = at_work(1)
+    assert it.handle(Interrupted(signal.SIGHUP), 1.0) == stop(0)
+    assert it.signum == signal.SIGHUP
+
+
+@pytest.mark.parametrize(
+    ("history", "event"),
+    [([], Returned(0)), ([Ready(0)], Ready(0)), ([Ready(0), Returned(0)], Returned(0)), ([Ready(0), Died(0)], Died(0))],
+)
+def test_what_cannot_be_is_an_error(history, event):
+    it = machine(2)
+    for happened in history:
+        it.handle(happened, 0.0)
+    with pytest.raises(IllegalEventError, match=type(event).__name__):
+        it.handle(event, 1.0)
+
+
+# In which phases the system may say what; a rank that is told to stop may still say anything that it had begun to.
+POSSIBLE = {
+    Phase.STARTING: (Ready, Died),
+    Phase.AT_WORK: (Returned, Failed, Died),
+    Phase.DONE: (Died,),
+    Phase.BROKEN: (Died,),
+    Phase.ENDING: (Died,),
+    Phase.STOPPING: (Failed, Returned, Died),
+    Phase.KILLED: (Died,),
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), n=st.integers(1, 4), timeout=st.one_of(st.none(), st.floats(0.1, 50)))
+def test_any_history_ends_with_everybody_stopped_once_and_killed_once(data, n, timeout):
+    it, now, sent = machine(n, timeout), 0.0, []
+    answered = set()
+    for _ in range(200):
+        if it.stage is Stage.OVER:
+            break
+        living = [rank for rank, phase in it.phases.items() if phase in LIVING]
+        choice = data.draw(st.sampled_from(["time", "signal", *living]))
+        if choice == "time" and it.deadline is not None:
+            now = max(now, it.deadline)
+            sent += it.expire(now)
+        elif choice == "signal":
+            sent += it.handle(Interrupted(signal.SIGINT), now)
+        elif isinstance(choice, int):
+            kinds = [kind for kind in POSSIBLE[it.phases[choice]] if kind is Died or choice not in answered]
+            kind = data.draw(st.sampled_from(kinds))
+            event = Failed(choice, data.draw(st.booleans())) if kind is Failed else kind(choice)
+            if kind in (Failed, Returned):
+                answered.add(choice)
+            sent += it.handle(event, now)
+        if it.stage not in (Stage.WORKING, Stage.OVER):
+            assert it.deadline is not None
+    assert it.stage is Stage.OVER or it.deadline is not None or Phase.AT_WORK in it.phases.values()
+    for rank in range(n):
+        assert sent.count(SignalRank(rank, signal.SIGKILL)) <= 1
+        assert sent.count(SignalRank(rank, signal.SIGCONT)) <= 1
+        assert sent.count(CallRank(rank)) <= 1
+        assert sent.count(GiveUp(rank)) <= 1
+    if it.stage is Stage.OVER:
+        assert set(it.phases.values()) <= {Phase.GONE, Phase.GIVEN_UP}
+        assert it.verdict is not None

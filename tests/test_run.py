@@ -1,0 +1,306 @@
+"""A run from end to end, when nothing goes wrong in the ranks."""
+
+import asyncio
+import functools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import functions
+import pytest
+import saboteurs
+
+import mpwatch
+
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def test_values_come_back_by_rank():
+    result = mpwatch.run(functions.rank, 3)
+    assert list(result) == [0, 1, 2]
+    assert result[2] == 2
+    assert len(result) == 3
+    assert result.return_values == {0: 0, 1: 1, 2: 2}
+    assert result.state is mpwatch.WorkerState.SUCCEEDED
+    assert result.failures == {}
+    assert [worker.rank for worker in result.workers] == [0, 1, 2]
+    with pytest.raises(IndexError, match="no rank 3 in this run"):
+        result[3]
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "kwargs"),
+    [
+        (functions.double, (3,), {"plus": 1}),
+        (lambda x: 2 * x + 1, (3,), None),
+        (functools.partial(functions.double, plus=1), (3,), None),
+        (functions.Adder(4), (3,), None),
+        (functions.Adder(4).add, [3], {}),
+        (sum, ([3, 4],), None),
+    ],
+    ids=["function", "lambda", "partial", "callable object", "bound method", "builtin"],
+)
+def test_anything_callable(fn, args, kwargs):
+    assert list(mpwatch.run(fn, 1, args=args, kwargs=kwargs)) == [7]
+
+
+def test_closures_and_what_they_define():
+    base = 5
+
+    class Local:
+        value = base
+
+    def outer():
+        return Local, [base + n for n in range(2)]
+
+    cls, values = mpwatch.run(outer, 1)[0]
+    assert cls is Local
+    assert values == [5, 6]
+
+
+def test_values_that_only_cloudpickle_can_send():
+    (function,) = mpwatch.run(lambda: lambda x: x + 1, 1)
+    assert function(1) == 2
+
+
+def test_the_environment_is_there_before_any_module(tmp_path, monkeypatch):
+    (tmp_path / "looks.py").write_text("import os\nSEEN = dict(os.environ)\ndef look(): return SEEN\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import looks
+
+    seen = mpwatch.run(looks.look, 2, role="trainer", env={"MORE": "yes"})
+    first, second = ({name: env.get(name) for name in [*functions.VARIABLES, "MORE"]} for env in seen)
+    assert first.pop("MASTER_PORT").isdigit()
+    assert len(first.pop("TORCHELASTIC_RUN_ID")) > 8
+    assert first == {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "NODE_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "trainer",
+        "ROLE_RANK": "0",
+        "ROLE_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+        "MORE": "yes",
+    }
+    assert (second["RANK"], second["LOCAL_RANK"]) == ("1", "1")
+    assert "RANK" not in os.environ
+
+
+def test_env_may_be_a_function_of_the_worker(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("RANK", "12")  # left by an outer launcher
+    result = mpwatch.run(
+        functions.my_environment, 2, env=lambda worker: {"ROLE_X": "x", "MASTER_ADDR": f"host{worker.rank}"}
+    )
+    assert [env["MASTER_ADDR"] for env in result] == ["host0", "host1"]
+    assert [env["RANK"] for env in result] == ["0", "1"]
+    assert [env["OMP_NUM_THREADS"] for env in result] == ["7", "7"]
+
+
+def test_who_a_rank_is():
+    def who():
+        worker = mpwatch.current_worker()
+        worker.state["seen"] = True
+        assert mpwatch.current_worker() is worker
+        return worker, mpwatch.current_worker().state
+
+    result = mpwatch.run(who, 2, role="actor")
+    for rank, (worker, state) in enumerate(result):
+        assert worker == result.workers[rank]
+        assert (worker.rank, worker.local_rank, worker.world_size, worker.role) == (rank, rank, 2, "actor")
+        assert state == {"seen": True}
+    with pytest.raises(RuntimeError, match="outside a rank"):
+        mpwatch.current_worker()
+
+
+def test_ranks_are_processes_of_multiprocessing():
+    def look():
+        me, parent = multiprocessing.current_process(), multiprocessing.parent_process()
+        return me.name, parent.pid, parent.is_alive(), os.getppid(), os.getpgrp() == os.getpid(), sys.stdin.read()
+
+    name, parent, alive, ppid, leads_group, stdin = mpwatch.run(look, 1)[0]
+    assert name == "mpwatch-rank-0"
+    assert parent == ppid == os.getpid()
+    assert alive
+    assert leads_group
+    assert stdin == ""
+
+
+def test_what_multiprocessing_can_share_is_shared():
+    mine, theirs = SPAWN.Pipe()
+    queue, lock, event, value = SPAWN.SimpleQueue(), SPAWN.Lock(), SPAWN.Event(), SPAWN.Value("i", 0)
+
+    def use(connection, queue, lock, event, value):
+        with lock:
+            value.value += 1
+        if mpwatch.current_worker().rank == 0:
+            connection.send("through a connection")
+            queue.put("through a queue")
+            event.set()
+        assert event.wait(60)
+
+    with mine, theirs:
+        mpwatch.run(use, 3, args=(theirs, queue, lock, event, value))
+        assert mine.recv() == "through a connection"
+    assert queue.get() == "through a queue"
+    assert value.value == 3
+    queue.close()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_rank_can_start_processes_by_any_method(method):
+    def start(method):
+        default = multiprocessing.get_start_method(allow_none=True)  # spawn and forkserver fix it when they are used
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        child = context.Process(target=queue.put, args=(5,))
+        child.start()
+        child.join()
+        return queue.get(), child.exitcode, default
+
+    assert mpwatch.run(start, 1, args=(method,))[0] == (5, 0, None)
+
+
+def test_a_run_inside_a_rank():
+    def outer():
+        return list(mpwatch.run(functions.rank, 2)), functions.rank()
+
+    assert list(mpwatch.run(outer, 2)) == [([0, 1], 0), ([0, 1], 1)]
+
+
+def test_several_runs_at_the_same_time_and_off_the_main_thread():
+    def port():
+        return os.environ["MASTER_PORT"]
+
+    with ThreadPoolExecutor(3) as pool:
+        ports = [set(result) for result in pool.map(lambda _: mpwatch.run(port, 2), range(3))]
+    assert len(set.union(*ports)) == 3
+
+
+def test_under_asyncio():
+    async def program():
+        return await asyncio.to_thread(mpwatch.run, functions.rank, 2)
+
+    assert list(asyncio.run(program())) == [0, 1]
+
+
+def test_a_thread_that_has_ended_leaves_its_ranks_no_worse():
+    results = []
+    thread = threading.Thread(target=lambda: results.append(mpwatch.run(functions.rank, 2)))
+    thread.start()
+    thread.join()
+    assert list(results[0]) == [0, 1]
+
+
+@pytest.mark.parametrize("saboteur", [saboteurs.exits_with_0, saboteurs.exits_with_none])
+def test_sys_exit_0_is_a_success_without_a_value(saboteur):
+    assert list(mpwatch.run(saboteur, 2)) == [None, None]
+
+
+def test_ranks_end_as_programs_do(tmp_path):
+    def leave(path):
+        import atexit
+
+        thread = threading.Thread(
+            target=lambda: threading.main_thread().join() or (path / f"thread-{functions.rank()}").touch()
+        )
+        thread.start()
+        atexit.register((path / f"atexit-{functions.rank()}").touch)
+
+    mpwatch.run(leave, 2, args=(tmp_path,))
+    assert {path.name for path in tmp_path.iterdir()} == {"thread-0", "thread-1", "atexit-0", "atexit-1"}
+
+
+def test_a_rank_that_lingers_is_named(caplog):
+    result = mpwatch.run(saboteurs.leaves_a_thread, 2, grace_period=0.2)
+    assert list(result) == [0, 1]
+    assert "rank 0 had returned but was still there 0.2 s later (non-daemon threads: forgotten prefetcher)" in caplog.text
+
+
+def test_a_forked_copy_has_no_say():
+    result = mpwatch.run(saboteurs.forks_and_both_return, 2)
+    assert list(result) == [False, False]
+
+
+def test_arguments_and_results_of_a_hundred_megabytes():
+    data = os.urandom(1 << 20) * 100
+    lengths = mpwatch.run(lambda blob: (len(blob), blob[:7], blob * 1), 2, args=(data,))
+    for length, start, back in lengths:
+        assert length == len(data)
+        assert start == data[:7]
+        assert back == data
+
+
+def test_a_hundred_ranks(eventually):
+    for _ in range(3):
+        assert list(mpwatch.run(functions.rank, 100)) == list(range(100))
+
+
+def test_nothing_grows_over_many_runs():
+    mpwatch.run(functions.rank, 1)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        mpwatch.run(functions.rank, 1)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_torch_free_run_never_imports_torch_nor_cloudpickle_in_a_rank():
+    code = (
+        "import sys, functions, mpwatch\n"
+        "result = mpwatch.run(functions.rank, 1)\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(mpwatch.run(functions.modules, 1)[0])\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    modules = set(eval(out.stdout))
+    assert not modules & {"torch", "cloudpickle", "tblib", "dataclasses", "tempfile", "mpwatch.watcher", "mpwatch.spec"}
+
+
+@pytest.mark.parametrize("prepare", ["ignore", "reap"])
+def test_with_sigchld_ignored_and_with_a_host_that_reaps_strangers(prepare):
+    code = (
+        "import os, signal, sys, threading, functions, mpwatch, saboteurs\n"
+        "def reap():\n"
+        "    while True:\n"
+        "        try: os.waitpid(-1, 0)\n"
+        "        except ChildProcessError: pass\n"
+        f"if {prepare == 'ignore'}: signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "else: threading.Thread(target=reap, daemon=True).start()\n"
+        "print(list(mpwatch.run(functions.rank, 2)))\n"
+        "try: mpwatch.run(saboteurs.raises_value_error, 2)\n"
+        "except mpwatch.RunFailedError as error: print(type(error.__cause__).__name__)\n"
+        "try: mpwatch.run(saboteurs.is_killed, 2)\n"
+        "except mpwatch.RunFailedError as error: print(error.root_cause.kind.name)\n"
+        "os._exit(0)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    lines = out.stdout.splitlines()
+    assert lines[:2] == ["[0, 1]", "ValueError"], out.stderr
+    assert lines[2] in ("LOST", "SIGNAL"), out.stderr
+    assert out.stderr == ""
+
+
+def test_a_host_with_blocked_signals_has_ranks_without():
+    def look():
+        return signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    try:
+        assert mpwatch.run(look, 1)[0] == set()
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask | {signal.SIGTERM, signal.SIGUSR1}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
