@@ -48,6 +48,12 @@ def state() -> dict[str, object]:
     }
 
 
+def difference(before, after):
+    if isinstance(before, dict):
+        before, after = before.items(), after.items()
+    return (before - after, after - before) if hasattr(before, "isdisjoint") else (before, after)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _resource_tracker():
     """multiprocessing's own helper lives as long as the program that has started a process with it."""
@@ -69,8 +75,7 @@ def _nothing_left(_resource_tracker, request):
     yield
     gc.collect()
     after = state()
-    changed = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
-    assert not changed
+    assert not {name: difference(before[name], after[name]) for name in before if before[name] != after[name]}
 
 
 @pytest.fixture

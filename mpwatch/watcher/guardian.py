@@ -3,7 +3,7 @@
 import os
 import signal
 import subprocess
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing import spawn
 from pathlib import Path
 
@@ -21,10 +21,14 @@ class Guardian:
     """
 
     def __init__(self) -> None:
-        us = open_pidfd(os.getpid())
-        read_end, self._pipe = os.pipe()
-        fds = [read_end] if us is None else [read_end, us]
-        try:
+        with ExitStack() as passed, ExitStack() as kept:
+            read_end, self._pipe = os.pipe()
+            passed.callback(os.close, read_end)
+            kept.callback(os.close, self._pipe)
+            us = open_pidfd(os.getpid())
+            if us is not None:
+                passed.callback(os.close, us)
+            fds = [read_end] if us is None else [read_end, us]
             self._process = subprocess.Popen(
                 [os.fsdecode(spawn.get_executable()), "-I", "-S", str(PROGRAM), *map(str, fds)],
                 stdin=subprocess.DEVNULL,
@@ -34,12 +38,7 @@ class Guardian:
                 pass_fds=fds,
                 start_new_session=True,  # what kills our process group or takes our terminal leaves it alive
             )
-        except BaseException:
-            os.close(self._pipe)
-            raise
-        finally:
-            for fd in fds:
-                os.close(fd)
+            kept.pop_all()
 
     def guard(self, pgid: int) -> None:
         """This group is not to outlive us."""

@@ -10,6 +10,7 @@ that followed it. Nothing blocks but the one wait, and that has the machine's de
 
 import logging
 import platform
+import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -112,7 +113,10 @@ class _Run:
         elif isinstance(action, m.EndRank):
             line.send(Kind.END, [])
         elif isinstance(action, m.SignalRank):
-            line.process.signal_group(action.signum)
+            if action.signum == signal.SIGINT:
+                line.process.interrupt()
+            else:
+                line.process.signal_group(action.signum)
             line.facts.signals_sent.add(action.signum)
         else:
             log.warning("rank %d (pid %s) cannot be killed, not even by SIGKILL: left behind", action.rank, line.facts.pid)

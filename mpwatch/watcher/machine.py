@@ -135,7 +135,7 @@ class EndRank:
 
 @dataclass(frozen=True, slots=True)
 class SignalRank:
-    """Send the rank's process group a signal."""
+    """Send the rank's process group a signal; SIGINT to the rank alone."""
 
     rank: int
     signum: int

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing import get_start_method, process, reduction, resource_tracker, spawn, util
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
@@ -58,6 +58,10 @@ class WatchedProcess(RankProcess):
         """Send a signal to the rank and whatever it has started in its process group."""
         self._popen.signal_group(number)
 
+    def interrupt(self) -> None:
+        """Send SIGINT to the rank alone: to what it has started, it decides what an interrupt means."""
+        self._popen.interrupt()
+
     def exit_is_known(self) -> bool:
         """False if the status was lost: SIGCHLD is ignored in this program, or another part of it waits for any child."""
         return self._popen.status_known
@@ -83,27 +87,31 @@ class _RankPopen(Popen):
     def _launch(self, process_obj: WatchedProcess) -> None:
         tracker_fd = _resource_tracker_fd()
         data = self._pickle(process_obj)
-        child_r, parent_w = os.pipe()
-        try:
-            self._child = subprocess.Popen(
-                spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r),
-                stdin=subprocess.DEVNULL,
-                env=process_obj.env,
-                pass_fds=[child_r, tracker_fd, *process_obj.passed_fds],
-                process_group=0,
-            )
-        except BaseException:
-            os.close(parent_w)
-            raise
-        finally:
-            os.close(child_r)
-        self.pid = self._child.pid
-        pidfd = open_pidfd(self.pid)
-        self.sentinel = parent_w if pidfd is None else pidfd
-        # the child's parent_process() watches parent_w; and the pipe is closed only when the rank is buried
-        self.finalizer = mp_util.Finalize(self, mp_util.close_fds, {parent_w, self.sentinel})
-        with suppress(BrokenPipeError), open(parent_w, "wb", closefd=False) as pipe:  # dead already: the sentinel tells
-            pipe.write(data)
+        with ExitStack() as stack:
+            child_r, parent_w = os.pipe()
+            stack.callback(os.close, parent_w)
+            try:
+                self._child = subprocess.Popen(
+                    spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r),
+                    stdin=subprocess.DEVNULL,
+                    env=process_obj.env,
+                    pass_fds=[child_r, tracker_fd, *process_obj.passed_fds],
+                    process_group=0,
+                )
+            finally:
+                os.close(child_r)
+            stack.callback(self._child.wait)
+            stack.callback(self._child.kill)
+            self.pid = self._child.pid
+            pidfd = open_pidfd(self.pid)
+            if pidfd is not None:
+                stack.callback(os.close, pidfd)
+            self.sentinel = parent_w if pidfd is None else pidfd
+            # dead already: the sentinel tells. The child's parent_process() watches the pipe, so it stays open.
+            with suppress(BrokenPipeError), open(parent_w, "wb", closefd=False) as pipe:
+                pipe.write(data)
+            self.finalizer = mp_util.Finalize(self, mp_util.close_fds, {parent_w, self.sentinel})
+            stack.pop_all()
 
     def _pickle(self, process_obj: WatchedProcess) -> memoryview:
         data = io.BytesIO()
@@ -131,6 +139,11 @@ class _RankPopen(Popen):
             if not self._buried:
                 _signal_group(self.pid, number)
 
+    def interrupt(self) -> None:
+        with self._lock, suppress(ProcessLookupError):
+            if not self._buried:
+                os.kill(self.pid, signal.SIGINT)
+
     def _send_signal(self, sig: int) -> None:  # what terminate() and kill() of a Process do
         self.signal_group(sig)
 
@@ -139,8 +152,11 @@ class _RankPopen(Popen):
             if self._buried:
                 return
             _signal_group(self.pid, signal.SIGKILL)
-            with suppress(ChildProcessError):
-                os.waitpid(self.pid, 0)
+            try:
+                _, status = os.waitpid(self.pid, 0)
+                self.returncode = os.waitstatus_to_exitcode(status)
+            except ChildProcessError:
+                self.returncode = UNKNOWN_EXIT if self.returncode is None else self.returncode
             self._buried = True
             self._child.returncode = self.returncode  # else subprocess would wait for it, too
 

@@ -35,11 +35,24 @@ class CallPickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Called by pickle for each object; notes what goes by value although it has a name in `__main__`."""
         reduced = super().reducer_override(obj)
-        if reduced is not NotImplemented and getattr(obj, "__module__", None) == "__main__":
-            name = getattr(obj, "__name__", None)
-            if name is not None and self.main.get(name) is obj:
-                self.from_main[name] = obj
+        if reduced is NotImplemented:
+            return reduced
+        _, _, *state = reduced  # none for NoneType and the like, which have no other name
+        if isinstance(obj, type) and state:
+            attributes, _ = state[0]
+            attributes["__qualname__"] = obj.__qualname__  # else a nested class comes out as one of the top level
+        if getattr(obj, "__module__", None) == "__main__":
+            self._note_home_of(obj)
         return reduced
+
+    def _note_home_of(self, obj: Any) -> None:
+        """Remember the name in `__main__` by which plain pickle will look for this, if it will find it there."""
+        top, *rest = obj.__qualname__.split(".")
+        found = self.main.get(top)
+        for name in rest:
+            found = vars(found).get(name) if isinstance(found, type) else None
+        if found is obj:
+            self.from_main[top] = self.main[top]
 
 
 class _MainGlobals(dict[str, Any]):

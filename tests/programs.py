@@ -1,0 +1,26 @@
+"""Runs programs the way users do, in a Python of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "PYTHONWARNINGS": "error"}
+
+
+def python(*args, program=None, cwd=None, check=True, **more):
+    """The finished process of `python ARGS`, program on its stdin."""
+    done = subprocess.run(
+        [sys.executable, *args],
+        input=program,
+        text=True,
+        capture_output=True,
+        cwd=cwd,
+        env=ENV,
+        timeout=100,
+        check=False,
+        **more,
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done

@@ -1,0 +1,219 @@
+"""What the watching process goes through: signals, death, and how it is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from programs import ENV
+
+import mpwatch
+
+# The ranks leave a mark once all are at work, with the pids of themselves and of a helper of each.
+PROGRAM = """
+import os, pathlib, signal, subprocess, sys, threading, time
+import mpwatch, saboteurs
+
+def work():
+    {in_rank}
+    helper = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+    mpwatch.current_worker().state["helper"] = helper
+    os.write(1, f"at work {{os.getpid()}} {{helper.pid}}\\n".encode())
+    saboteurs.wait_to_be_stopped()
+
+def before(): return (signal.getsignal(2), signal.getsignal(15), signal.getsignal(1), signal.set_wakeup_fd(-1))
+{in_host}
+state = before()
+try:
+    {call}
+except BaseException as error:
+    assert before() == state
+    children = pathlib.Path(f"/proc/self/task/{{os.getpid()}}/children").read_text().split()
+    assert all("resource_tracker" in pathlib.Path(f"/proc/{{pid}}/cmdline").read_text() for pid in children)
+    raise
+"""
+RUN = "mpwatch.run(work, 2, grace_period=5)"
+PATIENT_RUN = "mpwatch.run(work, 2, grace_period=60)"
+
+
+class Program:
+    """A program at work, of which the pids are known."""
+
+    def __init__(self, call=RUN, in_rank="", in_host=""):
+        code = PROGRAM.format(call=call, in_rank=in_rank, in_host=in_host)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=ENV,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.pids = [int(pid) for _ in range(2) for pid in self.process.stdout.readline().split()[2:]]
+        assert len(self.pids) == 4, self.process.stderr.read()
+
+    def signal(self, number, *, group=False):
+        self.since = time.monotonic()
+        (os.killpg if group else os.kill)(self.process.pid, number)
+
+    def end(self):
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err, time.monotonic() - self.since
+
+
+def alive(pids):
+    from conftest import is_alive
+
+    return [pid for pid in pids if is_alive(pid)]
+
+
+@pytest.mark.parametrize("where", ["main thread", "thread"])
+def test_nobody_outlives_a_killed_watcher(where, eventually):
+    thread = "thread = threading.Thread(target=lambda: mpwatch.run(work, 2)); thread.start(); thread.join()"
+    program = Program(call=thread if where == "thread" else RUN)
+    program.signal(signal.SIGKILL)
+    assert program.end()[0] == -signal.SIGKILL
+    eventually(lambda: not alive(program.pids), seconds=1.0)
+
+
+def test_nobody_outlives_a_watcher_that_has_forked(eventually):
+    """A copy of the watcher's program holds every pipe open; the guardian must not be fooled."""
+    fork = "threading.Timer(0, lambda: os.fork() or (signal.alarm(5), signal.pause(), os._exit(0))).start()"
+    program = Program(in_rank="", in_host=fork.replace("Timer(0,", "Timer(0.2,"))
+    program.signal(signal.SIGKILL)
+    eventually(lambda: not alive(program.pids), seconds=1.0)
+    program.end()
+
+
+def test_ctrl_c_is_a_keyboard_interrupt_and_makes_no_noise():
+    program = Program()
+    program.signal(signal.SIGINT, group=True)
+    status, _, err, seconds = program.end()
+    assert status == -signal.SIGINT
+    assert err.count("Traceback") == 1
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert seconds < 4
+    assert not alive(program.pids)
+
+
+def test_ctrl_c_reaches_the_functions_so_that_they_can_save():
+    program = Program(in_rank="signal.signal(2, lambda *_: (os.write(1, b'saved\\n'), os._exit(0)))")
+    program.signal(signal.SIGINT, group=True)
+    status, out, _, _ = program.end()
+    assert status == -signal.SIGINT
+    assert out.count("saved") == 2
+
+
+def test_ctrl_c_twice_ends_ranks_that_ignore_the_first():
+    deaf = "signal.signal(2, lambda *_: os.write(1, b'heard\\n')); signal.signal(15, signal.SIG_IGN)"
+    program = Program(call=PATIENT_RUN, in_rank=deaf)
+    program.signal(signal.SIGINT)
+    for word in ("heard", "heard"):
+        assert word in program.process.stdout.readline()
+    program.signal(signal.SIGINT)
+    status, _, _, seconds = program.end()
+    assert status == -signal.SIGINT
+    assert seconds < 4
+    assert not alive(program.pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_and_sighup_end_the_program_after_its_ranks(number):
+    program = Program()
+    program.signal(number)
+    status, _, err, seconds = program.end()
+    assert status == -number
+    assert err == ""
+    assert seconds < 4
+    assert not alive(program.pids)
+
+
+def test_a_host_s_own_handler_runs_when_all_is_over():
+    own = "signal.signal(15, lambda *_: print('own handler', flush=True))"
+    program = Program(in_host=own)
+    program.signal(signal.SIGTERM)
+    status, out, err, _ = program.end()
+    assert status == 1
+    assert "own handler" in out
+    assert "RunFailedError: the run was stopped: this process received SIGTERM" in err
+
+
+def test_nohup_is_respected():
+    program = Program(in_host="signal.signal(1, signal.SIG_IGN)")
+    program.signal(signal.SIGHUP)
+    program.signal(signal.SIGTERM)
+    assert program.end()[0] == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("moment", range(12))
+def test_a_signal_at_any_moment_of_the_start_leaves_nothing(moment):
+    """From the first rank's start to the last one's ready; a process group of its own shows whoever is left."""
+    code = (
+        "import os, sys, threading, time, mpwatch, saboteurs\n"
+        "os.write(1, b'go\\n')\n"
+        "mpwatch.run(saboteurs.wait_to_be_stopped, 3, grace_period=2)\n"
+    )
+    tag = f"moment-{os.getpid()}-{moment}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**ENV, "MPWATCH_TEST_TAG": tag},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    process.stdout.readline()
+    until = time.monotonic() + moment * 0.012
+    while time.monotonic() < until:
+        os.sched_yield()
+    number = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)[moment % 3]
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == -number
+    deadline = time.monotonic() + 1
+    while (left := tagged(tag)) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not left
+
+
+def tagged(tag):
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as env, open(f"/proc/{pid}/cmdline", "rb") as line:
+                if tag.encode() in env.read():
+                    found.append((pid, line.read()))
+        except OSError:
+            continue
+    return found
+
+
+def test_an_error_of_our_own_leaves_nothing(monkeypatch):
+    """The leak check after each test does the rest."""
+    from mpwatch.watcher import loop
+
+    def fail(*_):
+        raise ZeroDivisionError("a bug in mpwatch")
+
+    import saboteurs
+
+    monkeypatch.setattr(loop._Run, "_understand", fail)
+    with pytest.raises(ZeroDivisionError):
+        mpwatch.run(saboteurs.wait_to_be_stopped, 2)
+
+
+def test_short_of_descriptors():
+    import resource
+
+    import saboteurs
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    for spare in (4, 8, 12, 16, 20):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
+        try:
+            with pytest.raises(mpwatch.LaunchError, match=r"ulimit -n|short of|could not be had|Too many open files"):
+                mpwatch.run(saboteurs.rank, 16)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,102 @@
+"""Bad arguments are named, with their values."""
+
+import asyncio
+import functools
+import math
+import os
+
+import pytest
+
+import mpwatch
+from mpwatch import WorkerSpec
+
+
+def fn():
+    pass
+
+
+async def coroutine():
+    pass
+
+
+async def agenerator():
+    yield
+
+
+class AsyncCallable:
+    async def __call__(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"nprocs": 0}, ValueError, "nprocs must be at least 1, .* not 0"),
+        ({"nprocs": -1}, ValueError, "nprocs must be at least 1, .* not -1"),
+        ({"nprocs": True}, TypeError, "nprocs must be an int, .* not True"),
+        ({"nprocs": 2.5}, TypeError, "nprocs must be an int, .* not 2.5"),
+        ({"nprocs": None}, TypeError, "nprocs must be an int, .* not None"),
+        ({"nprocs": "many"}, ValueError, "nprocs .* not 'many'"),
+        ({"nprocs": "gpu"}, ValueError, "nprocs='gpu', but torch sees no GPU here"),
+        ({"fn": 3}, TypeError, "fn must be callable, not 3"),
+        ({"fn": None}, TypeError, "fn must be callable, not None"),
+        ({"fn": coroutine}, TypeError, "'coroutine' is async def"),
+        ({"fn": agenerator}, TypeError, "'agenerator' is async def"),
+        ({"fn": functools.partial(coroutine)}, TypeError, "async def"),
+        ({"fn": AsyncCallable()}, TypeError, "async def"),
+        ({"args": "ab"}, TypeError, "args must be a sequence .* not 'ab'"),
+        ({"args": 3}, TypeError, "args must be a sequence .* not 3"),
+        ({"args": {1, 2}}, TypeError, "args must be a sequence"),
+        ({"kwargs": [1]}, TypeError, r"kwargs must be a mapping .* not \[1\]"),
+        ({"kwargs": {1: 2}}, TypeError, "kwargs must have strings as keys, not 1"),
+        ({"backend": 3}, TypeError, "backend must be a string or None, not 3"),
+        ({"backend": ""}, ValueError, "backend must name a backend"),
+        ({"env": "A=1"}, TypeError, "env must be a mapping .* not 'A=1'"),
+        ({"env": {"A": 1}}, TypeError, "env must map strings to strings, not 'A' to 1"),
+        ({"env": {"A=B": "1"}}, ValueError, "env has a variable that no environment can hold: 'A=B'"),
+        ({"env": {"A": "\0"}}, ValueError, "no environment can hold"),
+        ({"env": {"RANK": "1"}}, ValueError, "env may not set RANK='1'"),
+        ({"timeout": -1}, ValueError, "timeout must be a number of seconds, more than 0, not -1"),
+        ({"timeout": 0}, ValueError, "timeout .* not 0"),
+        ({"timeout": math.inf}, ValueError, "timeout .* not inf"),
+        ({"timeout": "5"}, TypeError, "timeout must be a number of seconds, not '5'"),
+        ({"grace_period": math.nan}, ValueError, "grace_period .* not nan"),
+        ({"grace_period": -0.1}, ValueError, "grace_period .* 0 or more, not -0.1"),
+        ({"grace_period": None}, TypeError, "grace_period must be a number of seconds, not None"),
+        ({"role": 1}, TypeError, "role must be a string, not 1"),
+        ({"role": ""}, ValueError, "role must be a name, not ''"),
+    ],
+)
+def test_bad_arguments(options, error, text):
+    with pytest.raises(error, match=text):
+        WorkerSpec(**{"fn": fn, "nprocs": 2} | options)
+    with pytest.raises(error, match=text):
+        mpwatch.run(**{"fn": fn, "nprocs": 2} | options)
+
+
+def test_what_env_returns_is_checked_as_well():
+    with pytest.raises(TypeError, match=r"what env\(\) returned must be a mapping"):
+        mpwatch.run(fn, 2, env=lambda worker: None)
+    with pytest.raises(ValueError, match=r"what env\(\) returned may not set RANK"):
+        mpwatch.run(fn, 2, env=lambda worker: {"RANK": "3"})
+
+
+def test_main_has_no_check():
+    with pytest.raises(TypeError, match="no option 'check'"):
+        mpwatch.main(fn, 1, check=False)
+
+
+def test_a_spec_is_validated_once_and_frozen():
+    spec = WorkerSpec(fn=fn, nprocs="cpu", args=[1], kwargs=None)
+    assert spec.nprocs == len(os.sched_getaffinity(0))
+    assert spec.args == (1,)
+    with pytest.raises(AttributeError):
+        spec.nprocs = 3
+
+
+def test_auto_is_the_cpus_where_there_is_no_gpu():
+    assert WorkerSpec(fn=fn).nprocs == len(os.sched_getaffinity(0))
+
+
+def test_a_sync_function_that_runs_a_coroutine_is_fine():
+    assert list(mpwatch.run(lambda: asyncio.run(asyncio.sleep(0, 5)), 1)) == [5]
