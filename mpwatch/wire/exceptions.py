@@ -13,6 +13,7 @@ Everything in a link but those pickles is a plain builtin value. Imports nothing
 
 import builtins
 import pickle
+import re
 from collections.abc import Iterator
 from types import GetSetDescriptorType, MemberDescriptorType, TracebackType
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = ["Outline", "decode", "encode", "outline", "text_of"]
 
 Link = dict[str, Any]
 MAX_LINKS = 2000  # of causes, contexts and group members together; a graph beyond that is cut off
+ADDRESS = re.compile(r"0x[0-9a-f]+")
 OWN_SLOTS = {"__cause__", "__context__", "__traceback__", "__suppress_context__", "__dict__", "args"}
 
 
@@ -85,7 +87,10 @@ def _from_exact(link: Link, _: list[BaseException]) -> BaseException | None:
     if link["exact"] is None:
         return None
     error = pickle.loads(link["exact"])
-    return error if isinstance(error, BaseException) else None
+    if not isinstance(error, BaseException):
+        return None
+    _set_attributes(error, link)  # pickle knows nothing of slots, and calls __init__ with whatever is in args
+    return error
 
 
 def _from_parts(link: Link, members: list[BaseException]) -> BaseException | None:
@@ -95,12 +100,21 @@ def _from_parts(link: Link, members: list[BaseException]) -> BaseException | Non
     cls = pickle.loads(link["class"])
     args = (link["message"], members) if members else tuple(pickle.loads(arg) for arg in link["args"])
     error = _new(cls, args)
+    _set_attributes(error, link)
+    return error if _is_same_text(_text(error), link["text"]) else None
+
+
+def _set_attributes(error: BaseException, link: Link) -> None:
     for name, data in link["attributes"].items():
         try:
             setattr(error, name, pickle.loads(data))
         except Exception:  # noqa: BLE001, S112  a read-only slot, or a value that does not come back
             continue
-    return error if _text(error) == link["text"] else None
+
+
+def _is_same_text(one: str, other: str) -> bool:
+    """But for addresses, which reprs of functions and objects have in them."""
+    return ADDRESS.sub("", one) == ADDRESS.sub("", other)
 
 
 def _new(cls: Any, args: tuple[Any, ...]) -> BaseException:
@@ -223,7 +237,7 @@ def _exact(error: BaseException) -> bytes | None:
         again = pickle.loads(data)
     except BaseException:  # noqa: BLE001  its own code runs here, and may raise anything
         return None
-    return data if type(again) is type(error) and _text(again) == _text(error) else None
+    return data if type(again) is type(error) and _is_same_text(_text(again), _text(error)) else None
 
 
 def _try_dumps(value: Any) -> bytes | None:

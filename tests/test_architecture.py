@@ -1,0 +1,106 @@
+"""The shape of the house: who may import whom, what is public, what an import costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from programs import python
+
+import mpwatch
+
+PACKAGE = Path(mpwatch.__file__).parent
+DATA = {"spec", "result", "errors", "report"}
+# From the user's side to the ground: a module may import of its own layer and of those named, and nothing else of mpwatch.
+LAYERS = {
+    "ground": set(),  # platform, wire.exceptions, wire.values
+    "data": {"ground"},
+    "wire": {"ground", "data"},
+    "watcher": {"ground", "data", "wire"},
+    "worker": {"ground", "data", "wire"},
+    "guardian": set(),
+    "api": {"data", "watcher"},
+    "facade": {"api", "data", "worker"},
+}
+
+
+def layer_of(module):
+    parts = module.split(".")[1:]
+    if not parts:
+        return "facade"
+    if module in ("mpwatch.platform", "mpwatch.wire.exceptions", "mpwatch.wire.values"):
+        return "ground"
+    if parts[0] in DATA:
+        return "data"
+    return parts[0]
+
+
+def imports_of(path, module):
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            home = ".".join([*base, *([node.module] if node.module else [])])
+            yield home
+            for alias in node.names:
+                if (PACKAGE.parent / home.replace(".", "/") / f"{alias.name}.py").exists():
+                    yield f"{home}.{alias.name}"
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        yield path, name.removesuffix(".__init__")
+
+
+@pytest.mark.parametrize(("path", "module"), list(modules()), ids=lambda value: str(value) if isinstance(value, str) else "")
+def test_imports_go_one_way(path, module):
+    mine = layer_of(module)
+    for name in imports_of(path, module):
+        if name.startswith("mpwatch.") and name not in ("mpwatch.wire", "mpwatch.watcher", "mpwatch.worker"):
+            assert layer_of(name) in LAYERS[mine] | {mine}, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize(("path", "module"), list(modules()), ids=lambda value: str(value) if isinstance(value, str) else "")
+def test_every_module_says_what_it_is_for_and_is_short(path, module):
+    source = path.read_text()
+    assert ast.get_docstring(ast.parse(source))
+    assert len(source.splitlines()) < 400
+
+
+def test_only_one_file_asks_for_the_system():
+    for path, module in modules():
+        if module != "mpwatch.platform":
+            source = path.read_text()
+            assert "sys.platform" not in source
+            assert "os.name" not in source
+
+
+def test_the_public_names():
+    assert mpwatch.__all__ == sorted(mpwatch.__all__)
+    for name in mpwatch.__all__:
+        assert getattr(mpwatch, name) is not None
+    assert set(mpwatch._HOME) | {"__version__"} == set(mpwatch.__all__)
+    assert dir(mpwatch) == mpwatch.__all__
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        mpwatch.nonsense
+
+
+def test_public_names_are_documented():
+    for name in set(mpwatch.__all__) - {"__version__"}:
+        assert getattr(mpwatch, name).__doc__
+
+
+def test_import_mpwatch_is_light():
+    out = python("-c", "import sys, mpwatch; mpwatch.run; print(*sys.modules)").stdout.split()
+    assert not {"torch", "cloudpickle", "tblib", "numpy"} & set(out)
+
+
+def test_the_guardian_starts_without_anything_of_ours():
+    program = PACKAGE / "guardian" / "program.py"
+    code = f"import sys, runpy; runpy.run_path({str(program)!r}, run_name='x'); print(*sys.modules)"
+    out = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "mpwatch" not in out

@@ -1,0 +1,257 @@
+"""An exception over the wire, within one process: what goes in comes out, link by link."""
+
+import asyncio
+import copyreg
+import os
+import pickle
+import threading
+import traceback
+
+import pytest
+import saboteurs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpwatch.wire.exceptions import decode, encode, outline, text_of
+
+
+def raised(error):
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def through(error):
+    return decode(encode(error))
+
+
+class NeedsNew(Exception):
+    def __new__(cls, code, *, why):
+        self = super().__new__(cls, code)
+        self.why = why
+        return self
+
+    def __init__(self, code, *, why):
+        super().__init__(f"{code}: {why}")
+
+
+class Slotted(Exception):
+    __slots__ = ("code",)
+
+    def __init__(self, code):
+        super().__init__("slotted")
+        self.code = code
+
+
+class RefusesToPickle(ValueError):
+    def __reduce__(self):
+        raise RuntimeError("no")
+
+
+class ExitsWhenPickled(ValueError):
+    def __reduce__(self):
+        return os.sys.exit, (3,)
+
+
+class RecursesWhenRebuilt(ValueError):
+    def __reduce__(self):
+        return saboteurs.recurses, ()
+
+
+class NoText(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def local_class():
+    class LocalError(LookupError):
+        pass
+
+    return LocalError("of a local class")
+
+
+EXACT = [
+    ValueError("plain", 3),
+    KeyError("key"),
+    OSError(2, "No such file", "path"),
+    SystemExit(3),
+    StopIteration("value"),
+    SyntaxError("bad", ("file.py", 3, 5, "text", 3, 6)),
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
+    KeyboardInterrupt("now"),
+    asyncio.CancelledError("cancelled"),
+    ImportError("no module", name="m", path="p"),
+    local_class(),
+    saboteurs.PickyError(7, detail="two"),
+    NeedsNew(7, why="new"),
+    Slotted(5),
+]
+
+
+@pytest.mark.parametrize("error", EXACT, ids=lambda error: type(error).__name__)
+def test_type_text_and_attributes(error):
+    back = through(raised(error))
+    assert type(back) is type(error)
+    assert str(back) == str(error)
+    assert vars(back) == vars(error)
+    for name in ("args", "errno", "filename", "code", "value", "lineno", "start", "reason", "name", "path", "why", "detail"):
+        assert getattr(back, name, None) == getattr(error, name, None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RefusesToPickle("text"), ExitsWhenPickled("text"), RecursesWhenRebuilt("text"), NoText("text")],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_resists_is_rebuilt(error):
+    back = through(raised(error))
+    assert type(back) is type(error)
+    assert back.args == ("text",)
+
+
+def test_a_class_that_cannot_be_sent_has_a_stand_in():
+    lock = threading.Lock()
+
+    class Bound(KeyError):
+        held = lock
+
+    back = through(raised(Bound("gone")))
+    assert type(back) is not Bound
+    assert (type(back).__name__, str(back)) == ("Bound", "'gone'")
+    with pytest.raises(KeyError):
+        raise back
+
+
+def test_the_chain_its_flags_and_notes():
+    def fail():
+        try:
+            {}["a"]
+        except KeyError as cause:
+            cause.add_note("of the cause")
+            raise ValueError("b") from cause
+
+    with pytest.raises(ValueError, match="b") as caught:
+        fail()
+    back = through(caught.value)
+    assert isinstance(back.__cause__, KeyError)
+    assert back.__suppress_context__
+    assert back.__cause__ is back.__context__
+    assert back.__cause__.__notes__ == ["of the cause"]
+
+
+def test_one_link_that_cannot_be_pickled_does_not_take_the_rest_along():
+    first, second = RefusesToPickle("first"), ValueError("second")
+    second.__context__ = first
+    first.lock = threading.Lock()
+    back = through(second)
+    assert (str(back), str(back.__context__)) == ("second", "first")
+
+
+def test_a_cycle():
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    back = through(first)
+    assert str(back.__cause__) == "second"
+    assert back.__cause__.__cause__ is back
+
+
+def test_a_chain_of_300_and_a_traceback_of_1000_frames():
+    error = None
+    for number in range(300):
+        link = ValueError(number)
+        link.__cause__ = error
+        error = link
+    back, length = through(error), 0
+    while back is not None:
+        back, length = back.__cause__, length + 1
+    assert length == 300
+    with pytest.raises(RecursionError) as caught:
+        saboteurs.recurses()
+    frames = traceback.extract_tb(through(caught.value).__traceback__)
+    assert len(frames) == len(traceback.extract_tb(caught.value.__traceback__)) > 500
+
+
+def test_groups_with_members_that_have_chains_of_their_own():
+    member = raised(OSError(2, "inner", "path"))
+    member.__cause__ = ValueError("deep")
+    group = raised(BaseExceptionGroup("all", [KeyboardInterrupt(), ExceptionGroup("some", [member])]))
+    back = through(group)
+    assert type(back) is BaseExceptionGroup
+    assert back.message == "all"
+    assert isinstance(back.exceptions[0], KeyboardInterrupt)
+    assert str(back.exceptions[1].exceptions[0].__cause__) == "deep"
+    assert back.exceptions[1].exceptions[0].__traceback__ is not None
+
+
+def test_frames_show_file_function_and_line_and_no_carets():
+    with pytest.raises(ValueError, match="batch") as caught:
+        saboteurs.raises_value_error()
+    printed = traceback.format_exception(through(caught.value))
+    assert any("in raises_value_error" in line and "# THE-LINE" in line for line in printed)
+    assert "^" not in "".join(printed)
+
+
+def test_what_can_be_told_without_rebuilding():
+    data = encode(raised(RefusesToPickle("text")))
+    assert [(link.name, link.text) for link in outline(data)] == [("RefusesToPickle", "text")]
+    assert "RefusesToPickle: text" in text_of(data)
+
+
+def test_the_host_s_copyreg_is_left_alone():
+    before = dict(copyreg.dispatch_table)
+    through(raised(ValueError("x")))
+    assert copyreg.dispatch_table == before
+
+
+LEAVES = st.sampled_from(
+    [ValueError, KeyError, RefusesToPickle, Slotted, NoText, ZeroDivisionError, local_class().__class__]
+)
+TREES = st.recursive(
+    st.builds(lambda kind, text: raised(kind(text)), LEAVES, st.text(max_size=5)),
+    lambda inner: st.one_of(
+        st.builds(
+            lambda text, members: raised(ExceptionGroup(text, members)), st.text(max_size=5), st.lists(inner, min_size=1)
+        ),
+        st.builds(lambda error, cause: chain(error, cause=cause), inner, inner),
+        st.builds(lambda error, context: chain(error, context=context), inner, inner),
+    ),
+    max_leaves=8,
+)
+
+
+def chain(error, cause=None, context=None):
+    if cause is not None:
+        error.__cause__ = cause
+    if context is not None and context is not error:
+        error.__context__ = context
+    return error
+
+
+def shape(error, seen=()):
+    """What must survive: type names, texts, the form of the graph, innermost frames."""
+    if error is None or id(error) in seen:
+        return None
+    seen = (*seen, id(error))
+    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    frames = traceback.extract_tb(error.__traceback__)
+    return (
+        type(error).__name__,
+        error.args if isinstance(error, NoText) else error.message if members else str(error),
+        (frames[-1].filename, frames[-1].name, frames[-1].lineno) if frames else None,
+        shape(error.__cause__, seen),
+        shape(error.__context__, seen),
+        error.__suppress_context__,
+        [shape(member, seen) for member in members],
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(TREES)
+def test_any_tree_keeps_its_shape(error):
+    assert shape(through(error)) == shape(error)
+
+
+def test_what_crosses_is_plain_but_for_the_pickles_inside():
+    links = pickle.loads(encode(raised(saboteurs.PickyError(7, detail="x"))))["links"]
+    assert {type(value) for value in links[0].values()} <= {str, bytes, list, dict, bool, int, type(None)}

@@ -1,0 +1,159 @@
+"""One real rank's process, and one real guardian: tier two, without the loop."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import wait
+
+import pytest
+from conftest import is_alive
+from programs import ENV, python
+
+from mpwatch.platform import anonymous_file, peek_exit, usable_cpus
+from mpwatch.watcher.environment import reserve_port
+from mpwatch.watcher.guardian import Guardian
+from mpwatch.watcher.process import UNKNOWN_EXIT, WatchedProcess
+from mpwatch.wire.lastwords import SLOT, LastWords, read_answer, read_crash
+from mpwatch.wire.messages import Frames, Kind, frame
+from mpwatch.wire.process import Seat
+
+
+@pytest.fixture
+def rank():
+    """A rank that has said READY and waits for a call; its channel."""
+    ours, theirs = socket.socketpair()
+    box = anonymous_file("mpwatch-test")
+    os.ftruncate(box, SLOT)
+    process = WatchedProcess(Seat({}, theirs.fileno(), box), dict(os.environ), [theirs.fileno(), box], "a-rank")
+    process.start()
+    theirs.close()
+    with ours:
+        (ready,) = Frames().feed(ours.recv(1000))
+        assert ready.kind is Kind.READY
+        yield process, ours
+    if not process._closed:
+        process.kill()
+        wait([process.sentinel])
+        process.bury()
+    os.close(box)
+
+
+def test_it_is_a_process_of_multiprocessing_and_leads_a_group(rank):
+    process, _ = rank
+    assert process in multiprocessing.active_children()
+    assert process.is_alive()
+    assert os.getpgid(process.pid) == process.pid
+    assert isinstance(process, multiprocessing.context.SpawnProcess)
+
+
+def test_it_ends_when_told_and_when_the_channel_closes(rank):
+    process, channel = rank
+    channel.sendall(frame(Kind.END))
+    assert wait([process.sentinel], 20)
+    assert process.exitcode == 0
+
+
+def test_it_ends_when_the_channel_closes(rank):
+    process, channel = rank
+    channel.close()
+    assert wait([process.sentinel], 20)
+    assert process.exitcode == 0
+
+
+def test_a_death_is_seen_before_it_is_reaped(rank):
+    process, _ = rank
+    pid = process.pid
+    process.terminate()
+    wait([process.sentinel])
+    assert process.exitcode == -signal.SIGTERM
+    multiprocessing.active_children()  # has a look at every child, and must not take this one
+    assert peek_exit(pid) == -signal.SIGTERM
+    process.bury()
+    with pytest.raises(ChildProcessError):
+        peek_exit(pid)
+
+
+def test_a_status_that_somebody_else_has_taken_is_unknown(rank):
+    process, _ = rank
+    process.kill()
+    wait([process.sentinel])
+    os.waitpid(process.pid, 0)
+    assert process.exitcode == UNKNOWN_EXIT
+    assert not process.exit_is_known()
+    process.signal_group(signal.SIGTERM)
+    process.bury()
+
+
+def test_the_guardian_kills_what_it_guards_when_its_program_dies(eventually):
+    code = (
+        "import os, signal, subprocess, sys\n"
+        "from mpwatch.watcher.guardian import Guardian\n"
+        "wait = [sys.executable, '-S', '-c', 'import signal; signal.pause()']\n"
+        "guarded, released = (subprocess.Popen(wait, process_group=0, stdout=2) for _ in range(2))\n"
+        "guardian = Guardian()\n"
+        "for group in (guarded, released): guardian.guard(group.pid)\n"
+        "guardian.release(released.pid)\n"
+        "print(guarded.pid, released.pid, guardian._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False
+    )
+    guarded, released, guardian = map(int, done.stdout.split())
+    try:
+        eventually(lambda: not is_alive(guarded), seconds=1)
+        eventually(lambda: not is_alive(guardian), seconds=1)
+        assert is_alive(released)
+    finally:
+        os.kill(released, signal.SIGKILL)
+
+
+def test_a_guardian_that_is_closed_is_gone():
+    guardian = Guardian()
+    guardian.guard(os.getpid())  # not to be killed by it: closing is no death
+    guardian.close()
+
+
+def test_the_black_box_keeps_a_whole_answer_or_none():
+    box = anonymous_file("mpwatch-test")
+    os.ftruncate(box, SLOT)
+    assert read_answer(box) is None
+    words = LastWords(os.dup(box))
+    assert not words.leave_answer(frame(Kind.RETURNED, bytes(SLOT)))
+    assert words.leave_answer(frame(Kind.RETURNED, b"body"))
+    os.write(words.crash_fd, b"stack")
+    assert read_answer(box).body == b"body"
+    assert read_crash(box) == "stack"
+    os.close(words.crash_fd)
+    os.close(box)
+
+
+def test_frames_come_in_any_pieces_and_garbage_is_refused():
+    data = frame(Kind.READY) + frame(Kind.RETURNED, b"x" * 1000)
+    frames = Frames()
+    messages = [message for byte in data for message in frames.feed(bytes([byte]))]
+    assert [(message.kind, len(message.body)) for message in messages] == [(Kind.READY, 0), (Kind.RETURNED, 1000)]
+    with pytest.raises(ValueError, match="not a message of mpwatch"):
+        frames.feed(b"something else, and long enough")
+
+
+def test_a_reserved_port_is_given_to_nobody_who_asks_for_any():
+    with reserve_port() as keeper:
+        port = keeper.getsockname()[1]
+        for _ in range(2000):
+            with socket.socket() as other:
+                other.bind(("", 0))
+                assert other.getsockname()[1] != port
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind(("127.0.0.1", port))
+            server.listen()
+
+
+def test_usable_cpus_follow_the_affinity():
+    code = "import os; os.sched_setaffinity(0, {0}); from mpwatch.platform import usable_cpus; print(usable_cpus())"
+    assert python("-c", code).stdout == "1\n"
+    assert usable_cpus() >= 1

@@ -1,0 +1,179 @@
+"""What is said of a run, and who is blamed: pure, from facts."""
+
+import pickle
+import signal
+
+import pytest
+
+from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, Worker, WorkerState
+from mpwatch.report import exit_text, ranks_text, report
+from mpwatch.watcher.diagnosis import Facts, RankFacts, diagnose
+from mpwatch.watcher.machine import Verdict
+from mpwatch.wire.exceptions import encode
+from mpwatch.wire.messages import Kind, Message
+
+
+def facts(*ranks, verdict=Verdict.FAILED, stopped_at=10.0, **more):
+    seen = {}
+    for rank, what in enumerate(ranks):
+        worker = Worker(
+            rank=rank,
+            local_rank=rank,
+            world_size=len(ranks),
+            local_world_size=len(ranks),
+            role_rank=rank,
+            role_world_size=len(ranks),
+            run_id="test",
+            master_addr="localhost",
+            master_port=1,
+        )
+        seen[rank] = RankFacts(worker, pid=100 + rank, was_ready=True, **what)
+    return Facts(ranks=seen, hostname="here", started_at=0.0, stopped_at=stopped_at, verdict=verdict, **more)
+
+
+def raised(error, at):
+    return {"report": Message(Kind.RAISED, at, encode(error)), "died_at": 11.0, "exit_code": -15}
+
+
+def died(code, at=10.0, sent=()):
+    return {"died_at": at, "exit_code": code, "signals_sent": set(sent)}
+
+
+def returned(value=None):
+    return {"report": Message(Kind.RETURNED, 1.0, pickle.dumps(value)), "died_at": 11.0, "exit_code": 0}
+
+
+STOPPED = died(-15, 10.5, sent=[signal.SIGTERM, signal.SIGCONT])
+COMPLAINT = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+
+
+def test_the_earliest_primary_failure_is_the_cause():
+    result = diagnose(facts(raised(ValueError("late"), 9.9), raised(ValueError("early"), 9.8), STOPPED))
+    assert result.root_cause.rank == 1
+    assert set(result.failures) == {0, 1}
+    assert result.worker_states[2] is WorkerState.STOPPED
+
+
+def test_class_comes_before_time():
+    result = diagnose(facts(raised(COMPLAINT, 1.0), raised(ValueError("cause"), 9.0), died(-9, 9.5)))
+    assert result.root_cause.rank == 1
+    assert result.failures[0].is_secondary
+    assert not result.failures[2].is_secondary
+
+
+def test_a_complaint_that_an_exception_was_raised_from_makes_it_secondary():
+    error = RuntimeError("training failed")
+    error.__cause__ = COMPLAINT
+    result = diagnose(facts(raised(error, 1.0), died(-9)))
+    assert result.root_cause.rank == 1
+
+
+def test_a_report_after_the_stop_is_a_consequence_of_it():
+    result = diagnose(facts(raised(ValueError("cause"), 9.0), raised(KeyboardInterrupt(), 10.1), STOPPED))
+    assert set(result.failures) == {0}
+
+
+@pytest.mark.parametrize(("code", "failed"), [(-9, True), (-11, True), (-15, False), (3, False), (0, False)])
+def test_a_death_while_being_stopped_is_the_rank_s_own_only_if_we_cannot_have_caused_it(code, failed):
+    result = diagnose(facts(raised(ValueError("x"), 9.0), died(code, 10.2, sent=[signal.SIGTERM])))
+    assert (1 in result.failures) == failed
+    assert 1 not in diagnose(facts(raised(ValueError("x"), 9.0), died(-9, 20.2, sent=[9, 15]))).failures
+
+
+def test_two_that_died_before_anything_was_done_are_both_failures():
+    result = diagnose(facts(died(7), died(7), STOPPED))
+    assert set(result.failures) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "exit_code", "text"),
+    [
+        (died(7), FailureKind.EXIT, 7, "rank 0 ended with exit code 7 and no result"),
+        (died(0), FailureKind.LOST, 1, "rank 0 ended without returning a result"),
+        (died(None), FailureKind.LOST, 1, "rank 0 ended without returning a result"),
+        (died(-11), FailureKind.SIGNAL, 139, "rank 0 was killed by SIGSEGV (an invalid memory access"),
+        (died(-40), FailureKind.SIGNAL, 168, "rank 0 was killed by signal 40"),
+        (
+            {**died(1), "was_ready": False},
+            FailureKind.START,
+            1,
+            "rank 0 never started: its interpreter ended with exit code 1",
+        ),
+        ({**died(-9), "was_ready": False}, FailureKind.START, 137, "rank 0 never started: it was killed by SIGKILL"),
+        (raised(SystemExit(256), 1.0), FailureKind.EXIT, 1, "rank 0 ended with exit code 1 and no result (SystemExit: 256)"),
+        (raised(SystemExit("no"), 1.0), FailureKind.EXIT, 1, "(SystemExit: no)"),
+        (raised(ValueError(), 1.0), FailureKind.EXCEPTION, 1, "rank 0 failed first: ValueError"),
+        (raised(ValueError("x" * 600), 1.0), FailureKind.EXCEPTION, 1, "x" * 500 + " …"),
+    ],
+)
+def test_kinds_and_verdicts(what, kind, exit_code, text):
+    was_ready = what.pop("was_ready", True)
+    given = facts(what)
+    given.ranks[0].was_ready = was_ready
+    result = diagnose(given)
+    assert (result.root_cause.kind, result.root_cause.exit_code) == (kind, exit_code)
+    assert text in report(result).splitlines()[0]
+
+
+def test_ranks_that_never_came_up():
+    result = diagnose(facts(returned(), STOPPED, never_ready=[1]))
+    assert result.root_cause.kind is FailureKind.START
+    assert "was not ready after 300 s" in report(result)
+
+
+def test_a_success():
+    result = diagnose(facts(returned(1), returned(2), verdict=Verdict.SUCCEEDED, stopped_at=None))
+    assert list(result) == [1, 2]
+    assert result.state is WorkerState.SUCCEEDED
+
+
+def test_an_interrupt():
+    result = diagnose(facts(STOPPED, returned(), verdict=Verdict.INTERRUPTED, signum=signal.SIGTERM))
+    assert result.state is WorkerState.STOPPED
+    assert report(result).splitlines() == [
+        "the run was stopped: this process received SIGTERM",
+        "  rank 0: stopped by the watcher",
+        "  rank 1: had returned",
+    ]
+
+
+def test_equal_fates_are_one_line_at_512_ranks():
+    ranks = [STOPPED] * 512
+    ranks[100] = raised(ValueError("x"), 9.0)
+    ranks[200] = ranks[300] = raised(COMPLAINT, 9.5)
+    text = report(diagnose(facts(*ranks)))
+    assert len(text.splitlines()) == 3
+    assert "ranks 200, 300: RuntimeError" in text
+    assert "ranks 0-99, 101-199, 201-299, 301-511: stopped by the watcher" in text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([5, 0, 2, 1], "ranks 0-2, 5"), ([0, 2], "ranks 0, 2")],
+)
+def test_ranks_text(ranks, text):
+    assert ranks_text(ranks) == text
+
+
+def test_exit_text():
+    assert exit_text(3) == "ended with exit code 3"
+    assert exit_text(-11).startswith("was killed by SIGSEGV")
+
+
+@pytest.mark.parametrize("kind", [RunFailedError, RunTimeoutError])
+def test_every_error_pickles(kind):
+    error = kind(diagnose(facts(raised(ValueError("x", lambda: None), 9.0), STOPPED)))
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is kind
+    assert str(back).splitlines()[1:] == str(error).splitlines()[1:]
+    assert back.root_cause.exception.args[0] == "x"
+
+
+def test_states_say_whether_they_run():
+    assert {state for state in WorkerState if state.is_running} == {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
+
+
+def test_a_failure_and_a_result_can_be_made_by_users():
+    failure = ProcessFailure(rank=0, local_rank=0, pid=1, hostname="h", kind=FailureKind.LOST, exit_code=1)
+    result = RunResult(WorkerState.FAILED, failures={0: failure}, root_cause=failure)
+    assert "rank 0 ended without" in str(RunFailedError(result))
