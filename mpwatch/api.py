@@ -1,6 +1,5 @@
 """`run` and `main`: options become a WorkerSpec, the watcher makes a RunResult of it, and a failure is raised."""
 
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -59,8 +58,10 @@ def run(
         RunTimeoutError: `timeout` ran out.
         LaunchError: the ranks could not be started; none is left.
         TypeError, ValueError: an argument is not what it should be.
-        KeyboardInterruptError: Ctrl-C; the ranks got it too, and had grace_period seconds to end.
+        KeyboardInterrupt: Ctrl-C; the ranks got it too, and had grace_period seconds to end.
     """
+    if not isinstance(check, bool):
+        raise TypeError(f"check must be True or False, not {check!r}")
     spec = WorkerSpec(
         fn=fn,
         nprocs=nprocs,
@@ -108,9 +109,15 @@ def _watch(spec: WorkerSpec[T]) -> RunResult[T]:
     try:
         return watch(spec)
     except InterruptError as interrupt:
-        signum, result = interrupt.signum, interrupt.result
-    # Outside the except block, so that a KeyboardInterruptError comes without a history; the host's handlers are back.
-    signal.raise_signal(signum)
+        signals, result = interrupt.signals, interrupt.result
+    # Outside the except block, so that a KeyboardInterrupt comes without a history, but for that of a failed run.
+    failure = _error(result) if result.state is WorkerState.FAILED else None
+    try:
+        signals.deliver()
+    except BaseException as error:
+        if failure is not None:
+            raise error from failure
+        raise
     return result  # the host's handler has let it pass, and the run has been stopped all the same
 
 

@@ -7,7 +7,15 @@ import errno
 import os
 import sys
 
-__all__ = ["anonymous_file", "gpus_may_exist", "open_pidfd", "peek_exit", "usable_cpus"]
+__all__ = [
+    "anonymous_file",
+    "gpus_may_exist",
+    "group_exists",
+    "group_members",
+    "open_pidfd",
+    "peek_exit",
+    "usable_cpus",
+]
 
 # Each NVIDIA GPU has a node of the first kind, ROCm and WSL one of the others; a container that may use a GPU shows it.
 GPU_NODES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
@@ -76,6 +84,30 @@ def open_pidfd(pid: int) -> int | None:
         if error.errno in (errno.ENOSYS, errno.EPERM, errno.ESRCH):  # old kernel, a sandbox's filter, reaped
             return None
         raise
+
+
+def group_exists(pgid: int) -> bool:
+    """Whether a process group has any members, zombies among them."""
+    try:
+        os.killpg(pgid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def group_members(pgid: int) -> list[int]:
+    """The pids in a process group, where there is a /proc to find them in; else none."""
+    found = []
+    for entry in os.listdir("/proc") if sys.platform == "linux" else ():
+        if entry.isdigit():
+            try:
+                if os.getpgid(int(entry)) == pgid:
+                    found.append(int(entry))
+            except ProcessLookupError:
+                continue
+    return found
 
 
 def peek_exit(pid: int, *, block: bool = False) -> int | None:

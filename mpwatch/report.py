@@ -47,10 +47,10 @@ def report(result: RunResult[Any]) -> str:
 
 def _crash_lines(root: ProcessFailure | None) -> list[str]:
     """The innermost frames of a crash; an exception's frames are in its traceback."""
-    if root is None or root.kind is not FailureKind.SIGNAL:
+    if root is None or root.kind not in (FailureKind.SIGNAL, FailureKind.LOST):
         return []
-    frames = [line for line in root.traceback.splitlines() if line.startswith("  File ") and "/mpwatch/worker/" not in line]
-    frames = list(takewhile(lambda line: "/multiprocessing/process.py" not in line, frames))
+    frames = [line for line in root.traceback.splitlines() if line.startswith("  File ")]
+    frames = list(takewhile(lambda line: "/mpwatch/worker/" not in line, frames))
     return ["  its Python stack, innermost frame first:", *(f"  {line}" for line in frames[:CRASH_FRAMES])] if frames else []
 
 
@@ -92,7 +92,7 @@ def _what(failure: ProcessFailure) -> str:
     if failure.kind is FailureKind.START:
         return _not_started(failure)
     if failure.kind is FailureKind.TIMEOUT:
-        return "was still at work"
+        return "still at work"
     if failure.kind is FailureKind.EXIT:
         return f"ended with exit code {failure.exit_code} and no result" + _by(failure.exception)
     return "ended without returning a result (os._exit(), or its exit status was taken by somebody else)"
@@ -130,11 +130,19 @@ def _by(error: BaseException | None) -> str:
 def _raised(error: BaseException | None) -> str:
     if error is None:
         return "raised an exception that could not be sent"
-    text = str(error)
-    if len(text) > TEXT_LIMIT:
-        text = text[:TEXT_LIMIT] + " …"
+    text = _first_line(error)
     said = f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
     return said + _where(error)
+
+
+def _first_line(error: BaseException) -> str:
+    """Each rank has one line here; the whole text is in the exception and its traceback."""
+    try:
+        text = str(error).strip()
+    except Exception as broken:  # noqa: BLE001  the class's own code
+        return f"<its __str__ raised {type(broken).__name__}>"
+    line = text.partition("\n")[0]
+    return line[:TEXT_LIMIT] + (" …" if line[:TEXT_LIMIT] != text else "")
 
 
 def _where(error: BaseException) -> str:

@@ -5,11 +5,13 @@ Shared by the watcher and the user; a rank makes its own `Worker` when the funct
 
 import inspect
 import math
+import operator
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from numbers import Real
 from typing import Any, Generic, Literal, TypeVar
 
 from .platform import gpus_may_exist, usable_cpus
@@ -17,6 +19,7 @@ from .platform import gpus_may_exist, usable_cpus
 __all__ = ["RANK_VARIABLES", "Nprocs", "Worker", "WorkerSpec"]
 
 T = TypeVar("T")
+MAX_PORT = 65536
 Nprocs = int | Literal["auto", "cpu", "gpu"]
 
 # What tells a rank who it is. MASTER_ADDR and MASTER_PORT are not here: a caller may know a better address.
@@ -94,7 +97,7 @@ class WorkerSpec(Generic[T]):
         _check_seconds("grace_period", self.grace_period, at_least="0 or more")
         if not isinstance(self.role, str):
             raise TypeError(f"role must be a string, not {self.role!r}")
-        if not self.role or "\0" in self.role:
+        if not self.role or not self.role.isprintable():
             raise ValueError(f"role must be a name, not {self.role!r}")
         object.__setattr__(self, "nprocs", _count(self.nprocs))
         object.__setattr__(self, "args", tuple(self.args))
@@ -169,29 +172,42 @@ def _check_mapping(what: str, env: object) -> None:
             raise TypeError(f"{what} must map strings to strings, not {name!r} to {value!r:.200}")
         if not name or "=" in name or "\0" in name + value:
             raise ValueError(f"{what} has a variable that no environment can hold: {name!r}={value!r:.200}")
+        try:
+            os.fsencode(name + value)
+        except UnicodeEncodeError:
+            raise ValueError(f"{what} has a variable that cannot be encoded: {name!r}={value!r:.200}") from None
+        if name == "MASTER_PORT" and not (value.isdecimal() and 0 < int(value) < MAX_PORT):
+            raise ValueError(f"{what} must give MASTER_PORT as a TCP port, not {value!r}")
         if name in RANK_VARIABLES:
             raise ValueError(f"{what} may not set {name}={value!r}: it tells a rank who it is, so mpwatch sets it")
 
 
 def _check_seconds(name: str, value: object, at_least: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
-    if not math.isfinite(value) or value < 0 or (value == 0 and at_least == "more than 0"):
+    if not math.isfinite(value) or float(value) < 0 or (value == 0 and at_least == "more than 0"):
         raise ValueError(f"{name} must be a number of seconds, {at_least}, not {value!r}")
 
 
 def _count(nprocs: object) -> int:
+    if isinstance(nprocs, str):
+        return _count_named(nprocs)
+    if isinstance(nprocs, bool) or not hasattr(nprocs, "__index__"):
+        raise TypeError(f"nprocs must be an int, 'gpu', 'cpu' or 'auto', not {nprocs!r}")
+    count = operator.index(nprocs)  # of an int, or of NumPy's
+    if count < 1:
+        raise ValueError(f"nprocs must be at least 1, or 'gpu', 'cpu' or 'auto', not {nprocs!r}")
+    return count
+
+
+def _count_named(nprocs: str) -> int:
     if nprocs == "auto":
         return _gpus() or usable_cpus()
     if nprocs == "cpu":
         return usable_cpus()
     if nprocs == "gpu":
         return _gpus() or _no_gpus()
-    if isinstance(nprocs, bool) or not isinstance(nprocs, int | str):
-        raise TypeError(f"nprocs must be an int, 'gpu', 'cpu' or 'auto', not {nprocs!r}")
-    if isinstance(nprocs, str) or nprocs < 1:
-        raise ValueError(f"nprocs must be at least 1, or 'gpu', 'cpu' or 'auto', not {nprocs!r}")
-    return nprocs
+    raise ValueError(f"nprocs must be at least 1, or 'gpu', 'cpu' or 'auto', not {nprocs!r}")
 
 
 def _gpus() -> int:

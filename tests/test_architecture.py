@@ -12,14 +12,14 @@ import mpwatch
 
 PACKAGE = Path(mpwatch.__file__).parent
 DATA = {"spec", "result", "errors", "report"}
-# From the user's side to the ground: a module may import of its own layer and of those named, and nothing else of mpwatch.
+# From the ground to the user's side: a module may import of its own layer and of those named, and nothing else of mpwatch.
 LAYERS = {
-    "ground": set(),  # platform, wire.exceptions, wire.values
-    "data": {"ground"},
-    "wire": {"ground", "data"},
-    "watcher": {"ground", "data", "wire"},
-    "worker": {"ground", "data", "wire"},
+    "platform": set(),
     "guardian": set(),
+    "wire": {"platform"},
+    "data": {"platform", "wire"},
+    "watcher": {"platform", "wire", "data"},
+    "worker": {"platform", "wire", "data"},
     "api": {"data", "watcher"},
     "facade": {"api", "data", "worker"},
 }
@@ -29,11 +29,7 @@ def layer_of(module):
     parts = module.split(".")[1:]
     if not parts:
         return "facade"
-    if module in ("mpwatch.platform", "mpwatch.wire.exceptions", "mpwatch.wire.values"):
-        return "ground"
-    if parts[0] in DATA:
-        return "data"
-    return parts[0]
+    return "data" if parts[0] in DATA else parts[0]
 
 
 def imports_of(path, module):

@@ -221,7 +221,7 @@ def test_timeout():
     assert isinstance(error, TimeoutError)
     assert str(error).splitlines() == [
         "the run did not end within timeout=1 s: ranks 0, 2 had not returned",
-        "  ranks 0, 2: was still at work",
+        "  ranks 0, 2: still at work",
         "  rank 1: had returned",
     ]
     assert (error.root_cause, error.exit_code, set(error.failures)) == (None, 124, {0, 2})

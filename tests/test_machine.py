@@ -96,7 +96,7 @@ def test_the_ladder_is_climbed_once_and_ends_in_giving_up():
     assert it.deadline == 1.0 + GRACE + KILL_SECONDS
     it.handle(Died(0), 11.5)
     assert it.expire(1.0 + GRACE + KILL_SECONDS) == [GiveUp(1)]
-    assert (it.stage, it.given_up, it.deadline) == (Stage.OVER, [1], None)
+    assert (it.stage, it.phases[1], it.deadline) == (Stage.OVER, Phase.GIVEN_UP, None)
 
 
 def test_a_complaint_waits_for_its_cause():

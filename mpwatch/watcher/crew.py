@@ -5,20 +5,22 @@ is left to the kernel), and everything it opened is closed.
 """
 
 import dataclasses
+import errno
 import logging
 import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from multiprocessing.connection import wait
 from typing import Any, Self
 
 from ..errors import LaunchError
-from ..platform import anonymous_file
+from ..platform import anonymous_file, group_exists, group_members, open_pidfd
 from ..spec import Worker
 from ..wire.lastwords import SLOT, read_answer, read_crash
-from ..wire.messages import Frames, Kind, Message, frame
+from ..wire.messages import MAX_DESCRIPTORS, Frames, Kind, Message, frame
 from ..wire.payload import Payload
 from ..wire.process import Seat
 from .diagnosis import RankFacts
@@ -31,6 +33,14 @@ __all__ = ["Crew", "RankLine"]
 log = logging.getLogger("mpwatch")
 
 READ_SIZE = 1 << 18
+REMEDIES = {
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`): a rank takes about 4 descriptors",
+    errno.ENFILE: "the system has no more open files: see /proc/sys/fs/file-max",
+    errno.EAGAIN: "raise the limit of processes (`ulimit -u`, or pids.max of the container)",
+    errno.ENOMEM: "free some memory, or start fewer ranks",
+    errno.E2BIG: "the environment is too large for a new process: see `env`",
+    errno.ENOENT: "does the folder that this program runs in, and its Python, still exist?",
+}
 DRAIN_LIMIT = 1 << 26  # bytes read of one channel before the others have their turn
 
 
@@ -44,12 +54,20 @@ class RankLine:
         self.frames = Frames()
         self.facts = RankFacts(worker)
 
-    def send(self, kind: Kind, fds: list[int]) -> None:
-        """One small message: it fits into the empty buffer of the channel, so this does not block."""
-        if self.is_open:
-            # a rank that has closed its end, or died, is heard of otherwise
-            with suppress(BrokenPipeError, ConnectionResetError):
-                socket.send_fds(self.channel, [frame(kind)], fds)
+    def send(self, kind: Kind, fds: Sequence[int] = ()) -> None:
+        """A few bytes: they fit into the empty buffer of the channel, so this does not block. Raises OSError."""
+        if not self.is_open:
+            return
+        # a rank that has closed its end, or died, is heard of otherwise
+        with suppress(BrokenPipeError, ConnectionResetError):
+            while len(fds) > MAX_DESCRIPTORS:
+                self._send(Kind.DESCRIPTORS, fds[:MAX_DESCRIPTORS])
+                fds = fds[MAX_DESCRIPTORS:]
+            self._send(kind, fds)
+
+    def _send(self, kind: Kind, fds: Sequence[int]) -> None:
+        # the host's SIGPIPE may be at its default, and would end it
+        socket.send_fds(self.channel, [frame(kind)], list(fds), getattr(socket, "MSG_NOSIGNAL", 0))
 
     def answer_left(self) -> Message | None:
         """What a dead rank could not send any more, and has left in its black box."""
@@ -97,6 +115,7 @@ class Crew:
     def __init__(self, payload: Payload) -> None:
         self.payload = payload
         self.lines: dict[int, RankLine] = {}
+        self._groups: list[int] = []  # of buried ranks, with helpers that have been killed but are not gone yet
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -104,6 +123,7 @@ class Crew:
                 self.guardian = stack.enter_context(closing(Guardian()))
             except OSError as error:
                 raise LaunchError(f"the ranks cannot be watched: {error}; this machine is short of something") from error
+            stack.callback(self._await_helpers)
             stack.callback(self._kill_all)
             self._stack = stack.pop_all()
         return self
@@ -139,10 +159,12 @@ class Crew:
         """Reap a dead rank."""
         pid = line.process.pid
         assert pid is not None
-        line.process.bury()
-        line.close()
-        self.guardian.release(pid)
         del self.lines[line.facts.worker.rank]
+        line.close()
+        line.process.bury()
+        self.guardian.release(pid)
+        if group_exists(pid):
+            self._groups.append(pid)
 
     def abandon(self, line: RankLine) -> None:
         """Leave a rank that cannot be killed to the kernel. multiprocessing reaps it when it looks after its children."""
@@ -160,6 +182,19 @@ class Crew:
             else:
                 self.abandon(line)
 
+    def _await_helpers(self) -> None:
+        """What ranks had started is killed with them, but takes its time to go if it held much memory, or a GPU."""
+        deadline = time.monotonic() + KILL_SECONDS
+        for pid in [pid for group in self._groups for pid in group_members(group)]:
+            pidfd = open_pidfd(pid)
+            if pidfd is None:
+                continue
+            try:
+                if not wait([pidfd], max(0.0, deadline - time.monotonic())):
+                    log.warning("process %d, started by a rank, has not yet gone although it has been killed", pid)
+            finally:
+                os.close(pidfd)
+
 
 def _fields_of(worker: Worker) -> dict[str, Any]:
     """What a rank needs to know itself, without `state`, which is its own."""
@@ -175,6 +210,6 @@ def _why_not_started(worker: Worker, error: Exception) -> str:
         )
     elif isinstance(error, AssertionError):
         text += "; start the run in a process that is not daemonic"
-    elif isinstance(error, OSError):
-        text += "; see `ulimit -n` (descriptors: about 4 a rank), `ulimit -u` (processes) and the free memory"
+    elif isinstance(error, OSError) and error.errno in REMEDIES:
+        text += "; " + REMEDIES[error.errno]
     return text

@@ -7,10 +7,10 @@ rank that is about to fail often closes its connections first. Among equals the 
 report at the `except`; a death is stamped when the watcher hears of it.
 """
 
-import pickle
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..report import ranks_text
@@ -18,6 +18,7 @@ from ..result import FailureKind, ProcessFailure, RunResult, WorkerState
 from ..spec import Worker
 from ..wire import exceptions
 from ..wire.messages import Kind, Message
+from ..wire.values import loads
 from .machine import START_SECONDS, Verdict
 
 __all__ = ["Facts", "RankFacts", "diagnose", "is_secondary"]
@@ -33,11 +34,8 @@ class Complaint(NamedTuple):
 
 # What libraries say when a peer has gone, read in their sources and seen in runs.
 COMPLAINTS = (
-    Complaint("RuntimeError", text="connection closed by peer"),  # gloo/transport/tcp/pair.cc
-    Complaint("RuntimeError", text="connection reset by peer"),
-    Complaint("RuntimeError", text="gloo/transport/tcp/pair.cc"),
-    Complaint("RuntimeError", text="timed out waiting"),  # gloo/transport/tcp/unbound_buffer.cc
-    Complaint("RuntimeError", text="connectfullmesh"),
+    Complaint("RuntimeError", text="gloo/transport/"),  # pair.cc: closed or reset by a peer; unbound_buffer.cc: timed out
+    Complaint("RuntimeError", text="connectfullmesh failed"),
     Complaint("DistNetworkError"),  # torch's TCPStore
     Complaint("DistStoreError"),
     Complaint("DistBackendError", text="remote process exited or there was a network error"),  # NCCL
@@ -102,12 +100,11 @@ def diagnose(facts: Facts) -> RunResult[Any]:
     timed: dict[int, tuple[float, ProcessFailure]] = {}
     values: dict[int, Any] = {}
     for rank, seen in facts.ranks.items():
-        if seen.report is not None and seen.report.kind is Kind.RETURNED:
-            if facts.verdict is Verdict.SUCCEEDED:
-                _load_value(facts, seen, values, timed)
+        if facts.verdict is Verdict.SUCCEEDED and _has_returned(seen):
+            _load_value(facts, seen, values, timed)
         elif (found := _failure_of(facts, seen)) is not None:
             timed[rank] = found
-    root = min(timed.values(), key=lambda found: (found[1].is_secondary, found[0]), default=(0.0, None))[1]
+    root = min(timed.values(), key=partial(_order_of_blame, facts), default=(0.0, None))[1]
     failures = {rank: failure for rank, (_, failure) in timed.items()}
     states = {rank: _state_of(seen, rank in failures) for rank, seen in facts.ranks.items()}
     return RunResult(
@@ -121,20 +118,31 @@ def diagnose(facts: Facts) -> RunResult[Any]:
     )
 
 
+def _order_of_blame(facts: Facts, found: tuple[float, ProcessFailure]) -> tuple[bool, bool, float]:
+    """What came after the ranks had been told to stop is a consequence of that; then class comes before time."""
+    at, failure = found
+    return not _before_stop(facts, at), failure.is_secondary, at
+
+
 def _load_value(
     facts: Facts, seen: RankFacts, values: dict[int, Any], timed: dict[int, tuple[float, ProcessFailure]]
 ) -> None:
     assert seen.report is not None
     try:
-        values[seen.worker.rank] = pickle.loads(seen.report.body)
+        values[seen.worker.rank] = loads(seen.report.body)
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # noqa: BLE001  the user's classes are rebuilt here, and may raise anything
-        error.add_note(f"raised here, in the caller, while the return value of rank {seen.worker.rank} was rebuilt")
+        note = f"raised here, in the caller, while the return value of rank {seen.worker.rank} was rebuilt"
+        BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", ()), note])
         at = seen.report.stamp
         timed[seen.worker.rank] = (at, _failure(facts, seen, at, FailureKind.EXCEPTION, 1, exception=error))
 
 
 def _failure_of(facts: Facts, seen: RankFacts) -> tuple[float, ProcessFailure] | None:
     """When and how this rank failed by itself; None if it did not."""
+    if _has_returned(seen):
+        return _lost_after_returning(facts, seen)
     if seen.report is not None:
         return _reported(facts, seen, seen.report) if _before_stop(facts, seen.report.stamp) else None
     if seen.worker.rank in facts.never_ready:
@@ -146,6 +154,17 @@ def _failure_of(facts: Facts, seen: RankFacts) -> tuple[float, ProcessFailure] |
     if facts.verdict is Verdict.TIMED_OUT and facts.stopped_at is not None:
         return facts.stopped_at, _failure(facts, seen, facts.stopped_at, FailureKind.TIMEOUT, 1)
     return None
+
+
+def _lost_after_returning(facts: Facts, seen: RankFacts) -> tuple[float, ProcessFailure] | None:
+    """A rank that had returned, and was then killed while others were still at work, and may have needed it."""
+    if seen.died_at is None or facts.stopped_at is None or seen.died_at > facts.stopped_at or not seen.exit_code:
+        return None
+    return seen.died_at, _died(facts, seen, seen.died_at)
+
+
+def _has_returned(seen: RankFacts) -> bool:
+    return seen.report is not None and seen.report.kind is Kind.RETURNED
 
 
 def _before_stop(facts: Facts, at: float) -> bool:
@@ -193,7 +212,7 @@ def _died(facts: Facts, seen: RankFacts, at: float) -> ProcessFailure:
     else:
         kind = FailureKind.EXIT if code else FailureKind.LOST
     status = 128 + number if number is not None else code or 1
-    return _failure(facts, seen, at, kind, status, signal=number, traceback=seen.crash if number is not None else "")
+    return _failure(facts, seen, at, kind, status, signal=number, traceback=seen.crash)
 
 
 def _failure(facts: Facts, seen: RankFacts, at: float, kind: FailureKind, exit_code: int, **more: Any) -> ProcessFailure:
@@ -212,7 +231,7 @@ def _failure(facts: Facts, seen: RankFacts, at: float, kind: FailureKind, exit_c
 def _state_of(seen: RankFacts, failed: bool) -> WorkerState:
     if failed:
         return WorkerState.FAILED
-    if seen.report is not None and seen.report.kind is Kind.RETURNED:
+    if _has_returned(seen):
         return WorkerState.SUCCEEDED
     return WorkerState.STOPPED
 

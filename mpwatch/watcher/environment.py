@@ -3,13 +3,14 @@
 import os
 import socket
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from ..errors import LaunchError
 from ..platform import usable_cpus
 from ..spec import Worker, WorkerSpec
 
-__all__ = ["environment_of", "reserve_port", "workers_of"]
+__all__ = ["environments_of", "reserve_port"]
 
 MASTER_ADDR = "127.0.0.1"
 
@@ -33,11 +34,15 @@ def reserve_port() -> socket.socket:
     return keeper
 
 
-def workers_of(spec: WorkerSpec[Any], nprocs: int, port: int) -> tuple[Worker, ...]:
-    """The ranks of a run on this machine alone."""
+def environments_of(spec: WorkerSpec[Any], nprocs: int, port: int) -> list[tuple[Worker, dict[str, str]]]:
+    """The ranks of a run on this machine alone, each with its whole environment.
+
+    Raises TypeError or ValueError for what the caller's `env` function returns, and whatever it raises.
+    """
     run_id = uuid.uuid4().hex
-    return tuple(
-        Worker(
+    ranks = []
+    for rank in range(nprocs):
+        worker = Worker(
             rank=rank,
             local_rank=rank,
             world_size=nprocs,
@@ -49,11 +54,18 @@ def workers_of(spec: WorkerSpec[Any], nprocs: int, port: int) -> tuple[Worker, .
             master_addr=MASTER_ADDR,
             master_port=port,
         )
-        for rank in range(nprocs)
-    )
+        extra = spec.environment_of(worker)
+        # a caller may know a better address: what the rank is told and what it finds are the same
+        worker = replace(
+            worker,
+            master_addr=extra.get("MASTER_ADDR", MASTER_ADDR),
+            master_port=int(extra.get("MASTER_PORT", port)),
+        )
+        ranks.append((worker, _environment_of(worker, extra)))
+    return ranks
 
 
-def environment_of(worker: Worker, extra: dict[str, str]) -> dict[str, str]:
+def _environment_of(worker: Worker, extra: dict[str, str]) -> dict[str, str]:
     """The whole environment of a rank: the caller's, who the rank is, and what the `env` option adds."""
     env = dict(os.environ)
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // worker.local_world_size)))

@@ -1,15 +1,19 @@
 """The watcher's end of the guardian: starts it, tells it which process groups to kill should the watcher die."""
 
+import logging
 import os
 import signal
+import socket
 import subprocess
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from multiprocessing import spawn
 from pathlib import Path
 
 from ..platform import open_pidfd
 
 __all__ = ["Guardian"]
+
+log = logging.getLogger("mpwatch")
 
 PROGRAM = Path(__file__).parent.parent / "guardian" / "program.py"
 
@@ -22,13 +26,14 @@ class Guardian:
 
     def __init__(self) -> None:
         with ExitStack() as passed, ExitStack() as kept:
-            read_end, self._pipe = os.pipe()
-            passed.callback(os.close, read_end)
-            kept.callback(os.close, self._pipe)
+            self._line, theirs = socket.socketpair()
+            passed.enter_context(theirs)
+            kept.enter_context(self._line)
+            self._line.settimeout(1.0)  # should somebody have stopped it
             us = open_pidfd(os.getpid())
             if us is not None:
                 passed.callback(os.close, us)
-            fds = [read_end] if us is None else [read_end, us]
+            fds = [theirs.fileno()] if us is None else [theirs.fileno(), us]
             self._process = subprocess.Popen(
                 [os.fsdecode(spawn.get_executable()), "-I", "-S", str(PROGRAM), *map(str, fds)],
                 stdin=subprocess.DEVNULL,
@@ -49,11 +54,14 @@ class Guardian:
         self._tell(b"-%d\n" % pgid)
 
     def _tell(self, line: bytes) -> None:
-        with suppress(BrokenPipeError):  # somebody killed it; the ranks still end when their channels close
-            os.write(self._pipe, line)
+        try:
+            # not a pipe: the host's SIGPIPE may be at its default, and would end it
+            self._line.send(line, getattr(socket, "MSG_NOSIGNAL", 0))
+        except OSError as error:
+            log.warning("the guardian is gone (%s): should this process be killed, its ranks may outlive it", error)
 
     def close(self) -> None:
         """End it; nothing is under guard any more. Waits for it, which takes no time: it is killed."""
-        os.close(self._pipe)
+        self._line.close()
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()

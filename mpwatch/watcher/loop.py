@@ -25,55 +25,58 @@ from ..wire.messages import Kind, Message
 from . import machine as m
 from .crew import Crew, RankLine
 from .diagnosis import Facts, diagnose, is_secondary
-from .environment import environment_of, reserve_port, workers_of
+from .environment import environments_of, reserve_port
 from .sending import pack_call
 from .signals import HostSignals
 
 __all__ = ["InterruptError", "watch"]
 
 T = TypeVar("T")
+LONGEST_WAIT = 86_400.0  # poll(2) takes milliseconds in an int, and refuses more than 24 days
+
 log = logging.getLogger("mpwatch")
 
 
 class InterruptError(Exception):
-    """A signal to this process ended the run. All is cleaned up; the signal has yet to do what it would have done."""
+    """Signals to this process came during the run. All is cleaned up; they have yet to do what they would have done."""
 
-    def __init__(self, signum: int, result: RunResult[Any]) -> None:
-        super().__init__(signum, result)
-        self.signum = signum
+    def __init__(self, signals: HostSignals, result: RunResult[Any]) -> None:
+        super().__init__(signals, result)
+        self.signals = signals
         self.result = result
 
 
 def watch(spec: WorkerSpec[T]) -> RunResult[T]:
     """Run it to its end. Raises LaunchError, or InterruptError."""
     assert isinstance(spec.nprocs, int)
-    payload = pack_call(spec)
+    started_at = time.monotonic()
     with ExitStack() as stack:
+        payload = pack_call(spec)
         stack.callback(payload.close)
-        signals = stack.enter_context(HostSignals())
         keeper = stack.enter_context(reserve_port())
-        workers = workers_of(spec, spec.nprocs, keeper.getsockname()[1])
-        environments = [environment_of(worker, spec.environment_of(worker)) for worker in workers]
-        crew = stack.enter_context(Crew(payload))
-        for worker, env in zip(workers, environments, strict=True):
-            crew.start(worker, env)
-        run = _Run(spec, crew, signals)
-        run.until_over()
+        # the caller's `env` function runs here, while Ctrl-C is still its own
+        ranks = environments_of(spec, spec.nprocs, keeper.getsockname()[1])
+        signals = HostSignals()
+        with signals, Crew(payload) as crew:
+            for worker, env in ranks:
+                crew.start(worker, env)
+            run = _Run(spec, crew, signals, started_at)
+            run.until_over()
     result = diagnose(run.facts())
-    if run.machine.signum is not None:
-        raise InterruptError(run.machine.signum, result)
+    if signals.received:
+        raise InterruptError(signals, result)
     return result
 
 
 class _Run:
     """One pass through the machine."""
 
-    def __init__(self, spec: WorkerSpec[Any], crew: Crew, signals: HostSignals) -> None:
+    def __init__(self, spec: WorkerSpec[Any], crew: Crew, signals: HostSignals, started_at: float) -> None:
         self.spec = spec
         self.crew = crew
         self.signals = signals
         self.lingers: dict[int, str] = {}
-        self.started_at = time.monotonic()
+        self.started_at = started_at
         self.seen = {rank: line.facts for rank, line in crew.lines.items()}
         self.machine = m.Machine(crew.lines, now=self.started_at, grace_period=spec.grace_period, timeout=spec.timeout)
 
@@ -82,7 +85,7 @@ class _Run:
         while self.machine.stage is not m.Stage.OVER:
             sources = self._sources()
             deadline = self.machine.deadline
-            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+            patience = LONGEST_WAIT if deadline is None else min(max(0.0, deadline - time.monotonic()), LONGEST_WAIT)
             ready = set(wait(list(sources), patience))
             events = [event for fd, handle in sources.items() if fd in ready for event in handle()]
             self._step(events)
@@ -111,7 +114,7 @@ class _Run:
         if isinstance(action, m.CallRank):
             line.send(Kind.CALL, self.crew.payload.fds)
         elif isinstance(action, m.EndRank):
-            line.send(Kind.END, [])
+            line.send(Kind.END)
         elif isinstance(action, m.SignalRank):
             if action.signum == signal.SIGINT:
                 line.process.interrupt()

@@ -44,6 +44,7 @@ __all__ = [
 
 LAST_CALL_SECONDS = 1.0  # how long a cause may be later than the complaints about it
 KILL_SECONDS = 1.0  # from SIGKILL to giving up: only a process that sleeps in the kernel takes longer
+END_SECONDS = 1.0  # a rank that has returned may take at least so long to end, whatever the grace period
 START_SECONDS = 300.0  # for an interpreter to start, on a slow file system with many at a time
 
 
@@ -166,7 +167,7 @@ TRANSITIONS: dict[Phase, dict[type, Phase | None]] = {
     Phase.STOPPING: _STOPPED,
     Phase.KILLED: _STOPPED,
     Phase.GONE: {},
-    Phase.GIVEN_UP: {Died: Phase.GONE},
+    Phase.GIVEN_UP: {},
 }
 LIVING = frozenset(Phase) - {Phase.GONE, Phase.GIVEN_UP}
 
@@ -188,7 +189,6 @@ class Machine:
         self.stopped_at: float | None = None
         self.never_ready: list[int] = []
         self.lingering: list[int] = []
-        self.given_up: list[int] = []
         self.signum: int | None = None  # of the first interrupt
         self._grace_period = grace_period
         self._timeout_at = None if timeout is None else now + timeout
@@ -249,7 +249,7 @@ class Machine:
         if self.stage in (Stage.WORKING, Stage.LAST_CALL):
             lost = before in (Phase.STARTING, Phase.AT_WORK)
             actions = self._fail(False, now) if lost else self._settle(now)
-        if self._count[Phase.GONE] + self._count[Phase.GIVEN_UP] == len(self.phases):
+        if self._count[Phase.GONE] == len(self.phases):
             self.stage = Stage.OVER
             self._stage_at = None
         return actions
@@ -270,7 +270,7 @@ class Machine:
             return self._stop(now, Verdict.FAILED)
         self.stage = Stage.ENDING
         self.verdict = Verdict.SUCCEEDED
-        self._stage_at = now + self._grace_period
+        self._stage_at = now + max(self._grace_period, END_SECONDS)
         return [EndRank(rank) for rank in self._in(Phase.DONE, becomes=Phase.ENDING)]
 
     def _stop(self, now: float, verdict: Verdict | None, soft: int = signal.SIGTERM) -> list[Action]:
@@ -295,15 +295,12 @@ class Machine:
         return [SignalRank(rank, signal.SIGKILL) for rank in self._in(Phase.STOPPING, becomes=Phase.KILLED)]
 
     def _give_up(self) -> list[Action]:
-        self.given_up = self._in(Phase.KILLED, becomes=Phase.GIVEN_UP)
         self.stage = Stage.OVER
         self._stage_at = None
-        return [GiveUp(rank) for rank in self.given_up]
+        return [GiveUp(rank) for rank in self._in(Phase.KILLED, becomes=Phase.GIVEN_UP)]
 
     def _interrupt(self, signum: int, now: float) -> list[Action]:
         """Once: the ranks may save what they have. Twice: at once."""
-        if self.stage is Stage.OVER:
-            return []
         if self.stage is not Stage.STOPPING:
             self.signum = signum
             soft = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM

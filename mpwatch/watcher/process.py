@@ -10,6 +10,8 @@ A multiprocessing.Process of the spawn context in all that a caller can see, sta
 Guarantee: a rank stays a zombie, so that its number is nobody else's, until its group has been killed; then it is reaped.
 """
 
+import errno
+import fcntl
 import io
 import os
 import pickle
@@ -33,6 +35,7 @@ mp_process: Any = process
 mp_spawn: Any = spawn
 mp_util: Any = util
 
+PIPE_SIZE = 1 << 16  # what a pipe holds, unless it is told to hold more (Linux: up to 1 MiB for anybody)
 UNKNOWN_EXIT = 255  # the exit code of a child whose status somebody else has taken
 
 
@@ -67,9 +70,13 @@ class WatchedProcess(RankProcess):
         return self._popen.status_known
 
     def bury(self) -> None:
-        """Once it has ended: kill what is left of its group, reap it, close what is open."""
+        """Once it has ended: kill what is left of its group, reap it, close what is open.
+
+        Not `close()`: another thread may be waiting for it in `join()`, as multiprocessing does at the program's end.
+        """
         self._popen.bury()
-        self.close()
+        self._popen.close()
+        self.join()
 
 
 class _RankPopen(Popen):
@@ -91,6 +98,7 @@ class _RankPopen(Popen):
             child_r, parent_w = os.pipe()
             stack.callback(os.close, parent_w)
             try:
+                _fill(parent_w, data)
                 self._child = subprocess.Popen(
                     spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r),
                     stdin=subprocess.DEVNULL,
@@ -106,10 +114,8 @@ class _RankPopen(Popen):
             pidfd = open_pidfd(self.pid)
             if pidfd is not None:
                 stack.callback(os.close, pidfd)
+            # The child's parent_process() watches the pipe, so it stays open; its reader's end is also a sentinel.
             self.sentinel = parent_w if pidfd is None else pidfd
-            # dead already: the sentinel tells. The child's parent_process() watches the pipe, so it stays open.
-            with suppress(BrokenPipeError), open(parent_w, "wb", closefd=False) as pipe:
-                pipe.write(data)
             self.finalizer = mp_util.Finalize(self, mp_util.close_fds, {parent_w, self.sentinel})
             stack.pop_all()
 
@@ -125,13 +131,20 @@ class _RankPopen(Popen):
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """The exit code once the rank has ended. It is looked at, not taken: see `bury`."""
+        if self.returncode is not None:
+            return self.returncode
+        try:
+            # without the lock: another thread may join the process, and must not keep us from stopping it
+            code = peek_exit(self.pid, block=not flag & os.WNOHANG)
+        except ChildProcessError:
+            code = None
+            unknown = True
+        else:
+            unknown = False
         with self._lock:
             if self.returncode is None:
-                try:
-                    self.returncode = peek_exit(self.pid, block=not flag & os.WNOHANG)
-                except ChildProcessError:
-                    self.returncode = UNKNOWN_EXIT
-                    self.status_known = False
+                self.status_known = not unknown
+                self.returncode = UNKNOWN_EXIT if unknown else code
             return self.returncode
 
     def signal_group(self, number: int) -> None:
@@ -159,6 +172,16 @@ class _RankPopen(Popen):
                 self.returncode = UNKNOWN_EXIT if self.returncode is None else self.returncode
             self._buried = True
             self._child.returncode = self.returncode  # else subprocess would wait for it, too
+
+
+def _fill(pipe: int, data: memoryview) -> None:
+    """All of it, before there is a reader: who writes later waits for the child, or for ever if it dies meanwhile."""
+    os.set_blocking(pipe, False)
+    if len(data) > PIPE_SIZE and hasattr(fcntl, "F_SETPIPE_SZ"):
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, len(data))
+    if os.write(pipe, data) < len(data):
+        raise OSError(errno.E2BIG, "sys.argv and sys.path are too long to be handed on", len(data))
+    os.set_blocking(pipe, True)
 
 
 def _signal_group(pid: int, number: int) -> None:

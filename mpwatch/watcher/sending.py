@@ -5,7 +5,7 @@ from typing import Any
 from ..errors import LaunchError
 from ..spec import WorkerSpec
 from ..wire import culprit
-from ..wire.payload import MAX_DESCRIPTORS, Call, Payload, pack
+from ..wire.payload import Call, Payload, pack, probe
 
 __all__ = ["pack_call"]
 
@@ -13,17 +13,9 @@ __all__ = ["pack_call"]
 def pack_call(spec: WorkerSpec[Any]) -> Payload:
     """The call of this spec, ready for any number of ranks. Raises LaunchError."""
     try:
-        payload = pack(Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend))
+        return pack(Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend))
     except Exception as error:
         raise LaunchError(_why_not_sent(spec, error)) from error
-    if len(payload.fds) > MAX_DESCRIPTORS:
-        count = len(payload.fds)
-        payload.close()
-        raise LaunchError(
-            f"the arguments hold {count} descriptors (tensors in shared memory, connections); at most {MAX_DESCRIPTORS} "
-            "can be sent at once: torch.multiprocessing.set_sharing_strategy('file_system') needs none for tensors"
-        )
-    return payload
 
 
 def _why_not_sent(spec: WorkerSpec[Any], error: Exception) -> str:
@@ -32,7 +24,7 @@ def _why_not_sent(spec: WorkerSpec[Any], error: Exception) -> str:
     candidates += [(f"kwargs[{name!r}]", value) for name, value in (spec.kwargs or {}).items()]
     for name, thing in candidates:
         if not _can_be_sent(thing):
-            path, part = culprit.find(name, thing, _send)
+            path, part = culprit.find(name, thing, probe)
             kind = f"{type(part).__module__}.{type(part).__qualname__}"
             return (
                 f"{path}, a {kind}, which cannot be sent to the ranks ({type(error).__name__}: {error}); "
@@ -43,11 +35,7 @@ def _why_not_sent(spec: WorkerSpec[Any], error: Exception) -> str:
 
 def _can_be_sent(thing: Any) -> bool:
     try:
-        _send(thing)
+        probe(thing)
     except Exception:  # noqa: BLE001  that it fails is what we ask
         return False
     return True
-
-
-def _send(thing: Any) -> None:
-    pack(Call(thing, (), {}, None)).close()

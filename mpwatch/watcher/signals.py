@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 __all__ = ["HostSignals"]
@@ -21,30 +20,43 @@ TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class HostSignals:
     """A context manager; inside it, `fileno` becomes readable when a signal has come, and `take` says which.
 
-    On leaving, handlers and wake-up descriptor are the host's own again.
+    On leaving, handlers and wake-up descriptor are the host's own again. If it is left by an exception, the signals that
+    have come are then delivered; else whoever uses it does that, by `deliver`: none is ever lost.
     """
 
     def __init__(self) -> None:
+        self.received: list[int] = []
         self._handlers: dict[int, Any] = {}
-        self._read_end, self._write_end = os.pipe()
         self._hosts_fd = -1
 
     def __enter__(self) -> Self:
+        self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._read_end, False)
         os.set_blocking(self._write_end, False)
         try:
             if threading.current_thread() is threading.main_thread():
                 self._install()
         except BaseException:
-            self.__exit__(None, None, None)
+            self._restore()
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._restore()
+        if kind is not None:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Let each signal do what it would have done; SIGINT usually raises KeyboardInterrupt."""
+        for number in self.received:
+            signal.raise_signal(number)
+
+    def _restore(self) -> None:
         if self._handlers:
             signal.set_wakeup_fd(self._hosts_fd)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        self.take()
         os.close(self._read_end)
         os.close(self._write_end)
 
@@ -71,7 +83,9 @@ class HostSignals:
         if foreign and self._hosts_fd != -1:
             with suppress(OSError):  # full: the host has not looked for a while, and is woken already
                 os.write(self._hosts_fd, foreign)
-        return [number for number in numbers if number in self._handlers]
+        ours = [number for number in numbers if number in self._handlers]
+        self.received += ours
+        return ours
 
 
 def _note(_: int, __: object) -> None:

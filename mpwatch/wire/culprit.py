@@ -12,6 +12,7 @@ from typing import Any
 __all__ = ["find"]
 
 MAX_DEPTH = 30
+MAX_PROBES = 20_000  # seconds of looking; then the path ends where it has come to
 Part = tuple[str, Any]  # how the part is reached, after the path so far; the part
 
 
@@ -24,8 +25,9 @@ def find(path: str, thing: Any, dumps: Callable[[Any], object]) -> tuple[str, An
         dumps: pickles one object, or raises.
     """
     seen = {id(thing)}
+    probes = iter(range(MAX_PROBES))
     for _ in range(MAX_DEPTH):
-        for step, part in _parts(thing):
+        for (step, part), _ in zip(_parts(thing), probes, strict=False):
             if id(part) not in seen and not _works(part, dumps):
                 seen.add(id(part))
                 path, thing = path + step, part

@@ -47,7 +47,7 @@ def decode(data: bytes) -> BaseException:
     links: list[Link] = pickle.loads(data)["links"]
     made: dict[int, BaseException] = {}
     for number in _members_first(links):
-        members = [made[member] for member in links[number]["members"]]
+        members = [made[member] for member in links[number]["members"] if member in made]
         made[number] = _rebuild(links[number], members)
     for number, error in made.items():
         _connect(error, links[number], made)
@@ -76,6 +76,8 @@ def _rebuild(link: Link, members: list[BaseException]) -> BaseException:
     for make in (_from_exact, _from_parts):
         try:
             error = make(link, members)
+        except KeyboardInterrupt:
+            raise
         except BaseException:  # noqa: BLE001, S112  a class's own code runs here: the next way is tried
             continue
         if error is not None:
@@ -86,7 +88,7 @@ def _rebuild(link: Link, members: list[BaseException]) -> BaseException:
 def _from_exact(link: Link, _: list[BaseException]) -> BaseException | None:
     if link["exact"] is None:
         return None
-    error = pickle.loads(link["exact"])
+    error = values.loads(link["exact"])
     if not isinstance(error, BaseException):
         return None
     _set_attributes(error, link)  # pickle knows nothing of slots, and calls __init__ with whatever is in args
@@ -97,8 +99,8 @@ def _from_parts(link: Link, members: list[BaseException]) -> BaseException | Non
     """Without __init__, which may want arguments that nobody knows any more."""
     if link["class"] is None:
         return None
-    cls = pickle.loads(link["class"])
-    args = (link["message"], members) if members else tuple(pickle.loads(arg) for arg in link["args"])
+    cls = values.loads(link["class"])
+    args = (link["message"], members) if members else tuple(values.loads(arg) for arg in link["args"])
     error = _new(cls, args)
     _set_attributes(error, link)
     return error if _is_same_text(_text(error), link["text"]) else None
@@ -107,7 +109,7 @@ def _from_parts(link: Link, members: list[BaseException]) -> BaseException | Non
 def _set_attributes(error: BaseException, link: Link) -> None:
     for name, data in link["attributes"].items():
         try:
-            setattr(error, name, pickle.loads(data))
+            setattr(error, name, values.loads(data))
         except Exception:  # noqa: BLE001, S112  a read-only slot, or a value that does not come back
             continue
 
@@ -138,19 +140,22 @@ def _stand_in(link: Link, members: list[BaseException]) -> BaseException:
         group: BaseException = cls.__new__(cls, link["message"], members)
         return group
     if issubclass(base, BaseExceptionGroup):  # its members were cut off
-        cls = type(link["name"], (Exception,), names)
+        cls = type(link["name"], (BaseException if base is BaseExceptionGroup else Exception,), names)
     error: BaseException = cls.__new__(cls)
     error.args = (text,)
     return error
 
 
 def _connect(error: BaseException, link: Link, made: dict[int, BaseException]) -> None:
-    error.__cause__ = made.get(link["cause"])
-    error.__context__ = made.get(link["context"])
-    error.__suppress_context__ = link["suppress"]
-    if link["notes"]:
-        error.__notes__ = link["notes"]
-    error.__traceback__ = _traceback(link["frames"])
+    state = {
+        "__cause__": made.get(link["cause"]),
+        "__context__": made.get(link["context"]),
+        "__suppress_context__": link["suppress"],
+        "__traceback__": _traceback(link["frames"]),
+        **({"__notes__": link["notes"]} if link["notes"] else {}),
+    }
+    for name, value in state.items():
+        BaseException.__setattr__(error, name, value)  # not the class's own, which may forbid it (a frozen dataclass)
 
 
 def _traceback(frames: list[tuple[str, str, int, str]]) -> TracebackType | None:
@@ -207,6 +212,14 @@ def _neighbours(error: BaseException) -> list[BaseException]:
 
 
 def _encode_link(error: BaseException, index: dict[int, int]) -> Link:
+    try:
+        return _whole_link(error, index)
+    except BaseException as broken:  # noqa: BLE001  of a class that overrides what every exception has
+        bare = _whole_link(Exception(f"<{type(broken).__name__} was raised when it was taken apart>"), index)
+        return {**bare, "name": type(error).__name__, "exact": None, "class": None}
+
+
+def _whole_link(error: BaseException, index: dict[int, int]) -> Link:
     members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     return {
         "name": type(error).__name__,
@@ -219,7 +232,7 @@ def _encode_link(error: BaseException, index: dict[int, int]) -> Link:
         "class": _try_dumps(type(error)),
         "args": [_try_dumps(arg) or _try_dumps(_repr(arg)) for arg in error.args] if not members else [],
         "attributes": {name: data for name, value in _attributes(error) if (data := _try_dumps(value))},
-        "notes": [str(note) for note in getattr(error, "__notes__", ())],
+        "notes": _notes(error),
         "frames": _frames(error.__traceback__),
         "cause": index.get(id(error.__cause__)),
         "context": index.get(id(error.__context__)),
@@ -228,13 +241,18 @@ def _encode_link(error: BaseException, index: dict[int, int]) -> Link:
     }
 
 
+def _notes(error: BaseException) -> list[str]:
+    notes = getattr(error, "__notes__", ())
+    return [note for note in notes if isinstance(note, str)] if isinstance(notes, list | tuple) else []
+
+
 def _exact(error: BaseException) -> bytes | None:
     """The exception as it pickles itself, if what comes out again is the same kind of thing with the same text."""
     data = _try_dumps(error)
     if data is None:
         return None
     try:
-        again = pickle.loads(data)
+        again = values.loads(data)
     except BaseException:  # noqa: BLE001  its own code runs here, and may raise anything
         return None
     return data if type(again) is type(error) and _is_same_text(_text(again), _text(error)) else None
@@ -243,21 +261,21 @@ def _exact(error: BaseException) -> bytes | None:
 def _try_dumps(value: Any) -> bytes | None:
     try:
         return values.dumps(value)
-    except Exception:  # noqa: BLE001  whatever a class does in __reduce__: this part is left out
+    except BaseException:  # noqa: BLE001  whatever a class does in __reduce__, sys.exit() included: this part is left out
         return None
 
 
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:  # noqa: BLE001
+    except BaseException as broken:  # noqa: BLE001
         return f"<its __str__ raised {type(broken).__name__}>"
 
 
 def _repr(value: Any) -> str:
     try:
         return repr(value)
-    except Exception:  # noqa: BLE001
+    except BaseException:  # noqa: BLE001
         return f"<{type(value).__qualname__}>"
 
 
@@ -268,8 +286,9 @@ def _attributes(error: BaseException) -> Iterator[tuple[str, Any]]:
         for name, descriptor in vars(base).items():
             if isinstance(descriptor, MemberDescriptorType | GetSetDescriptorType) and name not in OWN_SLOTS:
                 try:
-                    yield name, getattr(error, name)
-                except Exception:  # noqa: BLE001, S112  an empty slot
+                    if (value := getattr(error, name)) is not None:  # OSError tells an unset filename2 from one that is None
+                        yield name, value
+                except BaseException:  # noqa: BLE001, S112  an empty slot
                     continue
 
 
@@ -278,7 +297,7 @@ def _printed(error: BaseException) -> str:
 
     try:
         return "".join(traceback.format_exception(error))
-    except Exception as broken:  # noqa: BLE001  a __str__ or a __notes__ that raises
+    except BaseException as broken:  # noqa: BLE001  a __str__ or a __notes__ that raises
         return f"(its traceback could not be printed: {type(broken).__name__})"
 
 
@@ -287,6 +306,8 @@ def _frames(trace: TracebackType | None) -> list[tuple[str, str, int, str]]:
     while trace is not None:
         code = trace.tb_frame.f_code
         module = str(trace.tb_frame.f_globals.get("__name__", "?"))
-        frames.append((code.co_filename, code.co_name, trace.tb_lineno, module))
+        frames.append(
+            (code.co_filename, code.co_name, trace.tb_lineno or 0, module)
+        )  # code that was generated may have no lines
         trace = trace.tb_next
     return frames

@@ -2,7 +2,7 @@
 
     watcher                                    rank
        | <-------------- READY ----------------- |   it can be called
-       | ----- CALL (+ descriptors) -----------> |   what and with what: see payload.py
+       | --- DESCRIPTORS ..., CALL ------------> |   what and with what: see payload.py
        | <----- RETURNED | RAISED | UNLOADED --- |   exactly one answer a call
        | ---------------- END -----------------> |   or the watcher's end is closed
        | <------------- LINGERS ---------------- |   only if something keeps it from ending
@@ -15,10 +15,11 @@ import enum
 import struct
 import time
 
-__all__ = ["HEADER", "Frames", "Kind", "Message", "frame", "parse_header"]
+__all__ = ["HEADER", "MAX_DESCRIPTORS", "Frames", "Kind", "Message", "frame", "parse_header"]
 
 HEADER = struct.Struct("<4sBdQ")  # mark, kind, stamp, length of the body
 MARK = b"mpw1"
+MAX_DESCRIPTORS = 250  # with one message; the kernel passes at most 253 (SCM_MAX_FD)
 
 
 class Kind(enum.IntEnum):
@@ -31,6 +32,7 @@ class Kind(enum.IntEnum):
     UNLOADED = 5  # body: the exception that loading the call raised
     END = 6
     LINGERS = 7  # body: text, what keeps the rank from ending
+    DESCRIPTORS = 8  # some of those that the next CALL needs
 
 
 class Message:

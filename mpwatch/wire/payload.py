@@ -14,6 +14,7 @@ being spawned; `_Parcel` stands in for it and collects the descriptors.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import pickle
@@ -25,11 +26,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import io
     from collections.abc import Callable, Mapping
-    from typing import Any
+    from typing import Any, Self
 
-__all__ = ["MAX_DESCRIPTORS", "Call", "Payload", "pack", "unpack"]
-
-MAX_DESCRIPTORS = 250  # the kernel passes at most 253 with one message (SCM_MAX_FD)
+__all__ = ["Call", "Payload", "names_from_caller", "pack", "probe", "unpack"]
 
 
 class Call:
@@ -69,16 +68,29 @@ class InheritedFd:
         return os.dup(_arrived[self.index])
 
 
+names_from_caller: set[str] = set()  # in a rank: what of its `__main__` is the caller's own
 _arrived: list[int] = []  # in a rank, while it unpacks: the descriptors that came with the call
 
 
 class _Parcel:
     """What multiprocessing takes for the process being spawned, while one pickle for all of them is made."""
 
+    DupFd = InheritedFd
+
     def __init__(self) -> None:
         self.fds: list[int] = []
 
-    DupFd = InheritedFd
+    def __enter__(self) -> Self:
+        from multiprocessing import context
+
+        set_spawning_popen: Any = context.set_spawning_popen
+        set_spawning_popen(self)  # of this thread
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from multiprocessing.context import set_spawning_popen
+
+        set_spawning_popen(None)
 
     def duplicate_for_child(self, fd: int) -> int:
         self.fds.append(os.dup(fd))  # a copy of ours: the caller may close its own before the last rank has started
@@ -88,20 +100,30 @@ class _Parcel:
 def pack(call: Call) -> Payload:
     """Pickle a call into memory. Raises whatever pickling raises, and OSError; nothing is left open then."""
     import io
-    from multiprocessing.context import set_spawning_popen
 
-    parcel: Any = _Parcel()
+    parcel = _Parcel()
     stream = io.BytesIO()
-    set_spawning_popen(parcel)
     try:
-        _dump(call, stream)
+        with parcel:
+            _dump(call, stream)
         memory = _into_memory(stream.getbuffer())
     except BaseException:
         Payload(parcel.fds).close()
         raise
-    finally:
-        set_spawning_popen(None)
     return Payload([memory, *parcel.fds])
+
+
+def probe(thing: object) -> None:
+    """Pickle one thing as `pack` would, for the sake of the exception that this raises."""
+    import io
+
+    from .pickler import CallPickler
+
+    with _Parcel() as parcel:
+        try:
+            CallPickler(io.BytesIO(), sys.modules["__main__"]).dump(thing)
+        finally:
+            Payload(parcel.fds).close()
 
 
 def _dump(call: Call, stream: io.BytesIO) -> None:
@@ -140,6 +162,8 @@ def _into_memory(data: memoryview) -> int:
 
 def unpack(fds: list[int]) -> Call:
     """In a rank: the call that came with these descriptors, which are closed. Raises whatever unpickling raises."""
+    if not fds:
+        raise OSError(errno.EMFILE, "the descriptors of the call could not be taken in; see `ulimit -n`")
     try:
         _arrived[:] = fds[1:]
         with mmap.mmap(fds[0], 0, prot=mmap.PROT_READ) as memory:  # mapped, not read: the file's position is shared
@@ -147,7 +171,9 @@ def unpack(fds: list[int]) -> Call:
             _introduce(main, pickle.load(memory))
             unpickler = pickle.Unpickler(memory)
             fn, args, kwargs, backend = unpickler.load()
-            vars(main).update(unpickler.load())
+            from_main = unpickler.load()
+            vars(main).update(from_main)
+            names_from_caller.update(from_main)
             return Call(fn, args, kwargs, backend)
     finally:
         _arrived.clear()

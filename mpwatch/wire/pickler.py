@@ -1,4 +1,4 @@
-"""The pickler of calls: cloudpickle's, and what multiprocessing and torch know how to send. Runs in the watcher."""
+"""cloudpickle's pickler, and what multiprocessing and torch know how to send: calls in the watcher, answers in a rank."""
 
 import io
 import sys
@@ -9,7 +9,9 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["CallPickler"]
+from .payload import names_from_caller
+
+__all__ = ["CallPickler", "dump_answer"]
 
 # What multiprocessing and torch have registered for spawn, by exact type; typeshed does not know it.
 REGISTERED: dict[type, Any] = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
@@ -41,18 +43,35 @@ class CallPickler(cloudpickle.Pickler):
         if isinstance(obj, type) and state:
             attributes, _ = state[0]
             attributes["__qualname__"] = obj.__qualname__  # else a nested class comes out as one of the top level
-        if getattr(obj, "__module__", None) == "__main__":
-            self._note_home_of(obj)
+        top = _home(obj, self.main)
+        if top is not None:
+            self.from_main[top] = self.main[top]
         return reduced
 
-    def _note_home_of(self, obj: Any) -> None:
-        """Remember the name in `__main__` by which plain pickle will look for this, if it will find it there."""
-        top, *rest = obj.__qualname__.split(".")
-        found = self.main.get(top)
-        for name in rest:
-            found = vars(found).get(name) if isinstance(found, type) else None
-        if found is obj:
-            self.from_main[top] = self.main[top]
+
+def dump_answer(value: object) -> bytes:
+    """In a rank: a value as bytes, what came from the caller's `__main__` by its name there."""
+    stream = io.BytesIO()
+    _AnswerPickler(stream, protocol=5).dump(value)
+    return stream.getvalue()
+
+
+class _AnswerPickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if _home(obj, vars(sys.modules["__main__"])) in names_from_caller:
+            return NotImplemented  # plain pickle's way: by name
+        return super().reducer_override(obj)
+
+
+def _home(obj: Any, main: dict[str, Any]) -> str | None:
+    """The name of the top level of `__main__` under which plain pickle finds this function or class, if it does."""
+    if getattr(obj, "__module__", None) != "__main__" or not hasattr(obj, "__qualname__"):
+        return None
+    top, *rest = obj.__qualname__.split(".")
+    found = main.get(top)
+    for name in rest:
+        found = vars(found).get(name) if isinstance(found, type) else None
+    return top if found is obj else None
 
 
 class _MainGlobals(dict[str, Any]):
@@ -78,9 +97,16 @@ def _torch_reducers() -> dict[type, Any]:
 
 def _if_shared(torchs_own: Any) -> Any:
     def reduce(obj: Any) -> Any:
-        memory = getattr(obj, "_untyped_storage", obj)  # of a TypedStorage, which warns when it is asked
-        if not hasattr(memory, "is_shared") or memory.is_shared() or memory.is_cuda:
+        if type(obj).__name__ == "UntypedStorage" or _is_shared(obj):
             return torchs_own(obj)
         return obj.__reduce_ex__(5)
 
     return reduce
+
+
+def _is_shared(obj: Any) -> bool:
+    memory = getattr(obj, "_untyped_storage", obj)  # of a TypedStorage, which warns when it is asked
+    try:
+        return bool(memory.is_shared() or memory.is_cuda)
+    except (AttributeError, NotImplementedError):  # events; sparse tensors, which are made of several
+        return True

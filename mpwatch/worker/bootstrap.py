@@ -43,17 +43,21 @@ def main(seat: Seat) -> None:
 
 
 def _serve(channel: Channel, pid: int) -> None:
-    while (received := channel.receive()) is not None:
-        message, fds = received
-        if message.kind is not Kind.CALL:
-            return
+    while (fds := channel.receive_call()) is not None:
         answer = _answer(fds)
         if os.getpid() != pid:  # the function forked, and this is the copy: it has no say, and ends as a fork does
             _flush()
             os._exit(0 if answer[0] is Kind.RETURNED else 1)
         _flush()
         if not channel.send(*answer):
-            return
+            channel.send(Kind.RAISED, _encode(_too_large(answer[1])))
+
+
+def _too_large(body: bytes) -> OSError:
+    return OSError(
+        f"an answer of {len(body)} bytes could not be sent: the rank's code has closed or replaced the descriptors that it "
+        "did not open, and without them only small answers arrive"
+    )
 
 
 def _normal_signals() -> None:
@@ -66,18 +70,32 @@ def _normal_signals() -> None:
 
 
 def _answer(fds: list[int]) -> Answer:
+    """What comes of a call. An interrupt meets what `_perform` does, and never this."""
     try:
-        call = payload.unpack(fds)
-    except BaseException as error:  # noqa: BLE001  the caller's own modules are imported here
-        return Kind.UNLOADED, _encode(error)
+        return Kind.RETURNED, _perform(fds)
+    except _LoadError as error:
+        return Kind.UNLOADED, _encode(error.error)
+    except BaseException as error:  # noqa: BLE001  a KeyboardInterrupt, a SystemExit too is an answer
+        return Kind.RAISED, _encode(error)
+
+
+class _LoadError(Exception):
+    """The call could not be loaded, and why."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def _perform(fds: list[int]) -> bytes:
     try:
-        return Kind.RETURNED, _dump_value(_call(call))
-    except SystemExit as error:
-        if not error.code:  # as Python itself has it: None, 0 and False mean success
-            return Kind.RETURNED, values.dumps(None)
-        return Kind.RAISED, _encode(error)
-    except BaseException as error:  # noqa: BLE001  a KeyboardInterrupt too is an answer
-        return Kind.RAISED, _encode(error)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        try:
+            call = payload.unpack(fds)
+        except BaseException as error:  # noqa: BLE001  the caller's own modules are imported there
+            raise _LoadError(error) from None
+        return _dump_value(_call(call))
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def _call(call: Call) -> object:
@@ -86,10 +104,11 @@ def _call(call: Call) -> object:
 
         backend.init(call.backend)
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         value = call.fn(*call.args, **call.kwargs)
-    finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    except SystemExit as error:
+        if not (error.code is None or (isinstance(error.code, int) and error.code == 0)):  # as Python itself has it
+            raise
+        value = None
     # Not after a failure: it may wait for peers that wait for us, and the error must not wait for either.
     if call.backend is not None:
         backend.destroy()
@@ -99,7 +118,7 @@ def _call(call: Call) -> object:
 def _dump_value(value: object) -> bytes:
     try:
         return values.dumps(value)
-    except Exception as error:  # noqa: BLE001  whatever the value's classes do when they are pickled
+    except BaseException as error:  # noqa: BLE001  whatever the value's classes do when they are pickled
         from ..wire import culprit
 
         path, part = culprit.find("its return value", value, values.dumps)
@@ -128,7 +147,7 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # closed, or replaced by something that cannot
+        except BaseException:  # noqa: BLE001, S112  closed, or replaced by something that cannot
             continue
 
 

@@ -9,8 +9,7 @@ import os
 import socket
 
 from ..wire.lastwords import LastWords
-from ..wire.messages import HEADER, Kind, Message, frame, parse_header
-from ..wire.payload import MAX_DESCRIPTORS
+from ..wire.messages import HEADER, MAX_DESCRIPTORS, Kind, frame, parse_header
 
 __all__ = ["Channel"]
 
@@ -35,13 +34,13 @@ class Channel:
             return True
         return self._last_words.leave_answer(data)
 
-    def receive(self) -> tuple[Message, list[int]] | None:
-        """The next message and the descriptors that came with it; None once there will be none."""
+    def receive_call(self) -> list[int] | None:
+        """The descriptors of the next call, its own first; None once there will be no more calls."""
         if not self._is_ours():
             return None
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=self._fd)
         try:
-            return _read_message(line)
+            return _read_call(line)
         except OSError:
             return None
         finally:
@@ -65,30 +64,29 @@ def _write(fd: int, data: bytes) -> None:
         rest = rest[os.write(fd, rest) :]
 
 
-def _read_message(line: socket.socket) -> tuple[Message, list[int]] | None:
-    head, fds = _receive_with_descriptors(line)
-    while 0 < len(head) < HEADER.size:
-        more = line.recv(HEADER.size - len(head))
-        if not more:
+def _read_call(line: socket.socket) -> list[int] | None:
+    fds: list[int] = []
+    while True:
+        head, more = _receive_with_descriptors(line)
+        fds += more
+        while 0 < len(head) < HEADER.size and (rest := line.recv(HEADER.size - len(head))):
+            head += rest
+        if len(head) < HEADER.size:
             return None
-        head += more
-    if not head:
-        return None
-    kind, stamp, length = parse_header(head)
-    body = bytearray()
-    while len(body) < length:
-        more = line.recv(length - len(body))
-        if not more:
-            return None
-        body += more
-    return Message(kind, stamp, bytes(body)), fds
+        kind, _, _ = parse_header(head)
+        if kind is not Kind.DESCRIPTORS:
+            return fds if kind is Kind.CALL else None
 
 
 def _receive_with_descriptors(line: socket.socket) -> tuple[bytes, list[int]]:
-    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-    data, ancillary, _, _ = line.recvmsg(HEADER.size, room, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
     fds = array.array("i")
+    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * fds.itemsize)
+    data, ancillary, flags, _ = line.recvmsg(HEADER.size, room, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
     for level, kind, numbers in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(numbers[: len(numbers) - len(numbers) % fds.itemsize])
+    if flags & socket.MSG_CTRUNC:  # no room for them in this process
+        for fd in fds:
+            os.close(fd)
+        return data, []
     return data, list(fds)
