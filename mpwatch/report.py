@@ -139,7 +139,7 @@ def _first_line(error: BaseException) -> str:
     """Each rank has one line here; the whole text is in the exception and its traceback."""
     try:
         text = str(error).strip()
-    except Exception as broken:  # noqa: BLE001  the class's own code
+    except BaseException as broken:  # noqa: BLE001  the class's own code, which may even exit
         return f"<its __str__ raised {type(broken).__name__}>"
     line = text.partition("\n")[0]
     return line[:TEXT_LIMIT] + (" …" if line[:TEXT_LIMIT] != text else "")

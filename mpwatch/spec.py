@@ -192,9 +192,12 @@ def _check_seconds(name: str, value: object, at_least: str) -> None:
 def _count(nprocs: object) -> int:
     if isinstance(nprocs, str):
         return _count_named(nprocs)
-    if isinstance(nprocs, bool) or not hasattr(nprocs, "__index__"):
+    try:
+        count = operator.index(nprocs)  # type: ignore[arg-type]  # of an int, or of NumPy's
+    except TypeError:
+        count = None
+    if count is None or isinstance(nprocs, bool):
         raise TypeError(f"nprocs must be an int, 'gpu', 'cpu' or 'auto', not {nprocs!r}")
-    count = operator.index(nprocs)  # of an int, or of NumPy's
     if count < 1:
         raise ValueError(f"nprocs must be at least 1, or 'gpu', 'cpu' or 'auto', not {nprocs!r}")
     return count

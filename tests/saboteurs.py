@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import dataclasses
 import os
 import signal
 import subprocess
@@ -247,3 +248,99 @@ def time_of_failure(barrier, failed_at):
 def only_rank_1_returns():
     if rank() != 1:
         wait_to_be_stopped()
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
+class RefusesAttributesError(Exception):
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+
+class ExitsAsTextError(Exception):
+    def __str__(self):
+        return str(sys.exit(0))
+
+
+class RaisesAsTextError(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class ExitsWhenPickledError(Exception):
+    def __reduce__(self):
+        sys.exit(0)
+
+
+class HidesItsArgumentsError(Exception):
+    @property
+    def args(self):
+        raise RuntimeError("no arguments")
+
+
+class TruthlessCode:
+    def __bool__(self):
+        raise ValueError("ambiguous")
+
+
+def with_notes_that_are_none(error):
+    error.__notes__ = 5
+    return error
+
+
+def nested_group(depth):
+    error = ValueError("innermost")
+    for _ in range(depth):
+        error = ExceptionGroup("one", [error])
+    return error
+
+
+STRANGE = {
+    "frozen": lambda: FrozenError(3),
+    "refuses attributes": lambda: RefusesAttributesError("x"),
+    "exits as text": lambda: ExitsAsTextError("x"),
+    "raises as text": lambda: RaisesAsTextError("x"),
+    "exits when pickled": lambda: ExitsWhenPickledError("x"),
+    "hides its arguments": lambda: HidesItsArgumentsError("x"),
+    "odd notes": lambda: with_notes_that_are_none(ValueError("x")),
+    "deep group": lambda: nested_group(2200),
+    "wide group": lambda: ExceptionGroup("many", [ExceptionGroup("one", [ValueError(n)]) for n in range(1500)]),
+}
+
+
+def raises_something_strange(name):
+    error = STRANGE[name]()
+    raise error
+
+
+def raises_without_a_line():
+    code = compile("raise ValueError('no line')", "generated", "exec").replace(co_linetable=b"")
+    exec(code)
+
+
+def exits_with(code):
+    sys.exit(code)
+
+
+def breaks_stdout_and_returns():
+    class Broken:
+        def flush(self):
+            raise RuntimeError("cannot flush")
+
+        def write(self, text):
+            pass
+
+    sys.stdout = Broken()
+    return rank()
+
+
+def returns_what_exits_when_pickled():
+    return ExitsWhenPickledError("x")
+
+
+def closes_descriptors_and_returns_much():
+    os.closerange(3, 4096)
+    return bytes(2 << 20)

@@ -189,6 +189,77 @@ def tagged(tag):
     return found
 
 
+def test_ctrl_c_while_a_value_is_rebuilt_here():
+    code = (
+        "import os, signal, mpwatch\n"
+        "def wait(): os.write(1, b'rebuilding\\n'); signal.pause()\n"
+        "class Slow:\n"
+        "    def __reduce__(self): return wait, ()\n"
+        "mpwatch.run(Slow, 1)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "rebuilding\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert err.endswith("KeyboardInterrupt\n")
+
+
+def test_ctrl_c_in_the_last_moment_is_not_lost():
+    code = (
+        "import signal, mpwatch, saboteurs\n"
+        "from mpwatch.watcher.guardian import Guardian\n"
+        "close = Guardian.close\n"
+        "Guardian.close = lambda self: (signal.raise_signal(signal.SIGINT), close(self))\n"
+        "mpwatch.run(saboteurs.rank, 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr.endswith("KeyboardInterrupt\n")
+
+
+def test_ctrl_c_while_a_failed_run_is_stopped_keeps_the_failure(eventually):
+    fail = "signal.signal(10, lambda *_: saboteurs.raises_value_error()); signal.signal(15, signal.SIG_IGN)"
+    program = Program(call=PATIENT_RUN, in_rank=fail)
+    ranks = program.pids[::2]
+    os.kill(ranks[0], signal.SIGUSR1)
+    eventually(lambda: len(alive(ranks)) == 1)  # it has been told to end, and the other one ignores SIGTERM
+    program.signal(signal.SIGINT)
+    status, _, err, seconds = program.end()
+    assert status == -signal.SIGINT
+    assert "failed first: ValueError: the batch is bad" in err
+    assert err.endswith("KeyboardInterrupt\n")
+    assert seconds < 4
+
+
+def test_a_host_whose_sigpipe_is_at_its_default():
+    code = (
+        "import os, signal, mpwatch, saboteurs\n"
+        "from mpwatch.watcher.guardian import Guardian\n"
+        "signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
+        "guard = Guardian.guard\n"
+        "def kill_it_first(self, pid):\n"
+        "    self._process.kill(); self._process.wait(); guard(self, pid)\n"
+        "Guardian.guard = kill_it_first\n"
+        "print(list(mpwatch.run(saboteurs.rank, 2)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=False)
+    assert done.stdout == "[0, 1]\n", done
+    assert "the guardian is gone" in done.stderr
+
+
+def test_a_rank_that_has_gone_to_another_group_does_not_outlive_a_killed_watcher(eventually):
+    program = Program(in_rank="os.setpgid(0, os.getpgid(os.getppid()))")
+    program.signal(signal.SIGKILL)
+    program.end()
+    ranks = program.pids[::2]
+    eventually(lambda: not alive(ranks), seconds=1.0)
+    for pid in alive(program.pids):
+        os.kill(pid, signal.SIGKILL)  # helpers, which have left with it
+
+
 def test_an_error_of_our_own_leaves_nothing(monkeypatch):
     """The leak check after each test does the rest."""
     from mpwatch.watcher import loop

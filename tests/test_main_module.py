@@ -27,6 +27,8 @@ class Cfg:
     colour: Colour = Colour.RED
     class Inner:
         pass
+    def count(self):
+        return counter
 
 class TooBad(Exception):
     def __init__(self, code, *, why):
@@ -54,6 +56,7 @@ def train(cfg):
     assert pickle.loads(pickle.dumps(Point(1))) == Point(1)
     assert pickle.loads(pickle.dumps(even)) is even
     assert even(10)
+    Cfg.changed = "in the rank"
     return cfg, options.lr, __name__, pickle.dumps(cfg)
 
 def fail():
@@ -67,6 +70,9 @@ for value, lr, name, pickled in mpwatch.run(train, 2, args=(cfg,)):
     assert (lr, name) == (0.5, "__main__")
     assert pickle.loads(pickled) == cfg
 assert counter == 0
+assert not hasattr(Cfg, "changed")
+assert Cfg.count.__globals__ is globals()
+assert mpwatch.run(lambda: (odd, Cfg, Cfg.Inner, Colour.RED), 1)[0] == (odd, Cfg, Cfg.Inner, Colour.RED)
 try:
     mpwatch.run(fail, 2)
 except mpwatch.RunFailedError as error:

@@ -80,6 +80,29 @@ def test_a_death_while_being_stopped_is_the_rank_s_own_only_if_we_cannot_have_ca
     assert 1 not in diagnose(facts(raised(ValueError("x"), 9.0), died(-9, 20.2, sent=[9, 15]))).failures
 
 
+def test_a_crash_of_a_rank_that_is_being_stopped_is_no_cause():
+    result = diagnose(facts(raised(COMPLAINT, 9.0), died(-6, 10.2, sent=[signal.SIGTERM])))
+    assert result.root_cause.rank == 0
+    assert set(result.failures) == {0, 1}
+
+
+def test_a_rank_that_was_killed_after_it_had_returned_may_be_the_cause():
+    gone = {**returned(), "died_at": 5.0, "exit_code": -9}
+    result = diagnose(facts(gone, raised(COMPLAINT, 6.0)))
+    assert result.root_cause.rank == 0
+    assert diagnose(facts(gone, returned(), verdict=Verdict.SUCCEEDED, stopped_at=None)).failures == {}
+
+
+def test_a_user_s_own_words_are_no_complaint():
+    result = diagnose(facts(raised(RuntimeError("timed out waiting for the data server"), 9.0), STOPPED))
+    assert not result.root_cause.is_secondary
+
+
+def test_a_text_of_many_lines_takes_one_line_here():
+    result = diagnose(facts(raised(ValueError("first\nsecond"), 9.0), raised(ValueError("a\nb"), 9.5)))
+    assert report(result).splitlines() == ["rank 0 failed first: ValueError: first …", "  rank 1: ValueError: a …"]
+
+
 def test_two_that_died_before_anything_was_done_are_both_failures():
     result = diagnose(facts(died(7), died(7), STOPPED))
     assert set(result.failures) == {0, 1}

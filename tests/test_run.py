@@ -3,11 +3,13 @@
 import asyncio
 import functools
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import functions
@@ -246,6 +248,85 @@ def test_arguments_and_results_of_a_hundred_megabytes():
 def test_a_hundred_ranks(eventually):
     for _ in range(3):
         assert list(mpwatch.run(functions.rank, 100)) == list(range(100))
+
+
+def test_limits_of_any_length():
+    assert list(mpwatch.run(functions.rank, 2, timeout=3e9, grace_period=1e9)) == [0, 1]
+
+
+def test_no_grace_period_is_no_haste_after_a_success(caplog, tmp_path):
+    def leave(path):
+        import atexit
+
+        atexit.register((path / str(functions.rank())).touch)
+
+    mpwatch.run(leave, 2, args=(tmp_path,), grace_period=0)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+    assert caplog.text == ""
+
+
+def test_the_timeout_is_for_the_whole_run_start_included():
+    def slow(worker):
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            pass
+        return {}
+
+    with pytest.raises(mpwatch.RunTimeoutError):
+        mpwatch.run(functions.rank, 1, timeout=0.2, env=slow)
+
+
+def test_other_threads_may_join_the_ranks(barrier):
+    """As multiprocessing does at the end of the program: it must neither keep us from stopping them nor be disturbed."""
+    joined = []
+
+    def join():
+        while not (ranks := [p for p in multiprocessing.active_children() if p.name.startswith("mpwatch-rank")]):
+            os.sched_yield()
+        for process in ranks:
+            process.join()
+        joined.append(len(ranks))
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first"):
+        mpwatch.run(saboteurs.only_rank_1, 3, args=(saboteurs.raises_value_error, barrier))
+    thread.join()
+    assert joined
+
+
+def test_an_answer_leaves_the_caller_s_classes_as_they_are():
+    class Config:
+        total = 1
+
+        def bump(self):
+            return Config.total
+
+    def change():
+        Config.total = 99
+        return Config()
+
+    bump = Config.bump
+    (back,) = mpwatch.run(change, 1)
+    assert type(back) is Config
+    assert (Config.total, Config.bump, back.bump()) == (1, bump, 1)
+
+
+def test_more_descriptors_than_one_message_takes():
+    pipes = [os.pipe() for _ in range(150)]
+    connections = [multiprocessing.connection.Connection(fd) for pipe in pipes for fd in pipe]
+    readers, writers = connections[::2], connections[1::2]
+    mpwatch.run(lambda writers: [writer.send_bytes(b"x") for writer in writers] and None, 1, args=(writers,))
+    assert all(reader.recv_bytes() == b"x" for reader in readers)
+    for connection in connections:
+        connection.close()
+
+
+def test_a_port_of_the_caller_s_choice_is_what_the_worker_says():
+    def port():
+        return os.environ["MASTER_PORT"], mpwatch.current_worker().master_port
+
+    assert mpwatch.run(port, 1, env={"MASTER_PORT": "29999"})[0] == ("29999", 29999)
 
 
 def test_nothing_grows_over_many_runs():

@@ -56,6 +56,9 @@ class AsyncCallable:
         ({"env": {"A=B": "1"}}, ValueError, "env has a variable that no environment can hold: 'A=B'"),
         ({"env": {"A": "\0"}}, ValueError, "no environment can hold"),
         ({"env": {"RANK": "1"}}, ValueError, "env may not set RANK='1'"),
+        ({"env": {"MASTER_PORT": "http"}}, ValueError, "must give MASTER_PORT as a TCP port, not 'http'"),
+        ({"env": {"A": "\ud800"}}, ValueError, "cannot be encoded: 'A'"),
+        ({"role": "a\nb"}, ValueError, "role must be a name"),
         ({"timeout": -1}, ValueError, "timeout must be a number of seconds, more than 0, not -1"),
         ({"timeout": 0}, ValueError, "timeout .* not 0"),
         ({"timeout": math.inf}, ValueError, "timeout .* not inf"),
@@ -79,6 +82,11 @@ def test_what_env_returns_is_checked_as_well():
         mpwatch.run(fn, 2, env=lambda worker: None)
     with pytest.raises(ValueError, match=r"what env\(\) returned may not set RANK"):
         mpwatch.run(fn, 2, env=lambda worker: {"RANK": "3"})
+
+
+def test_check_is_a_bool():
+    with pytest.raises(TypeError, match="check must be True or False, not 'no'"):
+        mpwatch.run(fn, 1, check="no")
 
 
 def test_main_has_no_check():
