@@ -253,11 +253,14 @@ def test_a_host_whose_sigpipe_is_at_its_default():
 def test_a_rank_that_has_gone_to_another_group_does_not_outlive_a_killed_watcher(eventually):
     program = Program(in_rank="os.setpgid(0, os.getpgid(os.getppid()))")
     program.signal(signal.SIGKILL)
+    program.process.wait()
+    ranks, helpers = program.pids[::2], program.pids[1::2]
+    try:
+        eventually(lambda: not alive(ranks), seconds=1.0)
+    finally:
+        for pid in helpers:
+            os.kill(pid, signal.SIGKILL)  # they had left with their ranks, on purpose
     program.end()
-    ranks = program.pids[::2]
-    eventually(lambda: not alive(ranks), seconds=1.0)
-    for pid in alive(program.pids):
-        os.kill(pid, signal.SIGKILL)  # helpers, which have left with it
 
 
 def test_an_error_of_our_own_leaves_nothing(monkeypatch):
