@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "PYTHONWARNINGS": "error"}
 
 
-def python(*args, program=None, cwd=None, check=True, **more):
+def python(*args, program=None, cwd=None, check=True, env=ENV):
     """The finished process of `python ARGS`, program on its stdin."""
     done = subprocess.run(
         [sys.executable, *args],
@@ -17,10 +17,9 @@ def python(*args, program=None, cwd=None, check=True, **more):
         text=True,
         capture_output=True,
         cwd=cwd,
-        env=ENV,
+        env=env,
         timeout=100,
         check=False,
-        **more,
     )
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done

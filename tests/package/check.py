@@ -1,0 +1,31 @@
+"""Checks what was built, as a user gets it: metadata, content, and that the installed wheel can be imported and used."""
+
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+dist = Path(sys.argv[1])
+(wheel,), (sdist,) = sorted(dist.glob("*.whl"))[-1:], sorted(dist.glob("*.tar.gz"))[-1:]
+
+subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel, sdist], check=True)
+
+in_wheel = set(zipfile.ZipFile(wheel).namelist())
+assert {"mpwatch/py.typed", "mpwatch/guardian/program.py", "mpwatch/watcher/loop.py"} <= in_wheel
+assert all(name.startswith(("mpwatch/", "mpwatch-")) for name in in_wheel), in_wheel
+in_sdist = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+assert {"LICENSE", "README.md", "CHANGELOG.md", "tests/conftest.py", "examples/crash.py"} <= in_sdist
+
+with tempfile.TemporaryDirectory() as folder:
+    venv.create(folder, with_pip=True)
+    python = Path(folder) / "bin" / "python"
+    # torch, a dependency of hundreds of megabytes, is imported only where it is needed, and not here
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "cloudpickle", "tblib"], check=True)
+    code = "import mpwatch; print(mpwatch.__version__, list(mpwatch.run(abs, 2, args=(-3,))))"
+    done = subprocess.run([python, "-W", "error", "-c", code], check=True, capture_output=True, text=True, cwd=folder)
+    assert done.stdout == "0.1.0 [3, 3]\n", done.stdout
+print("the package is in order")

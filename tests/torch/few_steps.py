@@ -1,0 +1,30 @@
+"""Trains a few steps and prints the losses: under torchrun where that has started it, else under mpwatch."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+import mpwatch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from train_digits import train
+
+
+def few_steps():
+    return train(2, max_steps=3, verbose=False).losses
+
+
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    dist.init_process_group("gloo")
+    losses = few_steps()
+    if dist.get_rank() == 0:
+        print(json.dumps(losses))
+    dist.destroy_process_group()
+else:
+    results = mpwatch.run(few_steps, 4, backend="gloo")
+    assert all(losses == results[0] for losses in results)
+    print(json.dumps(results[0]))

@@ -1,0 +1,43 @@
+"""The examples run as users run them, and training under mpwatch is training under torchrun, number for number."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from programs import ENV, python
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_a_few_steps_have_the_losses_that_they_have_under_torchrun():
+    script = str(Path(__file__).parent / "few_steps.py")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
+    theirs = python("-W", "default", *torchrun, script, env={**ENV, "PYTHONWARNINGS": "default"}).stdout
+    ours = python("-W", "default", script).stdout
+    assert len(json.loads(ours)) == 2
+    assert json.loads(ours) == json.loads(theirs)
+
+
+def test_train_digits_reaches_95_percent():
+    out = python("-W", "default", str(EXAMPLES / "train_digits.py")).stdout
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", out)]
+    assert len(losses) == 12
+    assert losses[-1] < 0.1 * losses[0]
+    assert float(re.search(r"test accuracy of rank 0's model: ([\d.]+)%", out)[1]) >= 95
+
+
+def test_library_trainer():
+    out = python("-W", "default", str(EXAMPLES / "library_trainer.py")).stdout
+    assert "weight 3.000, bias 2.000" in out
+    assert "fit() raised ArithmeticError('the loss is not a number in epoch 1')" in out
+
+
+def test_crash():
+    done = python("-W", "default", str(EXAMPLES / "crash.py"), check=False)
+    assert done.returncode == 1
+    assert 'raise ValueError(f"shard {shard} has 17 columns, not 16")' in done.stderr
+    assert "RunFailedError: rank 2 failed first: ValueError: shard 2 has 17 columns, not 16 (crash.py:" in done.stderr
+    assert done.stderr.count("Traceback") == 1

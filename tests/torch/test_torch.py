@@ -1,0 +1,212 @@
+"""What torch brings into a run: process groups, shared tensors, DataLoaders, torch.save; real gloo on this CPU."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from programs import python
+
+import mpwatch
+from mpwatch import WorkerSpec
+
+
+def all_reduced():
+    total = torch.full((4,), float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    return dist.get_backend(), dist.get_world_size(), float(total[0])
+
+
+@pytest.mark.parametrize("backend", ["gloo", "auto"])
+def test_the_process_group_is_there(backend):
+    expected = "gloo" if backend == "gloo" or not torch.cuda.is_available() else "nccl"
+    assert list(mpwatch.run(all_reduced, 3, backend=backend)) == [(expected, 3, 6.0)] * 3
+
+
+def test_a_function_may_destroy_the_group_or_make_its_own():
+    mpwatch.run(dist.destroy_process_group, 2, backend="gloo")
+
+    def own():
+        dist.init_process_group("gloo")
+        try:
+            return all_reduced()[2]
+        finally:
+            dist.destroy_process_group()
+
+    assert list(mpwatch.run(own, 2)) == [3.0, 3.0]
+
+
+def test_the_store_of_the_group_outlives_rank_0_s_function():
+    def use():
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank():
+            while not store.check(["rank 0 is about to return"]):
+                time.sleep(0.01)
+            return store.get("rank 0 is about to return")
+        store.set("rank 0 is about to return", "yes")
+        return None
+
+    assert list(mpwatch.run(use, 3, backend="gloo")) == [None, b"yes", b"yes"]
+
+
+def fails_in_a_collective(how, order):
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if order == "peers first":  # they hear of the closed connections before anybody hears of the cause
+            dist.destroy_process_group()
+            time.sleep(0.05)
+        how()
+    dist.all_reduce(torch.ones(1000))
+
+
+def raise_value_error():
+    raise ValueError("the batch is bad")
+
+
+def kill_myself():
+    os.kill(os.getpid(), 9)
+
+
+@pytest.mark.parametrize("order", ["cause first", "peers first"])
+@pytest.mark.parametrize("how", [raise_value_error, kill_myself])
+def test_the_cause_is_blamed_and_not_the_peers_that_lose_it(how, order):
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(fails_in_a_collective, 3, args=(how, order), backend="gloo")
+    error = caught.value
+    assert error.root_cause.rank == 1, str(error)
+    assert isinstance(error.__cause__, ValueError) == (how is raise_value_error)
+    assert all(failure.is_secondary for rank, failure in error.failures.items() if rank != 1), str(error)
+    if order == "peers first":
+        assert "(a consequence: it lost a peer)" in str(error)
+
+
+def test_sys_exit_0_leaves_the_group():
+    def leave():
+        if dist.get_rank() == 0:
+            sys.exit(0)
+        try:
+            dist.all_reduce(torch.ones(1))
+        except RuntimeError as error:
+            return "gloo" in str(error)
+
+    assert list(mpwatch.run(leave, 2, backend="gloo", timeout=60)) == [None, True]
+
+
+def test_a_group_that_cannot_be_made():
+    with pytest.raises(mpwatch.RunFailedError, match=r"(?i)backend") as caught:
+        mpwatch.run(all_reduced, 2, backend="no-such-backend")
+    assert caught.value.root_cause.kind is mpwatch.FailureKind.EXCEPTION
+
+
+def test_hogwild_tensors_in_shared_memory_stay_shared():
+    shared, private = torch.zeros(3).share_memory_(), torch.zeros(3)
+    model = nn.Linear(2, 1).share_memory()
+
+    def add(shared, private, model):
+        rank = dist.get_rank()
+        shared[rank] += 1
+        private += 1
+        with torch.no_grad():
+            model.weight[0, rank] = 7.0 + rank
+        return private
+
+    values = mpwatch.run(add, 2, args=(shared, private, model), backend="gloo")
+    assert shared.tolist() == [1, 1, 0]
+    assert model.weight.tolist() == [[7.0, 8.0]]
+    assert private.tolist() == [0, 0, 0]
+    assert not private.is_shared()
+    assert [value.tolist() for value in values] == [[1, 1, 1]] * 2
+
+
+def test_tied_weights_stay_tied_and_odd_tensors_arrive():
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    sparse = torch.eye(3).to_sparse()
+    needs_grad = torch.ones(2, requires_grad=True)
+
+    def look(model, sparse, needs_grad, typed):
+        return model[0].weight is model[1].weight, float(sparse.to_dense().sum()), needs_grad.requires_grad, len(typed)
+
+    args = (nn.Sequential(first, second), sparse, needs_grad, torch.ones(5).untyped_storage())
+    assert mpwatch.run(look, 1, args=args)[0] == (True, 3.0, True, 20)
+
+
+def test_the_news_of_a_rank_with_workers_is_not_delayed():
+    def iterate():
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(1000)), num_workers=2)
+        for _ in loader:
+            if dist.get_rank() == 1:
+                kill_myself()
+            time.sleep(0.01)
+
+    start = time.monotonic()
+    with pytest.raises(mpwatch.RunFailedError, match="rank 1 was killed by SIGKILL"):
+        mpwatch.run(iterate, 2, backend="gloo")
+    assert time.monotonic() - start < 30
+
+
+SCRIPT = """
+import io, sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+import mpwatch
+
+class Cfg:
+    def __init__(self, lr):
+        self.lr = lr
+
+    class Inner:
+        pass
+
+class Data(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        return torch.tensor(i)
+
+def collate(items):
+    return torch.stack(items).sum()
+
+def train(cfg):
+    saved = io.BytesIO()
+    torch.save({"cfg": cfg, "inner": Cfg.Inner()}, saved)
+    sums = {}
+    for method in ("fork", "spawn", "forkserver", None):
+        loader = DataLoader(Data(), batch_size=4, num_workers=2, multiprocessing_context=method, collate_fn=collate)
+        sums[method] = [int(batch) for batch in loader]
+    return saved.getvalue(), sums
+
+if __name__ == "__main__":
+    for saved, sums in mpwatch.run(train, 2, args=(Cfg(0.5),)):
+        back = torch.load(io.BytesIO(saved), weights_only=False)
+        assert type(back["cfg"]) is Cfg and back["cfg"].lr == 0.5
+        assert type(back["inner"]) is Cfg.Inner
+        assert sums == dict.fromkeys(("fork", "spawn", "forkserver", None), [6, 22])
+    print("all is well")
+"""
+
+
+def test_torch_save_and_data_loaders_find_the_classes_of_the_script(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = python("-W", "ignore", "script.py", cwd=tmp_path)
+    assert done.stdout == "all is well\n"
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert WorkerSpec(fn=print, nprocs=numpy.int64(3), timeout=numpy.float32(2.5)).nprocs == 3
+    with pytest.raises(TypeError, match="nprocs must be an int"):
+        WorkerSpec(fn=print, nprocs=numpy.array([1, 2]))
+
+
+def test_arrays_come_and_go():
+    array = numpy.arange(1 << 20, dtype="float32")
+    for rank, back in enumerate(mpwatch.run(lambda a: a + mpwatch.current_worker().rank, 2, args=(array,))):
+        numpy.testing.assert_array_equal(back, array + rank)

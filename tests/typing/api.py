@@ -1,0 +1,46 @@
+"""The public names as a user writes them; read by mypy, never run."""
+
+from typing import assert_type
+
+import mpwatch
+from mpwatch import LaunchError, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, Worker, WorkerSpec
+
+
+def train(lr: float, *, epochs: int = 1) -> list[float]:
+    return [lr] * epochs
+
+
+result = mpwatch.run(train, nprocs=2, args=(0.1,), kwargs={"epochs": 3}, backend="gloo", timeout=60, grace_period=1.5)
+assert_type(result, RunResult[list[float]])
+assert_type(result[0], list[float])
+for value in result:
+    assert_type(value, list[float])
+assert_type(mpwatch.run(lambda: 3)[0], int)
+assert_type(mpwatch.main(train, 2), RunResult[list[float]])
+
+
+def variables(worker: Worker) -> dict[str, str]:
+    return {"SHARD": str(worker.rank)}
+
+
+mpwatch.run(train, "auto", env=variables, check=False)
+mpwatch.run(train, "gpu", env={"A": "b"})
+spec = WorkerSpec(fn=train, nprocs=4)
+assert_type(spec, WorkerSpec[list[float]])
+
+try:
+    mpwatch.run(train)
+except RunTimeoutError as error:
+    assert_type(error.exit_code, int)
+except RunFailedError as error:
+    assert_type(error.root_cause, ProcessFailure | None)
+    assert_type(error.failures, dict[int, ProcessFailure])
+except LaunchError as error:
+    print(error)
+
+worker: Worker = mpwatch.current_worker()
+worker.state["seen"] = True
+
+mpwatch.run(train, nprocs=2.5)  # type: ignore[arg-type]
+mpwatch.run(train, 2, (0.1,))  # type: ignore[call-arg]
+mpwatch.run(train, "many")  # type: ignore[arg-type]
