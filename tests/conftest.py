@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+STRANGERS_SEMAPHORES = "sem.mp-"  # ours, and those of our ranks, have a prefix of their own: see _resource_tracker
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -36,7 +37,7 @@ def state() -> dict[str, object]:
         "children": children(),
         "descriptors": descriptors(),
         "threads": {thread for thread in threading.enumerate() if not thread.name.startswith("pytest_timeout")},
-        "shared memory": set(os.listdir("/dev/shm")),
+        "shared memory": {name for name in os.listdir("/dev/shm") if not name.startswith(STRANGERS_SEMAPHORES)},
         "temporary files": {name for name in os.listdir("/tmp") if name.startswith("mpwatch")},
         "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "signal mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
@@ -58,6 +59,7 @@ def difference(before, after):
 def _resource_tracker():
     """multiprocessing's own helper lives as long as the program that has started a process with it."""
     resource_tracker.ensure_running()
+    multiprocessing.current_process()._config["semprefix"] = f"/mpwatch-test-{os.getpid()}"
     SPAWN.Value("i")  # and the memory that its shared values are cut from is kept
 
 

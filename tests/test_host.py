@@ -284,10 +284,10 @@ def test_short_of_descriptors():
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
-    for spare in (4, 8, 12, 16, 20):
+    for spare in range(1, 21):
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
         try:
-            with pytest.raises(mpwatch.LaunchError, match=r"ulimit -n|short of|could not be had|Too many open files"):
+            with pytest.raises(mpwatch.LaunchError, match="Too many open files"):
                 mpwatch.run(saboteurs.rank, 16)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -129,6 +129,20 @@ def test_an_interactive_session():
     assert "got [42, 42]" in out
 
 
+def test_a_run_in_a_daemonic_process_is_explained(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "import multiprocessing, mpwatch\n"
+        "def f(): mpwatch.run(print, 1)\n"
+        "if __name__ == '__main__':\n"
+        "    child = multiprocessing.get_context('fork').Process(target=f, daemon=True)\n"
+        "    child.start()\n"
+        "    child.join()\n"
+    )
+    err = python("program.py", cwd=tmp_path).stderr
+    assert "LaunchError: rank 0 could not be started" in err
+    assert "start the run in a process that is not daemonic" in err
+
+
 WORKERS = """
 import multiprocessing, sys
 import mpwatch

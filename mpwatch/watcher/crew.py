@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
+from multiprocessing import current_process
 from multiprocessing.connection import wait
 from typing import Any, Self
 
@@ -33,15 +34,16 @@ __all__ = ["Crew", "RankLine"]
 log = logging.getLogger("mpwatch")
 
 READ_SIZE = 1 << 18
-REMEDIES = {
+DRAIN_LIMIT = 1 << 26  # bytes read of one channel before the others have their turn
+REMEDIES: dict[int | None, str] = {
     errno.EMFILE: "raise the limit of open files (`ulimit -n`): a rank takes about 4 descriptors",
     errno.ENFILE: "the system has no more open files: see /proc/sys/fs/file-max",
     errno.EAGAIN: "raise the limit of processes (`ulimit -u`, or pids.max of the container)",
     errno.ENOMEM: "free some memory, or start fewer ranks",
     errno.E2BIG: "the environment is too large for a new process: see `env`",
     errno.ENOENT: "does the folder that this program runs in, and its Python, still exist?",
+    errno.ETOOMANYREFS: "raise the limit of open files (`ulimit -n`), or torch's sharing strategy 'file_system'",
 }
-DRAIN_LIMIT = 1 << 26  # bytes read of one channel before the others have their turn
 
 
 class RankLine:
@@ -122,7 +124,7 @@ class Crew:
             try:
                 self.guardian = stack.enter_context(closing(Guardian()))
             except OSError as error:
-                raise LaunchError(f"the ranks cannot be watched: {error}; this machine is short of something") from error
+                raise LaunchError(_with_remedy("the ranks cannot be watched", error)) from error
             stack.callback(self._await_helpers)
             stack.callback(self._kill_all)
             self._stack = stack.pop_all()
@@ -155,6 +157,13 @@ class Crew:
         assert process.pid is not None
         self.guardian.guard(process.pid)
 
+    def call(self, line: RankLine) -> None:
+        """Send a rank its call. Raises LaunchError."""
+        try:
+            line.send(Kind.CALL, self.payload.fds)
+        except OSError as error:
+            raise LaunchError(_with_remedy(f"the call could not be sent to rank {line.facts.worker.rank}", error)) from error
+
     def bury(self, line: RankLine) -> None:
         """Reap a dead rank."""
         pid = line.process.pid
@@ -176,11 +185,15 @@ class Crew:
         for line in self.lines.values():
             line.process.signal_group(signal.SIGKILL)
         deadline = time.monotonic() + KILL_SECONDS
-        for line in list(self.lines.values()):
-            if wait([line.process.sentinel], max(0.0, deadline - time.monotonic())):
-                self.bury(line)
-            else:
-                self.abandon(line)
+        with ExitStack() as stack:  # one that fails does not keep the others from being buried
+            for line in self.lines.values():
+                stack.callback(self._bury_by, deadline, line)
+
+    def _bury_by(self, deadline: float, line: RankLine) -> None:
+        if wait([line.process.sentinel], max(0.0, deadline - time.monotonic())):
+            self.bury(line)
+        else:
+            self.abandon(line)
 
     def _await_helpers(self) -> None:
         """What ranks had started is killed with them, but takes its time to go if it held much memory, or a GPU."""
@@ -202,14 +215,18 @@ def _fields_of(worker: Worker) -> dict[str, Any]:
 
 
 def _why_not_started(worker: Worker, error: Exception) -> str:
-    text = f"rank {worker.rank} could not be started: {type(error).__name__}: {error}"
-    if isinstance(error, RuntimeError):
-        text = (
+    if getattr(current_process(), "_inheriting", False):
+        return (
             "mpwatch was called while __main__ is being imported again, by a process that multiprocessing has spawned (a "
             "DataLoader's worker, say); put the call under: if __name__ == '__main__':"
         )
-    elif isinstance(error, AssertionError):
-        text += "; start the run in a process that is not daemonic"
-    elif isinstance(error, OSError) and error.errno in REMEDIES:
-        text += "; " + REMEDIES[error.errno]
-    return text
+    what = f"rank {worker.rank} could not be started"
+    if current_process().daemon:
+        return f"{what}: {error}; start the run in a process that is not daemonic"
+    return _with_remedy(what, error)
+
+
+def _with_remedy(what: str, error: Exception) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    remedy = f"; {REMEDIES[number]}" if number in REMEDIES else ""
+    return f"{what}: {type(error).__name__}: {error}{remedy}"

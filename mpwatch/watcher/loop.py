@@ -48,7 +48,7 @@ class InterruptError(Exception):
 
 def watch(spec: WorkerSpec[T]) -> RunResult[T]:
     """Run it to its end. Raises LaunchError, or InterruptError."""
-    assert isinstance(spec.nprocs, int)
+    assert isinstance(spec.nprocs, int)  # whatever the caller gave, see WorkerSpec
     started_at = time.monotonic()
     with ExitStack() as stack:
         payload = pack_call(spec)
@@ -112,7 +112,7 @@ class _Run:
     def _do(self, action: m.Action) -> None:
         line = self.crew.lines[action.rank]
         if isinstance(action, m.CallRank):
-            line.send(Kind.CALL, self.crew.payload.fds)
+            self.crew.call(line)
         elif isinstance(action, m.EndRank):
             line.send(Kind.END)
         elif isinstance(action, m.SignalRank):
@@ -145,7 +145,7 @@ class _Run:
         return [m.Failed(rank, is_secondary(message.body))]
 
     def _mourn(self, line: RankLine) -> list[m.Event]:
-        """A rank has ended. What it had sent comes first; what it could not send is in its slot."""
+        """A rank has ended. What it had sent comes first; what it could not send is in its black box."""
         if line.facts.died_at is not None:
             return []
         line.facts.died_at = time.monotonic()

@@ -12,6 +12,8 @@ import threading
 from contextlib import suppress
 from typing import Any, Self
 
+from ..errors import LaunchError
+
 __all__ = ["HostSignals"]
 
 TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -30,7 +32,10 @@ class HostSignals:
         self._hosts_fd = -1
 
     def __enter__(self) -> Self:
-        self._read_end, self._write_end = os.pipe()
+        try:
+            self._read_end, self._write_end = os.pipe()
+        except OSError as error:
+            raise LaunchError(f"signals cannot be waited for: {error}; see `ulimit -n`") from error
         os.set_blocking(self._read_end, False)
         os.set_blocking(self._write_end, False)
         try:
