@@ -218,7 +218,7 @@ def _gpus() -> int:
         return 0
     import torch  # a second; only where there may be something to count
 
-    return torch.cuda.device_count()
+    return int(torch.cuda.device_count())
 
 
 def _no_gpus() -> int:
