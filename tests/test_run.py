@@ -364,7 +364,7 @@ def test_with_sigchld_ignored_and_with_a_host_that_reaps_strangers(prepare):
         "try: mpwatch.run(saboteurs.raises_value_error, 2)\n"
         "except mpwatch.RunFailedError as error: print(type(error.__cause__).__name__)\n"
         "try: mpwatch.run(saboteurs.is_killed, 2)\n"
-        "except mpwatch.RunFailedError as error: print(error.root_cause.kind.name)\n"
+        "except mpwatch.RunFailedError as error: print(error.root_cause.kind.name, flush=True)\n"
         "os._exit(0)\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
