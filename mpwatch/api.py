@@ -123,4 +123,4 @@ def _watch(spec: WorkerSpec[T]) -> RunResult[T]:
 
 def _error(result: RunResult[Any]) -> RunFailedError:
     timed_out = any(failure.kind is FailureKind.TIMEOUT for failure in result.failures.values())
-    return (RunTimeoutError if timed_out and result.root_cause is None else RunFailedError)(result)
+    return (RunTimeoutError if timed_out else RunFailedError)(result)

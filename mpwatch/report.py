@@ -95,7 +95,7 @@ def _what(failure: ProcessFailure) -> str:
         return "still at work"
     if failure.kind is FailureKind.EXIT:
         return f"ended with exit code {failure.exit_code} and no result" + _by(failure.exception)
-    return "ended without returning a result (os._exit(), or its exit status was taken by somebody else)"
+    return "ended without returning a result (os._exit(0), os.exec*(), or its exit status was taken by somebody else)"
 
 
 def exit_text(code: int) -> str:

@@ -82,7 +82,7 @@ class ProcessFailure:
         self.__dict__.update(state)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunResult(Generic[T]):
     """The outcome of a run: a sequence of the ranks' values, and what else is known.
 
@@ -114,6 +114,9 @@ class RunResult(Generic[T]):
 
     def __len__(self) -> int:
         return len(self.return_values)
+
+    def __repr__(self) -> str:
+        return f"<RunResult {self.state.name}: {len(self.workers)} ranks, {len(self.failures)} failures>"
 
     def _why_missing(self, rank: int) -> str:
         if self.state is WorkerState.SUCCEEDED:

@@ -344,3 +344,57 @@ def returns_what_exits_when_pickled():
 def closes_descriptors_and_returns_much():
     os.closerange(3, 4096)
     return bytes(2 << 20)
+
+
+def waits_at(barrier):
+    barrier.wait()
+
+
+def only_rank_0_raises():
+    if rank() == 0:
+        raise ValueError("the batch is bad")
+    wait_to_be_stopped()
+
+
+def ends_at_sigterm(ending, barrier=None):
+    """As a training loop that saves and leaves when a scheduler tells it to."""
+
+    def leave(*_):
+        os.write(1, b"told to stop\n")
+        if ending == "raise":
+            raise InterruptedError("told to stop")
+        sys.exit(int(ending.split()[1]))
+
+    signal.signal(signal.SIGTERM, leave)
+    if barrier is not None:
+        barrier.wait()
+        if rank() == 1:
+            raise ValueError("the batch is bad")
+    wait_to_be_stopped()
+
+
+class SlowToTellError(Exception):
+    """Takes until the watcher has heard of another failure, and has told this rank to stop, to be packed."""
+
+    def __reduce__(self):
+        while signal.SIGTERM not in signal.sigpending():
+            os.sched_yield()
+        return SlowToTellError, ()
+
+
+def fails_first_but_is_slow_to_tell(barrier, has_failed):
+    barrier.wait()
+    if rank() == 0:
+        has_failed.set()
+        raise SlowToTellError
+    if rank() == 1:
+        has_failed.wait()
+        raise ValueError("the batch is bad")
+    wait_to_be_stopped()
+
+
+def forks_and_the_copy_raises():
+    pid = os.fork()
+    if pid == 0:
+        raise ValueError("the batch is bad")
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -224,6 +224,38 @@ def test_timeout():
     assert error.failures[0].kind is FailureKind.TIMEOUT
 
 
+@pytest.mark.parametrize("ending", ["exit 0", "exit 1", "raise"])
+def test_a_timeout_is_one_whatever_ranks_do_about_sigterm(ending):
+    with pytest.raises(mpwatch.RunTimeoutError) as caught:
+        mpwatch.run(saboteurs.ends_at_sigterm, 2, args=(ending,), timeout=0.7)
+    assert str(caught.value).splitlines() == [
+        "the run did not end within timeout=0.7 s: ranks 0-1 had not returned",
+        "  ranks 0-1: still at work",
+    ]
+    assert caught.value.exit_code == 124
+
+
+@pytest.mark.parametrize("ending", ["exit 0", "exit 1", "raise"])
+def test_a_rank_that_ends_because_it_was_told_to_is_stopped(ending, barrier, capfd):
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(saboteurs.ends_at_sigterm, 3, args=(ending, barrier))
+    assert str(caught.value).splitlines()[1:] == ["  ranks 0, 2: stopped by the watcher"]
+    out, err = capfd.readouterr()
+    assert (out.count("told to stop"), err) == (2, "")
+
+
+def test_a_failure_counts_from_when_it_happened_not_from_when_it_was_packed(barrier):
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(saboteurs.fails_first_but_is_slow_to_tell, 3, args=(barrier, SPAWN.Event()))
+    assert caught.value.root_cause.rank == 0
+    assert set(caught.value.failures) == {0, 1}
+
+
+def test_a_forked_copy_that_raises_says_so_itself(capfd):
+    assert list(mpwatch.run(saboteurs.forks_and_the_copy_raises, 1)) == [1]
+    assert "ValueError: the batch is bad" in capfd.readouterr().err
+
+
 def test_the_news_is_quick():
     """Not a benchmark: a bound that waiting for the interpreters to wind down would break."""
     waits = []

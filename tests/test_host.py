@@ -18,9 +18,8 @@ import mpwatch, saboteurs
 
 def work():
     {in_rank}
-    helper = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
-    mpwatch.current_worker().state["helper"] = helper
-    os.write(1, f"at work {{os.getpid()}} {{helper.pid}}\\n".encode())
+    helper = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", "import signal; signal.pause()"], os.environ)
+    os.write(1, f"at work {{os.getpid()}} {{helper}}\\n".encode())
     saboteurs.wait_to_be_stopped()
 
 def before(): return (signal.getsignal(2), signal.getsignal(15), signal.getsignal(1), signal.set_wakeup_fd(-1))
@@ -232,6 +231,75 @@ def test_ctrl_c_while_a_failed_run_is_stopped_keeps_the_failure(eventually):
     assert "failed first: ValueError: the batch is bad" in err
     assert err.endswith("KeyboardInterrupt\n")
     assert seconds < 4
+
+
+def test_a_child_that_the_host_forks_meanwhile_has_its_own_signals(barrier):
+    import multiprocessing
+    import threading
+
+    import saboteurs
+
+    codes = []
+
+    def fork_and_terminate():
+        child = multiprocessing.get_context("fork").Process(target=signal.pause)
+        child.start()
+        child.terminate()
+        child.join()
+        codes.append(child.exitcode)
+        barrier.wait()
+
+    thread = threading.Thread(target=fork_and_terminate)
+    thread.start()
+    list(mpwatch.run(saboteurs.waits_at, 2, args=(barrier,)))
+    thread.join()
+    assert codes == [-signal.SIGTERM]
+
+
+def test_every_signal_is_delivered():
+    code = (
+        "import os, signal, mpwatch, saboteurs\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('the handler', flush=True))\n"
+        "from mpwatch.watcher.guardian import Guardian\n"
+        "close = Guardian.close\n"
+        "Guardian.close = lambda self: (signal.raise_signal(2), signal.raise_signal(15), close(self))\n"
+        "mpwatch.run(saboteurs.rank, 1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout == "the handler\n"
+
+
+def test_strangers_may_close_the_processes(barrier):
+    import multiprocessing
+    import threading
+
+    import saboteurs
+
+    def close():
+        while not (ranks := [p for p in multiprocessing.active_children() if p.name.startswith("mpwatch-rank")]):
+            os.sched_yield()
+        ranks[0].join()
+        ranks[0].close()
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first"):
+        mpwatch.run(saboteurs.only_rank_1, 3, args=(saboteurs.raises_value_error, barrier))
+    thread.join()
+
+
+def test_a_host_that_ignores_sigterm_has_ranks_that_do_not():
+    import saboteurs
+
+    handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        start = time.monotonic()
+        with pytest.raises(mpwatch.RunFailedError, match="rank 0 failed first"):
+            mpwatch.run(saboteurs.only_rank_0_raises, 4, grace_period=60)
+        assert time.monotonic() - start < 20
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
 def test_a_host_whose_sigpipe_is_at_its_default():

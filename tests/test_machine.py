@@ -159,7 +159,8 @@ def test_ctrl_c_reaches_the_functions_and_nobody_else():
         *stop(1, 2),
     ]
     assert it.verdict is Verdict.INTERRUPTED
-    assert it.handle(Failed(0), 1.5) == [EndRank(0), SignalRank(0, signal.SIGTERM)]
+    assert it.handle(Failed(0), 1.5) == [EndRank(0)]
+    assert it.handle(Ready(2), 1.5) == [EndRank(2)]
 
 
 def test_ctrl_c_twice_kills():
@@ -177,6 +178,13 @@ def test_ctrl_c_while_a_failed_run_is_stopped_hurries_it():
     kills = [SignalRank(0, signal.SIGKILL), SignalRank(1, signal.SIGKILL)]
     assert it.handle(Interrupted(signal.SIGINT), 2.0) == kills
     assert (it.verdict, it.signum) == (Verdict.FAILED, signal.SIGINT)
+
+
+def test_ctrl_c_after_all_have_returned_keeps_their_values():
+    it = at_work(1)
+    it.handle(Returned(0), 0.5)
+    assert it.handle(Interrupted(signal.SIGINT), 1.0) == stop(0)
+    assert (it.verdict, it.signum) == (Verdict.SUCCEEDED, signal.SIGINT)
 
 
 def test_sigterm_to_the_watcher_is_sigterm_to_the_ranks():

@@ -9,7 +9,7 @@ import pytest
 from programs import ENV, python
 
 SCRIPT = """
-import argparse, enum, multiprocessing, pickle, sys
+import argparse, enum, functools, multiprocessing, pickle, sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,6 +40,29 @@ def even(n):
 
 def odd(n):
     return n != 0 and even(n - 1)
+
+@functools.lru_cache(maxsize=7)
+def cached(n):
+    return n + counter
+
+class Outer:
+    class Inner:
+        def value(self):
+            return helper()
+    def other(self):
+        return helper(), Other
+
+class Other:
+    pass
+
+def helper():
+    return 5
+
+def rebind(cfg):
+    global Cfg
+    class Cfg:
+        x = 5
+    return Cfg()
 
 counter = 0
 options = argparse.Namespace(lr=0.0)
@@ -81,6 +104,11 @@ except mpwatch.RunFailedError as error:
     except TooBad as caught:
         assert caught.code == 7
 assert mpwatch.run(lambda: odd(3), 1)[0]
+assert mpwatch.run(lambda: (cached(1), cached.cache_parameters()["maxsize"]), 1)[0] == (1, 7)
+assert mpwatch.run(cached, 1, args=(2,))[0] == 2
+assert mpwatch.run(lambda inner, cfg: inner.value(), 1, args=(Outer.Inner(), cfg))[0] == 5
+other = mpwatch.run(rebind, 1, args=(cfg,))[0]
+assert other.x == 5 and type(other) is not Cfg
 assert multiprocessing.get_start_method(allow_none=True) is None
 print("all is well")
 """

@@ -312,6 +312,14 @@ def test_an_answer_leaves_the_caller_s_classes_as_they_are():
     assert (Config.total, Config.bump, back.bump()) == (1, bump, 1)
 
 
+class AttributeDict(dict):
+    __getattr__ = dict.get
+
+
+def test_values_that_answer_to_every_name():
+    assert mpwatch.run(lambda: AttributeDict(a=1), 1)[0] == {"a": 1}
+
+
 def test_more_descriptors_than_one_message_takes():
     pipes = [os.pipe() for _ in range(150)]
     connections = [multiprocessing.connection.Connection(fd) for pipe in pipes for fd in pipe]

@@ -153,9 +153,8 @@ class Crew:
             theirs.close()
             stack.pop_all()
         line = self.lines[worker.rank] = RankLine(worker, process, ours, lastwords_fd)
-        line.facts.pid = process.pid
-        assert process.pid is not None
-        self.guardian.guard(process.pid)
+        line.facts.pid = process.child_pid
+        self.guardian.guard(process.child_pid)
 
     def call(self, line: RankLine) -> None:
         """Send a rank its call. Raises LaunchError."""
@@ -166,8 +165,7 @@ class Crew:
 
     def bury(self, line: RankLine) -> None:
         """Reap a dead rank."""
-        pid = line.process.pid
-        assert pid is not None
+        pid = line.process.child_pid
         del self.lines[line.facts.worker.rank]
         line.close()
         line.process.bury()
@@ -176,8 +174,9 @@ class Crew:
             self._groups.append(pid)
 
     def abandon(self, line: RankLine) -> None:
-        """Leave a rank that cannot be killed to the kernel. multiprocessing reaps it when it looks after its children."""
+        """Leave a rank that cannot be killed to the kernel."""
         line.close()
+        line.process.abandon()
         del self.lines[line.facts.worker.rank]
 
     def _kill_all(self) -> None:
@@ -190,7 +189,7 @@ class Crew:
                 stack.callback(self._bury_by, deadline, line)
 
     def _bury_by(self, deadline: float, line: RankLine) -> None:
-        if wait([line.process.sentinel], max(0.0, deadline - time.monotonic())):
+        if wait([line.process.child.sentinel], max(0.0, deadline - time.monotonic())):
             self.bury(line)
         else:
             self.abandon(line)

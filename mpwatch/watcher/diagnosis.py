@@ -100,18 +100,18 @@ def diagnose(facts: Facts) -> RunResult[Any]:
     timed: dict[int, tuple[float, ProcessFailure]] = {}
     values: dict[int, Any] = {}
     for rank, seen in facts.ranks.items():
-        if facts.verdict is Verdict.SUCCEEDED and _has_returned(seen):
+        if facts.verdict is Verdict.SUCCEEDED and _has_returned(facts, seen):
             _load_value(facts, seen, values, timed)
         elif (found := _failure_of(facts, seen)) is not None:
             timed[rank] = found
     root = min(timed.values(), key=partial(_order_of_blame, facts), default=(0.0, None))[1]
     failures = {rank: failure for rank, (_, failure) in timed.items()}
-    states = {rank: _state_of(seen, rank in failures) for rank, seen in facts.ranks.items()}
+    states = {rank: _state_of(facts, seen, rank in failures) for rank, seen in facts.ranks.items()}
     return RunResult(
         state=_state_of_all(facts.verdict, failures),
         return_values=values if not failures else {},
         failures=failures,
-        root_cause=None if root is not None and root.kind is FailureKind.TIMEOUT else root,
+        root_cause=None if facts.verdict is Verdict.TIMED_OUT else root,
         workers=tuple(seen.worker for seen in facts.ranks.values()),
         worker_states=states,
         reason=_reason(facts, states),
@@ -141,15 +141,15 @@ def _load_value(
 
 def _failure_of(facts: Facts, seen: RankFacts) -> tuple[float, ProcessFailure] | None:
     """When and how this rank failed by itself; None if it did not."""
-    if _has_returned(seen):
+    if _has_returned(facts, seen):
         return _lost_after_returning(facts, seen)
-    if seen.report is not None:
-        return _reported(facts, seen, seen.report) if _before_stop(facts, seen.report.stamp) else None
+    if seen.report is not None and _before_stop(facts, seen.report.stamp):
+        return _reported(facts, seen, seen.report)
     if seen.worker.rank in facts.never_ready:
         at = facts.stopped_at or facts.started_at
         late = TimeoutError(f"its interpreter was not ready after {START_SECONDS:g} s")
         return at, _failure(facts, seen, at, FailureKind.START, 1, exception=late)
-    if seen.died_at is not None and (_before_stop(facts, seen.died_at) or _not_our_doing(seen)):
+    if seen.report is None and seen.died_at is not None and (_before_stop(facts, seen.died_at) or _not_our_doing(seen)):
         return seen.died_at, _died(facts, seen, seen.died_at)
     if facts.verdict is Verdict.TIMED_OUT and facts.stopped_at is not None:
         return facts.stopped_at, _failure(facts, seen, facts.stopped_at, FailureKind.TIMEOUT, 1)
@@ -163,8 +163,10 @@ def _lost_after_returning(facts: Facts, seen: RankFacts) -> tuple[float, Process
     return seen.died_at, _died(facts, seen, seen.died_at)
 
 
-def _has_returned(seen: RankFacts) -> bool:
-    return seen.report is not None and seen.report.kind is Kind.RETURNED
+def _has_returned(facts: Facts, seen: RankFacts) -> bool:
+    """What a function returns once it has been told to stop is no result: it may be `sys.exit(0)` in a handler."""
+    report = seen.report
+    return report is not None and report.kind is Kind.RETURNED and _before_stop(facts, report.stamp)
 
 
 def _before_stop(facts: Facts, at: float) -> bool:
@@ -228,10 +230,10 @@ def _failure(facts: Facts, seen: RankFacts, at: float, kind: FailureKind, exit_c
     )
 
 
-def _state_of(seen: RankFacts, failed: bool) -> WorkerState:
+def _state_of(facts: Facts, seen: RankFacts, failed: bool) -> WorkerState:
     if failed:
         return WorkerState.FAILED
-    if _has_returned(seen):
+    if _has_returned(facts, seen):
         return WorkerState.SUCCEEDED
     return WorkerState.STOPPED
 

@@ -25,6 +25,7 @@ class Guardian:
     """
 
     def __init__(self) -> None:
+        self._is_lost = False
         with ExitStack() as passed, ExitStack() as kept:
             self._line, theirs = socket.socketpair()
             passed.enter_context(theirs)
@@ -58,7 +59,9 @@ class Guardian:
             # not a pipe: the host's SIGPIPE may be at its default, and would end it
             self._line.send(line, getattr(socket, "MSG_NOSIGNAL", 0))
         except OSError as error:
-            log.warning("the guardian is gone (%s): should this process be killed, its ranks may outlive it", error)
+            if not self._is_lost:
+                log.warning("the guardian is gone (%s): should this process be killed, its ranks may outlive it", error)
+            self._is_lost = True
 
     def close(self) -> None:
         """End it; nothing is under guard any more. Waits for it, which takes no time: it is killed."""

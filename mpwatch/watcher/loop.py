@@ -96,7 +96,7 @@ class _Run:
         for line in self.crew.lines.values():
             if line.is_open:
                 sources[line.channel.fileno()] = partial(self._hear, line)
-            sources[line.process.sentinel] = partial(self._mourn, line)
+            sources[line.process.child.sentinel] = partial(self._mourn, line)
         return sources
 
     def _step(self, events: list[m.Event]) -> None:
@@ -149,7 +149,7 @@ class _Run:
         if line.facts.died_at is not None:
             return []
         line.facts.died_at = time.monotonic()
-        code = line.process.exitcode
+        code = line.process.poll()
         line.facts.exit_code = code if line.process.exit_is_known() else None
         events = self._hear(line) if line.is_open else []
         line.facts.crash = line.crash_stack()

@@ -233,13 +233,13 @@ class Machine:
         return self._stop(now, Verdict.FAILED)
 
     def _follow(self, event: Ready | Returned | Failed | Died, before: Phase, now: float) -> list[Action]:
-        if isinstance(event, Ready):
-            return [CallRank(event.rank)] if before is Phase.STARTING else []
         if isinstance(event, Died):
             return self._bury(before, now)
         if self.stage is Stage.STOPPING:
-            # It was allowed to go on for a while, and has now said what it had to say.
-            return [EndRank(event.rank), SignalRank(event.rank, signal.SIGTERM)] if before is Phase.STOPPING else []
+            # It missed the signal, or was allowed to go on for a while, and is now ready to be told.
+            return [EndRank(event.rank)] if before is Phase.STOPPING else []
+        if isinstance(event, Ready):
+            return [CallRank(event.rank)]
         if isinstance(event, Failed):
             return self._fail(event.is_secondary, now)
         return self._settle(now)
@@ -283,8 +283,8 @@ class Machine:
         for rank, phase in self.phases.items():
             if phase in LIVING:
                 if phase in (Phase.DONE, Phase.BROKEN):
-                    actions.append(EndRank(rank))  # for one whose own handler lets SIGTERM pass
-                # nothing of the user's runs before READY or after an answer: no need to be gentle there
+                    actions.append(EndRank(rank))
+                # only a function at work knows what to do about an interrupt
                 number = soft if phase is Phase.AT_WORK else signal.SIGTERM
                 actions += [SignalRank(rank, number), SignalRank(rank, signal.SIGCONT)]
                 self._move(rank, Phase.STOPPING)
@@ -303,8 +303,9 @@ class Machine:
         """Once: the ranks may save what they have. Twice: at once."""
         if self.stage is not Stage.STOPPING:
             self.signum = signum
+            verdict = self.verdict or Verdict.INTERRUPTED  # all had returned: their values are kept
             soft = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
-            return self._stop(now, Verdict.INTERRUPTED, soft=soft)
+            return self._stop(now, verdict, soft=soft)
         if self.signum is None:
             self.signum = signum
         return self._kill(now) if self._count[Phase.STOPPING] else []

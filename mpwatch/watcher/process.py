@@ -57,26 +57,41 @@ class WatchedProcess(RankProcess):
         state = {name: value for name, value in vars(self).items() if name not in ("env", "passed_fds")}
         return RankProcess.__new__, (RankProcess,), state
 
+    def start(self) -> None:
+        """Start the rank. Raises OSError, RuntimeError, AssertionError."""
+        super().start()
+        # Ours, whatever a stranger does with the Process that multiprocessing.active_children() shows to everybody.
+        self.child = self._popen
+        self.child_pid = self.child.pid
+
+    def poll(self) -> int | None:
+        """The exit code once it has ended, as multiprocessing has it; UNKNOWN_EXIT if it was lost, see `exit_is_known`."""
+        return self.child.poll()
+
     def signal_group(self, number: int) -> None:
         """Send a signal to the rank and whatever it has started in its process group."""
-        self._popen.signal_group(number)
+        self.child.signal_group(number)
 
     def interrupt(self) -> None:
         """Send SIGINT to the rank alone: to what it has started, it decides what an interrupt means."""
-        self._popen.interrupt()
+        self.child.interrupt()
 
     def exit_is_known(self) -> bool:
         """False if the status was lost: SIGCHLD is ignored in this program, or another part of it waits for any child."""
-        return self._popen.status_known
+        return self.child.status_known
 
     def bury(self) -> None:
         """Once it has ended: kill what is left of its group, reap it, close what is open.
 
         Not `close()`: another thread may be waiting for it in `join()`, as multiprocessing does at the program's end.
         """
-        self._popen.bury()
-        self._popen.close()
-        self.join()
+        self.child.bury()
+        self.child.close()
+        mp_process._children.discard(self)
+
+    def abandon(self) -> None:
+        """It cannot be killed. The end of the program, which joins all children, must not wait for it."""
+        mp_process._children.discard(self)
 
 
 class _RankPopen(Popen):
@@ -159,6 +174,10 @@ class _RankPopen(Popen):
 
     def _send_signal(self, sig: int) -> None:  # what terminate() and kill() of a Process do
         self.signal_group(sig)
+
+    def close(self) -> None:
+        if self._buried:  # until then its descriptors are waited on
+            super().close()
 
     def bury(self) -> None:
         with self._lock:

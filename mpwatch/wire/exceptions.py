@@ -109,7 +109,8 @@ def _from_parts(link: Link, members: list[BaseException]) -> BaseException | Non
 def _set_attributes(error: BaseException, link: Link) -> None:
     for name, data in link["attributes"].items():
         try:
-            setattr(error, name, values.loads(data))
+            if not hasattr(error, name) or _try_dumps(getattr(error, name)) != data:
+                setattr(error, name, values.loads(data))
         except Exception:  # noqa: BLE001, S112  a read-only slot, or a value that does not come back
             continue
 
@@ -207,8 +208,11 @@ def text_of(data: bytes) -> str:
 
 
 def _neighbours(error: BaseException) -> list[BaseException]:
-    near = [e for e in (error.__cause__, error.__context__) if e is not None]
-    return [*near, *(error.exceptions if isinstance(error, BaseExceptionGroup) else ())]
+    try:
+        near = [e for e in (error.__cause__, error.__context__) if isinstance(e, BaseException)]
+        return [*near, *(error.exceptions if isinstance(error, BaseExceptionGroup) else ())]
+    except BaseException:  # noqa: BLE001  of a class that overrides what every exception has
+        return []
 
 
 def _encode_link(error: BaseException, index: dict[int, int]) -> Link:

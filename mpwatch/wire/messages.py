@@ -46,9 +46,9 @@ class Message:
         self.body = body
 
 
-def frame(kind: Kind, body: bytes = b"") -> bytes:
-    """The bytes of a message that is sent now."""
-    return HEADER.pack(MARK, kind, time.monotonic(), len(body)) + body
+def frame(kind: Kind, body: bytes = b"", stamp: float | None = None) -> bytes:
+    """The bytes of a message about something that happened at this time of CLOCK_MONOTONIC; now, if none is given."""
+    return HEADER.pack(MARK, kind, time.monotonic() if stamp is None else stamp, len(body)) + body
 
 
 def parse_header(head: bytes | bytearray) -> tuple[Kind, float, int]:

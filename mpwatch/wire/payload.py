@@ -1,7 +1,7 @@
 """A call, pickled once for all ranks: the function, its arguments, and what of the caller's `__main__` they bring along.
 
-    memory file:  [ about __main__ ][ fn, args, kwargs, backend ][ names to set in __main__ ]
-                                     `----------------- pickles with one memo ------------'
+    memory file:  [ about __main__ ][ fn, args, kwargs, backend ][ names to set in __main__ ]...[ {} ]
+                                     `----------------------- pickles with one memo -----------------'
     descriptors:  those of the connections, shared tensors and the like within the arguments
 
 `__main__` is not imported in a rank. Functions and classes of it go by value (cloudpickle), and the rank puts them into
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any, Self
 
-__all__ = ["Call", "Payload", "names_from_caller", "pack", "probe", "unpack"]
+__all__ = ["Call", "Payload", "from_caller", "pack", "probe", "unpack"]
 
 
 class Call:
@@ -68,7 +68,7 @@ class InheritedFd:
         return os.dup(_arrived[self.index])
 
 
-names_from_caller: set[str] = set()  # in a rank: what of its `__main__` is the caller's own
+from_caller: dict[str, object] = {}  # in a rank: what of its `__main__` is the caller's own, by name
 _arrived: list[int] = []  # in a rank, while it unpacks: the descriptors that came with the call
 
 
@@ -133,7 +133,11 @@ def _dump(call: Call, stream: io.BytesIO) -> None:
     pickle.dump(_describe(main), stream, protocol=5)
     pickler = CallPickler(stream, main)
     pickler.dump((call.fn, call.args, call.kwargs, call.backend))
-    pickler.dump(pickler.from_main)
+    sent: set[str] = set()
+    while new := {name: thing for name, thing in pickler.from_main.items() if name not in sent}:
+        pickler.dump(new)  # which may bring more along
+        sent |= new.keys()
+    pickler.dump({})
 
 
 def _describe(main: Any) -> dict[str, Any]:
@@ -171,9 +175,9 @@ def unpack(fds: list[int]) -> Call:
             _introduce(main, pickle.load(memory))
             unpickler = pickle.Unpickler(memory)
             fn, args, kwargs, backend = unpickler.load()
-            from_main = unpickler.load()
-            vars(main).update(from_main)
-            names_from_caller.update(from_main)
+            while names := unpickler.load():
+                vars(main).update(names)
+                from_caller.update(names)
             return Call(fn, args, kwargs, backend)
     finally:
         _arrived.clear()

@@ -1,17 +1,20 @@
 """cloudpickle's pickler, and what multiprocessing and torch know how to send: calls in the watcher, answers in a rank."""
 
+import functools
 import io
 import sys
 from collections import ChainMap
 from multiprocessing import reduction
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 
-from .payload import names_from_caller
+from .payload import from_caller
 
 __all__ = ["CallPickler", "dump_answer"]
+
+CACHED = type(functools.lru_cache(len))
 
 # What multiprocessing and torch have registered for spawn, by exact type; typeshed does not know it.
 REGISTERED: dict[type, Any] = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
@@ -36,6 +39,11 @@ class CallPickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Called by pickle for each object; notes what goes by value although it has a name in `__main__`."""
+        if isinstance(obj, CACHED) and obj.__module__ == "__main__":
+            return _cached, (
+                obj.__wrapped__,
+                obj.cache_parameters(),
+            )  # it would go by a name that the rank does not have yet
         reduced = super().reducer_override(obj)
         if reduced is NotImplemented:
             return reduced
@@ -49,6 +57,10 @@ class CallPickler(cloudpickle.Pickler):
         return reduced
 
 
+def _cached(fn: Any, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(fn)
+
+
 def dump_answer(value: object) -> bytes:
     """In a rank: a value as bytes, what came from the caller's `__main__` by its name there."""
     stream = io.BytesIO()
@@ -58,14 +70,16 @@ def dump_answer(value: object) -> bytes:
 
 class _AnswerPickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if _home(obj, vars(sys.modules["__main__"])) in names_from_caller:
+        main = vars(sys.modules["__main__"])
+        home = _home(obj, main)
+        if home is not None and main[home] is from_caller.get(home):
             return NotImplemented  # plain pickle's way: by name
         return super().reducer_override(obj)
 
 
 def _home(obj: Any, main: dict[str, Any]) -> str | None:
     """The name of the top level of `__main__` under which plain pickle finds this function or class, if it does."""
-    if getattr(obj, "__module__", None) != "__main__" or not hasattr(obj, "__qualname__"):
+    if not isinstance(obj, type | FunctionType) or obj.__module__ != "__main__":
         return None
     top, *rest = obj.__qualname__.split(".")
     found = main.get(top)

@@ -1,16 +1,19 @@
 """The first code of a rank: say READY, answer calls, end when told. Runs in a rank, in its main thread.
 
-What it guarantees: each call gets exactly one answer, whatever the function raises, and the answer is sent before
-anything else happens to the rank; nothing is printed that the watcher will say; a rank whose watcher is gone ends.
-SIGINT is blocked except while the function runs, so that an interrupt meets the function or nobody.
+What it guarantees: each call gets exactly one answer, whatever the function raises, with the time at which it ended; it is
+sent before anything else happens to the rank; nothing is printed that the watcher will say; a rank whose watcher is gone
+ends. The function meets SIGINT and SIGTERM as it likes; while its answer is made and sent both are blocked; and while the
+rank waits SIGTERM just ends it, whatever handler the function has left.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import threading
+import time
 
 from ..wire import payload, values
 from ..wire.lastwords import LastWords
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-Answer = tuple[Kind, bytes]
+Answer = tuple[Kind, bytes, float]
+GUARDED = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 def main(seat: Seat) -> None:
@@ -43,14 +47,36 @@ def main(seat: Seat) -> None:
 
 
 def _serve(channel: Channel, pid: int) -> None:
-    while (fds := channel.receive_call()) is not None:
+    while (fds := _wait_for_call(channel)) is not None:
         answer = _answer(fds)
-        if os.getpid() != pid:  # the function forked, and this is the copy: it has no say, and ends as a fork does
-            _flush()
-            os._exit(0 if answer[0] is Kind.RETURNED else 1)
-        _flush()
+        if os.getpid() != pid:
+            _end_as_fork(answer)
         if not channel.send(*answer):
-            channel.send(Kind.RAISED, _encode(_too_large(answer[1])))
+            _, body, ended_at = answer
+            channel.send(Kind.RAISED, _encode(_too_large(body)), ended_at)
+        _flush()
+
+
+def _wait_for_call(channel: Channel) -> list[int] | None:
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    try:
+        return channel.receive_call()
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, GUARDED)
+        # None: a handler that C code has installed, which Python cannot put back
+        signal.signal(signal.SIGTERM, handler if handler is not None else signal.SIG_DFL)
+
+
+def _end_as_fork(answer: Answer) -> None:
+    """The function forked, and this is the copy: it has no say, and ends as a forked program does."""
+    from ..wire import exceptions
+
+    kind, body, _ = answer
+    if kind is not Kind.RETURNED:
+        sys.stderr.write(exceptions.text_of(body))
+    _flush()
+    os._exit(0 if kind is Kind.RETURNED else 1)
 
 
 def _too_large(body: bytes) -> OSError:
@@ -66,17 +92,20 @@ def _normal_signals() -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_SETMASK, GUARDED)
 
 
 def _answer(fds: list[int]) -> Answer:
-    """What comes of a call. An interrupt meets what `_perform` does, and never this."""
+    """What comes of a call, and when. An interrupt meets what `_perform` does, and never this."""
     try:
-        return Kind.RETURNED, _perform(fds)
+        value = _perform(fds)
+        ended_at = time.monotonic()
+        return Kind.RETURNED, _dump_value(value), ended_at
     except _LoadError as error:
-        return Kind.UNLOADED, _encode(error.error)
+        return Kind.UNLOADED, _encode(error.error), time.monotonic()
     except BaseException as error:  # noqa: BLE001  a KeyboardInterrupt, a SystemExit too is an answer
-        return Kind.RAISED, _encode(error)
+        failed_at = time.monotonic()  # before it is taken apart, which may take a while
+        return Kind.RAISED, _encode(error), failed_at
 
 
 class _LoadError(Exception):
@@ -86,16 +115,16 @@ class _LoadError(Exception):
         self.error = error
 
 
-def _perform(fds: list[int]) -> bytes:
+def _perform(fds: list[int]) -> object:
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, GUARDED)
         try:
             call = payload.unpack(fds)
         except BaseException as error:  # noqa: BLE001  the caller's own modules are imported there
             raise _LoadError(error) from None
-        return _dump_value(_call(call))
+        return _call(call)
     finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_BLOCK, GUARDED)
 
 
 def _call(call: Call) -> object:
@@ -152,7 +181,13 @@ def _flush() -> None:
 
 
 def _tell_what_lingers(channel: Channel) -> None:
-    """Python waits for these threads before it ends; the watcher waits, too, and can then say for what."""
-    names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
-    if names:
-        channel.send(Kind.LINGERS, f"non-daemon threads: {', '.join(names)}".encode())
+    """Python waits for these before it ends; the watcher waits, too, and can then say for what."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GUARDED)
+    threads = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
+    children = [child.name for child in multiprocessing.active_children() if not child.daemon]
+    held_by = [
+        *([f"non-daemon threads: {', '.join(threads)}"] if threads else []),
+        *([f"non-daemon processes: {', '.join(children)}"] if children else []),
+    ]
+    if held_by:
+        channel.send(Kind.LINGERS, "; ".join(held_by).encode())

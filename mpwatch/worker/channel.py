@@ -23,9 +23,9 @@ class Channel:
         os.set_inheritable(self._fd, False)  # a program that the rank executes has no part in this
         self._last_words = last_words
 
-    def send(self, kind: Kind, body: bytes = b"") -> bool:
+    def send(self, kind: Kind, body: bytes = b"", stamp: float | None = None) -> bool:
         """Send, or leave it for the watcher to find; False if there was no way to do either."""
-        data = frame(kind, body)
+        data = frame(kind, body, stamp)
         if self._is_ours():
             try:
                 _write(self._fd, data)
