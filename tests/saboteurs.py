@@ -377,15 +377,17 @@ class SlowToTellError(Exception):
     """Takes until the watcher has heard of another failure, and has told this rank to stop, to be packed."""
 
     def __reduce__(self):
+        _has_failed.set()
         while signal.SIGTERM not in signal.sigpending():
             os.sched_yield()
         return SlowToTellError, ()
 
 
 def fails_first_but_is_slow_to_tell(barrier, has_failed):
+    global _has_failed
+    _has_failed = has_failed
     barrier.wait()
     if rank() == 0:
-        has_failed.set()
         raise SlowToTellError
     if rank() == 1:
         has_failed.wait()

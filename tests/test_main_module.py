@@ -55,6 +55,21 @@ class Outer:
 class Other:
     pass
 
+@dataclass(slots=True)
+class Slotted:
+    n: int
+
+class Private:
+    __slots__ = ("__x", "y")
+    def __init__(self):
+        self.__x = self.y = 3
+    def get(self):
+        return self.__x
+
+def slotted(one, two):
+    one.n += 1
+    return one, two, two.get()
+
 def helper():
     return 5
 
@@ -107,6 +122,8 @@ assert mpwatch.run(lambda: odd(3), 1)[0]
 assert mpwatch.run(lambda: (cached(1), cached.cache_parameters()["maxsize"]), 1)[0] == (1, 7)
 assert mpwatch.run(cached, 1, args=(2,))[0] == 2
 assert mpwatch.run(lambda inner, cfg: inner.value(), 1, args=(Outer.Inner(), cfg))[0] == 5
+one, two, got = mpwatch.run(slotted, 1, args=(Slotted(1), Private()))[0]
+assert (type(one), one.n, type(two), two.y, two.get(), got) == (Slotted, 2, Private, 3, 3, 3)
 other = mpwatch.run(rebind, 1, args=(cfg,))[0]
 assert other.x == 5 and type(other) is not Cfg
 assert multiprocessing.get_start_method(allow_none=True) is None

@@ -4,8 +4,9 @@ import functools
 import io
 import sys
 from collections import ChainMap
+from enum import Enum
 from multiprocessing import reduction
-from types import FunctionType, ModuleType
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -20,7 +21,30 @@ CACHED = type(functools.lru_cache(len))
 REGISTERED: dict[type, Any] = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
 
 
-class CallPickler(cloudpickle.Pickler):
+class _ClassPickler(cloudpickle.Pickler):
+    """cloudpickle's, with what it forgets of a class that goes by value: its qualified name, and that it has slots."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and reduced is not NotImplemented:
+            _, made_of, *state = reduced  # no state for NoneType and the like
+            if state:
+                attributes, _ = state[0]
+                attributes["__qualname__"] = obj.__qualname__
+                if vars(obj).get("__slots__") and not issubclass(obj, Enum):
+                    _move_slots(attributes, made_of)
+        return reduced
+
+
+def _move_slots(attributes: dict[str, Any], made_of: tuple[Any, ...]) -> None:
+    """Slots must be there when the class is made; set later they are a mere attribute."""
+    _, _, _, namespace, *_ = made_of
+    namespace["__slots__"] = attributes.pop("__slots__")
+    for name in [name for name, value in attributes.items() if isinstance(value, MemberDescriptorType)]:
+        del attributes[name]
+
+
+class CallPickler(_ClassPickler):
     """Pickles functions and classes of `__main__` by value, once, and remembers them in `from_main`.
 
     Args:
@@ -45,13 +69,7 @@ class CallPickler(cloudpickle.Pickler):
                 obj.cache_parameters(),
             )  # it would go by a name that the rank does not have yet
         reduced = super().reducer_override(obj)
-        if reduced is NotImplemented:
-            return reduced
-        _, _, *state = reduced  # none for NoneType and the like, which have no other name
-        if isinstance(obj, type) and state:
-            attributes, _ = state[0]
-            attributes["__qualname__"] = obj.__qualname__  # else a nested class comes out as one of the top level
-        top = _home(obj, self.main)
+        top = None if reduced is NotImplemented else _home(obj, self.main)
         if top is not None:
             self.from_main[top] = self.main[top]
         return reduced
@@ -68,7 +86,7 @@ def dump_answer(value: object) -> bytes:
     return stream.getvalue()
 
 
-class _AnswerPickler(cloudpickle.Pickler):
+class _AnswerPickler(_ClassPickler):
     def reducer_override(self, obj: Any) -> Any:
         main = vars(sys.modules["__main__"])
         home = _home(obj, main)
