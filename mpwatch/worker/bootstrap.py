@@ -60,12 +60,11 @@ def _serve(channel: Channel, pid: int) -> None:
 def _wait_for_call(channel: Channel) -> list[int] | None:
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    try:
-        return channel.receive_call()
-    finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, GUARDED)
-        # None: a handler that C code has installed, which Python cannot put back
-        signal.signal(signal.SIGTERM, handler if handler is not None else signal.SIG_DFL)
+    fds = channel.receive_call()
+    signal.pthread_sigmask(signal.SIG_BLOCK, GUARDED)
+    if fds is not None and handler is not None:  # None: one that C code has installed, which Python cannot put back
+        signal.signal(signal.SIGTERM, handler)
+    return fds
 
 
 def _end_as_fork(answer: Answer) -> None:
@@ -182,6 +181,9 @@ def _flush() -> None:
 
 def _tell_what_lingers(channel: Channel) -> None:
     """Python waits for these before it ends; the watcher waits, too, and can then say for what."""
+    # An interrupt that came when the function had just ended is too late: to ignore it drops it.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, handler if handler is not None else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GUARDED)
     threads = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     children = [child.name for child in multiprocessing.active_children() if not child.daemon]
