@@ -121,6 +121,7 @@ except mpwatch.RunFailedError as error:
 assert mpwatch.run(lambda: odd(3), 1)[0]
 assert mpwatch.run(lambda: (cached(1), cached.cache_parameters()["maxsize"]), 1)[0] == (1, 7)
 assert mpwatch.run(cached, 1, args=(2,))[0] == 2
+assert mpwatch.run(lambda f: (f, pickle.loads(pickle.dumps(f)) is f), 1, args=(cached,))[0] == (cached, True)
 assert mpwatch.run(lambda inner, cfg: inner.value(), 1, args=(Outer.Inner(), cfg))[0] == 5
 one, two, got = mpwatch.run(slotted, 1, args=(Slotted(1), Private()))[0]
 assert (type(one), one.n, type(two), two.y, two.get(), got) == (Slotted, 2, Private, 3, 3, 3)

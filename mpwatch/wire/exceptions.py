@@ -33,12 +33,12 @@ def encode(error: BaseException) -> bytes:
     found: dict[int, BaseException] = {}
     waiting = [error]
     while waiting and len(found) < MAX_LINKS:
-        link = waiting.pop(0)
-        if id(link) not in found:
-            found[id(link)] = link
-            waiting += _neighbours(link)
+        met = waiting.pop(0)
+        if id(met) not in found:
+            found[id(met)] = met
+            waiting += _neighbours(met)
     index = {key: number for number, key in enumerate(found)}
-    links = [_encode_link(link, index) for link in found.values()]
+    links = [_encode_link(met, index) for met in found.values()]
     return pickle.dumps({"links": links, "traceback": _printed(error)}, protocol=5)
 
 

@@ -15,7 +15,7 @@ from .payload import from_caller
 
 __all__ = ["CallPickler", "dump_answer"]
 
-CACHED = type(functools.lru_cache(len))
+CACHED = type(functools.lru_cache(len))  # what the decorator makes; it has no public name
 
 # What multiprocessing and torch have registered for spawn, by exact type; typeshed does not know it.
 REGISTERED: dict[type, Any] = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
@@ -64,15 +64,19 @@ class CallPickler(_ClassPickler):
     def reducer_override(self, obj: Any) -> Any:
         """Called by pickle for each object; notes what goes by value although it has a name in `__main__`."""
         if isinstance(obj, CACHED) and obj.__module__ == "__main__":
-            return _cached, (
-                obj.__wrapped__,
-                obj.cache_parameters(),
-            )  # it would go by a name that the rank does not have yet
+            return self._reduce_cached(obj)
         reduced = super().reducer_override(obj)
         top = None if reduced is NotImplemented else _home(obj, self.main)
         if top is not None:
             self.from_main[top] = self.main[top]
         return reduced
+
+    def _reduce_cached(self, obj: Any) -> Any:
+        """A function under lru_cache pickles itself as a name, which the rank does not have yet."""
+        name = obj.__qualname__
+        if self.main.get(name) is obj:
+            self.from_main[name] = obj
+        return _cached, (obj.__wrapped__, obj.cache_parameters())
 
 
 def _cached(fn: Any, parameters: dict[str, Any]) -> Any:
