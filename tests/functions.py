@@ -39,3 +39,7 @@ class Adder:
 
 def modules():
     return sorted(sys.modules)
+
+
+def length_of_argv():
+    return len(sys.argv)

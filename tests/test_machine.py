@@ -187,6 +187,14 @@ def test_ctrl_c_after_all_have_returned_keeps_their_values():
     assert (it.verdict, it.signum) == (Verdict.SUCCEEDED, signal.SIGINT)
 
 
+def test_ctrl_c_in_the_wake_up_of_the_last_death_starts_nothing_again():
+    it = at_work(1)
+    it.handle(Returned(0), 0.5)
+    it.handle(Died(0), 1.0)
+    assert it.handle(Interrupted(signal.SIGINT), 1.0) == []
+    assert (it.stage, it.verdict, it.deadline) == (Stage.OVER, Verdict.SUCCEEDED, None)
+
+
 def test_sigterm_to_the_watcher_is_sigterm_to_the_ranks():
     it = at_work(1)
     assert it.handle(Interrupted(signal.SIGHUP), 1.0) == stop(0)

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from multiprocessing.connection import wait
 
+import functions
 import pytest
 from conftest import is_alive
 from programs import ENV, python
 
+import mpwatch
 from mpwatch.platform import anonymous_file, peek_exit, usable_cpus
 from mpwatch.watcher.environment import reserve_port
 from mpwatch.watcher.guardian import Guardian
@@ -151,6 +153,12 @@ def test_a_reserved_port_is_given_to_nobody_who_asks_for_any():
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.bind(("127.0.0.1", port))
             server.listen()
+
+
+def test_a_long_command_line_is_handed_on(monkeypatch):
+    """More than a pipe holds by default: to write it must not wait for the child."""
+    monkeypatch.setattr(sys, "argv", ["x" * 100] * 3000)
+    assert mpwatch.run(functions.length_of_argv, 2)[1] == 3000
 
 
 def test_usable_cpus_follow_the_affinity():

@@ -245,7 +245,7 @@ def test_arguments_and_results_of_a_hundred_megabytes():
         assert back == data
 
 
-def test_a_hundred_ranks(eventually):
+def test_a_hundred_ranks():
     for _ in range(3):
         assert list(mpwatch.run(functions.rank, 100)) == list(range(100))
 

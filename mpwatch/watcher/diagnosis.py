@@ -134,7 +134,9 @@ def _load_value(
         raise
     except BaseException as error:  # noqa: BLE001  the user's classes are rebuilt here, and may raise anything
         note = f"raised here, in the caller, while the return value of rank {seen.worker.rank} was rebuilt"
-        BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", ()), note])
+        notes = getattr(error, "__notes__", None)
+        # not add_note(): a class may forbid attributes (a frozen dataclass)
+        BaseException.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else ()), note])
         at = seen.report.stamp
         timed[seen.worker.rank] = (at, _failure(facts, seen, at, FailureKind.EXCEPTION, 1, exception=error))
 

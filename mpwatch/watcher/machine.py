@@ -300,7 +300,9 @@ class Machine:
         return [GiveUp(rank) for rank in self._in(Phase.KILLED, becomes=Phase.GIVEN_UP)]
 
     def _interrupt(self, signum: int, now: float) -> list[Action]:
-        """Once: the ranks may save what they have. Twice: at once."""
+        """Once: the ranks may save what they have. Twice: at once. When all is over, it is for who noted it to deliver."""
+        if self.stage is Stage.OVER:
+            return []
         if self.stage is not Stage.STOPPING:
             self.signum = signum
             verdict = self.verdict or Verdict.INTERRUPTED  # all had returned: their values are kept

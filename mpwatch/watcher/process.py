@@ -150,16 +150,12 @@ class _RankPopen(Popen):
             return self.returncode
         try:
             # without the lock: another thread may join the process, and must not keep us from stopping it
-            code = peek_exit(self.pid, block=not flag & os.WNOHANG)
+            code, known = peek_exit(self.pid, block=not flag & os.WNOHANG), True
         except ChildProcessError:
-            code = None
-            unknown = True
-        else:
-            unknown = False
+            code, known = UNKNOWN_EXIT, False
         with self._lock:
             if self.returncode is None:
-                self.status_known = not unknown
-                self.returncode = UNKNOWN_EXIT if unknown else code
+                self.returncode, self.status_known = code, known
             return self.returncode
 
     def signal_group(self, number: int) -> None:
@@ -197,9 +193,10 @@ def _fill(pipe: int, data: memoryview) -> None:
     """All of it, before there is a reader: who writes later waits for the child, or for ever if it dies meanwhile."""
     os.set_blocking(pipe, False)
     if len(data) > PIPE_SIZE and hasattr(fcntl, "F_SETPIPE_SZ"):
-        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, len(data))
+        with suppress(PermissionError):  # more than /proc/sys/fs/pipe-max-size: the write below tells
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, len(data))
     if os.write(pipe, data) < len(data):
-        raise OSError(errno.E2BIG, "sys.argv and sys.path are too long to be handed on", len(data))
+        raise OSError(errno.EMSGSIZE, f"sys.argv and sys.path take {len(data)} bytes, more than a pipe holds; shorten them")
     os.set_blocking(pipe, True)
 
 

@@ -1,6 +1,8 @@
 """What torch brings into a run: process groups, shared tensors, DataLoaders, torch.save; real gloo on this CPU."""
 
+import multiprocessing
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,8 @@ from programs import python
 
 import mpwatch
 from mpwatch import WorkerSpec
+
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def all_reduced():
@@ -48,8 +52,6 @@ def test_the_store_of_the_group_outlives_rank_0_s_function():
     def use():
         store = dist.distributed_c10d._get_default_store()
         if dist.get_rank():
-            while not store.check(["rank 0 is about to return"]):
-                time.sleep(0.01)
             return store.get("rank 0 is about to return")
         store.set("rank 0 is about to return", "yes")
         return None
@@ -57,14 +59,29 @@ def test_the_store_of_the_group_outlives_rank_0_s_function():
     assert list(mpwatch.run(use, 3, backend="gloo")) == [None, b"yes", b"yes"]
 
 
-def fails_in_a_collective(how, order):
+class StepError(Exception):
+    """A peer's complaint. It lets the cause fail only when it is packed, which is when its time has been taken."""
+
+    def __reduce__(self):
+        _peer_has_failed.set()
+        return StepError, self.args
+
+
+def fails_in_a_collective(how, order, peer_has_failed):
+    global _peer_has_failed
+    _peer_has_failed = peer_has_failed
     dist.barrier()
     if dist.get_rank() == 1:
         if order == "peers first":  # they hear of the closed connections before anybody hears of the cause
             dist.destroy_process_group()
-            time.sleep(0.05)
+            peer_has_failed.wait()
         how()
-    dist.all_reduce(torch.ones(1000))
+    try:
+        dist.all_reduce(torch.ones(1000))
+    except RuntimeError as error:
+        if order == "peers first":
+            raise StepError("the step failed") from error
+        raise
 
 
 def raise_value_error():
@@ -79,7 +96,7 @@ def kill_myself():
 @pytest.mark.parametrize("how", [raise_value_error, kill_myself])
 def test_the_cause_is_blamed_and_not_the_peers_that_lose_it(how, order):
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(fails_in_a_collective, 3, args=(how, order), backend="gloo")
+        mpwatch.run(fails_in_a_collective, 3, args=(how, order, SPAWN.Event()), backend="gloo")
     error = caught.value
     assert error.root_cause.rank == 1, str(error)
     assert isinstance(error.__cause__, ValueError) == (how is raise_value_error)
@@ -145,7 +162,7 @@ def test_the_news_of_a_rank_with_workers_is_not_delayed():
         for _ in loader:
             if dist.get_rank() == 1:
                 kill_myself()
-            time.sleep(0.01)
+            signal.pause()
 
     start = time.monotonic()
     with pytest.raises(mpwatch.RunFailedError, match="rank 1 was killed by SIGKILL"):
