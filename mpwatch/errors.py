@@ -4,6 +4,7 @@ from typing import Any
 
 from .report import report
 from .result import ProcessFailure, RunResult
+from .tables import table_of
 
 __all__ = ["LaunchError", "MpwatchError", "RunFailedError", "RunTimeoutError"]
 
@@ -40,12 +41,21 @@ class RunFailedError(MpwatchError):
         return dict(self.result.failures)
 
     @property
+    def stacks(self) -> dict[int, str]:
+        """By global rank, where those still at work were just before they were stopped: see `RunResult.stacks`."""
+        return dict(self.result.stacks)
+
+    @property
     def exit_code(self) -> int:
         """The exit status for a program that ends because of this: that of the rank that failed first, else 1."""
         return self.root_cause.exit_code if self.root_cause else 1
 
     def __str__(self) -> str:
         return report(self.result)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it as a value."""
+        return table_of(self.result)
 
 
 class RunTimeoutError(RunFailedError, TimeoutError):

@@ -1,53 +1,39 @@
 """The only file that asks which system this is: Linux first, other POSIX systems by the same calls where they have them.
 
-Runs in the watcher and in the ranks, so what only few calls need is imported by these; imports nothing of mpwatch.
+Runs in the watcher and in the ranks, so what only few calls need is imported by these; imports of mpwatch only cgroups.py.
 """
 
 import errno
 import os
+import signal
 import sys
 
 __all__ = [
+    "DUMP_SIGNAL",
+    "ProcessState",
     "anonymous_file",
     "gpus_may_exist",
     "group_exists",
     "group_members",
+    "has_descriptor",
     "open_pidfd",
     "peek_exit",
+    "state_of_process",
     "usable_cpus",
 ]
 
 # Each NVIDIA GPU has a node of the first kind, ROCm and WSL one of the others; a container that may use a GPU shows it.
 GPU_NODES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
-CPU_QUOTA = "/sys/fs/cgroup{}/cpu.max"
+# Asks a rank for its stacks. A real-time signal, since programs have uses of their own for the others; None: none is sent.
+DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 
 
 def usable_cpus() -> int:
     """The CPUs this process may use: its affinity, and the quota of its cgroup (v2), rounded up; at least 1."""
+    from .cgroups import cpu_quota
+
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, _cgroup_cpus() or allowed))
-
-
-def _cgroup_cpus() -> int | None:
-    """The tightest `cpu.max` on the way from this process's cgroup to the root; None without one (kernel: cgroup-v2.rst)."""
-    try:
-        with open("/proc/self/cgroup") as lines:
-            path = next(line[3:].strip() for line in lines if line.startswith("0::"))
-    except (OSError, StopIteration):
-        return None
-    quotas = []
-    while path:
-        path = path.rstrip("/")
-        try:
-            with open(CPU_QUOTA.format(path)) as text:
-                quota, period = text.read().split()
-        except OSError:
-            pass  # the root group has no such file, nor has a group without the cpu controller
-        else:
-            if quota != "max":
-                quotas.append(-(-int(quota) // int(period)))
-        path = path.rpartition("/")[0]
-    return min(quotas, default=None)
+    return max(1, min(allowed, cpu_quota() or allowed))
 
 
 def gpus_may_exist() -> bool:
@@ -108,6 +94,37 @@ def group_members(pgid: int) -> list[int]:
             except ProcessLookupError:
                 continue
     return found
+
+
+class ProcessState:
+    """What the kernel says of a process: the letter of its state (R, S, D, T, Z, ...: see proc(5)), and what it catches."""
+
+    def __init__(self, letter: str, caught: int) -> None:
+        self.letter = letter
+        self._caught = caught
+
+    def catches(self, signum: int) -> bool:
+        """Whether it has a handler for this signal."""
+        return bool(self._caught >> (signum - 1) & 1)
+
+
+def state_of_process(pid: int) -> ProcessState | None:
+    """None where there is no /proc to read it from, or no such process."""
+    try:
+        with open(f"/proc/{pid}/status") as lines:
+            status = dict(line.split(":\t", 1) for line in lines if line.startswith(("State:", "SigCgt:")))
+    except OSError:
+        return None
+    return ProcessState(status["State"][0], int(status["SigCgt"], 16))
+
+
+def has_descriptor(pid: int, fd: int, of: int) -> bool:
+    """Whether that descriptor of another process is of the same file or pipe as `of` is here; False if nobody can tell."""
+    try:
+        there, here = os.stat(f"/proc/{pid}/fd/{fd}"), os.fstat(of)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
 def peek_exit(pid: int, *, block: bool = False) -> int | None:

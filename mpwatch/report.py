@@ -1,15 +1,16 @@
 """The words for what came of a run: a pure function of the result, called when somebody wants to read it."""
 
+import os
+import re
 import signal
 import sysconfig
 from collections.abc import Iterable
-from itertools import takewhile
 from traceback import walk_tb
 from typing import Any
 
 from .result import FailureKind, ProcessFailure, RunResult, WorkerState
 
-__all__ = ["exit_text", "ranks_text", "report"]
+__all__ = ["exit_text", "fates", "ranks_text", "report", "verdict"]
 
 USUAL_CAUSES = {
     signal.SIGSEGV: "an invalid memory access, usually in compiled code",
@@ -24,34 +25,44 @@ SUMMARIES = {
     WorkerState.SUCCEEDED: "had returned",
     WorkerState.STOPPED: "stopped by the watcher",
 }
-CRASH_FRAMES = 12
-LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen ")  # where no user's code is
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+STACK_LINES = 24  # of the stack of a crash: a dozen frames, each with its line of source
+PRINTED_LINES = 12
+FATE_LINES = 30  # groups of ranks; more are counted
+HERE = os.path.dirname(__file__)
+LIBRARIES = (HERE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen ")  # where no user's code is
 TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
+SOURCE_LIMIT = 100  # of a line of source
 
 
 def report(result: RunResult[Any]) -> str:
     """The whole story: the verdict in the first line, then a line for each other group of ranks with the same fate."""
-    fates: dict[str, list[int]] = {}
+    groups = [f"  {ranks_text(ranks)}: {fate}" for fate, ranks in fates(result).items()]
+    if len(groups) > FATE_LINES:
+        groups[FATE_LINES:] = [f"  and {len(groups) - FATE_LINES} more groups of ranks: see .failures and .stacks"]
+    return "\n".join([verdict(result), *_details(result), *groups])
+
+
+def verdict(result: RunResult[Any]) -> str:
+    """Which rank failed first, and why; or what else ended the run."""
+    root = result.root_cause
+    if root is None:
+        return result.reason
+    if root.is_secondary:
+        return f"no rank was seen to fail by itself; the first to complain of a peer: rank {root.rank}: {_what(root)}"
+    if root.kind is FailureKind.EXCEPTION:
+        return f"rank {root.rank} failed first: {_what(root)}"
+    return f"rank {root.rank} {_what(root)}"
+
+
+def fates(result: RunResult[Any]) -> dict[str, list[int]]:
+    """What became of the other ranks: those with the same fate together, in the order of the first of each."""
+    found: dict[str, list[int]] = {}
     for rank, state in sorted(result.worker_states.items()):
         failure = result.failures.get(rank)
         if failure is None or failure is not result.root_cause:
-            fates.setdefault(_fate(failure, state), []).append(rank)
-    return "\n".join(
-        [
-            _verdict(result),
-            *_crash_lines(result.root_cause),
-            *(f"  {ranks_text(ranks)}: {fate}" for fate, ranks in fates.items()),
-        ]
-    )
-
-
-def _crash_lines(root: ProcessFailure | None) -> list[str]:
-    """The innermost frames of a crash; an exception's frames are in its traceback."""
-    if root is None or root.kind not in (FailureKind.SIGNAL, FailureKind.LOST):
-        return []
-    frames = [line for line in root.traceback.splitlines() if line.startswith("  File ")]
-    frames = list(takewhile(lambda line: "/mpwatch/worker/" not in line, frames))
-    return ["  its Python stack, innermost frame first:", *(f"  {line}" for line in frames[:CRASH_FRAMES])] if frames else []
+            found.setdefault(_fate(result, rank, failure, state), []).append(rank)
+    return found
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -66,36 +77,61 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"{word} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def _verdict(result: RunResult[Any]) -> str:
-    root = result.root_cause
-    if root is None:
-        return result.reason
-    if root.is_secondary:
-        return f"no rank was seen to fail by itself; the first to complain of a peer: rank {root.rank}: {_what(root)}"
-    if root.kind is FailureKind.EXCEPTION:
-        return f"rank {root.rank} failed first: {_what(root)}"
-    return f"rank {root.rank} {_what(root)}"
+def _details(result: RunResult[Any]) -> list[str]:
+    """What belongs to the verdict and is longer than a line."""
+    root, lines = result.root_cause, []
+    if root is not None and root.kind in (FailureKind.SIGNAL, FailureKind.LOST, FailureKind.OOM) and root.stack:
+        frames = [f"  {line}" for line in root.stack.splitlines() if line.startswith(("  File ", "    "))]
+        lines += ["  its Python stack, innermost frame first:", *frames[:STACK_LINES]]
+    if root is not None and root.stderr:
+        printed = root.stderr.rstrip().splitlines()
+        lines += ["  what it printed:", *(f"    {line}" for line in printed[-PRINTED_LINES:])]
+    if result.helpers_oom:
+        lines.append(f"  the kernel's out-of-memory killer struck here, if not at a rank: {result.helpers_oom}")
+    return lines
 
 
-def _fate(failure: ProcessFailure | None, state: WorkerState) -> str:
+def _fate(result: RunResult[Any], rank: int, failure: ProcessFailure | None, state: WorkerState) -> str:
     if failure is None:
-        return SUMMARIES[state]
-    return _what(failure) + (" (a consequence: it lost a peer)" if failure.is_secondary else "")
+        return SUMMARIES[state] + (where(result.stacks.get(rank, "")) if state is WorkerState.STOPPED else "")
+    root = result.root_cause
+    if failure.is_secondary and root is not None and not root.is_secondary:
+        return f"a victim of rank {root.rank}: {_what(failure)}"
+    return _what(failure)
+
+
+def where(stacks: str) -> str:
+    """Where the first thread of a stack is, as a phrase to follow another: ` in all_reduce (train.py:88 in step: ...)`."""
+    lines = stacks.partition("\n\n")[0].splitlines()
+    frames = [(frame, lines[n + 1 : n + 2]) for n, line in enumerate(lines) if (frame := FRAME.match(line))]
+    if not frames:
+        return ""
+    frame, source = next((pair for pair in frames if _is_users(pair[0][1])), frames[0])
+    inner = frames[0][0][3] if frame is not frames[0][0] else ""
+    line = source[0].strip() if source and source[0].startswith("    ") else ""
+    text = f": {line[:SOURCE_LIMIT]}" if line else ""
+    return f"{f' in {inner}' if inner else ''} ({_base(frame[1])}:{frame[2]} in {frame[3]}{text})"
 
 
 def _what(failure: ProcessFailure) -> str:
     """What happened to a rank, as a phrase that follows its name."""
     if failure.kind is FailureKind.SIGNAL:
-        return _killed(failure.signal)
+        return _killed(failure.signal, failure.evidence)
+    if failure.kind is FailureKind.OOM:
+        return f"was killed by the kernel's out-of-memory killer ({failure.evidence})"
     if failure.kind is FailureKind.EXCEPTION:
-        return _raised(failure.exception)
+        return _raised(failure.exception, failure.evidence)
     if failure.kind is FailureKind.START:
         return _not_started(failure)
+    if failure.kind is FailureKind.HANG:
+        return f"did not come where its peers waited for it until they timed out: {_still(failure)}"
     if failure.kind is FailureKind.TIMEOUT:
-        return "still at work"
+        return _still(failure)
+    because = failure.evidence or (_raised(failure.exception) if failure.exception else "")
     if failure.kind is FailureKind.EXIT:
-        return f"ended with exit code {failure.exit_code} and no result" + _by(failure.exception)
-    return "ended without returning a result (os._exit(0), os.exec*(), or its exit status was taken by somebody else)"
+        return f"ended with exit code {failure.exit_code} and no result" + (f" ({because})" if because else "")
+    usual = "os._exit(0), os.exec*(), or its exit status was taken by somebody else"
+    return f"ended without returning a result ({because or usual})"
 
 
 def exit_text(code: int) -> str:
@@ -103,36 +139,38 @@ def exit_text(code: int) -> str:
     return _killed(-code) if code < 0 else f"ended with exit code {code}"
 
 
-def _killed(number: int | None) -> str:
+def _killed(number: int | None, evidence: str = "") -> str:
     try:
         name = signal.Signals(number or 0)
     except ValueError:  # a real-time signal has no name
         return f"was killed by signal {number}"
-    cause = USUAL_CAUSES.get(name)
+    cause = evidence or USUAL_CAUSES.get(name)
     return f"was killed by {name.name}" + (f" ({cause})" if cause else "")
 
 
+def _still(failure: ProcessFailure) -> str:
+    return f"still at work{where(failure.stack)}" + (f" ({failure.evidence})" if failure.evidence else "")
+
+
 def _not_started(failure: ProcessFailure) -> str:
+    if failure.signal is not None:
+        return f"never started: it {_killed(failure.signal, failure.evidence)}"
+    if isinstance(failure.exception, TimeoutError) and not failure.exception.__traceback__:
+        return f"never started: {failure.exception}"
     if failure.exception is not None:
         return (
             f"could not load the call: {_raised(failure.exception)}; a rank imports what the function needs "
             "with the caller's sys.path, from where the caller found it"
         )
-    if failure.signal is not None:
-        return f"never started: it {_killed(failure.signal)}"
-    return f"never started: its interpreter ended with exit code {failure.exit_code}; what it printed is on stderr"
+    return f"never started: its interpreter ended with exit code {failure.exit_code}"
 
 
-def _by(error: BaseException | None) -> str:
-    return f" ({_raised(error)})" if error is not None else ""
-
-
-def _raised(error: BaseException | None) -> str:
+def _raised(error: BaseException | None, evidence: str = "") -> str:
     if error is None:
-        return "raised an exception that could not be sent"
+        return "raised an exception that could not be sent" + (f" ({evidence})" if evidence else "")
     text = _first_line(error)
     said = f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
-    return said + _where(error)
+    return said + _raised_in(error)
 
 
 def _first_line(error: BaseException) -> str:
@@ -145,11 +183,19 @@ def _first_line(error: BaseException) -> str:
     return line[:TEXT_LIMIT] + (" …" if line[:TEXT_LIMIT] != text else "")
 
 
-def _where(error: BaseException) -> str:
+def _raised_in(error: BaseException) -> str:
     """The innermost frame of the user's own code; of any code, if there is none."""
     frames = [(trace.f_code.co_filename, line, trace.f_code.co_name) for trace, line in walk_tb(error.__traceback__)]
     if not frames:
         return ""
-    own = [frame for frame in frames if not frame[0].startswith(LIBRARIES) and "/site-packages/" not in frame[0]]
+    own = [frame for frame in frames if _is_users(frame[0])]
     path, line, name = (own or frames)[-1]
-    return f" ({path.rpartition('/')[2]}:{line} in {name})"
+    return f" ({_base(path)}:{line} in {name})"
+
+
+def _is_users(path: str) -> bool:
+    return not path.startswith(LIBRARIES) and "/site-packages/" not in path
+
+
+def _base(path: str) -> str:
+    return path.rpartition("/")[2]

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from .spec import Worker
 from .wire import exceptions
+from .wire.telling import Telling
 
 __all__ = ["FailureKind", "ProcessFailure", "RunResult", "WorkerState"]
 
@@ -39,6 +40,8 @@ class FailureKind(Enum):
     EXCEPTION = "EXCEPTION"  # its function raised, or its value could not be sent back
     EXIT = "EXIT"  # it ended by an exit code of its own
     SIGNAL = "SIGNAL"  # a signal that the watcher did not send killed it
+    OOM = "OOM"  # the kernel's out-of-memory killer killed it, and that is proved
+    HANG = "HANG"  # its peers timed out waiting for it
     START = "START"  # it never came to call the function
     LOST = "LOST"  # it ended with status 0 or an unknown one, and left no result
     TIMEOUT = "TIMEOUT"  # it was still at work when `timeout` ran out
@@ -62,8 +65,14 @@ class ProcessFailure:
     exception: BaseException | None = None
     """The rank's own exception, with its cause, context, notes and frames."""
     traceback: str = ""
-    """The traceback as the rank itself would have printed it, with source lines; after a crash, the Python stack of the
-    thread that crashed, innermost frame first, in faulthandler's words."""
+    """The traceback as the rank itself would have printed it, with source lines; empty if there was no exception."""
+    stack: str = ""
+    """Where the rank was when it crashed, hung or ran out of time: its Python stacks, innermost frame first, in
+    faulthandler's words, with source lines."""
+    stderr: str = ""
+    """What the interpreter printed, if it never became ready."""
+    evidence: str = ""
+    """What else is known of the cause: what proves an OOM or makes one likely, for example."""
     is_secondary: bool = False
     """True if this only says that a peer had gone: a consequence of another failure."""
     elapsed: float = 0.0
@@ -73,12 +82,13 @@ class ProcessFailure:
         """As pickle wants it: the exception link by link, since many cannot be pickled as they are."""
         state = dict(self.__dict__)
         if self.exception is not None:
-            state["exception"] = exceptions.encode(self.exception)
+            telling = Telling(self.exception)
+            state["exception"] = (telling.plain(), telling.details())
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if state["exception"] is not None:
-            state = {**state, "exception": exceptions.decode(state["exception"])}
+            state = {**state, "exception": exceptions.decode(*state["exception"])}
         self.__dict__.update(state)
 
 
@@ -100,6 +110,12 @@ class RunResult(Generic[T]):
     workers: tuple[Worker, ...] = ()
     worker_states: Mapping[int, WorkerState] = field(default_factory=dict)
     """By global rank: SUCCEEDED, FAILED, or STOPPED by the watcher."""
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    """By global rank: where the ranks still at work were just before they were stopped, all threads, the main thread first,
+    innermost frame first. Empty for a rank whose stacks could not be had in time."""
+    helpers_oom: str = ""
+    """What shows that the kernel's out-of-memory killer struck during the run, if it was not a rank that it killed: a helper
+    of one, such as a DataLoader's worker, or something else in the same memory group."""
     reason: str = ""
     """What ended the run, where no rank did: the timeout, or a signal to the watcher."""
 
@@ -114,6 +130,12 @@ class RunResult(Generic[T]):
 
     def __len__(self) -> int:
         return len(self.return_values)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from .tables import table_of  # which needs the words of report.py, and these this module
+
+        return table_of(self)
 
     def __repr__(self) -> str:
         return f"<RunResult {self.state.name}: {len(self.workers)} ranks, {len(self.failures)} failures>"

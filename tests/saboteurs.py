@@ -30,6 +30,17 @@ def only_rank_1(what, barrier, *args):
     return wait_to_be_stopped()
 
 
+def only_rank_1_when_the_others_sleep(what, pids):
+    """The others have written down their pids, and then begun to wait."""
+    me = rank()
+    if me != 1:
+        pids[me] = os.getpid()
+        wait_to_be_stopped()
+    while not all(state_of(pids[other]) == "S" for other in range(len(pids)) if other != 1):
+        os.sched_yield()
+    return what()
+
+
 class PickyError(Exception):
     """Plain pickle cannot rebuild it: two arguments that it does not keep in args."""
 
@@ -374,25 +385,85 @@ def ends_at_sigterm(ending, barrier=None):
 
 
 class SlowToTellError(Exception):
-    """Takes until the watcher has heard of another failure, and has told this rank to stop, to be packed."""
+    """Has no text before another rank's failure has been told."""
+
+    def __str__(self):
+        _has_failed.set()
+        _other_has_told.wait()
+        return "slow"
+
+
+class TellsThatItIsToldError(Exception):
+    """It is pickled after it has been told."""
 
     def __reduce__(self):
-        _has_failed.set()
-        while signal.SIGTERM not in signal.sigpending():
-            os.sched_yield()
-        return SlowToTellError, ()
+        _other_has_told.set()
+        return TellsThatItIsToldError, ()
 
 
-def fails_first_but_is_slow_to_tell(barrier, has_failed):
-    global _has_failed
-    _has_failed = has_failed
+def fails_first_but_is_slow_to_tell(barrier, has_failed, other_has_told):
+    global _has_failed, _other_has_told
+    _has_failed, _other_has_told = has_failed, other_has_told
     barrier.wait()
     if rank() == 0:
         raise SlowToTellError
     if rank() == 1:
         has_failed.wait()
-        raise ValueError("the batch is bad")
+        raise TellsThatItIsToldError
     wait_to_be_stopped()
+
+
+class NeverTellsError(Exception):
+    def __str__(self):
+        return str(wait_to_be_stopped())
+
+
+class ExitsAsItsTextIsMadeError(Exception):
+    def __str__(self):
+        return str(os._exit(5))
+
+
+class ExitsWhenRebuiltError(Exception):
+    def __init__(self, code, *, detail):
+        super().__init__(f"code {code}: {detail}")
+
+    def __reduce__(self):
+        return os._exit, (5,)
+
+
+class NeverRebuiltError(Exception):
+    def __reduce__(self):
+        return wait_to_be_stopped, ()
+
+
+def raises_what_never_tells():
+    raise NeverTellsError
+
+
+def raises_what_exits_as_text():
+    raise ExitsAsItsTextIsMadeError
+
+
+def raises_what_exits_when_rebuilt():
+    raise ExitsWhenRebuiltError(7, detail="two arguments")
+
+
+def raises_what_never_comes_back():
+    raise NeverRebuiltError("the batch is bad")
+
+
+class InterruptsItsTellingError(Exception):
+    """With a thread that takes the signals which the main thread might have blocked."""
+
+    def __reduce__(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        return type(self), self.args
+
+
+def raises_what_is_interrupted_as_it_is_told():
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    raise InterruptsItsTellingError("the batch is bad")
 
 
 def forks_and_the_copy_raises():

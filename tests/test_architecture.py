@@ -11,14 +11,15 @@ from programs import python
 import mpwatch
 
 PACKAGE = Path(mpwatch.__file__).parent
-DATA = {"spec", "result", "errors", "report"}
+DATA = {"spec", "result", "errors", "report", "tables"}
 # From the ground to the user's side: a module may import of its own layer and of those named, and nothing else of mpwatch.
 LAYERS = {
-    "platform": set(),
+    "cgroups": set(),
+    "platform": {"cgroups"},
     "guardian": set(),
     "wire": {"platform"},
     "data": {"platform", "wire"},
-    "watcher": {"platform", "wire", "data"},
+    "watcher": {"cgroups", "platform", "wire", "data"},
     "worker": {"platform", "wire", "data"},
     "api": {"data", "watcher"},
     "facade": {"api", "data", "worker"},

@@ -12,7 +12,8 @@ import saboteurs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpwatch.wire.exceptions import decode, encode, outline, text_of
+from mpwatch.wire.exceptions import decode, outline, text_of
+from mpwatch.wire.telling import Telling
 
 
 def raised(error):
@@ -23,7 +24,8 @@ def raised(error):
 
 
 def through(error):
-    return decode(encode(error))
+    telling = Telling(error)
+    return decode(telling.plain(), telling.details())
 
 
 class NeedsNew(Exception):
@@ -193,7 +195,7 @@ def test_frames_show_file_function_and_line_and_no_carets():
 
 
 def test_what_can_be_told_without_rebuilding():
-    data = encode(raised(RefusesToPickle("text")))
+    data = Telling(raised(RefusesToPickle("text"))).plain()
     assert [(link.name, link.text) for link in outline(data)] == [("RefusesToPickle", "text")]
     assert "RefusesToPickle: text" in text_of(data)
 
@@ -253,5 +255,17 @@ def test_any_tree_keeps_its_shape(error):
 
 
 def test_what_crosses_is_plain_but_for_the_pickles_inside():
-    links = pickle.loads(encode(raised(saboteurs.PickyError(7, detail="x"))))["links"]
-    assert {type(value) for value in links[0].values()} <= {str, bytes, list, dict, bool, int, type(None)}
+    telling = Telling(raised(saboteurs.PickyError(7, detail="x")))
+    (link,), (part,) = pickle.loads(telling.plain())["links"], pickle.loads(telling.details())
+    assert {type(value) for value in link.values()} <= {str, list, bool, int, type(None)}
+    assert {type(value) for value in part.values()} <= {bytes, list, dict, type(None)}
+
+
+def test_without_details_there_are_stand_ins_of_the_same_shape():
+    error = raised(saboteurs.PickyError(7, detail="x"))
+    error.__cause__ = raised(OSError(2, "No such file", "path"))
+    back = decode(Telling(error).plain())
+    assert (type(back).__name__, str(back)) == ("PickyError", str(error))
+    assert isinstance(back.__cause__, OSError)
+    assert str(back.__cause__) == str(error.__cause__)
+    assert back.__traceback__ is not None

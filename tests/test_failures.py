@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import time
 
@@ -63,8 +64,8 @@ def test_the_first_failure_is_told(saboteur, nprocs, barrier):
     assert error.__cause__ is root.exception
     verdict, *others = str(error).splitlines()
     assert text in verdict
-    rest = "rank 0, 2" if nprocs == 3 else "ranks 0, 2-7"
-    assert others[-1].strip() == f"{rest.replace('rank 0', 'ranks 0')}: stopped by the watcher"
+    assert all(re.search(r"ranks? .*: stopped by the watcher .*\(saboteurs\.py:", line) for line in others[-1:])
+    assert set(error.stacks) == set(range(nprocs)) - {1}
     assert error.failures == {1: root}
     assert error.result.return_values == {}
     assert error.result.state is WorkerState.FAILED
@@ -72,6 +73,20 @@ def test_the_first_failure_is_told(saboteur, nprocs, barrier):
     assert states == [WorkerState.FAILED if rank == 1 else WorkerState.STOPPED for rank in range(nprocs)]
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error)
+
+
+def test_ranks_at_the_same_place_are_one_line_of_the_report():
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        pids = SPAWN.Array("i", 8)
+        args = (saboteurs.raises_value_error, pids)
+        mpwatch.run(saboteurs.only_rank_1_when_the_others_sleep, 8, args=args)
+    _, others = str(caught.value).splitlines()
+    assert re.fullmatch(
+        r"  ranks 0, 2-7: stopped by the watcher \(saboteurs\.py:\d+ in wait_to_be_stopped: signal\.pause\(\)\)", others
+    )
+    lines = caught.value.stacks[7].splitlines()
+    assert "thread 0x" in lines[0].lower()
+    assert [line.strip() for line in lines[2::2]] == ["signal.pause()", "wait_to_be_stopped()"]
 
 
 def failing(saboteur, barrier, more=()):
@@ -116,8 +131,8 @@ def test_attributes_survive_without_those_that_cannot(barrier):
 
 def test_a_crash_leaves_its_python_stack(barrier, capfd):
     error = failing(saboteurs.crashes, barrier)
-    assert "in crashes" in error.root_cause.traceback
-    assert "in crashes" in str(error)
+    assert "in crashes" in error.root_cause.stack
+    assert "ctypes.string_at(0)" in str(error)
     assert "bootstrap.py" not in str(error)
     assert "Segmentation" not in capfd.readouterr().err
 
@@ -215,11 +230,12 @@ def test_timeout():
     assert 1.0 <= time.monotonic() - start < 6
     error = caught.value
     assert isinstance(error, TimeoutError)
-    assert str(error).splitlines() == [
-        "the run did not end within timeout=1 s: ranks 0, 2 had not returned",
-        "  ranks 0, 2: still at work",
-        "  rank 1: had returned",
-    ]
+    verdict, late, ended = str(error).splitlines()
+    assert verdict == "the run did not end within timeout=1 s: ranks 0, 2 had not returned"
+    assert late.startswith("  ranks 0, 2: still at work (saboteurs.py:")
+    assert ended == "  rank 1: had returned"
+    assert "in only_rank_1_returns" in error.failures[0].stack
+    assert error.stacks[0] == error.failures[0].stack
     assert (error.root_cause, error.exit_code, set(error.failures)) == (None, 124, {0, 2})
     assert error.failures[0].kind is FailureKind.TIMEOUT
 
@@ -228,10 +244,9 @@ def test_timeout():
 def test_a_timeout_is_one_whatever_ranks_do_about_sigterm(ending):
     with pytest.raises(mpwatch.RunTimeoutError) as caught:
         mpwatch.run(saboteurs.ends_at_sigterm, 2, args=(ending,), timeout=0.7)
-    assert str(caught.value).splitlines() == [
-        "the run did not end within timeout=0.7 s: ranks 0-1 had not returned",
-        "  ranks 0-1: still at work",
-    ]
+    verdict, late = str(caught.value).splitlines()
+    assert verdict == "the run did not end within timeout=0.7 s: ranks 0-1 had not returned"
+    assert late.startswith("  ranks 0-1: still at work (saboteurs.py:")
     assert caught.value.exit_code == 124
 
 
@@ -239,16 +254,57 @@ def test_a_timeout_is_one_whatever_ranks_do_about_sigterm(ending):
 def test_a_rank_that_ends_because_it_was_told_to_is_stopped(ending, barrier, capfd):
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(saboteurs.ends_at_sigterm, 3, args=(ending, barrier))
-    assert str(caught.value).splitlines()[1:] == ["  ranks 0, 2: stopped by the watcher"]
+    (others,) = str(caught.value).splitlines()[1:]
+    assert re.match(r"  ranks 0, 2: stopped by the watcher .*\(saboteurs\.py:", others)
     out, err = capfd.readouterr()
     assert (out.count("told to stop"), err) == (2, "")
 
 
 def test_a_failure_counts_from_when_it_happened_not_from_when_it_was_packed(barrier):
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(saboteurs.fails_first_but_is_slow_to_tell, 3, args=(barrier, SPAWN.Event()))
+        mpwatch.run(saboteurs.fails_first_but_is_slow_to_tell, 3, args=(barrier, SPAWN.Event(), SPAWN.Event()))
     assert caught.value.root_cause.rank == 0
-    assert set(caught.value.failures) == {0, 1}
+    assert type(caught.value.__cause__) is saboteurs.SlowToTellError
+
+
+def test_an_exception_without_an_end_to_its_text_is_told_as_one(barrier):
+    start = time.monotonic()
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(saboteurs.only_rank_1, 3, args=(saboteurs.raises_what_never_tells, barrier), grace_period=0.3)
+    assert time.monotonic() - start < 20
+    root = caught.value.root_cause
+    assert (root.rank, root.kind, root.exception) == (1, EXCEPTION, None)
+    assert "raised an exception that could not be sent (making its text did not end" in str(caught.value)
+    assert "in __str__" in root.stack
+
+
+def test_a_rank_that_ends_as_its_exception_is_told(barrier):
+    error = failing(saboteurs.raises_what_exits_as_text, barrier)
+    assert (error.root_cause.rank, error.root_cause.kind, error.exit_code) == (1, EXIT, 5)
+    assert "had raised an exception" in str(error)
+
+
+@pytest.mark.parametrize("saboteur", [saboteurs.raises_what_exits_when_rebuilt, saboteurs.raises_what_never_comes_back])
+def test_what_would_harm_whoever_rebuilds_it_is_tried_in_the_rank(saboteur, barrier):
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(saboteurs.only_rank_1, 3, args=(saboteur, barrier), grace_period=0.3)
+    error = caught.value.root_cause.exception
+    expected = (
+        ("ExitsWhenRebuiltError", "code 7: two arguments")
+        if "exits" in saboteur.__name__
+        else (
+            "NeverRebuiltError",
+            "the batch is bad",
+        )
+    )
+    assert (type(error).__name__, str(error)) == expected
+    assert caught.value.root_cause.kind is EXCEPTION
+    assert frames_of(error)[-1][1] == saboteur.__name__
+
+
+def test_signals_do_not_disturb_the_telling(barrier):
+    error = failing(saboteurs.raises_what_is_interrupted_as_it_is_told, barrier)
+    assert type(error.__cause__) is saboteurs.InterruptsItsTellingError
 
 
 def test_a_forked_copy_that_raises_says_so_itself(capfd):

@@ -10,14 +10,18 @@ from mpwatch.watcher.machine import (
     KILL_SECONDS,
     LAST_CALL_SECONDS,
     LIVING,
+    LOOK_SECONDS,
     START_SECONDS,
     CallRank,
     Died,
     EndRank,
     Failed,
+    Failing,
     GiveUp,
     IllegalEventError,
     Interrupted,
+    LookAt,
+    Looked,
     Machine,
     Phase,
     Ready,
@@ -41,6 +45,16 @@ def at_work(n=3, timeout=None):
     return it
 
 
+def after_a_look(it, event, now, *ranks):
+    """What is done once these ranks have been looked at, which is what the event or the deadline leads to."""
+    assert (it.expire(now) if event is None else it.handle(event, now)) == [LookAt(rank) for rank in ranks]
+    assert it.stage is Stage.LOOKING
+    *others, last = ranks
+    for rank in others:
+        assert it.handle(Looked(rank), now) == []
+    return it.handle(Looked(last), now)
+
+
 def stop(*ranks):
     return [SignalRank(rank, number) for rank in ranks for number in (signal.SIGTERM, signal.SIGCONT)]
 
@@ -58,7 +72,7 @@ def test_all_return_and_are_told_to_end_together():
 
 def test_a_failure_stops_all_at_once_itself_included():
     it = at_work()
-    assert it.handle(Failed(1), 5.0) == [*stop(0), EndRank(1), *stop(1), *stop(2)]
+    assert after_a_look(it, Failed(1), 5.0, 0, 2) == [*stop(0), EndRank(1), *stop(1), *stop(2)]
     assert (it.stage, it.verdict, it.stopped_at, it.deadline) == (Stage.STOPPING, Verdict.FAILED, 5.0, 5.0 + GRACE)
     for rank in range(3):
         it.handle(Died(rank), 6.0)
@@ -67,7 +81,49 @@ def test_a_failure_stops_all_at_once_itself_included():
 
 def test_a_death_without_an_answer_is_a_failure():
     it = at_work()
-    assert it.handle(Died(0), 5.0) == stop(1, 2)
+    assert after_a_look(it, Died(0), 5.0, 1, 2) == stop(1, 2)
+    assert it.verdict is Verdict.FAILED
+
+
+def test_a_look_takes_no_longer_than_it_may():
+    it = at_work()
+    assert it.handle(Failed(1), 1.0) == [LookAt(0), LookAt(2)]
+    assert it.deadline == 1.0 + LOOK_SECONDS
+    assert it.handle(Looked(2), 1.1) == []
+    assert it.expire(1.0 + LOOK_SECONDS) == [*stop(0), EndRank(1), *stop(1), *stop(2)]
+    assert it.handle(Looked(0), 1.3) == []
+    assert it.stopped_at == 1.0 + LOOK_SECONDS
+
+
+@pytest.mark.parametrize("event", [Returned, Failed, Died, Failing])
+def test_whoever_says_something_else_is_not_waited_for_in_a_look(event):
+    it = at_work(2)
+    it.handle(Failed(1), 1.0)
+    assert SignalRank(1, signal.SIGTERM) in it.handle(event(0), 1.1)
+    assert (it.stage, it.verdict) == (Stage.STOPPING, Verdict.FAILED)
+
+
+def test_a_rank_that_becomes_ready_during_a_look_is_not_called():
+    it = machine(3)
+    it.handle(Ready(0), 0.0)
+    it.handle(Ready(1), 0.0)
+    assert it.handle(Failed(1), 1.0) == [LookAt(0)]
+    assert it.handle(Ready(2), 1.1) == []
+    assert it.handle(Looked(0), 1.1) == [*stop(0), EndRank(1), *stop(1), *stop(2)]
+
+
+def test_ctrl_c_ends_a_look():
+    it = at_work(2)
+    it.handle(Failed(1), 1.0)
+    assert it.handle(Interrupted(signal.SIGINT), 1.1)[0] == SignalRank(0, signal.SIGINT)
+    assert (it.stage, it.verdict, it.signum) == (Stage.STOPPING, Verdict.FAILED, signal.SIGINT)
+
+
+def test_a_rank_that_does_not_say_what_it_raised_is_waited_for_for_a_moment():
+    it = at_work(2)
+    assert it.handle(Failing(0), 1.0) == []
+    assert it.deadline == 1.0 + LAST_CALL_SECONDS
+    assert after_a_look(it, None, 1.0 + LAST_CALL_SECONDS, 0, 1) == stop(0, 1)
     assert it.verdict is Verdict.FAILED
 
 
@@ -90,7 +146,7 @@ def test_the_only_rank_dies():
 
 def test_the_ladder_is_climbed_once_and_ends_in_giving_up():
     it = at_work(2)
-    it.handle(Failed(0), 1.0)
+    after_a_look(it, Failed(0), 1.0, 1)
     assert it.expire(1.0 + GRACE - 0.001) == []
     assert it.expire(1.0 + GRACE) == [SignalRank(0, signal.SIGKILL), SignalRank(1, signal.SIGKILL)]
     assert it.deadline == 1.0 + GRACE + KILL_SECONDS
@@ -106,12 +162,13 @@ def test_a_complaint_waits_for_its_cause():
     assert it.handle(Failed(2, is_secondary=True), 1.5) == []
     assert it.deadline == 1.0 + LAST_CALL_SECONDS
     assert it.handle(Failed(1), 1.6) == [EndRank(0), *stop(0), EndRank(1), *stop(1), EndRank(2), *stop(2)]
+    assert it.verdict is Verdict.FAILED
 
 
 def test_a_complaint_without_a_cause_ends_the_run_when_time_is_up():
     it = at_work()
     it.handle(Failed(0, is_secondary=True), 1.0)
-    assert it.expire(1.0 + LAST_CALL_SECONDS) == [EndRank(0), *stop(0), *stop(1, 2)]
+    assert after_a_look(it, None, 1.0 + LAST_CALL_SECONDS, 1, 2) == [EndRank(0), *stop(0), *stop(1, 2)]
     assert it.verdict is Verdict.FAILED
 
 
@@ -135,7 +192,7 @@ def test_the_timeout():
     it = at_work(timeout=3.0)
     it.handle(Returned(0), 1.0)
     assert it.deadline == 3.0
-    assert it.expire(3.0) == [EndRank(0), *stop(0), *stop(1, 2)]
+    assert after_a_look(it, None, 3.0, 1, 2) == [EndRank(0), *stop(0), *stop(1, 2)]
     assert it.verdict is Verdict.TIMED_OUT
 
 
@@ -143,7 +200,7 @@ def test_ranks_that_do_not_come_up():
     it = machine(2)
     it.handle(Ready(0), 1.0)
     assert it.deadline == START_SECONDS
-    assert it.expire(START_SECONDS) == stop(0, 1)
+    assert after_a_look(it, None, START_SECONDS, 0) == stop(0, 1)
     assert (it.never_ready, it.verdict) == ([1], Verdict.FAILED)
 
 
@@ -174,7 +231,7 @@ def test_ctrl_c_twice_kills():
 
 def test_ctrl_c_while_a_failed_run_is_stopped_hurries_it():
     it = at_work(2)
-    it.handle(Failed(0), 1.0)
+    after_a_look(it, Failed(0), 1.0, 1)
     kills = [SignalRank(0, signal.SIGKILL), SignalRank(1, signal.SIGKILL)]
     assert it.handle(Interrupted(signal.SIGINT), 2.0) == kills
     assert (it.verdict, it.signum) == (Verdict.FAILED, signal.SIGINT)
@@ -216,12 +273,12 @@ def test_what_cannot_be_is_an_error(history, event):
 # In which phases the system may say what; a rank that is told to stop may still say anything that it had begun to.
 POSSIBLE = {
     Phase.STARTING: (Ready, Died),
-    Phase.AT_WORK: (Returned, Failed, Died),
+    Phase.AT_WORK: (Returned, Failing, Failed, Died),
     Phase.DONE: (Died,),
     Phase.BROKEN: (Died,),
     Phase.ENDING: (Died,),
-    Phase.STOPPING: (Failed, Returned, Died),
-    Phase.KILLED: (Died,),
+    Phase.STOPPING: (Failing, Failed, Returned, Looked, Died),
+    Phase.KILLED: (Looked, Died),
 }
 
 
@@ -241,7 +298,8 @@ def test_any_history_ends_with_everybody_stopped_once_and_killed_once(data, n, t
         elif choice == "signal":
             sent += it.handle(Interrupted(signal.SIGINT), now)
         elif isinstance(choice, int):
-            kinds = [kind for kind in POSSIBLE[it.phases[choice]] if kind is Died or choice not in answered]
+            kinds = [kind for kind in POSSIBLE[it.phases[choice]] if kind in (Died, Looked) or choice not in answered]
+            kinds += [Looked] if it.stage is Stage.LOOKING and LookAt(choice) in sent else []
             kind = data.draw(st.sampled_from(kinds))
             event = Failed(choice, data.draw(st.booleans())) if kind is Failed else kind(choice)
             if kind in (Failed, Returned):
@@ -255,6 +313,7 @@ def test_any_history_ends_with_everybody_stopped_once_and_killed_once(data, n, t
         assert sent.count(SignalRank(rank, signal.SIGCONT)) <= 1
         assert sent.count(CallRank(rank)) <= 1
         assert sent.count(GiveUp(rank)) <= 1
+        assert sent.count(LookAt(rank)) <= 1
     if it.stage is Stage.OVER:
         assert set(it.phases.values()) <= {Phase.GONE, Phase.GIVEN_UP}
         assert it.verdict is not None

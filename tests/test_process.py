@@ -18,8 +18,8 @@ from mpwatch.platform import anonymous_file, peek_exit, usable_cpus
 from mpwatch.watcher.environment import reserve_port
 from mpwatch.watcher.guardian import Guardian
 from mpwatch.watcher.process import UNKNOWN_EXIT, WatchedProcess
-from mpwatch.wire.lastwords import SLOT, LastWords, read_answer, read_crash
-from mpwatch.wire.messages import Frames, Kind, frame
+from mpwatch.wire.lastwords import SLOT, LastWords, read_answer
+from mpwatch.wire.messages import HEADER, WHERE, Frames, Kind, frame
 from mpwatch.wire.process import Seat
 
 
@@ -27,20 +27,23 @@ from mpwatch.wire.process import Seat
 def rank():
     """A rank that has said READY and waits for a call; its channel."""
     ours, theirs = socket.socketpair()
-    box = anonymous_file("mpwatch-test")
+    box, stacks = anonymous_file("mpwatch-test"), os.memfd_create("stacks")
     os.ftruncate(box, SLOT)
-    process = WatchedProcess(Seat({}, theirs.fileno(), box), dict(os.environ), [theirs.fileno(), box], "a-rank")
+    seat = Seat({}, theirs.fileno(), box, 0, 1)
+    process = WatchedProcess(seat, dict(os.environ), [theirs.fileno(), box], stacks, "a-rank")
     process.start()
     theirs.close()
     with ours:
         (ready,) = Frames().feed(ours.recv(1000))
         assert ready.kind is Kind.READY
+        assert len(ready.body) == WHERE.size
         yield process, ours
     if not process._closed:
         process.kill()
         wait([process.sentinel])
         process.bury()
     os.close(box)
+    os.close(stacks)
 
 
 def test_it_is_a_process_of_multiprocessing_and_leads_a_group(rank):
@@ -119,17 +122,32 @@ def test_a_guardian_that_is_closed_is_gone():
     guardian.close()
 
 
-def test_the_black_box_keeps_a_whole_answer_or_none():
+def test_the_black_box_keeps_whole_frames_or_none():
+    box = anonymous_file("mpwatch-test")
+    os.ftruncate(box, 2 * SLOT)
+    words = LastWords(os.dup(box), 1)
+    assert read_answer(box, 1) == []
+    assert words.leave(frame(Kind.RAISED, b"first"))
+    assert not words.leave(frame(Kind.DETAILS, bytes(SLOT)))
+    assert words.leave(frame(Kind.DETAILS, b"second"))
+    assert [(message.kind, message.body) for message in read_answer(box, 1)] == [
+        (Kind.RAISED, b"first"),
+        (Kind.DETAILS, b"second"),
+    ]
+    assert read_answer(box, 0) == []
+    os.close(box)
+
+
+def test_a_black_box_may_be_full_and_what_has_been_overwritten_is_refused():
     box = anonymous_file("mpwatch-test")
     os.ftruncate(box, SLOT)
-    assert read_answer(box) is None
-    words = LastWords(os.dup(box))
-    assert not words.leave_answer(frame(Kind.RETURNED, bytes(SLOT)))
-    assert words.leave_answer(frame(Kind.RETURNED, b"body"))
-    os.write(words.crash_fd, b"stack")
-    assert read_answer(box).body == b"body"
-    assert read_crash(box) == "stack"
-    os.close(words.crash_fd)
+    words = LastWords(os.dup(box), 0)
+    assert words.leave(frame(Kind.RETURNED, bytes(SLOT - HEADER.size)))
+    assert [len(message.body) for message in read_answer(box, 0)] == [SLOT - HEADER.size]
+    for garbage in (b"x" * 100, HEADER.pack(b"mpw1", Kind.RETURNED, 0.0, 2 * SLOT)):
+        os.pwrite(box, garbage, 0)
+        with pytest.raises(ValueError, match=r"not a message|a message of"):
+            read_answer(box, 0)
     os.close(box)
 
 

@@ -7,10 +7,11 @@ import pytest
 
 from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, Worker, WorkerState
 from mpwatch.report import exit_text, ranks_text, report
-from mpwatch.watcher.diagnosis import Facts, RankFacts, diagnose
+from mpwatch.watcher.diagnosis import diagnose
+from mpwatch.watcher.facts import Facts, RankFacts
 from mpwatch.watcher.machine import Verdict
-from mpwatch.wire.exceptions import encode
 from mpwatch.wire.messages import Kind, Message
+from mpwatch.wire.telling import Telling
 
 
 def facts(*ranks, verdict=Verdict.FAILED, stopped_at=10.0, **more):
@@ -32,7 +33,9 @@ def facts(*ranks, verdict=Verdict.FAILED, stopped_at=10.0, **more):
 
 
 def raised(error, at):
-    return {"report": Message(Kind.RAISED, at, encode(error)), "died_at": 11.0, "exit_code": -15}
+    telling = Telling(error)
+    report = Message(Kind.RAISED, at, telling.plain())
+    return {"report": report, "details": telling.details(), "died_at": 11.0, "exit_code": -15}
 
 
 def died(code, at=10.0, sent=()):
@@ -166,7 +169,7 @@ def test_equal_fates_are_one_line_at_512_ranks():
     ranks[200] = ranks[300] = raised(COMPLAINT, 9.5)
     text = report(diagnose(facts(*ranks)))
     assert len(text.splitlines()) == 3
-    assert "ranks 200, 300: RuntimeError" in text
+    assert "ranks 200, 300: a victim of rank 100: RuntimeError" in text
     assert "ranks 0-99, 101-199, 201-299, 301-511: stopped by the watcher" in text
 
 

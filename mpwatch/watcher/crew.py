@@ -1,4 +1,4 @@
-"""The ranks as the watcher has them: processes, channels, black boxes and the guardian, all owned here.
+"""The ranks as the watcher has them: processes, their lines, black boxes, the gate and the guardian, all owned here.
 
 Guarantee: when the crew is closed, every rank it started is dead and reaped (but for one that not even SIGKILL ends, which
 is left to the kernel), and everything it opened is closed.
@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from multiprocessing import current_process
 from multiprocessing.connection import wait
@@ -20,21 +19,21 @@ from typing import Any, Self
 from ..errors import LaunchError
 from ..platform import anonymous_file, group_exists, group_members, open_pidfd
 from ..spec import Worker
-from ..wire.lastwords import SLOT, read_answer, read_crash
-from ..wire.messages import MAX_DESCRIPTORS, Frames, Kind, Message, frame
+from ..wire.lastwords import SLOT, read_answer
+from ..wire.messages import Kind, Message
 from ..wire.payload import Payload
 from ..wire.process import Seat
-from .diagnosis import RankFacts
+from .gate import Gate
 from .guardian import Guardian
+from .line import RankLine
 from .machine import KILL_SECONDS
 from .process import WatchedProcess
 
-__all__ = ["Crew", "RankLine"]
+__all__ = ["Crew"]
 
 log = logging.getLogger("mpwatch")
 
-READ_SIZE = 1 << 18
-DRAIN_LIMIT = 1 << 26  # bytes read of one channel before the others have their turn
+STDERR = 2
 REMEDIES: dict[int | None, str] = {
     errno.EMFILE: "raise the limit of open files (`ulimit -n`): a rank takes about 4 descriptors",
     errno.ENFILE: "the system has no more open files: see /proc/sys/fs/file-max",
@@ -46,83 +45,27 @@ REMEDIES: dict[int | None, str] = {
 }
 
 
-class RankLine:
-    """One rank as the watcher has it: its process, its channel, and what was seen of it."""
-
-    def __init__(self, worker: Worker, process: WatchedProcess, channel: socket.socket, lastwords_fd: int) -> None:
-        self.process = process
-        self.channel = channel
-        self._lastwords_fd = lastwords_fd
-        self.frames = Frames()
-        self.facts = RankFacts(worker)
-
-    def send(self, kind: Kind, fds: Sequence[int] = ()) -> None:
-        """A few bytes: they fit into the empty buffer of the channel, so this does not block. Raises OSError."""
-        if not self.is_open:
-            return
-        # a rank that has closed its end, or died, is heard of otherwise
-        with suppress(BrokenPipeError, ConnectionResetError):
-            while len(fds) > MAX_DESCRIPTORS:
-                self._send(Kind.DESCRIPTORS, fds[:MAX_DESCRIPTORS])
-                fds = fds[MAX_DESCRIPTORS:]
-            self._send(kind, fds)
-
-    def _send(self, kind: Kind, fds: Sequence[int]) -> None:
-        # the host's SIGPIPE may be at its default, and would end it
-        socket.send_fds(self.channel, [frame(kind)], list(fds), getattr(socket, "MSG_NOSIGNAL", 0))
-
-    def answer_left(self) -> Message | None:
-        """What a dead rank could not send any more, and has left in its black box."""
-        try:
-            return read_answer(self._lastwords_fd)
-        except ValueError as error:  # its own memory has been overwritten
-            log.debug("the black box of rank %d: %s", self.facts.worker.rank, error)
-            return None
-
-    def crash_stack(self) -> str:
-        """The Python stack at which a dead rank crashed, if it did."""
-        return read_crash(self._lastwords_fd)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether more may come over the channel."""
-        return self.channel.fileno() != -1
-
-    def close(self) -> None:
-        """Give the descriptors back; the process is the crew's to bury."""
-        self.channel.close()
-        os.close(self._lastwords_fd)
-
-    def read(self) -> list[Message]:
-        """What has come. Closes the channel if there will be no more."""
-        messages: list[Message] = []
-        try:
-            for _ in range(DRAIN_LIMIT // READ_SIZE):
-                data = self.channel.recv(READ_SIZE)
-                if not data:
-                    self.channel.close()
-                    break
-                messages += self.frames.feed(data)
-        except BlockingIOError:
-            pass
-        except (OSError, ValueError) as error:  # reset by a dead rank, or written to by somebody who is none
-            log.debug("channel of rank %d closed: %s", self.facts.worker.rank, error)
-            self.channel.close()
-        return messages
-
-
 class Crew:
     """Owns the ranks' processes and all that they need. A context manager: whoever is alive at its end is killed."""
 
     def __init__(self, payload: Payload) -> None:
         self.payload = payload
         self.lines: dict[int, RankLine] = {}
+        self.gate: Gate[Any]
+        self._slots: dict[int, int] = {}  # of the black boxes, by rank
+        self._stderr_fd: int | None = None
         self._groups: list[int] = []  # of buried ranks, with helpers that have been killed but are not gone yet
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             try:
+                self.gate = stack.enter_context(Gate())
+                self._boxes_fd = anonymous_file("mpwatch-lastwords")
+                stack.callback(os.close, self._boxes_fd)
                 self.guardian = stack.enter_context(closing(Guardian()))
+                if _has_stderr():
+                    self._stderr_fd = os.dup(STDERR)
+                    stack.callback(os.close, self._stderr_fd)
             except OSError as error:
                 raise LaunchError(_with_remedy("the ranks cannot be watched", error)) from error
             stack.callback(self._await_helpers)
@@ -141,19 +84,22 @@ class Crew:
             raise LaunchError(_why_not_started(worker, error)) from error
 
     def _start(self, worker: Worker, env: dict[str, str]) -> None:
-        with ExitStack() as stack:
-            lastwords_fd = anonymous_file("mpwatch-lastwords")
-            stack.callback(os.close, lastwords_fd)
-            os.ftruncate(lastwords_fd, SLOT)
-            ours, theirs = map(stack.enter_context, socket.socketpair())
+        slot = self._slots[worker.rank] = len(self._slots)
+        os.ftruncate(self._boxes_fd, (slot + 1) * SLOT)
+        with ExitStack() as kept, ExitStack() as passed:
+            ours, theirs = map(passed.enter_context, socket.socketpair())
             ours.setblocking(False)
-            seat = Seat(_fields_of(worker), theirs.fileno(), lastwords_fd)
-            process = WatchedProcess(seat, env, [theirs.fileno(), lastwords_fd], f"mpwatch-rank-{worker.rank}")
+            pipe_ours, pipe_theirs = os.pipe()
+            kept.callback(os.close, pipe_ours)
+            passed.callback(os.close, pipe_theirs)
+            os.set_blocking(pipe_ours, False)
+            seat = Seat(_fields_of(worker), theirs.fileno(), self._boxes_fd, slot, self._stderr_fd)
+            fds = [theirs.fileno(), self._boxes_fd, *([] if self._stderr_fd is None else [self._stderr_fd])]
+            process = WatchedProcess(seat, env, fds, pipe_theirs, f"mpwatch-rank-{worker.rank}")
             process.start()
-            theirs.close()
-            stack.pop_all()
-        line = self.lines[worker.rank] = RankLine(worker, process, ours, lastwords_fd)
-        line.facts.pid = process.child_pid
+            channel = socket.socket(fileno=ours.detach())
+            kept.pop_all()
+        self.lines[worker.rank] = RankLine(worker, process, channel, pipe_ours)
         self.guardian.guard(process.child_pid)
 
     def call(self, line: RankLine) -> None:
@@ -162,6 +108,21 @@ class Crew:
             line.send(Kind.CALL, self.payload.fds)
         except OSError as error:
             raise LaunchError(_with_remedy(f"the call could not be sent to rank {line.facts.worker.rank}", error)) from error
+
+    def pass_on(self, printed: bytes) -> None:
+        """What an interpreter has printed before it was ready, to where it would have gone."""
+        if printed and self._stderr_fd is not None:
+            with suppress(OSError):
+                os.write(self._stderr_fd, printed)
+
+    def answer_left(self, line: RankLine) -> list[Message]:
+        """What a dead rank could not send any more, and has left in its black box."""
+        rank = line.facts.worker.rank
+        try:
+            return read_answer(self._boxes_fd, self._slots[rank])
+        except ValueError as error:  # its own memory has been overwritten
+            log.debug("the black box of rank %d: %s", rank, error)
+            return []
 
     def bury(self, line: RankLine) -> None:
         """Reap a dead rank."""
@@ -206,6 +167,14 @@ class Crew:
                     log.warning("process %d, started by a rank, has not yet gone although it has been killed", pid)
             finally:
                 os.close(pidfd)
+
+
+def _has_stderr() -> bool:
+    try:
+        os.fstat(STDERR)
+    except OSError:
+        return False
+    return True
 
 
 def _fields_of(worker: Worker) -> dict[str, Any]:

@@ -1,111 +1,49 @@
-"""Who failed first, and why: facts in, a RunResult out. Pure but for the rebuilding of exceptions and values.
+"""Who failed first, and why: facts in, a RunResult out. Pure but for the rebuilding of exceptions and values, and the source
+lines of stacks.
 
 That happens here and last, when no rank is left that could be kept waiting: unpickling runs code of the user's.
 
 The rank to blame is found by class before time: a complaint that a peer has gone is secondary whatever its time, since a
 rank that is about to fail often closes its connections first. Among equals the earliest counts: a rank stamps its own
-report at the `except`; a death is stamped when the watcher hears of it.
+report at the `except`; for deaths see order.py. If ranks only complain that a peer has not come, it is one that has not.
 """
 
 import signal
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..report import ranks_text
 from ..result import FailureKind, ProcessFailure, RunResult, WorkerState
-from ..spec import Worker
 from ..wire import exceptions
 from ..wire.messages import Kind, Message
 from ..wire.values import loads
+from .facts import Facts, RankFacts
 from .machine import START_SECONDS, Verdict
+from .signatures import Complaint, complaint_in
+from .stacks import innermost_file, with_sources
 
-__all__ = ["Facts", "RankFacts", "diagnose", "is_secondary"]
+__all__ = ["diagnose", "is_suspect"]
 
-
-class Complaint(NamedTuple):
-    """What an exception looks like that only says that a peer has gone."""
-
-    type_name: str  # the end of the class's name
-    text: str = ""  # a part of its text, in lower case
-    raised_in: str = ""  # the end of the file that the innermost frame is in
-
-
-# What libraries say when a peer has gone, read in their sources and seen in runs.
-COMPLAINTS = (
-    Complaint("RuntimeError", text="gloo/transport/"),  # pair.cc: closed or reset by a peer; unbound_buffer.cc: timed out
-    Complaint("RuntimeError", text="connectfullmesh failed"),
-    Complaint("DistNetworkError"),  # torch's TCPStore
-    Complaint("DistStoreError"),
-    Complaint("DistBackendError", text="remote process exited or there was a network error"),  # NCCL
-    Complaint("DistBackendError", text="nccl communicator was aborted"),
-    Complaint("DistBackendError", text="connection closed by remote peer"),
-    Complaint("DistBackendError", text="socket timeout"),
-    Complaint("EOFError", raised_in="multiprocessing/connection.py"),
-    Complaint("BrokenPipeError", raised_in="multiprocessing/connection.py"),
-    Complaint("ConnectionResetError", raised_in="multiprocessing/connection.py"),
-)
+Failures = dict[int, tuple[float, ProcessFailure]]  # by rank, with their times
 CRASHES = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
 )
-
-
-@dataclass
-class RankFacts:
-    """What the watcher saw of one rank."""
-
-    worker: Worker
-    pid: int | None = None
-    was_ready: bool = False
-    report: Message | None = None
-    died_at: float | None = None
-    exit_code: int | None = None
-    """As multiprocessing has it, negative for a signal; None if it is not known."""
-    crash: str = ""
-    """The Python stack at the moment of a crash, in faulthandler's words."""
-    signals_sent: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the watcher saw of a run. Times are of CLOCK_MONOTONIC, in seconds."""
-
-    ranks: Mapping[int, RankFacts]
-    hostname: str
-    started_at: float
-    stopped_at: float | None
-    verdict: Verdict | None
-    never_ready: Iterable[int] = ()
-    timeout: float | None = None
-    signum: int | None = None
-
-
-def is_secondary(body: bytes) -> bool:
-    """Whether a report is only a complaint about a peer. Looks at names and texts; builds nothing of the user's."""
-    return any(_complains(link) for link in exceptions.outline(body))
-
-
-def _complains(link: exceptions.Outline) -> bool:
-    return any(
-        link.name.endswith(complaint.type_name)
-        and complaint.text in link.text.lower()
-        and link.raised_in.endswith(complaint.raised_in)
-        for complaint in COMPLAINTS
-    )
+HELD = "TtD"  # states of a process that does not run: stopped by a signal or a debugger; waiting for a device
 
 
 def diagnose(facts: Facts) -> RunResult[Any]:
     """The result of a run that is over."""
-    timed: dict[int, tuple[float, ProcessFailure]] = {}
+    timed: Failures = {}
     values: dict[int, Any] = {}
     for rank, seen in facts.ranks.items():
         if facts.verdict is Verdict.SUCCEEDED and _has_returned(facts, seen):
             _load_value(facts, seen, values, timed)
         elif (found := _failure_of(facts, seen)) is not None:
             timed[rank] = found
+    timed |= _missing(facts, timed)
     root = min(timed.values(), key=partial(_order_of_blame, facts), default=(0.0, None))[1]
-    failures = {rank: failure for rank, (_, failure) in timed.items()}
+    failures = {rank: failure for rank, (_, failure) in sorted(timed.items())}
     states = {rank: _state_of(facts, seen, rank in failures) for rank, seen in facts.ranks.items()}
     return RunResult(
         state=_state_of_all(facts.verdict, failures),
@@ -114,8 +52,15 @@ def diagnose(facts: Facts) -> RunResult[Any]:
         root_cause=None if facts.verdict is Verdict.TIMED_OUT else root,
         workers=tuple(seen.worker for seen in facts.ranks.values()),
         worker_states=states,
+        stacks={rank: text for rank, seen in facts.ranks.items() if (text := _stacks_of(seen))},
         reason=_reason(facts, states),
+        helpers_oom=facts.helpers_oom if failures else "",
     )
+
+
+def is_suspect(seen: RankFacts) -> bool:
+    """Whether this rank was killed by a SIGKILL that the watcher did not send."""
+    return seen.exit_code == -signal.SIGKILL and signal.SIGKILL not in seen.signals_sent
 
 
 def _order_of_blame(facts: Facts, found: tuple[float, ProcessFailure]) -> tuple[bool, bool, float]:
@@ -124,9 +69,39 @@ def _order_of_blame(facts: Facts, found: tuple[float, ProcessFailure]) -> tuple[
     return not _before_stop(facts, at), failure.is_secondary, at
 
 
-def _load_value(
-    facts: Facts, seen: RankFacts, values: dict[int, Any], timed: dict[int, tuple[float, ProcessFailure]]
-) -> None:
+def _missing(facts: Facts, timed: Failures) -> Failures:
+    """If ranks only complain that peers have not come: those who were at work, and not waiting for anybody."""
+    reports = [seen.report for rank, seen in facts.ranks.items() if rank in timed and seen.report is not None]
+    complaints = {complaint_in(report.body) for report in reports if report.kind is not Kind.RETURNED}
+    at = facts.stopped_at
+    if at is None or complaints != {Complaint.LATE} or not all(failure.is_secondary for _, failure in timed.values()):
+        return {}
+    return {
+        rank: (at, _failure(facts, seen, at, FailureKind.HANG, 1, stack=_stacks_of(seen), evidence=_held(seen)))
+        for rank, seen in facts.ranks.items()
+        if rank not in timed and not _has_returned(facts, seen) and seen.was_ready and _is_away(seen)
+    }
+
+
+def _is_away(seen: RankFacts) -> bool:
+    """Whether the rank was doing something else than waiting in torch. Nobody is blamed who could not be looked at."""
+    file = innermost_file(seen.stacks)
+    return seen.process_state in HELD if not file else "/torch/" not in file
+
+
+def _held(seen: RankFacts) -> str:
+    if not seen.process_state or seen.process_state not in HELD:
+        return ""
+    return (
+        "it was waiting for a device" if seen.process_state == "D" else "it was suspended, by SIGSTOP, SIGTSTP or a debugger"
+    )
+
+
+def _stacks_of(seen: RankFacts) -> str:
+    return with_sources(seen.stacks) if seen.stacks else ""
+
+
+def _load_value(facts: Facts, seen: RankFacts, values: dict[int, Any], timed: Failures) -> None:
     assert seen.report is not None
     try:
         values[seen.worker.rank] = loads(seen.report.body)
@@ -150,11 +125,14 @@ def _failure_of(facts: Facts, seen: RankFacts) -> tuple[float, ProcessFailure] |
     if seen.worker.rank in facts.never_ready:
         at = facts.stopped_at or facts.started_at
         late = TimeoutError(f"its interpreter was not ready after {START_SECONDS:g} s")
-        return at, _failure(facts, seen, at, FailureKind.START, 1, exception=late)
+        return at, _failure(facts, seen, at, FailureKind.START, 1, exception=late, stderr=seen.printed)
     if seen.report is None and seen.died_at is not None and (_before_stop(facts, seen.died_at) or _not_our_doing(seen)):
         return seen.died_at, _died(facts, seen, seen.died_at)
+    if seen.failing_at is not None and _before_stop(facts, seen.failing_at):
+        return seen.failing_at, _untold(facts, seen, seen.failing_at)
     if facts.verdict is Verdict.TIMED_OUT and facts.stopped_at is not None:
-        return facts.stopped_at, _failure(facts, seen, facts.stopped_at, FailureKind.TIMEOUT, 1)
+        at, stack = facts.stopped_at, _stacks_of(seen)
+        return at, _failure(facts, seen, at, FailureKind.TIMEOUT, 1, stack=stack, evidence=_held(seen))
     return None
 
 
@@ -182,7 +160,7 @@ def _not_our_doing(seen: RankFacts) -> bool:
 
 
 def _reported(facts: Facts, seen: RankFacts, report: Message) -> tuple[float, ProcessFailure]:
-    error = exceptions.decode(report.body)
+    error = exceptions.decode(report.body, seen.details)
     kind, code = FailureKind.EXCEPTION, 1
     if report.kind is Kind.UNLOADED:
         kind = FailureKind.START
@@ -196,7 +174,7 @@ def _reported(facts: Facts, seen: RankFacts, report: Message) -> tuple[float, Pr
         code,
         exception=error,
         traceback=exceptions.text_of(report.body),
-        is_secondary=is_secondary(report.body),
+        is_secondary=complaint_in(report.body) is not None,
     )
     return report.stamp, failure
 
@@ -206,17 +184,40 @@ def _exit_status(code: object) -> int:
     return (code & 0xFF) or 1 if isinstance(code, int) else 1
 
 
+def _untold(facts: Facts, seen: RankFacts, at: float) -> ProcessFailure:
+    """It said that its function had raised, and then nothing more until it was killed."""
+    why = "making its text did not end"
+    return _failure(facts, seen, at, FailureKind.EXCEPTION, 1, stack=_stacks_of(seen), evidence=why)
+
+
 def _died(facts: Facts, seen: RankFacts, at: float) -> ProcessFailure:
     code = seen.exit_code
     number = -code if code is not None and code < 0 else None
-    if not seen.was_ready:
+    if seen.oom:
+        kind = FailureKind.OOM
+    elif not seen.was_ready:
         kind = FailureKind.START
     elif number is not None:
         kind = FailureKind.SIGNAL
     else:
         kind = FailureKind.EXIT if code else FailureKind.LOST
-    status = 128 + number if number is not None else code or 1
-    return _failure(facts, seen, at, kind, status, signal=number, traceback=seen.crash)
+    return _failure(
+        facts,
+        seen,
+        at,
+        kind,
+        128 + number if number is not None else code or 1,
+        signal=number,
+        stack=with_sources(seen.crash) if seen.crash else "",
+        stderr=seen.printed,
+        evidence=_evidence(seen),
+    )
+
+
+def _evidence(seen: RankFacts) -> str:
+    if seen.failing_at is not None and seen.report is None:
+        return "its function had raised an exception, and it ended while the exception's text was made"
+    return seen.oom or (f"likely the out-of-memory killer: {seen.likely_oom}" if seen.likely_oom else "")
 
 
 def _failure(facts: Facts, seen: RankFacts, at: float, kind: FailureKind, exit_code: int, **more: Any) -> ProcessFailure:

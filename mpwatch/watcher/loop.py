@@ -1,8 +1,8 @@
 """The watcher itself: starts the ranks, waits once for everything, and does what the machine says.
 
-    spec -> payload -> ranks started -+-> wait(pidfds, channels, signals; next deadline) -+-> facts -> result
-                                      |        what the system says  ->  events           |
-                                      `--------- actions  <-  machine  <------------------'
+    spec -> payload -> ranks started -+-> wait(pidfds, channels, stacks, signals; deadline) -+-> facts -> result
+                                      |        what the system says  ->  events             |
+                                      `--------- actions  <-  machine  <--------------------'
 
 Guarantees: when `watch` returns or raises, nothing of the run is left (see crew.py). A message is read before the death
 that followed it. Nothing blocks but the one wait, and that has the machine's deadline. No thread is started.
@@ -12,10 +12,8 @@ import logging
 import platform
 import signal
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 from ..report import exit_text
@@ -23,16 +21,22 @@ from ..result import RunResult
 from ..spec import WorkerSpec
 from ..wire.messages import Kind, Message
 from . import machine as m
-from .crew import Crew, RankLine
-from .diagnosis import Facts, diagnose, is_secondary
+from .crew import Crew
+from .diagnosis import diagnose, is_suspect
 from .environment import environments_of, reserve_port
+from .facts import Facts
+from .gate import Gate
+from .line import RankLine
+from .oom import OomWatch
+from .order import Order
 from .sending import pack_call
 from .signals import HostSignals
+from .signatures import complaint_in
+from .stacks import tidy
 
 __all__ = ["InterruptError", "watch"]
 
 T = TypeVar("T")
-LONGEST_WAIT = 86_400.0  # poll(2) takes milliseconds in an int, and refuses more than 24 days
 
 log = logging.getLogger("mpwatch")
 
@@ -56,13 +60,15 @@ def watch(spec: WorkerSpec[T]) -> RunResult[T]:
         keeper = stack.enter_context(reserve_port())
         # the caller's `env` function runs here, while Ctrl-C is still its own
         ranks = environments_of(spec, spec.nprocs, keeper.getsockname()[1])
+        oom = OomWatch(since=started_at)
         signals = HostSignals()
         with signals, Crew(payload) as crew:
             for worker, env in ranks:
                 crew.start(worker, env)
             run = _Run(spec, crew, signals, started_at)
             run.until_over()
-    result = diagnose(run.facts())
+    struck = oom.judge(seen for seen in run.seen.values() if is_suspect(seen))
+    result = diagnose(run.facts(helpers_oom=struck))
     if signals.received:
         raise InterruptError(signals, result)
     return result
@@ -74,88 +80,114 @@ class _Run:
     def __init__(self, spec: WorkerSpec[Any], crew: Crew, signals: HostSignals, started_at: float) -> None:
         self.spec = spec
         self.crew = crew
+        self.gate: Gate[list[m.Event]] = crew.gate
         self.signals = signals
         self.lingers: dict[int, str] = {}
         self.started_at = started_at
         self.seen = {rank: line.facts for rank, line in crew.lines.items()}
+        self.order = Order()
         self.machine = m.Machine(crew.lines, now=self.started_at, grace_period=spec.grace_period, timeout=spec.timeout)
+        self.gate.add(signals.fileno(), self._interrupts)
+        for line in crew.lines.values():
+            line.wait_at(self.gate, partial(self._hear, line), partial(self._overhear, line), partial(self._mourn, line))
 
     def until_over(self) -> None:
         """Wait and act until no rank is left."""
+        events: list[m.Event] = []
         while self.machine.stage is not m.Stage.OVER:
-            sources = self._sources()
             deadline = self.machine.deadline
-            patience = LONGEST_WAIT if deadline is None else min(max(0.0, deadline - time.monotonic()), LONGEST_WAIT)
-            ready = set(wait(list(sources), patience))
-            events = [event for fd, handle in sources.items() if fd in ready for event in handle()]
-            self._step(events)
+            patience = 0.0 if events else None if deadline is None else deadline - time.monotonic()
+            self.order.look_again()
+            for handle in self.gate.wait(patience):
+                events += handle()
+            events = self._step(events)
         self._warn()
 
-    def _sources(self) -> dict[int, Callable[[], list[m.Event]]]:
-        sources: dict[int, Callable[[], list[m.Event]]] = {self.signals.fileno(): self._interrupts}
-        for line in self.crew.lines.values():
-            if line.is_open:
-                sources[line.channel.fileno()] = partial(self._hear, line)
-            sources[line.process.child.sentinel] = partial(self._mourn, line)
-        return sources
+    def _step(self, events: list[m.Event]) -> list[m.Event]:
+        """All events of one wake-up first, then what is to be done: a death that has been seen was none of our doing.
 
-    def _step(self, events: list[m.Event]) -> None:
-        """All events of one wake-up first, then what is to be done: a death that has been seen was none of our doing."""
+        Returns what is known at once of what has been done.
+        """
         now = time.monotonic()
         actions = [action for event in events for action in self.machine.handle(event, now)]
-        for action in actions + self.machine.expire(now):
-            self._do(action)
+        known = [event for action in actions + self.machine.expire(now) for event in self._do(action)]
         for event in events:
             if isinstance(event, m.Died):
                 self.crew.bury(self.crew.lines[event.rank])
+        return known
 
-    def _do(self, action: m.Action) -> None:
+    def _do(self, action: m.Action) -> list[m.Event]:
         line = self.crew.lines[action.rank]
         if isinstance(action, m.CallRank):
             self.crew.call(line)
         elif isinstance(action, m.EndRank):
             line.send(Kind.END)
+        elif isinstance(action, m.LookAt):
+            return [] if line.ask_for_stacks() else [m.Looked(action.rank)]
         elif isinstance(action, m.SignalRank):
-            if action.signum == signal.SIGINT:
-                line.process.interrupt()
-            else:
-                line.process.signal_group(action.signum)
+            send = line.process.signal_rank if action.signum == signal.SIGINT else line.process.signal_group
+            send(action.signum)
             line.facts.signals_sent.add(action.signum)
         else:
             log.warning("rank %d (pid %s) cannot be killed, not even by SIGKILL: left behind", action.rank, line.facts.pid)
+            self._take_stacks(line)
             self.crew.abandon(line)
+        return []
 
     def _interrupts(self) -> list[m.Event]:
         return [m.Interrupted(number) for number in self.signals.take()]
 
     def _hear(self, line: RankLine) -> list[m.Event]:
-        return [event for message in line.read() for event in self._understand(line, message)]
+        events = []
+        for message in line.read():
+            if message.kind is Kind.FAILING:
+                self.order.hear(message.stamp)
+            events += self._understand(line, message)
+        return events
+
+    def _overhear(self, line: RankLine) -> list[m.Event]:
+        had_all = line.stacks.is_whole()
+        line.overhear()
+        return [m.Looked(line.facts.worker.rank)] if line.stacks.is_whole() and not had_all else []
 
     def _understand(self, line: RankLine, message: Message) -> list[m.Event]:
-        rank = line.facts.worker.rank
+        rank, facts = line.facts.worker.rank, line.facts
         if message.kind is Kind.READY:
-            line.facts.was_ready = True
+            self.crew.pass_on(line.becomes_ready(message.body))
             return [m.Ready(rank)]
         if message.kind is Kind.LINGERS:
             self.lingers[rank] = message.body.decode()
-            return []
-        line.facts.report = message
-        if message.kind is Kind.RETURNED:
-            return [m.Returned(rank)]
-        return [m.Failed(rank, is_secondary(message.body))]
+        elif message.kind is Kind.DETAILS:
+            facts.details = message.body
+        elif message.kind is Kind.FAILING:
+            facts.failing_at = message.stamp
+            return [m.Failing(rank)]
+        else:
+            facts.report = message
+            if message.kind is Kind.RETURNED:
+                return [m.Returned(rank)]
+            return [m.Failed(rank, complaint_in(message.body) is not None)]
+        return []
 
     def _mourn(self, line: RankLine) -> list[m.Event]:
         """A rank has ended. What it had sent comes first; what it could not send is in its black box."""
         if line.facts.died_at is not None:
             return []
-        line.facts.died_at = time.monotonic()
+        events = self._hear(line)
+        line.overhear()
+        self.order.die(line.facts)
         code = line.process.poll()
         line.facts.exit_code = code if line.process.exit_is_known() else None
-        events = self._hear(line) if line.is_open else []
-        line.facts.crash = line.crash_stack()
-        if line.facts.report is None and (message := line.answer_left()) is not None:
-            events += self._understand(line, message)
+        if line.facts.report is None:
+            for message in self.crew.answer_left(line):
+                events += self._understand(line, message)
+        self._take_stacks(line)
         return [*events, m.Died(line.facts.worker.rank)]
+
+    def _take_stacks(self, line: RankLine) -> None:
+        line.facts.stacks = tidy(line.stacks.stacks, line.stacks.main_thread)
+        line.facts.crash = line.stacks.crash
+        line.facts.printed = line.stacks.printed
 
     def _warn(self) -> None:
         """About ranks that succeeded and yet did not end as they should."""
@@ -170,7 +202,7 @@ class _Run:
             if self.machine.verdict is m.Verdict.SUCCEEDED and rank not in self.machine.lingering and facts.exit_code:
                 log.warning("rank %d had returned, and then %s. Its value is kept", rank, exit_text(facts.exit_code))
 
-    def facts(self) -> Facts:
+    def facts(self, helpers_oom: str) -> Facts:
         """What was seen, for the diagnosis."""
         return Facts(
             ranks=self.seen,
@@ -181,4 +213,5 @@ class _Run:
             never_ready=self.machine.never_ready,
             timeout=self.spec.timeout,
             signum=self.machine.signum,
+            helpers_oom=helpers_oom,
         )

@@ -6,13 +6,17 @@ machine's actions into system calls, and calls `handle` no later than at `deadli
 Each rank is in one Phase; TRANSITIONS says which events are legal there and where they lead, and everything that a rank
 can go through is in that table. The run as a whole is in one Stage:
 
-    WORKING --- every rank has returned ------------------------------> ENDING --- all are gone ---> OVER
-       |  `---- a rank fails for itself, timeout, interrupt -> STOPPING --------- all are gone ---> OVER
-       `------- a rank complains of a peer -> LAST_CALL ---------^  when the cause is seen, or LAST_CALL_SECONDS later
+    WORKING --- every rank has returned -------------------------------> ENDING ---- all are gone ---> OVER
+       |  |`--- a rank fails for itself, timeout ---> LOOKING ---> STOPPING -------- all are gone ---> OVER
+       |   `--- interrupt -----------------------------^--------------^
+       `------- a rank complains of a peer, or does not say what it raised -> LAST_CALL  until the cause is seen,
+                                                                                         or LAST_CALL_SECONDS later
+
+LOOKING is for the stacks of those who are still at work, and lasts until they have come, at most LOOK_SECONDS.
 
 What it guarantees: every stage but WORKING has a deadline, and WORKING has one for the ranks' start and for `timeout`;
-the first failure that is no consequence of another ends the run at once; each rank is told to stop once, killed once,
-and given up once; nothing that a rank reported is lost.
+the first failure that is no consequence of another ends the run at once; each rank is looked at once, told to stop once,
+killed once, and given up once; nothing that a rank reported is lost.
 """
 
 import signal
@@ -23,6 +27,7 @@ from enum import Enum, auto
 __all__ = [
     "KILL_SECONDS",
     "LAST_CALL_SECONDS",
+    "LOOK_SECONDS",
     "START_SECONDS",
     "Action",
     "CallRank",
@@ -30,9 +35,12 @@ __all__ = [
     "EndRank",
     "Event",
     "Failed",
+    "Failing",
     "GiveUp",
     "IllegalEventError",
     "Interrupted",
+    "LookAt",
+    "Looked",
     "Machine",
     "Phase",
     "Ready",
@@ -43,6 +51,7 @@ __all__ = [
 ]
 
 LAST_CALL_SECONDS = 1.0  # how long a cause may be later than the complaints about it
+LOOK_SECONDS = 0.2  # for the stacks of all ranks together; one takes a tenth of a millisecond
 KILL_SECONDS = 1.0  # from SIGKILL to giving up: only a process that sleeps in the kernel takes longer
 END_SECONDS = 1.0  # a rank that has returned may take at least so long to end, whatever the grace period
 START_SECONDS = 300.0  # for an interpreter to start, on a slow file system with many at a time
@@ -67,6 +76,7 @@ class Stage(Enum):
 
     WORKING = auto()
     LAST_CALL = auto()
+    LOOKING = auto()
     ENDING = auto()
     STOPPING = auto()
     OVER = auto()
@@ -96,11 +106,25 @@ class Returned:
 
 
 @dataclass(frozen=True, slots=True)
+class Failing:
+    """The rank's function has raised; what, is being told."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The rank has reported a failure; a secondary one is only a complaint that a peer has gone."""
 
     rank: int
     is_secondary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The rank's stacks have come, or cannot be had."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +141,7 @@ class Interrupted:
     signum: int
 
 
-Event = Ready | Returned | Failed | Died | Interrupted
+Event = Ready | Returned | Failing | Failed | Looked | Died | Interrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +154,13 @@ class CallRank:
 @dataclass(frozen=True, slots=True)
 class EndRank:
     """Tell the rank to end as any program does."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookAt:
+    """Ask the rank for the stacks of its threads."""
 
     rank: int
 
@@ -149,7 +180,7 @@ class GiveUp:
     rank: int
 
 
-Action = CallRank | EndRank | SignalRank | GiveUp
+Action = CallRank | EndRank | LookAt | SignalRank | GiveUp
 
 
 class IllegalEventError(Exception):
@@ -157,12 +188,15 @@ class IllegalEventError(Exception):
 
 
 # A late word of a rank that is being stopped is evidence, and changes nothing.
-_STOPPED: dict[type, Phase | None] = {Ready: None, Returned: None, Failed: None, Died: Phase.GONE}
+_STOPPED: dict[type, Phase | None] = {
+    **dict.fromkeys((Ready, Returned, Failing, Failed, Looked)),
+    Died: Phase.GONE,
+}
 TRANSITIONS: dict[Phase, dict[type, Phase | None]] = {
     Phase.STARTING: {Ready: Phase.AT_WORK, Failed: Phase.BROKEN, Died: Phase.GONE},
-    Phase.AT_WORK: {Returned: Phase.DONE, Failed: Phase.BROKEN, Died: Phase.GONE},
-    Phase.DONE: {Died: Phase.GONE},
-    Phase.BROKEN: {Died: Phase.GONE},
+    Phase.AT_WORK: {Returned: Phase.DONE, Failing: None, Failed: Phase.BROKEN, Looked: None, Died: Phase.GONE},
+    Phase.DONE: {Looked: None, Died: Phase.GONE},
+    Phase.BROKEN: {Looked: None, Died: Phase.GONE},
     Phase.ENDING: {Died: Phase.GONE},
     Phase.STOPPING: _STOPPED,
     Phase.KILLED: _STOPPED,
@@ -190,6 +224,7 @@ class Machine:
         self.never_ready: list[int] = []
         self.lingering: list[int] = []
         self.signum: int | None = None  # of the first interrupt
+        self._looking: set[int] = set()
         self._grace_period = grace_period
         self._timeout_at = None if timeout is None else now + timeout
         self._start_at = now + START_SECONDS
@@ -226,15 +261,24 @@ class Machine:
         if self.stage is Stage.ENDING:
             self.lingering = [rank for rank, phase in self.phases.items() if phase is Phase.ENDING]
             return self._stop(now, self.verdict)
+        if self.stage is Stage.LOOKING:
+            return self._stop(now, self.verdict)
         if self._timeout_at is not None and now >= self._timeout_at:
-            return self._stop(now, Verdict.TIMED_OUT)
+            return self._look(now, Verdict.TIMED_OUT)
         if now >= self._start_at:
             self.never_ready = [rank for rank, phase in self.phases.items() if phase is Phase.STARTING]
-        return self._stop(now, Verdict.FAILED)
+        return self._look(now, Verdict.FAILED)
 
-    def _follow(self, event: Ready | Returned | Failed | Died, before: Phase, now: float) -> list[Action]:
+    def _follow(self, event: Ready | Returned | Failing | Failed | Looked | Died, before: Phase, now: float) -> list[Action]:
         if isinstance(event, Died):
-            return self._bury(before, now)
+            return self._bury(event.rank, before, now)
+        if self.stage is Stage.LOOKING:
+            return self._see(event.rank, now)
+        if isinstance(event, Looked):
+            return []  # too late
+        if isinstance(event, Failing):
+            self._wait_for_cause(now)
+            return []
         if self.stage is Stage.STOPPING:
             # It missed the signal, or was allowed to go on for a while, and is now ready to be told.
             return [EndRank(event.rank)] if before is Phase.STOPPING else []
@@ -244,11 +288,13 @@ class Machine:
             return self._fail(event.is_secondary, now)
         return self._settle(now)
 
-    def _bury(self, before: Phase, now: float) -> list[Action]:
+    def _bury(self, rank: int, before: Phase, now: float) -> list[Action]:
         actions: list[Action] = []
         if self.stage in (Stage.WORKING, Stage.LAST_CALL):
             lost = before in (Phase.STARTING, Phase.AT_WORK)
             actions = self._fail(False, now) if lost else self._settle(now)
+        elif self.stage is Stage.LOOKING:
+            actions = self._see(rank, now)
         if self._count[Phase.GONE] == len(self.phases):
             self.stage = Stage.OVER
             self._stage_at = None
@@ -256,22 +302,40 @@ class Machine:
 
     def _fail(self, is_secondary: bool, now: float) -> list[Action]:
         if not is_secondary:
-            return self._stop(now, Verdict.FAILED)
+            return self._look(now, Verdict.FAILED)
+        self._wait_for_cause(now)
+        return self._settle(now)
+
+    def _wait_for_cause(self, now: float) -> None:
         if self.stage is Stage.WORKING:
             self.stage = Stage.LAST_CALL
             self._stage_at = now + LAST_CALL_SECONDS
-        return self._settle(now)
 
     def _settle(self, now: float) -> list[Action]:
         """If nobody is at work any more, the run ends, well or badly."""
         if self._count[Phase.STARTING] or self._count[Phase.AT_WORK]:
             return []
         if self.stage is Stage.LAST_CALL:
-            return self._stop(now, Verdict.FAILED)
+            return self._look(now, Verdict.FAILED)
         self.stage = Stage.ENDING
         self.verdict = Verdict.SUCCEEDED
         self._stage_at = now + max(self._grace_period, END_SECONDS)
         return [EndRank(rank) for rank in self._in(Phase.DONE, becomes=Phase.ENDING)]
+
+    def _look(self, now: float, verdict: Verdict) -> list[Action]:
+        """Before anybody is told to stop: what are those doing who are at work?"""
+        self.verdict = verdict
+        self._looking = {rank for rank, phase in self.phases.items() if phase is Phase.AT_WORK}
+        if not self._looking:
+            return self._stop(now, verdict)
+        self.stage = Stage.LOOKING
+        self._stage_at = now + LOOK_SECONDS
+        return [LookAt(rank) for rank in sorted(self._looking)]
+
+    def _see(self, rank: int, now: float) -> list[Action]:
+        """Something has been heard of this rank: there is nothing more to see."""
+        self._looking.discard(rank)
+        return [] if self._looking else self._stop(now, self.verdict)
 
     def _stop(self, now: float, verdict: Verdict | None, soft: int = signal.SIGTERM) -> list[Action]:
         """The ladder's first rung. SIGCONT after it, since a stopped process gets nothing but SIGKILL until then."""
@@ -305,7 +369,7 @@ class Machine:
             return []
         if self.stage is not Stage.STOPPING:
             self.signum = signum
-            verdict = self.verdict or Verdict.INTERRUPTED  # all had returned: their values are kept
+            verdict = self.verdict or Verdict.INTERRUPTED  # all had returned, or one had failed: that stays so
             soft = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
             return self._stop(now, verdict, soft=soft)
         if self.signum is None:

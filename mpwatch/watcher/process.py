@@ -4,7 +4,7 @@ A multiprocessing.Process of the spawn context in all that a caller can see, sta
 
 - `__main__` is not imported again in the child, and asking for the start method does not fix the host's;
 - the child is the leader of a process group of its own from before its first instruction, so that what it starts can be
-  stopped with it, and it has its environment and an empty stdin from then on too;
+  stopped with it, and it has its environment, an empty stdin and a stderr of its own from then on too;
 - its sentinel is a pidfd where there are such. Spawn's own is a pipe that any forked grandchild keeps open.
 
 Guarantee: a rank stays a zombie, so that its number is nobody else's, until its group has been killed; then it is reaped.
@@ -44,17 +44,18 @@ class WatchedProcess(RankProcess):
 
     _popen: "_RankPopen"
 
-    def __init__(self, seat: Seat, env: dict[str, str], passed_fds: list[int], name: str) -> None:
+    def __init__(self, seat: Seat, env: dict[str, str], passed_fds: list[int], stderr_fd: int, name: str) -> None:
         super().__init__(seat, name=name, start_method=get_start_method(allow_none=True))
         self.env = env
         self.passed_fds = passed_fds
+        self.stderr_fd = stderr_fd
 
     @staticmethod
     def _Popen(process_obj: Any) -> "_RankPopen":  # noqa: N802  multiprocessing's name for it
         return _RankPopen(process_obj)
 
     def __reduce__(self) -> Any:
-        state = {name: value for name, value in vars(self).items() if name not in ("env", "passed_fds")}
+        state = {name: value for name, value in vars(self).items() if name not in ("env", "passed_fds", "stderr_fd")}
         return RankProcess.__new__, (RankProcess,), state
 
     def start(self) -> None:
@@ -72,9 +73,9 @@ class WatchedProcess(RankProcess):
         """Send a signal to the rank and whatever it has started in its process group."""
         self.child.signal_group(number)
 
-    def interrupt(self) -> None:
-        """Send SIGINT to the rank alone: to what it has started, it decides what an interrupt means."""
-        self.child.interrupt()
+    def signal_rank(self, number: int) -> None:
+        """Send a signal to the rank alone: an interrupt, since it decides what that means to what it has started."""
+        self.child.signal_rank(number)
 
     def exit_is_known(self) -> bool:
         """False if the status was lost: SIGCHLD is ignored in this program, or another part of it waits for any child."""
@@ -117,6 +118,7 @@ class _RankPopen(Popen):
                 self._child = subprocess.Popen(
                     spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r),
                     stdin=subprocess.DEVNULL,
+                    stderr=process_obj.stderr_fd,
                     env=process_obj.env,
                     pass_fds=[child_r, tracker_fd, *process_obj.passed_fds],
                     process_group=0,
@@ -163,10 +165,10 @@ class _RankPopen(Popen):
             if not self._buried:
                 _signal_group(self.pid, number)
 
-    def interrupt(self) -> None:
+    def signal_rank(self, number: int) -> None:
         with self._lock, suppress(ProcessLookupError):
             if not self._buried:
-                os.kill(self.pid, signal.SIGINT)
+                os.kill(self.pid, number)
 
     def _send_signal(self, sig: int) -> None:  # what terminate() and kill() of a Process do
         self.signal_group(sig)

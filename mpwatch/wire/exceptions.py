@@ -1,54 +1,46 @@
 """An exception over the wire: type, arguments, attributes, cause, context, notes, members and frames.
 
-An exception is a graph, and a single part of it that cannot be pickled must not take the rest along. So `encode` (in the
-rank) walks the graph into a flat list of links that point at one another by index, and each link carries itself in
-several ways, best first; `decode` (in the watcher) takes the first that works:
+An exception is a graph, and a single part of it that cannot be pickled must not take the rest along. So the rank
+(telling.py) walks the graph into a flat list of links that point at one another by index, and sends it twice:
 
-    exact      the exception as it pickles itself; tried out in the rank, where a failure does no harm
+    plain      names, texts, notes, frames, the shape of the graph: builtin values that harm nobody
+    details    for each link what of it can be pickled, after `rebuild` has been tried with it, there and then
+
+The watcher first knows that, where and why the rank has failed, and only then does the rank run what the exceptions'
+classes define, which may raise, exit, crash or never end. `decode` (in the watcher) makes of each link the best it can:
+
+    exact      the exception as it pickles itself
     rebuilt    its class, and those of its arguments and attributes that survive
     stand-in   a class of the same name, derived from its nearest builtin base, with the same text
 
-Everything in a link but those pickles is a plain builtin value. Imports nothing of mpwatch but values.py.
+Imports nothing of mpwatch but values.py and sources.py.
 """
 
 import builtins
 import pickle
 import re
-from collections.abc import Iterator
-from types import GetSetDescriptorType, MemberDescriptorType, TracebackType
+from types import TracebackType
 from typing import Any
 
-from . import values
+from . import sources, values
 
-__all__ = ["Outline", "decode", "encode", "outline", "text_of"]
+__all__ = ["Link", "Outline", "Part", "decode", "is_same_text", "outline", "rebuild", "text_of"]
 
-Link = dict[str, Any]
-MAX_LINKS = 2000  # of causes, contexts and group members together; a graph beyond that is cut off
+Link = dict[str, Any]  # what is told of one exception; see telling.py
+Part = dict[str, Any]  # its pickles
 ADDRESS = re.compile(r"0x[0-9a-f]+")
-OWN_SLOTS = {"__cause__", "__context__", "__traceback__", "__suppress_context__", "__dict__", "args"}
 
 
-def encode(error: BaseException) -> bytes:
-    """Everything that can be sent of an exception and what hangs on it. Runs what the exceptions' classes define."""
-    found: dict[int, BaseException] = {}
-    waiting = [error]
-    while waiting and len(found) < MAX_LINKS:
-        met = waiting.pop(0)
-        if id(met) not in found:
-            found[id(met)] = met
-            waiting += _neighbours(met)
-    index = {key: number for number, key in enumerate(found)}
-    links = [_encode_link(met, index) for met in found.values()]
-    return pickle.dumps({"links": links, "traceback": _printed(error)}, protocol=5)
-
-
-def decode(data: bytes) -> BaseException:
-    """The exception that `encode` was given. Whatever its parts do when they are rebuilt, it comes back somehow."""
-    links: list[Link] = pickle.loads(data)["links"]
+def decode(told: bytes, details: bytes = b"") -> BaseException:
+    """The exception that was told. Whatever its parts do when they are rebuilt, it comes back somehow."""
+    plain = pickle.loads(told)
+    sources.remember(plain["sources"])
+    links: list[Link] = plain["links"]
+    parts: list[Part | None] = pickle.loads(details) if details else [None] * len(links)
     made: dict[int, BaseException] = {}
     for number in _members_first(links):
         members = [made[member] for member in links[number]["members"] if member in made]
-        made[number] = _rebuild(links[number], members)
+        made[number] = _make(links[number], parts[number], members)
     for number, error in made.items():
         _connect(error, links[number], made)
     return made[0]
@@ -72,50 +64,41 @@ def _members_first(links: list[Link]) -> list[int]:
     return order
 
 
-def _rebuild(link: Link, members: list[BaseException]) -> BaseException:
-    for make in (_from_exact, _from_parts):
+def _make(link: Link, part: Part | None, members: list[BaseException]) -> BaseException:
+    if part is not None:
         try:
-            error = make(link, members)
+            return rebuild(link, part, members)
         except KeyboardInterrupt:
             raise
-        except BaseException:  # noqa: BLE001, S112  a class's own code runs here: the next way is tried
-            continue
-        if error is not None:
-            return error
+        except BaseException:  # noqa: BLE001, S110  it worked in the rank, and the classes here may be others
+            pass
     return _stand_in(link, members)
 
 
-def _from_exact(link: Link, _: list[BaseException]) -> BaseException | None:
-    if link["exact"] is None:
-        return None
-    error = values.loads(link["exact"])
-    if not isinstance(error, BaseException):
-        return None
-    _set_attributes(error, link)  # pickle knows nothing of slots, and calls __init__ with whatever is in args
+def rebuild(link: Link, part: Part, members: list[BaseException]) -> BaseException:
+    """The exception of its own class, exact or from its parts. Runs what its class defines; raises whatever that raises."""
+    if part["exact"] is not None:
+        error = values.loads(part["exact"])
+        if not isinstance(error, BaseException):
+            raise TypeError(f"its pickle makes {error!r}")
+    else:
+        # without __init__, which may want arguments that nobody knows any more
+        args = (link["message"], members) if members else tuple(values.loads(arg) for arg in part["args"])
+        error = _new(values.loads(part["class"]), args)
+    _set_attributes(error, part)  # also of an exact one: pickle knows nothing of slots, and calls __init__ with args
     return error
 
 
-def _from_parts(link: Link, members: list[BaseException]) -> BaseException | None:
-    """Without __init__, which may want arguments that nobody knows any more."""
-    if link["class"] is None:
-        return None
-    cls = values.loads(link["class"])
-    args = (link["message"], members) if members else tuple(values.loads(arg) for arg in link["args"])
-    error = _new(cls, args)
-    _set_attributes(error, link)
-    return error if _is_same_text(_text(error), link["text"]) else None
-
-
-def _set_attributes(error: BaseException, link: Link) -> None:
-    for name, data in link["attributes"].items():
+def _set_attributes(error: BaseException, part: Part) -> None:
+    for name, data in part["attributes"].items():
         try:
-            if not hasattr(error, name) or _try_dumps(getattr(error, name)) != data:
+            if not hasattr(error, name) or values.dumps(getattr(error, name)) != data:
                 setattr(error, name, values.loads(data))
         except Exception:  # noqa: BLE001, S112  a read-only slot, or a value that does not come back
             continue
 
 
-def _is_same_text(one: str, other: str) -> bool:
+def is_same_text(one: str, other: str) -> bool:
     """But for addresses, which reprs of functions and objects have in them."""
     return ADDRESS.sub("", one) == ADDRESS.sub("", other)
 
@@ -180,7 +163,7 @@ def _traceback(frames: list[tuple[str, str, int, str]]) -> TracebackType | None:
 
 
 class Outline:
-    """A link of an encoded exception as it can be told without rebuilding anything."""
+    """A link as it can be told without rebuilding anything."""
 
     __slots__ = ("name", "raised_in", "text")
 
@@ -190,9 +173,9 @@ class Outline:
         self.raised_in: str = link["frames"][-1][0] if link["frames"] else ""
 
 
-def outline(data: bytes) -> list[Outline]:
+def outline(told: bytes) -> list[Outline]:
     """The exception and what it was raised from, `cause` after `cause`."""
-    links: list[Link] = pickle.loads(data)["links"]
+    links: list[Link] = pickle.loads(told)["links"]
     chain: list[Outline] = []
     number: int | None = 0
     while number is not None and len(chain) < len(links):
@@ -201,117 +184,7 @@ def outline(data: bytes) -> list[Outline]:
     return chain
 
 
-def text_of(data: bytes) -> str:
+def text_of(told: bytes) -> str:
     """The traceback as the rank would have printed it."""
-    text: str = pickle.loads(data)["traceback"]
+    text: str = pickle.loads(told)["traceback"]
     return text
-
-
-def _neighbours(error: BaseException) -> list[BaseException]:
-    try:
-        near = [e for e in (error.__cause__, error.__context__) if isinstance(e, BaseException)]
-        return [*near, *(error.exceptions if isinstance(error, BaseExceptionGroup) else ())]
-    except BaseException:  # noqa: BLE001  of a class that overrides what every exception has
-        return []
-
-
-def _encode_link(error: BaseException, index: dict[int, int]) -> Link:
-    try:
-        return _whole_link(error, index)
-    except BaseException as broken:  # noqa: BLE001  of a class that overrides what every exception has
-        bare = _whole_link(Exception(f"<{type(broken).__name__} was raised when it was taken apart>"), index)
-        return {**bare, "name": type(error).__name__, "exact": None, "class": None}
-
-
-def _whole_link(error: BaseException, index: dict[int, int]) -> Link:
-    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    return {
-        "name": type(error).__name__,
-        "qualname": type(error).__qualname__,
-        "module": type(error).__module__,
-        "base": next(base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins"),
-        "text": _text(error),
-        "message": str(error.message) if isinstance(error, BaseExceptionGroup) else "",
-        "exact": _exact(error) if not members else None,
-        "class": _try_dumps(type(error)),
-        "args": [_try_dumps(arg) or _try_dumps(_repr(arg)) for arg in error.args] if not members else [],
-        "attributes": {name: data for name, value in _attributes(error) if (data := _try_dumps(value))},
-        "notes": _notes(error),
-        "frames": _frames(error.__traceback__),
-        "cause": index.get(id(error.__cause__)),
-        "context": index.get(id(error.__context__)),
-        "suppress": error.__suppress_context__,
-        "members": [index[id(member)] for member in members if id(member) in index],
-    }
-
-
-def _notes(error: BaseException) -> list[str]:
-    notes = getattr(error, "__notes__", ())
-    return [note for note in notes if isinstance(note, str)] if isinstance(notes, list | tuple) else []
-
-
-def _exact(error: BaseException) -> bytes | None:
-    """The exception as it pickles itself, if what comes out again is the same kind of thing with the same text."""
-    data = _try_dumps(error)
-    if data is None:
-        return None
-    try:
-        again = values.loads(data)
-    except BaseException:  # noqa: BLE001  its own code runs here, and may raise anything
-        return None
-    return data if type(again) is type(error) and _is_same_text(_text(again), _text(error)) else None
-
-
-def _try_dumps(value: Any) -> bytes | None:
-    try:
-        return values.dumps(value)
-    except BaseException:  # noqa: BLE001  whatever a class does in __reduce__, sys.exit() included: this part is left out
-        return None
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException as broken:  # noqa: BLE001
-        return f"<its __str__ raised {type(broken).__name__}>"
-
-
-def _repr(value: Any) -> str:
-    try:
-        return repr(value)
-    except BaseException:  # noqa: BLE001
-        return f"<{type(value).__qualname__}>"
-
-
-def _attributes(error: BaseException) -> Iterator[tuple[str, Any]]:
-    """What is in its __dict__, and in the slots of its classes, builtin (SystemExit.code, OSError.filename) and own."""
-    yield from ((name, value) for name, value in vars(error).items() if name != "__notes__")
-    for base in type(error).__mro__:
-        for name, descriptor in vars(base).items():
-            if isinstance(descriptor, MemberDescriptorType | GetSetDescriptorType) and name not in OWN_SLOTS:
-                try:
-                    if (value := getattr(error, name)) is not None:  # OSError tells an unset filename2 from one that is None
-                        yield name, value
-                except BaseException:  # noqa: BLE001, S112  an empty slot
-                    continue
-
-
-def _printed(error: BaseException) -> str:
-    import traceback
-
-    try:
-        return "".join(traceback.format_exception(error))
-    except BaseException as broken:  # noqa: BLE001  a __str__ or a __notes__ that raises
-        return f"(its traceback could not be printed: {type(broken).__name__})"
-
-
-def _frames(trace: TracebackType | None) -> list[tuple[str, str, int, str]]:
-    frames = []
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        module = str(trace.tb_frame.f_globals.get("__name__", "?"))
-        frames.append(
-            (code.co_filename, code.co_name, trace.tb_lineno or 0, module)
-        )  # code that was generated may have no lines
-        trace = trace.tb_next
-    return frames

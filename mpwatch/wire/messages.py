@@ -3,7 +3,8 @@
     watcher                                    rank
        | <-------------- READY ----------------- |   it can be called
        | --- DESCRIPTORS ..., CALL ------------> |   what and with what: see payload.py
-       | <----- RETURNED | RAISED | UNLOADED --- |   exactly one answer a call
+       | <--- [FAILING,] RETURNED | RAISED | --- |   exactly one answer a call; FAILING before one that takes longer
+       |              UNLOADED, then [DETAILS]   |   to tell, DETAILS after it: see exceptions.py
        | ---------------- END -----------------> |   or the watcher's end is closed
        | <------------- LINGERS ---------------- |   only if something keeps it from ending
 
@@ -15,9 +16,10 @@ import enum
 import struct
 import time
 
-__all__ = ["HEADER", "MAX_DESCRIPTORS", "Frames", "Kind", "Message", "frame", "parse_header"]
+__all__ = ["HEADER", "MAX_DESCRIPTORS", "WHERE", "Frames", "Kind", "Message", "frame", "parse_header"]
 
 HEADER = struct.Struct("<4sBdQ")  # mark, kind, stamp, length of the body
+WHERE = struct.Struct("<iQ")  # the body of READY: the descriptor for stacks, and the main thread's identity in them
 MARK = b"mpw1"
 MAX_DESCRIPTORS = 250  # with one message; the kernel passes at most 253 (SCM_MAX_FD)
 
@@ -28,11 +30,13 @@ class Kind(enum.IntEnum):
     READY = 1
     CALL = 2
     RETURNED = 3  # body: the pickled value
-    RAISED = 4  # body: an exception, see exceptions.py
-    UNLOADED = 5  # body: the exception that loading the call raised
+    RAISED = 4  # body: an exception told in plain data, see exceptions.py
+    UNLOADED = 5  # the same of the exception that loading the call raised
     END = 6
     LINGERS = 7  # body: text, what keeps the rank from ending
     DESCRIPTORS = 8  # some of those that the next CALL needs
+    FAILING = 9  # the function has just raised; what, follows
+    DETAILS = 10  # body: what of the exception just told can be pickled
 
 
 class Message:

@@ -1,7 +1,7 @@
 """A call, pickled once for all ranks: the function, its arguments, and what of the caller's `__main__` they bring along.
 
-    memory file:  [ about __main__ ][ fn, args, kwargs, backend ][ names to set in __main__ ]...[ {} ]
-                                     `----------------------- pickles with one memo -----------------'
+    memory file:  [ about __main__ ][ fn, args, kwargs, backend ][ names to set in __main__ ]...[ {} ][ sources ]
+                                     `---------------------- pickles with one memo -------------------------'
     descriptors:  those of the connections, shared tensors and the like within the arguments
 
 `__main__` is not imported in a rank. Functions and classes of it go by value (cloudpickle), and the rank puts them into
@@ -21,6 +21,7 @@ import pickle
 import sys
 
 from ..platform import anonymous_file
+from . import sources
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ def _dump(call: Call, stream: io.BytesIO) -> None:
         pickler.dump(new)  # which may bring more along
         sent |= new.keys()
     pickler.dump({})
+    pickler.dump(sources.of_code(pickler.codes) if pickler.codes else {})
 
 
 def _describe(main: Any) -> dict[str, Any]:
@@ -178,6 +180,7 @@ def unpack(fds: list[int]) -> Call:
             while names := unpickler.load():
                 vars(main).update(names)
                 from_caller.update(names)
+            sources.remember(unpickler.load())
             return Call(fn, args, kwargs, backend)
     finally:
         _arrived.clear()

@@ -6,7 +6,7 @@ import sys
 from collections import ChainMap
 from enum import Enum
 from multiprocessing import reduction
-from types import FunctionType, MemberDescriptorType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -45,7 +45,8 @@ def _move_slots(attributes: dict[str, Any], made_of: tuple[Any, ...]) -> None:
 
 
 class CallPickler(_ClassPickler):
-    """Pickles functions and classes of `__main__` by value, once, and remembers them in `from_main`.
+    """Pickles functions and classes of `__main__` by value, once, and remembers them in `from_main`; the code of all that
+    goes by value in `codes`.
 
     Args:
         stream: where the pickle goes.
@@ -59,6 +60,7 @@ class CallPickler(_ClassPickler):
         super().__init__(stream, protocol=5)
         self.main = vars(main)
         self.from_main: dict[str, object] = {}
+        self.codes: list[CodeType] = []
         self.globals_ref[id(self.main)] = _MainGlobals()
 
     def reducer_override(self, obj: Any) -> Any:
@@ -66,6 +68,8 @@ class CallPickler(_ClassPickler):
         if isinstance(obj, CACHED) and obj.__module__ == "__main__":
             return self._reduce_cached(obj)
         reduced = super().reducer_override(obj)
+        if isinstance(obj, FunctionType) and reduced is not NotImplemented:
+            self.codes.append(obj.__code__)
         top = None if reduced is NotImplemented else _home(obj, self.main)
         if top is not None:
             self.from_main[top] = self.main[top]

@@ -16,14 +16,18 @@ __all__ = ["RankProcess", "Seat"]
 
 
 class Seat:
-    """What a rank is told before it is told anything else: who it is, and where its channel and its black box are."""
+    """What a rank is told before it is told anything else: who it is, and what its descriptors are for."""
 
-    __slots__ = ("channel_fd", "lastwords_fd", "worker")
+    __slots__ = ("channel_fd", "lastwords_fd", "slot", "stderr_fd", "worker")
 
-    def __init__(self, worker: dict[str, object], channel_fd: int, lastwords_fd: int) -> None:
+    def __init__(
+        self, worker: dict[str, object], channel_fd: int, lastwords_fd: int, slot: int, stderr_fd: int | None
+    ) -> None:
         self.worker = worker  # the fields of spec.Worker, which costs an import that many ranks never need
         self.channel_fd = channel_fd
         self.lastwords_fd = lastwords_fd
+        self.slot = slot  # of the black box
+        self.stderr_fd = stderr_fd  # what is to be its stderr once it is ready; None: nothing, see worker/stacks.py
 
 
 class RankProcess(SpawnProcess):

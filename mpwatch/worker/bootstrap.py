@@ -2,8 +2,7 @@
 
 What it guarantees: each call gets exactly one answer, whatever the function raises, with the time at which it ended; it is
 sent before anything else happens to the rank; nothing is printed that the watcher will say; a rank whose watcher is gone
-ends. The function meets SIGINT and SIGTERM as it likes; while its answer is made and sent both are blocked; and while the
-rank waits SIGTERM just ends it, whatever handler the function has left.
+ends.
 """
 
 from __future__ import annotations
@@ -21,61 +20,75 @@ from ..wire.messages import Kind
 from ..wire.process import Seat
 from . import context, stacks
 from .channel import Channel
+from .signals import Shelter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import TracebackType
 
     from ..wire.payload import Call
+    from ..wire.telling import Telling
 
 __all__ = ["main"]
-
-Answer = tuple[Kind, bytes, float]
-GUARDED = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 def main(seat: Seat) -> None:
     """Live as the rank of this seat."""
     _normal_signals()
-    last_words = LastWords(seat.lastwords_fd)
-    stacks.keep_at_crash(last_words.crash_fd)
-    channel = Channel(seat.channel_fd, last_words)
+    shelter = Shelter()
+    shelter.enter()
+    where = stacks.report_to_watcher(seat.stderr_fd)
+    channel = Channel(seat.channel_fd, LastWords(seat.lastwords_fd, seat.slot))
     context.enter(seat.worker)
-    channel.send(Kind.READY)
-    _serve(channel, os.getpid())
+    channel.send(Kind.READY, where)
+    _serve(channel, shelter)
+    shelter.end()
     _tell_what_lingers(channel)
 
 
-def _serve(channel: Channel, pid: int) -> None:
-    while (fds := _wait_for_call(channel)) is not None:
-        answer = _answer(fds)
+def _serve(channel: Channel, shelter: Shelter) -> None:
+    pid = os.getpid()
+    while True:
+        shelter.wait()
+        fds = channel.receive_call()
+        if fds is None:
+            return
+        outcome = _outcome(fds, shelter)
         if os.getpid() != pid:
-            _end_as_fork(answer)
-        if not channel.send(*answer):
-            _, body, ended_at = answer
-            channel.send(Kind.RAISED, _encode(_too_large(body)), ended_at)
+            _end_as_fork(outcome)
+        if isinstance(outcome, _Failure):
+            _send_failure(channel, outcome)
+        else:
+            _send_value(channel, *outcome)
         _flush()
 
 
-def _wait_for_call(channel: Channel) -> list[int] | None:
-    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    fds = channel.receive_call()
-    signal.pthread_sigmask(signal.SIG_BLOCK, GUARDED)
-    if fds is not None and handler is not None:  # None: one that C code has installed, which Python cannot put back
-        signal.signal(signal.SIGTERM, handler)
-    return fds
-
-
-def _end_as_fork(answer: Answer) -> None:
+def _end_as_fork(outcome: _Failure | tuple[bytes, float]) -> None:
     """The function forked, and this is the copy: it has no say, and ends as a forked program does."""
-    from ..wire import exceptions
+    if isinstance(outcome, _Failure):
+        from ..wire import exceptions
 
-    kind, body, _ = answer
-    if kind is not Kind.RETURNED:
-        sys.stderr.write(exceptions.text_of(body))
+        sys.stderr.write(exceptions.text_of(outcome.telling().plain()))
     _flush()
-    os._exit(0 if kind is Kind.RETURNED else 1)
+    os._exit(1 if isinstance(outcome, _Failure) else 0)
+
+
+def _send_value(channel: Channel, value: bytes, ended_at: float) -> None:
+    if not channel.send(Kind.RETURNED, value, ended_at):
+        _send_failure(channel, _Failure(Kind.RAISED, _too_large(value), ended_at))
+
+
+def _send_failure(channel: Channel, failure: _Failure) -> None:
+    """First that it failed and when, then what can be told of it, then what must be tried out: the classes of an exception
+    may raise, crash or never end in their `__str__`, and worse in their pickling.
+    """
+    channel.send(Kind.FAILING, stamp=failure.at)
+    telling = failure.telling()
+    told = telling.plain()
+    if channel.send(failure.kind, told, failure.at):
+        channel.send(Kind.DETAILS, telling.details(), failure.at)
+    else:
+        channel.send(failure.kind, _Failure(failure.kind, _too_large(told), failure.at).telling().plain(), failure.at)
 
 
 def _too_large(body: bytes) -> OSError:
@@ -91,20 +104,42 @@ def _normal_signals() -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, GUARDED)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _answer(fds: list[int]) -> Answer:
-    """What comes of a call, and when. An interrupt meets what `_perform` does, and never this."""
+def _outcome(fds: list[int], shelter: Shelter) -> _Failure | tuple[bytes, float]:
+    """What comes of a call: its value, pickled, and when. An interrupt meets what `_perform` does, and never this."""
     try:
-        value = _perform(fds)
+        try:
+            value = _perform(fds, shelter)
+        finally:
+            shelter.enter()
         ended_at = time.monotonic()
-        return Kind.RETURNED, _dump_value(value), ended_at
+        return _dump_value(value), ended_at
     except _LoadError as error:
-        return Kind.UNLOADED, _encode(error.error), time.monotonic()
+        return _Failure(Kind.UNLOADED, error.error, time.monotonic())
     except BaseException as error:  # noqa: BLE001  a KeyboardInterrupt, a SystemExit too is an answer
-        failed_at = time.monotonic()  # before it is taken apart, which may take a while
-        return Kind.RAISED, _encode(error), failed_at
+        failed_at = time.monotonic()
+        shelter.enter()  # it may have been an interrupt that came before the shelter was reached
+        return _Failure(Kind.RAISED, error, failed_at)
+
+
+class _Failure:
+    """What a call raised, and when, by CLOCK_MONOTONIC."""
+
+    def __init__(self, kind: Kind, error: BaseException, at: float) -> None:
+        self.kind = kind
+        self.error = error
+        self.at = at
+
+    def telling(self) -> Telling:
+        """The exception as the user should see it, without our frames above the function's."""
+        from ..wire.telling import Telling
+
+        trace = self.error.__traceback__
+        while trace is not None and _is_ours(trace):
+            trace = trace.tb_next
+        return Telling(self.error.with_traceback(trace))
 
 
 class _LoadError(Exception):
@@ -114,16 +149,13 @@ class _LoadError(Exception):
         self.error = error
 
 
-def _perform(fds: list[int]) -> object:
+def _perform(fds: list[int], shelter: Shelter) -> object:
+    shelter.leave()
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, GUARDED)
-        try:
-            call = payload.unpack(fds)
-        except BaseException as error:  # noqa: BLE001  the caller's own modules are imported there
-            raise _LoadError(error) from None
-        return _call(call)
-    finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, GUARDED)
+        call = payload.unpack(fds)
+    except BaseException as error:  # noqa: BLE001  the caller's own modules are imported there
+        raise _LoadError(error) from None
+    return _call(call)
 
 
 def _call(call: Call) -> object:
@@ -156,16 +188,6 @@ def _dump_value(value: object) -> bytes:
         ) from None
 
 
-def _encode(error: BaseException) -> bytes:
-    """The exception as the user should see it, without our frames above the function's."""
-    from ..wire import exceptions
-
-    trace = error.__traceback__
-    while trace is not None and _is_ours(trace):
-        trace = trace.tb_next
-    return exceptions.encode(error.with_traceback(trace))
-
-
 def _is_ours(trace: TracebackType) -> bool:
     return str(trace.tb_frame.f_globals.get("__name__", "")).startswith("mpwatch.")
 
@@ -181,10 +203,6 @@ def _flush() -> None:
 
 def _tell_what_lingers(channel: Channel) -> None:
     """Python waits for these before it ends; the watcher waits, too, and can then say for what."""
-    # An interrupt that came when the function had just ended is too late: to ignore it drops it.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, handler if handler is not None else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, GUARDED)
     threads = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     children = [child.name for child in multiprocessing.active_children() if not child.daemon]
     held_by = [

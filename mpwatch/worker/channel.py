@@ -32,7 +32,7 @@ class Channel:
             except OSError:  # the watcher has gone, or has heard enough
                 return False
             return True
-        return self._last_words.leave_answer(data)
+        return self._last_words.leave(data)
 
     def receive_call(self) -> list[int] | None:
         """The descriptors of the next call, its own first; None once there will be no more calls."""

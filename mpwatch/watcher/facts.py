@@ -1,0 +1,59 @@
+"""What the watcher saw, before anybody judges it: data, filled in by the loop and read by the diagnosis.
+
+Times are of CLOCK_MONOTONIC, in seconds.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..spec import Worker
+from ..wire.messages import Message
+from .machine import Verdict
+
+__all__ = ["Facts", "RankFacts"]
+
+
+@dataclass
+class RankFacts:
+    """Of one rank."""
+
+    worker: Worker
+    pid: int | None = None
+    was_ready: bool = False
+    failing_at: float | None = None
+    """When it said that its function had raised; what, is in the report."""
+    report: Message | None = None
+    details: bytes = b""
+    """What of a reported exception can be pickled."""
+    died_at: float | None = None
+    exit_code: int | None = None
+    """As multiprocessing has it, negative for a signal; None if it is not known."""
+    oom: str = ""
+    """The proof that the kernel's out-of-memory killer killed it."""
+    likely_oom: str = ""
+    """What makes that likely, where it cannot be proved."""
+    stacks: str = ""
+    """Where its threads were just before it was told to stop, in faulthandler's words."""
+    crash: str = ""
+    """The Python stack at the moment of a crash, in faulthandler's words."""
+    printed: str = ""
+    """What its interpreter printed instead of becoming ready."""
+    process_state: str = ""
+    """The letter of its state when its stacks were asked for, see proc(5)."""
+    signals_sent: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a run."""
+
+    ranks: Mapping[int, RankFacts]
+    hostname: str
+    started_at: float
+    stopped_at: float | None
+    verdict: Verdict | None
+    never_ready: Iterable[int] = ()
+    timeout: float | None = None
+    signum: int | None = None
+    helpers_oom: str = ""
+    """What shows that the out-of-memory killer struck, if it was none of the ranks."""

@@ -1,0 +1,137 @@
+"""One rank as the watcher has it: its process, its channel, its stack pipe, and what was seen of it."""
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..platform import DUMP_SIGNAL, has_descriptor, state_of_process
+from ..spec import Worker
+from ..wire.messages import MAX_DESCRIPTORS, WHERE, Frames, Kind, Message, frame
+from .facts import RankFacts
+from .gate import Gate
+from .process import WatchedProcess
+from .stacks import StackPipe
+
+__all__ = ["RankLine"]
+
+log = logging.getLogger("mpwatch")
+
+READ_SIZE = 1 << 18
+DRAIN_LIMIT = 1 << 26  # bytes read of one channel before the others have their turn
+
+
+class RankLine:
+    """Owns the watcher's ends of what connects it with a rank."""
+
+    def __init__(self, worker: Worker, process: WatchedProcess, channel: socket.socket, pipe_fd: int) -> None:
+        self.process = process
+        self.facts = RankFacts(worker, pid=process.child_pid)
+        self.stacks = StackPipe()
+        self._channel = channel
+        self._frames = Frames()
+        self._pipe_fd = pipe_fd
+        self._far_pipe_fd = -1  # the rank's number for its end of the pipe, once it is ready
+        self._gate: Gate[Any] | None = None
+        self._waited_for: set[int] = set()
+
+    def wait_at(
+        self,
+        gate: Gate[Any],
+        on_message: Callable[[], Any],
+        on_stacks: Callable[[], Any],
+        on_death: Callable[[], Any],
+    ) -> None:
+        """Have the gate call these when there is something to read."""
+        self._gate = gate
+        for fd, handler in (
+            (self._channel.fileno(), on_message),
+            (self._pipe_fd, on_stacks),
+            (self.process.child.sentinel, on_death),
+        ):
+            gate.add(fd, handler)
+            self._waited_for.add(fd)
+
+    def _wait_no_more(self, fd: int) -> None:
+        if fd in self._waited_for and self._gate is not None:
+            self._waited_for.remove(fd)
+            self._gate.remove(fd)
+
+    def close(self) -> None:
+        """Give the descriptors back; the process is the crew's to bury."""
+        self._close_channel()
+        for fd in list(self._waited_for):
+            self._wait_no_more(fd)
+        os.close(self._pipe_fd)
+
+    def _close_channel(self) -> None:
+        self._wait_no_more(self._channel.fileno())
+        self._channel.close()
+
+    def send(self, kind: Kind, fds: Sequence[int] = ()) -> None:
+        """A few bytes: they fit into the empty buffer of the channel, so this does not block. Raises OSError."""
+        if self._channel.fileno() == -1:
+            return
+        # a rank that has closed its end, or died, is heard of otherwise
+        with suppress(BrokenPipeError, ConnectionResetError):
+            while len(fds) > MAX_DESCRIPTORS:
+                self._send(Kind.DESCRIPTORS, fds[:MAX_DESCRIPTORS])
+                fds = fds[MAX_DESCRIPTORS:]
+            self._send(kind, fds)
+
+    def _send(self, kind: Kind, fds: Sequence[int]) -> None:
+        # the host's SIGPIPE may be at its default, and would end it
+        socket.send_fds(self._channel, [frame(kind)], list(fds), getattr(socket, "MSG_NOSIGNAL", 0))
+
+    def read(self) -> list[Message]:
+        """What has come over the channel. Closes it if there will be no more."""
+        messages: list[Message] = []
+        if self._channel.fileno() == -1:
+            return messages
+        try:
+            for _ in range(DRAIN_LIMIT // READ_SIZE):
+                data = self._channel.recv(READ_SIZE)
+                if not data:
+                    self._close_channel()
+                    break
+                messages += self._frames.feed(data)
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError) as error:  # reset by a dead rank, or written to by somebody who is none
+            log.debug("channel of rank %d closed: %s", self.facts.worker.rank, error)
+            self._close_channel()
+        return messages
+
+    def becomes_ready(self, where: bytes) -> bytes:
+        """It has a stderr of its own from now on. Returns what its interpreter had printed until then."""
+        self._far_pipe_fd, main_thread = WHERE.unpack(where)
+        self.overhear()
+        self.facts.was_ready = True
+        return self.stacks.becomes_ready(main_thread)
+
+    def ask_for_stacks(self) -> bool:
+        """Have the rank write its stacks. False if it will not: it is stopped, or is another program by now, or has closed
+        its end of the pipe, and may have opened something else in its place.
+        """
+        state = state_of_process(self.process.child_pid)
+        if state is None or DUMP_SIGNAL is None:
+            return False
+        self.facts.process_state = state.letter
+        if state.letter in "TtZX" or not state.catches(DUMP_SIGNAL):
+            return False
+        if not has_descriptor(self.process.child_pid, self._far_pipe_fd, self._pipe_fd):
+            return False
+        self.process.signal_rank(DUMP_SIGNAL)
+        return True
+
+    def overhear(self) -> None:
+        """What has come over the stack pipe."""
+        with suppress(BlockingIOError):
+            for _ in range(DRAIN_LIMIT // READ_SIZE):
+                data = os.read(self._pipe_fd, READ_SIZE)
+                if not data:
+                    self._wait_no_more(self._pipe_fd)
+                    break
+                self.stacks.feed(data)

@@ -1,0 +1,92 @@
+"""What it looks like when a rank only says that a peer has gone, or has not come: the signatures, as data in one place.
+
+Such a failure is a consequence, whatever its time: a rank that is about to fail often closes its connections first. Texts
+were read in the libraries' sources and binaries; those of gloo, TCPStore and sockets were also seen in runs.
+"""
+
+from enum import Enum, auto
+from typing import NamedTuple
+
+from ..wire import exceptions
+
+__all__ = ["Complaint", "complaint_in"]
+
+
+class Complaint(Enum):
+    """What a rank says of its peers."""
+
+    GONE = auto()  # a connection broke
+    LATE = auto()  # a peer did not come in time: the one that is missing may hang
+
+
+class Signature(NamedTuple):
+    """What an exception of that kind looks like; all that is given must fit."""
+
+    says: Complaint
+    type_name: str  # the end of its class's name
+    text: str = ""  # a part of its text, in lower case
+    also: str = ""  # another part
+    raised_in: str = ""  # the end of the file that the innermost frame is in
+
+
+GONE, LATE = Complaint.GONE, Complaint.LATE
+GLOO = "gloo/transport/"
+SIGNATURES = (
+    # gloo; LATE first, since pairs that timed out are also reported as closed
+    Signature(LATE, "RuntimeError", GLOO, "timed out waiting"),
+    Signature(LATE, "RuntimeError", GLOO, "timeout"),
+    Signature(GONE, "RuntimeError", GLOO, "connection closed by peer"),
+    Signature(GONE, "RuntimeError", GLOO, "connection reset by peer"),
+    Signature(GONE, "RuntimeError", GLOO, "connection refused"),
+    Signature(GONE, "RuntimeError", GLOO, "broken pipe"),
+    Signature(GONE, "RuntimeError", GLOO, "socket closed"),
+    Signature(LATE, "RuntimeError", "connectfullmesh failed", "timed out"),
+    Signature(GONE, "RuntimeError", "connectfullmesh failed"),
+    # TCPStore
+    Signature(LATE, "DistStoreError", "wait timeout after"),
+    Signature(LATE, "DistStoreError", "timed out after"),
+    Signature(LATE, "DistNetworkError", "has timed out after"),
+    Signature(GONE, "DistNetworkError", "recvvalue failed"),
+    Signature(GONE, "DistNetworkError", "sendbytes failed"),
+    Signature(GONE, "DistNetworkError", "connection"),
+    Signature(GONE, "DistNetworkError", "broken pipe"),
+    Signature(GONE, "DistNetworkError", "failed to connect"),
+    # NCCL
+    Signature(LATE, "DistBackendError", "watchdog caught collective operation timeout"),
+    Signature(LATE, "DistBackendError", "socket timeout"),
+    Signature(LATE, "DistBackendError", "wait timeout after"),
+    Signature(GONE, "DistBackendError", "remote process exited or there was a network error"),
+    Signature(GONE, "DistBackendError", "nccl communicator was aborted"),
+    Signature(GONE, "DistBackendError", "connection closed by"),
+    # UCC over UCX
+    Signature(GONE, "Error", "ucc", "connection reset by remote peer"),
+    Signature(GONE, "Error", "ucc", "endpoint timeout"),
+    # MPI with fault tolerance (ULFM); without it the launcher kills everybody
+    Signature(GONE, "", "mpi_err_proc_failed"),
+    Signature(GONE, "", "mpi_err_revoked"),
+    # multiprocessing's connections, asyncio's streams, and plain sockets
+    Signature(GONE, "EOFError", raised_in="multiprocessing/connection.py"),
+    Signature(GONE, "IncompleteReadError", raised_in="asyncio/streams.py"),
+    Signature(GONE, "BrokenPipeError"),
+    Signature(GONE, "ConnectionResetError"),
+    Signature(GONE, "ConnectionAbortedError"),
+)
+
+
+def complaint_in(told: bytes) -> Complaint | None:
+    """What a reported exception, or one that it was raised from, says of a peer. Looks at names and texts alone."""
+    found = (_complaint_of(link) for link in exceptions.outline(told))
+    return next((complaint for complaint in found if complaint is not None), None)
+
+
+def _complaint_of(link: exceptions.Outline) -> Complaint | None:
+    text = link.text.lower()
+    for signature in SIGNATURES:
+        if (
+            link.name.endswith(signature.type_name)
+            and signature.text in text
+            and signature.also in text
+            and link.raised_in.endswith(signature.raised_in)
+        ):
+            return signature.says
+    return None

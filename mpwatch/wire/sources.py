@@ -1,0 +1,87 @@
+"""Source lines that no file has: of notebook cells, of a program on stdin, of generated code. Runs on both sides.
+
+Whoever shows a traceback asks `linecache` for the lines. A rank has no cells, and the caller has no code that a rank has
+generated; so the call brings the sources of its functions along, an exception those of its frames, and either side keeps
+what it did not have. Nothing that it has is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from types import CodeType
+
+__all__ = ["of_code", "of_files", "remember"]
+
+LIMIT = 1 << 20  # characters of all sources that go along with one thing
+
+
+def of_files(names: Iterable[str]) -> dict[str, str]:
+    """What `linecache` knows of those that are no files."""
+    import linecache
+
+    found: dict[str, str] = {}
+    for name in names:
+        if not os.path.exists(name):
+            text = "".join(linecache.getlines(name))
+            if text and len(text) + sum(map(len, found.values())) <= LIMIT:
+                found[name] = text
+    return found
+
+
+def of_code(codes: Iterable[CodeType]) -> dict[str, str]:
+    """The same for the files that this code is of, and also for `python < program` and `python -c`."""
+    wanted = list(codes)
+    found = of_files({code.co_filename for code in wanted})
+    for name, read in (("<stdin>", _program_on_stdin), ("<string>", _program_of_command_line)):
+        ours = [code for code in wanted if code.co_filename == name]
+        if ours and name not in found:
+            text = read()
+            if text and len(text) <= LIMIT and _contains(text, name, ours):
+                found[name] = text
+    return found
+
+
+def remember(sources: Mapping[str, str]) -> None:
+    """Let `linecache` find these, unless it finds something already."""
+    if sources:
+        import linecache
+
+        for name, text in sources.items():
+            if not linecache.getlines(name):
+                # no time of change: it is not looked for on disk again
+                linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+
+
+def _program_on_stdin() -> str:
+    """If it is a file; what came through a pipe is gone."""
+    try:
+        size = os.fstat(0).st_size
+        return os.pread(0, min(size, LIMIT), 0).decode()
+    except (OSError, ValueError):
+        return ""
+
+
+def _program_of_command_line() -> str:
+    words = iter(sys.orig_argv)
+    return next((next(words, "") for word in words if word == "-c"), "")
+
+
+def _contains(text: str, name: str, wanted: list[CodeType]) -> bool:
+    """Whether this is really where all the code is from: any string that is executed may have that name."""
+    try:
+        there = set(_codes_in(compile(text, name, "exec", dont_inherit=True)))
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+    return there.issuperset(wanted)
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, type(code)):
+            yield from _codes_in(constant)
