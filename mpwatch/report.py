@@ -105,7 +105,7 @@ def where(stacks: str) -> str:
     lines = stacks.partition("\n\n")[0].splitlines()
     frames = [(frame, lines[n + 1 : n + 2]) for n, line in enumerate(lines) if (frame := FRAME.match(line))]
     if not frames:
-        return ""
+        return f" ({lines[0]})" if len(lines) == 1 else ""
     frame, source = next((pair for pair in frames if _is_users(pair[0][1])), frames[0])
     inner = frames[0][0][3] if frame is not frames[0][0] else ""
     line = source[0].strip() if source and source[0].startswith("    ") else ""
@@ -124,9 +124,9 @@ def _what(failure: ProcessFailure) -> str:
     if failure.kind is FailureKind.START:
         return _not_started(failure)
     if failure.kind is FailureKind.HANG:
-        return f"did not come where its peers waited for it until they timed out: {_still(failure)}"
+        return f"kept its peers waiting until they timed out: still at work{where(failure.stack)}"
     if failure.kind is FailureKind.TIMEOUT:
-        return _still(failure)
+        return f"still at work{where(failure.stack)}"
     because = failure.evidence or (_raised(failure.exception) if failure.exception else "")
     if failure.kind is FailureKind.EXIT:
         return f"ended with exit code {failure.exit_code} and no result" + (f" ({because})" if because else "")
@@ -146,10 +146,6 @@ def _killed(number: int | None, evidence: str = "") -> str:
         return f"was killed by signal {number}"
     cause = evidence or USUAL_CAUSES.get(name)
     return f"was killed by {name.name}" + (f" ({cause})" if cause else "")
-
-
-def _still(failure: ProcessFailure) -> str:
-    return f"still at work{where(failure.stack)}" + (f" ({failure.evidence})" if failure.evidence else "")
 
 
 def _not_started(failure: ProcessFailure) -> str:

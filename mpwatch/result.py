@@ -112,7 +112,7 @@ class RunResult(Generic[T]):
     """By global rank: SUCCEEDED, FAILED, or STOPPED by the watcher."""
     stacks: Mapping[int, str] = field(default_factory=dict)
     """By global rank: where the ranks still at work were just before they were stopped, all threads, the main thread first,
-    innermost frame first. Empty for a rank whose stacks could not be had in time."""
+    innermost frame first; or a line that says why there is none. Not in it: ranks that gave none in time."""
     helpers_oom: str = ""
     """What shows that the kernel's out-of-memory killer struck during the run, if it was not a rank that it killed: a helper
     of one, such as a DataLoader's worker, or something else in the same memory group."""

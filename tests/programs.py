@@ -9,11 +9,11 @@ HERE = Path(__file__).parent
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "PYTHONWARNINGS": "error"}
 
 
-def python(*args, program=None, cwd=None, check=True, env=ENV):
-    """The finished process of `python ARGS`, program on its stdin."""
+def python(*args, program=None, stdin=None, cwd=None, check=True, env=ENV):
+    """The finished process of `python ARGS`, program on its stdin, or that file."""
     done = subprocess.run(
         [sys.executable, *args],
-        input=program,
+        **({"input": program} if stdin is None else {"stdin": stdin}),
         text=True,
         capture_output=True,
         cwd=cwd,

@@ -413,6 +413,122 @@ def fails_first_but_is_slow_to_tell(barrier, has_failed, other_has_told):
     wait_to_be_stopped()
 
 
+def fails_beside(what, pid):
+    """Rank 1 fails once rank 0 sleeps in what it is to do."""
+    if rank() == 0:
+        pid.value = os.getpid()
+        what()
+    while state_of(pid.value) != "S":
+        os.sched_yield()
+    raise ValueError("the batch is bad")
+
+
+def holds_the_gil():
+    ctypes.PyDLL(None).usleep(60_000_000)
+
+
+def wait_in_a_thread():
+    threading.Event().wait()
+
+
+def waits_with_a_thread():
+    threading.Thread(target=wait_in_a_thread, daemon=True).start()
+    wait_to_be_stopped()
+
+
+def descends(depth, barrier):
+    if depth:
+        descends(depth - 1, barrier)
+    barrier.wait()
+    wait_to_be_stopped()
+
+
+def fails_beside_a_deep_stack(barrier, failed_at):
+    if rank() == 0:
+        descends(200, barrier)
+    barrier.wait()
+    failed_at.value = time.monotonic()
+    raise ValueError("the batch is bad")
+
+
+def replaces_descriptors_and_waits(folder):
+    if rank() == 0:
+        os.closerange(3, 4096)
+        for _ in range(60):
+            os.open(f"{folder}/0", os.O_RDWR | os.O_CREAT)
+        open(f"{folder}/1", "w").close()
+        wait_to_be_stopped()
+    while not os.path.exists(f"{folder}/1"):
+        os.sched_yield()
+    raise ValueError("the batch is bad")
+
+
+PROGRAM = """
+import signal, sys
+def end(*_):
+    with open(sys.argv[1], "w") as file:
+        file.write("by SIGTERM")
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+open(sys.argv[1], "w").close()
+while True:
+    signal.pause()
+"""
+
+
+def becomes_a_program_that_ends_well(path):
+    if rank() == 0:
+        os.execv(sys.executable, [sys.executable, "-S", "-c", PROGRAM, path])
+    while not os.path.exists(path):
+        os.sched_yield()
+    raise ValueError("the batch is bad")
+
+
+class WakesTheWatcherError(Exception):
+    """When it has been told, and is pickled."""
+
+    def __reduce__(self):
+        os.kill(os.getppid(), signal.SIGCONT)
+        return type(self), self.args
+
+
+def suspends_the_watcher(order, pids, turn):
+    """Ranks 0 and 2 fail, one because of the other, while the watcher does not look; the last wakes it."""
+    me, watcher = rank(), os.getppid()
+    pids[me] = os.getpid()
+    while not all(pids):
+        os.sched_yield()
+    if me == 1:
+        os.kill(watcher, signal.SIGSTOP)
+        while state_of(watcher) != "T":
+            os.sched_yield()
+        turn.value = 1
+        if order == "exception first":
+            while state_of(pids[2]) != "Z":
+                os.sched_yield()
+            os.kill(watcher, signal.SIGCONT)
+        wait_to_be_stopped()
+    while not turn.value:
+        os.sched_yield()
+    if me == 2:
+        while order == "exception first" and turn.value != 2:
+            os.sched_yield()
+        is_killed()
+    while order == "death first" and state_of(pids[2]) != "Z":
+        os.sched_yield()
+    raise (WakesTheWatcherError if order == "death first" else LetsTheOtherDieError(turn))
+
+
+class LetsTheOtherDieError(Exception):
+    def __init__(self, turn):
+        super().__init__("first")
+        self.turn = turn
+
+    def __reduce__(self):
+        self.turn.value = 2
+        return ValueError, ()
+
+
 class NeverTellsError(Exception):
     def __str__(self):
         return str(wait_to_be_stopped())

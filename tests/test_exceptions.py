@@ -4,6 +4,7 @@ import asyncio
 import copyreg
 import os
 import pickle
+import re
 import threading
 import traceback
 
@@ -206,17 +207,48 @@ def test_the_host_s_copyreg_is_left_alone():
     assert copyreg.dispatch_table == before
 
 
+def slotted_and_local(text):
+    class Local(Slotted):
+        __slots__ = ()
+
+    return Local(text)
+
+
+def with_attributes(text):
+    error = ValueError(text)
+    error.lock, error.code = threading.Lock(), text
+    return error
+
+
+def with_a_note(text):
+    error = LookupError(text)
+    error.add_note(text)
+    return error
+
+
 LEAVES = st.sampled_from(
-    [ValueError, KeyError, RefusesToPickle, Slotted, NoText, ZeroDivisionError, local_class().__class__]
+    [
+        *(ValueError, KeyError, OSError, SystemExit, StopIteration, KeyboardInterrupt, ZeroDivisionError),
+        *(RefusesToPickle, ExitsWhenPickled, RecursesWhenRebuilt, Slotted, NoText, type(local_class())),
+        *(slotted_and_local, with_attributes, with_a_note),
+        *(saboteurs.ExitsAsTextError, saboteurs.HidesItsArgumentsError, saboteurs.RefusesAttributesError),
+        lambda text: saboteurs.PickyError(text, detail=text),
+        lambda text: NeedsNew(text, why=text),
+        lambda text: UnicodeDecodeError("utf-8", text.encode(), 0, 1, text),
+        lambda text: SyntaxError(text, (text, 3, 5, text, 3, 6)),
+        lambda text: asyncio.CancelledError(text, lambda: None),
+    ]
 )
 TREES = st.recursive(
     st.builds(lambda kind, text: raised(kind(text)), LEAVES, st.text(max_size=5)),
     lambda inner: st.one_of(
         st.builds(
-            lambda text, members: raised(ExceptionGroup(text, members)), st.text(max_size=5), st.lists(inner, min_size=1)
+            lambda text, members: raised(BaseExceptionGroup(text, members)), st.text(max_size=5), st.lists(inner, min_size=1)
         ),
         st.builds(lambda error, cause: chain(error, cause=cause), inner, inner),
         st.builds(lambda error, context: chain(error, context=context), inner, inner),
+        st.builds(lambda error, other: chain(chain(error, cause=other), context=other), inner, inner),
+        st.builds(lambda error, other: (chain(other, cause=error), chain(error, cause=other))[1], inner, inner),  # a circle
     ),
     max_leaves=8,
 )
@@ -224,10 +256,17 @@ TREES = st.recursive(
 
 def chain(error, cause=None, context=None):
     if cause is not None:
-        error.__cause__ = cause
+        BaseException.__setattr__(error, "__cause__", cause)  # some classes forbid it
     if context is not None and context is not error:
-        error.__context__ = context
+        BaseException.__setattr__(error, "__context__", context)
     return error
+
+
+def text(error):
+    try:
+        return str(error)
+    except BaseException as broken:
+        return f"<its __str__ raised {type(broken).__name__}>"
 
 
 def shape(error, seen=()):
@@ -239,7 +278,8 @@ def shape(error, seen=()):
     frames = traceback.extract_tb(error.__traceback__)
     return (
         type(error).__name__,
-        error.args if isinstance(error, NoText) else error.message if members else str(error),
+        error.message if members else re.sub(r"0x[0-9a-f]+", "", text(error)),
+        getattr(error, "__notes__", None),
         (frames[-1].filename, frames[-1].name, frames[-1].lineno) if frames else None,
         shape(error.__cause__, seen),
         shape(error.__context__, seen),
@@ -248,10 +288,12 @@ def shape(error, seen=()):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(TREES)
 def test_any_tree_keeps_its_shape(error):
     assert shape(through(error)) == shape(error)
+    assert shape(decode(Telling(error).plain())) == shape(error)
+    assert shape(through(through(error))) == shape(error)
 
 
 def test_what_crosses_is_plain_but_for_the_pickles_inside():

@@ -29,7 +29,11 @@ Failures = dict[int, tuple[float, ProcessFailure]]  # by rank, with their times
 CRASHES = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
 )
-HELD = "TtD"  # states of a process that does not run: stopped by a signal or a debugger; waiting for a device
+HELD = {  # why a process does not run that is not asleep, by the letter of its state
+    "T": "suspended, by SIGSTOP or SIGTSTP",
+    "t": "held by a debugger",
+    "D": "waiting for a device, in the kernel",
+}
 
 
 def diagnose(facts: Facts) -> RunResult[Any]:
@@ -77,7 +81,7 @@ def _missing(facts: Facts, timed: Failures) -> Failures:
     if at is None or complaints != {Complaint.LATE} or not all(failure.is_secondary for _, failure in timed.values()):
         return {}
     return {
-        rank: (at, _failure(facts, seen, at, FailureKind.HANG, 1, stack=_stacks_of(seen), evidence=_held(seen)))
+        rank: (at, _failure(facts, seen, at, FailureKind.HANG, 1, stack=_stacks_of(seen)))
         for rank, seen in facts.ranks.items()
         if rank not in timed and not _has_returned(facts, seen) and seen.was_ready and _is_away(seen)
     }
@@ -89,16 +93,11 @@ def _is_away(seen: RankFacts) -> bool:
     return seen.process_state in HELD if not file else "/torch/" not in file
 
 
-def _held(seen: RankFacts) -> str:
-    if not seen.process_state or seen.process_state not in HELD:
-        return ""
-    return (
-        "it was waiting for a device" if seen.process_state == "D" else "it was suspended, by SIGSTOP, SIGTSTP or a debugger"
-    )
-
-
 def _stacks_of(seen: RankFacts) -> str:
-    return with_sources(seen.stacks) if seen.stacks else ""
+    """Where it was; or why that is not known."""
+    if seen.stacks:
+        return with_sources(seen.stacks)
+    return HELD.get(seen.process_state, "")
 
 
 def _load_value(facts: Facts, seen: RankFacts, values: dict[int, Any], timed: Failures) -> None:
@@ -131,8 +130,8 @@ def _failure_of(facts: Facts, seen: RankFacts) -> tuple[float, ProcessFailure] |
     if seen.failing_at is not None and _before_stop(facts, seen.failing_at):
         return seen.failing_at, _untold(facts, seen, seen.failing_at)
     if facts.verdict is Verdict.TIMED_OUT and facts.stopped_at is not None:
-        at, stack = facts.stopped_at, _stacks_of(seen)
-        return at, _failure(facts, seen, at, FailureKind.TIMEOUT, 1, stack=stack, evidence=_held(seen))
+        at = facts.stopped_at
+        return at, _failure(facts, seen, at, FailureKind.TIMEOUT, 1, stack=_stacks_of(seen))
     return None
 
 

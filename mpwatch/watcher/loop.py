@@ -123,7 +123,8 @@ class _Run:
         elif isinstance(action, m.EndRank):
             line.send(Kind.END)
         elif isinstance(action, m.LookAt):
-            return [] if line.ask_for_stacks() else [m.Looked(action.rank)]
+            has_died = line.facts.died_at is not None  # in this wake-up
+            return [] if has_died or line.ask_for_stacks() else [m.Looked(action.rank)]
         elif isinstance(action, m.SignalRank):
             send = line.process.signal_rank if action.signum == signal.SIGINT else line.process.signal_group
             send(action.signum)
@@ -188,6 +189,8 @@ class _Run:
         line.facts.stacks = tidy(line.stacks.stacks, line.stacks.main_thread)
         line.facts.crash = line.stacks.crash
         line.facts.printed = line.stacks.printed
+        if line.facts.signals_sent:  # it was stopped before it was ready, so nobody will say what it has printed
+            self.crew.pass_on(line.facts.printed.encode())
 
     def _warn(self) -> None:
         """About ranks that succeeded and yet did not end as they should."""

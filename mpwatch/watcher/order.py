@@ -5,6 +5,7 @@ gate tells descriptors in the order in which they became ready, before what is h
 that raised because another had died is later than that death, however long the watcher took to look.
 """
 
+import math
 import time
 
 from .facts import RankFacts
@@ -32,5 +33,5 @@ class Order:
         """A rank says that something happened at this time. It said so right then."""
         for earliest, facts in self._dead:
             assert facts.died_at is not None
-            facts.died_at = max(earliest, min(facts.died_at, stamp))
+            facts.died_at = max(earliest, min(facts.died_at, math.nextafter(stamp, 0.0)))
         self._latest = max(self._latest, stamp)

@@ -56,6 +56,8 @@ SIGNATURES = (
     Signature(LATE, "DistBackendError", "socket timeout"),
     Signature(LATE, "DistBackendError", "wait timeout after"),
     Signature(GONE, "DistBackendError", "remote process exited or there was a network error"),
+    Signature(GONE, "DistBackendError", "remote process exiting prematurely"),
+    Signature(GONE, "DistBackendError", "unexpected exit of a remote peer"),
     Signature(GONE, "DistBackendError", "nccl communicator was aborted"),
     Signature(GONE, "DistBackendError", "connection closed by"),
     # UCC over UCX

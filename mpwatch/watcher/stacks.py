@@ -71,7 +71,8 @@ def tidy(stacks: str, main_thread: int) -> str:
     blocks = [block for block in stacks.split("\n\n") if block]
     is_main = {block: bool((head := HEAD.match(block)) and int(head[1], 16) == main_thread) for block in blocks}
     mine = [_from_the_function(block) for block in blocks if is_main[block]]
-    return "\n\n".join(mine + [block for block in blocks if not is_main[block]])
+    others = [block for block in blocks if not is_main[block]]
+    return "\n\n".join(block for block in mine + others if "\n" in block)  # not a head alone
 
 
 def _from_the_function(block: str) -> str:

@@ -1,0 +1,96 @@
+"""The kernel's out-of-memory killer: real kills, in a memory group of the test's own."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+from programs import python
+
+from mpwatch import cgroups
+
+LIMIT = 150 << 20
+MINE = """
+import os, signal, subprocess, sys, time
+import mpwatch
+def join(): open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+def eat(): return [bytearray(range(256)) * (1 << 12) for _ in range(400)]
+def wait(): signal.pause()
+def report(fn, nprocs=2):
+    result = mpwatch.run(fn, nprocs, check=False)
+    print(result.root_cause.kind.name, result.root_cause.rank, result.root_cause.exit_code)
+    print(mpwatch.RunFailedError(result))
+rank = lambda: mpwatch.current_worker().rank
+"""
+
+
+def is_removed(folder):
+    try:
+        folder.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture
+def group(eventually):
+    """The folder of a group whose members may use LIMIT bytes together."""
+    parents = [Path(file).parent for file in cgroups.oom_kills()]
+    for parent in parents:
+        folder = parent / f"mpwatch-test-{os.getpid()}"
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        limits = [folder / name for name in ("memory.max", "memory.limit_in_bytes") if (folder / name).exists()]
+        if limits:
+            limits[0].write_text(str(LIMIT))
+            yield str(folder)
+            eventually(partial(is_removed, folder))  # multiprocessing's resource tracker ends after its program
+            return
+        folder.rmdir()
+    pytest.skip("no memory group can be made here: that takes root, and a hierarchy that is delegated to us")
+
+
+def test_a_rank_that_eats_all_memory(group):
+    program = MINE + "join()\nreport(lambda: eat() if rank() == 1 else wait())"
+    kind, verdict, *_ = python("-c", program, group).stdout.splitlines()
+    assert kind == "OOM 1 137"
+    assert verdict.startswith("rank 1 was killed by the kernel's out-of-memory killer (")
+
+
+def test_where_the_log_may_not_be_read_the_counter_is_the_proof(group):
+    program = MINE + (
+        "import mpwatch.watcher.oom as oom\n"
+        "oom.LOG = '/nowhere'\n"
+        "join()\nreport(lambda: eat() if rank() == 1 else wait())\n"
+        "report(lambda: os.kill(os.getpid(), 9) if rank() == 1 else wait())"
+    )
+    kind, verdict, _, second_kind, second, *_ = python("-c", program, group).stdout.splitlines()
+    assert kind == "OOM 1 137"
+    assert f"(oom_kill in {group}/" in verdict
+    assert "rose by 1 during the run)" in verdict
+    assert second_kind == "SIGNAL 1 137"
+    assert "or somebody's kill -9" in second
+
+
+def test_a_helper_that_is_killed_is_told_of(group):
+    program = MINE + (
+        "helper = [sys.executable, '-c', 'x = [bytearray(range(256)) * (1 << 12) for _ in range(400)]']\n"
+        "def train():\n"
+        "    if rank() == 1: raise RuntimeError(f'my worker ended with {subprocess.call(helper)}')\n"
+        "    wait()\n"
+        "join()\nreport(train)"
+    )
+    kind, verdict, more, *_ = python("-c", program, group).stdout.splitlines()
+    assert kind == "EXCEPTION 1 1"
+    assert "my worker ended with -9" in verdict
+    assert more.startswith(f"  the kernel's out-of-memory killer struck here, if not at a rank: oom_kill in {group}/")
+
+
+def test_counters_are_read_as_both_versions_write_them(tmp_path):
+    (tmp_path / "v1").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    (tmp_path / "v2").write_text("low 0\nhigh 0\nmax 7\noom 2\noom_kill 3\noom_group_kill 0\n")
+    assert cgroups._field(str(tmp_path / "v1"), "oom_kill") == 3
+    assert cgroups._field(str(tmp_path / "v2"), "oom_kill") == 3
+    assert cgroups._field(str(tmp_path / "none"), "oom_kill") is None

@@ -1,0 +1,100 @@
+"""Lines of source that no file has: they go with the call, come back with the exception, and replace nothing."""
+
+import linecache
+
+import pytest
+from programs import HERE, python
+
+import mpwatch
+from mpwatch.wire import sources
+from mpwatch.wire.exceptions import decode
+from mpwatch.wire.telling import Telling
+
+PROGRAM = """\
+import sys, traceback
+import mpwatch
+
+def divide(x):
+    return 1 / x  # the division
+
+def train():
+    return divide(mpwatch.current_worker().rank - 1)
+
+try:
+    mpwatch.run(train, 2)
+except mpwatch.RunFailedError as error:
+    print("# the division" in error.root_cause.traceback)
+    print("# the division" in "".join(traceback.format_exception(error.__cause__)))
+    print(str(error).splitlines()[0])
+"""
+
+
+@pytest.mark.parametrize("how", ["file", "file on stdin", "command line"])
+def test_functions_of_a_program(how, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM)
+    if how == "file":
+        done = python(str(script))
+    elif how == "command line":
+        done = python("-W", "ignore", "-c", PROGRAM)
+    else:
+        with script.open() as file:
+            done = python(stdin=file)
+    in_rank, in_caller, verdict = done.stdout.splitlines()
+    assert (in_rank, in_caller) == ("True", "True")
+    assert verdict.startswith("rank 1 failed first: ZeroDivisionError: division by zero (")
+    assert verdict.endswith(":5 in divide)")
+
+
+def test_a_program_from_a_pipe_has_no_source_and_all_else():
+    in_rank, _, verdict = python("-", program=PROGRAM).stdout.splitlines()
+    assert in_rank == "False"
+    assert verdict == "rank 1 failed first: ZeroDivisionError: division by zero (<stdin>:5 in divide)"
+
+
+def test_what_only_looks_like_the_program_is_not_taken_for_it():
+    program = "exec('def f():\\n    return 2')\nprint(sources.of_code([f.__code__, g.__code__]))\n"
+    text = (
+        f"import sys; sys.path.insert(0, {str(HERE.parent)!r})\nfrom mpwatch.wire import sources\ndef g(): pass\n{program}"
+    )
+    assert python("-c", text).stdout == "{}\n"
+
+
+def test_code_that_a_rank_has_generated():
+    def generate():
+        source = "def made(x):\n    return 1 / x  # made in the rank\n"
+        import linecache
+
+        linecache.cache["<made>"] = (len(source), None, source.splitlines(keepends=True), "<made>")
+        names = {}
+        exec(compile(source, "<made>", "exec"), names)
+        names["made"](0)
+
+    with pytest.raises(mpwatch.RunFailedError):
+        mpwatch.run(generate, 1)
+    assert linecache.getline("<made>", 2) == "    return 1 / x  # made in the rank\n"
+    del linecache.cache["<made>"]
+
+
+def test_what_is_known_is_not_replaced():
+    linecache.cache["<ours>"] = (4, None, ["ours"], "<ours>")
+    sources.remember({"<ours>": "theirs", __file__: "theirs"})
+    assert linecache.getline("<ours>", 1) == "ours"
+    assert linecache.getline(__file__, 1).startswith('"""Lines of source')
+    del linecache.cache["<ours>"]
+
+
+def test_files_are_not_sent():
+    with pytest.raises(ZeroDivisionError) as caught:
+        1 / 0
+    assert b"Lines of source that no file has" not in Telling(caught.value).plain()
+
+
+def test_what_is_too_long_is_left_out():
+    linecache.cache["<long>"] = (4, None, ["x" * (2 << 20)], "<long>")
+    assert sources.of_files(["<long>"]) == {}
+    del linecache.cache["<long>"]
+    code = compile("1 / 0", "<none>", "exec")
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(code)
+    assert decode(Telling(caught.value).plain()).__traceback__ is not None

@@ -1,0 +1,179 @@
+"""Where the ranks were: what comes of a stack pipe, and real ranks that are looked at before they are stopped."""
+
+import multiprocessing
+import time
+
+import pytest
+import saboteurs
+from programs import python
+
+import mpwatch
+from mpwatch.watcher.stacks import StackPipe, innermost_file, tidy, with_sources
+
+SPAWN = multiprocessing.get_context("spawn")
+MAIN = 0x7F00
+OTHER = 'Thread 0x0000000000001000 (most recent call first):\n  File "threading.py", line 1002 in _bootstrap\n\n'
+HEAD = "Current thread 0x0000000000007f00 (most recent call first):\n"
+FRAMES = '  File "/home/me/train.py", line 3 in step\n'
+OURS = '  File "/x/mpwatch/worker/bootstrap.py", line 9 in _call\n'
+END = '  File "<string>", line 1 in <module>\n'
+CRASH = f"Fatal Python error: Aborted\n\n{HEAD}{FRAMES}{OURS}{END}"
+
+
+def pipe_with(text, ready=True):
+    pipe = StackPipe()
+    if ready:
+        pipe.becomes_ready(MAIN)
+    pipe.feed(text.encode())
+    return pipe
+
+
+def test_what_is_said_before_it_is_ready_is_no_stack():
+    pipe = pipe_with("no licence\n", ready=False)
+    assert (pipe.printed, pipe.stacks, pipe.crash) == ("no licence\n", "", "")
+    assert pipe.becomes_ready(MAIN) == b"no licence\n"
+    pipe.feed((HEAD + END).encode())
+    assert (pipe.printed, pipe.stacks) == ("", (HEAD + END).strip())
+
+
+@pytest.mark.parametrize("n", range(len(OTHER + HEAD + FRAMES + END) + 1))
+def test_it_is_whole_when_the_last_frame_of_the_main_thread_has_come(n):
+    text = OTHER + HEAD + FRAMES + END
+    assert pipe_with(text[:n]).is_whole() == (n == len(text))
+
+
+def test_a_main_thread_of_very_many_frames_has_no_known_end():
+    assert not pipe_with(HEAD + 99 * FRAMES).is_whole()
+    assert pipe_with(HEAD + 100 * FRAMES).is_whole()  # some versions say "..." then, some do not
+
+
+def test_a_crash_comes_after_the_stacks():
+    pipe = pipe_with(OTHER + HEAD + FRAMES + END + CRASH)
+    assert pipe.stacks.endswith("in <module>")
+    assert pipe.crash.splitlines()[0] == "Fatal Python error: Aborted"
+    assert pipe.crash.endswith("line 3 in step")
+
+
+def test_the_main_thread_is_told_first_and_from_the_function_on():
+    text = tidy(OTHER + HEAD + FRAMES + OURS + END, MAIN)
+    assert text == (HEAD + FRAMES + "\n" + OTHER).strip()
+    assert innermost_file(text) == "/home/me/train.py"
+    assert tidy(HEAD + OURS + END, MAIN) == ""
+    assert innermost_file("") == ""
+
+
+def test_frames_show_their_source(tmp_path):
+    (tmp_path / "program.py").write_text("first\n    second()\n")
+    frame = f'  File "{tmp_path}/program.py", line 2 in f'
+    assert with_sources(f"{HEAD}{frame}\n{FRAMES}") == f"{HEAD}{frame}\n    second()\n{FRAMES}".strip()
+
+
+def test_a_thread_that_floods_the_pipe_is_cut_off():
+    pipe = pipe_with("x" * (3 << 20))
+    assert len(pipe.stacks) == 1 << 20
+
+
+def error_of(fn, *args, nprocs=2, **options):
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(fn, nprocs, args=args, **options)
+    return caught.value
+
+
+def test_a_rank_that_holds_the_gil_in_c_is_seen():
+    error = error_of(saboteurs.fails_beside, saboteurs.holds_the_gil, SPAWN.Value("i", 0), grace_period=0.3)
+    assert "rank 0: stopped by the watcher (saboteurs.py:" in str(error)
+    assert "in holds_the_gil" in error.stacks[0]
+
+
+def test_all_threads_are_seen():
+    error = error_of(saboteurs.fails_beside, saboteurs.waits_with_a_thread, SPAWN.Value("i", 0))
+    main, *others = error.stacks[0].split("\n\n")
+    assert "in waits_with_a_thread" in main
+    assert any("in wait_in_a_thread" in other for other in others)
+
+
+def test_a_deep_stack_is_no_reason_to_wait():
+    ended_at = SPAWN.Value("d", 0.0)
+    error = error_of(saboteurs.fails_beside_a_deep_stack, SPAWN.Barrier(2), ended_at)
+    assert time.monotonic() - ended_at.value < 5
+    assert error.stacks[0].count("in descends") >= 98
+
+
+def test_a_suspended_rank_is_said_to_be_suspended(barrier):
+    error = error_of(saboteurs.stops_itself, barrier, SPAWN.Value("i", 0), nprocs=3)
+    assert "rank 0: stopped by the watcher (suspended, by SIGSTOP or SIGTSTP)" in str(error)
+
+
+def test_nothing_is_written_into_what_took_the_place_of_the_pipe(tmp_path):
+    files = [tmp_path / "0", tmp_path / "1"]
+    error = error_of(saboteurs.replaces_descriptors_and_waits, str(tmp_path))
+    assert error.root_cause.rank == 1
+    assert [file.read_bytes() for file in files] == [b"", b""]
+    assert 0 not in error.stacks
+
+
+def test_a_rank_that_has_become_another_program_is_not_asked(tmp_path):
+    error = error_of(saboteurs.becomes_a_program_that_ends_well, str(tmp_path / "ended"))
+    assert error.root_cause.rank == 1
+    assert (tmp_path / "ended").read_text() == "by SIGTERM"
+
+
+SITE = """
+import os, sys
+print("a word of the site", file=sys.stderr)
+if os.environ.get("RANK") == "1" and os.environ.get("REFUSE"):
+    raise SystemExit("no licence")
+"""
+STARTS = """
+import os, sys, mpwatch
+os.environ["PYTHONPATH"] = os.pathsep.join([sys.argv[1], os.environ["PYTHONPATH"]])
+mpwatch.run(os.getpid, 2)
+os.environ["REFUSE"] = "1"
+result = mpwatch.run(os.getpid, 2, check=False)
+print(result.root_cause.kind.name, result.root_cause.rank, "no licence" in result.root_cause.stderr)
+print(mpwatch.RunFailedError(result))
+"""
+
+
+def test_what_an_interpreter_says_before_it_is_ready(tmp_path):
+    """It goes to stderr, unless it is the last that is heard of the rank: then it is told with the failure."""
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    done = python("-c", STARTS, str(tmp_path))
+    first, verdict, *rest = done.stdout.splitlines()
+    assert first == "START 1 True"
+    assert verdict == "rank 1 never started: its interpreter ended with exit code 1"
+    assert rest[0] == "  what it printed:"
+    assert "    SystemExit: no licence" in rest
+    assert done.stderr == "a word of the site\n" * 4  # three ranks, and multiprocessing's resource tracker
+
+
+def test_a_program_without_stderr():
+    code = "import os, sys, mpwatch\nos.close(2)\nprint(list(mpwatch.run(os.getppid, 2)) == [os.getpid()] * 2)"
+    assert python("-c", code).stdout == "True\n"
+
+
+def test_ranks_have_the_stderr_of_the_caller():
+    code = (
+        "import os, sys, mpwatch\n"
+        "def speak():\n"
+        "    os.write(2, b'by number\\n')\n"
+        "    print('by name', file=sys.stderr)\n"
+        "    return os.fstat(2)[:3]\n"
+        "assert mpwatch.run(speak, 1)[0] == os.fstat(2)[:3]"
+    )
+    assert python("-c", code).stderr == "by number\nby name\n"
+
+
+SUSPENDED = """
+import multiprocessing, sys
+import saboteurs, mpwatch
+spawn = multiprocessing.get_context("spawn")
+args = (sys.argv[1], spawn.Array("i", 3), spawn.Value("i", 0))
+print(mpwatch.run(saboteurs.suspends_the_watcher, 3, args=args, check=False).root_cause.rank)
+"""
+
+
+@pytest.mark.parametrize(("order", "first"), [("death first", 2), ("exception first", 0)])
+def test_a_watcher_that_looks_late_still_knows_who_was_first(order, first):
+    """A rank suspends the watcher, so that it hears of a death and of an exception in one wake-up."""
+    assert python("-c", SUSPENDED, order).stdout == f"{first}\n"
