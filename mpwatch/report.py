@@ -10,7 +10,7 @@ from typing import Any
 
 from .result import FailureKind, ProcessFailure, RunResult, WorkerState
 
-__all__ = ["exit_text", "fates", "ranks_text", "report", "verdict"]
+__all__ = ["exit_text", "fates", "ranks_text", "report", "verdict", "where"]
 
 USUAL_CAUSES = {
     signal.SIGSEGV: "an invalid memory access, usually in compiled code",

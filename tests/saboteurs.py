@@ -3,6 +3,7 @@
 import atexit
 import ctypes
 import dataclasses
+import mmap
 import os
 import signal
 import subprocess
@@ -124,6 +125,26 @@ def is_terminated():
 
 def crashes():
     ctypes.string_at(0)
+
+
+def aborts():
+    os.abort()
+
+
+def reads_beyond_the_end_of_a_file():
+    with open(os.memfd_create("short"), "r+b") as file:
+        file.truncate(mmap.PAGESIZE)
+        memory = mmap.mmap(file.fileno(), 0)
+        file.truncate(0)
+        return memory[0]
+
+
+def divides_by_zero_in_c():
+    signal.raise_signal(signal.SIGFPE)
+
+
+def executes_an_unknown_instruction():
+    signal.raise_signal(signal.SIGILL)
 
 
 def returns_a_lock():

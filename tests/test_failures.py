@@ -17,6 +17,7 @@ from mpwatch import FailureKind, WorkerState
 SPAWN = multiprocessing.get_context("spawn")
 EXCEPTION, EXIT, SIGNAL, LOST = FailureKind.EXCEPTION, FailureKind.EXIT, FailureKind.SIGNAL, FailureKind.LOST
 
+CRASHES = {128 + number for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)}
 TABLE = {
     # saboteur: kind, exit code, type of the exception, a part of the verdict
     saboteurs.raises_value_error: (
@@ -39,6 +40,10 @@ TABLE = {
     saboteurs.is_killed: (SIGNAL, 137, None, "rank 1 was killed by SIGKILL (not sent by mpwatch"),
     saboteurs.is_terminated: (SIGNAL, 143, None, "rank 1 was killed by SIGTERM (not sent by mpwatch"),
     saboteurs.crashes: (SIGNAL, 139, None, "rank 1 was killed by SIGSEGV (an invalid memory access"),
+    saboteurs.aborts: (SIGNAL, 134, None, "rank 1 was killed by SIGABRT (compiled code gave up"),
+    saboteurs.reads_beyond_the_end_of_a_file: (SIGNAL, 135, None, "rank 1 was killed by SIGBUS (a memory error"),
+    saboteurs.divides_by_zero_in_c: (SIGNAL, 136, None, "rank 1 was killed by SIGFPE (an arithmetic error"),
+    saboteurs.executes_an_unknown_instruction: (SIGNAL, 132, None, "rank 1 was killed by SIGILL (an instruction"),
     saboteurs.executes_another_program: (EXIT, 9, None, "rank 1 ended with exit code 9"),
     saboteurs.closes_descriptors_and_raises: (EXCEPTION, 1, ValueError, "the batch is bad"),
     saboteurs.leaves_a_thread_and_raises: (EXCEPTION, 1, ValueError, "the batch is bad"),
@@ -66,6 +71,7 @@ def test_the_first_failure_is_told(saboteur, nprocs, barrier):
     assert text in verdict
     assert all(re.search(r"ranks? .*: stopped by the watcher .*\(saboteurs\.py:", line) for line in others[-1:])
     assert set(error.stacks) == set(range(nprocs)) - {1}
+    assert (f" in {saboteur.__name__}" in root.stack) == (exit_code in CRASHES)
     assert error.failures == {1: root}
     assert error.result.return_values == {}
     assert error.result.state is WorkerState.FAILED

@@ -2,11 +2,12 @@
 
 import pickle
 import signal
+import sysconfig
 
 import pytest
 
 from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, Worker, WorkerState
-from mpwatch.report import exit_text, ranks_text, report
+from mpwatch.report import exit_text, ranks_text, report, where
 from mpwatch.watcher.diagnosis import diagnose
 from mpwatch.watcher.facts import Facts, RankFacts
 from mpwatch.watcher.machine import Verdict
@@ -171,6 +172,139 @@ def test_equal_fates_are_one_line_at_512_ranks():
     assert len(text.splitlines()) == 3
     assert "ranks 200, 300: a victim of rank 100: RuntimeError" in text
     assert "ranks 0-99, 101-199, 201-299, 301-511: stopped by the watcher" in text
+
+
+def at(function, line, source="", thread="Current thread 0x1"):
+    """A stack of one thread in this function of train.py."""
+    stack = f'{thread} (most recent call first):\n  File "/home/me/train.py", line {line} in {function}'
+    return stack + (f"\n    {source}" if source else "")
+
+
+LIBRARY = sysconfig.get_path("purelib")
+IN_TORCH = f'Thread 0x1 (most recent call first):\n  File "{LIBRARY}/torch/distributed/c10d.py", line 3 in all_reduce'
+FROM_STEP = " in all_reduce (train.py:88 in step: dist.all_reduce(x))"
+IN_FROM_STEP = " in all_reduce (train.py:88 in step: dist.all_reduce(x))"
+
+
+@pytest.mark.parametrize(
+    ("stacks", "words"),
+    [
+        (at("step", 88, "time.sleep(60)"), " (train.py:88 in step: time.sleep(60))"),
+        (at("step", 88), " (train.py:88 in step)"),
+        (at("step", 88) + "\n\n" + at("other", 1, thread="Thread 0x2"), " (train.py:88 in step)"),
+        (IN_TORCH + '\n    wait()\n  File "/home/me/train.py", line 88 in step\n    dist.all_reduce(x)', FROM_STEP),
+        (f'Thread 0x1 (most recent call first):\n  File "{LIBRARY}/torch/c10d.py", line 3 in f', " (c10d.py:3 in f)"),
+        (at("step", 88, "x" * 300), f" (train.py:88 in step: {'x' * 100})"),
+        ("suspended, by SIGSTOP or SIGTSTP", " (suspended, by SIGSTOP or SIGTSTP)"),
+        ("Thread 0x1 (most recent call first):\n  <no Python frame>", ""),
+        ("", ""),
+    ],
+)
+def test_where_a_rank_was(stacks, words):
+    assert where(stacks) == words
+
+
+def test_ranks_are_grouped_by_where_they_were():
+    ranks = [{**STOPPED, "stacks": at("step", 88 if rank % 2 else 12)} for rank in range(8)]
+    ranks[3] = raised(ValueError("x"), 9.0)
+    assert report(diagnose(facts(*ranks))).splitlines() == [
+        "rank 3 failed first: ValueError: x",
+        "  ranks 0, 2, 4, 6: stopped by the watcher (train.py:12 in step)",
+        "  ranks 1, 5, 7: stopped by the watcher (train.py:88 in step)",
+    ]
+
+
+def test_many_groups_are_counted():
+    ranks = [raised(ValueError("x"), 9.0), *({**STOPPED, "stacks": at("step", line)} for line in range(1, 512))]
+    lines = report(diagnose(facts(*ranks))).splitlines()
+    assert len(lines) == 32
+    assert lines[-1] == "  and 481 more groups of ranks: see .failures and .stacks"
+
+
+def test_victims_are_called_so_if_there_is_a_cause():
+    result = diagnose(facts(raised(COMPLAINT, 1.0), raised(ValueError("x"), 9.0)))
+    assert "  rank 0: a victim of rank 1: RuntimeError: [gloo/" in report(result)
+    alone = diagnose(facts(raised(COMPLAINT, 1.0), raised(COMPLAINT, 2.0), returned()))
+    verdict, other, ended = report(alone).splitlines()
+    assert verdict.startswith(
+        "no rank was seen to fail by itself; the first to complain of a peer: rank 0: RuntimeError: [gloo/"
+    )
+    assert other.startswith("  rank 1: RuntimeError: [gloo/")
+    assert ended == "  rank 2: had returned"
+
+
+TIMED_OUT = RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation")
+
+
+def test_who_keeps_its_peers_waiting_is_to_blame():
+    here, waiting = {**STOPPED, "stacks": at("load", 12)}, {**STOPPED, "stacks": IN_TORCH}
+    result = diagnose(facts(raised(TIMED_OUT, 9.0), waiting, here))
+    assert (result.root_cause.rank, result.root_cause.kind, set(result.failures)) == (2, FailureKind.HANG, {0, 2})
+    assert result.root_cause.stack == at("load", 12)
+    assert report(result).startswith(
+        "rank 2 kept its peers waiting until they timed out: still at work (train.py:12 in load)"
+    )
+    suspended = {**STOPPED, "process_state": "T"}
+    assert diagnose(facts(raised(TIMED_OUT, 9.0), suspended)).root_cause.kind is FailureKind.HANG
+
+
+def test_nobody_is_blamed_for_a_hang_who_may_be_waiting_or_was_not_seen():
+    for other in ({**STOPPED, "stacks": IN_TORCH}, STOPPED, returned()):
+        result = diagnose(facts(raised(TIMED_OUT, 9.0), other))
+        assert (result.root_cause.rank, result.root_cause.is_secondary) == (0, True)
+    here = {**STOPPED, "stacks": at("load", 12)}
+    assert diagnose(facts(raised(TIMED_OUT, 9.0), here, raised(COMPLAINT, 9.1))).root_cause.rank == 0
+    assert diagnose(facts(raised(TIMED_OUT, 9.0), here, raised(ValueError("x"), 9.5))).root_cause.rank == 2
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        ({"oom": "proof"}, FailureKind.OOM, "rank 0 was killed by the kernel's out-of-memory killer (proof)"),
+        (
+            {"likely_oom": "why"},
+            FailureKind.SIGNAL,
+            "rank 0 was killed by SIGKILL (likely the out-of-memory killer: why)",
+        ),
+        ({"was_ready": False, "oom": "proof"}, FailureKind.OOM, "rank 0 was killed by the kernel's out-of-memory killer"),
+    ],
+)
+def test_out_of_memory(what, kind, words):
+    was_ready = what.pop("was_ready", True)
+    given = facts({**died(-9), **what})
+    given.ranks[0].was_ready = was_ready
+    result = diagnose(given)
+    assert (result.root_cause.kind, result.root_cause.exit_code, result.root_cause.signal) == (kind, 137, 9)
+    assert report(result).startswith(words)
+
+
+def test_the_end_of_what_was_printed_is_told():
+    given = facts({**died(1), "printed": "".join(f"line {n}\n" for n in range(100))})
+    given.ranks[0].was_ready = False
+    lines = report(diagnose(given)).splitlines()
+    assert lines[1:3] == ["  what it printed:", "    line 88"]
+    assert lines[-1] == "    line 99"
+
+
+def test_the_table_of_a_notebook():
+    good = diagnose(facts(returned("<b>"), returned([1] * 1000), verdict=Verdict.SUCCEEDED, stopped_at=None))
+    assert "&lt;b&gt;" in good._repr_html_()
+    assert len(good._repr_html_()) < 1000
+    bad = diagnose(facts(raised(ValueError("<script>"), 9.0), {**STOPPED, "stacks": at("<module>", 3)}))
+    html = RunFailedError(bad)._repr_html_()
+    assert html == bad._repr_html_()
+    assert "<script>" not in html
+    assert "<b>rank 0 failed first: ValueError: &lt;script&gt;</b>" in html
+    assert '<th style="text-align:left">rank 1</th>' in html
+    assert "(train.py:3 in &lt;module&gt;)" in html
+    assert "<summary>traceback of rank 0</summary>" in html
+    assert "__repr__" not in RunResult(WorkerState.STOPPED, reason="why")._repr_html_()
+
+
+def test_a_table_of_very_many_values():
+    many = diagnose(facts(*[returned(n) for n in range(512)], verdict=Verdict.SUCCEEDED, stopped_at=None))._repr_html_()
+    assert many.count("<tr>") == 33
+    assert "480 more" in many
 
 
 @pytest.mark.parametrize(

@@ -53,3 +53,26 @@ def test_exceptions_of_cells():
     assert "failed first: TooBad: of a cell" in output["evalue"]
     printed = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(output["traceback"]))
     assert 'raise TooBad("of a cell")' in printed
+
+
+def test_a_failed_cell_shows_source_here_and_there():
+    caught = "try: mpwatch.run(fail, 2)\nexcept mpwatch.RunFailedError as caught: error = caught"
+    (output,) = run_cells(DEFINITIONS, caught, "print(error.root_cause.traceback)")
+    assert 'raise TooBad("of a cell")' in output["text"]
+    (output,) = run_cells(DEFINITIONS, caught, "error")
+    assert "failed first: TooBad: of a cell" in output["data"]["text/html"]
+    assert "<summary>traceback of rank" in output["data"]["text/html"]
+
+
+def test_a_result_is_a_table():
+    (output,) = run_cells(DEFINITIONS, "scale = 3", "mpwatch.run(lambda: mpwatch.current_worker().rank * 7, 2)")
+    assert "<b>2 ranks succeeded</b>" in output["data"]["text/html"]
+    assert '<td style="text-align:left">7</td>' in output["data"]["text/html"]
+
+
+def test_where_ranks_are_in_a_cell():
+    wait = "def wait():\n    import threading\n    threading.Event().wait()  # for ever"
+    (output,) = run_cells(DEFINITIONS, wait, "mpwatch.run(wait, 2, timeout=3)")
+    assert output["ename"] == "RunTimeoutError"
+    assert "ranks 0-1: still at work in wait (" in output["evalue"]
+    assert ":3 in wait: threading.Event().wait()  # for ever)" in output["evalue"]

@@ -92,11 +92,12 @@ def kill_myself():
     os.kill(os.getpid(), 9)
 
 
+@pytest.mark.parametrize("nprocs", [3, 8])
 @pytest.mark.parametrize("order", ["cause first", "peers first"])
 @pytest.mark.parametrize("how", [raise_value_error, kill_myself])
-def test_the_cause_is_blamed_and_not_the_peers_that_lose_it(how, order):
+def test_the_cause_is_blamed_and_not_the_peers_that_lose_it(how, order, nprocs):
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(fails_in_a_collective, 3, args=(how, order, SPAWN.Event()), backend="gloo")
+        mpwatch.run(fails_in_a_collective, nprocs, args=(how, order, SPAWN.Event()), backend="gloo")
     error = caught.value
     assert error.root_cause.rank == 1, str(error)
     assert isinstance(error.__cause__, ValueError) == (how is raise_value_error)
