@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-STRANGERS_SEMAPHORES = "sem.mp-"  # ours, and those of our ranks, have a prefix of their own: see _resource_tracker
+OURS = f"sem.mpwatch-test-{os.getpid()}-"  # semaphores, of our ranks too, have a prefix of their own: see _resource_tracker
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -37,7 +37,7 @@ def state() -> dict[str, object]:
         "children": children(),
         "descriptors": descriptors(),
         "threads": {thread for thread in threading.enumerate() if not thread.name.startswith("pytest_timeout")},
-        "shared memory": {name for name in os.listdir("/dev/shm") if not name.startswith(STRANGERS_SEMAPHORES)},
+        "shared memory": {name for name in os.listdir("/dev/shm") if name.startswith(OURS) or not name.startswith("sem.mp")},
         "temporary files": {name for name in os.listdir("/tmp") if name.startswith("mpwatch")},
         "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "signal mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),

@@ -60,6 +60,13 @@ def test_what_only_looks_like_the_program_is_not_taken_for_it():
     assert python("-c", text).stdout == "{}\n"
 
 
+def test_code_from_a_string_has_no_source_of_something_else():
+    program = PROGRAM.replace("return 1 / x  # the division", "exec('1 / 0')")
+    in_rank, _, verdict = python("-c", program.replace("# the division", "spawn_main")).stdout.splitlines()
+    assert in_rank == "False"
+    assert verdict.endswith("(<string>:1 in <module>)")
+
+
 def test_code_that_a_rank_has_generated():
     def generate():
         source = "def made(x):\n    return 1 / x  # made in the rank\n"

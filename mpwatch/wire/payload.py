@@ -180,7 +180,7 @@ def unpack(fds: list[int]) -> Call:
             while names := unpickler.load():
                 vars(main).update(names)
                 from_caller.update(names)
-            sources.remember(unpickler.load())
+            sources.take_over(unpickler.load())
             return Call(fn, args, kwargs, backend)
     finally:
         _arrived.clear()

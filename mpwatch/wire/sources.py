@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from types import CodeType
 
-__all__ = ["of_code", "of_files", "remember"]
+__all__ = ["of_code", "of_files", "remember", "take_over"]
 
+COMMAND = "<string>"  # what the code of `python -c` says it is from, as does any that is executed from a string
 LIMIT = 1 << 20  # characters of all sources that go along with one thing
 
 
@@ -37,13 +38,20 @@ def of_code(codes: Iterable[CodeType]) -> dict[str, str]:
     """The same for the files that this code is of, and also for `python < program` and `python -c`."""
     wanted = list(codes)
     found = of_files({code.co_filename for code in wanted})
-    for name, read in (("<stdin>", _program_on_stdin), ("<string>", _program_of_command_line)):
+    for name, read in (("<stdin>", _program_on_stdin), (COMMAND, _program_of_command_line)):
         ours = [code for code in wanted if code.co_filename == name]
-        if ours and name not in found:
-            text = read()
+        if ours:
+            text = found.pop(name, "") or read()
             if text and len(text) <= LIMIT and _contains(text, name, ours):
                 found[name] = text
     return found
+
+
+def take_over(sources: Mapping[str, str]) -> None:
+    """In a rank: these, and not the command that its interpreter was started with (which newer Pythons remember)."""
+    if "linecache" in sys.modules:
+        sys.modules["linecache"].cache.pop(COMMAND, None)
+    remember(sources)
 
 
 def remember(sources: Mapping[str, str]) -> None:
