@@ -69,6 +69,12 @@ def barrier(request):
     return SPAWN.Barrier(request.node.callspec.params.get("nprocs", 3) if hasattr(request.node, "callspec") else 3)
 
 
+@pytest.fixture
+def _patient(monkeypatch):
+    """However loaded this machine is, the stacks of all ranks come before they are stopped."""
+    monkeypatch.setattr("mpwatch.watcher.machine.LOOK_SECONDS", 60.0)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left(_resource_tracker, request):
     if "barrier" in request.fixturenames:

@@ -56,6 +56,7 @@ TABLE = {
 }
 
 
+@pytest.mark.usefixtures("_patient")
 @pytest.mark.parametrize("nprocs", [3, 8])
 @pytest.mark.parametrize("saboteur", TABLE, ids=lambda saboteur: saboteur.__name__)
 def test_the_first_failure_is_told(saboteur, nprocs, barrier):
@@ -81,6 +82,7 @@ def test_the_first_failure_is_told(saboteur, nprocs, barrier):
     assert str(again) == str(error)
 
 
+@pytest.mark.usefixtures("_patient")
 def test_ranks_at_the_same_place_are_one_line_of_the_report():
     with pytest.raises(mpwatch.RunFailedError) as caught:
         pids = SPAWN.Array("i", 8)
@@ -229,6 +231,7 @@ def test_a_forked_child_that_holds_all_descriptors_delays_nothing(barrier):
         os.kill(pid.value, signal.SIGKILL)
 
 
+@pytest.mark.usefixtures("_patient")
 def test_timeout():
     start = time.monotonic()
     with pytest.raises(mpwatch.RunTimeoutError) as caught:
@@ -246,6 +249,7 @@ def test_timeout():
     assert error.failures[0].kind is FailureKind.TIMEOUT
 
 
+@pytest.mark.usefixtures("_patient")
 @pytest.mark.parametrize("ending", ["exit 0", "exit 1", "raise"])
 def test_a_timeout_is_one_whatever_ranks_do_about_sigterm(ending):
     with pytest.raises(mpwatch.RunTimeoutError) as caught:
@@ -256,6 +260,7 @@ def test_a_timeout_is_one_whatever_ranks_do_about_sigterm(ending):
     assert caught.value.exit_code == 124
 
 
+@pytest.mark.usefixtures("_patient")
 @pytest.mark.parametrize("ending", ["exit 0", "exit 1", "raise"])
 def test_a_rank_that_ends_because_it_was_told_to_is_stopped(ending, barrier, capfd):
     with pytest.raises(mpwatch.RunFailedError) as caught:
@@ -273,6 +278,7 @@ def test_a_failure_counts_from_when_it_happened_not_from_when_it_was_packed(barr
     assert type(caught.value.__cause__) is saboteurs.SlowToTellError
 
 
+@pytest.mark.usefixtures("_patient")
 def test_an_exception_without_an_end_to_its_text_is_told_as_one(barrier):
     start = time.monotonic()
     with pytest.raises(mpwatch.RunFailedError) as caught:

@@ -10,6 +10,7 @@ from programs import python
 import mpwatch
 from mpwatch.watcher.stacks import StackPipe, innermost_file, tidy, with_sources
 
+pytestmark = pytest.mark.usefixtures("_patient")
 SPAWN = multiprocessing.get_context("spawn")
 MAIN = 0x7F00
 OTHER = 'Thread 0x0000000000001000 (most recent call first):\n  File "threading.py", line 1002 in _bootstrap\n\n'

@@ -15,6 +15,7 @@ import mpwatch
 from mpwatch.watcher.signatures import Complaint, complaint_in
 from mpwatch.wire.telling import Telling
 
+pytestmark = pytest.mark.usefixtures("_patient")
 SHORT = datetime.timedelta(seconds=0.5)
 
 
