@@ -7,6 +7,8 @@ import errno
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 __all__ = [
     "DUMP_SIGNAL",
@@ -18,12 +20,14 @@ __all__ = [
     "has_descriptor",
     "open_pidfd",
     "peek_exit",
+    "standard_descriptors",
     "state_of_process",
     "usable_cpus",
 ]
 
 # Each NVIDIA GPU has a node of the first kind, ROCm and WSL one of the others; a container that may use a GPU shows it.
 GPU_NODES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+LAST_STANDARD = 2
 # Asks a rank for its stacks. A real-time signal, since programs have uses of their own for the others; None: none is sent.
 DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 
@@ -55,6 +59,23 @@ def anonymous_file(name: str) -> int:
     fd, path = tempfile.mkstemp(prefix=name)
     os.unlink(path)
     return fd
+
+
+@contextmanager
+def standard_descriptors() -> Iterator[None]:
+    """Have 0, 1 and 2 open, if on nothing: a program that runs without them would give their numbers to what it opens next,
+    and whoever it starts would take that for its stdin, stdout or stderr.
+    """
+    made = []
+    try:
+        while (fd := os.open(os.devnull, os.O_RDWR)) < LAST_STANDARD + 1:
+            os.set_inheritable(fd, True)
+            made.append(fd)
+        os.close(fd)
+        yield
+    finally:
+        for fd in made:
+            os.close(fd)
 
 
 def open_pidfd(pid: int) -> int | None:

@@ -5,12 +5,13 @@ import re
 import signal
 import sysconfig
 from collections.abc import Iterable
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
 from .result import FailureKind, ProcessFailure, RunResult, WorkerState
 
-__all__ = ["exit_text", "fates", "ranks_text", "report", "verdict", "where"]
+__all__ = ["exit_text", "fates", "ranks_text", "report", "summary_of", "verdict", "where"]
 
 USUAL_CAUSES = {
     signal.SIGSEGV: "an invalid memory access, usually in compiled code",
@@ -31,6 +32,13 @@ PRINTED_LINES = 12
 FATE_LINES = 30  # groups of ranks; more are counted
 HERE = os.path.dirname(__file__)
 LIBRARIES = (HERE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen ")  # where no user's code is
+PORTS = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)")  # "peer [10.0.0.1]:4711", "host<4711>"
+OURS = {  # what a rank does in our own code, by the file of the outermost frame
+    "/wire/payload.py": "while it loaded its call",
+    "/worker/backend.py": "while it joined its process group",
+    "/worker/channel.py": "while it sent its answer",
+    "/wire/": "while it made its answer",
+}
 TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
 SOURCE_LIMIT = 100  # of a line of source
 
@@ -56,13 +64,22 @@ def verdict(result: RunResult[Any]) -> str:
 
 
 def fates(result: RunResult[Any]) -> dict[str, list[int]]:
-    """What became of the other ranks: those with the same fate together, in the order of the first of each."""
-    found: dict[str, list[int]] = {}
-    for rank, state in sorted(result.worker_states.items()):
+    """What became of the other ranks: those with the same fate together; first those that failed for themselves.
+
+    Victims that differ only in the port of the peer they lost are told by the words of the first.
+    """
+    found: dict[str, tuple[str, list[int]]] = {}
+    for rank, state in sorted(result.worker_states.items(), key=partial(_rank_of_interest, result)):
         failure = result.failures.get(rank)
         if failure is None or failure is not result.root_cause:
-            found.setdefault(_fate(result, rank, failure, state), []).append(rank)
-    return found
+            fate = _fate(result, rank, failure, state)
+            found.setdefault(PORTS.sub("", fate), (fate, []))[1].append(rank)
+    return dict(found.values())
+
+
+def _rank_of_interest(result: RunResult[Any], item: tuple[int, WorkerState]) -> tuple[bool, int]:
+    failure = result.failures.get(item[0])
+    return failure is None or failure.is_secondary, item[0]
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -106,6 +123,10 @@ def where(stacks: str) -> str:
     frames = [(frame, lines[n + 1 : n + 2]) for n, line in enumerate(lines) if (frame := FRAME.match(line))]
     if not frames:
         return f" ({lines[0]})" if len(lines) == 1 else ""
+    outermost = frames[-1][0][1]
+    for file, doing in OURS.items():
+        if outermost.startswith(HERE + file):
+            return f" {doing}"
     frame, source = next((pair for pair in frames if _is_users(pair[0][1])), frames[0])
     inner = frames[0][0][3] if frame is not frames[0][0] else ""
     line = source[0].strip() if source and source[0].startswith("    ") else ""
@@ -120,14 +141,14 @@ def _what(failure: ProcessFailure) -> str:
     if failure.kind is FailureKind.OOM:
         return f"was killed by the kernel's out-of-memory killer ({failure.evidence})"
     if failure.kind is FailureKind.EXCEPTION:
-        return _raised(failure.exception, failure.evidence)
+        return _raised(failure)
     if failure.kind is FailureKind.START:
         return _not_started(failure)
     if failure.kind is FailureKind.HANG:
         return f"kept its peers waiting until they timed out: still at work{where(failure.stack)}"
     if failure.kind is FailureKind.TIMEOUT:
         return f"still at work{where(failure.stack)}"
-    because = failure.evidence or (_raised(failure.exception) if failure.exception else "")
+    because = failure.evidence or (_raised(failure) if failure.exception else "")
     if failure.kind is FailureKind.EXIT:
         return f"ended with exit code {failure.exit_code} and no result" + (f" ({because})" if because else "")
     usual = "os._exit(0), os.exec*(), or its exit status was taken by somebody else"
@@ -151,32 +172,32 @@ def _killed(number: int | None, evidence: str = "") -> str:
 def _not_started(failure: ProcessFailure) -> str:
     if failure.signal is not None:
         return f"never started: it {_killed(failure.signal, failure.evidence)}"
-    if isinstance(failure.exception, TimeoutError) and not failure.exception.__traceback__:
-        return f"never started: {failure.exception}"
+    if failure.evidence:
+        return f"never started: {failure.evidence}"
     if failure.exception is not None:
         return (
-            f"could not load the call: {_raised(failure.exception)}; a rank imports what the function needs "
+            f"could not load the call: {_raised(failure)}; a rank imports what the function needs "
             "with the caller's sys.path, from where the caller found it"
         )
     return f"never started: its interpreter ended with exit code {failure.exit_code}"
 
 
-def _raised(error: BaseException | None, evidence: str = "") -> str:
-    if error is None:
-        return "raised an exception that could not be sent" + (f" ({evidence})" if evidence else "")
-    text = _first_line(error)
-    said = f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
-    return said + _raised_in(error)
-
-
-def _first_line(error: BaseException) -> str:
+def _raised(failure: ProcessFailure) -> str:
     """Each rank has one line here; the whole text is in the exception and its traceback."""
+    if failure.exception is None:
+        return "raised an exception that could not be sent" + (f" ({failure.evidence})" if failure.evidence else "")
+    text = (failure.summary or summary_of(failure.exception)).strip()
+    line = text.partition("\n")[0]
+    return line[:TEXT_LIMIT] + (" …" if line[:TEXT_LIMIT] != text else "") + _raised_in(failure.exception)
+
+
+def summary_of(error: BaseException) -> str:
+    """The type and the text of an exception that was raised here."""
     try:
         text = str(error).strip()
     except BaseException as broken:  # noqa: BLE001  the class's own code, which may even exit
-        return f"<its __str__ raised {type(broken).__name__}>"
-    line = text.partition("\n")[0]
-    return line[:TEXT_LIMIT] + (" …" if line[:TEXT_LIMIT] != text else "")
+        text = f"<its __str__ raised {type(broken).__name__}>"
+    return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
 
 
 def _raised_in(error: BaseException) -> str:
@@ -194,4 +215,4 @@ def _is_users(path: str) -> bool:
 
 
 def _base(path: str) -> str:
-    return path.rpartition("/")[2]
+    return path.rpartition("/")[2].replace("\n", "\\n")

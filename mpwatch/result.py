@@ -64,6 +64,8 @@ class ProcessFailure:
     """Number of the signal that killed the rank, if one did."""
     exception: BaseException | None = None
     """The rank's own exception, with its cause, context, notes and frames."""
+    summary: str = ""
+    """The exception's type and text, as the rank told them."""
     traceback: str = ""
     """The traceback as the rank itself would have printed it, with source lines; empty if there was no exception."""
     stack: str = ""

@@ -9,6 +9,7 @@ from .result import ProcessFailure, RunResult, WorkerState
 
 __all__ = ["table_of"]
 
+TEXT_LIMIT = 100_000  # characters of a traceback
 ROWS = 32  # values of ranks that are shown; more are counted
 _short = Repr()
 _short.maxstring = _short.maxother = 80
@@ -17,7 +18,7 @@ _short.maxstring = _short.maxother = 80
 def table_of(result: RunResult[Any]) -> str:
     """The values by rank; or the verdict, what became of whom, and the traceback or stack of the failure."""
     if result.state is WorkerState.SUCCEEDED:
-        rows = [(f"rank {rank}", _short.repr(value)) for rank, value in list(result.return_values.items())[:ROWS]]
+        rows = [(f"rank {rank}", _repr(value)) for rank, value in list(result.return_values.items())[:ROWS]]
         more = len(result.return_values) - len(rows)
         return _table(f"{len(result.workers)} ranks succeeded", [*rows, *([("…", f"{more} more")] if more else [])])
     root = result.root_cause
@@ -25,15 +26,29 @@ def table_of(result: RunResult[Any]) -> str:
     return _table(verdict(result), rows) + (_unfolding(root) if root is not None else "")
 
 
+def _repr(value: object) -> str:
+    try:
+        return _short.repr(value)
+    except BaseException:  # noqa: BLE001  the value's own code, and reprlib goes by the names of classes
+        return f"<{type(value).__qualname__}>"
+
+
 def _table(caption: str, rows: list[tuple[str, str]]) -> str:
     body = "".join(
-        f'<tr><th style="text-align:left">{escape(who)}</th><td style="text-align:left">{escape(what)}</td></tr>'
+        f'<tr><th style="text-align:left">{_html(who)}</th><td style="text-align:left">{_html(what)}</td></tr>'
         for who, what in rows
     )
-    return f'<table><caption style="text-align:left"><b>{escape(caption)}</b></caption><tbody>{body}</tbody></table>'
+    return f'<table><caption style="text-align:left"><b>{_html(caption)}</b></caption><tbody>{body}</tbody></table>'
 
 
 def _unfolding(failure: ProcessFailure) -> str:
     text = failure.traceback or failure.stack or failure.stderr
     name = "traceback" if failure.traceback else "Python stack" if failure.stack else "what it printed"
-    return f"<details><summary>{name} of rank {failure.rank}</summary><pre>{escape(text)}</pre></details>" if text else ""
+    if len(text) > TEXT_LIMIT:
+        text = f"{text[: TEXT_LIMIT // 2]}\n[...]\n{text[-TEXT_LIMIT // 2 :]}"
+    return f"<details><summary>{name} of rank {failure.rank}</summary><pre>{_html(text)}</pre></details>" if text else ""
+
+
+def _html(text: str) -> str:
+    """Escaped; and what no encoding can say is said by its number."""
+    return escape(text.encode(errors="backslashreplace").decode())

@@ -5,6 +5,7 @@ import ctypes
 import dataclasses
 import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -435,16 +436,56 @@ def fails_first_but_is_slow_to_tell(barrier, has_failed, other_has_told):
 
 
 def fails_beside(what, pid):
-    """Rank 1 fails once rank 0 sleeps in what it is to do."""
+    """Rank 1 fails once rank 0 has said that it now begins to sleep, and does."""
     if rank() == 0:
-        pid.value = os.getpid()
-        what()
+        return what(pid)
     while state_of(pid.value) != "S":
         os.sched_yield()
     raise ValueError("the batch is bad")
 
 
-def holds_the_gil():
+def waits_beside(pid):
+    pid.value = os.getpid()
+    wait_to_be_stopped()
+
+
+def forks_a_child_that_crashes():
+    pid = os.fork()
+    if pid == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        ctypes.string_at(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
+
+
+def forks_a_child_that_crashes_and_waits(pid):
+    forks_a_child_that_crashes()
+    waits_beside(pid)
+
+
+def forks_a_child_that_crashes_and_is_killed():
+    forks_a_child_that_crashes()
+    is_killed()
+
+
+def dumps_by_itself():
+    signal.raise_signal(signal.SIGRTMAX - 3)
+    atexit.register(signal.raise_signal, signal.SIGRTMAX - 3)
+    return rank()
+
+
+def waits_with_very_many_threads(pid):
+    for _ in range(120):
+        threading.Thread(target=wait_in_a_thread, daemon=True).start()
+    waits_beside(pid)
+
+
+def pauses_once(pid):
+    pid.value = os.getpid()
+    signal.pause()
+
+
+def holds_the_gil(pid):
+    pid.value = os.getpid()
     ctypes.PyDLL(None).usleep(60_000_000)
 
 
@@ -452,9 +493,9 @@ def wait_in_a_thread():
     threading.Event().wait()
 
 
-def waits_with_a_thread():
+def waits_with_a_thread(pid):
     threading.Thread(target=wait_in_a_thread, daemon=True).start()
-    wait_to_be_stopped()
+    waits_beside(pid)
 
 
 def descends(depth, barrier):

@@ -4,13 +4,14 @@ import asyncio
 import multiprocessing
 import os
 import socket
+import threading
 
 import pytest
 
 from mpwatch.watcher.signatures import Complaint, complaint_in
 from mpwatch.wire.telling import Telling
 
-GONE, LATE = Complaint.GONE, Complaint.LATE
+GONE, LATE, MAYBE = Complaint.GONE, Complaint.LATE, Complaint.MAYBE
 
 
 def complaint_of(fail):
@@ -58,13 +59,27 @@ def stream_ends():
     asyncio.run(read())
 
 
+def barrier_is_broken():
+    barrier = threading.Barrier(2)
+    barrier.abort()
+    barrier.wait()
+
+
 @pytest.mark.parametrize(
-    "fail",
-    [multiprocessing_peer_is_gone, multiprocessing_peer_does_not_read, socket_is_reset, socket_is_broken, stream_ends],
-    ids=lambda fail: fail.__name__,
+    ("fail", "complaint"),
+    [
+        (multiprocessing_peer_is_gone, GONE),
+        (multiprocessing_peer_does_not_read, GONE),
+        (socket_is_reset, MAYBE),
+        (socket_is_broken, MAYBE),
+        (stream_ends, MAYBE),
+        (barrier_is_broken, LATE),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_peer_that_has_gone(fail):
-    assert complaint_of(fail) is GONE
+def test_a_peer_that_has_gone(fail, complaint):
+    assert complaint_of(fail) is complaint
+    assert complaint.is_worth_waiting
 
 
 def input_ends():
@@ -79,8 +94,9 @@ def connection_is_refused():
 
 
 @pytest.mark.parametrize("fail", [input_ends, connection_is_refused], ids=lambda fail: fail.__name__)
-def test_what_is_nobody_else_s_fault(fail):
-    assert complaint_of(fail) is None
+def test_what_nobody_is_to_wait_for(fail):
+    complaint = complaint_of(fail)
+    assert complaint is None or not complaint.is_worth_waiting
 
 
 class DistBackendError(RuntimeError):

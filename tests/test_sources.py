@@ -29,14 +29,12 @@ except mpwatch.RunFailedError as error:
 """
 
 
-@pytest.mark.parametrize("how", ["file", "file on stdin", "command line"])
+@pytest.mark.parametrize("how", ["file", "file on stdin"])
 def test_functions_of_a_program(how, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(PROGRAM)
     if how == "file":
         done = python(str(script))
-    elif how == "command line":
-        done = python("-W", "ignore", "-c", PROGRAM)
     else:
         with script.open() as file:
             done = python(stdin=file)
@@ -52,12 +50,17 @@ def test_a_program_from_a_pipe_has_no_source_and_all_else():
     assert verdict == "rank 1 failed first: ZeroDivisionError: division by zero (<stdin>:5 in divide)"
 
 
-def test_what_only_looks_like_the_program_is_not_taken_for_it():
-    program = "exec('def f():\\n    return 2')\nprint(sources.of_code([f.__code__, g.__code__]))\n"
-    text = (
-        f"import sys; sys.path.insert(0, {str(HERE.parent)!r})\nfrom mpwatch.wire import sources\ndef g(): pass\n{program}"
+def test_what_is_not_of_the_program_on_stdin_is_not_taken_for_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(HERE.parent)!r})\n"
+        "from mpwatch.wire import sources\n"
+        "def f(): pass\n"
+        "exec(compile('def g():\\n    return 2', '<stdin>', 'exec'))\n"
+        "print(len(sources.of_code([f.__code__])), len(sources.of_code([f.__code__, g.__code__])))\n"
     )
-    assert python("-c", text).stdout == "{}\n"
+    with script.open() as file:
+        assert python(stdin=file).stdout == "1 0\n"
 
 
 def test_code_from_a_string_has_no_source_of_something_else():

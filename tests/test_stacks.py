@@ -1,5 +1,6 @@
 """Where the ranks were: what comes of a stack pipe, and real ranks that are looked at before they are stopped."""
 
+import json
 import multiprocessing
 import time
 
@@ -8,7 +9,7 @@ import saboteurs
 from programs import python
 
 import mpwatch
-from mpwatch.watcher.stacks import StackPipe, innermost_file, tidy, with_sources
+from mpwatch.watcher.stacks import MAIN_UNSEEN, StackPipe, innermost, tidy, with_sources
 
 pytestmark = pytest.mark.usefixtures("_patient")
 SPAWN = multiprocessing.get_context("spawn")
@@ -21,20 +22,34 @@ END = '  File "<string>", line 1 in <module>\n'
 CRASH = f"Fatal Python error: Aborted\n\n{HEAD}{FRAMES}{OURS}{END}"
 
 
-def pipe_with(text, ready=True):
+def pipe_with(text):
     pipe = StackPipe()
-    if ready:
-        pipe.becomes_ready(MAIN)
+    pipe.becomes_ready(MAIN)
+    pipe.ask()
     pipe.feed(text.encode())
     return pipe
 
 
 def test_what_is_said_before_it_is_ready_is_no_stack():
-    pipe = pipe_with("no licence\n", ready=False)
-    assert (pipe.printed, pipe.stacks, pipe.crash) == ("no licence\n", "", "")
-    assert pipe.becomes_ready(MAIN) == b"no licence\n"
+    pipe = StackPipe()
+    pipe.feed(b"no licence\n" * (1 << 17))  # more than is kept
+    assert (pipe.printed_instead[:11], pipe.stacks, pipe.crash) == ("no licence\n", "", "")
+    pipe.becomes_ready(MAIN)
+    assert pipe.printed[:11] == b"no licence\n"
+    pipe.ask()
     pipe.feed((HEAD + END).encode())
-    assert (pipe.printed, pipe.stacks) == ("", (HEAD + END).strip())
+    assert (pipe.printed_instead, pipe.stacks) == ("", (HEAD + END).strip())
+
+
+def test_what_nobody_has_asked_for_is_no_answer():
+    pipe = StackPipe()
+    pipe.becomes_ready(MAIN)
+    pipe.feed((HEAD + FRAMES + END).encode())
+    assert (pipe.is_whole(), pipe.stacks) == (False, "")
+    pipe.ask()
+    assert (pipe.is_whole(), pipe.stacks) == (False, "")
+    pipe.feed((HEAD + END).encode())
+    assert (pipe.is_whole(), pipe.stacks) == (True, (HEAD + END).strip())
 
 
 def test_it_is_whole_when_the_last_frame_of_the_main_thread_has_come():
@@ -47,6 +62,15 @@ def test_a_main_thread_of_very_many_frames_has_no_known_end():
     assert pipe_with(HEAD + 100 * FRAMES).is_whole()  # some versions say "..." then, some do not
 
 
+def test_of_more_than_a_hundred_threads_the_main_one_is_not_seen():
+    pipe = pipe_with(OTHER + OTHER + "...\n")
+    assert pipe.is_whole()
+    first, *others = tidy(pipe.stacks, MAIN).split("\n\n")
+    assert first == MAIN_UNSEEN
+    assert others[0] == OTHER.strip()
+    assert innermost(tidy(pipe.stacks, MAIN)) == ("", "")
+
+
 def test_a_crash_comes_after_the_stacks():
     pipe = pipe_with(OTHER + HEAD + FRAMES + END + CRASH)
     assert pipe.stacks.endswith("in <module>")
@@ -57,9 +81,10 @@ def test_a_crash_comes_after_the_stacks():
 def test_the_main_thread_is_told_first_and_from_the_function_on():
     text = tidy(OTHER + HEAD + FRAMES + OURS + END, MAIN)
     assert text == (HEAD + FRAMES + "\n" + OTHER).strip()
-    assert innermost_file(text) == "/home/me/train.py"
+    assert innermost(text) == ("/home/me/train.py", "")
     assert tidy(HEAD + OURS + END, MAIN) == ""
-    assert innermost_file("") == ""
+    assert innermost("") == ("", "")
+    assert innermost(f"{HEAD}{FRAMES}    step()\n  File") == ("/home/me/train.py", "step()")
 
 
 def test_frames_show_their_source(tmp_path):
@@ -144,12 +169,41 @@ def test_what_an_interpreter_says_before_it_is_ready(tmp_path):
     assert verdict == "rank 1 never started: its interpreter ended with exit code 1"
     assert rest[0] == "  what it printed:"
     assert "    SystemExit: no licence" in rest
-    assert done.stderr == "a word of the site\n" * 4  # three ranks, and multiprocessing's resource tracker
+    # two ranks, multiprocessing's resource tracker, and the other rank if it was called before it was stopped
+    assert done.stderr in ("a word of the site\n" * 3, "a word of the site\n" * 4)
 
 
-def test_a_program_without_stderr():
-    code = "import os, sys, mpwatch\nos.close(2)\nprint(list(mpwatch.run(os.getppid, 2)) == [os.getpid()] * 2)"
-    assert python("-c", code).stdout == "True\n"
+def test_an_interpreter_that_says_much_to_a_caller_that_nobody_reads(tmp_path):
+    """It is the rank that waits, and the watcher's limits hold."""
+    (tmp_path / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ: os.write(2, b'x' * 400_000)\n")
+    code = (
+        "import os, sys, threading, mpwatch\n"
+        "os.environ['PYTHONPATH'] = os.pathsep.join([sys.argv[1], os.environ['PYTHONPATH']])\n"
+        "unread = os.pipe()\n"
+        "os.dup2(unread[1], 2)\n"
+        "try: mpwatch.run(os.getpid, 2, timeout=2, grace_period=0.5)\n"
+        "except mpwatch.RunTimeoutError as error: print(str(error).splitlines()[0])"
+    )
+    out = python("-c", code, str(tmp_path)).stdout
+    assert out == "the run did not end within timeout=2 s: ranks 0-1 had not returned\n"
+
+
+@pytest.mark.parametrize("closed", [(2,), (0, 1), (0, 1, 2)], ids=str)
+def test_a_program_without_standard_descriptors(closed, tmp_path):
+    """Nothing of ours takes their numbers, and they are closed again afterwards."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, sys, mpwatch\n"
+        "def look(): return [os.readlink(f'/proc/self/fd/{fd}') for fd in (0, 1, 2)]\n"
+        f"for fd in {closed}: os.close(fd)\n"
+        "(found,) = mpwatch.run(look, 1)\n"
+        "left = [fd for fd in (0, 1, 2) if os.path.exists(f'/proc/self/fd/{fd}')]\n"
+        "with open(sys.argv[1], 'w') as file: json.dump([found, left], file)\n"
+    )
+    python(str(program), str(tmp_path / "found"))
+    found, left = json.loads((tmp_path / "found").read_text())
+    assert [found[fd] for fd in closed] == ["/dev/null"] * len(closed)
+    assert left == sorted({0, 1, 2} - set(closed))
 
 
 def test_ranks_have_the_stderr_of_the_caller():
@@ -177,3 +231,27 @@ print(mpwatch.run(saboteurs.suspends_the_watcher, 3, args=args, check=False).roo
 def test_a_watcher_that_looks_late_still_knows_who_was_first(order, first):
     """A rank suspends the watcher, so that it hears of a death and of an exception in one wake-up."""
     assert python("-c", SUSPENDED, order).stdout == f"{first}\n"
+
+
+def test_a_forked_child_that_crashes_does_not_speak_for_the_rank():
+    error = error_of(saboteurs.fails_beside, saboteurs.forks_a_child_that_crashes_and_waits, SPAWN.Value("i", 0))
+    assert "in forks_a_child_that_crashes_and_waits" in error.stacks[0]
+    assert error.root_cause.stack == ""
+    killed = error_of(saboteurs.forks_a_child_that_crashes_and_is_killed, nprocs=1)
+    assert (killed.root_cause.kind, killed.root_cause.stack) == (mpwatch.FailureKind.SIGNAL, "")
+
+
+def test_a_dump_that_nobody_asked_for_is_nobody_s_answer():
+    assert list(mpwatch.run(saboteurs.dumps_by_itself, 2)) == [0, 1]
+
+
+def test_a_rank_with_very_many_threads():
+    error = error_of(saboteurs.fails_beside, saboteurs.waits_with_very_many_threads, SPAWN.Value("i", 0))
+    assert "rank 0: stopped by the watcher (main thread not seen, for there are too many threads)" in str(error)
+
+
+def test_what_a_look_makes_a_rank_do_is_not_its_own_doing():
+    """A look interrupts what waits for a signal, or for a system call in C."""
+    error = error_of(saboteurs.fails_beside, saboteurs.pauses_once, SPAWN.Value("i", 0))
+    assert error.result.worker_states[0] is mpwatch.WorkerState.STOPPED
+    assert set(error.failures) == {1}

@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from multiprocessing import current_process
 from multiprocessing.connection import wait
 from typing import Any, Self
@@ -53,7 +53,6 @@ class Crew:
         self.lines: dict[int, RankLine] = {}
         self.gate: Gate[Any]
         self._slots: dict[int, int] = {}  # of the black boxes, by rank
-        self._stderr_fd: int | None = None
         self._groups: list[int] = []  # of buried ranks, with helpers that have been killed but are not gone yet
 
     def __enter__(self) -> Self:
@@ -63,9 +62,8 @@ class Crew:
                 self._boxes_fd = anonymous_file("mpwatch-lastwords")
                 stack.callback(os.close, self._boxes_fd)
                 self.guardian = stack.enter_context(closing(Guardian()))
-                if _has_stderr():
-                    self._stderr_fd = os.dup(STDERR)
-                    stack.callback(os.close, self._stderr_fd)
+                self._stderr_fd = os.dup(STDERR)
+                stack.callback(os.close, self._stderr_fd)
             except OSError as error:
                 raise LaunchError(_with_remedy("the ranks cannot be watched", error)) from error
             stack.callback(self._await_helpers)
@@ -94,7 +92,7 @@ class Crew:
             passed.callback(os.close, pipe_theirs)
             os.set_blocking(pipe_ours, False)
             seat = Seat(_fields_of(worker), theirs.fileno(), self._boxes_fd, slot, self._stderr_fd)
-            fds = [theirs.fileno(), self._boxes_fd, *([] if self._stderr_fd is None else [self._stderr_fd])]
+            fds = [theirs.fileno(), self._boxes_fd, self._stderr_fd]
             process = WatchedProcess(seat, env, fds, pipe_theirs, f"mpwatch-rank-{worker.rank}")
             process.start()
             channel = socket.socket(fileno=ours.detach())
@@ -103,17 +101,16 @@ class Crew:
         self.guardian.guard(process.child_pid)
 
     def call(self, line: RankLine) -> None:
-        """Send a rank its call. Raises LaunchError."""
+        """Send a rank its call, and what its interpreter has printed: it has its stderr now, and may wait for who reads it.
+
+        Raises LaunchError.
+        """
         try:
+            if line.stacks.printed:
+                line.send_file(Kind.PRINTED, line.stacks.printed)
             line.send(Kind.CALL, self.payload.fds)
         except OSError as error:
             raise LaunchError(_with_remedy(f"the call could not be sent to rank {line.facts.worker.rank}", error)) from error
-
-    def pass_on(self, printed: bytes) -> None:
-        """What an interpreter has printed before it was ready, to where it would have gone."""
-        if printed and self._stderr_fd is not None:
-            with suppress(OSError):
-                os.write(self._stderr_fd, printed)
 
     def answer_left(self, line: RankLine) -> list[Message]:
         """What a dead rank could not send any more, and has left in its black box."""
@@ -167,14 +164,6 @@ class Crew:
                     log.warning("process %d, started by a rank, has not yet gone although it has been killed", pid)
             finally:
                 os.close(pidfd)
-
-
-def _has_stderr() -> bool:
-    try:
-        os.fstat(STDERR)
-    except OSError:
-        return False
-    return True
 
 
 def _fields_of(worker: Worker) -> dict[str, Any]:

@@ -8,12 +8,14 @@ rank that is about to fail often closes its connections first. Among equals the 
 report at the `except`; for deaths see order.py. If ranks only complain that a peer has not come, it is one that has not.
 """
 
+import re
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..report import ranks_text
+from ..report import ranks_text, summary_of
 from ..result import FailureKind, ProcessFailure, RunResult, WorkerState
 from ..wire import exceptions
 from ..wire.messages import Kind, Message
@@ -21,14 +23,20 @@ from ..wire.values import loads
 from .facts import Facts, RankFacts
 from .machine import START_SECONDS, Verdict
 from .signatures import Complaint, complaint_in
-from .stacks import innermost_file, with_sources
+from .stacks import innermost, with_sources
 
-__all__ = ["diagnose", "is_suspect"]
+__all__ = ["diagnose", "is_crash", "is_suspect"]
 
 Failures = dict[int, tuple[float, ProcessFailure]]  # by rank, with their times
 CRASHES = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
 )
+# The kernel closes a process's connections before it says that the process has ended: 0.2 to 4 ms were seen. So much later
+# than what it led to may a death be heard of.
+DEATH_LAG_SECONDS = 0.01
+# Where a rank may be waiting for its peers: C code of torch, called from these files, or by a line like this.
+WAITING_FILES = ("/torch/distributed/", "/torch/autograd/")
+WAITING_LINE = re.compile(r"\.(wait|synchronize|item|cpu|get|barrier|monitored_barrier)\(")
 HELD = {  # why a process does not run that is not asleep, by the letter of its state
     "T": "suspended, by SIGSTOP or SIGTSTP",
     "t": "held by a debugger",
@@ -45,6 +53,7 @@ def diagnose(facts: Facts) -> RunResult[Any]:
             _load_value(facts, seen, values, timed)
         elif (found := _failure_of(facts, seen)) is not None:
             timed[rank] = found
+    timed |= _victims(facts, timed)
     timed |= _missing(facts, timed)
     root = min(timed.values(), key=partial(_order_of_blame, facts), default=(0.0, None))[1]
     failures = {rank: failure for rank, (_, failure) in sorted(timed.items())}
@@ -67,10 +76,45 @@ def is_suspect(seen: RankFacts) -> bool:
     return seen.exit_code == -signal.SIGKILL and signal.SIGKILL not in seen.signals_sent
 
 
+def is_crash(exit_code: int | None) -> bool:
+    """Whether a process ended by a signal that faulthandler writes a stack for, or one like it."""
+    return -(exit_code or 0) in CRASHES
+
+
 def _order_of_blame(facts: Facts, found: tuple[float, ProcessFailure]) -> tuple[bool, bool, float]:
     """What came after the ranks had been told to stop is a consequence of that; then class comes before time."""
     at, failure = found
-    return not _before_stop(facts, at), failure.is_secondary, at
+    return not _before_stop(facts, at - _lag(failure)), failure.is_secondary, at
+
+
+def _lag(failure: ProcessFailure) -> float:
+    return 0.0 if _has_words(failure) else DEATH_LAG_SECONDS
+
+
+def _has_words(failure: ProcessFailure) -> bool:
+    """Whether the rank said itself what happened, and did not just die."""
+    return failure.exception is not None or failure.kind in (FailureKind.EXCEPTION, FailureKind.TIMEOUT)
+
+
+def _victims(facts: Facts, timed: Failures) -> Failures:
+    """Ranks whose exception may be a complaint about a peer, and is one since there is a peer to complain of."""
+    found: Failures = {}
+    deaths = [at for at, failure in timed.values() if not _has_words(failure)]
+    for rank, (at, failure) in timed.items():
+        report = facts.ranks[rank].report
+        if report is None or report.kind is Kind.RETURNED or failure.is_secondary:
+            continue
+        complaint = complaint_in(report.body)
+        earlier = any(
+            other_at < at and other is not failure and not other.is_secondary for other_at, other in timed.values()
+        )
+        if complaint is Complaint.MAYBE:
+            is_victim = bool(deaths) or earlier
+        else:
+            is_victim = complaint is Complaint.HINT and any(death - DEATH_LAG_SECONDS <= at for death in deaths)
+        if is_victim:
+            found[rank] = (at, replace(failure, is_secondary=True))
+    return found
 
 
 def _missing(facts: Facts, timed: Failures) -> Failures:
@@ -78,7 +122,7 @@ def _missing(facts: Facts, timed: Failures) -> Failures:
     reports = [seen.report for rank, seen in facts.ranks.items() if rank in timed and seen.report is not None]
     complaints = {complaint_in(report.body) for report in reports if report.kind is not Kind.RETURNED}
     at = facts.stopped_at
-    if at is None or complaints != {Complaint.LATE} or not all(failure.is_secondary for _, failure in timed.values()):
+    if at is None or Complaint.LATE not in complaints or not all(failure.is_secondary for _, failure in timed.values()):
         return {}
     return {
         rank: (at, _failure(facts, seen, at, FailureKind.HANG, 1, stack=_stacks_of(seen)))
@@ -88,9 +132,11 @@ def _missing(facts: Facts, timed: Failures) -> Failures:
 
 
 def _is_away(seen: RankFacts) -> bool:
-    """Whether the rank was doing something else than waiting in torch. Nobody is blamed who could not be looked at."""
-    file = innermost_file(seen.stacks)
-    return seen.process_state in HELD if not file else "/torch/" not in file
+    """Whether the rank was doing something else than waiting for peers. Nobody is blamed if that is not certain."""
+    file, line = innermost(with_sources(seen.stacks))
+    if not file:
+        return seen.process_state in HELD
+    return bool(line) and not WAITING_LINE.search(line) and not any(folder in file for folder in WAITING_FILES)
 
 
 def _stacks_of(seen: RankFacts) -> str:
@@ -112,7 +158,8 @@ def _load_value(facts: Facts, seen: RankFacts, values: dict[int, Any], timed: Fa
         # not add_note(): a class may forbid attributes (a frozen dataclass)
         BaseException.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else ()), note])
         at = seen.report.stamp
-        timed[seen.worker.rank] = (at, _failure(facts, seen, at, FailureKind.EXCEPTION, 1, exception=error))
+        failure = _failure(facts, seen, at, FailureKind.EXCEPTION, 1, exception=error, summary=summary_of(error))
+        timed[seen.worker.rank] = (at, failure)
 
 
 def _failure_of(facts: Facts, seen: RankFacts) -> tuple[float, ProcessFailure] | None:
@@ -123,8 +170,8 @@ def _failure_of(facts: Facts, seen: RankFacts) -> tuple[float, ProcessFailure] |
         return _reported(facts, seen, seen.report)
     if seen.worker.rank in facts.never_ready:
         at = facts.stopped_at or facts.started_at
-        late = TimeoutError(f"its interpreter was not ready after {START_SECONDS:g} s")
-        return at, _failure(facts, seen, at, FailureKind.START, 1, exception=late, stderr=seen.printed)
+        why = f"its interpreter was not ready after {START_SECONDS:g} s"
+        return at, _failure(facts, seen, at, FailureKind.START, 1, evidence=why, stderr=seen.printed)
     if seen.report is None and seen.died_at is not None and (_before_stop(facts, seen.died_at) or _not_our_doing(seen)):
         return seen.died_at, _died(facts, seen, seen.died_at)
     if seen.failing_at is not None and _before_stop(facts, seen.failing_at):
@@ -154,6 +201,8 @@ def _before_stop(facts: Facts, at: float) -> bool:
 
 def _not_our_doing(seen: RankFacts) -> bool:
     """Whether a rank that was being stopped died of something else: a crash, or a SIGKILL that we had not sent."""
+    if not seen.signals_sent:
+        return True  # it was still being looked at
     number = -(seen.exit_code or 0)
     return number > 0 and number not in seen.signals_sent and (number in CRASHES or number == signal.SIGKILL)
 
@@ -172,8 +221,9 @@ def _reported(facts: Facts, seen: RankFacts, report: Message) -> tuple[float, Pr
         kind,
         code,
         exception=error,
+        summary=exceptions.summary_of(report.body),
         traceback=exceptions.text_of(report.body),
-        is_secondary=complaint_in(report.body) is not None,
+        is_secondary=complaint_in(report.body) in (Complaint.GONE, Complaint.LATE),
     )
     return report.stamp, failure
 
@@ -185,7 +235,8 @@ def _exit_status(code: object) -> int:
 
 def _untold(facts: Facts, seen: RankFacts, at: float) -> ProcessFailure:
     """It said that its function had raised, and then nothing more until it was killed."""
-    why = "making its text did not end"
+    ended = seen.exit_code is not None and -seen.exit_code not in seen.signals_sent
+    why = "it ended before its text was made" if ended else "making its text did not end"
     return _failure(facts, seen, at, FailureKind.EXCEPTION, 1, stack=_stacks_of(seen), evidence=why)
 
 

@@ -3,7 +3,8 @@
 `multiprocessing.connection.wait` waits on a selector instead of on each descriptor, for two reasons. A poll set made anew
 for each wake-up costs what all descriptors cost, however few have something to say. And where the kernel's own set (epoll)
 can be had, it lists descriptors in the order in which they became ready: a rank that died before another spoke comes first,
-however late we look.
+however late we look. (One that had been listed and speaks again before the next look keeps its old place: it may come too
+early, never too late.)
 """
 
 import selectors

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..platform import DUMP_SIGNAL, has_descriptor, state_of_process
+from ..platform import DUMP_SIGNAL, anonymous_file, has_descriptor, state_of_process
 from ..spec import Worker
 from ..wire.messages import MAX_DESCRIPTORS, WHERE, Frames, Kind, Message, frame
 from .facts import RankFacts
@@ -81,6 +81,14 @@ class RankLine:
                 fds = fds[MAX_DESCRIPTORS:]
             self._send(kind, fds)
 
+    def send_file(self, kind: Kind, data: bytes) -> None:
+        """Any number of bytes, in a file without a name. Raises OSError."""
+        fd = anonymous_file("mpwatch-printed")
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            self.send(kind, [fd])
+
     def _send(self, kind: Kind, fds: Sequence[int]) -> None:
         # the host's SIGPIPE may be at its default, and would end it
         socket.send_fds(self._channel, [frame(kind)], list(fds), getattr(socket, "MSG_NOSIGNAL", 0))
@@ -104,12 +112,12 @@ class RankLine:
             self._close_channel()
         return messages
 
-    def becomes_ready(self, where: bytes) -> bytes:
-        """It has a stderr of its own from now on. Returns what its interpreter had printed until then."""
+    def becomes_ready(self, where: bytes) -> None:
+        """It has a stderr of its own from now on, and the pipe is for stacks."""
         self._far_pipe_fd, main_thread = WHERE.unpack(where)
         self.overhear()
         self.facts.was_ready = True
-        return self.stacks.becomes_ready(main_thread)
+        self.stacks.becomes_ready(main_thread)
 
     def ask_for_stacks(self) -> bool:
         """Have the rank write its stacks. False if it will not: it is stopped, or is another program by now, or has closed
@@ -123,6 +131,8 @@ class RankLine:
             return False
         if not has_descriptor(self.process.child_pid, self._far_pipe_fd, self._pipe_fd):
             return False
+        self.overhear()
+        self.stacks.ask()
         self.process.signal_rank(DUMP_SIGNAL)
         return True
 

@@ -16,13 +16,14 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
+from ..platform import standard_descriptors
 from ..report import exit_text
 from ..result import RunResult
 from ..spec import WorkerSpec
 from ..wire.messages import Kind, Message
 from . import machine as m
 from .crew import Crew
-from .diagnosis import diagnose, is_suspect
+from .diagnosis import diagnose, is_crash, is_suspect
 from .environment import environments_of, reserve_port
 from .facts import Facts
 from .gate import Gate
@@ -55,19 +56,20 @@ def watch(spec: WorkerSpec[T]) -> RunResult[T]:
     assert isinstance(spec.nprocs, int)  # whatever the caller gave, see WorkerSpec
     started_at = time.monotonic()
     with ExitStack() as stack:
+        stack.enter_context(standard_descriptors())
         payload = pack_call(spec)
         stack.callback(payload.close)
         keeper = stack.enter_context(reserve_port())
         # the caller's `env` function runs here, while Ctrl-C is still its own
         ranks = environments_of(spec, spec.nprocs, keeper.getsockname()[1])
-        oom = OomWatch(since=started_at)
+        oom = stack.enter_context(OomWatch())
         signals = HostSignals()
         with signals, Crew(payload) as crew:
             for worker, env in ranks:
                 crew.start(worker, env)
-            run = _Run(spec, crew, signals, started_at)
+            run = _Run(spec, crew, signals, oom, started_at)
             run.until_over()
-    struck = oom.judge(seen for seen in run.seen.values() if is_suspect(seen))
+        struck = oom.judge()
     result = diagnose(run.facts(helpers_oom=struck))
     if signals.received:
         raise InterruptError(signals, result)
@@ -77,11 +79,12 @@ def watch(spec: WorkerSpec[T]) -> RunResult[T]:
 class _Run:
     """One pass through the machine."""
 
-    def __init__(self, spec: WorkerSpec[Any], crew: Crew, signals: HostSignals, started_at: float) -> None:
+    def __init__(self, spec: WorkerSpec[Any], crew: Crew, signals: HostSignals, oom: OomWatch, started_at: float) -> None:
         self.spec = spec
         self.crew = crew
         self.gate: Gate[list[m.Event]] = crew.gate
         self.signals = signals
+        self.oom = oom
         self.lingers: dict[int, str] = {}
         self.started_at = started_at
         self.seen = {rank: line.facts for rank, line in crew.lines.items()}
@@ -110,11 +113,14 @@ class _Run:
         """
         now = time.monotonic()
         actions = [action for event in events for action in self.machine.handle(event, now)]
+        self.oom.look(line.facts for line in self._died_in(events) if is_suspect(line.facts))
         known = [event for action in actions + self.machine.expire(now) for event in self._do(action)]
-        for event in events:
-            if isinstance(event, m.Died):
-                self.crew.bury(self.crew.lines[event.rank])
+        for line in self._died_in(events):
+            self.crew.bury(line)
         return known
+
+    def _died_in(self, events: list[m.Event]) -> list[RankLine]:
+        return [self.crew.lines[event.rank] for event in events if isinstance(event, m.Died)]
 
     def _do(self, action: m.Action) -> list[m.Event]:
         line = self.crew.lines[action.rank]
@@ -154,7 +160,7 @@ class _Run:
     def _understand(self, line: RankLine, message: Message) -> list[m.Event]:
         rank, facts = line.facts.worker.rank, line.facts
         if message.kind is Kind.READY:
-            self.crew.pass_on(line.becomes_ready(message.body))
+            line.becomes_ready(message.body)
             return [m.Ready(rank)]
         if message.kind is Kind.LINGERS:
             self.lingers[rank] = message.body.decode()
@@ -167,7 +173,8 @@ class _Run:
             facts.report = message
             if message.kind is Kind.RETURNED:
                 return [m.Returned(rank)]
-            return [m.Failed(rank, complaint_in(message.body) is not None)]
+            complaint = complaint_in(message.body)
+            return [m.Failed(rank, complaint is not None and complaint.is_worth_waiting)]
         return []
 
     def _mourn(self, line: RankLine) -> list[m.Event]:
@@ -187,10 +194,8 @@ class _Run:
 
     def _take_stacks(self, line: RankLine) -> None:
         line.facts.stacks = tidy(line.stacks.stacks, line.stacks.main_thread)
-        line.facts.crash = line.stacks.crash
-        line.facts.printed = line.stacks.printed
-        if line.facts.signals_sent:  # it was stopped before it was ready, so nobody will say what it has printed
-            self.crew.pass_on(line.facts.printed.encode())
+        line.facts.crash = line.stacks.crash if is_crash(line.facts.exit_code) else ""  # else it was a forked child's
+        line.facts.printed = line.stacks.printed_instead
 
     def _warn(self) -> None:
         """About ranks that succeeded and yet did not end as they should."""

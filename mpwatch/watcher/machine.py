@@ -52,6 +52,7 @@ __all__ = [
 
 LAST_CALL_SECONDS = 1.0  # how long a cause may be later than the complaints about it
 LOOK_SECONDS = 0.2  # for the stacks of all ranks together; one takes a tenth of a millisecond
+LEAST_GRACE_SECONDS = 0.2  # for a rank that has failed to send the details, whatever the grace period
 KILL_SECONDS = 1.0  # from SIGKILL to giving up: only a process that sleeps in the kernel takes longer
 END_SECONDS = 1.0  # a rank that has returned may take at least so long to end, whatever the grace period
 START_SECONDS = 300.0  # for an interpreter to start, on a slow file system with many at a time
@@ -325,6 +326,7 @@ class Machine:
     def _look(self, now: float, verdict: Verdict) -> list[Action]:
         """Before anybody is told to stop: what are those doing who are at work?"""
         self.verdict = verdict
+        self.stopped_at = now  # what ranks do from now on may be because of the look: it interrupts what they wait for
         self._looking = {rank for rank, phase in self.phases.items() if phase is Phase.AT_WORK}
         if not self._looking:
             return self._stop(now, verdict)
@@ -341,8 +343,8 @@ class Machine:
         """The ladder's first rung. SIGCONT after it, since a stopped process gets nothing but SIGKILL until then."""
         self.stage = Stage.STOPPING
         self.verdict = verdict
-        self.stopped_at = now
-        self._stage_at = now + self._grace_period
+        self.stopped_at = now if self.stopped_at is None else self.stopped_at
+        self._stage_at = now + max(self._grace_period, LEAST_GRACE_SECONDS)
         actions: list[Action] = []
         for rank, phase in self.phases.items():
             if phase in LIVING:

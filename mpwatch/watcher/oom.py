@@ -1,14 +1,17 @@
 """Whether the kernel's out-of-memory killer killed a rank: proved, likely, or not known. Reads what the kernel tells.
 
-Proved is a death that the kernel's log names by its pid, where this program may read the log and sees the kernel's own
-pids. Where it may not (most containers), it is one in a memory group whose counter has risen by as many as died so: the
-kernel counts before it kills. It is likely if fewer were counted than died, or if they were counted for the machine alone.
+Where this program may read the kernel's log, and sees the kernel's own pids, that names whom it has killed, and nobody else
+was. Where it may not (in most containers), the counter of the memory group speaks: the kernel counts before it kills. A rise
+by as many as have just died of a SIGKILL that is not ours is taken for proof; it is likely if fewer were counted, or if
+they were counted for the machine alone.
 """
 
+import logging
 import os
 import re
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import ExitStack
+from typing import Self
 
 from ..cgroups import oom_kills, oom_kills_of_machine
 from .facts import RankFacts
@@ -20,83 +23,97 @@ RECORD_SIZE = 8192
 FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO in the kernel's sources: pids in it are those of the log
 KILLED = re.compile(r"((?:Memory cgroup o|O)ut of memory.*?: Killed process (\d+) \(.*?\).*?anon-rss:\d+kB)")
 
+log = logging.getLogger("mpwatch")
+
 
 class OomWatch:
-    """Made before the ranks are started: it looks at what has changed since.
+    """A context manager, entered before the ranks are started: it looks at what has changed since."""
 
-    Args:
-        since: the time of its making, by CLOCK_MONOTONIC.
-    """
-
-    def __init__(self, since: float) -> None:
-        self._since = since
+    def __enter__(self) -> Self:
+        self._stack = ExitStack()
+        self._log_fd = _open_log()
+        if self._log_fd is not None:
+            self._stack.callback(os.close, self._log_fd)
         self._groups = oom_kills()
         self._machine = oom_kills_of_machine()
+        self._suspects: list[RankFacts] = []
+        self._others: dict[str, int] = {}  # kills that were of no rank, by counter
+        return self
 
-    def judge(self, suspects: Iterable[RankFacts]) -> str:
-        """Say of ranks that died of a SIGKILL not ours whether it was the kernel's. Returns what shows others of its."""
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def look(self, suspects: Iterable[RankFacts]) -> None:
+        """These have just died of a SIGKILL that is not ours. What the counters show now is about them."""
         killed = list(suspects)
-        logged = _killed_by_the_log(self._since) if killed else None
-        for facts in killed:
-            facts.oom = (logged or {}).get(facts.pid or 0, "")
-        unexplained = [facts for facts in killed if not facts.oom]
+        if killed:
+            file, risen = self._risen()
+            for facts in killed:
+                if risen >= len(killed):
+                    facts.oom = _counted(file, risen)
+                elif risen > 0:
+                    facts.likely_oom = _counted(file, risen)
+                elif not self._groups and oom_kills_of_machine() > self._machine:
+                    facts.likely_oom = "it struck on this machine during the run"
+            self._note_others(file, risen - len(killed))
+            self._suspects += killed
+
+    def judge(self) -> str:
+        """When all have ended: whom the log names, if it can be read. Returns what shows that others than ranks were hit."""
         file, risen = self._risen()
-        others = risen - (len(killed) - len(unexplained))
-        for facts in unexplained:
-            if others >= len(unexplained) and logged is None:
-                facts.oom = _counted(file, risen)
-            elif others > 0:
-                facts.likely_oom = _counted(file, risen)
-            elif not self._groups and oom_kills_of_machine() > self._machine:
-                facts.likely_oom = "it struck on this machine during the run"
-        return _counted(file, others - len(unexplained))
+        self._note_others(file, risen)
+        if self._suspects and self._log_fd is not None:
+            logged = _killed_by(_read_log(self._log_fd))
+            for facts in self._suspects:
+                if facts.oom and facts.pid not in logged:
+                    self._note_others(file, 1)
+                facts.oom = logged.get(facts.pid or 0, "")
+                facts.likely_oom = ""
+        return "; ".join(_counted(file, times) for file, times in self._others.items())
 
     def _risen(self) -> tuple[str, int]:
-        """The counter of our group that has risen most, and by how much."""
+        """The counter of our group that has risen most since the last look, and by how much."""
         now = oom_kills()
         rises = [(count - self._groups.get(file, count), file) for file, count in now.items()]
+        self._groups = now
         risen, file = max(rises, default=(0, ""))
         return file, risen
 
+    def _note_others(self, file: str, times: int) -> None:
+        if times > 0:
+            self._others[file] = self._others.get(file, 0) + times
+
 
 def _counted(file: str, times: int) -> str:
-    return f"oom_kill in {file} rose by {times} during the run" if times > 0 else ""
+    return f"oom_kill in {file} rose by {times} during the run"
 
 
-def _killed_by_the_log(since: float) -> dict[int, str] | None:
-    """By pid, what the kernel's log says of those it has killed since then; None if it may not be read."""
-    lines = _log_since(since)
-    if lines is None:
-        return None
-    found = {}
-    for line in lines:
-        match = KILLED.search(line)
-        if match:
-            found[int(match[2])] = match[1]
-    return found
-
-
-def _log_since(since: float) -> list[str] | None:
-    """Its lines from that time on; its clock and CLOCK_MONOTONIC may be a little apart."""
+def _open_log() -> int | None:
+    """The kernel's log from now on; None if it may not be read, or is about other pids than ours."""
     try:
         if os.readlink("/proc/self/ns/pid") != FIRST_PID_NAMESPACE:
             return None
         fd = os.open(LOG, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
-    lines = []
-    with closing(os.fdopen(fd, "rb", buffering=0)) as log:
-        while True:
-            try:
-                record = log.read(RECORD_SIZE)
-            except BrokenPipeError:  # this record was overwritten while we read: the next
-                continue
-            except OSError:
-                break
-            if not record:  # None: no more for now
-                break
-            about, _, text = record.decode(errors="replace").partition(";")
-            fields = about.split(",")
-            if float(fields[2]) / 1e6 >= since - 1:
-                lines.append(text)
-    return lines
+    os.lseek(fd, 0, os.SEEK_END)
+    return fd
+
+
+def _read_log(fd: int) -> list[str]:
+    """A line for each record: its text follows a semicolon."""
+    lines: list[str] = []
+    while True:
+        try:
+            record = os.read(fd, RECORD_SIZE)
+        except BrokenPipeError:  # some were overwritten before we read them
+            log.debug("the kernel's log is longer than what it keeps")
+            continue
+        except OSError:
+            return lines
+        lines.append(record.decode(errors="replace").partition(";")[2])
+
+
+def _killed_by(lines: Iterable[str]) -> dict[int, str]:
+    """By pid, what is said of those that were killed for memory."""
+    return {int(match[2]): match[1] for line in lines if (match := KILLED.search(line))}

@@ -31,7 +31,9 @@ class Order:
 
     def hear(self, stamp: float) -> None:
         """A rank says that something happened at this time. It said so right then."""
-        for earliest, facts in self._dead:
+        limit = stamp
+        for earliest, facts in reversed(self._dead):
             assert facts.died_at is not None
-            facts.died_at = max(earliest, min(facts.died_at, math.nextafter(stamp, 0.0)))
+            facts.died_at = max(earliest, min(facts.died_at, math.nextafter(limit, 0.0)))
+            limit = min(limit, facts.died_at)
         self._latest = max(self._latest, stamp)

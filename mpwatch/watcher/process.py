@@ -166,7 +166,7 @@ class _RankPopen(Popen):
                 _signal_group(self.pid, number)
 
     def signal_rank(self, number: int) -> None:
-        with self._lock, suppress(ProcessLookupError):
+        with self._lock, suppress(ProcessLookupError, PermissionError):
             if not self._buried:
                 os.kill(self.pid, number)
 

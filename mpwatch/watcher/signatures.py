@@ -4,6 +4,7 @@ Such a failure is a consequence, whatever its time: a rank that is about to fail
 were read in the libraries' sources and binaries; those of gloo, TCPStore and sockets were also seen in runs.
 """
 
+import re
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -13,10 +14,17 @@ __all__ = ["Complaint", "complaint_in"]
 
 
 class Complaint(Enum):
-    """What a rank says of its peers."""
+    """What a rank says of its peers, from the certain to the vague."""
 
     GONE = auto()  # a connection broke
     LATE = auto()  # a peer did not come in time: the one that is missing may hang
+    MAYBE = auto()  # a connection broke, to whomever: a peer if one has gone, else it is a failure like any other
+    HINT = auto()  # words that one may use of a peer; worth something only beside a death in the same moment
+
+    @property
+    def is_worth_waiting(self) -> bool:
+        """Whether the cause may be heard of later, and the ranks are not to be stopped before."""
+        return self is not Complaint.HINT
 
 
 class Signature(NamedTuple):
@@ -29,7 +37,7 @@ class Signature(NamedTuple):
     raised_in: str = ""  # the end of the file that the innermost frame is in
 
 
-GONE, LATE = Complaint.GONE, Complaint.LATE
+GONE, LATE, MAYBE = Complaint.GONE, Complaint.LATE, Complaint.MAYBE
 GLOO = "gloo/transport/"
 SIGNATURES = (
     # gloo; LATE first, since pairs that timed out are also reported as closed
@@ -42,6 +50,8 @@ SIGNATURES = (
     Signature(GONE, "RuntimeError", GLOO, "socket closed"),
     Signature(LATE, "RuntimeError", "connectfullmesh failed", "timed out"),
     Signature(GONE, "RuntimeError", "connectfullmesh failed"),
+    Signature(LATE, "RuntimeError", "failed to pass monitoredbarrier"),
+    Signature(LATE, "RuntimeError", "successfully reached monitoredbarrier"),
     # TCPStore
     Signature(LATE, "DistStoreError", "wait timeout after"),
     Signature(LATE, "DistStoreError", "timed out after"),
@@ -66,19 +76,23 @@ SIGNATURES = (
     # MPI with fault tolerance (ULFM); without it the launcher kills everybody
     Signature(GONE, "", "mpi_err_proc_failed"),
     Signature(GONE, "", "mpi_err_revoked"),
-    # multiprocessing's connections, asyncio's streams, and plain sockets
+    # multiprocessing's connections and barriers, asyncio's streams, and plain sockets
     Signature(GONE, "EOFError", raised_in="multiprocessing/connection.py"),
-    Signature(GONE, "IncompleteReadError", raised_in="asyncio/streams.py"),
-    Signature(GONE, "BrokenPipeError"),
-    Signature(GONE, "ConnectionResetError"),
-    Signature(GONE, "ConnectionAbortedError"),
+    Signature(GONE, "BrokenPipeError", raised_in="multiprocessing/connection.py"),
+    Signature(GONE, "ConnectionResetError", raised_in="multiprocessing/connection.py"),
+    Signature(LATE, "BrokenBarrierError"),
+    Signature(MAYBE, "IncompleteReadError", raised_in="asyncio/streams.py"),
+    Signature(MAYBE, "BrokenPipeError"),
+    Signature(MAYBE, "ConnectionResetError"),
+    Signature(MAYBE, "ConnectionAbortedError"),
 )
+HINTS = re.compile(r"peer|connection|connect\b|disconnect|socket|pipe|\beof\b|end of file|reset|lost|closed|unreachable")
 
 
 def complaint_in(told: bytes) -> Complaint | None:
     """What a reported exception, or one that it was raised from, says of a peer. Looks at names and texts alone."""
-    found = (_complaint_of(link) for link in exceptions.outline(told))
-    return next((complaint for complaint in found if complaint is not None), None)
+    found = [complaint for link in exceptions.outline(told) if (complaint := _complaint_of(link)) is not None]
+    return min(found, key=lambda complaint: complaint in (Complaint.MAYBE, Complaint.HINT), default=None)
 
 
 def _complaint_of(link: exceptions.Outline) -> Complaint | None:
@@ -91,4 +105,4 @@ def _complaint_of(link: exceptions.Outline) -> Complaint | None:
             and link.raised_in.endswith(signature.raised_in)
         ):
             return signature.says
-    return None
+    return Complaint.HINT if HINTS.search(text) else None

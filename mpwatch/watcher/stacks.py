@@ -6,7 +6,7 @@ Pure: bytes in, text out, but for `with_sources`. The stacks are in faulthandler
 import linecache
 import re
 
-__all__ = ["StackPipe", "innermost_file", "tidy", "with_sources"]
+__all__ = ["StackPipe", "innermost", "tidy", "with_sources"]
 
 CRASH = "Fatal Python error: "
 MAX_FRAMES = 100  # of a thread; faulthandler writes no more
@@ -14,6 +14,8 @@ MAX_BYTES = 1 << 20  # a hundred threads of a hundred frames are less
 HEAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 OUTERMOST = '  File "<string>", line 1 in <module>\n'  # how a spawned interpreter begins
+MORE_THREADS = "\n...\n"  # after the hundredth thread; the oldest, which is the main thread, comes last
+MAIN_UNSEEN = "main thread not seen, for there are too many threads"
 OUR_FRAMES = "/mpwatch/worker/bootstrap.py"
 
 
@@ -22,45 +24,56 @@ class StackPipe:
 
     def __init__(self) -> None:
         self._data = bytearray()
-        self._ready_at: int | None = None
+        self._asked_at: int | None = None
+        self.printed = b""  # by the interpreter, before it became ready
         self.main_thread = 0
 
     def feed(self, data: bytes) -> None:
         """More of it."""
         self._data += data[: MAX_BYTES - len(self._data)]
 
-    def becomes_ready(self, main_thread: int) -> bytes:
-        """From here on it is stacks. Returns what the interpreter had printed."""
+    def becomes_ready(self, main_thread: int) -> None:
+        """From here on it is stacks."""
         self.main_thread = main_thread
-        self._ready_at = len(self._data)
-        return bytes(self._data)
+        self.printed = bytes(self._data)
+        self._data.clear()
+
+    def ask(self) -> None:
+        """From here on it is what the rank has been asked for."""
+        self._asked_at = len(self._data)
 
     @property
-    def printed(self) -> str:
-        """What the rank has printed instead of becoming ready."""
-        return self._text() if self._ready_at is None else ""
+    def printed_instead(self) -> str:
+        """What a rank has printed that did not become ready."""
+        return "" if self.main_thread else self._text()
 
     @property
     def stacks(self) -> str:
         """All threads, when the rank was asked for them; or what has come of that."""
-        return self._said().partition(CRASH)[0].strip("\n")
+        return self._asked().partition(CRASH)[0].strip("\n")
 
     @property
     def crash(self) -> str:
-        """The thread that crashed, if one did."""
-        _, mark, text = self._said().partition(CRASH)
-        return _from_the_function(mark + text)
+        """The thread that crashed last; it may be one of a child that the rank has forked."""
+        said = self._text()
+        found = said.rfind(CRASH)
+        return _from_the_function(said[found:]) if found >= 0 else ""
 
     def is_whole(self) -> bool:
-        """Whether all threads have come. The main thread is the last; it has a known end, or all frames that are written."""
-        said = self._said()
+        """Whether all threads have come. The main thread is the last, unless there are more threads than are written; it has
+        a known end, or all frames that are written.
+        """
+        said = self._asked()
         heads = list(HEAD.finditer(said))
-        if not heads or int(heads[-1][1], 16) != self.main_thread or not said.endswith("\n"):
+        if not heads or not said.endswith("\n"):
             return False
-        return said.endswith(OUTERMOST) or said.count("\n  File ", heads[-1].end()) >= MAX_FRAMES
+        if said.endswith(MORE_THREADS):
+            return True
+        is_main = int(heads[-1][1], 16) == self.main_thread
+        return is_main and (said.endswith(OUTERMOST) or said.count("\n  File ", heads[-1].end()) >= MAX_FRAMES)
 
-    def _said(self) -> str:
-        return "" if self._ready_at is None else self._text(self._ready_at)
+    def _asked(self) -> str:
+        return "" if self._asked_at is None else self._text(self._asked_at)
 
     def _text(self, start: int = 0) -> str:
         return bytes(self._data[start:]).decode(errors="replace")
@@ -68,11 +81,13 @@ class StackPipe:
 
 def tidy(stacks: str, main_thread: int) -> str:
     """The main thread first, which runs the function, and without the frames that called it."""
-    blocks = [block for block in stacks.split("\n\n") if block]
+    blocks = [block for block in stacks.split("\n\n") if "\n" in block]  # not a head alone
     is_main = {block: bool((head := HEAD.match(block)) and int(head[1], 16) == main_thread) for block in blocks}
     mine = [_from_the_function(block) for block in blocks if is_main[block]]
     others = [block for block in blocks if not is_main[block]]
-    return "\n\n".join(block for block in mine + others if "\n" in block)  # not a head alone
+    if others and not mine:
+        mine = [MAIN_UNSEEN]
+    return "\n\n".join([block for block in mine if "\n" in block or block is MAIN_UNSEEN] + others)
 
 
 def _from_the_function(block: str) -> str:
@@ -81,10 +96,12 @@ def _from_the_function(block: str) -> str:
     return "\n".join(lines[:ours])
 
 
-def innermost_file(stacks: str) -> str:
-    """The file in which the first thread of these is; empty if that is not known."""
-    frames = (FRAME.match(line) for line in stacks.splitlines()[1:2])
-    return next((frame[1] for frame in frames if frame), "")
+def innermost(stack: str) -> tuple[str, str]:
+    """The file in which the first thread of a stack with its sources is, and the line there; empty if that is not known."""
+    lines = stack.partition("\n\n")[0].splitlines()[1:3]
+    frame = FRAME.match(lines[0]) if lines else None
+    source = lines[1].strip() if frame and len(lines) > 1 and lines[1].startswith("    ") else ""
+    return (frame[1], source) if frame else ("", "")
 
 
 def with_sources(stack: str) -> str:

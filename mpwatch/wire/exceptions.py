@@ -3,7 +3,7 @@
 An exception is a graph, and a single part of it that cannot be pickled must not take the rest along. So the rank
 (telling.py) walks the graph into a flat list of links that point at one another by index, and sends it twice:
 
-    plain      names, texts, notes, frames, the shape of the graph: builtin values that harm nobody
+    plain      names, texts, notes, frames, the shape of the graph: marshalled, so nothing but plain builtin values
     details    for each link what of it can be pickled, after `rebuild` has been tried with it, there and then
 
 The watcher first knows that, where and why the rank has failed, and only then does the rank run what the exceptions'
@@ -11,29 +11,52 @@ classes define, which may raise, exit, crash or never end. `decode` (in the watc
 
     exact      the exception as it pickles itself
     rebuilt    its class, and those of its arguments and attributes that survive
-    stand-in   a class of the same name, derived from its nearest builtin base, with the same text
+    stand-in   a class of the same name, derived from the same builtin classes, with the same text
 
-Imports nothing of mpwatch but values.py and sources.py.
+Imports nothing of mpwatch but values.py, sources.py and frames.py.
 """
 
 import builtins
+import marshal
 import pickle
 import re
-from types import TracebackType
 from typing import Any
 
 from . import sources, values
+from .frames import traceback_of
 
-__all__ = ["Link", "Outline", "Part", "decode", "is_same_text", "outline", "rebuild", "text_of"]
+__all__ = [
+    "Link",
+    "Outline",
+    "Part",
+    "decode",
+    "is_same_text",
+    "outline",
+    "own",
+    "rebuild",
+    "set_own",
+    "summary_of",
+    "text_of",
+]
 
 Link = dict[str, Any]  # what is told of one exception; see telling.py
 Part = dict[str, Any]  # its pickles
 ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
+def own(error: BaseException, name: str) -> Any:
+    """What every exception has (`__cause__` and the like), whatever its class says instead."""
+    return BaseException.__dict__[name].__get__(error)
+
+
+def set_own(error: BaseException, name: str, value: object) -> None:
+    """Set it, whatever its class says to that."""
+    BaseException.__dict__[name].__set__(error, value)
+
+
 def decode(told: bytes, details: bytes = b"") -> BaseException:
     """The exception that was told. Whatever its parts do when they are rebuilt, it comes back somehow."""
-    plain = pickle.loads(told)
+    plain = marshal.loads(told)
     sources.remember(plain["sources"])
     links: list[Link] = plain["links"]
     parts: list[Part | None] = pickle.loads(details) if details else [None] * len(links)
@@ -85,17 +108,12 @@ def rebuild(link: Link, part: Part, members: list[BaseException]) -> BaseExcepti
         # without __init__, which may want arguments that nobody knows any more
         args = (link["message"], members) if members else tuple(values.loads(arg) for arg in part["args"])
         error = _new(values.loads(part["class"]), args)
-    _set_attributes(error, part)  # also of an exact one: pickle knows nothing of slots, and calls __init__ with args
-    return error
-
-
-def _set_attributes(error: BaseException, part: Part) -> None:
     for name, data in part["attributes"].items():
         try:
-            if not hasattr(error, name) or values.dumps(getattr(error, name)) != data:
-                setattr(error, name, values.loads(data))
-        except Exception:  # noqa: BLE001, S112  a read-only slot, or a value that does not come back
+            setattr(error, name, values.loads(data))
+        except Exception:  # noqa: BLE001, S112  a read-only slot
             continue
+    return error
 
 
 def is_same_text(one: str, other: str) -> bool:
@@ -118,48 +136,25 @@ def _stand_in(link: Link, members: list[BaseException]) -> BaseException:
     """A class of the same name and text: caught by `except` of the builtin classes that it was derived from."""
     text = link["text"]
     names = {"__module__": link["module"], "__qualname__": link["qualname"], "__str__": lambda _: text}
-    base: type[BaseException] = getattr(builtins, link["base"])
-    cls: Any = type(link["name"], (base,), names)
+    bases = tuple(getattr(builtins, name) for name in link["bases"])
     if members:
-        group: BaseException = cls.__new__(cls, link["message"], members)
+        group: BaseException = type(link["name"], bases, names)(link["message"], members)
         return group
-    if issubclass(base, BaseExceptionGroup):  # its members were cut off
-        cls = type(link["name"], (BaseException if base is BaseExceptionGroup else Exception,), names)
+    if any(issubclass(base, BaseExceptionGroup) for base in bases):  # its members were cut off
+        bases = (Exception if issubclass(bases[0], Exception) else BaseException,)
+    cls: Any = type(link["name"], bases, names)
     error: BaseException = cls.__new__(cls)
     error.args = (text,)
     return error
 
 
 def _connect(error: BaseException, link: Link, made: dict[int, BaseException]) -> None:
-    state = {
-        "__cause__": made.get(link["cause"]),
-        "__context__": made.get(link["context"]),
-        "__suppress_context__": link["suppress"],
-        "__traceback__": _traceback(link["frames"]),
-        **({"__notes__": link["notes"]} if link["notes"] else {}),
-    }
-    for name, value in state.items():
-        BaseException.__setattr__(error, name, value)  # not the class's own, which may forbid it (a frozen dataclass)
-
-
-def _traceback(frames: list[tuple[str, str, int, str]]) -> TracebackType | None:
-    """Real frames with nothing in them, made by tblib one at a time: it recurses over a whole traceback."""
-    from tblib import Traceback
-
-    trace = None
-    for filename, name, line, module in reversed(frames):
-        about = {
-            "tb_frame": {
-                "f_globals": {"__name__": module, "__file__": filename},
-                "f_code": {"co_filename": filename, "co_name": name},
-                "f_lineno": line,
-            },
-            "tb_lineno": line,
-            "tb_next": None,
-        }
-        frame = Traceback.from_dict(about).as_traceback().tb_frame
-        trace = TracebackType(trace, frame, -1, line)  # -1: the carets of the made-up code would point anywhere
-    return trace
+    set_own(error, "__cause__", made.get(link["cause"]))
+    set_own(error, "__context__", made.get(link["context"]))
+    set_own(error, "__suppress_context__", link["suppress"])
+    set_own(error, "__traceback__", traceback_of(link["frames"]))
+    if link["notes"]:
+        own(error, "__dict__")["__notes__"] = link["notes"]
 
 
 class Outline:
@@ -175,7 +170,7 @@ class Outline:
 
 def outline(told: bytes) -> list[Outline]:
     """The exception and what it was raised from, `cause` after `cause`."""
-    links: list[Link] = pickle.loads(told)["links"]
+    links: list[Link] = marshal.loads(told)["links"]
     chain: list[Outline] = []
     number: int | None = 0
     while number is not None and len(chain) < len(links):
@@ -184,7 +179,13 @@ def outline(told: bytes) -> list[Outline]:
     return chain
 
 
+def summary_of(told: bytes) -> str:
+    """The exception's type and text."""
+    first: Link = marshal.loads(told)["links"][0]
+    return f"{first['qualname']}: {first['text']}" if first["text"].strip() else str(first["qualname"])
+
+
 def text_of(told: bytes) -> str:
     """The traceback as the rank would have printed it."""
-    text: str = pickle.loads(told)["traceback"]
+    text: str = marshal.loads(told)["traceback"]
     return text

@@ -2,7 +2,7 @@
 
     watcher                                    rank
        | <-------------- READY ----------------- |   it can be called
-       | --- DESCRIPTORS ..., CALL ------------> |   what and with what: see payload.py
+       | --- [PRINTED], DESCRIPTORS ..., CALL -> |   what and with what: see payload.py
        | <--- [FAILING,] RETURNED | RAISED | --- |   exactly one answer a call; FAILING before one that takes longer
        |              UNLOADED, then [DETAILS]   |   to tell, DETAILS after it: see exceptions.py
        | ---------------- END -----------------> |   or the watcher's end is closed
@@ -37,6 +37,7 @@ class Kind(enum.IntEnum):
     DESCRIPTORS = 8  # some of those that the next CALL needs
     FAILING = 9  # the function has just raised; what, follows
     DETAILS = 10  # body: what of the exception just told can be pickled
+    PRINTED = 11  # with a descriptor: what the rank's interpreter had printed, for it to pass on to its stderr
 
 
 class Message:

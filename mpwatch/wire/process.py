@@ -20,14 +20,12 @@ class Seat:
 
     __slots__ = ("channel_fd", "lastwords_fd", "slot", "stderr_fd", "worker")
 
-    def __init__(
-        self, worker: dict[str, object], channel_fd: int, lastwords_fd: int, slot: int, stderr_fd: int | None
-    ) -> None:
+    def __init__(self, worker: dict[str, object], channel_fd: int, lastwords_fd: int, slot: int, stderr_fd: int) -> None:
         self.worker = worker  # the fields of spec.Worker, which costs an import that many ranks never need
         self.channel_fd = channel_fd
         self.lastwords_fd = lastwords_fd
         self.slot = slot  # of the black box
-        self.stderr_fd = stderr_fd  # what is to be its stderr once it is ready; None: nothing, see worker/stacks.py
+        self.stderr_fd = stderr_fd  # what is to be its stderr once it is ready, see worker/stacks.py
 
 
 class RankProcess(SpawnProcess):

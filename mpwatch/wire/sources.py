@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["of_code", "of_files", "remember", "take_over"]
 
-COMMAND = "<string>"  # what the code of `python -c` says it is from, as does any that is executed from a string
+STDIN = "<stdin>"
+COMMAND = "<string>"  # of `python -c`, but also of anything that is executed from a string: nobody knows which
 LIMIT = 1 << 20  # characters of all sources that go along with one thing
 
 
@@ -27,23 +28,25 @@ def of_files(names: Iterable[str]) -> dict[str, str]:
 
     found: dict[str, str] = {}
     for name in names:
-        if not os.path.exists(name):
-            text = "".join(linecache.getlines(name))
+        if name != COMMAND and not os.path.exists(name):
+            try:
+                text = "".join(linecache.getlines(name))
+            except ValueError:  # a name that no file can have
+                continue
             if text and len(text) + sum(map(len, found.values())) <= LIMIT:
                 found[name] = text
     return found
 
 
 def of_code(codes: Iterable[CodeType]) -> dict[str, str]:
-    """The same for the files that this code is of, and also for `python < program` and `python -c`."""
+    """The same for the files that this code is of, and also for `python < program`."""
     wanted = list(codes)
     found = of_files({code.co_filename for code in wanted})
-    for name, read in (("<stdin>", _program_on_stdin), (COMMAND, _program_of_command_line)):
-        ours = [code for code in wanted if code.co_filename == name]
-        if ours:
-            text = found.pop(name, "") or read()
-            if text and len(text) <= LIMIT and _contains(text, name, ours):
-                found[name] = text
+    ours = [code for code in wanted if code.co_filename == STDIN]
+    if ours and STDIN not in found:
+        text = _program_on_stdin()
+        if text and _contains(text, ours):
+            found[STDIN] = text
     return found
 
 
@@ -74,15 +77,10 @@ def _program_on_stdin() -> str:
         return ""
 
 
-def _program_of_command_line() -> str:
-    words = iter(sys.orig_argv)
-    return next((next(words, "") for word in words if word == "-c"), "")
-
-
-def _contains(text: str, name: str, wanted: list[CodeType]) -> bool:
-    """Whether this is really where all the code is from: any string that is executed may have that name."""
+def _contains(text: str, wanted: list[CodeType]) -> bool:
+    """Whether this is really where all the code is from: what was read may have begun elsewhere."""
     try:
-        there = set(_codes_in(compile(text, name, "exec", dont_inherit=True)))
+        there = set(_codes_in(compile(text, STDIN, "exec", dont_inherit=True)))
     except (SyntaxError, ValueError, RecursionError):
         return False
     return there.issuperset(wanted)

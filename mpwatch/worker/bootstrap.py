@@ -83,12 +83,17 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
     may raise, crash or never end in their `__str__`, and worse in their pickling.
     """
     channel.send(Kind.FAILING, stamp=failure.at)
-    telling = failure.telling()
-    told = telling.plain()
+    channel.free_a_descriptor()  # the function may have taken all, and what tells must be imported
+    try:
+        telling = failure.telling()
+        told = telling.plain()
+    except BaseException as broken:  # noqa: BLE001  memory has run out, or an error of ours
+        telling = failure.instead(RuntimeError(f"{failure.name} was raised, and could not be told: {broken!r}"))
+        told = telling.plain()
     if channel.send(failure.kind, told, failure.at):
         channel.send(Kind.DETAILS, telling.details(), failure.at)
     else:
-        channel.send(failure.kind, _Failure(failure.kind, _too_large(told), failure.at).telling().plain(), failure.at)
+        channel.send(failure.kind, failure.instead(_too_large(told)).plain(), failure.at)
 
 
 def _too_large(body: bytes) -> OSError:
@@ -132,14 +137,25 @@ class _Failure:
         self.error = error
         self.at = at
 
+    @property
+    def name(self) -> str:
+        """The exception's type."""
+        return type(self.error).__name__
+
+    def instead(self, error: BaseException) -> Telling:
+        """Another one, told in its place."""
+        return _Failure(self.kind, error, self.at).telling()
+
     def telling(self) -> Telling:
         """The exception as the user should see it, without our frames above the function's."""
+        from ..wire.exceptions import own, set_own
         from ..wire.telling import Telling
 
-        trace = self.error.__traceback__
+        trace = own(self.error, "__traceback__")
         while trace is not None and _is_ours(trace):
             trace = trace.tb_next
-        return Telling(self.error.with_traceback(trace))
+        set_own(self.error, "__traceback__", trace)
+        return Telling(self.error)
 
 
 class _LoadError(Exception):

@@ -13,6 +13,8 @@ from ..wire.messages import HEADER, MAX_DESCRIPTORS, Kind, frame, parse_header
 
 __all__ = ["Channel"]
 
+STDERR = 2
+
 
 class Channel:
     """Blocking, for the rank's main thread alone."""
@@ -22,6 +24,7 @@ class Channel:
         self._identity = _identity(self._fd)
         os.set_inheritable(self._fd, False)  # a program that the rank executes has no part in this
         self._last_words = last_words
+        self._spare = os.dup(self._fd)
 
     def send(self, kind: Kind, body: bytes = b"", stamp: float | None = None) -> bool:
         """Send, or leave it for the watcher to find; False if there was no way to do either."""
@@ -46,11 +49,21 @@ class Channel:
         finally:
             line.detach()  # the number stays; whoever holds an object of it must not close it
 
+    def free_a_descriptor(self) -> None:
+        """Give up the one that was kept for when there are no more. It may have been closed, and its number be a file's."""
+        if self._spare != -1 and _is_still(self._spare, self._identity):
+            os.close(self._spare)
+        self._spare = -1
+
     def _is_ours(self) -> bool:
-        try:
-            return _identity(self._fd) == self._identity
-        except OSError:
-            return False
+        return _is_still(self._fd, self._identity)
+
+
+def _is_still(fd: int, identity: tuple[int, int]) -> bool:
+    try:
+        return _identity(fd) == identity
+    except OSError:
+        return False
 
 
 def _identity(fd: int) -> tuple[int, int]:
@@ -74,8 +87,22 @@ def _read_call(line: socket.socket) -> list[int] | None:
         if len(head) < HEADER.size:
             return None
         kind, _, _ = parse_header(head)
-        if kind is not Kind.DESCRIPTORS:
+        if kind is Kind.PRINTED:
+            _pass_on(fds)
+            fds.clear()
+        elif kind is not Kind.DESCRIPTORS:
             return fds if kind is Kind.CALL else None
+
+
+def _pass_on(fds: list[int]) -> None:
+    """What this interpreter had printed before it had a stderr: it is the rank that waits if nobody reads there."""
+    for fd in fds:
+        with open(fd, "rb") as file:
+            file.seek(0)
+            try:
+                _write(STDERR, file.read())
+            except OSError:  # nobody will read it
+                continue
 
 
 def _receive_with_descriptors(line: socket.socket) -> tuple[bytes, list[int]]:

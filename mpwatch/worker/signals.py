@@ -1,11 +1,12 @@
-"""SIGINT and SIGTERM in a rank: the function meets them as it likes, and they never disturb what the rank does around it.
+"""Signals in a rank: the function meets them as it likes, and they never disturb what the rank does around it.
 
     the function runs         its own handlers, or the defaults
-    its answer is made        both are noted: a SIGTERM takes effect as soon as the answer is sent, a SIGINT is too late
+    its answer is made        noted: a SIGTERM takes effect as soon as the answer is sent, the others are too late
     waiting for a call        SIGTERM ends the rank, whatever handler a function has left; a SIGINT is noted, and meets the
                               function that is called next, since the call may be on its way
 
-By handlers and not by a signal mask: a mask is a thread's own, and the kernel gives a signal to any thread that takes it.
+That holds for SIGINT and SIGTERM, and for whatever else has a handler in Python, such as a timer that raises. By handlers
+and not by a signal mask: a mask is a thread's own, and the kernel gives a signal to any thread that takes it.
 """
 
 import signal
@@ -15,7 +16,7 @@ __all__ = ["Shelter"]
 
 
 class Shelter:
-    """Made, and then entered and left, by the main thread; between `enter` and `leave` neither signal is felt."""
+    """Made, and then entered and left, by the main thread; between `enter` and `leave` no signal is felt."""
 
     def __init__(self) -> None:
         self._functions: dict[int, Any] = {}  # the handlers to be put back
@@ -23,15 +24,16 @@ class Shelter:
 
     def enter(self) -> None:
         """Note them from now on. Nothing if they are noted already."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, *signal.valid_signals()):
             handler = signal.getsignal(number)
+            always = number in (signal.SIGINT, signal.SIGTERM)
             # None: one that C code has installed, which Python could not put back
-            if handler is not None and handler != self._note:
+            if handler != self._note and (callable(handler) or (always and handler is not None)):
                 self._functions[number] = handler
                 signal.signal(number, self._note)
 
     def wait(self) -> None:
-        """SIGTERM ends the rank from now on, and does so now if it has come; what has come of SIGINT is forgotten."""
+        """SIGTERM ends the rank from now on, and does so now if it has come; what else has come is forgotten."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if signal.SIGTERM in self._noted:
             signal.raise_signal(signal.SIGTERM)
@@ -39,18 +41,22 @@ class Shelter:
 
     def leave(self) -> None:
         """Give the function its handlers back. One that raises may do so from here."""
-        if signal.SIGTERM in self._functions:
-            signal.signal(signal.SIGTERM, self._functions.pop(signal.SIGTERM))
-        if signal.SIGINT in self._functions:
-            signal.signal(signal.SIGINT, self._functions.pop(signal.SIGINT))
+        interrupt = self._functions.pop(signal.SIGINT, None)
+        self._restore()
+        if interrupt is not None:
+            signal.signal(signal.SIGINT, interrupt)
             if signal.SIGINT in self._noted:
                 self._noted.clear()
                 signal.raise_signal(signal.SIGINT)
 
     def end(self) -> None:
-        """There will be no more calls: an interrupt may reach what still has to end, but not one that has come before."""
-        if signal.SIGINT in self._functions:
-            signal.signal(signal.SIGINT, self._functions.pop(signal.SIGINT))
+        """There will be no more calls: signals may reach what still has to end, but not those that have come before."""
+        self._functions.pop(signal.SIGTERM, None)
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._functions:
+            signal.signal(*self._functions.popitem())
 
     def _note(self, number: int, _: object) -> None:
         self._noted.add(number)

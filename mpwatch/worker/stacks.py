@@ -8,6 +8,7 @@ whatever the interpreter is doing and whoever holds the GIL. It never blocks: wh
 import faulthandler
 import os
 import threading
+from contextlib import suppress
 
 from ..platform import DUMP_SIGNAL
 from ..wire.messages import WHERE
@@ -15,25 +16,42 @@ from ..wire.messages import WHERE
 __all__ = ["report_to_watcher"]
 
 STDERR = 2
+# Code that closes all descriptors, and opens others, gets the lowest numbers: a crash is not to be written into its files.
+HIGH = 250
 
 
-def report_to_watcher(stderr_fd: int | None) -> bytes:
+def report_to_watcher(stderr_fd: int) -> bytes:
     """Put stderr in its place, and send stacks over the pipe that was there. Returns the body of READY.
 
     On SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL that is the stack of the thread that crashed, on DUMP_SIGNAL those of
     all. A function that enables faulthandler for itself takes the crashes over.
     """
-    pipe = os.dup(STDERR)
+    pipe = _move_up(STDERR)
     os.set_blocking(pipe, False)
-    _restore_stderr(stderr_fd)
+    os.dup2(stderr_fd, STDERR)
+    os.close(stderr_fd)
     faulthandler.enable(file=pipe, all_threads=False)
     if DUMP_SIGNAL is not None:
         faulthandler.register(DUMP_SIGNAL, file=pipe, all_threads=True)
+    status = os.fstat(pipe)
+    os.register_at_fork(after_in_child=lambda: _silence(pipe, status))
     return WHERE.pack(pipe, threading.main_thread().ident)
 
 
-def _restore_stderr(fd: int | None) -> None:
-    if fd is None:  # the caller has none
-        fd = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(fd, STDERR)
-    os.close(fd)
+def _move_up(fd: int) -> int:
+    """A copy of this descriptor, with a high number if that is free and may be used."""
+    try:
+        os.fstat(HIGH)
+    except OSError:
+        with suppress(OSError):
+            return os.dup2(fd, HIGH, inheritable=False)
+    return os.dup(fd)
+
+
+def _silence(pipe: int, status: os.stat_result) -> None:
+    """In a forked child of the rank: its crashes are not the rank's."""
+    with suppress(OSError):  # closed, or the limit of open files is reached
+        if os.path.samestat(os.fstat(pipe), status):
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, pipe, inheritable=False)
+            os.close(nothing)

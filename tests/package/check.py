@@ -24,7 +24,7 @@ with tempfile.TemporaryDirectory() as folder:
     python = Path(folder) / "bin" / "python"
     # torch, a dependency of hundreds of megabytes, is imported only where it is needed, and not here
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "cloudpickle", "tblib"], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "cloudpickle"], check=True)
     code = "import mpwatch; print(mpwatch.__version__, list(mpwatch.run(abs, 2, args=(-3,))))"
     done = subprocess.run([python, "-W", "error", "-c", code], check=True, capture_output=True, text=True, cwd=folder)
     assert done.stdout == "0.1.0 [3, 3]\n", done.stdout

@@ -60,7 +60,7 @@ EXPECTED = {
     store_has_lost_its_server: Complaint.GONE,
     store_without_a_server: Complaint.LATE,
     store_waits_for_clients: Complaint.LATE,
-    store_s_port_is_taken: None,
+    store_s_port_is_taken: Complaint.HINT,
     gloo_has_no_such_device: None,
 }
 
