@@ -10,6 +10,7 @@ from traceback import walk_tb
 from typing import Any
 
 from .result import FailureKind, ProcessFailure, RunResult, WorkerState
+from .wire.exceptions import own
 
 __all__ = ["exit_text", "fates", "ranks_text", "report", "summary_of", "verdict", "where"]
 
@@ -202,11 +203,11 @@ def summary_of(error: BaseException) -> str:
 
 def _raised_in(error: BaseException) -> str:
     """The innermost frame of the user's own code; of any code, if there is none."""
-    frames = [(trace.f_code.co_filename, line, trace.f_code.co_name) for trace, line in walk_tb(error.__traceback__)]
+    frames = [(trace.f_code.co_filename, line, trace.f_code.co_name) for trace, line in walk_tb(own(error, "__traceback__"))]
     if not frames:
         return ""
-    own = [frame for frame in frames if _is_users(frame[0])]
-    path, line, name = (own or frames)[-1]
+    users = [frame for frame in frames if _is_users(frame[0])]
+    path, line, name = (users or frames)[-1]
     return f" ({_base(path)}:{line} in {name})"
 
 

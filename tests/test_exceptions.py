@@ -2,6 +2,7 @@
 
 import asyncio
 import copyreg
+import inspect
 import marshal
 import os
 import pickle
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpwatch.wire.exceptions import decode, outline, text_of
+from mpwatch.wire.frames import traceback_of
 from mpwatch.wire.telling import Telling
 
 
@@ -312,3 +314,130 @@ def test_without_details_there_are_stand_ins_of_the_same_shape():
     assert isinstance(back.__cause__, OSError)
     assert str(back.__cause__) == str(error.__cause__)
     assert back.__traceback__ is not None
+
+
+class Spoken(str):
+    __slots__ = ()
+
+    def __reduce_ex__(self, _):
+        return os._exit, (3,)
+
+    def __str__(self):
+        return self
+
+
+class SpeaksError(Exception):
+    def __str__(self):
+        return Spoken("text")
+
+
+def test_texts_that_are_no_plain_strings():
+    error = raised(SpeaksError())
+    error.add_note(Spoken("note"))
+    back = decode(Telling(error).plain())
+    assert (type(back).__name__, str(back), back.__notes__) == ("SpeaksError", "text", ["note"])
+    assert type(back.__notes__[0]) is str
+
+
+class OwnCauseError(Exception):
+    __cause__ = property(lambda self: None)
+    __traceback__ = property(lambda self: 1 / 0)
+
+
+class OwnEverythingError(Exception):
+    def __getattribute__(self, name):
+        raise LookupError(name)
+
+
+class OwnNotesError(Exception):
+    __notes__ = property(lambda self: 1 / 0)
+
+
+class OwnMessageError(ExceptionGroup):
+    message = property(lambda self: 1 / 0)
+
+
+class MixedError(ExceptionGroup, LookupError):
+    pass
+
+
+class BothError(KeyError, AttributeError):
+    held = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [OwnCauseError, OwnEverythingError, OwnNotesError, OwnMessageError, MixedError, BothError],
+    ids=lambda cls: cls.__name__,
+)
+def test_classes_that_say_something_else_of_themselves(cls):
+    """By what Python itself knows of every exception."""
+    error = cls("x", [ValueError("y")]) if issubclass(cls, ExceptionGroup) else cls("x")
+    BaseException.__dict__["__cause__"].__set__(error, ValueError("cause"))
+    back = through(error)
+    assert type(back).__name__ == cls.__name__
+    assert str(BaseException.__dict__["__cause__"].__get__(back)) == "cause"
+    assert all(issubclass(type(back), base) for base in cls.__mro__ if base.__module__ == "builtins")
+
+
+def test_a_set_among_the_arguments_may_come_back_in_another_order():
+    words = set(map(str, range(200)))
+    words -= set(map(str, range(100)))
+    back = through(raised(RuntimeError("missing", words)))
+    assert type(back) is RuntimeError
+    assert back.args == ("missing", words)
+
+
+class ExitsWhenLoaded:
+    def __reduce__(self):
+        return os.sys.exit, (3,)
+
+
+def test_an_attribute_that_exits_when_it_is_loaded_takes_nothing_along():
+    error = raised(saboteurs.PickyError(7, detail="x"))
+    error.trouble = ExitsWhenLoaded()
+    back = through(error)
+    assert type(back) is saboteurs.PickyError
+    assert (back.code, back.detail, hasattr(back, "trouble")) == (7, "x", False)
+
+
+def test_what_the_pickle_of_an_exception_has_is_not_sent_twice():
+    error = raised(ValueError("x"))
+    error.data = bytes(100_000)
+    assert len(Telling(error).details()) < 150_000
+    group = raised(saboteurs.nested_group(100))
+    assert len(Telling(group).details()) < 100_000
+
+
+def test_frames_tell_a_debugger_what_it_asks_for():
+    with pytest.raises(ValueError, match="batch") as caught:
+        saboteurs.raises_value_error()
+    for mine, theirs in zip(walk(caught.value), walk(through(caught.value)), strict=True):
+        for name in ("co_filename", "co_name", "co_qualname", "co_firstlineno"):
+            assert getattr(mine.tb_frame.f_code, name) == getattr(theirs.tb_frame.f_code, name)
+        assert mine.tb_lineno == theirs.tb_lineno == theirs.tb_frame.f_lineno
+        assert theirs.tb_lasti >= 0
+        assert inspect.getframeinfo(theirs).code_context == inspect.getframeinfo(mine).code_context
+
+
+@pytest.mark.parametrize(("first", "line"), [(1, 1), (5, 3), (1, 100_000), (70, 6), (10, 0)])
+def test_any_line_of_any_function(first, line):
+    (trace,) = walk_trace(traceback_of([("file.py", "f", "A.f", first, line, "module")]))
+    assert (trace.tb_lineno, trace.tb_frame.f_lineno) == (line, line)
+    assert trace.tb_frame.f_globals["__name__"] == "module"
+
+
+def walk_trace(trace):
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def walk(error):
+    return list(walk_trace(error.__traceback__))
+
+
+def test_a_very_long_text_is_cut():
+    error = raised(ValueError("x" * (3 << 20)))
+    assert len(Telling(error).plain()) < 4 << 20
+    assert len(str(through(error))) == 3 << 20

@@ -98,29 +98,28 @@ def _has_words(failure: ProcessFailure) -> bool:
 
 def _victims(facts: Facts, timed: Failures) -> Failures:
     """Ranks whose exception may be a complaint about a peer, and is one since there is a peer to complain of."""
-    found: Failures = {}
+    complaints = {rank: _complaint_of(facts, rank) for rank in timed}
     deaths = [at for at, failure in timed.values() if not _has_words(failure)]
+    causes = [at for rank, (at, _) in timed.items() if complaints[rank] in (None, Complaint.HINT)]
+    found: Failures = {}
     for rank, (at, failure) in timed.items():
-        report = facts.ranks[rank].report
-        if report is None or report.kind is Kind.RETURNED or failure.is_secondary:
-            continue
-        complaint = complaint_in(report.body)
-        earlier = any(
-            other_at < at and other is not failure and not other.is_secondary for other_at, other in timed.values()
-        )
-        if complaint is Complaint.MAYBE:
-            is_victim = bool(deaths) or earlier
+        if complaints[rank] is Complaint.MAYBE:
+            is_victim = bool(deaths) or any(cause < at for cause in causes)
         else:
-            is_victim = complaint is Complaint.HINT and any(death - DEATH_LAG_SECONDS <= at for death in deaths)
+            is_victim = complaints[rank] is Complaint.HINT and any(death - DEATH_LAG_SECONDS <= at for death in deaths)
         if is_victim:
             found[rank] = (at, replace(failure, is_secondary=True))
     return found
 
 
+def _complaint_of(facts: Facts, rank: int) -> Complaint | None:
+    report = facts.ranks[rank].report
+    return complaint_in(report.body) if report is not None and report.kind is not Kind.RETURNED else None
+
+
 def _missing(facts: Facts, timed: Failures) -> Failures:
     """If ranks only complain that peers have not come: those who were at work, and not waiting for anybody."""
-    reports = [seen.report for rank, seen in facts.ranks.items() if rank in timed and seen.report is not None]
-    complaints = {complaint_in(report.body) for report in reports if report.kind is not Kind.RETURNED}
+    complaints = {_complaint_of(facts, rank) for rank in timed}
     at = facts.stopped_at
     if at is None or Complaint.LATE not in complaints or not all(failure.is_secondary for _, failure in timed.values()):
         return {}
@@ -208,11 +207,14 @@ def _not_our_doing(seen: RankFacts) -> bool:
 
 
 def _reported(facts: Facts, seen: RankFacts, report: Message) -> tuple[float, ProcessFailure]:
-    error = exceptions.decode(report.body, seen.details)
+    try:
+        error = exceptions.decode(report.body, seen.details)
+    except Exception:  # noqa: BLE001  it worked in the rank; what was told first needs none of its classes
+        error = exceptions.decode(report.body)
     kind, code = FailureKind.EXCEPTION, 1
     if report.kind is Kind.UNLOADED:
         kind = FailureKind.START
-    elif isinstance(error, SystemExit):
+    elif issubclass(type(error), SystemExit):  # isinstance() asks the object, which may have its own answer
         kind, code = FailureKind.EXIT, _exit_status(error.code)
     failure = _failure(
         facts,

@@ -106,13 +106,19 @@ def innermost(stack: str) -> tuple[str, str]:
 
 def with_sources(stack: str) -> str:
     """Each frame followed by its line of source, where there is one to be found."""
-    for file in {frame[1] for line in stack.splitlines() if (frame := FRAME.match(line))}:
-        linecache.checkcache(file)
     lines = []
     for line in stack.splitlines():
         lines.append(line)
         frame = FRAME.match(line)
-        source = linecache.getline(frame[1], int(frame[2])).strip() if frame else ""
+        source = _source_of(frame[1], int(frame[2])) if frame else ""
         if source:
             lines.append(f"    {source}")
     return "\n".join(lines)
+
+
+def _source_of(file: str, line: int) -> str:
+    try:
+        linecache.checkcache(file)  # it may have changed since this program last looked
+        return linecache.getline(file, line).strip()
+    except ValueError:  # a name that no file can have
+        return ""

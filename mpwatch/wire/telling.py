@@ -52,19 +52,23 @@ class Telling:
 
 def _neighbours(error: BaseException) -> list[BaseException]:
     near = [own(error, "__cause__"), own(error, "__context__"), *_members(error)]
-    return [e for e in near if isinstance(e, BaseException)]
+    return [e for e in near if e is not None]
+
+
+def _is_group(error: BaseException) -> bool:
+    return issubclass(type(error), BaseExceptionGroup)  # isinstance() asks the object, which may have its own answer
 
 
 def _members(error: BaseException) -> tuple[BaseException, ...]:
     found: tuple[BaseException, ...] = ()
-    if isinstance(error, BaseExceptionGroup):
+    if _is_group(error):
         found = BaseExceptionGroup.__dict__["exceptions"].__get__(error)
     return found
 
 
 def _link_of(error: BaseException, index: dict[int, int]) -> Link:
     cls = type(error)
-    is_group = isinstance(error, BaseExceptionGroup)
+    is_group = _is_group(error)
     return {
         "name": _name(cls, "__name__"),
         "qualname": _name(cls, "__qualname__"),
@@ -195,7 +199,7 @@ def _notes(error: BaseException) -> list[str]:
 
 def _attributes(error: BaseException) -> Iterator[tuple[str, Any]]:
     """What is in its __dict__, and in the slots of its classes, builtin (SystemExit.code, OSError.filename) and own."""
-    told = TOLD | TOLD_OF_GROUPS if isinstance(error, BaseExceptionGroup) else TOLD
+    told = TOLD | TOLD_OF_GROUPS if _is_group(error) else TOLD
     yield from ((name, value) for name, value in own(error, "__dict__").items() if name not in told)
     for base in type(error).__mro__:
         for name, descriptor in vars(base).items():

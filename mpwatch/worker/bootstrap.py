@@ -143,7 +143,10 @@ class _Failure:
         return type(self.error).__name__
 
     def instead(self, error: BaseException) -> Telling:
-        """Another one, told in its place."""
+        """Another one, told in its place, as if it had been raised there."""
+        from ..wire.exceptions import own, set_own
+
+        set_own(error, "__traceback__", own(self.error, "__traceback__"))
         return _Failure(self.kind, error, self.at).telling()
 
     def telling(self) -> Telling:
