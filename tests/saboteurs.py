@@ -7,6 +7,7 @@ import mmap
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -331,7 +332,35 @@ def nested_group(depth):
     return error
 
 
+class OwnTracebackError(Exception):
+    def with_traceback(self, _):
+        raise RuntimeError("no traceback")
+
+    __traceback__ = property(lambda self: 1 / 0)
+
+
+class OwnEverythingError(Exception):
+    def __getattribute__(self, name):
+        raise LookupError(name)
+
+
+class SpeaksForItself(str):
+    __slots__ = ()
+
+    def __reduce_ex__(self, _):
+        return os._exit, (3,)
+
+
+def with_a_note_of_its_own():
+    error = ValueError("x")
+    error.add_note(SpeaksForItself("note"))
+    return error
+
+
 STRANGE = {
+    "own traceback": lambda: OwnTracebackError("x"),
+    "own everything": lambda: OwnEverythingError("x"),
+    "own note": with_a_note_of_its_own,
     "frozen": lambda: FrozenError(3),
     "refuses attributes": lambda: RefusesAttributesError("x"),
     "exits as text": lambda: ExitsAsTextError("x"),
@@ -649,3 +678,93 @@ def forks_and_the_copy_raises():
     if pid == 0:
         raise ValueError("the batch is bad")
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def takes_all_descriptors_and_raises():
+    taken = []
+    while True:
+        taken.append(open(os.devnull))
+
+
+def rank_0_raises_what_the_others_lack():
+    if rank() == 0:
+        raise PickyError(7, detail="two arguments")
+    wait_to_be_stopped()
+
+
+class TooLateError(Exception):
+    pass
+
+
+def raise_too_late(*_):
+    raise TooLateError
+
+
+class WokenAsItIsToldError(Exception):
+    """A timer with a handler that raises goes off while it is told."""
+
+    def __str__(self):
+        signal.raise_signal(signal.SIGALRM)
+        return "the batch is bad"
+
+
+def is_woken_as_its_failure_is_told():
+    signal.signal(signal.SIGALRM, raise_too_late)
+    raise WokenAsItIsToldError
+
+
+def loses_its_peer(barrier, how):
+    """Rank 1 dies, and the others say so in words of their own as soon as its end of the line is closed."""
+    if rank() == 1:
+        path = f"\0mpwatch-test-{os.getppid()}"
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path)
+            server.listen()
+            barrier.wait()
+            peers = [server.accept()[0] for _ in range(2)]
+            for peer in peers:
+                peer.sendall(b"x")
+            how()
+    barrier.wait()
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(f"\0mpwatch-test-{os.getppid()}")
+        line.recv(1)
+        line.recv(1)
+    raise RuntimeError("lost my peer")
+
+
+class ToldBrokenPipeError(BrokenPipeError):
+    def __str__(self):
+        _has_failed.set()
+        return "broken"
+
+
+def breaks_a_connection_of_its_own(barrier, has_failed):
+    """Rank 0 loses somebody who is no rank, and rank 1 fails because of that, later."""
+    global _has_failed
+    _has_failed = has_failed
+    barrier.wait()
+    if rank() == 0:
+        raise ToldBrokenPipeError
+    has_failed.wait()
+    raise KeyError("no shard of rank 0")
+
+
+def three_fail_while_the_watcher_does_not_look(pids):
+    """Rank 2 dies, then rank 1, then rank 0 raises; then the watcher may look."""
+    me, watcher = rank(), os.getppid()
+    pids[me] = os.getpid()
+    while not all(pids):
+        os.sched_yield()
+    if me == 2:
+        os.kill(watcher, signal.SIGSTOP)
+        while state_of(watcher) != "T":
+            os.sched_yield()
+        os._exit(3)
+    while state_of(pids[2]) != "Z":
+        os.sched_yield()
+    if me == 1:
+        os._exit(4)
+    while state_of(pids[1]) != "Z":
+        os.sched_yield()
+    raise WakesTheWatcherError

@@ -233,6 +233,16 @@ def test_a_watcher_that_looks_late_still_knows_who_was_first(order, first):
     assert python("-c", SUSPENDED, order).stdout == f"{first}\n"
 
 
+def test_deaths_of_one_wake_up_are_told_apart():
+    program = (
+        "import multiprocessing, saboteurs, mpwatch\n"
+        "pids = multiprocessing.get_context('spawn').Array('i', 3)\n"
+        "result = mpwatch.run(saboteurs.three_fail_while_the_watcher_does_not_look, 3, args=(pids,), check=False)\n"
+        "print(sorted(result.failures, key=lambda rank: result.failures[rank].elapsed))"
+    )
+    assert python("-c", program).stdout == "[2, 1, 0]\n"
+
+
 def test_a_forked_child_that_crashes_does_not_speak_for_the_rank():
     error = error_of(saboteurs.fails_beside, saboteurs.forks_a_child_that_crashes_and_waits, SPAWN.Value("i", 0))
     assert "in forks_a_child_that_crashes_and_waits" in error.stacks[0]

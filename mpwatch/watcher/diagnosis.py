@@ -31,9 +31,9 @@ Failures = dict[int, tuple[float, ProcessFailure]]  # by rank, with their times
 CRASHES = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
 )
-# The kernel closes a process's connections before it says that the process has ended: 0.2 to 4 ms were seen. So much later
-# than what it led to may a death be heard of.
-DEATH_LAG_SECONDS = 0.01
+# The kernel closes a process's connections before it says that the process has ended: 0.2 to 4 ms were seen, and more on a
+# machine that is busy. So much later than what it led to may a death be heard of.
+DEATH_LAG_SECONDS = 0.1
 # Where a rank may be waiting for its peers: C code of torch, called from these files, or by a line like this.
 WAITING_FILES = ("/torch/distributed/", "/torch/autograd/")
 WAITING_LINE = re.compile(r"\.(wait|synchronize|item|cpu|get|barrier|monitored_barrier)\(")

@@ -1,9 +1,11 @@
-"""A real kernel: functions, classes and exceptions of cells, and an interrupt."""
+"""A real kernel: functions, classes and exceptions of cells, and what is shown of them. One kernel runs all the cells."""
 
 import json
 import re
 import sys
 from pathlib import Path
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -16,63 +18,85 @@ import nbformat
 from nbclient import NotebookClient
 notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in json.load(sys.stdin)])
 NotebookClient(notebook, timeout=60, allow_errors=True).execute()
-json.dump(notebook.cells[-1].outputs, sys.stdout)
+json.dump([cell.outputs for cell in notebook.cells], sys.stdout)
 """
-
-
-def run_cells(*sources):
-    """The outputs of the last of these cells."""
-    done = python("-W", "ignore", "-c", CLIENT, program=json.dumps(sources), env={**ENV, "PYTHONWARNINGS": "ignore"})
-    return json.loads(done.stdout)
-
-
-DEFINITIONS = """
-import mpwatch
+CELLS = {
+    "definitions": """
+import mpwatch, saboteurs
 class Cfg:
     def __init__(self, lr): self.lr = lr
 class TooBad(Exception): pass
 def train(cfg): return Cfg(cfg.lr * scale), mpwatch.current_worker().rank
-def fail(): raise TooBad("of a cell")
-"""
+def fail():
+    message = "of a cell"
+    for attempt in range(3):
+        if attempt == 2:
+            raise TooBad(message)
+    return attempt
+def wait():
+    import threading
+    threading.Event().wait()  # for ever
+scale = 3
+""",
+    "values": "[(type(cfg) is Cfg, cfg.lr, rank) for cfg, rank in mpwatch.run(train, 2, args=(Cfg(2),))]",
+    "result": "mpwatch.run(lambda: mpwatch.current_worker().rank * 7, 2)",
+    "failure": "mpwatch.run(fail, 2)",
+    "failure of a module": "mpwatch.run(saboteurs.raises_value_error, 1)",
+    "caught": "try: mpwatch.run(fail, 2)\nexcept mpwatch.RunFailedError as caught: error = caught\ntype(error.__cause__) is TooBad",
+    "error": "error",
+    "traceback": "print(error.root_cause.traceback)",
+    "timeout": "mpwatch.run(wait, 2, timeout=3)",
+}
 
 
-def test_functions_and_classes_of_cells():
-    check = "[(type(cfg) is Cfg, cfg.lr, rank) for cfg, rank in mpwatch.run(train, 2, args=(Cfg(2),))]"
-    (output,) = run_cells(DEFINITIONS, "scale = 3", check)
+@pytest.fixture(scope="module")
+def outputs():
+    """By cell, all that it has put out."""
+    done = python(
+        "-W", "ignore", "-c", CLIENT, program=json.dumps(list(CELLS.values())), env={**ENV, "PYTHONWARNINGS": "ignore"}
+    )
+    return dict(zip(CELLS, json.loads(done.stdout), strict=True))
+
+
+def plain(traceback):
+    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(traceback))
+
+
+def test_functions_and_classes_of_cells(outputs):
+    (output,) = outputs["values"]
     assert output["data"]["text/plain"] == "[(True, 6, 0), (True, 6, 1)]"
 
 
-def test_exceptions_of_cells():
-    caught = (
-        "try: mpwatch.run(fail, 2)\nexcept mpwatch.RunFailedError as error: cause = error.__cause__\ntype(cause) is TooBad"
-    )
-    (output,) = run_cells(DEFINITIONS, caught)
-    assert output["data"]["text/plain"] == "True"
-    (output,) = run_cells(DEFINITIONS, "mpwatch.run(fail, 2)")
+def test_exceptions_of_cells(outputs):
+    assert outputs["caught"][0]["data"]["text/plain"] == "True"
+    (output,) = outputs["failure"]
     assert (output["output_type"], output["ename"]) == ("error", "RunFailedError")
     assert "failed first: TooBad: of a cell" in output["evalue"]
-    printed = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(output["traceback"]))
-    assert 'raise TooBad("of a cell")' in printed
+    assert re.search(r"Cell In\[1\], line 10, in fail\(\)", plain(output["traceback"]))
+    assert re.search(r"-+> 10 +raise TooBad\(message\)", plain(output["traceback"]))
 
 
-def test_a_failed_cell_shows_source_here_and_there():
-    caught = "try: mpwatch.run(fail, 2)\nexcept mpwatch.RunFailedError as caught: error = caught"
-    (output,) = run_cells(DEFINITIONS, caught, "print(error.root_cause.traceback)")
-    assert 'raise TooBad("of a cell")' in output["text"]
-    (output,) = run_cells(DEFINITIONS, caught, "error")
-    assert "failed first: TooBad: of a cell" in output["data"]["text/html"]
-    assert "<summary>traceback of rank" in output["data"]["text/html"]
+def test_exceptions_of_modules(outputs):
+    (output,) = outputs["failure of a module"]
+    assert "in raises_value_error()" in plain(output["traceback"])
+    assert re.search(r'-+> \d+ +raise ValueError\("the batch is bad"\)', plain(output["traceback"]))
 
 
-def test_a_result_is_a_table():
-    (output,) = run_cells(DEFINITIONS, "scale = 3", "mpwatch.run(lambda: mpwatch.current_worker().rank * 7, 2)")
-    assert "<b>2 ranks succeeded</b>" in output["data"]["text/html"]
-    assert '<td style="text-align:left">7</td>' in output["data"]["text/html"]
+def test_the_rank_has_the_source_of_the_cell(outputs):
+    assert "raise TooBad(message)" in outputs["traceback"][0]["text"]
 
 
-def test_where_ranks_are_in_a_cell():
-    wait = "def wait():\n    import threading\n    threading.Event().wait()  # for ever"
-    (output,) = run_cells(DEFINITIONS, wait, "mpwatch.run(wait, 2, timeout=3)")
+def test_an_error_and_a_result_are_tables(outputs):
+    html = outputs["error"][0]["data"]["text/html"]
+    assert "failed first: TooBad: of a cell" in html
+    assert "<summary>traceback of rank" in html
+    html = outputs["result"][0]["data"]["text/html"]
+    assert "<b>2 ranks succeeded</b>" in html
+    assert '<td style="text-align:left">7</td>' in html
+
+
+def test_where_ranks_are_in_a_cell(outputs):
+    (output,) = outputs["timeout"]
     assert output["ename"] == "RunTimeoutError"
     assert "ranks 0-1: still at work in wait (" in output["evalue"]
-    assert ":3 in wait: threading.Event().wait()  # for ever)" in output["evalue"]
+    assert ":14 in wait: threading.Event().wait()  # for ever)" in output["evalue"]
