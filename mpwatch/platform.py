@@ -68,14 +68,22 @@ def standard_descriptors() -> Iterator[None]:
     """
     made = []
     try:
-        while (fd := os.open(os.devnull, os.O_RDWR)) < LAST_STANDARD + 1:
-            os.set_inheritable(fd, True)
-            made.append(fd)
-        os.close(fd)
+        for fd in range(LAST_STANDARD + 1):
+            if not _is_open(fd):
+                made.append(os.open(os.devnull, os.O_RDWR))  # the lowest number that is free
+                os.set_inheritable(fd, True)
         yield
     finally:
         for fd in made:
             os.close(fd)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
 
 
 def open_pidfd(pid: int) -> int | None:
