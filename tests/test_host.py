@@ -233,6 +233,12 @@ def test_ctrl_c_while_a_failed_run_is_stopped_keeps_the_failure(eventually):
     assert seconds < 4
 
 
+def announce_and_wait(is_there):
+    is_there.set()
+    while True:  # not a single pause, which may begin just after the signal has come
+        time.sleep(0.01)
+
+
 def test_a_child_that_the_host_forks_meanwhile_has_its_own_signals(barrier):
     import multiprocessing
     import threading
@@ -242,8 +248,11 @@ def test_a_child_that_the_host_forks_meanwhile_has_its_own_signals(barrier):
     codes = []
 
     def fork_and_terminate():
-        child = multiprocessing.get_context("fork").Process(target=signal.pause)
+        forked = multiprocessing.get_context("fork")
+        is_there = forked.Event()  # Python forgets signals that reach a child before its first instruction
+        child = forked.Process(target=announce_and_wait, args=(is_there,))
         child.start()
+        is_there.wait()
         child.terminate()
         child.join()
         codes.append(child.exitcode)

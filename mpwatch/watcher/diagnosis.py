@@ -215,7 +215,7 @@ def _reported(facts: Facts, seen: RankFacts, report: Message) -> tuple[float, Pr
     if report.kind is Kind.UNLOADED:
         kind = FailureKind.START
     elif issubclass(type(error), SystemExit):  # isinstance() asks the object, which may have its own answer
-        kind, code = FailureKind.EXIT, _exit_status(error.code)
+        kind, code = FailureKind.EXIT, _exit_status(SystemExit.__dict__["code"].__get__(error))
     failure = _failure(
         facts,
         seen,
