@@ -128,7 +128,7 @@ def where(stacks: str) -> str:
     for file, doing in OURS.items():
         if outermost.startswith(HERE + file):
             return f" {doing}"
-    frame, source = next((pair for pair in frames if _is_users(pair[0][1])), frames[0])
+    frame, source = frames[_first_of_user(frame[1] for frame, _ in frames)]
     inner = frames[0][0][3] if frame is not frames[0][0] else ""
     line = source[0].strip() if source and source[0].startswith("    ") else ""
     text = f": {line[:SOURCE_LIMIT]}" if line else ""
@@ -206,13 +206,20 @@ def _raised_in(error: BaseException) -> str:
     frames = [(trace.f_code.co_filename, line, trace.f_code.co_name) for trace, line in walk_tb(own(error, "__traceback__"))]
     if not frames:
         return ""
-    users = [frame for frame in frames if _is_users(frame[0])]
-    path, line, name = (users or frames)[-1]
+    frames.reverse()
+    path, line, name = frames[_first_of_user(path for path, _, _ in frames)]
     return f" ({_base(path)}:{line} in {name})"
 
 
-def _is_users(path: str) -> bool:
-    return not path.startswith(LIBRARIES) and "/site-packages/" not in path
+def _first_of_user(files: Iterable[str]) -> int:
+    """Which of these frames, innermost first, is of the user's own code: rather of a file than of a string, which may be what
+    a dataclass was made of. The innermost, if none is.
+    """
+    own_code = [
+        (n, file) for n, file in enumerate(files) if not file.startswith(LIBRARIES) and "/site-packages/" not in file
+    ]
+    in_files = [n for n, file in own_code if not file.startswith("<")]
+    return next(iter(in_files), own_code[0][0] if own_code else 0)
 
 
 def _base(path: str) -> str:

@@ -15,6 +15,7 @@ import mpwatch
 PROGRAM = """
 import os, pathlib, signal, subprocess, sys, threading, time
 import mpwatch, saboteurs
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 
 def work():
     {in_rank}

@@ -195,6 +195,11 @@ IN_FROM_STEP = " in all_reduce (train.py:88 in step: dist.all_reduce(x))"
         (IN_TORCH + '\n    wait()\n  File "/home/me/train.py", line 88 in step\n    dist.all_reduce(x)', FROM_STEP),
         (f'Thread 0x1 (most recent call first):\n  File "{LIBRARY}/torch/c10d.py", line 3 in f', " (c10d.py:3 in f)"),
         (at("step", 88, "x" * 300), f" (train.py:88 in step: {'x' * 100})"),
+        (
+            'Thread 0x1 (most recent call first):\n  File "<string>", line 2 in __init__\n  File "/me/train.py", line 8 in f\n    Cfg()',
+            " in __init__ (train.py:8 in f: Cfg())",
+        ),
+        ('Thread 0x1 (most recent call first):\n  File "<stdin>", line 2 in f', " (<stdin>:2 in f)"),
         ("suspended, by SIGSTOP or SIGTSTP", " (suspended, by SIGSTOP or SIGTSTP)"),
         ("Thread 0x1 (most recent call first):\n  <no Python frame>", ""),
         ("", ""),
