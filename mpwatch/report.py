@@ -212,8 +212,8 @@ def _raised_in(error: BaseException) -> str:
 
 
 def _first_of_user(files: Iterable[str]) -> int:
-    """Which of these frames, innermost first, is of the user's own code: rather of a file than of a string, which may be what
-    a dataclass was made of. The innermost, if none is.
+    """Which of these frames, innermost first, is of the user's own code: rather of a file than of a string, which may be
+    what a dataclass was made of. The innermost, if none is.
     """
     own_code = [
         (n, file) for n, file in enumerate(files) if not file.startswith(LIBRARIES) and "/site-packages/" not in file
