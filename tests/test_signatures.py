@@ -31,7 +31,7 @@ def multiprocessing_peer_does_not_read():
     ours, theirs = multiprocessing.Pipe()
     theirs.close()
     with ours:
-        ours.send("x")
+        ours.send_bytes(b"x")
 
 
 def socket_is_reset():
