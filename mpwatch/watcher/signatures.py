@@ -1,7 +1,7 @@
 """What it looks like when a rank only says that a peer has gone, or has not come: the signatures, as data in one place.
 
 Such a failure is a consequence, whatever its time: a rank that is about to fail often closes its connections first. Texts
-were read in the libraries' sources and binaries; those of gloo, TCPStore and sockets were also seen in runs.
+of gloo, TCPStore and sockets were seen in runs, those of NCCL read in sources; those of UCC and MPI have not been tried.
 """
 
 import re
