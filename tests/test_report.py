@@ -283,6 +283,21 @@ def test_out_of_memory(what, kind, words):
     assert report(result).startswith(words)
 
 
+def test_details_that_do_not_come_out_here_cost_the_class_and_nothing_else():
+    broken = {**raised(ValueError("x"), 9.0), "details": b"garbage"}
+    result = diagnose(facts(broken))
+    assert isinstance(result.root_cause.exception, ValueError)
+    assert report(result) == "rank 0 failed first: ValueError: x"
+
+
+@pytest.mark.parametrize(("code", "why"), [(-9, "making its text did not end"), (3, "it ended before its text was made")])
+def test_an_exception_that_was_announced_and_never_told(code, why):
+    silent = {"failing_at": 9.0, **died(code, 20.0, sent=[signal.SIGTERM, signal.SIGKILL])}
+    result = diagnose(facts(silent, STOPPED))
+    assert result.root_cause.kind is FailureKind.EXCEPTION
+    assert report(result).startswith(f"rank 0 failed first: raised an exception that could not be sent ({why})")
+
+
 def test_the_end_of_what_was_printed_is_told():
     given = facts({**died(1), "printed": "".join(f"line {n}\n" for n in range(100))})
     given.ranks[0].was_ready = False

@@ -36,6 +36,7 @@ def test_what_is_said_before_it_is_ready_is_no_stack():
     assert (pipe.printed_instead[:11], pipe.stacks, pipe.crash) == ("no licence\n", "", "")
     pipe.becomes_ready(MAIN)
     assert pipe.printed[:11] == b"no licence\n"
+    assert pipe.printed.endswith(b"the rest was cut off]\n")
     pipe.ask()
     pipe.feed((HEAD + END).encode())
     assert (pipe.printed_instead, pipe.stacks) == ("", (HEAD + END).strip())

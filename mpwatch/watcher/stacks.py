@@ -11,6 +11,7 @@ __all__ = ["StackPipe", "innermost", "tidy", "with_sources"]
 CRASH = "Fatal Python error: "
 MAX_FRAMES = 100  # of a thread; faulthandler writes no more
 MAX_BYTES = 1 << 20  # a hundred threads of a hundred frames are less
+CUT = b"\n[mpwatch: the interpreter printed more than this before the rank was ready; the rest was cut off]\n"
 HEAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 OUTERMOST = '  File "<string>", line 1 in <module>\n'  # how a spawned interpreter begins
@@ -35,7 +36,7 @@ class StackPipe:
     def becomes_ready(self, main_thread: int) -> None:
         """From here on it is stacks."""
         self.main_thread = main_thread
-        self.printed = bytes(self._data)
+        self.printed = bytes(self._data) + (CUT if len(self._data) == MAX_BYTES else b"")
         self._data.clear()
 
     def ask(self) -> None:
