@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from .errors import RunFailedError, RunTimeoutError
 from .result import FailureKind, RunResult, WorkerState
 from .spec import Nprocs, Worker, WorkerSpec
-from .watcher.loop import InterruptError, watch
+from .watcher.watch import InterruptError, watch
 
 __all__ = ["main", "run"]
 

@@ -7,13 +7,17 @@ import errno
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 
 __all__ = [
     "DUMP_SIGNAL",
     "ProcessState",
     "anonymous_file",
+    "await_end_of_thread",
+    "die_with_writer",
     "gpus_may_exist",
     "group_exists",
     "group_members",
@@ -23,6 +27,7 @@ __all__ = [
     "standard_descriptors",
     "state_of_process",
     "usable_cpus",
+    "write_all",
 ]
 
 # Each NVIDIA GPU has a node of the first kind, ROCm and WSL one of the others; a container that may use a GPU shows it.
@@ -47,18 +52,60 @@ def gpus_may_exist() -> bool:
     return sys.platform != "linux" or any(glob(pattern) for pattern in GPU_NODES)
 
 
-def anonymous_file(name: str) -> int:
-    """A descriptor of an empty file that has no name in any folder and is gone with its last descriptor.
+def die_with_writer(pipe: int) -> None:
+    """Have the kernel kill this process's group when nobody holds the writing end of this pipe any more (Linux).
+
+    Unlike the kernel's death signal for parents (PR_SET_PDEATHSIG) it follows the process that holds the pipe and not the
+    thread that has started us, it reaches the whole group, and asks for no ctypes. Nothing happens where it cannot be had.
+    """
+    import fcntl
+    import select
+
+    if not hasattr(fcntl, "F_SETSIG"):
+        return
+    try:
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    except OSError:  # a sandbox's own kernel
+        return
+    poll = select.poll()
+    poll.register(pipe, 0)
+    if poll.poll(0):  # it was too late: hung up already
+        os.killpg(0, signal.SIGKILL)
+
+
+def await_end_of_thread(native_id: int, seconds: float) -> None:
+    """Until the kernel knows nothing of it any more, which takes some microseconds after it could be joined.
+
+    Python 3.12 asks the kernel for the number of threads when a program forks, and warns of more than one.
+    """
+    deadline = time.monotonic() + seconds
+    while os.path.exists(f"/proc/self/task/{native_id}") and time.monotonic() < deadline:
+        os.sched_yield()
+
+
+def anonymous_file(name: str) -> FileIO:
+    """An empty file that has no name in any folder and is gone with its last descriptor.
 
     A memfd where there are such: unlike /dev/shm it has no cap of its own. Raises OSError.
     """
     if hasattr(os, "memfd_create"):
-        return os.memfd_create(name)
+        # one call of C: between two bytecodes an exception could be thrown at us, and the descriptor be nobody's
+        (file,) = map(FileIO, map(os.memfd_create, [name]), ["rb+"])
+        return file
     import tempfile
 
     fd, path = tempfile.mkstemp(prefix=name)
     os.unlink(path)
-    return fd
+    return FileIO(fd, "rb+")
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """All of it, in as many pieces as it takes. Raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
 
 
 @contextmanager

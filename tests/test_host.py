@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from programs import ENV
@@ -85,6 +86,34 @@ def test_nobody_outlives_a_watcher_that_has_forked(eventually):
     program.signal(signal.SIGKILL)
     eventually(lambda: not alive(program.pids), seconds=1.0)
     program.end()
+
+
+def test_nobody_outlives_a_watcher_that_has_lost_its_guardian(eventually):
+    """The kernel's way alone."""
+    program = Program()
+    os.kill(guardian_of(program.process.pid), signal.SIGKILL)
+    program.signal(signal.SIGKILL)
+    program.end()
+    eventually(lambda: not alive(program.pids), seconds=1.0)
+
+
+def test_nobody_outlives_a_watcher_whose_pipes_its_ranks_have_closed(eventually):
+    """The guardian's way alone."""
+    program = Program(in_rank="os.closerange(3, 4096)")
+    program.signal(signal.SIGKILL)
+    program.end()
+    eventually(lambda: not alive(program.pids), seconds=1.0)
+
+
+def guardian_of(pid):
+    for child in children_of(pid):
+        if b"guardian/program.py" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return child
+    raise AssertionError("no guardian")
+
+
+def children_of(pid):
+    return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
 
 
 def test_ctrl_c_is_a_keyboard_interrupt_and_makes_no_noise():
@@ -369,3 +398,18 @@ def test_short_of_descriptors():
                 mpwatch.run(saboteurs.rank, 16)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_exception_at_any_bytecode_leaves_nothing():
+    """At some of them here; `tox -e chaos` throws at every one."""
+    stride = int(os.environ.get("MPWATCH_TEST_STRIDE", "17"))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).parent / "anywhere.py"), "1", str(stride)],
+        env=ENV,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (line,) = done.stdout.splitlines()
+    thrown, of = (int(word) for word in line.split() if word.isdigit())
+    assert thrown > 0.9 * (of // stride), line

@@ -14,7 +14,7 @@ from conftest import is_alive
 from programs import ENV, python
 
 import mpwatch
-from mpwatch.platform import anonymous_file, peek_exit, usable_cpus
+from mpwatch.platform import peek_exit, usable_cpus
 from mpwatch.watcher.environment import reserve_port
 from mpwatch.watcher.guardian import Guardian
 from mpwatch.watcher.process import UNKNOWN_EXIT, WatchedProcess
@@ -27,7 +27,7 @@ from mpwatch.wire.process import Seat
 def rank():
     """A rank that has said READY and waits for a call; its channel."""
     ours, theirs = socket.socketpair()
-    box, stacks = anonymous_file("mpwatch-test"), os.memfd_create("stacks")
+    box, stacks = os.memfd_create("mpwatch-test"), os.memfd_create("stacks")
     os.ftruncate(box, SLOT)
     seat = Seat({}, theirs.fileno(), box, 0, 1)
     process = WatchedProcess(seat, dict(os.environ), [theirs.fileno(), box], stacks, "a-rank")
@@ -123,7 +123,7 @@ def test_a_guardian_that_is_closed_is_gone():
 
 
 def test_the_black_box_keeps_whole_frames_or_none():
-    box = anonymous_file("mpwatch-test")
+    box = os.memfd_create("mpwatch-test")
     os.ftruncate(box, 2 * SLOT)
     words = LastWords(os.dup(box), 1)
     assert read_answer(box, 1) == []
@@ -139,7 +139,7 @@ def test_the_black_box_keeps_whole_frames_or_none():
 
 
 def test_a_black_box_may_be_full_and_what_has_been_overwritten_is_refused():
-    box = anonymous_file("mpwatch-test")
+    box = os.memfd_create("mpwatch-test")
     os.ftruncate(box, SLOT)
     words = LastWords(os.dup(box), 0)
     assert words.leave(frame(Kind.RETURNED, bytes(SLOT - HEADER.size)))

@@ -2,9 +2,11 @@ r"""Kills the process groups of a run whose watcher has died. A script, run by a
 
     watcher --- "+1234\n" a rank has started, "-1234\n" it is dead and reaped ---> guardian
 
-The kernel's own death signal reaches a rank but not what the rank has started, follows the thread that made the rank
-rather than the process, and costs every rank an import of ctypes. A watching thread in the rank cannot run while C code
-holds the GIL or the rank is stopped. A process that waits for the line's end has none of these faults.
+The second of two ways; the first is the kernel's (platform.die_with_writer), which a rank arranges for itself. This one
+needs nothing of the rank, so it is there from the rank's start, and reaches one that has closed the pipe, has gone to
+another group or has become another program; and it asks no more of the system than processes and sockets. (The kernel's
+death signal for children follows the thread that made the rank, and not the process. A watching thread in the rank would
+not run while C code holds the GIL or the rank is stopped.)
 
 The line keeps what was sent on it after the sender's death, so a group is under guard from the moment it was written,
 even if this program has not yet started to read. A copy of the line in a forked child of the watcher's program would keep

@@ -59,8 +59,7 @@ class Crew:
         with ExitStack() as stack:
             try:
                 self.gate = stack.enter_context(Gate())
-                self._boxes_fd = anonymous_file("mpwatch-lastwords")
-                stack.callback(os.close, self._boxes_fd)
+                self._boxes_fd = stack.enter_context(anonymous_file("mpwatch-lastwords")).fileno()
                 self.guardian = stack.enter_context(closing(Guardian()))
                 self._stderr_fd = os.dup(STDERR)
                 stack.callback(os.close, self._stderr_fd)

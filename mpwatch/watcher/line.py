@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..platform import DUMP_SIGNAL, anonymous_file, has_descriptor, state_of_process
+from ..platform import DUMP_SIGNAL, anonymous_file, has_descriptor, state_of_process, write_all
 from ..spec import Worker
 from ..wire.messages import MAX_DESCRIPTORS, WHERE, Frames, Kind, Message, frame
 from .facts import RankFacts
@@ -83,11 +83,9 @@ class RankLine:
 
     def send_file(self, kind: Kind, data: bytes) -> None:
         """Any number of bytes, in a file without a name. Raises OSError."""
-        fd = anonymous_file("mpwatch-printed")
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            self.send(kind, [fd])
+        with anonymous_file("mpwatch-printed") as file:
+            write_all(file.fileno(), data)
+            self.send(kind, [file.fileno()])
 
     def _send(self, kind: Kind, fds: Sequence[int]) -> None:
         # the host's SIGPIPE may be at its default, and would end it

@@ -1,79 +1,58 @@
-"""The watcher itself: starts the ranks, waits once for everything, and does what the machine says.
+"""The watcher itself: starts the ranks, waits once for everything, and does what the machine says. In a thread of its own.
 
-    spec -> payload -> ranks started -+-> wait(pidfds, channels, stacks, signals; deadline) -+-> facts -> result
-                                      |        what the system says  ->  events             |
-                                      `--------- actions  <-  machine  <--------------------'
+    call, ranks started -+-> wait(pidfds, channels, stacks, signals; deadline) -+-> facts
+                         |        what the system says  ->  events              |
+                         `--------- actions  <-  machine  <---------------------'
 
-Guarantees: when `watch` returns or raises, nothing of the run is left (see crew.py). A message is read before the death
-that followed it. Nothing blocks but the one wait, and that has the machine's deadline. No thread is started.
+Guarantees: when `carry_out` returns or raises, nothing of the run is left (see crew.py). A message is read before the death
+that followed it. Nothing blocks but the one wait, and that has the machine's deadline. No code of the user's runs here.
 """
 
 import logging
 import platform
 import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from ..platform import standard_descriptors
 from ..report import exit_text
-from ..result import RunResult
-from ..spec import WorkerSpec
+from ..spec import Worker, WorkerSpec
 from ..wire.messages import Kind, Message
+from ..wire.payload import Payload
 from . import machine as m
 from .crew import Crew
-from .diagnosis import diagnose, is_crash, is_suspect
-from .environment import environments_of, reserve_port
+from .diagnosis import is_crash, is_suspect
 from .facts import Facts
 from .gate import Gate
 from .line import RankLine
 from .oom import OomWatch
 from .order import Order
-from .sending import pack_call
 from .signals import HostSignals
 from .signatures import complaint_in
 from .stacks import tidy
 
-__all__ = ["InterruptError", "watch"]
-
-T = TypeVar("T")
+__all__ = ["carry_out"]
 
 log = logging.getLogger("mpwatch")
 
 
-class InterruptError(Exception):
-    """Signals to this process came during the run. All is cleaned up; they have yet to do what they would have done."""
-
-    def __init__(self, signals: HostSignals, result: RunResult[Any]) -> None:
-        super().__init__(signals, result)
-        self.signals = signals
-        self.result = result
-
-
-def watch(spec: WorkerSpec[T]) -> RunResult[T]:
-    """Run it to its end. Raises LaunchError, or InterruptError."""
-    assert isinstance(spec.nprocs, int)  # whatever the caller gave, see WorkerSpec
-    started_at = time.monotonic()
-    with ExitStack() as stack:
-        stack.enter_context(standard_descriptors())
-        payload = pack_call(spec)
-        stack.callback(payload.close)
-        keeper = stack.enter_context(reserve_port())
-        # the caller's `env` function runs here, while Ctrl-C is still its own
-        ranks = environments_of(spec, spec.nprocs, keeper.getsockname()[1])
-        oom = stack.enter_context(OomWatch())
-        signals = HostSignals()
-        with signals, Crew(payload) as crew:
+def carry_out(
+    spec: WorkerSpec[Any],
+    payload: Payload,
+    ranks: Iterable[tuple[Worker, dict[str, str]]],
+    signals: HostSignals,
+    started_at: float,
+) -> Facts:
+    """Run these ranks, each with its environment, to their end. Raises LaunchError."""
+    with OomWatch() as oom:
+        with Crew(payload) as crew:
             for worker, env in ranks:
                 crew.start(worker, env)
             run = _Run(spec, crew, signals, oom, started_at)
             run.until_over()
         struck = oom.judge()
-    result = diagnose(run.facts(helpers_oom=struck))
-    if signals.received:
-        raise InterruptError(signals, result)
-    return result
+    return run.facts(helpers_oom=struck)
 
 
 class _Run:

@@ -9,7 +9,7 @@ its own `__main__`: its dictionary *is* the globals of the functions that came. 
 DataLoader workers find there what they look up by name.
 
 What only multiprocessing can send (locks, queues, connections, tensors in shared memory) asks for the process that is
-being spawned; `_Parcel` stands in for it and collects the descriptors.
+being spawned; `_Parcel` stands in for it and has the descriptors copied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import pickle
 import sys
 
-from ..platform import anonymous_file
+from ..platform import anonymous_file, write_all
 from . import sources
 
 TYPE_CHECKING = False
@@ -47,15 +47,31 @@ class Call:
 
 
 class Payload:
-    """A packed call: owns its descriptors, the memory file first. Close it when no rank needs it any more."""
+    """A packed call: owns its memory file, and the descriptors within the arguments. Close it when no rank needs it any
+    more; it is closed when it is dropped.
+    """
 
-    def __init__(self, fds: list[int]) -> None:
-        self.fds = fds
+    def __init__(self, memory: io.FileIO) -> None:
+        self._memory = memory
+        self._copies: list[int] = []
+
+    @property
+    def fds(self) -> list[int]:
+        """What a rank needs to `unpack` it."""
+        return [self._memory.fileno(), *self._copies]
+
+    def add_copy(self, fd: int) -> int:
+        """Keep a copy of ours of this descriptor: the caller may close its own before the last rank has started."""
+        self._copies.extend(map(os.dup, [fd]))  # in one call of C, see platform.anonymous_file
+        return len(self._copies) - 1
 
     def close(self) -> None:
         """Give the descriptors back."""
-        while self.fds:
-            os.close(self.fds.pop())
+        while self._copies:
+            os.close(self._copies.pop())
+        self._memory.close()
+
+    __del__ = close
 
 
 class InheritedFd:
@@ -78,8 +94,8 @@ class _Parcel:
 
     DupFd = InheritedFd
 
-    def __init__(self) -> None:
-        self.fds: list[int] = []
+    def __init__(self, add_copy: Callable[[int], int]) -> None:
+        self._add_copy = add_copy
 
     def __enter__(self) -> Self:
         from multiprocessing import context
@@ -94,24 +110,23 @@ class _Parcel:
         set_spawning_popen(None)
 
     def duplicate_for_child(self, fd: int) -> int:
-        self.fds.append(os.dup(fd))  # a copy of ours: the caller may close its own before the last rank has started
-        return len(self.fds) - 1
+        return self._add_copy(fd)
 
 
 def pack(call: Call) -> Payload:
     """Pickle a call into memory. Raises whatever pickling raises, and OSError; nothing is left open then."""
     import io
 
-    parcel = _Parcel()
+    payload = Payload(anonymous_file("mpwatch-call"))
     stream = io.BytesIO()
     try:
-        with parcel:
+        with _Parcel(payload.add_copy):
             _dump(call, stream)
-        memory = _into_memory(stream.getbuffer())
+        write_all(payload.fds[0], stream.getbuffer())
     except BaseException:
-        Payload(parcel.fds).close()
+        payload.close()
         raise
-    return Payload([memory, *parcel.fds])
+    return payload
 
 
 def probe(thing: object) -> None:
@@ -120,11 +135,8 @@ def probe(thing: object) -> None:
 
     from .pickler import CallPickler
 
-    with _Parcel() as parcel:
-        try:
-            CallPickler(io.BytesIO(), sys.modules["__main__"]).dump(thing)
-        finally:
-            Payload(parcel.fds).close()
+    with _Parcel(lambda _: 0):
+        CallPickler(io.BytesIO(), sys.modules["__main__"]).dump(thing)
 
 
 def _dump(call: Call, stream: io.BytesIO) -> None:
@@ -153,17 +165,6 @@ def _describe(main: Any) -> dict[str, Any]:
     if path is not None and os.path.exists(path):
         about["__file__"] = os.path.abspath(path)
     return about
-
-
-def _into_memory(data: memoryview) -> int:
-    fd = anonymous_file("mpwatch-call")
-    try:
-        while data:
-            data = data[os.write(fd, data) :]
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
 
 
 def unpack(fds: list[int]) -> Call:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 
+from ..platform import die_with_writer
 from ..wire import payload, values
 from ..wire.lastwords import LastWords
 from ..wire.messages import Kind
@@ -34,6 +35,7 @@ __all__ = ["main"]
 
 def main(seat: Seat) -> None:
     """Live as the rank of this seat."""
+    _end_with_watcher()
     _normal_signals()
     shelter = Shelter()
     shelter.enter()
@@ -101,6 +103,13 @@ def _too_large(body: bytes) -> OSError:
         f"an answer of {len(body)} bytes could not be sent: the rank's code has closed or replaced the descriptors that it "
         "did not open, and without them only small answers arrive"
     )
+
+
+def _end_with_watcher() -> None:
+    """The kernel sees to it, by the pipe that spawn leaves open between us; where it cannot, the guardian alone does."""
+    watcher = multiprocessing.parent_process()
+    if watcher is not None:
+        die_with_writer(watcher.sentinel)
 
 
 def _normal_signals() -> None:

@@ -8,6 +8,7 @@ import array
 import os
 import socket
 
+from ..platform import write_all
 from ..wire.lastwords import LastWords
 from ..wire.messages import HEADER, MAX_DESCRIPTORS, Kind, frame, parse_header
 
@@ -31,7 +32,7 @@ class Channel:
         data = frame(kind, body, stamp)
         if self._is_ours():
             try:
-                _write(self._fd, data)
+                write_all(self._fd, data)
             except OSError:  # the watcher has gone, or has heard enough
                 return False
             return True
@@ -71,12 +72,6 @@ def _identity(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _write(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
-
-
 def _read_call(line: socket.socket) -> list[int] | None:
     fds: list[int] = []
     while True:
@@ -100,7 +95,7 @@ def _pass_on(fds: list[int]) -> None:
         with open(fd, "rb") as file:
             file.seek(0)
             try:
-                _write(STDERR, file.read())
+                write_all(STDERR, file.read())
             except OSError:  # nobody will read it
                 continue
 
