@@ -10,15 +10,16 @@ TYPE_CHECKING = False  # typing's own would cost every rank the import of typing
 if TYPE_CHECKING:
     from .api import main, run
     from .errors import LaunchError, MpwatchError, RunFailedError, RunTimeoutError
-    from .result import FailureKind, ProcessFailure, RunResult, WorkerState
+    from .result import FailureKind, ProcessFailure, Progress, RunResult, WorkerState
     from .spec import Worker, WorkerSpec
-    from .worker.context import current_worker
+    from .worker.context import current_worker, heartbeat, report
 
 __all__ = [
     "FailureKind",
     "LaunchError",
     "MpwatchError",
     "ProcessFailure",
+    "Progress",
     "RunFailedError",
     "RunResult",
     "RunTimeoutError",
@@ -27,7 +28,9 @@ __all__ = [
     "WorkerState",
     "__version__",
     "current_worker",
+    "heartbeat",
     "main",
+    "report",
     "run",
 ]
 
@@ -38,6 +41,7 @@ _HOME = {
     "LaunchError": ".errors",
     "MpwatchError": ".errors",
     "ProcessFailure": ".result",
+    "Progress": ".result",
     "RunFailedError": ".errors",
     "RunResult": ".result",
     "RunTimeoutError": ".errors",
@@ -45,7 +49,9 @@ _HOME = {
     "WorkerSpec": ".spec",
     "WorkerState": ".result",
     "current_worker": ".worker.context",
+    "heartbeat": ".worker.context",
     "main": ".api",
+    "report": ".worker.context",
     "run": ".api",
 }
 

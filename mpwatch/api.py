@@ -24,6 +24,7 @@ def run(
     backend: str | None = None,
     env: Mapping[str, str] | Callable[[Worker], Mapping[str, str]] | None = None,
     timeout: float | None = None,
+    heartbeat_timeout: float | None = None,
     grace_period: float = 10.0,
     role: str = "default",
     check: bool = True,
@@ -45,6 +46,8 @@ def run(
             is made before fn is called and destroyed after it. None: fn does as it likes.
         env: extra environment variables for the ranks, or a function that gives them for a Worker.
         timeout: seconds for the whole run, then RunTimeoutError. None: no limit.
+        heartbeat_timeout: seconds that a rank may go without `mpwatch.heartbeat()` or `mpwatch.report()`, from its first one
+            on; then it hangs, and has failed (FailureKind.HANG). None: no limit.
         grace_period: seconds that a rank has between SIGTERM and SIGKILL when it is stopped, and for ending by itself
             after it has returned.
         role: name of this kind of worker.
@@ -70,6 +73,7 @@ def run(
         backend=backend,
         env=env,
         timeout=timeout,
+        heartbeat_timeout=heartbeat_timeout,
         grace_period=grace_period,
         role=role,
     )

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from .report import report
 from .result import ProcessFailure, RunResult
 from .tables import table_of
+from .wording import report
 
 __all__ = ["LaunchError", "MpwatchError", "RunFailedError", "RunTimeoutError"]
 

@@ -12,7 +12,7 @@ from .spec import Worker
 from .wire import exceptions
 from .wire.telling import Telling
 
-__all__ = ["FailureKind", "ProcessFailure", "RunResult", "WorkerState"]
+__all__ = ["FailureKind", "ProcessFailure", "Progress", "RunResult", "WorkerState"]
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class FailureKind(Enum):
     EXIT = "EXIT"  # it ended by an exit code of its own
     SIGNAL = "SIGNAL"  # a signal that the watcher did not send killed it
     OOM = "OOM"  # the kernel's out-of-memory killer killed it, and that is proved
-    HANG = "HANG"  # its peers timed out waiting for it
+    HANG = "HANG"  # it was silent for longer than `heartbeat_timeout`, or kept its peers waiting in a collective
     START = "START"  # it never came to call the function
     LOST = "LOST"  # it ended with status 0 or an unknown one, and left no result
     TIMEOUT = "TIMEOUT"  # it was still at work when `timeout` ran out
@@ -78,7 +78,7 @@ class ProcessFailure:
     is_secondary: bool = False
     """True if this only says that a peer had gone: a consequence of another failure."""
     elapsed: float = 0.0
-    """Seconds from the start of the run to the failure."""
+    """Seconds from the start of the run to the failure; for a silent rank, to when it was last heard of."""
 
     def __getstate__(self) -> dict[str, Any]:
         """As pickle wants it: the exception link by link, since many cannot be pickled as they are."""
@@ -92,6 +92,19 @@ class ProcessFailure:
         if state["exception"] is not None:
             state = {**state, "exception": exceptions.decode(*state["exception"])}
         self.__dict__.update(state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a rank last said by `mpwatch.report()`."""
+
+    step: int | None
+    """Steps done."""
+    total: int | None
+    """Steps to do."""
+    metrics: Mapping[str, float]
+    elapsed: float
+    """Seconds from the start of the run to this report."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -108,10 +121,13 @@ class RunResult(Generic[T]):
     failures: Mapping[int, ProcessFailure] = field(default_factory=dict)
     """By global rank: the ranks that failed by themselves."""
     root_cause: ProcessFailure | None = None
-    """The failure that came first; None if there was none, or no single one (a timeout)."""
+    """The failure that came first; None if there was none. If `timeout` ran out: a rank that kept the others waiting, if
+    that is certain; else None."""
     workers: tuple[Worker, ...] = ()
     worker_states: Mapping[int, WorkerState] = field(default_factory=dict)
     """By global rank: SUCCEEDED, FAILED, or STOPPED by the watcher."""
+    progress: Mapping[int, Progress] = field(default_factory=dict)
+    """By global rank, the last report of those that made any."""
     stacks: Mapping[int, str] = field(default_factory=dict)
     """By global rank: where the ranks still at work were just before they were stopped, all threads, the main thread first,
     innermost frame first; or a line that says why there is none. Not in it: ranks that gave none in time."""
@@ -135,7 +151,7 @@ class RunResult(Generic[T]):
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from .tables import table_of  # which needs the words of report.py, and these this module
+        from .tables import table_of  # which needs the words of wording.py, and these this module
 
         return table_of(self)
 

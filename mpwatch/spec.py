@@ -83,6 +83,7 @@ class WorkerSpec(Generic[T]):
     backend: str | None = None
     env: Mapping[str, str] | Callable[[Worker], Mapping[str, str]] | None = None
     timeout: float | None = None
+    heartbeat_timeout: float | None = None
     grace_period: float = 10.0
     role: str = "default"
 
@@ -94,6 +95,8 @@ class WorkerSpec(Generic[T]):
         _check_env(self.env)
         if self.timeout is not None:
             _check_seconds("timeout", self.timeout, at_least="more than 0")
+        if self.heartbeat_timeout is not None:
+            _check_seconds("heartbeat_timeout", self.heartbeat_timeout, at_least="more than 0")
         _check_seconds("grace_period", self.grace_period, at_least="0 or more")
         if not isinstance(self.role, str):
             raise TypeError(f"role must be a string, not {self.role!r}")

@@ -4,8 +4,8 @@ from html import escape
 from reprlib import Repr
 from typing import Any
 
-from .report import fates, ranks_text, verdict
 from .result import ProcessFailure, RunResult, WorkerState
+from .wording import fates, ranks_text, verdict
 
 __all__ = ["table_of"]
 

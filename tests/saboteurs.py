@@ -768,3 +768,46 @@ def three_fail_while_the_watcher_does_not_look(pids):
     while state_of(pids[1]) != "Z":
         os.sched_yield()
     raise WakesTheWatcherError
+
+
+def beats_unless_rank_1(saboteur, barrier):
+    """Rank 1 has beaten, and then does something else; the others go on."""
+    mpwatch.heartbeat()
+    barrier.wait()
+    if rank() == 1:
+        saboteur()
+    while True:
+        mpwatch.heartbeat()
+        time.sleep(0.01)
+
+
+def falls_silent():
+    wait_to_be_stopped()
+
+
+def falls_silent_and_holds_the_gil():
+    ctypes.PyDLL(None).usleep(60_000_000)
+
+
+def suspends_itself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def has_its_heart_in_a_fork():
+    mpwatch.heartbeat()
+    if os.fork() == 0:
+        while True:
+            mpwatch.heartbeat()
+            time.sleep(0.01)
+    wait_to_be_stopped()
+
+
+def beats_until_told():
+    told = []
+    signal.signal(signal.SIGUSR1, lambda *_: told.append(True))
+    mpwatch.heartbeat()
+    os.write(1, f"{os.getpid()}\n".encode())
+    while not told:
+        mpwatch.heartbeat()
+        time.sleep(0.01)
+    return True

@@ -1,15 +1,16 @@
 """The pure machine: whole histories, without a process, in microseconds."""
 
 import signal
+import time
+from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mpwatch.watcher.machine import (
+from mpwatch.watcher.machine import Machine
+from mpwatch.watcher.states import (
     KILL_SECONDS,
     LAST_CALL_SECONDS,
-    LIVING,
+    LATE_SECONDS,
     LOOK_SECONDS,
     START_SECONDS,
     CallRank,
@@ -17,13 +18,14 @@ from mpwatch.watcher.machine import (
     EndRank,
     Failed,
     Failing,
+    FeelPulse,
     GiveUp,
     IllegalEventError,
     Interrupted,
     LookAt,
     Looked,
-    Machine,
     Phase,
+    Pulse,
     Ready,
     Returned,
     SignalRank,
@@ -270,50 +272,76 @@ def test_what_cannot_be_is_an_error(history, event):
         it.handle(event, 1.0)
 
 
-# In which phases the system may say what; a rank that is told to stop may still say anything that it had begun to.
-POSSIBLE = {
-    Phase.STARTING: (Ready, Died),
-    Phase.AT_WORK: (Returned, Failing, Failed, Died),
-    Phase.DONE: (Died,),
-    Phase.BROKEN: (Died,),
-    Phase.ENDING: (Died,),
-    Phase.STOPPING: (Failing, Failed, Returned, Looked, Died),
-    Phase.KILLED: (Looked, Died),
-}
+def feel(it, now, beats):
+    """The pulses of these ranks are felt, and what is done then."""
+    assert it.expire(now) == [FeelPulse(rank) for rank in beats]
+    *_, actions = [it.handle(Pulse(rank, beat), now) for rank, beat in beats.items()]
+    return actions
 
 
-@settings(max_examples=300, deadline=None)
-@given(data=st.data(), n=st.integers(1, 4), timeout=st.one_of(st.none(), st.floats(0.1, 50)))
-def test_any_history_ends_with_everybody_stopped_once_and_killed_once(data, n, timeout):
-    it, now, sent = machine(n, timeout), 0.0, []
-    answered = set()
-    for _ in range(200):
-        if it.stage is Stage.OVER:
-            break
-        living = [rank for rank, phase in it.phases.items() if phase in LIVING]
-        choice = data.draw(st.sampled_from(["time", "signal", *living]))
-        if choice == "time" and it.deadline is not None:
-            now = max(now, it.deadline)
-            sent += it.expire(now)
-        elif choice == "signal":
-            sent += it.handle(Interrupted(signal.SIGINT), now)
-        elif isinstance(choice, int):
-            kinds = [kind for kind in POSSIBLE[it.phases[choice]] if kind in (Died, Looked) or choice not in answered]
-            kinds += [Looked] if it.stage is Stage.LOOKING and LookAt(choice) in sent else []
-            kind = data.draw(st.sampled_from(kinds))
-            event = Failed(choice, data.draw(st.booleans())) if kind is Failed else kind(choice)
-            if kind in (Failed, Returned):
-                answered.add(choice)
-            sent += it.handle(event, now)
-        if it.stage not in (Stage.WORKING, Stage.OVER):
-            assert it.deadline is not None
-    assert it.stage is Stage.OVER or it.deadline is not None or Phase.AT_WORK in it.phases.values()
+def with_pulses(n=2, limit=5.0):
+    it = Machine(range(n), now=0.0, grace_period=GRACE, heartbeat_timeout=limit)
     for rank in range(n):
-        assert sent.count(SignalRank(rank, signal.SIGKILL)) <= 1
-        assert sent.count(SignalRank(rank, signal.SIGCONT)) <= 1
-        assert sent.count(CallRank(rank)) <= 1
-        assert sent.count(GiveUp(rank)) <= 1
-        assert sent.count(LookAt(rank)) <= 1
-    if it.stage is Stage.OVER:
-        assert set(it.phases.values()) <= {Phase.GONE, Phase.GIVEN_UP}
-        assert it.verdict is not None
+        it.handle(Ready(rank), 0.0)
+    return it
+
+
+def test_pulses_are_felt_when_somebody_may_have_been_silent_for_too_long():
+    it = with_pulses()
+    assert it.deadline == 5.0
+    assert feel(it, 5.0, {0: 3.0, 1: 4.0}) == []
+    assert it.deadline == 8.0
+    assert feel(it, 8.0, {0: 7.5, 1: 7.9}) == []
+    assert it.deadline == 12.5
+
+
+def test_silence_is_a_failure_and_all_are_looked_at():
+    it = with_pulses()
+    assert feel(it, 5.0, {0: 0.0, 1: 4.0}) == [LookAt(0), LookAt(1)]
+    assert (it.silent, it.verdict, it.stopped_at) == ({0: 0.0}, Verdict.FAILED, 5.0)
+
+
+def test_a_rank_that_has_never_beaten_is_felt_again_and_has_no_limit():
+    it = with_pulses()
+    assert feel(it, 5.0, {0: None, 1: None}) == []
+    assert it.deadline == 10.0
+    assert feel(it, 10.0, {0: None, 1: 9.0}) == []
+    assert it.deadline == 14.0
+
+
+def test_only_ranks_at_work_have_a_pulse():
+    it = with_pulses(3)
+    it.handle(Returned(0), 1.0)
+    assert feel(it, 5.0, {1: 4.0, 2: 4.0}) == []
+    it.handle(Failing(1), 6.0)
+    assert it.deadline == 6.0 + LAST_CALL_SECONDS
+
+
+def test_a_machine_that_was_not_called_in_time_blames_nobody():
+    it = with_pulses()
+    late = 5.0 + LATE_SECONDS + 0.1
+    assert it.expire(late) == []
+    assert it.deadline == late + 5.0
+    assert feel(it, late + 5.0, {0: late + 4.0, 1: 0.0}) == [LookAt(0), LookAt(1)]
+
+
+def test_ten_thousand_ranks_of_which_a_thousand_fail():
+    began = time.process_time()
+    it = at_work(10_000)
+    actions = it.handle(Failed(0, is_secondary=True), 1.0)
+    for rank in range(1, 999):
+        actions += it.handle(Failed(rank, is_secondary=True), 1.0)
+    actions += it.handle(Failed(999), 1.1)
+    for rank in range(1000, 10_000):
+        actions += it.handle(Looked(rank), 1.2)
+    assert it.stage is Stage.STOPPING
+    for rank in range(10_000):
+        if rank % 10:
+            actions += it.handle(Died(rank), 2.0)
+        assert it.deadline is not None
+    actions += it.expire(1.2 + GRACE)
+    for rank in range(0, 10_000, 10):
+        actions += it.handle(Died(rank), 12.0)
+    assert it.stage is Stage.OVER
+    assert Counter(type(action) for action in actions) == {LookAt: 9000, EndRank: 1000, SignalRank: 21_000}
+    assert time.process_time() - began < 2.0

@@ -18,9 +18,10 @@ from mpwatch.platform import peek_exit, usable_cpus
 from mpwatch.watcher.environment import reserve_port
 from mpwatch.watcher.guardian import Guardian
 from mpwatch.watcher.process import UNKNOWN_EXIT, WatchedProcess
-from mpwatch.wire.lastwords import SLOT, LastWords, read_answer
+from mpwatch.wire.lastwords import LastWords, read_answer
 from mpwatch.wire.messages import HEADER, WHERE, Frames, Kind, frame
 from mpwatch.wire.process import Seat
+from mpwatch.wire.slots import SLOT, WORDS, open_slot
 
 
 @pytest.fixture
@@ -125,7 +126,7 @@ def test_a_guardian_that_is_closed_is_gone():
 def test_the_black_box_keeps_whole_frames_or_none():
     box = os.memfd_create("mpwatch-test")
     os.ftruncate(box, 2 * SLOT)
-    words = LastWords(os.dup(box), 1)
+    words = LastWords(open_slot(os.dup(box), 1))
     assert read_answer(box, 1) == []
     assert words.leave(frame(Kind.RAISED, b"first"))
     assert not words.leave(frame(Kind.DETAILS, bytes(SLOT)))
@@ -141,9 +142,9 @@ def test_the_black_box_keeps_whole_frames_or_none():
 def test_a_black_box_may_be_full_and_what_has_been_overwritten_is_refused():
     box = os.memfd_create("mpwatch-test")
     os.ftruncate(box, SLOT)
-    words = LastWords(os.dup(box), 0)
-    assert words.leave(frame(Kind.RETURNED, bytes(SLOT - HEADER.size)))
-    assert [len(message.body) for message in read_answer(box, 0)] == [SLOT - HEADER.size]
+    words = LastWords(open_slot(os.dup(box), 0))
+    assert words.leave(frame(Kind.RETURNED, bytes(WORDS - HEADER.size)))
+    assert [len(message.body) for message in read_answer(box, 0)] == [WORDS - HEADER.size]
     for garbage in (b"x" * 100, HEADER.pack(b"mpw1", Kind.RETURNED, 0.0, 2 * SLOT)):
         os.pwrite(box, garbage, 0)
         with pytest.raises(ValueError, match=r"not a message|a message of"):

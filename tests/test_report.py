@@ -2,53 +2,14 @@
 
 import pickle
 import signal
-import sysconfig
 
 import pytest
+from told import COMPLAINT, IN_TORCH, LIBRARY, STOPPED, at, died, facts, raised, returned
 
-from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, Worker, WorkerState
-from mpwatch.report import exit_text, ranks_text, report, where
+from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, WorkerState
 from mpwatch.watcher.diagnosis import diagnose
-from mpwatch.watcher.facts import Facts, RankFacts
-from mpwatch.watcher.machine import Verdict
-from mpwatch.wire.messages import Kind, Message
-from mpwatch.wire.telling import Telling
-
-
-def facts(*ranks, verdict=Verdict.FAILED, stopped_at=10.0, **more):
-    seen = {}
-    for rank, what in enumerate(ranks):
-        worker = Worker(
-            rank=rank,
-            local_rank=rank,
-            world_size=len(ranks),
-            local_world_size=len(ranks),
-            role_rank=rank,
-            role_world_size=len(ranks),
-            run_id="test",
-            master_addr="localhost",
-            master_port=1,
-        )
-        seen[rank] = RankFacts(worker, pid=100 + rank, was_ready=True, **what)
-    return Facts(ranks=seen, hostname="here", started_at=0.0, stopped_at=stopped_at, verdict=verdict, **more)
-
-
-def raised(error, at):
-    telling = Telling(error)
-    report = Message(Kind.RAISED, at, telling.plain())
-    return {"report": report, "details": telling.details(), "died_at": 11.0, "exit_code": -15}
-
-
-def died(code, at=10.0, sent=()):
-    return {"died_at": at, "exit_code": code, "signals_sent": set(sent)}
-
-
-def returned(value=None):
-    return {"report": Message(Kind.RETURNED, 1.0, pickle.dumps(value)), "died_at": 11.0, "exit_code": 0}
-
-
-STOPPED = died(-15, 10.5, sent=[signal.SIGTERM, signal.SIGCONT])
-COMPLAINT = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+from mpwatch.watcher.states import Verdict
+from mpwatch.wording import exit_text, ranks_text, report, where
 
 
 def test_the_earliest_primary_failure_is_the_cause():
@@ -174,14 +135,6 @@ def test_equal_fates_are_one_line_at_512_ranks():
     assert "ranks 0-99, 101-199, 201-299, 301-511: stopped by the watcher" in text
 
 
-def at(function, line, source="", thread="Current thread 0x1"):
-    """A stack of one thread in this function of train.py."""
-    stack = f'{thread} (most recent call first):\n  File "/home/me/train.py", line {line} in {function}'
-    return stack + (f"\n    {source}" if source else "")
-
-
-LIBRARY = sysconfig.get_path("purelib")
-IN_TORCH = f'Thread 0x1 (most recent call first):\n  File "{LIBRARY}/torch/distributed/c10d.py", line 3 in all_reduce'
 FROM_STEP = " in all_reduce (train.py:88 in step: dist.all_reduce(x))"
 IN_FROM_STEP = " in all_reduce (train.py:88 in step: dist.all_reduce(x))"
 
@@ -236,30 +189,6 @@ def test_victims_are_called_so_if_there_is_a_cause():
     )
     assert other.startswith("  rank 1: RuntimeError: [gloo/")
     assert ended == "  rank 2: had returned"
-
-
-TIMED_OUT = RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation")
-
-
-def test_who_keeps_its_peers_waiting_is_to_blame():
-    here, waiting = {**STOPPED, "stacks": at("load", 12, "sleep(60)")}, {**STOPPED, "stacks": f"{IN_TORCH}\n    work.wait()"}
-    result = diagnose(facts(raised(TIMED_OUT, 9.0), waiting, here))
-    assert (result.root_cause.rank, result.root_cause.kind, set(result.failures)) == (2, FailureKind.HANG, {0, 2})
-    assert result.root_cause.stack == at("load", 12, "sleep(60)")
-    words = "rank 2 kept its peers waiting until they timed out: still at work (train.py:12 in load: sleep(60))"
-    assert report(result).startswith(words)
-    assert diagnose(facts(raised(TIMED_OUT, 9.0), here, raised(COMPLAINT, 9.1))).root_cause.rank == 1
-    suspended = {**STOPPED, "process_state": "T"}
-    assert diagnose(facts(raised(TIMED_OUT, 9.0), suspended)).root_cause.kind is FailureKind.HANG
-
-
-def test_nobody_is_blamed_for_a_hang_who_may_be_waiting_or_was_not_seen():
-    waiting = [f"{IN_TORCH}\n    work.wait()", at("step", 3, "handle.wait()"), at("step", 3, "loss.item()"), at("step", 3)]
-    for other in (*({**STOPPED, "stacks": stacks} for stacks in waiting), STOPPED, returned()):
-        result = diagnose(facts(raised(TIMED_OUT, 9.0), other))
-        assert (result.root_cause.rank, result.root_cause.is_secondary) == (0, True)
-    here = {**STOPPED, "stacks": at("load", 12, "sleep(60)")}
-    assert diagnose(facts(raised(TIMED_OUT, 9.0), here, raised(ValueError("x"), 9.5))).root_cause.rank == 2
 
 
 @pytest.mark.parametrize(

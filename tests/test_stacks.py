@@ -69,7 +69,7 @@ def test_of_more_than_a_hundred_threads_the_main_one_is_not_seen():
     first, *others = tidy(pipe.stacks, MAIN).split("\n\n")
     assert first == MAIN_UNSEEN
     assert others[0] == OTHER.strip()
-    assert innermost(tidy(pipe.stacks, MAIN)) == ("", "")
+    assert innermost(tidy(pipe.stacks, MAIN)) == ("", "", "")
 
 
 def test_a_crash_comes_after_the_stacks():
@@ -82,10 +82,10 @@ def test_a_crash_comes_after_the_stacks():
 def test_the_main_thread_is_told_first_and_from_the_function_on():
     text = tidy(OTHER + HEAD + FRAMES + OURS + END, MAIN)
     assert text == (HEAD + FRAMES + "\n" + OTHER).strip()
-    assert innermost(text) == ("/home/me/train.py", "")
+    assert innermost(text) == ("/home/me/train.py", "step", "")
     assert tidy(HEAD + OURS + END, MAIN) == ""
-    assert innermost("") == ("", "")
-    assert innermost(f"{HEAD}{FRAMES}    step()\n  File") == ("/home/me/train.py", "step()")
+    assert innermost("") == ("", "", "")
+    assert innermost(f"{HEAD}{FRAMES}    step()\n  File") == ("/home/me/train.py", "step", "step()")
 
 
 def test_frames_show_their_source(tmp_path):

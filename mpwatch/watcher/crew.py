@@ -1,4 +1,4 @@
-"""The ranks as the watcher has them: processes, their lines, black boxes, the gate and the guardian, all owned here.
+"""The ranks as the watcher has them: processes, their lines, slots of memory, the gate and the guardian, all owned here.
 
 Guarantee: when the crew is closed, every rank it started is dead and reaped (but for one that not even SIGKILL ends, which
 is left to the kernel), and everything it opened is closed.
@@ -19,15 +19,17 @@ from typing import Any, Self
 from ..errors import LaunchError
 from ..platform import anonymous_file, group_exists, group_members, open_pidfd
 from ..spec import Worker
-from ..wire.lastwords import SLOT, read_answer
+from ..wire.lastwords import read_answer
 from ..wire.messages import Kind, Message
 from ..wire.payload import Payload
 from ..wire.process import Seat
+from ..wire.pulse import Reading, read_pulse
+from ..wire.slots import SLOT
 from .gate import Gate
 from .guardian import Guardian
 from .line import RankLine
-from .machine import KILL_SECONDS
 from .process import WatchedProcess
+from .states import KILL_SECONDS
 
 __all__ = ["Crew"]
 
@@ -52,14 +54,14 @@ class Crew:
         self.payload = payload
         self.lines: dict[int, RankLine] = {}
         self.gate: Gate[Any]
-        self._slots: dict[int, int] = {}  # of the black boxes, by rank
+        self._slots: dict[int, int] = {}  # which is whose, by rank
         self._groups: list[int] = []  # of buried ranks, with helpers that have been killed but are not gone yet
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             try:
                 self.gate = stack.enter_context(Gate())
-                self._boxes_fd = stack.enter_context(anonymous_file("mpwatch-lastwords")).fileno()
+                self._slots_fd = stack.enter_context(anonymous_file("mpwatch-slots")).fileno()
                 self.guardian = stack.enter_context(closing(Guardian()))
                 self._stderr_fd = os.dup(STDERR)
                 stack.callback(os.close, self._stderr_fd)
@@ -82,7 +84,7 @@ class Crew:
 
     def _start(self, worker: Worker, env: dict[str, str]) -> None:
         slot = self._slots[worker.rank] = len(self._slots)
-        os.ftruncate(self._boxes_fd, (slot + 1) * SLOT)
+        os.ftruncate(self._slots_fd, (slot + 1) * SLOT)
         with ExitStack() as kept, ExitStack() as passed:
             ours, theirs = map(passed.enter_context, socket.socketpair())
             ours.setblocking(False)
@@ -90,8 +92,8 @@ class Crew:
             kept.callback(os.close, pipe_ours)
             passed.callback(os.close, pipe_theirs)
             os.set_blocking(pipe_ours, False)
-            seat = Seat(_fields_of(worker), theirs.fileno(), self._boxes_fd, slot, self._stderr_fd)
-            fds = [theirs.fileno(), self._boxes_fd, self._stderr_fd]
+            seat = Seat(_fields_of(worker), theirs.fileno(), self._slots_fd, slot, self._stderr_fd)
+            fds = [theirs.fileno(), self._slots_fd, self._stderr_fd]
             process = WatchedProcess(seat, env, fds, pipe_theirs, f"mpwatch-rank-{worker.rank}")
             process.start()
             channel = socket.socket(fileno=ours.detach())
@@ -115,10 +117,14 @@ class Crew:
         """What a dead rank could not send any more, and has left in its black box."""
         rank = line.facts.worker.rank
         try:
-            return read_answer(self._boxes_fd, self._slots[rank])
+            return read_answer(self._slots_fd, self._slots[rank])
         except ValueError as error:  # its own memory has been overwritten
             log.debug("the black box of rank %d: %s", rank, error)
             return []
+
+    def pulse_of(self, line: RankLine) -> Reading:
+        """When a rank was last heard of, and what it last reported."""
+        return read_pulse(self._slots_fd, self._slots[line.facts.worker.rank])
 
     def bury(self, line: RankLine) -> None:
         """Reap a dead rank."""

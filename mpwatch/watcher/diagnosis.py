@@ -8,25 +8,26 @@ rank that is about to fail often closes its connections first. Among equals the 
 report at the `except`; for deaths see order.py. If ranks only complain that a peer has not come, it is one that has not.
 """
 
-import re
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..report import ranks_text, summary_of
-from ..result import FailureKind, ProcessFailure, RunResult, WorkerState
+from ..result import FailureKind, ProcessFailure, Progress, RunResult, WorkerState
 from ..wire import exceptions
 from ..wire.messages import Kind, Message
 from ..wire.values import loads
+from ..wording import ranks_text, summary_of
 from .facts import Facts, RankFacts
-from .machine import START_SECONDS, Verdict
+from .hangs import away, culprits, stacks_of
 from .signatures import Complaint, complaint_in
-from .stacks import innermost, with_sources
+from .stacks import with_sources
+from .states import START_SECONDS, Verdict
 
 __all__ = ["diagnose", "is_crash", "is_suspect"]
 
+WAITED_FOR = "kept its peers waiting"
 Failures = dict[int, tuple[float, ProcessFailure]]  # by rank, with their times
 CRASHES = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
@@ -34,14 +35,6 @@ CRASHES = frozenset(
 # The kernel closes a process's connections before it says that the process has ended: 0.2 to 4 ms were seen, and more on a
 # machine that is busy. So much later than what it led to may a death be heard of.
 DEATH_LAG_SECONDS = 0.1
-# Where a rank may be waiting for its peers: C code of torch, called from these files, or by a line like this.
-WAITING_FILES = ("/torch/distributed/", "/torch/autograd/")
-WAITING_LINE = re.compile(r"\.(wait|synchronize|item|cpu|get|barrier|monitored_barrier)\(")
-HELD = {  # why a process does not run that is not asleep, by the letter of its state
-    "T": "suspended, by SIGSTOP or SIGTSTP",
-    "t": "held by a debugger",
-    "D": "waiting for a device, in the kernel",
-}
 
 
 def diagnose(facts: Facts) -> RunResult[Any]:
@@ -54,21 +47,27 @@ def diagnose(facts: Facts) -> RunResult[Any]:
         elif (found := _failure_of(facts, seen)) is not None:
             timed[rank] = found
     timed |= _victims(facts, timed)
-    timed |= _missing(facts, timed)
-    root = min(timed.values(), key=partial(_order_of_blame, facts), default=(0.0, None))[1]
+    timed |= _hung(facts, timed)
+    suspects = [found for found in timed.values() if facts.verdict is not Verdict.TIMED_OUT or _is_hang(found[1])]
+    root = min(suspects, key=partial(_order_of_blame, facts), default=(0.0, None))[1]
     failures = {rank: failure for rank, (_, failure) in sorted(timed.items())}
     states = {rank: _state_of(facts, seen, rank in failures) for rank, seen in facts.ranks.items()}
     return RunResult(
         state=_state_of_all(facts.verdict, failures),
         return_values=values if not failures else {},
         failures=failures,
-        root_cause=None if facts.verdict is Verdict.TIMED_OUT else root,
+        root_cause=root,
         workers=tuple(seen.worker for seen in facts.ranks.values()),
         worker_states=states,
-        stacks={rank: text for rank, seen in facts.ranks.items() if (text := _stacks_of(seen))},
+        progress={rank: told for rank, seen in facts.ranks.items() if (told := _progress_of(facts, seen)) is not None},
+        stacks={rank: text for rank, seen in facts.ranks.items() if (text := stacks_of(seen))},
         reason=_reason(facts, states),
         helpers_oom=facts.helpers_oom if failures else "",
     )
+
+
+def _is_hang(failure: ProcessFailure) -> bool:
+    return failure.kind is FailureKind.HANG
 
 
 def is_suspect(seen: RankFacts) -> bool:
@@ -117,32 +116,60 @@ def _complaint_of(facts: Facts, rank: int) -> Complaint | None:
     return complaint_in(report.body) if report is not None and report.kind is not Kind.RETURNED else None
 
 
-def _missing(facts: Facts, timed: Failures) -> Failures:
-    """If ranks only complain that peers have not come: those who were at work, and not waiting for anybody."""
-    complaints = {_complaint_of(facts, rank) for rank in timed}
+def _hung(facts: Facts, timed: Failures) -> Failures:
+    """Those who kept the others waiting, and those who were silent for too long."""
     at = facts.stopped_at
-    if at is None or Complaint.LATE not in complaints or not all(failure.is_secondary for _, failure in timed.values()):
+    if at is None:
         return {}
+    at_work = {rank: seen for rank, seen in facts.ranks.items() if _was_at_work(facts, timed, rank)}
+    if facts.silent:
+        return _silent(facts, at_work)
+    if facts.verdict is Verdict.TIMED_OUT:
+        return {rank: _hang(facts, rank, at, WAITED_FOR) for rank in culprits(at_work)}
+    complaints = {_complaint_of(facts, rank) for rank in timed}
+    if Complaint.LATE in complaints and all(failure.is_secondary for _, failure in timed.values()):
+        return {rank: _hang(facts, rank, at, f"{WAITED_FOR} until they timed out") for rank in away(at_work)}
+    return {}
+
+
+def _was_at_work(facts: Facts, timed: Failures, rank: int) -> bool:
+    """When the run was stopped; or was silent, and that was why it was stopped, even if it has returned meanwhile."""
+    if rank in timed and timed[rank][1].kind is not FailureKind.TIMEOUT:
+        return False
+    return rank in facts.silent or (facts.ranks[rank].was_ready and not _has_returned(facts, facts.ranks[rank]))
+
+
+def _silent(facts: Facts, at_work: Mapping[int, RankFacts]) -> Failures:
+    """Each with the time of its last beat. Who waits for another one is its victim, even if that one did beat."""
+    silent = facts.silent.keys() & at_work.keys()
+    found = culprits(at_work)
+    to_blame = (found & silent) or found or silent
     return {
-        rank: (at, _failure(facts, seen, at, FailureKind.HANG, 1, stack=_stacks_of(seen)))
-        for rank, seen in facts.ranks.items()
-        if rank not in timed and not _has_returned(facts, seen) and seen.was_ready and _is_away(seen)
-    }
+        rank: _hang(facts, rank, facts.silent[rank], _silence(facts, rank), is_secondary=rank not in to_blame)
+        for rank in silent
+    } | {rank: _hang(facts, rank, facts.stopped_at or 0.0, WAITED_FOR) for rank in to_blame - silent}
 
 
-def _is_away(seen: RankFacts) -> bool:
-    """Whether the rank was doing something else than waiting for peers. Nobody is blamed if that is not certain."""
-    file, line = innermost(with_sources(seen.stacks))
-    if not file:
-        return seen.process_state in HELD
-    return bool(line) and not WAITING_LINE.search(line) and not any(folder in file for folder in WAITING_FILES)
+def _silence(facts: Facts, rank: int) -> str:
+    assert facts.stopped_at is not None
+    seconds = facts.stopped_at - facts.silent[rank]
+    progress = _progress_of(facts, facts.ranks[rank])
+    step = "" if progress is None or progress.step is None else f", at step {progress.step}"
+    of = f" of {progress.total}" if step and progress is not None and progress.total is not None else ""
+    return f"was silent for {seconds:.3g} s (heartbeat_timeout={facts.heartbeat_timeout:g}){step}{of}"
 
 
-def _stacks_of(seen: RankFacts) -> str:
-    """Where it was; or why that is not known."""
-    if seen.stacks:
-        return with_sources(seen.stacks)
-    return HELD.get(seen.process_state, "")
+def _hang(facts: Facts, rank: int, at: float, why: str, *, is_secondary: bool = False) -> tuple[float, ProcessFailure]:
+    seen = facts.ranks[rank]
+    stack = stacks_of(seen)
+    return at, _failure(facts, seen, at, FailureKind.HANG, 1, stack=stack, evidence=why, is_secondary=is_secondary)
+
+
+def _progress_of(facts: Facts, seen: RankFacts) -> Progress | None:
+    if seen.pulse.report is None:
+        return None
+    at, step, total, metrics = seen.pulse.report
+    return Progress(step=step, total=total, metrics=metrics, elapsed=at - facts.started_at)
 
 
 def _load_value(facts: Facts, seen: RankFacts, values: dict[int, Any], timed: Failures) -> None:
@@ -177,7 +204,7 @@ def _failure_of(facts: Facts, seen: RankFacts) -> tuple[float, ProcessFailure] |
         return seen.failing_at, _untold(facts, seen, seen.failing_at)
     if facts.verdict is Verdict.TIMED_OUT and facts.stopped_at is not None:
         at = facts.stopped_at
-        return at, _failure(facts, seen, at, FailureKind.TIMEOUT, 1, stack=_stacks_of(seen))
+        return at, _failure(facts, seen, at, FailureKind.TIMEOUT, 1, stack=stacks_of(seen))
     return None
 
 
@@ -239,7 +266,7 @@ def _untold(facts: Facts, seen: RankFacts, at: float) -> ProcessFailure:
     """It said that its function had raised, and then nothing more until it was killed."""
     ended = seen.exit_code is not None and -seen.exit_code not in seen.signals_sent
     why = "it ended before its text was made" if ended else "making its text did not end"
-    return _failure(facts, seen, at, FailureKind.EXCEPTION, 1, stack=_stacks_of(seen), evidence=why)
+    return _failure(facts, seen, at, FailureKind.EXCEPTION, 1, stack=stacks_of(seen), evidence=why)
 
 
 def _died(facts: Facts, seen: RankFacts, at: float) -> ProcessFailure:

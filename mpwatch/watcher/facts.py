@@ -5,10 +5,12 @@ Times are of CLOCK_MONOTONIC, in seconds.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..spec import Worker
 from ..wire.messages import Message
-from .machine import Verdict
+from ..wire.pulse import Reading
+from .states import Verdict
 
 __all__ = ["Facts", "RankFacts"]
 
@@ -40,6 +42,8 @@ class RankFacts:
     """What its interpreter printed instead of becoming ready."""
     process_state: str = ""
     """The letter of its state when its stacks were asked for, see proc(5)."""
+    pulse: Reading = field(default_factory=partial(Reading, None, None))
+    """When it was last heard of, and what it last reported."""
     signals_sent: set[int] = field(default_factory=set)
 
 
@@ -53,7 +57,10 @@ class Facts:
     stopped_at: float | None
     verdict: Verdict | None
     never_ready: Iterable[int] = ()
+    silent: Mapping[int, float] = field(default_factory=dict)
+    """Ranks that were silent for longer than they might, with the time of the last beat."""
     timeout: float | None = None
+    heartbeat_timeout: float | None = None
     signum: int | None = None
     helpers_oom: str = ""
     """What shows that the out-of-memory killer struck, if it was none of the ranks."""

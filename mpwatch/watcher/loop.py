@@ -16,16 +16,17 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from ..report import exit_text
 from ..spec import Worker, WorkerSpec
 from ..wire.messages import Kind, Message
 from ..wire.payload import Payload
-from . import machine as m
+from ..wording import exit_text
+from . import states as m
 from .crew import Crew
 from .diagnosis import is_crash, is_suspect
 from .facts import Facts
 from .gate import Gate
 from .line import RankLine
+from .machine import Machine
 from .oom import OomWatch
 from .order import Order
 from .signals import HostSignals
@@ -68,7 +69,13 @@ class _Run:
         self.started_at = started_at
         self.seen = {rank: line.facts for rank, line in crew.lines.items()}
         self.order = Order()
-        self.machine = m.Machine(crew.lines, now=self.started_at, grace_period=spec.grace_period, timeout=spec.timeout)
+        self.machine = Machine(
+            crew.lines,
+            now=self.started_at,
+            grace_period=spec.grace_period,
+            timeout=spec.timeout,
+            heartbeat_timeout=spec.heartbeat_timeout,
+        )
         self.gate.add(signals.fileno(), self._interrupts)
         for line in crew.lines.values():
             line.wait_at(self.gate, partial(self._hear, line), partial(self._overhear, line), partial(self._mourn, line))
@@ -110,13 +117,15 @@ class _Run:
         elif isinstance(action, m.LookAt):
             has_died = line.facts.died_at is not None  # in this wake-up
             return [] if has_died or line.ask_for_stacks() else [m.Looked(action.rank)]
+        elif isinstance(action, m.FeelPulse):
+            return [m.Pulse(action.rank, self.crew.pulse_of(line).beat_at)]
         elif isinstance(action, m.SignalRank):
             send = line.process.signal_rank if action.signum == signal.SIGINT else line.process.signal_group
             send(action.signum)
             line.facts.signals_sent.add(action.signum)
         else:
             log.warning("rank %d (pid %s) cannot be killed, not even by SIGKILL: left behind", action.rank, line.facts.pid)
-            self._take_stacks(line)
+            self._take_leave(line)
             self.crew.abandon(line)
         return []
 
@@ -168,10 +177,11 @@ class _Run:
         if line.facts.report is None:
             for message in self.crew.answer_left(line):
                 events += self._understand(line, message)
-        self._take_stacks(line)
+        self._take_leave(line)
         return [*events, m.Died(line.facts.worker.rank)]
 
-    def _take_stacks(self, line: RankLine) -> None:
+    def _take_leave(self, line: RankLine) -> None:
+        line.facts.pulse = self.crew.pulse_of(line)
         line.facts.stacks = tidy(line.stacks.stacks, line.stacks.main_thread)
         line.facts.crash = line.stacks.crash if is_crash(line.facts.exit_code) else ""  # else it was a forked child's
         line.facts.printed = line.stacks.printed_instead
@@ -198,6 +208,8 @@ class _Run:
             stopped_at=self.machine.stopped_at,
             verdict=self.machine.verdict,
             never_ready=self.machine.never_ready,
+            silent=self.machine.silent,
+            heartbeat_timeout=self.spec.heartbeat_timeout,
             timeout=self.spec.timeout,
             signum=self.machine.signum,
             helpers_oom=helpers_oom,

@@ -3,8 +3,7 @@
 It has no clock, pid, pipe or signal of its own. The loop (loop.py) turns what the system says into events and the
 machine's actions into system calls, and calls `handle` no later than at `deadline`.
 
-Each rank is in one Phase; TRANSITIONS says which events are legal there and where they lead, and everything that a rank
-can go through is in that table. The run as a whole is in one Stage:
+Where a rank is, is in the table of states.py. Where the run is:
 
     WORKING --- every rank has returned -------------------------------> ENDING ---- all are gone ---> OVER
        |  |`--- a rank fails for itself, timeout ---> LOOKING ---> STOPPING -------- all are gone ---> OVER
@@ -14,197 +13,52 @@ can go through is in that table. The run as a whole is in one Stage:
 
 LOOKING is for the stacks of those who are still at work, and lasts until they have come, at most LOOK_SECONDS.
 
-What it guarantees: every stage but WORKING has a deadline, and WORKING has one for the ranks' start and for `timeout`;
+While ranks are at work their pulses are felt whenever one of them may have been silent for `heartbeat_timeout`; one that has
+never beaten has no limit, and is looked at again after that time, so that none of its beats can grow old unseen. The answer
+to FeelPulse is the next event.
+
+What it guarantees: every stage but WORKING has a deadline, and WORKING has one for the ranks' start, `timeout` and pulses;
 the first failure that is no consequence of another ends the run at once; each rank is looked at once, told to stop once,
 killed once, and given up once; nothing that a rank reported is lost.
 """
 
+import math
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import Enum, auto
 
-__all__ = [
-    "KILL_SECONDS",
-    "LAST_CALL_SECONDS",
-    "LOOK_SECONDS",
-    "START_SECONDS",
-    "Action",
-    "CallRank",
-    "Died",
-    "EndRank",
-    "Event",
-    "Failed",
-    "Failing",
-    "GiveUp",
-    "IllegalEventError",
-    "Interrupted",
-    "LookAt",
-    "Looked",
-    "Machine",
-    "Phase",
-    "Ready",
-    "Returned",
-    "SignalRank",
-    "Stage",
-    "Verdict",
-]
+from .states import (
+    END_SECONDS,
+    KILL_SECONDS,
+    LAST_CALL_SECONDS,
+    LATE_SECONDS,
+    LEAST_GRACE_SECONDS,
+    LIVING,
+    LOOK_SECONDS,
+    START_SECONDS,
+    TRANSITIONS,
+    Action,
+    CallRank,
+    Died,
+    EndRank,
+    Event,
+    Failed,
+    Failing,
+    FeelPulse,
+    GiveUp,
+    IllegalEventError,
+    Interrupted,
+    LookAt,
+    Looked,
+    Phase,
+    Pulse,
+    RankEvent,
+    Ready,
+    SignalRank,
+    Stage,
+    Verdict,
+)
 
-LAST_CALL_SECONDS = 1.0  # how long a cause may be later than the complaints about it
-LOOK_SECONDS = 0.2  # for the stacks of all ranks together; one takes a tenth of a millisecond
-LEAST_GRACE_SECONDS = 0.2  # for a rank that has failed to send the details, whatever the grace period
-KILL_SECONDS = 1.0  # from SIGKILL to giving up: only a process that sleeps in the kernel takes longer
-END_SECONDS = 1.0  # a rank that has returned may take at least so long to end, whatever the grace period
-START_SECONDS = 300.0  # for an interpreter to start, on a slow file system with many at a time
-
-
-class Phase(Enum):
-    """Where a rank is."""
-
-    STARTING = auto()
-    AT_WORK = auto()
-    DONE = auto()  # it has returned, and waits for the others
-    BROKEN = auto()  # it has reported a failure, and waits to be stopped
-    ENDING = auto()  # it has returned and been told to end
-    STOPPING = auto()  # it has been told to stop, by signal
-    KILLED = auto()
-    GONE = auto()
-    GIVEN_UP = auto()  # not even SIGKILL ended it
-
-
-class Stage(Enum):
-    """Where the run is."""
-
-    WORKING = auto()
-    LAST_CALL = auto()
-    LOOKING = auto()
-    ENDING = auto()
-    STOPPING = auto()
-    OVER = auto()
-
-
-class Verdict(Enum):
-    """What ended the run."""
-
-    SUCCEEDED = auto()
-    FAILED = auto()
-    TIMED_OUT = auto()
-    INTERRUPTED = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The rank can be called."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """The rank's function has returned."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failing:
-    """The rank's function has raised; what, is being told."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """The rank has reported a failure; a secondary one is only a complaint that a peer has gone."""
-
-    rank: int
-    is_secondary: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Looked:
-    """The rank's stacks have come, or cannot be had."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Died:
-    """The rank's process has ended, and everything it had sent has been handled."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Interrupted:
-    """The watcher has got a signal."""
-
-    signum: int
-
-
-Event = Ready | Returned | Failing | Failed | Looked | Died | Interrupted
-
-
-@dataclass(frozen=True, slots=True)
-class CallRank:
-    """Send the rank its call."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class EndRank:
-    """Tell the rank to end as any program does."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class LookAt:
-    """Ask the rank for the stacks of its threads."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class SignalRank:
-    """Send the rank's process group a signal; SIGINT to the rank alone."""
-
-    rank: int
-    signum: int
-
-
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Wait for this rank no longer."""
-
-    rank: int
-
-
-Action = CallRank | EndRank | LookAt | SignalRank | GiveUp
-
-
-class IllegalEventError(Exception):
-    """The loop has told the machine something that cannot be: an error in mpwatch."""
-
-
-# A late word of a rank that is being stopped is evidence, and changes nothing.
-_STOPPED: dict[type, Phase | None] = {
-    **dict.fromkeys((Ready, Returned, Failing, Failed, Looked)),
-    Died: Phase.GONE,
-}
-TRANSITIONS: dict[Phase, dict[type, Phase | None]] = {
-    Phase.STARTING: {Ready: Phase.AT_WORK, Failed: Phase.BROKEN, Died: Phase.GONE},
-    Phase.AT_WORK: {Returned: Phase.DONE, Failing: None, Failed: Phase.BROKEN, Looked: None, Died: Phase.GONE},
-    Phase.DONE: {Looked: None, Died: Phase.GONE},
-    Phase.BROKEN: {Looked: None, Died: Phase.GONE},
-    Phase.ENDING: {Died: Phase.GONE},
-    Phase.STOPPING: _STOPPED,
-    Phase.KILLED: _STOPPED,
-    Phase.GONE: {},
-    Phase.GIVEN_UP: {},
-}
-LIVING = frozenset(Phase) - {Phase.GONE, Phase.GIVEN_UP}
+__all__ = ["Machine"]
 
 
 class Machine:
@@ -215,16 +69,29 @@ class Machine:
         now: seconds on the clock that all later times are of.
         grace_period: seconds between SIGTERM and SIGKILL, and for a rank to end after it has returned.
         timeout: seconds for the whole run, or None.
+        heartbeat_timeout: seconds that a rank which has beaten once may be silent, or None.
     """
 
-    def __init__(self, ranks: Iterable[int], *, now: float, grace_period: float, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        *,
+        now: float,
+        grace_period: float,
+        timeout: float | None = None,
+        heartbeat_timeout: float | None = None,
+    ) -> None:
         self.phases = dict.fromkeys(ranks, Phase.STARTING)
         self.stage = Stage.WORKING
         self.verdict: Verdict | None = None
         self.stopped_at: float | None = None
         self.never_ready: list[int] = []
         self.lingering: list[int] = []
+        self.silent: dict[int, float] = {}  # ranks that were silent for too long, with their last beats
         self.signum: int | None = None  # of the first interrupt
+        self._heartbeat_timeout = math.inf if heartbeat_timeout is None else heartbeat_timeout
+        self._pulse_at = now + self._heartbeat_timeout  # when they are felt next
+        self._unfelt: set[int] = set()
         self._looking: set[int] = set()
         self._grace_period = grace_period
         self._timeout_at = None if timeout is None else now + timeout
@@ -238,6 +105,7 @@ class Machine:
         times = [self._stage_at]
         if self.stage in (Stage.WORKING, Stage.LAST_CALL):
             times += [self._timeout_at, self._start_at if self._count[Phase.STARTING] else None]
+            times += [self._pulse_at if self.stage is Stage.WORKING and self._pulse_at < math.inf else None]
         return min((time for time in times if time is not None), default=None)
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -266,13 +134,16 @@ class Machine:
             return self._stop(now, self.verdict)
         if self._timeout_at is not None and now >= self._timeout_at:
             return self._look(now, Verdict.TIMED_OUT)
-        if now >= self._start_at:
+        if now >= self._start_at and self._count[Phase.STARTING]:
             self.never_ready = [rank for rank, phase in self.phases.items() if phase is Phase.STARTING]
-        return self._look(now, Verdict.FAILED)
+            return self._look(now, Verdict.FAILED)
+        return self._look(now, Verdict.FAILED) if self.stage is Stage.LAST_CALL else self._feel_pulses(now)
 
-    def _follow(self, event: Ready | Returned | Failing | Failed | Looked | Died, before: Phase, now: float) -> list[Action]:
+    def _follow(self, event: RankEvent, before: Phase, now: float) -> list[Action]:
         if isinstance(event, Died):
             return self._bury(event.rank, before, now)
+        if isinstance(event, Pulse):
+            return self._listen(event, now)
         if self.stage is Stage.LOOKING:
             return self._see(event.rank, now)
         if isinstance(event, Looked):
@@ -322,6 +193,26 @@ class Machine:
         self.verdict = Verdict.SUCCEEDED
         self._stage_at = now + max(self._grace_period, END_SECONDS)
         return [EndRank(rank) for rank in self._in(Phase.DONE, becomes=Phase.ENDING)]
+
+    def _feel_pulses(self, now: float) -> list[Action]:
+        is_late = now > self._pulse_at + LATE_SECONDS
+        self._pulse_at = now + self._heartbeat_timeout
+        if is_late:
+            return []
+        self._unfelt = {rank for rank, phase in self.phases.items() if phase is Phase.AT_WORK}
+        return [FeelPulse(rank) for rank in sorted(self._unfelt)]
+
+    def _listen(self, event: Pulse, now: float) -> list[Action]:
+        """All are listened to before it is said who was silent."""
+        if self.stage is not Stage.WORKING:
+            return []
+        self._unfelt.discard(event.rank)
+        if event.beat_at is not None:
+            limit = event.beat_at + self._heartbeat_timeout
+            self._pulse_at = min(self._pulse_at, limit)
+            if limit <= now:
+                self.silent[event.rank] = event.beat_at
+        return self._look(now, Verdict.FAILED) if self.silent and not self._unfelt else []
 
     def _look(self, now: float, verdict: Verdict) -> list[Action]:
         """Before anybody is told to stop: what are those doing who are at work?"""

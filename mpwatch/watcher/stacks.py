@@ -97,12 +97,12 @@ def _from_the_function(block: str) -> str:
     return "\n".join(lines[:ours])
 
 
-def innermost(stack: str) -> tuple[str, str]:
-    """The file in which the first thread of a stack with its sources is, and the line there; empty if that is not known."""
+def innermost(stack: str) -> tuple[str, str, str]:
+    """File, function and line of source in which the first thread of a stack with its sources is; empty if not known."""
     lines = stack.partition("\n\n")[0].splitlines()[1:3]
     frame = FRAME.match(lines[0]) if lines else None
     source = lines[1].strip() if frame and len(lines) > 1 and lines[1].startswith("    ") else ""
-    return (frame[1], source) if frame else ("", "")
+    return (frame[1], frame[3], source) if frame else ("", "", "")
 
 
 def with_sources(stack: str) -> str:

@@ -1,35 +1,31 @@
-"""A rank's black box: memory that outlives it, for what cannot go over the channel.
+"""A rank's black box: memory that outlives it (slots.py), for what cannot go over the channel.
 
-    file without a name, one for all ranks of a run:  [ slot of rank 0 ][ slot of rank 1 ]...
-    a slot:                                           [ frame ][ frame ][ zeros ]
+    in a rank's slot:  [ frame ][ frame ][ zeros ]
 
-Code that turns itself into a daemon closes every descriptor, the channel among them; a mapping stays, so an answer can
-still be left in it. It is made of frames (messages.py), and the header of each is written last: half a frame is none. The
-watcher reads the slot once the rank is dead.
+An answer is made of frames (messages.py), and the header of each is written last: half a frame is none. The watcher reads
+them once the rank is dead.
 """
 
 import mmap
 import os
 
 from .messages import HEADER, Message, parse_header
+from .slots import SLOT, WORDS
 
-__all__ = ["SLOT", "LastWords", "read_answer"]
-
-SLOT = 1 << 20  # bytes; only the pages that are written cost memory
+__all__ = ["LastWords", "read_answer"]
 
 
 class LastWords:
-    """The rank's side: the slot of that number in the file."""
+    """The rank's side, in the memory of its slot."""
 
-    def __init__(self, fd: int, slot: int) -> None:
-        self._memory = mmap.mmap(fd, SLOT, offset=slot * SLOT)
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
         self._used = 0
-        os.close(fd)
 
     def leave(self, frame: bytes) -> bool:
         """Leave this for the watcher, after what was left before; False if it does not fit."""
         start, end = self._used, self._used + len(frame)
-        if end > SLOT:
+        if end > WORDS:
             return False
         body = start + HEADER.size
         self._memory[body:end] = frame[HEADER.size :]
@@ -41,7 +37,7 @@ class LastWords:
 def read_answer(fd: int, slot: int) -> list[Message]:
     """What a dead rank left in its slot. Raises ValueError if somebody has overwritten it."""
     messages = []
-    at, end = slot * SLOT, (slot + 1) * SLOT
+    at, end = slot * SLOT, slot * SLOT + WORDS
     while len(head := os.pread(fd, min(HEADER.size, end - at), at)) == HEADER.size and any(head):
         kind, stamp, length = parse_header(head)
         at += HEADER.size

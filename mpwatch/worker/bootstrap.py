@@ -19,6 +19,8 @@ from ..wire import payload, values
 from ..wire.lastwords import LastWords
 from ..wire.messages import Kind
 from ..wire.process import Seat
+from ..wire.pulse import Pulse
+from ..wire.slots import open_slot
 from . import context, stacks
 from .channel import Channel
 from .signals import Shelter
@@ -40,8 +42,9 @@ def main(seat: Seat) -> None:
     shelter = Shelter()
     shelter.enter()
     where = stacks.report_to_watcher(seat.stderr_fd)
-    channel = Channel(seat.channel_fd, LastWords(seat.lastwords_fd, seat.slot))
-    context.enter(seat.worker)
+    memory = open_slot(seat.slots_fd, seat.slot)
+    channel = Channel(seat.channel_fd, LastWords(memory))
+    context.enter(seat.worker, Pulse(memory))
     channel.send(Kind.READY, where)
     _serve(channel, shelter)
     shelter.end()

@@ -57,6 +57,8 @@ def verdict(result: RunResult[Any]) -> str:
     root = result.root_cause
     if root is None:
         return result.reason
+    if result.reason and root.kind is FailureKind.HANG:
+        return f"{result.reason}; rank {root.rank} {_what(root)}"
     if root.is_secondary:
         return f"no rank was seen to fail by itself; the first to complain of a peer: rank {root.rank}: {_what(root)}"
     if root.kind is FailureKind.EXCEPTION:
@@ -146,7 +148,7 @@ def _what(failure: ProcessFailure) -> str:
     if failure.kind is FailureKind.START:
         return _not_started(failure)
     if failure.kind is FailureKind.HANG:
-        return f"kept its peers waiting until they timed out: still at work{where(failure.stack)}"
+        return f"{failure.evidence or 'hung'}: still at work{where(failure.stack)}"
     if failure.kind is FailureKind.TIMEOUT:
         return f"still at work{where(failure.stack)}"
     because = failure.evidence or (_raised(failure) if failure.exception else "")

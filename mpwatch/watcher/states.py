@@ -1,0 +1,223 @@
+"""What can happen in a run, and what can be done about it, as data: the vocabulary of the machine (machine.py).
+
+Each rank is in one Phase, and TRANSITIONS says which events are legal there and where they lead; everything that a rank can
+go through is in that table. The run as a whole is in one Stage.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+__all__ = [
+    "END_SECONDS",
+    "KILL_SECONDS",
+    "LAST_CALL_SECONDS",
+    "LATE_SECONDS",
+    "LEAST_GRACE_SECONDS",
+    "LIVING",
+    "LOOK_SECONDS",
+    "START_SECONDS",
+    "TRANSITIONS",
+    "Action",
+    "CallRank",
+    "Died",
+    "EndRank",
+    "Event",
+    "Failed",
+    "Failing",
+    "FeelPulse",
+    "GiveUp",
+    "IllegalEventError",
+    "Interrupted",
+    "LookAt",
+    "Looked",
+    "Phase",
+    "Pulse",
+    "RankEvent",
+    "Ready",
+    "Returned",
+    "SignalRank",
+    "Stage",
+    "Verdict",
+]
+
+LAST_CALL_SECONDS = 1.0  # how long a cause may be later than the complaints about it
+LOOK_SECONDS = 0.2  # for the stacks of all ranks together; one takes a tenth of a millisecond
+LEAST_GRACE_SECONDS = 0.2  # for a rank that has failed to send the details, whatever the grace period
+KILL_SECONDS = 1.0  # from SIGKILL to giving up: only a process that sleeps in the kernel takes longer
+END_SECONDS = 1.0  # a rank that has returned may take at least so long to end, whatever the grace period
+LATE_SECONDS = (
+    1.0  # when this is called so late, it was not ranks that were silent: this program did not run, and maybe none did
+)
+START_SECONDS = 300.0  # for an interpreter to start, on a slow file system with many at a time
+
+
+class Phase(Enum):
+    """Where a rank is."""
+
+    STARTING = auto()
+    AT_WORK = auto()
+    DONE = auto()  # it has returned, and waits for the others
+    BROKEN = auto()  # it has reported a failure, and waits to be stopped
+    ENDING = auto()  # it has returned and been told to end
+    STOPPING = auto()  # it has been told to stop, by signal
+    KILLED = auto()
+    GONE = auto()
+    GIVEN_UP = auto()  # not even SIGKILL ended it
+
+
+class Stage(Enum):
+    """Where the run is."""
+
+    WORKING = auto()
+    LAST_CALL = auto()
+    LOOKING = auto()
+    ENDING = auto()
+    STOPPING = auto()
+    OVER = auto()
+
+
+class Verdict(Enum):
+    """What ended the run."""
+
+    SUCCEEDED = auto()
+    FAILED = auto()
+    TIMED_OUT = auto()
+    INTERRUPTED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The rank can be called."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The rank's function has returned."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failing:
+    """The rank's function has raised; what, is being told."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The rank has reported a failure; a secondary one is only a complaint that a peer has gone."""
+
+    rank: int
+    is_secondary: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The rank's stacks have come, or cannot be had."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """When the rank was last heard of; None: never."""
+
+    rank: int
+    beat_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The rank's process has ended, and everything it had sent has been handled."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The watcher has got a signal."""
+
+    signum: int
+
+
+RankEvent = Ready | Returned | Failing | Failed | Looked | Pulse | Died
+Event = RankEvent | Interrupted
+
+
+@dataclass(frozen=True, slots=True)
+class CallRank:
+    """Send the rank its call."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndRank:
+    """Tell the rank to end as any program does."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookAt:
+    """Ask the rank for the stacks of its threads."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class FeelPulse:
+    """See when the rank was last heard of."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class SignalRank:
+    """Send the rank's process group a signal; SIGINT to the rank alone."""
+
+    rank: int
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Wait for this rank no longer."""
+
+    rank: int
+
+
+Action = CallRank | EndRank | LookAt | FeelPulse | SignalRank | GiveUp
+
+
+class IllegalEventError(Exception):
+    """The loop has told the machine something that cannot be: an error in mpwatch."""
+
+
+# A late word of a rank that is being stopped is evidence, and changes nothing.
+_STOPPED: dict[type, Phase | None] = {
+    **dict.fromkeys((Ready, Returned, Failing, Failed, Looked, Pulse)),
+    Died: Phase.GONE,
+}
+TRANSITIONS: dict[Phase, dict[type, Phase | None]] = {
+    Phase.STARTING: {Ready: Phase.AT_WORK, Failed: Phase.BROKEN, Died: Phase.GONE},
+    Phase.AT_WORK: {
+        Returned: Phase.DONE,
+        Failing: None,
+        Failed: Phase.BROKEN,
+        Looked: None,
+        Pulse: None,
+        Died: Phase.GONE,
+    },
+    Phase.DONE: {Looked: None, Died: Phase.GONE},
+    Phase.BROKEN: {Looked: None, Died: Phase.GONE},
+    Phase.ENDING: {Died: Phase.GONE},
+    Phase.STOPPING: _STOPPED,
+    Phase.KILLED: _STOPPED,
+    Phase.GONE: {},
+    Phase.GIVEN_UP: {},
+}
+LIVING = frozenset(Phase) - {Phase.GONE, Phase.GIVEN_UP}

@@ -1,0 +1,245 @@
+"""Any order of events, tried by Hypothesis: the machine, fed as the loop feeds it, and the diagnosis of what was seen."""
+
+import signal
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from told import COMPLAINT, facts, raised, returned
+
+from mpwatch import WorkerState
+from mpwatch.watcher.diagnosis import diagnose
+from mpwatch.watcher.machine import Machine
+from mpwatch.watcher.states import (
+    LIVING,
+    CallRank,
+    Died,
+    EndRank,
+    Failed,
+    Failing,
+    FeelPulse,
+    GiveUp,
+    Interrupted,
+    LookAt,
+    Looked,
+    Phase,
+    Pulse,
+    Ready,
+    Returned,
+    SignalRank,
+    Stage,
+    Verdict,
+)
+from mpwatch.wire.messages import Message
+
+GRACE = 3.0
+LIMIT = 5.0
+TOLD = {False: raised(ValueError("the batch is bad"), 0.0), True: raised(COMPLAINT, 0.0)}
+RETURNED = returned(7)
+DEATHS = st.sampled_from([-signal.SIGKILL, -signal.SIGSEGV, 0, 3])
+MUTE = (Phase.AT_WORK, Phase.STOPPING, Phase.KILLED)  # may have something to say yet
+TOLD_TO_END = {Phase.ENDING, Phase.STOPPING, Phase.KILLED}
+
+
+class History(RuleBasedStateMachine):
+    """Ranks do what they like; the watcher sees it, and does what the machine says."""
+
+    @initialize(
+        n=st.integers(2, 5),
+        timeout=st.none() | st.floats(0.5, 30),
+        limit=st.none() | st.just(LIMIT),
+        ready=st.integers(0, 5),
+        signals=st.integers(0, 2),
+        deaths=st.integers(0, 2),
+    )
+    def begin(self, *, n, timeout, limit, ready, signals, deaths):
+        self.now = 1.0
+        self.machine = Machine(range(n), now=self.now, grace_period=GRACE, timeout=timeout, heartbeat_timeout=limit)
+        self.limits = {"timeout": timeout, "heartbeat_timeout": limit}
+        self.sent = []
+        self.seen = {rank: {"was_ready": False, "signals_sent": set()} for rank in range(n)}
+        self.has_answered = set()
+        self.beats = dict.fromkeys(range(n))
+        self.looked_at = set()
+        self.signals, self.deaths = signals, deaths  # that may still come: else most histories are soon over
+        for rank in range(min(n, ready)):
+            self.ready(rank)
+
+    def ready(self, rank):
+        self.seen[rank]["was_ready"] = True
+        self.tell(Ready(rank))
+
+    def tell(self, event):
+        self.do(self.machine.handle(event, self.now))
+
+    def do(self, actions):
+        self.sent += actions
+        for action in actions:
+            if isinstance(action, SignalRank):
+                self.seen[action.rank]["signals_sent"].add(action.signum)
+            elif isinstance(action, LookAt):
+                self.looked_at.add(action.rank)
+        for action in actions:
+            if isinstance(action, FeelPulse):
+                self.tell(Pulse(action.rank, self.beats[action.rank]))
+
+    def those_in(self, *phases):
+        return [rank for rank, phase in self.machine.phases.items() if phase in phases]
+
+    def those_who_may_speak(self):
+        return [rank for rank in self.those_in(*MUTE) if self.seen[rank]["was_ready"] and rank not in self.has_answered]
+
+    def report(self, rank, told):
+        message = told["report"]
+        self.seen[rank] |= {"report": Message(message.kind, self.now, message.body), "details": told.get("details", b"")}
+        self.has_answered.add(rank)
+
+    @precondition(lambda self: self.those_in(Phase.STARTING))
+    @rule(data=st.data())
+    def becomes_ready(self, data):
+        self.ready(data.draw(st.sampled_from(self.those_in(Phase.STARTING))))
+
+    @precondition(lambda self: self.those_who_may_speak())
+    @rule(data=st.data(), is_secondary=st.booleans(), announced=st.booleans())
+    def raises(self, data, is_secondary, announced):
+        rank = data.draw(st.sampled_from(self.those_who_may_speak()))
+        if announced:
+            self.tell(Failing(rank))
+        self.report(rank, TOLD[is_secondary])
+        self.tell(Failed(rank, is_secondary))
+
+    @precondition(lambda self: self.those_who_may_speak())
+    @rule(data=st.data())
+    def returns(self, data):
+        rank = data.draw(st.sampled_from(self.those_who_may_speak()))
+        self.report(rank, RETURNED)
+        self.tell(Returned(rank))
+
+    @precondition(lambda self: self.deaths and self.those_in(*LIVING - TOLD_TO_END))
+    @rule(data=st.data(), code=DEATHS)
+    def dies(self, data, code):
+        self.deaths -= 1
+        self.die(data.draw(st.sampled_from(self.those_in(*LIVING - TOLD_TO_END))), code)
+
+    @precondition(lambda self: self.those_in(*TOLD_TO_END))
+    @rule(data=st.data())
+    def obeys(self, data):
+        self.die(data.draw(st.sampled_from(self.those_in(*TOLD_TO_END))), -signal.SIGTERM)
+
+    def die(self, rank, code):
+        self.seen[rank] |= {"died_at": self.now, "exit_code": code}
+        self.tell(Died(rank))
+
+    @precondition(lambda self: self.those_in(Phase.AT_WORK))
+    @rule(data=st.data())
+    def beats_once(self, data):
+        self.beats[data.draw(st.sampled_from(self.those_in(Phase.AT_WORK)))] = self.now
+
+    @precondition(lambda self: self.looked_at & set(self.those_in(*LIVING - {Phase.ENDING})))
+    @rule(data=st.data())
+    def has_been_looked_at(self, data):
+        rank = data.draw(st.sampled_from(sorted(self.looked_at & set(self.those_in(*LIVING - {Phase.ENDING})))))
+        self.looked_at.remove(rank)
+        self.tell(Looked(rank))
+
+    @precondition(lambda self: self.signals)
+    @rule(signum=st.sampled_from([signal.SIGINT, signal.SIGTERM]))
+    def host_is_signalled(self, signum):
+        self.signals -= 1
+        self.tell(Interrupted(signum))
+
+    @rule(seconds=st.floats(0.001, 2.0))
+    def time_passes(self, seconds):
+        deadline = self.machine.deadline
+        self.now = min(self.now + seconds, max(self.now, deadline if deadline is not None else self.now + seconds))
+        self.do(self.machine.expire(self.now))
+
+    @rule()
+    def time_is_up(self):
+        if self.machine.deadline is not None:
+            self.now = max(self.now, self.machine.deadline)
+            self.do(self.machine.expire(self.now))
+
+    @invariant()
+    def nobody_is_waited_for_without_a_deadline(self):
+        machine = getattr(self, "machine", None)
+        if machine is None or machine.stage is Stage.OVER:
+            return
+        if machine.stage is not Stage.WORKING:
+            assert machine.deadline is not None
+        elif machine.deadline is None:
+            assert Phase.AT_WORK in machine.phases.values()
+            assert Phase.STARTING not in machine.phases.values()
+
+    @invariant()
+    def no_silence_goes_unnoticed(self):
+        machine = getattr(self, "machine", None)
+        if machine is not None and machine.stage is Stage.WORKING and self.limits["heartbeat_timeout"] is not None:
+            beats = [beat for rank, beat in self.beats.items() if machine.phases[rank] is Phase.AT_WORK and beat is not None]
+            assert all(self.now < beat + LIMIT or machine.deadline <= self.now for beat in beats)
+
+    @invariant()
+    def nothing_is_done_twice(self):
+        sent = getattr(self, "sent", [])
+        # a rank that is told to end, and does not, is stopped; one that was stopped and then answers is told to end
+        once = [action for action in sent if not isinstance(action, FeelPulse | EndRank)]
+        assert len(once) == len(set(once))
+        assert all(sent.count(action) <= 2 for action in sent if isinstance(action, EndRank))
+        for rank in getattr(self, "seen", ()):
+            soft = [
+                a
+                for a in once
+                if isinstance(a, SignalRank) and a.rank == rank and a.signum in (signal.SIGINT, signal.SIGTERM)
+            ]
+            assert len(soft) <= 1
+
+    @invariant()
+    def nobody_is_called_who_is_to_be_stopped(self):
+        stopped = set()
+        for action in getattr(self, "sent", []):
+            if isinstance(action, SignalRank):
+                stopped.add(action.rank)
+            assert not (isinstance(action, CallRank) and action.rank in stopped)
+
+    def teardown(self):
+        if not hasattr(self, "machine"):
+            return
+        for patience in range(10):  # nobody does anything any more
+            if patience == 5 and self.machine.stage is Stage.WORKING:  # but for ranks at work, for ever
+                self.tell(Interrupted(signal.SIGINT))
+            self.time_is_up()
+        assert self.machine.stage is Stage.OVER
+        assert set(self.machine.phases.values()) <= {Phase.GONE, Phase.GIVEN_UP}
+        assert self.machine.verdict is not None
+        assert sum(isinstance(action, GiveUp) for action in self.sent) <= len(self.seen)
+        self.judge()
+
+    def judge(self):
+        """No report is lost, and no victim is the cause while a primary is known."""
+        seen = facts(
+            *self.seen.values(),
+            verdict=self.machine.verdict,
+            stopped_at=self.machine.stopped_at,
+            silent=self.machine.silent,
+            never_ready=self.machine.never_ready,
+            signum=self.machine.signum,
+            **self.limits,
+        )
+        result = diagnose(seen)
+        stopped_at = self.machine.stopped_at if self.machine.stopped_at is not None else self.now
+        early = {rank for rank, it in self.seen.items() if "report" in it and it["report"].stamp <= stopped_at}
+        raised_early = {rank for rank in early if self.seen[rank]["report"].body != RETURNED["report"].body}
+        assert raised_early <= set(result.failures)
+        if result.state is WorkerState.SUCCEEDED:
+            assert dict(result.return_values) == dict.fromkeys(self.seen, 7)
+        elif self.machine.verdict is Verdict.FAILED:
+            assert result.failures
+            assert result.root_cause is not None
+        primaries = [failure for failure in result.failures.values() if not failure.is_secondary]
+        if primaries and result.root_cause is not None:
+            assert not result.root_cause.is_secondary
+        str(result)
+
+
+TestHistory = History.TestCase
+TestHistory.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)

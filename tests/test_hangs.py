@@ -1,0 +1,255 @@
+"""Ranks that say nothing any more, or keep the others waiting: heartbeats, reports, and who is blamed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import saboteurs
+from programs import ENV
+from told import COMPLAINT, IN_TORCH, STOPPED, TIMED_OUT, at, facts, raised, returned
+
+import mpwatch
+from mpwatch import FailureKind
+from mpwatch.watcher.diagnosis import diagnose
+from mpwatch.watcher.states import Verdict
+from mpwatch.wire.pulse import ROOM, Pulse, Reading, read_pulse
+from mpwatch.wire.slots import PULSE, SLOT, WORDS, open_slot
+from mpwatch.wording import report
+
+
+def test_who_keeps_its_peers_waiting_is_to_blame():
+    here, waiting = {**STOPPED, "stacks": at("load", 12, "sleep(60)")}, {**STOPPED, "stacks": f"{IN_TORCH}\n    work.wait()"}
+    result = diagnose(facts(raised(TIMED_OUT, 9.0), waiting, here))
+    assert (result.root_cause.rank, result.root_cause.kind, set(result.failures)) == (2, FailureKind.HANG, {0, 2})
+    assert result.root_cause.stack == at("load", 12, "sleep(60)")
+    words = "rank 2 kept its peers waiting until they timed out: still at work (train.py:12 in load: sleep(60))"
+    assert report(result).startswith(words)
+    assert diagnose(facts(raised(TIMED_OUT, 9.0), here, raised(COMPLAINT, 9.1))).root_cause.rank == 1
+    suspended = {**STOPPED, "process_state": "T"}
+    assert diagnose(facts(raised(TIMED_OUT, 9.0), suspended)).root_cause.kind is FailureKind.HANG
+
+
+def test_nobody_is_blamed_for_a_hang_who_may_be_waiting_or_was_not_seen():
+    waiting = [f"{IN_TORCH}\n    work.wait()", at("step", 3, "handle.wait()"), at("step", 3, "loss.item()"), at("step", 3)]
+    for other in (*({**STOPPED, "stacks": stacks} for stacks in waiting), STOPPED, returned()):
+        result = diagnose(facts(raised(TIMED_OUT, 9.0), other))
+        assert (result.root_cause.rank, result.root_cause.is_secondary) == (0, True)
+    here = {**STOPPED, "stacks": at("load", 12, "sleep(60)")}
+    assert diagnose(facts(raised(TIMED_OUT, 9.0), here, raised(ValueError("x"), 9.5))).root_cause.rank == 2
+
+
+WAITS = {**STOPPED, "stacks": f"{IN_TORCH}\n    work.wait()"}
+MAY_WAIT = {**STOPPED, "stacks": at("step", 3, "handle.wait()")}
+WAITS_ELSEWHERE = {**STOPPED, "stacks": f"{IN_TORCH.replace('all_reduce', 'barrier')}\n    work.wait()"}
+LOADS = {**STOPPED, "stacks": at("load", 12, "sleep(60)")}
+UNSEEN = STOPPED
+
+
+def silent(*ranks, beats, **more):
+    return diagnose(facts(*ranks, silent=beats, heartbeat_timeout=5.0, **more))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "beats", "blamed", "victims"),
+    [
+        ([WAITS, LOADS, WAITS], {0: 4.0, 1: 4.5, 2: 4.2}, {1}, {0, 2}),  # the one that is not in the collective
+        ([WAITS, {**STOPPED, "process_state": "T"}], {0: 4.0, 1: 4.5}, {1}, {0}),
+        ([WAITS, WAITS, WAITS_ELSEWHERE], {0: 4.0, 1: 4.5, 2: 5.0}, {2}, {0, 1}),  # it is in another one than most
+        ([WAITS, LOADS], {0: 4.0}, {1}, {0}),  # even if it has beaten all the time, or never
+        ([WAITS, LOADS, LOADS], {0: 4.0, 2: 4.0}, {2}, {0}),  # of two that are away, the silent one
+        ([WAITS, WAITS_ELSEWHERE], {0: 4.0, 1: 4.5}, {0, 1}, set()),  # no majority
+        ([WAITS, MAY_WAIT, LOADS], {0: 4.0, 1: 4.5}, {2}, {0, 1}),
+        ([WAITS, MAY_WAIT], {0: 4.0, 1: 4.5}, {0, 1}, set()),  # not certain
+        ([WAITS, UNSEEN], {0: 4.0}, {0}, set()),
+        ([LOADS, LOADS], {1: 4.0}, {1}, set()),  # nobody waits for anybody
+        ([WAITS, returned()], {0: 4.0}, {0}, set()),
+    ],
+)
+def test_the_culprit_is_not_where_the_others_wait(ranks, beats, blamed, victims):
+    result = silent(*ranks, beats=beats)
+    assert {rank for rank, failure in result.failures.items() if not failure.is_secondary} == blamed
+    assert {rank for rank, failure in result.failures.items() if failure.is_secondary} == victims
+    assert {failure.kind for failure in result.failures.values()} == {FailureKind.HANG}
+    assert result.root_cause.rank in blamed
+
+
+def test_a_silent_rank_is_told_with_what_it_last_reported():
+    there = {**LOADS, "pulse": Reading(4.5, (4.5, 120, 500, {"loss": 0.5}))}
+    result = silent(WAITS, there, beats={0: 4.0, 1: 4.5})
+    assert report(result).splitlines() == [
+        "rank 1 was silent for 5.5 s (heartbeat_timeout=5), at step 120 of 500: still at work (train.py:12 in load: sleep(60))",
+        "  rank 0: a victim of rank 1: was silent for 6 s (heartbeat_timeout=5): still at work (c10d.py:3 in all_reduce: work.wait())",
+    ]
+    assert result.progress[1] == mpwatch.Progress(step=120, total=500, metrics={"loss": 0.5}, elapsed=4.5)
+    assert (result.root_cause.elapsed, result.root_cause.stack) == (4.5, LOADS["stacks"])
+
+
+def test_of_several_silent_ranks_the_first_to_fall_silent_is_the_cause():
+    assert silent(LOADS, LOADS, LOADS, beats={0: 4.0, 1: 3.5, 2: 4.2}).root_cause.rank == 1
+
+
+def test_an_exception_beside_a_silence_is_what_happened():
+    result = silent(raised(ValueError("x"), 9.9), LOADS, beats={1: 4.0})
+    assert set(result.failures) == {0, 1}
+
+
+def test_a_silent_rank_that_returns_in_the_same_moment_has_ended_the_run_all_the_same():
+    result = silent(returned(), returned(), beats={1: 4.0})
+    assert (result.root_cause.rank, result.root_cause.kind) == (1, FailureKind.HANG)
+    assert result.worker_states[0] is mpwatch.WorkerState.SUCCEEDED
+
+
+def test_a_timeout_names_who_kept_the_others_waiting():
+    result = diagnose(facts(WAITS, LOADS, WAITS, verdict=Verdict.TIMED_OUT, timeout=10.0))
+    assert report(result).splitlines()[0] == (
+        "the run did not end within timeout=10 s: ranks 0-2 had not returned; "
+        "rank 1 kept its peers waiting: still at work (train.py:12 in load: sleep(60))"
+    )
+    assert [failure.kind.name for failure in result.failures.values()] == ["TIMEOUT", "HANG", "TIMEOUT"]
+    assert diagnose(facts(LOADS, LOADS, verdict=Verdict.TIMED_OUT, timeout=10.0)).root_cause is None
+
+
+@pytest.fixture
+def box():
+    fd = os.memfd_create("mpwatch-test")
+    os.ftruncate(fd, 2 * SLOT)
+    yield fd
+    os.close(fd)
+
+
+def test_a_pulse_is_what_was_left_last(box):
+    pulse = Pulse(open_slot(os.dup(box), 1))
+    assert (read_pulse(box, 1).beat_at, read_pulse(box, 1).report) == (None, None)
+    pulse.beat()
+    first = read_pulse(box, 1)
+    assert (first.report, time.monotonic() - first.beat_at < 60) == (None, True)
+    pulse.report(3, None, {"loss": 0.1})
+    pulse.beat()
+    last = read_pulse(box, 1)
+    assert last.report[1:] == (3, None, {"loss": 0.1})
+    assert first.beat_at <= last.report[0] <= last.beat_at
+    assert read_pulse(box, 0).beat_at is None
+
+
+def test_a_report_that_is_half_written_is_none(box):
+    Pulse(open_slot(os.dup(box), 0)).report(3, 4, {"loss": 0.1})
+    os.pwrite(box, b"x", WORDS + 20)
+    assert read_pulse(box, 0).report is None
+    os.pwrite(box, b"\xff" * PULSE, WORDS)  # somebody wrote over it
+    assert read_pulse(box, 0).report is None
+
+
+def test_a_report_has_its_room(box):
+    pulse = Pulse(open_slot(os.dup(box), 0))
+    with pytest.raises(ValueError, match=rf"300 metrics that take \d+ bytes; there is room for {ROOM}"):
+        pulse.report(1, 2, {f"metric {n}": 0.5 for n in range(300)})
+
+
+def test_outside_a_rank_nothing_is_reported():
+    mpwatch.heartbeat()
+    mpwatch.report(step=1, total=2, loss=0.5)
+
+
+def test_what_is_no_number_is_refused():
+    def try_it():
+        errors = []
+        for wrong in ({"loss": "low"}, {"loss": None}, {"loss": "3"}, {"step": 1.5}, {"total": "many"}):
+            try:
+                mpwatch.report(**wrong)
+            except TypeError as error:
+                errors.append(str(error))
+        return errors
+
+    (errors,) = mpwatch.run(try_it, 1)
+    assert errors == [
+        "report() takes numbers; loss is 'low' (text)",
+        "report() takes numbers; loss is None (float() argument must be a string or a real number, not 'NoneType')",
+        "report() takes numbers; loss is '3' (text)",
+        "report() takes step as an int, not 1.5",
+        "report() takes total as an int, not 'many'",
+    ]
+
+
+def test_the_last_reports_are_in_the_result():
+    def work():
+        for step in range(3):
+            mpwatch.report(step=step, total=3, loss=1 / (step + 1), ready=True)
+        if mpwatch.current_worker().rank == 1:
+            mpwatch.report(step=7)
+
+    progress = mpwatch.run(work, 2).progress
+    assert (progress[0].step, progress[0].total, progress[0].metrics) == (2, 3, {"loss": 1 / 3, "ready": 1.0})
+    assert (progress[1].step, progress[1].total, progress[1].metrics) == (7, None, {})
+    assert 0 < progress[0].elapsed < 60
+
+
+def test_the_last_report_of_a_rank_that_was_killed_is_kept():
+    def work():
+        mpwatch.report(step=4)
+        saboteurs.is_killed()
+
+    with pytest.raises(mpwatch.RunFailedError) as failed:
+        mpwatch.run(work, 1)
+    assert failed.value.result.progress[0].step == 4
+
+
+@pytest.mark.usefixtures("_patient")
+@pytest.mark.parametrize(
+    "saboteur", [saboteurs.falls_silent, saboteurs.falls_silent_and_holds_the_gil, saboteurs.suspends_itself]
+)
+def test_a_silent_rank_is_a_failure_with_all_stacks(saboteur, barrier):
+    began = time.monotonic()
+    with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 was silent for [\d.]+ s \(heartbeat_timeout=0.3\)") as failed:
+        mpwatch.run(saboteurs.beats_unless_rank_1, 3, args=(saboteur, barrier), heartbeat_timeout=0.3, grace_period=0.5)
+    root = failed.value.root_cause
+    assert (root.rank, root.kind, root.exit_code, root.exception) == (1, FailureKind.HANG, 1, None)
+    assert set(failed.value.failures) == {1}
+    assert set(failed.value.stacks) == {0, 1, 2}
+    assert ("suspended" if saboteur is saboteurs.suspends_itself else saboteur.__name__) in root.stack
+    assert time.monotonic() - began < 20
+
+
+def test_a_rank_that_has_never_beaten_has_no_limit():
+    def work():
+        if mpwatch.current_worker().rank == 0:
+            mpwatch.heartbeat()
+        else:
+            signal.sigtimedwait([], 0.5)  # longer than the limit
+        return True
+
+    assert list(mpwatch.run(work, 2, heartbeat_timeout=0.1)) == [True, True]
+
+
+def test_beats_of_a_forked_helper_are_not_the_rank_s():
+    with pytest.raises(mpwatch.RunFailedError, match="was silent for"):
+        mpwatch.run(saboteurs.has_its_heart_in_a_fork, 1, heartbeat_timeout=0.2)
+
+
+def test_a_watcher_that_was_suspended_with_its_ranks_blames_nobody():
+    """As a container that is paused: all have been silent, and none is to blame."""
+    code = "import mpwatch, saboteurs\nprint(list(mpwatch.run(saboteurs.beats_until_told, 2, heartbeat_timeout=1.0)))\n"
+    program = subprocess.Popen(
+        [sys.executable, "-c", code], env=ENV, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    )
+    try:
+        pids = [program.pid, *(int(program.stdout.readline()) for _ in range(2))]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        signal.sigtimedwait([], 2.5)  # longer than the limit and what counts as late
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        for pid in pids[1:]:
+            os.kill(pid, signal.SIGUSR1)
+        assert program.communicate(timeout=60)[0] == "[True, True]\n"
+    finally:
+        program.kill()
+        program.wait()
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), "1", True])
+def test_a_limit_must_be_a_number_of_seconds(wrong):
+    with pytest.raises((TypeError, ValueError), match="heartbeat_timeout must be a number of seconds"):
+        mpwatch.run(saboteurs.rank, 1, heartbeat_timeout=wrong)

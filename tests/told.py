@@ -1,0 +1,58 @@
+"""Facts as the watcher collects them, for the diagnosis to judge."""
+
+import pickle
+import signal
+import sysconfig
+
+from mpwatch import Worker
+from mpwatch.watcher.facts import Facts, RankFacts
+from mpwatch.watcher.states import Verdict
+from mpwatch.wire.messages import Kind, Message
+from mpwatch.wire.telling import Telling
+
+
+def facts(*ranks, verdict=Verdict.FAILED, stopped_at=10.0, **more):
+    seen = {}
+    for rank, what in enumerate(ranks):
+        worker = Worker(
+            rank=rank,
+            local_rank=rank,
+            world_size=len(ranks),
+            local_world_size=len(ranks),
+            role_rank=rank,
+            role_world_size=len(ranks),
+            run_id="test",
+            master_addr="localhost",
+            master_port=1,
+        )
+        seen[rank] = RankFacts(worker, pid=100 + rank, **{"was_ready": True, **what})
+    return Facts(ranks=seen, hostname="here", started_at=0.0, stopped_at=stopped_at, verdict=verdict, **more)
+
+
+def raised(error, at):
+    telling = Telling(error)
+    report = Message(Kind.RAISED, at, telling.plain())
+    return {"report": report, "details": telling.details(), "died_at": 11.0, "exit_code": -15}
+
+
+def died(code, at=10.0, sent=()):
+    return {"died_at": at, "exit_code": code, "signals_sent": set(sent)}
+
+
+def returned(value=None):
+    return {"report": Message(Kind.RETURNED, 1.0, pickle.dumps(value)), "died_at": 11.0, "exit_code": 0}
+
+
+STOPPED = died(-15, 10.5, sent=[signal.SIGTERM, signal.SIGCONT])
+COMPLAINT = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+
+
+def at(function, line, source="", thread="Current thread 0x1"):
+    """A stack of one thread in this function of train.py."""
+    stack = f'{thread} (most recent call first):\n  File "/home/me/train.py", line {line} in {function}'
+    return stack + (f"\n    {source}" if source else "")
+
+
+LIBRARY = sysconfig.get_path("purelib")
+IN_TORCH = f'Thread 0x1 (most recent call first):\n  File "{LIBRARY}/torch/distributed/c10d.py", line 3 in all_reduce'
+TIMED_OUT = RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation")
