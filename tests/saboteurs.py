@@ -768,3 +768,38 @@ def three_fail_while_the_watcher_does_not_look(pids):
     while state_of(pids[1]) != "Z":
         os.sched_yield()
     raise WakesTheWatcherError
+
+
+def ends_in_two_steps(barrier, end):
+    """All are at work; then something happens in the host; then rank 1 ends so. The others do it only if it returns."""
+    barrier.wait()
+    if end is is_killed_beside_a_helper:
+        os.fork() or wait_to_be_stopped()
+    barrier.wait()
+    if rank() == 1 or end is rank:
+        return end()
+    return wait_to_be_stopped()
+
+
+def outlasts():
+    wait_to_be_stopped()
+
+
+def is_killed_beside_a_helper():
+    is_killed()
+
+
+def returns_megabytes(number):
+    return bytes(number << 20)
+
+
+def only_rank_0(what):
+    if rank() == 0 or what is rank:
+        return what()
+    return wait_to_be_stopped()
+
+
+def interrupts_its_watcher():
+    if rank() == 0:
+        os.kill(os.getppid(), signal.SIGINT)
+    wait_to_be_stopped()

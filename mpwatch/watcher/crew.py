@@ -5,7 +5,6 @@ is left to the kernel), and everything it opened is closed.
 """
 
 import dataclasses
-import errno
 import logging
 import os
 import signal
@@ -28,21 +27,13 @@ from .guardian import Guardian
 from .line import RankLine
 from .machine import KILL_SECONDS
 from .process import WatchedProcess
+from .shortage import with_remedy
 
 __all__ = ["Crew"]
 
 log = logging.getLogger("mpwatch")
 
 STDERR = 2
-REMEDIES: dict[int | None, str] = {
-    errno.EMFILE: "raise the limit of open files (`ulimit -n`): a rank takes about 4 descriptors",
-    errno.ENFILE: "the system has no more open files: see /proc/sys/fs/file-max",
-    errno.EAGAIN: "raise the limit of processes (`ulimit -u`, or pids.max of the container)",
-    errno.ENOMEM: "free some memory, or start fewer ranks",
-    errno.E2BIG: "the environment is too large for a new process: see `env`",
-    errno.ENOENT: "does the folder that this program runs in, and its Python, still exist?",
-    errno.ETOOMANYREFS: "raise the limit of open files (`ulimit -n`), or torch's sharing strategy 'file_system'",
-}
 
 
 class Crew:
@@ -65,7 +56,7 @@ class Crew:
                 self._stderr_fd = os.dup(STDERR)
                 stack.callback(os.close, self._stderr_fd)
             except OSError as error:
-                raise LaunchError(_with_remedy("the ranks cannot be watched", error)) from error
+                raise LaunchError(with_remedy("the ranks cannot be watched", error)) from error
             stack.callback(self._await_helpers)
             stack.callback(self._kill_all)
             self._stack = stack.pop_all()
@@ -110,7 +101,7 @@ class Crew:
                 line.send_file(Kind.PRINTED, line.stacks.printed)
             line.send(Kind.CALL, self.payload.fds)
         except OSError as error:
-            raise LaunchError(_with_remedy(f"the call could not be sent to rank {line.facts.worker.rank}", error)) from error
+            raise LaunchError(with_remedy(f"the call could not be sent to rank {line.facts.worker.rank}", error)) from error
 
     def answer_left(self, line: RankLine) -> list[Message]:
         """What a dead rank could not send any more, and has left in its black box."""
@@ -180,10 +171,4 @@ def _why_not_started(worker: Worker, error: Exception) -> str:
     what = f"rank {worker.rank} could not be started"
     if current_process().daemon:
         return f"{what}: {error}; start the run in a process that is not daemonic"
-    return _with_remedy(what, error)
-
-
-def _with_remedy(what: str, error: Exception) -> str:
-    number = error.errno if isinstance(error, OSError) else None
-    remedy = f"; {REMEDIES[number]}" if number in REMEDIES else ""
-    return f"{what}: {type(error).__name__}: {error}{remedy}"
+    return with_remedy(what, error)
