@@ -136,6 +136,44 @@ def test_a_rank_may_lack_room_for_the_descriptors_of_its_call():
     assert "see `ulimit -n`" in said
 
 
+LATER = """
+barrier = conftest.SPAWN.Barrier(4)
+def take_all(soft):
+    barrier.wait()
+    lift.append(limit(resource.RLIMIT_NOFILE, soft))
+    barrier.wait()
+for ending, soft in [words.split("/") for words in sys.argv[1:]]:
+    lift = []
+    thread = threading.Thread(target=take_all, args=(int(soft),))
+    def begin():
+        thread.start()
+        return lambda: (thread.join(), lift.pop()())
+    end = getattr(saboteurs, ending)
+    try: print(attempt(saboteurs.ends_in_two_steps, 3, args=(barrier, end), grace_period=1, short=begin))
+    except OSError as error: print(repr(error))
+"""
+
+
+def test_a_run_under_way_needs_no_more_descriptors():
+    """Not for answers, not for verdicts, and not to see that helpers have gone."""
+    endings = {
+        "rank": "values [0, 1, 2]",
+        "raises_picky": "EXCEPTION rank 1 failed first: PickyError: code 7: two arguments (saboteurs.py:",
+        "is_killed": "SIGNAL rank 1 was killed by SIGKILL",
+        "is_killed_beside_a_helper": "SIGNAL rank 1 was killed by SIGKILL",
+    }
+    said = [line for line in lines_of(LATER, *(f"{ending}/5" for ending in endings)) if not line.startswith("  ")]
+    assert len(said) == len(endings), said
+    for line, expected in zip(said, endings.values(), strict=True):
+        assert line.startswith(expected)
+
+
+def test_where_nothing_can_be_waited_for_any_more_nothing_is_left():
+    """poll(2) itself refuses where the limit is below the number of what it is given."""
+    said, *_ = lines_of(LATER, "is_killed_beside_a_helper/0")
+    assert said == "OSError(22, 'Invalid argument')"
+
+
 # --------------------------------------------------------------------------------------------------------- processes
 
 PROCESSES = """

@@ -44,7 +44,7 @@ class Crew:
         self.lines: dict[int, RankLine] = {}
         self.gate: Gate[Any]
         self._slots: dict[int, int] = {}  # of the black boxes, by rank
-        self._groups: list[int] = []  # of buried ranks, with helpers that have been killed but are not gone yet
+        self._groups: dict[int, float] = {}  # of buried ranks, with helpers that were killed at that time, but not gone yet
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -117,10 +117,11 @@ class Crew:
         pid = line.process.child_pid
         del self.lines[line.facts.worker.rank]
         line.close()
+        buried_at = time.monotonic()
         line.process.bury()
         self.guardian.release(pid)
         if group_exists(pid):
-            self._groups.append(pid)
+            self._groups[pid] = buried_at
 
     def abandon(self, line: RankLine) -> None:
         """Leave a rank that cannot be killed to the kernel."""
@@ -138,23 +139,32 @@ class Crew:
                 stack.callback(self._bury_by, deadline, line)
 
     def _bury_by(self, deadline: float, line: RankLine) -> None:
-        if wait([line.process.child.sentinel], max(0.0, deadline - time.monotonic())):
+        if line.process.has_ended_by(deadline):
             self.bury(line)
         else:
             self.abandon(line)
 
     def _await_helpers(self) -> None:
         """What ranks had started is killed with them, but takes its time to go if it held much memory, or a GPU."""
-        deadline = time.monotonic() + KILL_SECONDS
-        for pid in [pid for group in self._groups for pid in group_members(group)]:
-            pidfd = open_pidfd(pid)
-            if pidfd is None:
-                continue
+        for group, killed_at in self._groups.items():
+            deadline = killed_at + KILL_SECONDS
             try:
-                if not wait([pidfd], max(0.0, deadline - time.monotonic())):
-                    log.warning("process %d, started by a rank, has not yet gone although it has been killed", pid)
-            finally:
-                os.close(pidfd)
+                _await_members(group, deadline)
+            except OSError:  # there are no descriptors left to look at /proc, or to wait, with
+                while group_exists(group) and time.monotonic() < deadline:
+                    time.sleep(0.001)
+
+
+def _await_members(group: int, deadline: float) -> None:
+    for pid in group_members(group):
+        pidfd = open_pidfd(pid)
+        if pidfd is None:
+            continue
+        try:
+            if not wait([pidfd], max(0.0, deadline - time.monotonic())):
+                log.warning("process %d, started by a rank, has not yet gone although it has been killed", pid)
+        finally:
+            os.close(pidfd)
 
 
 def _fields_of(worker: Worker) -> dict[str, Any]:

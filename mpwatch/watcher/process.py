@@ -19,8 +19,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack, suppress
 from multiprocessing import get_start_method, process, reduction, resource_tracker, spawn, util
+from multiprocessing.connection import wait
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
 from typing import Any
@@ -68,6 +70,15 @@ class WatchedProcess(RankProcess):
     def poll(self) -> int | None:
         """The exit code once it has ended, as multiprocessing has it; UNKNOWN_EXIT if it was lost, see `exit_is_known`."""
         return self.child.poll()
+
+    def has_ended_by(self, deadline: float) -> bool:
+        """Whether it ends by that time of CLOCK_MONOTONIC."""
+        try:
+            return bool(wait([self.child.sentinel], max(0.0, deadline - time.monotonic())))
+        except OSError:  # so short of memory, or with so low a limit of open files, that nothing can be waited for
+            while (code := self.child.poll()) is None and time.monotonic() < deadline:
+                time.sleep(0.001)
+            return code is not None
 
     def signal_group(self, number: int) -> None:
         """Send a signal to the rank and whatever it has started in its process group."""
