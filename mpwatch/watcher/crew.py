@@ -44,6 +44,7 @@ class Crew:
         self.lines: dict[int, RankLine] = {}
         self.gate: Gate[Any]
         self._slots: dict[int, int] = {}  # of the black boxes, by rank
+        self._held: dict[WatchedProcess, float] = {}  # dead since that time, but a debugger has not yet let go of them
         self._groups: dict[int, float] = {}  # of buried ranks, with helpers that were killed at that time, but not gone yet
 
     def __enter__(self) -> Self:
@@ -58,6 +59,7 @@ class Crew:
             except OSError as error:
                 raise LaunchError(with_remedy("the ranks cannot be watched", error)) from error
             stack.callback(self._await_helpers)
+            stack.callback(self._await_debuggers)
             stack.callback(self._kill_all)
             self._stack = stack.pop_all()
         return self
@@ -118,7 +120,8 @@ class Crew:
         del self.lines[line.facts.worker.rank]
         line.close()
         buried_at = time.monotonic()
-        line.process.bury()
+        if not line.process.bury():
+            self._held[line.process] = buried_at
         self.guardian.release(pid)
         if group_exists(pid):
             self._groups[pid] = buried_at
@@ -143,6 +146,15 @@ class Crew:
             self.bury(line)
         else:
             self.abandon(line)
+
+    def _await_debuggers(self) -> None:
+        """A debugger that does not look keeps a dead rank from being reaped."""
+        for process, died_at in self._held.items():
+            while not (buried := process.bury()) and time.monotonic() < died_at + KILL_SECONDS:
+                pass  # it waits a while itself
+            if not buried:
+                log.warning("%s (pid %d) is dead, but held by a debugger: left behind", process.name, process.child_pid)
+                process.abandon()
 
     def _await_helpers(self) -> None:
         """What ranks had started is killed with them, but takes its time to go if it held much memory, or a GPU."""
