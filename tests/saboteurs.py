@@ -1019,3 +1019,20 @@ def fails_beside_one_that_is_held(tracer, looks, ending, at):
     while not tracer.value:
         os.sched_yield()
     return wait_to_be_stopped() if ending is dies_at else raises_at(at)
+
+
+def terminates_its_watcher():
+    if rank() == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+    wait_to_be_stopped()
+
+
+def waits_twice_at(barrier):
+    barrier.wait()
+    barrier.wait()
+    return rank()
+
+
+def waits_twice_at_and_is_killed(barrier):
+    waits_twice_at(barrier)
+    is_killed()
