@@ -14,7 +14,7 @@ from saboteurs import SiblingFails, dies_at, raises_at, returns
 
 import mpwatch
 from mpwatch import FailureKind
-from mpwatch.platform import group_members
+from mpwatch.platform import group_members, peek_exit
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 GRACE = 0.3  # where it must be waited for
@@ -190,7 +190,7 @@ def test_a_rank_held_by_a_debugger_that_does_not_look(caplog, eventually):
     assert "rank-0 (pid " in record.getMessage()
     assert "held by a debugger: left behind" in record.getMessage()
     pid = record.args[1]
-    eventually(lambda: not is_alive(pid))
+    eventually(lambda: peek_exit(pid) is not None)
     subprocess.run(["true"], check=True)
     assert not Path(f"/proc/{pid}").exists()
 
