@@ -21,7 +21,6 @@ import mpwatch
 
 PIDS = Path("/sys/fs/cgroup/pids")
 IMPORTS = "import os, resource, signal, sys, threading, conftest, functions, saboteurs, witness\nfrom witness import attempt, limit\n"
-FILES = "Too many open files; raise the limit of open files (`ulimit -n`)"
 OTHER_USER = 1_000_000_000 + os.getpid()  # whose processes are those of one test
 
 
@@ -38,6 +37,14 @@ def needs(*command, why):
         pytest.skip(why)
     if done.returncode:
         pytest.skip(f"{why}: {done.stderr.decode().strip()}")
+
+
+def another_user():
+    """What makes a program one of a user who has no others, is under all limits, and may read what the tests are made of."""
+    caps = "+dac_override,+dac_read_search"
+    within = ("setpriv", f"--reuid={OTHER_USER}", "--clear-groups", f"--inh-caps=-all,{caps}", f"--ambient-caps=-all,{caps}")
+    needs(*within, why="no other user can be made here: that takes root, and setpriv")
+    return within
 
 
 # ------------------------------------------------------------------------------------------------------- descriptors
@@ -102,10 +109,7 @@ for end in line: end.close()
 
 
 def test_more_descriptors_on_their_way_than_a_user_may_have():
-    within = ("setpriv", "--inh-caps=-all", "--bounding-set=-sys_resource,-sys_admin")
-    if os.getuid() == 0:  # who may have any number
-        needs(*within, why="as root this needs setpriv, to do without capabilities")
-    (said,) = lines_of(HELD, within=within if os.getuid() == 0 else ())
+    (said,) = lines_of(HELD, within=another_user())
     assert re.match(r"LaunchError the call could not be sent to rank [01]: OSError: \[Errno 109\] Too many references", said)
     assert said.endswith("raise the limit of open files (`ulimit -n`), or torch's sharing strategy 'file_system'")
 
@@ -223,11 +227,7 @@ def test_a_container_with_room_for_some_processes(pids_group):
 
 
 def test_a_user_with_room_for_some_processes():
-    """Of another user, who has no others, and may read what the tests are made of."""
-    caps = "+dac_override,+dac_read_search"
-    within = ("setpriv", f"--reuid={OTHER_USER}", "--clear-groups", f"--inh-caps=-all,{caps}", f"--ambient-caps=-all,{caps}")
-    needs(*within, why="no other user can be made here: that takes root, and setpriv")
-    check_processes(lines_of(PROCESSES, "of user", within=within))
+    check_processes(lines_of(PROCESSES, "of user", within=another_user()))
 
 
 FIRST = """
