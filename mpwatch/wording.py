@@ -178,10 +178,9 @@ def _not_started(failure: ProcessFailure) -> str:
     if failure.evidence:
         return f"never started: {failure.evidence}"
     if failure.exception is not None:
-        return (
-            f"could not load the call: {_raised(failure)}; a rank imports what the function needs "
-            "with the caller's sys.path, from where the caller found it"
-        )
+        hint = "; a rank imports what the function needs with the caller's sys.path, from where the caller found it"
+        lacks = isinstance(failure.exception, ImportError | AttributeError)
+        return f"could not load the call: {_raised(failure)}{hint if lacks else ''}"
     return f"never started: its interpreter ended with exit code {failure.exit_code}"
 
 

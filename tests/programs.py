@@ -9,10 +9,10 @@ HERE = Path(__file__).parent
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]), "PYTHONWARNINGS": "error"}
 
 
-def python(*args, program=None, stdin=None, cwd=None, check=True, env=ENV):
-    """The finished process of `python ARGS`, program on its stdin, or that file."""
+def python(*args, program=None, stdin=None, cwd=None, check=True, env=ENV, within=()):
+    """The finished process of `python ARGS`, program on its stdin, or that file; started by a command that prepares for it."""
     done = subprocess.run(
-        [sys.executable, *args],
+        [*within, sys.executable, *args],
         **({"input": program} if stdin is None else {"stdin": stdin}),
         text=True,
         capture_output=True,

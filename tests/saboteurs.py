@@ -1,9 +1,11 @@
 """What goes wrong in ranks, by name. Functions of an importable module: they go to the ranks by reference."""
 
 import atexit
+import contextlib
 import ctypes
 import dataclasses
 import mmap
+import multiprocessing
 import os
 import resource
 import signal
@@ -811,3 +813,269 @@ def beats_until_told():
         mpwatch.heartbeat()
         time.sleep(0.01)
     return True
+
+
+def ends_in_two_steps(barrier, end):
+    """All are at work; then something happens in the host; then rank 1 ends so. The others do it only if it returns."""
+    barrier.wait()
+    if end is is_killed_beside_a_helper:
+        os.fork() or wait_to_be_stopped()
+    barrier.wait()
+    if rank() == 1 or end is rank:
+        return end()
+    return wait_to_be_stopped()
+
+
+def outlasts():
+    wait_to_be_stopped()
+
+
+def is_killed_beside_a_helper():
+    is_killed()
+
+
+def returns_megabytes(number):
+    return bytes(number << 20)
+
+
+def only_rank_0(what):
+    if rank() == 0 or what is rank:
+        return what()
+    return wait_to_be_stopped()
+
+
+def interrupts_its_watcher():
+    if rank() == 0:
+        os.kill(os.getppid(), signal.SIGINT)
+    wait_to_be_stopped()
+
+
+def does_nothing():
+    pass
+
+
+def change_signals(handler):
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGRTMAX - 3}:
+        signal.signal(number, handler)
+
+
+def ignores_all_signals():
+    change_signals(signal.SIG_IGN)
+
+
+def handles_all_signals_by_doing_nothing():
+    change_signals(lambda *_: None)
+
+
+def blocks_all_signals():
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+
+def never_ends_at_exit():
+    atexit.register(wait_to_be_stopped)
+
+
+def never_ends_at_exit_and_blocks_all_signals():
+    blocks_all_signals()
+    never_ends_at_exit()
+
+
+def stops_itself_at_exit():
+    atexit.register(os.kill, os.getpid(), signal.SIGSTOP)
+
+
+def has_a_thread_that_does_not_end():
+    threading.Thread(target=wait_in_a_thread, name="endless").start()
+
+
+def closes_all_descriptors():
+    os.closerange(0, 4096)
+
+
+def closes_its_stderr():
+    sys.stderr.close()
+    with contextlib.suppress(OSError):
+        os.close(2)
+
+
+def joins_the_watchers_group():
+    os.setpgid(0, os.getpgid(os.getppid()))
+
+
+def tries_to_lead_a_session():
+    with contextlib.suppress(PermissionError):  # it leads a group already
+        os.setsid()
+
+
+def has_a_helper_that_ignores_all_signals():
+    read, write = os.pipe()
+    if os.fork() == 0:
+        ignores_all_signals()
+        os.write(write, b"x")
+        wait_to_be_stopped()
+    os.read(read, 1)
+
+
+def stops_itself_for_good():
+    os.kill(os.getpid(), signal.SIGSTOP)
+    wait_to_be_stopped()
+
+
+def is_stuck_in_c():
+    ctypes.PyDLL(None).usleep(600_000_000)
+
+
+def is_stuck_in_c_and_handles_sigterm():
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    is_stuck_in_c()
+
+
+def becomes_a_program_that_ignores_sigterm():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.execv("/bin/sleep", ["sleep", "600"])
+
+
+def beside_one_that_resists(prepare, ending, pid, at):
+    """Rank 0 resists. It ends as told, or its sibling fails once it has begun to wait; when that was is put down."""
+    if rank() == 0:
+        prepare()
+        pid.value = os.getpid()
+        return ending(at)
+    while not pid.value:
+        os.sched_yield()
+    if ending is returns:
+        return 1
+    if ending in (raises_at, dies_at):
+        return wait_to_be_stopped()
+    while not rests(pid.value, ending.waiting):
+        os.sched_yield()
+    return raises_at(at)
+
+
+def rests(pid, waiting):
+    if waiting is becomes_a_program_that_ignores_sigterm:
+        with open(f"/proc/{pid}/comm") as text:
+            return text.read() == "sleep\n" and state_of(pid) == "S"
+    return state_of(pid) == ("T" if waiting is stops_itself_for_good else "S")
+
+
+def raises_at(at):
+    at.value = time.monotonic()
+    raise ValueError("the batch is bad")
+
+
+def dies_at(at):
+    at.value = time.monotonic()
+    is_killed()
+
+
+def returns(at):
+    at.value = time.monotonic()
+    return 0
+
+
+class SiblingFails:
+    """While this one waits in such a way."""
+
+    def __init__(self, waiting=wait_to_be_stopped):
+        self.waiting = waiting
+
+    def __call__(self, at):
+        self.waiting()
+
+
+def half_a_message():
+    """A header that says that much will follow, and some of it."""
+    from mpwatch.wire.messages import Kind, frame
+
+    return frame(Kind.RETURNED, bytes(1 << 20))[: 1 << 10]
+
+
+def dies_half_way_through_a_message(barrier, pid, leaves_group, end):
+    """A forked helper has the line open all the same."""
+    if rank() == 1:
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            if leaves_group:
+                os.setsid()
+            os.write(write, b"x")
+            signal.alarm(60)
+            signal.pause()
+            os._exit(0)
+        os.read(read, 1)
+        pid.value = child
+    barrier.wait()
+    if rank() == 1:
+        os.write(multiprocessing.current_process().seat.channel_fd, half_a_message())
+        end()
+    wait_to_be_stopped()
+
+
+def joins_and_freezes(group):
+    with open(f"{group}/cgroup.procs", "w") as procs:
+        procs.write(str(os.getpid()))
+    with open(f"{group}/freezer.state", "w") as state:
+        state.write("FROZEN")
+
+
+def fails_beside_a_frozen_rank(group, pid, at):
+    if rank() == 0:
+        pid.value = os.getpid()
+        joins_and_freezes(group)
+        wait_to_be_stopped()
+    while not is_frozen(group):
+        os.sched_yield()
+    raises_at(at)
+
+
+def is_frozen(group):
+    with open(f"{group}/freezer.state") as state:
+        return state.read() == "FROZEN\n"
+
+
+PTRACE_SEIZE = 0x4206
+PTRACE_CONT = 7
+
+
+def is_held_by_a_debugger(tracer, looks):
+    """One that has left the rank's group, and does or does not look at what becomes of the rank."""
+    pid = os.getpid()
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        libc = ctypes.CDLL(None)
+        libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+        libc.ptrace(PTRACE_SEIZE, pid, None, None)
+        tracer.value = os.getpid()
+        os.write(write, b"x")
+        signal.alarm(60)
+        while looks and os.WIFSTOPPED(status := os.waitpid(pid, 0)[1]):
+            libc.ptrace(PTRACE_CONT, pid, None, os.WSTOPSIG(status))
+        signal.pause()
+    os.read(read, 1)
+
+
+def fails_beside_one_that_is_held(tracer, looks, ending, at):
+    if rank() == 0:
+        is_held_by_a_debugger(tracer, looks)
+        return ending(at) if ending is dies_at else wait_to_be_stopped()
+    while not tracer.value:
+        os.sched_yield()
+    return wait_to_be_stopped() if ending is dies_at else raises_at(at)
+
+
+def terminates_its_watcher():
+    if rank() == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+    wait_to_be_stopped()
+
+
+def waits_twice_at(barrier):
+    barrier.wait()
+    barrier.wait()
+    return rank()
+
+
+def waits_twice_at_and_is_killed(barrier):
+    waits_twice_at(barrier)
+    is_killed()

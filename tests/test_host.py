@@ -384,22 +384,6 @@ def test_an_error_of_our_own_leaves_nothing(monkeypatch):
         mpwatch.run(saboteurs.wait_to_be_stopped, 2)
 
 
-def test_short_of_descriptors():
-    import resource
-
-    import saboteurs
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(os.listdir("/proc/self/fd"))
-    for spare in range(1, 21):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + spare, hard))
-        try:
-            with pytest.raises(mpwatch.LaunchError, match="Too many open files"):
-                mpwatch.run(saboteurs.rank, 16)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_an_exception_at_any_bytecode_leaves_nothing():
     """At some of them here; `tox -e chaos` throws at every one."""
     stride = int(os.environ.get("MPWATCH_TEST_STRIDE", "17"))

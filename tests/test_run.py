@@ -358,31 +358,6 @@ def test_a_torch_free_run_never_imports_torch_nor_cloudpickle_in_a_rank():
     assert not modules & {"torch", "cloudpickle", "tblib", "dataclasses", "tempfile", "mpwatch.watcher", "mpwatch.spec"}
 
 
-@pytest.mark.parametrize("prepare", ["ignore", "reap"])
-def test_with_sigchld_ignored_and_with_a_host_that_reaps_strangers(prepare):
-    code = (
-        "import os, signal, sys, threading, functions, mpwatch, saboteurs\n"
-        "def reap():\n"
-        "    while True:\n"
-        "        try: os.waitpid(-1, 0)\n"
-        "        except ChildProcessError: pass\n"
-        f"if {prepare == 'ignore'}: signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
-        "else: threading.Thread(target=reap, daemon=True).start()\n"
-        "print(list(mpwatch.run(functions.rank, 2)))\n"
-        "try: mpwatch.run(saboteurs.raises_value_error, 2)\n"
-        "except mpwatch.RunFailedError as error: print(type(error.__cause__).__name__)\n"
-        "try: mpwatch.run(saboteurs.is_killed, 2)\n"
-        "except mpwatch.RunFailedError as error: print(error.root_cause.kind.name, flush=True)\n"
-        "os._exit(0)\n"
-    )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
-    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    lines = out.stdout.splitlines()
-    assert lines[:2] == ["[0, 1]", "ValueError"], out.stderr
-    assert lines[2] in ("LOST", "SIGNAL"), out.stderr
-    assert out.stderr == ""
-
-
 def test_a_host_with_blocked_signals_has_ranks_without():
     def look():
         return signal.pthread_sigmask(signal.SIG_BLOCK, ())

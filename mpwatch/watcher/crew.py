@@ -5,7 +5,6 @@ is left to the kernel), and everything it opened is closed.
 """
 
 import dataclasses
-import errno
 import logging
 import os
 import signal
@@ -29,6 +28,7 @@ from .gate import Gate
 from .guardian import Guardian
 from .line import RankLine
 from .process import WatchedProcess
+from .shortage import with_remedy
 from .states import KILL_SECONDS
 
 __all__ = ["Crew"]
@@ -36,15 +36,6 @@ __all__ = ["Crew"]
 log = logging.getLogger("mpwatch")
 
 STDERR = 2
-REMEDIES: dict[int | None, str] = {
-    errno.EMFILE: "raise the limit of open files (`ulimit -n`): a rank takes about 4 descriptors",
-    errno.ENFILE: "the system has no more open files: see /proc/sys/fs/file-max",
-    errno.EAGAIN: "raise the limit of processes (`ulimit -u`, or pids.max of the container)",
-    errno.ENOMEM: "free some memory, or start fewer ranks",
-    errno.E2BIG: "the environment is too large for a new process: see `env`",
-    errno.ENOENT: "does the folder that this program runs in, and its Python, still exist?",
-    errno.ETOOMANYREFS: "raise the limit of open files (`ulimit -n`), or torch's sharing strategy 'file_system'",
-}
 
 
 class Crew:
@@ -55,7 +46,8 @@ class Crew:
         self.lines: dict[int, RankLine] = {}
         self.gate: Gate[Any]
         self._slots: dict[int, int] = {}  # which is whose, by rank
-        self._groups: list[int] = []  # of buried ranks, with helpers that have been killed but are not gone yet
+        self._held: dict[WatchedProcess, float] = {}  # dead since that time, but a debugger has not yet let go of them
+        self._groups: dict[int, float] = {}  # of buried ranks, with helpers that were killed at that time, but not gone yet
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -66,8 +58,9 @@ class Crew:
                 self._stderr_fd = os.dup(STDERR)
                 stack.callback(os.close, self._stderr_fd)
             except OSError as error:
-                raise LaunchError(_with_remedy("the ranks cannot be watched", error)) from error
+                raise LaunchError(with_remedy("the ranks cannot be watched", error)) from error
             stack.callback(self._await_helpers)
+            stack.callback(self._await_debuggers)
             stack.callback(self._kill_all)
             self._stack = stack.pop_all()
         return self
@@ -111,7 +104,7 @@ class Crew:
                 line.send_file(Kind.PRINTED, line.stacks.printed)
             line.send(Kind.CALL, self.payload.fds)
         except OSError as error:
-            raise LaunchError(_with_remedy(f"the call could not be sent to rank {line.facts.worker.rank}", error)) from error
+            raise LaunchError(with_remedy(f"the call could not be sent to rank {line.facts.worker.rank}", error)) from error
 
     def answer_left(self, line: RankLine) -> list[Message]:
         """What a dead rank could not send any more, and has left in its black box."""
@@ -131,10 +124,12 @@ class Crew:
         pid = line.process.child_pid
         del self.lines[line.facts.worker.rank]
         line.close()
-        line.process.bury()
+        buried_at = time.monotonic()
+        if not line.process.bury():
+            self._held[line.process] = buried_at
         self.guardian.release(pid)
         if group_exists(pid):
-            self._groups.append(pid)
+            self._groups[pid] = buried_at
 
     def abandon(self, line: RankLine) -> None:
         """Leave a rank that cannot be killed to the kernel."""
@@ -152,23 +147,41 @@ class Crew:
                 stack.callback(self._bury_by, deadline, line)
 
     def _bury_by(self, deadline: float, line: RankLine) -> None:
-        if wait([line.process.child.sentinel], max(0.0, deadline - time.monotonic())):
+        if line.process.has_ended_by(deadline):
             self.bury(line)
         else:
             self.abandon(line)
 
+    def _await_debuggers(self) -> None:
+        """A debugger that does not look keeps a dead rank from being reaped."""
+        for process, died_at in self._held.items():
+            while not (buried := process.bury()) and time.monotonic() < died_at + KILL_SECONDS:
+                pass  # it waits a while itself
+            if not buried:
+                log.warning("%s (pid %d) is dead, but held by a debugger: left behind", process.name, process.child_pid)
+                process.abandon()
+
     def _await_helpers(self) -> None:
         """What ranks had started is killed with them, but takes its time to go if it held much memory, or a GPU."""
-        deadline = time.monotonic() + KILL_SECONDS
-        for pid in [pid for group in self._groups for pid in group_members(group)]:
-            pidfd = open_pidfd(pid)
-            if pidfd is None:
-                continue
+        for group, killed_at in self._groups.items():
+            deadline = killed_at + KILL_SECONDS
             try:
-                if not wait([pidfd], max(0.0, deadline - time.monotonic())):
-                    log.warning("process %d, started by a rank, has not yet gone although it has been killed", pid)
-            finally:
-                os.close(pidfd)
+                _await_members(group, deadline)
+            except OSError:  # there are no descriptors left to look at /proc, or to wait, with
+                while group_exists(group) and time.monotonic() < deadline:
+                    time.sleep(0.001)
+
+
+def _await_members(group: int, deadline: float) -> None:
+    for pid in group_members(group):
+        pidfd = open_pidfd(pid)
+        if pidfd is None:
+            continue
+        try:
+            if not wait([pidfd], max(0.0, deadline - time.monotonic())):
+                log.warning("process %d, started by a rank, has not yet gone although it has been killed", pid)
+        finally:
+            os.close(pidfd)
 
 
 def _fields_of(worker: Worker) -> dict[str, Any]:
@@ -185,10 +198,4 @@ def _why_not_started(worker: Worker, error: Exception) -> str:
     what = f"rank {worker.rank} could not be started"
     if current_process().daemon:
         return f"{what}: {error}; start the run in a process that is not daemonic"
-    return _with_remedy(what, error)
-
-
-def _with_remedy(what: str, error: Exception) -> str:
-    number = error.errno if isinstance(error, OSError) else None
-    remedy = f"; {REMEDIES[number]}" if number in REMEDIES else ""
-    return f"{what}: {type(error).__name__}: {error}{remedy}"
+    return with_remedy(what, error)

@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import LaunchError
 from ..platform import usable_cpus
 from ..spec import Worker, WorkerSpec
+from .shortage import with_remedy
 
 __all__ = ["environments_of", "reserve_port"]
 
@@ -24,13 +25,13 @@ def reserve_port() -> socket.socket:
     try:
         keeper = socket.socket()
     except OSError as error:
-        raise LaunchError(f"no socket for MASTER_PORT could be had: {error}") from error
+        raise LaunchError(with_remedy("no socket for MASTER_PORT could be had", error)) from error
     try:
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         keeper.bind(("", 0))
     except OSError as error:
         keeper.close()
-        raise LaunchError(f"no port for MASTER_PORT could be reserved: {error}") from error
+        raise LaunchError(with_remedy("no port for MASTER_PORT could be reserved", error)) from error
     return keeper
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from ..errors import LaunchError
 from ..spec import Worker, WorkerSpec
 from ..wire.messages import Kind, Message
 from ..wire.payload import Payload
@@ -29,6 +30,7 @@ from .line import RankLine
 from .machine import Machine
 from .oom import OomWatch
 from .order import Order
+from .shortage import with_remedy
 from .signals import HostSignals
 from .signatures import complaint_in
 from .stacks import tidy
@@ -76,9 +78,12 @@ class _Run:
             timeout=spec.timeout,
             heartbeat_timeout=spec.heartbeat_timeout,
         )
-        self.gate.add(signals.fileno(), self._interrupts)
-        for line in crew.lines.values():
-            line.wait_at(self.gate, partial(self._hear, line), partial(self._overhear, line), partial(self._mourn, line))
+        try:
+            self.gate.add(signals.fileno(), self._interrupts)
+            for line in crew.lines.values():
+                line.wait_at(self.gate, partial(self._hear, line), partial(self._overhear, line), partial(self._mourn, line))
+        except OSError as error:
+            raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
 
     def until_over(self) -> None:
         """Wait and act until no rank is left."""

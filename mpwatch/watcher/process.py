@@ -19,8 +19,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack, suppress
 from multiprocessing import get_start_method, process, reduction, resource_tracker, spawn, util
+from multiprocessing.connection import wait
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
 from typing import Any
@@ -34,9 +36,11 @@ __all__ = ["UNKNOWN_EXIT", "WatchedProcess"]
 mp_process: Any = process
 mp_spawn: Any = spawn
 mp_util: Any = util
+sp: Any = subprocess
 
 PIPE_SIZE = 1 << 16  # what a pipe holds, unless it is told to hold more (Linux: up to 1 MiB for anybody)
 UNKNOWN_EXIT = 255  # the exit code of a child whose status somebody else has taken
+TRACER_SECONDS = 0.05  # a debugger that is awake has taken note of a death in less
 
 
 class WatchedProcess(RankProcess):
@@ -66,8 +70,23 @@ class WatchedProcess(RankProcess):
         self.child_pid = self.child.pid
 
     def poll(self) -> int | None:
-        """The exit code once it has ended, as multiprocessing has it; UNKNOWN_EXIT if it was lost, see `exit_is_known`."""
-        return self.child.poll()
+        """The exit code, now that it has ended, as multiprocessing has it; UNKNOWN_EXIT if it was lost, see `exit_is_known`.
+
+        None if a debugger holds it: the kernel tells that one first, and the parent when it has taken note.
+        """
+        until = time.monotonic() + TRACER_SECONDS
+        while (code := self.child.poll()) is None and time.monotonic() < until:
+            time.sleep(0.001)
+        return code
+
+    def has_ended_by(self, deadline: float) -> bool:
+        """Whether it ends by that time of CLOCK_MONOTONIC."""
+        try:
+            return bool(wait([self.child.sentinel], max(0.0, deadline - time.monotonic())))
+        except OSError:  # so short of memory, or with so low a limit of open files, that nothing can be waited for
+            while (code := self.child.poll()) is None and time.monotonic() < deadline:
+                time.sleep(0.001)
+            return code is not None
 
     def signal_group(self, number: int) -> None:
         """Send a signal to the rank and whatever it has started in its process group."""
@@ -81,17 +100,22 @@ class WatchedProcess(RankProcess):
         """False if the status was lost: SIGCHLD is ignored in this program, or another part of it waits for any child."""
         return self.child.status_known
 
-    def bury(self) -> None:
-        """Once it has ended: kill what is left of its group, reap it, close what is open.
+    def bury(self) -> bool:
+        """Once it has ended: kill what is left of its group, reap it, close what is open. False if a debugger holds it, so
+        that it cannot be reaped yet.
 
         Not `close()`: another thread may be waiting for it in `join()`, as multiprocessing does at the program's end.
         """
-        self.child.bury()
+        if not self.child.bury():
+            return False
         self.child.close()
         mp_process._children.discard(self)
+        return True
 
     def abandon(self) -> None:
-        """It cannot be killed. The end of the program, which joins all children, must not wait for it."""
+        """It cannot be killed, or not be reaped. The end of the program, which joins all children, must not wait for it."""
+        self.child.abandon()
+        self.child.close()
         mp_process._children.discard(self)
 
 
@@ -177,28 +201,52 @@ class _RankPopen(Popen):
         if self._buried:  # until then its descriptors are waited on
             super().close()
 
-    def bury(self) -> None:
+    def bury(self) -> bool:
         with self._lock:
             if self._buried:
-                return
+                return True
             _signal_group(self.pid, signal.SIGKILL)
             try:
-                _, status = os.waitpid(self.pid, 0)
+                ended, status = self._reap()
+                if not ended:
+                    return False
                 self.returncode = os.waitstatus_to_exitcode(status)
             except ChildProcessError:
                 self.returncode = UNKNOWN_EXIT if self.returncode is None else self.returncode
             self._buried = True
             self._child.returncode = self.returncode  # else subprocess would wait for it, too
+            return True
+
+    def _reap(self) -> tuple[int, int]:
+        """At once as a rule: it has ended. Not if it is traced, or if its sentinel is no pidfd."""
+        until = time.monotonic() + TRACER_SECONDS
+        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and time.monotonic() < until:
+            time.sleep(0.001)
+        return ended
+
+    def abandon(self) -> None:
+        """Leave it to subprocess, which reaps whoever was left to it each time that it starts a process."""
+        with self._lock:
+            if not self._buried:
+                self._buried = True
+                sp._active.append(self._child)
 
 
 def _fill(pipe: int, data: memoryview) -> None:
     """All of it, before there is a reader: who writes later waits for the child, or for ever if it dies meanwhile."""
     os.set_blocking(pipe, False)
-    if len(data) > PIPE_SIZE and hasattr(fcntl, "F_SETPIPE_SZ"):
-        with suppress(PermissionError):  # more than /proc/sys/fs/pipe-max-size: the write below tells
-            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, len(data))
-    if os.write(pipe, data) < len(data):
-        raise OSError(errno.EMSGSIZE, f"sys.argv and sys.path take {len(data)} bytes, more than a pipe holds; shorten them")
+    room = PIPE_SIZE
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        room = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)  # a page for a user who has very many (pipe-user-pages-soft)
+        if room < len(data):
+            with suppress(PermissionError):  # more than the system allows (pipe-max-size)
+                room = fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, len(data))
+    if room < len(data) or os.write(pipe, data) < len(data):
+        raise OSError(
+            errno.EMSGSIZE,
+            f"sys.argv and sys.path take {len(data)} bytes, and a pipe holds {room} here; shorten them, or see "
+            "/proc/sys/fs/pipe-max-size and pipe-user-pages-soft",
+        )
     os.set_blocking(pipe, True)
 
 

@@ -6,6 +6,7 @@ from ..errors import LaunchError
 from ..spec import WorkerSpec
 from ..wire import culprit
 from ..wire.payload import Call, Payload, pack, probe
+from .shortage import is_shortage, with_remedy
 
 __all__ = ["pack_call"]
 
@@ -19,6 +20,8 @@ def pack_call(spec: WorkerSpec[Any]) -> Payload:
 
 
 def _why_not_sent(spec: WorkerSpec[Any], error: Exception) -> str:
+    if is_shortage(error):  # which is nobody's fault, and would befall whatever is tried out now
+        return with_remedy("the call could not be packed", error)
     candidates: list[tuple[str, Any]] = [(f"fn {spec.fn_name!r}", spec.fn)]
     candidates += [(f"args[{i}]", arg) for i, arg in enumerate(spec.args)]
     candidates += [(f"kwargs[{name!r}]", value) for name, value in (spec.kwargs or {}).items()]

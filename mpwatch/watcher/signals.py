@@ -19,6 +19,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from ..errors import LaunchError
+from .shortage import with_remedy
 
 __all__ = ["HostSignals"]
 
@@ -43,7 +44,7 @@ class HostSignals:
                 self._sockets += socket.socketpair()  # objects that close themselves, unlike the ends of os.pipe()
         except OSError as error:
             self.close()
-            raise LaunchError(f"signals cannot be waited for: {error}; see `ulimit -n`") from error
+            raise LaunchError(with_remedy("signals cannot be waited for", error)) from error
         self._bell, self._button, self._alarm, self._waker = self._sockets
         for end in self._sockets:
             end.setblocking(False)

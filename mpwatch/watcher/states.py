@@ -43,7 +43,7 @@ __all__ = [
 LAST_CALL_SECONDS = 1.0  # how long a cause may be later than the complaints about it
 LOOK_SECONDS = 0.2  # for the stacks of all ranks together; one takes a tenth of a millisecond
 LEAST_GRACE_SECONDS = 0.2  # for a rank that has failed to send the details, whatever the grace period
-KILL_SECONDS = 1.0  # from SIGKILL to giving up: only a process that sleeps in the kernel takes longer
+KILL_SECONDS = 0.8  # from SIGKILL to giving up, a second together with the look: who takes longer sleeps in the kernel
 END_SECONDS = 1.0  # a rank that has returned may take at least so long to end, whatever the grace period
 LATE_SECONDS = (
     1.0  # when this is called so late, it was not ranks that were silent: this program did not run, and maybe none did

@@ -90,7 +90,7 @@ class _Errand:
         except RuntimeError as error:
             raise LaunchError(
                 f"no thread to watch the ranks could be started: {error}; raise the limit of processes (`ulimit -u`, or "
-                "pids.max of the container), and start no run while Python is ending"
+                "pids.max of the container), or of memory (`ulimit -v`), and start no run while Python is ending"
             ) from error
         self._sleep()
 

@@ -209,6 +209,8 @@ def _call(call: Call) -> object:
 def _dump_value(value: object) -> bytes:
     try:
         return values.dumps(value)
+    except MemoryError:
+        raise MemoryError("there is not enough memory to pack the return value") from None
     except BaseException as error:  # noqa: BLE001  whatever the value's classes do when they are pickled
         from ..wire import culprit
 

@@ -1,0 +1,210 @@
+"""Ranks that resist: none of them delays the verdict for longer than it must, and none outlives the run."""
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import saboteurs
+from conftest import SPAWN, is_alive
+from saboteurs import SiblingFails, dies_at, raises_at, returns
+
+import mpwatch
+from mpwatch import FailureKind
+from mpwatch.platform import group_members, peek_exit
+
+FREEZER = Path("/sys/fs/cgroup/freezer")
+GRACE = 0.3  # where it must be waited for
+LONG = 30.0  # where it need not
+SOON = 6.0  # however loaded this machine is
+BOUND = 1.0  # what a run may take longer than its grace period
+SLACK = 0.5  # for a loaded machine
+
+
+class Outcome:
+    """Of a run whose rank 0 resists: its verdict, and how long it took from the failure on."""
+
+    def __init__(self, grace, fn, *args, before=()):
+        at = SPAWN.Value("d", 0.0)
+        self.pid = SPAWN.Value("i", 0)
+        try:
+            self.values = list(mpwatch.run(fn, 2, args=(*before, self.pid, *args, at), grace_period=grace))
+            self.root = None
+        except mpwatch.RunFailedError as error:
+            self.root, self.text = error.root_cause, str(error)
+        self.seconds = time.monotonic() - at.value
+
+    def is_of(self, rank):
+        expected = (rank, FailureKind.EXCEPTION)
+        assert (self.root.rank, self.root.kind) == expected, self.text
+        assert type(self.root.exception) is ValueError
+
+
+def resist(prepare, ending, grace):
+    outcome = Outcome(grace, saboteurs.beside_one_that_resists, before=(prepare, ending))
+    assert not [pid for pid in group_members(outcome.pid.value) if is_alive(pid)]
+    return outcome
+
+
+PREPARED = (
+    saboteurs.ignores_all_signals,
+    saboteurs.handles_all_signals_by_doing_nothing,
+    saboteurs.blocks_all_signals,
+    saboteurs.never_ends_at_exit,
+    saboteurs.never_ends_at_exit_and_blocks_all_signals,
+    saboteurs.stops_itself_at_exit,
+    saboteurs.has_a_thread_that_does_not_end,
+    saboteurs.closes_all_descriptors,
+    saboteurs.closes_its_stderr,
+    saboteurs.joins_the_watchers_group,
+    saboteurs.tries_to_lead_a_session,
+    saboteurs.has_a_helper_that_ignores_all_signals,
+)
+DEAF = (
+    saboteurs.ignores_all_signals,
+    saboteurs.handles_all_signals_by_doing_nothing,
+    saboteurs.blocks_all_signals,
+    saboteurs.never_ends_at_exit_and_blocks_all_signals,
+)
+LINGERING = (
+    saboteurs.never_ends_at_exit,
+    saboteurs.never_ends_at_exit_and_blocks_all_signals,
+    saboteurs.stops_itself_at_exit,
+    saboteurs.has_a_thread_that_does_not_end,
+)
+WAITING = {  # and whether it takes a SIGKILL
+    saboteurs.stops_itself_for_good: False,
+    saboteurs.is_stuck_in_c: False,
+    saboteurs.is_stuck_in_c_and_handles_sigterm: True,
+    saboteurs.becomes_a_program_that_ignores_sigterm: True,
+}
+
+
+def name(value):
+    return getattr(value, "__name__", None)
+
+
+@pytest.mark.parametrize("prepare", PREPARED, ids=name)
+def test_its_sibling_fails(prepare):
+    grace = GRACE if prepare in DEAF else LONG
+    outcome = resist(prepare, SiblingFails(), grace)
+    outcome.is_of(1)
+    assert outcome.seconds < (grace + BOUND if prepare in DEAF else SOON)
+
+
+@pytest.mark.parametrize("waiting", WAITING, ids=name)
+def test_its_sibling_fails_while_it_cannot_be_reached(waiting):
+    grace = GRACE if WAITING[waiting] else LONG
+    outcome = resist(saboteurs.does_nothing, SiblingFails(waiting), grace)
+    outcome.is_of(1)
+    assert outcome.seconds < (grace + BOUND if WAITING[waiting] else SOON)
+
+
+@pytest.mark.parametrize("prepare", PREPARED, ids=name)
+def test_it_fails_itself(prepare):
+    stays = prepare is saboteurs.never_ends_at_exit_and_blocks_all_signals
+    grace = GRACE if stays else LONG
+    outcome = resist(prepare, raises_at, grace)
+    outcome.is_of(0)
+    assert outcome.seconds < (grace + BOUND if stays else SOON)
+
+
+@pytest.mark.parametrize("prepare", PREPARED, ids=name)
+def test_it_dies(prepare):
+    outcome = resist(prepare, dies_at, LONG)
+    assert (outcome.root.rank, outcome.root.kind, outcome.root.exit_code) == (0, FailureKind.SIGNAL, 137), outcome.text
+    assert outcome.seconds < SOON
+
+
+@pytest.mark.parametrize("prepare", PREPARED, ids=name)
+def test_it_returns(prepare, caplog):
+    """Its value is kept; who does not end then has `grace_period`, a second at least, and is named."""
+    lingers = prepare in LINGERING
+    outcome = resist(prepare, returns, GRACE if lingers else LONG)
+    assert outcome.values == [0, 1]
+    assert outcome.seconds < (1.0 + GRACE + BOUND if lingers else SOON)
+    assert ("rank 0 had returned but was still there" in caplog.text) == lingers
+
+
+@pytest.mark.parametrize("leaves_group", [False, True], ids=["in its group", "in a session of its own"])
+@pytest.mark.parametrize("end", [saboteurs.is_killed, saboteurs.vanishes_with_7], ids=name)
+def test_half_a_message_and_a_helper_that_holds_the_line(end, leaves_group):
+    pid, barrier = SPAWN.Value("i", 0), SPAWN.Barrier(2)
+    start = time.monotonic()
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        args = (barrier, pid, leaves_group, end)
+        mpwatch.run(saboteurs.dies_half_way_through_a_message, 2, args=args, grace_period=LONG)
+    seconds = time.monotonic() - start
+    is_left = is_alive(pid.value)
+    if leaves_group:
+        os.kill(pid.value, signal.SIGKILL)  # it had left on purpose
+    expected = (1, FailureKind.SIGNAL) if end is saboteurs.is_killed else (1, FailureKind.EXIT)
+    assert (caught.value.root_cause.rank, caught.value.root_cause.kind) == expected
+    assert is_left == leaves_group
+    assert seconds < SOON
+
+
+@pytest.fixture
+def freezer(eventually):
+    folder = FREEZER / f"mpwatch-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no group that can be frozen can be made in {FREEZER}: {error}")
+    yield folder
+    (folder / "freezer.state").write_text("THAWED")
+    eventually(lambda: not (folder / "cgroup.procs").read_text())
+    folder.rmdir()
+
+
+def test_a_rank_that_not_even_sigkill_ends(freezer, caplog, eventually):
+    """As in uninterruptible sleep. It is named and left to the kernel; when it can end, it does, and is reaped."""
+    outcome = Outcome(GRACE, saboteurs.fails_beside_a_frozen_rank, before=(str(freezer),))
+    pid = outcome.pid.value
+    outcome.is_of(1)
+    assert GRACE + BOUND - 0.3 < outcome.seconds < GRACE + BOUND + SLACK
+    assert f"rank 0 (pid {pid}) cannot be killed, not even by SIGKILL: left behind" in caplog.text
+    assert "rank 0: stopped by the watcher" in outcome.text
+    assert is_alive(pid)
+    (freezer / "freezer.state").write_text("THAWED")
+    eventually(lambda: not is_alive(pid))
+    mpwatch.run(saboteurs.rank, 1)  # which starts a process, and then subprocess reaps whoever was left to it
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def held(looks, ending):
+    outcome = Outcome(GRACE, saboteurs.fails_beside_one_that_is_held, looks, ending)
+    tracer = outcome.pid.value
+    os.kill(tracer, signal.SIGKILL)
+    return outcome
+
+
+def test_a_rank_held_by_a_debugger_that_does_not_look(caplog, eventually):
+    """The kernel tells the debugger of a death first, and the watcher only when that one has taken note."""
+    outcome = held(False, SiblingFails())
+    outcome.is_of(1)
+    assert outcome.seconds < GRACE + BOUND + SLACK
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "rank-0 (pid " in record.getMessage()
+    assert "held by a debugger: left behind" in record.getMessage()
+    pid = record.args[1]
+    eventually(lambda: peek_exit(pid) is not None)
+    subprocess.run(["true"], check=True)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_rank_that_is_killed_under_a_debugger_that_looks(caplog):
+    outcome = held(True, dies_at)
+    assert (outcome.root.rank, outcome.root.kind, outcome.root.exit_code) == (0, FailureKind.SIGNAL, 137), outcome.text
+    assert outcome.seconds < BOUND
+    assert caplog.text == ""
+
+
+def test_a_rank_under_a_debugger_that_looks_is_stopped_as_any_other(caplog):
+    outcome = held(True, SiblingFails())
+    outcome.is_of(1)
+    assert outcome.seconds < GRACE + BOUND
+    assert caplog.text == ""
