@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -12,6 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import conftest
 import functions
 import pytest
 import saboteurs
@@ -337,12 +339,26 @@ def test_a_port_of_the_caller_s_choice_is_what_the_worker_says():
     assert mpwatch.run(port, 1, env={"MASTER_PORT": "29999"})[0] == ("29999", 29999)
 
 
-def test_nothing_grows_over_many_runs():
-    mpwatch.run(functions.rank, 1)
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(20):
-        mpwatch.run(functions.rank, 1)
-    assert len(os.listdir("/proc/self/fd")) == before
+def test_nothing_grows_over_two_hundred_runs():
+    """Every fourth of them fails. The check after each test does the rest."""
+    for n in range(208):
+        if n == 8:
+            gc.collect()
+            before = resident_megabytes(), conftest.state()
+        if n % 4:
+            mpwatch.run(functions.rank, 1)
+        else:
+            with pytest.raises(mpwatch.RunFailedError):
+                mpwatch.run(saboteurs.raises_value_error, 1)
+    gc.collect()
+    after = resident_megabytes(), conftest.state()
+    assert after[1] == before[1]
+    assert after[0] - before[0] < 2
+
+
+def resident_megabytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
 
 
 def test_a_torch_free_run_never_imports_torch_nor_cloudpickle_in_a_rank():
