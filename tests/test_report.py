@@ -7,6 +7,7 @@ import pytest
 from told import COMPLAINT, IN_TORCH, LIBRARY, STOPPED, at, died, facts, raised, returned
 
 from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, WorkerState
+from mpwatch.platform import DUMP_SIGNAL
 from mpwatch.watcher.diagnosis import diagnose
 from mpwatch.watcher.states import Verdict
 from mpwatch.wording import exit_text, ranks_text, report, where
@@ -43,6 +44,12 @@ def test_a_death_while_being_stopped_is_the_rank_s_own_only_if_we_cannot_have_ca
     result = diagnose(facts(raised(ValueError("x"), 9.0), died(code, 10.2, sent=[signal.SIGTERM])))
     assert (1 in result.failures) == failed
     assert 1 not in diagnose(facts(raised(ValueError("x"), 9.0), died(-9, 20.2, sent=[9, 15]))).failures
+
+
+def test_a_program_that_a_rank_became_as_it_was_looked_at_died_of_that():
+    looked_at = {**died(-DUMP_SIGNAL, 10.01), "was_asked": True}
+    assert set(diagnose(facts(looked_at, raised(ValueError("x"), 9.9))).failures) == {1}
+    assert set(diagnose(facts(died(-DUMP_SIGNAL, 10.01), raised(ValueError("x"), 9.9))).failures) == {0, 1}
 
 
 def test_a_crash_of_a_rank_that_is_being_stopped_is_no_cause():

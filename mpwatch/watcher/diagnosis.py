@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..platform import DUMP_SIGNAL
 from ..result import FailureKind, ProcessFailure, Progress, RunResult, WorkerState
 from ..wire import exceptions
 from ..wire.messages import Kind, Message
@@ -227,9 +228,11 @@ def _before_stop(facts: Facts, at: float) -> bool:
 
 def _not_our_doing(seen: RankFacts) -> bool:
     """Whether a rank that was being stopped died of something else: a crash, or a SIGKILL that we had not sent."""
+    number = -(seen.exit_code or 0)
+    if seen.was_asked and number == DUMP_SIGNAL:
+        return False
     if not seen.signals_sent:
         return True  # it was still being looked at
-    number = -(seen.exit_code or 0)
     return number > 0 and number not in seen.signals_sent and (number in CRASHES or number == signal.SIGKILL)
 
 

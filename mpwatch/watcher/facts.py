@@ -40,6 +40,8 @@ class RankFacts:
     """The Python stack at the moment of a crash, in faulthandler's words."""
     printed: str = ""
     """What its interpreter printed instead of becoming ready."""
+    was_asked: bool = False
+    """Whether it was sent DUMP_SIGNAL: a program that it becomes in that moment dies of it."""
     process_state: str = ""
     """The letter of its state when its stacks were asked for, see proc(5)."""
     pulse: Reading = field(default_factory=partial(Reading, None, None))

@@ -131,6 +131,7 @@ class RankLine:
             return False
         self.overhear()
         self.stacks.ask()
+        self.facts.was_asked = True
         self.process.signal_rank(DUMP_SIGNAL)
         return True
 

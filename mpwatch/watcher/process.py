@@ -160,7 +160,7 @@ class _RankPopen(Popen):
             self.finalizer = mp_util.Finalize(self, mp_util.close_fds, {parent_w, self.sentinel})
             stack.pop_all()
 
-    def _pickle(self, process_obj: WatchedProcess) -> memoryview:
+    def _pickle(self, process_obj: WatchedProcess) -> bytes:
         data = io.BytesIO()
         set_spawning_popen(self)
         try:
@@ -168,7 +168,7 @@ class _RankPopen(Popen):
             reduction.dump(process_obj, data)
         finally:
             set_spawning_popen(None)
-        return data.getbuffer()
+        return data.getvalue()
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
         """The exit code once the rank has ended. It is looked at, not taken: see `bury`."""
@@ -232,7 +232,7 @@ class _RankPopen(Popen):
                 sp._active.append(self._child)
 
 
-def _fill(pipe: int, data: memoryview) -> None:
+def _fill(pipe: int, data: bytes) -> None:
     """All of it, before there is a reader: who writes later waits for the child, or for ever if it dies meanwhile."""
     os.set_blocking(pipe, False)
     room = PIPE_SIZE

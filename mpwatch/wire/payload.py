@@ -122,7 +122,8 @@ def pack(call: Call) -> Payload:
     try:
         with _Parcel(payload.add_copy):
             _dump(call, stream)
-        write_all(payload.fds[0], stream.getbuffer())
+        with stream.getbuffer() as data:
+            write_all(payload.fds[0], data)
     except BaseException:
         payload.close()
         raise
