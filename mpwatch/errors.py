@@ -37,7 +37,7 @@ class RunFailedError(MpwatchError):
 
     @property
     def failures(self) -> dict[int, ProcessFailure]:
-        """By global rank, every rank that failed by itself."""
+        """By global rank, every rank that failed."""
         return dict(self.result.failures)
 
     @property

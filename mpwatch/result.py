@@ -49,7 +49,7 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessFailure:
-    """One rank that failed by itself. Ranks that the watcher stopped are in no such list."""
+    """One rank that failed, by itself or as a victim of another (`is_secondary`). Not one that the watcher stopped."""
 
     rank: int
     """Global rank."""
@@ -76,7 +76,7 @@ class ProcessFailure:
     evidence: str = ""
     """What else is known of the cause: what proves an OOM or makes one likely, for example."""
     is_secondary: bool = False
-    """True if this only says that a peer had gone: a consequence of another failure."""
+    """True for a consequence of another failure: it only says that a peer had gone, or was silent as it waited for one."""
     elapsed: float = 0.0
     """Seconds from the start of the run to the failure; for a silent rank, to when it was last heard of."""
 
@@ -119,10 +119,9 @@ class RunResult(Generic[T]):
     return_values: Mapping[int, T] = field(default_factory=dict)
     """By global rank, all or nothing: empty unless every rank succeeded."""
     failures: Mapping[int, ProcessFailure] = field(default_factory=dict)
-    """By global rank: the ranks that failed by themselves."""
+    """By global rank: the ranks that failed."""
     root_cause: ProcessFailure | None = None
-    """The failure that came first; None if there was none. If `timeout` ran out: a rank that kept the others waiting, if
-    that is certain; else None."""
+    """The failure that came first; None if there was none, or no single one (a timeout)."""
     workers: tuple[Worker, ...] = ()
     worker_states: Mapping[int, WorkerState] = field(default_factory=dict)
     """By global rank: SUCCEEDED, FAILED, or STOPPED by the watcher."""

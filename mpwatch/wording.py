@@ -33,7 +33,7 @@ PRINTED_LINES = 12
 FATE_LINES = 30  # groups of ranks; more are counted
 HERE = os.path.dirname(__file__)
 LIBRARIES = (HERE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen ")  # where no user's code is
-PORTS = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)")  # "peer [10.0.0.1]:4711", "host<4711>"
+SMALL_DIFFERENCES = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)|(?<=silent for )[\d.]+")  # "peer [10.0.0.1]:4711", "host<4711>"
 OURS = {  # what a rank does in our own code, by the file of the outermost frame
     "/wire/payload.py": "while it loaded its call",
     "/worker/backend.py": "while it joined its process group",
@@ -57,8 +57,6 @@ def verdict(result: RunResult[Any]) -> str:
     root = result.root_cause
     if root is None:
         return result.reason
-    if result.reason and root.kind is FailureKind.HANG:
-        return f"{result.reason}; rank {root.rank} {_what(root)}"
     if root.is_secondary:
         return f"no rank was seen to fail by itself; the first to complain of a peer: rank {root.rank}: {_what(root)}"
     if root.kind is FailureKind.EXCEPTION:
@@ -69,14 +67,15 @@ def verdict(result: RunResult[Any]) -> str:
 def fates(result: RunResult[Any]) -> dict[str, list[int]]:
     """What became of the other ranks: those with the same fate together; first those that failed for themselves.
 
-    Victims that differ only in the port of the peer they lost are told by the words of the first.
+    Those that differ only in the port of the peer they lost, or in how long they were silent, are told by the words of the
+    first.
     """
     found: dict[str, tuple[str, list[int]]] = {}
     for rank, state in sorted(result.worker_states.items(), key=partial(_rank_of_interest, result)):
         failure = result.failures.get(rank)
         if failure is None or failure is not result.root_cause:
             fate = _fate(result, rank, failure, state)
-            found.setdefault(PORTS.sub("", fate), (fate, []))[1].append(rank)
+            found.setdefault(SMALL_DIFFERENCES.sub("", fate), (fate, []))[1].append(rank)
     return dict(found.values())
 
 

@@ -12,6 +12,7 @@ from mpwatch.watcher.diagnosis import diagnose
 from mpwatch.watcher.machine import Machine
 from mpwatch.watcher.states import (
     LIVING,
+    SURE_SECONDS,
     CallRank,
     Died,
     EndRank,
@@ -87,7 +88,7 @@ class History(RuleBasedStateMachine):
         return [rank for rank, phase in self.machine.phases.items() if phase in phases]
 
     def those_who_may_speak(self):
-        return [rank for rank in self.those_in(*MUTE) if self.seen[rank]["was_ready"] and rank not in self.has_answered]
+        return [rank for rank in self.those_in(*MUTE) if CallRank(rank) in self.sent and rank not in self.has_answered]
 
     def report(self, rank, told):
         message = told["report"]
@@ -176,7 +177,8 @@ class History(RuleBasedStateMachine):
         machine = getattr(self, "machine", None)
         if machine is not None and machine.stage is Stage.WORKING and self.limits["heartbeat_timeout"] is not None:
             beats = [beat for rank, beat in self.beats.items() if machine.phases[rank] is Phase.AT_WORK and beat is not None]
-            assert all(self.now < beat + LIMIT or machine.deadline <= self.now for beat in beats)
+            late = [beat for beat in beats if self.now >= beat + LIMIT]
+            assert not late or machine.deadline <= max(self.now, min(late) + LIMIT + SURE_SECONDS)
 
     @invariant()
     def nothing_is_done_twice(self):

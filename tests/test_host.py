@@ -81,7 +81,7 @@ def test_nobody_outlives_a_killed_watcher(where, eventually):
 
 def test_nobody_outlives_a_watcher_that_has_forked(eventually):
     """A copy of the watcher's program holds every pipe open; the guardian must not be fooled."""
-    fork = "threading.Timer(0, lambda: os.fork() or (signal.alarm(5), signal.pause(), os._exit(0))).start()"
+    fork = "threading.Timer(0, lambda: os.fork() or (signal.alarm(2), signal.pause(), os._exit(0))).start()"
     program = Program(in_rank="", in_host=fork.replace("Timer(0,", "Timer(0.2,"))
     program.signal(signal.SIGKILL)
     eventually(lambda: not alive(program.pids), seconds=1.0)
@@ -386,7 +386,7 @@ def test_an_error_of_our_own_leaves_nothing(monkeypatch):
 
 def test_an_exception_at_any_bytecode_leaves_nothing():
     """At some of them here; `tox -e chaos` throws at every one."""
-    stride = int(os.environ.get("MPWATCH_TEST_STRIDE", "17"))
+    stride = int(os.environ.get("MPWATCH_TEST_STRIDE", "31"))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).parent / "anywhere.py"), "1", str(stride)],
         env=ENV,

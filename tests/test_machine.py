@@ -295,10 +295,21 @@ def test_pulses_are_felt_when_somebody_may_have_been_silent_for_too_long():
     assert it.deadline == 12.5
 
 
-def test_silence_is_a_failure_and_all_are_looked_at():
+def test_silence_is_a_failure_when_it_has_been_seen_twice_and_all_are_looked_at():
     it = with_pulses()
-    assert feel(it, 5.0, {0: 0.0, 1: 4.0}) == [LookAt(0), LookAt(1)]
-    assert (it.silent, it.verdict, it.stopped_at) == ({0: 0.0}, Verdict.FAILED, 5.0)
+    assert feel(it, 5.0, {0: 0.0, 1: 0.1}) == []
+    assert it.deadline == 5.5
+    assert feel(it, 5.5, {0: 0.0, 1: 0.1}) == [LookAt(0), LookAt(1)]
+    assert (it.silent, it.verdict, it.stopped_at) == ({0: 0.0, 1: 0.1}, Verdict.FAILED, 5.5)
+
+
+def test_a_rank_that_beats_again_was_not_silent():
+    it = with_pulses()
+    assert feel(it, 5.0, {0: 0.0, 1: 4.0}) == []
+    assert feel(it, 5.5, {0: 5.2, 1: 5.2}) == []
+    assert (it.silent, it.deadline) == ({}, 10.2)
+    assert feel(it, 10.2, {0: 5.2, 1: 9.0}) == []
+    assert feel(it, 10.7, {0: 5.2, 1: 9.0}) == [LookAt(0), LookAt(1)]
 
 
 def test_a_rank_that_has_never_beaten_is_felt_again_and_has_no_limit():
@@ -322,7 +333,8 @@ def test_a_machine_that_was_not_called_in_time_blames_nobody():
     late = 5.0 + LATE_SECONDS + 0.1
     assert it.expire(late) == []
     assert it.deadline == late + 5.0
-    assert feel(it, late + 5.0, {0: late + 4.0, 1: 0.0}) == [LookAt(0), LookAt(1)]
+    assert feel(it, late + 5.0, {0: late + 4.0, 1: 0.0}) == []
+    assert feel(it, late + 5.5, {0: late + 4.0, 1: 0.0}) == [LookAt(0), LookAt(1)]
 
 
 def test_ten_thousand_ranks_of_which_a_thousand_fail():

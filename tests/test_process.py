@@ -18,6 +18,7 @@ from mpwatch.platform import peek_exit, usable_cpus
 from mpwatch.watcher.environment import reserve_port
 from mpwatch.watcher.guardian import Guardian
 from mpwatch.watcher.process import UNKNOWN_EXIT, WatchedProcess
+from mpwatch.watcher.remarks import Remarks
 from mpwatch.wire.lastwords import LastWords, read_answer
 from mpwatch.wire.messages import HEADER, WHERE, Frames, Kind, frame
 from mpwatch.wire.process import Seat
@@ -97,9 +98,10 @@ def test_the_guardian_kills_what_it_guards_when_its_program_dies(eventually):
     code = (
         "import os, signal, subprocess, sys\n"
         "from mpwatch.watcher.guardian import Guardian\n"
+        "from mpwatch.watcher.remarks import Remarks\n"
         "wait = [sys.executable, '-S', '-c', 'import signal; signal.pause()']\n"
         "guarded, released = (subprocess.Popen(wait, process_group=0, stdout=2) for _ in range(2))\n"
-        "guardian = Guardian()\n"
+        "guardian = Guardian(Remarks(lambda: None))\n"
         "for group in (guarded, released): guardian.guard(group.pid)\n"
         "guardian.release(released.pid)\n"
         "print(guarded.pid, released.pid, guardian._process.pid, flush=True)\n"
@@ -118,7 +120,7 @@ def test_the_guardian_kills_what_it_guards_when_its_program_dies(eventually):
 
 
 def test_a_guardian_that_is_closed_is_gone():
-    guardian = Guardian()
+    guardian = Guardian(Remarks(lambda: None))
     guardian.guard(os.getpid())  # not to be killed by it: closing is no death
     guardian.close()
 

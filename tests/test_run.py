@@ -248,7 +248,7 @@ def test_arguments_and_results_of_a_hundred_megabytes():
 
 
 def test_a_hundred_ranks():
-    for _ in range(3):
+    for _ in range(2):
         assert list(mpwatch.run(functions.rank, 100)) == list(range(100))
 
 

@@ -9,7 +9,7 @@ import saboteurs
 from programs import python
 
 import mpwatch
-from mpwatch.watcher.stacks import MAIN_UNSEEN, StackPipe, innermost, tidy, with_sources
+from mpwatch.watcher.stacks import MAIN_UNSEEN, StackPipe, frames_of, tidy, with_sources
 
 pytestmark = pytest.mark.usefixtures("_patient")
 SPAWN = multiprocessing.get_context("spawn")
@@ -69,7 +69,7 @@ def test_of_more_than_a_hundred_threads_the_main_one_is_not_seen():
     first, *others = tidy(pipe.stacks, MAIN).split("\n\n")
     assert first == MAIN_UNSEEN
     assert others[0] == OTHER.strip()
-    assert innermost(tidy(pipe.stacks, MAIN)) == ("", "", "")
+    assert list(frames_of(tidy(pipe.stacks, MAIN))) == []
 
 
 def test_a_crash_comes_after_the_stacks():
@@ -82,16 +82,24 @@ def test_a_crash_comes_after_the_stacks():
 def test_the_main_thread_is_told_first_and_from_the_function_on():
     text = tidy(OTHER + HEAD + FRAMES + OURS + END, MAIN)
     assert text == (HEAD + FRAMES + "\n" + OTHER).strip()
-    assert innermost(text) == ("/home/me/train.py", "step", "")
+    assert next(frames_of(text)) == ("/home/me/train.py", "step", "")
     assert tidy(HEAD + OURS + END, MAIN) == ""
-    assert innermost("") == ("", "", "")
-    assert innermost(f"{HEAD}{FRAMES}    step()\n  File") == ("/home/me/train.py", "step", "step()")
+    assert list(frames_of("")) == []
+    assert next(frames_of(f"{HEAD}  Garbage-collecting\n{FRAMES}    step()\n  File")) == (
+        "/home/me/train.py",
+        "step",
+        "step()",
+    )
 
 
 def test_frames_show_their_source(tmp_path):
     (tmp_path / "program.py").write_text("first\n    second()\n")
     frame = f'  File "{tmp_path}/program.py", line 2 in f'
-    assert with_sources(f"{HEAD}{frame}\n{FRAMES}") == f"{HEAD}{frame}\n    second()\n{FRAMES}".strip()
+    assert (
+        with_sources(f"{HEAD}{frame}\n{FRAMES}", since=time.time() + 1) == f"{HEAD}{frame}\n    second()\n{FRAMES}".strip()
+    )
+    changed = f"{HEAD}{frame}\n{FRAMES}".strip()  # since then: what is there now is not what the rank was doing
+    assert with_sources(f"{HEAD}{frame}\n{FRAMES}", since=time.time() - 60) == changed
 
 
 def test_a_thread_that_floods_the_pipe_is_cut_off():

@@ -5,7 +5,6 @@ is left to the kernel), and everything it opened is closed.
 """
 
 import dataclasses
-import logging
 import os
 import signal
 import socket
@@ -22,18 +21,17 @@ from ..wire.lastwords import read_answer
 from ..wire.messages import Kind, Message
 from ..wire.payload import Payload
 from ..wire.process import Seat
-from ..wire.pulse import Reading, read_pulse
+from ..wire.pulse import Reading, read_beat, read_pulse
 from ..wire.slots import SLOT
 from .gate import Gate
 from .guardian import Guardian
 from .line import RankLine
 from .process import WatchedProcess
+from .remarks import Remarks
 from .shortage import with_remedy
 from .states import KILL_SECONDS
 
 __all__ = ["Crew"]
-
-log = logging.getLogger("mpwatch")
 
 STDERR = 2
 
@@ -41,8 +39,9 @@ STDERR = 2
 class Crew:
     """Owns the ranks' processes and all that they need. A context manager: whoever is alive at its end is killed."""
 
-    def __init__(self, payload: Payload) -> None:
+    def __init__(self, payload: Payload, remarks: Remarks) -> None:
         self.payload = payload
+        self.remarks = remarks
         self.lines: dict[int, RankLine] = {}
         self.gate: Gate[Any]
         self._slots: dict[int, int] = {}  # which is whose, by rank
@@ -54,7 +53,7 @@ class Crew:
             try:
                 self.gate = stack.enter_context(Gate())
                 self._slots_fd = stack.enter_context(anonymous_file("mpwatch-slots")).fileno()
-                self.guardian = stack.enter_context(closing(Guardian()))
+                self.guardian = stack.enter_context(closing(Guardian(self.remarks)))
                 self._stderr_fd = os.dup(STDERR)
                 stack.callback(os.close, self._stderr_fd)
             except OSError as error:
@@ -91,7 +90,7 @@ class Crew:
             process.start()
             channel = socket.socket(fileno=ours.detach())
             kept.pop_all()
-        self.lines[worker.rank] = RankLine(worker, process, channel, pipe_ours)
+        self.lines[worker.rank] = RankLine(worker, process, channel, pipe_ours, self.remarks)
         self.guardian.guard(process.child_pid)
 
     def call(self, line: RankLine) -> None:
@@ -112,24 +111,30 @@ class Crew:
         try:
             return read_answer(self._slots_fd, self._slots[rank])
         except ValueError as error:  # its own memory has been overwritten
-            log.debug("the black box of rank %d: %s", rank, error)
+            self.remarks.debug("the black box of rank %d: %s", rank, error)
             return []
 
     def pulse_of(self, line: RankLine) -> Reading:
         """When a rank was last heard of, and what it last reported."""
         return read_pulse(self._slots_fd, self._slots[line.facts.worker.rank])
 
+    def beat_of(self, line: RankLine) -> float | None:
+        """The first of that alone, which is quick."""
+        return read_beat(self._slots_fd, self._slots[line.facts.worker.rank])
+
     def bury(self, line: RankLine) -> None:
         """Reap a dead rank."""
         pid = line.process.child_pid
         del self.lines[line.facts.worker.rank]
-        line.close()
         buried_at = time.monotonic()
-        if not line.process.bury():
-            self._held[line.process] = buried_at
-        self.guardian.release(pid)
-        if group_exists(pid):
-            self._groups[pid] = buried_at
+        try:
+            line.close()
+        finally:  # even if the host has closed descriptors that are none of its own
+            if not line.process.bury():
+                self._held[line.process] = buried_at
+            self.guardian.release(pid)
+            if group_exists(pid):
+                self._groups[pid] = buried_at
 
     def abandon(self, line: RankLine) -> None:
         """Leave a rank that cannot be killed to the kernel."""
@@ -158,7 +163,8 @@ class Crew:
             while not (buried := process.bury()) and time.monotonic() < died_at + KILL_SECONDS:
                 pass  # it waits a while itself
             if not buried:
-                log.warning("%s (pid %d) is dead, but held by a debugger: left behind", process.name, process.child_pid)
+                pid = process.child_pid
+                self.remarks.warning("%s (pid %d) is dead, but held by a debugger: left behind", process.name, pid)
                 process.abandon()
 
     def _await_helpers(self) -> None:
@@ -166,20 +172,20 @@ class Crew:
         for group, killed_at in self._groups.items():
             deadline = killed_at + KILL_SECONDS
             try:
-                _await_members(group, deadline)
+                _await_members(group, deadline, self.remarks)
             except OSError:  # there are no descriptors left to look at /proc, or to wait, with
                 while group_exists(group) and time.monotonic() < deadline:
                     time.sleep(0.001)
 
 
-def _await_members(group: int, deadline: float) -> None:
+def _await_members(group: int, deadline: float, remarks: Remarks) -> None:
     for pid in group_members(group):
         pidfd = open_pidfd(pid)
         if pidfd is None:
             continue
         try:
             if not wait([pidfd], max(0.0, deadline - time.monotonic())):
-                log.warning("process %d, started by a rank, has not yet gone although it has been killed", pid)
+                remarks.warning("process %d, started by a rank, has not yet gone although it has been killed", pid)
         finally:
             os.close(pidfd)
 

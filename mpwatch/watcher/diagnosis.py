@@ -21,13 +21,13 @@ from ..wire.messages import Kind, Message
 from ..wire.values import loads
 from ..wording import ranks_text, summary_of
 from .facts import Facts, RankFacts
-from .hangs import away, culprits, stacks_of
+from .hangs import away, culprits, culprits_of_silence, stacks_of
 from .signatures import Complaint, complaint_in
-from .stacks import with_sources
 from .states import START_SECONDS, Verdict
 
 __all__ = ["diagnose", "is_crash", "is_suspect"]
 
+MANY_SECONDS = 100  # are told without tenths
 WAITED_FOR = "kept its peers waiting"
 Failures = dict[int, tuple[float, ProcessFailure]]  # by rank, with their times
 CRASHES = frozenset(
@@ -49,26 +49,21 @@ def diagnose(facts: Facts) -> RunResult[Any]:
             timed[rank] = found
     timed |= _victims(facts, timed)
     timed |= _hung(facts, timed)
-    suspects = [found for found in timed.values() if facts.verdict is not Verdict.TIMED_OUT or _is_hang(found[1])]
-    root = min(suspects, key=partial(_order_of_blame, facts), default=(0.0, None))[1]
+    root = min(timed.values(), key=partial(_order_of_blame, facts), default=(0.0, None))[1]
     failures = {rank: failure for rank, (_, failure) in sorted(timed.items())}
     states = {rank: _state_of(facts, seen, rank in failures) for rank, seen in facts.ranks.items()}
     return RunResult(
         state=_state_of_all(facts.verdict, failures),
         return_values=values if not failures else {},
         failures=failures,
-        root_cause=root,
+        root_cause=None if facts.verdict is Verdict.TIMED_OUT else root,
         workers=tuple(seen.worker for seen in facts.ranks.values()),
         worker_states=states,
         progress={rank: told for rank, seen in facts.ranks.items() if (told := _progress_of(facts, seen)) is not None},
         stacks={rank: text for rank, seen in facts.ranks.items() if (text := stacks_of(seen))},
-        reason=_reason(facts, states),
+        reason=_reason(facts, timed, states),
         helpers_oom=facts.helpers_oom if failures else "",
     )
-
-
-def _is_hang(failure: ProcessFailure) -> bool:
-    return failure.kind is FailureKind.HANG
 
 
 def is_suspect(seen: RankFacts) -> bool:
@@ -118,23 +113,26 @@ def _complaint_of(facts: Facts, rank: int) -> Complaint | None:
 
 
 def _hung(facts: Facts, timed: Failures) -> Failures:
-    """Those who kept the others waiting, and those who were silent for too long."""
+    """Those who were silent for too long, or kept the others waiting until these gave up."""
     at = facts.stopped_at
     if at is None:
         return {}
-    at_work = {rank: seen for rank, seen in facts.ranks.items() if _was_at_work(facts, timed, rank)}
+    at_work = _at_work(facts, timed)
     if facts.silent:
         return _silent(facts, at_work)
-    if facts.verdict is Verdict.TIMED_OUT:
-        return {rank: _hang(facts, rank, at, WAITED_FOR) for rank in culprits(at_work)}
     complaints = {_complaint_of(facts, rank) for rank in timed}
     if Complaint.LATE in complaints and all(failure.is_secondary for _, failure in timed.values()):
         return {rank: _hang(facts, rank, at, f"{WAITED_FOR} until they timed out") for rank in away(at_work)}
     return {}
 
 
+def _at_work(facts: Facts, timed: Failures) -> dict[int, RankFacts]:
+    """Those who were at work when the run was stopped."""
+    return {rank: seen for rank, seen in facts.ranks.items() if _was_at_work(facts, timed, rank)}
+
+
 def _was_at_work(facts: Facts, timed: Failures, rank: int) -> bool:
-    """When the run was stopped; or was silent, and that was why it was stopped, even if it has returned meanwhile."""
+    """Or was silent, and that was why the run was stopped, even if it has returned meanwhile."""
     if rank in timed and timed[rank][1].kind is not FailureKind.TIMEOUT:
         return False
     return rank in facts.silent or (facts.ranks[rank].was_ready and not _has_returned(facts, facts.ranks[rank]))
@@ -142,9 +140,8 @@ def _was_at_work(facts: Facts, timed: Failures, rank: int) -> bool:
 
 def _silent(facts: Facts, at_work: Mapping[int, RankFacts]) -> Failures:
     """Each with the time of its last beat. Who waits for another one is its victim, even if that one did beat."""
-    silent = facts.silent.keys() & at_work.keys()
-    found = culprits(at_work)
-    to_blame = (found & silent) or found or silent
+    silent = set(facts.silent.keys() & at_work.keys())
+    to_blame = culprits_of_silence(at_work, silent) or silent
     return {
         rank: _hang(facts, rank, facts.silent[rank], _silence(facts, rank), is_secondary=rank not in to_blame)
         for rank in silent
@@ -154,10 +151,11 @@ def _silent(facts: Facts, at_work: Mapping[int, RankFacts]) -> Failures:
 def _silence(facts: Facts, rank: int) -> str:
     assert facts.stopped_at is not None
     seconds = facts.stopped_at - facts.silent[rank]
+    text = f"{seconds:.1f}" if seconds < MANY_SECONDS else f"{seconds:.0f}"
     progress = _progress_of(facts, facts.ranks[rank])
     step = "" if progress is None or progress.step is None else f", at step {progress.step}"
     of = f" of {progress.total}" if step and progress is not None and progress.total is not None else ""
-    return f"was silent for {seconds:.3g} s (heartbeat_timeout={facts.heartbeat_timeout:g}){step}{of}"
+    return f"was silent for {text} s (heartbeat_timeout={facts.heartbeat_timeout:g}){step}{of}"
 
 
 def _hang(facts: Facts, rank: int, at: float, why: str, *, is_secondary: bool = False) -> tuple[float, ProcessFailure]:
@@ -193,7 +191,7 @@ def _failure_of(facts: Facts, seen: RankFacts) -> tuple[float, ProcessFailure] |
     """When and how this rank failed by itself; None if it did not."""
     if _has_returned(facts, seen):
         return _lost_after_returning(facts, seen)
-    if seen.report is not None and _before_stop(facts, seen.report.stamp):
+    if seen.report is not None and seen.report.kind is not Kind.RETURNED and _before_stop(facts, seen.report.stamp):
         return _reported(facts, seen, seen.report)
     if seen.worker.rank in facts.never_ready:
         at = facts.stopped_at or facts.started_at
@@ -219,7 +217,10 @@ def _lost_after_returning(facts: Facts, seen: RankFacts) -> tuple[float, Process
 def _has_returned(facts: Facts, seen: RankFacts) -> bool:
     """What a function returns once it has been told to stop is no result: it may be `sys.exit(0)` in a handler."""
     report = seen.report
-    return report is not None and report.kind is Kind.RETURNED and _before_stop(facts, report.stamp)
+    if report is None or report.kind is not Kind.RETURNED or not _before_stop(facts, report.stamp):
+        return False
+    # nor is one that was still being packed, or on its way, when time was up
+    return facts.verdict is not Verdict.TIMED_OUT or seen.heard_at is None or _before_stop(facts, seen.heard_at)
 
 
 def _before_stop(facts: Facts, at: float) -> bool:
@@ -290,7 +291,7 @@ def _died(facts: Facts, seen: RankFacts, at: float) -> ProcessFailure:
         kind,
         128 + number if number is not None else code or 1,
         signal=number,
-        stack=with_sources(seen.crash) if seen.crash else "",
+        stack=seen.crash,
         stderr=seen.printed,
         evidence=_evidence(seen),
     )
@@ -329,10 +330,13 @@ def _state_of_all(verdict: Verdict | None, failures: Mapping[int, ProcessFailure
     return WorkerState.SUCCEEDED if verdict is Verdict.SUCCEEDED and not failures else WorkerState.FAILED
 
 
-def _reason(facts: Facts, states: Mapping[int, WorkerState]) -> str:
+def _reason(facts: Facts, timed: Failures, states: Mapping[int, WorkerState]) -> str:
     if facts.verdict is Verdict.TIMED_OUT:
         late = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
-        return f"the run did not end within timeout={facts.timeout:g} s: {ranks_text(late)} had not returned"
+        # Nobody is blamed: in the midst of sound work, too, some are at a collective before others.
+        missing = culprits(_at_work(facts, timed))
+        but = f", and {ranks_text(missing)} not in the collective that others waited in" if missing else ""
+        return f"the run did not end within timeout={facts.timeout:g} s: {ranks_text(late)} had not returned{but}"
     if facts.verdict is Verdict.INTERRUPTED and facts.signum is not None:
         return f"the run was stopped: this process received {signal.Signals(facts.signum).name}"
     return ""

@@ -25,6 +25,8 @@ class RankFacts:
     failing_at: float | None = None
     """When it said that its function had raised; what, is in the report."""
     report: Message | None = None
+    heard_at: float | None = None
+    """When that report came here, which is later."""
     details: bytes = b""
     """What of a reported exception can be pickled."""
     died_at: float | None = None
@@ -35,9 +37,9 @@ class RankFacts:
     likely_oom: str = ""
     """What makes that likely, where it cannot be proved."""
     stacks: str = ""
-    """Where its threads were just before it was told to stop, in faulthandler's words."""
+    """Where its threads were just before it was told to stop, in faulthandler's words, with lines of source."""
     crash: str = ""
-    """The Python stack at the moment of a crash, in faulthandler's words."""
+    """The Python stack at the moment of a crash, the same way."""
     printed: str = ""
     """What its interpreter printed instead of becoming ready."""
     was_asked: bool = False

@@ -1,6 +1,5 @@
 """The watcher's end of the guardian: starts it, tells it which process groups to kill should the watcher die."""
 
-import logging
 import os
 import signal
 import socket
@@ -10,10 +9,9 @@ from multiprocessing import spawn
 from pathlib import Path
 
 from ..platform import open_pidfd
+from .remarks import Remarks
 
 __all__ = ["Guardian"]
-
-log = logging.getLogger("mpwatch")
 
 PROGRAM = Path(__file__).parent.parent / "guardian" / "program.py"
 
@@ -24,7 +22,8 @@ class Guardian:
     Raises OSError if it cannot be started.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, remarks: Remarks) -> None:
+        self._remarks = remarks
         self._is_lost = False
         with ExitStack() as passed, ExitStack() as kept:
             self._line, theirs = socket.socketpair()
@@ -60,7 +59,8 @@ class Guardian:
             self._line.send(line, getattr(socket, "MSG_NOSIGNAL", 0))
         except OSError as error:
             if not self._is_lost:
-                log.warning("the guardian is gone (%s): should this process be killed, its ranks may outlive it", error)
+                text = "the guardian is gone (%s): should this process be killed, its ranks may outlive it"
+                self._remarks.warning(text, error)
             self._is_lost = True
 
     def close(self) -> None:

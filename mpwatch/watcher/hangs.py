@@ -1,4 +1,4 @@
-"""Who keeps the others waiting: stacks of ranks, taken at one moment, in; the ranks to blame out. Pure but for source lines.
+"""Who keeps the others waiting: stacks of ranks, taken at one moment, in; the ranks to blame out. Pure.
 
 A rank that waits in a collective is the victim of one that is not there. Who that is, is said only if it is certain:
 somebody was seen in a collective, and somebody else at what is no waiting for peers, or in another collective than most.
@@ -9,13 +9,19 @@ from collections import Counter
 from collections.abc import Mapping
 
 from .facts import RankFacts
-from .stacks import innermost, with_sources
+from .stacks import frames_of
 
-__all__ = ["HELD", "away", "culprits", "stacks_of"]
+__all__ = ["HELD", "away", "culprits", "culprits_of_silence", "stacks_of"]
 
 # Where a rank waits for its peers: C code of torch, called from these files; or maybe, by a line like this.
-COLLECTIVES = "/torch/distributed/"
-AUTOGRAD = "/torch/autograd/"  # DistributedDataParallel waits for its buckets there
+COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py")
+WORK = "/torch/distributed/checkpoint/"  # writes and reads files there, and calls its collectives from elsewhere
+POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}  # not the same on both sides
+PLUMBING = ("/torch/_ops.py", "/torch/_library/")  # through which functional collectives and DTensors call theirs
+PERHAPS = (
+    "/torch/autograd/",
+    "/torch/cuda/",
+)  # there buckets of gradients are waited for, and streams
 WAITING_LINE = re.compile(r"\.(wait|synchronize|item|cpu|get|barrier|monitored_barrier)\(")
 HELD = {  # why a process does not run that is not asleep, by the letter of its state
     "T": "suspended, by SIGSTOP or SIGTSTP",
@@ -33,8 +39,18 @@ def culprits(at_work: Mapping[int, RankFacts]) -> set[int]:
     if outside or len(inside) < len(at_work):
         return outside
     name, count = Counter(inside.values()).most_common(1)[0]
-    is_majority = count > len(inside) - count
+    is_majority = count > len(inside) - count and not POINT_TO_POINT & set(inside.values())
     return {rank for rank in inside if inside[rank] != name} if is_majority else set()
+
+
+def culprits_of_silence(at_work: Mapping[int, RankFacts], silent: set[int]) -> set[int]:
+    """Rather one of the silent; one that has beaten, only if all who were silent wait in one and the same collective."""
+    stuck = {rank: at_work[rank] for rank in silent}
+    outside = away(stuck)
+    if found := culprits(stuck) or (outside if len(outside) < len(stuck) else set()):
+        return found
+    names = {_collective(seen) for seen in stuck.values()}
+    return culprits(at_work) if len(names - {""}) == 1 else set()
 
 
 def away(at_work: Mapping[int, RankFacts]) -> set[int]:
@@ -45,18 +61,28 @@ def away(at_work: Mapping[int, RankFacts]) -> set[int]:
 def stacks_of(seen: RankFacts) -> str:
     """Where it was; or why that is not known."""
     if seen.stacks:
-        return with_sources(seen.stacks)
+        return seen.stacks
     return HELD.get(seen.process_state, "")
 
 
 def _is_away(seen: RankFacts) -> bool:
-    file, _, line = innermost(with_sources(seen.stacks))
-    if not file:
+    frames = list(frames_of(seen.stacks))
+    if not frames:
         return seen.process_state in HELD
-    return bool(line) and not WAITING_LINE.search(line) and COLLECTIVES not in file and AUTOGRAD not in file
+    file, _, line = frames[0]
+    may_wait = not line or WAITING_LINE.search(line) or any(part in file for part in (*PLUMBING, *PERHAPS))
+    return not may_wait and not any(_collective_in(thread) for thread in seen.stacks.split("\n\n"))
 
 
 def _collective(seen: RankFacts) -> str:
-    """The function of torch.distributed that it was in; empty if it was in none."""
-    file, function, _ = innermost(with_sources(seen.stacks))
-    return function if COLLECTIVES in file else ""
+    """The function of torch.distributed that its main thread was in; empty if it was in none."""
+    return _collective_in(seen.stacks.partition("\n\n")[0])
+
+
+def _collective_in(thread: str) -> str:
+    for file, function, _ in frames_of(thread):
+        if any(part in file for part in COLLECTIVES) and WORK not in file:
+            return function
+        if not any(part in file for part in PLUMBING):
+            break
+    return ""

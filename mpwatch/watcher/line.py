@@ -1,6 +1,5 @@
 """One rank as the watcher has it: its process, its channel, its stack pipe, and what was seen of it."""
 
-import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -13,11 +12,10 @@ from ..wire.messages import MAX_DESCRIPTORS, WHERE, Frames, Kind, Message, frame
 from .facts import RankFacts
 from .gate import Gate
 from .process import WatchedProcess
+from .remarks import Remarks
 from .stacks import StackPipe
 
 __all__ = ["RankLine"]
-
-log = logging.getLogger("mpwatch")
 
 READ_SIZE = 1 << 18
 DRAIN_LIMIT = 1 << 26  # bytes read of one channel before the others have their turn
@@ -26,7 +24,10 @@ DRAIN_LIMIT = 1 << 26  # bytes read of one channel before the others have their 
 class RankLine:
     """Owns the watcher's ends of what connects it with a rank."""
 
-    def __init__(self, worker: Worker, process: WatchedProcess, channel: socket.socket, pipe_fd: int) -> None:
+    def __init__(
+        self, worker: Worker, process: WatchedProcess, channel: socket.socket, pipe_fd: int, remarks: Remarks
+    ) -> None:
+        self._remarks = remarks
         self.process = process
         self.facts = RankFacts(worker, pid=process.child_pid)
         self.stacks = StackPipe()
@@ -106,7 +107,7 @@ class RankLine:
         except BlockingIOError:
             pass
         except (OSError, ValueError) as error:  # reset by a dead rank, or written to by somebody who is none
-            log.debug("channel of rank %d closed: %s", self.facts.worker.rank, error)
+            self._remarks.debug("channel of rank %d closed: %s", self.facts.worker.rank, error)
             self._close_channel()
         return messages
 

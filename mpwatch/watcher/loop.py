@@ -8,7 +8,6 @@ Guarantees: when `carry_out` returns or raises, nothing of the run is left (see 
 that followed it. Nothing blocks but the one wait, and that has the machine's deadline. No code of the user's runs here.
 """
 
-import logging
 import platform
 import signal
 import time
@@ -30,26 +29,27 @@ from .line import RankLine
 from .machine import Machine
 from .oom import OomWatch
 from .order import Order
+from .remarks import Remarks
 from .shortage import with_remedy
 from .signals import HostSignals
 from .signatures import complaint_in
-from .stacks import tidy
+from .stacks import tidy, with_sources
 
 __all__ = ["carry_out"]
-
-log = logging.getLogger("mpwatch")
 
 
 def carry_out(
     spec: WorkerSpec[Any],
     payload: Payload,
     ranks: Iterable[tuple[Worker, dict[str, str]]],
+    *,
     signals: HostSignals,
+    remarks: Remarks,
     started_at: float,
 ) -> Facts:
     """Run these ranks, each with its environment, to their end. Raises LaunchError."""
-    with OomWatch() as oom:
-        with Crew(payload) as crew:
+    with OomWatch(remarks) as oom:
+        with Crew(payload, remarks) as crew:
             for worker, env in ranks:
                 crew.start(worker, env)
             run = _Run(spec, crew, signals, oom, started_at)
@@ -66,9 +66,11 @@ class _Run:
         self.crew = crew
         self.gate: Gate[list[m.Event]] = crew.gate
         self.signals = signals
+        self.remarks = crew.remarks
         self.oom = oom
         self.lingers: dict[int, str] = {}
         self.started_at = started_at
+        self._wall_time = time.time() - (time.monotonic() - started_at)  # of the start
         self.seen = {rank: line.facts for rank, line in crew.lines.items()}
         self.order = Order()
         self.machine = Machine(
@@ -123,13 +125,14 @@ class _Run:
             has_died = line.facts.died_at is not None  # in this wake-up
             return [] if has_died or line.ask_for_stacks() else [m.Looked(action.rank)]
         elif isinstance(action, m.FeelPulse):
-            return [m.Pulse(action.rank, self.crew.pulse_of(line).beat_at)]
+            return [m.Pulse(action.rank, self.crew.beat_of(line))]
         elif isinstance(action, m.SignalRank):
             send = line.process.signal_rank if action.signum == signal.SIGINT else line.process.signal_group
             send(action.signum)
             line.facts.signals_sent.add(action.signum)
         else:
-            log.warning("rank %d (pid %s) cannot be killed, not even by SIGKILL: left behind", action.rank, line.facts.pid)
+            text = "rank %d (pid %s) cannot be killed, not even by SIGKILL: left behind"
+            self.remarks.warning(text, action.rank, line.facts.pid)
             self._take_leave(line)
             self.crew.abandon(line)
         return []
@@ -163,7 +166,7 @@ class _Run:
             facts.failing_at = message.stamp
             return [m.Failing(rank)]
         else:
-            facts.report = message
+            facts.report, facts.heard_at = message, time.monotonic()
             if message.kind is Kind.RETURNED:
                 return [m.Returned(rank)]
             complaint = complaint_in(message.body)
@@ -187,22 +190,25 @@ class _Run:
 
     def _take_leave(self, line: RankLine) -> None:
         line.facts.pulse = self.crew.pulse_of(line)
-        line.facts.stacks = tidy(line.stacks.stacks, line.stacks.main_thread)
-        line.facts.crash = line.stacks.crash if is_crash(line.facts.exit_code) else ""  # else it was a forked child's
+        line.facts.stacks = with_sources(tidy(line.stacks.stacks, line.stacks.main_thread), self._wall_time)
+        if is_crash(line.facts.exit_code):  # else it was a forked child's
+            line.facts.crash = with_sources(line.stacks.crash, self._wall_time)
         line.facts.printed = line.stacks.printed_instead
 
     def _warn(self) -> None:
         """About ranks that succeeded and yet did not end as they should."""
         for rank in self.machine.lingering:
-            log.warning(
+            self.remarks.warning(
                 "rank %d had returned but was still there %g s later (%s); stopped. Its value is kept",
                 rank,
                 self.spec.grace_period,
                 self.lingers.get(rank) or "an exit hook or a finaliser that does not end",
             )
         for rank, facts in self.seen.items():
-            if self.machine.verdict is m.Verdict.SUCCEEDED and rank not in self.machine.lingering and facts.exit_code:
-                log.warning("rank %d had returned, and then %s. Its value is kept", rank, exit_text(facts.exit_code))
+            by_us = -(facts.exit_code or 0) in facts.signals_sent
+            if self.machine.verdict is m.Verdict.SUCCEEDED and facts.exit_code and not by_us:
+                text = "rank %d had returned, and then %s. Its value is kept"
+                self.remarks.warning(text, rank, exit_text(facts.exit_code))
 
     def facts(self, helpers_oom: str) -> Facts:
         """What was seen, for the diagnosis."""

@@ -14,8 +14,9 @@ Where a rank is, is in the table of states.py. Where the run is:
 LOOKING is for the stacks of those who are still at work, and lasts until they have come, at most LOOK_SECONDS.
 
 While ranks are at work their pulses are felt whenever one of them may have been silent for `heartbeat_timeout`; one that has
-never beaten has no limit, and is looked at again after that time, so that none of its beats can grow old unseen. The answer
-to FeelPulse is the next event.
+never beaten has no limit, and is looked at again after that time, so that none of its beats can grow old unseen. If one is
+silent, all are felt a second time a little later: who was only suspended beats again, and who waits for the silent one is
+silent by then, too. The answer to FeelPulse is the next event.
 
 What it guarantees: every stage but WORKING has a deadline, and WORKING has one for the ranks' start, `timeout` and pulses;
 the first failure that is no consequence of another ends the run at once; each rank is looked at once, told to stop once,
@@ -35,6 +36,7 @@ from .states import (
     LIVING,
     LOOK_SECONDS,
     START_SECONDS,
+    SURE_SECONDS,
     TRANSITIONS,
     Action,
     CallRank,
@@ -92,6 +94,7 @@ class Machine:
         self._heartbeat_timeout = math.inf if heartbeat_timeout is None else heartbeat_timeout
         self._pulse_at = now + self._heartbeat_timeout  # when they are felt next
         self._unfelt: set[int] = set()
+        self._is_second_time = False
         self._looking: set[int] = set()
         self._grace_period = grace_period
         self._timeout_at = None if timeout is None else now + timeout
@@ -198,6 +201,7 @@ class Machine:
         is_late = now > self._pulse_at + LATE_SECONDS
         self._pulse_at = now + self._heartbeat_timeout
         if is_late:
+            self._is_second_time = False
             return []
         self._unfelt = {rank for rank, phase in self.phases.items() if phase is Phase.AT_WORK}
         return [FeelPulse(rank) for rank in sorted(self._unfelt)]
@@ -212,7 +216,15 @@ class Machine:
             self._pulse_at = min(self._pulse_at, limit)
             if limit <= now:
                 self.silent[event.rank] = event.beat_at
-        return self._look(now, Verdict.FAILED) if self.silent and not self._unfelt else []
+        if self._unfelt:
+            return []
+        if self.silent and self._is_second_time:
+            return self._look(now, Verdict.FAILED)
+        self._is_second_time = bool(self.silent)
+        if self.silent:
+            self._pulse_at = now + min(SURE_SECONDS, self._heartbeat_timeout / 10)
+            self.silent.clear()
+        return []
 
     def _look(self, now: float, verdict: Verdict) -> list[Action]:
         """Before anybody is told to stop: what are those doing who are at work?"""

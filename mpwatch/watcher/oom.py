@@ -6,7 +6,6 @@ by as many as have just died of a SIGKILL that is not ours is taken for proof; i
 they were counted for the machine alone.
 """
 
-import logging
 import os
 import re
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from typing import Self
 
 from ..cgroups import oom_kills, oom_kills_of_machine
 from .facts import RankFacts
+from .remarks import Remarks
 
 __all__ = ["OomWatch"]
 
@@ -23,11 +23,12 @@ RECORD_SIZE = 8192
 FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO in the kernel's sources: pids in it are those of the log
 KILLED = re.compile(r"((?:Memory cgroup o|O)ut of memory.*?: Killed process (\d+) \(.*?\).*?anon-rss:\d+kB)")
 
-log = logging.getLogger("mpwatch")
-
 
 class OomWatch:
     """A context manager, entered before the ranks are started: it looks at what has changed since."""
+
+    def __init__(self, remarks: Remarks) -> None:
+        self._remarks = remarks
 
     def __enter__(self) -> Self:
         self._stack = ExitStack()
@@ -63,7 +64,7 @@ class OomWatch:
         file, risen = self._risen()
         self._note_others(file, risen)
         if self._suspects and self._log_fd is not None:
-            logged = _killed_by(_read_log(self._log_fd))
+            logged = _killed_by(_read_log(self._log_fd, self._remarks))
             for facts in self._suspects:
                 if facts.oom and facts.pid not in logged:
                     self._note_others(file, 1)
@@ -100,14 +101,14 @@ def _open_log() -> int | None:
     return fd
 
 
-def _read_log(fd: int) -> list[str]:
+def _read_log(fd: int, remarks: Remarks) -> list[str]:
     """A line for each record: its text follows a semicolon."""
     lines: list[str] = []
     while True:
         try:
             record = os.read(fd, RECORD_SIZE)
         except BrokenPipeError:  # some were overwritten before we read them
-            log.debug("the kernel's log is longer than what it keeps")
+            remarks.debug("the kernel's log is longer than what it keeps")
             continue
         except OSError:
             return lines

@@ -1,8 +1,11 @@
-"""What the host's signals do during a run: they are noted, tell the run to stop, and are delivered again when all is over.
+"""What the host's signals do during a run. For its length no handler raises anything in the caller's thread:
 
-For the length of a run SIGINT, SIGTERM and SIGHUP raise nothing and end nothing. Signals that the host ignores, or that
-something other than Python handles, are left alone; off the main thread, where Python delivers none, so are all. Other
-signals do what they always do, at once, in the caller's thread: if the host's handler raises, see watch.py.
+- SIGINT, SIGTERM and SIGHUP are noted, tell the run to stop, and are delivered again when all is over;
+- for any other signal the host's handler is called at once, as ever; what it raises tells the run to stop, and is raised
+  when all is over.
+
+Signals that the host ignores, or that something other than Python handles, are left alone; off the main thread, where
+Python delivers none, so are all.
 
     kernel ---> C handler, in any thread ---> waker: the caller's thread wakes up ---> Python's handler, `tell` ---> bell
 
@@ -19,11 +22,12 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from ..errors import LaunchError
+from ..platform import state_of_process
 from .shortage import with_remedy
 
 __all__ = ["HostSignals"]
 
-TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class HostSignals:
@@ -33,6 +37,7 @@ class HostSignals:
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self.raised: BaseException | None = None  # by a handler of the host's
         self._told: list[int] = []
         self._taken = 0  # how many of those `take` has given
         self._handlers: dict[int, Any] = {}
@@ -63,30 +68,26 @@ class HostSignals:
 
     def tell(self, number: int) -> None:
         """Have the run do what it does when this signal comes, which itself has been dealt with elsewhere."""
-        self._told.append(number)
-        with suppress(OSError):  # full: who looks is told all; or closed: the run is over
-            self._button.send(b"\0")
+        if os.getpid() == self._pid:  # and not a child that the host has forked
+            self._told.append(number)
+            with suppress(OSError):  # full: who looks is told all; or closed: the run is over
+                self._button.send(b"\0")
 
     def take_over(self) -> None:
-        """From now on they are noted."""
+        """From now on no handler raises."""
         if threading.current_thread() is not threading.main_thread():
             return
         set_waker = partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
         self._hosts_fds.extend(map(set_waker, [self._waker.fileno()]))  # in one call of C: see platform.anonymous_file
-        hosts = {int(number): signal.getsignal(number) for number in TAKEN}
-        self._handlers = {number: how for number, how in hosts.items() if how not in (signal.SIG_IGN, None)}
+        hosts = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
+        self._handlers = {number: how for number, how in hosts.items() if callable(how) or _ends_us(number, how)}
         for number in self._handlers:
-            signal.signal(number, self._note)
+            signal.signal(number, self._note if number in NOTED else self._call)
 
     def sleep(self) -> None:
-        """Until a signal has come, or `wake` is called. What is not for us is passed on to the host's wake-up descriptor."""
+        """Until a signal has come, or `wake` is called."""
         wait([self._alarm])
-        with suppress(BlockingIOError):
-            woken_by = self._alarm.recv(4096)
-            foreign = bytes(number for number in woken_by if number and number not in self._handlers)
-            if foreign and self._hosts_fds[0] != -1:
-                with suppress(OSError):  # full: the host has not looked for a while, and is woken already
-                    os.write(self._hosts_fds[0], foreign)
+        self._pass_on()
 
     def wake(self) -> None:
         """End the sleep of the caller's thread."""
@@ -94,11 +95,16 @@ class HostSignals:
             self._waker.send(b"\0")
 
     def give_back(self) -> None:
-        """Handlers and wake-up descriptor are the host's own again."""
+        """Handlers and wake-up descriptor are the host's own again, but for handlers that it has set meanwhile."""
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) in (self._note, self._call):
+                signal.signal(number, handler)
         if self._hosts_fds:
-            signal.set_wakeup_fd(self._hosts_fds[0])
+            try:
+                signal.set_wakeup_fd(self._hosts_fds[0])
+            except (OSError, ValueError):  # the host has closed it, or made it block: it wakes nobody
+                signal.set_wakeup_fd(-1)
+            self._pass_on()
 
     def deliver(self) -> None:
         """Let each signal do what it would have done; SIGINT usually raises KeyboardInterrupt."""
@@ -114,8 +120,16 @@ class HostSignals:
         for end in self._sockets:
             end.close()
 
+    def _pass_on(self) -> None:
+        """What has woken us and is none of the noted ones is the host's wake-up descriptor's, too."""
+        with suppress(OSError):  # nothing has come; or it is closed
+            woken_by = self._alarm.recv(4096)
+            foreign = bytes(number for number in woken_by if number and number not in self.received)
+            if foreign and self._hosts_fds[0] != -1:
+                os.write(self._hosts_fds[0], foreign)  # full: the host has not looked for a while, and is woken already
+
     def _note(self, number: int, _: object) -> None:
-        """The handler while the run lasts."""
+        """The handler of those that stop the run."""
         if os.getpid() == self._pid:
             self.received.append(number)
             self.tell(number)
@@ -123,3 +137,23 @@ class HostSignals:
         # A child that the host has forked meanwhile, by another thread: the run is none of its business.
         self.give_back()
         signal.raise_signal(number)
+
+    def _call(self, number: int, frame: object) -> None:
+        """The handler of all others."""
+        try:
+            self._handlers[number](number, frame)
+        except BaseException as error:
+            if os.getpid() != self._pid:
+                raise
+            self.raised = self.raised or error
+            self.tell(signal.SIGTERM)
+        if os.getpid() != self._pid:
+            raise RuntimeError("a signal handler has forked a process that waits for its ranks; the copy must end there")
+
+
+def _ends_us(number: int, handler: object) -> bool:
+    """Whether this is a signal that is noted, and would end the program. Python takes what C code handles for that, too."""
+    if number not in NOTED or handler is not signal.SIG_DFL:
+        return False
+    state = state_of_process(os.getpid())
+    return state is None or not state.catches(number)

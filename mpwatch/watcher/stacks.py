@@ -4,9 +4,12 @@ Pure: bytes in, text out, but for `with_sources`. The stacks are in faulthandler
 """
 
 import linecache
+import os
 import re
+from collections.abc import Iterator
+from itertools import pairwise
 
-__all__ = ["StackPipe", "innermost", "tidy", "with_sources"]
+__all__ = ["StackPipe", "frames_of", "tidy", "with_sources"]
 
 CRASH = "Fatal Python error: "
 MAX_FRAMES = 100  # of a thread; faulthandler writes no more
@@ -97,29 +100,33 @@ def _from_the_function(block: str) -> str:
     return "\n".join(lines[:ours])
 
 
-def innermost(stack: str) -> tuple[str, str, str]:
-    """File, function and line of source in which the first thread of a stack with its sources is; empty if not known."""
-    lines = stack.partition("\n\n")[0].splitlines()[1:3]
-    frame = FRAME.match(lines[0]) if lines else None
-    source = lines[1].strip() if frame and len(lines) > 1 and lines[1].startswith("    ") else ""
-    return (frame[1], frame[3], source) if frame else ("", "", "")
+def frames_of(stack: str) -> Iterator[tuple[str, str, str]]:
+    """File, function and line of source of each frame of the first thread of a stack with its sources, innermost first."""
+    lines = [*stack.partition("\n\n")[0].splitlines(), ""]
+    for line, after in pairwise(lines):
+        if frame := FRAME.match(line):
+            yield frame[1], frame[3], after.strip() if after.startswith("    ") else ""
 
 
-def with_sources(stack: str) -> str:
-    """Each frame followed by its line of source, where there is one to be found."""
+def with_sources(stack: str, since: float) -> str:
+    """Each frame followed by its line of source, where there is one to be found. Not from files that were changed after this
+    time of the wall clock: a line of them is not what the rank was doing.
+    """
     lines = []
     for line in stack.splitlines():
         lines.append(line)
         frame = FRAME.match(line)
-        source = _source_of(frame[1], int(frame[2])) if frame else ""
+        source = _source_of(frame[1], int(frame[2]), since) if frame else ""
         if source:
             lines.append(f"    {source}")
     return "\n".join(lines)
 
 
-def _source_of(file: str, line: int) -> str:
+def _source_of(file: str, line: int, since: float) -> str:
     try:
+        if os.path.exists(file) and os.path.getmtime(file) > since:
+            return ""
         linecache.checkcache(file)  # it may have changed since this program last looked
         return linecache.getline(file, line).strip()
-    except ValueError:  # a name that no file can have
+    except (ValueError, OSError):  # a name that no file can have, or one that has just been removed
         return ""

@@ -16,6 +16,7 @@ __all__ = [
     "LIVING",
     "LOOK_SECONDS",
     "START_SECONDS",
+    "SURE_SECONDS",
     "TRANSITIONS",
     "Action",
     "CallRank",
@@ -45,9 +46,8 @@ LOOK_SECONDS = 0.2  # for the stacks of all ranks together; one takes a tenth of
 LEAST_GRACE_SECONDS = 0.2  # for a rank that has failed to send the details, whatever the grace period
 KILL_SECONDS = 0.8  # from SIGKILL to giving up, a second together with the look: who takes longer sleeps in the kernel
 END_SECONDS = 1.0  # a rank that has returned may take at least so long to end, whatever the grace period
-LATE_SECONDS = (
-    1.0  # when this is called so late, it was not ranks that were silent: this program did not run, and maybe none did
-)
+LATE_SECONDS = 1.0  # called so late, the machine takes it that nothing here did run, neither this program nor its ranks
+SURE_SECONDS = 1.0  # at most, and a tenth of the limit: until silence is taken for such
 START_SECONDS = 300.0  # for an interpreter to start, on a slow file system with many at a time
 
 

@@ -4,12 +4,13 @@
                                       |                          ^
     thread of the run                 `--> loop.carry_out -------'
 
-Python may throw an exception into a thread between any two bytecodes: a signal handler that raises (Ctrl-C, an alarm), or
-`PyThreadState_SetAsyncExc`. One that struck while a rank is being started or reaped would leave it behind. Nobody knows of
-the run's own thread, and signal handlers run in the main one; so nothing is thrown into what starts, watches and reaps.
+Python may throw an exception into a thread between any two bytecodes: a signal handler that raises, in the main one, or
+`PyThreadState_SetAsyncExc`. One that struck while a rank is being started or reaped would leave it behind. Handlers do not
+raise while the caller waits (signals.py), and nobody knows of the run's own thread; so nothing is thrown into what starts,
+watches and reaps.
 
-Guarantee: whatever is thrown into the caller's thread, whenever, the run is stopped as by SIGTERM (at once, if it happens
-again), and it leaves `watch` when nothing of the run is left. Off the main thread Python notices it when the run is over.
+Guarantee: if something is thrown into the caller's thread, the run is stopped as by SIGTERM (at once, if it happens again),
+and it leaves `watch` when nothing of the run is left. Off the main thread Python notices it when the run is over.
 """
 
 import os
@@ -17,9 +18,9 @@ import signal
 import threading
 import time
 from contextlib import ExitStack, closing
+from multiprocessing.context import set_spawning_popen
 from typing import Any, TypeVar
 
-from ..errors import LaunchError
 from ..platform import await_end_of_thread, standard_descriptors
 from ..result import RunResult
 from ..spec import WorkerSpec
@@ -27,6 +28,7 @@ from .diagnosis import diagnose
 from .environment import environments_of, reserve_port
 from .facts import Facts
 from .loop import carry_out
+from .remarks import Remarks
 from .sending import pack_call
 from .signals import HostSignals
 
@@ -67,9 +69,10 @@ class _Errand:
         self._spec = spec
         self._started_at = time.monotonic()
         self._signals = HostSignals()
+        self._remarks = Remarks(self._signals.wake)
         self._held = ExitStack()
         self._held.callback(self._signals.close)
-        self._thread = threading.Thread(target=self._carry_out, name="mpwatch")
+        self._thread: threading.Thread | None = None
         self._is_cancelled = False
         self._is_over = False
         self._facts: Facts | None = None
@@ -85,28 +88,29 @@ class _Errand:
     def run(self) -> None:
         """Until the run is over."""
         self._signals.take_over()
+        self._thread = threading.Thread(target=self._carry_out, name="mpwatch")
         try:
             self._thread.start()
-        except RuntimeError as error:
-            raise LaunchError(
-                f"no thread to watch the ranks could be started: {error}; raise the limit of processes (`ulimit -u`, or "
-                "pids.max of the container), or of memory (`ulimit -v`), and start no run while Python is ending"
-            ) from error
+        except RuntimeError:  # Python is ending, or there is no room for one more: then it is done here
+            self._thread = None
+            self._carry_out()
         self._sleep()
 
     def leave(self) -> None:
         """The host is as it was."""
-        if self._thread.native_id is not None:
+        if self._thread is not None and self._thread.native_id is not None:
             self._thread.join()  # it has nothing more to do
             await_end_of_thread(self._thread.native_id, THREAD_SECONDS)
         self._signals.give_back()
         self._held.close()
+        self._remarks.say()
 
     def abort(self) -> None:
         """Something has been thrown at us. Stop the run and leave, and let nothing that is thrown meanwhile prevent it."""
         while True:
             try:
                 self._is_cancelled = True
+                set_spawning_popen(None)  # if packing the call was cut short
                 self._signals.tell(signal.SIGTERM)
                 if self._has_begun():
                     self._sleep()
@@ -122,6 +126,9 @@ class _Errand:
     def result(self) -> RunResult[Any]:
         """What came of it. Raises what `watch` does."""
         try:
+            if self._signals.raised is not None:
+                raised, self._signals.raised = self._signals.raised, None
+                raise raised
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
@@ -138,18 +145,27 @@ class _Errand:
         """While the thread is at work. Not by joining it: that has the fault that signals.py tells of."""
         while not self._is_over:
             self._signals.sleep()
+            self._remarks.say()
 
     def _has_begun(self) -> bool:
         """Whether the thread is at work. If its start was interrupted, it may be about to be, and sees that it is late."""
         deadline = time.monotonic() + THREAD_SECONDS
-        while self._thread in threading.enumerate() and not self._thread.is_alive() and time.monotonic() < deadline:
+        thread = self._thread
+        while thread in threading.enumerate() and not thread.is_alive() and time.monotonic() < deadline:
             os.sched_yield()
-        return self._thread.is_alive()
+        return thread is not None and thread.is_alive()
 
     def _carry_out(self) -> None:
         try:
             if not self._is_cancelled:
-                self._facts = carry_out(self._spec, self._payload, self._ranks, self._signals, self._started_at)
+                self._facts = carry_out(
+                    self._spec,
+                    self._payload,
+                    self._ranks,
+                    signals=self._signals,
+                    remarks=self._remarks,
+                    started_at=self._started_at,
+                )
         except BaseException as error:  # noqa: BLE001  it is the caller's to raise
             self._error = error
         finally:

@@ -52,8 +52,8 @@ class Payload:
     """
 
     def __init__(self, memory: io.FileIO) -> None:
-        self._memory = memory
         self._copies: list[int] = []
+        self._memory = memory
 
     @property
     def fds(self) -> list[int]:

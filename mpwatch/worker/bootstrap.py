@@ -200,6 +200,7 @@ def _call(call: Call) -> object:
         if not (error.code is None or (isinstance(error.code, int) and error.code == 0)):  # as Python itself has it
             raise
         value = None
+    context.function_has_returned()
     # Not after a failure: it may wait for peers that wait for us, and the error must not wait for either.
     if call.backend is not None:
         backend.destroy()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..spec import Worker
     from ..wire.pulse import Pulse
 
-__all__ = ["current_worker", "enter", "heartbeat", "report"]
+__all__ = ["current_worker", "enter", "function_has_returned", "heartbeat", "report"]
 
 _fields: dict[str, Any] | None = None  # set in a rank, for as long as it lives
 _worker: Worker | None = None
@@ -32,6 +32,12 @@ def enter(fields: dict[str, Any], pulse: Pulse) -> None:
 def _lose_pulse() -> None:
     global _pulse
     _pulse = None
+
+
+def function_has_returned() -> None:
+    """From here on the rank cannot say any more that it gets on."""
+    if _pulse is not None:
+        _pulse.rest()
 
 
 def current_worker() -> Worker:
@@ -66,26 +72,26 @@ def report(*, step: int | None = None, total: int | None = None, **metrics: floa
     Args:
         step: number of steps done.
         total: number of steps to do.
-        metrics: numbers, by name: of Python, of NumPy, or tensors of one element (a GPU is waited for).
+        metrics: numbers, by name: of Python, or arrays and tensors of one element (a GPU is waited for).
 
-    Raises TypeError for what is no number, ValueError for what takes more than 4 KB.
+    Raises TypeError for what is no number, ValueError for what takes more than about 4,000 bytes.
     """
     if _pulse is not None:
         numbers = {name: value if type(value) is float else _number(name, value) for name, value in metrics.items()}
         _pulse.report(_count("step", step), _count("total", total), numbers)
 
 
-def _number(name: str, value: object) -> float:
+def _number(name: str, value: Any) -> float:
     try:
         if isinstance(value, str | bytes):
-            raise TypeError("text")
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
-        raise TypeError(f"report() takes numbers; {name} is {value!r:.200} ({error})") from None
+            raise TypeError("text is no number")
+        return float(value.item() if hasattr(value, "item") else value)  # of NumPy, or a tensor
+    except Exception as error:  # noqa: BLE001  whatever its class raises
+        raise TypeError(f"report() takes numbers; {name} is a {type(value).__qualname__} ({error})") from None
 
 
 def _count(name: str, value: object) -> int | None:
     try:
         return None if value is None else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"report() takes {name} as an int, not {value!r:.200}") from None
+        raise TypeError(f"report() takes {name} as an int, not a {type(value).__qualname__}") from None

@@ -3,7 +3,7 @@
 from typing import assert_type
 
 import mpwatch
-from mpwatch import LaunchError, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, Worker, WorkerSpec
+from mpwatch import LaunchError, ProcessFailure, Progress, RunFailedError, RunResult, RunTimeoutError, Worker, WorkerSpec
 
 
 def train(lr: float, *, epochs: int = 1) -> list[float]:
@@ -25,6 +25,9 @@ def variables(worker: Worker) -> dict[str, str]:
 
 mpwatch.run(train, "auto", env=variables, check=False)
 mpwatch.run(train, "gpu", env={"A": "b"})
+hung = mpwatch.run(train, heartbeat_timeout=60, check=False)
+assert_type(hung.progress[0], Progress)
+assert_type(hung.progress[0].step, int | None)
 spec = WorkerSpec(fn=train, nprocs=4)
 assert_type(spec, WorkerSpec[list[float]])
 
@@ -40,7 +43,10 @@ except LaunchError as error:
 
 worker: Worker = mpwatch.current_worker()
 worker.state["seen"] = True
+mpwatch.heartbeat()
+mpwatch.report(step=1, total=10, loss=0.5, lr=1)
 
 mpwatch.run(train, nprocs=2.5)  # type: ignore[arg-type]
 mpwatch.run(train, 2, (0.1,))  # type: ignore[call-arg]
 mpwatch.run(train, "many")  # type: ignore[arg-type]
+mpwatch.report(loss="low")  # type: ignore[arg-type]

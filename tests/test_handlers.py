@@ -1,0 +1,195 @@
+"""Handlers of the host's own that run while it waits for its ranks: what they do, raise, change, fork and log."""
+
+import subprocess
+import sys
+
+import pytest
+from programs import ENV
+
+BEGIN = """
+import asyncio, faulthandler, logging, os, signal, sys, threading
+import functions, mpwatch, saboteurs
+def strike(*_):
+    raise TimeoutError("struck")
+def state():
+    descriptor = signal.set_wakeup_fd(-1)
+    if descriptor != -1: signal.set_wakeup_fd(descriptor)
+    return [signal.getsignal(n) for n in signal.valid_signals()], descriptor, threading.active_count(), os.listdir("/proc/self/fd")
+"""
+
+
+def run(program):
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + program], env=ENV, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_what_a_handler_raises_stops_the_run_and_comes_out_of_it():
+    said = run("""
+signal.signal(signal.SIGALRM, strike)
+mpwatch.run(functions.rank, 1)
+before = state()
+for seconds in [n / 100 for n in range(1, 20)]:
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try: mpwatch.run(saboteurs.wait_to_be_stopped, 2)
+    except TimeoutError as error: print(error)
+    assert state() == before
+""").stdout
+    assert said == "struck\n" * 19
+
+
+def test_a_storm_of_handlers_that_raise_leaves_nothing():
+    run("""
+left = 0
+def storm(*_):
+    global left
+    if left:
+        left -= 1
+        raise TimeoutError
+signal.signal(signal.SIGALRM, storm)
+mpwatch.run(functions.rank, 1)
+before = state()
+for interval in (2e-5, 1e-4, 1e-3) * 5:
+    left = 5
+    signal.setitimer(signal.ITIMER_REAL, 0.08, interval)
+    try: mpwatch.run(saboteurs.wait_to_be_stopped, 1, grace_period=1)
+    except TimeoutError: pass
+    finally:
+        left = 0
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    assert state() == before
+""")
+
+
+def test_a_handler_that_raises_nothing_disturbs_nothing():
+    said = run("""
+from multiprocessing.connection import Connection
+start, end = (Connection(fd) for fd in os.pipe())
+def work(end):
+    told = []
+    signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
+    end.send(os.getpid())
+    os.kill(os.getppid(), signal.SIGUSR1)
+    while not told: signal.sigtimedwait([], 0.01)
+    return "told"
+def relay(*_):
+    print(threading.current_thread().name)
+    os.kill(start.recv(), signal.SIGUSR1)
+signal.signal(signal.SIGUSR1, relay)
+print(list(mpwatch.run(work, 1, args=(end,))))
+""").stdout
+    assert said == "MainThread\n['told']\n"
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_host_whose_wake_up_descriptor_is_closed(when):
+    said = run(f"""
+read, write = os.pipe()
+os.set_blocking(write, False)
+signal.set_wakeup_fd(write)
+def close(*_): os.close(write)
+signal.signal(signal.SIGUSR1, close)
+if {when!r} == "before": close()
+def work():
+    if {when!r} == "during": os.kill(os.getppid(), signal.SIGUSR1)
+    return 1
+print(list(mpwatch.run(work, 1)), signal.set_wakeup_fd(-1))
+""").stdout
+    assert said.startswith("[1] ")
+
+
+def test_a_signal_that_comes_as_a_run_ends_reaches_the_host_s_event_loop():
+    said = run("""
+from mpwatch.watcher import watch
+def at_the_end(*arguments, wait=watch.await_end_of_thread):
+    wait(*arguments)
+    os.kill(os.getpid(), signal.SIGUSR1)
+watch.await_end_of_thread = at_the_end
+async def main():
+    called = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, called.set)
+    mpwatch.run(functions.rank, 1)
+    await asyncio.wait_for(called.wait(), 10)
+    print("called")
+asyncio.run(main())
+""").stdout
+    assert said == "called\n"
+
+
+def test_what_c_code_handles_is_left_to_it():
+    done = run("""
+faulthandler.register(signal.SIGTERM, chain=False)
+mpwatch.run(functions.rank, 1)
+os.kill(os.getpid(), signal.SIGTERM)
+print("still here")
+""")
+    assert done.stdout == "still here\n"
+    assert "most recent call first" in done.stderr
+
+
+def test_a_handler_that_sets_another_one_has_set_it():
+    said = run("""
+def later(*_): pass
+signal.signal(signal.SIGUSR1, lambda *_: signal.signal(signal.SIGTERM, later))
+def work():
+    os.kill(os.getppid(), signal.SIGUSR1)
+mpwatch.run(work, 1)
+print(signal.getsignal(signal.SIGTERM) is later)
+""").stdout
+    assert said == "True\n"
+
+
+def test_a_copy_made_by_a_handler_does_not_wait_for_ranks_that_are_not_its_own():
+    said = run("""
+parent = os.getpid()
+pids = []
+def copy(*_): pids.append(os.fork())
+signal.signal(signal.SIGUSR1, copy)
+def work():
+    os.kill(os.getppid(), signal.SIGUSR1)
+    return 1
+try:
+    values = list(mpwatch.run(work, 1))
+except RuntimeError as error:
+    os._exit(7 if os.getpid() != parent and "forked" in str(error) else 8)
+print(values, os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]))
+""").stdout
+    assert said == "[1] 7\n"
+
+
+def test_warnings_are_logged_in_the_caller_s_thread():
+    """A logging handler may want what the caller holds."""
+    said = run("""
+lock = threading.RLock()
+class Handler(logging.Handler):
+    def emit(self, record):
+        with lock: print(threading.current_thread().name, record.getMessage())
+logging.getLogger("mpwatch").addHandler(Handler())
+import atexit
+with lock: mpwatch.run(lambda: atexit.register(os._exit, 3) and None, 1)
+""").stdout
+    assert said == "MainThread rank 0 had returned, and then ended with exit code 3. Its value is kept\n"
+
+
+def test_a_run_that_is_stopped_says_nothing_of_what_it_did_itself():
+    done = run("""
+import atexit
+def work():
+    atexit.register(saboteurs.wait_to_be_stopped)
+    atexit.register(os.kill, os.getppid(), signal.SIGINT)
+try: mpwatch.run(work, 1)
+except KeyboardInterrupt: print("interrupted")
+""")
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
+
+
+def test_a_thread_that_outlives_the_main_one_can_run():
+    said = run("""
+def late():
+    threading.main_thread().join()
+    print(list(mpwatch.run(functions.rank, 2)), flush=True)
+threading.Thread(target=late).start()
+""").stdout
+    assert said == "[0, 1]\n"
