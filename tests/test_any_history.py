@@ -57,18 +57,40 @@ class History(RuleBasedStateMachine):
         self.now = 1.0
         self.machine = Machine(range(n), now=self.now, grace_period=GRACE, timeout=timeout, heartbeat_timeout=limit)
         self.limits = {"timeout": timeout, "heartbeat_timeout": limit}
+        self.signals, self.deaths = signals, deaths  # that may still come: else most histories are soon over
+        self.be_born(n, ready)
+
+    def be_born(self, n, ready):
         self.sent = []
         self.seen = {rank: {"was_ready": False, "signals_sent": set()} for rank in range(n)}
         self.has_answered = set()
         self.beats = dict.fromkeys(range(n))
         self.looked_at = set()
-        self.signals, self.deaths = signals, deaths  # that may still come: else most histories are soon over
         for rank in range(min(n, ready)):
             self.ready(rank)
 
+    @precondition(lambda self: set(self.machine.phases.values()) == {Phase.GONE} and self.machine.signum is None)
+    @rule(ready=st.integers(0, 5), deaths=st.integers(0, 2))
+    def begins_again(self, ready, deaths):
+        self.judge()
+        self.machine.begin_again(self.now)
+        self.deaths = deaths
+        self.be_born(len(self.seen), ready)
+
+    @precondition(lambda self: self.machine.generation)
+    @rule(data=st.data(), kind=st.sampled_from([Ready, Returned, Failing, Failed, Looked, Pulse, Died]))
+    def something_comes_of_an_earlier_life(self, data, kind):
+        rank = data.draw(st.sampled_from(sorted(self.seen)))
+        before = dict(self.machine.phases), self.machine.stage, self.machine.deadline
+        assert self.machine.handle(kind(rank, generation=self.machine.generation - 1), self.now) == []
+        assert (dict(self.machine.phases), self.machine.stage, self.machine.deadline) == before
+
     def ready(self, rank):
         self.seen[rank]["was_ready"] = True
-        self.tell(Ready(rank))
+        self.tell(self.of_now(Ready, rank))
+
+    def of_now(self, kind, rank, **more):
+        return kind(rank, generation=self.machine.generation, **more)
 
     def tell(self, event):
         self.do(self.machine.handle(event, self.now))
@@ -82,7 +104,7 @@ class History(RuleBasedStateMachine):
                 self.looked_at.add(action.rank)
         for action in actions:
             if isinstance(action, FeelPulse):
-                self.tell(Pulse(action.rank, self.beats[action.rank]))
+                self.tell(self.of_now(Pulse, action.rank, beat_at=self.beats[action.rank]))
 
     def those_in(self, *phases):
         return [rank for rank, phase in self.machine.phases.items() if phase in phases]
@@ -105,16 +127,16 @@ class History(RuleBasedStateMachine):
     def raises(self, data, is_secondary, announced):
         rank = data.draw(st.sampled_from(self.those_who_may_speak()))
         if announced:
-            self.tell(Failing(rank))
+            self.tell(self.of_now(Failing, rank))
         self.report(rank, TOLD[is_secondary])
-        self.tell(Failed(rank, is_secondary))
+        self.tell(self.of_now(Failed, rank, is_secondary=is_secondary))
 
     @precondition(lambda self: self.those_who_may_speak())
     @rule(data=st.data())
     def returns(self, data):
         rank = data.draw(st.sampled_from(self.those_who_may_speak()))
         self.report(rank, RETURNED)
-        self.tell(Returned(rank))
+        self.tell(self.of_now(Returned, rank))
 
     @precondition(lambda self: self.deaths and self.those_in(*LIVING - TOLD_TO_END))
     @rule(data=st.data(), code=DEATHS)
@@ -129,7 +151,7 @@ class History(RuleBasedStateMachine):
 
     def die(self, rank, code):
         self.seen[rank] |= {"died_at": self.now, "exit_code": code}
-        self.tell(Died(rank))
+        self.tell(self.of_now(Died, rank))
 
     @precondition(lambda self: self.those_in(Phase.AT_WORK))
     @rule(data=st.data())
@@ -141,7 +163,7 @@ class History(RuleBasedStateMachine):
     def has_been_looked_at(self, data):
         rank = data.draw(st.sampled_from(sorted(self.looked_at & set(self.those_in(*LIVING - {Phase.ENDING})))))
         self.looked_at.remove(rank)
-        self.tell(Looked(rank))
+        self.tell(self.of_now(Looked, rank))
 
     @precondition(lambda self: self.signals)
     @rule(signum=st.sampled_from([signal.SIGINT, signal.SIGTERM]))

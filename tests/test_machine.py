@@ -275,7 +275,7 @@ def test_what_cannot_be_is_an_error(history, event):
 def feel(it, now, beats):
     """The pulses of these ranks are felt, and what is done then."""
     assert it.expire(now) == [FeelPulse(rank) for rank in beats]
-    *_, actions = [it.handle(Pulse(rank, beat), now) for rank, beat in beats.items()]
+    *_, actions = [it.handle(Pulse(rank, beat_at=beat), now) for rank, beat in beats.items()]
     return actions
 
 
@@ -335,6 +335,44 @@ def test_a_machine_that_was_not_called_in_time_blames_nobody():
     assert it.deadline == late + 5.0
     assert feel(it, late + 5.0, {0: late + 4.0, 1: 0.0}) == []
     assert feel(it, late + 5.5, {0: late + 4.0, 1: 0.0}) == [LookAt(0), LookAt(1)]
+
+
+def test_a_new_generation_begins_when_the_last_one_is_gone():
+    it = at_work(2)
+    with pytest.raises(IllegalEventError, match="a new generation in stage WORKING, with 0 gone"):
+        it.begin_again(1.0)
+    for rank in range(2):
+        it.handle(Died(rank), 1.0)
+    it.begin_again(2.0)
+    assert (it.generation, it.stage, it.verdict, it.stopped_at) == (1, Stage.WORKING, None, None)
+    assert it.deadline == 2.0 + START_SECONDS
+    for late in (Ready(0), Returned(0), Failed(1), Failing(1), Looked(0), Died(1)):
+        assert it.handle(late, 2.0) == []
+    assert set(it.phases.values()) == {Phase.STARTING}
+    assert it.handle(Ready(0, generation=1), 2.0) == [CallRank(0)]
+
+
+def test_a_new_generation_has_done_nothing_wrong_yet():
+    it = with_pulses()
+    feel(it, 5.0, {0: 0.0, 1: 4.9})
+    feel(it, 5.5, {0: 0.0, 1: 5.4})
+    it.expire(it.deadline)
+    for rank in range(2):
+        it.handle(Died(rank), 6.0)
+    assert it.silent == {0: 0.0}
+    it.begin_again(7.0)
+    assert (it.silent, it.never_ready, it.lingering, it.deadline) == ({}, [], [], 12.0)
+    for rank in range(2):
+        it.handle(Ready(rank, generation=1), 8.0)
+    assert it.expire(12.0) == [FeelPulse(0), FeelPulse(1)]
+
+
+def test_after_an_interrupt_there_is_no_new_generation():
+    it = at_work(1)
+    it.handle(Interrupted(signal.SIGTERM), 1.0)
+    it.handle(Died(0), 1.1)
+    with pytest.raises(IllegalEventError, match="a new generation in stage OVER, with 1 gone"):
+        it.begin_again(2.0)
 
 
 def test_ten_thousand_ranks_of_which_a_thousand_fail():

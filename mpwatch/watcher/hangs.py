@@ -18,10 +18,7 @@ COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py")
 WORK = "/torch/distributed/checkpoint/"  # writes and reads files there, and calls its collectives from elsewhere
 POINT_TO_POINT = {"send", "recv", "isend", "irecv", "batch_isend_irecv"}  # not the same on both sides
 PLUMBING = ("/torch/_ops.py", "/torch/_library/")  # through which functional collectives and DTensors call theirs
-PERHAPS = (
-    "/torch/autograd/",
-    "/torch/cuda/",
-)  # there buckets of gradients are waited for, and streams
+PERHAPS = ("/torch/autograd/", "/torch/cuda/")  # where buckets of gradients are waited for, and streams
 WAITING_LINE = re.compile(r"\.(wait|synchronize|item|cpu|get|barrier|monitored_barrier)\(")
 HELD = {  # why a process does not run that is not asleep, by the letter of its state
     "T": "suspended, by SIGSTOP or SIGTSTP",

@@ -125,7 +125,7 @@ class _Run:
             has_died = line.facts.died_at is not None  # in this wake-up
             return [] if has_died or line.ask_for_stacks() else [m.Looked(action.rank)]
         elif isinstance(action, m.FeelPulse):
-            return [m.Pulse(action.rank, self.crew.beat_of(line))]
+            return [m.Pulse(action.rank, beat_at=self.crew.beat_of(line))]
         elif isinstance(action, m.SignalRank):
             send = line.process.signal_rank if action.signum == signal.SIGINT else line.process.signal_group
             send(action.signum)
@@ -170,7 +170,7 @@ class _Run:
             if message.kind is Kind.RETURNED:
                 return [m.Returned(rank)]
             complaint = complaint_in(message.body)
-            return [m.Failed(rank, complaint is not None and complaint.is_worth_waiting)]
+            return [m.Failed(rank, is_secondary=complaint is not None and complaint.is_worth_waiting)]
         return []
 
     def _mourn(self, line: RankLine) -> list[m.Event]:

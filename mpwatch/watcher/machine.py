@@ -1,5 +1,7 @@
 """What the watcher does when something happens: a pure machine, fed with events and the time, returning actions.
 
+It knows generations: ranks that are all gone may be started once more, and what is told of an earlier life changes nothing.
+
 It has no clock, pid, pipe or signal of its own. The loop (loop.py) turns what the system says into events and the
 machine's actions into system calls, and calls `handle` no later than at `deadline`.
 
@@ -83,6 +85,14 @@ class Machine:
         timeout: float | None = None,
         heartbeat_timeout: float | None = None,
     ) -> None:
+        self.generation = 0
+        self.signum: int | None = None  # of the first interrupt
+        self._heartbeat_timeout = math.inf if heartbeat_timeout is None else heartbeat_timeout
+        self._grace_period = grace_period
+        self._timeout_at = None if timeout is None else now + timeout
+        self._begin(ranks, now)
+
+    def _begin(self, ranks: Iterable[int], now: float) -> None:
         self.phases = dict.fromkeys(ranks, Phase.STARTING)
         self.stage = Stage.WORKING
         self.verdict: Verdict | None = None
@@ -90,17 +100,20 @@ class Machine:
         self.never_ready: list[int] = []
         self.lingering: list[int] = []
         self.silent: dict[int, float] = {}  # ranks that were silent for too long, with their last beats
-        self.signum: int | None = None  # of the first interrupt
-        self._heartbeat_timeout = math.inf if heartbeat_timeout is None else heartbeat_timeout
         self._pulse_at = now + self._heartbeat_timeout  # when they are felt next
         self._unfelt: set[int] = set()
         self._is_second_time = False
         self._looking: set[int] = set()
-        self._grace_period = grace_period
-        self._timeout_at = None if timeout is None else now + timeout
         self._start_at = now + START_SECONDS
         self._stage_at: float | None = None  # when the stage's own time is up
         self._count = dict.fromkeys(Phase, 0) | {Phase.STARTING: len(self.phases)}
+
+    def begin_again(self, now: float) -> None:
+        """The next generation: all ranks are started once more. Raises IllegalEventError if not all of this one are gone."""
+        if self.stage is not Stage.OVER or self._count[Phase.GONE] < len(self.phases) or self.signum is not None:
+            raise IllegalEventError(f"a new generation in stage {self.stage.name}, with {self._count[Phase.GONE]} gone")
+        self.generation += 1
+        self._begin(self.phases, now)
 
     @property
     def deadline(self) -> float | None:
@@ -115,6 +128,8 @@ class Machine:
         """What is to be done about an event. Raises IllegalEventError for one that cannot be."""
         if isinstance(event, Interrupted):
             return self._interrupt(event.signum, now)
+        if event.generation < self.generation:
+            return []
         before = self.phases[event.rank]
         try:
             after = TRANSITIONS[before][type(event)]

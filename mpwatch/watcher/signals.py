@@ -145,7 +145,8 @@ class HostSignals:
         except BaseException as error:
             if os.getpid() != self._pid:
                 raise
-            self.raised = self.raised or error
+            if self.raised is None:
+                self.raised = error
             self.tell(signal.SIGTERM)
         if os.getpid() != self._pid:
             raise RuntimeError("a signal handler has forked a process that waits for its ranks; the copy must end there")

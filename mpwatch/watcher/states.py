@@ -4,7 +4,7 @@ Each rank is in one Phase, and TRANSITIONS says which events are legal there and
 go through is in that table. The run as a whole is in one Stage.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 __all__ = [
@@ -86,54 +86,50 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class RankEvent:
+    """Something that a rank has done. What comes of an earlier life of it changes nothing any more."""
+
+    rank: int
+    generation: int = field(default=0, kw_only=True)  # which of its lives, from 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(RankEvent):
     """The rank can be called."""
 
-    rank: int
-
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(RankEvent):
     """The rank's function has returned."""
 
-    rank: int
-
 
 @dataclass(frozen=True, slots=True)
-class Failing:
+class Failing(RankEvent):
     """The rank's function has raised; what, is being told."""
 
-    rank: int
-
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(RankEvent):
     """The rank has reported a failure; a secondary one is only a complaint that a peer has gone."""
 
-    rank: int
     is_secondary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class Looked(RankEvent):
     """The rank's stacks have come, or cannot be had."""
 
-    rank: int
-
 
 @dataclass(frozen=True, slots=True)
-class Pulse:
+class Pulse(RankEvent):
     """When the rank was last heard of; None: never."""
 
-    rank: int
-    beat_at: float | None
+    beat_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Died:
+class Died(RankEvent):
     """The rank's process has ended, and everything it had sent has been handled."""
-
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +139,6 @@ class Interrupted:
     signum: int
 
 
-RankEvent = Ready | Returned | Failing | Failed | Looked | Pulse | Died
 Event = RankEvent | Interrupted
 
 
