@@ -1079,3 +1079,24 @@ def waits_twice_at(barrier):
 def waits_twice_at_and_is_killed(barrier):
     waits_twice_at(barrier)
     is_killed()
+
+
+class CannotBePickledBeforeThePeerDies:
+    def __reduce__(self):
+        _has_failed.set()
+        while os.path.exists(f"/proc/{_peer}") and state_of(_peer) != "Z":
+            os.sched_yield()
+        raise ValueError("there is no form of it")
+
+
+def returns_what_cannot_be_sent_and_takes_its_time(pids, begun):
+    global _has_failed, _peer
+    me = rank()
+    pids[me] = os.getpid()
+    while not all(pids):
+        os.sched_yield()
+    _has_failed, _peer = begun, pids[1]
+    if me == 0:
+        return CannotBePickledBeforeThePeerDies()
+    begun.wait()
+    return is_killed()

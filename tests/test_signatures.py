@@ -118,3 +118,15 @@ def test_texts_of_nccl(text, complaint):
         raise DistBackendError(text)
 
     assert complaint_of(fail) is complaint
+
+
+@pytest.mark.parametrize("text", ["cannot pickle (TypeError: a lock)", "the pipeline has 3 stages", "presets", "typeof x"])
+def test_a_word_within_another_is_no_hint(text):
+    assert complaint_in(Telling(ValueError(text)).plain()) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["lost my peer", "Broken pipe", "BrokenPipeError", "EOFError: ", "ConnectionResetError", "peers gone"]
+)
+def test_words_that_one_may_use_of_a_peer_are_hints(text):
+    assert complaint_in(Telling(ValueError(text)).plain()) is Complaint.HINT

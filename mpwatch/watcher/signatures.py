@@ -86,7 +86,10 @@ SIGNATURES = (
     Signature(MAYBE, "ConnectionResetError"),
     Signature(MAYBE, "ConnectionAbortedError"),
 )
-HINTS = re.compile(r"peer|connection|connect\b|disconnect|socket|pipe|\beof\b|end of file|reset|lost|closed|unreachable")
+HINTS = re.compile(
+    r"\bpeers?\b|connection|connect\b|disconnect|socket|\b(broken)?pipe(error)?\b|\beof(error)?\b|end of file|"
+    r"\breset\b|\blost\b|\bclosed\b|unreachable"  # as words: there is a peer in every TypeError, a pipe in a pipeline
+)
 
 
 def complaint_in(told: bytes) -> Complaint | None:

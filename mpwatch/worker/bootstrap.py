@@ -132,7 +132,7 @@ def _outcome(fds: list[int], shelter: Shelter) -> _Failure | tuple[bytes, float]
         finally:
             shelter.enter()
         ended_at = time.monotonic()
-        return _dump_value(value), ended_at
+        return _packed(value, ended_at)
     except _LoadError as error:
         return _Failure(Kind.UNLOADED, error.error, time.monotonic())
     except BaseException as error:  # noqa: BLE001  a KeyboardInterrupt, a SystemExit too is an answer
@@ -205,6 +205,14 @@ def _call(call: Call) -> object:
     if call.backend is not None:
         backend.destroy()
     return value
+
+
+def _packed(value: object, ended_at: float) -> _Failure | tuple[bytes, float]:
+    """A value that cannot be sent is a failure of when it was returned, however long it took to find out."""
+    try:
+        return _dump_value(value), ended_at
+    except BaseException as error:  # noqa: BLE001  whatever it raises
+        return _Failure(Kind.RAISED, error, ended_at)
 
 
 def _dump_value(value: object) -> bytes:
