@@ -18,6 +18,7 @@ import functions
 import mpwatch
 
 PACKAGE = os.path.dirname(mpwatch.__file__)
+EVENT = "line" if sys.version_info[:2] == (3, 12) else "opcode"  # which that version does not trace
 
 
 class ThrownError(BaseException):
@@ -41,11 +42,11 @@ class Thrower:
     def _enter(self, frame, *_):
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        frame.f_trace_opcodes, frame.f_trace_lines = EVENT == "opcode", EVENT == "line"
         return self._step
 
     def _step(self, frame, event, _):
-        if event == "opcode":
+        if event == EVENT:
             self.count += 1
             if self.count == self.at and frame.f_lineno is not None:
                 sys.settrace(None)

@@ -22,7 +22,7 @@ from acts import live
 from board import ALARM, BEGAN, ENDED, Board
 from histories import Blow
 
-import mpwatch
+import mpwatch.api  # with all that it imports: in Python 3.12 `typing` itself adds to copyreg
 
 
 class AlarmError(Exception):
