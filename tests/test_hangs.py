@@ -268,6 +268,20 @@ def test_a_rank_that_has_never_beaten_has_no_limit():
     assert list(mpwatch.run(work, 2, heartbeat_timeout=0.1)) == [True, True]
 
 
+class SlowToPickle:
+    def __reduce__(self):
+        signal.sigtimedwait([], 0.6)  # longer than the limit, where nobody can beat any more
+        return str, ("at last",)
+
+
+def test_a_rank_that_has_returned_is_not_silent():
+    def work():
+        mpwatch.heartbeat()
+        return SlowToPickle()
+
+    assert list(mpwatch.run(work, 1, heartbeat_timeout=0.1)) == ["at last"]
+
+
 def test_beats_of_a_forked_helper_are_not_the_rank_s():
     with pytest.raises(mpwatch.RunFailedError, match="was silent for"):
         mpwatch.run(saboteurs.has_its_heart_in_a_fork, 1, heartbeat_timeout=0.2)

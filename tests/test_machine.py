@@ -328,6 +328,17 @@ def test_only_ranks_at_work_have_a_pulse():
     assert it.deadline == 6.0 + LAST_CALL_SECONDS
 
 
+def test_a_silence_that_ended_with_its_rank_s_work_is_no_first_look_at_another_s():
+    it = Machine(range(2), now=0.0, grace_period=GRACE, heartbeat_timeout=5.0)
+    it.handle(Ready(0), 0.0)
+    assert feel(it, 5.0, {0: 0.0}) == []
+    it.handle(Returned(0), 5.2)
+    assert it.expire(5.5) == []
+    it.handle(Ready(1), 6.0)
+    assert feel(it, 10.5, {1: 5.4}) == []
+    assert feel(it, 11.0, {1: 5.4}) == [LookAt(1)]
+
+
 def test_a_machine_that_was_not_called_in_time_blames_nobody():
     it = with_pulses()
     late = 5.0 + LATE_SECONDS + 0.1

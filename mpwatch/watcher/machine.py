@@ -215,10 +215,9 @@ class Machine:
     def _feel_pulses(self, now: float) -> list[Action]:
         is_late = now > self._pulse_at + LATE_SECONDS
         self._pulse_at = now + self._heartbeat_timeout
-        if is_late:
+        self._unfelt = {rank for rank, phase in self.phases.items() if phase is Phase.AT_WORK and not is_late}
+        if not self._unfelt:
             self._is_second_time = False
-            return []
-        self._unfelt = {rank for rank, phase in self.phases.items() if phase is Phase.AT_WORK}
         return [FeelPulse(rank) for rank in sorted(self._unfelt)]
 
     def _listen(self, event: Pulse, now: float) -> list[Action]:

@@ -35,6 +35,17 @@ def test_the_process_group_is_there(backend):
     assert list(mpwatch.run(all_reduced, 3, backend=backend)) == [(expected, 3, 6.0)] * 3
 
 
+def test_reports_take_numbers_of_numpy_and_torch():
+    def work():
+        loss = torch.ones(1, requires_grad=True)
+        mpwatch.report(step=numpy.int64(3), loss=loss, lr=numpy.float32(0.5), **{numpy.str_("size"): numpy.ones((1, 1))})
+        with pytest.raises(TypeError, match=r"report\(\) takes numbers; loss is a Tensor"):
+            mpwatch.report(loss=torch.ones(2))
+
+    progress = mpwatch.run(work, 1).progress[0]
+    assert (progress.step, progress.metrics) == (3, {"loss": 1.0, "lr": 0.5, "size": 1.0})
+
+
 def test_a_function_may_destroy_the_group_or_make_its_own():
     mpwatch.run(dist.destroy_process_group, 2, backend="gloo")
 
