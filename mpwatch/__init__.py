@@ -10,6 +10,7 @@ TYPE_CHECKING = False  # typing's own would cost every rank the import of typing
 if TYPE_CHECKING:
     from .api import main, run
     from .errors import LaunchError, MpwatchError, RunFailedError, RunTimeoutError
+    from .group import WorkerGroup
     from .result import FailureKind, ProcessFailure, Progress, RunResult, WorkerState
     from .spec import Worker, WorkerSpec
     from .worker.context import current_worker, heartbeat, report
@@ -24,6 +25,7 @@ __all__ = [
     "RunResult",
     "RunTimeoutError",
     "Worker",
+    "WorkerGroup",
     "WorkerSpec",
     "WorkerState",
     "__version__",
@@ -46,6 +48,7 @@ _HOME = {
     "RunResult": ".result",
     "RunTimeoutError": ".errors",
     "Worker": ".spec",
+    "WorkerGroup": ".group",
     "WorkerSpec": ".spec",
     "WorkerState": ".result",
     "current_worker": ".worker.context",

@@ -5,10 +5,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from .errors import RunFailedError, RunTimeoutError
-from .result import FailureKind, RunResult, WorkerState
-from .spec import Nprocs, Worker, WorkerSpec
-from .watcher.watch import InterruptError, watch
+from .errors import RunFailedError
+from .outcome import outcome_of
+from .result import RunResult
+from .spec import Nprocs, Worker, WorkerSpec, check_flag
+from .watcher.watch import watch
 
 __all__ = ["main", "run"]
 
@@ -63,8 +64,7 @@ def run(
         TypeError, ValueError: an argument is not what it should be.
         KeyboardInterrupt: Ctrl-C; the ranks got it too, and had grace_period seconds to end.
     """
-    if not isinstance(check, bool):
-        raise TypeError(f"check must be True or False, not {check!r}")
+    check_flag("check", check)
     spec = WorkerSpec(
         fn=fn,
         nprocs=nprocs,
@@ -77,10 +77,7 @@ def run(
         grace_period=grace_period,
         role=role,
     )
-    result = _watch(spec)
-    if check and result.state is not WorkerState.SUCCEEDED:
-        raise _error(result) from (result.root_cause.exception if result.root_cause else None)
-    return result
+    return outcome_of(lambda: watch(spec), check=check)
 
 
 def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunResult[T]:
@@ -107,24 +104,3 @@ def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunRe
             traceback.print_exception(cause)
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-
-
-def _watch(spec: WorkerSpec[T]) -> RunResult[T]:
-    try:
-        return watch(spec)
-    except InterruptError as interrupt:
-        signals, result = interrupt.signals, interrupt.result
-    # Outside the except block, so that a KeyboardInterrupt comes without a history, but for that of a failed run.
-    failure = _error(result) if result.state is WorkerState.FAILED else None
-    try:
-        signals.deliver()
-    except BaseException as error:
-        if failure is not None:
-            raise error from failure
-        raise
-    return result  # the host's handler has let it pass, and the run has been stopped all the same
-
-
-def _error(result: RunResult[Any]) -> RunFailedError:
-    timed_out = any(failure.kind is FailureKind.TIMEOUT for failure in result.failures.values())
-    return (RunTimeoutError if timed_out else RunFailedError)(result)

@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from .platform import gpus_may_exist, usable_cpus
 
-__all__ = ["RANK_VARIABLES", "Nprocs", "Worker", "WorkerSpec"]
+__all__ = ["RANK_VARIABLES", "GroupSpec", "Nprocs", "Worker", "WorkerSpec", "check_call", "check_flag", "name_of"]
 
 T = TypeVar("T")
 MAX_PORT = 65536
@@ -70,16 +70,10 @@ class Worker:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSpec(Generic[T]):
-    """What to run, on how many ranks, and under which limits: the options of `mpwatch.run`, which explains them.
+class GroupSpec:
+    """How many ranks, and under which limits: the options that hold for any function. See WorkerSpec."""
 
-    Raises TypeError or ValueError naming the argument and the value.
-    """
-
-    fn: Callable[..., T]
     nprocs: Nprocs = "auto"
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] | None = None
     backend: str | None = None
     env: Mapping[str, str] | Callable[[Worker], Mapping[str, str]] | None = None
     timeout: float | None = None
@@ -88,9 +82,6 @@ class WorkerSpec(Generic[T]):
     role: str = "default"
 
     def __post_init__(self) -> None:
-        _check_fn(self.fn)
-        _check_args(self.args)
-        _check_kwargs(self.kwargs)
         _check_backend(self.backend)
         _check_env(self.env)
         if self.timeout is not None:
@@ -103,6 +94,29 @@ class WorkerSpec(Generic[T]):
         if not self.role or not self.role.isprintable():
             raise ValueError(f"role must be a name, not {self.role!r}")
         object.__setattr__(self, "nprocs", _count(self.nprocs))
+
+    def environment_of(self, worker: Worker) -> dict[str, str]:
+        """The extra variables for this rank, checked. Raises TypeError or ValueError."""
+        extra = self.env(worker) if callable(self.env) else self.env
+        if callable(self.env):
+            _check_mapping("what env() returned", extra)
+        return dict(extra or {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec(GroupSpec, Generic[T]):
+    """What to run, on how many ranks, and under which limits: the options of `mpwatch.run`, which explains them.
+
+    Raises TypeError or ValueError naming the argument and the value.
+    """
+
+    fn: Callable[..., T]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_call(self.fn, self.args, self.kwargs)
+        super().__post_init__()
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
 
@@ -111,12 +125,18 @@ class WorkerSpec(Generic[T]):
         """The function's name for messages; partials and callable objects have none of their own."""
         return name_of(self.fn)
 
-    def environment_of(self, worker: Worker) -> dict[str, str]:
-        """The extra variables for this rank, checked. Raises TypeError or ValueError."""
-        extra = self.env(worker) if callable(self.env) else self.env
-        if callable(self.env):
-            _check_mapping("what env() returned", extra)
-        return dict(extra or {})
+
+def check_call(fn: object, args: object, kwargs: object) -> None:
+    """Whether that can be called in a rank. Raises TypeError naming the argument and the value."""
+    _check_fn(fn)
+    _check_args(args)
+    _check_kwargs(kwargs)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Whether that is True or False. Raises TypeError."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
 def name_of(fn: object) -> str:

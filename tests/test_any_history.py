@@ -13,8 +13,10 @@ from mpwatch.watcher.machine import Machine
 from mpwatch.watcher.states import (
     LIVING,
     SURE_SECONDS,
+    CallAll,
     CallRank,
     Died,
+    EndAll,
     EndRank,
     Failed,
     Failing,
@@ -29,6 +31,7 @@ from mpwatch.watcher.states import (
     Returned,
     SignalRank,
     Stage,
+    Told,
     Verdict,
 )
 from mpwatch.wire.messages import Message
@@ -37,6 +40,8 @@ GRACE = 3.0
 LIMIT = 5.0
 TOLD = {False: raised(ValueError("the batch is bad"), 0.0), True: raised(COMPLAINT, 0.0)}
 RETURNED = returned(7)
+for told in (*TOLD.values(), RETURNED):  # none of them has died
+    del told["died_at"], told["exit_code"]
 DEATHS = st.sampled_from([-signal.SIGKILL, -signal.SIGSEGV, 0, 3])
 MUTE = (Phase.AT_WORK, Phase.STOPPING, Phase.KILLED)  # may have something to say yet
 TOLD_TO_END = {Phase.ENDING, Phase.STOPPING, Phase.KILLED}
@@ -46,6 +51,7 @@ class History(RuleBasedStateMachine):
     """Ranks do what they like; the watcher sees it, and does what the machine says."""
 
     @initialize(
+        keep=st.booleans(),
         n=st.integers(2, 5),
         timeout=st.none() | st.floats(0.5, 30),
         limit=st.none() | st.just(LIMIT),
@@ -53,21 +59,45 @@ class History(RuleBasedStateMachine):
         signals=st.integers(0, 2),
         deaths=st.integers(0, 2),
     )
-    def begin(self, *, n, timeout, limit, ready, signals, deaths):
+    def begin(self, *, keep, n, timeout, limit, ready, signals, deaths):
         self.now = 1.0
-        self.machine = Machine(range(n), now=self.now, grace_period=GRACE, timeout=timeout, heartbeat_timeout=limit)
+        self.keep = keep
         self.limits = {"timeout": timeout, "heartbeat_timeout": limit}
+        self.machine = Machine(range(n), now=self.now, grace_period=GRACE, keep=keep, **self.limits)
         self.signals, self.deaths = signals, deaths  # that may still come: else most histories are soon over
-        self.be_born(n, ready)
+        self.be_born(n)
+        self.tell(CallAll(self.now))
+        self.some_become_ready(ready)
 
-    def be_born(self, n, ready):
-        self.sent = []
-        self.seen = {rank: {"was_ready": False, "signals_sent": set()} for rank in range(n)}
-        self.has_answered = set()
-        self.beats = dict.fromkeys(range(n))
-        self.looked_at = set()
-        for rank in range(min(n, ready)):
+    def be_born(self, n):
+        self.seen = {rank: {"was_ready": False} for rank in range(n)}
+        self.begin_a_call()
+
+    def some_become_ready(self, number):
+        for rank in sorted(self.seen)[:number]:
             self.ready(rank)
+
+    def begin_a_call(self):
+        self.is_judged = False
+        self.sent = []
+        self.seen = {rank: {"was_ready": it["was_ready"], "signals_sent": set()} for rank, it in self.seen.items()}
+        self.has_answered = set()
+        self.has_told = set()
+        self.beats = dict.fromkeys(self.seen)
+        self.looked_at = set()
+
+    @precondition(lambda self: self.machine.stage is Stage.IDLE)
+    @rule()
+    def is_called_again(self):
+        assert self.keep
+        assert set(self.machine.phases.values()) == {Phase.READY}
+        self.begin_a_call()
+        self.tell(CallAll(self.now))
+
+    @precondition(lambda self: self.keep)
+    @rule()
+    def is_told_to_end(self):
+        self.tell(EndAll())
 
     @precondition(lambda self: set(self.machine.phases.values()) == {Phase.GONE} and self.machine.signum is None)
     @rule(ready=st.integers(0, 5), deaths=st.integers(0, 2))
@@ -75,7 +105,8 @@ class History(RuleBasedStateMachine):
         self.judge()
         self.machine.begin_again(self.now)
         self.deaths = deaths
-        self.be_born(len(self.seen), ready)
+        self.be_born(len(self.seen))
+        self.some_become_ready(ready)
 
     @precondition(lambda self: self.machine.generation)
     @rule(data=st.data(), kind=st.sampled_from([Ready, Returned, Failing, Failed, Looked, Pulse, Died]))
@@ -94,6 +125,8 @@ class History(RuleBasedStateMachine):
 
     def tell(self, event):
         self.do(self.machine.handle(event, self.now))
+        if self.machine.stage is Stage.IDLE:
+            self.judge()
 
     def do(self, actions):
         self.sent += actions
@@ -114,7 +147,7 @@ class History(RuleBasedStateMachine):
 
     def report(self, rank, told):
         message = told["report"]
-        self.seen[rank] |= {"report": Message(message.kind, self.now, message.body), "details": told.get("details", b"")}
+        self.seen[rank] |= {**told, "report": Message(message.kind, self.now, message.body)}
         self.has_answered.add(rank)
 
     @precondition(lambda self: self.those_in(Phase.STARTING))
@@ -130,6 +163,17 @@ class History(RuleBasedStateMachine):
             self.tell(self.of_now(Failing, rank))
         self.report(rank, TOLD[is_secondary])
         self.tell(self.of_now(Failed, rank, is_secondary=is_secondary))
+
+    @precondition(lambda self: self.those_who_may_tell())
+    @rule(data=st.data())
+    def tells_all(self, data):
+        rank = data.draw(st.sampled_from(self.those_who_may_tell()))
+        self.has_told.add(rank)
+        self.tell(self.of_now(Told, rank))
+
+    def those_who_may_tell(self):
+        broken = [rank for rank in self.has_answered - self.has_told if "details" in self.seen[rank]]
+        return sorted(set(broken) & set(self.those_in(Phase.BROKEN, Phase.STOPPING, Phase.KILLED)))
 
     @precondition(lambda self: self.those_who_may_speak())
     @rule(data=st.data())
@@ -188,10 +232,10 @@ class History(RuleBasedStateMachine):
         machine = getattr(self, "machine", None)
         if machine is None or machine.stage is Stage.OVER:
             return
-        if machine.stage is not Stage.WORKING:
+        if machine.stage not in (Stage.WORKING, Stage.IDLE):
             assert machine.deadline is not None
         elif machine.deadline is None:
-            assert Phase.AT_WORK in machine.phases.values()
+            assert machine.stage is Stage.IDLE or Phase.AT_WORK in machine.phases.values()
             assert Phase.STARTING not in machine.phases.values()
 
     @invariant()
@@ -206,8 +250,9 @@ class History(RuleBasedStateMachine):
     def nothing_is_done_twice(self):
         sent = getattr(self, "sent", [])
         # a rank that is told to end, and does not, is stopped; one that was stopped and then answers is told to end
-        once = [action for action in sent if not isinstance(action, FeelPulse | EndRank)]
-        assert len(once) == len(set(once))
+        goes_on = SignalRank, signal.SIGCONT  # which comes with every other one
+        once = [a for a in sent if not isinstance(a, FeelPulse | EndRank) and (type(a), getattr(a, "signum", 0)) != goes_on]
+        assert len(once) == len(set(once)), once
         assert all(sent.count(action) <= 2 for action in sent if isinstance(action, EndRank))
         for rank in getattr(self, "seen", ()):
             soft = [
@@ -215,7 +260,7 @@ class History(RuleBasedStateMachine):
                 for a in once
                 if isinstance(a, SignalRank) and a.rank == rank and a.signum in (signal.SIGINT, signal.SIGTERM)
             ]
-            assert len(soft) <= 1
+            assert len(soft) <= 1 + self.keep  # whoever might have stayed after an interrupt, and does not answer
 
     @invariant()
     def nobody_is_called_who_is_to_be_stopped(self):
@@ -231,6 +276,8 @@ class History(RuleBasedStateMachine):
         for patience in range(10):  # nobody does anything any more
             if patience == 5 and self.machine.stage is Stage.WORKING:  # but for ranks at work, for ever
                 self.tell(Interrupted(signal.SIGINT))
+            if self.machine.stage is Stage.IDLE:
+                self.tell(EndAll())
             self.time_is_up()
         assert self.machine.stage is Stage.OVER
         assert set(self.machine.phases.values()) <= {Phase.GONE, Phase.GIVEN_UP}
@@ -239,7 +286,10 @@ class History(RuleBasedStateMachine):
         self.judge()
 
     def judge(self):
-        """No report is lost, and no victim is the cause while a primary is known."""
+        """No report is lost, and no victim is the cause while a primary is known. What comes between two calls is of none."""
+        if self.is_judged:
+            return
+        self.is_judged = True
         seen = facts(
             *self.seen.values(),
             verdict=self.machine.verdict,

@@ -13,6 +13,7 @@ from mpwatch.watcher.states import (
     LATE_SECONDS,
     LOOK_SECONDS,
     START_SECONDS,
+    CallAll,
     CallRank,
     Died,
     EndRank,
@@ -37,7 +38,12 @@ GRACE = 10.0
 
 
 def machine(n=3, timeout=None):
-    return Machine(range(n), now=0.0, grace_period=GRACE, timeout=timeout)
+    return called(Machine(range(n), now=0.0, grace_period=GRACE, timeout=timeout))
+
+
+def called(it):
+    assert it.handle(CallAll(started_at=0.0), 0.0) == []
+    return it
 
 
 def at_work(n=3, timeout=None):
@@ -280,7 +286,7 @@ def feel(it, now, beats):
 
 
 def with_pulses(n=2, limit=5.0):
-    it = Machine(range(n), now=0.0, grace_period=GRACE, heartbeat_timeout=limit)
+    it = called(Machine(range(n), now=0.0, grace_period=GRACE, heartbeat_timeout=limit))
     for rank in range(n):
         it.handle(Ready(rank), 0.0)
     return it
@@ -329,7 +335,7 @@ def test_only_ranks_at_work_have_a_pulse():
 
 
 def test_a_silence_that_ended_with_its_rank_s_work_is_no_first_look_at_another_s():
-    it = Machine(range(2), now=0.0, grace_period=GRACE, heartbeat_timeout=5.0)
+    it = called(Machine(range(2), now=0.0, grace_period=GRACE, heartbeat_timeout=5.0))
     it.handle(Ready(0), 0.0)
     assert feel(it, 5.0, {0: 0.0}) == []
     it.handle(Returned(0), 5.2)

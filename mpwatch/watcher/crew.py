@@ -21,7 +21,7 @@ from ..wire.lastwords import read_answer
 from ..wire.messages import Kind, Message
 from ..wire.payload import Payload
 from ..wire.process import Seat
-from ..wire.pulse import Reading, read_beat, read_pulse
+from ..wire.pulse import Reading, forget_pulse, read_beat, read_pulse
 from ..wire.slots import SLOT
 from .gate import Gate
 from .guardian import Guardian
@@ -39,8 +39,7 @@ STDERR = 2
 class Crew:
     """Owns the ranks' processes and all that they need. A context manager: whoever is alive at its end is killed."""
 
-    def __init__(self, payload: Payload, remarks: Remarks) -> None:
-        self.payload = payload
+    def __init__(self, remarks: Remarks) -> None:
         self.remarks = remarks
         self.lines: dict[int, RankLine] = {}
         self.gate: Gate[Any]
@@ -93,7 +92,7 @@ class Crew:
         self.lines[worker.rank] = RankLine(worker, process, channel, pipe_ours, self.remarks)
         self.guardian.guard(process.child_pid)
 
-    def call(self, line: RankLine) -> None:
+    def call(self, line: RankLine, payload: Payload) -> None:
         """Send a rank its call, and what its interpreter has printed: it has its stderr now, and may wait for who reads it.
 
         Raises LaunchError.
@@ -101,7 +100,8 @@ class Crew:
         try:
             if line.stacks.printed:
                 line.send_file(Kind.PRINTED, line.stacks.printed)
-            line.send(Kind.CALL, self.payload.fds)
+                line.stacks.printed = b""
+            line.send(Kind.CALL, payload.fds)
         except OSError as error:
             raise LaunchError(with_remedy(f"the call could not be sent to rank {line.facts.worker.rank}", error)) from error
 
@@ -121,6 +121,10 @@ class Crew:
     def beat_of(self, line: RankLine) -> float | None:
         """The first of that alone, which is quick."""
         return read_beat(self._slots_fd, self._slots[line.facts.worker.rank])
+
+    def forget_pulse(self, line: RankLine) -> None:
+        """What it said in an earlier call is none of the next."""
+        forget_pulse(self._slots_fd, self._slots[line.facts.worker.rank])
 
     def bury(self, line: RankLine) -> None:
         """Reap a dead rank."""

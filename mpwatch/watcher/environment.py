@@ -2,13 +2,11 @@
 
 import os
 import socket
-import uuid
 from dataclasses import replace
-from typing import Any
 
 from ..errors import LaunchError
 from ..platform import usable_cpus
-from ..spec import Worker, WorkerSpec
+from ..spec import GroupSpec, Worker
 from .shortage import with_remedy
 
 __all__ = ["environments_of", "reserve_port"]
@@ -35,12 +33,13 @@ def reserve_port() -> socket.socket:
     return keeper
 
 
-def environments_of(spec: WorkerSpec[Any], nprocs: int, port: int) -> list[tuple[Worker, dict[str, str]]]:
+def environments_of(spec: GroupSpec, port: int, *, run_id: str, restart_count: int) -> list[tuple[Worker, dict[str, str]]]:
     """The ranks of a run on this machine alone, each with its whole environment.
 
     Raises TypeError or ValueError for what the caller's `env` function returns, and whatever it raises.
     """
-    run_id = uuid.uuid4().hex
+    nprocs = spec.nprocs
+    assert isinstance(nprocs, int)  # whatever the caller gave, see GroupSpec
     ranks = []
     for rank in range(nprocs):
         worker = Worker(
@@ -51,6 +50,7 @@ def environments_of(spec: WorkerSpec[Any], nprocs: int, port: int) -> list[tuple
             role=spec.role,
             role_rank=rank,
             role_world_size=nprocs,
+            restart_count=restart_count,
             run_id=run_id,
             master_addr=MASTER_ADDR,
             master_port=port,

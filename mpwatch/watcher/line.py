@@ -55,6 +55,12 @@ class RankLine:
             gate.add(fd, handler)
             self._waited_for.add(fd)
 
+    def begin_call(self) -> RankFacts:
+        """What was seen in an earlier call is none of the next."""
+        self.facts = RankFacts(self.facts.worker, pid=self.facts.pid, was_ready=self.facts.was_ready)
+        self.stacks.forget()
+        return self.facts
+
     def _wait_no_more(self, fd: int) -> None:
         if fd in self._waited_for and self._gate is not None:
             self._waited_for.remove(fd)

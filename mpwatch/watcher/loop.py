@@ -1,11 +1,11 @@
 """The watcher itself: starts the ranks, waits once for everything, and does what the machine says. In a thread of its own.
 
-    call, ranks started -+-> wait(pidfds, channels, stacks, signals; deadline) -+-> facts
-                         |        what the system says  ->  events              |
-                         `--------- actions  <-  machine  <---------------------'
+    ranks started -+-> wait(pidfds, channels, stacks, mailbox; deadline) -+-> facts of each call
+                   |        what the system says  ->  events              |
+                   `--------- actions  <-  machine  <---------------------'
 
-Guarantees: when `carry_out` returns or raises, nothing of the run is left (see crew.py). A message is read before the death
-that followed it. Nothing blocks but the one wait, and that has the machine's deadline. No code of the user's runs here.
+Guarantees: when `carry_out` returns or raises, nothing of the ranks is left (see crew.py). A message is read before the
+death that followed it. Nothing blocks but the one wait, which has the machine's deadline. No code of the user's runs here.
 """
 
 import platform
@@ -13,12 +13,11 @@ import signal
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 from ..errors import LaunchError
-from ..spec import Worker, WorkerSpec
+from ..result import WorkerState
+from ..spec import GroupSpec, Worker
 from ..wire.messages import Kind, Message
-from ..wire.payload import Payload
 from ..wording import exit_text
 from . import states as m
 from .crew import Crew
@@ -27,11 +26,11 @@ from .facts import Facts
 from .gate import Gate
 from .line import RankLine
 from .machine import Machine
+from .mailbox import Errand, Mailbox
 from .oom import OomWatch
 from .order import Order
 from .remarks import Remarks
 from .shortage import with_remedy
-from .signals import HostSignals
 from .signatures import complaint_in
 from .stacks import tidy, with_sources
 
@@ -39,49 +38,55 @@ __all__ = ["carry_out"]
 
 
 def carry_out(
-    spec: WorkerSpec[Any],
-    payload: Payload,
+    spec: GroupSpec,
     ranks: Iterable[tuple[Worker, dict[str, str]]],
-    *,
-    signals: HostSignals,
+    mailbox: Mailbox,
     remarks: Remarks,
-    started_at: float,
-) -> Facts:
-    """Run these ranks, each with its environment, to their end. Raises LaunchError."""
+    *,
+    keep: bool,
+) -> None:
+    """Start these ranks, each with its environment, and watch them to their end; they stay after a call if `keep`.
+
+    Raises LaunchError.
+    """
+    born_at = time.time()
     with OomWatch(remarks) as oom:
-        with Crew(payload, remarks) as crew:
+        with Crew(remarks) as crew:
             for worker, env in ranks:
                 crew.start(worker, env)
-            run = _Run(spec, crew, signals, oom, started_at)
+            run = _Run(spec, crew, mailbox, oom, born_at=born_at, keep=keep)
+            mailbox.state = WorkerState.INIT
+            mailbox.alarm.ring()
             run.until_over()
         struck = oom.judge()
-    return run.facts(helpers_oom=struck)
+    run.answer(helpers_oom=struck)
 
 
 class _Run:
-    """One pass through the machine."""
+    """One pass through the machine: a call, or one after another."""
 
-    def __init__(self, spec: WorkerSpec[Any], crew: Crew, signals: HostSignals, oom: OomWatch, started_at: float) -> None:
+    def __init__(self, spec: GroupSpec, crew: Crew, mailbox: Mailbox, oom: OomWatch, *, born_at: float, keep: bool) -> None:
         self.spec = spec
         self.crew = crew
         self.gate: Gate[list[m.Event]] = crew.gate
-        self.signals = signals
+        self.mailbox = mailbox
         self.remarks = crew.remarks
         self.oom = oom
         self.lingers: dict[int, str] = {}
-        self.started_at = started_at
-        self._wall_time = time.time() - (time.monotonic() - started_at)  # of the start
+        self.errand: Errand | None = None
         self.seen = {rank: line.facts for rank, line in crew.lines.items()}
         self.order = Order()
+        self._born_at = born_at  # by the wall clock
         self.machine = Machine(
             crew.lines,
-            now=self.started_at,
+            now=time.monotonic(),
             grace_period=spec.grace_period,
             timeout=spec.timeout,
             heartbeat_timeout=spec.heartbeat_timeout,
+            keep=keep,
         )
         try:
-            self.gate.add(signals.fileno(), self._interrupts)
+            self.gate.add(mailbox.bell.fileno(), self._take_mail)
             for line in crew.lines.values():
                 line.wait_at(self.gate, partial(self._hear, line), partial(self._overhear, line), partial(self._mourn, line))
         except OSError as error:
@@ -89,7 +94,7 @@ class _Run:
 
     def until_over(self) -> None:
         """Wait and act until no rank is left."""
-        events: list[m.Event] = []
+        events = self._step(self._take_mail())
         while self.machine.stage is not m.Stage.OVER:
             deadline = self.machine.deadline
             patience = 0.0 if events else None if deadline is None else deadline - time.monotonic()
@@ -99,18 +104,59 @@ class _Run:
             events = self._step(events)
         self._warn()
 
+    def answer(self, helpers_oom: str = "") -> None:
+        """Hand the caller what was seen of the call, if there is one that is not yet answered."""
+        if self.errand is None:
+            return
+        for line in self.crew.lines.values():
+            line.facts.pulse = self.crew.pulse_of(line)
+        self.errand.facts = self._facts(self.errand, helpers_oom)
+        self.errand = None
+        self.mailbox.alarm.ring()
+
     def _step(self, events: list[m.Event]) -> list[m.Event]:
         """All events of one wake-up first, then what is to be done: a death that has been seen was none of our doing.
 
         Returns what is known at once of what has been done.
         """
         now = time.monotonic()
-        actions = [action for event in events for action in self.machine.handle(event, now)]
+        actions = [action for event in events for action in self._handle(event, now)]
         self.oom.look(line.facts for line in self._died_in(events) if is_suspect(line.facts))
         known = [event for action in actions + self.machine.expire(now) for event in self._do(action)]
         for line in self._died_in(events):
             self.crew.bury(line)
+        if self.machine.stage is m.Stage.IDLE:
+            self.answer()
+        self._tell_state()
         return known
+
+    def _handle(self, event: m.Event, now: float) -> list[m.Action]:
+        if isinstance(event, m.CallAll) and not self._begin_call():
+            return []
+        if isinstance(event, m.Died) and self.machine.stage is m.Stage.IDLE:
+            facts = self.crew.lines[event.rank].facts
+            how = "ended" if facts.exit_code is None else exit_text(facts.exit_code)
+            text = "rank %d (pid %s) %s while there was no call; the next one starts all ranks anew"
+            self.remarks.warning(text, event.rank, facts.pid, how)
+        return self.machine.handle(event, now)
+
+    def _begin_call(self) -> bool:
+        """False if it comes too late: a rank has been lost. The caller sees that when all have ended."""
+        lines = self.crew.lines.values()
+        if self.machine.stage is not m.Stage.IDLE or any(line.facts.died_at is not None for line in lines):
+            return False
+        self.errand = self._posted
+        self.seen = {rank: line.begin_call() for rank, line in self.crew.lines.items()}
+        for line in lines:
+            self.crew.forget_pulse(line)
+        return True
+
+    def _tell_state(self) -> None:
+        stage = self.machine.stage
+        if stage not in (m.Stage.IDLE, m.Stage.WORKING, m.Stage.LAST_CALL):
+            self.mailbox.state = WorkerState.UNHEALTHY
+        elif self.mailbox.state is not WorkerState.HEALTHY and m.Phase.STARTING not in self.machine.phases.values():
+            self.mailbox.state = WorkerState.HEALTHY
 
     def _died_in(self, events: list[m.Event]) -> list[RankLine]:
         return [self.crew.lines[event.rank] for event in events if isinstance(event, m.Died)]
@@ -118,7 +164,8 @@ class _Run:
     def _do(self, action: m.Action) -> list[m.Event]:
         line = self.crew.lines[action.rank]
         if isinstance(action, m.CallRank):
-            self.crew.call(line)
+            assert self.errand is not None
+            self.crew.call(line, self.errand.payload)
         elif isinstance(action, m.EndRank):
             line.send(Kind.END)
         elif isinstance(action, m.LookAt):
@@ -137,8 +184,15 @@ class _Run:
             self.crew.abandon(line)
         return []
 
-    def _interrupts(self) -> list[m.Event]:
-        return [m.Interrupted(number) for number in self.signals.take()]
+    def _take_mail(self) -> list[m.Event]:
+        events: list[m.Event] = []
+        for thing in self.mailbox.take():
+            if isinstance(thing, Errand):
+                self._posted = thing
+                events.append(m.CallAll(thing.started_at))
+            else:
+                events.append(thing)
+        return events
 
     def _hear(self, line: RankLine) -> list[m.Event]:
         events = []
@@ -162,6 +216,7 @@ class _Run:
             self.lingers[rank] = message.body.decode()
         elif message.kind is Kind.DETAILS:
             facts.details = message.body
+            return [m.Told(rank)]
         elif message.kind is Kind.FAILING:
             facts.failing_at = message.stamp
             return [m.Failing(rank)]
@@ -190,9 +245,9 @@ class _Run:
 
     def _take_leave(self, line: RankLine) -> None:
         line.facts.pulse = self.crew.pulse_of(line)
-        line.facts.stacks = with_sources(tidy(line.stacks.stacks, line.stacks.main_thread), self._wall_time)
+        line.facts.stacks = with_sources(tidy(line.stacks.stacks, line.stacks.main_thread), self._born_at)
         if is_crash(line.facts.exit_code):  # else it was a forked child's
-            line.facts.crash = with_sources(line.stacks.crash, self._wall_time)
+            line.facts.crash = with_sources(line.stacks.crash, self._born_at)
         line.facts.printed = line.stacks.printed_instead
 
     def _warn(self) -> None:
@@ -210,12 +265,11 @@ class _Run:
                 text = "rank %d had returned, and then %s. Its value is kept"
                 self.remarks.warning(text, rank, exit_text(facts.exit_code))
 
-    def facts(self, helpers_oom: str) -> Facts:
-        """What was seen, for the diagnosis."""
+    def _facts(self, errand: Errand, helpers_oom: str) -> Facts:
         return Facts(
             ranks=self.seen,
             hostname=platform.node(),
-            started_at=self.started_at,
+            started_at=errand.started_at,
             stopped_at=self.machine.stopped_at,
             verdict=self.machine.verdict,
             never_ready=self.machine.never_ready,

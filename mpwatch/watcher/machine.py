@@ -7,11 +7,17 @@ machine's actions into system calls, and calls `handle` no later than at `deadli
 
 Where a rank is, is in the table of states.py. Where the run is:
 
+    IDLE ------ a call --> WORKING
     WORKING --- every rank has returned -------------------------------> ENDING ---- all are gone ---> OVER
        |  |`--- a rank fails for itself, timeout ---> LOOKING ---> STOPPING -------- all are gone ---> OVER
        |   `--- interrupt -----------------------------^--------------^
        `------- a rank complains of a peer, or does not say what it raised -> LAST_CALL  until the cause is seen,
                                                                                          or LAST_CALL_SECONDS later
+
+Ranks that stay (`keep`) become IDLE again where others are ENDING, and whoever has raised something is waited with, as in
+LAST_CALL: if by then every rank has answered, nobody is stopped, and all are IDLE again. The same holds if the watcher is
+interrupted by SIGINT: the ranks get it, and if all answer within `grace_period`, they stay. If one is lost, at work or idle,
+all are stopped.
 
 LOOKING is for the stacks of those who are still at work, and lasts until they have come, at most LOOK_SECONDS.
 
@@ -20,9 +26,9 @@ never beaten has no limit, and is looked at again after that time, so that none 
 silent, all are felt a second time a little later: who was only suspended beats again, and who waits for the silent one is
 silent by then, too. The answer to FeelPulse is the next event.
 
-What it guarantees: every stage but WORKING has a deadline, and WORKING has one for the ranks' start, `timeout` and pulses;
-the first failure that is no consequence of another ends the run at once; each rank is looked at once, told to stop once,
-killed once, and given up once; nothing that a rank reported is lost.
+What it guarantees: every stage but IDLE and WORKING has a deadline; IDLE has one for the ranks' start, and WORKING for that,
+`timeout` and pulses; the first failure that is no consequence of another ends the run at once; each rank is looked at once,
+told to stop once, killed once, and given up once; nothing that a rank reported is lost.
 """
 
 import math
@@ -41,8 +47,10 @@ from .states import (
     SURE_SECONDS,
     TRANSITIONS,
     Action,
+    CallAll,
     CallRank,
     Died,
+    EndAll,
     EndRank,
     Event,
     Failed,
@@ -59,6 +67,7 @@ from .states import (
     Ready,
     SignalRank,
     Stage,
+    Told,
     Verdict,
 )
 
@@ -72,8 +81,9 @@ class Machine:
         ranks: global ranks of this machine.
         now: seconds on the clock that all later times are of.
         grace_period: seconds between SIGTERM and SIGKILL, and for a rank to end after it has returned.
-        timeout: seconds for the whole run, or None.
+        timeout: seconds for a call, or None.
         heartbeat_timeout: seconds that a rank which has beaten once may be silent, or None.
+        keep: whether the ranks stay after a call, for the next one.
     """
 
     def __init__(
@@ -84,50 +94,70 @@ class Machine:
         grace_period: float,
         timeout: float | None = None,
         heartbeat_timeout: float | None = None,
+        keep: bool = False,
     ) -> None:
         self.generation = 0
-        self.signum: int | None = None  # of the first interrupt
+        self._keep = keep
+        self._timeout = math.inf if timeout is None else timeout
         self._heartbeat_timeout = math.inf if heartbeat_timeout is None else heartbeat_timeout
         self._grace_period = grace_period
-        self._timeout_at = None if timeout is None else now + timeout
         self._begin(ranks, now)
 
     def _begin(self, ranks: Iterable[int], now: float) -> None:
         self.phases = dict.fromkeys(ranks, Phase.STARTING)
-        self.stage = Stage.WORKING
-        self.verdict: Verdict | None = None
-        self.stopped_at: float | None = None
         self.never_ready: list[int] = []
         self.lingering: list[int] = []
-        self.silent: dict[int, float] = {}  # ranks that were silent for too long, with their last beats
-        self._pulse_at = now + self._heartbeat_timeout  # when they are felt next
-        self._unfelt: set[int] = set()
-        self._is_second_time = False
         self._looking: set[int] = set()
         self._start_at = now + START_SECONDS
-        self._stage_at: float | None = None  # when the stage's own time is up
         self._count = dict.fromkeys(Phase, 0) | {Phase.STARTING: len(self.phases)}
+        self._enter_call(math.inf, math.inf)
+        self.stage = Stage.IDLE
+
+    def _enter_call(self, timeout_at: float, pulse_at: float) -> None:
+        self.stage = Stage.WORKING
+        self.signum: int | None = None  # of the first interrupt
+        self.verdict: Verdict | None = None
+        self.stopped_at: float | None = None
+        self.silent: dict[int, float] = {}  # ranks that were silent for too long, with their last beats
+        self._stage_at = math.inf  # when the stage's own time is up
+        self._timeout_at = timeout_at
+        self._pulse_at = pulse_at  # when they are felt next
+        self._unfelt: set[int] = set()
+        self._is_second_time = False
 
     def begin_again(self, now: float) -> None:
-        """The next generation: all ranks are started once more. Raises IllegalEventError if not all of this one are gone."""
+        """The next generation, for the same call: all ranks are started once more.
+
+        Raises IllegalEventError if not all of this one are gone.
+        """
         if self.stage is not Stage.OVER or self._count[Phase.GONE] < len(self.phases) or self.signum is not None:
             raise IllegalEventError(f"a new generation in stage {self.stage.name}, with {self._count[Phase.GONE]} gone")
         self.generation += 1
+        timeout_at = self._timeout_at
         self._begin(self.phases, now)
+        self._enter_call(timeout_at, now + self._heartbeat_timeout)
 
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called at the latest; None for as long as only the user's code is waited for."""
-        times = [self._stage_at]
-        if self.stage in (Stage.WORKING, Stage.LAST_CALL):
-            times += [self._timeout_at, self._start_at if self._count[Phase.STARTING] else None]
-            times += [self._pulse_at if self.stage is Stage.WORKING and self._pulse_at < math.inf else None]
-        return min((time for time in times if time is not None), default=None)
+        soonest = min(self._stage_at, self._timeout_at if self._is_undecided() else math.inf)
+        if self._count[Phase.STARTING] and (self._is_undecided() or self.stage is Stage.IDLE):
+            soonest = min(soonest, self._start_at)
+        if self.stage is Stage.WORKING:
+            soonest = min(soonest, self._pulse_at)
+        return soonest if soonest < math.inf else None
+
+    def _is_undecided(self) -> bool:
+        return self.stage in (Stage.WORKING, Stage.LAST_CALL) and self.verdict is None
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """What is to be done about an event. Raises IllegalEventError for one that cannot be."""
         if isinstance(event, Interrupted):
             return self._interrupt(event.signum, now)
+        if isinstance(event, CallAll):
+            return self._call(event, now)
+        if isinstance(event, EndAll):
+            return self._end_all(now)
         if event.generation < self.generation:
             return []
         before = self.phases[event.rank]
@@ -150,12 +180,30 @@ class Machine:
             return self._stop(now, self.verdict)
         if self.stage is Stage.LOOKING:
             return self._stop(now, self.verdict)
-        if self._timeout_at is not None and now >= self._timeout_at:
+        if self.verdict is not None:  # the time that they had is up
+            return self._stop(now, self.verdict) + self._kill(now)
+        if now >= self._timeout_at:
             return self._look(now, Verdict.TIMED_OUT)
         if now >= self._start_at and self._count[Phase.STARTING]:
             self.never_ready = [rank for rank, phase in self.phases.items() if phase is Phase.STARTING]
             return self._look(now, Verdict.FAILED)
         return self._look(now, Verdict.FAILED) if self.stage is Stage.LAST_CALL else self._feel_pulses(now)
+
+    def _call(self, event: CallAll, now: float) -> list[Action]:
+        if self.stage is not Stage.IDLE:
+            raise IllegalEventError(f"{event} in stage {self.stage.name}")
+        self._enter_call(event.started_at + self._timeout, now + self._heartbeat_timeout)
+        return self._call_ready()
+
+    def _call_ready(self) -> list[Action]:
+        return [CallRank(rank) for rank in self._in(Phase.READY, becomes=Phase.AT_WORK)]
+
+    def _end_all(self, now: float) -> list[Action]:
+        """Politely if nobody is at work, or still starting."""
+        if self.stage is Stage.IDLE and not self._count[Phase.STARTING]:
+            return self._end(now, Verdict.SUCCEEDED)
+        is_under_way = self.stage in (Stage.IDLE, Stage.WORKING, Stage.LAST_CALL, Stage.LOOKING)
+        return self._stop(now, self.verdict or Verdict.INTERRUPTED) if is_under_way else []
 
     def _follow(self, event: RankEvent, before: Phase, now: float) -> list[Action]:
         if isinstance(event, Died):
@@ -164,34 +212,40 @@ class Machine:
             return self._listen(event, now)
         if self.stage is Stage.LOOKING:
             return self._see(event.rank, now)
-        if isinstance(event, Looked):
-            return []  # too late
+        if isinstance(event, Looked) or (isinstance(event, Told) and not self._keep):
+            return []  # too late; or what nobody has waited for
         if isinstance(event, Failing):
             self._wait_for_cause(now)
             return []
         if self.stage is Stage.STOPPING:
             # It missed the signal, or was allowed to go on for a while, and is now ready to be told.
-            return [EndRank(event.rank)] if before is Phase.STOPPING else []
+            return [EndRank(event.rank)] if before is Phase.STOPPING and not isinstance(event, Told) else []
         if isinstance(event, Ready):
-            return [CallRank(event.rank)]
+            return self._call_ready() if self._is_undecided() else []
         if isinstance(event, Failed):
             return self._fail(event.is_secondary, now)
         return self._settle(now)
 
     def _bury(self, rank: int, before: Phase, now: float) -> list[Action]:
         actions: list[Action] = []
-        if self.stage in (Stage.WORKING, Stage.LAST_CALL):
+        if self.stage is Stage.IDLE:
+            actions = self._stop(now, Verdict.FAILED)
+        elif self.stage in (Stage.WORKING, Stage.LAST_CALL):
             lost = before in (Phase.STARTING, Phase.AT_WORK)
-            actions = self._fail(False, now) if lost else self._settle(now)
+            actions = self._lose(now) if lost else self._settle(now)
         elif self.stage is Stage.LOOKING:
             actions = self._see(rank, now)
         if self._count[Phase.GONE] == len(self.phases):
             self.stage = Stage.OVER
-            self._stage_at = None
+            self._stage_at = math.inf
         return actions
 
+    def _lose(self, now: float) -> list[Action]:
+        """A rank has died that had not answered."""
+        return self._look(now, Verdict.FAILED) if self.verdict is None else self._stop(now, self.verdict)
+
     def _fail(self, is_secondary: bool, now: float) -> list[Action]:
-        if not is_secondary:
+        if not is_secondary and not self._keep:
             return self._look(now, Verdict.FAILED)
         self._wait_for_cause(now)
         return self._settle(now)
@@ -202,15 +256,32 @@ class Machine:
             self._stage_at = now + LAST_CALL_SECONDS
 
     def _settle(self, now: float) -> list[Action]:
-        """If nobody is at work any more, the run ends, well or badly."""
-        if self._count[Phase.STARTING] or self._count[Phase.AT_WORK]:
+        """If nobody is at work any more, the call ends, well or badly."""
+        if self._count[Phase.STARTING] or self._count[Phase.AT_WORK] or (self._keep and self._count[Phase.BROKEN]):
             return []
-        if self.stage is Stage.LAST_CALL:
-            return self._look(now, Verdict.FAILED)
+        if self._keep:
+            return self._rest(now)
+        return self._look(now, Verdict.FAILED) if self.stage is Stage.LAST_CALL else self._end(now, Verdict.SUCCEEDED)
+
+    def _rest(self, now: float) -> list[Action]:
+        """All have answered, and stay for the next call; but not if one of them has died since."""
+        if self.verdict is None:
+            self.verdict = Verdict.FAILED if self.stage is Stage.LAST_CALL else Verdict.SUCCEEDED
+        self._in(Phase.DONE, becomes=Phase.READY)
+        self._in(Phase.TOLD, becomes=Phase.READY)
+        if self._count[Phase.GONE]:
+            return self._end(now, self.verdict)
+        self.stage = Stage.IDLE
+        self._stage_at = math.inf
+        return []
+
+    def _end(self, now: float, verdict: Verdict) -> list[Action]:
+        """Tell all who have answered to end, and see that they do."""
         self.stage = Stage.ENDING
-        self.verdict = Verdict.SUCCEEDED
+        self.verdict = verdict
         self._stage_at = now + max(self._grace_period, END_SECONDS)
-        return [EndRank(rank) for rank in self._in(Phase.DONE, becomes=Phase.ENDING)]
+        ranks = self._in(Phase.DONE, becomes=Phase.ENDING) + self._in(Phase.READY, becomes=Phase.ENDING)
+        return [EndRank(rank) for rank in ranks]
 
     def _feel_pulses(self, now: float) -> list[Action]:
         is_late = now > self._pulse_at + LATE_SECONDS
@@ -265,7 +336,7 @@ class Machine:
         actions: list[Action] = []
         for rank, phase in self.phases.items():
             if phase in LIVING:
-                if phase in (Phase.DONE, Phase.BROKEN):
+                if phase in (Phase.DONE, Phase.BROKEN, Phase.TOLD):
                     actions.append(EndRank(rank))
                 # only a function at work knows what to do about an interrupt
                 number = soft if phase is Phase.AT_WORK else signal.SIGTERM
@@ -279,21 +350,33 @@ class Machine:
 
     def _give_up(self) -> list[Action]:
         self.stage = Stage.OVER
-        self._stage_at = None
+        self._stage_at = math.inf
         return [GiveUp(rank) for rank in self._in(Phase.KILLED, becomes=Phase.GIVEN_UP)]
 
     def _interrupt(self, signum: int, now: float) -> list[Action]:
         """Once: the ranks may save what they have. Twice: at once. When all is over, it is for who noted it to deliver."""
-        if self.stage is Stage.OVER:
+        if self.stage is Stage.OVER or (self.stage is Stage.IDLE and signum == signal.SIGINT):
             return []
-        if self.stage is not Stage.STOPPING:
-            self.signum = signum
-            verdict = self.verdict or Verdict.INTERRUPTED  # all had returned, or one had failed: that stays so
-            soft = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
-            return self._stop(now, verdict, soft=soft)
-        if self.signum is None:
-            self.signum = signum
-        return self._kill(now) if self._count[Phase.STOPPING] else []
+        is_first, self.signum = self.signum is None, self.signum or signum
+        verdict = self.verdict or Verdict.INTERRUPTED  # all had returned, or one had failed: that stays so
+        if is_first and signum == signal.SIGINT and self._may_stay():
+            return self._disturb(now)
+        if self.stage is Stage.STOPPING:
+            return self._kill(now) if self._count[Phase.STOPPING] else []
+        soft = signal.SIGINT if signum == signal.SIGINT and is_first else signal.SIGTERM
+        return self._stop(now, verdict, soft=soft) + ([] if is_first else self._kill(now))
+
+    def _may_stay(self) -> bool:
+        return self._keep and self._is_undecided() and not self._count[Phase.STARTING]
+
+    def _disturb(self, now: float) -> list[Action]:
+        """The functions at work are interrupted, and have as long as ever to answer; the ranks need not end of it."""
+        self.stage = Stage.LAST_CALL
+        self.verdict = Verdict.INTERRUPTED
+        self.stopped_at = now
+        self._stage_at = now + max(self._grace_period, LEAST_GRACE_SECONDS)
+        ranks = [rank for rank, phase in self.phases.items() if phase is Phase.AT_WORK]
+        return [SignalRank(rank, number) for rank in ranks for number in (signal.SIGINT, signal.SIGCONT)]
 
     def _in(self, phase: Phase, *, becomes: Phase) -> list[int]:
         ranks = [rank for rank, now_in in self.phases.items() if now_in is phase]

@@ -1,9 +1,9 @@
-"""Packs a spec's call, and says of one that cannot be sent which part of it is to blame."""
+"""Packs a call, and says of one that cannot be sent which part of it is to blame."""
 
 from typing import Any
 
 from ..errors import LaunchError
-from ..spec import WorkerSpec
+from ..spec import name_of
 from ..wire import culprit
 from ..wire.payload import Call, Payload, pack, probe
 from .shortage import is_shortage, with_remedy
@@ -11,20 +11,20 @@ from .shortage import is_shortage, with_remedy
 __all__ = ["pack_call"]
 
 
-def pack_call(spec: WorkerSpec[Any]) -> Payload:
-    """The call of this spec, ready for any number of ranks. Raises LaunchError."""
+def pack_call(call: Call) -> Payload:
+    """This call, ready for any number of ranks. Raises LaunchError."""
     try:
-        return pack(Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend))
+        return pack(call)
     except Exception as error:
-        raise LaunchError(_why_not_sent(spec, error)) from error
+        raise LaunchError(_why_not_sent(call, error)) from error
 
 
-def _why_not_sent(spec: WorkerSpec[Any], error: Exception) -> str:
+def _why_not_sent(call: Call, error: Exception) -> str:
     if is_shortage(error):  # which is nobody's fault, and would befall whatever is tried out now
         return with_remedy("the call could not be packed", error)
-    candidates: list[tuple[str, Any]] = [(f"fn {spec.fn_name!r}", spec.fn)]
-    candidates += [(f"args[{i}]", arg) for i, arg in enumerate(spec.args)]
-    candidates += [(f"kwargs[{name!r}]", value) for name, value in (spec.kwargs or {}).items()]
+    candidates: list[tuple[str, Any]] = [(f"fn {name_of(call.fn)!r}", call.fn)]
+    candidates += [(f"args[{i}]", arg) for i, arg in enumerate(call.args)]
+    candidates += [(f"kwargs[{name!r}]", value) for name, value in call.kwargs.items()]
     for name, thing in candidates:
         if not _can_be_sent(thing):
             path, part = culprit.find(name, thing, probe)

@@ -7,23 +7,22 @@
 Signals that the host ignores, or that something other than Python handles, are left alone; off the main thread, where
 Python delivers none, so are all.
 
-    kernel ---> C handler, in any thread ---> waker: the caller's thread wakes up ---> Python's handler, `tell` ---> bell
+    kernel ---> C handler, in any thread ---> alarm: the caller's thread wakes up ---> Python's handler, `tell` ---> bell
 
 A thread that sleeps on a lock would not do: a signal that comes just before it falls asleep does not wake it.
 """
 
 import os
 import signal
-import socket
 import threading
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-from ..errors import LaunchError
 from ..platform import state_of_process
-from .shortage import with_remedy
+from .mailbox import Mailbox
+from .states import Interrupted
 
 __all__ = ["HostSignals"]
 
@@ -32,67 +31,38 @@ NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 class HostSignals:
     """The caller's thread takes the signals over, sleeps, and gives them back; each can be done again, should an exception
-    have come in the midst of it. The run's thread waits for `fileno` to become readable, and `take` says what came.
+    have come in the midst of it. The thread that watches the ranks is told by mail what came.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mailbox: Mailbox) -> None:
         self.received: list[int] = []
         self.raised: BaseException | None = None  # by a handler of the host's
-        self._told: list[int] = []
-        self._taken = 0  # how many of those `take` has given
+        self._mailbox = mailbox
+        self._alarm = mailbox.alarm
         self._handlers: dict[int, Any] = {}
         self._hosts_fds: list[int] = []  # the wake-up descriptor that the host had
         self._pid = os.getpid()
-        self._sockets: list[socket.socket] = []
-        try:
-            for _ in range(2):
-                self._sockets += socket.socketpair()  # objects that close themselves, unlike the ends of os.pipe()
-        except OSError as error:
-            self.close()
-            raise LaunchError(with_remedy("signals cannot be waited for", error)) from error
-        self._bell, self._button, self._alarm, self._waker = self._sockets
-        for end in self._sockets:
-            end.setblocking(False)
-
-    def fileno(self) -> int:
-        """What to wait on."""
-        return self._bell.fileno()
-
-    def take(self) -> list[int]:
-        """What has been told since the last call, as signals."""
-        with suppress(BlockingIOError):
-            self._bell.recv(4096)
-        new = self._told[self._taken :]
-        self._taken += len(new)
-        return new
 
     def tell(self, number: int) -> None:
         """Have the run do what it does when this signal comes, which itself has been dealt with elsewhere."""
         if os.getpid() == self._pid:  # and not a child that the host has forked
-            self._told.append(number)
-            with suppress(OSError):  # full: who looks is told all; or closed: the run is over
-                self._button.send(b"\0")
+            self._mailbox.post(Interrupted(number))
 
     def take_over(self) -> None:
         """From now on no handler raises."""
         if threading.current_thread() is not threading.main_thread():
             return
         set_waker = partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
-        self._hosts_fds.extend(map(set_waker, [self._waker.fileno()]))  # in one call of C: see platform.anonymous_file
+        self._hosts_fds.extend(map(set_waker, [self._alarm.button]))  # in one call of C: see platform.anonymous_file
         hosts = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
         self._handlers = {number: how for number, how in hosts.items() if callable(how) or _ends_us(number, how)}
         for number in self._handlers:
             signal.signal(number, self._note if number in NOTED else self._call)
 
     def sleep(self) -> None:
-        """Until a signal has come, or `wake` is called."""
-        wait([self._alarm])
+        """Until a signal has come, or somebody else rings the alarm."""
+        wait([self._alarm.fileno()])
         self._pass_on()
-
-    def wake(self) -> None:
-        """End the sleep of the caller's thread."""
-        with suppress(OSError):  # full: it is about to wake up; closed: it is up
-            self._waker.send(b"\0")
 
     def give_back(self) -> None:
         """Handlers and wake-up descriptor are the host's own again, but for handlers that it has set meanwhile."""
@@ -115,17 +85,11 @@ class HostSignals:
             finally:
                 self.deliver()
 
-    def close(self) -> None:
-        """Give the descriptors back."""
-        for end in self._sockets:
-            end.close()
-
     def _pass_on(self) -> None:
         """What has woken us and is none of the noted ones is the host's wake-up descriptor's, too."""
-        with suppress(OSError):  # nothing has come; or it is closed
-            woken_by = self._alarm.recv(4096)
-            foreign = bytes(number for number in woken_by if number and number not in self.received)
-            if foreign and self._hosts_fds[0] != -1:
+        foreign = bytes(number for number in self._alarm.hush() if number and number not in self.received)
+        if foreign and self._hosts_fds[0] != -1:
+            with suppress(OSError):  # it is closed, or blocked
                 os.write(self._hosts_fds[0], foreign)  # full: the host has not looked for a while, and is woken already
 
     def _note(self, number: int, _: object) -> None:

@@ -42,6 +42,12 @@ class StackPipe:
         self.printed = bytes(self._data) + (CUT if len(self._data) == MAX_BYTES else b"")
         self._data.clear()
 
+    def forget(self) -> None:
+        """What has come of a rank that is ready; what it printed before stays."""
+        if self.main_thread:
+            self._data.clear()
+            self._asked_at = None
+
     def ask(self) -> None:
         """From here on it is what the rank has been asked for."""
         self._asked_at = len(self._data)

@@ -19,8 +19,10 @@ __all__ = [
     "SURE_SECONDS",
     "TRANSITIONS",
     "Action",
+    "CallAll",
     "CallRank",
     "Died",
+    "EndAll",
     "EndRank",
     "Event",
     "Failed",
@@ -38,6 +40,7 @@ __all__ = [
     "Returned",
     "SignalRank",
     "Stage",
+    "Told",
     "Verdict",
 ]
 
@@ -55,9 +58,11 @@ class Phase(Enum):
     """Where a rank is."""
 
     STARTING = auto()
+    READY = auto()  # it waits for a call
     AT_WORK = auto()
     DONE = auto()  # it has returned, and waits for the others
-    BROKEN = auto()  # it has reported a failure, and waits to be stopped
+    BROKEN = auto()  # it has reported a failure
+    TOLD = auto()  # and all that can be told of it, and waits for what becomes of the others
     ENDING = auto()  # it has returned and been told to end
     STOPPING = auto()  # it has been told to stop, by signal
     KILLED = auto()
@@ -68,6 +73,7 @@ class Phase(Enum):
 class Stage(Enum):
     """Where the run is."""
 
+    IDLE = auto()
     WORKING = auto()
     LAST_CALL = auto()
     LOOKING = auto()
@@ -116,6 +122,11 @@ class Failed(RankEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class Told(RankEvent):
+    """The rank has told all that it can of the failure that it has reported."""
+
+
+@dataclass(frozen=True, slots=True)
 class Looked(RankEvent):
     """The rank's stacks have come, or cannot be had."""
 
@@ -139,7 +150,19 @@ class Interrupted:
     signum: int
 
 
-Event = RankEvent | Interrupted
+@dataclass(frozen=True, slots=True)
+class CallAll:
+    """The caller wants a function called in every rank."""
+
+    started_at: float  # which `timeout` counts from
+
+
+@dataclass(frozen=True, slots=True)
+class EndAll:
+    """The caller has no more calls."""
+
+
+Event = RankEvent | Interrupted | CallAll | EndAll
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +217,12 @@ class IllegalEventError(Exception):
 
 # A late word of a rank that is being stopped is evidence, and changes nothing.
 _STOPPED: dict[type, Phase | None] = {
-    **dict.fromkeys((Ready, Returned, Failing, Failed, Looked, Pulse)),
+    **dict.fromkeys((Ready, Returned, Failing, Failed, Told, Looked, Pulse)),
     Died: Phase.GONE,
 }
 TRANSITIONS: dict[Phase, dict[type, Phase | None]] = {
-    Phase.STARTING: {Ready: Phase.AT_WORK, Failed: Phase.BROKEN, Died: Phase.GONE},
+    Phase.STARTING: {Ready: Phase.READY, Failed: Phase.BROKEN, Died: Phase.GONE},
+    Phase.READY: {Died: Phase.GONE},
     Phase.AT_WORK: {
         Returned: Phase.DONE,
         Failing: None,
@@ -208,7 +232,8 @@ TRANSITIONS: dict[Phase, dict[type, Phase | None]] = {
         Died: Phase.GONE,
     },
     Phase.DONE: {Looked: None, Died: Phase.GONE},
-    Phase.BROKEN: {Looked: None, Died: Phase.GONE},
+    Phase.BROKEN: {Told: Phase.TOLD, Looked: None, Died: Phase.GONE},
+    Phase.TOLD: {Looked: None, Died: Phase.GONE},
     Phase.ENDING: {Died: Phase.GONE},
     Phase.STOPPING: _STOPPED,
     Phase.KILLED: _STOPPED,

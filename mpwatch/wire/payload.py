@@ -1,6 +1,6 @@
 """A call, pickled once for all ranks: the function, its arguments, and what of the caller's `__main__` they bring along.
 
-    memory file:  [ about __main__ ][ fn, args, kwargs, backend ][ names to set in __main__ ]...[ {} ][ sources ]
+    memory file:  [ about __main__ ][ fn, args, kwargs, ... ][ names to set in __main__ ]...[ {} ][ sources ]
                                      `---------------------- pickles with one memo -------------------------'
     descriptors:  those of the connections, shared tensors and the like within the arguments
 
@@ -35,15 +35,21 @@ __all__ = ["Call", "Payload", "from_caller", "pack", "probe", "unpack"]
 class Call:
     """What a rank is asked to do."""
 
-    __slots__ = ("args", "backend", "fn", "kwargs")
+    __slots__ = ("args", "backend", "epoch", "fn", "kwargs")
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], backend: str | None
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        backend: str | None,
+        epoch: int | None = None,
     ) -> None:
         self.fn = fn
         self.args = args
         self.kwargs = kwargs
-        self.backend = backend
+        self.backend = backend  # of the process group that is there while fn runs
+        self.epoch = epoch  # that group is kept for as long as this stays the same; None: for this call alone
 
 
 class Payload:
@@ -146,7 +152,7 @@ def _dump(call: Call, stream: io.BytesIO) -> None:
     main = sys.modules["__main__"]
     pickle.dump(_describe(main), stream, protocol=5)
     pickler = CallPickler(stream, main)
-    pickler.dump((call.fn, call.args, call.kwargs, call.backend))
+    pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.epoch))
     sent: set[str] = set()
     while new := {name: thing for name, thing in pickler.from_main.items() if name not in sent}:
         pickler.dump(new)  # which may bring more along
@@ -178,12 +184,12 @@ def unpack(fds: list[int]) -> Call:
             main = sys.modules["__main__"]
             _introduce(main, pickle.load(memory))
             unpickler = pickle.Unpickler(memory)
-            fn, args, kwargs, backend = unpickler.load()
+            fn, args, kwargs, backend, epoch = unpickler.load()
             while names := unpickler.load():
                 vars(main).update(names)
                 from_caller.update(names)
             sources.take_over(unpickler.load())
-            return Call(fn, args, kwargs, backend)
+            return Call(fn, args, kwargs, backend, epoch)
     finally:
         _arrived.clear()
         for fd in fds:

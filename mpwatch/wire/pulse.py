@@ -20,7 +20,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import mmap
 
-__all__ = ["Pulse", "Reading", "read_beat", "read_pulse"]
+__all__ = ["Pulse", "Reading", "forget_pulse", "read_beat", "read_pulse"]
 
 BEAT = struct.Struct("d")  # of CLOCK_MONOTONIC; 0: none yet. Native, which is copied as one
 HEAD = struct.Struct("=II")
@@ -86,6 +86,11 @@ def read_pulse(fd: int, slot: int) -> Reading:
         if not length:
             break
     return Reading(beat or None, None)
+
+
+def forget_pulse(fd: int, slot: int) -> None:
+    """The rank of that slot, which is idle, has neither beaten nor reported."""
+    os.pwrite(fd, bytes(BEAT.size + HEAD.size), slot * SLOT + WORDS)
 
 
 def _encode(at: float, step: int | None, total: int | None, metrics: dict[str, float]) -> bytes:

@@ -1,4 +1,4 @@
-"""The process group that `backend` asks for: made before the function, destroyed after it. Runs in a rank."""
+"""The process group that `backend` asks for: made before the function, and destroyed after it or kept. Runs in a rank."""
 
 from typing import Any
 
@@ -6,29 +6,32 @@ from .context import current_worker
 
 __all__ = ["destroy", "init"]
 
-# The store that the group was made over. Rank 0 serves it, and the others may need it for as long as they run, so it
-# must not go with the group but with the rank, which the watcher keeps until all have answered.
+# The store that the groups are made over. Rank 0 serves it, and the others may need it for as long as they run, so it
+# must not go with a group but with the rank, which the watcher keeps until all have answered.
 _store: Any = None
+_epoch: int | None = None  # of the group that there is
+_made = 0  # how many there were; the same in all ranks
 
 
-def init(backend: str) -> None:
-    """Join the default process group. Raises whatever torch raises."""
-    global _store
+def init(backend: str, epoch: int | None) -> None:
+    """Join the default process group, unless that of this epoch is still there. Raises whatever torch raises."""
+    global _epoch, _made
     import torch
 
-    dist: Any = torch.distributed  # its stubs do not have TCPStore
-    worker = current_worker()
+    dist: Any = torch.distributed  # its stubs do not have all
+    if dist.is_initialized():
+        if epoch is not None and epoch == _epoch:
+            return
+        dist.destroy_process_group()
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
+    worker = current_worker()
     if torch.cuda.is_available() and "nccl" in backend:
         torch.cuda.set_device(worker.local_rank % torch.cuda.device_count())
-    _store = dist.TCPStore(
-        worker.master_addr,
-        worker.master_port,
-        worker.world_size,
-        is_master=worker.rank == 0,
-    )
-    dist.init_process_group(backend, store=_store, rank=worker.rank, world_size=worker.world_size)
+    # with names of its own: what another group has left there is none of this one's
+    store = dist.PrefixStore(f"mpwatch/{_made}", _make_store(dist))
+    dist.init_process_group(backend, store=store, rank=worker.rank, world_size=worker.world_size)
+    _epoch, _made = epoch, _made + 1
 
 
 def destroy() -> None:
@@ -37,3 +40,16 @@ def destroy() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _make_store(dist: Any) -> Any:
+    global _store
+    if _store is None:
+        worker = current_worker()
+        _store = dist.TCPStore(
+            worker.master_addr,
+            worker.master_port,
+            worker.world_size,
+            is_master=worker.rank == 0,
+        )
+    return _store

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 
 from ..platform import die_with_writer
 from ..wire import payload, values
@@ -48,6 +49,7 @@ def main(seat: Seat) -> None:
     channel.send(Kind.READY, where)
     _serve(channel, shelter)
     shelter.end()
+    _leave_process_group()
     _tell_what_lingers(channel)
 
 
@@ -58,6 +60,7 @@ def _serve(channel: Channel, shelter: Shelter) -> None:
         fds = channel.receive_call()
         if fds is None:
             return
+        channel.keep_a_descriptor()
         outcome = _outcome(fds, shelter)
         if os.getpid() != pid:
             _end_as_fork(outcome)
@@ -65,6 +68,7 @@ def _serve(channel: Channel, shelter: Shelter) -> None:
             _send_failure(channel, outcome)
         else:
             _send_value(channel, *outcome)
+        del outcome  # a failure holds the function's frames, and all that is in them
         _flush()
 
 
@@ -193,7 +197,7 @@ def _call(call: Call) -> object:
     if call.backend is not None:
         from . import backend
 
-        backend.init(call.backend)
+        backend.init(call.backend, call.epoch)
     try:
         value = call.fn(*call.args, **call.kwargs)
     except SystemExit as error:
@@ -202,9 +206,17 @@ def _call(call: Call) -> object:
         value = None
     context.function_has_returned()
     # Not after a failure: it may wait for peers that wait for us, and the error must not wait for either.
-    if call.backend is not None:
+    if call.backend is not None and call.epoch is None:
         backend.destroy()
     return value
+
+
+def _leave_process_group() -> None:
+    """One that was kept from call to call. That this fails now concerns nobody: it may be broken since long."""
+    backend = sys.modules.get("mpwatch.worker.backend")
+    if backend is not None:
+        with suppress(Exception):
+            backend.destroy()
 
 
 def _packed(value: object, ended_at: float) -> _Failure | tuple[bytes, float]:

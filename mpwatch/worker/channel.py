@@ -25,7 +25,7 @@ class Channel:
         self._identity = _identity(self._fd)
         os.set_inheritable(self._fd, False)  # a program that the rank executes has no part in this
         self._last_words = last_words
-        self._spare = os.dup(self._fd)
+        self._spare = -1
 
     def send(self, kind: Kind, body: bytes = b"", stamp: float | None = None) -> bool:
         """Send, or leave it for the watcher to find; False if there was no way to do either."""
@@ -50,8 +50,13 @@ class Channel:
         finally:
             line.detach()  # the number stays; whoever holds an object of it must not close it
 
+    def keep_a_descriptor(self) -> None:
+        """Have one more than is needed, for when the function has taken all."""
+        if self._spare == -1:
+            self._spare = os.dup(self._fd)
+
     def free_a_descriptor(self) -> None:
-        """Give up the one that was kept for when there are no more. It may have been closed, and its number be a file's."""
+        """Give up the one that was kept. It may have been closed meanwhile, and its number be a file's."""
         if self._spare != -1 and _is_still(self._spare, self._identity):
             os.close(self._spare)
         self._spare = -1

@@ -1,0 +1,174 @@
+"""`WorkerGroup`: ranks that stay, for as many calls as one likes."""
+
+import atexit
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from .outcome import outcome_of
+from .result import RunResult, WorkerState
+from .spec import GroupSpec, Nprocs, Worker, check_call, check_flag
+from .watcher.team import Team
+
+__all__ = ["WorkerGroup"]
+
+T = TypeVar("T")
+
+
+class WorkerGroup:
+    """`nprocs` processes that stay, and in which functions can be called, one after another, each in all of them.
+
+    A call costs a fraction of a millisecond, not a start-up: modules stay imported, `current_worker().state` keeps what a
+    function puts there, and so does the process group of `backend`. The ranks are started when the group is made; use it
+    in a `with` statement, or `close` it. One that is forgotten ends with its last reference, or with the program.
+
+    It may be made in one thread and used in another. Calls take turns.
+
+    Args:
+        nprocs: number of ranks, as for `mpwatch.run`, like all options.
+        backend: of torch.distributed: the default process group is made before the first function is called, and kept. It
+            is made anew after a call that failed, since the ranks may be out of step.
+        env: extra environment variables for the ranks, or a function that gives them for a Worker.
+        timeout: seconds for each call.
+        heartbeat_timeout: seconds that a rank may go without `mpwatch.heartbeat()` or `mpwatch.report()` in a call.
+        grace_period: seconds that a rank has between SIGTERM and SIGKILL when it is stopped, for answering when it is
+            interrupted by Ctrl-C, and for ending after `close`.
+        role: name of this kind of worker.
+        check: False: `run` returns the result of a failed call instead of raising.
+
+    Raises:
+        LaunchError: the ranks could not be started; none is left.
+        TypeError, ValueError: an argument is not what it should be.
+    """
+
+    def __init__(
+        self,
+        nprocs: Nprocs = "auto",
+        *,
+        backend: str | None = None,
+        env: Mapping[str, str] | Callable[[Worker], Mapping[str, str]] | None = None,
+        timeout: float | None = None,
+        heartbeat_timeout: float | None = None,
+        grace_period: float = 10.0,
+        role: str = "default",
+        check: bool = True,
+    ) -> None:
+        check_flag("check", check)
+        self._check = check
+        self._spec = GroupSpec(
+            nprocs=nprocs,
+            backend=backend,
+            env=env,
+            timeout=timeout,
+            heartbeat_timeout=heartbeat_timeout,
+            grace_period=grace_period,
+            role=role,
+        )
+        self._pid = os.getpid()
+        self._turn = threading.RLock()
+        self._is_busy = False
+        self._is_closed = False
+        self._team = Team(self._spec)
+        self._finalizer = weakref.finalize(self, _forget, self._team)
+        self._finalizer.atexit = False
+        # Before multiprocessing's own hook, which would wait for the ranks for ever: the latest comes first.
+        atexit.register(self._team.end_with_program)
+        try:
+            self._team.start()
+        except BaseException:
+            self._leave()
+            raise
+
+    def run(self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> RunResult[T]:
+        """Call `fn(*args, **kwargs)` in every rank, and return what they returned: as `mpwatch.run`, but the ranks stay.
+
+        If a rank raises, the others may finish within a second, and if they do, all stay as they are. Those that do not
+        are stopped, as they are when a rank dies or hangs; then the next call starts all ranks anew, without what
+        `current_worker().state` held, and logs a warning that says why. A rank that dies between two calls is noticed
+        when it happens, with the same consequence.
+
+        Args:
+            fn: see `mpwatch.run`.
+            args: positional arguments, the same for every rank.
+            kwargs: keyword arguments.
+
+        Returns:
+            The values by rank.
+
+        Raises:
+            RunFailedError: a rank failed; raised from that rank's own exception.
+            RunTimeoutError: `timeout` ran out.
+            LaunchError: the function or its arguments cannot be sent, and the ranks are as they were; or the ranks had to
+                be started anew, and could not be.
+            TypeError: an argument is not what it should be.
+            RuntimeError: the group is closed, or is that of another process, or this is called from within a call of it.
+            KeyboardInterrupt: Ctrl-C; the ranks got it too, and stay if all of them answered within grace_period.
+        """
+        check_call(fn, args, kwargs)
+        with self._taking_turns("run"):
+            if self._is_closed:
+                raise RuntimeError("this WorkerGroup is closed; make another one")
+            return outcome_of(lambda: self._team.call(fn, tuple(args), dict(kwargs or {})), check=self._check)
+
+    def close(self) -> None:
+        """End the ranks, as any Python program ends, and wait for that. Nothing if they have been ended.
+
+        One that does not end within `grace_period` is stopped. Raises RuntimeError in a process that is not the group's.
+        """
+        with self._taking_turns("close"):
+            self._is_closed = True
+            try:
+                self._team.close()
+            finally:
+                self._leave()
+
+    @property
+    def state(self) -> WorkerState:
+        """INIT until all ranks are ready, then HEALTHY; UNHEALTHY if they must be started anew, which the next call does;
+        STOPPED once the group is closed.
+        """
+        return WorkerState.STOPPED if self._is_closed else self._team.state
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """Who the ranks are; `restart_count` says how often they have been started anew."""
+        return self._team.workers
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<WorkerGroup {self.state.name}: {self._spec.nprocs} ranks>"
+
+    def _leave(self) -> None:
+        self._finalizer.detach()
+        atexit.unregister(self._team.end_with_program)
+
+    @contextmanager
+    def _taking_turns(self, what: str) -> Iterator[None]:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"{what}() was called in a fork of the process that the WorkerGroup belongs to; make one there"
+            )
+        with self._turn:
+            if self._is_busy:
+                raise RuntimeError(f"{what}() was called by something that a call of the same WorkerGroup has called")
+            self._is_busy = True
+            try:
+                yield
+            finally:
+                self._is_busy = False
+
+
+def _forget(team: Team) -> None:
+    warnings.warn("a WorkerGroup was not closed; its ranks are told to end", ResourceWarning, stacklevel=2)
+    atexit.unregister(team.end_with_program)
+    team.forget()

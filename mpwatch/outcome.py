@@ -1,0 +1,41 @@
+"""What the user gets of a run or a call: its result, or what is to be raised."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .errors import RunFailedError, RunTimeoutError
+from .result import FailureKind, RunResult, WorkerState
+from .watcher.watch import InterruptError
+
+__all__ = ["outcome_of"]
+
+T = TypeVar("T")
+
+
+def outcome_of(watch: Callable[[], RunResult[T]], *, check: bool) -> RunResult[T]:
+    """The result of what this runs. If `check`, a failed one is raised; signals that came do what they would have done."""
+    result = _result_of(watch)
+    if check and result.state is not WorkerState.SUCCEEDED:
+        raise _error(result) from (result.root_cause.exception if result.root_cause else None)
+    return result
+
+
+def _result_of(watch: Callable[[], RunResult[T]]) -> RunResult[T]:
+    try:
+        return watch()
+    except InterruptError as interrupt:
+        signals, result = interrupt.signals, interrupt.result
+    # Outside the except block, so that a KeyboardInterrupt comes without a history, but for that of a failed run.
+    failure = _error(result) if result.state is WorkerState.FAILED else None
+    try:
+        signals.deliver()
+    except BaseException as error:
+        if failure is not None:
+            raise error from failure
+        raise
+    return result  # the host's handler has let it pass, and the run has been stopped all the same
+
+
+def _error(result: RunResult[Any]) -> RunFailedError:
+    timed_out = any(failure.kind is FailureKind.TIMEOUT for failure in result.failures.values())
+    return (RunTimeoutError if timed_out else RunFailedError)(result)

@@ -1,0 +1,131 @@
+"""The life of some ranks, from their start to their end, and the thread that watches them meanwhile.
+
+    caller's thread    prepare --> begin --> post calls, signals, the end -----------------> close
+                                     |               |        ^                                ^
+    thread of the life               `--> loop.carry_out -----' answers -----------> is over --'
+
+Python may throw an exception into a thread between any two bytecodes: a signal handler that raises, in the main one, or
+`PyThreadState_SetAsyncExc`. One that struck while a rank is being started or reaped would leave it behind. Nobody knows of
+this thread, so nothing is thrown into what starts, watches and reaps.
+"""
+
+import os
+import threading
+import time
+from contextlib import ExitStack
+from multiprocessing.context import set_spawning_popen
+
+from ..errors import LaunchError
+from ..platform import await_end_of_thread
+from ..result import WorkerState
+from ..spec import GroupSpec, Worker
+from .environment import environments_of, reserve_port
+from .loop import carry_out
+from .mailbox import Mailbox
+from .remarks import Remarks
+
+__all__ = ["Life"]
+
+THREAD_SECONDS = 1.0  # for a thread to begin or to end, which takes microseconds
+
+
+class Life:
+    """Its methods are the caller's threads', one at a time; each may be called again, should an exception have come.
+
+    Args:
+        spec: how many ranks, and under which limits.
+        run_id: what all lives of the same run or group are called by.
+        restart_count: how many there were before.
+        keep: whether the ranks stay after a call. Then the program may end without having closed this.
+    """
+
+    def __init__(self, spec: GroupSpec, *, run_id: str, restart_count: int = 0, keep: bool) -> None:
+        self._spec = spec
+        self._run_id = run_id
+        self._restart_count = restart_count
+        self._keep = keep
+        self._pid = os.getpid()
+        self._held = ExitStack()
+        self.mailbox = Mailbox()
+        self._held.callback(self.mailbox.close)
+        self.remarks = Remarks(self.mailbox.alarm.ring)
+        self._ranks: list[tuple[Worker, dict[str, str]]] = []
+        self._thread: threading.Thread | None = None
+        self._is_cancelled = False
+        self._is_forgotten = False
+        self.is_over = False
+        self.error: BaseException | None = None
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """Who the ranks are, once they are prepared."""
+        return tuple(worker for worker, _ in self._ranks)
+
+    def is_ours(self) -> bool:
+        """False in a process that this program has forked."""
+        return os.getpid() == self._pid
+
+    def prepare(self) -> None:
+        """What runs code of the user's runs it here, in the caller's thread: the `env` function."""
+        keeper = self._held.enter_context(reserve_port())
+        port = keeper.getsockname()[1]
+        self._ranks = environments_of(self._spec, port, run_id=self._run_id, restart_count=self._restart_count)
+
+    def begin(self) -> None:
+        """Start the thread, which starts the ranks. Nothing if it has been started. Raises LaunchError."""
+        if self._thread is not None:
+            return
+        self._thread = threading.Thread(target=self._carry_out, name="mpwatch", daemon=self._keep)
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # Python is ending, or there is no room for one more
+            self._thread = None
+            self.is_over = self._keep
+            if self._keep:
+                raise LaunchError(f"the ranks cannot be watched: {error}") from error
+            self._carry_out()
+
+    def has_started(self) -> bool:
+        """Whether there is a process for each rank."""
+        return self.mailbox.state is not WorkerState.UNKNOWN
+
+    def cancel(self) -> None:
+        """Let nothing begin that has not begun."""
+        self._is_cancelled = True
+        set_spawning_popen(None)  # if packing a call was cut short
+
+    def has_begun(self) -> bool:
+        """Whether the thread is at work. If its start was interrupted, it may be about to be, and sees that it is late."""
+        deadline = time.monotonic() + THREAD_SECONDS
+        thread = self._thread
+        while thread in threading.enumerate() and not thread.is_alive() and time.monotonic() < deadline:
+            os.sched_yield()
+        return thread is not None and thread.is_alive()
+
+    def join(self) -> None:
+        """Until the thread has ended, which has nothing more to do."""
+        if self._thread is not None and self._thread.native_id is not None:
+            self._thread.join()
+            await_end_of_thread(self._thread.native_id, THREAD_SECONDS)
+
+    def close(self) -> None:
+        """Give back what it held; when it is over, or has never begun."""
+        self._held.close()
+
+    def forget(self) -> None:
+        """Nobody will close it: the thread does so when all ranks have ended."""
+        self._is_forgotten = True
+        if self.is_over:
+            self.close()
+
+    def _carry_out(self) -> None:
+        try:
+            if not self._is_cancelled:
+                carry_out(self._spec, self._ranks, self.mailbox, self.remarks, keep=self._keep)
+        except BaseException as error:  # noqa: BLE001  it is the caller's to raise
+            self.error = error
+        finally:
+            self.is_over = True
+            self.mailbox.alarm.ring()
+            if self._is_forgotten:
+                self.close()

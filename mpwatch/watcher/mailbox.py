@@ -1,0 +1,92 @@
+"""Between the caller's threads and the thread that watches the ranks: what is asked, and what has come of it.
+
+    caller's thread --- post: a call, a signal, the end ---> bell: the watching thread wakes up and takes it
+                    <--- alarm: the caller wakes up and looks --- what has changed
+
+A bell is a pair of sockets. It can be waited for together with other descriptors, may be rung by anybody at any time, a
+signal handler too, and keeps the ring until it is heard.
+"""
+
+import socket
+from collections import deque
+from contextlib import suppress
+
+from ..errors import LaunchError
+from ..result import WorkerState
+from ..wire.payload import Payload
+from .facts import Facts
+from .shortage import with_remedy
+from .states import Event
+
+__all__ = ["Bell", "Errand", "Mailbox"]
+
+
+class Bell:
+    """Readable once it has been rung. Raises LaunchError if it cannot be had."""
+
+    def __init__(self) -> None:
+        try:
+            self._pair = socket.socketpair()  # objects that close themselves, unlike the ends of os.pipe()
+        except OSError as error:
+            raise LaunchError(with_remedy("signals cannot be waited for", error)) from error
+        for end in self._pair:
+            end.setblocking(False)
+
+    def fileno(self) -> int:
+        """What to wait on."""
+        return self._pair[0].fileno()
+
+    @property
+    def button(self) -> int:
+        """The descriptor to write to: a byte rings."""
+        return self._pair[1].fileno()
+
+    def ring(self) -> None:
+        """From any thread."""
+        with suppress(OSError):  # full: who looks is told all; closed: nobody listens any more
+            self._pair[1].send(b"\0")
+
+    def hush(self) -> bytes:
+        """What was written to ring it since the last time; nothing if it has not been."""
+        with suppress(OSError):
+            return self._pair[0].recv(4096)
+        return b""
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for end in self._pair:
+            end.close()
+
+
+class Errand:
+    """One call of all ranks, and what came of it."""
+
+    def __init__(self, payload: Payload, started_at: float) -> None:
+        self.payload = payload
+        self.started_at = started_at
+        self.facts: Facts | None = None
+
+
+class Mailbox:
+    """What both sides see. Each field is written by one of them."""
+
+    def __init__(self) -> None:
+        self.bell = Bell()
+        self.alarm = Bell()
+        self.state = WorkerState.UNKNOWN  # of the ranks, for whoever asks
+        self._posted: deque[Event | Errand] = deque()
+
+    def post(self, thing: Event | Errand) -> None:
+        """From the caller's threads, and from signal handlers."""
+        self._posted.append(thing)
+        self.bell.ring()
+
+    def take(self) -> list[Event | Errand]:
+        """What has been posted since the last time."""
+        self.bell.hush()
+        return [self._posted.popleft() for _ in range(len(self._posted))]
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        self.bell.close()
+        self.alarm.close()

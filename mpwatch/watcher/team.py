@@ -1,0 +1,130 @@
+"""Ranks that stay: one life of them after another, each for as many calls as it lasts.
+
+A life ends when a rank is lost, or could not be spared; the next call begins another. A loss is noticed when it happens, by
+the thread of that life, which sleeps meanwhile.
+"""
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..platform import standard_descriptors
+from ..result import RunResult, WorkerState
+from ..spec import GroupSpec, Worker
+from ..wire.payload import Call, Payload
+from ..wording import verdict
+from .life import Life
+from .mailbox import Errand
+from .sending import pack_call
+from .states import EndAll, Verdict
+from .watch import Visit
+
+__all__ = ["Team"]
+
+log = logging.getLogger("mpwatch")
+LOST = "some were lost while there was no call"
+
+
+class Team:
+    """For one thread at a time, but for `state` and `workers`."""
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self._spec = spec
+        self._run_id = uuid.uuid4().hex
+        self._life: Life | None = None
+        self._restart_count = -1
+        self._why = ""  # the ranks have to be started anew
+        self._epoch = 0  # of the process group: a call that failed may have left its ranks out of step
+        self.workers: tuple[Worker, ...] = ()
+
+    @property
+    def state(self) -> WorkerState:
+        """INIT, HEALTHY, or UNHEALTHY if the ranks have to be started anew."""
+        life = self._life
+        return WorkerState.UNHEALTHY if life is None else life.mailbox.state
+
+    def start(self) -> None:
+        """Start the ranks. Raises LaunchError."""
+        with standard_descriptors():
+            life = self._begin_life()
+            visit = self._visit(life, None, until=life.has_started)
+        if visit.signals.received or visit.signals.raised is not None or life.error is not None:
+            self.close()
+        visit.raise_error()
+        visit.signals.deliver()
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RunResult[Any]:
+        """Call this in every rank. Raises LaunchError, or InterruptError."""
+        started_at = time.monotonic()
+        payload = pack_call(Call(fn, args, kwargs, self._spec.backend, self._epoch))
+        try:
+            result = None if self._life is None else self._call(self._life, Errand(payload, started_at))
+            return self._call_anew(payload, started_at) if result is None else result
+        finally:
+            payload.close()
+
+    def close(self) -> None:
+        """Have the ranks end, and wait for that. What signals came meanwhile do what they would have done."""
+        if self._life is not None:
+            visit = self._visit(self._life, EndAll(), until=lambda: False)
+            visit.raise_error()
+            visit.signals.deliver()
+
+    def forget(self) -> None:
+        """Have the ranks end by themselves."""
+        life, self._life = self._life, None
+        if life is not None and life.is_ours():
+            life.mailbox.post(EndAll())
+            life.forget()
+
+    def end_with_program(self) -> None:
+        """Have the ranks end, and wait for that; nobody uses this any more."""
+        life = self._life
+        if life is not None and life.is_ours():
+            life.mailbox.post(EndAll())
+            life.join()
+            life.remarks.say()
+            life.close()
+
+    def _begin_life(self) -> Life:
+        self._restart_count += 1
+        life = Life(self._spec, run_id=self._run_id, restart_count=self._restart_count, keep=True)
+        life.prepare()
+        self.workers = life.workers
+        self._life = life
+        self._why = LOST
+        return life
+
+    def _call_anew(self, payload: Payload, started_at: float) -> RunResult[Any]:
+        """Start the ranks for this call. It is there before they are, so that it is told what becomes of them."""
+        log.warning("all ranks are started anew: %s", self._why)
+        with standard_descriptors():
+            result = self._call(self._begin_life(), Errand(payload, started_at))
+        assert result is not None
+        return result
+
+    def _call(self, life: Life, errand: Errand) -> RunResult[Any] | None:
+        """None if it came too late: a rank had been lost."""
+        visit = self._visit(life, errand, until=lambda: errand.facts is not None)
+        visit.raise_error()
+        if errand.facts is None:
+            visit.signals.deliver()
+            return None
+        if errand.facts.verdict is not Verdict.SUCCEEDED:
+            self._epoch += 1
+        result = visit.result(errand)
+        if self._life is None:
+            self._why = f"not all came through the last call: {verdict(result)}"
+        return result
+
+    def _visit(self, life: Life, thing: Errand | EndAll | None, *, until: Callable[[], bool]) -> Visit:
+        visit = Visit(life)
+        try:
+            visit.pay(thing, until=until)
+        finally:
+            if life.is_over:
+                life.close()
+                self._life = None
+        return visit
