@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from .errors import RunFailedError
-from .outcome import outcome_of
 from .result import RunResult
 from .spec import Nprocs, Worker, WorkerSpec, check_flag
+from .watcher.outcome import outcome_of
 from .watcher.watch import watch
 
 __all__ = ["main", "run"]

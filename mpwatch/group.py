@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from .outcome import outcome_of
 from .result import RunResult, WorkerState
 from .spec import GroupSpec, Nprocs, Worker, check_call, check_flag
+from .watcher.outcome import outcome_of
 from .watcher.team import Team
 
 __all__ = ["WorkerGroup"]

@@ -3,14 +3,21 @@
 Runs in the watcher and in the ranks, so what only few calls need is imported by these; imports of mpwatch only cgroups.py.
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import signal
 import sys
 import time
+from _signal import getsignal  # type: ignore[import-not-found]
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 __all__ = [
     "DUMP_SIGNAL",
@@ -21,6 +28,7 @@ __all__ = [
     "gpus_may_exist",
     "group_exists",
     "group_members",
+    "handlers_in_python",
     "has_descriptor",
     "open_pidfd",
     "peek_exit",
@@ -33,6 +41,7 @@ __all__ = [
 # Each NVIDIA GPU has a node of the first kind, ROCm and WSL one of the others; a container that may use a GPU shows it.
 GPU_NODES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 LAST_STANDARD = 2
+SIGNALS = [int(number) for number in signal.valid_signals()]
 # Asks a rank for its stacks. A real-time signal, since programs have uses of their own for the others; None: none is sent.
 DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 
@@ -170,6 +179,11 @@ def group_members(pgid: int) -> list[int]:
             except ProcessLookupError:
                 continue
     return found
+
+
+def handlers_in_python() -> dict[int, Any]:
+    """The signals that have a handler in Python. Quick: signal.getsignal looks up an enum each time, for 64 signals."""
+    return {number: handler for number in SIGNALS if callable(handler := getsignal(number))}
 
 
 class ProcessState:

@@ -22,7 +22,8 @@ LAYERS = {
     "watcher": {"cgroups", "platform", "wire", "data"},
     "worker": {"platform", "wire", "data"},
     "api": {"data", "watcher"},
-    "facade": {"api", "data", "worker"},
+    "group": {"data", "watcher"},
+    "facade": {"api", "group", "data", "worker"},
 }
 
 

@@ -77,7 +77,7 @@ def test_a_first_run_without_descriptors_blames_no_argument():
     program = (
         "import os, resource, signal, saboteurs\n"
         "from mpwatch import LaunchError, run\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (7, 100))\n"  # four are for waiting for signals
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (4, 100))\n"
         "try: run(saboteurs.rank, 2, args=('x',))\n"
         "except LaunchError as error: print(error)\n"
     )
@@ -90,7 +90,7 @@ def test_a_call_with_descriptors_of_its_own_may_lack_them():
     """Each connection takes one for as long as the payload is kept."""
     ours, theirs = SPAWN.Pipe()
     with ours, theirs:
-        for spare in range(4, 7):  # four are for waiting for signals
+        for spare in range(3):
             args = (functions.Adder(theirs), ours)
             came = witness.attempt(print, short=partial(witness.leave_descriptors, spare), args=args)
             assert came.startswith("LaunchError the call could not be packed: OSError: [Errno 24]"), came

@@ -9,7 +9,7 @@ signal handler too, and keeps the ring until it is heard.
 
 import socket
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 
 from ..errors import LaunchError
 from ..result import WorkerState
@@ -71,8 +71,10 @@ class Mailbox:
     """What both sides see. Each field is written by one of them."""
 
     def __init__(self) -> None:
-        self.bell = Bell()
-        self.alarm = Bell()
+        with ExitStack() as stack:
+            self.bell = stack.enter_context(closing(Bell()))
+            self.alarm = stack.enter_context(closing(Bell()))
+            self._bells = stack.pop_all()
         self.state = WorkerState.UNKNOWN  # of the ranks, for whoever asks
         self._posted: deque[Event | Errand] = deque()
 
@@ -88,5 +90,4 @@ class Mailbox:
 
     def close(self) -> None:
         """Give the descriptors back."""
-        self.bell.close()
-        self.alarm.close()
+        self._bells.close()

@@ -15,12 +15,13 @@ A thread that sleeps on a lock would not do: a signal that comes just before it 
 import os
 import signal
 import threading
+from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-from ..platform import state_of_process
+from ..platform import handlers_in_python, state_of_process
 from .mailbox import Mailbox
 from .states import Interrupted
 
@@ -54,8 +55,8 @@ class HostSignals:
             return
         set_waker = partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
         self._hosts_fds.extend(map(set_waker, [self._alarm.button]))  # in one call of C: see platform.anonymous_file
-        hosts = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
-        self._handlers = {number: how for number, how in hosts.items() if callable(how) or _ends_us(number, how)}
+        handlers = handlers_in_python()
+        self._handlers = handlers | dict.fromkeys(_that_end_us(handlers), signal.SIG_DFL)
         for number in self._handlers:
             signal.signal(number, self._note if number in NOTED else self._call)
 
@@ -116,9 +117,8 @@ class HostSignals:
             raise RuntimeError("a signal handler has forked a process that waits for its ranks; the copy must end there")
 
 
-def _ends_us(number: int, handler: object) -> bool:
-    """Whether this is a signal that is noted, and would end the program. Python takes what C code handles for that, too."""
-    if number not in NOTED or handler is not signal.SIG_DFL:
-        return False
-    state = state_of_process(os.getpid())
-    return state is None or not state.catches(number)
+def _that_end_us(handlers: Collection[int]) -> list[int]:
+    """Those of the noted ones that would end the program. Python takes what C code handles for that, too."""
+    default = [number for number in NOTED if number not in handlers and signal.getsignal(number) is signal.SIG_DFL]
+    state = state_of_process(os.getpid()) if default else None
+    return [number for number in default if state is None or not state.catches(number)]

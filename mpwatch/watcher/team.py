@@ -91,7 +91,11 @@ class Team:
     def _begin_life(self) -> Life:
         self._restart_count += 1
         life = Life(self._spec, run_id=self._run_id, restart_count=self._restart_count, keep=True)
-        life.prepare()
+        try:
+            life.prepare()
+        except BaseException:
+            life.close()
+            raise
         self.workers = life.workers
         self._life = life
         self._why = LOST

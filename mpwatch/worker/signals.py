@@ -12,6 +12,8 @@ and not by a signal mask: a mask is a thread's own, and the kernel gives a signa
 import signal
 from typing import Any
 
+from ..platform import handlers_in_python
+
 __all__ = ["Shelter"]
 
 
@@ -24,11 +26,12 @@ class Shelter:
 
     def enter(self) -> None:
         """Note them from now on. Nothing if they are noted already."""
-        for number in (signal.SIGINT, signal.SIGTERM, *signal.valid_signals()):
-            handler = signal.getsignal(number)
-            always = number in (signal.SIGINT, signal.SIGTERM)
-            # None: one that C code has installed, which Python could not put back
-            if handler != self._note and (callable(handler) or (always and handler is not None)):
+        handlers = handlers_in_python()
+        for always in (signal.SIGINT, signal.SIGTERM):
+            if always not in handlers and (default := signal.getsignal(always)) is not None:  # None: C code's own
+                handlers[always] = default
+        for number, handler in handlers.items():
+            if handler != self._note:
                 self._functions[number] = handler
                 signal.signal(number, self._note)
 

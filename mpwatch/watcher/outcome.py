@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .errors import RunFailedError, RunTimeoutError
-from .result import FailureKind, RunResult, WorkerState
-from .watcher.watch import InterruptError
+from ..errors import RunFailedError, RunTimeoutError
+from ..result import FailureKind, RunResult, WorkerState
+from .watch import InterruptError
 
 __all__ = ["outcome_of"]
 
