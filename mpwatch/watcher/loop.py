@@ -104,13 +104,16 @@ class _Run:
             events = self._step(events)
         self._warn()
 
-    def answer(self, helpers_oom: str = "") -> None:
-        """Hand the caller what was seen of the call, if there is one that is not yet answered."""
-        if self.errand is None:
-            return
+    def answer(self, helpers_oom: str) -> None:
+        """Hand the caller what was seen of the call that the ranks have ended with, if there is one."""
+        if self.errand is not None:
+            self.errand.facts = self._facts(self.errand, helpers_oom)
+
+    def _answer_and_go_on(self, errand: Errand) -> None:
         for line in self.crew.lines.values():
             line.facts.pulse = self.crew.pulse_of(line)
-        self.errand.facts = self._facts(self.errand, helpers_oom)
+        errand.facts = self._facts(errand, helpers_oom="")
+        errand.is_done = True
         self.errand = None
         self.mailbox.alarm.ring()
 
@@ -125,9 +128,9 @@ class _Run:
         known = [event for action in actions + self.machine.expire(now) for event in self._do(action)]
         for line in self._died_in(events):
             self.crew.bury(line)
-        if self.machine.stage is m.Stage.IDLE:
-            self.answer()
         self._tell_state()
+        if self.machine.stage is m.Stage.IDLE and self.errand is not None:
+            self._answer_and_go_on(self.errand)
         return known
 
     def _handle(self, event: m.Event, now: float) -> list[m.Action]:

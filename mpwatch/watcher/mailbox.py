@@ -65,6 +65,7 @@ class Errand:
         self.payload = payload
         self.started_at = started_at
         self.facts: Facts | None = None
+        self.is_done = False  # and the ranks stay; else the facts are there when all of them have ended
 
 
 class Mailbox:

@@ -111,7 +111,7 @@ class Team:
 
     def _call(self, life: Life, errand: Errand) -> RunResult[Any] | None:
         """None if it came too late: a rank had been lost."""
-        visit = self._visit(life, errand, until=lambda: errand.facts is not None)
+        visit = self._visit(life, errand, until=lambda: errand.is_done)
         visit.raise_error()
         if errand.facts is None:
             visit.signals.deliver()
@@ -121,7 +121,7 @@ class Team:
         result = visit.result(errand)
         if self._life is None:
             self._why = f"not all came through the last call: {verdict(result)}"
-        return result
+        return visit.without_interrupt(result)
 
     def _visit(self, life: Life, thing: Errand | EndAll | None, *, until: Callable[[], bool]) -> Visit:
         visit = Visit(life)

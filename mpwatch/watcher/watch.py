@@ -53,7 +53,7 @@ def watch(spec: WorkerSpec[T]) -> RunResult[T]:
         visit = Visit(life)
         visit.pay(errand, until=lambda: False)
     visit.raise_error()
-    return visit.result(errand)
+    return visit.without_interrupt(visit.result(errand))
 
 
 class Visit:
@@ -89,13 +89,16 @@ class Visit:
             raise
 
     def result(self, errand: Errand) -> RunResult[Any]:
-        """What came of it. Raises InterruptError."""
+        """What came of it."""
         assert errand.facts is not None
         try:
-            result = diagnose(errand.facts)
+            return diagnose(errand.facts)
         except BaseException:
             self.signals.deliver()
             raise
+
+    def without_interrupt(self, result: RunResult[T]) -> RunResult[T]:
+        """The same. Raises InterruptError if signals came meanwhile."""
         if self.signals.received:
             raise InterruptError(self.signals, result)
         return result

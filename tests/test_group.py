@@ -1,0 +1,379 @@
+"""Ranks that stay: what a WorkerGroup keeps, what it does without, and what it leaves behind."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import functions
+import pytest
+import saboteurs
+from conftest import SPAWN, children, is_alive
+from programs import python
+
+import mpwatch
+from mpwatch import WorkerGroup, WorkerState
+
+
+def put(value):
+    mpwatch.current_worker().state["value"] = value
+
+
+def who():
+    """What tells one life of a rank from another."""
+    worker = mpwatch.current_worker()
+    return os.getpid(), worker.rank, worker.restart_count, worker.state.get("value")
+
+
+def pids_of(group):
+    return [pid for pid, *_ in group.run(who)]
+
+
+def raise_in(ranks, text="bad"):
+    if functions.rank() in ranks:
+        error = ValueError(text)
+        error.detail = {"rank": functions.rank()}
+        raise error
+    return functions.rank()
+
+
+def raise_in_1_while_others_wait(barrier):
+    barrier.wait()
+    if functions.rank() == 1:
+        raise ValueError("bad")
+    saboteurs.wait_to_be_stopped()
+
+
+def kill_1_while_others_wait(barrier):
+    barrier.wait()
+    if functions.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    saboteurs.wait_to_be_stopped()
+
+
+def test_ranks_stay_and_so_does_what_they_keep():
+    with WorkerGroup(3) as group:
+        group.run(put, args=(5,))
+        first, second = list(group.run(who)), list(group.run(who))
+        assert first == second
+        assert [(rank, count, value) for _, rank, count, value in first] == [(0, 0, 5), (1, 0, 5), (2, 0, 5)]
+        assert list(group.run(functions.double, (3,), {"plus": 1})) == [7, 7, 7]
+        assert [worker.rank for worker in group.workers] == [0, 1, 2]
+        assert {worker.run_id for worker in group.workers} == {worker.run_id for worker in group.run(functions.rank).workers}
+        assert group.state is WorkerState.HEALTHY
+        assert repr(group) == "<WorkerGroup HEALTHY: 3 ranks>"
+    assert group.state is WorkerState.STOPPED
+    assert not any(is_alive(pid) for pid, *_ in first)
+    with pytest.raises(RuntimeError, match="this WorkerGroup is closed; make another one"):
+        group.run(functions.rank)
+    group.close()
+
+
+def test_a_group_that_is_never_called():
+    group = WorkerGroup(2)
+    assert group.state in (WorkerState.INIT, WorkerState.HEALTHY)
+    assert len(children()) >= 2
+    group.close()
+
+
+@pytest.mark.parametrize("ranks", [{1}, {0, 1, 2}], ids=["one", "all"])
+def test_ranks_that_raise_by_themselves_stay(ranks, caplog):
+    with WorkerGroup(3) as group:
+        group.run(put, args=(5,))
+        before = list(group.run(who))
+        for text in ("first", "second"):
+            with pytest.raises(mpwatch.RunFailedError) as caught:
+                group.run(raise_in, (ranks, text))
+            assert str(caught.value.__cause__) == text
+            assert caught.value.__cause__.detail == {"rank": caught.value.root_cause.rank}  # all of it has come
+            assert set(caught.value.failures) == ranks
+        assert list(group.run(who)) == before
+        assert group.state is WorkerState.HEALTHY
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("fail", [raise_in_1_while_others_wait, kill_1_while_others_wait], ids=["raises", "dies"])
+def test_ranks_that_cannot_be_spared_are_started_anew(fail, barrier, caplog):
+    with WorkerGroup(3) as group:
+        group.run(put, args=(5,))
+        before = pids_of(group)
+        with pytest.raises(mpwatch.RunFailedError) as caught:
+            group.run(fail, (barrier,))
+        assert caught.value.root_cause.rank == 1
+        assert caught.value.result.worker_states[0] is WorkerState.STOPPED
+        assert group.state is WorkerState.UNHEALTHY
+        assert not any(is_alive(pid) for pid in before)
+        assert [tuple(it)[1:] for it in group.run(who)] == [(0, 1, None), (1, 1, None), (2, 1, None)]
+        assert [worker.restart_count for worker in group.workers] == [1, 1, 1]
+        assert group.state is WorkerState.HEALTHY
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.message.startswith("all ranks are started anew: not all came through the last call: rank 1 ")
+
+
+def test_a_rank_that_dies_between_two_calls_is_noticed(caplog, eventually):
+    with WorkerGroup(3) as group:
+        before = pids_of(group)
+        os.kill(before[2], signal.SIGKILL)
+        eventually(lambda: group.state is WorkerState.UNHEALTHY)
+        eventually(lambda: not any(is_alive(pid) for pid in before))  # nobody has called anything
+        assert [count for _, _, count, _ in group.run(who)] == [1, 1, 1]
+    lost, anew = (record.message for record in caplog.records)
+    assert lost.startswith(f"rank 2 (pid {before[2]}) was killed by SIGKILL")
+    assert anew == "all ranks are started anew: some were lost while there was no call"
+
+
+def test_a_rank_that_dies_as_a_call_is_made_is_no_reason_to_wait():
+    """Whether it is taken for the call's failure or not depends on who is first; the group goes on either way."""
+    with WorkerGroup(2, check=False) as group:
+        for _ in range(5):
+            victim = pids_of(group)[1]
+            os.kill(victim, signal.SIGKILL)
+            result = group.run(functions.rank)
+            assert result.state is WorkerState.SUCCEEDED or result.root_cause.signal == signal.SIGKILL
+            assert list(group.run(functions.rank)) == [0, 1]
+
+
+def test_what_cannot_be_sent_harms_nobody():
+    with WorkerGroup(2) as group:
+        before = pids_of(group)
+        with pytest.raises(mpwatch.LaunchError, match=r"args\[0\].*lock"):
+            group.run(functions.double, (threading.Lock(),))
+        assert pids_of(group) == before
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="nprocs"):
+        WorkerGroup(0)
+    with pytest.raises(TypeError, match="check must be True or False, not 1"):
+        WorkerGroup(1, check=1)
+    with WorkerGroup(1) as group:
+        with pytest.raises(TypeError, match="fn must be callable"):
+            group.run("train")
+        with pytest.raises(TypeError, match="args must be a sequence"):
+            group.run(print, 5)
+        with pytest.raises(TypeError, match="kwargs must be a mapping"):
+            group.run(print, (), [1])
+
+
+def test_ranks_that_cannot_be_started_leave_nothing():
+    with pytest.raises(ZeroDivisionError):
+        WorkerGroup(2, env=lambda worker: {"X": str(1 / worker.rank)})
+
+
+def test_ranks_that_do_not_come_up_are_told_of_at_the_call(eventually):
+    with WorkerGroup(2, env={"PYTHONHOME": "/nonexistent"}) as group:
+        eventually(lambda: group.state is WorkerState.UNHEALTHY)
+        with pytest.raises(mpwatch.RunFailedError) as caught:
+            group.run(functions.rank)
+        assert caught.value.root_cause.kind is mpwatch.FailureKind.START
+        assert "encodings" in caught.value.root_cause.stderr
+
+
+def test_a_timeout_is_a_call_s():
+    with WorkerGroup(2, timeout=1.0, grace_period=0) as group:
+        for _ in range(2):
+            with pytest.raises(mpwatch.RunTimeoutError):
+                group.run(saboteurs.wait_to_be_stopped)
+            assert list(group.run(functions.rank)) == [0, 1]
+
+
+def beat_and_report(step):
+    mpwatch.report(step=step)
+
+
+def wait_longer_than_a_heartbeat_may_be_away(event):
+    event.wait(1.0)
+
+
+def test_a_pulse_is_a_call_s():
+    with WorkerGroup(2, heartbeat_timeout=0.3) as group:
+        assert [progress.step for progress in group.run(beat_and_report, (7,)).progress.values()] == [7, 7]
+        result = group.run(wait_longer_than_a_heartbeat_may_be_away, (SPAWN.Event(),))
+        assert result.progress == {}
+
+
+def test_failed_results_can_be_had_without_raising():
+    with WorkerGroup(2, check=False) as group:
+        result = group.run(raise_in, ({1},))
+        assert result.state is WorkerState.FAILED
+        assert result.worker_states == {0: WorkerState.SUCCEEDED, 1: WorkerState.FAILED}
+
+
+def test_a_group_may_be_made_in_one_thread_and_used_in_others():
+    with ThreadPoolExecutor(1) as maker:
+        group = maker.submit(WorkerGroup, 2).result()
+    with group, ThreadPoolExecutor(3) as users:
+        found = [users.submit(lambda i: list(group.run(functions.double, (i,))), i) for i in range(9)]
+        assert [future.result() for future in found] == [[2 * i, 2 * i] for i in range(9)]
+        assert len({tuple(users.submit(pids_of, group).result()) for _ in range(3)}) == 1
+
+
+class CallsAgain:
+    def __init__(self, group):
+        self.group = group
+
+    def __reduce__(self):
+        self.group.run(functions.rank)
+        return int, ()
+
+
+def test_a_call_from_within_a_call_is_refused():
+    with WorkerGroup(1) as group:
+        with pytest.raises(mpwatch.LaunchError) as caught:
+            group.run(functions.double, (CallsAgain(group),))
+        assert "run() was called by something that a call of the same WorkerGroup has called" in str(caught.value)
+        assert list(group.run(functions.rank)) == [0]
+
+
+def test_a_fork_of_the_program_has_no_part_in_a_group():
+    with WorkerGroup(1) as group:
+        before = pids_of(group)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                group.run(functions.rank)
+            except RuntimeError as error:
+                os._exit(7 if "fork of the process" in str(error) else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert pids_of(group) == before
+
+
+def test_a_group_that_is_forgotten_ends(eventually):
+    groups = [WorkerGroup(2)]
+    pids = pids_of(groups[0])
+    with pytest.warns(ResourceWarning, match="a WorkerGroup was not closed"):
+        groups.clear()
+    eventually(lambda: not any(thread.name == "mpwatch" for thread in threading.enumerate()))
+    assert not any(is_alive(pid) for pid in pids)
+
+
+PROGRAM = """
+import atexit, logging, os, signal, sys, threading, time
+{first}
+import functions, mpwatch
+from mpwatch import WorkerGroup
+def note(path): atexit.register(lambda: open(path, "w").write("ended"))
+"""
+
+
+def program(text, *, first="", **more):
+    return python("-c", PROGRAM.format(first=first) + text, **more)
+
+
+@pytest.mark.parametrize("first", ["", "import weakref; weakref.finalize(sys, print, 'finalised')"], ids=["", "hook"])
+def test_a_program_may_end_without_closing_its_group(first, tmp_path):
+    path = tmp_path / "ended"
+    program(f"group = WorkerGroup(1)\ngroup.run(note, ({str(path)!r},))\n", first=first)
+    assert path.read_text() == "ended"
+
+
+def test_a_program_may_end_in_the_midst_of_another_thread_s_call():
+    began = time.monotonic()
+    program(
+        "group = WorkerGroup(1, grace_period=60)\n"
+        "group.run(functions.rank)\n"
+        "thread = threading.Thread(target=group.run, args=(time.sleep, (1000,)), daemon=True)\n"
+        "thread.start()\n"
+        "while group._is_busy is False: os.sched_yield()\n"
+    )
+    assert time.monotonic() - began < 30
+
+
+def test_globals_are_those_of_the_call():
+    said = program(
+        "n = 1\n"
+        "def get(): return n\n"
+        "class Thing: pass\n"
+        "def make(): return Thing()\n"
+        "with WorkerGroup(2) as group:\n"
+        "    print(list(group.run(get)))\n"
+        "    n = 2\n"
+        "    print(list(group.run(get)))\n"
+        "    def get(): return -n\n"
+        "    print(list(group.run(get)))\n"
+        "    print({type(thing) is Thing for _ in range(2) for thing in group.run(make)})\n"
+    ).stdout
+    assert said == "[1, 1]\n[2, 2]\n[-2, -2]\n{True}\n"
+
+
+INTERRUPTED = """
+def interrupt():
+    try:
+        os.kill(os.getppid(), signal.{signal})
+        while True: time.sleep(0.01)
+    except KeyboardInterrupt:
+        if {stubborn}: signal.pause()
+        raise
+def pids(): return os.getpid()
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+if __name__ == "__main__":
+    with WorkerGroup(1, grace_period=0.5) as group:
+        before = list(group.run(pids))
+        try: group.run(interrupt)
+        except KeyboardInterrupt: print("interrupted")
+        print(list(group.run(pids)) == before)
+"""
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_whoever_answers_to_ctrl_c_stays(stubborn):
+    said = program(INTERRUPTED.format(signal="SIGINT", stubborn=stubborn)).stdout
+    if stubborn:
+        assert said.startswith(
+            "interrupted\nall ranks are started anew: not all came through the last call: the run was stopped"
+        )
+        assert said.endswith("\nFalse\n")
+    else:
+        assert said == "interrupted\nTrue\n"
+
+
+def test_sigterm_ends_the_program_and_its_group():
+    done = program(INTERRUPTED.format(signal="SIGTERM", stubborn=False), check=False)
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_ctrl_c_while_the_ranks_are_started_leaves_none():
+    said = program(
+        "from mpwatch.watcher import crew\n"
+        "start = crew.Crew.start\n"
+        "def slowly(self, worker, env):\n"
+        "    start(self, worker, env)\n"
+        "    if worker.rank == 0: os.kill(os.getpid(), signal.SIGINT)\n"
+        "crew.Crew.start = slowly\n"
+        "try: WorkerGroup(3)\n"
+        "except KeyboardInterrupt: print(threading.active_count(), open('/proc/self/task/%d/children' % os.getpid()).read().split()[1:])\n"
+    ).stdout
+    assert said == "1 []\n"  # but for the resource tracker
+
+
+def leave_a_thread(event):
+    threading.Thread(target=event.wait).start()
+
+
+def test_who_does_not_end_is_told_of_and_stopped(caplog):
+    with WorkerGroup(2, grace_period=0) as group:
+        group.run(leave_a_thread, (SPAWN.Event(),))
+    said = [record.message for record in caplog.records]
+    assert len(said) == 2
+    assert all("was still there" in text and "non-daemon threads: Thread-" in text for text in said)
+
+
+def test_an_idle_group_costs_nothing(eventually):
+    """Its thread waits, and is woken by nothing."""
+    with WorkerGroup(2) as group:
+        group.run(functions.rank)
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "mpwatch")
+        switches = f"/proc/self/task/{thread.native_id}/status"
+
+        def voluntary():
+            with open(switches) as status:
+                return next(line for line in status if line.startswith("voluntary_ctxt_switches"))
+
+        eventually(lambda: voluntary() == (time.sleep(0.05), voluntary())[1])
+        before = voluntary()
+        threading.Event().wait(0.5)
+        assert voluntary() == before
