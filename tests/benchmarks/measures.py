@@ -1,0 +1,165 @@
+"""What is measured, with which launchers, and what is to be reached: data alone.
+
+A goal compares mpwatch's figure with another launcher's of the same measure, or, if it is against nobody, with a number.
+"floor" stands for the least that it can cost: see launchers.py.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["FIGURES", "MEASURES", "OURS", "Goal", "Measure"]
+
+OURS = "mpwatch"
+LAUNCHERS = (OURS, "mp_spawn", "elastic", "torchrunx", "executor")
+RETURNING = (OURS, "elastic", "torchrunx", "executor")  # mp.spawn has no way back for a value
+WATCHING = (OURS, "mp_spawn", "elastic", "torchrunx")  # the executor's other workers work on when one fails
+STAYING = (OURS, "executor", "ray")
+
+FIGURES = {  # what each is, and its unit
+    "entered": ("call -> the last rank is in the function", "s"),
+    "read": ("call -> the last byte has been read at the other end", "s"),
+    "whole": ("the whole call", "s"),
+    "peak": ("the most memory that the calling process had", "MB"),
+    "noticed": ("failure -> exception in the caller", "s"),
+    "call": ("one call, median of the calls of a round", "s"),
+    "slope": ("the whole call, per rank more", "s"),
+    "burnt": ("CPU time of the calling process, in an hour of waiting", "s"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    figure: str
+    at_most: float
+    against: str | None = None  # then at_most is a ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    says: str
+    task: str  # a function of tasks.py
+    launchers: tuple[str, ...]
+    figures: tuple[str, ...]
+    goals: tuple[Goal, ...] = ()
+    ranks: tuple[int, ...] = (4,)
+    way: str = "launch"  # a function of measuring.py
+    program: str = "program.py"  # the script that makes the call
+    needs: tuple[str, ...] = ()  # what the script has imported before it makes the call
+    argument_mb: int = 0  # an array of so many 10**6 bytes
+    calls: int = 0  # of a warm group
+    seconds: float = 0.0  # to be idle for
+    timeout: float = 120.0  # of one program; then it is killed, and has failed
+
+
+def _against(figure: str, **ratios: float) -> tuple[Goal, ...]:
+    return tuple(Goal(figure=figure, at_most=ratio, against=launcher) for launcher, ratio in ratios.items())
+
+
+MEASURES = {
+    "start": Measure(
+        says="8 ranks, a function without torch",
+        task="enter",
+        launchers=(OURS, "floor", *LAUNCHERS[1:]),
+        figures=("entered",),
+        ranks=(8,),
+        goals=_against("entered", floor=1.3, mp_spawn=0.1),
+    ),
+    "start_torch": Measure(
+        says="4 ranks, a function that imports torch first",
+        task="enter_with_torch",
+        launchers=LAUNCHERS,
+        figures=("entered",),
+        goals=_against("entered", mp_spawn=1.0),
+    ),
+    "heavy_main": Measure(
+        says="8 ranks, a function without torch, called by a script with 2 s of imports that it does not need",
+        task="enter",
+        launchers=LAUNCHERS,
+        figures=("entered",),
+        ranks=(8,),
+        program="heavy_program.py",
+        goals=_against("entered", mp_spawn=0.3),
+    ),
+    "args": Measure(
+        says="4 ranks, a 256 MB array as argument",
+        task="take",
+        launchers=LAUNCHERS,
+        figures=("entered", "read", "peak"),
+        needs=("numpy",),
+        argument_mb=256,
+        timeout=240,
+        goals=(*_against("entered", mp_spawn=0.08, executor=0.2), *_against("peak", mp_spawn=0.6)),
+    ),
+    "result": Measure(
+        says="4 ranks, each returns a 64 MB array",
+        task="give",
+        launchers=RETURNING,
+        figures=("whole", "read"),
+        needs=("numpy",),
+        goals=_against("whole", elastic=0.15, executor=0.5),
+    ),
+    "result_tensor": Measure(
+        says="4 ranks, each returns a 64 MB tensor",
+        task="give_tensor",
+        launchers=RETURNING,
+        figures=("whole", "read"),
+        needs=("numpy", "torch"),
+        goals=_against("whole", elastic=0.6),
+    ),
+    "raise": Measure(
+        says="8 ranks, one raises, the others sleep",
+        task="fail_by_raising",
+        launchers=WATCHING,
+        figures=("noticed",),
+        ranks=(8,),
+        way="failure",
+        timeout=40,
+        goals=_against("noticed", elastic=0.05, mp_spawn=0.3),
+    ),
+    "sigkill": Measure(
+        says="8 ranks, one is killed, the others sleep",
+        task="fail_by_sigkill",
+        launchers=WATCHING,
+        figures=("noticed",),
+        ranks=(8,),
+        way="failure",
+        timeout=40,
+        goals=_against("noticed", elastic=0.05),
+    ),
+    "warm": Measure(
+        says="4 warm ranks, a call of a no-op",
+        task="nothing",
+        launchers=(OURS, "floor", *STAYING[1:]),
+        figures=("call",),
+        way="warm",
+        calls=200,
+        goals=_against("call", executor=0.7, ray=0.2),
+    ),
+    "warm_args": Measure(
+        says="4 warm ranks, a call with a 256 MB array",
+        task="last_of",
+        launchers=STAYING,
+        figures=("call",),
+        way="warm",
+        needs=("numpy",),
+        argument_mb=256,
+        calls=3,
+        goals=_against("call", executor=0.15),
+    ),
+    "scaling": Measure(
+        says="2 to 256 ranks, a no-op",
+        task="nothing",
+        launchers=(OURS, "floor"),
+        figures=("slope",),
+        ranks=(2, 4, 8, 16, 32, 64, 128, 256),
+        goals=_against("slope", floor=1.3),
+    ),
+    "idle": Measure(
+        says="4 ranks that sleep for 20 s",
+        task="look_at_caller",
+        launchers=WATCHING,
+        figures=("burnt",),
+        way="idle",
+        seconds=20.0,
+        goals=(Goal(figure="burnt", at_most=0.1),),
+    ),
+}
