@@ -21,7 +21,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-from ..platform import handlers_in_python, state_of_process
+from ..platform import handlers_in_python, set_handler, state_of_process
 from .mailbox import Mailbox
 from .states import Interrupted
 
@@ -58,7 +58,7 @@ class HostSignals:
         handlers = handlers_in_python()
         self._handlers = handlers | dict.fromkeys(_that_end_us(handlers), signal.SIG_DFL)
         for number in self._handlers:
-            signal.signal(number, self._note if number in NOTED else self._call)
+            set_handler(number, self._note if number in NOTED else self._call)
 
     def sleep(self) -> None:
         """Until a signal has come, or somebody else rings the alarm."""
@@ -67,9 +67,9 @@ class HostSignals:
 
     def give_back(self) -> None:
         """Handlers and wake-up descriptor are the host's own again, but for handlers that it has set meanwhile."""
-        for number, handler in self._handlers.items():
-            if signal.getsignal(number) in (self._note, self._call):
-                signal.signal(number, handler)
+        still_ours = [number for number, handler in handlers_in_python().items() if handler in (self._note, self._call)]
+        for number in still_ours:
+            set_handler(number, self._handlers[number])
         if self._hosts_fds:
             try:
                 signal.set_wakeup_fd(self._hosts_fds[0])

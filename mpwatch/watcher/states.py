@@ -57,6 +57,8 @@ START_SECONDS = 300.0  # for an interpreter to start, on a slow file system with
 class Phase(Enum):
     """Where a rank is."""
 
+    __hash__ = object.__hash__  # Enum's own is in Python, and the machine looks up phases all the time
+
     STARTING = auto()
     READY = auto()  # it waits for a call
     AT_WORK = auto()

@@ -12,7 +12,7 @@ and not by a signal mask: a mask is a thread's own, and the kernel gives a signa
 import signal
 from typing import Any
 
-from ..platform import handlers_in_python
+from ..platform import handlers_in_python, set_handler
 
 __all__ = ["Shelter"]
 
@@ -33,11 +33,11 @@ class Shelter:
         for number, handler in handlers.items():
             if handler != self._note:
                 self._functions[number] = handler
-                signal.signal(number, self._note)
+                set_handler(number, self._note)
 
     def wait(self) -> None:
         """SIGTERM ends the rank from now on, and does so now if it has come; what else has come is forgotten."""
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        set_handler(signal.SIGTERM, signal.SIG_DFL)
         if signal.SIGTERM in self._noted:
             signal.raise_signal(signal.SIGTERM)
         self._noted.clear()
@@ -47,7 +47,7 @@ class Shelter:
         interrupt = self._functions.pop(signal.SIGINT, None)
         self._restore()
         if interrupt is not None:
-            signal.signal(signal.SIGINT, interrupt)
+            set_handler(signal.SIGINT, interrupt)
             if signal.SIGINT in self._noted:
                 self._noted.clear()
                 signal.raise_signal(signal.SIGINT)
@@ -59,7 +59,7 @@ class Shelter:
 
     def _restore(self) -> None:
         while self._functions:
-            signal.signal(*self._functions.popitem())
+            set_handler(*self._functions.popitem())
 
     def _note(self, number: int, _: object) -> None:
         self._noted.add(number)
