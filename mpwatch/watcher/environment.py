@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import LaunchError
 from ..platform import usable_cpus
 from ..spec import Worker, WorkerSpec
-from .shortage import with_remedy
+from ..wire.shortage import with_remedy
 
 __all__ = ["environments_of", "reserve_port"]
 

@@ -19,6 +19,7 @@ from ..errors import LaunchError
 from ..spec import Worker, WorkerSpec
 from ..wire.messages import Kind, Message
 from ..wire.payload import Payload
+from ..wire.shortage import with_remedy
 from ..wording import exit_text
 from . import states as m
 from .crew import Crew
@@ -30,7 +31,6 @@ from .machine import Machine
 from .oom import OomWatch
 from .order import Order
 from .remarks import Remarks
-from .shortage import with_remedy
 from .signals import HostSignals
 from .signatures import complaint_in
 from .stacks import tidy, with_sources

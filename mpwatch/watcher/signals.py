@@ -23,7 +23,7 @@ from typing import Any
 
 from ..errors import LaunchError
 from ..platform import state_of_process
-from .shortage import with_remedy
+from ..wire.shortage import with_remedy
 
 __all__ = ["HostSignals"]
 

@@ -133,7 +133,8 @@ class _Errand:
                 error, self._error = self._error, None
                 raise error
             assert self._facts is not None
-            result = diagnose(self._facts)
+            facts, self._facts = self._facts, None  # which holds the values of a run that has failed
+            result = diagnose(facts)
         except BaseException:
             self.deliver()
             raise
