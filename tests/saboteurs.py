@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import mpwatch
 
@@ -821,7 +822,427 @@ def ends_in_two_steps(barrier, end):
     if end is is_killed_beside_a_helper:
         os.fork() or wait_to_be_stopped()
     barrier.wait()
-    if rank() == 1 or end is rank:
+    if rank() == 1 or end in (rank, returns_much):
+        return end()
+    return wait_to_be_stopped()
+
+
+def outlasts():
+    wait_to_be_stopped()
+
+
+def is_killed_beside_a_helper():
+    is_killed()
+
+
+def only_rank_0_raises():
+    if rank() == 0:
+        raise ValueError("the batch is bad")
+    wait_to_be_stopped()
+
+
+def ends_at_sigterm(ending, barrier=None):
+    """As a training loop that saves and leaves when a scheduler tells it to."""
+
+    def leave(*_):
+        os.write(1, b"told to stop\n")
+        if ending == "raise":
+            raise InterruptedError("told to stop")
+        sys.exit(int(ending.split()[1]))
+
+    signal.signal(signal.SIGTERM, leave)
+    if barrier is not None:
+        barrier.wait()
+        if rank() == 1:
+            raise ValueError("the batch is bad")
+    wait_to_be_stopped()
+
+
+class SlowToTellError(Exception):
+    """Has no text before another rank's failure has been told."""
+
+    def __str__(self):
+        _has_failed.set()
+        _other_has_told.wait()
+        return "slow"
+
+
+class TellsThatItIsToldError(Exception):
+    """It is pickled after it has been told."""
+
+    def __reduce__(self):
+        _other_has_told.set()
+        return TellsThatItIsToldError, ()
+
+
+def fails_first_but_is_slow_to_tell(barrier, has_failed, other_has_told):
+    global _has_failed, _other_has_told
+    _has_failed, _other_has_told = has_failed, other_has_told
+    barrier.wait()
+    if rank() == 0:
+        raise SlowToTellError
+    if rank() == 1:
+        has_failed.wait()
+        raise TellsThatItIsToldError
+    wait_to_be_stopped()
+
+
+def fails_beside(what, pid):
+    """Rank 1 fails once rank 0 has said that it now begins to sleep, and does."""
+    if rank() == 0:
+        return what(pid)
+    while state_of(pid.value) != "S":
+        os.sched_yield()
+    raise ValueError("the batch is bad")
+
+
+def waits_beside(pid):
+    pid.value = os.getpid()
+    wait_to_be_stopped()
+
+
+def forks_a_child_that_crashes():
+    pid = os.fork()
+    if pid == 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        ctypes.string_at(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSEGV
+
+
+def forks_a_child_that_crashes_and_waits(pid):
+    forks_a_child_that_crashes()
+    waits_beside(pid)
+
+
+def forks_a_child_that_crashes_and_is_killed():
+    forks_a_child_that_crashes()
+    is_killed()
+
+
+def dumps_by_itself():
+    signal.raise_signal(signal.SIGRTMAX - 3)
+    atexit.register(signal.raise_signal, signal.SIGRTMAX - 3)
+    return rank()
+
+
+def waits_with_very_many_threads(pid):
+    for _ in range(120):
+        threading.Thread(target=wait_in_a_thread, daemon=True).start()
+    waits_beside(pid)
+
+
+def pauses_once(pid):
+    pid.value = os.getpid()
+    signal.pause()
+
+
+def holds_the_gil(pid):
+    pid.value = os.getpid()
+    ctypes.PyDLL(None).usleep(60_000_000)
+
+
+def wait_in_a_thread():
+    threading.Event().wait()
+
+
+def waits_with_a_thread(pid):
+    threading.Thread(target=wait_in_a_thread, daemon=True).start()
+    waits_beside(pid)
+
+
+def descends(depth, barrier):
+    if depth:
+        descends(depth - 1, barrier)
+    barrier.wait()
+    wait_to_be_stopped()
+
+
+def fails_beside_a_deep_stack(barrier, failed_at):
+    if rank() == 0:
+        descends(200, barrier)
+    barrier.wait()
+    failed_at.value = time.monotonic()
+    raise ValueError("the batch is bad")
+
+
+def replaces_descriptors_and_waits(folder):
+    if rank() == 0:
+        os.closerange(3, 4096)
+        for _ in range(60):
+            os.open(f"{folder}/0", os.O_RDWR | os.O_CREAT)
+        open(f"{folder}/1", "w").close()
+        wait_to_be_stopped()
+    while not os.path.exists(f"{folder}/1"):
+        os.sched_yield()
+    raise ValueError("the batch is bad")
+
+
+PROGRAM = """
+import signal, sys
+def end(*_):
+    with open(sys.argv[1], "w") as file:
+        file.write("by SIGTERM")
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+open(sys.argv[1], "w").close()
+while True:
+    signal.pause()
+"""
+
+
+def becomes_a_program_that_ends_well(path):
+    if rank() == 0:
+        os.execv(sys.executable, [sys.executable, "-S", "-c", PROGRAM, path])
+    while not os.path.exists(path):
+        os.sched_yield()
+    raise ValueError("the batch is bad")
+
+
+class WakesTheWatcherError(Exception):
+    """When it has been told, and is pickled."""
+
+    def __reduce__(self):
+        os.kill(os.getppid(), signal.SIGCONT)
+        return type(self), self.args
+
+
+def suspends_the_watcher(order, pids, turn):
+    """Ranks 0 and 2 fail, one because of the other, while the watcher does not look; the last wakes it."""
+    me, watcher = rank(), os.getppid()
+    pids[me] = os.getpid()
+    while not all(pids):
+        os.sched_yield()
+    if me == 1:
+        os.kill(watcher, signal.SIGSTOP)
+        while state_of(watcher) != "T":
+            os.sched_yield()
+        turn.value = 1
+        if order == "exception first":
+            while state_of(pids[2]) != "Z":
+                os.sched_yield()
+            os.kill(watcher, signal.SIGCONT)
+        wait_to_be_stopped()
+    while not turn.value:
+        os.sched_yield()
+    if me == 2:
+        while order == "exception first" and turn.value != 2:
+            os.sched_yield()
+        is_killed()
+    while order == "death first" and state_of(pids[2]) != "Z":
+        os.sched_yield()
+    raise (WakesTheWatcherError if order == "death first" else LetsTheOtherDieError(turn))
+
+
+class LetsTheOtherDieError(Exception):
+    def __init__(self, turn):
+        super().__init__("first")
+        self.turn = turn
+
+    def __reduce__(self):
+        self.turn.value = 2
+        return ValueError, ()
+
+
+class NeverTellsError(Exception):
+    def __str__(self):
+        return str(wait_to_be_stopped())
+
+
+class ExitsAsItsTextIsMadeError(Exception):
+    def __str__(self):
+        return str(os._exit(5))
+
+
+class ExitsWhenRebuiltError(Exception):
+    def __init__(self, code, *, detail):
+        super().__init__(f"code {code}: {detail}")
+
+    def __reduce__(self):
+        return os._exit, (5,)
+
+
+class NeverRebuiltError(Exception):
+    def __reduce__(self):
+        return wait_to_be_stopped, ()
+
+
+def raises_what_never_tells():
+    raise NeverTellsError
+
+
+def raises_what_exits_as_text():
+    raise ExitsAsItsTextIsMadeError
+
+
+def raises_what_exits_when_rebuilt():
+    raise ExitsWhenRebuiltError(7, detail="two arguments")
+
+
+def raises_what_never_comes_back():
+    raise NeverRebuiltError("the batch is bad")
+
+
+class InterruptsItsTellingError(Exception):
+    """With a thread that takes the signals which the main thread might have blocked."""
+
+    def __reduce__(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        return type(self), self.args
+
+
+def raises_what_is_interrupted_as_it_is_told():
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    raise InterruptsItsTellingError("the batch is bad")
+
+
+def forks_and_the_copy_raises():
+    pid = os.fork()
+    if pid == 0:
+        raise ValueError("the batch is bad")
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def takes_all_descriptors_and_raises():
+    taken = []
+    while True:
+        taken.append(open(os.devnull))
+
+
+def rank_0_raises_what_the_others_lack():
+    if rank() == 0:
+        raise PickyError(7, detail="two arguments")
+    wait_to_be_stopped()
+
+
+class TooLateError(Exception):
+    pass
+
+
+def raise_too_late(*_):
+    raise TooLateError
+
+
+class WokenAsItIsToldError(Exception):
+    """A timer with a handler that raises goes off while it is told."""
+
+    def __str__(self):
+        signal.raise_signal(signal.SIGALRM)
+        return "the batch is bad"
+
+
+def is_woken_as_its_failure_is_told():
+    signal.signal(signal.SIGALRM, raise_too_late)
+    raise WokenAsItIsToldError
+
+
+def loses_its_peer(barrier, how):
+    """Rank 1 dies, and the others say so in words of their own as soon as its end of the line is closed."""
+    if rank() == 1:
+        path = f"\0mpwatch-test-{os.getppid()}"
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(path)
+            server.listen()
+            barrier.wait()
+            peers = [server.accept()[0] for _ in range(2)]
+            for peer in peers:
+                peer.sendall(b"x")
+            how()
+    barrier.wait()
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(f"\0mpwatch-test-{os.getppid()}")
+        line.recv(1)
+        line.recv(1)
+    raise RuntimeError("lost my peer")
+
+
+class ToldBrokenPipeError(BrokenPipeError):
+    def __str__(self):
+        _has_failed.set()
+        return "broken"
+
+
+def breaks_a_connection_of_its_own(barrier, has_failed):
+    """Rank 0 loses somebody who is no rank, and rank 1 fails because of that, later."""
+    global _has_failed
+    _has_failed = has_failed
+    barrier.wait()
+    if rank() == 0:
+        raise ToldBrokenPipeError
+    has_failed.wait()
+    raise KeyError("no shard of rank 0")
+
+
+def three_fail_while_the_watcher_does_not_look(pids):
+    """Rank 2 dies, then rank 1, then rank 0 raises; then the watcher may look."""
+    me, watcher = rank(), os.getppid()
+    pids[me] = os.getpid()
+    while not all(pids):
+        os.sched_yield()
+    if me == 2:
+        os.kill(watcher, signal.SIGSTOP)
+        while state_of(watcher) != "T":
+            os.sched_yield()
+        os._exit(3)
+    while state_of(pids[2]) != "Z":
+        os.sched_yield()
+    if me == 1:
+        os._exit(4)
+    while state_of(pids[1]) != "Z":
+        os.sched_yield()
+    raise WakesTheWatcherError
+
+
+def beats_unless_rank_1(saboteur, barrier):
+    """Rank 1 has beaten, and then does something else; the others go on."""
+    mpwatch.heartbeat()
+    barrier.wait()
+    if rank() == 1:
+        saboteur()
+    while True:
+        mpwatch.heartbeat()
+        time.sleep(0.01)
+
+
+def falls_silent():
+    wait_to_be_stopped()
+
+
+def falls_silent_and_holds_the_gil():
+    ctypes.PyDLL(None).usleep(60_000_000)
+
+
+def suspends_itself():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def has_its_heart_in_a_fork():
+    mpwatch.heartbeat()
+    if os.fork() == 0:
+        while True:
+            mpwatch.heartbeat()
+            time.sleep(0.01)
+    wait_to_be_stopped()
+
+
+def beats_until_told():
+    told = []
+    signal.signal(signal.SIGUSR1, lambda *_: told.append(True))
+    mpwatch.heartbeat()
+    os.write(1, f"{os.getpid()}\n".encode())
+    while not told:
+        mpwatch.heartbeat()
+        time.sleep(0.01)
+    return True
+
+
+def ends_in_two_steps(barrier, end):
+    """All are at work; then something happens in the host; then rank 1 ends so. The others do it only if it returns."""
+    barrier.wait()
+    if end is is_killed_beside_a_helper:
+        os.fork() or wait_to_be_stopped()
+    barrier.wait()
+    if rank() == 1 or end in (rank, returns_much):
         return end()
     return wait_to_be_stopped()
 
@@ -1100,3 +1521,67 @@ def returns_what_cannot_be_sent_and_takes_its_time(pids, begun):
         return CannotBePickledBeforeThePeerDies()
     begun.wait()
     return is_killed()
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("not this one")
+
+
+def closes_descriptors_and_returns(value):
+    os.closerange(3, 4096)
+    return value
+
+
+def returns_much():
+    return bytes(1 << 20)
+
+
+def returns_much_but_rank_1_fails():
+    """When the watcher has the value of rank 0."""
+    if rank() == 0:
+        return returns_much()
+    while "mpwatch-value" not in Path(f"/proc/{os.getppid()}/maps").read_text():
+        os.sched_yield()
+    raise ValueError("the batch is bad")
+
+
+def returns_much_without_descriptors():
+    _kept.extend(_until_there_are_no_more())
+    return returns_much()
+
+
+_kept = []
+
+
+def _until_there_are_no_more():
+    with contextlib.suppress(OSError):
+        while True:
+            yield os.open(os.devnull, os.O_RDONLY)
+
+
+def returns_much_under_a_limit_of_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    return returns_much()
+
+
+def answers_with(what):
+    """In the place of its value's file, and at once ends."""
+    from mpwatch.wire.bundle import END, MARK
+    from mpwatch.wire.messages import Kind, frame
+
+    empty, strange, hollow = (os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in ("empty", "strange", "hollow"))
+    os.write(strange, bytes(100))
+    os.write(hollow, END.pack(1000, MARK))
+    pipe = os.pipe()[0]
+    fds = {
+        "nothing": [],
+        "a pipe": [pipe],
+        "two pipes": [pipe, pipe],
+        "an empty file": [empty],
+        "a file of something else": [strange],
+        "a file that promises what is not there": [hollow],
+    }[what]
+    with socket.socket(fileno=os.dup(multiprocessing.current_process().seat.channel_fd)) as line:
+        socket.send_fds(line, [frame(Kind.LINGERS if what == "two pipes" else Kind.RETURNED)], fds)
+    os._exit(0)

@@ -133,8 +133,10 @@ class _Errand:
                 error, self._error = self._error, None
                 raise error
             assert self._facts is not None
-            facts, self._facts = self._facts, None  # which holds the values of a run that has failed
-            result = diagnose(facts)
+            try:
+                result = diagnose(self._facts)
+            finally:
+                self._facts.forget()
         except BaseException:
             self.deliver()
             raise

@@ -18,7 +18,8 @@ from .payload import from_caller
 __all__ = ["AnswerPickler", "CallPickler"]
 
 Keeper = Callable[[PickleBuffer], bool]
-Reducers = dict[type, Callable[[Any], Any]]
+Reducer = Callable[[Any], Any]
+Reducers = dict[type, Reducer]
 CACHED = type(functools.lru_cache(len))  # what the decorator makes; it has no public name
 
 # What multiprocessing and torch have registered for spawn, by exact type; typeshed does not know it.
@@ -147,14 +148,19 @@ def _torch_reducers() -> Reducers:
         return {}
     from .storages import reducers
 
-    return {kind: _if_shared(how) for kind, how in theirs.items()} | reducers(theirs)
+    ours = reducers()
+    return {kind: _if_shared(how, ours.get(kind, _plainly)) for kind, how in theirs.items()}
 
 
-def _if_shared(torchs_own: Any) -> Any:
+def _if_shared(torchs_own: Reducer, ours: Reducer) -> Reducer:
     def reduce(obj: Any) -> Any:
-        return torchs_own(obj) if _is_shared(obj) else obj.__reduce_ex__(5)
+        return torchs_own(obj) if _is_shared(obj) else ours(obj)
 
     return reduce
+
+
+def _plainly(obj: Any) -> Any:
+    return obj.__reduce_ex__(5)
 
 
 def _is_shared(obj: Any) -> bool:

@@ -7,11 +7,12 @@ Imports torch, so it is imported only where torch is loaded, or where a tensor h
 """
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pickle import PickleBuffer
 from typing import Any
 
 import torch
+import torch._utils
 import torch.storage
 
 __all__ = ["reducers"]
@@ -23,32 +24,30 @@ UntypedStorage: Any = torch.storage.UntypedStorage
 Reducer = Callable[[Any], Any]
 
 
-def reducers(torchs_own: Mapping[type, Reducer] | None = None) -> dict[type, Reducer]:
-    """How one pickler is to pickle storages.
-
-    Args:
-        torchs_own: for those in shared memory and those of other devices; None: the former are copied like all others, and
-            the latter go as torch saves them.
-    """
+def reducers() -> dict[type, Reducer]:
+    """How one pickler is to pickle tensors and storages; those of other devices than the CPU go as torch does it."""
     met: dict[int, _Memory] = {}
 
-    def memory_of(storage: Any) -> _Memory | None:
-        if storage.device.type != "cpu" or (torchs_own is not None and storage.is_shared()):
-            return None
-        return met.setdefault(storage._cdata, _Memory(storage))
-
-    def otherwise(storage: Any) -> Any:
-        return storage.__reduce_ex__(5) if torchs_own is None else torchs_own[type(storage)](storage)
-
     def reduce_typed(storage: Any) -> Any:
-        memory = memory_of(storage._untyped_storage)
-        return otherwise(storage) if memory is None else (_typed, (memory, storage.dtype))
+        memory = storage._untyped_storage
+        return storage.__reduce_ex__(5) if memory.device.type != "cpu" else (_typed, (met_as(memory), storage.dtype))
 
     def reduce_untyped(storage: Any) -> Any:
-        memory = memory_of(storage)
-        return otherwise(storage) if memory is None else (_itself, (memory,))
+        return storage.__reduce_ex__(5) if storage.device.type != "cpu" else (_itself, (met_as(storage),))
 
-    return {TypedStorage: reduce_typed, UntypedStorage: reduce_untyped}
+    def met_as(storage: Any) -> _Memory:
+        return met.setdefault(storage._cdata, _Memory(storage))
+
+    return {torch.Tensor: _reduce_tensor, TypedStorage: reduce_typed, UntypedStorage: reduce_untyped}
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    """As torch does it, but that it cannot load what it makes of one of its newer types (float8, uint16)."""
+    make, args, *more = tensor.__reduce_ex__(5)
+    if make is torch._utils._rebuild_tensor_v3:
+        storage, *rest = args
+        args = (_typed(storage, torch.uint8), *rest)  # where it looks for a typed one, of whatever type
+    return make, args, *more
 
 
 class _Memory:

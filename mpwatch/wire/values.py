@@ -1,4 +1,4 @@
-"""What a rank sends back: its value, in a bundle; parts of an exception, in bytes. Packed in the rank, loaded in the watcher.
+"""What a rank sends back: its value, in a bundle; parts of exceptions, in bytes. Packed in the rank, loaded by the watcher.
 
 What came from the caller's `__main__` with the call goes back by its name, so that it comes out as the caller's own; what
 else only cloudpickle can send goes by value.
@@ -30,6 +30,8 @@ def pack(value: Any) -> Bundle:
     if "cloudpickle" not in sys.modules:
         try:
             return _packed(value, _plain_pickler)
+        except OSError:  # the bundle's
+            raise
         except Exception:  # noqa: BLE001, S110  whatever plain pickle cannot do, cloudpickle tries next and raises its own
             pass
     return _packed(value, _pickler)

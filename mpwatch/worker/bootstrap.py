@@ -20,6 +20,10 @@ from ..wire.lastwords import LastWords
 from ..wire.messages import Kind
 from ..wire.process import Seat
 from ..wire.pulse import Pulse
+from ..wire.shortage import (
+    is_shortage,
+    with_remedy,
+)  # not only when it is needed: then there may be no descriptor to read it
 from ..wire.slots import open_slot
 from . import context, stacks
 from .channel import Channel
@@ -91,8 +95,6 @@ def _send_value(channel: Channel, value: Bundle, ended_at: float) -> None:
         if not is_sent:
             error = _too_large(value.size)
     except OSError as refused:
-        from ..wire.shortage import with_remedy
-
         error = OSError(with_remedy("the return value could not be sent back", refused))
     finally:
         value.close()
@@ -238,11 +240,10 @@ def _pack_value(value: object) -> Bundle:
     except MemoryError:
         raise MemoryError("there is not enough memory to pack the return value") from None
     except BaseException as error:  # noqa: BLE001  whatever the value's classes do when they are pickled
-        from ..wire import culprit
-        from ..wire.shortage import is_shortage, with_remedy
-
         if is_shortage(error):
             raise OSError(with_remedy("the return value could not be packed", error)) from None
+        from ..wire import culprit
+
         path, part = culprit.find("its return value", value, values.probe)
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise TypeError(
