@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import functions
 import numpy as np
 import pytest
 import saboteurs
@@ -180,19 +181,12 @@ def test_nothing_is_kept_of_what_could_not_be_sent(sent):
 # ---------------------------------------------------------------------------------------------------------- end to end
 
 
-def writes(array, barrier):
-    array[:] = mpwatch.current_worker().rank
-    barrier.wait()
-    (inode,) = {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "mpwatch-call" in line}
-    return set(array.tolist()), inode, [name for name in descriptors().values() if "mpwatch-call" in name]
-
-
 def test_each_rank_may_write_to_its_own_view_of_the_same_memory(barrier):
     array = np.full(MANY, 7.0)
-    came = mpwatch.run(writes, 3, args=(array, barrier)).return_values
+    came = mpwatch.run(functions.writes_its_rank, 3, args=(array, barrier)).return_values
     assert [came[rank][0] for rank in range(3)] == [{0.0}, {1.0}, {2.0}]
-    assert len({inode for _, inode, _ in came.values()}) == 1
-    assert all(not names for _, _, names in came.values())
+    assert len(set.union(*(inodes for _, inodes, _ in came.values()))) == 1
+    assert not any(links for _, _, links in came.values())
     assert set(array) == {7.0}
 
 
