@@ -11,13 +11,15 @@ import signal
 import sys
 import time
 from _signal import getsignal  # type: ignore[import-not-found]
-from _signal import signal as set_handler
+from _signal import signal as c_signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from io import FileIO
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import socket
     from typing import Any
 
 __all__ = [
@@ -31,8 +33,11 @@ __all__ = [
     "group_members",
     "handlers_in_python",
     "has_descriptor",
+    "map_private",
     "open_pidfd",
     "peek_exit",
+    "receive",
+    "seal",
     "set_handler",
     "standard_descriptors",
     "state_of_process",
@@ -103,7 +108,7 @@ def anonymous_file(name: str) -> FileIO:
     """
     if hasattr(os, "memfd_create"):
         # one call of C: between two bytecodes an exception could be thrown at us, and the descriptor be nobody's
-        (file,) = map(FileIO, map(os.memfd_create, [name]), ["rb+"])
+        (file,) = map(FileIO, map(os.memfd_create, [name], [os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING]), ["rb+"])
         return file
     import tempfile
 
@@ -112,7 +117,66 @@ def anonymous_file(name: str) -> FileIO:
     return FileIO(fd, "rb+")
 
 
-def write_all(fd: int, data: bytes | memoryview) -> None:
+def seal(fd: int) -> None:
+    """See to it that nobody can shorten this anonymous file, since who has it mapped would die of SIGBUS where it ended.
+
+    Raises OSError, also for a descriptor of anything else. Where files cannot be sealed nothing happens.
+    """
+    import fcntl
+
+    if hasattr(os, "memfd_create"):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+
+
+def map_private(fd: int, size: int) -> memoryview:
+    """The first `size` bytes of a file, writable: what is written there is ours alone, and costs a copy of its page.
+
+    It stays without the descriptor, and goes with the last view of it. (mmap.mmap would keep a descriptor of its own.)
+    Raises OSError.
+    """
+    import ctypes
+    import mmap
+    import weakref
+
+    libc = _libc()
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    block = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(block, libc.munmap, address, size).atexit = False  # it is still in use there
+    return memoryview(block).cast("B")
+
+
+@cache
+def _libc() -> Any:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    word, number = ctypes.c_size_t, ctypes.c_int
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, word, number, number, number, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, word)
+    return libc
+
+
+def receive(line: socket.socket, size: int, most: int) -> tuple[bytes, list[int], bool]:
+    """What has come over a socket: bytes, descriptors (room for about `most`), and whether some of these were lost, for
+    there was no room for them in this process. Raises OSError.
+    """
+    import array
+    import socket
+
+    fds = array.array("i")
+    room = socket.CMSG_SPACE(most * fds.itemsize)
+    data, ancillary, flags, _ = line.recvmsg(size, room, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+    for level, kind, numbers in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(numbers[: len(numbers) - len(numbers) % fds.itemsize])
+    return data, list(fds), bool(flags & socket.MSG_CTRUNC)
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
     """All of it, in as many pieces as it takes. Raises OSError."""
     rest = memoryview(data)
     while rest:
@@ -181,6 +245,11 @@ def group_members(pgid: int) -> list[int]:
             except ProcessLookupError:
                 continue
     return found
+
+
+def set_handler(number: int, handler: Any) -> None:
+    """Have a signal handled so: by a function, signal.SIG_DFL or SIG_IGN. In the main thread alone."""
+    c_signal(number, handler if callable(handler) else int(handler))
 
 
 def handlers_in_python() -> dict[int, Any]:

@@ -43,3 +43,18 @@ def modules():
 
 def length_of_argv():
     return len(sys.argv)
+
+
+def adds_its_rank(tensor, views):
+    tensor += rank()
+    return tensor, views
+
+
+def writes_its_rank(array, barrier):
+    """Returns what it then sees, where that memory comes from, and the descriptors that it has of that."""
+    array[:] = rank()
+    barrier.wait()
+    with open("/proc/self/maps") as lines:
+        inodes = {line.split()[4] for line in lines if "mpwatch-call" in line}
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return set(array.tolist()), inodes, [link for link in links if "mpwatch-call" in os.path.realpath(link)]

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import mpwatch
 
@@ -821,7 +822,7 @@ def ends_in_two_steps(barrier, end):
     if end is is_killed_beside_a_helper:
         os.fork() or wait_to_be_stopped()
     barrier.wait()
-    if rank() == 1 or end is rank:
+    if rank() == 1 or end in (rank, returns_much):
         return end()
     return wait_to_be_stopped()
 
@@ -832,10 +833,6 @@ def outlasts():
 
 def is_killed_beside_a_helper():
     is_killed()
-
-
-def returns_megabytes(number):
-    return bytes(number << 20)
 
 
 def only_rank_0(what):
@@ -1100,3 +1097,67 @@ def returns_what_cannot_be_sent_and_takes_its_time(pids, begun):
         return CannotBePickledBeforeThePeerDies()
     begun.wait()
     return is_killed()
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("not this one")
+
+
+def closes_descriptors_and_returns(value):
+    os.closerange(3, 4096)
+    return value
+
+
+def returns_much():
+    return bytes(1 << 20)
+
+
+def returns_much_but_rank_1_fails():
+    """When the watcher has the value of rank 0."""
+    if rank() == 0:
+        return returns_much()
+    while "mpwatch-value" not in Path(f"/proc/{os.getppid()}/maps").read_text():
+        os.sched_yield()
+    raise ValueError("the batch is bad")
+
+
+def returns_much_without_descriptors():
+    _kept.extend(_until_there_are_no_more())
+    return returns_much()
+
+
+_kept = []
+
+
+def _until_there_are_no_more():
+    with contextlib.suppress(OSError):
+        while True:
+            yield os.open(os.devnull, os.O_RDONLY)
+
+
+def returns_much_under_a_limit_of_files():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+    return returns_much()
+
+
+def answers_with(what):
+    """In the place of its value's file, and at once ends."""
+    from mpwatch.wire.bundle import END, MARK
+    from mpwatch.wire.messages import Kind, frame
+
+    empty, strange, hollow = (os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in ("empty", "strange", "hollow"))
+    os.write(strange, bytes(100))
+    os.write(hollow, END.pack(1000, MARK))
+    pipe = os.pipe()[0]
+    fds = {
+        "nothing": [],
+        "a pipe": [pipe],
+        "two pipes": [pipe, pipe],
+        "an empty file": [empty],
+        "a file of something else": [strange],
+        "a file that promises what is not there": [hollow],
+    }[what]
+    with socket.socket(fileno=os.dup(multiprocessing.current_process().seat.channel_fd)) as line:
+        socket.send_fds(line, [frame(Kind.LINGERS if what == "two pipes" else Kind.RETURNED)], fds)
+    os._exit(0)

@@ -90,7 +90,7 @@ def test_a_call_with_descriptors_of_its_own_may_lack_them():
     """Each connection takes one for as long as the payload is kept."""
     ours, theirs = SPAWN.Pipe()
     with ours, theirs:
-        for spare in range(3):
+        for spare in range(2):
             args = (functions.Adder(theirs), ours)
             came = witness.attempt(print, short=partial(witness.leave_descriptors, spare), args=args)
             assert came.startswith("LaunchError the call could not be packed: OSError: [Errno 24]"), came
@@ -103,7 +103,7 @@ line = socket.socketpair()
 resource.setrlimit(resource.RLIMIT_NOFILE, (50, 100))
 for _ in range(2):  # nobody takes them out
     socket.send_fds(line[0], [b"x"], [0] * 30)
-print(attempt())
+print(attempt(len, args=(bytes(10_000),)))
 for end in line: end.close()
 """
 
@@ -170,6 +170,21 @@ def test_a_run_under_way_needs_no_more_descriptors():
     assert len(said) == len(endings), said
     for line, expected in zip(said, endings.values(), strict=True):
         assert line.startswith(expected)
+
+
+@pytest.mark.parametrize("what", ["without_descriptors", "under_a_limit_of_files"])
+def test_a_rank_that_can_make_no_file_for_its_value_says_why(what):
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(getattr(saboteurs, f"returns_much_{what}"), 1)
+    said = str(caught.value.root_cause.exception)
+    assert said.startswith("the return value could not be packed: OSError: [Errno "), said
+    assert ("`ulimit -n`" if what == "without_descriptors" else "`ulimit -f`") in said
+
+
+def test_a_large_value_takes_a_descriptor_here_for_a_moment():
+    said, *_ = lines_of(LATER, "returns_much/5")
+    why = r"OSError: its return value could not be taken in: OSError: \[Errno 24\] Too many open files; raise the limit of open"
+    assert re.match(rf"EXCEPTION rank \d failed first: {why} files \(`ulimit -n`\)", said), said
 
 
 def test_where_nothing_can_be_waited_for_any_more_nothing_is_left():
@@ -265,13 +280,13 @@ LITTLE = """
 size = int(sys.argv[1]) << 20
 def used():
     with open("/proc/self/statm") as file: return int(file.read().split()[0]) * resource.getpagesize()
-data = bytes(100 << 20) if sys.argv[2] == "argument" else b""
+data = {"bytes": bytes, "text": lambda size: "x" * size}.get(sys.argv[2], lambda _: b"")(100 << 20)
 short = lambda: limit(resource.RLIMIT_AS, used() + size)
 """
 
 
 def test_no_memory_for_the_payload_is_not_the_argument_s_fault():
-    (said,) = lines_of(LITTLE + "print(attempt(len, args=(data,), short=short))", "40", "argument")
+    (said,) = lines_of(LITTLE + "print(attempt(len, args=(data,), short=short))", "40", "text")
     assert said.startswith("LaunchError the call could not be packed: there is not enough memory; free some"), said
     assert "args[" not in said
     assert "bytes" not in said
@@ -286,7 +301,7 @@ def test_no_memory_for_the_call_in_a_rank():
         "try: run(len, 2, args=(data,), env=env)\n"
         "except RunFailedError as error: print(error.root_cause.kind.name, type(error.__cause__).__name__, error)\n"
     )
-    said, *_ = lines_of(program, "0", "argument")
+    said, *_ = lines_of(program, "0", "bytes")
     assert said.startswith("START MemoryError rank "), said
     assert "could not load the call: MemoryError" in said
 
@@ -303,18 +318,25 @@ def test_no_memory_for_the_interpreter_of_a_rank(tmp_path):
     assert "the guardian is gone" in done.stderr
 
 
-RETURNED = LITTLE + "print(attempt(saboteurs.returns_megabytes, 1, args=(150,), short=short))"
+RETURNED = LITTLE + "print(attempt(FN, 1, args=(150 << 20,), short=short))"
 
 
-def test_no_memory_here_for_what_a_rank_returns():
-    """It comes as the MemoryError that it is, and the rank is stopped."""
-    assert lines_of(RETURNED, "420", "none") == ["MemoryError"]
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [
+        (180, "OSError: its return value could not be taken in: OSError: [Errno 12] Cannot allocate memory"),
+        (250, "MemoryError"),
+    ],
+)
+def test_no_memory_here_for_what_a_rank_returns(size, why):
+    """For the file that it comes in, or for what is made of that."""
+    said, *_ = lines_of(RETURNED.replace("FN", "bytes"), str(size), "none")
+    assert said.startswith(f"EXCEPTION rank 0 failed first: {why}"), said
 
 
 def test_no_memory_to_pack_what_a_rank_returns_is_not_its_type_s_fault():
-    said, *_ = lines_of(RETURNED, "250", "none")
-    assert said.startswith("EXCEPTION rank 0 failed first: "), said
-    assert "emory" in said
+    said, *_ = lines_of(RETURNED.replace("FN", "'x'.ljust"), "250", "none")
+    assert said.startswith("EXCEPTION rank 0 failed first: MemoryError: there is not enough memory to pack the return value")
     assert "is of type" not in said
     assert "return plain data instead" not in said
 

@@ -1,12 +1,12 @@
 """Facts as the watcher collects them, for the diagnosis to judge."""
 
-import pickle
 import signal
 import sysconfig
 
 from mpwatch import Worker
 from mpwatch.watcher.facts import Facts, RankFacts
 from mpwatch.watcher.states import Verdict
+from mpwatch.wire import values
 from mpwatch.wire.messages import Kind, Message
 from mpwatch.wire.telling import Telling
 
@@ -40,7 +40,7 @@ def died(code, at=10.0, sent=()):
 
 
 def returned(value=None):
-    return {"report": Message(Kind.RETURNED, 1.0, pickle.dumps(value)), "died_at": 11.0, "exit_code": 0}
+    return {"report": Message(Kind.RETURNED, 1.0, values.pack(value).body), "died_at": 11.0, "exit_code": 0}
 
 
 STOPPED = died(-15, 10.5, sent=[signal.SIGTERM, signal.SIGCONT])

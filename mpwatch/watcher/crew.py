@@ -22,13 +22,13 @@ from ..wire.messages import Kind, Message
 from ..wire.payload import Payload
 from ..wire.process import Seat
 from ..wire.pulse import Reading, forget_pulse, read_beat, read_pulse
+from ..wire.shortage import with_remedy
 from ..wire.slots import SLOT
 from .gate import Gate
 from .guardian import Guardian
 from .line import RankLine
 from .process import WatchedProcess
 from .remarks import Remarks
-from .shortage import with_remedy
 from .states import KILL_SECONDS
 
 __all__ = ["Crew"]
@@ -101,7 +101,7 @@ class Crew:
             if line.stacks.printed:
                 line.send_file(Kind.PRINTED, line.stacks.printed)
                 line.stacks.printed = b""
-            line.send(Kind.CALL, payload.fds)
+            line.send(Kind.CALL, payload.fds, payload.body)
         except OSError as error:
             raise LaunchError(with_remedy(f"the call could not be sent to rank {line.facts.worker.rank}", error)) from error
 

@@ -18,7 +18,7 @@ from ..platform import DUMP_SIGNAL
 from ..result import FailureKind, ProcessFailure, Progress, RunResult, WorkerState
 from ..wire import exceptions
 from ..wire.messages import Kind, Message
-from ..wire.values import loads
+from ..wire.values import load
 from ..wording import ranks_text, summary_of
 from .facts import Facts, RankFacts
 from .hangs import away, culprits, culprits_of_silence, stacks_of
@@ -173,8 +173,11 @@ def _progress_of(facts: Facts, seen: RankFacts) -> Progress | None:
 
 def _load_value(facts: Facts, seen: RankFacts, values: dict[int, Any], timed: Failures) -> None:
     assert seen.report is not None
+    body, file = seen.report.body, seen.report.file
     try:
-        values[seen.worker.rank] = loads(seen.report.body)
+        if isinstance(file, OSError):
+            raise file
+        values[seen.worker.rank] = load(body if file is None else file)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  the user's classes are rebuilt here, and may raise anything

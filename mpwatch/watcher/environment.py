@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..errors import LaunchError
 from ..platform import usable_cpus
 from ..spec import GroupSpec, Worker
-from .shortage import with_remedy
+from ..wire.shortage import with_remedy
 
 __all__ = ["environments_of", "reserve_port"]
 

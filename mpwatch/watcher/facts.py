@@ -68,3 +68,8 @@ class Facts:
     signum: int | None = None
     helpers_oom: str = ""
     """What shows that the out-of-memory killer struck, if it was none of the ranks."""
+
+    def forget(self) -> None:
+        """What the ranks have sent, which may be large: who watched them, and has it, goes with the garbage some time."""
+        for seen in self.ranks.values():
+            seen.report = None

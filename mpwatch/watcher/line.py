@@ -1,14 +1,25 @@
 """One rank as the watcher has it: its process, its channel, its stack pipe, and what was seen of it."""
 
+import errno
 import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..platform import DUMP_SIGNAL, anonymous_file, has_descriptor, state_of_process, write_all
+from ..platform import (
+    DUMP_SIGNAL,
+    anonymous_file,
+    has_descriptor,
+    map_private,
+    receive,
+    seal,
+    state_of_process,
+    write_all,
+)
 from ..spec import Worker
 from ..wire.messages import MAX_DESCRIPTORS, WHERE, Frames, Kind, Message, frame
+from ..wire.shortage import with_remedy
 from .facts import RankFacts
 from .gate import Gate
 from .process import WatchedProcess
@@ -33,6 +44,7 @@ class RankLine:
         self.stacks = StackPipe()
         self._channel = channel
         self._frames = Frames()
+        self._files: list[int] = []  # that have come over it before their messages, in order; -1 for one that was lost
         self._pipe_fd = pipe_fd
         self._far_pipe_fd = -1  # the rank's number for its end of the pipe, once it is ready
         self._gate: Gate[Any] | None = None
@@ -76,9 +88,11 @@ class RankLine:
     def _close_channel(self) -> None:
         self._wait_no_more(self._channel.fileno())
         self._channel.close()
+        while self._files:
+            _close(self._files.pop())
 
-    def send(self, kind: Kind, fds: Sequence[int] = ()) -> None:
-        """A few bytes: they fit into the empty buffer of the channel, so this does not block. Raises OSError."""
+    def send(self, kind: Kind, fds: Sequence[int] = (), body: bytes = b"") -> None:
+        """A few thousand bytes: they fit into the empty buffer of the channel, so this does not block. Raises OSError."""
         if self._channel.fileno() == -1:
             return
         # a rank that has closed its end, or died, is heard of otherwise
@@ -86,7 +100,7 @@ class RankLine:
             while len(fds) > MAX_DESCRIPTORS:
                 self._send(Kind.DESCRIPTORS, fds[:MAX_DESCRIPTORS])
                 fds = fds[MAX_DESCRIPTORS:]
-            self._send(kind, fds)
+            self._send(kind, fds, body)
 
     def send_file(self, kind: Kind, data: bytes) -> None:
         """Any number of bytes, in a file without a name. Raises OSError."""
@@ -94,9 +108,11 @@ class RankLine:
             write_all(file.fileno(), data)
             self.send(kind, [file.fileno()])
 
-    def _send(self, kind: Kind, fds: Sequence[int]) -> None:
+    def _send(self, kind: Kind, fds: Sequence[int], body: bytes = b"") -> None:
+        data = frame(kind, body)
         # the host's SIGPIPE may be at its default, and would end it
-        socket.send_fds(self._channel, [frame(kind)], list(fds), getattr(socket, "MSG_NOSIGNAL", 0))
+        if socket.send_fds(self._channel, [data], list(fds), getattr(socket, "MSG_NOSIGNAL", 0)) < len(data):
+            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))  # a system whose sockets hold less
 
     def read(self) -> list[Message]:
         """What has come over the channel. Closes it if there will be no more."""
@@ -105,17 +121,33 @@ class RankLine:
             return messages
         try:
             for _ in range(DRAIN_LIMIT // READ_SIZE):
-                data = self._channel.recv(READ_SIZE)
+                data, files, is_cut = receive(self._channel, READ_SIZE, 1)
+                self._files += files or [-1] * is_cut
                 if not data:
                     self._close_channel()
                     break
-                messages += self._frames.feed(data)
+                for message in self._frames.feed(data):
+                    self._take_in(message)
+                    messages.append(message)
+                if len(self._files) > 1:
+                    raise ValueError("more files than messages")
         except BlockingIOError:
             pass
         except (OSError, ValueError) as error:  # reset by a dead rank, or written to by somebody who is none
             self._remarks.debug("channel of rank %d closed: %s", self.facts.worker.rank, error)
             self._close_channel()
         return messages
+
+    def _take_in(self, message: Message) -> None:
+        """What comes in a file is mapped at once, so that it takes no descriptor until it is asked for."""
+        if message.kind is Kind.RETURNED and not message.body:
+            fd = self._files.pop(0) if self._files else -1
+            try:
+                message.file = _map(fd)
+            except OSError as error:
+                message.file = OSError(with_remedy("its return value could not be taken in", error))
+            finally:
+                _close(fd)
 
     def becomes_ready(self, where: bytes) -> None:
         """It has a stderr of its own from now on, and the pipe is for stacks."""
@@ -151,3 +183,15 @@ class RankLine:
                     self._wait_no_more(self._pipe_fd)
                     break
                 self.stacks.feed(data)
+
+
+def _map(fd: int) -> memoryview:
+    if fd == -1:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    seal(fd)
+    return map_private(fd, os.fstat(fd).st_size)
+
+
+def _close(fd: int) -> None:
+    if fd != -1:
+        os.close(fd)

@@ -18,6 +18,7 @@ from ..errors import LaunchError
 from ..result import WorkerState
 from ..spec import GroupSpec, Worker
 from ..wire.messages import Kind, Message
+from ..wire.shortage import with_remedy
 from ..wording import exit_text
 from . import states as m
 from .crew import Crew
@@ -30,7 +31,6 @@ from .mailbox import Errand, Mailbox
 from .oom import OomWatch
 from .order import Order
 from .remarks import Remarks
-from .shortage import with_remedy
 from .signatures import complaint_in
 from .stacks import tidy, with_sources
 

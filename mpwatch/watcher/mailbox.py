@@ -14,8 +14,8 @@ from contextlib import ExitStack, closing, suppress
 from ..errors import LaunchError
 from ..result import WorkerState
 from ..wire.payload import Payload
+from ..wire.shortage import with_remedy
 from .facts import Facts
-from .shortage import with_remedy
 from .states import Event
 
 __all__ = ["Bell", "Errand", "Mailbox"]

@@ -6,7 +6,7 @@ from ..errors import LaunchError
 from ..spec import name_of
 from ..wire import culprit
 from ..wire.payload import Call, Payload, pack, probe
-from .shortage import is_shortage, with_remedy
+from ..wire.shortage import is_shortage, with_remedy
 
 __all__ = ["pack_call"]
 

@@ -28,6 +28,7 @@ from .states import Event
 __all__ = ["InterruptError", "Visit", "watch"]
 
 T = TypeVar("T")
+MANY = 1000  # things are not thrown at one wait; if they were, an error of ours would be among them
 
 
 class InterruptError(Exception):
@@ -92,7 +93,10 @@ class Visit:
         """What came of it."""
         assert errand.facts is not None
         try:
-            return diagnose(errand.facts)
+            try:
+                return diagnose(errand.facts)
+            finally:
+                errand.facts.forget()
         except BaseException:
             self.signals.deliver()
             raise
@@ -118,7 +122,7 @@ class Visit:
 
     def _abort(self) -> None:
         """Something has been thrown at us. Stop the ranks and leave, and let nothing that is thrown meanwhile prevent it."""
-        while True:
+        for _ in range(MANY):
             try:
                 self._life.cancel()
                 self.signals.tell(signal.SIGTERM)

@@ -8,7 +8,8 @@
        | ---------------- END -----------------> |   or the watcher's end is closed
        | <------------- LINGERS ---------------- |   only if something keeps it from ending
 
-A frame is a header and a body. The header carries a time of CLOCK_MONOTONIC, which all processes of a machine share,
+A frame is a header and a body. A call or an answer that is large has none, and comes with the descriptor of a file instead,
+see bundle.py. The header carries a time of CLOCK_MONOTONIC, which all processes of a machine share,
 so that what happened in different ranks can be put in order.
 """
 
@@ -28,8 +29,8 @@ class Kind(enum.IntEnum):
     """What a message says."""
 
     READY = 1
-    CALL = 2
-    RETURNED = 3  # body: the pickled value
+    CALL = 2  # body: a bundle, or none: then the first of its descriptors is of one
+    RETURNED = 3  # the same with the value
     RAISED = 4  # body: an exception told in plain data, see exceptions.py
     UNLOADED = 5  # the same of the exception that loading the call raised
     END = 6
@@ -43,12 +44,13 @@ class Kind(enum.IntEnum):
 class Message:
     """One message as it was sent."""
 
-    __slots__ = ("body", "kind", "stamp")
+    __slots__ = ("body", "file", "kind", "stamp")
 
     def __init__(self, kind: Kind, stamp: float, body: bytes) -> None:
         self.kind = kind
         self.stamp = stamp
         self.body = body
+        self.file: memoryview | OSError | None = None  # what came in the body's place, mapped; or why it could not be had
 
 
 def frame(kind: Kind, body: bytes = b"", stamp: float | None = None) -> bytes:

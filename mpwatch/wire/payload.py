@@ -1,8 +1,8 @@
 """A call, pickled once for all ranks: the function, its arguments, and what of the caller's `__main__` they bring along.
 
-    memory file:  [ about __main__ ][ fn, args, kwargs, ... ][ names to set in __main__ ]...[ {} ][ sources ]
+    bundle:       [ about __main__ ][ fn, args, kwargs, ... ][ names to set in __main__ ]...[ {} ][ sources ]
                                      `---------------------- pickles with one memo -------------------------'
-    descriptors:  those of the connections, shared tensors and the like within the arguments
+    descriptors:  that of the bundle's file, if it has one (bundle.py); those of the connections and shared tensors within
 
 `__main__` is not imported in a rank. Functions and classes of it go by value (cloudpickle), and the rank puts them into
 its own `__main__`: its dictionary *is* the globals of the functions that came. So plain pickle, torch.save and
@@ -15,21 +15,22 @@ being spawned; `_Parcel` stands in for it and has the descriptors copied.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import pickle
 import sys
 
-from ..platform import anonymous_file, write_all
 from . import sources
+from .bundle import Bundle, Trial, mapped, opened
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import io
     from collections.abc import Callable, Mapping
     from typing import Any, Self
 
 __all__ = ["Call", "Payload", "from_caller", "pack", "probe", "unpack"]
+
+# Bytes of a call that goes over the channel itself: sending it must not block, and some systems' sockets hold 8 KiB.
+SMALL = 7 << 10
 
 
 class Call:
@@ -53,18 +54,24 @@ class Call:
 
 
 class Payload:
-    """A packed call: owns its memory file, and the descriptors within the arguments. Close it when no rank needs it any
-    more; it is closed when it is dropped.
+    """A packed call: owns its bundle, and the descriptors within the arguments. Close it when no rank needs it any more; it
+    is closed when it is dropped.
     """
 
-    def __init__(self, memory: io.FileIO) -> None:
+    def __init__(self, bundle: Bundle) -> None:
         self._copies: list[int] = []
-        self._memory = memory
+        self._bundle = bundle
+
+    @property
+    def body(self) -> bytes:
+        """What a rank needs to `unpack` it."""
+        return self._bundle.body
 
     @property
     def fds(self) -> list[int]:
-        """What a rank needs to `unpack` it."""
-        return [self._memory.fileno(), *self._copies]
+        """The descriptors that it needs for that."""
+        file = self._bundle.file
+        return [*([] if file is None else [file.fileno()]), *self._copies]
 
     def add_copy(self, fd: int) -> int:
         """Keep a copy of ours of this descriptor: the caller may close its own before the last rank has started."""
@@ -75,7 +82,7 @@ class Payload:
         """Give the descriptors back."""
         while self._copies:
             os.close(self._copies.pop())
-        self._memory.close()
+        self._bundle.close()
 
     __del__ = close
 
@@ -120,16 +127,13 @@ class _Parcel:
 
 
 def pack(call: Call) -> Payload:
-    """Pickle a call into memory. Raises whatever pickling raises, and OSError; nothing is left open then."""
-    import io
-
-    payload = Payload(anonymous_file("mpwatch-call"))
-    stream = io.BytesIO()
+    """Pickle a call. Raises whatever pickling raises, and OSError; nothing is left open then."""
+    bundle = Bundle("mpwatch-call", SMALL)
+    payload = Payload(bundle)
     try:
         with _Parcel(payload.add_copy):
-            _dump(call, stream)
-        with stream.getbuffer() as data:
-            write_all(payload.fds[0], data)
+            _dump(call, bundle)
+        bundle.finish()
     except BaseException:
         payload.close()
         raise
@@ -138,20 +142,18 @@ def pack(call: Call) -> Payload:
 
 def probe(thing: object) -> None:
     """Pickle one thing as `pack` would, for the sake of the exception that this raises."""
-    import io
-
     from .pickler import CallPickler
 
     with _Parcel(lambda _: 0):
-        CallPickler(io.BytesIO(), sys.modules["__main__"]).dump(thing)
+        CallPickler(Trial(), sys.modules["__main__"]).dump(thing)
 
 
-def _dump(call: Call, stream: io.BytesIO) -> None:
+def _dump(call: Call, bundle: Bundle) -> None:
     from .pickler import CallPickler
 
     main = sys.modules["__main__"]
-    pickle.dump(_describe(main), stream, protocol=5)
-    pickler = CallPickler(stream, main)
+    pickle.dump(_describe(main), bundle, protocol=5)
+    pickler = CallPickler(bundle, main)
     pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.epoch))
     sent: set[str] = set()
     while new := {name: thing for name, thing in pickler.from_main.items() if name not in sent}:
@@ -174,22 +176,27 @@ def _describe(main: Any) -> dict[str, Any]:
     return about
 
 
-def unpack(fds: list[int]) -> Call:
-    """In a rank: the call that came with these descriptors, which are closed. Raises whatever unpickling raises."""
-    if not fds:
+def unpack(body: bytes, fds: list[int] | None) -> Call:
+    """In a rank: the call that came so; the descriptors are closed. Raises whatever unpickling raises, and OSError.
+
+    Args:
+        body: of the message.
+        fds: the descriptors that came with it; None if they could not be taken in.
+    """
+    if fds is None:
         raise OSError(errno.EMFILE, "the descriptors of the call could not be taken in; see `ulimit -n`")
     try:
-        _arrived[:] = fds[1:]
-        with mmap.mmap(fds[0], 0, prot=mmap.PROT_READ) as memory:  # mapped, not read: the file's position is shared
-            main = sys.modules["__main__"]
-            _introduce(main, pickle.load(memory))
-            unpickler = pickle.Unpickler(memory)
-            fn, args, kwargs, backend, epoch = unpickler.load()
-            while names := unpickler.load():
-                vars(main).update(names)
-                from_caller.update(names)
-            sources.take_over(unpickler.load())
-            return Call(fn, args, kwargs, backend, epoch)
+        _arrived[:] = fds if body else fds[1:]
+        stream, buffers = opened(body or mapped(fds[0]))
+        main = sys.modules["__main__"]
+        _introduce(main, pickle.load(stream))
+        unpickler = pickle.Unpickler(stream, buffers=buffers)
+        fn, args, kwargs, backend, epoch = unpickler.load()
+        while names := unpickler.load():
+            vars(main).update(names)
+            from_caller.update(names)
+        sources.take_over(unpickler.load())
+        return Call(fn, args, kwargs, backend, epoch)
     finally:
         _arrived.clear()
         for fd in fds:

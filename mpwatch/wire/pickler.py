@@ -1,28 +1,46 @@
 """cloudpickle's pickler, and what multiprocessing and torch know how to send: calls in the watcher, answers in a rank."""
 
 import functools
-import io
 import sys
 from collections import ChainMap
+from collections.abc import Callable
 from enum import Enum
 from multiprocessing import reduction
+from pickle import PickleBuffer
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 import cloudpickle
 
+from .bundle import REDUCERS, Bundle, Trial
 from .payload import from_caller
 
-__all__ = ["CallPickler", "dump_answer"]
+__all__ = ["AnswerPickler", "CallPickler"]
 
+Keeper = Callable[[PickleBuffer], bool]
+Reducer = Callable[[Any], Any]
+Reducers = dict[type, Reducer]
 CACHED = type(functools.lru_cache(len))  # what the decorator makes; it has no public name
 
 # What multiprocessing and torch have registered for spawn, by exact type; typeshed does not know it.
-REGISTERED: dict[type, Any] = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+REGISTERED: Reducers = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
 
 
 class _ClassPickler(cloudpickle.Pickler):
-    """cloudpickle's, with what it forgets of a class that goes by value: its qualified name, and that it has slots."""
+    """cloudpickle's, with what it forgets of a class that goes by value: its qualified name, and that it has slots.
+
+    Args:
+        stream: where the pickle goes.
+        keep: takes its large buffers, see bundle.py; None: there they go with the rest.
+        first: reducers that come before cloudpickle's own.
+        last: those that come after.
+    """
+
+    def __init__(self, stream: Any, keep: Keeper | None, first: Reducers, last: Reducers | None = None) -> None:
+        # before __init__, which is when the C pickler looks for it
+        own: Any = cloudpickle.Pickler.dispatch_table
+        self.dispatch_table = ChainMap(first, REDUCERS, own, last or {})
+        super().__init__(stream, protocol=5, buffer_callback=keep)
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
@@ -49,15 +67,12 @@ class CallPickler(_ClassPickler):
     goes by value in `codes`.
 
     Args:
-        stream: where the pickle goes.
+        bundle: where the pickle goes.
         main: the caller's `__main__`.
     """
 
-    def __init__(self, stream: io.BytesIO, main: ModuleType) -> None:
-        # before __init__, which is when the C pickler looks for it
-        own: Any = cloudpickle.Pickler.dispatch_table
-        self.dispatch_table = ChainMap(_torch_reducers(), own, _multiprocessing_reducers())
-        super().__init__(stream, protocol=5)
+    def __init__(self, bundle: Bundle | Trial, main: ModuleType) -> None:
+        super().__init__(bundle, bundle.keep, _torch_reducers(), _multiprocessing_reducers())
         self.main = vars(main)
         self.from_main: dict[str, object] = {}
         self.codes: list[CodeType] = []
@@ -87,15 +102,11 @@ def _cached(fn: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(fn)
 
 
-def dump_answer(value: object) -> bytes:
-    """In a rank: a value as bytes, what came from the caller's `__main__` by its name there."""
-    stream = io.BytesIO()
-    _AnswerPickler(stream, protocol=5).dump(value)
-    return stream.getvalue()
+class AnswerPickler(_ClassPickler):
+    """In a rank: pickles what came from the caller's `__main__` by its name there."""
 
-
-class _AnswerPickler(_ClassPickler):
     def reducer_override(self, obj: Any) -> Any:
+        """Called by pickle for each object."""
         main = vars(sys.modules["__main__"])
         home = _home(obj, main)
         if home is not None and main[home] is from_caller.get(home):
@@ -121,7 +132,7 @@ class _MainGlobals(dict[str, Any]):
         return vars, (sys.modules["__main__"],)
 
 
-def _multiprocessing_reducers() -> dict[type, Any]:
+def _multiprocessing_reducers() -> Reducers:
     """For connections, sockets and the like: what multiprocessing registered for spawn, torch's part left out."""
     return {kind: how for kind, how in REGISTERED.items() if not _is_torch(kind)}
 
@@ -130,18 +141,26 @@ def _is_torch(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "torch"
 
 
-def _torch_reducers() -> dict[type, Any]:
-    """Torch's reducers move every CPU tensor into shared memory, the caller's own; here only those that are there go so."""
-    return {kind: _if_shared(how) for kind, how in REGISTERED.items() if _is_torch(kind)}
+def _torch_reducers() -> Reducers:
+    """Torch's own move every CPU tensor into shared memory, the caller's own; here only those that are there go so."""
+    theirs = {kind: how for kind, how in REGISTERED.items() if _is_torch(kind)}
+    if not theirs:
+        return {}
+    from .storages import reducers
+
+    ours = reducers()
+    return {kind: _if_shared(how, ours.get(kind, _plainly)) for kind, how in theirs.items()}
 
 
-def _if_shared(torchs_own: Any) -> Any:
+def _if_shared(torchs_own: Reducer, ours: Reducer) -> Reducer:
     def reduce(obj: Any) -> Any:
-        if type(obj).__name__ == "UntypedStorage" or _is_shared(obj):
-            return torchs_own(obj)
-        return obj.__reduce_ex__(5)
+        return torchs_own(obj) if _is_shared(obj) else ours(obj)
 
     return reduce
+
+
+def _plainly(obj: Any) -> Any:
+    return obj.__reduce_ex__(5)
 
 
 def _is_shared(obj: Any) -> bool:

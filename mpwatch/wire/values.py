@@ -1,4 +1,4 @@
-"""What a rank sends back, as bytes: its value, or parts of an exception. `dumps` runs in the rank, `loads` in the watcher.
+"""What a rank sends back: its value, in a bundle; parts of exceptions, in bytes. Packed in the rank, loaded by the watcher.
 
 What came from the caller's `__main__` with the call goes back by its name, so that it comes out as the caller's own; what
 else only cloudpickle can send goes by value.
@@ -6,36 +6,101 @@ else only cloudpickle can send goes by value.
 
 from __future__ import annotations
 
+import copyreg
 import pickle
 import sys
 
+from .bundle import REDUCERS, Bundle, Trial, opened
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
-__all__ = ["dumps", "loads"]
+__all__ = ["dumps", "load", "loads", "pack", "probe"]
+
+SMALL = 1 << 16  # bytes of a value that goes over the channel itself
 
 
-def dumps(value: Any) -> bytes:
-    """Pickle a value: by reference where that is possible, else by value. Raises what pickling raises.
+def pack(value: Any) -> Bundle:
+    """Pickle a value: by reference where that is possible, else by value. Raises what pickling raises, and OSError.
 
     cloudpickle's import is paid for only by ranks that need it: those whose function came by value have it loaded.
     """
     if "cloudpickle" not in sys.modules:
         try:
-            return pickle.dumps(value, protocol=5)
+            return _packed(value, _plain_pickler)
+        except OSError:  # the bundle's
+            raise
         except Exception:  # noqa: BLE001, S110  whatever plain pickle cannot do, cloudpickle tries next and raises its own
             pass
-    from .pickler import dump_answer
+    return _packed(value, _pickler)
 
-    return dump_answer(value)
+
+def probe(value: Any) -> None:
+    """Pickle one thing as `pack` would, for the sake of the exception that this raises."""
+    _pickler(Trial()).dump(value)
+
+
+def load(bundle: bytes | memoryview) -> Any:
+    """The value again. Raises what unpickling raises, and runs what the value's classes define."""
+    stream, buffers = opened(bundle)
+    return _AnswerUnpickler(stream, buffers=buffers).load()
+
+
+def dumps(part: Any) -> bytes:
+    """The same of a part of an exception, which is small."""
+    if "cloudpickle" not in sys.modules:
+        try:
+            return pickle.dumps(part, protocol=5)
+        except Exception:  # noqa: BLE001, S110  as above
+            pass
+    import io
+
+    from .pickler import AnswerPickler
+
+    stream = io.BytesIO()
+    AnswerPickler(stream, None, {}).dump(part)
+    return stream.getvalue()
 
 
 def loads(data: bytes) -> Any:
-    """The value again. Raises what unpickling raises, and runs what the value's classes define."""
+    """That part again. Raises what unpickling raises, and runs what its classes define."""
     import io
 
     return _AnswerUnpickler(io.BytesIO(data)).load()
+
+
+def _packed(value: Any, pickler: Callable[[Bundle], pickle.Pickler]) -> Bundle:
+    bundle = Bundle("mpwatch-value", SMALL)
+    try:
+        pickler(bundle).dump(value)
+        bundle.finish()
+    except BaseException:
+        bundle.close()
+        raise
+    return bundle
+
+
+def _plain_pickler(bundle: Bundle) -> pickle.Pickler:
+    pickler = pickle.Pickler(bundle, 5, buffer_callback=bundle.keep)
+    pickler.dispatch_table = {**copyreg.dispatch_table, **REDUCERS, **_torch_reducers()}
+    return pickler
+
+
+def _pickler(bundle: Bundle | Trial) -> pickle.Pickler:
+    from .pickler import AnswerPickler
+
+    return AnswerPickler(bundle, bundle.keep, _torch_reducers())
+
+
+def _torch_reducers() -> dict[type, Callable[[Any], Any]]:
+    """For tensors, if there can be any."""
+    if "torch.storage" not in sys.modules:
+        return {}
+    from .storages import reducers
+
+    return reducers()
 
 
 class _AnswerUnpickler(pickle.Unpickler):

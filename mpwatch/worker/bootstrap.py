@@ -21,6 +21,10 @@ from ..wire.lastwords import LastWords
 from ..wire.messages import Kind
 from ..wire.process import Seat
 from ..wire.pulse import Pulse
+from ..wire.shortage import (
+    is_shortage,
+    with_remedy,
+)  # not only when it is needed: then there may be no descriptor to read it
 from ..wire.slots import open_slot
 from . import context, stacks
 from .channel import Channel
@@ -30,8 +34,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from ..wire.bundle import Bundle
     from ..wire.payload import Call
     from ..wire.telling import Telling
+
+    Sent = tuple[bytes, list[int] | None]  # a call as it came, see payload.unpack
 
 __all__ = ["main"]
 
@@ -57,11 +64,11 @@ def _serve(channel: Channel, shelter: Shelter) -> None:
     pid = os.getpid()
     while True:
         shelter.wait()
-        fds = channel.receive_call()
-        if fds is None:
+        sent = channel.receive_call()
+        if sent is None:
             return
         channel.keep_a_descriptor()
-        outcome = _outcome(fds, shelter)
+        outcome = _outcome(sent, shelter)
         if os.getpid() != pid:
             _end_as_fork(outcome)
         if isinstance(outcome, _Failure):
@@ -72,7 +79,7 @@ def _serve(channel: Channel, shelter: Shelter) -> None:
         _flush()
 
 
-def _end_as_fork(outcome: _Failure | tuple[bytes, float]) -> None:
+def _end_as_fork(outcome: _Failure | tuple[Bundle, float]) -> None:
     """The function forked, and this is the copy: it has no say, and ends as a forked program does."""
     if isinstance(outcome, _Failure):
         from ..wire import exceptions
@@ -82,9 +89,21 @@ def _end_as_fork(outcome: _Failure | tuple[bytes, float]) -> None:
     os._exit(1 if isinstance(outcome, _Failure) else 0)
 
 
-def _send_value(channel: Channel, value: bytes, ended_at: float) -> None:
-    if not channel.send(Kind.RETURNED, value, ended_at):
-        _send_failure(channel, _Failure(Kind.RAISED, _too_large(value), ended_at))
+def _send_value(channel: Channel, value: Bundle, ended_at: float) -> None:
+    error = None
+    try:
+        if value.file is None:
+            is_sent = channel.send(Kind.RETURNED, value.body, ended_at)
+        else:
+            is_sent = channel.send_file(Kind.RETURNED, value.file, ended_at)
+        if not is_sent:
+            error = _too_large(value.size)
+    except OSError as refused:
+        error = OSError(with_remedy("the return value could not be sent back", refused))
+    finally:
+        value.close()
+    if error is not None:
+        _send_failure(channel, _Failure(Kind.RAISED, error, ended_at))
 
 
 def _send_failure(channel: Channel, failure: _Failure) -> None:
@@ -102,12 +121,12 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
     if channel.send(failure.kind, told, failure.at):
         channel.send(Kind.DETAILS, telling.details(), failure.at)
     else:
-        channel.send(failure.kind, failure.instead(_too_large(told)).plain(), failure.at)
+        channel.send(failure.kind, failure.instead(_too_large(len(told))).plain(), failure.at)
 
 
-def _too_large(body: bytes) -> OSError:
+def _too_large(size: int) -> OSError:
     return OSError(
-        f"an answer of {len(body)} bytes could not be sent: the rank's code has closed or replaced the descriptors that it "
+        f"an answer of {size} bytes could not be sent: the rank's code has closed or replaced the descriptors that it "
         "did not open, and without them only small answers arrive"
     )
 
@@ -128,11 +147,11 @@ def _normal_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _outcome(fds: list[int], shelter: Shelter) -> _Failure | tuple[bytes, float]:
+def _outcome(sent: Sent, shelter: Shelter) -> _Failure | tuple[Bundle, float]:
     """What comes of a call: its value, pickled, and when. An interrupt meets what `_perform` does, and never this."""
     try:
         try:
-            value = _perform(fds, shelter)
+            value = _perform(sent, shelter)
         finally:
             shelter.enter()
         ended_at = time.monotonic()
@@ -184,10 +203,10 @@ class _LoadError(Exception):
         self.error = error
 
 
-def _perform(fds: list[int], shelter: Shelter) -> object:
+def _perform(sent: Sent, shelter: Shelter) -> object:
     shelter.leave()
     try:
-        call = payload.unpack(fds)
+        call = payload.unpack(*sent)
     except BaseException as error:  # noqa: BLE001  the caller's own modules are imported there
         raise _LoadError(error) from None
     return _call(call)
@@ -219,23 +238,25 @@ def _leave_process_group() -> None:
             backend.destroy()
 
 
-def _packed(value: object, ended_at: float) -> _Failure | tuple[bytes, float]:
+def _packed(value: object, ended_at: float) -> _Failure | tuple[Bundle, float]:
     """A value that cannot be sent is a failure of when it was returned, however long it took to find out."""
     try:
-        return _dump_value(value), ended_at
+        return _pack_value(value), ended_at
     except BaseException as error:  # noqa: BLE001  whatever it raises
         return _Failure(Kind.RAISED, error, ended_at)
 
 
-def _dump_value(value: object) -> bytes:
+def _pack_value(value: object) -> Bundle:
     try:
-        return values.dumps(value)
+        return values.pack(value)
     except MemoryError:
         raise MemoryError("there is not enough memory to pack the return value") from None
     except BaseException as error:  # noqa: BLE001  whatever the value's classes do when they are pickled
+        if is_shortage(error):
+            raise OSError(with_remedy("the return value could not be packed", error)) from None
         from ..wire import culprit
 
-        path, part = culprit.find("its return value", value, values.dumps)
+        path, part = culprit.find("its return value", value, values.probe)
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise TypeError(
             f"{path} cannot be sent back: it is of type {kind} ({type(error).__name__}: {error}); return plain data instead"

@@ -4,13 +4,16 @@ The descriptor is a number that user code can close, and that the next file it o
 whether the number still means our socket; an answer that cannot be sent is left in memory (wire/lastwords.py).
 """
 
-import array
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import FileIO
 
-from ..platform import write_all
+from ..platform import receive, write_all
 from ..wire.lastwords import LastWords
 from ..wire.messages import HEADER, MAX_DESCRIPTORS, Kind, frame, parse_header
+from ..wire.slots import WORDS
 
 __all__ = ["Channel"]
 
@@ -38,15 +41,33 @@ class Channel:
             return True
         return self._last_words.leave(data)
 
-    def receive_call(self) -> list[int] | None:
-        """The descriptors of the next call, its own first; None once there will be no more calls."""
+    def send_file(self, kind: Kind, file: FileIO, stamp: float) -> bool:
+        """The same with a file in the body's place. Raises OSError if the system does not let it pass."""
+        fd = file.fileno()
+        if not self._is_ours():
+            return self._last_words.leave(frame(kind, os.pread(fd, WORDS, 0), stamp))  # which is too much if it is cut off
+        with self._line() as line:
+            try:
+                socket.send_fds(line, [frame(kind, stamp=stamp)], [fd], getattr(socket, "MSG_NOSIGNAL", 0))
+            except (BrokenPipeError, ConnectionResetError):
+                return False
+        return True
+
+    def receive_call(self) -> tuple[bytes, list[int] | None] | None:
+        """The next call, as payload.unpack takes it; None once there will be no more calls."""
         if not self._is_ours():
             return None
+        with self._line() as line:
+            try:
+                return _read_call(line)
+            except OSError:
+                return None
+
+    @contextmanager
+    def _line(self) -> Iterator[socket.socket]:
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=self._fd)
         try:
-            return _read_call(line)
-        except OSError:
-            return None
+            yield line
         finally:
             line.detach()  # the number stays; whoever holds an object of it must not close it
 
@@ -77,21 +98,35 @@ def _identity(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _read_call(line: socket.socket) -> list[int] | None:
+def _read_call(line: socket.socket) -> tuple[bytes, list[int] | None] | None:
     fds: list[int] = []
+    has_all = True
     while True:
-        head, more = _receive_with_descriptors(line)
+        head, more, is_cut = receive(line, HEADER.size, MAX_DESCRIPTORS)
         fds += more
-        while 0 < len(head) < HEADER.size and (rest := line.recv(HEADER.size - len(head))):
-            head += rest
+        has_all &= not is_cut
+        head += _read_exactly(line, HEADER.size - len(head)) if head else b""
         if len(head) < HEADER.size:
             return None
-        kind, _, _ = parse_header(head)
+        kind, _, length = parse_header(head)
+        body = _read_exactly(line, length)
         if kind is Kind.PRINTED:
             _pass_on(fds)
-            fds.clear()
+            fds, has_all = [], True
         elif kind is not Kind.DESCRIPTORS:
-            return fds if kind is Kind.CALL else None
+            break
+    if not has_all:
+        while fds:
+            os.close(fds.pop())
+    return (body, fds if has_all else None) if kind is Kind.CALL and len(body) == length else None
+
+
+def _read_exactly(line: socket.socket, size: int) -> bytes:
+    """So many bytes, or fewer if no more will come."""
+    data = b""
+    while len(data) < size and (more := line.recv(size - len(data))):
+        data += more
+    return data
 
 
 def _pass_on(fds: list[int]) -> None:
@@ -103,17 +138,3 @@ def _pass_on(fds: list[int]) -> None:
                 write_all(STDERR, file.read())
             except OSError:  # nobody will read it
                 continue
-
-
-def _receive_with_descriptors(line: socket.socket) -> tuple[bytes, list[int]]:
-    fds = array.array("i")
-    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * fds.itemsize)
-    data, ancillary, flags, _ = line.recvmsg(HEADER.size, room, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
-    for level, kind, numbers in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(numbers[: len(numbers) - len(numbers) % fds.itemsize])
-    if flags & socket.MSG_CTRUNC:  # no room for them in this process
-        for fd in fds:
-            os.close(fd)
-        return data, []
-    return data, list(fds)

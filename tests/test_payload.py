@@ -1,0 +1,262 @@
+"""What goes to ranks and comes back: whole, without copies, to each its own; and its memory goes with the last of it."""
+
+import functools
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import functions
+import numpy as np
+import pytest
+import saboteurs
+from conftest import SPAWN, descriptors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy import ma
+from programs import python
+
+import mpwatch
+from mpwatch.wire import payload, values
+from mpwatch.wire.bundle import LARGE, mapped
+
+MANY = LARGE // 8 + 1  # numbers that make a large buffer
+
+
+@pytest.fixture(autouse=True)
+def _main_of_a_rank(monkeypatch):
+    """Which `unpack` writes to."""
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
+
+
+def as_argument(thing):
+    packed = payload.pack(payload.Call(print, (thing,), {}, None))
+    try:
+        return payload.unpack(packed.body, [os.dup(fd) for fd in packed.fds]).args[0]
+    finally:
+        packed.close()
+
+
+def as_value(thing):
+    packed = values.pack(thing)
+    try:
+        return values.load(packed.body or mapped(packed.file.fileno()))
+    finally:
+        packed.close()
+
+
+def mappings():
+    """Where what mpwatch has packed lies in this process."""
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:mpwatch-" in line]
+    return [range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in lines]
+
+
+def is_mapped(array):
+    return any(array.__array_interface__["data"][0] in mapping for mapping in mappings())
+
+
+both_ways = pytest.mark.parametrize("sent", [as_argument, as_value])
+ARRAYS = {
+    "C order": np.arange(2.0 * MANY).reshape(2, -1),
+    "Fortran order": np.asfortranarray(np.arange(2.0 * MANY).reshape(2, -1)),
+    "of bytes": np.arange(3 * LARGE, dtype="uint8"),
+    "of numbers in another order of bytes": np.arange(MANY, dtype=">i8"),
+    "structured": np.zeros(MANY, dtype=[("a", "i4"), ("b", "f8", (2,))]),
+    "complex": np.full(MANY, 1 + 2j),
+}
+COPIED = {
+    "small": np.arange(3),
+    "not contiguous": np.arange(4.0 * MANY)[::2],
+    "of objects": np.array([{"a": 1}, None], dtype=object),
+    "of times": np.arange(MANY).astype("datetime64[s]"),
+    "0-d": np.array(1.5),
+    "empty": np.empty((3, 0)),
+    "masked": ma.masked_equal(np.arange(MANY), 3),
+}
+
+
+@both_ways
+@pytest.mark.parametrize("kind", [*ARRAYS, *COPIED])
+def test_an_array_comes_whole_and_writable(sent, kind):
+    array = {**ARRAYS, **COPIED}[kind]
+    came = sent(array)
+    assert type(came) is type(array)
+    assert (came.dtype, came.shape) == (array.dtype, array.shape)
+    np.testing.assert_array_equal(came, array)
+    assert is_mapped(came) is (kind in ARRAYS)
+    assert came.flags.f_contiguous is array.flags.f_contiguous or kind in COPIED
+    assert came.flags.writeable
+    came[...] = came.flat[0] if came.size else 0
+
+
+@both_ways
+def test_what_was_read_only_stays_so(sent):
+    for size in (3, MANY):
+        array = np.zeros(size)
+        array.flags.writeable = False
+        assert not sent(array).flags.writeable
+        assert sent(memoryview(array)).readonly
+
+
+@both_ways
+@pytest.mark.parametrize("size", [0, 12, 6 * MANY])
+def test_bytes_of_all_kinds(sent, size):
+    data = os.urandom(size)
+    assert sent([data, bytearray(data), memoryview(data)]) == [data, bytearray(data), memoryview(data)]
+    grid = memoryview(np.arange(2.0 * size).reshape(2, size))
+    came = sent(grid)
+    assert came.tobytes() == grid.tobytes()
+    assert (came.format, came.shape) == ((grid.format, grid.shape) if size else ("B", (0,)))
+    assert not came.readonly
+
+
+@both_ways
+def test_a_memoryview_with_gaps_cannot_be_sent(sent):
+    with pytest.raises(TypeError, match="a memoryview that is not contiguous"):
+        sent(memoryview(bytes(100))[::2])
+
+
+@both_ways
+def test_what_was_one_object_is_one(sent):
+    array, view = np.zeros(MANY), memoryview(bytearray(LARGE))
+    first, (second,), third, fourth = sent((array, [array], view, view))
+    assert first is second
+    assert third is fourth
+    first[1] = 5
+    assert second[1] == 5
+
+
+@both_ways
+def test_it_takes_memory_until_the_last_array_is_gone_and_no_descriptor(sent):
+    before, open_before = mappings(), descriptors()
+    first, second = sent([np.zeros(MANY), np.zeros(MANY)])
+    row = second[3:]
+    assert len(mappings()) == len(before) + 1
+    assert descriptors() == open_before
+    del first, second
+    assert len(mappings()) == len(before) + 1
+    row[:] = 1
+    del row
+    assert mappings() == before
+
+
+def test_what_is_small_goes_without_a_file():
+    with_connections = SPAWN.Pipe()
+    for args, number in ((([1, 2], "three"), 0), (with_connections, 2)):
+        packed = payload.pack(payload.Call(print, args, {}, None))
+        assert (len(packed.fds), bool(packed.body)) == (number, True)
+        packed.close()
+    for connection in with_connections:
+        connection.close()
+
+
+PARTS = st.one_of(
+    st.sampled_from([0, 1, 100, LARGE - 1, LARGE, LARGE + 1, 3 * LARGE]).map(lambda size: np.arange(size, dtype="uint8")),
+    st.sampled_from([0, 1, 7000, LARGE - 1, LARGE, 3 * LARGE]).map(bytes),
+    st.sampled_from([1, 7000, LARGE, 3 * LARGE]).map(lambda size: "é" * size),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts=st.lists(PARTS, max_size=6), sent=st.sampled_from([as_argument, as_value]))
+def test_any_mixture_of_small_and_large(parts, sent):
+    for came, part in zip(sent(parts), parts, strict=True):
+        np.testing.assert_array_equal(came, part)
+
+
+def test_what_is_no_bundle_is_refused():
+    for data in (b"", b"x", bytes(100), b"x" * (1 << 20)):
+        with pytest.raises(ValueError, match="not a bundle"):
+            values.load(data)
+
+
+@both_ways
+def test_nothing_is_kept_of_what_could_not_be_sent(sent):
+    data = bytearray(LARGE)
+    with pytest.raises(TypeError):
+        sent([memoryview(data), saboteurs.Unpicklable()])
+    data.append(1)  # it would raise if a buffer of it were held
+
+
+# ---------------------------------------------------------------------------------------------------------- end to end
+
+
+def test_each_rank_may_write_to_its_own_view_of_the_same_memory(barrier):
+    array = np.full(MANY, 7.0)
+    came = mpwatch.run(functions.writes_its_rank, 3, args=(array, barrier)).return_values
+    assert [came[rank][0] for rank in range(3)] == [{0.0}, {1.0}, {2.0}]
+    assert len(set.union(*(inodes for _, inodes, _ in came.values()))) == 1
+    assert not any(links for _, _, links in came.values())
+    assert set(array) == {7.0}
+
+
+def test_results_are_the_caller_s_to_write_to():
+    before, open_before = mappings(), descriptors()
+    result = mpwatch.run(functools.partial(np.full, MANY), 3, args=(1.5,))
+    assert descriptors() == open_before
+    first, second, third = result
+    first[:] = 0
+    assert set(second) == {1.5}
+    assert len(mappings()) == len(before) + 3
+    del result, first, second
+    assert third[5] == 1.5
+    del third
+    assert mappings() == before
+
+
+def test_what_came_of_a_failed_run_is_not_kept():
+    before = mappings()
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(saboteurs.returns_much_but_rank_1_fails, 2)
+    assert caught.value.root_cause.rank == 1
+    assert mappings() == before
+
+
+MEMORY = """
+import functools, re, sys
+import mpwatch, numpy
+def most():
+    return int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1]) >> 10
+array = numpy.ones(100 << 17)
+for fn, args in ((len, (array,)), (functools.partial(numpy.ones, 100 << 17), ())):
+    before = most()
+    values = list(mpwatch.run(fn, 2, args=args))
+    print(most() - before)
+"""
+
+
+def test_neither_arguments_nor_results_pass_through_the_watcher_s_heap():
+    """100 MB each."""
+    arguments, results = map(int, python("-c", MEMORY).stdout.split())
+    assert arguments < 20
+    assert results < 20
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("nothing", "Too many open files"),
+        ("a pipe", "could not be taken in"),
+        ("an empty file", "could not be taken in"),
+        ("a file of something else", "not a bundle"),
+        ("a file that promises what is not there", "invalid load key"),
+    ],
+)
+def test_a_strange_file_in_the_place_of_a_value(what, text):
+    """Whoever writes to the channel that is ours, harms his rank alone."""
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(saboteurs.answers_with, 1, args=(what,))
+    root = caught.value.root_cause
+    assert root.kind is mpwatch.FailureKind.EXCEPTION
+    assert text in str(root.exception)
+
+
+def test_more_files_than_messages():
+    with pytest.raises(mpwatch.RunFailedError, match="rank 0 ended without returning a result"):
+        mpwatch.run(saboteurs.answers_with, 1, args=("two pipes",))
+
+
+def test_a_rank_without_its_channel_leaves_what_is_not_too_large():
+    came = mpwatch.run(saboteurs.closes_descriptors_and_returns, 1, args=(np.arange(float(MANY)),))[0]
+    assert came[-1] == MANY - 1
+    came[:] = 0
