@@ -5,9 +5,11 @@ Runs in the watcher and in the ranks, so what only few calls need is imported by
 
 from __future__ import annotations
 
+import _socket  # numbers, where the module socket has enums, whose arithmetic is in Python
 import errno
 import os
 import signal
+import struct
 import sys
 import time
 from _signal import getsignal  # type: ignore[import-not-found]
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DUMP_SIGNAL",
+    "MSG_NOSIGNAL",
     "ProcessState",
     "anonymous_file",
     "await_end_of_thread",
@@ -48,6 +51,9 @@ __all__ = [
 # Each NVIDIA GPU has a node of the first kind, ROCm and WSL one of the others; a container that may use a GPU shows it.
 GPU_NODES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 LAST_STANDARD = 2
+SIZE_OF_INT = struct.calcsize("i")
+MSG_CMSG_CLOEXEC: int = getattr(_socket, "MSG_CMSG_CLOEXEC", 0)
+MSG_NOSIGNAL: int = getattr(_socket, "MSG_NOSIGNAL", 0)  # should SIGPIPE be at its default
 SIGNALS = [int(number) for number in signal.valid_signals()]
 # Asks a rank for its stacks. A real-time signal, since programs have uses of their own for the others; None: none is sent.
 DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
@@ -164,16 +170,13 @@ def receive(line: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
     """What has come over a socket: bytes, descriptors (room for about `most`), and whether some of these were lost, for
     there was no room for them in this process. Raises OSError.
     """
-    import array
-    import socket
-
-    fds = array.array("i")
-    room = socket.CMSG_SPACE(most * fds.itemsize)
-    data, ancillary, flags, _ = line.recvmsg(size, room, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+    room = _socket.CMSG_SPACE(most * SIZE_OF_INT)
+    data, ancillary, flags, _ = line.recvmsg(size, room, MSG_CMSG_CLOEXEC)
+    fds: list[int] = []
     for level, kind, numbers in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(numbers[: len(numbers) - len(numbers) % fds.itemsize])
-    return data, list(fds), bool(flags & socket.MSG_CTRUNC)
+        if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
+            fds += (number for (number,) in struct.iter_unpack("i", numbers[: len(numbers) - len(numbers) % SIZE_OF_INT]))
+    return data, fds, bool(flags & _socket.MSG_CTRUNC)
 
 
 def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:

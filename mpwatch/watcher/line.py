@@ -9,6 +9,7 @@ from typing import Any
 
 from ..platform import (
     DUMP_SIGNAL,
+    MSG_NOSIGNAL,
     anonymous_file,
     has_descriptor,
     map_private,
@@ -110,8 +111,11 @@ class RankLine:
 
     def _send(self, kind: Kind, fds: Sequence[int], body: bytes = b"") -> None:
         data = frame(kind, body)
-        # the host's SIGPIPE may be at its default, and would end it
-        if socket.send_fds(self._channel, [data], list(fds), getattr(socket, "MSG_NOSIGNAL", 0)) < len(data):
+        if fds:
+            sent = socket.send_fds(self._channel, [data], list(fds), MSG_NOSIGNAL)
+        else:
+            sent = self._channel.send(data, MSG_NOSIGNAL)
+        if sent < len(data):
             raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))  # a system whose sockets hold less
 
     def read(self) -> list[Message]:
@@ -131,6 +135,8 @@ class RankLine:
                     messages.append(message)
                 if len(self._files) > 1:
                     raise ValueError("more files than messages")
+                if len(data) < READ_SIZE and not files:  # there was no more; a file ends what is read at once
+                    break
         except BlockingIOError:
             pass
         except (OSError, ValueError) as error:  # reset by a dead rank, or written to by somebody who is none

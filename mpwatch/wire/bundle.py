@@ -10,6 +10,7 @@ nobody has any. Runs on both sides, and imports nothing that small bundles do no
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import struct
@@ -20,7 +21,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import pickle
     from collections.abc import Callable
-    from io import FileIO
     from typing import Any
 
 __all__ = ["REDUCERS", "Bundle", "Trial", "mapped", "opened"]
@@ -43,7 +43,7 @@ class Bundle:
     """
 
     def __init__(self, name: str, limit: int) -> None:
-        self.file: FileIO | None = None
+        self.file: io.FileIO | None = None
         self._buffers: list[memoryview] = []  # to be written after the pickles
         self.body = b""
         self._name = name
@@ -125,12 +125,14 @@ def mapped(fd: int) -> memoryview:
     return map_private(fd, size) if number else memoryview(mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ))
 
 
-def opened(bundle: bytes | memoryview) -> tuple[Reader, list[memoryview]]:
+def opened(bundle: bytes | memoryview) -> tuple[Reader | io.BytesIO, list[memoryview]]:
     """What pickle reads the pickles from, and the buffers for it. Raises ValueError if this is no bundle."""
     data = memoryview(bundle)
     number, mark = END.unpack(data[-END.size :]) if len(data) >= END.size else (0, b"")
     if mark != MARK:
         raise ValueError("not a bundle of mpwatch")
+    if not number and isinstance(bundle, bytes):
+        return io.BytesIO(bundle), []
     if number and data.readonly:  # it came through a black box, see lastwords.py
         data = memoryview(bytearray(data))
     places = data[len(data) - END.size - number * PLACE.size : len(data) - END.size]

@@ -58,6 +58,7 @@ def main(seat: Seat) -> None:
     shelter.end()
     _leave_process_group()
     _tell_what_lingers(channel)
+    channel.let_go()
 
 
 def _serve(channel: Channel, shelter: Shelter) -> None:

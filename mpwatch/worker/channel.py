@@ -6,11 +6,9 @@ whether the number still means our socket; an answer that cannot be sent is left
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from io import FileIO
 
-from ..platform import receive, write_all
+from ..platform import MSG_NOSIGNAL, receive, write_all
 from ..wire.lastwords import LastWords
 from ..wire.messages import HEADER, MAX_DESCRIPTORS, Kind, frame, parse_header
 from ..wire.slots import WORDS
@@ -26,6 +24,7 @@ class Channel:
     def __init__(self, fd: int, last_words: LastWords) -> None:
         self._fd = fd
         self._identity = _identity(self._fd)
+        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=fd)
         os.set_inheritable(self._fd, False)  # a program that the rank executes has no part in this
         self._last_words = last_words
         self._spare = -1
@@ -46,30 +45,24 @@ class Channel:
         fd = file.fileno()
         if not self._is_ours():
             return self._last_words.leave(frame(kind, os.pread(fd, WORDS, 0), stamp))  # which is too much if it is cut off
-        with self._line() as line:
-            try:
-                socket.send_fds(line, [frame(kind, stamp=stamp)], [fd], getattr(socket, "MSG_NOSIGNAL", 0))
-            except (BrokenPipeError, ConnectionResetError):
-                return False
+        try:
+            socket.send_fds(self._line, [frame(kind, stamp=stamp)], [fd], MSG_NOSIGNAL)
+        except (BrokenPipeError, ConnectionResetError):
+            return False
         return True
 
     def receive_call(self) -> tuple[bytes, list[int] | None] | None:
         """The next call, as payload.unpack takes it; None once there will be no more calls."""
         if not self._is_ours():
             return None
-        with self._line() as line:
-            try:
-                return _read_call(line)
-            except OSError:
-                return None
-
-    @contextmanager
-    def _line(self) -> Iterator[socket.socket]:
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=self._fd)
         try:
-            yield line
-        finally:
-            line.detach()  # the number stays; whoever holds an object of it must not close it
+            return _read_call(self._line)
+        except OSError:
+            return None
+
+    def let_go(self) -> None:
+        """No more calls. The number stays, with whoever has it by now: nothing that is closed with an object."""
+        self._line.detach()
 
     def keep_a_descriptor(self) -> None:
         """Have one more than is needed, for when the function has taken all."""
