@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import functions
 import pytest
@@ -348,6 +349,11 @@ def test_ctrl_c_while_the_ranks_are_started_leaves_none():
         "except KeyboardInterrupt: print(threading.active_count(), open('/proc/self/task/%d/children' % os.getpid()).read().split()[1:])\n"
     ).stdout
     assert said == "1 []\n"  # but for the resource tracker
+
+
+def test_the_example():
+    said = python(str(Path(__file__).parent.parent / "examples" / "warm_group.py")).stdout
+    assert said == "points by rank: [1000, 1000, 1000, 1000]\ny = 3.0 x + 2.0\n"
 
 
 def leave_a_thread(event):

@@ -67,9 +67,9 @@ class Visit:
     def pay(self, thing: Event | Errand | None, *, until: Callable[[], bool]) -> None:
         """Post this, and wait until that holds, or all ranks have ended."""
         try:
-            if thing is not None:
-                self._life.mailbox.post(thing)  # first: ranks that are there begin at once
             self.signals.take_over()
+            if thing is not None:
+                self._life.mailbox.post(thing)
             self._life.begin()
             self._sleep(until)
             self._leave()

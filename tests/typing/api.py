@@ -41,6 +41,14 @@ except RunFailedError as error:
 except LaunchError as error:
     print(error)
 
+with mpwatch.WorkerGroup(4, backend="gloo", timeout=60) as group:
+    assert_type(group, mpwatch.WorkerGroup)
+    assert_type(group.run(train, (0.1,), {"epochs": 3}), RunResult[list[float]])
+    assert_type(group.run(str, args=(5,))[0], str)
+    assert_type(group.workers, tuple[Worker, ...])
+    assert_type(group.state, mpwatch.WorkerState)
+    group.run(train, 0.1)  # type: ignore[arg-type]
+
 worker: Worker = mpwatch.current_worker()
 worker.state["seen"] = True
 mpwatch.heartbeat()

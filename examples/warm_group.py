@@ -1,0 +1,32 @@
+"""Ranks that stay: each keeps its share of the points, and the caller asks all of them for one gradient after another."""
+
+import random
+
+import mpwatch
+
+Point = tuple[float, float]
+
+
+def keep_share(points: list[Point]) -> int:
+    """Once: what stays in the rank from call to call is in its `state`."""
+    me = mpwatch.current_worker()
+    me.state["share"] = points[me.rank :: me.world_size]
+    return len(me.state["share"])
+
+
+def gradient(slope: float, intercept: float) -> tuple[float, float]:
+    """Of the squared errors of this rank's share."""
+    share = mpwatch.current_worker().state["share"]
+    errors = [slope * x + intercept - y for x, y in share]
+    return sum(e * x for e, (x, _) in zip(errors, share, strict=True)), sum(errors)
+
+
+points = [(x, 3.0 * x + 2.0 + random.gauss(0, 0.1)) for x in (random.uniform(-1, 1) for _ in range(4000))]
+slope = intercept = 0.0
+with mpwatch.WorkerGroup(nprocs=4) as group:
+    print("points by rank:", list(group.run(keep_share, (points,))))
+    for _ in range(200):
+        parts = list(group.run(gradient, (slope, intercept)))
+        slope -= sum(part[0] for part in parts) / len(points)
+        intercept -= sum(part[1] for part in parts) / len(points)
+print(f"y = {slope:.1f} x + {intercept:.1f}")
