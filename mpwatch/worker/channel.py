@@ -5,6 +5,7 @@ whether the number still means our socket; an answer that cannot be sent is left
 """
 
 import os
+import select
 import socket
 from io import FileIO
 
@@ -26,6 +27,8 @@ class Channel:
         self._identity = _identity(self._fd)
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=fd)
         os.set_inheritable(self._fd, False)  # a program that the rank executes has no part in this
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLIN)
         self._last_words = last_words
         self._spare = -1
 
@@ -56,6 +59,8 @@ class Channel:
         if not self._is_ours():
             return None
         try:
+            # not in recvmsg(2): who sleeps there is also woken when the watcher has read what was sent
+            self._poll.poll()
             return _read_call(self._line)
         except OSError:
             return None
