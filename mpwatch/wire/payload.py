@@ -128,11 +128,25 @@ class _Parcel:
 
 def pack(call: Call) -> Payload:
     """Pickle a call. Raises whatever pickling raises, and OSError; nothing is left open then."""
+    from .plain import may_be_plain
+
+    if may_be_plain(call.fn):
+        try:
+            return _pack(call, _dump_plainly)
+        except (OSError, MemoryError):
+            raise
+        except Exception:  # noqa: BLE001, S110  it is not plain, or cannot be sent at all, which is said next
+            pass
+    return _pack(call, _dump)
+
+
+def _pack(call: Call, dump: Callable[[Call, Bundle], None]) -> Payload:
     bundle = Bundle("mpwatch-call", SMALL)
     payload = Payload(bundle)
     try:
         with _Parcel(payload.add_copy):
-            _dump(call, bundle)
+            pickle.dump(_describe(sys.modules["__main__"]), bundle, protocol=5)
+            dump(call, bundle)
         bundle.finish()
     except BaseException:
         payload.close()
@@ -148,12 +162,19 @@ def probe(thing: object) -> None:
         CallPickler(Trial(), sys.modules["__main__"]).dump(thing)
 
 
+def _dump_plainly(call: Call, bundle: Bundle) -> None:
+    from .plain import PlainPickler
+
+    pickler = PlainPickler(bundle)
+    pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.epoch))
+    pickler.dump({})
+    pickler.dump({})
+
+
 def _dump(call: Call, bundle: Bundle) -> None:
     from .pickler import CallPickler
 
-    main = sys.modules["__main__"]
-    pickle.dump(_describe(main), bundle, protocol=5)
-    pickler = CallPickler(bundle, main)
+    pickler = CallPickler(bundle, sys.modules["__main__"])
     pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.epoch))
     sent: set[str] = set()
     while new := {name: thing for name, thing in pickler.from_main.items() if name not in sent}:

@@ -5,7 +5,6 @@ import sys
 from collections import ChainMap
 from collections.abc import Callable
 from enum import Enum
-from multiprocessing import reduction
 from pickle import PickleBuffer
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
@@ -14,16 +13,12 @@ import cloudpickle
 
 from .bundle import REDUCERS, Bundle, Trial
 from .payload import from_caller
+from .reducers import Reducers, multiprocessing_reducers, torch_reducers
 
 __all__ = ["AnswerPickler", "CallPickler"]
 
 Keeper = Callable[[PickleBuffer], bool]
-Reducer = Callable[[Any], Any]
-Reducers = dict[type, Reducer]
 CACHED = type(functools.lru_cache(len))  # what the decorator makes; it has no public name
-
-# What multiprocessing and torch have registered for spawn, by exact type; typeshed does not know it.
-REGISTERED: Reducers = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
 
 
 class _ClassPickler(cloudpickle.Pickler):
@@ -72,7 +67,7 @@ class CallPickler(_ClassPickler):
     """
 
     def __init__(self, bundle: Bundle | Trial, main: ModuleType) -> None:
-        super().__init__(bundle, bundle.keep, _torch_reducers(), _multiprocessing_reducers())
+        super().__init__(bundle, bundle.keep, torch_reducers(), multiprocessing_reducers())
         self.main = vars(main)
         self.from_main: dict[str, object] = {}
         self.codes: list[CodeType] = []
@@ -130,42 +125,3 @@ class _MainGlobals(dict[str, Any]):
 
     def __reduce__(self) -> Any:
         return vars, (sys.modules["__main__"],)
-
-
-def _multiprocessing_reducers() -> Reducers:
-    """For connections, sockets and the like: what multiprocessing registered for spawn, torch's part left out."""
-    return {kind: how for kind, how in REGISTERED.items() if not _is_torch(kind)}
-
-
-def _is_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
-
-
-def _torch_reducers() -> Reducers:
-    """Torch's own move every CPU tensor into shared memory, the caller's own; here only those that are there go so."""
-    theirs = {kind: how for kind, how in REGISTERED.items() if _is_torch(kind)}
-    if not theirs:
-        return {}
-    from .storages import reducers
-
-    ours = reducers()
-    return {kind: _if_shared(how, ours.get(kind, _plainly)) for kind, how in theirs.items()}
-
-
-def _if_shared(torchs_own: Reducer, ours: Reducer) -> Reducer:
-    def reduce(obj: Any) -> Any:
-        return torchs_own(obj) if _is_shared(obj) else ours(obj)
-
-    return reduce
-
-
-def _plainly(obj: Any) -> Any:
-    return obj.__reduce_ex__(5)
-
-
-def _is_shared(obj: Any) -> bool:
-    memory = getattr(obj, "_untyped_storage", obj)  # of a TypedStorage, which warns when it is asked
-    try:
-        return bool(memory.is_shared() or memory.is_cuda)
-    except (AttributeError, NotImplementedError):  # events; sparse tensors, which are made of several
-        return True

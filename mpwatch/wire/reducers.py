@@ -1,0 +1,55 @@
+"""How things go that pickle alone cannot send, or not well: what multiprocessing and torch have registered for spawn.
+
+Runs in the watcher; imports nothing that is not loaded.
+"""
+
+from collections.abc import Callable
+from multiprocessing import reduction
+from typing import Any
+
+__all__ = ["Reducer", "Reducers", "multiprocessing_reducers", "torch_reducers"]
+
+Reducer = Callable[[Any], Any]
+Reducers = dict[type, Reducer]
+
+# By exact type; typeshed does not know it.
+REGISTERED: Reducers = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+
+
+def multiprocessing_reducers() -> Reducers:
+    """For connections, sockets and the like: what multiprocessing registered for spawn, torch's part left out."""
+    return {kind: how for kind, how in REGISTERED.items() if not _is_torch(kind)}
+
+
+def torch_reducers() -> Reducers:
+    """Torch's own move every CPU tensor into shared memory, the caller's own; here only those that are there go so."""
+    theirs = {kind: how for kind, how in REGISTERED.items() if _is_torch(kind)}
+    if not theirs:
+        return {}
+    from .storages import reducers
+
+    ours = reducers()
+    return {kind: _if_shared(how, ours.get(kind, _plainly)) for kind, how in theirs.items()}
+
+
+def _is_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torch"
+
+
+def _if_shared(torchs_own: Reducer, ours: Reducer) -> Reducer:
+    def reduce(obj: Any) -> Any:
+        return torchs_own(obj) if _is_shared(obj) else ours(obj)
+
+    return reduce
+
+
+def _plainly(obj: Any) -> Any:
+    return obj.__reduce_ex__(5)
+
+
+def _is_shared(obj: Any) -> bool:
+    memory = getattr(obj, "_untyped_storage", obj)  # of a TypedStorage, which warns when it is asked
+    try:
+        return bool(memory.is_shared() or memory.is_cuda)
+    except (AttributeError, NotImplementedError):  # events; sparse tensors, which are made of several
+        return True
