@@ -103,9 +103,14 @@ def kill_myself():
     os.kill(os.getpid(), 9)
 
 
-@pytest.mark.parametrize("nprocs", [3, 8])
-@pytest.mark.parametrize("order", ["cause first", "peers first"])
-@pytest.mark.parametrize("how", [raise_value_error, kill_myself])
+@pytest.mark.parametrize(
+    ("how", "order", "nprocs"),
+    [
+        *((how, order, 3) for how in (raise_value_error, kill_myself) for order in ("cause first", "peers first")),
+        (raise_value_error, "peers first", 8),
+        (kill_myself, "cause first", 8),
+    ],
+)
 def test_the_cause_is_blamed_and_not_the_peers_that_lose_it(how, order, nprocs):
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(fails_in_a_collective, nprocs, args=(how, order, SPAWN.Event()), backend="gloo")
