@@ -54,6 +54,16 @@ def test_a_tensor_of_any_type(sent, size):
 
 
 @both_ways
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_tensor_with_an_attribute(sent, dtype):
+    tensor = torch.ones(2 * MANY).to(dtype)
+    tensor.scale = 0.5
+    came = sent(tensor)
+    assert (came.dtype, came.scale) == (dtype, 0.5)
+    assert is_mapped(came)
+
+
+@both_ways
 @pytest.mark.parametrize("size", [2, MANY])
 def test_what_shared_memory_shares_it(sent, size):
     whole = torch.zeros(2 * size)
