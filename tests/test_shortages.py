@@ -77,7 +77,7 @@ def test_a_first_run_without_descriptors_blames_no_argument():
     program = (
         "import os, resource, signal, saboteurs\n"
         "from mpwatch import LaunchError, run\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (4, 100))\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 100))\n"
         "try: run(saboteurs.rank, 2, args=('x',))\n"
         "except LaunchError as error: print(error)\n"
     )
