@@ -143,8 +143,8 @@ def map_private(fd: int, size: int) -> memoryview:
         import ctypes
     except ImportError:  # a Python built without it: each mapping keeps a descriptor
         return memoryview(mmap.mmap(fd, size, kind, access))
-    # It keeps none of a mapping of no file, over which we put ours. A mapping without such an object would want somebody to
-    # end it, and whoever does that hears of the end of a cycle before the finalisers in it, which may look at the memory.
+    # An object for a mapping of no file keeps none, and ours is put in its place. Without an object to end the mapping,
+    # weakref.finalize would have to: it is called before the finalisers in a cycle, and these may still look at the memory.
     room = mmap.mmap(-1, size, kind | mmap.MAP_ANONYMOUS, access)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
     if _libc().mmap(address, size, access, kind | MAP_FIXED, fd, 0) != address:

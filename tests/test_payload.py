@@ -245,6 +245,15 @@ def test_results_are_the_caller_s_to_write_to():
     assert mappings() == before
 
 
+def test_short_results_take_no_mapping():
+    """Of which a process has 65,530."""
+    before = mappings()
+    came = mpwatch.run(functools.partial(np.full, MANY), 1, args=(1.5,))[0]
+    assert mappings() == before
+    came += 1
+    assert set(came) == {2.5}
+
+
 def test_what_came_of_a_failed_run_is_not_kept():
     before = mappings()
     with pytest.raises(mpwatch.RunFailedError) as caught:

@@ -142,7 +142,7 @@ class RankLine:
         return messages
 
     def _take_in(self, message: Message) -> None:
-        """What comes in a file is taken at once, so that it keeps no descriptor until it is asked for."""
+        """What comes in a file is taken out at once, so that it keeps no descriptor until it is asked for."""
         if message.kind is Kind.RETURNED and not message.body:
             fd = self._files.pop(0) if self._files else -1
             try:
