@@ -54,6 +54,7 @@ LAST_STANDARD = 2
 SIZE_OF_INT = struct.calcsize("i")
 MSG_CMSG_CLOEXEC: int = getattr(_socket, "MSG_CMSG_CLOEXEC", 0)
 MSG_NOSIGNAL: int = getattr(_socket, "MSG_NOSIGNAL", 0)  # should SIGPIPE be at its default
+MAP_FIXED = 0x10  # of mmap(2), on Linux, macOS and the BSDs; the module mmap does not tell
 SIGNALS = [int(number) for number in signal.valid_signals()]
 # Asks a rank for its stacks. A real-time signal, since programs have uses of their own for the others; None: none is sent.
 DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
@@ -137,21 +138,25 @@ def seal(fd: int) -> None:
 def map_private(fd: int, size: int) -> memoryview:
     """The first `size` bytes of a file, writable: what is written there is ours alone, and costs a copy of its page.
 
-    It stays without the descriptor, and goes with the last view of it. (mmap.mmap would keep a descriptor of its own.)
-    Raises OSError.
+    It stays without the descriptor where that can be done, and goes with the last view of it. Raises OSError.
     """
-    import ctypes
     import mmap
-    import weakref
 
-    libc = _libc()
-    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, 0)
-    if address == ctypes.c_void_p(-1).value:
+    kind, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+    if sys.version_info >= (3, 13):
+        return memoryview(mmap.mmap(fd, size, kind, access, trackfd=False))
+    try:
+        import ctypes
+    except ImportError:  # a Python built without it: each mapping keeps a descriptor
+        return memoryview(mmap.mmap(fd, size, kind, access))
+    # An object for a mapping of no file keeps none, and ours is put in its place. Without an object to end the mapping,
+    # weakref.finalize would have to: it is called before the finalisers in a cycle, and these may still look at the memory.
+    room = mmap.mmap(-1, size, kind | mmap.MAP_ANONYMOUS, access)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    if _libc().mmap(address, size, access, kind | MAP_FIXED, fd, 0) != address:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    block = (ctypes.c_ubyte * size).from_address(address)
-    weakref.finalize(block, libc.munmap, address, size).atexit = False  # it is still in use there
-    return memoryview(block).cast("B")
+    return memoryview(room)
 
 
 @cache
@@ -162,7 +167,6 @@ def _libc() -> Any:
     word, number = ctypes.c_size_t, ctypes.c_int
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, word, number, number, number, ctypes.c_long)
-    libc.munmap.argtypes = (ctypes.c_void_p, word)
     return libc
 
 

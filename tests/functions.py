@@ -45,8 +45,8 @@ def length_of_argv():
     return len(sys.argv)
 
 
-def adds_its_rank(tensor, views):
-    tensor += rank()
+def adds_one(tensor, views):
+    tensor += 1
     return tensor, views
 
 

@@ -1,6 +1,8 @@
 """What goes to ranks and comes back: whole, without copies, to each its own; and its memory goes with the last of it."""
 
+import ctypes
 import functools
+import gc
 import os
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from numpy import ma
 from programs import python
 
 import mpwatch
+from mpwatch.watcher.line import COPIED_UP_TO
 from mpwatch.wire import payload, values
 from mpwatch.wire.bundle import LARGE, mapped
 
@@ -117,6 +120,14 @@ def test_a_memoryview_with_gaps_cannot_be_sent(sent):
 
 
 @both_ways
+@pytest.mark.parametrize("items", [np.zeros(3, complex), np.zeros(3, ">i4"), (ctypes.c_int * MANY)()])
+def test_a_memoryview_that_python_itself_cannot_make_is_refused_before_it_is_sent(sent, items):
+    """Not when it is loaded, where nobody knows what it was."""
+    with pytest.raises(TypeError, match=r"cannot pickle a memoryview of the format '[Z><]"):
+        sent(memoryview(items))
+
+
+@both_ways
 def test_what_was_one_object_is_one(sent):
     array, view = np.zeros(MANY), memoryview(bytearray(LARGE))
     first, (second,), third, fourth = sent((array, [array], view, view))
@@ -138,6 +149,36 @@ def test_it_takes_memory_until_the_last_array_is_gone_and_no_descriptor(sent):
     row[:] = 1
     del row
     assert mappings() == before
+
+
+@both_ways
+def test_a_finaliser_in_a_cycle_may_look_at_what_came(sent):
+    """What is told of the end of a mapping's object would be told before that."""
+    seen = []
+
+    class Node:
+        def __del__(self):
+            seen.append(self.view[5])
+
+    node = Node()
+    node.me, node.view = node, sent(memoryview(bytes(range(256)) * LARGE))
+    del node
+    gc.collect()
+    assert seen == [5]
+
+
+@both_ways
+def test_without_ctypes_a_mapping_keeps_a_descriptor(sent, monkeypatch):
+    """As in a Python that was built without libffi."""
+    monkeypatch.setitem(sys.modules, "ctypes", None)
+    open_before = descriptors()
+    came = sent(memoryview(bytearray(LARGE)))
+    assert came.nbytes == LARGE
+    came[3] = 1
+    kept = sys.version_info < (3, 13)
+    assert len(descriptors()) == len(open_before) + kept
+    del came
+    assert descriptors() == open_before
 
 
 def test_what_is_small_goes_without_a_file():
@@ -192,7 +233,7 @@ def test_each_rank_may_write_to_its_own_view_of_the_same_memory(barrier):
 
 def test_results_are_the_caller_s_to_write_to():
     before, open_before = mappings(), descriptors()
-    result = mpwatch.run(functools.partial(np.full, MANY), 3, args=(1.5,))
+    result = mpwatch.run(functools.partial(np.full, COPIED_UP_TO // 8), 3, args=(1.5,))
     assert descriptors() == open_before
     first, second, third = result
     first[:] = 0
@@ -202,6 +243,15 @@ def test_results_are_the_caller_s_to_write_to():
     assert third[5] == 1.5
     del third
     assert mappings() == before
+
+
+def test_short_results_take_no_mapping():
+    """Of which a process has 65,530."""
+    before = mappings()
+    came = mpwatch.run(functools.partial(np.full, MANY), 1, args=(1.5,))[0]
+    assert mappings() == before
+    came += 1
+    assert set(came) == {2.5}
 
 
 def test_what_came_of_a_failed_run_is_not_kept():
@@ -237,7 +287,7 @@ def test_neither_arguments_nor_results_pass_through_the_watcher_s_heap():
     [
         ("nothing", "Too many open files"),
         ("a pipe", "could not be taken in"),
-        ("an empty file", "could not be taken in"),
+        ("an empty file", "not a bundle"),
         ("a file of something else", "not a bundle"),
         ("a file that promises what is not there", "invalid load key"),
     ],

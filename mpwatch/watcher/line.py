@@ -31,6 +31,9 @@ __all__ = ["RankLine"]
 
 READ_SIZE = 1 << 18
 DRAIN_LIMIT = 1 << 26  # bytes read of one channel before the others have their turn
+# Bytes up to which a value in a file is copied. That is quicker than the page faults of a mapping, and a process has no more
+# than 65,530 mappings (vm.max_map_count): the caller may keep as many values of a group, and then start no thread any more.
+COPIED_UP_TO = 1 << 20
 
 
 class RankLine:
@@ -145,12 +148,12 @@ class RankLine:
         return messages
 
     def _take_in(self, message: Message) -> None:
-        """What comes in a file is mapped at once, so that it takes no descriptor until it is asked for."""
+        """What comes in a file is taken out at once, so that it keeps no descriptor until it is asked for."""
         if message.kind is Kind.RETURNED and not message.body:
             fd = self._files.pop(0) if self._files else -1
             try:
-                message.file = _map(fd)
-            except OSError as error:
+                message.file = _contents(fd)
+            except (OSError, ImportError, MemoryError) as error:  # ImportError: no descriptor for a module's file
                 message.file = OSError(with_remedy("its return value could not be taken in", error))
             finally:
                 _close(fd)
@@ -191,11 +194,12 @@ class RankLine:
                 self.stacks.feed(data)
 
 
-def _map(fd: int) -> memoryview:
+def _contents(fd: int) -> memoryview:
     if fd == -1:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     seal(fd)
-    return map_private(fd, os.fstat(fd).st_size)
+    size = os.fstat(fd).st_size
+    return map_private(fd, size) if size > COPIED_UP_TO else memoryview(os.pread(fd, size, 0))
 
 
 def _close(fd: int) -> None:

@@ -133,7 +133,7 @@ def opened(bundle: bytes | memoryview) -> tuple[Reader | io.BytesIO, list[memory
         raise ValueError("not a bundle of mpwatch")
     if not number and isinstance(bundle, bytes):
         return io.BytesIO(bundle), []
-    if number and data.readonly:  # it came through a black box, see lastwords.py
+    if number and data.readonly:  # it is short and was copied, or came through a black box, see lastwords.py
         data = memoryview(bytearray(data))
     places = data[len(data) - END.size - number * PLACE.size : len(data) - END.size]
     return Reader(data), [data[at : at + size] for at, size in PLACE.iter_unpack(places)]
@@ -169,6 +169,10 @@ def _reduce_view(view: memoryview) -> Any:
 
     if not view.c_contiguous:
         raise TypeError("cannot pickle a memoryview that is not contiguous; pass a copy of it")
+    try:
+        memoryview(bytes(view.itemsize)).cast(view.format)  # type: ignore[call-overload]
+    except ValueError:  # of ctypes, say, or of several values together
+        raise TypeError(f"cannot pickle a memoryview of the format {view.format!r}; pass what it is a view of") from None
     return _view, (pickle.PickleBuffer(view), view.format, view.shape)
 
 

@@ -50,7 +50,7 @@ class Message:
         self.kind = kind
         self.stamp = stamp
         self.body = body
-        self.file: memoryview | OSError | None = None  # what came in the body's place, mapped; or why it could not be had
+        self.file: memoryview | OSError | None = None  # what came in the body's place; or why it could not be had
 
 
 def frame(kind: Kind, body: bytes = b"", stamp: float | None = None) -> bytes:

@@ -18,18 +18,22 @@ REGISTERED: Reducers = reduction.ForkingPickler._extra_reducers  # type: ignore[
 
 def multiprocessing_reducers() -> Reducers:
     """For connections, sockets and the like: what multiprocessing registered for spawn, torch's part left out."""
-    return {kind: how for kind, how in REGISTERED.items() if not _is_torch(kind)}
+    return {kind: how for kind, how in _registered() if not _is_torch(kind)}
 
 
 def torch_reducers() -> Reducers:
     """Torch's own move every CPU tensor into shared memory, the caller's own; here only those that are there go so."""
-    theirs = {kind: how for kind, how in REGISTERED.items() if _is_torch(kind)}
+    theirs = {kind: how for kind, how in _registered() if _is_torch(kind)}
     if not theirs:
         return {}
     from .storages import reducers
 
     ours = reducers()
     return {kind: _if_shared(how, ours.get(kind, _plainly)) for kind, how in theirs.items()}
+
+
+def _registered() -> list[tuple[type, Reducer]]:
+    return list(REGISTERED.items())  # at once: another thread of the caller's may be importing torch
 
 
 def _is_torch(kind: type) -> bool:

@@ -12,6 +12,7 @@ from pickle import PickleBuffer
 from typing import Any
 
 import torch
+import torch._tensor
 import torch._utils
 import torch.storage
 
@@ -42,12 +43,19 @@ def reducers() -> dict[type, Reducer]:
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    """As torch does it, but that it cannot load what it makes of one of its newer types (float8, uint16)."""
     make, args, *more = tensor.__reduce_ex__(5)
+    return make, _loadable(make, args), *more
+
+
+def _loadable(make: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What torch makes it of, but that it cannot load what it makes of one of its newer types (float8, uint16)."""
     if make is torch._utils._rebuild_tensor_v3:
         storage, *rest = args
         args = (_typed(storage, torch.uint8), *rest)  # where it looks for a typed one, of whatever type
-    return make, args, *more
+    elif make is torch._tensor._rebuild_from_type_v2:  # of one with attributes of its own
+        make_it, kind, its_args, *state = args
+        args = (make_it, kind, _loadable(make_it, its_args), *state)
+    return args
 
 
 class _Memory:
