@@ -70,8 +70,8 @@ class WorkerGroup:
             role=role,
         )
         self._pid = os.getpid()
-        self._turn = threading.RLock()
-        self._is_busy = False
+        self._turn = threading.RLock()  # other threads wait for it
+        self._call = threading.Lock()  # for which its own thread would wait for ever
         self._is_closed = False
         self._team = Team(self._spec)
         # Multiprocessing, which would wait for the ranks for ever, calls this first; in processes of its own, too, which
@@ -162,13 +162,10 @@ class WorkerGroup:
                 f"{what}() was called in a fork of the process that the WorkerGroup belongs to; make one there"
             )
         with self._turn:
-            if self._is_busy:
+            if self._call.locked():
                 raise RuntimeError(f"{what}() was called by something that a call of the same WorkerGroup has called")
-            try:
-                self._is_busy = True
+            with self._call:
                 return do()
-            finally:
-                self._is_busy = False
 
 
 def _forget(team: Team, at_end: Finalize, pid: int) -> None:

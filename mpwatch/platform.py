@@ -275,11 +275,8 @@ class ProcessState:
 def state_of_process(pid: int) -> ProcessState | None:
     """None where there is no /proc to read it from, or no such process."""
     try:
-        fd = os.open(f"/proc/{pid}/status", os.O_RDONLY)
-        try:
-            status = os.read(fd, 1 << 14)
-        finally:
-            os.close(fd)
+        with FileIO(f"/proc/{pid}/status") as file:  # closes itself, should an exception be thrown at us
+            status = file.read(1 << 14)
     except OSError:
         return None
     letter, caught = (status.partition(name)[2].split(None, 1)[0] for name in (b"\nState:", b"\nSigCgt:"))

@@ -278,7 +278,7 @@ def test_a_program_may_end_in_the_midst_of_another_thread_s_call():
         "group.run(functions.rank)\n"
         "thread = threading.Thread(target=group.run, args=(time.sleep, (1000,)), daemon=True)\n"
         "thread.start()\n"
-        "while group._is_busy is False: os.sched_yield()\n"
+        "while not group._call.locked(): os.sched_yield()\n"
     )
     assert time.monotonic() - began < 30
 
@@ -377,3 +377,109 @@ def test_an_idle_group_costs_nothing(eventually):
         before = voluntary()
         threading.Event().wait(0.5)
         assert voluntary() == before
+
+
+def test_a_forgotten_group_ends_even_if_warnings_are_errors():
+    said = program(
+        "group = WorkerGroup(1)\n"
+        "thread, = (thread for thread in threading.enumerate() if thread.name == 'mpwatch')\n"
+        "del group\n"
+        "thread.join(30)\n"
+        "print(thread.is_alive())\n"
+    )
+    assert said.stdout == "False\n"
+    assert "ResourceWarning: a WorkerGroup was not closed" in said.stderr
+
+
+def use_a_group(close):
+    group = WorkerGroup(1)
+    mpwatch.current_worker().state["group"] = group
+    assert list(group.run(functions.rank)) == [0]
+    if close:
+        group.close()
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_rank_may_have_a_group_of_its_own(close, caplog):
+    """Multiprocessing waits for a process's children before that ends, whether anybody has told them to or not."""
+    with WorkerGroup(1, grace_period=60) as group:
+        group.run(use_a_group, (close,))
+    assert not caplog.records
+
+
+def test_a_group_that_is_used_when_the_program_ends():
+    said = program(
+        "import multiprocessing.util\n"
+        "@atexit.register\n"
+        "def late(): print(list(group.run(functions.rank)), group.workers[0].restart_count)\n"
+        "group = WorkerGroup(2)\n"
+    ).stdout
+    assert said == "[0, 1] 0\n"
+
+
+def test_a_fork_may_leave_the_block():
+    said = program(
+        "with WorkerGroup(1) as group:\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0: sys.exit(7)\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), list(group.run(functions.rank)))\n",
+        first="import warnings; warnings.simplefilter('ignore', DeprecationWarning)",  # of 3.12, about forks
+    )
+    assert said.stdout == "7 [0]\n"
+    assert not said.stderr
+
+
+def test_an_interrupt_does_not_meet_a_later_call():
+    """It may come when the call that it is meant for has just been answered."""
+    with WorkerGroup(1) as group:
+        (pid,) = pids_of(group)
+        for _ in range(3):
+            os.kill(pid, signal.SIGINT)
+            assert pids_of(group) == [pid]
+
+
+def test_an_interrupt_meets_a_call_that_is_on_its_way():
+    with WorkerGroup(1) as group, ThreadPoolExecutor(1) as other:
+        (pid,) = pids_of(group)
+        os.kill(pid, signal.SIGSTOP)
+
+        def interrupt():
+            while not group._call.locked():
+                os.sched_yield()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        other.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            group.run(signal.pause)
+        assert pids_of(group) == [pid]
+
+
+class DiesOnceItIsSent:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGTERM)  # takes effect when the answer has gone
+        return int, ()
+
+
+def end_after_an_answer(pids):
+    if functions.rank() == 1:
+        return DiesOnceItIsSent()
+    while is_alive(pids[1]):
+        os.sched_yield()
+    return 0
+
+
+def raise_os_error(*_):
+    raise OSError("no room")
+
+
+def test_the_log_says_why_ranks_are_started_anew(caplog, monkeypatch):
+    with WorkerGroup(2) as group:
+        assert list(group.run(end_after_an_answer, (pids_of(group),))) == [0, 0]
+        with monkeypatch.context() as patch, pytest.raises(mpwatch.LaunchError, match="no room"):
+            patch.setattr("mpwatch.watcher.crew.Crew._start", raise_os_error)
+            group.run(functions.rank)
+        group.run(functions.rank)
+    assert [text for text in caplog.messages if text.startswith("all ranks")] == [
+        "all ranks are started anew: not all came through the last call: some ended after they had returned",
+        "all ranks are started anew: the last call could not be brought to its end",
+    ]

@@ -44,12 +44,11 @@ class Shelter:
                 set_handler(number, self._note)
 
     def wait(self) -> None:
-        """SIGTERM ends the rank from now on, and does so now if it has come; what else has come is forgotten."""
+        """SIGTERM ends the rank from now on, and does so now if it has come. A SIGINT may be meant for the next call."""
         self._call += 1
         set_handler(signal.SIGTERM, signal.SIG_DFL)
         if signal.SIGTERM in self._noted:
             signal.raise_signal(signal.SIGTERM)
-        self._noted.clear()
 
     def leave(self) -> None:
         """Give the function its handlers back. One that raises may do so from here."""
@@ -57,8 +56,9 @@ class Shelter:
         self._restore()
         if interrupt is not None:
             set_handler(signal.SIGINT, interrupt)
-            if signal.SIGINT in self._noted and interrupted_call(self._memory) == self._call:
-                self._noted.clear()
+            is_meant = signal.SIGINT in self._noted and interrupted_call(self._memory) == self._call
+            self._noted.clear()
+            if is_meant:
                 signal.raise_signal(signal.SIGINT)
 
     def end(self) -> None:
