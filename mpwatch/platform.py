@@ -48,6 +48,7 @@ __all__ = [
 # Each NVIDIA GPU has a node of the first kind, ROCm and WSL one of the others; a container that may use a GPU shows it.
 GPU_NODES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 LAST_STANDARD = 2
+MAP_FIXED = 0x10  # the same everywhere; Python does not name it
 SIGNALS = [int(number) for number in signal.valid_signals()]
 # Asks a rank for its stacks. A real-time signal, since programs have uses of their own for the others; None: none is sent.
 DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
@@ -131,21 +132,20 @@ def seal(fd: int) -> None:
 def map_private(fd: int, size: int) -> memoryview:
     """The first `size` bytes of a file, writable: what is written there is ours alone, and costs a copy of its page.
 
-    It stays without the descriptor, and goes with the last view of it. (mmap.mmap would keep a descriptor of its own.)
-    Raises OSError.
+    It stays without the descriptor, and goes with the last view of it. mmap.mmap would keep a descriptor of its own, so it
+    is given memory without a file, and the file is put in the place of that. A finaliser of ours would come too early:
+    the garbage collector calls it before the `__del__` of those that still have a view. Raises OSError.
     """
     import ctypes
     import mmap
-    import weakref
 
-    libc = _libc()
-    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, 0)
-    if address == ctypes.c_void_p(-1).value:
+    block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(block))
+    flags = mmap.MAP_PRIVATE | MAP_FIXED
+    if _libc().mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0) != address:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    block = (ctypes.c_ubyte * size).from_address(address)
-    weakref.finalize(block, libc.munmap, address, size).atexit = False  # it is still in use there
-    return memoryview(block).cast("B")
+    return memoryview(block)
 
 
 @cache
@@ -153,10 +153,9 @@ def _libc() -> Any:
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
-    word, number = ctypes.c_size_t, ctypes.c_int
+    number = ctypes.c_int
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, word, number, number, number, ctypes.c_long)
-    libc.munmap.argtypes = (ctypes.c_void_p, word)
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long)
     return libc
 
 

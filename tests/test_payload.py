@@ -1,6 +1,7 @@
 """What goes to ranks and comes back: whole, without copies, to each its own; and its memory goes with the last of it."""
 
 import functools
+import gc
 import os
 import sys
 from pathlib import Path
@@ -138,6 +139,24 @@ def test_it_takes_memory_until_the_last_array_is_gone_and_no_descriptor(sent):
     row[:] = 1
     del row
     assert mappings() == before
+
+
+class Looks:
+    """Garbage that looks at what it has when it is collected."""
+
+    def __init__(self, view, seen):
+        self.view, self.seen, self.me = view, seen, self
+
+    def __del__(self):
+        self.seen.append(self.view[0])
+
+
+@both_ways
+def test_memory_that_is_garbage_can_be_read_until_it_is_gone(sent):
+    seen = []
+    Looks(sent(memoryview(b"x" * LARGE)), seen)
+    gc.collect()
+    assert seen == [ord("x")]
 
 
 def test_what_is_small_goes_without_a_file():
