@@ -1,12 +1,11 @@
 """`WorkerGroup`: ranks that stay, for as many calls as one likes."""
 
-import atexit
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -18,6 +17,7 @@ from .watcher.team import Team
 __all__ = ["WorkerGroup"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class WorkerGroup:
@@ -70,18 +70,19 @@ class WorkerGroup:
             role=role,
         )
         self._pid = os.getpid()
-        self._turn = threading.RLock()
-        self._is_busy = False
+        self._turn = threading.RLock()  # other threads wait for it
+        self._call = threading.Lock()  # for which its own thread would wait for ever
         self._is_closed = False
         self._team = Team(self._spec)
-        self._finalizer = weakref.finalize(self, _forget, self._team)
+        # Multiprocessing, which would wait for the ranks for ever, calls this first; in processes of its own, too, which
+        # know no atexit.
+        self._at_end = Finalize(None, self._team.end_with_program, exitpriority=10)
+        self._finalizer = weakref.finalize(self, _forget, self._team, self._at_end, self._pid)
         self._finalizer.atexit = False
-        # Before multiprocessing's own hook, which would wait for the ranks for ever: the latest comes first.
-        atexit.register(self._team.end_with_program)
         try:
             self._team.start()
         except BaseException:
-            self._leave()
+            self._close()
             raise
 
     def run(self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> RunResult[T]:
@@ -110,22 +111,14 @@ class WorkerGroup:
             KeyboardInterrupt: Ctrl-C; the ranks got it too, and stay if all of them answered within grace_period.
         """
         check_call(fn, args, kwargs)
-        with self._taking_turns("run"):
-            if self._is_closed:
-                raise RuntimeError("this WorkerGroup is closed; make another one")
-            return outcome_of(lambda: self._team.call(fn, tuple(args), dict(kwargs or {})), check=self._check)
+        return self._in_turn("run", lambda: self._run(fn, tuple(args), dict(kwargs or {})))
 
     def close(self) -> None:
         """End the ranks, as any Python program ends, and wait for that. Nothing if they have been ended.
 
         One that does not end within `grace_period` is stopped. Raises RuntimeError in a process that is not the group's.
         """
-        with self._taking_turns("close"):
-            self._is_closed = True
-            try:
-                self._team.close()
-            finally:
-                self._leave()
+        self._in_turn("close", self._close)
 
     @property
     def state(self) -> WorkerState:
@@ -143,32 +136,41 @@ class WorkerGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        if os.getpid() == self._pid:  # and this is not a fork that leaves the block, too
+            self.close()
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.state.name}: {self._spec.nprocs} ranks>"
 
-    def _leave(self) -> None:
-        self._finalizer.detach()
-        atexit.unregister(self._team.end_with_program)
+    def _run(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunResult[T]:
+        if self._is_closed:
+            raise RuntimeError("this WorkerGroup is closed; make another one")
+        return outcome_of(lambda: self._team.call(fn, args, kwargs), check=self._check)
 
-    @contextmanager
-    def _taking_turns(self, what: str) -> Iterator[None]:
+    def _close(self) -> None:
+        self._is_closed = True
+        try:
+            self._team.close()
+        finally:
+            if not self._team.has_ranks:  # else something was thrown before that began: they have yet to be ended
+                self._finalizer.detach()
+                self._at_end.cancel()
+
+    def _in_turn(self, what: str, do: Callable[[], R]) -> R:
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{what}() was called in a fork of the process that the WorkerGroup belongs to; make one there"
             )
         with self._turn:
-            if self._is_busy:
+            if self._call.locked():
                 raise RuntimeError(f"{what}() was called by something that a call of the same WorkerGroup has called")
-            self._is_busy = True
-            try:
-                yield
-            finally:
-                self._is_busy = False
+            with self._call:
+                return do()
 
 
-def _forget(team: Team) -> None:
-    warnings.warn("a WorkerGroup was not closed; its ranks are told to end", ResourceWarning, stacklevel=2)
-    atexit.unregister(team.end_with_program)
-    team.forget()
+def _forget(team: Team, at_end: Finalize, pid: int) -> None:
+    if os.getpid() == pid:  # and this is not the end of a fork
+        at_end.cancel()
+        team.forget()
+        # last, since it is raised where warnings are errors
+        warnings.warn("a WorkerGroup was not closed; its ranks are told to end", ResourceWarning, stacklevel=2)

@@ -164,9 +164,9 @@ def _libc() -> Any:
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
-    word, number = ctypes.c_size_t, ctypes.c_int
+    number = ctypes.c_int
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, word, number, number, number, ctypes.c_long)
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long)
     return libc
 
 
@@ -282,11 +282,8 @@ class ProcessState:
 def state_of_process(pid: int) -> ProcessState | None:
     """None where there is no /proc to read it from, or no such process."""
     try:
-        fd = os.open(f"/proc/{pid}/status", os.O_RDONLY)
-        try:
-            status = os.read(fd, 1 << 14)
-        finally:
-            os.close(fd)
+        with FileIO(f"/proc/{pid}/status") as file:  # closes itself, should an exception be thrown at us
+            status = file.read(1 << 14)
     except OSError:
         return None
     letter, caught = (status.partition(name)[2].split(None, 1)[0] for name in (b"\nState:", b"\nSigCgt:"))

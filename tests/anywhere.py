@@ -1,6 +1,6 @@
-"""A program: throws an exception into `mpwatch.run` at one bytecode of mpwatch after another, and says where that left something.
+"""A program: throws an exception into mpwatch at one of its bytecodes after another, and says where that left something.
 
-    python anywhere.py FIRST STRIDE
+    python anywhere.py WHAT FIRST STRIDE       WHAT: run (of a function), or group (made, called twice, closed)
 
 Only the caller's thread is thrown at, as Python does it. A bytecode without a line is left out: CPython itself keeps the
 frame for ever if a tracer raises there.
@@ -11,11 +11,13 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing import resource_tracker
 
 import functions
 
 import mpwatch
+from mpwatch.platform import await_end_of_thread
 
 PACKAGE = os.path.dirname(mpwatch.__file__)
 EVENT = "line" if sys.version_info[:2] == (3, 12) else "opcode"  # which that version does not trace
@@ -72,11 +74,24 @@ def state():
     }
 
 
-def throw(at):
+def run():
+    mpwatch.run(functions.rank, 1)
+
+
+def group():
+    try:
+        with mpwatch.WorkerGroup(1) as ranks:
+            ranks.run(functions.rank)
+            ranks.run(functions.rank)
+    except RuntimeError as error:  # it struck as a lock was about to be released, where Python itself throws nothing
+        raise error.__context__ from None
+
+
+def throw(what, at):
     """Where it was thrown, or None if it was not."""
     with Thrower(at):
         try:
-            mpwatch.run(functions.rank, 1)
+            what()
         except ThrownError as thrown:
             return str(thrown)
         except mpwatch.RunFailedError as error:  # it struck while a value was rebuilt, and nobody can tell it from that
@@ -84,16 +99,26 @@ def throw(at):
     return None
 
 
-def main(first, stride):
+def await_forgotten():
+    """A group that was being made, or closed, may be left to the garbage collector; its ranks end by themselves then."""
+    with suppress(BufferError):  # CPython may stumble over views of views that are garbage together
+        gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "mpwatch":
+            thread.join(10.0)
+            await_end_of_thread(thread.native_id, 10.0)
+
+
+def main(what, first, stride):
     resource_tracker.ensure_running()
-    mpwatch.run(functions.rank, 1)
+    what()
     with Thrower(0) as counter:
-        mpwatch.run(functions.rank, 1)
+        what()
     thrown, before = 0, state()
     for at in range(first, counter.count, stride):
-        where = throw(at)
+        where = throw(what, at)
         thrown += where is not None
-        gc.collect()
+        await_forgotten()
         after = state()
         for name in before:
             if before[name] != after[name]:
@@ -103,4 +128,4 @@ def main(first, stride):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main({"run": run, "group": group}[sys.argv[1]], *map(int, sys.argv[2:]))

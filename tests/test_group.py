@@ -229,128 +229,6 @@ def test_a_call_from_within_a_call_is_refused():
         assert list(group.run(functions.rank)) == [0]
 
 
-def test_a_fork_of_the_program_has_no_part_in_a_group():
-    with WorkerGroup(1) as group:
-        before = pids_of(group)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                group.run(functions.rank)
-            except RuntimeError as error:
-                os._exit(7 if "fork of the process" in str(error) else 8)
-            os._exit(9)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-        assert pids_of(group) == before
-
-
-def test_a_group_that_is_forgotten_ends(eventually):
-    groups = [WorkerGroup(2)]
-    pids = pids_of(groups[0])
-    with pytest.warns(ResourceWarning, match="a WorkerGroup was not closed"):
-        groups.clear()
-    eventually(lambda: not any(thread.name == "mpwatch" for thread in threading.enumerate()))
-    assert not any(is_alive(pid) for pid in pids)
-
-
-PROGRAM = """
-import atexit, logging, os, signal, sys, threading, time
-{first}
-import functions, mpwatch
-from mpwatch import WorkerGroup
-def note(path): atexit.register(lambda: open(path, "w").write("ended"))
-"""
-
-
-def program(text, *, first="", **more):
-    return python("-c", PROGRAM.format(first=first) + text, **more)
-
-
-@pytest.mark.parametrize("first", ["", "import weakref; weakref.finalize(sys, print, 'finalised')"], ids=["", "hook"])
-def test_a_program_may_end_without_closing_its_group(first, tmp_path):
-    path = tmp_path / "ended"
-    program(f"group = WorkerGroup(1)\ngroup.run(note, ({str(path)!r},))\n", first=first)
-    assert path.read_text() == "ended"
-
-
-def test_a_program_may_end_in_the_midst_of_another_thread_s_call():
-    began = time.monotonic()
-    program(
-        "group = WorkerGroup(1, grace_period=60)\n"
-        "group.run(functions.rank)\n"
-        "thread = threading.Thread(target=group.run, args=(time.sleep, (1000,)), daemon=True)\n"
-        "thread.start()\n"
-        "while group._is_busy is False: os.sched_yield()\n"
-    )
-    assert time.monotonic() - began < 30
-
-
-def test_globals_are_those_of_the_call():
-    said = program(
-        "n = 1\n"
-        "def get(): return n\n"
-        "class Thing: pass\n"
-        "def make(): return Thing()\n"
-        "with WorkerGroup(2) as group:\n"
-        "    print(list(group.run(get)))\n"
-        "    n = 2\n"
-        "    print(list(group.run(get)))\n"
-        "    def get(): return -n\n"
-        "    print(list(group.run(get)))\n"
-        "    print({type(thing) is Thing for _ in range(2) for thing in group.run(make)})\n"
-    ).stdout
-    assert said == "[1, 1]\n[2, 2]\n[-2, -2]\n{True}\n"
-
-
-INTERRUPTED = """
-def interrupt():
-    try:
-        os.kill(os.getppid(), signal.{signal})
-        while True: time.sleep(0.01)
-    except KeyboardInterrupt:
-        if {stubborn}: signal.pause()
-        raise
-def pids(): return os.getpid()
-logging.basicConfig(format="%(message)s", stream=sys.stdout)
-if __name__ == "__main__":
-    with WorkerGroup(1, grace_period=0.5) as group:
-        before = list(group.run(pids))
-        try: group.run(interrupt)
-        except KeyboardInterrupt: print("interrupted")
-        print(list(group.run(pids)) == before)
-"""
-
-
-@pytest.mark.parametrize("stubborn", [False, True])
-def test_whoever_answers_to_ctrl_c_stays(stubborn):
-    said = program(INTERRUPTED.format(signal="SIGINT", stubborn=stubborn)).stdout
-    if stubborn:
-        assert said.startswith(
-            "interrupted\nall ranks are started anew: not all came through the last call: the run was stopped"
-        )
-        assert said.endswith("\nFalse\n")
-    else:
-        assert said == "interrupted\nTrue\n"
-
-
-def test_sigterm_ends_the_program_and_its_group():
-    done = program(INTERRUPTED.format(signal="SIGTERM", stubborn=False), check=False)
-    assert done.returncode == -signal.SIGTERM
-
-
-def test_ctrl_c_while_the_ranks_are_started_leaves_none():
-    said = program(
-        "from mpwatch.watcher import crew\n"
-        "start = crew.Crew.start\n"
-        "def slowly(self, worker, env):\n"
-        "    start(self, worker, env)\n"
-        "    if worker.rank == 0: os.kill(os.getpid(), signal.SIGINT)\n"
-        "crew.Crew.start = slowly\n"
-        "try: WorkerGroup(3)\n"
-        "except KeyboardInterrupt: print(threading.active_count(), open('/proc/self/task/%d/children' % os.getpid()).read().split()[1:])\n"
-    ).stdout
-    assert said == "1 []\n"  # but for the resource tracker
-
-
 def test_the_example():
     said = python(str(Path(__file__).parent.parent / "examples" / "warm_group.py")).stdout
     assert said == "points by rank: [1000, 1000, 1000, 1000]\ny = 3.0 x + 2.0\n"
@@ -383,3 +261,34 @@ def test_an_idle_group_costs_nothing(eventually):
         before = voluntary()
         threading.Event().wait(0.5)
         assert voluntary() == before
+
+
+class DiesOnceItIsSent:
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGTERM)  # takes effect when the answer has gone
+        return int, ()
+
+
+def end_after_an_answer(pids):
+    if functions.rank() == 1:
+        return DiesOnceItIsSent()
+    while is_alive(pids[1]):
+        os.sched_yield()
+    return 0
+
+
+def raise_os_error(*_):
+    raise OSError("no room")
+
+
+def test_the_log_says_why_ranks_are_started_anew(caplog, monkeypatch):
+    with WorkerGroup(2) as group:
+        assert list(group.run(end_after_an_answer, (pids_of(group),))) == [0, 0]
+        with monkeypatch.context() as patch, pytest.raises(mpwatch.LaunchError, match="no room"):
+            patch.setattr("mpwatch.watcher.crew.Crew._start", raise_os_error)
+            group.run(functions.rank)
+        group.run(functions.rank)
+    assert [text for text in caplog.messages if text.startswith("all ranks")] == [
+        "all ranks are started anew: not all came through the last call: some ended after they had returned",
+        "all ranks are started anew: the last call could not be brought to its end",
+    ]

@@ -23,7 +23,7 @@ from ..wire.payload import Payload
 from ..wire.process import Seat
 from ..wire.pulse import Reading, forget_pulse, read_beat, read_pulse
 from ..wire.shortage import with_remedy
-from ..wire.slots import SLOT
+from ..wire.slots import SLOT, note_interrupt
 from .gate import Gate
 from .guardian import Guardian
 from .line import RankLine
@@ -101,6 +101,7 @@ class Crew:
             if line.stacks.printed:
                 line.send_file(Kind.PRINTED, line.stacks.printed)
                 line.stacks.printed = b""
+            line.calls += 1
             line.send(Kind.CALL, payload.fds, payload.body)
         except OSError as error:
             raise LaunchError(with_remedy(f"the call could not be sent to rank {line.facts.worker.rank}", error)) from error
@@ -113,6 +114,11 @@ class Crew:
         except ValueError as error:  # its own memory has been overwritten
             self.remarks.debug("the black box of rank %d: %s", rank, error)
             return []
+
+    def interrupt(self, line: RankLine) -> None:
+        """By SIGINT, and in the call that it is at, not in another that it may be at when the signal arrives."""
+        note_interrupt(self._slots_fd, self._slots[line.facts.worker.rank], line.calls)
+        line.process.signal_rank(signal.SIGINT)
 
     def pulse_of(self, line: RankLine) -> Reading:
         """When a rank was last heard of, and what it last reported."""

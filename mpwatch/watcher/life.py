@@ -109,7 +109,8 @@ class Life:
             await_end_of_thread(self._thread.native_id, THREAD_SECONDS)
 
     def close(self) -> None:
-        """Give back what it held; when it is over, or has never begun."""
+        """Give back what it held; when it is over, or has never begun, and now never will."""
+        self.is_over = True
         self._held.close()
 
     def forget(self) -> None:

@@ -46,6 +46,7 @@ class RankLine:
         self.process = process
         self.facts = RankFacts(worker, pid=process.child_pid)
         self.stacks = StackPipe()
+        self.calls = 0  # that were sent
         self._channel = channel
         self._frames = Frames()
         self._files: list[int] = []  # that have come over it before their messages, in order; -1 for one that was lost

@@ -177,8 +177,10 @@ class _Run:
         elif isinstance(action, m.FeelPulse):
             return [m.Pulse(action.rank, beat_at=self.crew.beat_of(line))]
         elif isinstance(action, m.SignalRank):
-            send = line.process.signal_rank if action.signum == signal.SIGINT else line.process.signal_group
-            send(action.signum)
+            if action.signum == signal.SIGINT:
+                self.crew.interrupt(line)
+            else:
+                line.process.signal_group(action.signum)
             line.facts.signals_sent.add(action.signum)
         else:
             text = "rank %d (pid %s) cannot be killed, not even by SIGKILL: left behind"

@@ -43,11 +43,22 @@ class HostSignals:
         self._handlers: dict[int, Any] = {}
         self._hosts_fds: list[int] = []  # the wake-up descriptor that the host had
         self._pid = os.getpid()
+        self._untold: list[int] = []
+        self._may_speak = False
 
     def tell(self, number: int) -> None:
         """Have the run do what it does when this signal comes, which itself has been dealt with elsewhere."""
         if os.getpid() == self._pid:  # and not a child that the host has forked
-            self._mailbox.post(Interrupted(number))
+            self._untold.append(number)
+            if self._may_speak:
+                self.speak_up()
+
+    def speak_up(self) -> None:
+        """What is to be stopped has been posted. Before that, idle ranks would have been told, and it would have begun."""
+        self._may_speak = True
+        with suppress(IndexError):  # a handler may come in between, and tell all
+            while True:
+                self._mailbox.post(Interrupted(self._untold.pop(0)))
 
     def take_over(self) -> None:
         """From now on no handler raises."""

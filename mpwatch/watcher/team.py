@@ -25,6 +25,7 @@ __all__ = ["Team"]
 
 log = logging.getLogger("mpwatch")
 LOST = "some were lost while there was no call"
+CUT_SHORT = "the last call could not be brought to its end"
 
 
 class Team:
@@ -35,22 +36,29 @@ class Team:
         self._run_id = uuid.uuid4().hex
         self._life: Life | None = None
         self._restart_count = -1
-        self._why = ""  # the ranks have to be started anew
-        self._epoch = 0  # of the process group: a call that failed may have left its ranks out of step
+        self._why = LOST  # if the ranks have to be started anew
+        self._epoch = 0  # of the process group: a call that did not succeed may have left its ranks out of step
         self.workers: tuple[Worker, ...] = ()
 
     @property
     def state(self) -> WorkerState:
         """INIT, HEALTHY, or UNHEALTHY if the ranks have to be started anew."""
         life = self._life
-        return WorkerState.UNHEALTHY if life is None else life.mailbox.state
+        if life is None:
+            return WorkerState.UNHEALTHY
+        return life.mailbox.state if life.has_started() else WorkerState.INIT
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether there are any that have to be ended."""
+        return self._life is not None
 
     def start(self) -> None:
         """Start the ranks. Raises LaunchError."""
         with standard_descriptors():
             life = self._begin_life()
             visit = self._visit(life, None, until=life.has_started)
-        if visit.signals.received or visit.signals.raised is not None or life.error is not None:
+        if visit.signals.received or visit.signals.raised is not None:
             self.close()
         visit.raise_error()
         visit.signals.deliver()
@@ -59,6 +67,7 @@ class Team:
         """Call this in every rank. Raises LaunchError, or InterruptError."""
         started_at = time.monotonic()
         payload = pack_call(Call(fn, args, kwargs, self._spec.backend, self._epoch))
+        self._epoch += 1  # for the next one, unless this succeeds
         try:
             result = None if self._life is None else self._call(self._life, Errand(payload, started_at))
             return self._call_anew(payload, started_at) if result is None else result
@@ -87,18 +96,18 @@ class Team:
             life.join()
             life.remarks.say()
             life.close()
+            self._life, self._why = None, "the program is ending"
 
     def _begin_life(self) -> Life:
-        self._restart_count += 1
-        life = Life(self._spec, run_id=self._run_id, restart_count=self._restart_count, keep=True)
+        life = Life(self._spec, run_id=self._run_id, restart_count=self._restart_count + 1, keep=True)
         try:
             life.prepare()
         except BaseException:
             life.close()
             raise
+        self._restart_count += 1
         self.workers = life.workers
         self._life = life
-        self._why = LOST
         return life
 
     def _call_anew(self, payload: Payload, started_at: float) -> RunResult[Any]:
@@ -111,16 +120,22 @@ class Team:
 
     def _call(self, life: Life, errand: Errand) -> RunResult[Any] | None:
         """None if it came too late: a rank had been lost."""
+        why, self._why = self._why, CUT_SHORT  # until it is known better
         visit = self._visit(life, errand, until=lambda: errand.is_done)
         visit.raise_error()
         if errand.facts is None:
+            self._why = why
             visit.signals.deliver()
             return None
-        if errand.facts.verdict is not Verdict.SUCCEEDED:
-            self._epoch += 1
+        has_succeeded = errand.facts.verdict is Verdict.SUCCEEDED
+        if has_succeeded:
+            self._epoch -= 1
         result = visit.result(errand)
         if self._life is None:
-            self._why = f"not all came through the last call: {verdict(result)}"
+            how = "some ended after they had returned" if has_succeeded else verdict(result)
+            self._why = f"not all came through the last call: {how}"
+        elif not visit.signals.received:  # which may have come too late for the call, and are at work
+            self._why = LOST
         return visit.without_interrupt(result)
 
     def _visit(self, life: Life, thing: Errand | EndAll | None, *, until: Callable[[], bool]) -> Visit:

@@ -3,8 +3,8 @@
     take the signals over --> post --> wait --> give the signals back --> rebuild what came --> return
 
 Handlers do not raise while the caller waits (signals.py). If something is thrown into the caller's thread all the same, the
-ranks are stopped as by SIGTERM (at once, if it happens again), and it leaves `visit` when nothing of them is left. Off the
-main thread Python notices it when the wait is over.
+ranks are stopped as by SIGTERM (at once, if it happens again), and it leaves `pay` when nothing of them is left; but if they
+have yet to be asked, or have answered, they stay as they are. Off the main thread Python notices it when the wait is over.
 """
 
 import signal
@@ -63,18 +63,21 @@ class Visit:
     def __init__(self, life: Life) -> None:
         self._life = life
         self.signals = HostSignals(life.mailbox)
+        self._has_asked = False
 
     def pay(self, thing: Event | Errand | None, *, until: Callable[[], bool]) -> None:
         """Post this, and wait until that holds, or all ranks have ended."""
         try:
             self.signals.take_over()
+            self._has_asked = True
             if thing is not None:
                 self._life.mailbox.post(thing)
+            self.signals.speak_up()
             self._life.begin()
             self._sleep(until)
             self._leave()
         except BaseException:
-            self._abort()
+            self._abort(until)
             self.signals.deliver()
             raise
 
@@ -120,16 +123,28 @@ class Visit:
         self.signals.give_back()
         self._life.remarks.say()
 
-    def _abort(self) -> None:
+    def _abort(self, until: Callable[[], bool]) -> None:
         """Something has been thrown at us. Stop the ranks and leave, and let nothing that is thrown meanwhile prevent it."""
+        must_stop = False
         for _ in range(MANY):
             try:
-                self._life.cancel()
-                self.signals.tell(signal.SIGTERM)
-                if self._life.has_begun():
-                    self._sleep(lambda: False)
+                must_stop = must_stop or self._is_waited_for(until)
+                if must_stop:
+                    self._stop()
                 self._leave()
-                self._life.close()
+                if must_stop:
+                    self._life.close()
             except BaseException:  # noqa: BLE001, S112  the first one is raised; this one has hurried the ranks
                 continue
             return
+
+    def _is_waited_for(self, until: Callable[[], bool]) -> bool:
+        """False for ranks that are idle: a call was about to be posted, or has been answered."""
+        return not self._life.has_begun() or (self._has_asked and not until())
+
+    def _stop(self) -> None:
+        self._life.cancel()
+        self.signals.tell(signal.SIGTERM)
+        self.signals.speak_up()
+        if self._life.has_begun():
+            self._sleep(lambda: False)

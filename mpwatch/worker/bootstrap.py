@@ -47,10 +47,10 @@ def main(seat: Seat) -> None:
     """Live as the rank of this seat."""
     _end_with_watcher()
     _normal_signals()
-    shelter = Shelter()
+    memory = open_slot(seat.slots_fd, seat.slot)
+    shelter = Shelter(memory)
     shelter.enter()
     where = stacks.report_to_watcher(seat.stderr_fd)
-    memory = open_slot(seat.slots_fd, seat.slot)
     channel = Channel(seat.channel_fd, LastWords(memory))
     context.enter(seat.worker, Pulse(memory))
     channel.send(Kind.READY, where)

@@ -3,24 +3,32 @@
     the function runs         its own handlers, or the defaults
     its answer is made        noted: a SIGTERM takes effect as soon as the answer is sent, the others are too late
     waiting for a call        SIGTERM ends the rank, whatever handler a function has left; a SIGINT is noted, and meets the
-                              function that is called next, since the call may be on its way
+                              function that is called next if it is meant for that, whose call may be on its way
 
 That holds for SIGINT and SIGTERM, and for whatever else has a handler in Python, such as a timer that raises. By handlers
 and not by a signal mask: a mask is a thread's own, and the kernel gives a signal to any thread that takes it.
 """
 
+import mmap
 import signal
 from typing import Any
 
 from ..platform import handlers_in_python, set_handler
+from ..wire.slots import interrupted_call
 
 __all__ = ["Shelter"]
 
 
 class Shelter:
-    """Made, and then entered and left, by the main thread; between `enter` and `leave` no signal is felt."""
+    """Made, and then entered and left, by the main thread; between `enter` and `leave` no signal is felt.
 
-    def __init__(self) -> None:
+    Args:
+        memory: the rank's slot, where the watcher says which call an interrupt of its is meant for.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._call = 0  # the one that is waited for, or under way
         self._functions: dict[int, Any] = {}  # the handlers to be put back
         self._noted: set[int] = set()
 
@@ -36,11 +44,11 @@ class Shelter:
                 set_handler(number, self._note)
 
     def wait(self) -> None:
-        """SIGTERM ends the rank from now on, and does so now if it has come; what else has come is forgotten."""
+        """SIGTERM ends the rank from now on, and does so now if it has come. A SIGINT may be meant for the next call."""
+        self._call += 1
         set_handler(signal.SIGTERM, signal.SIG_DFL)
         if signal.SIGTERM in self._noted:
             signal.raise_signal(signal.SIGTERM)
-        self._noted.clear()
 
     def leave(self) -> None:
         """Give the function its handlers back. One that raises may do so from here."""
@@ -48,8 +56,9 @@ class Shelter:
         self._restore()
         if interrupt is not None:
             set_handler(signal.SIGINT, interrupt)
-            if signal.SIGINT in self._noted:
-                self._noted.clear()
+            is_meant = signal.SIGINT in self._noted and interrupted_call(self._memory) == self._call
+            self._noted.clear()
+            if is_meant:
                 signal.raise_signal(signal.SIGINT)
 
     def end(self) -> None:

@@ -1,0 +1,216 @@
+"""How a WorkerGroup ends: with its program, a fork of that, its last reference; and what Ctrl-C does to it."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import functions
+import pytest
+from conftest import is_alive
+from programs import python
+
+import mpwatch
+from mpwatch import WorkerGroup
+
+
+def pids_of(group):
+    return list(group.run(os.getpid))
+
+
+def test_a_fork_of_the_program_has_no_part_in_a_group():
+    with WorkerGroup(1) as group:
+        before = pids_of(group)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                group.run(functions.rank)
+            except RuntimeError as error:
+                os._exit(7 if "fork of the process" in str(error) else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert pids_of(group) == before
+
+
+def test_a_group_that_is_forgotten_ends(eventually):
+    groups = [WorkerGroup(2)]
+    pids = pids_of(groups[0])
+    with pytest.warns(ResourceWarning, match="a WorkerGroup was not closed"):
+        groups.clear()
+    eventually(lambda: not any(thread.name == "mpwatch" for thread in threading.enumerate()))
+    assert not any(is_alive(pid) for pid in pids)
+
+
+PROGRAM = """
+import atexit, logging, os, signal, sys, threading, time
+{first}
+import functions, mpwatch
+from mpwatch import WorkerGroup
+def note(path): atexit.register(lambda: open(path, "w").write("ended"))
+"""
+
+
+def program(text, *, first="", **more):
+    return python("-c", PROGRAM.format(first=first) + text, **more)
+
+
+@pytest.mark.parametrize("first", ["", "import weakref; weakref.finalize(sys, print, 'finalised')"], ids=["", "hook"])
+def test_a_program_may_end_without_closing_its_group(first, tmp_path):
+    path = tmp_path / "ended"
+    program(f"group = WorkerGroup(1)\ngroup.run(note, ({str(path)!r},))\n", first=first)
+    assert path.read_text() == "ended"
+
+
+def test_a_program_may_end_in_the_midst_of_another_thread_s_call():
+    began = time.monotonic()
+    program(
+        "group = WorkerGroup(1, grace_period=60)\n"
+        "group.run(functions.rank)\n"
+        "thread = threading.Thread(target=group.run, args=(time.sleep, (1000,)), daemon=True)\n"
+        "thread.start()\n"
+        "while not group._call.locked(): os.sched_yield()\n"
+    )
+    assert time.monotonic() - began < 30
+
+
+def test_globals_are_those_of_the_call():
+    said = program(
+        "n = 1\n"
+        "def get(): return n\n"
+        "class Thing: pass\n"
+        "def make(): return Thing()\n"
+        "with WorkerGroup(2) as group:\n"
+        "    print(list(group.run(get)))\n"
+        "    n = 2\n"
+        "    print(list(group.run(get)))\n"
+        "    def get(): return -n\n"
+        "    print(list(group.run(get)))\n"
+        "    print({type(thing) is Thing for _ in range(2) for thing in group.run(make)})\n"
+    ).stdout
+    assert said == "[1, 1]\n[2, 2]\n[-2, -2]\n{True}\n"
+
+
+INTERRUPTED = """
+def interrupt():
+    try:
+        os.kill(os.getppid(), signal.{signal})
+        while True: time.sleep(0.01)
+    except KeyboardInterrupt:
+        if {stubborn}: signal.pause()
+        raise
+def pids(): return os.getpid()
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+if __name__ == "__main__":
+    with WorkerGroup(1, grace_period=0.5) as group:
+        before = list(group.run(pids))
+        try: group.run(interrupt)
+        except KeyboardInterrupt: print("interrupted")
+        print(list(group.run(pids)) == before)
+"""
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_whoever_answers_to_ctrl_c_stays(stubborn):
+    said = program(INTERRUPTED.format(signal="SIGINT", stubborn=stubborn)).stdout
+    if stubborn:
+        assert said.startswith(
+            "interrupted\nall ranks are started anew: not all came through the last call: the run was stopped"
+        )
+        assert said.endswith("\nFalse\n")
+    else:
+        assert said == "interrupted\nTrue\n"
+
+
+def test_sigterm_ends_the_program_and_its_group():
+    done = program(INTERRUPTED.format(signal="SIGTERM", stubborn=False), check=False)
+    assert done.returncode == -signal.SIGTERM
+
+
+def test_ctrl_c_while_the_ranks_are_started_leaves_none():
+    said = program(
+        "from mpwatch.watcher import crew\n"
+        "start = crew.Crew.start\n"
+        "def slowly(self, worker, env):\n"
+        "    start(self, worker, env)\n"
+        "    if worker.rank == 0: os.kill(os.getpid(), signal.SIGINT)\n"
+        "crew.Crew.start = slowly\n"
+        "try: WorkerGroup(3)\n"
+        "except KeyboardInterrupt: print(threading.active_count(), open('/proc/self/task/%d/children' % os.getpid()).read().split()[1:])\n"
+    ).stdout
+    assert said == "1 []\n"  # but for the resource tracker
+
+
+def test_a_forgotten_group_ends_even_if_warnings_are_errors():
+    said = program(
+        "group = WorkerGroup(1)\n"
+        "thread, = (thread for thread in threading.enumerate() if thread.name == 'mpwatch')\n"
+        "del group\n"
+        "thread.join(30)\n"
+        "print(thread.is_alive())\n"
+    )
+    assert said.stdout == "False\n"
+    assert "ResourceWarning: a WorkerGroup was not closed" in said.stderr
+
+
+def use_a_group(close):
+    group = WorkerGroup(1)
+    mpwatch.current_worker().state["group"] = group
+    assert list(group.run(functions.rank)) == [0]
+    if close:
+        group.close()
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_rank_may_have_a_group_of_its_own(close, caplog):
+    """Multiprocessing waits for a process's children before that ends, whether anybody has told them to or not."""
+    with WorkerGroup(1, grace_period=60) as group:
+        group.run(use_a_group, (close,))
+    assert not caplog.records
+
+
+def test_a_group_that_is_used_when_the_program_ends():
+    said = program(
+        "import multiprocessing.util\n"
+        "@atexit.register\n"
+        "def late(): print(list(group.run(functions.rank)), group.workers[0].restart_count)\n"
+        "group = WorkerGroup(2)\n"
+    ).stdout
+    assert said == "[0, 1] 0\n"
+
+
+def test_a_fork_may_leave_the_block():
+    said = program(
+        "with WorkerGroup(1) as group:\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0: sys.exit(7)\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), list(group.run(functions.rank)))\n",
+        first="import warnings; warnings.simplefilter('ignore', DeprecationWarning)",  # of 3.12, about forks
+    )
+    assert said.stdout == "7 [0]\n"
+    assert not said.stderr
+
+
+def test_an_interrupt_does_not_meet_a_later_call():
+    """It may come when the call that it is meant for has just been answered."""
+    with WorkerGroup(1) as group:
+        (pid,) = pids_of(group)
+        for _ in range(3):
+            os.kill(pid, signal.SIGINT)
+            assert pids_of(group) == [pid]
+
+
+def test_an_interrupt_meets_a_call_that_is_on_its_way():
+    with WorkerGroup(1) as group, ThreadPoolExecutor(1) as other:
+        (pid,) = pids_of(group)
+        os.kill(pid, signal.SIGSTOP)
+
+        def interrupt():
+            while not group._call.locked():
+                os.sched_yield()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        other.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            group.run(signal.pause)
+        assert pids_of(group) == [pid]
