@@ -257,9 +257,11 @@ class _Run:
 
     def _warn(self) -> None:
         """About ranks that succeeded and yet did not end as they should."""
+        is_run = self.errand is not None
+        so_far, kept = ("had returned", ". Its value is kept") if is_run else ("was told to end", "")
         for rank in self.machine.lingering:
             self.remarks.warning(
-                "rank %d had returned but was still there %g s later (%s); stopped. Its value is kept",
+                f"rank %d {so_far} but was still there %g s later (%s); stopped{kept}",
                 rank,
                 self.spec.grace_period,
                 self.lingers.get(rank) or "an exit hook or a finaliser that does not end",
@@ -267,8 +269,7 @@ class _Run:
         for rank, facts in self.seen.items():
             by_us = -(facts.exit_code or 0) in facts.signals_sent
             if self.machine.verdict is m.Verdict.SUCCEEDED and facts.exit_code and not by_us:
-                text = "rank %d had returned, and then %s. Its value is kept"
-                self.remarks.warning(text, rank, exit_text(facts.exit_code))
+                self.remarks.warning(f"rank %d {so_far}, and then %s{kept}", rank, exit_text(facts.exit_code))
 
     def _facts(self, errand: Errand, helpers_oom: str) -> Facts:
         return Facts(
