@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import cloudpickle
 import functions
 import numpy as np
 import pytest
@@ -310,3 +311,27 @@ def test_a_rank_without_its_channel_leaves_what_is_not_too_large():
     came = mpwatch.run(saboteurs.closes_descriptors_and_returns, 1, args=(np.arange(float(MANY)),))[0]
     assert came[-1] == MANY - 1
     came[:] = 0
+
+
+def test_who_wants_a_module_by_value_gets_it_so():
+    def as_called(fn):
+        packed = payload.pack(payload.Call(fn, (), {}, None))
+        try:
+            return payload.unpack(packed.body, [os.dup(fd) for fd in packed.fds]).fn
+        finally:
+            packed.close()
+
+    assert as_called(functions.rank) is functions.rank
+    cloudpickle.register_pickle_by_value(functions)
+    try:
+        assert as_called(functions.rank) is not functions.rank
+    finally:
+        cloudpickle.unregister_pickle_by_value(functions)
+
+
+def test_what_is_of_main_goes_by_value_even_if_the_function_does_not():
+    said = python(
+        "-c",
+        "import mpwatch\nclass Thing: pass\nresult = mpwatch.run(type, 1, args=(Thing(),))\nprint(result[0] is Thing)\n",
+    ).stdout
+    assert said == "True\n"
