@@ -13,6 +13,7 @@ from programs import python
 
 import mpwatch
 from mpwatch import WorkerGroup
+from mpwatch.watcher.watch import MOMENT_SECONDS
 
 
 def pids_of(group):
@@ -47,6 +48,7 @@ import atexit, logging, os, signal, sys, threading, time
 {first}
 import functions, mpwatch
 from mpwatch import WorkerGroup
+from mpwatch.watcher.watch import MOMENT_SECONDS
 def note(path): atexit.register(lambda: open(path, "w").write("ended"))
 """
 
@@ -94,6 +96,7 @@ def test_globals_are_those_of_the_call():
 INTERRUPTED = """
 def interrupt():
     try:
+        time.sleep({after})
         os.kill(os.getppid(), signal.{signal})
         while True: time.sleep(0.01)
     except KeyboardInterrupt:
@@ -110,20 +113,24 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.parametrize("after", [0, 10 * MOMENT_SECONDS])  # before and after the signals have been taken over
 @pytest.mark.parametrize("stubborn", [False, True])
-def test_whoever_answers_to_ctrl_c_stays(stubborn):
-    said = program(INTERRUPTED.format(signal="SIGINT", stubborn=stubborn)).stdout
+def test_whoever_answers_to_ctrl_c_stays(stubborn, after):
+    said = program(INTERRUPTED.format(signal="SIGINT", stubborn=stubborn, after=after)).stdout
     if stubborn:
-        assert said.startswith(
-            "interrupted\nall ranks are started anew: not all came through the last call: the run was stopped"
+        why = (
+            "not all came through the last call: the run was stopped"
+            if after
+            else "the last call could not be brought to its"
         )
+        assert said.startswith(f"interrupted\nall ranks are started anew: {why}")
         assert said.endswith("\nFalse\n")
     else:
         assert said == "interrupted\nTrue\n"
 
 
 def test_sigterm_ends_the_program_and_its_group():
-    done = program(INTERRUPTED.format(signal="SIGTERM", stubborn=False), check=False)
+    done = program(INTERRUPTED.format(signal="SIGTERM", stubborn=False, after=0), check=False)
     assert done.returncode == -signal.SIGTERM
 
 

@@ -94,6 +94,10 @@ class Life:
         self._is_cancelled = True
         set_spawning_popen(None)  # if packing a call was cut short
 
+    def is_watched(self) -> bool:
+        """Whether the thread is at work, for sure."""
+        return self._thread is not None and not self.is_over
+
     def has_begun(self) -> bool:
         """Whether the thread is at work. If its start was interrupted, it may be about to be, and sees that it is late."""
         deadline = time.monotonic() + THREAD_SECONDS

@@ -15,6 +15,7 @@ A thread that sleeps on a lock would not do: a signal that comes just before it 
 import os
 import signal
 import threading
+import time
 from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
@@ -45,6 +46,7 @@ class HostSignals:
         self._pid = os.getpid()
         self._untold: list[int] = []
         self._may_speak = False
+        self.are_taken_over = False
 
     def tell(self, number: int) -> None:
         """Have the run do what it does when this signal comes, which itself has been dealt with elsewhere."""
@@ -61,7 +63,10 @@ class HostSignals:
                 self._mailbox.post(Interrupted(self._untold.pop(0)))
 
     def take_over(self) -> None:
-        """From now on no handler raises."""
+        """From now on no handler raises. Nothing if that was tried before."""
+        if self.are_taken_over:
+            return
+        self.are_taken_over = True
         if threading.current_thread() is not threading.main_thread():
             return
         set_waker = partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
@@ -75,6 +80,14 @@ class HostSignals:
         """Until a signal has come, or somebody else rings the alarm."""
         wait([self._alarm.fileno()])
         self._pass_on()
+
+    def doze(self, deadline: float) -> bool:
+        """The same, and no longer than to that time of CLOCK_MONOTONIC; False when that is over."""
+        patience = deadline - time.monotonic()
+        if patience <= 0 or not wait([self._alarm.fileno()], patience):
+            return False
+        self._alarm.hush()
+        return True
 
     def give_back(self) -> None:
         """Handlers and wake-up descriptor are the host's own again, but for handlers that it has set meanwhile."""

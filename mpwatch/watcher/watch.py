@@ -1,6 +1,7 @@
 """The caller's side of a run: it posts what it wants to the thread that watches the ranks (life.py), and waits for it.
 
     take the signals over --> post --> wait --> give the signals back --> rebuild what came --> return
+    post --> wait for a moment --> return, or take the signals over, and so on         (ranks that are there)
 
 Handlers do not raise while the caller waits (signals.py). If something is thrown into the caller's thread all the same, the
 ranks are stopped as by SIGTERM (at once, if it happens again), and it leaves `pay` when nothing of them is left; but if they
@@ -28,6 +29,7 @@ from .states import Event
 __all__ = ["InterruptError", "Visit", "watch"]
 
 T = TypeVar("T")
+MOMENT_SECONDS = 0.002  # in which most calls of idle ranks are over, if they do next to nothing
 MANY = 1000  # things are not thrown at one wait; if they were, an error of ours would be among them
 
 
@@ -68,16 +70,19 @@ class Visit:
     def pay(self, thing: Event | Errand | None, *, until: Callable[[], bool]) -> None:
         """Post this, and wait until that holds, or all ranks have ended."""
         try:
+            if isinstance(thing, Errand) and self._life.is_watched():
+                self._ask(thing)
+                if self._is_done_soon(until):
+                    return
             self.signals.take_over()
-            self._has_asked = True
-            if thing is not None:
-                self._life.mailbox.post(thing)
-            self.signals.speak_up()
+            self._ask(thing)
             self._life.begin()
             self._sleep(until)
             self._leave()
-        except BaseException:
-            self._abort(until)
+        except BaseException as error:
+            # Ctrl-C in the first moment: the host's handler has raised it
+            is_interrupt = isinstance(error, KeyboardInterrupt) and not self.signals.are_taken_over
+            self._abort(signal.SIGINT if is_interrupt else signal.SIGTERM, until)
             self.signals.deliver()
             raise
 
@@ -110,6 +115,25 @@ class Visit:
             raise InterruptError(self.signals, result)
         return result
 
+    def _ask(self, thing: Event | Errand | None) -> None:
+        """Once."""
+        if not self._has_asked:
+            self._has_asked = True
+            if thing is not None:
+                self._life.mailbox.post(thing)
+            self.signals.speak_up()
+
+    def _is_done_soon(self, until: Callable[[], bool]) -> bool:
+        """Within a moment, for which the signals are left as they are: to take them over and to give them back is a quarter
+        of what a short call costs. One that comes is felt at once, or when the moment is over.
+        """
+        deadline = time.monotonic() + MOMENT_SECONDS
+        while not until():
+            if not self.signals.doze(deadline):
+                return False
+        self._life.remarks.say()
+        return True
+
     def _sleep(self, until: Callable[[], bool]) -> None:
         """Not by joining the thread: that has the fault that signals.py tells of."""
         while not (until() or self._life.is_over):
@@ -123,16 +147,18 @@ class Visit:
         self.signals.give_back()
         self._life.remarks.say()
 
-    def _abort(self, until: Callable[[], bool]) -> None:
-        """Something has been thrown at us. Stop the ranks and leave, and let nothing that is thrown meanwhile prevent it."""
+    def _abort(self, number: int, until: Callable[[], bool]) -> None:
+        """Something has been thrown at us. Stop the ranks as by that signal and leave, and let nothing that is thrown
+        meanwhile prevent it.
+        """
         must_stop = False
         for _ in range(MANY):
             try:
                 must_stop = must_stop or self._is_waited_for(until)
                 if must_stop:
-                    self._stop()
+                    self._stop(number, until)
                 self._leave()
-                if must_stop:
+                if must_stop and not self._life.has_begun():  # or not any more; else they have answered, and stay
                     self._life.close()
             except BaseException:  # noqa: BLE001, S112  the first one is raised; this one has hurried the ranks
                 continue
@@ -142,9 +168,10 @@ class Visit:
         """False for ranks that are idle: a call was about to be posted, or has been answered."""
         return not self._life.has_begun() or (self._has_asked and not until())
 
-    def _stop(self) -> None:
+    def _stop(self, number: int, until: Callable[[], bool]) -> None:
         self._life.cancel()
-        self.signals.tell(signal.SIGTERM)
+        self.signals.take_over()
+        self.signals.tell(number)
         self.signals.speak_up()
         if self._life.has_begun():
-            self._sleep(lambda: False)
+            self._sleep(until if number == signal.SIGINT else lambda: False)
