@@ -193,10 +193,11 @@ class Machine:
         if self.stage is not Stage.IDLE:
             raise IllegalEventError(f"{event} in stage {self.stage.name}")
         self._enter_call(event.started_at + self._timeout, now + self._heartbeat_timeout)
-        return self._call_ready()
+        return [self._call_rank(rank) for rank, phase in self.phases.items() if phase is Phase.READY]
 
-    def _call_ready(self) -> list[Action]:
-        return [CallRank(rank) for rank in self._in(Phase.READY, becomes=Phase.AT_WORK)]
+    def _call_rank(self, rank: int) -> CallRank:
+        self._move(rank, Phase.AT_WORK)
+        return CallRank(rank)
 
     def _end_all(self, now: float) -> list[Action]:
         """Politely if nobody is at work, or still starting."""
@@ -221,7 +222,7 @@ class Machine:
             # It missed the signal, or was allowed to go on for a while, and is now ready to be told.
             return [EndRank(event.rank)] if before is Phase.STOPPING and not isinstance(event, Told) else []
         if isinstance(event, Ready):
-            return self._call_ready() if self._is_undecided() else []
+            return [self._call_rank(event.rank)] if self._is_undecided() else []
         if isinstance(event, Failed):
             return self._fail(event.is_secondary, now)
         return self._settle(now)
