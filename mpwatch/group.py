@@ -34,8 +34,9 @@ class WorkerGroup:
         backend: of torch.distributed: the default process group is made before the first function is called, and kept. It
             is made anew after a call that failed, since the ranks may be out of step.
         env: extra environment variables for the ranks, or a function that gives them for a Worker.
-        timeout: seconds for each call.
-        heartbeat_timeout: seconds that a rank may go without `mpwatch.heartbeat()` or `mpwatch.report()` in a call.
+        timeout: seconds for each call, then RunTimeoutError. None: no limit.
+        heartbeat_timeout: seconds that a rank may go without `mpwatch.heartbeat()` or `mpwatch.report()` in a call, from its
+            first one on. None: no limit.
         grace_period: seconds that a rank has between SIGTERM and SIGKILL when it is stopped, for answering when it is
             interrupted by Ctrl-C, and for ending after `close`.
         role: name of this kind of worker.

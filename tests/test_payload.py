@@ -4,6 +4,7 @@ import ctypes
 import functools
 import gc
 import os
+import pickle
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -22,7 +23,8 @@ from programs import python
 import mpwatch
 from mpwatch.watcher.line import COPIED_UP_TO
 from mpwatch.wire import payload, values
-from mpwatch.wire.bundle import LARGE, mapped
+from mpwatch.wire.bundle import LARGE, Trial, mapped
+from mpwatch.wire.plain import PlainPickler
 
 MANY = LARGE // 8 + 1  # numbers that make a large buffer
 
@@ -335,3 +337,14 @@ def test_what_is_of_main_goes_by_value_even_if_the_function_does_not():
         "import mpwatch\nclass Thing: pass\nresult = mpwatch.run(type, 1, args=(Thing(),))\nprint(result[0] is Thing)\n",
     ).stdout
     assert said == "True\n"
+
+
+def test_whether_a_call_is_plain_is_found_out_without_a_repr():
+    class Shy:
+        __module__ = "__main__"
+
+        def __repr__(self):
+            raise AssertionError("nobody has asked to see it")
+
+    with pytest.raises(pickle.PicklingError, match="of __main__"):
+        PlainPickler(Trial()).dump(Shy())

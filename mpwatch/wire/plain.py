@@ -9,7 +9,7 @@ import pickle
 import sys
 from typing import Any
 
-from .bundle import REDUCERS, Bundle
+from .bundle import REDUCERS, Bundle, Trial
 from .reducers import multiprocessing_reducers, torch_reducers
 
 __all__ = ["PlainPickler", "may_be_plain"]
@@ -22,7 +22,7 @@ class PlainPickler(pickle.Pickler):
         bundle: where the pickle goes.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Bundle | Trial) -> None:
         # before __init__, which is when the C pickler looks for it
         self.dispatch_table = {**multiprocessing_reducers(), **copyreg.dispatch_table, **REDUCERS, **torch_reducers()}
         super().__init__(bundle, 5, buffer_callback=bundle.keep)
@@ -30,7 +30,7 @@ class PlainPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Called by pickle for each object: functions and classes of `__main__`, and instances of these."""
         if getattr(obj, "__module__", None) == "__main__":
-            raise pickle.PicklingError(f"{obj!r:.100} is of __main__")
+            raise pickle.PicklingError("of __main__")  # which nobody sees, and no repr of the user's is run for it
         return NotImplemented
 
 

@@ -9,12 +9,17 @@ __all__ = ["destroy", "init"]
 # The store that the groups are made over. Rank 0 serves it, and the others may need it for as long as they run, so it
 # must not go with a group but with the rank, which the watcher keeps until all have answered.
 _store: Any = None
-_epoch: int | None = None  # of the group that there is
-_made = 0  # how many there were; the same in all ranks
+_epoch: int | None = None  # of the group that was made last, or tried
+_made = 0  # how many there were before it in that epoch; the same in all ranks, whatever became of earlier ones
 
 
 def init(backend: str, epoch: int | None) -> None:
-    """Join the default process group, unless that of this epoch is still there. Raises whatever torch raises."""
+    """Join the default process group, unless that of this epoch is still there. Raises whatever torch raises.
+
+    Args:
+        backend: of torch.distributed, or "auto": nccl with GPUs, else gloo.
+        epoch: see `payload.Call`.
+    """
     global _epoch, _made
     import torch
 
@@ -28,10 +33,10 @@ def init(backend: str, epoch: int | None) -> None:
     worker = current_worker()
     if torch.cuda.is_available() and "nccl" in backend:
         torch.cuda.set_device(worker.local_rank % torch.cuda.device_count())
+    _epoch, _made = epoch, _made + 1 if epoch == _epoch else 0
     # with names of its own: what another group has left there is none of this one's
-    store = dist.PrefixStore(f"mpwatch/{_made}", _make_store(dist))
+    store = dist.PrefixStore(f"mpwatch/{epoch}/{_made}", _make_store(dist))
     dist.init_process_group(backend, store=store, rank=worker.rank, world_size=worker.world_size)
-    _epoch, _made = epoch, _made + 1
 
 
 def destroy() -> None:
