@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from .errors import LaunchError, MpwatchError, RunFailedError, RunTimeoutError
     from .group import WorkerGroup
     from .result import FailureKind, ProcessFailure, Progress, RunResult, WorkerState
-    from .spec import Worker, WorkerSpec
+    from .ranks import Worker
+    from .spec import WorkerSpec
     from .worker.context import current_worker, heartbeat, report
 
 __all__ = [
@@ -47,7 +48,7 @@ _HOME = {
     "RunFailedError": ".errors",
     "RunResult": ".result",
     "RunTimeoutError": ".errors",
-    "Worker": ".spec",
+    "Worker": ".ranks",
     "WorkerGroup": ".group",
     "WorkerSpec": ".spec",
     "WorkerState": ".result",

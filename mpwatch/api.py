@@ -5,9 +5,11 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from .checks import check_flag
 from .errors import RunFailedError
+from .ranks import Worker
 from .result import RunResult
-from .spec import Nprocs, Worker, WorkerSpec, check_flag
+from .spec import Nprocs, WorkerSpec
 from .watcher.outcome import outcome_of
 from .watcher.watch import watch
 

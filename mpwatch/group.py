@@ -9,8 +9,10 @@ from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from .checks import check_flag
+from .ranks import Worker
 from .result import RunResult, WorkerState
-from .spec import GroupSpec, Nprocs, Worker, check_call, check_flag
+from .spec import GroupSpec, Nprocs, check_call
 from .watcher.outcome import outcome_of
 from .watcher.team import Team
 

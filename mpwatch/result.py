@@ -6,13 +6,18 @@ Shared by the watcher and the user; imports only what encodes an exception, and 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from .spec import Worker
+from .ranks import Worker
 from .wire import exceptions
 from .wire.telling import Telling
 
-__all__ = ["FailureKind", "ProcessFailure", "Progress", "RunResult", "WorkerState"]
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from .events.kinds import Event  # which are made of what is here
+
+__all__ = ["Attempt", "FailureKind", "ProcessFailure", "Progress", "RunResult", "WorkerState"]
 
 T = TypeVar("T")
 
@@ -107,6 +112,28 @@ class Progress:
     """Seconds from the start of the run to this report."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One life of the ranks, from their start to their end: of all of them, or of one that was replaced."""
+
+    number: int
+    """How often these ranks had been started before: `restart_count`."""
+    ranks: tuple[int, ...]
+    """Global ranks."""
+    started_at: float
+    """In seconds since 1970 (UTC)."""
+    elapsed: float
+    """Seconds from the start to the end of the last of them."""
+    state: WorkerState
+    """SUCCEEDED, FAILED or STOPPED."""
+    failures: Mapping[int, ProcessFailure] = field(default_factory=dict)
+    """By global rank."""
+    root_cause: ProcessFailure | None = None
+    """The failure that came first; None if there was none, or no single one (a timeout)."""
+    reason: str = ""
+    """What ended it, where no rank did: the timeout, or a signal to the watcher."""
+
+
 @dataclass(frozen=True, repr=False)
 class RunResult(Generic[T]):
     """The outcome of a run: a sequence of the ranks' values, and what else is known.
@@ -135,6 +162,25 @@ class RunResult(Generic[T]):
     of one, such as a DataLoader's worker, or something else in the same memory group."""
     reason: str = ""
     """What ended the run, where no rank did: the timeout, or a signal to the watcher."""
+    attempts: tuple[Attempt, ...] = ()
+    """One for each time that ranks were started, as they ended. What the other fields tell is of the last one of each rank."""
+    not_restarted: str = ""
+    """Why ranks that failed were not started again, if the run was to be restarted at all."""
+    events: "tuple[Event, ...]" = ()
+    """What happened, in the order in which it became known. Of a call of a WorkerGroup: none, see its `on_event`."""
+
+    @property
+    def restarts(self) -> int:
+        """How often ranks were started anew."""
+        return sum(attempt.number > 0 for attempt in self.attempts)
+
+    def to_chrome_trace(self, path: "str | PathLike[str]") -> None:
+        """Write the timeline of the run to a file that Perfetto (ui.perfetto.dev) and chrome://tracing open: a lane for each
+        rank, with its lives, its calls, what was last heard of it, failures and restarts. Raises OSError.
+        """
+        from .events.trace import write_chrome_trace
+
+        write_chrome_trace(self.events, path)
 
     def __getitem__(self, rank: int) -> T:
         try:

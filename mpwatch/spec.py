@@ -1,72 +1,26 @@
-"""The blueprint of a run and of a rank: what all options end up in, validated once, then never changed.
-
-Shared by the watcher and the user; a rank makes its own `Worker` when the function asks for it.
-"""
+"""The blueprint of a run: what all options end up in, validated once, then never changed."""
 
 import inspect
-import math
 import operator
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from numbers import Real
 from typing import Any, Generic, Literal, TypeVar
 
+from .checks import check_count, check_mapping, check_seconds
+from .events.kinds import Event
 from .platform import gpus_may_exist, usable_cpus
+from .policy import RestartPolicy
+from .ranks import Worker
 
-__all__ = ["RANK_VARIABLES", "GroupSpec", "Nprocs", "Worker", "WorkerSpec", "check_call", "check_flag", "name_of"]
+__all__ = ["GroupSpec", "Nprocs", "Observers", "WorkerSpec", "check_call", "name_of"]
 
 T = TypeVar("T")
-MAX_PORT = 65536
 Nprocs = int | Literal["auto", "cpu", "gpu"]
-
-# What tells a rank who it is. MASTER_ADDR and MASTER_PORT are not here: a caller may know a better address.
-RANK_VARIABLES = frozenset(
-    {
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "NODE_RANK",
-        "ROLE_NAME",
-        "ROLE_RANK",
-        "ROLE_WORLD_SIZE",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_MAX_RESTARTS",
-        "TORCHELASTIC_USE_AGENT_STORE",
-    }
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Worker:
-    """Who a rank is. In a rank `current_worker()` gives its own; the result of a run has them all."""
-
-    rank: int
-    """Global rank, from 0 to world_size - 1."""
-    local_rank: int
-    """Rank on this machine, from 0; usually the index of the GPU to use."""
-    world_size: int
-    local_world_size: int
-    group_rank: int = 0
-    """Number of this machine among those of the run."""
-    group_world_size: int = 1
-    role: str = "default"
-    role_rank: int
-    role_world_size: int
-    restart_count: int = 0
-    run_id: str
-    master_addr: str
-    """Address that rank 0 can serve a rendezvous store on."""
-    master_port: int
-    """TCP port reserved for it: nobody else is given it while the run lasts."""
-    state: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """For the function's own use; lives as long as the rank."""
+Observer = Callable[[Event], object]
+Observers = Observer | Iterable[Observer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,27 +33,31 @@ class GroupSpec:
     timeout: float | None = None
     heartbeat_timeout: float | None = None
     grace_period: float = 10.0
+    start_timeout: float = 300.0
     role: str = "default"
+    on_event: Observers | None = None
 
     def __post_init__(self) -> None:
         _check_backend(self.backend)
         _check_env(self.env)
         if self.timeout is not None:
-            _check_seconds("timeout", self.timeout, at_least="more than 0")
+            check_seconds("timeout", self.timeout, at_least="more than 0")
         if self.heartbeat_timeout is not None:
-            _check_seconds("heartbeat_timeout", self.heartbeat_timeout, at_least="more than 0")
-        _check_seconds("grace_period", self.grace_period, at_least="0 or more")
+            check_seconds("heartbeat_timeout", self.heartbeat_timeout, at_least="more than 0")
+        check_seconds("grace_period", self.grace_period, at_least="0 or more")
+        check_seconds("start_timeout", self.start_timeout, at_least="more than 0")
         if not isinstance(self.role, str):
             raise TypeError(f"role must be a string, not {self.role!r}")
         if not self.role or not self.role.isprintable():
             raise ValueError(f"role must be a name, not {self.role!r}")
+        object.__setattr__(self, "on_event", _observers(self.on_event))
         object.__setattr__(self, "nprocs", _count(self.nprocs))
 
     def environment_of(self, worker: Worker) -> dict[str, str]:
         """The extra variables for this rank, checked. Raises TypeError or ValueError."""
         extra = self.env(worker) if callable(self.env) else self.env
         if callable(self.env):
-            _check_mapping("what env() returned", extra)
+            check_mapping("what env() returned", extra)
         return dict(extra or {})
 
 
@@ -113,12 +71,15 @@ class WorkerSpec(GroupSpec, Generic[T]):
     fn: Callable[..., T]
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] | None = None
+    max_restarts: int | None = None
+    restart_policy: RestartPolicy | None = None
 
     def __post_init__(self) -> None:
         check_call(self.fn, self.args, self.kwargs)
         super().__post_init__()
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
+        object.__setattr__(self, "restart_policy", _policy(self.max_restarts, self.restart_policy, self.backend))
 
     @property
     def fn_name(self) -> str:
@@ -133,10 +94,32 @@ def check_call(fn: object, args: object, kwargs: object) -> None:
     _check_kwargs(kwargs)
 
 
-def check_flag(name: str, value: object) -> None:
-    """Whether that is True or False. Raises TypeError."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {value!r}")
+def _policy(max_restarts: object, policy: object, backend: str | None) -> RestartPolicy:
+    """The one that holds: `max_restarts` is short for a policy that says nothing else."""
+    if policy is None:
+        return RestartPolicy(0 if max_restarts is None else check_count("max_restarts", max_restarts, at_least=0))
+    if not isinstance(policy, RestartPolicy):
+        raise TypeError(f"restart_policy must be a RestartPolicy, not {policy!r}")
+    if max_restarts is not None:
+        raise ValueError(
+            f"max_restarts={max_restarts!r} and restart_policy={policy!r} both say how often; put it into the policy: "
+            f"RestartPolicy({max_restarts!r}, ...)"
+        )
+    if policy.scope == "worker" and backend is not None:
+        raise ValueError(
+            f"restart_policy has scope='worker', and backend={backend!r} makes a process group: a rank that is replaced cannot "
+            "join it again; use scope='group'"
+        )
+    return policy
+
+
+def _observers(on_event: object) -> tuple[Observer, ...]:
+    if on_event is None:
+        return ()
+    observers = (on_event,) if callable(on_event) else tuple(on_event) if isinstance(on_event, Iterable) else None
+    if observers is None or not all(map(callable, observers)):
+        raise TypeError(f"on_event must be a function that takes an Event, or several of them, not {on_event!r:.200}")
+    return observers
 
 
 def name_of(fn: object) -> str:
@@ -184,32 +167,7 @@ def _check_backend(backend: object) -> None:
 
 def _check_env(env: object) -> None:
     if env is not None and not callable(env):
-        _check_mapping("env", env)
-
-
-def _check_mapping(what: str, env: object) -> None:
-    if not isinstance(env, Mapping):
-        raise TypeError(f"{what} must be a mapping of strings to strings, not {env!r:.200}")
-    for name, value in env.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise TypeError(f"{what} must map strings to strings, not {name!r} to {value!r:.200}")
-        if not name or "=" in name or "\0" in name + value:
-            raise ValueError(f"{what} has a variable that no environment can hold: {name!r}={value!r:.200}")
-        try:
-            os.fsencode(name + value)
-        except UnicodeEncodeError:
-            raise ValueError(f"{what} has a variable that cannot be encoded: {name!r}={value!r:.200}") from None
-        if name == "MASTER_PORT" and not (value.isdecimal() and 0 < int(value) < MAX_PORT):
-            raise ValueError(f"{what} must give MASTER_PORT as a TCP port, not {value!r}")
-        if name in RANK_VARIABLES:
-            raise ValueError(f"{what} may not set {name}={value!r}: it tells a rank who it is, so mpwatch sets it")
-
-
-def _check_seconds(name: str, value: object, at_least: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
-    if not math.isfinite(value) or float(value) < 0 or (value == 0 and at_least == "more than 0"):
-        raise ValueError(f"{name} must be a number of seconds, {at_least}, not {value!r}")
+        check_mapping("env", env)
 
 
 def _count(nprocs: object) -> int:

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from ..errors import LaunchError
 from ..platform import anonymous_file, group_exists, group_members, open_pidfd
-from ..spec import Worker
+from ..ranks import Worker
 from ..wire.lastwords import read_answer
 from ..wire.messages import Kind, Message
 from ..wire.payload import Payload

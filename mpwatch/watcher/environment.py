@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ..errors import LaunchError
 from ..platform import usable_cpus
-from ..spec import GroupSpec, Worker
+from ..ranks import Worker
+from ..spec import GroupSpec
 from ..wire.shortage import with_remedy
 
 __all__ = ["environments_of", "reserve_port"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..spec import Worker
+from ..ranks import Worker
 from ..wire.messages import Message
 from ..wire.pulse import Reading
 from .states import Verdict

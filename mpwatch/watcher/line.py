@@ -18,7 +18,7 @@ from ..platform import (
     state_of_process,
     write_all,
 )
-from ..spec import Worker
+from ..ranks import Worker
 from ..wire.messages import MAX_DESCRIPTORS, WHERE, Frames, Kind, Message, frame
 from ..wire.shortage import with_remedy
 from .facts import RankFacts

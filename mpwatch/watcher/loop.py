@@ -16,7 +16,8 @@ from functools import partial
 
 from ..errors import LaunchError
 from ..result import WorkerState
-from ..spec import GroupSpec, Worker
+from ..ranks import Worker
+from ..spec import GroupSpec
 from ..wire.messages import Kind, Message
 from ..wire.shortage import with_remedy
 from ..wording import exit_text

@@ -12,7 +12,8 @@ from typing import Any
 
 from ..platform import standard_descriptors
 from ..result import RunResult, WorkerState
-from ..spec import GroupSpec, Worker
+from ..ranks import Worker
+from ..spec import GroupSpec
 from ..wire.payload import Call, Payload
 from ..wording import verdict
 from .life import Life

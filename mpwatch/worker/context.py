@@ -11,7 +11,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from ..spec import Worker
+    from ..ranks import Worker
     from ..wire.pulse import Pulse
 
 __all__ = ["current_worker", "enter", "function_has_returned", "heartbeat", "report"]
@@ -49,7 +49,7 @@ def current_worker() -> Worker:
     if _worker is None:
         if _fields is None:
             raise RuntimeError("current_worker() was called outside a rank: only a function run by mpwatch has one")
-        from ..spec import Worker
+        from ..ranks import Worker
 
         _worker = Worker(**_fields)
     return _worker

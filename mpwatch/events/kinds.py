@@ -1,0 +1,161 @@
+"""What can happen in a run, as it is told to observers: frozen data, one class for each kind of event.
+
+Made by the watcher, in the caller's process. Times of one run are consistent with each other: `time` is derived from
+`monotonic`, and does not jump when somebody sets the clock.
+"""
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from ..result import ProcessFailure, Progress, WorkerState
+from .plain import plain
+
+__all__ = [
+    "CallStarted",
+    "Event",
+    "HeartbeatLost",
+    "Restarting",
+    "RunEnded",
+    "RunStarted",
+    "StateChanged",
+    "WorkerEnded",
+    "WorkerFailed",
+    "WorkerReady",
+    "WorkerStarted",
+    "WorkerStopped",
+    "WorkerSucceeded",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened in a run; the base of all kinds."""
+
+    time: float
+    """When it happened, in seconds since 1970 (UTC)."""
+    monotonic: float
+    """The same by CLOCK_MONOTONIC, in seconds; comparable with all others of this machine, rank's stamps included."""
+    run_id: str
+    """Of the run; or of the WorkerGroup, in all its calls."""
+    ranks: tuple[int, ...]
+    """Global ranks that it is about, in order."""
+    attempt: int = 0
+    """How often these ranks had been started anew before; 0 for the first time."""
+
+    name: ClassVar[str]
+    """Of the kind: "worker_started" for WorkerStarted, and so on."""
+
+    def __init_subclass__(cls) -> None:
+        cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain data that JSON can hold: `event` is the name; states and kinds of failure are their names, an
+        exception is its traceback's text, and numbers that JSON has none for ("nan", "inf") are text.
+        """
+        return {"event": self.name} | {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """The run begins: the ranks are about to be started."""
+
+    fn: str
+    """The function's name; of a WorkerGroup: empty."""
+    role: str
+    nprocs: int
+    max_restarts: int
+    hostname: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStarted(Event):
+    """There is a process for this rank."""
+
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerReady(Event):
+    """This rank's interpreter can be called."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallStarted(Event):
+    """A function is called in these ranks, in each as soon as it is ready. Once in a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeartbeatLost(Event):
+    """This rank has been silent for half as long as it may: the group is UNHEALTHY until it beats again, or has failed."""
+
+    silent_seconds: float
+    heartbeat_timeout: float
+    """The limit, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSucceeded(Event):
+    """This rank's function has returned. WorkerFailed may follow: it is killed while others need it, say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFailed(Event):
+    """This rank has failed, for itself or as a victim. Told when all ranks have been stopped and it is known who failed
+    first; `time` is when it failed.
+    """
+
+    failure: ProcessFailure
+    is_root_cause: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerStopped(Event):
+    """This rank was stopped by the watcher, since another had failed or the run was interrupted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnded(Event):
+    """This rank's process has ended, whatever became of its function."""
+
+    pid: int | None
+    exit_code: int | None
+    """As multiprocessing has it, negative for a signal; None if it is not known."""
+    heartbeat_at: float | None = None
+    """When it was last heard of, by CLOCK_MONOTONIC; None if it has never beaten, or its function had returned."""
+    progress: Progress | None = None
+    """What it last reported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restarting(Event):
+    """These ranks, all or one, have failed or were stopped; they are gone, and are started anew after the delay."""
+
+    cause: ProcessFailure | None
+    """What failed first in them."""
+    delay: float
+    """Seconds until they are started."""
+    restarts_left: int
+    """How often that may happen again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateChanged(Event):
+    """The state of the group has changed. See mpwatch/lifecycle.py for which changes there are."""
+
+    before: WorkerState
+    after: WorkerState
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(Event):
+    """All is over, and nothing of the ranks is left."""
+
+    state: WorkerState
+    """SUCCEEDED, FAILED or STOPPED."""
+    elapsed: float
+    """Seconds since RunStarted."""
+    restarts: int
+    """How often ranks were started anew."""
+    reason: str
+    """What went wrong, in a line; empty after a success."""
