@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from .api import main, run
     from .errors import LaunchError, MpwatchError, RunFailedError, RunTimeoutError
     from .group import WorkerGroup
-    from .result import FailureKind, ProcessFailure, Progress, RunResult, WorkerState
     from .ranks import Worker
+    from .result import FailureKind, ProcessFailure, Progress, RunResult, WorkerState
     from .spec import WorkerSpec
     from .worker.context import current_worker, heartbeat, report
 

@@ -49,10 +49,7 @@ def check_change(before: WorkerState, after: WorkerState) -> None:
 
 def diagram() -> str:
     """The table as a diagram in the language of Mermaid, which GitHub draws."""
-    arrows = [
-        f"    {before.name} --> {after.name}: {why}"
-        for before, afters in TRANSITIONS.items()
-        for after, why in afters.items()
-    ]
+    changes = [(before, after, why) for before, afters in TRANSITIONS.items() for after, why in afters.items()]
+    arrows = [f"    {before.name} --> {after.name}: {why}" for before, after, why in changes]
     ends = [f"    {end.name} --> [*]" for end in ENDS]
     return "\n".join(["stateDiagram-v2", f"    [*] --> {_S.UNKNOWN.name}", *arrows, *ends])

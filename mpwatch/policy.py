@@ -35,10 +35,10 @@ class RestartPolicy:
     jitter: float = 0.1
     """Fraction by which each delay is made longer or shorter at random, from 0 to 1."""
     retry_if: RetryIf | None = None
-    """Which failures are worth another try, judged by the one that came first: exception types, FailureKinds, a collection of
-    them, or a function from ProcessFailure to bool, called in the caller's thread. None: all but START, and but programming
-    errors (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError) that a rank raises before
-    its first heartbeat or report. A LaunchError, a timeout and an interrupt always end the run."""
+    """Which failures are worth another try, judged by the one that came first: exception types, FailureKinds, a collection
+    of them, or a function from ProcessFailure to bool, called in the caller's thread. None: all but START, and but
+    programming errors (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError) that a rank
+    raises before its first heartbeat or report. A LaunchError, a timeout and an interrupt always end the run."""
     reset_after: float | None = None
     """Seconds after which ranks that were healthy get all their restarts back, and the first delay. None: never."""
     max_no_progress: int | None = None

@@ -1,4 +1,4 @@
-"""Who a rank is: the `Worker` that the watcher makes, and that a rank makes its own of, and the variables that say the same."""
+"""Who a rank is: a `Worker`, and the variables that say the same. Both sides make one, the rank when it is asked for."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,7 +5,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Generic, Literal, TypeVar
 
@@ -107,8 +107,8 @@ def _policy(max_restarts: object, policy: object, backend: str | None) -> Restar
         )
     if policy.scope == "worker" and backend is not None:
         raise ValueError(
-            f"restart_policy has scope='worker', and backend={backend!r} makes a process group: a rank that is replaced cannot "
-            "join it again; use scope='group'"
+            f"restart_policy has scope='worker', and backend={backend!r} makes a process group, which a rank that is replaced "
+            "cannot join again; use scope='group'"
         )
     return policy
 

@@ -17,8 +17,8 @@ from multiprocessing.context import set_spawning_popen
 
 from ..errors import LaunchError
 from ..platform import await_end_of_thread
-from ..result import WorkerState
 from ..ranks import Worker
+from ..result import WorkerState
 from ..spec import GroupSpec
 from .environment import environments_of, reserve_port
 from .loop import carry_out

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from functools import partial
 
 from ..errors import LaunchError
-from ..result import WorkerState
 from ..ranks import Worker
+from ..result import WorkerState
 from ..spec import GroupSpec
 from ..wire.messages import Kind, Message
 from ..wire.shortage import with_remedy

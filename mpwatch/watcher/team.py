@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..platform import standard_descriptors
-from ..result import RunResult, WorkerState
 from ..ranks import Worker
+from ..result import RunResult, WorkerState
 from ..spec import GroupSpec
 from ..wire.payload import Call, Payload
 from ..wording import verdict
