@@ -107,8 +107,8 @@ def _policy(max_restarts: object, policy: object, backend: str | None) -> Restar
         )
     if policy.scope == "worker" and backend is not None:
         raise ValueError(
-            f"restart_policy has scope='worker', and backend={backend!r} makes a process group, which a rank that is replaced "
-            "cannot join again; use scope='group'"
+            f"restart_policy has scope='worker', and backend={backend!r} makes a process group, which a rank that is replaced"
+            " cannot join again; use scope='group'"
         )
     return policy
 
