@@ -10,18 +10,23 @@ TYPE_CHECKING = False  # typing's own would cost every rank the import of typing
 if TYPE_CHECKING:
     from .api import main, run
     from .errors import LaunchError, MpwatchError, RunFailedError, RunTimeoutError
+    from .events.kinds import Event
     from .group import WorkerGroup
+    from .policy import RestartPolicy
     from .ranks import Worker
-    from .result import FailureKind, ProcessFailure, Progress, RunResult, WorkerState
+    from .result import Attempt, FailureKind, ProcessFailure, Progress, RunResult, WorkerState
     from .spec import WorkerSpec
     from .worker.context import current_worker, heartbeat, report
 
 __all__ = [
+    "Attempt",
+    "Event",
     "FailureKind",
     "LaunchError",
     "MpwatchError",
     "ProcessFailure",
     "Progress",
+    "RestartPolicy",
     "RunFailedError",
     "RunResult",
     "RunTimeoutError",
@@ -40,11 +45,14 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOME = {
+    "Attempt": ".result",
+    "Event": ".events.kinds",
     "FailureKind": ".result",
     "LaunchError": ".errors",
     "MpwatchError": ".errors",
     "ProcessFailure": ".result",
     "Progress": ".result",
+    "RestartPolicy": ".policy",
     "RunFailedError": ".errors",
     "RunResult": ".result",
     "RunTimeoutError": ".errors",

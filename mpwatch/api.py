@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 from .checks import check_flag
 from .errors import RunFailedError
+from .policy import RestartPolicy
 from .ranks import Worker
 from .result import RunResult
-from .spec import Nprocs, WorkerSpec
+from .spec import Nprocs, Observers, WorkerSpec
 from .watcher.outcome import outcome_of
 from .watcher.watch import watch
 
@@ -29,7 +30,11 @@ def run(
     timeout: float | None = None,
     heartbeat_timeout: float | None = None,
     grace_period: float = 10.0,
+    start_timeout: float = 300.0,
+    max_restarts: int | None = None,
+    restart_policy: RestartPolicy | None = None,
     role: str = "default",
+    on_event: Observers | None = None,
     check: bool = True,
 ) -> RunResult[T]:
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them to their end, and return what they returned.
@@ -48,12 +53,19 @@ def run(
         backend: of torch.distributed ("gloo", "nccl", ...; "auto": nccl with GPUs, else gloo): the default process group
             is made before fn is called and destroyed after it. None: fn does as it likes.
         env: extra environment variables for the ranks, or a function that gives them for a Worker.
-        timeout: seconds for the whole run, then RunTimeoutError. None: no limit.
+        timeout: seconds for the whole run, restarts included, then RunTimeoutError. None: no limit.
         heartbeat_timeout: seconds that a rank may go without `mpwatch.heartbeat()` or `mpwatch.report()`, from its first one
             on; then it hangs, and has failed (FailureKind.HANG). None: no limit.
         grace_period: seconds that a rank has between SIGTERM and SIGKILL when it is stopped, and for ending by itself
             after it has returned.
+        start_timeout: seconds that an interpreter may take to start; a rank that takes longer has failed, too
+            (FailureKind.START).
+        max_restarts: how often all ranks are started again after a failure: short for RestartPolicy(max_restarts). None:
+            never, unless restart_policy says otherwise.
+        restart_policy: how often, which ranks, after which failures and delays, see RestartPolicy. A rank has to resume by
+            itself, from its last checkpoint; `current_worker().restart_count` says which time it is.
         role: name of this kind of worker.
+        on_event: a function, or several, called in this thread with each `mpwatch.Event`; one that raises is dropped.
         check: False: return the result of a failed run instead of raising.
 
     Returns:
@@ -77,7 +89,11 @@ def run(
         timeout=timeout,
         heartbeat_timeout=heartbeat_timeout,
         grace_period=grace_period,
+        start_timeout=start_timeout,
+        max_restarts=max_restarts,
+        restart_policy=restart_policy,
         role=role,
+        on_event=on_event,
     )
     return outcome_of(lambda: watch(spec), check=check)
 

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 from .checks import check_flag
 from .ranks import Worker
 from .result import RunResult, WorkerState
-from .spec import GroupSpec, Nprocs, check_call
+from .spec import GroupSpec, Nprocs, Observers, check_call
 from .watcher.outcome import outcome_of
 from .watcher.team import Team
 
@@ -41,7 +41,9 @@ class WorkerGroup:
             first one on. None: no limit.
         grace_period: seconds that a rank has between SIGTERM and SIGKILL when it is stopped, for answering when it is
             interrupted by Ctrl-C, and for ending after `close`.
+        start_timeout: seconds that an interpreter may take to start.
         role: name of this kind of worker.
+        on_event: a function, or several, called with each `mpwatch.Event` by the thread that waits for a call, or `close`.
         check: False: `run` returns the result of a failed call instead of raising.
 
     Raises:
@@ -58,7 +60,9 @@ class WorkerGroup:
         timeout: float | None = None,
         heartbeat_timeout: float | None = None,
         grace_period: float = 10.0,
+        start_timeout: float = 300.0,
         role: str = "default",
+        on_event: Observers | None = None,
         check: bool = True,
     ) -> None:
         check_flag("check", check)
@@ -70,7 +74,9 @@ class WorkerGroup:
             timeout=timeout,
             heartbeat_timeout=heartbeat_timeout,
             grace_period=grace_period,
+            start_timeout=start_timeout,
             role=role,
+            on_event=on_event,
         )
         self._pid = os.getpid()
         self._turn = threading.RLock()  # other threads wait for it

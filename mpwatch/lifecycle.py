@@ -21,6 +21,7 @@ TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
         _S.HEALTHY: "all ranks are ready",
         _S.UNHEALTHY: "a rank fails, or all are stopped",
         _S.FAILED: "a rank cannot be started again",
+        _S.STOPPED: "the watcher itself is struck",
     },
     _S.HEALTHY: {
         _S.UNHEALTHY: "a rank is late with its heartbeat, or fails, or all are stopped",

@@ -53,6 +53,16 @@ class GroupSpec:
         object.__setattr__(self, "on_event", _observers(self.on_event))
         object.__setattr__(self, "nprocs", _count(self.nprocs))
 
+    @property
+    def policy(self) -> RestartPolicy:
+        """What becomes of ranks that have failed; those of a group are started anew by its next call, and not before."""
+        return RestartPolicy(0)
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """What is told of each event."""
+        return _observers(self.on_event)
+
     def environment_of(self, worker: Worker) -> dict[str, str]:
         """The extra variables for this rank, checked. Raises TypeError or ValueError."""
         extra = self.env(worker) if callable(self.env) else self.env
@@ -82,6 +92,12 @@ class WorkerSpec(GroupSpec, Generic[T]):
         object.__setattr__(self, "restart_policy", _policy(self.max_restarts, self.restart_policy, self.backend))
 
     @property
+    def policy(self) -> RestartPolicy:
+        """What becomes of ranks that have failed."""
+        assert self.restart_policy is not None  # see above
+        return self.restart_policy
+
+    @property
     def fn_name(self) -> str:
         """The function's name for messages; partials and callable objects have none of their own."""
         return name_of(self.fn)
@@ -107,8 +123,8 @@ def _policy(max_restarts: object, policy: object, backend: str | None) -> Restar
         )
     if policy.scope == "worker" and backend is not None:
         raise ValueError(
-            f"restart_policy has scope='worker', and backend={backend!r} makes a process group, which a rank that is replaced"
-            " cannot join again; use scope='group'"
+            f"restart_policy has scope='worker', but backend={backend!r} makes a process group, which one that is replaced"
+            " cannot join; use scope='group'"
         )
     return policy
 

@@ -4,15 +4,15 @@ import os
 import re
 import signal
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from traceback import walk_tb
 from typing import Any
 
-from .result import FailureKind, ProcessFailure, RunResult, WorkerState
+from .result import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
 from .wire.exceptions import own
 
-__all__ = ["exit_text", "fates", "ranks_text", "report", "summary_of", "verdict", "where"]
+__all__ = ["attempts_text", "exit_text", "fates", "ranks_text", "report", "summary_of", "timeout_text", "verdict", "where"]
 
 USUAL_CAUSES = {
     signal.SIGSEGV: "an invalid memory access, usually in compiled code",
@@ -30,6 +30,7 @@ SUMMARIES = {
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 STACK_LINES = 24  # of the stack of a crash: a dozen frames, each with its line of source
 PRINTED_LINES = 12
+ATTEMPT_LINES = 30
 FATE_LINES = 30  # groups of ranks; more are counted
 HERE = os.path.dirname(__file__)
 LIBRARIES = (HERE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen ")  # where no user's code is
@@ -49,10 +50,33 @@ def report(result: RunResult[Any]) -> str:
     groups = [f"  {ranks_text(ranks)}: {fate}" for fate, ranks in fates(result).items()]
     if len(groups) > FATE_LINES:
         groups[FATE_LINES:] = [f"  and {len(groups) - FATE_LINES} more groups of ranks: see .failures and .stacks"]
-    return "\n".join([verdict(result), *_details(result), *groups])
+    return "\n".join([verdict(result), *_details(result), *groups, *_restarts(result)])
 
 
-def verdict(result: RunResult[Any]) -> str:
+def _restarts(result: RunResult[Any]) -> list[str]:
+    """How often it was tried, and why not once more."""
+    if not result.restarts:
+        return [f"  not started again: {result.not_restarted}"] if result.not_restarted else []
+    times = f"{result.restarts} times" if result.restarts > 1 else "once"
+    why_not = f", and then no more: {result.not_restarted}" if result.not_restarted else ""
+    failed = [attempt for attempt in result.attempts if attempt.state is WorkerState.FAILED]
+    return [f"  started again {times}{why_not}", *attempts_text(failed)]
+
+
+def attempts_text(attempts: Sequence[Attempt]) -> list[str]:
+    """What failed first in each of these, in a line each; of very many the first and the last."""
+    lines = [f"    {_name(attempt)}, {attempt.elapsed:.1f} s: {verdict(attempt)}" for attempt in attempts]
+    more = len(lines) - ATTEMPT_LINES
+    if more > 0:
+        lines[ATTEMPT_LINES // 2 : -ATTEMPT_LINES // 2] = [f"    and {more} more: see .attempts"]
+    return lines
+
+
+def _name(attempt: Attempt) -> str:
+    return f"restart {attempt.number}" if attempt.number else "first start"
+
+
+def verdict(result: RunResult[Any] | Attempt) -> str:
     """Which rank failed first, and why; or what else ended the run."""
     root = result.root_cause
     if root is None:
@@ -94,6 +118,11 @@ def ranks_text(ranks: Iterable[int]) -> str:
             runs.append([rank, rank])
     word = "rank" if len(runs) == 1 and runs[0][0] == runs[0][1] else "ranks"
     return f"{word} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def timeout_text(timeout: float, late: Iterable[int]) -> str:
+    """That time ran out for these ranks."""
+    return f"the run did not end within timeout={timeout:g} s: {ranks_text(late)} had not returned"
 
 
 def _details(result: RunResult[Any]) -> list[str]:

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from told import COMPLAINT, facts, raised, returned
 
 from mpwatch import WorkerState
+from mpwatch.lifecycle import check_change
 from mpwatch.watcher.diagnosis import diagnose
 from mpwatch.watcher.machine import Machine
 from mpwatch.watcher.states import (
@@ -29,14 +30,19 @@ from mpwatch.watcher.states import (
     Pulse,
     Ready,
     Returned,
+    Settled,
     SignalRank,
     Stage,
+    StartAgain,
+    StartRank,
+    StopAll,
     Told,
     Verdict,
 )
 from mpwatch.wire.messages import Message
 
 GRACE = 3.0
+PATIENCE = 30.0
 LIMIT = 5.0
 TOLD = {False: raised(ValueError("the batch is bad"), 0.0), True: raised(COMPLAINT, 0.0)}
 RETURNED = returned(7)
@@ -51,6 +57,7 @@ class History(RuleBasedStateMachine):
     """Ranks do what they like; the watcher sees it, and does what the machine says."""
 
     @initialize(
+        may_restart=st.booleans(),
         keep=st.booleans(),
         n=st.integers(2, 5),
         timeout=st.none() | st.floats(0.5, 30),
@@ -59,11 +66,14 @@ class History(RuleBasedStateMachine):
         signals=st.integers(0, 2),
         deaths=st.integers(0, 2),
     )
-    def begin(self, *, keep, n, timeout, limit, ready, signals, deaths):
+    def begin(self, *, may_restart, keep, n, timeout, limit, ready, signals, deaths):
         self.now = 1.0
         self.keep = keep
         self.limits = {"timeout": timeout, "heartbeat_timeout": limit}
-        self.machine = Machine(range(n), now=self.now, grace_period=GRACE, keep=keep, **self.limits)
+        more = {"grace_period": GRACE, "start_timeout": PATIENCE, "keep": keep, "may_restart": may_restart}
+        self.machine = Machine(range(n), now=self.now, **more, **self.limits)
+        self.state = WorkerState.INIT
+        self.restarts = 3
         self.signals, self.deaths = signals, deaths  # that may still come: else most histories are soon over
         self.be_born(n)
         self.tell(CallAll(self.now))
@@ -90,7 +100,7 @@ class History(RuleBasedStateMachine):
     @rule()
     def is_called_again(self):
         assert self.keep
-        assert set(self.machine.phases.values()) == {Phase.READY}
+        assert set(self.machine.roster.phases.values()) == {Phase.READY}
         self.begin_a_call()
         self.tell(CallAll(self.now))
 
@@ -99,22 +109,29 @@ class History(RuleBasedStateMachine):
     def is_told_to_end(self):
         self.tell(EndAll())
 
-    @precondition(lambda self: set(self.machine.phases.values()) == {Phase.GONE} and self.machine.signum is None)
-    @rule(ready=st.integers(0, 5), deaths=st.integers(0, 2))
-    def begins_again(self, ready, deaths):
+    @precondition(lambda self: self.machine.stage is Stage.JUDGING)
+    @rule(delay=st.floats(0.0, 3.0), deaths=st.integers(0, 2))
+    def is_worth_another_try(self, delay, deaths):
+        assert set(self.machine.roster.phases.values()) == {Phase.GONE}
+        assert self.machine.signum is None
         self.judge()
-        self.machine.begin_again(self.now)
         self.deaths = deaths
-        self.be_born(len(self.seen))
-        self.some_become_ready(ready)
+        self.restarts -= 1
+        event = StartAgain(0, generation=self.machine.generation, delay=delay) if self.restarts else self.of_now(Settled, 0)
+        self.tell(event)
+        assert self.machine.stage is (Stage.PAUSED if self.restarts else Stage.OVER)
+
+    @rule()
+    def other_ranks_have_failed(self):
+        self.tell(StopAll())
 
     @precondition(lambda self: self.machine.generation)
     @rule(data=st.data(), kind=st.sampled_from([Ready, Returned, Failing, Failed, Looked, Pulse, Died]))
     def something_comes_of_an_earlier_life(self, data, kind):
         rank = data.draw(st.sampled_from(sorted(self.seen)))
-        before = dict(self.machine.phases), self.machine.stage, self.machine.deadline
+        before = dict(self.machine.roster.phases), self.machine.stage, self.machine.deadline
         assert self.machine.handle(kind(rank, generation=self.machine.generation - 1), self.now) == []
-        assert (dict(self.machine.phases), self.machine.stage, self.machine.deadline) == before
+        assert (dict(self.machine.roster.phases), self.machine.stage, self.machine.deadline) == before
 
     def ready(self, rank):
         self.seen[rank]["was_ready"] = True
@@ -125,10 +142,14 @@ class History(RuleBasedStateMachine):
 
     def tell(self, event):
         self.do(self.machine.handle(event, self.now))
+        self.look_at_state()
         if self.machine.stage is Stage.IDLE:
             self.judge()
 
     def do(self, actions):
+        if any(isinstance(action, StartRank) for action in actions):
+            assert actions == [StartRank(rank) for rank in self.seen]
+            self.be_born(len(self.seen))
         self.sent += actions
         for action in actions:
             if isinstance(action, SignalRank):
@@ -139,8 +160,14 @@ class History(RuleBasedStateMachine):
             if isinstance(action, FeelPulse):
                 self.tell(self.of_now(Pulse, action.rank, beat_at=self.beats[action.rank]))
 
+    def look_at_state(self):
+        """As the group that these ranks are would tell it."""
+        before, self.state = self.state, self.machine.state
+        if self.state is not before:
+            check_change(before, self.state)
+
     def those_in(self, *phases):
-        return [rank for rank, phase in self.machine.phases.items() if phase in phases]
+        return [rank for rank, phase in self.machine.roster.phases.items() if phase in phases]
 
     def those_who_may_speak(self):
         return [rank for rank in self.those_in(*MUTE) if CallRank(rank) in self.sent and rank not in self.has_answered]
@@ -220,29 +247,35 @@ class History(RuleBasedStateMachine):
         deadline = self.machine.deadline
         self.now = min(self.now + seconds, max(self.now, deadline if deadline is not None else self.now + seconds))
         self.do(self.machine.expire(self.now))
+        self.look_at_state()
 
     @rule()
     def time_is_up(self):
         if self.machine.deadline is not None:
             self.now = max(self.now, self.machine.deadline)
             self.do(self.machine.expire(self.now))
+            self.look_at_state()
 
     @invariant()
     def nobody_is_waited_for_without_a_deadline(self):
         machine = getattr(self, "machine", None)
         if machine is None or machine.stage is Stage.OVER:
             return
-        if machine.stage not in (Stage.WORKING, Stage.IDLE):
+        if machine.stage not in (Stage.WORKING, Stage.IDLE, Stage.JUDGING):
             assert machine.deadline is not None
         elif machine.deadline is None:
-            assert machine.stage is Stage.IDLE or Phase.AT_WORK in machine.phases.values()
-            assert Phase.STARTING not in machine.phases.values()
+            assert machine.stage in (Stage.IDLE, Stage.JUDGING) or Phase.AT_WORK in machine.roster.phases.values()
+            assert Phase.STARTING not in machine.roster.phases.values()
 
     @invariant()
     def no_silence_goes_unnoticed(self):
         machine = getattr(self, "machine", None)
         if machine is not None and machine.stage is Stage.WORKING and self.limits["heartbeat_timeout"] is not None:
-            beats = [beat for rank, beat in self.beats.items() if machine.phases[rank] is Phase.AT_WORK and beat is not None]
+            beats = [
+                beat
+                for rank, beat in self.beats.items()
+                if machine.roster.phases[rank] is Phase.AT_WORK and beat is not None
+            ]
             late = [beat for beat in beats if self.now >= beat + LIMIT]
             assert not late or machine.deadline <= max(self.now, min(late) + LIMIT + SURE_SECONDS)
 
@@ -278,9 +311,11 @@ class History(RuleBasedStateMachine):
                 self.tell(Interrupted(signal.SIGINT))
             if self.machine.stage is Stage.IDLE:
                 self.tell(EndAll())
+            if self.machine.stage is Stage.JUDGING:
+                self.tell(self.of_now(Settled, 0))
             self.time_is_up()
         assert self.machine.stage is Stage.OVER
-        assert set(self.machine.phases.values()) <= {Phase.GONE, Phase.GIVEN_UP}
+        assert set(self.machine.roster.phases.values()) <= {Phase.GONE, Phase.GIVEN_UP}
         assert self.machine.verdict is not None
         assert sum(isinstance(action, GiveUp) for action in self.sent) <= len(self.seen)
         self.judge()
@@ -294,7 +329,7 @@ class History(RuleBasedStateMachine):
             *self.seen.values(),
             verdict=self.machine.verdict,
             stopped_at=self.machine.stopped_at,
-            silent=self.machine.silent,
+            silent=self.machine.beats.silent,
             never_ready=self.machine.never_ready,
             signum=self.machine.signum,
             **self.limits,

@@ -10,23 +10,19 @@ from mpwatch.watcher.machine import Machine
 from mpwatch.watcher.states import (
     KILL_SECONDS,
     LAST_CALL_SECONDS,
-    LATE_SECONDS,
     LOOK_SECONDS,
-    START_SECONDS,
     CallAll,
     CallRank,
     Died,
     EndRank,
     Failed,
     Failing,
-    FeelPulse,
     GiveUp,
     IllegalEventError,
     Interrupted,
     LookAt,
     Looked,
     Phase,
-    Pulse,
     Ready,
     Returned,
     SignalRank,
@@ -35,10 +31,11 @@ from mpwatch.watcher.states import (
 )
 
 GRACE = 10.0
+PATIENCE = 300.0
 
 
 def machine(n=3, timeout=None):
-    return called(Machine(range(n), now=0.0, grace_period=GRACE, timeout=timeout))
+    return called(Machine(range(n), now=0.0, grace_period=GRACE, start_timeout=PATIENCE, timeout=timeout))
 
 
 def called(it):
@@ -160,7 +157,7 @@ def test_the_ladder_is_climbed_once_and_ends_in_giving_up():
     assert it.deadline == 1.0 + GRACE + KILL_SECONDS
     it.handle(Died(0), 11.5)
     assert it.expire(1.0 + GRACE + KILL_SECONDS) == [GiveUp(1)]
-    assert (it.stage, it.phases[1], it.deadline) == (Stage.OVER, Phase.GIVEN_UP, None)
+    assert (it.stage, it.roster.phases[1], it.deadline) == (Stage.OVER, Phase.GIVEN_UP, None)
 
 
 def test_a_complaint_waits_for_its_cause():
@@ -207,8 +204,8 @@ def test_the_timeout():
 def test_ranks_that_do_not_come_up():
     it = machine(2)
     it.handle(Ready(0), 1.0)
-    assert it.deadline == START_SECONDS
-    assert after_a_look(it, None, START_SECONDS, 0) == stop(0, 1)
+    assert it.deadline == PATIENCE
+    assert after_a_look(it, None, PATIENCE, 0) == stop(0, 1)
     assert (it.never_ready, it.verdict) == ([1], Verdict.FAILED)
 
 
@@ -276,120 +273,6 @@ def test_what_cannot_be_is_an_error(history, event):
         it.handle(happened, 0.0)
     with pytest.raises(IllegalEventError, match=type(event).__name__):
         it.handle(event, 1.0)
-
-
-def feel(it, now, beats):
-    """The pulses of these ranks are felt, and what is done then."""
-    assert it.expire(now) == [FeelPulse(rank) for rank in beats]
-    *_, actions = [it.handle(Pulse(rank, beat_at=beat), now) for rank, beat in beats.items()]
-    return actions
-
-
-def with_pulses(n=2, limit=5.0):
-    it = called(Machine(range(n), now=0.0, grace_period=GRACE, heartbeat_timeout=limit))
-    for rank in range(n):
-        it.handle(Ready(rank), 0.0)
-    return it
-
-
-def test_pulses_are_felt_when_somebody_may_have_been_silent_for_too_long():
-    it = with_pulses()
-    assert it.deadline == 5.0
-    assert feel(it, 5.0, {0: 3.0, 1: 4.0}) == []
-    assert it.deadline == 8.0
-    assert feel(it, 8.0, {0: 7.5, 1: 7.9}) == []
-    assert it.deadline == 12.5
-
-
-def test_silence_is_a_failure_when_it_has_been_seen_twice_and_all_are_looked_at():
-    it = with_pulses()
-    assert feel(it, 5.0, {0: 0.0, 1: 0.1}) == []
-    assert it.deadline == 5.5
-    assert feel(it, 5.5, {0: 0.0, 1: 0.1}) == [LookAt(0), LookAt(1)]
-    assert (it.silent, it.verdict, it.stopped_at) == ({0: 0.0, 1: 0.1}, Verdict.FAILED, 5.5)
-
-
-def test_a_rank_that_beats_again_was_not_silent():
-    it = with_pulses()
-    assert feel(it, 5.0, {0: 0.0, 1: 4.0}) == []
-    assert feel(it, 5.5, {0: 5.2, 1: 5.2}) == []
-    assert (it.silent, it.deadline) == ({}, 10.2)
-    assert feel(it, 10.2, {0: 5.2, 1: 9.0}) == []
-    assert feel(it, 10.7, {0: 5.2, 1: 9.0}) == [LookAt(0), LookAt(1)]
-
-
-def test_a_rank_that_has_never_beaten_is_felt_again_and_has_no_limit():
-    it = with_pulses()
-    assert feel(it, 5.0, {0: None, 1: None}) == []
-    assert it.deadline == 10.0
-    assert feel(it, 10.0, {0: None, 1: 9.0}) == []
-    assert it.deadline == 14.0
-
-
-def test_only_ranks_at_work_have_a_pulse():
-    it = with_pulses(3)
-    it.handle(Returned(0), 1.0)
-    assert feel(it, 5.0, {1: 4.0, 2: 4.0}) == []
-    it.handle(Failing(1), 6.0)
-    assert it.deadline == 6.0 + LAST_CALL_SECONDS
-
-
-def test_a_silence_that_ended_with_its_rank_s_work_is_no_first_look_at_another_s():
-    it = called(Machine(range(2), now=0.0, grace_period=GRACE, heartbeat_timeout=5.0))
-    it.handle(Ready(0), 0.0)
-    assert feel(it, 5.0, {0: 0.0}) == []
-    it.handle(Returned(0), 5.2)
-    assert it.expire(5.5) == []
-    it.handle(Ready(1), 6.0)
-    assert feel(it, 10.5, {1: 5.4}) == []
-    assert feel(it, 11.0, {1: 5.4}) == [LookAt(1)]
-
-
-def test_a_machine_that_was_not_called_in_time_blames_nobody():
-    it = with_pulses()
-    late = 5.0 + LATE_SECONDS + 0.1
-    assert it.expire(late) == []
-    assert it.deadline == late + 5.0
-    assert feel(it, late + 5.0, {0: late + 4.0, 1: 0.0}) == []
-    assert feel(it, late + 5.5, {0: late + 4.0, 1: 0.0}) == [LookAt(0), LookAt(1)]
-
-
-def test_a_new_generation_begins_when_the_last_one_is_gone():
-    it = at_work(2)
-    with pytest.raises(IllegalEventError, match="a new generation in stage WORKING, with 0 gone"):
-        it.begin_again(1.0)
-    for rank in range(2):
-        it.handle(Died(rank), 1.0)
-    it.begin_again(2.0)
-    assert (it.generation, it.stage, it.verdict, it.stopped_at) == (1, Stage.WORKING, None, None)
-    assert it.deadline == 2.0 + START_SECONDS
-    for late in (Ready(0), Returned(0), Failed(1), Failing(1), Looked(0), Died(1)):
-        assert it.handle(late, 2.0) == []
-    assert set(it.phases.values()) == {Phase.STARTING}
-    assert it.handle(Ready(0, generation=1), 2.0) == [CallRank(0)]
-
-
-def test_a_new_generation_has_done_nothing_wrong_yet():
-    it = with_pulses()
-    feel(it, 5.0, {0: 0.0, 1: 4.9})
-    feel(it, 5.5, {0: 0.0, 1: 5.4})
-    it.expire(it.deadline)
-    for rank in range(2):
-        it.handle(Died(rank), 6.0)
-    assert it.silent == {0: 0.0}
-    it.begin_again(7.0)
-    assert (it.silent, it.never_ready, it.lingering, it.deadline) == ({}, [], [], 12.0)
-    for rank in range(2):
-        it.handle(Ready(rank, generation=1), 8.0)
-    assert it.expire(12.0) == [FeelPulse(0), FeelPulse(1)]
-
-
-def test_after_an_interrupt_there_is_no_new_generation():
-    it = at_work(1)
-    it.handle(Interrupted(signal.SIGTERM), 1.0)
-    it.handle(Died(0), 1.1)
-    with pytest.raises(IllegalEventError, match="a new generation in stage OVER, with 1 gone"):
-        it.begin_again(2.0)
 
 
 def test_ten_thousand_ranks_of_which_a_thousand_fail():

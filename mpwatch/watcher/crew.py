@@ -23,7 +23,7 @@ from ..wire.payload import Payload
 from ..wire.process import Seat
 from ..wire.pulse import Reading, forget_pulse, read_beat, read_pulse
 from ..wire.shortage import with_remedy
-from ..wire.slots import SLOT, note_interrupt
+from ..wire.slots import SLOT, clear_slot, note_interrupt
 from .gate import Gate
 from .guardian import Guardian
 from .line import RankLine
@@ -57,7 +57,7 @@ class Crew:
                 stack.callback(os.close, self._stderr_fd)
             except OSError as error:
                 raise LaunchError(with_remedy("the ranks cannot be watched", error)) from error
-            stack.callback(self._await_helpers)
+            stack.callback(self.await_helpers)
             stack.callback(self._await_debuggers)
             stack.callback(self._kill_all)
             self._stack = stack.pop_all()
@@ -66,16 +66,15 @@ class Crew:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def start(self, worker: Worker, env: dict[str, str]) -> None:
+    def start(self, worker: Worker, env: dict[str, str]) -> RankLine:
         """Start a rank. Raises LaunchError."""
         try:
-            self._start(worker, env)
+            return self._start(worker, env)
         except (OSError, RuntimeError, AssertionError) as error:
             raise LaunchError(_why_not_started(worker, error)) from error
 
-    def _start(self, worker: Worker, env: dict[str, str]) -> None:
-        slot = self._slots[worker.rank] = len(self._slots)
-        os.ftruncate(self._slots_fd, (slot + 1) * SLOT)
+    def _start(self, worker: Worker, env: dict[str, str]) -> RankLine:
+        slot = self._slot_for(worker.rank)
         with ExitStack() as kept, ExitStack() as passed:
             ours, theirs = map(passed.enter_context, socket.socketpair())
             ours.setblocking(False)
@@ -89,8 +88,17 @@ class Crew:
             process.start()
             channel = socket.socket(fileno=ours.detach())
             kept.pop_all()
-        self.lines[worker.rank] = RankLine(worker, process, channel, pipe_ours, self.remarks)
+        line = self.lines[worker.rank] = RankLine(worker, process, channel, pipe_ours, self.remarks)
         self.guardian.guard(process.child_pid)
+        return line
+
+    def _slot_for(self, rank: int) -> int:
+        if rank in self._slots:  # it has lived before
+            clear_slot(self._slots_fd, self._slots[rank])
+        else:
+            self._slots[rank] = len(self._slots)
+            os.ftruncate(self._slots_fd, len(self._slots) * SLOT)
+        return self._slots[rank]
 
     def call(self, line: RankLine, payload: Payload) -> None:
         """Send a rank its call, and what its interpreter has printed: it has its stderr now, and may wait for who reads it.
@@ -177,9 +185,10 @@ class Crew:
                 self.remarks.warning("%s (pid %d) is dead, but held by a debugger: left behind", process.name, pid)
                 process.abandon()
 
-    def _await_helpers(self) -> None:
+    def await_helpers(self) -> None:
         """What ranks had started is killed with them, but takes its time to go if it held much memory, or a GPU."""
-        for group, killed_at in self._groups.items():
+        while self._groups:
+            group, killed_at = self._groups.popitem()
             deadline = killed_at + KILL_SECONDS
             try:
                 _await_members(group, deadline, self.remarks)

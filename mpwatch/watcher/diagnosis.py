@@ -15,15 +15,15 @@ from functools import partial
 from typing import Any
 
 from ..platform import DUMP_SIGNAL
-from ..result import FailureKind, ProcessFailure, Progress, RunResult, WorkerState
+from ..result import FailureKind, ProcessFailure, RunResult, WorkerState
 from ..wire import exceptions
 from ..wire.messages import Kind, Message
 from ..wire.values import load
-from ..wording import ranks_text, summary_of
+from ..wording import ranks_text, summary_of, timeout_text
 from .facts import Facts, RankFacts
 from .hangs import away, culprits, culprits_of_silence, stacks_of
 from .signatures import Complaint, complaint_in
-from .states import START_SECONDS, Verdict
+from .states import Verdict
 
 __all__ = ["diagnose", "is_crash", "is_suspect"]
 
@@ -59,7 +59,7 @@ def diagnose(facts: Facts) -> RunResult[Any]:
         root_cause=None if facts.verdict is Verdict.TIMED_OUT else root,
         workers=tuple(seen.worker for seen in facts.ranks.values()),
         worker_states=states,
-        progress={rank: told for rank, seen in facts.ranks.items() if (told := _progress_of(facts, seen)) is not None},
+        progress={rank: told for rank, seen in facts.ranks.items() if (told := seen.progress(facts.started_at)) is not None},
         stacks={rank: text for rank, seen in facts.ranks.items() if (text := stacks_of(seen))},
         reason=_reason(facts, timed, states),
         helpers_oom=facts.helpers_oom if failures else "",
@@ -152,7 +152,7 @@ def _silence(facts: Facts, rank: int) -> str:
     assert facts.stopped_at is not None
     seconds = facts.stopped_at - facts.silent[rank]
     text = f"{seconds:.1f}" if seconds < MANY_SECONDS else f"{seconds:.0f}"
-    progress = _progress_of(facts, facts.ranks[rank])
+    progress = facts.ranks[rank].progress(facts.started_at)
     step = "" if progress is None or progress.step is None else f", at step {progress.step}"
     of = f" of {progress.total}" if step and progress is not None and progress.total is not None else ""
     return f"was silent for {text} s (heartbeat_timeout={facts.heartbeat_timeout:g}){step}{of}"
@@ -162,13 +162,6 @@ def _hang(facts: Facts, rank: int, at: float, why: str, *, is_secondary: bool = 
     seen = facts.ranks[rank]
     stack = stacks_of(seen)
     return at, _failure(facts, seen, at, FailureKind.HANG, 1, stack=stack, evidence=why, is_secondary=is_secondary)
-
-
-def _progress_of(facts: Facts, seen: RankFacts) -> Progress | None:
-    if seen.pulse.report is None:
-        return None
-    at, step, total, metrics = seen.pulse.report
-    return Progress(step=step, total=total, metrics=metrics, elapsed=at - facts.started_at)
 
 
 def _load_value(facts: Facts, seen: RankFacts, values: dict[int, Any], timed: Failures) -> None:
@@ -182,9 +175,7 @@ def _load_value(facts: Facts, seen: RankFacts, values: dict[int, Any], timed: Fa
         raise
     except BaseException as error:  # noqa: BLE001  the user's classes are rebuilt here, and may raise anything
         note = f"raised here, in the caller, while the return value of rank {seen.worker.rank} was rebuilt"
-        notes = getattr(error, "__notes__", None)
-        # not add_note(): a class may forbid attributes (a frozen dataclass)
-        BaseException.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else ()), note])
+        exceptions.annotate(error, note)
         at = seen.report.stamp
         failure = _failure(facts, seen, at, FailureKind.EXCEPTION, 1, exception=error, summary=summary_of(error))
         timed[seen.worker.rank] = (at, failure)
@@ -198,7 +189,7 @@ def _failure_of(facts: Facts, seen: RankFacts) -> tuple[float, ProcessFailure] |
         return _reported(facts, seen, seen.report)
     if seen.worker.rank in facts.never_ready:
         at = facts.stopped_at or facts.started_at
-        why = f"its interpreter was not ready after {START_SECONDS:g} s"
+        why = f"its interpreter was not ready after {facts.start_timeout:g} s"
         return at, _failure(facts, seen, at, FailureKind.START, 1, evidence=why, stderr=seen.printed)
     if seen.report is None and seen.died_at is not None and (_before_stop(facts, seen.died_at) or _not_our_doing(seen)):
         return seen.died_at, _died(facts, seen, seen.died_at)
@@ -339,7 +330,7 @@ def _reason(facts: Facts, timed: Failures, states: Mapping[int, WorkerState]) ->
         # Nobody is blamed: in the midst of sound work, too, some are at a collective before others.
         missing = culprits(_at_work(facts, timed))
         but = f", and {ranks_text(missing)} not in the collective that others waited in" if missing else ""
-        return f"the run did not end within timeout={facts.timeout:g} s: {ranks_text(late)} had not returned{but}"
+        return timeout_text(facts.timeout or 0.0, late) + but
     if facts.verdict is Verdict.INTERRUPTED and facts.signum is not None:
         return f"the run was stopped: this process received {signal.Signals(facts.signum).name}"
     return ""

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ..errors import LaunchError
@@ -34,15 +35,17 @@ def reserve_port() -> socket.socket:
     return keeper
 
 
-def environments_of(spec: GroupSpec, port: int, *, run_id: str, restart_count: int) -> list[tuple[Worker, dict[str, str]]]:
-    """The ranks of a run on this machine alone, each with its whole environment.
+def environments_of(
+    spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: str, restart_count: int
+) -> list[tuple[Worker, dict[str, str]]]:
+    """These ranks of a run on this machine alone, each with its whole environment.
 
     Raises TypeError or ValueError for what the caller's `env` function returns, and whatever it raises.
     """
     nprocs = spec.nprocs
     assert isinstance(nprocs, int)  # whatever the caller gave, see GroupSpec
-    ranks = []
-    for rank in range(nprocs):
+    places = []
+    for rank in ranks:
         worker = Worker(
             rank=rank,
             local_rank=rank,
@@ -63,11 +66,11 @@ def environments_of(spec: GroupSpec, port: int, *, run_id: str, restart_count: i
             master_addr=extra.get("MASTER_ADDR", MASTER_ADDR),
             master_port=int(extra.get("MASTER_PORT", port)),
         )
-        ranks.append((worker, _environment_of(worker, extra)))
-    return ranks
+        places.append((worker, _environment_of(worker, extra, spec.policy.max_restarts)))
+    return places
 
 
-def _environment_of(worker: Worker, extra: dict[str, str]) -> dict[str, str]:
+def _environment_of(worker: Worker, extra: dict[str, str], max_restarts: int) -> dict[str, str]:
     """The whole environment of a rank: the caller's, who the rank is, and what the `env` option adds."""
     env = dict(os.environ)
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // worker.local_world_size)))
@@ -87,7 +90,7 @@ def _environment_of(worker: Worker, extra: dict[str, str]) -> dict[str, str]:
         "MASTER_PORT": str(worker.master_port),
         "TORCHELASTIC_RUN_ID": worker.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(worker.restart_count),
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store, also inside a job of torchrun
     }
     return env | extra

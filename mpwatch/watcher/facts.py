@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..ranks import Worker
+from ..result import Progress
 from ..wire.messages import Message
 from ..wire.pulse import Reading
 from .states import Verdict
@@ -50,10 +51,17 @@ class RankFacts:
     """When it was last heard of, and what it last reported."""
     signals_sent: set[int] = field(default_factory=set)
 
+    def progress(self, started_at: float) -> Progress | None:
+        """What it last reported, in a run that was started at this time."""
+        if self.pulse.report is None:
+            return None
+        at, step, total, metrics = self.pulse.report
+        return Progress(step=step, total=total, metrics=metrics, elapsed=at - started_at)
+
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a run."""
+    """Of ranks that were started together, from then on; or of a call of ranks that stay."""
 
     ranks: Mapping[int, RankFacts]
     hostname: str
@@ -65,9 +73,25 @@ class Facts:
     """Ranks that were silent for longer than they might, with the time of the last beat."""
     timeout: float | None = None
     heartbeat_timeout: float | None = None
+    start_timeout: float = 0.0
     signum: int | None = None
     helpers_oom: str = ""
     """What shows that the out-of-memory killer struck, if it was none of the ranks."""
+
+    began_at: float = 0.0
+    """When they were started; `started_at` is when the run was."""
+    all_ready_at: float | None = None
+    ended_at: float = 0.0
+
+    @property
+    def attempt(self) -> int:
+        """How often these ranks had been started before."""
+        return next(iter(self.ranks.values())).worker.restart_count
+
+    @property
+    def healthy_seconds(self) -> float:
+        """From when all of them were ready, to the failure."""
+        return 0.0 if self.all_ready_at is None or self.stopped_at is None else self.stopped_at - self.all_ready_at
 
     def forget(self) -> None:
         """What the ranks have sent, which may be large: who watched them, and has it, goes with the garbage some time."""

@@ -10,8 +10,10 @@ this thread, so nothing is thrown into what starts, watches and reaps.
 """
 
 import os
+import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from multiprocessing.context import set_spawning_popen
 
@@ -21,9 +23,11 @@ from ..ranks import Worker
 from ..result import WorkerState
 from ..spec import GroupSpec
 from .environment import environments_of, reserve_port
+from .journal import Journal
 from .loop import carry_out
 from .mailbox import Mailbox
 from .remarks import Remarks
+from .unit import Place
 
 __all__ = ["Life"]
 
@@ -35,14 +39,14 @@ class Life:
 
     Args:
         spec: how many ranks, and under which limits.
-        run_id: what all lives of the same run or group are called by.
+        journal: of the run or the group that all its lives are of.
         restart_count: how many there were before.
         keep: whether the ranks stay after a call. Then the program may end without having closed this.
     """
 
-    def __init__(self, spec: GroupSpec, *, run_id: str, restart_count: int = 0, keep: bool) -> None:
+    def __init__(self, spec: GroupSpec, journal: Journal, *, restart_count: int = 0, keep: bool) -> None:
         self._spec = spec
-        self._run_id = run_id
+        self._journal = journal
         self._restart_count = restart_count
         self._keep = keep
         self._pid = os.getpid()
@@ -50,7 +54,9 @@ class Life:
         self.mailbox = Mailbox()
         self._held.callback(self.mailbox.close)
         self.remarks = Remarks(self.mailbox.alarm.ring)
-        self._ranks: list[tuple[Worker, dict[str, str]]] = []
+        self._journal.wake = self.mailbox.alarm.ring
+        self._keeper: socket.socket | None = None  # of the port
+        self._places: list[Place] = []
         self._thread: threading.Thread | None = None
         self._is_cancelled = False
         self._is_forgotten = False
@@ -60,7 +66,7 @@ class Life:
     @property
     def workers(self) -> tuple[Worker, ...]:
         """Who the ranks are, once they are prepared."""
-        return tuple(worker for worker, _ in self._ranks)
+        return tuple(worker for worker, _ in self._places)
 
     def is_ours(self) -> bool:
         """False in a process that this program has forked."""
@@ -68,9 +74,23 @@ class Life:
 
     def prepare(self) -> None:
         """What runs code of the user's runs it here, in the caller's thread: the `env` function."""
-        keeper = self._held.enter_context(reserve_port())
-        port = keeper.getsockname()[1]
-        self._ranks = environments_of(self._spec, port, run_id=self._run_id, restart_count=self._restart_count)
+        assert isinstance(self._spec.nprocs, int)  # see GroupSpec
+        self._places = self.prepare_again(range(self._spec.nprocs), self._restart_count)
+
+    def prepare_again(self, ranks: Sequence[int], restart_count: int) -> list[Place]:
+        """How these ranks are started the next time: on a new port, if it is all of them."""
+        if self._keeper is None or len(ranks) == self._spec.nprocs:
+            earlier, self._keeper = self._keeper, self._held.enter_context(reserve_port())
+            if earlier is not None:
+                earlier.close()
+        port = self._keeper.getsockname()[1]
+        run_id = self._journal.run_id
+        return environments_of(self._spec, ranks, port, run_id=run_id, restart_count=restart_count)
+
+    def attend(self) -> None:
+        """Say what is to be said, in the caller's thread."""
+        self.remarks.say()
+        self._journal.tell()
 
     def begin(self) -> None:
         """Start the thread, which starts the ranks. Nothing if it has been started. Raises LaunchError."""
@@ -127,7 +147,7 @@ class Life:
     def _carry_out(self) -> None:
         try:
             if not self._is_cancelled:
-                carry_out(self._spec, self._ranks, self.mailbox, self.remarks, keep=self._keep)
+                carry_out(self._spec, self._places, self.mailbox, self.remarks, self._journal, keep=self._keep)
         except BaseException as error:  # noqa: BLE001  it is the caller's to raise
             self.error = error
         finally:

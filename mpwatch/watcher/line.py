@@ -43,6 +43,7 @@ class RankLine:
         self, worker: Worker, process: WatchedProcess, channel: socket.socket, pipe_fd: int, remarks: Remarks
     ) -> None:
         self._remarks = remarks
+        self.generation = 0  # which of the rank's lives it is
         self.process = process
         self.facts = RankFacts(worker, pid=process.child_pid)
         self.stacks = StackPipe()

@@ -8,15 +8,15 @@ Guarantees: when `carry_out` returns or raises, nothing of the ranks is left (se
 death that followed it. Nothing blocks but the one wait, which has the machine's deadline. No code of the user's runs here.
 """
 
+import math
 import platform
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 
 from ..errors import LaunchError
-from ..ranks import Worker
-from ..result import WorkerState
+from ..events.kinds import WorkerStarted
 from ..spec import GroupSpec
 from ..wire.messages import Kind, Message
 from ..wire.shortage import with_remedy
@@ -26,94 +26,100 @@ from .crew import Crew
 from .diagnosis import is_crash, is_suspect
 from .facts import Facts
 from .gate import Gate
+from .journal import Journal
 from .line import RankLine
-from .machine import Machine
-from .mailbox import Errand, Mailbox
+from .mailbox import Errand, Mailbox, Retrial
 from .oom import OomWatch
 from .order import Order
 from .remarks import Remarks
 from .signatures import complaint_in
 from .stacks import tidy, with_sources
+from .unit import Place, Unit, state_of_all
 
 __all__ = ["carry_out"]
 
 
 def carry_out(
     spec: GroupSpec,
-    ranks: Iterable[tuple[Worker, dict[str, str]]],
+    places: list[Place],
     mailbox: Mailbox,
     remarks: Remarks,
+    journal: Journal,
     *,
     keep: bool,
 ) -> None:
-    """Start these ranks, each with its environment, and watch them to their end; they stay after a call if `keep`.
-
-    Raises LaunchError.
-    """
-    born_at = time.time()
+    """Start these ranks and watch them to their end; they stay after a call if `keep`. Raises LaunchError."""
+    boats = [places] if spec.policy.scope == "group" else [[place] for place in places]
+    units = [Unit(spec, boat, journal, keep=keep) for boat in boats]
     with OomWatch(remarks) as oom:
         with Crew(remarks) as crew:
-            for worker, env in ranks:
-                crew.start(worker, env)
-            run = _Run(spec, crew, mailbox, oom, born_at=born_at, keep=keep)
-            mailbox.state = WorkerState.INIT
-            mailbox.alarm.ring()
+            run = _Run(units, crew, mailbox, oom, journal)
+            run.start()
             run.until_over()
         struck = oom.judge()
     run.answer(helpers_oom=struck)
 
 
 class _Run:
-    """One pass through the machine: a call, or one after another."""
+    """One pass through the machines: a call, or one after another."""
 
-    def __init__(self, spec: GroupSpec, crew: Crew, mailbox: Mailbox, oom: OomWatch, *, born_at: float, keep: bool) -> None:
-        self.spec = spec
+    def __init__(self, units: Sequence[Unit], crew: Crew, mailbox: Mailbox, oom: OomWatch, journal: Journal) -> None:
+        self.units = units
+        self.unit_of = {rank: unit for unit in units for rank in unit.places}
+        self.open_units = list(units)  # that are not over
         self.crew = crew
         self.gate: Gate[list[m.Event]] = crew.gate
         self.mailbox = mailbox
+        self.journal = journal
         self.remarks = crew.remarks
         self.oom = oom
-        self.lingers: dict[int, str] = {}
         self.errand: Errand | None = None
-        self.seen = {rank: line.facts for rank, line in crew.lines.items()}
         self.order = Order()
-        self._born_at = born_at  # by the wall clock
-        self.machine = Machine(
-            crew.lines,
-            now=time.monotonic(),
-            grace_period=spec.grace_period,
-            timeout=spec.timeout,
-            heartbeat_timeout=spec.heartbeat_timeout,
-            keep=keep,
-        )
+        self._born_at = time.time()
+
+    def start(self) -> None:
+        """Start all ranks. Raises LaunchError."""
+        for unit in self.units:
+            for rank in unit.places:
+                self._start_rank(unit, rank)
+        self._tell_state()
+        self.mailbox.alarm.ring()
         try:
-            self.gate.add(mailbox.bell.fileno(), self._take_mail)
-            for line in crew.lines.values():
-                line.wait_at(self.gate, partial(self._hear, line), partial(self._overhear, line), partial(self._mourn, line))
+            self.gate.add(self.mailbox.bell.fileno(), self._take_mail)
         except OSError as error:
             raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
 
     def until_over(self) -> None:
         """Wait and act until no rank is left."""
         events = self._step(self._take_mail())
-        while self.machine.stage is not m.Stage.OVER:
-            deadline = self.machine.deadline
-            patience = 0.0 if events else None if deadline is None else deadline - time.monotonic()
+        while self.open_units:
+            deadline = min(unit.due_at for unit in self.open_units)
+            patience = 0.0 if events else None if deadline == math.inf else deadline - time.monotonic()
             self.order.look_again()
             for handle in self.gate.wait(patience):
                 events += handle()
             events = self._step(events)
-        self._warn()
 
     def answer(self, helpers_oom: str) -> None:
         """Hand the caller what was seen of the call that the ranks have ended with, if there is one."""
         if self.errand is not None:
-            self.errand.facts = self._facts(self.errand, helpers_oom)
+            self.errand.facts = [self._facts(unit, helpers_oom) for unit in self.units]
 
-    def _answer_and_go_on(self, errand: Errand) -> None:
+    def _start_rank(self, unit: Unit, rank: int) -> None:
+        worker, env = unit.places[rank]
+        line = self.crew.start(worker, env)
+        line.generation = unit.machine.generation
+        unit.seen[rank] = line.facts
+        self.journal.note(WorkerStarted, [rank], attempt=worker.restart_count, pid=line.facts.pid)
+        try:
+            line.wait_at(self.gate, partial(self._hear, line), partial(self._overhear, line), partial(self._mourn, line))
+        except OSError as error:
+            raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
+
+    def _answer_and_go_on(self, errand: Errand, unit: Unit) -> None:
         for line in self.crew.lines.values():
             line.facts.pulse = self.crew.pulse_of(line)
-        errand.facts = self._facts(errand, helpers_oom="")
+        errand.facts = [self._facts(unit, helpers_oom="")]
         errand.is_done = True
         self.errand = None
         self.mailbox.alarm.ring()
@@ -124,48 +130,75 @@ class _Run:
         Returns what is known at once of what has been done.
         """
         now = time.monotonic()
-        actions = [action for event in events for action in self._handle(event, now)]
+        to_do: list[tuple[Unit, m.Action]] = []
+        touched = {unit: None for unit in self.open_units if unit.due_at <= now}
+        for event in events:
+            for unit in self._concerned(event):
+                touched[unit] = None
+                to_do += [(unit, action) for action in self._handle(unit, event, now)]
         self.oom.look(line.facts for line in self._died_in(events) if is_suspect(line.facts))
-        known = [event for action in actions + self.machine.expire(now) for event in self._do(action)]
+        for unit in touched:
+            to_do += [(unit, action) for action in unit.expire(now)]
+        known = [event for unit, action in to_do for event in self._do(unit, action)]
         for line in self._died_in(events):
             self.crew.bury(line)
+        for unit in touched:
+            known += self._look_at(unit)
         self._tell_state()
-        if self.machine.stage is m.Stage.IDLE and self.errand is not None:
-            self._answer_and_go_on(self.errand)
         return known
 
-    def _handle(self, event: m.Event, now: float) -> list[m.Action]:
-        if isinstance(event, m.CallAll) and not self._begin_call():
+    def _concerned(self, event: m.Event) -> Sequence[Unit]:
+        return (self.unit_of[event.rank],) if isinstance(event, m.RankEvent) else list(self.open_units)
+
+    def _handle(self, unit: Unit, event: m.Event, now: float) -> list[m.Action]:
+        if isinstance(event, m.CallAll) and not self._begin_call(unit):
             return []
-        if isinstance(event, m.Died) and self.machine.stage is m.Stage.IDLE:
+        if isinstance(event, m.Died) and unit.machine.stage is m.Stage.IDLE:
             facts = self.crew.lines[event.rank].facts
             how = "ended" if facts.exit_code is None else exit_text(facts.exit_code)
             text = "rank %d (pid %s) %s while there was no call; the next one starts all ranks anew"
             self.remarks.warning(text, event.rank, facts.pid, how)
-        return self.machine.handle(event, now)
+        return unit.handle(event, now)
 
-    def _begin_call(self) -> bool:
+    def _begin_call(self, unit: Unit) -> bool:
         """False if it comes too late: a rank has been lost. The caller sees that when all have ended."""
-        lines = self.crew.lines.values()
-        if self.machine.stage is not m.Stage.IDLE or any(line.facts.died_at is not None for line in lines):
+        lines = [self.crew.lines[rank] for rank in unit.places if rank in self.crew.lines]
+        is_whole = len(lines) == len(unit.places) and all(line.facts.died_at is None for line in lines)
+        if unit.machine.stage is not m.Stage.IDLE or not is_whole:
             return False
         self.errand = self._posted
-        self.seen = {rank: line.begin_call() for rank, line in self.crew.lines.items()}
         for line in lines:
+            unit.seen[line.facts.worker.rank] = line.begin_call()
             self.crew.forget_pulse(line)
         return True
 
+    def _look_at(self, unit: Unit) -> list[m.Event]:
+        """What follows from where its machine has come to."""
+        before = unit.stage
+        unit.look_at_machine()
+        if unit.stage is m.Stage.IDLE and self.errand is not None:
+            self._answer_and_go_on(self.errand, unit)
+        elif unit.stage is m.Stage.JUDGING and before is not m.Stage.JUDGING:
+            self.mailbox.ask(self._facts(unit, self.oom.judge()))
+        elif unit.stage is m.Stage.OVER and before is not m.Stage.OVER:
+            self.open_units.remove(unit)
+            unit.warn(self.remarks, of_run=self.errand is not None)
+            if unit.machine.verdict is not m.Verdict.SUCCEEDED:
+                return [m.StopAll()]
+        return []
+
     def _tell_state(self) -> None:
-        stage = self.machine.stage
-        if stage not in (m.Stage.IDLE, m.Stage.WORKING, m.Stage.LAST_CALL):
-            self.mailbox.state = WorkerState.UNHEALTHY
-        elif self.mailbox.state is not WorkerState.HEALTHY and m.Phase.STARTING not in self.machine.phases.values():
-            self.mailbox.state = WorkerState.HEALTHY
+        self.mailbox.state = state_of_all(self.units)
+        self.journal.change_state(self.mailbox.state, (worker for unit in self.units for worker in unit.workers))
 
     def _died_in(self, events: list[m.Event]) -> list[RankLine]:
         return [self.crew.lines[event.rank] for event in events if isinstance(event, m.Died)]
 
-    def _do(self, action: m.Action) -> list[m.Event]:
+    def _do(self, unit: Unit, action: m.Action) -> list[m.Event]:
+        if isinstance(action, m.StartRank):
+            self.crew.await_helpers()
+            self._start_rank(unit, action.rank)
+            return []
         line = self.crew.lines[action.rank]
         if isinstance(action, m.CallRank):
             assert self.errand is not None
@@ -174,9 +207,9 @@ class _Run:
             line.send(Kind.END)
         elif isinstance(action, m.LookAt):
             has_died = line.facts.died_at is not None  # in this wake-up
-            return [] if has_died or line.ask_for_stacks() else [m.Looked(action.rank)]
+            return [] if has_died or line.ask_for_stacks() else [m.Looked(action.rank, generation=line.generation)]
         elif isinstance(action, m.FeelPulse):
-            return [m.Pulse(action.rank, beat_at=self.crew.beat_of(line))]
+            return [m.Pulse(action.rank, beat_at=self.crew.beat_of(line), generation=line.generation)]
         elif isinstance(action, m.SignalRank):
             if action.signum == signal.SIGINT:
                 self.crew.interrupt(line)
@@ -196,6 +229,9 @@ class _Run:
             if isinstance(thing, Errand):
                 self._posted = thing
                 events.append(m.CallAll(thing.started_at))
+            elif isinstance(thing, Retrial):
+                self.unit_of[thing.event.rank].places = {worker.rank: (worker, env) for worker, env in thing.places}
+                events.append(thing.event)
             else:
                 events.append(thing)
         return events
@@ -211,27 +247,29 @@ class _Run:
     def _overhear(self, line: RankLine) -> list[m.Event]:
         had_all = line.stacks.is_whole()
         line.overhear()
-        return [m.Looked(line.facts.worker.rank)] if line.stacks.is_whole() and not had_all else []
+        rank, has_all = line.facts.worker.rank, line.stacks.is_whole()
+        return [m.Looked(rank, generation=line.generation)] if has_all and not had_all else []
 
     def _understand(self, line: RankLine, message: Message) -> list[m.Event]:
-        rank, facts = line.facts.worker.rank, line.facts
+        rank, facts, life = line.facts.worker.rank, line.facts, line.generation
         if message.kind is Kind.READY:
             line.becomes_ready(message.body)
-            return [m.Ready(rank)]
+            return [m.Ready(rank, generation=life)]
         if message.kind is Kind.LINGERS:
-            self.lingers[rank] = message.body.decode()
+            self.unit_of[rank].lingers[rank] = message.body.decode()
         elif message.kind is Kind.DETAILS:
             facts.details = message.body
-            return [m.Told(rank)]
+            return [m.Told(rank, generation=life)]
         elif message.kind is Kind.FAILING:
             facts.failing_at = message.stamp
-            return [m.Failing(rank)]
+            return [m.Failing(rank, generation=life)]
         else:
             facts.report, facts.heard_at = message, time.monotonic()
             if message.kind is Kind.RETURNED:
-                return [m.Returned(rank)]
+                return [m.Returned(rank, generation=life)]
             complaint = complaint_in(message.body)
-            return [m.Failed(rank, is_secondary=complaint is not None and complaint.is_worth_waiting)]
+            is_secondary = complaint is not None and complaint.is_worth_waiting
+            return [m.Failed(rank, is_secondary=is_secondary, generation=life)]
         return []
 
     def _mourn(self, line: RankLine) -> list[m.Event]:
@@ -247,7 +285,7 @@ class _Run:
             for message in self.crew.answer_left(line):
                 events += self._understand(line, message)
         self._take_leave(line)
-        return [*events, m.Died(line.facts.worker.rank)]
+        return [*events, m.Died(line.facts.worker.rank, generation=line.generation)]
 
     def _take_leave(self, line: RankLine) -> None:
         line.facts.pulse = self.crew.pulse_of(line)
@@ -256,33 +294,5 @@ class _Run:
             line.facts.crash = with_sources(line.stacks.crash, self._born_at)
         line.facts.printed = line.stacks.printed_instead
 
-    def _warn(self) -> None:
-        """About ranks that succeeded and yet did not end as they should."""
-        is_run = self.errand is not None
-        so_far, kept = ("had returned", ". Its value is kept") if is_run else ("was told to end", "")
-        for rank in self.machine.lingering:
-            self.remarks.warning(
-                f"rank %d {so_far} but was still there %g s later (%s); stopped{kept}",
-                rank,
-                self.spec.grace_period,
-                self.lingers.get(rank) or "an exit hook or a finaliser that does not end",
-            )
-        for rank, facts in self.seen.items():
-            by_us = -(facts.exit_code or 0) in facts.signals_sent
-            if self.machine.verdict is m.Verdict.SUCCEEDED and facts.exit_code and not by_us:
-                self.remarks.warning(f"rank %d {so_far}, and then %s{kept}", rank, exit_text(facts.exit_code))
-
-    def _facts(self, errand: Errand, helpers_oom: str) -> Facts:
-        return Facts(
-            ranks=self.seen,
-            hostname=platform.node(),
-            started_at=errand.started_at,
-            stopped_at=self.machine.stopped_at,
-            verdict=self.machine.verdict,
-            never_ready=self.machine.never_ready,
-            silent=self.machine.silent,
-            heartbeat_timeout=self.spec.heartbeat_timeout,
-            timeout=self.spec.timeout,
-            signum=self.machine.signum,
-            helpers_oom=helpers_oom,
-        )
+    def _facts(self, unit: Unit, helpers_oom: str) -> Facts:
+        return unit.facts(hostname=platform.node(), helpers_oom=helpers_oom)

@@ -1,6 +1,7 @@
 """What the watcher does when something happens: a pure machine, fed with events and the time, returning actions.
 
-It knows generations: ranks that are all gone may be started once more, and what is told of an earlier life changes nothing.
+It knows generations: ranks that have failed may be started once more when all of them are gone, and what is told of an
+earlier life changes nothing. Whether they are started is not decided here, but by who knows the failure (restarts.py).
 
 It has no clock, pid, pipe or signal of its own. The loop (loop.py) turns what the system says into events and the
 machine's actions into system calls, and calls `handle` no later than at `deadline`.
@@ -9,10 +10,12 @@ Where a rank is, is in the table of states.py. Where the run is:
 
     IDLE ------ a call --> WORKING
     WORKING --- every rank has returned -------------------------------> ENDING ---- all are gone ---> OVER
-       |  |`--- a rank fails for itself, timeout ---> LOOKING ---> STOPPING -------- all are gone ---> OVER
-       |   `--- interrupt -----------------------------^--------------^
+       |  |`--- a rank fails for itself, timeout ---> LOOKING ---> STOPPING -------- all are gone ---> OVER, or
+       |   `--- interrupt -----------------------------^--------------^        if it may be tried again, JUDGING
        `------- a rank complains of a peer, or does not say what it raised -> LAST_CALL  until the cause is seen,
                                                                                          or LAST_CALL_SECONDS later
+    JUDGING --- it is tried again --> PAUSED --- the delay is over, all are started --> WORKING
+           `--- or not, or interrupt --^--- interrupt ---------------------------------> OVER
 
 Ranks that stay (`keep`) become IDLE again where others are ENDING, and whoever has raised something is waited with, as in
 LAST_CALL: if by then every rank has answered, nobody is stopped, and all are IDLE again. The same holds if the watcher is
@@ -21,31 +24,28 @@ all are stopped.
 
 LOOKING is for the stacks of those who are still at work, and lasts until they have come, at most LOOK_SECONDS.
 
-While ranks are at work their pulses are felt whenever one of them may have been silent for `heartbeat_timeout`; one that has
-never beaten has no limit, and is looked at again after that time, so that none of its beats can grow old unseen. If one is
-silent, all are felt a second time a little later: who was only suspended beats again, and who waits for the silent one is
-silent by then, too. The answer to FeelPulse is the next event.
+While ranks are at work their pulses are felt, see beats.py; the answer to FeelPulse is the next event.
 
-What it guarantees: every stage but IDLE and WORKING has a deadline; IDLE has one for the ranks' start, and WORKING for that,
-`timeout` and pulses; the first failure that is no consequence of another ends the run at once; each rank is looked at once,
-told to stop once, killed once, and given up once; nothing that a rank reported is lost.
+What it guarantees: every stage but IDLE, WORKING and JUDGING has a deadline; IDLE has one for the ranks' start, and WORKING
+for that, `timeout` and pulses; JUDGING lasts as long as the caller's own code. The first failure that is no consequence of
+another ends the run at once; each rank is looked at once, told to stop once, killed once, and given up once; nothing that a
+rank reported is lost.
 """
 
 import math
 import signal
 from collections.abc import Iterable
 
+from ..result import WorkerState
+from .beats import Heartbeats
+from .roster import Roster
 from .states import (
     END_SECONDS,
     KILL_SECONDS,
     LAST_CALL_SECONDS,
-    LATE_SECONDS,
     LEAST_GRACE_SECONDS,
     LIVING,
     LOOK_SECONDS,
-    START_SECONDS,
-    SURE_SECONDS,
-    TRANSITIONS,
     Action,
     CallAll,
     CallRank,
@@ -65,8 +65,12 @@ from .states import (
     Pulse,
     RankEvent,
     Ready,
+    Settled,
     SignalRank,
     Stage,
+    StartAgain,
+    StartRank,
+    StopAll,
     Told,
     Verdict,
 )
@@ -81,9 +85,11 @@ class Machine:
         ranks: global ranks of this machine.
         now: seconds on the clock that all later times are of.
         grace_period: seconds between SIGTERM and SIGKILL, and for a rank to end after it has returned.
+        start_timeout: seconds for a rank to become ready.
         timeout: seconds for a call, or None.
         heartbeat_timeout: seconds that a rank which has beaten once may be silent, or None.
         keep: whether the ranks stay after a call, for the next one.
+        may_restart: whether it is asked, after a failure, if the ranks are started again.
     """
 
     def __init__(
@@ -92,62 +98,61 @@ class Machine:
         *,
         now: float,
         grace_period: float,
+        start_timeout: float = math.inf,
         timeout: float | None = None,
         heartbeat_timeout: float | None = None,
         keep: bool = False,
+        may_restart: bool = False,
     ) -> None:
         self.generation = 0
         self._keep = keep
+        self._may_restart = may_restart
+        self._start_timeout = start_timeout
         self._timeout = math.inf if timeout is None else timeout
-        self._heartbeat_timeout = math.inf if heartbeat_timeout is None else heartbeat_timeout
+        self._heartbeat_timeout = heartbeat_timeout
         self._grace_period = grace_period
         self._begin(ranks, now)
 
     def _begin(self, ranks: Iterable[int], now: float) -> None:
-        self.phases = dict.fromkeys(ranks, Phase.STARTING)
+        self.roster = Roster(ranks)
         self.never_ready: list[int] = []
         self.lingering: list[int] = []
         self._looking: set[int] = set()
-        self._start_at = now + START_SECONDS
-        self._count = dict.fromkeys(Phase, 0) | {Phase.STARTING: len(self.phases)}
-        self._enter_call(math.inf, math.inf)
+        self._start_at = now + self._start_timeout
+        self._enter_call(math.inf, now)
         self.stage = Stage.IDLE
 
-    def _enter_call(self, timeout_at: float, pulse_at: float) -> None:
+    def _enter_call(self, timeout_at: float, now: float) -> None:
         self.stage = Stage.WORKING
         self.signum: int | None = None  # of the first interrupt
         self.verdict: Verdict | None = None
         self.stopped_at: float | None = None
-        self.silent: dict[int, float] = {}  # ranks that were silent for too long, with their last beats
         self._stage_at = math.inf  # when the stage's own time is up
         self._timeout_at = timeout_at
-        self._pulse_at = pulse_at  # when they are felt next
-        self._unfelt: set[int] = set()
-        self._is_second_time = False
+        self.beats = Heartbeats(self._heartbeat_timeout, now)
 
-    def begin_again(self, now: float) -> None:
-        """The next generation, for the same call: all ranks are started once more.
-
-        Raises IllegalEventError if not all of this one are gone.
-        """
-        if self.stage is not Stage.OVER or self._count[Phase.GONE] < len(self.phases) or self.signum is not None:
-            raise IllegalEventError(f"a new generation in stage {self.stage.name}, with {self._count[Phase.GONE]} gone")
-        self.generation += 1
-        timeout_at = self._timeout_at
-        self._begin(self.phases, now)
-        self._enter_call(timeout_at, now + self._heartbeat_timeout)
+    @property
+    def state(self) -> WorkerState:
+        """Of these ranks together, as long as they are not over; what they end with is not decided here."""
+        if self.stage in (Stage.IDLE, Stage.WORKING, Stage.LAST_CALL):
+            if self.roster.count[Phase.STARTING]:
+                return WorkerState.INIT
+            return WorkerState.UNHEALTHY if self.beats.late else WorkerState.HEALTHY
+        has_succeeded = self.stage in (Stage.ENDING, Stage.OVER) and self.verdict is Verdict.SUCCEEDED
+        return WorkerState.HEALTHY if has_succeeded and not self._keep else WorkerState.UNHEALTHY
 
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called at the latest; None for as long as only the user's code is waited for."""
-        soonest = min(self._stage_at, self._timeout_at if self._is_undecided() else math.inf)
-        if self._count[Phase.STARTING] and (self._is_undecided() or self.stage is Stage.IDLE):
+        soonest = min(self._stage_at, self._timeout_at if self.is_undecided() else math.inf)
+        if self.roster.count[Phase.STARTING] and (self.is_undecided() or self.stage is Stage.IDLE):
             soonest = min(soonest, self._start_at)
         if self.stage is Stage.WORKING:
-            soonest = min(soonest, self._pulse_at)
+            soonest = min(soonest, self.beats.due_at)
         return soonest if soonest < math.inf else None
 
-    def _is_undecided(self) -> bool:
+    def is_undecided(self) -> bool:
+        """Whether a call is under way, and may still go well."""
         return self.stage in (Stage.WORKING, Stage.LAST_CALL) and self.verdict is None
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -158,53 +163,87 @@ class Machine:
             return self._call(event, now)
         if isinstance(event, EndAll):
             return self._end_all(now)
+        if isinstance(event, StopAll):
+            return self._stop_all(now)
         if event.generation < self.generation:
             return []
-        before = self.phases[event.rank]
-        try:
-            after = TRANSITIONS[before][type(event)]
-        except KeyError:
-            raise IllegalEventError(f"{event} in phase {before.name}") from None
-        if after is not None:
-            self._move(event.rank, after)
+        if isinstance(event, StartAgain | Settled):
+            return self._judged(event, now)
+        before = self.roster.follow(event)
+        if before is Phase.AT_WORK and not isinstance(event, Pulse):
+            self.beats.forget(event.rank)
         return self._follow(event, before, now)
 
     def expire(self, now: float) -> list[Action]:
         """What is to be done now that a deadline has come; nothing if none has."""
         if self.deadline is None or now < self.deadline:
             return []
+        if self.stage is Stage.PAUSED:
+            return self._start_again(now)
         if self.stage is Stage.STOPPING:
-            return self._give_up() if self._count[Phase.KILLED] else self._kill(now)
+            return self._give_up() if self.roster.count[Phase.KILLED] else self._kill(now)
         if self.stage is Stage.ENDING:
-            self.lingering = [rank for rank, phase in self.phases.items() if phase is Phase.ENDING]
-            return self._stop(now, self.verdict)
-        if self.stage is Stage.LOOKING:
+            self.lingering = self.roster.those(Phase.ENDING)
+        if self.stage in (Stage.ENDING, Stage.LOOKING):
             return self._stop(now, self.verdict)
         if self.verdict is not None:  # the time that they had is up
             return self._stop(now, self.verdict) + self._kill(now)
         if now >= self._timeout_at:
             return self._look(now, Verdict.TIMED_OUT)
-        if now >= self._start_at and self._count[Phase.STARTING]:
-            self.never_ready = [rank for rank, phase in self.phases.items() if phase is Phase.STARTING]
+        if now >= self._start_at and self.roster.count[Phase.STARTING]:
+            self.never_ready = self.roster.those(Phase.STARTING)
             return self._look(now, Verdict.FAILED)
         return self._look(now, Verdict.FAILED) if self.stage is Stage.LAST_CALL else self._feel_pulses(now)
 
     def _call(self, event: CallAll, now: float) -> list[Action]:
         if self.stage is not Stage.IDLE:
             raise IllegalEventError(f"{event} in stage {self.stage.name}")
-        self._enter_call(event.started_at + self._timeout, now + self._heartbeat_timeout)
-        return [self._call_rank(rank) for rank, phase in self.phases.items() if phase is Phase.READY]
+        self._enter_call(event.started_at + self._timeout, now)
+        return [self._call_rank(rank) for rank in self.roster.those(Phase.READY)]
 
     def _call_rank(self, rank: int) -> CallRank:
-        self._move(rank, Phase.AT_WORK)
+        self.roster.move(rank, Phase.AT_WORK)
         return CallRank(rank)
 
     def _end_all(self, now: float) -> list[Action]:
         """Politely if nobody is at work, or still starting."""
-        if self.stage is Stage.IDLE and not self._count[Phase.STARTING]:
+        self._keep = False
+        if self.stage in (Stage.JUDGING, Stage.PAUSED):
+            self._be_over()
+        if self.stage is Stage.IDLE and not self.roster.count[Phase.STARTING]:
             return self._end(now, Verdict.SUCCEEDED)
         is_under_way = self.stage in (Stage.IDLE, Stage.WORKING, Stage.LAST_CALL, Stage.LOOKING)
         return self._stop(now, self.verdict or Verdict.INTERRUPTED) if is_under_way else []
+
+    def _stop_all(self, now: float) -> list[Action]:
+        """Those who are at work are looked at first; those who have returned may end."""
+        if self.stage in (Stage.JUDGING, Stage.PAUSED):
+            self._be_over()
+        return self._look(now, Verdict.INTERRUPTED) if self.is_undecided() else []
+
+    def _judged(self, event: StartAgain | Settled, now: float) -> list[Action]:
+        if self.stage is Stage.OVER:  # an interrupt came meanwhile
+            return []
+        if self.stage is not Stage.JUDGING:
+            raise IllegalEventError(f"{event} in stage {self.stage.name}")
+        if isinstance(event, Settled):
+            self._be_over()
+        else:
+            self.stage = Stage.PAUSED
+            self._stage_at = now + event.delay
+        return []
+
+    def _start_again(self, now: float) -> list[Action]:
+        """The next generation, for the same call, which has as much time left as the last one has left it."""
+        self.generation += 1
+        timeout_at = self._timeout_at
+        self._begin(self.roster.phases, now)
+        self._enter_call(timeout_at, now)
+        return [StartRank(rank) for rank in self.roster.phases]
+
+    def _be_over(self) -> None:
+        self.stage = Stage.OVER
+        self._stage_at = math.inf
 
     def _follow(self, event: RankEvent, before: Phase, now: float) -> list[Action]:
         if isinstance(event, Died):
@@ -222,7 +261,7 @@ class Machine:
             # It missed the signal, or was allowed to go on for a while, and is now ready to be told.
             return [EndRank(event.rank)] if before is Phase.STOPPING and not isinstance(event, Told) else []
         if isinstance(event, Ready):
-            return [self._call_rank(event.rank)] if self._is_undecided() else []
+            return [self._call_rank(event.rank)] if self.is_undecided() else []
         if isinstance(event, Failed):
             return self._fail(event.is_secondary, now)
         return self._settle(now)
@@ -236,9 +275,10 @@ class Machine:
             actions = self._lose(now) if lost else self._settle(now)
         elif self.stage is Stage.LOOKING:
             actions = self._see(rank, now)
-        if self._count[Phase.GONE] == len(self.phases):
-            self.stage = Stage.OVER
-            self._stage_at = math.inf
+        if self.roster.are_gone():
+            self._be_over()
+            if self._may_restart and self.verdict is Verdict.FAILED and self.signum is None:
+                self.stage = Stage.JUDGING
         return actions
 
     def _lose(self, now: float) -> list[Action]:
@@ -258,7 +298,11 @@ class Machine:
 
     def _settle(self, now: float) -> list[Action]:
         """If nobody is at work any more, the call ends, well or badly."""
-        if self._count[Phase.STARTING] or self._count[Phase.AT_WORK] or (self._keep and self._count[Phase.BROKEN]):
+        if (
+            self.roster.count[Phase.STARTING]
+            or self.roster.count[Phase.AT_WORK]
+            or (self._keep and self.roster.count[Phase.BROKEN])
+        ):
             return []
         if self._keep:
             return self._rest(now)
@@ -268,9 +312,9 @@ class Machine:
         """All have answered, and stay for the next call; but not if one of them has died since."""
         if self.verdict is None:
             self.verdict = Verdict.FAILED if self.stage is Stage.LAST_CALL else Verdict.SUCCEEDED
-        self._in(Phase.DONE, becomes=Phase.READY)
-        self._in(Phase.TOLD, becomes=Phase.READY)
-        if self._count[Phase.GONE]:
+        self.roster.move_all(Phase.DONE, to=Phase.READY)
+        self.roster.move_all(Phase.TOLD, to=Phase.READY)
+        if self.roster.count[Phase.GONE]:
             return self._end(now, self.verdict)
         self.stage = Stage.IDLE
         self._stage_at = math.inf
@@ -281,42 +325,23 @@ class Machine:
         self.stage = Stage.ENDING
         self.verdict = verdict
         self._stage_at = now + max(self._grace_period, END_SECONDS)
-        ranks = self._in(Phase.DONE, becomes=Phase.ENDING) + self._in(Phase.READY, becomes=Phase.ENDING)
+        ranks = self.roster.move_all(Phase.DONE, to=Phase.ENDING) + self.roster.move_all(Phase.READY, to=Phase.ENDING)
         return [EndRank(rank) for rank in ranks]
 
     def _feel_pulses(self, now: float) -> list[Action]:
-        is_late = now > self._pulse_at + LATE_SECONDS
-        self._pulse_at = now + self._heartbeat_timeout
-        self._unfelt = {rank for rank, phase in self.phases.items() if phase is Phase.AT_WORK and not is_late}
-        if not self._unfelt:
-            self._is_second_time = False
-        return [FeelPulse(rank) for rank in sorted(self._unfelt)]
+        at_work = self.roster.those(Phase.AT_WORK)
+        return [FeelPulse(rank) for rank in self.beats.feel(at_work, now)]
 
     def _listen(self, event: Pulse, now: float) -> list[Action]:
-        """All are listened to before it is said who was silent."""
-        if self.stage is not Stage.WORKING:
-            return []
-        self._unfelt.discard(event.rank)
-        if event.beat_at is not None:
-            limit = event.beat_at + self._heartbeat_timeout
-            self._pulse_at = min(self._pulse_at, limit)
-            if limit <= now:
-                self.silent[event.rank] = event.beat_at
-        if self._unfelt:
-            return []
-        if self.silent and self._is_second_time:
+        if self.stage is Stage.WORKING and self.beats.hear(event.rank, event.beat_at, now):
             return self._look(now, Verdict.FAILED)
-        self._is_second_time = bool(self.silent)
-        if self.silent:
-            self._pulse_at = now + min(SURE_SECONDS, self._heartbeat_timeout / 10)
-            self.silent.clear()
         return []
 
     def _look(self, now: float, verdict: Verdict) -> list[Action]:
         """Before anybody is told to stop: what are those doing who are at work?"""
         self.verdict = verdict
         self.stopped_at = now  # what ranks do from now on may be because of the look: it interrupts what they wait for
-        self._looking = {rank for rank, phase in self.phases.items() if phase is Phase.AT_WORK}
+        self._looking = set(self.roster.those(Phase.AT_WORK))
         if not self._looking:
             return self._stop(now, verdict)
         self.stage = Stage.LOOKING
@@ -335,40 +360,42 @@ class Machine:
         self.stopped_at = now if self.stopped_at is None else self.stopped_at
         self._stage_at = now + max(self._grace_period, LEAST_GRACE_SECONDS)
         actions: list[Action] = []
-        for rank, phase in self.phases.items():
+        for rank, phase in self.roster.phases.items():
             if phase in LIVING:
                 if phase in (Phase.DONE, Phase.BROKEN, Phase.TOLD):
                     actions.append(EndRank(rank))
                 # only a function at work knows what to do about an interrupt
                 number = soft if phase is Phase.AT_WORK else signal.SIGTERM
                 actions += [SignalRank(rank, number), SignalRank(rank, signal.SIGCONT)]
-                self._move(rank, Phase.STOPPING)
+                self.roster.move(rank, Phase.STOPPING)
         return actions
 
     def _kill(self, now: float) -> list[Action]:
         self._stage_at = now + KILL_SECONDS
-        return [SignalRank(rank, signal.SIGKILL) for rank in self._in(Phase.STOPPING, becomes=Phase.KILLED)]
+        return [SignalRank(rank, signal.SIGKILL) for rank in self.roster.move_all(Phase.STOPPING, to=Phase.KILLED)]
 
     def _give_up(self) -> list[Action]:
-        self.stage = Stage.OVER
-        self._stage_at = math.inf
-        return [GiveUp(rank) for rank in self._in(Phase.KILLED, becomes=Phase.GIVEN_UP)]
+        self._be_over()
+        return [GiveUp(rank) for rank in self.roster.move_all(Phase.KILLED, to=Phase.GIVEN_UP)]
 
     def _interrupt(self, signum: int, now: float) -> list[Action]:
         """Once: the ranks may save what they have. Twice: at once. When all is over, it is for who noted it to deliver."""
         if self.stage is Stage.OVER or (self.stage is Stage.IDLE and signum == signal.SIGINT):
             return []
         is_first, self.signum = self.signum is None, self.signum or signum
+        if self.stage in (Stage.JUDGING, Stage.PAUSED):
+            self._be_over()
+            return []
         verdict = self.verdict or Verdict.INTERRUPTED  # all had returned, or one had failed: that stays so
         if is_first and signum == signal.SIGINT and self._may_stay():
             return self._disturb(now)
         if self.stage is Stage.STOPPING:
-            return self._kill(now) if self._count[Phase.STOPPING] else []
+            return self._kill(now) if self.roster.count[Phase.STOPPING] else []
         soft = signal.SIGINT if signum == signal.SIGINT and is_first else signal.SIGTERM
         return self._stop(now, verdict, soft=soft) + ([] if is_first else self._kill(now))
 
     def _may_stay(self) -> bool:
-        return self._keep and self._is_undecided() and not self._count[Phase.STARTING]
+        return self._keep and self.is_undecided() and not self.roster.count[Phase.STARTING]
 
     def _disturb(self, now: float) -> list[Action]:
         """The functions at work are interrupted, and have as long as ever to answer; the ranks need not end of it."""
@@ -376,16 +403,5 @@ class Machine:
         self.verdict = Verdict.INTERRUPTED
         self.stopped_at = now
         self._stage_at = now + max(self._grace_period, LEAST_GRACE_SECONDS)
-        ranks = [rank for rank, phase in self.phases.items() if phase is Phase.AT_WORK]
+        ranks = self.roster.those(Phase.AT_WORK)
         return [SignalRank(rank, number) for rank in ranks for number in (signal.SIGINT, signal.SIGCONT)]
-
-    def _in(self, phase: Phase, *, becomes: Phase) -> list[int]:
-        ranks = [rank for rank, now_in in self.phases.items() if now_in is phase]
-        for rank in ranks:
-            self._move(rank, becomes)
-        return ranks
-
-    def _move(self, rank: int, after: Phase) -> None:
-        self._count[self.phases[rank]] -= 1
-        self._count[after] += 1
-        self.phases[rank] = after

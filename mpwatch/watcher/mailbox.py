@@ -1,7 +1,7 @@
 """Between the caller's threads and the thread that watches the ranks: what is asked, and what has come of it.
 
     caller's thread --- post: a call, a signal, the end ---> bell: the watching thread wakes up and takes it
-                    <--- alarm: the caller wakes up and looks --- what has changed
+                    <--- alarm: the caller wakes up and looks --- what has changed, what it has to judge
 
 A bell is a pair of sockets. It can be waited for together with other descriptors, may be rung by anybody at any time, a
 signal handler too, and keeps the ring until it is heard.
@@ -12,13 +12,14 @@ from collections import deque
 from contextlib import ExitStack, closing, suppress
 
 from ..errors import LaunchError
+from ..ranks import Worker
 from ..result import WorkerState
 from ..wire.payload import Payload
 from ..wire.shortage import with_remedy
 from .facts import Facts
-from .states import Event
+from .states import Event, StartAgain
 
-__all__ = ["Bell", "Errand", "Mailbox"]
+__all__ = ["Bell", "Errand", "Mailbox", "Retrial"]
 
 
 class Bell:
@@ -64,8 +65,16 @@ class Errand:
     def __init__(self, payload: Payload, started_at: float) -> None:
         self.payload = payload
         self.started_at = started_at
-        self.facts: Facts | None = None
+        self.facts: list[Facts] = []  # of all ranks; or of each, if they are started again one by one
         self.is_done = False  # and the ranks stay; else the facts are there when all of them have ended
+
+
+class Retrial:
+    """Ranks that are to be started again: when, and how each."""
+
+    def __init__(self, event: StartAgain, places: list[tuple[Worker, dict[str, str]]]) -> None:
+        self.event = event
+        self.places = places
 
 
 class Mailbox:
@@ -77,17 +86,27 @@ class Mailbox:
             self.alarm = stack.enter_context(closing(Bell()))
             self._bells = stack.pop_all()
         self.state = WorkerState.UNKNOWN  # of the ranks, for whoever asks
-        self._posted: deque[Event | Errand] = deque()
+        self._posted: deque[Event | Errand | Retrial] = deque()
+        self._failed: deque[Facts] = deque()
 
-    def post(self, thing: Event | Errand) -> None:
+    def post(self, thing: Event | Errand | Retrial) -> None:
         """From the caller's threads, and from signal handlers."""
         self._posted.append(thing)
         self.bell.ring()
 
-    def take(self) -> list[Event | Errand]:
+    def take(self) -> list[Event | Errand | Retrial]:
         """What has been posted since the last time."""
         self.bell.hush()
         return [self._posted.popleft() for _ in range(len(self._posted))]
+
+    def ask(self, facts: Facts) -> None:
+        """From the watching thread: are these ranks, which have failed, worth another try?"""
+        self._failed.append(facts)
+        self.alarm.ring()
+
+    def asked(self) -> list[Facts]:
+        """What has been asked since the last time."""
+        return [self._failed.popleft() for _ in range(len(self._failed))]
 
     def close(self) -> None:
         """Give the descriptors back."""

@@ -37,7 +37,7 @@ class OomWatch:
             self._stack.callback(os.close, self._log_fd)
         self._groups = oom_kills()
         self._machine = oom_kills_of_machine()
-        self._suspects: list[RankFacts] = []
+        self._suspects: list[RankFacts] = []  # who have not been judged
         self._others: dict[str, int] = {}  # kills that were of no rank, by counter
         return self
 
@@ -60,7 +60,9 @@ class OomWatch:
             self._suspects += killed
 
     def judge(self) -> str:
-        """When all have ended: whom the log names, if it can be read. Returns what shows that others than ranks were hit."""
+        """When ranks have ended: whom the log names, if it can be read. Returns what shows that others than ranks were hit,
+        since the last time.
+        """
         file, risen = self._risen()
         self._note_others(file, risen)
         if self._suspects and self._log_fd is not None:
@@ -70,7 +72,8 @@ class OomWatch:
                     self._note_others(file, 1)
                 facts.oom = logged.get(facts.pid or 0, "")
                 facts.likely_oom = ""
-        return "; ".join(_counted(file, times) for file, times in self._others.items())
+        others, self._others, self._suspects = self._others, {}, []
+        return "; ".join(_counted(file, times) for file, times in others.items())
 
     def _risen(self) -> tuple[str, int]:
         """The counter of our group that has risen most since the last look, and by how much."""

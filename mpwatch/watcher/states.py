@@ -15,7 +15,6 @@ __all__ = [
     "LEAST_GRACE_SECONDS",
     "LIVING",
     "LOOK_SECONDS",
-    "START_SECONDS",
     "SURE_SECONDS",
     "TRANSITIONS",
     "Action",
@@ -38,8 +37,12 @@ __all__ = [
     "RankEvent",
     "Ready",
     "Returned",
+    "Settled",
     "SignalRank",
     "Stage",
+    "StartAgain",
+    "StartRank",
+    "StopAll",
     "Told",
     "Verdict",
 ]
@@ -51,7 +54,6 @@ KILL_SECONDS = 0.8  # from SIGKILL to giving up, a second together with the look
 END_SECONDS = 1.0  # a rank that has returned may take at least so long to end, whatever the grace period
 LATE_SECONDS = 1.0  # called so late, the machine takes it that nothing here did run, neither this program nor its ranks
 SURE_SECONDS = 1.0  # at most, and a tenth of the limit: until silence is taken for such
-START_SECONDS = 300.0  # for an interpreter to start, on a slow file system with many at a time
 
 
 class Phase(Enum):
@@ -81,6 +83,8 @@ class Stage(Enum):
     LOOKING = auto()
     ENDING = auto()
     STOPPING = auto()
+    JUDGING = auto()
+    PAUSED = auto()
     OVER = auto()
 
 
@@ -146,6 +150,18 @@ class Died(RankEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class StartAgain(RankEvent):
+    """This rank and those that are in the same boat have failed, and are worth another try."""
+
+    delay: float  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Settled(RankEvent):
+    """They are not."""
+
+
+@dataclass(frozen=True, slots=True)
 class Interrupted:
     """The watcher has got a signal."""
 
@@ -164,7 +180,19 @@ class EndAll:
     """The caller has no more calls."""
 
 
-Event = RankEvent | Interrupted | CallAll | EndAll
+@dataclass(frozen=True, slots=True)
+class StopAll:
+    """Other ranks of the run have failed for good."""
+
+
+Event = RankEvent | Interrupted | CallAll | EndAll | StopAll
+
+
+@dataclass(frozen=True, slots=True)
+class StartRank:
+    """Start a process for the rank."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +238,7 @@ class GiveUp:
     rank: int
 
 
-Action = CallRank | EndRank | LookAt | FeelPulse | SignalRank | GiveUp
+Action = StartRank | CallRank | EndRank | LookAt | FeelPulse | SignalRank | GiveUp
 
 
 class IllegalEventError(Exception):

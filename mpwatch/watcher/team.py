@@ -16,10 +16,14 @@ from ..result import RunResult, WorkerState
 from ..spec import GroupSpec
 from ..wire.payload import Call, Payload
 from ..wording import verdict
+from .diagnosis import diagnose
+from .facts import Facts
+from .journal import Journal
 from .life import Life
 from .mailbox import Errand
 from .sending import pack_call
 from .states import EndAll, Verdict
+from .story import tell_fates
 from .watch import Visit
 
 __all__ = ["Team"]
@@ -34,7 +38,8 @@ class Team:
 
     def __init__(self, spec: GroupSpec) -> None:
         self._spec = spec
-        self._run_id = uuid.uuid4().hex
+        self._journal = Journal(uuid.uuid4().hex, spec.observers, keep=False)
+        self._started_at = time.monotonic()
         self._life: Life | None = None
         self._restart_count = -1
         self._why = LOST  # if the ranks have to be started anew
@@ -100,7 +105,7 @@ class Team:
             self._life, self._why = None, "the program is ending"
 
     def _begin_life(self) -> Life:
-        life = Life(self._spec, run_id=self._run_id, restart_count=self._restart_count + 1, keep=True)
+        life = Life(self._spec, self._journal, restart_count=self._restart_count + 1, keep=True)
         try:
             life.prepare()
         except BaseException:
@@ -124,20 +129,30 @@ class Team:
         why, self._why = self._why, CUT_SHORT  # until it is known better
         visit = self._visit(life, errand, until=lambda: errand.is_done)
         visit.raise_error()
-        if errand.facts is None:
+        if not errand.facts:
             self._why = why
             visit.signals.deliver()
             return None
-        has_succeeded = errand.facts.verdict is Verdict.SUCCEEDED
+        (facts,) = errand.facts
+        has_succeeded = facts.verdict is Verdict.SUCCEEDED
         if has_succeeded:
             self._epoch -= 1
-        result = visit.result(errand)
+        result = visit.conclude(lambda: self._judge(facts))
         if self._life is None:
             how = "some ended after they had returned" if has_succeeded else verdict(result)
             self._why = f"not all came through the last call: {how}"
         elif not visit.signals.received:  # which may have come too late for the call, and are at work
             self._why = LOST
         return visit.without_interrupt(result)
+
+    def _judge(self, facts: Facts) -> RunResult[Any]:
+        try:
+            result = diagnose(facts)
+        finally:
+            facts.forget()
+        tell_fates(self._journal, facts, result)
+        self._journal.tell()
+        return result
 
     def _visit(self, life: Life, thing: Errand | EndAll | None, *, until: Callable[[], bool]) -> Visit:
         visit = Visit(life)

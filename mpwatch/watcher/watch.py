@@ -14,18 +14,20 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any, TypeVar
 
 from ..platform import standard_descriptors
 from ..result import RunResult
 from ..spec import WorkerSpec
 from ..wire.payload import Call
-from .diagnosis import diagnose
+from .journal import Journal
 from .life import Life
 from .mailbox import Errand
 from .sending import pack_call
 from .signals import HostSignals
 from .states import Event
+from .story import Story
 
 __all__ = ["InterruptError", "Visit", "watch"]
 
@@ -45,26 +47,33 @@ class InterruptError(Exception):
 
 def watch(spec: WorkerSpec[T]) -> RunResult[T]:
     """Run it to its end. Raises LaunchError, or InterruptError."""
-    started_at = time.monotonic()
+    story = Story(spec, Journal(uuid.uuid4().hex, spec.observers, keep=True))
     call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
-    with (
-        standard_descriptors(),
-        closing(pack_call(call)) as payload,
-        closing(Life(spec, run_id=uuid.uuid4().hex, keep=False)) as life,
-    ):
-        life.prepare()
-        errand = Errand(payload, started_at)
-        visit = Visit(life)
-        visit.pay(errand, until=lambda: False)
-    visit.raise_error()
-    return visit.without_interrupt(visit.result(errand))
+    try:
+        with (
+            standard_descriptors(),
+            closing(pack_call(call)) as payload,
+            closing(Life(spec, story.journal, keep=False)) as life,
+        ):
+            life.prepare()
+            story.begin()
+            errand = Errand(payload, story.started_at)
+            visit = Visit(life, partial(story.judge, life))
+            visit.pay(errand, until=lambda: False)
+        visit.raise_error()
+        result = visit.conclude(lambda: story.result(errand.facts))
+    except BaseException as error:
+        story.fail(error)
+        raise
+    return visit.without_interrupt(result)
 
 
 class Visit:
     """What one thread of the caller's does about ranks, once."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: Life, judge: Callable[[], None] | None = None) -> None:
         self._life = life
+        self._judge = judge  # of what the ranks' thread asks
         self.signals = HostSignals(life.mailbox)
         self._has_asked = False
 
@@ -98,14 +107,10 @@ class Visit:
             self.signals.deliver()
             raise
 
-    def result(self, errand: Errand) -> RunResult[Any]:
+    def conclude(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
         """What came of it."""
-        assert errand.facts is not None
         try:
-            try:
-                return diagnose(errand.facts)
-            finally:
-                errand.facts.forget()
+            return make()
         except BaseException:
             self.signals.deliver()
             raise
@@ -132,27 +137,29 @@ class Visit:
         while not until():
             if not self.signals.doze(deadline):
                 return False
-        self._life.remarks.say()
+        self._life.attend()
         return True
 
     def _sleep(self, until: Callable[[], bool]) -> None:
         """Not by joining the thread: that has the fault that signals.py tells of."""
         while not (until() or self._life.is_over):
             self.signals.sleep()
-            self._life.remarks.say()
+            self._life.attend()
+            if self._judge is not None:
+                self._judge()
 
     def _leave(self) -> None:
         """The host is as it was."""
         if self._life.is_over:
             self._life.join()
         self.signals.give_back()
-        self._life.remarks.say()
+        self._life.attend()
 
     def _abort(self, number: int, until: Callable[[], bool]) -> None:
         """Something has been thrown at us. Stop the ranks as by that signal and leave, and let nothing that is thrown
         meanwhile prevent it.
         """
-        must_stop = False
+        must_stop, self._judge = False, None
         for _ in range(MANY):
             try:
                 must_stop = must_stop or self._is_waited_for(until)

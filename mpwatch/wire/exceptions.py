@@ -29,6 +29,7 @@ __all__ = [
     "Link",
     "Outline",
     "Part",
+    "annotate",
     "decode",
     "is_same_text",
     "outline",
@@ -52,6 +53,12 @@ def own(error: BaseException, name: str) -> Any:
 def set_own(error: BaseException, name: str, value: object) -> None:
     """Set it, whatever its class says to that."""
     BaseException.__dict__[name].__set__(error, value)
+
+
+def annotate(error: BaseException, note: str) -> None:
+    """As its `add_note`, which a class may forbid (a frozen dataclass)."""
+    notes = getattr(error, "__notes__", None)
+    BaseException.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else ()), note])
 
 
 def decode(told: bytes, details: bytes = b"") -> BaseException:

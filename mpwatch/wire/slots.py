@@ -13,7 +13,7 @@ import mmap
 import os
 import struct
 
-__all__ = ["PULSE", "SLOT", "WORDS", "interrupted_call", "note_interrupt", "open_slot"]
+__all__ = ["PULSE", "SLOT", "WORDS", "clear_slot", "interrupted_call", "note_interrupt", "open_slot"]
 
 SLOT = 1 << 20  # bytes; only the pages that are written cost memory
 PULSE = 4096
@@ -27,6 +27,14 @@ def open_slot(fd: int, slot: int) -> mmap.mmap:
         return mmap.mmap(fd, SLOT, offset=slot * SLOT)
     finally:
         os.close(fd)
+
+
+def clear_slot(fd: int, slot: int) -> None:
+    """The watcher's side: the rank that had it is dead, and another one gets it. What was never written to stays a hole."""
+    nothing = bytes(WORDS)
+    if os.pread(fd, WORDS, slot * SLOT) != nothing:
+        os.pwrite(fd, nothing, slot * SLOT)
+    os.pwrite(fd, bytes(SLOT - WORDS), slot * SLOT + WORDS)
 
 
 def note_interrupt(fd: int, slot: int, call: int) -> None:

@@ -1,0 +1,86 @@
+"""What happens in a run, noted in either thread as events, and told to the observers in the caller's.
+
+An observer is code of the user's. It may be slow, or want a lock that the caller holds: that holds up nothing but itself.
+One that raises is logged once and dropped.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from ..events.kinds import Event, StateChanged
+from ..lifecycle import check_change
+from ..ranks import Worker
+from ..result import WorkerState
+from ..spec import Observer
+
+__all__ = ["Journal"]
+
+log = logging.getLogger("mpwatch")
+
+
+class Journal:
+    """Of one run, or of a group in all its lives.
+
+    Args:
+        run_id: of the events.
+        observers: who is told.
+        keep: whether all events are kept, for the result.
+    """
+
+    def __init__(self, run_id: str, observers: Iterable[Observer], *, keep: bool) -> None:
+        self.run_id = run_id
+        self.events: list[Event] = []  # that were told, if they are kept
+        self.wake: Callable[[], object] = bool  # has the caller's thread call `tell`; so far there is nobody to wake up
+        self.state = WorkerState.UNKNOWN  # of all ranks together, as it was told
+        self._observers = list(observers)
+        self._keep = keep
+        self._untold: deque[Event] = deque()
+        self._wall_clock = time.time() - time.monotonic()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody wants to know."""
+        return self._keep or bool(self._observers)
+
+    def note(
+        self, kind: type[Event], ranks: Iterable[int], *, at: float | None = None, attempt: int = 0, **details: Any
+    ) -> None:
+        """Something has happened to these ranks, at this time of CLOCK_MONOTONIC, or now."""
+        if not self.is_wanted:
+            return
+        at = time.monotonic() if at is None else at
+        when = {"time": self.wall_time(at), "monotonic": at}
+        self._untold.append(kind(run_id=self.run_id, ranks=tuple(ranks), attempt=attempt, **when, **details))
+        if self._observers:
+            self.wake()
+
+    def wall_time(self, at: float) -> float:
+        """In seconds since 1970, what was this on CLOCK_MONOTONIC."""
+        return self._wall_clock + at
+
+    def change_state(self, after: WorkerState, workers: Iterable[Worker]) -> None:
+        """All ranks together are in this state now."""
+        if after is not self.state:
+            check_change(self.state, after)
+            counts = {worker.rank: worker.restart_count for worker in workers}
+            self.note(StateChanged, sorted(counts), attempt=max(counts.values(), default=0), before=self.state, after=after)
+            self.state = after
+
+    def tell(self) -> None:
+        """Tell the observers what has been noted."""
+        while self._untold:
+            event = self._untold.popleft()
+            if self._keep:
+                self.events.append(event)
+            for observer in list(self._observers):
+                try:
+                    observer(event)
+                except Exception as error:
+                    self._observers.remove(observer)
+                    with suppress(Exception):  # it may have been the log
+                        text = "the observer %r has failed at %r; it is told nothing more"
+                        log.exception(text, observer, event.name, exc_info=error)

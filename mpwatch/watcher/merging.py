@@ -1,0 +1,57 @@
+"""One result of several: of ranks that were watched each for itself. Pure."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from ..result import ProcessFailure, RunResult, WorkerState
+from ..wording import timeout_text
+from .facts import Facts
+from .states import Verdict
+
+__all__ = ["merged"]
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+
+def merged(parts: Sequence[tuple[Facts, RunResult[T]]]) -> RunResult[T]:
+    """All of these together: values all or nothing, and of several root causes the earliest."""
+    results = [result for _, result in parts]
+    if len(parts) == 1:
+        return results[0]
+    late = [(facts, result) for facts, result in parts if facts.verdict is Verdict.TIMED_OUT]
+    failures = _together(result.failures for result in results)
+    states = _together(result.worker_states for result in results)
+    state = _state_of(results)
+    return RunResult(
+        state=state,
+        return_values=_together(result.return_values for result in results) if state is WorkerState.SUCCEEDED else {},
+        failures=failures,
+        root_cause=None if late else _earliest(result.root_cause for result in results),
+        workers=tuple(sorted((worker for result in results for worker in result.workers), key=lambda worker: worker.rank)),
+        worker_states=states,
+        progress=_together(result.progress for result in results),
+        stacks=_together(result.stacks for result in results),
+        helpers_oom="; ".join(dict.fromkeys(result.helpers_oom for result in results if result.helpers_oom)),
+        reason=_timeout(late) or next((result.reason for result in results if result.reason), ""),
+    )
+
+
+def _together(maps: Iterable[Mapping[int, V]]) -> dict[int, V]:
+    return dict(sorted((item for one in maps for item in one.items()), key=lambda item: item[0]))
+
+
+def _state_of(results: Sequence[RunResult[T]]) -> WorkerState:
+    states = {result.state for result in results}
+    return next(state for state in (WorkerState.FAILED, WorkerState.STOPPED, WorkerState.SUCCEEDED) if state in states)
+
+
+def _earliest(causes: Iterable[ProcessFailure | None]) -> ProcessFailure | None:
+    return min((cause for cause in causes if cause is not None), key=lambda cause: cause.elapsed, default=None)
+
+
+def _timeout(late: Sequence[tuple[Facts, RunResult[T]]]) -> str:
+    if not late:
+        return ""
+    states = _together(result.worker_states for _, result in late)
+    return timeout_text(late[0][0].timeout or 0.0, [rank for rank in states if states[rank] is not WorkerState.SUCCEEDED])

@@ -1,0 +1,126 @@
+"""Whether ranks that have failed are started again, and when: a RestartPolicy at work, on the failures of one run. Pure.
+
+It has no clock and no chance of its own: times are handed in, and a source of random numbers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import random
+
+from ..policy import PROGRAMMING_ERRORS, RestartPolicy
+from ..result import FailureKind, ProcessFailure
+
+__all__ = ["Decision", "Ledger", "Trial"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What has to be known of an attempt that failed."""
+
+    cause: ProcessFailure | None
+    """What failed first."""
+    had_begun: bool = False
+    """Whether that rank had sent a heartbeat or a report."""
+    healthy_seconds: float = 0.0
+    """From when all ranks were ready to the failure."""
+    step: int | None = None
+    """The furthest that a rank has reported."""
+    seconds_left: float | None = None
+    """Of the run's `timeout`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What is to be done: start the ranks again after a delay, or not."""
+
+    delay: float | None = None
+    """In seconds; None: not again."""
+    restarts_left: int = 0
+    why_not: str = ""
+    """Empty also if nobody has asked for restarts."""
+
+
+class Ledger:
+    """The restarts of some ranks, from their first start on.
+
+    Args:
+        policy: how often, and which failures.
+        chance: gives a number from 0 to 1, for the jitter.
+    """
+
+    def __init__(self, policy: RestartPolicy, chance: Callable[[], float] = random) -> None:
+        self._policy = policy
+        self._chance = chance
+        self._used = 0  # restarts, since they were last given back
+        self._furthest = -1  # step
+        self._stalled = 0  # attempts in a row that came no further; the first one cannot
+        self._is_first = True
+
+    def decide(self, trial: Trial) -> Decision:
+        """About this attempt, the latest. Raises whatever `retry_if` raises."""
+        policy = self._policy
+        if not policy.max_restarts:
+            return Decision()
+        self._note(trial)
+        if self._used >= policy.max_restarts:
+            return Decision(why_not=f"all restarts are used up (max_restarts={policy.max_restarts})")
+        if policy.max_no_progress is not None and self._stalled >= policy.max_no_progress:
+            return Decision(why_not=self._no_progress())
+        if why_not := self._not_worth_it(trial):
+            return Decision(why_not=why_not)
+        delay = self._delay()
+        if trial.seconds_left is not None and delay >= trial.seconds_left:
+            return Decision(why_not=f"`timeout` leaves no time for it: {max(0.0, trial.seconds_left):.1f} s")
+        self._used += 1
+        return Decision(delay=delay, restarts_left=policy.max_restarts - self._used)
+
+    def _note(self, trial: Trial) -> None:
+        if self._policy.reset_after is not None and trial.healthy_seconds >= self._policy.reset_after:
+            self._used = 0
+        step = -1 if trial.step is None else trial.step
+        has_come_further = step > self._furthest or self._is_first
+        self._stalled = 0 if has_come_further else self._stalled + 1
+        self._furthest = max(self._furthest, step)
+        self._is_first = False
+
+    def _no_progress(self) -> str:
+        how_far = f"no step beyond {self._furthest} was reported" if self._furthest >= 0 else "no step was reported"
+        times = f"{self._stalled} restarts in a row" if self._stalled > 1 else "the last restart"
+        return f"{how_far} after {times} (max_no_progress={self._policy.max_no_progress})"
+
+    def _not_worth_it(self, trial: Trial) -> str:
+        retry_if, cause = self._policy.retry_if, trial.cause
+        if retry_if is None:
+            return _hopeless(trial)
+        if cause is None:
+            return ""
+        if causes := self._policy.causes:
+            kinds = {wanted for wanted in causes if isinstance(wanted, FailureKind)}
+            types = tuple(wanted for wanted in causes if isinstance(wanted, type))
+            is_wanted = cause.kind in kinds or (cause.exception is not None and issubclass(type(cause.exception), types))
+        else:
+            assert callable(retry_if)
+            is_wanted = bool(retry_if(cause))
+        return "" if is_wanted else "it is no failure that `retry_if` wants to be tried again"
+
+    def _delay(self) -> float:
+        policy = self._policy
+        doublings = min(self._used, 1000)  # 2.0**1024 is no float
+        delay = min(policy.delay * 2.0**doublings, policy.max_delay)
+        return min(delay * (1 + policy.jitter * (2 * self._chance() - 1)), policy.max_delay)
+
+
+def _hopeless(trial: Trial) -> str:
+    """Why it would go the same way again, as far as one can tell who knows nothing of the function."""
+    cause = trial.cause
+    if cause is None:
+        return ""
+    if cause.kind is FailureKind.START:
+        return "it never came to call the function (`retry_if` can allow for that)"
+    is_programming = cause.exception is not None and issubclass(type(cause.exception), PROGRAMMING_ERRORS)
+    if is_programming and not trial.had_begun:
+        name = type(cause.exception).__qualname__
+        return (
+            f"a {name} before the first heartbeat or report is taken for an error in the code (`retry_if` can allow for it)"
+        )
+    return ""

@@ -1,0 +1,182 @@
+"""What the caller's thread makes of a run while it goes on, and in the end: attempts are judged, and a result comes of them.
+
+    thread of the life  --- ranks have failed, and all are gone ---> judge: who failed first? is it worth another try?
+                       <--- start these again, after a delay --------'  or leave it
+
+Code of the user's runs here: exceptions are rebuilt, `retry_if` and `env` are called. What they raise ends the run.
+"""
+
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+from ..errors import LaunchError
+from ..events.kinds import Restarting, RunEnded, RunStarted, WorkerFailed, WorkerStopped
+from ..result import Attempt, RunResult, WorkerState
+from ..spec import WorkerSpec
+from ..wire.exceptions import annotate
+from ..wording import attempts_text, summary_of, verdict
+from .diagnosis import diagnose
+from .facts import Facts
+from .journal import Journal
+from .life import Life
+from .mailbox import Retrial
+from .merging import merged
+from .restarts import Ledger, Trial
+from .states import Settled, StartAgain
+
+__all__ = ["Story", "tell_fates"]
+
+T = TypeVar("T")
+
+
+class Story(Generic[T]):
+    """Of one run, from its start.
+
+    Args:
+        spec: what is run.
+        journal: where it is noted what happens.
+    """
+
+    def __init__(self, spec: WorkerSpec[T], journal: Journal) -> None:
+        self.journal = journal
+        self.started_at = time.monotonic()
+        self._spec = spec
+        self._has_begun = False
+        self._ledgers: dict[int, Ledger] = {}  # by the first of the ranks that are started together
+        self._latest: dict[int, tuple[Facts, RunResult[T]]] = {}  # the same
+        self._attempts: list[Attempt] = []
+        self._not_restarted = ""
+
+    def begin(self) -> None:
+        """The ranks are about to be started."""
+        spec, self._has_begun = self._spec, True
+        self.journal.note(
+            RunStarted,
+            self._ranks(),
+            at=self.started_at,
+            fn=spec.fn_name,
+            role=spec.role,
+            nprocs=spec.nprocs,
+            max_restarts=spec.policy.max_restarts,
+            hostname=platform.node(),
+        )
+
+    def judge(self, life: Life) -> None:
+        """The attempts that have failed since the last time. Raises whatever `retry_if` and `env` raise, and LaunchError."""
+        for facts in life.mailbox.asked():
+            result = self._close(facts)
+            try:
+                self._decide(life, facts, result)
+            except BaseException as error:
+                annotate(error, f"raised while it was decided whether to start again, for {verdict(result)}")
+                raise
+
+    def result(self, ended: Sequence[Facts]) -> RunResult[T]:
+        """What came of all ranks."""
+        for facts in ended:
+            known = self._latest.get(min(facts.ranks))
+            if known is None or known[0].attempt != facts.attempt:
+                self._close(facts)
+            elif facts.signum is not None:
+                self._not_restarted = "a signal to this process came before"
+        result = replace(
+            merged(list(self._latest.values())), attempts=tuple(self._attempts), not_restarted=self._not_restarted
+        )
+        reason = "" if result.state is WorkerState.SUCCEEDED else verdict(result)
+        self._end(result.state, reason)
+        return replace(result, events=tuple(self.journal.events))
+
+    def fail(self, error: BaseException) -> None:
+        """Something else than a rank has failed: the ranks could not be started, or something was thrown at the caller."""
+        if isinstance(error, LaunchError) and self._attempts:
+            annotate(error, "\n".join(["the ranks were to be started again, after:", *attempts_text(self._attempts)]))
+        if self._has_begun:
+            state = WorkerState.FAILED if isinstance(error, Exception) else WorkerState.STOPPED
+            self._end(state, summary_of(error))
+
+    def _ranks(self) -> Sequence[int]:
+        assert isinstance(self._spec.nprocs, int)  # see GroupSpec
+        return range(self._spec.nprocs)
+
+    def _close(self, facts: Facts) -> RunResult[T]:
+        """An attempt is over."""
+        try:
+            result = diagnose(facts)
+        finally:
+            facts.forget()
+        self._latest[min(facts.ranks)] = facts, result
+        self._attempts.append(_attempt(self.journal, facts, result))
+        tell_fates(self.journal, facts, result)
+        return result
+
+    def _decide(self, life: Life, facts: Facts, result: RunResult[T]) -> None:
+        first, mailbox = min(facts.ranks), life.mailbox
+        ledger = self._ledgers.setdefault(first, Ledger(self._spec.policy))
+        decision = ledger.decide(self._trial(facts, result))
+        if decision.delay is None:
+            self._not_restarted = decision.why_not
+            mailbox.post(Settled(first, generation=facts.attempt))
+            return
+        places = life.prepare_again(list(facts.ranks), facts.attempt + 1)
+        self.journal.note(
+            Restarting,
+            facts.ranks,
+            attempt=facts.attempt,
+            cause=result.root_cause,
+            delay=decision.delay,
+            restarts_left=decision.restarts_left,
+        )
+        mailbox.post(Retrial(StartAgain(first, generation=facts.attempt, delay=decision.delay), places))
+
+    def _trial(self, facts: Facts, result: RunResult[Any]) -> Trial:
+        cause, timeout = result.root_cause, self._spec.timeout
+        pulse = None if cause is None else facts.ranks[cause.rank].pulse
+        steps = [told.step for told in result.progress.values() if told.step is not None]
+        return Trial(
+            cause=cause,
+            had_begun=pulse is not None and (pulse.beat_at, pulse.report) != (None, None),
+            healthy_seconds=facts.healthy_seconds,
+            step=max(steps, default=None),
+            seconds_left=None if timeout is None else self.started_at + timeout - time.monotonic(),
+        )
+
+    def _end(self, state: WorkerState, reason: str) -> None:
+        self.journal.change_state(state, [worker for _, result in self._latest.values() for worker in result.workers])
+        restarts = sum(attempt.number > 0 for attempt in self._attempts)
+        elapsed = time.monotonic() - self.started_at
+        self.journal.note(RunEnded, self._ranks(), state=state, elapsed=elapsed, restarts=restarts, reason=reason)
+        self.journal.tell()
+
+
+def tell_fates(journal: Journal, facts: Facts, result: RunResult[Any]) -> None:
+    """What became of those that did not return; who failed first, first."""
+    if not journal.is_wanted:
+        return
+    for rank, failure in sorted(result.failures.items(), key=lambda item: item[1] is not result.root_cause):
+        journal.note(
+            WorkerFailed,
+            [rank],
+            at=facts.started_at + failure.elapsed,
+            attempt=facts.attempt,
+            failure=failure,
+            is_root_cause=failure is result.root_cause,
+        )
+    for rank, state in result.worker_states.items():
+        if state is WorkerState.STOPPED:
+            journal.note(WorkerStopped, [rank], at=facts.stopped_at, attempt=facts.attempt)
+
+
+def _attempt(journal: Journal, facts: Facts, result: RunResult[Any]) -> Attempt:
+    return Attempt(
+        number=facts.attempt,
+        ranks=tuple(facts.ranks),
+        started_at=journal.wall_time(facts.began_at),
+        elapsed=facts.ended_at - facts.began_at,
+        state=result.state,
+        failures=result.failures,
+        root_cause=result.root_cause,
+        reason=result.reason,
+    )

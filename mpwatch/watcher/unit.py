@@ -1,0 +1,169 @@
+"""Ranks that are in the same boat: started, called, stopped and started again together. All ranks, or each for itself.
+
+A unit has the machine that decides about its ranks, knows how each is started, what was seen of it, and notes in the journal
+what happens to it. It does nothing to them: that is the loop's.
+"""
+
+import math
+import time
+from collections.abc import Collection
+from typing import Any
+
+from ..events.kinds import CallStarted, Event, HeartbeatLost, WorkerEnded, WorkerReady, WorkerSucceeded
+from ..ranks import Worker
+from ..result import WorkerState
+from ..spec import GroupSpec
+from ..wording import exit_text
+from . import states as m
+from .facts import Facts, RankFacts
+from .journal import Journal
+from .machine import Machine
+from .remarks import Remarks
+
+__all__ = ["Place", "Unit", "state_of_all"]
+
+Place = tuple[Worker, dict[str, str]]  # who a rank is, and its whole environment
+
+
+class Unit:
+    """Its ranks are about to be started for the first time."""
+
+    def __init__(self, spec: GroupSpec, places: list[Place], journal: Journal, *, keep: bool) -> None:
+        self._spec = spec
+        self._journal = journal
+        self.places = {worker.rank: (worker, env) for worker, env in places}
+        self.seen: dict[int, RankFacts] = {}
+        self.lingers: dict[int, str] = {}  # what keeps a rank that has returned
+        self._run_started_at = math.inf
+        self.machine = Machine(
+            self.places,
+            now=time.monotonic(),
+            grace_period=spec.grace_period,
+            start_timeout=spec.start_timeout,
+            timeout=spec.timeout,
+            heartbeat_timeout=spec.heartbeat_timeout,
+            keep=keep,
+            may_restart=spec.policy.max_restarts > 0,
+        )
+        self.begin()
+
+    def begin(self) -> None:
+        """Another life of its ranks."""
+        self.lingers.clear()
+        self._began_at = time.monotonic()
+        self._all_ready_at: float | None = None
+        self.look_at_machine()
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Who its ranks are; the next ones, if it has been decided that they are started again."""
+        return [worker for worker, _ in self.places.values()]
+
+    def look_at_machine(self) -> None:
+        """What has become of it, in the words of others."""
+        self.stage = self.machine.stage
+        self.state = self.machine.state
+        deadline = self.machine.deadline
+        self.due_at = math.inf if deadline is None else deadline
+
+    def handle(self, event: m.Event, now: float) -> list[m.Action]:
+        """What is to be done about an event."""
+        was_late = isinstance(event, m.Pulse) and event.rank in self.machine.beats.late
+        may_go_well = self.machine.is_undecided()
+        actions = self.machine.handle(event, now)
+        if isinstance(event, m.CallAll):
+            self._run_started_at = event.started_at
+            self._note(CallStarted, *self.places)
+        elif isinstance(event, m.Ready):
+            self._note_ready(event.rank, now)
+        elif isinstance(event, m.Returned) and may_go_well:
+            self._note(WorkerSucceeded, event.rank, at=self._reported_at(event.rank))
+        elif isinstance(event, m.Died):
+            self._note_death(event.rank)
+        elif isinstance(event, m.Pulse) and event.rank in self.machine.beats.late and not was_late:
+            self._note_late(event, now)
+        return actions
+
+    def expire(self, now: float) -> list[m.Action]:
+        """What is to be done if a deadline has come."""
+        life = self.machine.generation
+        actions = self.machine.expire(now)
+        if self.machine.generation > life:
+            self.begin()
+        return actions
+
+    def facts(self, *, hostname: str, helpers_oom: str) -> Facts:
+        """All that is known of its ranks' last life, or last call."""
+        machine, spec, now = self.machine, self._spec, time.monotonic()
+        return Facts(
+            ranks=dict(self.seen),
+            hostname=hostname,
+            started_at=self._run_started_at,
+            stopped_at=machine.stopped_at,
+            verdict=machine.verdict,
+            never_ready=machine.never_ready,
+            silent=machine.beats.silent,
+            heartbeat_timeout=spec.heartbeat_timeout,
+            timeout=spec.timeout,
+            start_timeout=spec.start_timeout,
+            signum=machine.signum,
+            helpers_oom=helpers_oom,
+            began_at=self._began_at,
+            all_ready_at=self._all_ready_at,
+            ended_at=max((seen.died_at or now for seen in self.seen.values()), default=now),
+        )
+
+    def warn(self, remarks: Remarks, *, of_run: bool) -> None:
+        """About ranks that succeeded and yet did not end as they should."""
+        so_far, kept = ("had returned", ". Its value is kept") if of_run else ("was told to end", "")
+        for rank in self.machine.lingering:
+            remarks.warning(
+                f"rank %d {so_far} but was still there %g s later (%s); stopped{kept}",
+                rank,
+                self._spec.grace_period,
+                self.lingers.get(rank) or "an exit hook or a finaliser that does not end",
+            )
+        for rank, facts in self.seen.items():
+            by_us = -(facts.exit_code or 0) in facts.signals_sent
+            if self.machine.verdict is m.Verdict.SUCCEEDED and facts.exit_code and not by_us:
+                remarks.warning(f"rank %d {so_far}, and then %s{kept}", rank, exit_text(facts.exit_code))
+
+    def _note(self, kind: type[Event], *ranks: int, at: float | None = None, **details: Any) -> None:
+        attempt = self.seen[ranks[0]].worker.restart_count
+        self._journal.note(kind, ranks, at=at, attempt=attempt, **details)
+
+    def _note_ready(self, rank: int, now: float) -> None:
+        self._note(WorkerReady, rank)
+        if not self.machine.roster.count[m.Phase.STARTING] and self._all_ready_at is None:
+            self._all_ready_at = now
+
+    def _note_late(self, event: m.Pulse, now: float) -> None:
+        assert event.beat_at is not None
+        silence = now - event.beat_at
+        self._note(HeartbeatLost, event.rank, silent_seconds=silence, heartbeat_timeout=self._spec.heartbeat_timeout)
+
+    def _note_death(self, rank: int) -> None:
+        facts = self.seen[rank]
+        pulse = facts.pulse
+        self._note(
+            WorkerEnded,
+            rank,
+            at=facts.died_at,
+            pid=facts.pid,
+            exit_code=facts.exit_code,
+            heartbeat_at=pulse.beat_at if pulse.beat_at != math.inf else None,
+            progress=facts.progress(self._run_started_at),
+        )
+
+    def _reported_at(self, rank: int) -> float | None:
+        report = self.seen[rank].report
+        return None if report is None else report.stamp
+
+
+def state_of_all(units: Collection[Unit]) -> WorkerState:
+    """A rank that is replaced while others go on makes the group unhealthy; a group that is started anew begins again."""
+    states = {unit.state for unit in units}
+    is_replaced = len(units) > 1 and any(unit.state is WorkerState.INIT and unit.machine.generation for unit in units)
+    if WorkerState.UNHEALTHY in states or is_replaced:
+        return WorkerState.UNHEALTHY
+    return WorkerState.INIT if WorkerState.INIT in states else WorkerState.HEALTHY
