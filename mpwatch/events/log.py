@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..wording import blame, exit_text, failure_text, ranks_text
+from ..wording import blame, failure_text, ranks_text
 from .kinds import (
     CallStarted,
     Event,
@@ -77,7 +77,8 @@ def _worker_failed(event: WorkerFailed) -> str:
 
 
 def _worker_ended(event: WorkerEnded) -> str:
-    return f"{_who(event)}: its process " + (exit_text(event.exit_code) if event.exit_code is not None else "has ended")
+    code = "unknown" if event.exit_code is None else event.exit_code  # who sent a signal is not known here
+    return f"{_who(event)}: process {event.pid} has ended, exit code {code}"
 
 
 def _who(event: Event) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
-from ..wording import blame, exit_text, failure_text, ranks_text
+from ..wording import blame, failure_text, ranks_text
 from .kinds import Event, HeartbeatLost, Restarting, WorkerFailed
 from .plain import plain
 from .timeline import Lane, Life, Timeline, called_within, timelines
@@ -106,8 +106,8 @@ class _Process:
 
     def _life(self, tid: int, life: Life, start: float, end: float) -> Iterator[dict[str, Any]]:
         args: dict[str, Any] = {"pid": life.pid, "attempt": life.attempt, "outcome": life.outcome or "unfinished"}
-        if life.ended is not None and life.ended.exit_code is not None:
-            args["end"] = f"it {exit_text(life.ended.exit_code)}"
+        if life.ended is not None:
+            args["exit_code"] = life.ended.exit_code
         yield self._span(tid, f"attempt {life.attempt}", start, end, category="life", args=args)
         ready = end if life.ready is None else min(max(start, life.ready), end)
         if ready > start:
