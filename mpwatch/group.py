@@ -15,6 +15,7 @@ from .result import RunResult, WorkerState
 from .spec import GroupSpec, Nprocs, Observers, check_call
 from .watcher.outcome import outcome_of
 from .watcher.team import Team
+from .wording import summary_of
 
 __all__ = ["WorkerGroup"]
 
@@ -90,8 +91,8 @@ class WorkerGroup:
         self._finalizer.atexit = False
         try:
             self._team.start()
-        except BaseException:
-            self._close()
+        except BaseException as error:
+            self._close(summary_of(error))
             raise
 
     def run(self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> RunResult[T]:
@@ -156,10 +157,12 @@ class WorkerGroup:
             raise RuntimeError("this WorkerGroup is closed; make another one")
         return outcome_of(lambda: self._team.call(fn, args, kwargs), check=self._check)
 
-    def _close(self) -> None:
-        self._is_closed = True
+    def _close(self, reason: str = "") -> None:
+        is_first, self._is_closed = not self._is_closed, True
         try:
             self._team.close()
+            if is_first:
+                self._team.tell_end(reason)
         finally:
             if not self._team.has_ranks:  # else something was thrown before that began: they have yet to be ended
                 self._finalizer.detach()

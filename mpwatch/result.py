@@ -176,7 +176,8 @@ class RunResult(Generic[T]):
 
     def to_chrome_trace(self, path: "str | PathLike[str]") -> None:
         """Write the timeline of the run to a file that Perfetto (ui.perfetto.dev) and chrome://tracing open: a lane for each
-        rank, with its lives, its calls, what was last heard of it, failures and restarts. Raises OSError.
+        rank, with its lives, its calls, what was last heard of it, failures and restarts. Raises OSError; and ValueError for
+        the result of a WorkerGroup's call, which has no events: see its `on_event`.
         """
         from .events.trace import write_chrome_trace
 

@@ -12,7 +12,19 @@ from typing import Any
 from .result import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
 from .wire.exceptions import own
 
-__all__ = ["attempts_text", "exit_text", "fates", "ranks_text", "report", "summary_of", "timeout_text", "verdict", "where"]
+__all__ = [
+    "attempts_text",
+    "blame",
+    "exit_text",
+    "failure_text",
+    "fates",
+    "ranks_text",
+    "report",
+    "summary_of",
+    "timeout_text",
+    "verdict",
+    "where",
+]
 
 USUAL_CAUSES = {
     signal.SIGSEGV: "an invalid memory access, usually in compiled code",
@@ -78,14 +90,21 @@ def _name(attempt: Attempt) -> str:
 
 def verdict(result: RunResult[Any] | Attempt) -> str:
     """Which rank failed first, and why; or what else ended the run."""
-    root = result.root_cause
-    if root is None:
-        return result.reason
+    return result.reason if result.root_cause is None else blame(result.root_cause)
+
+
+def blame(root: ProcessFailure) -> str:
+    """That this is the failure that came first, and what it was."""
     if root.is_secondary:
         return f"no rank was seen to fail by itself; the first to complain of a peer: rank {root.rank}: {_what(root)}"
     if root.kind is FailureKind.EXCEPTION:
         return f"rank {root.rank} failed first: {_what(root)}"
     return f"rank {root.rank} {_what(root)}"
+
+
+def failure_text(failure: ProcessFailure) -> str:
+    """Which rank failed, and what happened to it."""
+    return f"rank {failure.rank}: {_what(failure)}"
 
 
 def fates(result: RunResult[Any]) -> dict[str, list[int]]:

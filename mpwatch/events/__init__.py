@@ -1,4 +1,9 @@
-"""What happens in a run, as data, and observers of it: see `on_event` of `mpwatch.run`."""
+"""What happens in a run, as data, and observers of it: see `on_event` of `mpwatch.run`.
+
+The kinds of events are always loaded, the observers when they are first asked for.
+"""
+
+from importlib import import_module
 
 from .kinds import (
     CallStarted,
@@ -16,18 +21,36 @@ from .kinds import (
     WorkerSucceeded,
 )
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .jsonl import JsonLines
+    from .torch_elastic import TorchElasticEvents
+    from .trace import write_chrome_trace
+
 __all__ = [
     "CallStarted",
     "Event",
     "HeartbeatLost",
+    "JsonLines",
     "Restarting",
     "RunEnded",
     "RunStarted",
     "StateChanged",
+    "TorchElasticEvents",
     "WorkerEnded",
     "WorkerFailed",
     "WorkerReady",
     "WorkerStarted",
     "WorkerStopped",
     "WorkerSucceeded",
+    "write_chrome_trace",
 ]
+
+_HOME = {"JsonLines": ".jsonl", "TorchElasticEvents": ".torch_elastic", "write_chrome_trace": ".trace"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name], __name__), name)
+    return value

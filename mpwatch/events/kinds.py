@@ -51,7 +51,7 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain data that JSON can hold: `event` is the name; states and kinds of failure are their names, an
-        exception is its traceback's text, and numbers that JSON has none for ("nan", "inf") are text.
+        exception is its type (`summary` and `traceback` are beside it), and numbers that JSON lacks ("nan", "inf") are text.
         """
         return {"event": self.name} | {field.name: plain(getattr(self, field.name)) for field in fields(self)}
 
@@ -125,6 +125,10 @@ class WorkerEnded(Event):
     """When it was last heard of, by CLOCK_MONOTONIC; None if it has never beaten, or its function had returned."""
     progress: Progress | None = None
     """What it last reported."""
+    reported_at: float | None = None
+    """When it did, by CLOCK_MONOTONIC."""
+    was_stopped: bool = False
+    """Whether the watcher had sent it the signal that it died of."""
 
 
 @dataclass(frozen=True, kw_only=True)

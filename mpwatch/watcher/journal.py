@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..events.kinds import Event, StateChanged
+from ..events.log import LogEvents
 from ..lifecycle import check_change
 from ..ranks import Worker
 from ..result import WorkerState
@@ -36,27 +37,30 @@ class Journal:
         self.events: list[Event] = []  # that were told, if they are kept
         self.wake: Callable[[], object] = bool  # has the caller's thread call `tell`; so far there is nobody to wake up
         self.state = WorkerState.UNKNOWN  # of all ranks together, as it was told
-        self._observers = list(observers)
+        self._log = LogEvents()
+        self._observers = [self._log, *observers]
         self._keep = keep
         self._untold: deque[Event] = deque()
         self._wall_clock = time.time() - time.monotonic()
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether anybody wants to know."""
-        return self._keep or bool(self._observers)
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether anybody wants to know of events of this kind."""
+        return self._keep or self._is_observed(kind)
 
     def note(
         self, kind: type[Event], ranks: Iterable[int], *, at: float | None = None, attempt: int = 0, **details: Any
     ) -> None:
         """Something has happened to these ranks, at this time of CLOCK_MONOTONIC, or now."""
-        if not self.is_wanted:
+        if not self.wants(kind):
             return
         at = time.monotonic() if at is None else at
         when = {"time": self.wall_time(at), "monotonic": at}
         self._untold.append(kind(run_id=self.run_id, ranks=tuple(ranks), attempt=attempt, **when, **details))
-        if self._observers:
+        if self._is_observed(kind):
             self.wake()
+
+    def _is_observed(self, kind: type[Event]) -> bool:
+        return len(self._observers) > 1 or self._log.wants(kind)
 
     def wall_time(self, at: float) -> float:
         """In seconds since 1970, what was this on CLOCK_MONOTONIC."""

@@ -153,8 +153,6 @@ class Story(Generic[T]):
 
 def tell_fates(journal: Journal, facts: Facts, result: RunResult[Any]) -> None:
     """What became of those that did not return; who failed first, first."""
-    if not journal.is_wanted:
-        return
     for rank, failure in sorted(result.failures.items(), key=lambda item: item[1] is not result.root_cause):
         journal.note(
             WorkerFailed,

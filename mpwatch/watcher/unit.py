@@ -153,6 +153,8 @@ class Unit:
             exit_code=facts.exit_code,
             heartbeat_at=pulse.beat_at if pulse.beat_at != math.inf else None,
             progress=facts.progress(self._run_started_at),
+            reported_at=pulse.report[0] if pulse.report is not None else None,
+            was_stopped=-(facts.exit_code or 0) in facts.signals_sent,
         )
 
     def _reported_at(self, rank: int) -> float | None:

@@ -1,0 +1,477 @@
+"""Events as plain data, and what the observers of the package make of them: from streams that were made by hand."""
+
+import json
+import logging
+import math
+import os
+import signal
+from dataclasses import dataclass, fields
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import python
+from streams import START, Story, failed, failure, restarted
+
+import mpwatch
+import mpwatch.events
+from mpwatch import FailureKind, Progress, RunResult, WorkerState
+from mpwatch.events import (
+    CallStarted,
+    Event,
+    HeartbeatLost,
+    JsonLines,
+    Restarting,
+    RunStarted,
+    WorkerEnded,
+    WorkerFailed,
+    WorkerReady,
+    WorkerSucceeded,
+    write_chrome_trace,
+)
+from mpwatch.events.log import LogEvents
+from mpwatch.events.plain import plain
+
+KINDS = Event.__subclasses__()
+LONE = "caf\udce9"  # a file name that is not UTF-8, as os.fsdecode has it
+
+
+def strict(text):
+    """What a reader that takes nothing but JSON would make of it."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text.encode().decode(), parse_constant=refuse)
+
+
+def test_the_names_are_sorted_and_there():
+    assert mpwatch.events.__all__ == sorted(mpwatch.events.__all__)
+    for name in mpwatch.events.__all__:
+        assert getattr(mpwatch.events, name).__doc__
+    assert {kind.__name__ for kind in KINDS} <= set(mpwatch.events.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        mpwatch.events.nonsense
+
+
+def test_the_import_of_events_is_light():
+    out = python("-c", "import sys, mpwatch.events; print(*sys.modules)").stdout.split()
+    assert not {"torch", "json", "logging", "mpwatch.events.trace"} & set(out)
+
+
+def test_each_kind_has_its_name():
+    assert RunStarted.name == "run_started"
+    assert HeartbeatLost.name == "heartbeat_lost"
+    assert len({kind.name for kind in KINDS}) == len(KINDS)
+
+
+# --- plain data
+
+
+def test_an_event_as_plain_data():
+    (event,) = (event for event in restarted() if isinstance(event, WorkerFailed))
+    assert event.to_dict() == {
+        "event": "worker_failed",
+        "time": event.time,
+        "monotonic": event.monotonic,
+        "run_id": "a1b2c3d4e5",
+        "ranks": [1],
+        "attempt": 0,
+        "is_root_cause": True,
+        "failure": {
+            "rank": 1,
+            "local_rank": 1,
+            "pid": 101,
+            "hostname": "here",
+            "kind": "EXCEPTION",
+            "exit_code": 1,
+            "signal": None,
+            "exception": "ValueError",
+            "summary": "ValueError: boom",
+            "traceback": "Traceback ...\nValueError: boom\n",
+            "stack": "",
+            "stderr": "",
+            "evidence": "",
+            "is_secondary": False,
+            "elapsed": 1.5,
+        },
+    }
+
+
+def test_states_are_told_by_name_and_numbers_that_json_lacks_by_text():
+    told = [event.to_dict() for event in restarted()]
+    assert {"event": "state_changed", "before": "UNKNOWN", "after": "INIT"}.items() <= told[1].items()
+    (ended,) = (line for line in told if line["event"] == "worker_ended" and line["progress"])
+    assert ended["progress"] == {"step": 3, "total": 9, "metrics": {"loss": "nan"}, "elapsed": 1.2}
+
+
+class Custom(Exception):
+    pass
+
+
+class Broken:
+    def __repr__(self):
+        raise ValueError("no")
+
+
+class Hiding(str):
+    __slots__ = ()
+
+    def encode(self, *_, **__):
+        raise ValueError("no")
+
+
+@dataclass
+class Pair:
+    left: object
+    right: object
+
+
+@pytest.mark.parametrize(
+    ("odd", "expected"),
+    [
+        (numpy.float32(0.5), 0.5),
+        (numpy.float64(0.1), 0.1),
+        (numpy.float64("nan"), "nan"),
+        (numpy.int64(7), 7),
+        (True, True),
+        (-math.inf, "-inf"),
+        (1 << 70, hex(1 << 70)),
+        (10**5000, hex(10**5000)),
+        (LONE, "caf\\udce9"),
+        (Hiding("text"), "text"),
+        (
+            {1: 2, None: 3, FailureKind.OOM: 4, ("a", 1): 5, LONE: 6},
+            {"1": 2, "None": 3, "OOM": 4, "['a', 1]": 5, "caf\\udce9": 6},
+        ),
+        (signal.SIGTERM, "SIGTERM"),
+        (Custom("x"), f"{__name__}.Custom"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (Pair((1, [2]), Pair), {"left": [1, [2]], "right": repr(Pair)}),
+        (b"\xff", "b'\\xff'"),
+        (Broken(), "<Broken>"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whatever_there_is_becomes_plain(odd, expected):
+    found = plain(odd)
+    assert found == expected
+    assert type(found) is type(expected)
+    assert strict(json.dumps(found, allow_nan=False)) == expected
+
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers()
+    | st.text(st.characters(codec=None))
+    | st.binary()
+    | st.builds(Broken)
+    | st.sampled_from([FailureKind.OOM, ValueError(LONE), Pair(LONE, math.nan), numpy.float16(1e-7), numpy.bool_(1)]),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(st.characters(codec=None)) | st.integers(), inner)
+    ),
+    max_leaves=10,
+)
+
+
+@settings(deadline=None)
+@given(odd=ANYTHING)
+def test_the_plain_data_of_anything_is_strictly_json(odd):
+    progress = Progress(step=1, total=None, metrics={"odd": odd}, elapsed=0.0)
+    event = WorkerEnded(time=0.0, monotonic=0.0, run_id=LONE, ranks=(0,), pid=1, exit_code=0, progress=progress)
+    told = event.to_dict()
+    assert strict(json.dumps(told, ensure_ascii=False, allow_nan=False)) == told
+
+
+# --- logging
+
+
+def logged(caplog, level, events):
+    caplog.set_level(level, "mpwatch")
+    for event in events:
+        LogEvents()(event)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_by_default_only_restarts_are_logged(caplog):
+    (line,) = logged(caplog, logging.WARNING, restarted())
+    assert line == "run a1b2c3d4: restarting ranks 0-1 in 1.0 s (restart 1, 0 left): rank 1 failed first: ValueError: boom"
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_the_course_of_a_run_is_information(caplog):
+    lines = [line.removeprefix("run a1b2c3d4: ") for line in logged(caplog, logging.INFO, restarted())]
+    assert lines[0] == "train starts on here: 2 ranks of role trainer"
+    assert lines[1:4] == ["UNKNOWN -> INIT", "INIT -> HEALTHY", "rank 0: silent for 5.0 s of the 10.0 s it may be"]
+    assert lines[-1] == "SUCCEEDED after 4.7 s, after 1 restart"
+    assert len(lines) == 10
+
+
+def test_what_becomes_of_each_rank_is_for_who_debugs(caplog):
+    lines = logged(caplog, logging.DEBUG, failed())
+    assert len(lines) == len(failed())
+    assert "run a1b2c3d4: rank 1: ValueError: boom (the root cause)" in lines
+    assert "run a1b2c3d4: rank 0: process 110, restart 1" in lines
+    assert "run a1b2c3d4: rank 0: process 100 has ended, exit code -15" in lines
+    assert lines[-1].endswith("FAILED after 4.7 s, after 1 restart: rank 1 failed first: ValueError: boom")
+
+
+def test_a_line_of_the_log_is_one_line_that_can_be_encoded(caplog):
+    cause = failure(0, FailureKind.OOM, evidence=f"one\ntwo {LONE}")
+    at = {"time": 0.0, "monotonic": 0.0, "ranks": (0,)}
+    event = Restarting(run_id=LONE, cause=cause, delay=0.0, restarts_left=2, **at)
+    (line,) = logged(caplog, logging.INFO, [event, Event(run_id="of a later version", **at)])
+    expected = (
+        "restarting rank 0 (restart 1, 2 left): rank 0 was killed by the kernel's out-of-memory killer (one two caf\\udce9)"
+    )
+    assert line == f"run caf\\udce: {expected}"
+
+
+def test_nothing_is_wanted_that_would_not_be_logged(caplog):
+    caplog.set_level(logging.WARNING, "mpwatch")
+    log = LogEvents()
+    assert log.wants(Restarting)
+    assert not log.wants(RunStarted)
+    caplog.set_level(logging.CRITICAL, "mpwatch")
+    assert not any(log.wants(kind) for kind in KINDS)
+    caplog.set_level(logging.DEBUG, "mpwatch")
+    assert all(log.wants(kind) for kind in KINDS)
+
+
+# --- JSON lines
+
+
+def test_a_line_for_each_event(tmp_path):
+    path = tmp_path / "events.jsonl"
+    observe = JsonLines(path)
+    for event in restarted():
+        observe(event)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [strict(line) for line in lines] == [event.to_dict() for event in restarted()]
+
+
+def test_any_text_stays_on_its_line_and_readable(tmp_path):
+    path = tmp_path / "events.jsonl"
+    text = f"größer\n\r\x0b\x1c\x85\u2028\u2029\x00 {LONE}"
+    for _ in range(2):
+        JsonLines(path)(Story(fn=text).events[0])
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 2
+    assert "größer" in lines[0]
+    assert strict(lines[1])["fn"] == text.replace("\udce9", "\\udce9")
+
+
+def append_many(path):
+    observe = JsonLines(path)
+    event = Story(run_id=str(mpwatch.current_worker().rank), fn="f" * 5000).events[0]
+    for _ in range(200):
+        observe(event)
+
+
+def test_several_processes_append_to_one_file(tmp_path):
+    path = tmp_path / "events.jsonl"
+    mpwatch.run(append_many, 2, args=(path,))
+    found = [strict(line)["run_id"] for line in path.read_text().splitlines()]
+    assert sorted(found) == ["0"] * 200 + ["1"] * 200
+
+
+def test_the_file_stays_where_it_was_when_the_program_goes_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    observe = JsonLines("events.jsonl")
+    monkeypatch.chdir(tmp_path)
+    observe(restarted()[0])
+    assert os.listdir(tmp_path / "here") == ["events.jsonl"]
+    assert repr(observe) == f"JsonLines({str(tmp_path / 'here' / 'events.jsonl')!r})"
+
+
+def test_a_file_that_cannot_be_written_is_an_error_at_once(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no such folder") as caught:
+        JsonLines(tmp_path / "nowhere" / "events.jsonl")
+    assert caught.value.filename == str(tmp_path / "nowhere")
+    with pytest.raises(IsADirectoryError):
+        JsonLines(tmp_path)
+    with pytest.raises(TypeError):
+        JsonLines(3)
+
+
+# --- the trace
+
+
+def traced(tmp_path, events):
+    path = tmp_path / "trace.json"
+    write_chrome_trace(events, path)
+    return strict(path.read_text(encoding="utf-8"))["traceEvents"]
+
+
+def spans(lines, tid):
+    return [
+        (line["name"], line["ts"], line["ts"] + line["dur"]) for line in lines if line["ph"] == "X" and line["tid"] == tid
+    ]
+
+
+def marks(lines, tid):
+    return [(line["name"], line["ts"]) for line in lines if line["ph"] == "i" and line["tid"] == tid]
+
+
+def check_nesting(lines):
+    """Whatever two spans of a lane have in common: one lies within the other, and is told after it."""
+    for tid in {line["tid"] for line in lines}:
+        found = spans(lines, tid)
+        for number, (_, start, end) in enumerate(found):
+            assert 0 <= start <= end
+            for _, later_start, later_end in found[number + 1 :]:
+                assert later_start >= end or start <= later_start <= later_end <= end
+    assert all(line["ts"] >= 0 for line in lines if line["ph"] != "M")
+
+
+def test_the_lanes_of_a_run(tmp_path):
+    lines = traced(tmp_path, restarted())
+    names = {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"}
+    assert names == {1: "group", 2: "rank 0", 3: "rank 1"}
+    assert [line["args"]["name"] for line in lines if line["name"] == "process_name"] == ["train on here (a1b2c3d4e5)"]
+    assert {line["pid"] for line in lines} == {1}
+
+
+def test_the_lives_and_calls_of_a_rank(tmp_path):
+    lines = traced(tmp_path, restarted())
+    assert spans(lines, 3) == [
+        ("attempt 0", 100_000, 1_600_000),
+        ("start-up", 100_000, 500_000),
+        ("train", 500_000, 1_500_000),
+        ("waiting to be restarted", 2_000_000, 3_000_000),
+        ("attempt 1", 3_000_000, 4_600_000),
+        ("start-up", 3_000_000, 3_500_000),
+        ("train", 3_500_000, 4_500_000),
+    ]
+    calls = [line for line in lines if line["ph"] == "X" and line["name"] == "train"]
+    assert [(line["tid"], line["cat"], line["cname"]) for line in calls] == [
+        (2, "call,stopped", "grey"),
+        (2, "call,succeeded", "good"),
+        (3, "call,failed", "terrible"),
+        (3, "call,succeeded", "good"),
+    ]
+    check_nesting(lines)
+
+
+def test_what_happened_at_one_instant(tmp_path):
+    lines = traced(tmp_path, restarted())
+    assert marks(lines, 1) == [("restart of ranks 0-1", 2_000_000), ("SUCCEEDED", 4_700_000)]
+    assert marks(lines, 2) == [("heartbeat lost", 1_200_000)]
+    assert marks(lines, 3) == [("last heartbeat", 1_400_000), ("last report", 1_200_000), ("failed first", 1_500_000)]
+    (failed_first,) = (line for line in lines if line["name"] == "failed first")
+    assert failed_first["args"]["what"] == "rank 1: ValueError: boom"
+    assert failed_first["args"]["kind"] == "EXCEPTION"
+    (report,) = (line for line in lines if line["name"] == "last report")
+    assert report["args"]["metrics"] == {"loss": "nan"}
+
+
+def test_the_states_of_the_group(tmp_path):
+    found = spans(traced(tmp_path, restarted()), 1)
+    assert [name for name, _, _ in found] == ["INIT", "HEALTHY", "UNHEALTHY", "INIT", "HEALTHY", "SUCCEEDED"]
+    assert [end for _, _, end in found[:-1]] == [start for _, start, _ in found[1:]]
+
+
+def test_the_calls_of_a_group_by_number(tmp_path):
+    story = Story(fn="", nprocs=1).becomes(WorkerState.INIT, 0.0).started(0.0).each(WorkerReady, 0.5)
+    for second in range(1, 4):
+        story.tell(CallStarted, float(second)).each(WorkerSucceeded, second + 0.5)
+    lines = traced(tmp_path, story.events)
+    calls = [(name, start, end) for name, start, end in spans(lines, 2) if name.startswith("call")]
+    assert calls == [(f"call {n}", n * 1_000_000, n * 1_000_000 + 500_000) for n in (1, 2, 3)]
+    assert [name for name, _, _ in spans(lines, 2)][:2] == ["attempt 0", "start-up"]
+
+
+def test_a_rank_that_is_replaced_alone(tmp_path):
+    story = Story().begin().tell(WorkerEnded, 1.0, (1,), pid=101, exit_code=1)
+    story.tell(WorkerFailed, 1.0, (1,), failure=failure(1), is_root_cause=True)
+    story.tell(Restarting, 1.0, (1,), cause=failure(1), delay=1.0, restarts_left=0).started(2.0, 1, (1,))
+    story.tell(WorkerReady, 2.5, (1,), attempt=1).tell(WorkerSucceeded, 3.0, (0,)).tell(
+        WorkerSucceeded, 4.0, (1,), attempt=1
+    )
+    lines = traced(tmp_path, story.events)
+    assert ("train", 500_000, 3_000_000) in spans(lines, 2)
+    assert [name for name, _, _ in spans(lines, 3)].count("train") == 2
+    assert spans(lines, 3)[-1] == ("train", 2_500_000, 4_000_000)
+
+
+@pytest.mark.parametrize("length", range(1, len(failed()) + 1))
+def test_a_run_that_was_cut_off_can_be_drawn(tmp_path, length):
+    check_nesting(traced(tmp_path, failed()[:length]))
+    check_nesting(traced(tmp_path, failed()[-length:]))
+
+
+def test_a_rank_that_could_not_be_started_has_no_life(tmp_path):
+    story = Story().tell(WorkerFailed, 0.2, (1,), failure=failure(1, FailureKind.START), is_root_cause=True)
+    lines = traced(tmp_path, story.becomes(WorkerState.FAILED, 0.3).events)
+    assert not spans(lines, 3)
+    assert marks(lines, 3) == [("failed first", 200_000)]
+
+
+def test_each_run_is_a_process(tmp_path):
+    both = [event for pair in zip(restarted(), Story(run_id="b").begin().events, strict=False) for event in pair]
+    lines = traced(tmp_path, both)
+    assert {line["pid"] for line in lines} == {1, 2}
+
+
+AT = st.floats(0, 100, allow_nan=False).map(lambda seconds: START + seconds)
+FIELDS = {
+    "time": AT,
+    "monotonic": AT,
+    "run_id": st.just("a"),
+    "ranks": st.sampled_from([(0,), (1,), (0, 1)]),
+    "attempt": st.integers(0, 2),
+    "fn": st.sampled_from(["", "train"]),
+    "role": st.just("default"),
+    "nprocs": st.just(2),
+    "max_restarts": st.just(1),
+    "hostname": st.text(),
+    "pid": st.integers(1),
+    "silent_seconds": st.floats(0),
+    "heartbeat_timeout": st.floats(0),
+    "failure": st.sampled_from([failure(0), failure(1, FailureKind.SIGNAL, signal=9, exit_code=137)]),
+    "is_root_cause": st.booleans(),
+    "exit_code": st.sampled_from([None, 0, 1, -9]),
+    "heartbeat_at": st.none() | AT,
+    "progress": st.none()
+    | st.builds(Progress, step=st.none(), total=st.none(), metrics=st.just({}), elapsed=st.floats(0, 200)),
+    "cause": st.sampled_from([None, failure(0)]),
+    "delay": st.floats(0, 50),
+    "restarts_left": st.integers(0, 3),
+    "before": st.sampled_from(WorkerState),
+    "after": st.sampled_from(WorkerState),
+    "state": st.sampled_from(WorkerState),
+    "elapsed": st.floats(0),
+    "restarts": st.integers(0, 3),
+    "reason": st.text(),
+}
+EVENTS = st.one_of([st.builds(kind, **{field.name: FIELDS[field.name] for field in fields(kind)}) for kind in KINDS])
+
+
+@settings(deadline=None)
+@given(events=st.lists(EVENTS, min_size=1, max_size=25))
+def test_whatever_is_told_in_whatever_order_can_be_drawn(tmp_path_factory, events):
+    check_nesting(traced(tmp_path_factory.getbasetemp(), events))
+
+
+def test_no_events_are_an_error_that_says_how_to_have_some(tmp_path):
+    with pytest.raises(ValueError, match=r"on_event=events\.append"):
+        RunResult(WorkerState.SUCCEEDED).to_chrome_trace(tmp_path / "trace.json")
+    with pytest.raises(TypeError, match=r"result\.events"):
+        write_chrome_trace(RunResult(WorkerState.SUCCEEDED, {0: "value"}), tmp_path / "trace.json")
+    assert not os.listdir(tmp_path)
+
+
+def test_the_trace_of_a_result(tmp_path):
+    path = tmp_path / "trace.json"
+    RunResult(WorkerState.SUCCEEDED, events=tuple(restarted())).to_chrome_trace(path)
+    write_chrome_trace(iter(restarted()), tmp_path / "again.json")
+    assert path.read_bytes() == (tmp_path / "again.json").read_bytes()
+    with pytest.raises(FileNotFoundError):
+        RunResult(WorkerState.SUCCEEDED, events=tuple(restarted())).to_chrome_trace(tmp_path / "nowhere" / "trace.json")

@@ -1,0 +1,213 @@
+"""What handlers of torch.distributed.elastic are told: by real handlers, and beside what torch's own agent tells them."""
+
+import json
+import logging
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic import events, metrics
+from torch.distributed.elastic.events import handlers
+from torch.distributed.elastic.metrics import api as metrics_api
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from programs import ENV, python
+from streams import Story, failed, failure, restarted
+
+from mpwatch import FailureKind, WorkerState
+from mpwatch.events import CallStarted, Restarting, TorchElasticEvents, WorkerEnded, WorkerFailed, WorkerSucceeded
+
+HERE = Path(__file__).parent
+STATUS = "torchelastic.worker.status."
+OF_RENDEZVOUS = {STATUS + "RENDEZVOUS", STATUS + "ASSIGN_WORKER_RANKS"}  # there is none in a run on one machine
+
+
+class Told(logging.Handler, metrics.MetricHandler):
+    """Handles both, and keeps them."""
+
+    def __init__(self):
+        super().__init__()
+        self.events, self.metrics = [], []
+
+    def emit(self, what):
+        if isinstance(what, logging.LogRecord):
+            self.events.append(json.loads(what.getMessage()))
+        else:
+            self.metrics.append((what.group_name, what.name, what.value))
+
+    @property
+    def names(self):
+        """Of the events, each with the rank it is about."""
+        return [(line["name"].removeprefix(STATUS), line["metadata"]["global_rank"]) for line in self.events]
+
+    def metric(self, name):
+        return [value for _, found, value in self.metrics if found == f"workers.trainer.{name}"]
+
+
+@pytest.fixture
+def told():
+    handler = Told()
+    handlers._log_handlers["told"] = handler
+    metrics.configure(handler, "torchelastic")
+    yield handler
+    del handlers._log_handlers["told"]
+    del metrics_api._metrics_map["torchelastic"]
+    logger = events._events_loggers.pop("told", None)
+    if logger is not None:
+        logger.removeHandler(handler)
+    handler.close()
+
+
+def tell(stream):
+    observe = TorchElasticEvents("told")
+    for event in stream:
+        observe(event)
+
+
+def told_by_the_agent(fails):
+    env = {name: value for name, value in ENV.items() if name != "PYTHONWARNINGS"}
+    told = Told()
+    for line in python(str(HERE / "agent_story.py"), str(fails), env=env).stdout.splitlines():
+        what = json.loads(line)
+        (told.events if isinstance(what, dict) else told.metrics).append(what)
+    told.events = [line for line in told.events if line["name"] not in OF_RENDEZVOUS]
+    told.close()
+    return told
+
+
+def comparable(line):
+    """What of an event is the same each time, whoever tells it."""
+    metadata = dict(line["metadata"])
+    inner = json.loads(metadata["metadata"])
+    raw_error = metadata["raw_error"] and json.loads(metadata["raw_error"])
+    if raw_error:
+        extra = raw_error["message"]["extraInfo"]
+        assert isinstance(extra["timestamp"], str)
+        extra.update(timestamp="", py_callstack=extra["py_callstack"].splitlines()[-1])
+    if inner.get("worker_pid", [None]) != [None]:
+        assert metadata["worker_id"].isdecimal()
+        inner["worker_pid"] = [int]
+    metadata.update(metadata=inner, raw_error=raw_error, worker_id=type(metadata["worker_id"]))
+    metadata.update(dict.fromkeys(("hostname", "rdzv_backend"), str), total_run_time=int)
+    return line["name"], line["source"], metadata
+
+
+def ends_of_attempts(told):
+    """How many restarts remained when ranks had failed or succeeded, and then what is said of the whole run."""
+    found = [
+        (name.removeprefix("workers.trainer."), value) for _, name, value in told.metrics if name.startswith("workers.")
+    ]
+    ends = [pair for pair in pairwise(found) if pair[0][0] == "remaining_restarts" and pair[1][0] in ("failed", "succeeded")]
+    return ends, found[found.index(next(item for item in found if item[0] == "flakiness")) :]
+
+
+@pytest.mark.parametrize(("fails", "stream"), [(1, restarted), (2, failed)])
+def test_the_same_is_told_as_by_torch_s_agent(told, fails, stream):
+    theirs = told_by_the_agent(fails)
+    tell(stream())
+    assert [comparable(line) for line in told.events] == [comparable(line) for line in theirs.events]
+    assert ends_of_attempts(told) == ends_of_attempts(theirs)
+    assert {group for group, _, _ in told.metrics} == {"torchelastic"}
+
+
+def test_each_state_is_a_metric(told):
+    tell(restarted())
+    states = ("init", "healthy", "unhealthy", "failed", "succeeded")
+    assert [told.metric(state) for state in states] == [[1, 1], [1, 1], [1], [1], [1]]
+    assert told.metric("remaining_restarts") == [1, 1, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("max_restarts", "flakiness"), [(0, 0), (1, 0), (3, 0)])
+def test_a_run_without_failures_is_not_flaky(told, max_restarts, flakiness):
+    tell(Story(max_restarts=max_restarts).begin().succeed(1.0).end(1.2))
+    assert told.metric("flakiness") == [flakiness]
+    assert told.metric("run_success_no_retries") == [1]
+    assert told.names == [("START", 0), ("START", 1), ("SUCCEEDED", 0), ("SUCCEEDED", 1), ("SUCCEEDED", None)]
+
+
+def test_events_say_when_they_happened(told):
+    stream = restarted()
+    tell(stream)
+    assert told.events[0]["timestamp"] == int(stream[2].time * 1000)
+    assert told.events[-1]["timestamp"] == int(stream[-1].time * 1000)
+    assert told.events[-1]["metadata"]["total_run_time"] == 4
+
+
+def test_a_rank_that_did_not_raise_is_told_in_the_same_form(told):
+    killed = {"kind": FailureKind.SIGNAL, "signal": 9, "exit_code": 137, "stack": "File ..."}
+    story = Story(max_restarts=0).begin().rank_1_fails(**killed).becomes(WorkerState.FAILED, 2.0)
+    tell(story.end(2.1, reason="rank 1 was killed by SIGKILL"))
+    (event,) = (line for line in told.events if line["name"] == STATUS + "FAILED")
+    message = json.loads(event["metadata"]["raw_error"])["message"]
+    assert message["message"].startswith("rank 1: was killed by SIGKILL")
+    assert message["extraInfo"]["py_callstack"] == "File ..."
+    assert json.loads(event["metadata"]["metadata"])["exit_code"] == [-9]
+
+
+def test_an_interrupted_run_is_neither_a_success_nor_a_failure(told):
+    story = Story().begin().becomes(WorkerState.UNHEALTHY, 1.0).becomes(WorkerState.STOPPED, 1.5)
+    tell(story.end(1.5, reason="the watcher received SIGTERM"))
+    assert told.names[2:] == [("TERMINATED", 0), ("TERMINATED", 1), ("FAILED", None)]
+    assert told.events[-1]["metadata"]["raw_error"] == "the watcher received SIGTERM"
+    assert not told.metric("run_total")
+    assert told.metric("stopped") == [1]
+
+
+def test_a_run_that_could_not_start_is_the_agent_s_failure(told):
+    tell(Story().becomes(WorkerState.FAILED, 0.1).end(0.1, reason="no process could be started"))
+    assert told.names == [("TERMINATED", 0), ("TERMINATED", 1), ("FAILED", None)]
+    assert told.metric("run_failed_no_retries") == [1]
+
+
+def test_a_group_that_is_closed_has_succeeded_and_its_ranks_are_what_their_last_calls_were(told):
+    story = Story(fn="").begin().each(WorkerSucceeded, 1.0).tell(CallStarted, 2.0).tell(WorkerSucceeded, 2.5, (0,))
+    story.tell(WorkerFailed, 2.5, (1,), failure=failure(1), is_root_cause=True)
+    tell(story.becomes(WorkerState.STOPPED, 3.0).end(3.1))
+    assert told.names[2:] == [("SUCCEEDED", 0), ("FAILED", 1), ("SUCCEEDED", None)]
+    assert told.metric("run_success_no_retries") == [1]
+
+
+def test_a_rank_that_is_replaced_alone(told):
+    story = Story(nprocs=3).begin().tell(WorkerSucceeded, 0.9, (0,)).tell(WorkerEnded, 1.0, (1,), pid=101, exit_code=1)
+    story.tell(WorkerFailed, 1.0, (1,), failure=failure(1), is_root_cause=True)
+    story.tell(Restarting, 1.0, (1,), cause=failure(1), delay=0.0, restarts_left=0).started(1.0, 1, (1,))
+    story.tell(WorkerSucceeded, 2.0, (1,), attempt=1).tell(WorkerSucceeded, 3.0, (2,)).becomes(WorkerState.SUCCEEDED, 3.0)
+    tell(story.end(3.1))
+    assert told.names[3:] == [("START", 1), *(("SUCCEEDED", rank) for rank in (0, 1, 2, None))]
+    assert told.metric("remaining_restarts")[-1] == 0
+    assert told.metric("run_success_with_retries") == [1]
+
+
+def test_one_observer_for_several_runs(told):
+    both = zip(restarted(), Story(run_id="b").begin().succeed(1.0).end(1.2) + [None] * 100, strict=False)
+    observe = TorchElasticEvents("told")
+    for event in (event for pair in both for event in pair if event is not None):
+        observe(event)
+    of_b = [line["name"].removeprefix(STATUS) for line in told.events if line["metadata"]["run_id"] == "b"]
+    assert of_b == ["START", "START", "SUCCEEDED", "SUCCEEDED", "SUCCEEDED"]
+    assert len(told.events) == 5 + 7
+    assert not observe._runs
+
+
+def test_what_is_observed_from_its_middle_is_not_told(told):
+    tell(restarted()[1:])
+    assert not told.events
+    assert not told.metrics
+
+
+def test_a_handler_that_is_not_registered_is_an_error_at_once():
+    with pytest.raises(ValueError, match="'nonsense' is not"):
+        TorchElasticEvents("nonsense")
+    TorchElasticEvents()
+
+
+def test_without_torch_there_is_a_clear_error(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    program = (
+        "from mpwatch.events import TorchElasticEvents\ntry: TorchElasticEvents()\nexcept ImportError as error: print(error)"
+    )
+    env = {**ENV, "PYTHONPATH": os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])}
+    assert "which cannot be imported here: no torch here. Install torch" in python("-c", program, env=env).stdout
