@@ -38,7 +38,7 @@ class Journal:
         self.wake: Callable[[], object] = bool  # has the caller's thread call `tell`; so far there is nobody to wake up
         self.state = WorkerState.UNKNOWN  # of all ranks together, as it was told
         self._log = LogEvents()
-        self._observers = [self._log, *observers]
+        self._observers: list[Observer] = [self._log, *observers]
         self._keep = keep
         self._untold: deque[Event] = deque()
         self._wall_clock = time.time() - time.monotonic()
