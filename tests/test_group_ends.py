@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import functions
 import pytest
@@ -208,16 +207,16 @@ def test_an_interrupt_does_not_meet_a_later_call():
 
 
 def test_an_interrupt_meets_a_call_that_is_on_its_way():
-    with WorkerGroup(1) as group, ThreadPoolExecutor(1) as other:
-        (pid,) = pids_of(group)
-        os.kill(pid, signal.SIGSTOP)
+    events = []
 
-        def interrupt():
-            while not group._call.locked():
-                os.sched_yield()
+    def interrupt(event):
+        events.append(event.name)
+        if events.count("call_started") == 2 and event.name == "call_started":
             os.kill(os.getpid(), signal.SIGINT)
 
-        other.submit(interrupt)
+    with WorkerGroup(1, on_event=interrupt) as group:
+        (pid,) = pids_of(group)
+        os.kill(pid, signal.SIGSTOP)
         with pytest.raises(KeyboardInterrupt):
             group.run(signal.pause)
         assert pids_of(group) == [pid]

@@ -157,14 +157,16 @@ class Machine:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """What is to be done about an event. Raises IllegalEventError for one that cannot be."""
+        if isinstance(event, Interrupted | EndAll | StopAll) and self.stage in (Stage.JUDGING, Stage.PAUSED):
+            return self._leave_it(event)
         if isinstance(event, Interrupted):
             return self._interrupt(event.signum, now)
         if isinstance(event, CallAll):
             return self._call(event, now)
         if isinstance(event, EndAll):
             return self._end_all(now)
-        if isinstance(event, StopAll):
-            return self._stop_all(now)
+        if isinstance(event, StopAll):  # those who have returned may end
+            return self._look(now, Verdict.INTERRUPTED) if self.is_undecided() else []
         if event.generation < self.generation:
             return []
         if isinstance(event, StartAgain | Settled):
@@ -193,7 +195,9 @@ class Machine:
         if now >= self._start_at and self.roster.count[Phase.STARTING]:
             self.never_ready = self.roster.those(Phase.STARTING)
             return self._look(now, Verdict.FAILED)
-        return self._look(now, Verdict.FAILED) if self.stage is Stage.LAST_CALL else self._feel_pulses(now)
+        if self.stage is Stage.LAST_CALL:
+            return self._look(now, Verdict.FAILED)
+        return [FeelPulse(rank) for rank in self.beats.feel(self.roster.those(Phase.AT_WORK), now)]
 
     def _call(self, event: CallAll, now: float) -> list[Action]:
         if self.stage is not Stage.IDLE:
@@ -208,18 +212,10 @@ class Machine:
     def _end_all(self, now: float) -> list[Action]:
         """Politely if nobody is at work, or still starting."""
         self._keep = False
-        if self.stage in (Stage.JUDGING, Stage.PAUSED):
-            self._be_over()
         if self.stage is Stage.IDLE and not self.roster.count[Phase.STARTING]:
             return self._end(now, Verdict.SUCCEEDED)
         is_under_way = self.stage in (Stage.IDLE, Stage.WORKING, Stage.LAST_CALL, Stage.LOOKING)
         return self._stop(now, self.verdict or Verdict.INTERRUPTED) if is_under_way else []
-
-    def _stop_all(self, now: float) -> list[Action]:
-        """Those who are at work are looked at first; those who have returned may end."""
-        if self.stage in (Stage.JUDGING, Stage.PAUSED):
-            self._be_over()
-        return self._look(now, Verdict.INTERRUPTED) if self.is_undecided() else []
 
     def _judged(self, event: StartAgain | Settled, now: float) -> list[Action]:
         if self.stage is Stage.OVER:  # an interrupt came meanwhile
@@ -240,6 +236,12 @@ class Machine:
         self._begin(self.roster.phases, now)
         self._enter_call(timeout_at, now)
         return [StartRank(rank) for rank in self.roster.phases]
+
+    def _leave_it(self, event: Interrupted | EndAll | StopAll) -> list[Action]:
+        """They are not started again."""
+        self.signum = event.signum if isinstance(event, Interrupted) else None
+        self._be_over()
+        return []
 
     def _be_over(self) -> None:
         self.stage = Stage.OVER
@@ -328,10 +330,6 @@ class Machine:
         ranks = self.roster.move_all(Phase.DONE, to=Phase.ENDING) + self.roster.move_all(Phase.READY, to=Phase.ENDING)
         return [EndRank(rank) for rank in ranks]
 
-    def _feel_pulses(self, now: float) -> list[Action]:
-        at_work = self.roster.those(Phase.AT_WORK)
-        return [FeelPulse(rank) for rank in self.beats.feel(at_work, now)]
-
     def _listen(self, event: Pulse, now: float) -> list[Action]:
         if self.stage is Stage.WORKING and self.beats.hear(event.rank, event.beat_at, now):
             return self._look(now, Verdict.FAILED)
@@ -364,8 +362,7 @@ class Machine:
             if phase in LIVING:
                 if phase in (Phase.DONE, Phase.BROKEN, Phase.TOLD):
                     actions.append(EndRank(rank))
-                # only a function at work knows what to do about an interrupt
-                number = soft if phase is Phase.AT_WORK else signal.SIGTERM
+                number = soft if phase is Phase.AT_WORK else signal.SIGTERM  # only a function knows what SIGINT means
                 actions += [SignalRank(rank, number), SignalRank(rank, signal.SIGCONT)]
                 self.roster.move(rank, Phase.STOPPING)
         return actions
@@ -383,19 +380,14 @@ class Machine:
         if self.stage is Stage.OVER or (self.stage is Stage.IDLE and signum == signal.SIGINT):
             return []
         is_first, self.signum = self.signum is None, self.signum or signum
-        if self.stage in (Stage.JUDGING, Stage.PAUSED):
-            self._be_over()
-            return []
         verdict = self.verdict or Verdict.INTERRUPTED  # all had returned, or one had failed: that stays so
-        if is_first and signum == signal.SIGINT and self._may_stay():
+        may_stay = self._keep and self.is_undecided() and not self.roster.count[Phase.STARTING]
+        if is_first and signum == signal.SIGINT and may_stay:
             return self._disturb(now)
         if self.stage is Stage.STOPPING:
             return self._kill(now) if self.roster.count[Phase.STOPPING] else []
         soft = signal.SIGINT if signum == signal.SIGINT and is_first else signal.SIGTERM
         return self._stop(now, verdict, soft=soft) + ([] if is_first else self._kill(now))
-
-    def _may_stay(self) -> bool:
-        return self._keep and self.is_undecided() and not self.roster.count[Phase.STARTING]
 
     def _disturb(self, now: float) -> list[Action]:
         """The functions at work are interrupted, and have as long as ever to answer; the ranks need not end of it."""

@@ -142,11 +142,15 @@ class Visit:
 
     def _sleep(self, until: Callable[[], bool]) -> None:
         """Not by joining the thread: that has the fault that signals.py tells of."""
+        self._attend()  # to what was heard in the first moment
         while not (until() or self._life.is_over):
             self.signals.sleep()
-            self._life.attend()
-            if self._judge is not None:
-                self._judge()
+            self._attend()
+
+    def _attend(self) -> None:
+        self._life.attend()
+        if self._judge is not None:
+            self._judge()
 
     def _leave(self) -> None:
         """The host is as it was."""
