@@ -132,8 +132,8 @@ class WorkerGroup:
 
     @property
     def state(self) -> WorkerState:
-        """INIT until all ranks are ready, then HEALTHY; UNHEALTHY if they must be started anew, which the next call does;
-        STOPPED once the group is closed.
+        """INIT until all ranks are ready, then HEALTHY; UNHEALTHY if they must be started anew, which the next call does, or
+        while one is late with its heartbeat; STOPPED once the group is closed.
         """
         return WorkerState.STOPPED if self._is_closed else self._team.state
 

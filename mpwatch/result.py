@@ -167,7 +167,8 @@ class RunResult(Generic[T]):
     not_restarted: str = ""
     """Why ranks that failed were not started again, if the run was to be restarted at all."""
     events: "tuple[Event, ...]" = ()
-    """What happened, in the order in which it became known. Of a call of a WorkerGroup: none, see its `on_event`."""
+    """What happened, in the order in which it became known, the latest 100,000. A WorkerGroup keeps none: see its
+    `on_event`."""
 
     @property
     def restarts(self) -> int:

@@ -5,7 +5,7 @@ from reprlib import Repr
 from typing import Any
 
 from .result import ProcessFailure, RunResult, WorkerState
-from .wording import fates, ranks_text, verdict
+from .wording import fates, ranks_text, restarts_text, verdict
 
 __all__ = ["table_of"]
 
@@ -20,9 +20,14 @@ def table_of(result: RunResult[Any]) -> str:
     if result.state is WorkerState.SUCCEEDED:
         rows = [(f"rank {rank}", _repr(value)) for rank, value in list(result.return_values.items())[:ROWS]]
         more = len(result.return_values) - len(rows)
-        return _table(f"{len(result.workers)} ranks succeeded", [*rows, *([("…", f"{more} more")] if more else [])])
+        restarts = f", {text}" if (text := restarts_text(result)) else ""
+        return _table(
+            f"{len(result.workers)} ranks succeeded{restarts}", [*rows, *([("…", f"{more} more")] if more else [])]
+        )
     root = result.root_cause
     rows = [(ranks_text(ranks), fate) for fate, ranks in fates(result).items()]
+    if text := restarts_text(result):
+        rows.append(("all", text))
     return _table(verdict(result), rows) + (_unfolding(root) if root is not None else "")
 
 

@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -20,6 +20,7 @@ __all__ = [
     "fates",
     "ranks_text",
     "report",
+    "restarts_text",
     "summary_of",
     "timeout_text",
     "verdict",
@@ -62,20 +63,21 @@ def report(result: RunResult[Any]) -> str:
     groups = [f"  {ranks_text(ranks)}: {fate}" for fate, ranks in fates(result).items()]
     if len(groups) > FATE_LINES:
         groups[FATE_LINES:] = [f"  and {len(groups) - FATE_LINES} more groups of ranks: see .failures and .stacks"]
-    return "\n".join([verdict(result), *_details(result), *groups, *_restarts(result)])
+    restarts = [f"  {text}"] if (text := restarts_text(result)) else []
+    if result.restarts:
+        restarts += attempts_text(attempt for attempt in result.attempts if attempt.state is not WorkerState.SUCCEEDED)
+    return "\n".join([verdict(result), *_details(result), *groups, *restarts])
 
 
-def _restarts(result: RunResult[Any]) -> list[str]:
-    """How often it was tried, and why not once more."""
+def restarts_text(result: RunResult[Any]) -> str:
+    """How often it was tried, and why not once more; empty if there is nothing to say of that."""
     if not result.restarts:
-        return [f"  not started again: {result.not_restarted}"] if result.not_restarted else []
+        return f"not started again: {result.not_restarted}" if result.not_restarted else ""
     times = f"{result.restarts} times" if result.restarts > 1 else "once"
-    why_not = f", and then no more: {result.not_restarted}" if result.not_restarted else ""
-    failed = [attempt for attempt in result.attempts if attempt.state is WorkerState.FAILED]
-    return [f"  started again {times}{why_not}", *attempts_text(failed)]
+    return f"started again {times}" + (f", and then no more: {result.not_restarted}" if result.not_restarted else "")
 
 
-def attempts_text(attempts: Sequence[Attempt]) -> list[str]:
+def attempts_text(attempts: Iterable[Attempt]) -> list[str]:
     """What failed first in each of these, in a line each; of very many the first and the last."""
     lines = [f"    {_name(attempt)}, {attempt.elapsed:.1f} s: {verdict(attempt)}" for attempt in attempts]
     more = len(lines) - ATTEMPT_LINES

@@ -21,6 +21,7 @@ from ..spec import Observer
 __all__ = ["Journal"]
 
 log = logging.getLogger("mpwatch")
+MANY = 100_000  # events: some ten megabytes, of a run that is long, or has many ranks
 
 
 class Journal:
@@ -34,7 +35,7 @@ class Journal:
 
     def __init__(self, run_id: str, observers: Iterable[Observer], *, keep: bool) -> None:
         self.run_id = run_id
-        self.events: list[Event] = []  # that were told, if they are kept
+        self.events: deque[Event] = deque(maxlen=MANY)  # that were told, if they are kept: the latest
         self.wake: Callable[[], object] = bool  # has the caller's thread call `tell`; so far there is nobody to wake up
         self.state = WorkerState.UNKNOWN  # of all ranks together, as it was told
         self._log = LogEvents()

@@ -3,7 +3,17 @@
 from typing import assert_type
 
 import mpwatch
-from mpwatch import LaunchError, ProcessFailure, Progress, RunFailedError, RunResult, RunTimeoutError, Worker, WorkerSpec
+from mpwatch import (
+    LaunchError,
+    ProcessFailure,
+    Progress,
+    RunFailedError,
+    RunResult,
+    RunTimeoutError,
+    Worker,
+    WorkerSpec,
+    events,
+)
 
 
 def train(lr: float, *, epochs: int = 1) -> list[float]:
@@ -53,6 +63,23 @@ worker: Worker = mpwatch.current_worker()
 worker.state["seen"] = True
 mpwatch.heartbeat()
 mpwatch.report(step=1, total=10, loss=0.5, lr=1)
+
+policy = mpwatch.RestartPolicy(3, scope="worker", delay=1.0, retry_if=(OSError, mpwatch.FailureKind.SIGNAL), reset_after=60)
+story = mpwatch.run(train, restart_policy=policy, on_event=[print, events.JsonLines("events.jsonl")])
+assert_type(story.attempts, tuple[mpwatch.Attempt, ...])
+assert_type(story.events, tuple[mpwatch.Event, ...])
+assert_type(story.restarts, int)
+story.to_chrome_trace("trace.json")
+
+
+def observe(event: mpwatch.Event) -> None:
+    if isinstance(event, events.WorkerFailed):
+        assert_type(event.failure, ProcessFailure)
+
+
+mpwatch.run(train, max_restarts=3, on_event=observe)
+mpwatch.RestartPolicy(retry_if=lambda failure: failure.kind is not mpwatch.FailureKind.OOM)
+mpwatch.RestartPolicy(scope="node")  # type: ignore[arg-type]
 
 mpwatch.run(train, nprocs=2.5)  # type: ignore[arg-type]
 mpwatch.run(train, 2, (0.1,))  # type: ignore[call-arg]
