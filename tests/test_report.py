@@ -111,7 +111,7 @@ def test_kinds_and_verdicts(what, kind, exit_code, text):
 
 
 def test_ranks_that_never_came_up():
-    result = diagnose(facts(returned(), STOPPED, never_ready=[1]))
+    result = diagnose(facts(returned(), STOPPED, never_ready=[1], start_timeout=300.0))
     assert result.root_cause.kind is FailureKind.START
     assert "was not ready after 300 s" in report(result)
 
