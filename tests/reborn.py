@@ -91,6 +91,21 @@ def goes_on(turn, end, failing=1):
     return who()
 
 
+def raises_when_it_is_stopped(barrier):
+    """Rank 0 in its first life, since rank 1 has failed."""
+
+    def stop(*_):
+        raise KeyError("in its turn")
+
+    if life() == 0:
+        signal.signal(signal.SIGTERM, stop)
+        barrier.wait()
+        if rank() == 1:
+            raise ValueError("the first")
+        wait_to_be_stopped()
+    return life()
+
+
 def reports(*steps):
     mpwatch.report(step=steps[life()])
     raise ValueError(f"after step {steps[life()]}")
