@@ -42,15 +42,23 @@ def check_seconds(name: str, value: object, at_least: str) -> None:
     """Whether that is a number of seconds, `at_least` "0 or more" or "more than 0"."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
-    if not math.isfinite(value) or float(value) < 0 or (value == 0 and at_least == "more than 0"):
+    seconds = _float(value)
+    if not math.isfinite(seconds) or seconds < 0 or (value == 0 and at_least == "more than 0"):
         raise ValueError(f"{name} must be a number of seconds, {at_least}, not {value!r}")
+
+
+def _float(number: Real) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # an int may be as long as it likes
+        return math.inf
 
 
 def check_fraction(name: str, value: object) -> None:
     """Whether that is a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number from 0 to 1, not {value!r}")
-    if not 0 <= float(value) <= 1:
+    if not 0 <= _float(value) <= 1:
         raise ValueError(f"{name} must be a number from 0 to 1, not {value!r}")
 
 

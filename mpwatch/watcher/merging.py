@@ -1,7 +1,7 @@
 """One result of several: of ranks that were watched each for itself. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ..result import ProcessFailure, RunResult, WorkerState
 from ..wording import timeout_text
@@ -14,11 +14,14 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 
-def merged(parts: Sequence[tuple[Facts, RunResult[T]]]) -> RunResult[T]:
-    """All of these together: values all or nothing, and of several root causes the earliest."""
+def merged(parts: Sequence[tuple[Facts, RunResult[T]]], waiting: Collection[int] = ()) -> RunResult[T]:
+    """All of these together: values all or nothing, and of several root causes the earliest. One that ended nothing, since
+    its rank was `waiting` to be started again, is the cause only if there is no other.
+    """
     results = [result for _, result in parts]
     if len(parts) == 1:
         return results[0]
+    final = [result for facts, result in parts if min(facts.ranks) not in waiting]
     late = [(facts, result) for facts, result in parts if facts.verdict is Verdict.TIMED_OUT]
     failures = _together(result.failures for result in results)
     states = _together(result.worker_states for result in results)
@@ -27,7 +30,7 @@ def merged(parts: Sequence[tuple[Facts, RunResult[T]]]) -> RunResult[T]:
         state=state,
         return_values=_together(result.return_values for result in results) if state is WorkerState.SUCCEEDED else {},
         failures=failures,
-        root_cause=None if late else _earliest(result.root_cause for result in results),
+        root_cause=None if late else _earliest(final) or _earliest(results),
         workers=tuple(sorted((worker for result in results for worker in result.workers), key=lambda worker: worker.rank)),
         worker_states=states,
         progress=_together(result.progress for result in results),
@@ -46,8 +49,9 @@ def _state_of(results: Sequence[RunResult[T]]) -> WorkerState:
     return next(state for state in (WorkerState.FAILED, WorkerState.STOPPED, WorkerState.SUCCEEDED) if state in states)
 
 
-def _earliest(causes: Iterable[ProcessFailure | None]) -> ProcessFailure | None:
-    return min((cause for cause in causes if cause is not None), key=lambda cause: cause.elapsed, default=None)
+def _earliest(results: Iterable[RunResult[Any]]) -> ProcessFailure | None:
+    causes = (result.root_cause for result in results if result.root_cause is not None)
+    return min(causes, key=lambda cause: cause.elapsed, default=None)
 
 
 def _timeout(late: Sequence[tuple[Facts, RunResult[T]]]) -> str:

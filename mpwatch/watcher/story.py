@@ -47,6 +47,7 @@ class Story(Generic[T]):
         self._has_begun = self._has_ended = False
         self._ledgers: dict[int, Ledger] = {}  # by the first of the ranks that are started together
         self._latest: dict[int, tuple[Facts, RunResult[T]]] = {}  # the same
+        self._waiting: set[int] = set()  # those of them that are about to be started again
         self._attempts: list[Attempt] = []
         self._not_restarted = ""
 
@@ -82,9 +83,8 @@ class Story(Generic[T]):
                 self._close(facts)
             elif facts.signum is not None:
                 self._not_restarted = "a signal to this process came before"
-        result = replace(
-            merged(list(self._latest.values())), attempts=tuple(self._attempts), not_restarted=self._not_restarted
-        )
+        together = merged(list(self._latest.values()), self._waiting)
+        result = replace(together, attempts=tuple(self._attempts), not_restarted=self._not_restarted)
         reason = "" if result.state is WorkerState.SUCCEEDED else verdict(result)
         self._end(result.state, reason)
         return replace(result, events=tuple(self.journal.events))
@@ -108,6 +108,7 @@ class Story(Generic[T]):
         finally:
             facts.forget()
         self._latest[min(facts.ranks)] = facts, result
+        self._waiting.discard(min(facts.ranks))
         self._attempts.append(_attempt(self.journal, facts, result))
         tell_fates(self.journal, facts, result)
         return result
@@ -129,6 +130,7 @@ class Story(Generic[T]):
             delay=decision.delay,
             restarts_left=decision.restarts_left,
         )
+        self._waiting.add(first)
         mailbox.post(Retrial(StartAgain(first, generation=facts.attempt, delay=decision.delay), places))
 
     def _trial(self, facts: Facts, result: RunResult[Any]) -> Trial:
