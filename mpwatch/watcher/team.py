@@ -123,7 +123,13 @@ class Team:
 
     def _tell_start(self) -> None:
         nprocs = len(self.workers)
-        about: dict[str, Any] = {"fn": "", "role": self._spec.role, "nprocs": nprocs, "max_restarts": 0, "hostname": platform.node()}
+        about: dict[str, Any] = {
+            "fn": "",
+            "role": self._spec.role,
+            "nprocs": nprocs,
+            "max_restarts": 0,
+            "hostname": platform.node(),
+        }
         self._journal.note(RunStarted, range(nprocs), at=self._started_at, **about)
 
     def _begin_life(self) -> Life:
