@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -48,6 +47,8 @@ class DigitNet(nn.Module):
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
     """Training and test images, split in a fixed random order."""
+    from sklearn.datasets import load_digits  # which takes a second: ranks that are given the images can do without
+
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8)[order] / 16
