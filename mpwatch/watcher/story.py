@@ -44,7 +44,7 @@ class Story(Generic[T]):
         self.journal = journal
         self.started_at = time.monotonic()
         self._spec = spec
-        self._has_begun = False
+        self._has_begun = self._has_ended = False
         self._ledgers: dict[int, Ledger] = {}  # by the first of the ranks that are started together
         self._latest: dict[int, tuple[Facts, RunResult[T]]] = {}  # the same
         self._waiting: set[int] = set()  # those of them that are about to be started again
@@ -93,9 +93,10 @@ class Story(Generic[T]):
         """Something else than a rank has failed: the ranks could not be started, or something was thrown at the caller."""
         if isinstance(error, LaunchError) and self._attempts:
             annotate(error, "\n".join(["the ranks were to be started again, after:", *attempts_text(self._attempts)]))
-        if self._has_begun:
+        if self._has_begun and not self._has_ended:
             state = WorkerState.FAILED if isinstance(error, Exception) else WorkerState.STOPPED
             self._end(state, summary_of(error))
+        self.journal.tell()  # if it was an observer, what the end of the run is
 
     def _ranks(self) -> Sequence[int]:
         assert isinstance(self._spec.nprocs, int)  # see GroupSpec
@@ -146,6 +147,7 @@ class Story(Generic[T]):
         )
 
     def _end(self, state: WorkerState, reason: str) -> None:
+        self._has_ended = True
         self.journal.change_state(state, [worker for _, result in self._latest.values() for worker in result.workers])
         restarts = sum(attempt.number > 0 for attempt in self._attempts)
         elapsed = time.monotonic() - self.started_at
