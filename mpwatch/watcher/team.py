@@ -42,6 +42,7 @@ class Team:
         self._spec = spec
         self._journal = Journal(uuid.uuid4().hex, spec.observers, keep=False)
         self._started_at = time.monotonic()
+        self._has_begun = False
         self._life: Life | None = None
         self._restart_count = -1
         self._why = LOST  # if the ranks have to be started anew
@@ -108,20 +109,22 @@ class Team:
             self._life, self._why = None, "the program is ending"
 
     def tell_end(self, reason: str = "") -> None:
-        """Nobody will call them any more."""
-        self._journal.change_state(WorkerState.STOPPED, self.workers)
-        self._journal.note(
-            RunEnded,
-            range(len(self.workers)),
-            attempt=max(0, self._restart_count),
-            state=WorkerState.STOPPED,
-            elapsed=time.monotonic() - self._started_at,
-            restarts=max(0, self._restart_count),
-            reason=reason,
-        )
+        """Nobody will call them any more. Once, and if anything was told before."""
+        if self._has_begun and self._journal.state is not WorkerState.STOPPED:
+            self._journal.change_state(WorkerState.STOPPED, self.workers)
+            self._journal.note(
+                RunEnded,
+                range(len(self.workers)),
+                attempt=self._restart_count,
+                state=WorkerState.STOPPED,
+                elapsed=time.monotonic() - self._started_at,
+                restarts=self._restart_count,
+                reason=reason,
+            )
         self._journal.tell()
 
     def _tell_start(self) -> None:
+        self._has_begun = True
         nprocs = len(self.workers)
         about: dict[str, Any] = {
             "fn": "",
