@@ -158,15 +158,14 @@ class WorkerGroup:
         return outcome_of(lambda: self._team.call(fn, args, kwargs), check=self._check)
 
     def _close(self, reason: str = "") -> None:
-        is_first, self._is_closed = not self._is_closed, True
+        self._is_closed = True
         try:
             self._team.close()
-            if is_first:
-                self._team.tell_end(reason)
         finally:
             if not self._team.has_ranks:  # else something was thrown before that began: they have yet to be ended
                 self._finalizer.detach()
                 self._at_end.cancel()
+                self._team.tell_end(reason)
 
     def _in_turn(self, what: str, do: Callable[[], R]) -> R:
         if os.getpid() != self._pid:

@@ -116,6 +116,23 @@ def beats_and_raises(error):
     always_raises(error)
 
 
+def is_late_once(noticed, heard):
+    """Rank 1 says nothing until that was noticed; then both beat until that was heard."""
+    mpwatch.heartbeat()
+    if rank() == 1:
+        noticed.wait()
+    while not heard.wait(0.01):
+        mpwatch.heartbeat()
+    return True
+
+
+def falls_silent(lives=9):
+    mpwatch.heartbeat()
+    if life() < lives:
+        wait_to_be_stopped()
+    return life()
+
+
 def returns_the_second_time(value):
     if life() == 0:
         raise ValueError("the first time")

@@ -5,18 +5,19 @@ One that raises is logged once and dropped.
 """
 
 import logging
+import platform
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from typing import Any
 
-from ..events.kinds import Event, StateChanged
+from ..events.kinds import Event, RunEnded, RunStarted, StateChanged
 from ..events.log import LogEvents
 from ..lifecycle import check_change
 from ..ranks import Worker
 from ..result import WorkerState
-from ..spec import Observer
+from ..spec import GroupSpec, Observer
 
 __all__ = ["Journal"]
 
@@ -35,6 +36,7 @@ class Journal:
 
     def __init__(self, run_id: str, observers: Iterable[Observer], *, keep: bool) -> None:
         self.run_id = run_id
+        self.started_at = time.monotonic()
         self.events: deque[Event] = deque(maxlen=MANY)  # that were told, if they are kept: the latest
         self.wake: Callable[[], object] = bool  # has the caller's thread call `tell`; so far there is nobody to wake up
         self.state = WorkerState.UNKNOWN  # of all ranks together, as it was told
@@ -42,7 +44,9 @@ class Journal:
         self._observers: list[Observer] = [self._log, *observers]
         self._keep = keep
         self._untold: deque[Event] = deque()
-        self._wall_clock = time.time() - time.monotonic()
+        self._wall_clock = time.time() - self.started_at
+        self._ranks = range(0)  # until it begins
+        self._has_ended = False
 
     def wants(self, kind: type[Event]) -> bool:
         """Whether anybody wants to know of events of this kind."""
@@ -63,6 +67,31 @@ class Journal:
     def _is_observed(self, kind: type[Event]) -> bool:
         return len(self._observers) > 1 or self._log.wants(kind)
 
+    def begin(self, spec: GroupSpec, *, fn: str) -> None:
+        """The ranks are about to be started, for this function, or, if it is empty, for any number of calls."""
+        assert isinstance(spec.nprocs, int)  # see GroupSpec
+        self._ranks = range(spec.nprocs)
+        self.note(
+            RunStarted,
+            self._ranks,
+            at=self.started_at,
+            fn=fn,
+            role=spec.role,
+            nprocs=spec.nprocs,
+            max_restarts=spec.policy.max_restarts,
+            hostname=platform.node(),
+        )
+
+    def end(self, state: WorkerState, workers: Collection[Worker], *, restarts: int, reason: str) -> None:
+        """All is over. The first time that this is said counts; whoever is struck on the way out says it again."""
+        if self._ranks and not self._has_ended:
+            self._has_ended = True
+            self.change_state(state, workers)
+            elapsed = time.monotonic() - self.started_at
+            attempt = _latest(workers)
+            self.note(RunEnded, self._ranks, attempt=attempt, state=state, elapsed=elapsed, restarts=restarts, reason=reason)
+        self.tell()
+
     def wall_time(self, at: float) -> float:
         """In seconds since 1970, what was this on CLOCK_MONOTONIC."""
         return self._wall_clock + at
@@ -71,8 +100,7 @@ class Journal:
         """All ranks together are in this state now."""
         if after is not self.state:
             check_change(self.state, after)
-            counts = {worker.rank: worker.restart_count for worker in workers}
-            self.note(StateChanged, sorted(counts), attempt=max(counts.values(), default=0), before=self.state, after=after)
+            self.note(StateChanged, self._ranks, attempt=_latest(workers), before=self.state, after=after)
             self.state = after
 
     def tell(self) -> None:
@@ -89,3 +117,7 @@ class Journal:
                     with suppress(Exception):  # it may have been the log
                         text = "the observer %r has failed at %r; it is told nothing more"
                         log.exception(text, observer, event.name, exc_info=error)
+
+
+def _latest(workers: Iterable[Worker]) -> int:
+    return max((worker.restart_count for worker in workers), default=0)

@@ -6,14 +6,13 @@
 Code of the user's runs here: exceptions are rebuilt, `retry_if` and `env` are called. What they raise ends the run.
 """
 
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from ..errors import LaunchError
-from ..events.kinds import Restarting, RunEnded, RunStarted, WorkerFailed, WorkerStopped
+from ..events.kinds import Restarting, WorkerFailed, WorkerStopped
 from ..result import Attempt, RunResult, WorkerState
 from ..spec import WorkerSpec
 from ..wire.exceptions import annotate
@@ -42,9 +41,8 @@ class Story(Generic[T]):
 
     def __init__(self, spec: WorkerSpec[T], journal: Journal) -> None:
         self.journal = journal
-        self.started_at = time.monotonic()
+        self.started_at = journal.started_at
         self._spec = spec
-        self._has_begun = self._has_ended = False
         self._ledgers: dict[int, Ledger] = {}  # by the first of the ranks that are started together
         self._latest: dict[int, tuple[Facts, RunResult[T]]] = {}  # the same
         self._waiting: set[int] = set()  # those of them that are about to be started again
@@ -53,17 +51,7 @@ class Story(Generic[T]):
 
     def begin(self) -> None:
         """The ranks are about to be started."""
-        spec, self._has_begun = self._spec, True
-        self.journal.note(
-            RunStarted,
-            self._ranks(),
-            at=self.started_at,
-            fn=spec.fn_name,
-            role=spec.role,
-            nprocs=spec.nprocs,
-            max_restarts=spec.policy.max_restarts,
-            hostname=platform.node(),
-        )
+        self.journal.begin(self._spec, fn=self._spec.fn_name)
 
     def judge(self, life: Life) -> None:
         """The attempts that have failed since the last time. Raises whatever `retry_if` and `env` raise, and LaunchError."""
@@ -93,13 +81,7 @@ class Story(Generic[T]):
         """Something else than a rank has failed: the ranks could not be started, or something was thrown at the caller."""
         if isinstance(error, LaunchError) and self._attempts:
             annotate(error, "\n".join(["the ranks were to be started again, after:", *attempts_text(self._attempts)]))
-        if self._has_begun and not self._has_ended:  # else it was struck on its way out
-            state = WorkerState.FAILED if isinstance(error, Exception) else WorkerState.STOPPED
-            self._end(state, summary_of(error))
-
-    def _ranks(self) -> Sequence[int]:
-        assert isinstance(self._spec.nprocs, int)  # see GroupSpec
-        return range(self._spec.nprocs)
+        self._end(WorkerState.FAILED if isinstance(error, Exception) else WorkerState.STOPPED, summary_of(error))
 
     def _close(self, facts: Facts) -> RunResult[T]:
         """An attempt is over."""
@@ -146,12 +128,9 @@ class Story(Generic[T]):
         )
 
     def _end(self, state: WorkerState, reason: str) -> None:
-        self._has_ended = True
-        self.journal.change_state(state, [worker for _, result in self._latest.values() for worker in result.workers])
+        workers = [worker for _, result in self._latest.values() for worker in result.workers]
         restarts = sum(attempt.number > 0 for attempt in self._attempts)
-        elapsed = time.monotonic() - self.started_at
-        self.journal.note(RunEnded, self._ranks(), state=state, elapsed=elapsed, restarts=restarts, reason=reason)
-        self.journal.tell()
+        self.journal.end(state, workers, restarts=restarts, reason=reason)
 
 
 def tell_fates(journal: Journal, facts: Facts, result: RunResult[Any]) -> None:

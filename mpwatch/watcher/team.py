@@ -5,13 +5,11 @@ the thread of that life, which sleeps meanwhile.
 """
 
 import logging
-import platform
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..events.kinds import RunEnded, RunStarted
 from ..platform import standard_descriptors
 from ..ranks import Worker
 from ..result import RunResult, WorkerState
@@ -41,7 +39,6 @@ class Team:
     def __init__(self, spec: GroupSpec) -> None:
         self._spec = spec
         self._journal = Journal(uuid.uuid4().hex, spec.observers, keep=False)
-        self._started_at = time.monotonic()
         self._life: Life | None = None
         self._restart_count = -1
         self._why = LOST  # if the ranks have to be started anew
@@ -65,7 +62,7 @@ class Team:
         """Start the ranks. Raises LaunchError."""
         with standard_descriptors():
             life = self._begin_life()
-            self._tell_start()
+            self._journal.begin(self._spec, fn="")
             visit = self._visit(life, None, until=life.has_started)
         if visit.signals.received or visit.signals.raised is not None:
             self.close()
@@ -109,28 +106,7 @@ class Team:
 
     def tell_end(self, reason: str = "") -> None:
         """Nobody will call them any more."""
-        self._journal.change_state(WorkerState.STOPPED, self.workers)
-        self._journal.note(
-            RunEnded,
-            range(len(self.workers)),
-            attempt=max(0, self._restart_count),
-            state=WorkerState.STOPPED,
-            elapsed=time.monotonic() - self._started_at,
-            restarts=max(0, self._restart_count),
-            reason=reason,
-        )
-        self._journal.tell()
-
-    def _tell_start(self) -> None:
-        nprocs = len(self.workers)
-        about: dict[str, Any] = {
-            "fn": "",
-            "role": self._spec.role,
-            "nprocs": nprocs,
-            "max_restarts": 0,
-            "hostname": platform.node(),
-        }
-        self._journal.note(RunStarted, range(nprocs), at=self._started_at, **about)
+        self._journal.end(WorkerState.STOPPED, self.workers, restarts=max(0, self._restart_count), reason=reason)
 
     def _begin_life(self) -> Life:
         life = Life(self._spec, self._journal, restart_count=self._restart_count + 1, keep=True)
