@@ -8,6 +8,7 @@ from importlib import import_module
 
 TYPE_CHECKING = False  # typing's own would cost every rank the import of typing
 if TYPE_CHECKING:
+    from . import events as events
     from .api import main, run
     from .errors import LaunchError, MpwatchError, RunFailedError, RunTimeoutError
     from .events.kinds import Event
@@ -69,6 +70,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "events":  # mpwatch.events.JsonLines(...), before anything else has loaded it
+        return import_module(".events", __name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOME[name], __name__), name)

@@ -92,6 +92,11 @@ def test_public_names_are_documented():
         assert getattr(mpwatch, name).__doc__
 
 
+def test_events_need_no_import_of_their_own():
+    program = "import mpwatch; print(mpwatch.events.JsonLines.__name__, mpwatch.events is mpwatch.events)"
+    assert python("-c", program).stdout == "JsonLines True\n"
+
+
 def test_import_mpwatch_is_light():
     out = python("-c", "import sys, mpwatch; mpwatch.run; print(*sys.modules)").stdout.split()
     assert not {"torch", "cloudpickle", "tblib", "numpy"} & set(out)

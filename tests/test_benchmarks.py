@@ -1,6 +1,7 @@
 """The benchmarks are not taken here; but they can be, and what is said of the figures is right."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -32,6 +33,18 @@ def test_benchmarks_can_be_taken(tmp_path):
     assert f"{floor['ratio']:.3g} of it, goal 1.3" in done.stdout
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="benchmarks are taken on Linux")
+def test_a_restart_can_be_timed(tmp_path):
+    kept = tmp_path / "kept.json"
+    python(str(BENCHMARKS / "bench.py"), "restart", "-l", "mpwatch", "-r", "1", "-o", str(kept))
+    rows = json.loads(kept.read_text())["rows"]
+    assert [(row["figure"], row["taken"], row["left"]) for row in rows] == [
+        (figure, 1, []) for figure in ("entered", "again", "again_by_entered")
+    ]
+    entered, again, ratio = (row["median"] for row in rows)
+    assert ratio == again / entered
+
+
 def test_figures_are_judged_and_failures_are_told(verdicts):
     seconds = {"mpwatch": (0.2, 0.3, 0.2), "floor": (0.1, 0.2, 0.1), "mp_spawn": (4, 4, 4)}
     rounds = [{name: {8: {"entered": figures[number]}} for name, figures in seconds.items()} for number in range(3)]
@@ -55,3 +68,20 @@ def test_a_slope_is_of_the_whole_call_over_the_ranks(verdicts):
     ours, floor = verdicts.rows_of("scaling", [{"mpwatch": cost, "floor": cost}, {"mpwatch": cost, "floor": broken}])
     assert ours.median == pytest.approx(0.01)
     assert (ours.taken, floor.taken, floor.errors) == (2, 1, ("too many open files",))
+
+
+def test_a_restart_is_compared_with_the_first_start_of_the_same_program(verdicts):
+    def round_of(**seconds):
+        return {name: {8: {"entered": a, "again": b, "again_by_entered": b / a}} for name, (a, b) in seconds.items()}
+
+    rounds = [round_of(mpwatch=(0.2, 0.25), elastic=(4.0, 5.0)), round_of(mpwatch=(0.1, 0.2), elastic=(4.0, 5.0))]
+    rows = {(row.figure, row.launcher): row for row in verdicts.rows_of("restart", rounds)}
+    first, again, ours = (rows[figure, "mpwatch"] for figure in ("entered", "again", "again_by_entered"))
+    assert (first.goal, again.goal) == (None, None)
+    assert (ours.median, ours.goal, ours.reached) == (1.625, 1.5, False)
+    assert rows["again", "elastic"].ratio == pytest.approx(0.045)
+    assert rows["again", "elastic"].reached is True
+    assert rows["again_by_entered", "elastic"].ratio is None
+    text = "\n".join(verdicts.table("restart", rounds, rows.values()) + verdicts.summary(rows.values()))
+    assert re.search(r"1\.62 x +1\.25 x +2 x +goal 1\.5: MISSED", text)
+    assert "missed: restart, again_by_entered is 1.62, not 1.5" in text

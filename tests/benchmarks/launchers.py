@@ -1,8 +1,9 @@
 """One way of launching each, after what its documentation shows first.
 
 An entry of LAUNCH imports what a script that uses it has at its top, before the clock starts, and gives a function
-`launch(task, ranks, args)` for the call itself: the values by rank, if it has any to give. An entry of WARM is a context
-with so many ranks that stay, and gives `call(task, *args)`: one call on all of them.
+`launch(task, ranks, args)` for the call itself: the values by rank, if it has any to give. Those that can start ranks again
+are asked how often they may. An entry of WARM is a context with so many ranks that stay, and gives `call(task, *args)`: one
+call on all of them.
 
 Nothing in here runs in a rank.
 """
@@ -15,10 +16,10 @@ import tasks
 __all__ = ["LAUNCH", "WARM"]
 
 
-def mpwatch():
+def mpwatch(restarts=0):
     from mpwatch import run
 
-    return lambda task, ranks, args: list(run(task, ranks, args=args))
+    return lambda task, ranks, args: list(run(task, ranks, args=args, max_restarts=restarts))
 
 
 def floor():
@@ -49,7 +50,7 @@ def mp_spawn():
     return launch
 
 
-def elastic():
+def elastic(restarts=0):
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     def launch(task, ranks, args):
@@ -59,7 +60,7 @@ def elastic():
             nproc_per_node=ranks,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
-            max_restarts=0,
+            max_restarts=restarts,
             monitor_interval=0.1,  # its default
         )
         values = elastic_launch(config, task)(*args)

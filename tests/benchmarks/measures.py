@@ -1,6 +1,7 @@
 """What is measured, with which launchers, and what is to be reached: data alone.
 
 A goal compares mpwatch's figure with another launcher's of the same measure, or, if it is against nobody, with a number.
+A figure without a unit is itself a ratio, of two figures of the same launcher in the same program.
 "floor" stands for the least that it can cost: see launchers.py.
 """
 
@@ -20,6 +21,8 @@ FIGURES = {  # what each is, and its unit
     "whole": ("the whole call", "s"),
     "peak": ("the most memory that the calling process had", "MB"),
     "noticed": ("failure -> exception in the caller", "s"),
+    "again": ("failure -> the last rank is in the function again", "s"),
+    "again_by_entered": ("the second of these by the first", ""),
     "call": ("one call, median of the calls of a round", "s"),
     "slope": ("the whole call, per rank more", "s"),
     "burnt": ("CPU time of the calling process, in an hour of waiting", "s"),
@@ -124,6 +127,15 @@ MEASURES = {
         way="failure",
         timeout=40,
         goals=_against("noticed", elastic=0.05),
+    ),
+    "restart": Measure(
+        says="8 ranks, a function without torch; one is killed, the others sleep, and all are started again, once",
+        task="die_once",
+        launchers=(OURS, "elastic"),  # the others do not
+        figures=("entered", "again", "again_by_entered"),
+        ranks=(8,),
+        way="restart",
+        goals=(Goal(figure="again_by_entered", at_most=1.5), *_against("again", elastic=0.2)),
     ),
     "warm": Measure(
         says="4 warm ranks, a call of a no-op",

@@ -57,6 +57,17 @@ def failure(measure, launcher, ranks, folder):
     return {"noticed": noticed - failed}
 
 
+def restart(measure, launcher, ranks, folder):
+    """The first start is of the same call."""
+    os.mkfifo(f"{folder}/door")
+    call = LAUNCH[launcher](restarts=1)
+    began = time.monotonic()
+    call(getattr(tasks, measure.task), ranks, (folder,))
+    (failed,) = told(folder, "failed", 1)
+    entered, again = max(told(folder, "entered", ranks)) - began, max(told(folder, "again", ranks)) - failed
+    return {"entered": entered, "again": again, "again_by_entered": again / entered}
+
+
 def warm(measure, launcher, ranks, folder):
     task = getattr(tasks, measure.task)
     with WARM[launcher](ranks, folder) as call:
@@ -84,7 +95,7 @@ def idle(measure, launcher, ranks, folder):
     return {"burnt": burnt}
 
 
-WAYS = {way.__name__: way for way in (launch, failure, warm, idle)}
+WAYS = {way.__name__: way for way in (launch, failure, restart, warm, idle)}
 
 
 def an_array(megabytes, last=None):

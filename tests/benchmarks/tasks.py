@@ -10,6 +10,7 @@ import time
 
 __all__ = [
     "Actor",
+    "die_once",
     "echo",
     "enter",
     "enter_with_torch",
@@ -84,6 +85,15 @@ def fail_by_raising(folder):
 def fail_by_sigkill(folder):
     all_in_then_one(folder)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_once(folder):
+    """One is killed when all are in; the next time they have come again, and that is all."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        tell(folder, "again", time.monotonic())
+        return
+    enter(folder)
+    fail_by_sigkill(folder)
 
 
 def all_in_then_one(folder):

@@ -43,7 +43,8 @@ def _rows_of(name, figure, rounds):
         if not cells[launcher]:
             continue  # not asked for
         median, goal = medians.get(launcher), goals.get(launcher)
-        ratio = medians[OURS] / median if median and launcher != OURS and OURS in medians else None
+        is_comparable = launcher != OURS and OURS in medians and FIGURES[figure][1]  # ratios are judged by themselves
+        ratio = medians[OURS] / median if median and is_comparable else None
         judged = median if launcher == OURS else ratio
         yield Row(
             measure=name,
@@ -123,7 +124,9 @@ def _remarks(row, rounds):
 
 
 def with_unit(number, unit):
-    """In three digits."""
+    """In three digits. What has no unit is how many times as much something is as another."""
+    if not unit:
+        return f"{number:.3g} x"
     if number == 0:
         return f"0 {unit}"
     if unit == "MB":

@@ -1,0 +1,71 @@
+"""Process groups of ranks that are started again: made anew each time, on another port, by mpwatch or by the function itself."""
+
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import mpwatch
+from mpwatch import FailureKind, RestartPolicy, RunFailedError, WorkerState
+
+
+def falls_twice(folder):
+    """Rank 1 is killed while it is in a collective, then rank 2 raises, then all goes well."""
+    me = mpwatch.current_worker()
+    Path(folder, f"{me.restart_count}-{me.rank}").write_text(str(me.master_port))
+    pids = [None] * me.world_size
+    dist.all_gather_object(pids, os.getpid())
+    if (me.restart_count, me.rank) == (0, 0):
+        os.kill(pids[1], 9)
+    if (me.restart_count, me.rank) == (1, 2):
+        raise ValueError("the batch is bad")
+    total = torch.full((1000,), float(me.rank + 1))
+    dist.all_reduce(total)
+    return me.restart_count, float(total.sum())
+
+
+def falls_twice_in_a_group_of_its_own(folder):
+    dist.init_process_group("gloo", init_method="env://")
+    try:
+        return falls_twice(folder)
+    finally:
+        if mpwatch.current_worker().restart_count == 2:  # a failure is left as it is
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("fn", "backend"), [(falls_twice, "gloo"), (falls_twice_in_a_group_of_its_own, None)])
+def test_collectives_go_on_after_restarts(fn, backend, tmp_path):
+    result = mpwatch.run(fn, 3, args=(str(tmp_path),), backend=backend, max_restarts=2)
+    assert list(result) == [(2, 6000.0)] * 3
+    assert [attempt.state for attempt in result.attempts] == [WorkerState.FAILED, WorkerState.FAILED, WorkerState.SUCCEEDED]
+    killed, raised = (attempt.root_cause for attempt in result.attempts[:2])
+    assert (killed.rank, killed.kind, killed.signal) == (1, FailureKind.SIGNAL, 9)
+    assert (raised.rank, raised.summary) == (2, "ValueError: the batch is bad")
+    ports = [{(tmp_path / f"{attempt}-{rank}").read_text() for rank in range(3)} for attempt in range(3)]
+    assert [len(of_attempt) for of_attempt in ports] == [1, 1, 1]
+    assert all(before != after for before, after in pairwise(ports))
+
+
+def never_comes_up():
+    me = mpwatch.current_worker()
+    if me.rank == 1:
+        os.kill(os.getpid(), 9)  # before it has joined; the others wait for it in the store
+    dist.init_process_group("gloo")
+
+
+def test_ranks_that_are_killed_as_they_join_are_blamed_each_time():
+    with pytest.raises(RunFailedError, match=r"^rank 1 was killed by SIGKILL") as caught:
+        mpwatch.run(never_comes_up, 2, max_restarts=1)
+    assert [attempt.root_cause.rank for attempt in caught.value.result.attempts] == [1, 1]
+
+
+def test_a_rank_alone_cannot_come_back_into_a_process_group():
+    policy = RestartPolicy(2, scope="worker")
+    with pytest.raises(ValueError, match=r"backend='gloo' makes a process group.* cannot join; use scope='group'"):
+        mpwatch.run(falls_twice, 2, backend="gloo", restart_policy=policy)
