@@ -24,6 +24,20 @@ def test_the_crash_looks_as_it_is_shown():
     assert printed == BLOCKS[2][1]
 
 
+def test_its_code_can_be_read_by_python():
+    for language, code in BLOCKS:
+        assert language != "python" or compile(code, "README.md", "exec")
+
+
+def test_the_policy_is_one():
+    import mpwatch
+
+    (code,) = (code for _, code in BLOCKS if code.startswith("policy = "))
+    names = {"mpwatch": mpwatch}
+    exec(code.partition("result = ")[0], names)
+    assert mpwatch.FailureKind.OOM in names["policy"].causes
+
+
 def test_the_options_are_those_of_run():
     import inspect
 
