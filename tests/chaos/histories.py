@@ -9,7 +9,19 @@ import signal
 from dataclasses import dataclass
 from enum import Enum, auto
 
-__all__ = ["ACTS", "ENDS_THE_RUN", "Act", "Blow", "Fate", "History", "Part", "Strike", "history_of", "start_cut_short"]
+__all__ = [
+    "ACTS",
+    "ENDS_THE_RUN",
+    "Act",
+    "Blow",
+    "Fate",
+    "History",
+    "Part",
+    "Strike",
+    "history_of",
+    "restarts_cut_short",
+    "start_cut_short",
+]
 
 DEATH_IS_HEARD_OF_LATER = 0.1  # seconds: what the kernel and the watcher may take longer for than for words
 
@@ -152,6 +164,8 @@ class History:
     grace_period: float
     parts: tuple[Part, ...]
     strike: Strike | None
+    restarted: str = ""  # "group", or "worker": that scope, again and again
+    pause: float = 0.0  # seconds before each restart
 
     @property
     def blow(self) -> Blow | None:
@@ -159,6 +173,8 @@ class History:
 
     def __str__(self) -> str:
         lines = [f"history {self.seed}: {len(self.parts)} ranks, grace_period={self.grace_period:.2f}"]
+        if self.restarted:
+            lines.append(f"  the {self.restarted} is started again {1000 * self.pause:.0f} ms after each failure")
         for rank, part in enumerate(self.parts):
             when = "at once" if part.at_once else f"{1000 * part.delay:.0f} ms after all were at work"
             lines.append(f"  rank {rank} {part.act} ({part.number}), {when}")
@@ -191,6 +207,15 @@ def start_cut_short(seed: int, blow: Blow, longest: float) -> History:
     strike = Strike(blow, at=dice.uniform(0.0, longest), gap=0.0, from_interpreter=True)
     parts = (Part("waits"), Part("starts_helpers_and_waits", at_once=True), Part("waits"))
     return History(seed, 0.5, parts, strike)
+
+
+def restarts_cut_short(seed: int, blow: Blow, longest: float) -> History:
+    """Ranks of which one or two always fail soon, so that some are always started again, and a blow at any instant of that."""
+    dice = random.Random(seed)
+    strike = Strike(blow, at=dice.uniform(0.2, longest), gap=0.0)
+    failing = [Part(dice.choice(("raises", "is_killed", "exits")), True, number=3) for _ in range(dice.choice((1, 1, 2)))]
+    parts = (Part("starts_helpers_and_waits", at_once=True), *failing, Part("waits"))
+    return History(seed, 0.5, parts, strike, dice.choice(("group", "worker")), dice.choice((0.0, 0.0, 0.05)))
 
 
 def _part(dice: random.Random, name: str) -> Part:

@@ -59,7 +59,14 @@ def main(folder, go):
 
 
 def call_run(history, folder):
-    return mpwatch.run(live, len(history.parts), args=(history, folder), grace_period=history.grace_period)
+    again = mpwatch.RestartPolicy(10_000, scope=history.restarted, delay=history.pause, max_delay=history.pause)
+    return mpwatch.run(
+        live,
+        len(history.parts),
+        args=(history, folder),
+        grace_period=history.grace_period,
+        restart_policy=again if history.restarted else None,
+    )
 
 
 def call_in_thread(history, folder):

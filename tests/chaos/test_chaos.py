@@ -14,13 +14,14 @@ import acts
 import histories
 import pytest
 from harness import play
-from histories import Blow, history_of, start_cut_short
+from histories import Blow, history_of, restarts_cut_short, start_cut_short
 from judge import complaints_about, left_over, over_the_bound
 
 SEED = int(os.environ.get("MPWATCH_CHAOS_SEED", "1"))
 HISTORIES = int(os.environ.get("MPWATCH_CHAOS_HISTORIES", "12"))
 INSTANTS = int(os.environ.get("MPWATCH_CHAOS_INSTANTS", "2"))
 LONGEST_START = 0.9  # seconds in which a program comes to have all its ranks at work, and more
+LONGEST_RESTARTS = 1.2  # seconds of restarts, each of which takes a twentieth
 AT_A_TIME = 2
 
 
@@ -78,7 +79,17 @@ def test_any_history_keeps_the_promises():
 @pytest.mark.usefixtures("_signals_are_heard")
 @pytest.mark.parametrize("blow", [Blow.KILL, Blow.INTERRUPT, Blow.TERMINATE], ids=lambda blow: blow.name)
 def test_a_signal_at_any_instant_of_the_start_leaves_nothing(blow):
-    told = [start_cut_short(seed, blow, LONGEST_START) for seed in range(SEED, SEED + INSTANTS)]
+    leaves_nothing([start_cut_short(seed, blow, LONGEST_START) for seed in range(SEED, SEED + INSTANTS)], blow)
+
+
+@pytest.mark.timeout(120 + 30 * INSTANTS)
+@pytest.mark.usefixtures("_signals_are_heard")
+@pytest.mark.parametrize("blow", [Blow.KILL, Blow.INTERRUPT, Blow.TERMINATE], ids=lambda blow: blow.name)
+def test_a_signal_at_any_instant_of_restarts_leaves_nothing(blow):
+    leaves_nothing([restarts_cut_short(seed, blow, LONGEST_RESTARTS) for seed in range(SEED, SEED + INSTANTS)], blow)
+
+
+def leaves_nothing(told, blow):
     found = play_all(told, left_over)
     print(f"\n{blow.name}: {summary(found)}")
     command = "MPWATCH_CHAOS_SEED={} MPWATCH_CHAOS_INSTANTS=1 pytest tests/chaos -k any_instant"
