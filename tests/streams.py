@@ -68,10 +68,9 @@ class Story:
         """And rank 0 is stopped half a second later; who failed is told when both have ended."""
         last = Progress(step=3, total=9, metrics={"loss": float("nan")}, elapsed=after - 0.3)
         self.becomes(WorkerState.UNHEALTHY, after)
-        self.tell(
-            WorkerEnded, after + 0.1, (1,), attempt=attempt, pid=101, exit_code=1, heartbeat_at=START + 1.4, progress=last
-        )
-        self.tell(WorkerEnded, after + 0.5, (0,), attempt=attempt, pid=100, exit_code=-15)
+        heard = {"heartbeat_at": START + 1.4, "progress": last, "reported_at": START + after - 0.3}
+        self.tell(WorkerEnded, after + 0.1, (1,), attempt=attempt, pid=101, exit_code=1, **heard)
+        self.tell(WorkerEnded, after + 0.5, (0,), attempt=attempt, pid=100, exit_code=-15, was_stopped=True)
         self.tell(WorkerFailed, after, (1,), attempt=attempt, failure=failure(1, **more), is_root_cause=True)
         return self.tell(WorkerStopped, after + 0.5, (0,), attempt=attempt)
 

@@ -218,7 +218,7 @@ def test_what_becomes_of_each_rank_is_for_who_debugs(caplog):
     assert len(lines) == len(failed())
     assert "run a1b2c3d4: rank 1: ValueError: boom (the root cause)" in lines
     assert "run a1b2c3d4: rank 0: process 110, restart 1" in lines
-    assert "run a1b2c3d4: rank 0: process 100 has ended, exit code -15" in lines
+    assert "run a1b2c3d4: rank 0: process 100 was stopped" in lines
     assert lines[-1].endswith("FAILED after 4.7 s, after 1 restart: rank 1 failed first: ValueError: boom")
 
 
@@ -439,6 +439,8 @@ FIELDS = {
     "is_root_cause": st.booleans(),
     "exit_code": st.sampled_from([None, 0, 1, -9]),
     "heartbeat_at": st.none() | AT,
+    "reported_at": st.none() | AT,
+    "was_stopped": st.booleans(),
     "progress": st.none()
     | st.builds(Progress, step=st.none(), total=st.none(), metrics=st.just({}), elapsed=st.floats(0, 200)),
     "cause": st.sampled_from([None, failure(0)]),
