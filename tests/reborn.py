@@ -167,3 +167,28 @@ def _refuse():
 class Unpicklable:
     def __reduce__(self):
         raise TypeError("not to be sent")
+
+
+class TellsItInItsOwnTime(ValueError):
+    """What can be pickled of it comes when its rank is allowed to: until then that one is there, and deaf to SIGTERM."""
+
+    def __init__(self, text, is_telling, may_end):
+        super().__init__(text)
+        self.events = is_telling, may_end
+
+    def __reduce__(self):
+        is_telling, may_end = self.events
+        is_telling.set()
+        may_end.wait()
+        return ValueError, self.args[:1]
+
+
+def fails_for_good_while_another_ends(is_telling, may_end):
+    """Rank 1 fails, and takes its time to end; meanwhile rank 0 fails for good."""
+    if rank() == 0:
+        is_telling.wait()
+        raise KeyError("for good")
+    if life() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise TellsItInItsOwnTime("again, please", is_telling, may_end)
+    wait_to_be_stopped()

@@ -49,6 +49,7 @@ class Story(Generic[T]):
         self._latest: dict[int, tuple[Facts, RunResult[T]]] = {}  # the same
         self._waiting: set[int] = set()  # those of them that are about to be started again
         self._attempts: list[Attempt] = []
+        self._is_lost = False  # some are not started again
         self._not_restarted = ""
 
     def begin(self) -> None:
@@ -118,7 +119,10 @@ class Story(Generic[T]):
         ledger = self._ledgers.setdefault(first, Ledger(self._spec.policy))
         decision = ledger.decide(self._trial(facts, result))
         if decision.delay is None:
-            self._not_restarted = decision.why_not
+            self._is_lost, self._not_restarted = True, decision.why_not
+        elif self._is_lost:  # or it would be, but nobody waits for it
+            self._waiting.add(first)
+        if decision.delay is None or self._is_lost:
             mailbox.post(Settled(first, generation=facts.attempt))
             return
         places = life.prepare_again(list(facts.ranks), facts.attempt + 1)

@@ -1,0 +1,45 @@
+"""Restarts where several things happen at once, and what is said of them. In processes of their own."""
+
+import pytest
+import reborn
+from conftest import SPAWN
+
+import mpwatch
+from mpwatch import RestartPolicy, WorkerState
+from mpwatch.events import Restarting, WorkerFailed
+
+
+def of_kind(kind, events):
+    return [event for event in events if isinstance(event, kind)]
+
+
+def test_a_rank_that_is_being_stopped_when_another_fails_for_good_is_not_started_again():
+    """It failed earlier, and would have been: what ended the run is the other."""
+    is_telling, may_end = SPAWN.Event(), SPAWN.Event()
+
+    def look(event):
+        if isinstance(event, WorkerFailed) and event.ranks == (0,):
+            may_end.set()
+
+    def env(worker):
+        assert worker.restart_count == 0
+        return {}
+
+    policy = RestartPolicy(1, scope="worker", retry_if=ValueError)
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(
+            reborn.fails_for_good_while_another_ends,
+            2,
+            args=(is_telling, may_end),
+            restart_policy=policy,
+            on_event=look,
+            env=env,
+        )
+    error, result = caught.value, caught.value.result
+    assert str(error).startswith("rank 0 failed first: KeyError: 'for good'")
+    assert (set(error.failures), result.restarts, of_kind(Restarting, result.events)) == ({0, 1}, 0, [])
+    assert result.not_restarted == "it is no failure that `retry_if` wants to be tried again"
+    assert [(attempt.ranks, attempt.state) for attempt in result.attempts] == [
+        ((0,), WorkerState.FAILED),
+        ((1,), WorkerState.FAILED),
+    ]
