@@ -43,3 +43,12 @@ def test_a_rank_that_is_being_stopped_when_another_fails_for_good_is_not_started
         ((0,), WorkerState.FAILED),
         ((1,), WorkerState.FAILED),
     ]
+
+
+def test_the_attempts_of_ranks_that_were_stopped_have_no_cause_to_be_named():
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(reborn.fails, 3, args=(99, 1), restart_policy=RestartPolicy(1, scope="worker"))
+    assert [attempt.state for attempt in caught.value.result.attempts].count(WorkerState.STOPPED) == 2
+    lines = [line for line in str(caught.value).splitlines() if line.startswith("    ")]
+    assert len(lines) == 2
+    assert all("rank 1 failed first: ValueError: life " in line for line in lines)
