@@ -192,3 +192,17 @@ def fails_for_good_while_another_ends(is_telling, may_end):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise TellsItInItsOwnTime("again, please", is_telling, may_end)
     wait_to_be_stopped()
+
+
+def interrupts_its_parent_when_it_is_stopped(barrier):
+    """Rank 0, since rank 1 has failed."""
+
+    def stop(*_):
+        os.kill(os.getppid(), signal.SIGINT)
+
+    signal.signal(signal.SIGTERM, stop)
+    barrier.wait()
+    if rank() == 1:
+        raise ValueError("the first")
+    while True:  # SIGINT is for the watcher, and makes it hurry
+        signal.pause()

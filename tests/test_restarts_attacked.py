@@ -52,3 +52,13 @@ def test_the_attempts_of_ranks_that_were_stopped_have_no_cause_to_be_named():
     lines = [line for line in str(caught.value).splitlines() if line.startswith("    ")]
     assert len(lines) == 2
     assert all("rank 1 failed first: ValueError: life " in line for line in lines)
+
+
+def test_who_interrupts_while_failed_ranks_are_stopped_hears_why_they_are_not_started_again():
+    with pytest.raises(KeyboardInterrupt) as caught:
+        mpwatch.run(
+            reborn.interrupts_its_parent_when_it_is_stopped, 2, args=(SPAWN.Barrier(2),), max_restarts=3, grace_period=1
+        )
+    failed = caught.value.__cause__
+    assert repr(failed.root_cause.exception) == "ValueError('the first')"
+    assert failed.result.not_restarted == "a signal to this process came before"

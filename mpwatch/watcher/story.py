@@ -25,7 +25,7 @@ from .life import Life
 from .mailbox import Retrial
 from .merging import merged
 from .restarts import Ledger, Trial
-from .states import Settled, StartAgain
+from .states import Settled, StartAgain, Verdict
 
 __all__ = ["Story", "tell_fates"]
 
@@ -82,8 +82,8 @@ class Story(Generic[T]):
             known = self._latest.get(min(facts.ranks))
             if known is None or known[0].attempt != facts.attempt:
                 self._close(facts)
-            elif facts.signum is not None:
-                self._not_restarted = "a signal to this process came before"
+            if facts.verdict is Verdict.FAILED and facts.signum is not None and self._spec.policy.max_restarts:
+                self._not_restarted = self._not_restarted or "a signal to this process came before"
         together = merged(list(self._latest.values()), self._waiting)
         result = replace(together, attempts=tuple(self._attempts), not_restarted=self._not_restarted)
         reason = "" if result.state is WorkerState.SUCCEEDED else verdict(result)
