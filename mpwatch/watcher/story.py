@@ -6,6 +6,7 @@
 Code of the user's runs here: exceptions are rebuilt, `retry_if` and `env` are called. What they raise ends the run.
 """
 
+import math
 import platform
 import time
 from collections.abc import Sequence
@@ -138,7 +139,7 @@ class Story(Generic[T]):
         mailbox.post(Retrial(StartAgain(first, generation=facts.attempt, delay=decision.delay), places))
 
     def _trial(self, facts: Facts, result: RunResult[Any]) -> Trial:
-        cause, timeout = result.root_cause, self._spec.timeout
+        cause = result.root_cause
         pulse = None if cause is None else facts.ranks[cause.rank].pulse
         steps = [told.step for told in result.progress.values() if told.step is not None]
         return Trial(
@@ -146,8 +147,12 @@ class Story(Generic[T]):
             had_begun=pulse is not None and (pulse.beat_at, pulse.report) != (None, None),
             healthy_seconds=facts.healthy_seconds,
             step=max(steps, default=None),
-            seconds_left=None if timeout is None else self.started_at + timeout - time.monotonic(),
+            seconds_left=self._seconds_left,
         )
+
+    def _seconds_left(self) -> float:
+        timeout = self._spec.timeout
+        return math.inf if timeout is None else self.started_at + timeout - time.monotonic()
 
     def _end(self, state: WorkerState, reason: str) -> None:
         self._has_ended = True
