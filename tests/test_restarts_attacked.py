@@ -62,3 +62,19 @@ def test_who_interrupts_while_failed_ranks_are_stopped_hears_why_they_are_not_st
     failed = caught.value.__cause__
     assert repr(failed.root_cause.exception) == "ValueError('the first')"
     assert failed.result.not_restarted == "a signal to this process came before"
+
+
+def test_an_observer_that_is_equal_to_anything_is_dropped_alone(caplog):
+    class Observer:
+        def __eq__(self, other):
+            return True
+
+        __hash__ = None
+
+        def __call__(self, event):
+            raise LookupError("not here")
+
+    told = []
+    result = mpwatch.run(max, 1, args=(1, 2), on_event=[told.append, Observer()])
+    assert told == list(result.events)
+    assert len(caplog.records) == 1
