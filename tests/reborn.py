@@ -45,6 +45,13 @@ def raises_by_itself(lives):
     return life()
 
 
+def raises_then_waits(*lives):
+    """Each rank raises in so many lives."""
+    if life() < lives[rank()]:
+        raise ValueError(f"life {life()}")
+    wait_to_be_stopped()
+
+
 def always_raises(error=ValueError):
     raise error(f"life {life()} of rank {rank()}")
 

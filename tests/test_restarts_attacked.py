@@ -1,12 +1,14 @@
 """Restarts where several things happen at once, and what is said of them. In processes of their own."""
 
+import signal
+
 import pytest
 import reborn
 from conftest import SPAWN
 
 import mpwatch
 from mpwatch import RestartPolicy, WorkerState
-from mpwatch.events import Restarting, WorkerFailed
+from mpwatch.events import Restarting, RunEnded, WorkerFailed, WorkerReady
 
 
 def of_kind(kind, events):
@@ -78,3 +80,30 @@ def test_an_observer_that_is_equal_to_anything_is_dropped_alone(caplog):
     result = mpwatch.run(max, 1, args=(1, 2), on_event=[told.append, Observer()])
     assert told == list(result.events)
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(("scope", "expected"), [("group", 2), ("worker", 3)])
+def test_a_run_that_is_struck_in_a_later_life_has_been_restarted(scope, expected):
+    """Rank 1 is in its third life then, and each for itself rank 0 in its second."""
+
+    def strike(*_):
+        raise LookupError("of the host's")
+
+    def look(event):
+        told.append(event)
+        if isinstance(event, WorkerReady):
+            ready.discard((*event.ranks, event.attempt))
+            if not ready:
+                signal.raise_signal(signal.SIGUSR1)
+
+    told, ready = [], {(1, 2), (0, 2 if scope == "group" else 1)}
+    lives = (2, 2) if scope == "group" else (1, 2)
+    handler = signal.signal(signal.SIGUSR1, strike)
+    try:
+        with pytest.raises(LookupError, match="of the host's"):
+            mpwatch.run(reborn.raises_then_waits, 2, args=lives, restart_policy=RestartPolicy(9, scope=scope), on_event=look)
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert isinstance(told[-1], RunEnded)
+    assert told[-1].restarts == expected
+    assert told[-2].attempt == 2

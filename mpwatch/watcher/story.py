@@ -23,7 +23,7 @@ from .diagnosis import diagnose
 from .facts import Facts
 from .journal import Journal
 from .life import Life
-from .mailbox import Retrial
+from .mailbox import Errand, Retrial
 from .merging import merged
 from .restarts import Ledger, Trial
 from .states import Settled, StartAgain, Verdict
@@ -45,7 +45,8 @@ class Story(Generic[T]):
         self.journal = journal
         self.started_at = time.monotonic()
         self._spec = spec
-        self._has_begun = self._has_ended = False
+        self._errand: Errand | None = None  # once it has begun
+        self._has_ended = False
         self._ledgers: dict[int, Ledger] = {}  # by the first of the ranks that are started together
         self._latest: dict[int, tuple[Facts, RunResult[T]]] = {}  # the same
         self._waiting: set[int] = set()  # those of them that are about to be started again
@@ -53,9 +54,9 @@ class Story(Generic[T]):
         self._is_lost = False  # some are not started again
         self._not_restarted = ""
 
-    def begin(self) -> None:
-        """The ranks are about to be started."""
-        spec, self._has_begun = self._spec, True
+    def begin(self, errand: Errand) -> None:
+        """The ranks are about to be started for this."""
+        spec, self._errand = self._spec, errand
         self.journal.note(
             RunStarted,
             self._ranks(),
@@ -77,9 +78,10 @@ class Story(Generic[T]):
                 annotate(error, f"raised while it was decided whether to start again, for {verdict(result)}")
                 raise
 
-    def result(self, ended: Sequence[Facts]) -> RunResult[T]:
+    def result(self) -> RunResult[T]:
         """What came of all ranks."""
-        for facts in ended:
+        assert self._errand is not None
+        for facts in self._errand.facts:
             known = self._latest.get(min(facts.ranks))
             if known is None or known[0].attempt != facts.attempt:
                 self._close(facts)
@@ -95,7 +97,7 @@ class Story(Generic[T]):
         """Something else than a rank has failed: the ranks could not be started, or something was thrown at the caller."""
         if isinstance(error, LaunchError) and self._attempts:
             annotate(error, "\n".join(["the ranks were to be started again, after:", *attempts_text(self._attempts)]))
-        if self._has_begun and not self._has_ended:  # else it was struck on its way out
+        if self._errand is not None and not self._has_ended:  # else it was struck on its way out
             state = WorkerState.FAILED if isinstance(error, Exception) else WorkerState.STOPPED
             self._end(state, summary_of(error))
 
@@ -155,9 +157,13 @@ class Story(Generic[T]):
         return math.inf if timeout is None else self.started_at + timeout - time.monotonic()
 
     def _end(self, state: WorkerState, reason: str) -> None:
+        assert self._errand is not None
         self._has_ended = True
-        self.journal.change_state(state, [worker for _, result in self._latest.values() for worker in result.workers])
-        restarts = sum(attempt.number > 0 for attempt in self._attempts)
+        seen = {first: facts for first, (facts, _) in self._latest.items()}
+        seen |= {min(facts.ranks): facts for facts in self._errand.facts}  # of lives that nobody has judged, too
+        workers = [of_rank.worker for facts in seen.values() for of_rank in facts.ranks.values()]
+        self.journal.change_state(state, workers)
+        restarts = sum(facts.attempt for facts in seen.values())
         elapsed = time.monotonic() - self.started_at
         self.journal.note(RunEnded, self._ranks(), state=state, elapsed=elapsed, restarts=restarts, reason=reason)
         self.journal.tell()
