@@ -1,5 +1,6 @@
 """Whether an option is what it should be: each check raises TypeError or ValueError that names the option and the value."""
 
+import inspect
 import math
 import operator
 import os
@@ -8,7 +9,7 @@ from numbers import Real
 
 from .ranks import RANK_VARIABLES
 
-__all__ = ["check_count", "check_flag", "check_fraction", "check_mapping", "check_seconds"]
+__all__ = ["check_count", "check_flag", "check_fraction", "check_mapping", "check_seconds", "is_async"]
 
 MAX_PORT = 65536
 
@@ -73,3 +74,9 @@ def check_count(name: str, value: object, at_least: int) -> int:
     if count < at_least:
         raise ValueError(f"{name} must be at least {at_least}, not {value!r}")
     return count
+
+
+def is_async(fn: object) -> bool:
+    """Whether calling it only makes a coroutine, which nobody runs."""
+    call = getattr(type(fn), "__call__", None)  # noqa: B004  the method itself is wanted
+    return any(inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f) for f in (fn, call))

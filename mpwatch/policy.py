@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from .checks import check_count, check_fraction, check_seconds
+from .checks import check_count, check_fraction, check_seconds, is_async
 from .result import FailureKind, ProcessFailure
 
 __all__ = ["PROGRAMMING_ERRORS", "Cause", "RestartPolicy", "RetryIf"]
@@ -82,3 +82,5 @@ def _check_retry_if(retry_if: object) -> None:
             raise TypeError(f"retry_if must be {what}, not {retry_if!r:.200}")
     elif not callable(retry_if) or isinstance(retry_if, type):
         raise TypeError(f"retry_if must be {what}, not {retry_if!r:.200}")
+    elif is_async(retry_if):
+        raise TypeError(f"retry_if must be an ordinary function; {retry_if!r:.200} is async def, and nobody would await it")

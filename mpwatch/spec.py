@@ -1,6 +1,5 @@
 """The blueprint of a run: what all options end up in, validated once, then never changed."""
 
-import inspect
 import operator
 import os
 import sys
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Generic, Literal, TypeVar
 
-from .checks import check_count, check_mapping, check_seconds
+from .checks import check_count, check_mapping, check_seconds, is_async
 from .events.kinds import Event
 from .platform import gpus_may_exist, usable_cpus
 from .policy import RestartPolicy
@@ -135,6 +134,10 @@ def _observers(on_event: object) -> tuple[Observer, ...]:
     observers = (on_event,) if callable(on_event) else tuple(on_event) if isinstance(on_event, Iterable) else None
     if observers is None or not all(map(callable, observers)):
         raise TypeError(f"on_event must be a function that takes an Event, or several of them, not {on_event!r:.200}")
+    for observer in filter(is_async, observers):
+        raise TypeError(
+            f"on_event must be an ordinary function; {name_of(observer)!r} is async def, and nobody would await it"
+        )
     return observers
 
 
@@ -147,8 +150,7 @@ def name_of(fn: object) -> str:
 def _check_fn(fn: object) -> None:
     if not callable(fn):
         raise TypeError(f"fn must be callable, not {fn!r}")
-    call = getattr(type(fn), "__call__", None)  # noqa: B004  the method itself is wanted, to see whether it is async
-    if any(inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f) for f in (fn, call)):
+    if is_async(fn):
         raise TypeError(
             f"fn must be an ordinary function; {name_of(fn)!r} is async def, and calling it would only make a coroutine. "
             f"Pass a function that runs it: def train(*args): return asyncio.run({name_of(fn)}(*args))"

@@ -65,7 +65,7 @@ def report(result: RunResult[Any]) -> str:
         groups[FATE_LINES:] = [f"  and {len(groups) - FATE_LINES} more groups of ranks: see .failures and .stacks"]
     restarts = [f"  {text}"] if (text := restarts_text(result)) else []
     if result.restarts:
-        restarts += attempts_text(attempt for attempt in result.attempts if attempt.state is not WorkerState.SUCCEEDED)
+        restarts += attempts_text(attempt for attempt in result.attempts if verdict(attempt))
     return "\n".join([verdict(result), *_details(result), *groups, *restarts])
 
 

@@ -45,6 +45,13 @@ def raises_by_itself(lives):
     return life()
 
 
+def raises_then_waits(*lives):
+    """Each rank raises in so many lives."""
+    if life() < lives[rank()]:
+        raise ValueError(f"life {life()}")
+    wait_to_be_stopped()
+
+
 def always_raises(error=ValueError):
     raise error(f"life {life()} of rank {rank()}")
 
@@ -184,3 +191,42 @@ def _refuse():
 class Unpicklable:
     def __reduce__(self):
         raise TypeError("not to be sent")
+
+
+class TellsItInItsOwnTime(ValueError):
+    """What can be pickled of it comes when its rank is allowed to: until then that one is there, and deaf to SIGTERM."""
+
+    def __init__(self, text, is_telling, may_end):
+        super().__init__(text)
+        self.events = is_telling, may_end
+
+    def __reduce__(self):
+        is_telling, may_end = self.events
+        is_telling.set()
+        may_end.wait()
+        return ValueError, self.args[:1]
+
+
+def fails_for_good_while_another_ends(is_telling, may_end):
+    """Rank 1 fails, and takes its time to end; meanwhile rank 0 fails for good."""
+    if rank() == 0:
+        is_telling.wait()
+        raise KeyError("for good")
+    if life() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise TellsItInItsOwnTime("again, please", is_telling, may_end)
+    wait_to_be_stopped()
+
+
+def interrupts_its_parent_when_it_is_stopped(barrier):
+    """Rank 0, since rank 1 has failed."""
+
+    def stop(*_):
+        os.kill(os.getppid(), signal.SIGINT)
+
+    signal.signal(signal.SIGTERM, stop)
+    barrier.wait()
+    if rank() == 1:
+        raise ValueError("the first")
+    while True:  # SIGINT is for the watcher, and makes it hurry
+        signal.pause()

@@ -439,8 +439,6 @@ FIELDS = {
     "is_root_cause": st.booleans(),
     "exit_code": st.sampled_from([None, 0, 1, -9]),
     "heartbeat_at": st.none() | AT,
-    "reported_at": st.none() | AT,
-    "was_stopped": st.booleans(),
     "progress": st.none()
     | st.builds(Progress, step=st.none(), total=st.none(), metrics=st.just({}), elapsed=st.floats(0, 200)),
     "reported_at": st.none() | AT,

@@ -1,5 +1,7 @@
 """Whether ranks are started again, and when: a policy at work on failures that are written down. No clock, no chance."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,8 +24,8 @@ def ledger(max_restarts=3, *, chance=0.5, **more):
     return Ledger(RestartPolicy(max_restarts, **{"jitter": 0.0, **more}), chance=lambda: chance)
 
 
-def trial(cause=VALUE_ERROR, **more):
-    return Trial(cause=cause, **more)
+def trial(cause=VALUE_ERROR, *, seconds_left=math.inf, **more):
+    return Trial(cause=cause, seconds_left=lambda: seconds_left, **more)
 
 
 def raised(error, **more):
@@ -280,3 +282,10 @@ def test_a_restart_that_was_not_begun_is_not_used_up():
     it = ledger(1, delay=4.0)
     it.decide(trial(seconds_left=1.0))
     assert it.decide(trial(seconds_left=9.0)).delay == 4.0
+
+
+def test_what_time_a_predicate_takes_is_none_that_is_left():
+    left = [9.0]
+    it = ledger(delay=4.0, retry_if=lambda _: left.append(1.0) or True)
+    decision = it.decide(Trial(cause=VALUE_ERROR, seconds_left=lambda: left[-1]))
+    assert decision.why_not == "`timeout` leaves no time for it: 1.0 s"

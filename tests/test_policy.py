@@ -18,6 +18,10 @@ def fn():
     pass
 
 
+async def is_awaited(_):
+    return True
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -51,6 +55,7 @@ def fn():
         ({"retry_if": [[ValueError]]}, TypeError, WHAT),
         ({"retry_if": iter([ValueError])}, TypeError, WHAT),
         ({"retry_if": 3}, TypeError, f"{WHAT}, not 3"),
+        ({"retry_if": is_awaited}, TypeError, "retry_if must be an ordinary function; .*is_awaited.* is async def"),
         ({"reset_after": 0}, ValueError, "reset_after must be a number of seconds, more than 0, not 0"),
         ({"reset_after": math.inf}, ValueError, "reset_after must be a number of seconds, more than 0, not inf"),
         ({"reset_after": "never"}, TypeError, "reset_after must be a number of seconds, not 'never'"),
@@ -125,6 +130,7 @@ def test_what_a_policy_names(retry_if, causes):
         ({"on_event": 3}, TypeError, "on_event must be a function that takes an Event, or several of them, not 3"),
         ({"on_event": [print, 3]}, TypeError, r"on_event must be a function .* not \[<built-in function print>, 3\]"),
         ({"on_event": "log"}, TypeError, "on_event must be a function .* not 'log'"),
+        ({"on_event": [print, is_awaited]}, TypeError, "on_event must be an ordinary function; 'is_awaited' is async def"),
     ],
 )
 def test_bad_options(options, error, text):

@@ -228,6 +228,16 @@ def test_ranks_that_wait_to_be_started_again_are_over_when_nobody_wants_them(is_
     assert (it.stage, it.verdict) == (Stage.OVER, Verdict.FAILED)
 
 
+def test_ranks_that_were_ending_when_others_had_failed_for_good_are_not_started_again():
+    it = at_work(1)
+    assert it.handle(Failed(0), 1.0)
+    assert it.handle(StopAll(), 1.1) == []
+    it.handle(Died(0), 1.2)
+    assert it.stage is Stage.JUDGING
+    assert it.handle(StartAgain(0, delay=0.0), 1.3) == []
+    assert (it.stage, it.verdict) == (Stage.OVER, Verdict.FAILED)
+
+
 def test_ranks_at_work_are_not_to_be_judged():
     it = at_work(1)
     with pytest.raises(IllegalEventError, match=r"Settled.* in stage WORKING"):

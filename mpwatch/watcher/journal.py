@@ -113,7 +113,7 @@ class Journal:
                 try:
                     observer(event)
                 except Exception as error:
-                    self._observers.remove(observer)
+                    self._observers = [other for other in self._observers if other is not observer]
                     with suppress(Exception):  # it may have been the log
                         text = "the observer %r has failed at %r; it is told nothing more"
                         log.exception(text, observer, event.name, exc_info=error)

@@ -105,12 +105,11 @@ class Machine:
         may_restart: bool = False,
     ) -> None:
         self.generation = 0
-        self._keep = keep
-        self._may_restart = may_restart
-        self._start_timeout = start_timeout
+        self._keep, self._may_restart = keep, may_restart
+        self._is_wanted = True  # by the others: none of them has failed for good
+        self._start_timeout, self._grace_period = start_timeout, grace_period
         self._timeout = math.inf if timeout is None else timeout
         self._heartbeat_timeout = heartbeat_timeout
-        self._grace_period = grace_period
         self._begin(ranks, now)
 
     def _begin(self, ranks: Iterable[int], now: float) -> None:
@@ -166,6 +165,7 @@ class Machine:
         if isinstance(event, EndAll):
             return self._end_all(now)
         if isinstance(event, StopAll):  # those who have returned may end
+            self._is_wanted = False
             return self._look(now, Verdict.INTERRUPTED) if self.is_undecided() else []
         if event.generation < self.generation:
             return []
@@ -222,7 +222,7 @@ class Machine:
             return []
         if self.stage is not Stage.JUDGING:
             raise IllegalEventError(f"{event} in stage {self.stage.name}")
-        if isinstance(event, Settled):
+        if isinstance(event, Settled) or not self._is_wanted:
             self._be_over()
         else:
             self.stage = Stage.PAUSED

@@ -3,6 +3,7 @@
 It has no clock and no chance of its own: times are handed in, and a source of random numbers.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import random
@@ -25,8 +26,8 @@ class Trial:
     """From when all ranks were ready to the failure."""
     step: int | None = None
     """The furthest that a rank has reported."""
-    seconds_left: float | None = None
-    """Of the run's `timeout`."""
+    seconds_left: Callable[[], float] = lambda: math.inf
+    """Of the run's `timeout`, when this is called: `retry_if` may take its time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +70,9 @@ class Ledger:
         if why_not := self._not_worth_it(trial):
             return Decision(why_not=why_not)
         delay = self._delay()
-        if trial.seconds_left is not None and delay >= trial.seconds_left:
-            return Decision(why_not=f"`timeout` leaves no time for it: {max(0.0, trial.seconds_left):.1f} s")
+        seconds_left = trial.seconds_left()
+        if delay >= seconds_left:
+            return Decision(why_not=f"`timeout` leaves no time for it: {max(0.0, seconds_left):.1f} s")
         self._used += 1
         return Decision(delay=delay, restarts_left=policy.max_restarts - self._used)
 

@@ -6,8 +6,8 @@
 Code of the user's runs here: exceptions are rebuilt, `retry_if` and `env` are called. What they raise ends the run.
 """
 
+import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
@@ -21,10 +21,10 @@ from .diagnosis import diagnose
 from .facts import Facts
 from .journal import Journal
 from .life import Life
-from .mailbox import Retrial
+from .mailbox import Errand, Retrial
 from .merging import merged
 from .restarts import Ledger, Trial
-from .states import Settled, StartAgain
+from .states import Settled, StartAgain, Verdict
 
 __all__ = ["Story", "tell_fates"]
 
@@ -43,14 +43,17 @@ class Story(Generic[T]):
         self.journal = journal
         self.started_at = journal.started_at
         self._spec = spec
+        self._errand: Errand | None = None  # once it has begun
         self._ledgers: dict[int, Ledger] = {}  # by the first of the ranks that are started together
         self._latest: dict[int, tuple[Facts, RunResult[T]]] = {}  # the same
         self._waiting: set[int] = set()  # those of them that are about to be started again
         self._attempts: list[Attempt] = []
+        self._is_lost = False  # some are not started again
         self._not_restarted = ""
 
-    def begin(self) -> None:
-        """The ranks are about to be started."""
+    def begin(self, errand: Errand) -> None:
+        """The ranks are about to be started for this."""
+        self._errand = errand
         self.journal.begin(self._spec, fn=self._spec.fn_name)
 
     def judge(self, life: Life) -> None:
@@ -63,14 +66,15 @@ class Story(Generic[T]):
                 annotate(error, f"raised while it was decided whether to start again, for {verdict(result)}")
                 raise
 
-    def result(self, ended: Sequence[Facts]) -> RunResult[T]:
+    def result(self) -> RunResult[T]:
         """What came of all ranks."""
-        for facts in ended:
+        assert self._errand is not None
+        for facts in self._errand.facts:
             known = self._latest.get(min(facts.ranks))
             if known is None or known[0].attempt != facts.attempt:
                 self._close(facts)
-            elif facts.signum is not None:
-                self._not_restarted = "a signal to this process came before"
+            if facts.verdict is Verdict.FAILED and facts.signum is not None and self._spec.policy.max_restarts:
+                self._not_restarted = self._not_restarted or "a signal to this process came before"
         together = merged(list(self._latest.values()), self._waiting)
         result = replace(together, attempts=tuple(self._attempts), not_restarted=self._not_restarted)
         reason = "" if result.state is WorkerState.SUCCEEDED else verdict(result)
@@ -100,7 +104,10 @@ class Story(Generic[T]):
         ledger = self._ledgers.setdefault(first, Ledger(self._spec.policy))
         decision = ledger.decide(self._trial(facts, result))
         if decision.delay is None:
-            self._not_restarted = decision.why_not
+            self._is_lost, self._not_restarted = True, decision.why_not
+        elif self._is_lost:  # or it would be, but nobody waits for it
+            self._waiting.add(first)
+        if decision.delay is None or self._is_lost:
             mailbox.post(Settled(first, generation=facts.attempt))
             return
         places = life.prepare_again(list(facts.ranks), facts.attempt + 1)
@@ -116,7 +123,7 @@ class Story(Generic[T]):
         mailbox.post(Retrial(StartAgain(first, generation=facts.attempt, delay=decision.delay), places))
 
     def _trial(self, facts: Facts, result: RunResult[Any]) -> Trial:
-        cause, timeout = result.root_cause, self._spec.timeout
+        cause = result.root_cause
         pulse = None if cause is None else facts.ranks[cause.rank].pulse
         steps = [told.step for told in result.progress.values() if told.step is not None]
         return Trial(
@@ -124,12 +131,19 @@ class Story(Generic[T]):
             had_begun=pulse is not None and (pulse.beat_at, pulse.report) != (None, None),
             healthy_seconds=facts.healthy_seconds,
             step=max(steps, default=None),
-            seconds_left=None if timeout is None else self.started_at + timeout - time.monotonic(),
+            seconds_left=self._seconds_left,
         )
 
+    def _seconds_left(self) -> float:
+        timeout = self._spec.timeout
+        return math.inf if timeout is None else self.started_at + timeout - time.monotonic()
+
     def _end(self, state: WorkerState, reason: str) -> None:
-        workers = [worker for _, result in self._latest.values() for worker in result.workers]
-        restarts = sum(attempt.number > 0 for attempt in self._attempts)
+        seen = {first: facts for first, (facts, _) in self._latest.items()}
+        if self._errand is not None:
+            seen |= {min(facts.ranks): facts for facts in self._errand.facts}  # of lives that nobody has judged, too
+        workers = [of_rank.worker for facts in seen.values() for of_rank in facts.ranks.values()]
+        restarts = sum(facts.attempt for facts in seen.values())
         self.journal.end(state, workers, restarts=restarts, reason=reason)
 
 

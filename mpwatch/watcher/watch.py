@@ -56,12 +56,12 @@ def watch(spec: WorkerSpec[T]) -> RunResult[T]:
             closing(Life(spec, story.journal, keep=False)) as life,
         ):
             life.prepare()
-            story.begin()
             errand = Errand(payload, story.started_at)
+            story.begin(errand)
             visit = Visit(life, partial(story.judge, life))
             visit.pay(errand, until=lambda: False)
         visit.raise_error()
-        result = visit.conclude(lambda: story.result(errand.facts))
+        result = visit.conclude(story.result)
     except BaseException as error:
         story.fail(error)
         raise
