@@ -244,6 +244,16 @@ def test_ranks_at_work_are_not_to_be_judged():
         it.handle(Settled(0), 1.0)
 
 
+def test_a_rank_that_lingers_after_a_success_makes_nobody_unhealthy():
+    it = at_work(1)
+    it.handle(Returned(0), 1.0)
+    states = [it.state]
+    it.expire(1.0 + GRACE)
+    states.append(it.state)
+    it.handle(Died(0), 12.0)
+    assert [*states, it.state] == [WorkerState.HEALTHY] * 3
+
+
 def test_two_hundred_restarts():
     it = at_work(8)
     for n in range(200):

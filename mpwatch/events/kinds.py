@@ -82,7 +82,9 @@ class WorkerReady(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CallStarted(Event):
-    """A function is called in these ranks, in each as soon as it is ready. Once in a run."""
+    """A function is called in these ranks, in each as soon as it is ready. One event for all of them, or, with
+    scope="worker", one for each; once in a run, however often they are started again.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

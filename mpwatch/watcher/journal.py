@@ -90,7 +90,10 @@ class Journal:
             elapsed = time.monotonic() - self.started_at
             attempt = _latest(workers)
             self.note(RunEnded, self._ranks, attempt=attempt, state=state, elapsed=elapsed, restarts=restarts, reason=reason)
-        self.tell()
+        try:
+            self.tell()
+        finally:
+            self.tell()  # the rest, if an observer has thrown something that is not its own failure
 
     def wall_time(self, at: float) -> float:
         """In seconds since 1970, what was this on CLOCK_MONOTONIC."""

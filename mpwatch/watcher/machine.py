@@ -137,8 +137,8 @@ class Machine:
             if self.roster.count[Phase.STARTING]:
                 return WorkerState.INIT
             return WorkerState.UNHEALTHY if self.beats.late else WorkerState.HEALTHY
-        has_succeeded = self.stage in (Stage.ENDING, Stage.OVER) and self.verdict is Verdict.SUCCEEDED
-        return WorkerState.HEALTHY if has_succeeded and not self._keep else WorkerState.UNHEALTHY
+        has_succeeded = self.verdict is Verdict.SUCCEEDED and not self._keep
+        return WorkerState.HEALTHY if has_succeeded else WorkerState.UNHEALTHY
 
     @property
     def deadline(self) -> float | None:

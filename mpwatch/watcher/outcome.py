@@ -16,7 +16,7 @@ def outcome_of(watch: Callable[[], RunResult[T]], *, check: bool) -> RunResult[T
     """The result of what this runs. If `check`, a failed one is raised; signals that came do what they would have done."""
     result = _result_of(watch)
     if check and result.state is not WorkerState.SUCCEEDED:
-        raise _error(result) from (result.root_cause.exception if result.root_cause else None)
+        raise _error(result)
     return result
 
 
@@ -38,4 +38,6 @@ def _result_of(watch: Callable[[], RunResult[T]]) -> RunResult[T]:
 
 def _error(result: RunResult[Any]) -> RunFailedError:
     timed_out = any(failure.kind is FailureKind.TIMEOUT for failure in result.failures.values())
-    return (RunTimeoutError if timed_out else RunFailedError)(result)
+    error = (RunTimeoutError if timed_out else RunFailedError)(result)
+    error.__cause__ = result.root_cause.exception if result.root_cause else None
+    return error
