@@ -45,6 +45,7 @@ def test_ctrl_c_during_the_delay_ends_it_at_once(scope):
     assert time.monotonic() - start < 60
     failed = caught.value.__cause__
     assert isinstance(failed, mpwatch.RunFailedError)
+    assert failed.__cause__ is failed.root_cause.exception
     assert "  not started again: a signal to this process came before" in str(failed)
     assert failed.result.state is WorkerState.FAILED
     assert failed.result.events[-1].reason.startswith("rank ")
