@@ -8,13 +8,13 @@ import logging
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from ..events.kinds import Event, RunEnded, RunStarted, StateChanged
 from ..events.log import LogEvents
-from ..lifecycle import check_change
+from ..lifecycle import TRANSITIONS, check_change
 from ..ranks import Worker
 from ..result import WorkerState
 from ..spec import GroupSpec, Observer
@@ -85,11 +85,14 @@ class Journal:
     def end(self, state: WorkerState, workers: Collection[Worker], *, restarts: int, reason: str) -> None:
         """All is over. The first time that this is said counts; whoever is struck on the way out says it again."""
         if self._ranks and not self._has_ended:
-            self._has_ended = True
-            self.change_state(state, workers)
+            if TRANSITIONS[self.state]:  # else that was all that it came to the first time
+                self.change_state(state, workers)
             elapsed = time.monotonic() - self.started_at
             attempt = _latest(workers)
-            self.note(RunEnded, self._ranks, attempt=attempt, state=state, elapsed=elapsed, restarts=restarts, reason=reason)
+            self._has_ended = True
+            self.note(
+                RunEnded, self._ranks, attempt=attempt, state=self.state, elapsed=elapsed, restarts=restarts, reason=reason
+            )
         try:
             self.tell()
         finally:
@@ -112,14 +115,20 @@ class Journal:
             event = self._untold.popleft()
             if self._keep:
                 self.events.append(event)
-            for observer in list(self._observers):
-                try:
-                    observer(event)
-                except Exception as error:
-                    self._observers = [other for other in self._observers if other is not observer]
-                    with suppress(Exception):  # it may have been the log
-                        text = "the observer %r has failed at %r; it is told nothing more"
-                        log.exception(text, observer, event.name, exc_info=error)
+            self._tell_each(self._observers, event)
+
+    def _tell_each(self, observers: Sequence[Observer], event: Event) -> None:
+        for n, observer in enumerate(observers):
+            try:
+                observer(event)
+            except Exception as error:
+                self._observers = [other for other in self._observers if other is not observer]
+                with suppress(Exception):  # it may have been the log
+                    text = "the observer %r has failed at %r; it is told nothing more"
+                    log.exception(text, observer, event.name, exc_info=error)
+            except BaseException:  # it wants the program to end, which is no reason to tell the others less
+                self._tell_each(observers[n + 1 :], event)
+                raise
 
 
 def _latest(workers: Iterable[Worker]) -> int:
