@@ -9,6 +9,7 @@ from conftest import SPAWN
 import mpwatch
 from mpwatch import RestartPolicy, WorkerState
 from mpwatch.events import Restarting, RunEnded, WorkerFailed, WorkerReady
+from mpwatch.watcher.journal import Journal
 
 
 def of_kind(kind, events):
@@ -107,3 +108,33 @@ def test_a_run_that_is_struck_in_a_later_life_has_been_restarted(scope, expected
     assert isinstance(told[-1], RunEnded)
     assert told[-1].restarts == expected
     assert told[-2].attempt == 2
+
+
+@pytest.mark.parametrize("name", ["worker_ready", "restarting", "run_ended"])
+def test_an_observer_that_ends_the_program_keeps_nothing_from_the_others(name):
+    def leave(event):
+        if event.name == name:
+            raise SystemExit(3)
+
+    first, last = [], []
+    with pytest.raises(SystemExit):
+        mpwatch.run(reborn.fails, 2, args=(1, 1), max_restarts=1, on_event=[first.append, leave, last.append])
+    assert first == last
+    assert [event.name for event in last].count("run_ended") == 1
+    assert last[-1].name == "run_ended"
+
+
+def test_who_is_struck_as_the_end_is_told_tells_it_all_the_same(monkeypatch):
+    """By what a handler of the host's raises, which has its signals back by then."""
+    told, tell = [], Journal.tell
+
+    def strike(journal):
+        if journal.state is WorkerState.SUCCEEDED:
+            monkeypatch.setattr(Journal, "tell", tell)
+            raise KeyboardInterrupt
+        tell(journal)
+
+    monkeypatch.setattr(Journal, "tell", strike)
+    with pytest.raises(KeyboardInterrupt):
+        mpwatch.run(max, 1, args=(1, 2), on_event=told.append)
+    assert [event.name for event in told[-2:]] == ["state_changed", "run_ended"]

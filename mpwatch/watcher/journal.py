@@ -7,7 +7,7 @@ One that raises is logged once and dropped.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -72,8 +72,8 @@ class Journal:
         if after is not self.state:
             check_change(self.state, after)
             counts = {worker.rank: worker.restart_count for worker in workers}
-            self.note(StateChanged, sorted(counts), attempt=max(counts.values(), default=0), before=self.state, after=after)
-            self.state = after
+            before, self.state = self.state, after  # first: who is struck here does not come from an end to another
+            self.note(StateChanged, sorted(counts), attempt=max(counts.values(), default=0), before=before, after=after)
 
     def tell(self) -> None:
         """Tell the observers what has been noted."""
@@ -81,11 +81,17 @@ class Journal:
             event = self._untold.popleft()
             if self._keep:
                 self.events.append(event)
-            for observer in list(self._observers):
-                try:
-                    observer(event)
-                except Exception as error:
-                    self._observers = [other for other in self._observers if other is not observer]
-                    with suppress(Exception):  # it may have been the log
-                        text = "the observer %r has failed at %r; it is told nothing more"
-                        log.exception(text, observer, event.name, exc_info=error)
+            self._tell_each(self._observers, event)
+
+    def _tell_each(self, observers: Sequence[Observer], event: Event) -> None:
+        for n, observer in enumerate(observers):
+            try:
+                observer(event)
+            except Exception as error:
+                self._observers = [other for other in self._observers if other is not observer]
+                with suppress(Exception):  # it may have been the log
+                    text = "the observer %r has failed at %r; it is told nothing more"
+                    log.exception(text, observer, event.name, exc_info=error)
+            except BaseException:  # it wants the program to end, which is no reason to tell the others less
+                self._tell_each(observers[n + 1 :], event)
+                raise

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from ..errors import LaunchError
 from ..events.kinds import Restarting, RunEnded, RunStarted, WorkerFailed, WorkerStopped
+from ..lifecycle import ENDS
 from ..result import Attempt, RunResult, WorkerState
 from ..spec import WorkerSpec
 from ..wire.exceptions import annotate
@@ -97,9 +98,12 @@ class Story(Generic[T]):
         """Something else than a rank has failed: the ranks could not be started, or something was thrown at the caller."""
         if isinstance(error, LaunchError) and self._attempts:
             annotate(error, "\n".join(["the ranks were to be started again, after:", *attempts_text(self._attempts)]))
-        if self._errand is not None and not self._has_ended:  # else it was struck on its way out
+        if self._errand is None:
+            return
+        if not self._has_ended:  # else it was struck on its way out
             state = WorkerState.FAILED if isinstance(error, Exception) else WorkerState.STOPPED
             self._end(state, summary_of(error))
+        self.journal.tell()  # what is left
 
     def _ranks(self) -> Sequence[int]:
         assert isinstance(self._spec.nprocs, int)  # see GroupSpec
@@ -158,13 +162,16 @@ class Story(Generic[T]):
 
     def _end(self, state: WorkerState, reason: str) -> None:
         assert self._errand is not None
-        self._has_ended = True
         seen = {first: facts for first, (facts, _) in self._latest.items()}
         seen |= {min(facts.ranks): facts for facts in self._errand.facts}  # of lives that nobody has judged, too
         workers = [of_rank.worker for facts in seen.values() for of_rank in facts.ranks.values()]
-        self.journal.change_state(state, workers)
+        if self.journal.state in ENDS:  # it was struck below
+            state = self.journal.state
+        else:
+            self.journal.change_state(state, workers)
         restarts = sum(facts.attempt for facts in seen.values())
         elapsed = time.monotonic() - self.started_at
+        self._has_ended = True  # not before: who was struck above has yet to tell
         self.journal.note(RunEnded, self._ranks(), state=state, elapsed=elapsed, restarts=restarts, reason=reason)
         self.journal.tell()
 
