@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from .result import WorkerState
 
-__all__ = ["TRANSITIONS", "check_change", "diagram"]
+__all__ = ["ENDS", "TRANSITIONS", "check_change", "diagram"]
 
 _S = WorkerState
 ENDS = (_S.SUCCEEDED, _S.FAILED, _S.STOPPED)

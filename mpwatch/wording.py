@@ -65,7 +65,7 @@ def report(result: RunResult[Any]) -> str:
         groups[FATE_LINES:] = [f"  and {len(groups) - FATE_LINES} more groups of ranks: see .failures and .stacks"]
     restarts = [f"  {text}"] if (text := restarts_text(result)) else []
     if result.restarts:
-        restarts += attempts_text(attempt for attempt in result.attempts if verdict(attempt))
+        restarts += attempts_text(attempt for attempt in result.attempts if _has_a_story(attempt, result))
     return "\n".join([verdict(result), *_details(result), *groups, *restarts])
 
 
@@ -75,6 +75,12 @@ def restarts_text(result: RunResult[Any]) -> str:
         return f"not started again: {result.not_restarted}" if result.not_restarted else ""
     times = f"{result.restarts} times" if result.restarts > 1 else "once"
     return f"started again {times}" + (f", and then no more: {result.not_restarted}" if result.not_restarted else "")
+
+
+def _has_a_story(attempt: Attempt, result: RunResult[Any]) -> bool:
+    """Of its own; ranks that are watched each for itself were all ended by the same timeout or signal, say."""
+    is_of_all = len(attempt.ranks) == len(result.workers)
+    return attempt.root_cause is not None or (is_of_all and bool(attempt.reason))
 
 
 def attempts_text(attempts: Iterable[Attempt]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..events.kinds import Event, RunEnded, RunStarted, StateChanged
 from ..events.log import LogEvents
-from ..lifecycle import TRANSITIONS, check_change
+from ..lifecycle import ENDS, check_change
 from ..ranks import Worker
 from ..result import WorkerState
 from ..spec import GroupSpec, Observer
@@ -85,7 +85,7 @@ class Journal:
     def end(self, state: WorkerState, workers: Collection[Worker], *, restarts: int, reason: str) -> None:
         """All is over. The first time that this is said counts; whoever is struck on the way out says it again."""
         if self._ranks and not self._has_ended:
-            if TRANSITIONS[self.state]:  # else that was all that it came to the first time
+            if self.state not in ENDS:  # else that was all that it came to the first time
                 self.change_state(state, workers)
             elapsed = time.monotonic() - self.started_at
             attempt = _latest(workers)
@@ -106,8 +106,8 @@ class Journal:
         """All ranks together are in this state now."""
         if after is not self.state:
             check_change(self.state, after)
-            self.note(StateChanged, self._ranks, attempt=_latest(workers), before=self.state, after=after)
-            self.state = after
+            before, self.state = self.state, after  # first: who is struck here does not come from an end to another
+            self.note(StateChanged, self._ranks, attempt=_latest(workers), before=before, after=after)
 
     def tell(self) -> None:
         """Tell the observers what has been noted."""

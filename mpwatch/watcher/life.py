@@ -56,6 +56,7 @@ class Life:
         self.remarks = Remarks(self.mailbox.alarm.ring)
         self._journal.wake = self.mailbox.alarm.ring
         self._keeper: socket.socket | None = None  # of the port
+        self._held.callback(self._free_port)
         self._places: list[Place] = []
         self._thread: threading.Thread | None = None
         self._is_cancelled = False
@@ -80,12 +81,16 @@ class Life:
     def prepare_again(self, ranks: Sequence[int], restart_count: int) -> list[Place]:
         """How these ranks are started the next time: on a new port, if it is all of them."""
         if self._keeper is None or len(ranks) == self._spec.nprocs:
-            earlier, self._keeper = self._keeper, self._held.enter_context(reserve_port())
+            earlier, self._keeper = self._keeper, reserve_port()  # in this order, so that it is another one
             if earlier is not None:
                 earlier.close()
         port = self._keeper.getsockname()[1]
         run_id = self._journal.run_id
         return environments_of(self._spec, ranks, port, run_id=run_id, restart_count=restart_count)
+
+    def _free_port(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
 
     def attend(self) -> None:
         """Say what is to be said, in the caller's thread."""
