@@ -24,7 +24,7 @@ from train_digits import DigitNet, Outcome, accuracy, digits
 import mpwatch
 from mpwatch.events import Event, StateChanged, WorkerStarted
 
-NPROCS = 4
+NPROCS = 2
 EPOCHS = 12
 KILLS = 2
 

@@ -68,6 +68,7 @@ def test_a_program_may_end_in_the_midst_of_another_thread_s_call():
     program(
         "group = WorkerGroup(1, grace_period=60)\n"
         "group.run(functions.rank)\n"
+        "threading.excepthook = lambda *_: None\n"  # Python may die of a daemon thread that prints while it ends
         "thread = threading.Thread(target=group.run, args=(time.sleep, (1000,)), daemon=True)\n"
         "thread.start()\n"
         "while not group._call.locked(): os.sched_yield()\n"

@@ -384,7 +384,7 @@ def test_an_error_of_our_own_leaves_nothing(monkeypatch):
         mpwatch.run(saboteurs.wait_to_be_stopped, 2)
 
 
-@pytest.mark.parametrize(("what", "often"), [("run", "31"), ("group", "211")])
+@pytest.mark.parametrize(("what", "often"), [("run", "53"), ("group", "211")])
 def test_an_exception_at_any_bytecode_leaves_nothing(what, often):
     """At some of them here; `tox -e chaos` throws at every one."""
     stride = os.environ.get("MPWATCH_TEST_STRIDE", often)

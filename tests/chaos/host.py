@@ -59,13 +59,15 @@ def main(folder, go):
 
 
 def call_run(history, folder):
-    again = mpwatch.RestartPolicy(10_000, scope=history.restarted, delay=history.pause, max_delay=history.pause)
+    policy = None
+    if history.restarted:
+        policy = mpwatch.RestartPolicy(10_000, scope=history.restarted, delay=history.pause, max_delay=history.pause)
     return mpwatch.run(
         live,
         len(history.parts),
         args=(history, folder),
         grace_period=history.grace_period,
-        restart_policy=again if history.restarted else None,
+        restart_policy=policy,
     )
 
 

@@ -14,9 +14,11 @@ from torch.distributed.elastic.metrics import api as metrics_api
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import reborn
 from programs import ENV, python
 from streams import Story, failed, failure, restarted
 
+import mpwatch
 from mpwatch import FailureKind, WorkerState
 from mpwatch.events import CallStarted, Restarting, TorchElasticEvents, WorkerEnded, WorkerFailed, WorkerSucceeded
 
@@ -111,6 +113,16 @@ def test_the_same_is_told_as_by_torch_s_agent(told, fails, stream):
     assert [comparable(line) for line in told.events] == [comparable(line) for line in theirs.events]
     assert ends_of_attempts(told) == ends_of_attempts(theirs)
     assert {group for group, _, _ in told.metrics} == {"torchelastic"}
+
+
+@pytest.mark.parametrize("lives", [1, 2])
+def test_of_a_real_run_the_same_is_told(told, lives):
+    theirs = told_by_the_agent(lives)
+    observe = TorchElasticEvents("told")
+    mpwatch.run(reborn.fails, 2, args=(lives,), max_restarts=1, role="trainer", check=False, on_event=observe)
+    assert told.names == theirs.names
+    assert [line["metadata"].keys() for line in told.events] == [line["metadata"].keys() for line in theirs.events]
+    assert ends_of_attempts(told) == ends_of_attempts(theirs)
 
 
 def test_each_state_is_a_metric(told):
