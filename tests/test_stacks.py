@@ -130,7 +130,9 @@ def test_a_deep_stack_is_no_reason_to_wait():
     ended_at = SPAWN.Value("d", 0.0)
     error = error_of(saboteurs.fails_beside_a_deep_stack, SPAWN.Barrier(2), ended_at)
     assert time.monotonic() - ended_at.value < 5
-    assert error.stacks[0].count("in descends") >= 98
+    assert (
+        error.stacks[0].count("in descends") >= 90
+    )  # of 100: the others are of the barrier, which it may not have left yet
 
 
 def test_a_suspended_rank_is_said_to_be_suspended(barrier):

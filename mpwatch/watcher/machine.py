@@ -300,11 +300,8 @@ class Machine:
 
     def _settle(self, now: float) -> list[Action]:
         """If nobody is at work any more, the call ends, well or badly."""
-        if (
-            self.roster.count[Phase.STARTING]
-            or self.roster.count[Phase.AT_WORK]
-            or (self._keep and self.roster.count[Phase.BROKEN])
-        ):
+        count = self.roster.count
+        if count[Phase.STARTING] or count[Phase.AT_WORK] or (self._keep and count[Phase.BROKEN]):
             return []
         if self._keep:
             return self._rest(now)
