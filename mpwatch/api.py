@@ -66,7 +66,7 @@ def run(
             itself, from its last checkpoint; `current_worker().restart_count` says which time it is.
         role: name of this kind of worker.
         on_event: a function, or several, called in this thread with each `mpwatch.Event`; one that raises is dropped.
-            Signals are felt when it has returned.
+            While it runs, signals wait, but for a second Ctrl-C.
         check: False: return the result of a failed run instead of raising.
 
     Returns:

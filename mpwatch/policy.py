@@ -38,8 +38,8 @@ class RestartPolicy:
     """Which failures are worth another try, judged by the one that came first: exception types, FailureKinds, a collection
     of them, or a function from ProcessFailure to bool, called in the caller's thread. None: all but START, and but
     programming errors (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError) that a rank
-    raises before its first heartbeat or report. A LaunchError, a timeout and an interrupt always end the run. Signals,
-    Ctrl-C too, are felt when the function has returned."""
+    raises before its first heartbeat or report. A LaunchError, a timeout and an interrupt always end the run. While
+    the function runs, signals wait, but for a second Ctrl-C."""
     reset_after: float | None = None
     """Seconds after which ranks that were healthy get all their restarts back, and the first delay. None: never."""
     max_no_progress: int | None = None

@@ -67,6 +67,37 @@ def test_ctrl_c_while_it_is_decided_ends_it_as_well():
     assert len(of_kind(WorkerStarted, caught.value.__cause__.result.events)) == 2
 
 
+def test_a_second_ctrl_c_ends_what_decides_too():
+    """It may wait for an answer that never comes."""
+    steps = []
+
+    def retry_if(failure):
+        interrupt()
+        steps.append(failure)
+        interrupt()
+        steps.append(failure)
+
+    with pytest.raises(KeyboardInterrupt):
+        mpwatch.run(reborn.always_raises, 2, restart_policy=RestartPolicy(retry_if=retry_if))
+    assert len(steps) == 1
+
+
+@pytest.mark.parametrize("kind", [WorkerStarted, Restarting])
+def test_a_second_ctrl_c_ends_an_observer_too(kind):
+    steps = []
+
+    def look(event):
+        if isinstance(event, kind) and not steps:
+            interrupt()
+            steps.append(event)
+            interrupt()
+            steps.append(event)
+
+    with pytest.raises(KeyboardInterrupt):
+        mpwatch.run(reborn.always_raises, 2, max_restarts=3, on_event=look)
+    assert len(steps) == 1
+
+
 def test_ctrl_c_in_a_later_life_ends_the_run():
     def look(event):
         if isinstance(event, WorkerStarted) and event.attempt == 2:

@@ -5,7 +5,8 @@
                    `--------- actions  <-  machine  <---------------------'
 
 Guarantees: when `carry_out` returns or raises, nothing of the ranks is left (see crew.py). A message is read before the
-death that followed it. Nothing blocks but the one wait, which has the machine's deadline. No code of the user's runs here.
+death that followed it. Nothing blocks but the one wait, which has the machine's deadline; and, before ranks are started
+again, that for what they had started, which has been killed, and has KILL_SECONDS to go. No code of the user's runs here.
 """
 
 import math

@@ -1,6 +1,7 @@
 """What the host's signals do during a run. For its length no handler raises anything in the caller's thread:
 
-- SIGINT, SIGTERM and SIGHUP are noted, tell the run to stop, and are delivered again when all is over;
+- SIGINT, SIGTERM and SIGHUP are noted, tell the run to stop, and are delivered again when all is over (but a second SIGINT
+  is raised where code of the user's runs meanwhile: an observer, or what decides about a restart);
 - for any other signal the host's handler is called at once, as ever; what it raises tells the run to stop, and is raised
   when all is over.
 
@@ -47,6 +48,7 @@ class HostSignals:
         self._untold: list[int] = []
         self._may_speak = False
         self.are_taken_over = False
+        self.is_in_users_code = False  # an observer's, say, which may take for ever
 
     def tell(self, number: int) -> None:
         """Have the run do what it does when this signal comes, which itself has been dealt with elsewhere."""
@@ -120,8 +122,11 @@ class HostSignals:
     def _note(self, number: int, _: object) -> None:
         """The handler of those that stop the run."""
         if os.getpid() == self._pid:
+            is_urgent = number == signal.SIGINT and number in self.received
             self.received.append(number)
             self.tell(number)
+            if is_urgent and self.is_in_users_code:
+                raise KeyboardInterrupt
             return
         # A child that the host has forked meanwhile, by another thread: the run is none of its business.
         self.give_back()

@@ -148,9 +148,13 @@ class Visit:
             self._attend()
 
     def _attend(self) -> None:
-        self._life.attend()
-        if self._judge is not None:
-            self._judge()
+        self.signals.is_in_users_code = True
+        try:
+            self._life.attend()
+            if self._judge is not None:
+                self._judge()
+        finally:
+            self.signals.is_in_users_code = False
 
     def _leave(self) -> None:
         """The host is as it was."""
