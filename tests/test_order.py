@@ -47,3 +47,12 @@ def test_a_death_is_before_what_is_heard_after_it_and_after_what_was_heard_befor
     order.look_again()
     order.hear(1.0)
     assert first.died_at >= 3.0
+
+
+def test_the_death_of_a_rank_that_was_told_to_stop_is_no_earlier_than_that():
+    """Another one had raised before, and was slow to say so."""
+    order, stopped = Order(), rank()
+    stopped.signalled_at = 4.0
+    order.die(stopped)
+    order.hear(3.0)
+    assert stopped.died_at == 4.0

@@ -50,6 +50,8 @@ class RankFacts:
     pulse: Reading = field(default_factory=partial(Reading, None, None))
     """When it was last heard of, and what it last reported."""
     signals_sent: set[int] = field(default_factory=set)
+    signalled_at: float = 0.0
+    """When the first of them was sent."""
 
     def progress(self, started_at: float) -> Progress | None:
         """What it last reported, in a run that was started at this time."""

@@ -217,6 +217,7 @@ class _Run:
             else:
                 line.process.signal_group(action.signum)
             line.facts.signals_sent.add(action.signum)
+            line.facts.signalled_at = line.facts.signalled_at or time.monotonic()
         else:
             text = "rank %d (pid %s) cannot be killed, not even by SIGKILL: left behind"
             self.remarks.warning(text, action.rank, line.facts.pid)

@@ -2,7 +2,8 @@
 
 A rank stamps what it says; a death has no stamp. What is known of it: it came after what was heard before it, and, since the
 gate tells descriptors in the order in which they became ready, before what is heard after it in the same wake-up. So a rank
-that raised because another had died is later than that death, however long the watcher took to look.
+that raised because another had died is later than that death, however long the watcher took to look. But a rank may be slow
+to say what it has stamped; so the death of one that was told to stop is never put before that.
 """
 
 import math
@@ -17,7 +18,7 @@ class Order:
     """The deaths of one wake-up, between the stamps of what was heard before and after."""
 
     def __init__(self) -> None:
-        self._dead: list[tuple[float, RankFacts]] = []  # each with the latest stamp before it
+        self._dead: list[tuple[float, RankFacts]] = []  # each with the latest that is known to have been before it
         self._latest = 0.0
 
     def look_again(self) -> None:
@@ -27,7 +28,7 @@ class Order:
     def die(self, facts: RankFacts) -> None:
         """This rank has died."""
         facts.died_at = time.monotonic()
-        self._dead.append((self._latest, facts))
+        self._dead.append((max(self._latest, facts.signalled_at), facts))
 
     def hear(self, stamp: float) -> None:
         """A rank says that something happened at this time. It said so right then."""
