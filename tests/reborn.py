@@ -113,16 +113,6 @@ def raises_when_it_is_stopped(barrier):
     return life()
 
 
-def reduces():
-    import torch
-
-    if (life(), rank()) == (0, 1):
-        raise ValueError("the first time")
-    tensor = torch.ones(1)
-    torch.distributed.all_reduce(tensor)
-    return tensor.item(), life()
-
-
 def is_deaf_the_first_time(meet):
     if life() == 0:
         if rank() == 0:

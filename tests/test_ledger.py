@@ -244,7 +244,7 @@ def test_a_failure_that_is_no_rank_s_is_tried_again(retry_if):
 def test_errors_in_the_code_are_tried_again_only_if_the_rank_had_come_some_way(error):
     cause = raised(error("x"))
     why_not = ledger().decide(trial(cause)).why_not
-    assert why_not.startswith(f"a {error.__name__} before the first heartbeat or report is taken for an error in the code")
+    assert why_not.startswith(f"{error.__name__} before the first heartbeat or report is taken for an error in the code")
     assert "retry_if" in why_not
     assert ledger().decide(trial(cause, had_begun=True)).delay == 0.0
 

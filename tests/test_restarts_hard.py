@@ -19,13 +19,6 @@ FIRST_TIME = "mpwatch.current_worker().restart_count == 0"
 RESTARTED = "mpwatch.run(work, 2, grace_period=5, restart_policy=mpwatch.RestartPolicy(1, scope={scope!r}))"
 
 
-def test_a_process_group_is_made_anew():
-    result = mpwatch.run(reborn.reduces, 2, backend="gloo", max_restarts=1)
-    assert list(result) == [(2.0, 1), (2.0, 1)]
-    assert result.attempts[0].root_cause.rank == 1
-    assert set(result.attempts[0].failures) <= {0, 1}
-
-
 def test_ranks_deaf_to_sigterm_are_killed_before_they_are_started_again():
     barriers = [SPAWN.Barrier(2) for _ in range(2)]
     result = mpwatch.run(reborn.is_deaf_the_first_time, 2, args=(barriers,), max_restarts=1, grace_period=0.2)

@@ -122,7 +122,5 @@ def _hopeless(trial: Trial) -> str:
     is_programming = cause.exception is not None and issubclass(type(cause.exception), PROGRAMMING_ERRORS)
     if is_programming and not trial.had_begun:
         name = type(cause.exception).__qualname__
-        return (
-            f"a {name} before the first heartbeat or report is taken for an error in the code (`retry_if` can allow for it)"
-        )
+        return f"{name} before the first heartbeat or report is taken for an error in the code (`retry_if` can allow for it)"
     return ""
