@@ -182,6 +182,7 @@ def test_values_that_cannot_be_rebuilt_are_no_reason_to_start_again():
     assert "LookupError: not here" in str(error)
     assert [attempt.state for attempt in error.result.attempts] == [WorkerState.FAILED] * 2
     assert error.result.restarts == 1
+    assert error.result.not_restarted == "all ranks had returned, and what one returned cannot be rebuilt"
 
 
 def test_values_that_cannot_be_sent_are_a_failure_as_any():
