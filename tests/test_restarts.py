@@ -195,6 +195,9 @@ def test_check_false_returns_the_story():
     result = mpwatch.run(reborn.always_raises, 2, max_restarts=1, check=False)
     assert (result.state, result.restarts, len(result.attempts)) == (WorkerState.FAILED, 1, 2)
     assert result.not_restarted == "all restarts are used up (max_restarts=1)"
+    table = result._repr_html_()
+    assert "started again once, and then no more" in table
+    assert [table.count(f'left">{attempt}, ') for attempt in ("first start", "restart 1", "restart 2")] == [1, 1, 0]
 
 
 def test_who_asks_for_no_restart_hears_of_none():
