@@ -55,6 +55,11 @@ def test_the_names_are_sorted_and_there():
         mpwatch.events.nonsense
 
 
+def test_who_asks_what_there_is_hears_of_the_observers_before_they_are_loaded():
+    program = "import mpwatch.events as e; assert 'JsonLines' not in vars(e); assert {*e.__all__} <= {*dir(e)}; print('ok')"
+    assert python("-c", program).stdout.split() == ["ok"]
+
+
 def test_the_import_of_events_is_light():
     out = python("-c", "import sys, mpwatch.events; print(*sys.modules)").stdout.split()
     assert not {"torch", "json", "logging", "mpwatch.events.trace"} & set(out)
