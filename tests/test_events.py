@@ -365,6 +365,16 @@ def test_the_lives_and_calls_of_a_rank(tmp_path):
     check_nesting(lines)
 
 
+def test_a_rank_that_hangs_is_at_work_until_it_is_stopped(tmp_path):
+    """Though it failed when it was last heard of."""
+    story = Story().begin().tell(WorkerEnded, 9.0, (1,), pid=101, exit_code=-9, heartbeat_at=START + 1.0)
+    story.tell(WorkerFailed, 1.0, (1,), failure=failure(1, FailureKind.HANG), is_root_cause=True)
+    lines = traced(tmp_path, story.events)
+    assert ("train", 500_000, 9_000_000) in spans(lines, 3)
+    assert [line["cat"] for line in lines if line["ph"] == "X" and line["tid"] == 3][-1] == "call,failed"
+    assert ("failed first", 1_000_000) in marks(lines, 3)
+
+
 def test_what_happened_at_one_instant(tmp_path):
     lines = traced(tmp_path, restarted())
     assert marks(lines, 1) == [("restart of ranks 0-1", 2_000_000), ("SUCCEEDED", 4_700_000)]

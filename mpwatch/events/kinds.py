@@ -104,7 +104,7 @@ class WorkerSucceeded(Event):
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed(Event):
     """This rank has failed, for itself or as a victim. Told when all ranks have been stopped and it is known who failed
-    first; `time` is when it failed.
+    first; `time` is when it failed: for a silent rank, when it was last heard of.
     """
 
     failure: ProcessFailure
