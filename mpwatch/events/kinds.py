@@ -35,7 +35,7 @@ class Event:
     time: float
     """When it happened, in seconds since 1970 (UTC)."""
     monotonic: float
-    """The same by CLOCK_MONOTONIC, in seconds; comparable with all others of this machine, rank's stamps included."""
+    """The same by CLOCK_MONOTONIC, in seconds; comparable with all others of this machine, those of the ranks included."""
     run_id: str
     """Of the run; or of the WorkerGroup, in all its calls."""
     ranks: tuple[int, ...]
