@@ -163,7 +163,8 @@ class RunResult(Generic[T]):
     reason: str = ""
     """What ended the run, where no rank did: the timeout, or a signal to the watcher."""
     attempts: tuple[Attempt, ...] = ()
-    """One for each time that ranks were started, as they ended. All other fields tell of the last one of each rank."""
+    """One for each time that ranks were started, as they ended. All other fields, but for `events`, tell of the
+    last one of each rank."""
     not_restarted: str = ""
     """Why ranks that failed were not started again, if the run was to be restarted at all."""
     events: "tuple[Event, ...]" = ()

@@ -132,7 +132,7 @@ def _observers(on_event: object) -> tuple[Observer, ...]:
     if on_event is None:
         return ()
     observers = (on_event,) if callable(on_event) else tuple(on_event) if isinstance(on_event, Iterable) else None
-    if observers is None or not all(map(callable, observers)):
+    if observers is None or not all(callable(observer) and not isinstance(observer, type) for observer in observers):
         raise TypeError(f"on_event must be a function that takes an Event, or several of them, not {on_event!r:.200}")
     for observer in filter(is_async, observers):
         raise TypeError(

@@ -5,7 +5,7 @@ from reprlib import Repr
 from typing import Any
 
 from .result import ProcessFailure, RunResult, WorkerState
-from .wording import fates, ranks_text, restarts_text, verdict
+from .wording import attempt_rows, failed_attempts, fates, ranks_text, restarts_text, verdict
 
 __all__ = ["table_of"]
 
@@ -16,7 +16,9 @@ _short.maxstring = _short.maxother = 80
 
 
 def table_of(result: RunResult[Any]) -> str:
-    """The values by rank; or the verdict, what became of whom, and the traceback or stack of the failure."""
+    """The values by rank; or the verdict, what became of whom, and of each attempt, and the traceback or stack of the
+    failure.
+    """
     if result.state is WorkerState.SUCCEEDED:
         rows = [(f"rank {rank}", _repr(value)) for rank, value in list(result.return_values.items())[:ROWS]]
         more = len(result.return_values) - len(rows)
@@ -28,6 +30,7 @@ def table_of(result: RunResult[Any]) -> str:
     rows = [(ranks_text(ranks), fate) for fate, ranks in fates(result).items()]
     if text := restarts_text(result):
         rows.append(("all", text))
+    rows += attempt_rows(failed_attempts(result))
     return _table(verdict(result), rows) + (_unfolding(root) if root is not None else "")
 
 

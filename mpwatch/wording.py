@@ -13,9 +13,11 @@ from .result import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
 from .wire.exceptions import own
 
 __all__ = [
+    "attempt_rows",
     "attempts_text",
     "blame",
     "exit_text",
+    "failed_attempts",
     "failure_text",
     "fates",
     "ranks_text",
@@ -64,8 +66,7 @@ def report(result: RunResult[Any]) -> str:
     if len(groups) > FATE_LINES:
         groups[FATE_LINES:] = [f"  and {len(groups) - FATE_LINES} more groups of ranks: see .failures and .stacks"]
     restarts = [f"  {text}"] if (text := restarts_text(result)) else []
-    if result.restarts:
-        restarts += attempts_text(attempt for attempt in result.attempts if _has_a_story(attempt, result))
+    restarts += attempts_text(failed_attempts(result))
     return "\n".join([verdict(result), *_details(result), *groups, *restarts])
 
 
@@ -77,6 +78,11 @@ def restarts_text(result: RunResult[Any]) -> str:
     return f"started again {times}" + (f", and then no more: {result.not_restarted}" if result.not_restarted else "")
 
 
+def failed_attempts(result: RunResult[Any]) -> list[Attempt]:
+    """Those that the story of a run with restarts consists of."""
+    return [attempt for attempt in result.attempts if result.restarts and _has_a_story(attempt, result)]
+
+
 def _has_a_story(attempt: Attempt, result: RunResult[Any]) -> bool:
     """Of its own; ranks that are watched each for itself were all ended by the same timeout or signal, say."""
     is_of_all = len(attempt.ranks) == len(result.workers)
@@ -84,16 +90,22 @@ def _has_a_story(attempt: Attempt, result: RunResult[Any]) -> bool:
 
 
 def attempts_text(attempts: Iterable[Attempt]) -> list[str]:
-    """What failed first in each of these, in a line each; of very many the first and the last."""
-    lines = [f"    {_name(attempt)}, {attempt.elapsed:.1f} s: {verdict(attempt)}" for attempt in attempts]
-    more = len(lines) - ATTEMPT_LINES
+    """What failed first in each of these, in a line each."""
+    return [f"    {which}: {what}" if which else f"    {what}" for which, what in attempt_rows(attempts)]
+
+
+def attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
+    """Which attempt it was, and what failed first in it; of very many the first and the last, and a row without a name."""
+    rows = [(_name(attempt), verdict(attempt)) for attempt in attempts]
+    more = len(rows) - ATTEMPT_LINES
     if more > 0:
-        lines[ATTEMPT_LINES // 2 : -ATTEMPT_LINES // 2] = [f"    and {more} more: see .attempts"]
-    return lines
+        rows[ATTEMPT_LINES // 2 : -ATTEMPT_LINES // 2] = [("", f"and {more} more: see .attempts")]
+    return rows
 
 
 def _name(attempt: Attempt) -> str:
-    return f"restart {attempt.number}" if attempt.number else "first start"
+    name = f"restart {attempt.number}" if attempt.number else "first start"
+    return f"{name}, {attempt.elapsed:.1f} s"
 
 
 def verdict(result: RunResult[Any] | Attempt) -> str:

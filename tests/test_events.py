@@ -55,6 +55,11 @@ def test_the_names_are_sorted_and_there():
         mpwatch.events.nonsense
 
 
+def test_who_asks_what_there_is_hears_of_the_observers_before_they_are_loaded():
+    program = "import mpwatch.events as e; assert 'JsonLines' not in vars(e); assert {*e.__all__} <= {*dir(e)}; print('ok')"
+    assert python("-c", program).stdout.split() == ["ok"]
+
+
 def test_the_import_of_events_is_light():
     out = python("-c", "import sys, mpwatch.events; print(*sys.modules)").stdout.split()
     assert not {"torch", "json", "logging", "mpwatch.events.trace"} & set(out)
@@ -358,6 +363,16 @@ def test_the_lives_and_calls_of_a_rank(tmp_path):
         (3, "call,succeeded", "good"),
     ]
     check_nesting(lines)
+
+
+def test_a_rank_that_hangs_is_at_work_until_it_is_stopped(tmp_path):
+    """Though it failed when it was last heard of."""
+    story = Story().begin().tell(WorkerEnded, 9.0, (1,), pid=101, exit_code=-9, heartbeat_at=START + 1.0)
+    story.tell(WorkerFailed, 1.0, (1,), failure=failure(1, FailureKind.HANG), is_root_cause=True)
+    lines = traced(tmp_path, story.events)
+    assert ("train", 500_000, 9_000_000) in spans(lines, 3)
+    assert [line["cat"] for line in lines if line["ph"] == "X" and line["tid"] == 3][-1] == "call,failed"
+    assert ("failed first", 1_000_000) in marks(lines, 3)
 
 
 def test_what_happened_at_one_instant(tmp_path):

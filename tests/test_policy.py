@@ -10,6 +10,7 @@ import pytest
 
 import mpwatch
 from mpwatch import FailureKind, RestartPolicy, WorkerSpec
+from mpwatch.events import JsonLines
 
 WHAT = "retry_if must be exception types, FailureKinds, a collection of them, or a function that takes a ProcessFailure"
 
@@ -130,6 +131,7 @@ def test_what_a_policy_names(retry_if, causes):
         ({"on_event": 3}, TypeError, "on_event must be a function that takes an Event, or several of them, not 3"),
         ({"on_event": [print, 3]}, TypeError, r"on_event must be a function .* not \[<built-in function print>, 3\]"),
         ({"on_event": "log"}, TypeError, "on_event must be a function .* not 'log'"),
+        ({"on_event": JsonLines}, TypeError, "on_event must be a function .* not <class '.*JsonLines'>"),
         ({"on_event": [print, is_awaited]}, TypeError, "on_event must be an ordinary function; 'is_awaited' is async def"),
     ],
 )

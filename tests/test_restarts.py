@@ -182,6 +182,7 @@ def test_values_that_cannot_be_rebuilt_are_no_reason_to_start_again():
     assert "LookupError: not here" in str(error)
     assert [attempt.state for attempt in error.result.attempts] == [WorkerState.FAILED] * 2
     assert error.result.restarts == 1
+    assert error.result.not_restarted == "all ranks had returned, and what one returned cannot be rebuilt"
 
 
 def test_values_that_cannot_be_sent_are_a_failure_as_any():
@@ -194,6 +195,9 @@ def test_check_false_returns_the_story():
     result = mpwatch.run(reborn.always_raises, 2, max_restarts=1, check=False)
     assert (result.state, result.restarts, len(result.attempts)) == (WorkerState.FAILED, 1, 2)
     assert result.not_restarted == "all restarts are used up (max_restarts=1)"
+    table = result._repr_html_()
+    assert "started again once, and then no more" in table
+    assert [table.count(f'left">{attempt}, ') for attempt in ("first start", "restart 1", "restart 2")] == [1, 1, 0]
 
 
 def test_who_asks_for_no_restart_hears_of_none():

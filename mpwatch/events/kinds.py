@@ -35,7 +35,7 @@ class Event:
     time: float
     """When it happened, in seconds since 1970 (UTC)."""
     monotonic: float
-    """The same by CLOCK_MONOTONIC, in seconds; comparable with all others of this machine, rank's stamps included."""
+    """The same by CLOCK_MONOTONIC, in seconds; comparable with all others of this machine, those of the ranks included."""
     run_id: str
     """Of the run; or of the WorkerGroup, in all its calls."""
     ranks: tuple[int, ...]
@@ -104,7 +104,7 @@ class WorkerSucceeded(Event):
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed(Event):
     """This rank has failed, for itself or as a victim. Told when all ranks have been stopped and it is known who failed
-    first; `time` is when it failed.
+    first; `time` is when it failed: for a silent rank, when it was last heard of.
     """
 
     failure: ProcessFailure

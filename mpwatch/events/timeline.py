@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from ..result import FailureKind
 from .kinds import (
     CallStarted,
     Event,
@@ -39,6 +40,7 @@ class Call:
     start: float
     """This and all other times: by CLOCK_MONOTONIC, in seconds."""
     end: float | None = None
+    """None if it is not known: it lasted until the next call, or as long as the process."""
     outcome: str = ""
     """One of OUTCOMES; empty if it is not known."""
 
@@ -195,7 +197,11 @@ def _answer(lane: Lane, event: Event) -> None:
         return  # it could not be started
     life.outcome = OUTCOMES[type(event)]
     if life.calls and life.calls[-1].end is None:
-        life.calls[-1].end, life.calls[-1].outcome = event.monotonic, life.outcome
+        is_silent = isinstance(event, WorkerFailed) and event.failure.kind is FailureKind.HANG
+        life.calls[-1].end = (
+            None if is_silent else event.monotonic
+        )  # it failed when it was last heard of, and was there still
+        life.calls[-1].outcome = life.outcome
 
 
 def _start_of(block: Life | Restarting) -> float:

@@ -76,6 +76,9 @@ class Story(Generic[T]):
             if facts.verdict is Verdict.FAILED and facts.signum is not None and self._spec.policy.max_restarts:
                 self._not_restarted = self._not_restarted or "a signal to this process came before"
         together = merged(list(self._latest.values()), self._waiting)
+        has_returned = all(facts.verdict is Verdict.SUCCEEDED for facts in self._errand.facts)
+        if has_returned and together.state is WorkerState.FAILED and self._spec.policy.max_restarts:
+            self._not_restarted = "all ranks had returned, and what one returned cannot be rebuilt"
         result = replace(together, attempts=tuple(self._attempts), not_restarted=self._not_restarted)
         reason = "" if result.state is WorkerState.SUCCEEDED else verdict(result)
         self._end(result.state, reason)
