@@ -222,7 +222,7 @@ def test_ranks_that_cannot_be_started_again_for_lack_of_descriptors():
         finally:
             relief[0]()
         story = caught.value.__notes__[-1].splitlines()
-        assert story[0] == "the ranks were to be started again, after:"
+        assert story[0] == "raised after ranks had failed:"
         assert "rank 1 failed first: ValueError: life 0" in story[1]
         assert (events[-1].name, events[-1].state) == ("run_ended", WorkerState.FAILED)
         assert "Too many open files" in events[-1].reason
@@ -241,5 +241,5 @@ def test_an_environment_that_is_too_large_the_second_time(scope):
             on_event=events.append,
         )
     (note,) = caught.value.__notes__
-    assert note.startswith("the ranks were to be started again, after:\n    first start, ")
+    assert note.startswith("raised after ranks had failed:\n    first start, ")
     assert [event.name for event in events[-3:]] == ["restarting", "state_changed", "run_ended"]

@@ -72,7 +72,7 @@ class Ledger:
         delay = self._delay()
         seconds_left = trial.seconds_left()
         if delay >= seconds_left:
-            return Decision(why_not=f"`timeout` leaves no time for it: {max(0.0, seconds_left):.1f} s")
+            return Decision(why_not=f"`timeout` leaves {max(0.0, seconds_left):.1f} s, and the delay is {delay:.1f} s")
         self._used += 1
         return Decision(delay=delay, restarts_left=policy.max_restarts - self._used)
 

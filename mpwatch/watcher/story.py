@@ -11,7 +11,6 @@ import time
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from ..errors import LaunchError
 from ..events.kinds import Restarting, WorkerFailed, WorkerStopped
 from ..result import Attempt, RunResult, WorkerState
 from ..spec import WorkerSpec
@@ -59,12 +58,7 @@ class Story(Generic[T]):
     def judge(self, life: Life) -> None:
         """The attempts that have failed since the last time. Raises whatever `retry_if` and `env` raise, and LaunchError."""
         for facts in life.mailbox.asked():
-            result = self._close(facts)
-            try:
-                self._decide(life, facts, result)
-            except BaseException as error:
-                annotate(error, f"raised while it was decided whether to start again, for {verdict(result)}")
-                raise
+            self._decide(life, facts, self._close(facts))
 
     def result(self) -> RunResult[T]:
         """What came of all ranks."""
@@ -86,8 +80,9 @@ class Story(Generic[T]):
 
     def fail(self, error: BaseException) -> None:
         """Something else than a rank has failed: the ranks could not be started, or something was thrown at the caller."""
-        if isinstance(error, LaunchError) and self._attempts:
-            annotate(error, "\n".join(["the ranks were to be started again, after:", *attempts_text(self._attempts)]))
+        failed = [attempt for attempt in self._attempts if attempt.root_cause is not None]
+        if failed and isinstance(error, Exception):
+            annotate(error, "\n".join(["raised after ranks had failed:", *attempts_text(failed)]))
         self._end(WorkerState.FAILED if isinstance(error, Exception) else WorkerState.STOPPED, summary_of(error))
 
     def _close(self, facts: Facts) -> RunResult[T]:
