@@ -88,7 +88,9 @@ class WorkerSpec(GroupSpec, Generic[T]):
         super().__post_init__()
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
-        object.__setattr__(self, "restart_policy", _policy(self.max_restarts, self.restart_policy, self.backend))
+        policy = _policy(self.max_restarts, self.restart_policy, self.backend)
+        object.__setattr__(self, "restart_policy", policy)
+        object.__setattr__(self, "max_restarts", policy.max_restarts)
 
     @property
     def policy(self) -> RestartPolicy:
@@ -115,7 +117,7 @@ def _policy(max_restarts: object, policy: object, backend: str | None) -> Restar
         return RestartPolicy(0 if max_restarts is None else check_count("max_restarts", max_restarts, at_least=0))
     if not isinstance(policy, RestartPolicy):
         raise TypeError(f"restart_policy must be a RestartPolicy, not {policy!r}")
-    if max_restarts is not None:
+    if max_restarts not in (None, policy.max_restarts):
         raise ValueError(
             f"max_restarts={max_restarts!r} and restart_policy={policy!r} both say how often; put it into the policy: "
             f"RestartPolicy({max_restarts!r}, ...)"

@@ -2,7 +2,7 @@
 
 import math
 import pickle
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from fractions import Fraction
 
 import numpy
@@ -152,3 +152,10 @@ def test_observers_are_one_or_several():
     assert WorkerSpec(fn=fn, nprocs=2).observers == ()
     assert WorkerSpec(fn=fn, nprocs=2, on_event=print).observers == (print,)
     assert WorkerSpec(fn=fn, nprocs=2, on_event=(each for each in [print, len])).observers == (print, len)
+
+
+def test_a_spec_says_in_one_way_how_often_and_can_be_changed():
+    spec = WorkerSpec(fn=fn, nprocs=2, max_restarts=2)
+    assert (spec.max_restarts, spec.policy) == (2, RestartPolicy(2))
+    assert replace(spec, nprocs=3).policy == RestartPolicy(2)
+    assert WorkerSpec(fn=fn, nprocs=2, restart_policy=RestartPolicy(5)).max_restarts == 5
