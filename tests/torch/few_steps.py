@@ -25,6 +25,6 @@ if "TORCHELASTIC_RUN_ID" in os.environ:
         print(json.dumps(losses))
     dist.destroy_process_group()
 else:
-    results = mpwatch.run(few_steps, 4, backend="gloo")
+    results = mpwatch.run(few_steps, 2, backend="gloo")
     assert all(losses == results[0] for losses in results)
     print(json.dumps(results[0]))

@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def test_a_few_steps_have_the_losses_that_they_have_under_torchrun():
     script = str(Path(__file__).parent / "few_steps.py")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     theirs = python("-W", "default", *torchrun, script, env={**ENV, "PYTHONWARNINGS": "default"}).stdout
     ours = python("-W", "default", script).stdout
     assert len(json.loads(ours)) == 2

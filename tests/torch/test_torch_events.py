@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -69,7 +70,9 @@ def tell(stream):
         observe(event)
 
 
+@cache
 def told_by_the_agent(fails):
+    """It takes some seconds."""
     env = {name: value for name, value in ENV.items() if name != "PYTHONWARNINGS"}
     told = Told()
     for line in python(str(HERE / "agent_story.py"), str(fails), env=env).stdout.splitlines():
