@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -19,7 +20,11 @@ SPAWN = multiprocessing.get_context("spawn")
 
 def children() -> set[int]:
     """The direct children of this process, zombies among them, from the kernel itself."""
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+    return found
 
 
 def descriptors() -> dict[int, str]:

@@ -388,6 +388,6 @@ def test_ranks_that_are_replaced_one_by_one_leak_nothing():
     policy = RestartPolicy(41, scope="worker", retry_if=look_at_self(seen))
     result = mpwatch.run(reborn.raises_by_itself, 2, args=(40,), restart_policy=policy)
     assert (list(result), result.restarts) == ([40, 41], 81)
-    for n in range(len(seen[0]) - 1):
-        assert min(look[n] for look in seen[-20:]) <= min(look[n] for look in seen[:20])
+    for n in range(len(seen[0]) - 1):  # of the other rank, which lives or not, there are a few; of a leak, sixty by then
+        assert max(look[n] for look in seen[-20:]) < min(look[n] for look in seen[:20]) + 10
     assert seen[-1][-1] - seen[20][-1] < 4
