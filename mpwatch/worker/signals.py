@@ -46,7 +46,10 @@ class Shelter:
     def wait(self) -> None:
         """SIGTERM ends the rank from now on, and does so now if it has come. A SIGINT may be meant for the next call."""
         self._call += 1
+        # Python loses one that comes between its last look and the new handler; blocked, it waits, and meets the default.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         set_handler(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if signal.SIGTERM in self._noted:
             signal.raise_signal(signal.SIGTERM)
 
