@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .errors import LaunchError, MpwatchError, RunFailedError, RunTimeoutError
     from .events.kinds import Event
     from .group import WorkerGroup
+    from .logs import LogSpec
     from .policy import RestartPolicy
     from .ranks import Worker
     from .result import Attempt, FailureKind, ProcessFailure, Progress, RunResult, WorkerState
@@ -24,6 +25,7 @@ __all__ = [
     "Event",
     "FailureKind",
     "LaunchError",
+    "LogSpec",
     "MpwatchError",
     "ProcessFailure",
     "Progress",
@@ -50,6 +52,7 @@ _HOME = {
     "Event": ".events.kinds",
     "FailureKind": ".result",
     "LaunchError": ".errors",
+    "LogSpec": ".logs",
     "MpwatchError": ".errors",
     "ProcessFailure": ".result",
     "Progress": ".result",

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from .checks import check_flag
 from .errors import RunFailedError
+from .logs import LogSpec
 from .policy import RestartPolicy
 from .ranks import Worker
 from .result import RunResult
@@ -34,6 +35,7 @@ def run(
     max_restarts: int | None = None,
     restart_policy: RestartPolicy | None = None,
     role: str = "default",
+    logs: LogSpec | None = None,
     on_event: Observers | None = None,
     check: bool = True,
 ) -> RunResult[T]:
@@ -65,6 +67,8 @@ def run(
         restart_policy: how often, which ranks, after which failures and delays, see RestartPolicy. A rank has to resume by
             itself, from its last checkpoint; `current_worker().restart_count` says which time it is.
         role: name of this kind of worker.
+        logs: where the ranks' stdout and stderr go: see LogSpec. None: they have the caller's own; in a notebook they are
+            captured, and shown in the cell that runs.
         on_event: a function, or several, called in this thread with each `mpwatch.Event`; one that raises is dropped.
             While it runs, signals wait, but for a second Ctrl-C.
         check: False: return the result of a failed run instead of raising.
@@ -94,6 +98,7 @@ def run(
         max_restarts=max_restarts,
         restart_policy=restart_policy,
         role=role,
+        logs=logs,
         on_event=on_event,
     )
     return outcome_of(lambda: watch(spec), check=check)

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from .checks import check_flag
+from .logs import LogSpec
 from .ranks import Worker
 from .result import RunResult, WorkerState
 from .spec import GroupSpec, Nprocs, Observers, check_call
@@ -44,6 +45,8 @@ class WorkerGroup:
             interrupted by Ctrl-C, and for ending after `close`.
         start_timeout: seconds that an interpreter may take to start.
         role: name of this kind of worker.
+        logs: where the ranks' stdout and stderr go: see LogSpec. None: they have the caller's own; in a notebook they are
+            captured, and shown in the cell that runs.
         on_event: a function, or several, called with each `mpwatch.Event` by the thread that waits for a call, or `close`.
         check: False: `run` returns the result of a failed call instead of raising.
 
@@ -63,6 +66,7 @@ class WorkerGroup:
         grace_period: float = 10.0,
         start_timeout: float = 300.0,
         role: str = "default",
+        logs: LogSpec | None = None,
         on_event: Observers | None = None,
         check: bool = True,
     ) -> None:
@@ -77,6 +81,7 @@ class WorkerGroup:
             grace_period=grace_period,
             start_timeout=start_timeout,
             role=role,
+            logs=logs,
             on_event=on_event,
         )
         self._pid = os.getpid()

@@ -14,9 +14,9 @@ import sys
 import time
 from _signal import getsignal  # type: ignore[import-not-found]
 from _signal import signal as c_signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from io import FileIO
 
 TYPE_CHECKING = False
@@ -30,6 +30,7 @@ __all__ = [
     "ProcessState",
     "anonymous_file",
     "await_end_of_thread",
+    "c_stdout_by_lines",
     "die_with_writer",
     "gpus_may_exist",
     "group_exists",
@@ -54,6 +55,7 @@ LAST_STANDARD = 2
 SIZE_OF_INT = struct.calcsize("i")
 MSG_CMSG_CLOEXEC: int = getattr(_socket, "MSG_CMSG_CLOEXEC", 0)
 MSG_NOSIGNAL: int = getattr(_socket, "MSG_NOSIGNAL", 0)  # should SIGPIPE be at its default
+LINE_BUFFERED = 1  # _IOLBF of stdio.h, on Linux, macOS and the BSDs
 MAP_FIXED = 0x10  # of mmap(2), on Linux, macOS and the BSDs; the module mmap does not tell
 SIGNALS = [int(number) for number in signal.valid_signals()]
 # Asks a rank for its stacks. A real-time signal, since programs have uses of their own for the others; None: none is sent.
@@ -157,6 +159,19 @@ def map_private(fd: int, size: int) -> memoryview:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return memoryview(room)
+
+
+def c_stdout_by_lines() -> Callable[[], object]:
+    """Have C's stdout flushed at the end of each line, where it is known by that name. Returns what flushes it at once."""
+    try:
+        import ctypes
+
+        libc = ctypes.CDLL(None)
+        stream = ctypes.c_void_p.in_dll(libc, "stdout")
+        libc.setvbuf(stream, None, LINE_BUFFERED, 0)
+    except (ImportError, OSError, ValueError, AttributeError):
+        return bool
+    return partial(libc.fflush, None)
 
 
 @cache

@@ -77,7 +77,10 @@ class ProcessFailure:
     """Where the rank was when it crashed, hung or ran out of time: its Python stacks, innermost frame first, in
     faulthandler's words, with source lines."""
     stderr: str = ""
-    """What the interpreter printed, if it never became ready."""
+    """The last lines of its stderr, where the option `logs` has the watcher see it; and what the interpreter printed, if it
+    never became ready."""
+    log_files: Mapping[str, str] = field(default_factory=dict)
+    """Paths of the files with all that it has written, by stream: "stdout", "stderr". See `LogSpec`."""
     evidence: str = ""
     """What else is known of the cause: what proves an OOM or makes one likely, for example."""
     is_secondary: bool = False
@@ -162,6 +165,8 @@ class RunResult(Generic[T]):
     of one, such as a DataLoader's worker, or something else in the same memory group."""
     reason: str = ""
     """What ended the run, where no rank did: the timeout, or a signal to the watcher."""
+    log_dir: str = ""
+    """The folder with all that the ranks have written to stdout and stderr, in files by attempt and rank: see `LogSpec`."""
     attempts: tuple[Attempt, ...] = ()
     """One for each time that ranks were started, as they ended. All other fields, but for `events`, tell of the
     last one of each rank."""

@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from .checks import check_count, check_mapping, check_seconds, is_async
 from .events.kinds import Event
+from .logs import LogSpec
 from .platform import gpus_may_exist, usable_cpus
 from .policy import RestartPolicy
 from .ranks import Worker
@@ -34,6 +35,7 @@ class GroupSpec:
     grace_period: float = 10.0
     start_timeout: float = 300.0
     role: str = "default"
+    logs: LogSpec | None = None
     on_event: Observers | None = None
 
     def __post_init__(self) -> None:
@@ -51,6 +53,7 @@ class GroupSpec:
             raise ValueError(f"role must be a name, not {self.role!r}")
         object.__setattr__(self, "on_event", _observers(self.on_event))
         object.__setattr__(self, "nprocs", _count(self.nprocs))
+        _check_logs(self.logs, self.nprocs)
 
     @property
     def policy(self) -> RestartPolicy:
@@ -188,6 +191,15 @@ def _check_backend(backend: object) -> None:
 def _check_env(env: object) -> None:
     if env is not None and not callable(env):
         check_mapping("env", env)
+
+
+def _check_logs(logs: object, nprocs: object) -> None:
+    if logs is None:
+        return
+    if not isinstance(logs, LogSpec):
+        raise TypeError(f"logs must be a LogSpec, such as LogSpec({str(logs)!r:.200}), or None, not {logs!r:.200}")
+    assert isinstance(nprocs, int)
+    logs.check_ranks(nprocs)
 
 
 def _count(nprocs: object) -> int:

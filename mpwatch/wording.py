@@ -172,7 +172,12 @@ def _details(result: RunResult[Any]) -> list[str]:
         lines += ["  its Python stack, innermost frame first:", *frames[:STACK_LINES]]
     if root is not None and root.stderr:
         printed = root.stderr.rstrip().splitlines()
-        lines += ["  what it printed:", *(f"    {line}" for line in printed[-PRINTED_LINES:])]
+        what = "what it printed" if root.kind is FailureKind.START else "the end of its stderr"
+        lines += [f"  {what}:", *(f"    {line}" for line in printed[-PRINTED_LINES:])]
+    if root is not None and root.log_files:
+        lines.append(f"  its logs: {', '.join(root.log_files.values())}")
+    elif result.log_dir:
+        lines.append(f"  logs: {result.log_dir}")
     if result.helpers_oom:
         lines.append(f"  the kernel's out-of-memory killer struck here, if not at a rank: {result.helpers_oom}")
     return lines

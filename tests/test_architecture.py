@@ -11,7 +11,20 @@ from programs import python
 import mpwatch
 
 PACKAGE = Path(mpwatch.__file__).parent
-DATA = {"ranks", "checks", "policy", "spec", "result", "errors", "events", "lifecycle", "wording", "tables"}
+DATA = {
+    "ranks",
+    "checks",
+    "frontend",
+    "logs",
+    "policy",
+    "spec",
+    "result",
+    "errors",
+    "events",
+    "lifecycle",
+    "wording",
+    "tables",
+}
 # From the ground to the user's side: a module may import of its own layer and of those named, and nothing else of mpwatch.
 LAYERS = {
     "cgroups": set(),

@@ -31,8 +31,8 @@ def rank():
     ours, theirs = socket.socketpair()
     box, stacks = os.memfd_create("mpwatch-test"), os.memfd_create("stacks")
     os.ftruncate(box, SLOT)
-    seat = Seat({}, theirs.fileno(), box, 0, 1)
-    process = WatchedProcess(seat, dict(os.environ), [theirs.fileno(), box], stacks, "a-rank")
+    seat = Seat({}, theirs.fileno(), box, 0, 1, is_captured=False)
+    process = WatchedProcess(seat, dict(os.environ), [theirs.fileno(), box], (None, stacks), "a-rank")
     process.start()
     theirs.close()
     with ours:

@@ -27,6 +27,7 @@ from ..wire.slots import SLOT, clear_slot, note_interrupt
 from .gate import Gate
 from .guardian import Guardian
 from .line import RankLine
+from .output import Output
 from .process import WatchedProcess
 from .remarks import Remarks
 from .states import KILL_SECONDS
@@ -39,8 +40,9 @@ STDERR = 2
 class Crew:
     """Owns the ranks' processes and all that they need. A context manager: whoever is alive at its end is killed."""
 
-    def __init__(self, remarks: Remarks) -> None:
+    def __init__(self, remarks: Remarks, output: Output) -> None:
         self.remarks = remarks
+        self._output = output
         self.lines: dict[int, RankLine] = {}
         self.gate: Gate[Any]
         self._slots: dict[int, int] = {}  # which is whose, by rank
@@ -82,13 +84,15 @@ class Crew:
             kept.callback(os.close, pipe_ours)
             passed.callback(os.close, pipe_theirs)
             os.set_blocking(pipe_ours, False)
-            seat = Seat(_fields_of(worker), theirs.fileno(), self._slots_fd, slot, self._stderr_fd)
-            fds = [theirs.fileno(), self._slots_fd, self._stderr_fd]
-            process = WatchedProcess(seat, env, fds, pipe_theirs, f"mpwatch-rank-{worker.rank}")
+            ends = self._output.open(worker, passed)
+            stderr = self._stderr_fd if ends.stderr is None else ends.stderr
+            seat = Seat(_fields_of(worker), theirs.fileno(), self._slots_fd, slot, stderr, is_captured=ends.are_ours)
+            fds = [theirs.fileno(), self._slots_fd, stderr]
+            process = WatchedProcess(seat, env, fds, (ends.stdout, pipe_theirs), f"mpwatch-rank-{worker.rank}")
             process.start()
             channel = socket.socket(fileno=ours.detach())
             kept.pop_all()
-        line = self.lines[worker.rank] = RankLine(worker, process, channel, pipe_ours, self.remarks)
+        line = self.lines[worker.rank] = RankLine(worker, process, channel, pipe_ours, ends=ends, remarks=self.remarks)
         self.guardian.guard(process.child_pid)
         return line
 
@@ -150,6 +154,7 @@ class Crew:
         finally:  # even if the host has closed descriptors that are none of its own
             if not line.process.bury():
                 self._held[line.process] = buried_at
+            self._output.end(line.ends, line.stacks.unsaid)
             self.guardian.release(pid)
             if group_exists(pid):
                 self._groups[pid] = buried_at
@@ -158,6 +163,7 @@ class Crew:
         """Leave a rank that cannot be killed to the kernel."""
         line.close()
         line.process.abandon()
+        self._output.end(line.ends, line.stacks.unsaid)
         del self.lines[line.facts.worker.rank]
 
     def _kill_all(self) -> None:

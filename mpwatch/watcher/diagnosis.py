@@ -63,6 +63,7 @@ def diagnose(facts: Facts) -> RunResult[Any]:
         stacks={rank: text for rank, seen in facts.ranks.items() if (text := stacks_of(seen))},
         reason=_reason(facts, timed, states),
         helpers_oom=facts.helpers_oom if failures else "",
+        log_dir=facts.log_dir,
     )
 
 
@@ -190,7 +191,7 @@ def _failure_of(facts: Facts, seen: RankFacts) -> tuple[float, ProcessFailure] |
     if seen.worker.rank in facts.never_ready:
         at = facts.stopped_at or facts.started_at
         why = f"its interpreter was not ready after {facts.start_timeout:g} s"
-        return at, _failure(facts, seen, at, FailureKind.START, 1, evidence=why, stderr=seen.printed)
+        return at, _failure(facts, seen, at, FailureKind.START, 1, evidence=why, stderr=seen.printed or seen.stderr)
     if seen.report is None and seen.died_at is not None and (_before_stop(facts, seen.died_at) or _not_our_doing(seen)):
         return seen.died_at, _died(facts, seen, seen.died_at)
     if seen.failing_at is not None and _before_stop(facts, seen.failing_at):
@@ -286,7 +287,7 @@ def _died(facts: Facts, seen: RankFacts, at: float) -> ProcessFailure:
         128 + number if number is not None else code or 1,
         signal=number,
         stack=seen.crash,
-        stderr=seen.printed,
+        stderr=seen.printed or seen.stderr,
         evidence=_evidence(seen),
     )
 
@@ -306,7 +307,8 @@ def _failure(facts: Facts, seen: RankFacts, at: float, kind: FailureKind, exit_c
         kind=kind,
         exit_code=exit_code,
         elapsed=at - facts.started_at,
-        **more,
+        log_files=dict(seen.words.files),
+        **{"stderr": seen.stderr, **more},
     )
 
 

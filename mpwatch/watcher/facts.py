@@ -12,6 +12,7 @@ from ..result import Progress
 from ..wire.messages import Message
 from ..wire.pulse import Reading
 from .states import Verdict
+from .words import Words
 
 __all__ = ["Facts", "RankFacts"]
 
@@ -21,6 +22,8 @@ class RankFacts:
     """Of one rank."""
 
     worker: Worker
+    words: Words = field(default_factory=Words)
+    """What is kept of its output."""
     pid: int | None = None
     was_ready: bool = False
     failing_at: float | None = None
@@ -43,6 +46,8 @@ class RankFacts:
     """The Python stack at the moment of a crash, the same way."""
     printed: str = ""
     """What its interpreter printed instead of becoming ready."""
+    stderr: str = ""
+    """The last lines of its stderr, if that was captured."""
     was_asked: bool = False
     """Whether it was sent DUMP_SIGNAL: a program that it becomes in that moment dies of it."""
     process_state: str = ""
@@ -77,6 +82,7 @@ class Facts:
     heartbeat_timeout: float | None = None
     start_timeout: float = 0.0
     signum: int | None = None
+    log_dir: str = ""
     helpers_oom: str = ""
     """What shows that the out-of-memory killer struck, if it was none of the ranks."""
 
@@ -94,6 +100,11 @@ class Facts:
     def healthy_seconds(self) -> float:
         """From when all of them were ready, to the failure."""
         return 0.0 if self.all_ready_at is None or self.stopped_at is None else self.stopped_at - self.all_ready_at
+
+    def gather(self) -> None:
+        """What the ranks have printed by now, in the end."""
+        for seen in self.ranks.values():
+            seen.stderr = seen.words.last_lines()
 
     def forget(self) -> None:
         """What the ranks have sent, which may be large: who watched them, and has it, goes with the garbage some time."""

@@ -9,6 +9,7 @@ Python may throw an exception into a thread between any two bytecodes: a signal 
 this thread, so nothing is thrown into what starts, watches and reaps.
 """
 
+import logging
 import os
 import socket
 import threading
@@ -18,6 +19,7 @@ from contextlib import ExitStack
 from multiprocessing.context import set_spawning_popen
 
 from ..errors import LaunchError
+from ..logs import default_logs
 from ..platform import await_end_of_thread
 from ..ranks import Worker
 from ..result import WorkerState
@@ -26,11 +28,13 @@ from .environment import environments_of, reserve_port
 from .journal import Journal
 from .loop import carry_out
 from .mailbox import Mailbox
+from .output import Output
 from .remarks import Remarks
 from .unit import Place
 
 __all__ = ["Life"]
 
+log = logging.getLogger("mpwatch")
 THREAD_SECONDS = 1.0  # for a thread to begin or to end, which takes microseconds
 
 
@@ -55,6 +59,8 @@ class Life:
         self._held.callback(self.mailbox.close)
         self.remarks = Remarks(self.mailbox.alarm.ring)
         self._journal.wake = self.mailbox.alarm.ring
+        assert isinstance(spec.nprocs, int)  # see GroupSpec
+        self.output = Output(spec.logs or default_logs(), spec.nprocs, self.remarks)
         self._keeper: socket.socket | None = None  # of the port
         self._held.callback(self._free_port)
         self._places: list[Place] = []
@@ -96,6 +102,12 @@ class Life:
         """Say what is to be said, in the caller's thread."""
         self.remarks.say()
         self._journal.tell()
+
+    def settle(self, seconds: float | None) -> None:
+        """Wait until what the ranks have printed by now is where it belongs, and say what is to be said of that."""
+        if not self.output.settle(seconds):
+            log.warning("not all that the ranks have printed could be shown: nobody reads it")
+        self.remarks.say()
 
     def begin(self) -> None:
         """Start the thread, which starts the ranks. Nothing if it has been started. Raises LaunchError."""
@@ -141,6 +153,7 @@ class Life:
     def close(self) -> None:
         """Give back what it held; when it is over, or has never begun, and now never will."""
         self.is_over = True
+        self.output.close()
         self._held.close()
 
     def forget(self) -> None:
@@ -152,7 +165,9 @@ class Life:
     def _carry_out(self) -> None:
         try:
             if not self._is_cancelled:
-                carry_out(self._spec, self._places, self.mailbox, self.remarks, self._journal, keep=self._keep)
+                carry_out(
+                    self._spec, self._places, self.mailbox, self.remarks, self._journal, output=self.output, keep=self._keep
+                )
         except BaseException as error:  # noqa: BLE001  it is the caller's to raise
             self.error = error
         finally:

@@ -25,6 +25,7 @@ from .facts import RankFacts
 from .gate import Gate
 from .process import WatchedProcess
 from .remarks import Remarks
+from .sources import Ends
 from .stacks import StackPipe
 
 __all__ = ["RankLine"]
@@ -40,12 +41,20 @@ class RankLine:
     """Owns the watcher's ends of what connects it with a rank."""
 
     def __init__(
-        self, worker: Worker, process: WatchedProcess, channel: socket.socket, pipe_fd: int, remarks: Remarks
+        self,
+        worker: Worker,
+        process: WatchedProcess,
+        channel: socket.socket,
+        pipe_fd: int,
+        *,
+        ends: Ends,
+        remarks: Remarks,
     ) -> None:
         self._remarks = remarks
         self.generation = 0  # which of the rank's lives it is
         self.process = process
-        self.facts = RankFacts(worker, pid=process.child_pid)
+        self.facts = RankFacts(worker, pid=process.child_pid, words=ends.words)
+        self.ends = ends
         self.stacks = StackPipe()
         self.calls = 0  # that were sent
         self._channel = channel
@@ -75,8 +84,10 @@ class RankLine:
 
     def begin_call(self) -> RankFacts:
         """What was seen in an earlier call is none of the next."""
-        self.facts = RankFacts(self.facts.worker, pid=self.facts.pid, was_ready=self.facts.was_ready)
+        before = self.facts
+        self.facts = RankFacts(before.worker, pid=before.pid, words=before.words, was_ready=before.was_ready)
         self.stacks.forget()
+        before.words.forget()
         return self.facts
 
     def _wait_no_more(self, fd: int) -> None:

@@ -32,6 +32,7 @@ from .line import RankLine
 from .mailbox import Errand, Mailbox, Retrial
 from .oom import OomWatch
 from .order import Order
+from .output import Output
 from .remarks import Remarks
 from .signatures import complaint_in
 from .stacks import tidy, with_sources
@@ -47,13 +48,14 @@ def carry_out(
     remarks: Remarks,
     journal: Journal,
     *,
+    output: Output,
     keep: bool,
 ) -> None:
     """Start these ranks and watch them to their end; they stay after a call if `keep`. Raises LaunchError."""
     boats = [places] if spec.policy.scope == "group" else [[place] for place in places]
     units = [Unit(spec, boat, journal, keep=keep) for boat in boats]
     with OomWatch(remarks) as oom:
-        with Crew(remarks) as crew:
+        with Crew(remarks, output) as crew:
             run = _Run(units, crew, mailbox, oom, journal)
             run.start()
             run.until_over()

@@ -36,6 +36,7 @@ def merged(parts: Sequence[tuple[Facts, RunResult[T]]], waiting: Collection[int]
         progress=_together(result.progress for result in results),
         stacks=_together(result.stacks for result in results),
         helpers_oom="; ".join(dict.fromkeys(result.helpers_oom for result in results if result.helpers_oom)),
+        log_dir=results[0].log_dir,
         reason=_timeout(late) or next((result.reason for result in results if result.reason), ""),
     )
 

@@ -48,18 +48,20 @@ class WatchedProcess(RankProcess):
 
     _popen: "_RankPopen"
 
-    def __init__(self, seat: Seat, env: dict[str, str], passed_fds: list[int], stderr_fd: int, name: str) -> None:
+    def __init__(
+        self, seat: Seat, env: dict[str, str], passed_fds: list[int], output_fds: tuple[int | None, int], name: str
+    ) -> None:
         super().__init__(seat, name=name, start_method=get_start_method(allow_none=True))
         self.env = env
         self.passed_fds = passed_fds
-        self.stderr_fd = stderr_fd
+        self.output_fds = output_fds  # its stdout and stderr; None: those of this program
 
     @staticmethod
     def _Popen(process_obj: Any) -> "_RankPopen":  # noqa: N802  multiprocessing's name for it
         return _RankPopen(process_obj)
 
     def __reduce__(self) -> Any:
-        state = {name: value for name, value in vars(self).items() if name not in ("env", "passed_fds", "stderr_fd")}
+        state = {name: value for name, value in vars(self).items() if name not in ("env", "passed_fds", "output_fds")}
         return RankProcess.__new__, (RankProcess,), state
 
     def start(self) -> None:
@@ -137,12 +139,14 @@ class _RankPopen(Popen):
         with ExitStack() as stack:
             child_r, parent_w = os.pipe()
             stack.callback(os.close, parent_w)
+            stdout, stderr = process_obj.output_fds
             try:
                 _fill(parent_w, data)
                 self._child = subprocess.Popen(
                     spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r),
                     stdin=subprocess.DEVNULL,
-                    stderr=process_obj.stderr_fd,
+                    stdout=stdout,
+                    stderr=stderr,
                     env=process_obj.env,
                     pass_fds=[child_r, tracker_fd, *process_obj.passed_fds],
                     process_group=0,

@@ -53,6 +53,11 @@ class StackPipe:
         self._asked_at = len(self._data)
 
     @property
+    def unsaid(self) -> bytes:
+        """What the rank's interpreter has printed, if nobody has passed that on to its stderr."""
+        return self.printed if self.main_thread else bytes(self._data)
+
+    @property
     def printed_instead(self) -> str:
         """What a rank has printed that did not become ready."""
         return "" if self.main_thread else self._text()

@@ -22,6 +22,7 @@ from .journal import Journal
 from .life import Life
 from .mailbox import Errand, Retrial
 from .merging import merged
+from .output import LAST_SECONDS
 from .restarts import Ledger, Trial
 from .states import Settled, StartAgain, Verdict
 
@@ -55,9 +56,15 @@ class Story(Generic[T]):
         self._errand = errand
         self.journal.begin(self._spec, fn=self._spec.fn_name)
 
+    def seconds_left(self) -> float:
+        """Of the run's time."""
+        timeout = self._spec.timeout
+        return math.inf if timeout is None else self.started_at + timeout - time.monotonic()
+
     def judge(self, life: Life) -> None:
         """The attempts that have failed since the last time. Raises whatever `retry_if` and `env` raise, and LaunchError."""
         for facts in life.mailbox.asked():
+            life.output.settle(LAST_SECONDS)
             self._decide(life, facts, self._close(facts))
 
     def result(self) -> RunResult[T]:
@@ -87,6 +94,7 @@ class Story(Generic[T]):
 
     def _close(self, facts: Facts) -> RunResult[T]:
         """An attempt is over."""
+        facts.gather()
         try:
             result = diagnose(facts)
         finally:
@@ -129,12 +137,8 @@ class Story(Generic[T]):
             had_begun=pulse is not None and (pulse.beat_at, pulse.report) != (None, None),
             healthy_seconds=facts.healthy_seconds,
             step=max(steps, default=None),
-            seconds_left=self._seconds_left,
+            seconds_left=self.seconds_left,
         )
-
-    def _seconds_left(self) -> float:
-        timeout = self._spec.timeout
-        return math.inf if timeout is None else self.started_at + timeout - time.monotonic()
 
     def _end(self, state: WorkerState, reason: str) -> None:
         seen = {first: facts for first, (facts, _) in self._latest.items()}

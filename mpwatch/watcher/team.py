@@ -5,6 +5,7 @@ the thread of that life, which sleeps meanwhile.
 """
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -112,6 +113,7 @@ class Team:
         life = Life(self._spec, self._journal, restart_count=self._restart_count + 1, keep=True)
         try:
             life.prepare()
+            life.output.attach()
         except BaseException:
             life.close()
             raise
@@ -131,6 +133,7 @@ class Team:
     def _call(self, life: Life, errand: Errand) -> RunResult[Any] | None:
         """None if it came too late: a rank had been lost."""
         why, self._why = self._why, CUT_SHORT  # until it is known better
+        life.output.attach()
         visit = self._visit(life, errand, until=lambda: errand.is_done)
         visit.raise_error()
         if not errand.facts:
@@ -150,6 +153,7 @@ class Team:
         return visit.without_interrupt(result)
 
     def _judge(self, facts: Facts) -> RunResult[Any]:
+        facts.gather()
         try:
             result = diagnose(facts)
         finally:
@@ -158,10 +162,17 @@ class Team:
         self._journal.tell()
         return result
 
+    def _seconds_left(self, thing: Errand | EndAll | None) -> float:
+        """Of the time that a call may take."""
+        if self._spec.timeout is None or not isinstance(thing, Errand):
+            return math.inf
+        return thing.started_at + self._spec.timeout - time.monotonic()
+
     def _visit(self, life: Life, thing: Errand | EndAll | None, *, until: Callable[[], bool]) -> Visit:
         visit = Visit(life)
         try:
             visit.pay(thing, until=until)
+            life.settle(visit.patience(self._seconds_left(thing)))
         finally:
             if life.is_over:
                 life.close()

@@ -108,6 +108,7 @@ class Unit:
             start_timeout=spec.start_timeout,
             signum=machine.signum,
             helpers_oom=helpers_oom,
+            log_dir=spec.logs.folder_of(self._journal.run_id) if spec.logs is not None else "",
             began_at=self._began_at,
             all_ready_at=self._all_ready_at,
             ended_at=max((seen.died_at or now for seen in self.seen.values()), default=now),

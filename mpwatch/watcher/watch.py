@@ -9,6 +9,7 @@ it leaves `pay` when nothing of them is left; but if they have yet to be asked, 
 the main thread Python notices it when the wait is over.
 """
 
+import math
 import signal
 import time
 import uuid
@@ -24,6 +25,7 @@ from ..wire.payload import Call
 from .journal import Journal
 from .life import Life
 from .mailbox import Errand
+from .output import LAST_SECONDS
 from .sending import pack_call
 from .signals import HostSignals
 from .states import Event
@@ -56,10 +58,12 @@ def watch(spec: WorkerSpec[T]) -> RunResult[T]:
             closing(Life(spec, story.journal, keep=False)) as life,
         ):
             life.prepare()
+            life.output.attach()
             errand = Errand(payload, story.started_at)
             story.begin(errand)
             visit = Visit(life, partial(story.judge, life))
             visit.pay(errand, until=lambda: False)
+            life.settle(visit.patience(story.seconds_left()))
         visit.raise_error()
         result = visit.conclude(story.result)
     except BaseException as error:
@@ -114,6 +118,12 @@ class Visit:
         except BaseException:
             self.signals.deliver()
             raise
+
+    def patience(self, seconds_left: float) -> float | None:
+        """How long who reads what the ranks have printed is waited for: for ever, unless somebody wants an end."""
+        if self.signals.received or self.signals.raised is not None:
+            return LAST_SECONDS
+        return None if seconds_left == math.inf else max(LAST_SECONDS, seconds_left)
 
     def without_interrupt(self, result: RunResult[T]) -> RunResult[T]:
         """The same. Raises InterruptError if signals came meanwhile."""

@@ -18,14 +18,17 @@ __all__ = ["RankProcess", "Seat"]
 class Seat:
     """What a rank is told before it is told anything else: who it is, and what its descriptors are for."""
 
-    __slots__ = ("channel_fd", "slot", "slots_fd", "stderr_fd", "worker")
+    __slots__ = ("channel_fd", "is_captured", "slot", "slots_fd", "stderr_fd", "worker")
 
-    def __init__(self, worker: dict[str, object], channel_fd: int, slots_fd: int, slot: int, stderr_fd: int) -> None:
+    def __init__(
+        self, worker: dict[str, object], channel_fd: int, slots_fd: int, slot: int, stderr_fd: int, *, is_captured: bool
+    ) -> None:
         self.worker = worker  # the fields of spec.Worker, which costs an import that many ranks never need
         self.channel_fd = channel_fd
         self.slots_fd = slots_fd
         self.slot = slot  # which of them, see slots.py
         self.stderr_fd = stderr_fd  # what is to be its stderr once it is ready, see worker/stacks.py
+        self.is_captured = is_captured  # whether what it prints goes to files, or to the caller by way of the watcher
 
 
 class RankProcess(SpawnProcess):

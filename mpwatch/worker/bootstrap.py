@@ -26,7 +26,7 @@ from ..wire.shortage import (
     with_remedy,
 )  # not only when it is needed: then there may be no descriptor to read it
 from ..wire.slots import open_slot
-from . import context, stacks
+from . import context, stacks, streams
 from .channel import Channel
 from .signals import Shelter
 
@@ -51,6 +51,8 @@ def main(seat: Seat) -> None:
     shelter = Shelter(memory)
     shelter.enter()
     where = stacks.report_to_watcher(seat.stderr_fd)
+    if seat.is_captured:
+        streams.end_lines_early()
     channel = Channel(seat.channel_fd, LastWords(memory))
     context.enter(seat.worker, Pulse(memory))
     channel.send(Kind.READY, where)
@@ -75,6 +77,7 @@ def _serve(channel: Channel, shelter: Shelter) -> None:
         if isinstance(outcome, _Failure):
             _send_failure(channel, outcome)
         else:
+            streams.flush_for_answer()
             _send_value(channel, *outcome)
         del outcome  # a failure holds the function's frames, and all that is in them
         _flush()
@@ -112,6 +115,7 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
     may raise, crash or never end in their `__str__`, and worse in their pickling.
     """
     channel.send(Kind.FAILING, stamp=failure.at)
+    streams.flush_for_answer()
     channel.free_a_descriptor()  # the function may have taken all, and what tells must be imported
     try:
         telling = failure.telling()

@@ -1,0 +1,81 @@
+"""What the ranks write to their stdout and stderr, on its way to files and to the caller.
+
+    rank --- pipe ---> pump: read what there is ---> the stream's file, byte by byte
+                                               '---> mixer.py ---> sinks.py: the caller's stdout or stderr
+    rank --- file, if nobody is to see it meanwhile
+
+The pump is a thread of its own. Guarantees: no line is lost as long as who reads takes it; a reader that is slow holds up
+the pump, then the ranks, and nobody else: neither the thread that watches them nor, but in `settle`, the caller's. What a
+rank wrote before it died or answered is there when `settle` has returned. The end of a stream is never waited for, since a
+helper of the rank may keep it open. Memory is bounded: what was read is written before more is read.
+"""
+
+import platform
+import sys
+from contextlib import ExitStack
+from functools import partial
+
+from ..logs import STREAMS, LogSpec, Way
+from ..ranks import Worker
+from .mixer import Mixer
+from .pump import Pump
+from .remarks import Remarks
+from .sinks import sink_of
+from .sources import Ends, Opener
+
+__all__ = ["LAST_SECONDS", "Output"]
+
+LAST_SECONDS = 1.0  # for a reader that nobody has to wait for
+
+
+class Output:
+    """Of the ranks of one life. Made, attached, settled and closed by the caller's threads; the rest is the watching one's.
+
+    Args:
+        spec: where their output goes.
+        nprocs: how many ranks there are.
+        remarks: where it is noted that something cannot be written.
+    """
+
+    def __init__(self, spec: LogSpec, nprocs: int, remarks: Remarks) -> None:
+        self._spec = spec
+        self._opener = Opener(spec, platform.node())
+        self._speakers = spec.shown_ranks(range(nprocs))
+        ways = {spec.way_of(stream, rank) for stream in STREAMS for rank in range(nprocs)}
+        self._pump = Pump(remarks) if Way.PIPE in ways else None
+
+    def attach(self) -> None:
+        """What ranks write from now on goes to what are sys.stdout and sys.stderr now; in a notebook, to this cell."""
+        if self._pump is None or not self._speakers:
+            return
+        is_one = self._speakers == 1
+        prefix = self._spec.prefix
+        mixer = Mixer(is_mixed=bool(prefix) or (prefix is not None and not is_one), may_be_mixed=not is_one)
+        sinks = {stream: sink_of(getattr(sys, stream), self._pump.gives_up.fileno()) for stream in STREAMS}
+        self._pump.post(partial(self._pump.attach, mixer, sinks))
+
+    def open(self, worker: Worker, passed: ExitStack) -> Ends:
+        """The streams of a rank that is about to be started. `passed` closes its ends here. Raises LaunchError, OSError and,
+        if there can be no thread, RuntimeError.
+        """
+        ends = self._opener.open(worker, passed)
+        if self._pump is not None:
+            self._pump.post(partial(self._pump.add, ends.sources))
+            self._pump.begin()
+        return ends
+
+    def end(self, ends: Ends, unsaid: bytes) -> None:
+        """That rank is dead, with all that it had started in its process group; this has yet to be written to its stderr."""
+        ends.leave(unsaid)
+        if self._pump is not None:
+            self._pump.post(partial(self._pump.end, ends.sources, unsaid))
+
+    def settle(self, seconds: float | None) -> bool:
+        """Wait until all that has been written by now is where it belongs. False if it did not come to that in time."""
+        return self._pump is None or self._pump.settle(seconds)
+
+    def close(self) -> None:
+        """All ranks are dead. A reader that does not read has a second."""
+        if self._pump is not None:
+            self._pump.settle(LAST_SECONDS)
+            self._pump.close()

@@ -1,0 +1,225 @@
+"""The thread through which the ranks' output runs: it alone reads the pipes, writes the files, and writes to the caller.
+
+Others post to it what it is to do; it does that, and what comes over the pipes, one after another.
+"""
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+from selectors import EVENT_READ, DefaultSelector
+
+from ..platform import write_all
+from .mailbox import Bell
+from .mixer import Mixer
+from .remarks import Remarks
+from .sinks import Sink
+from .sources import Source
+
+__all__ = ["Pump"]
+
+READ_SIZE = 1 << 18
+DRAIN_LIMIT = 1 << 20  # bytes read of a stream when it is settled: no pipe holds more, unless root has made it so
+THREAD_SECONDS = 1.0  # for the thread to end, once it waits for nobody any more
+
+
+class Pump:
+    """`post`, `settle` and `close` are for other threads, all else for its own.
+
+    Args:
+        remarks: where it is noted that something cannot be written.
+    """
+
+    def __init__(self, remarks: Remarks) -> None:
+        self._remarks = remarks
+        with ExitStack() as stack:
+            self._bell = stack.enter_context(closing(Bell()))
+            self.gives_up = stack.enter_context(closing(Bell()))  # nobody waits any more for who reads
+            self._selector = stack.enter_context(DefaultSelector())
+            self._held = stack.pop_all()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._waiting: deque[threading.Event] = deque()
+        self._sources: dict[int, Source] = {}  # by descriptor
+        self._sinks: Mapping[str, Sink | None] = {}
+        self._lost: set[str] = set()  # streams of the caller's that nothing can be written to
+        self._mixer = Mixer(is_mixed=True, may_be_mixed=True)
+        self._thread: threading.Thread | None = None
+        self._is_over = False
+
+    def begin(self) -> None:
+        """Start the thread, if it has not been started. Raises RuntimeError."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="mpwatch-output", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def post(self, job: Callable[[], None]) -> None:
+        """Have this done."""
+        self._jobs.append(job)
+        self._bell.ring()
+
+    def settle(self, seconds: float | None) -> bool:
+        """Wait until all that the ranks have written by now is where it belongs. False if that was not in time."""
+        if self._thread is None:
+            return True
+        done = threading.Event()
+        self._waiting.append(done)
+        self.post(self._settle)
+        return self._is_over or done.wait(seconds)
+
+    def close(self) -> None:
+        """End the thread, and give back what it held. What has not been written by now is lost."""
+        self.gives_up.ring()
+        self.post(self._end)
+        if self._thread is not None:
+            self._thread.join(THREAD_SECONDS)
+        else:
+            self._give_back()
+        if self._is_over:  # else it is in code of the caller's that does not return
+            self._held.close()
+
+    def attach(self, mixer: Mixer, sinks: Mapping[str, Sink | None]) -> None:
+        """Another call of the ranks: mix what they write by this, and write it to these."""
+        self._write_out()
+        self._close_sinks()
+        self._mixer, self._sinks = mixer, sinks
+        self._lost.clear()
+
+    def add(self, sources: Sequence[Source]) -> None:
+        """A rank is about to be started."""
+        for source in sources:
+            self._sources[source.pipe] = source
+            self._selector.register(source.pipe, EVENT_READ, source)
+            source.is_open = True
+
+    def end(self, sources: Sequence[Source], unsaid: bytes) -> None:
+        """A rank has ended, and what it had started in its process group. This is left for its stderr."""
+        for source in sources:
+            if source.words is not None and unsaid:
+                self._take_in(source, unsaid)
+            self._drain(source)
+        for source in sources:
+            self._finish(source)
+
+    def _run(self) -> None:
+        try:
+            self._selector.register(self._bell, EVENT_READ)
+            while not self._is_over:
+                self._turn()
+        except BaseException as error:  # noqa: BLE001  an error of ours: the ranks are to hear of it, and not to wait for ever
+            self._remarks.warning("what the ranks print is lost from here on: %r", error)
+        finally:
+            self._give_back()
+
+    def _turn(self) -> None:
+        due_at = self._mixer.due_at
+        patience = None if due_at == math.inf else max(0.0, due_at - time.monotonic())
+        for key, _ in self._selector.select(patience):
+            if key.fileobj is self._bell:
+                self._bell.hush()
+            elif (source := self._sources.get(key.fd)) is not None and source is key.data:  # not ended by a job
+                self._read(source)
+            while self._jobs:
+                self._jobs.popleft()()
+        self._mixer.expire(time.monotonic())
+        self._write_out()
+
+    def _read(self, source: Source) -> bool:
+        """One portion. False if there was none."""
+        data = source.read(READ_SIZE) if source.is_open else None
+        if data is None:
+            return False
+        if not data:
+            self._wait_no_more(source)
+            return False
+        self._take_in(source, data)
+        return True
+
+    def _take_in(self, source: Source, data: bytes) -> None:
+        if source.words is not None:
+            source.words.hear(data)
+        if source.file is not None:
+            self._write_to_file(source, source.file, data)
+        if source.voice is not None:
+            self._mixer.hear(source.voice, data, time.monotonic())
+            self._write_out()
+
+    def _drain(self, source: Source) -> None:
+        """What it holds by now. There may be a helper of the rank that writes on and on."""
+        for _ in range(DRAIN_LIMIT // READ_SIZE):
+            if not self._read(source):
+                break
+
+    def _finish(self, source: Source) -> None:
+        if source.voice is not None:
+            self._mixer.end(source.voice, time.monotonic())
+            self._write_out()
+        self._wait_no_more(source)
+        del self._sources[source.pipe]
+        source.close()
+
+    def _wait_no_more(self, source: Source) -> None:
+        """Everybody has closed it; but the rank's stderr may yet get what its interpreter has printed."""
+        if source.is_open:
+            source.is_open = False
+            self._selector.unregister(source.pipe)
+
+    def _settle(self) -> None:
+        for source in list(self._sources.values()):
+            self._drain(source)
+        self._mixer.pause(time.monotonic())
+        self._write_out()
+        for stream, sink in self._sinks.items():
+            if sink is not None:
+                self._try(stream, sink.flush)
+        self._waiting.popleft().set()
+
+    def _end(self) -> None:
+        self._is_over = True
+
+    def _write_out(self) -> None:
+        for stream, data in self._mixer.take():
+            sink = self._sinks.get(stream)
+            if sink is not None:
+                self._try(stream, partial(sink.write, data))
+
+    def _try(self, stream: str, do: Callable[[], bool | None]) -> None:
+        """Whoever reads the caller's stream may have gone, or the stream be an object that raises what it likes."""
+        if stream in self._lost:
+            return
+        try:
+            why = "nobody reads it" if do() is False else ""
+        except BaseException as error:  # noqa: BLE001
+            why = f"{type(error).__name__}: {error}"
+        if why:
+            self._lost.add(stream)
+            self._remarks.warning("what the ranks print cannot be written to %s any more (%s)", stream, why)
+
+    def _write_to_file(self, source: Source, file: int, data: bytes) -> None:
+        try:
+            write_all(file, data)
+        except OSError as error:
+            source.close_file()
+            self._remarks.warning("the log of a rank is not complete: %s", error)
+
+    def _give_back(self) -> None:
+        self._is_over = True
+        with ExitStack() as stack:
+            stack.callback(self._close_all)
+            while self._jobs:
+                self._jobs.popleft()()
+
+    def _close_all(self) -> None:
+        for source in self._sources.values():
+            source.close()
+        self._close_sinks()
+        while self._waiting:  # in vain, if there was an error
+            self._waiting.popleft().set()
+
+    def _close_sinks(self) -> None:
+        for sink in self._sinks.values():
+            if sink is not None:
+                sink.close()

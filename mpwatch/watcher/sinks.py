@@ -1,0 +1,107 @@
+"""The caller's stdout and stderr, as what the ranks print is written to them by a thread of ours.
+
+Whoever reads them may be slow, and is waited for: then the ranks wait, too. But that wait can be given up, or a run could
+not end while somebody has stopped their pager. So what may block is written in portions for which there is room.
+"""
+
+import codecs
+import io
+import os
+import select
+import stat
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from typing import IO, Any, Protocol
+
+__all__ = ["Sink", "sink_of"]
+
+PORTION = 4096  # bytes: a pipe that can be written to has room for so many, and takes them in one piece (PIPE_BUF)
+
+
+class Sink(Protocol):
+    """Where to write."""
+
+    def write(self, data: bytes) -> bool:
+        """All of it; False if the wait for who reads it was given up. Raises whatever the stream raises."""
+
+    def flush(self) -> None:
+        """What has been written is on its way. Raises whatever the stream raises."""
+
+    def close(self) -> None:
+        """Give back what was taken."""
+
+
+def sink_of(stream: IO[str] | None, gives_up: int) -> Sink | None:
+    """One for a stream of the caller's, as it is now; None if nothing can be written to it.
+
+    Args:
+        stream: sys.stdout, say. A notebook's knows by the context it is written in which cell it belongs to.
+        gives_up: a descriptor that becomes readable when no more is to be waited for.
+    """
+    if stream is None or getattr(stream, "closed", False):
+        return None
+    if isinstance(stream, io.TextIOWrapper):
+        try:
+            stream.flush()  # what was printed before comes before
+            return _FileSink(os.dup(stream.fileno()), gives_up)
+        except (OSError, ValueError):  # it is in memory
+            pass
+    return _TextSink(stream, copy_context())
+
+
+class _FileSink:
+    """A descriptor: bytes as they are."""
+
+    def __init__(self, fd: int, gives_up: int) -> None:
+        self._fd = fd
+        self._may_block = not stat.S_ISREG(os.fstat(fd).st_mode)
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+        self._poll.register(gives_up, select.POLLIN)
+
+    def write(self, data: bytes) -> bool:
+        rest = memoryview(data)
+        while rest:
+            if self._may_block and not self._has_room():
+                return False
+            rest = rest[self._write(rest[:PORTION] if self._may_block else rest) :]
+        return True
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _write(self, data: memoryview) -> int:
+        try:
+            return os.write(self._fd, data)
+        except BlockingIOError:  # somebody has made it so, and has filled it since we looked
+            return 0
+
+    def _has_room(self) -> bool:
+        return any(fd == self._fd for fd, _ in self._poll.poll())
+
+
+class _TextSink:
+    """Any object that text can be written to, in the context of the thread that has made this."""
+
+    def __init__(self, stream: IO[str], context: Context) -> None:
+        self._stream = stream
+        self._context = context
+        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+
+    def write(self, data: bytes) -> bool:
+        self._run(self._stream.write, self._decode(data))
+        return True
+
+    def flush(self) -> None:
+        flush = getattr(self._stream, "flush", None)
+        if flush is not None:
+            self._run(flush)
+
+    def close(self) -> None:
+        pass
+
+    def _run(self, do: Callable[..., Any], *args: Any) -> None:
+        self._context.run(do, *args)

@@ -1,0 +1,139 @@
+"""The streams of a rank: what its process is started with, and the watcher's end of it."""
+
+import fcntl
+import os
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from ..errors import LaunchError
+from ..logs import AUTO_PREFIX, STREAMS, LogSpec, Way, prefix_of
+from ..ranks import Worker
+from ..wire.shortage import with_remedy
+from .mixer import Voice
+from .words import Words
+
+__all__ = ["Ends", "Opener", "Source"]
+
+PIPE_SIZE = 1 << 18  # bytes: room for a rank to write on while the pump is at another
+
+
+class Ends:
+    """The rank's side: its stdout and stderr, None for the caller's own, and what is kept of them."""
+
+    def __init__(self) -> None:
+        self.stdout: int | None = None
+        self.stderr: int | None = None
+        self.words = Words()
+        self.sources: list[Source] = []
+
+    @property
+    def are_ours(self) -> bool:
+        """Whether any of them is not the caller's."""
+        return (self.stdout, self.stderr) != (None, None)
+
+    def leave(self, unsaid: bytes) -> None:
+        """What the rank's interpreter has printed, and the rank has never taken over. Where its stderr is a file alone."""
+        is_read = any(source.words is not None for source in self.sources)
+        if unsaid and not is_read and "stderr" in self.words.files:
+            with suppress(OSError), open(self.words.files["stderr"], "ab") as file:
+                file.write(unsaid)
+
+
+class Source:
+    """The watcher's side of one stream that comes over a pipe. Owns its descriptors."""
+
+    def __init__(self, pipe: int, file: int | None, voice: Voice | None, words: Words | None) -> None:
+        self.pipe = pipe
+        self.file = file
+        self.voice = voice  # None: nobody hears it
+        self.words = words  # None: it is stdout
+        self.is_open = False  # something may come
+
+    def read(self, size: int) -> bytes | None:
+        """What has come; None if nothing has; empty if nothing will."""
+        try:
+            return os.read(self.pipe, size)
+        except BlockingIOError:
+            return None
+
+    def close_file(self) -> None:
+        """Nothing more is written to it."""
+        file, self.file = self.file, None
+        if file is not None:
+            os.close(file)
+
+    def close(self) -> None:
+        """The rank has ended, or is not listened to any more."""
+        os.close(self.pipe)
+        self.close_file()
+
+
+class Opener:
+    """Opens the streams of ranks.
+
+    Args:
+        spec: where their output goes.
+        host: the name of this machine.
+    """
+
+    def __init__(self, spec: LogSpec, host: str) -> None:
+        self._spec = spec
+        self._host = host
+
+    def open(self, worker: Worker, passed: ExitStack) -> Ends:
+        """Those of a rank that is about to be started. `passed` closes its ends here, when it has them.
+
+        Raises LaunchError and OSError.
+        """
+        ends = Ends()
+        with ExitStack() as kept:
+            ends.stdout, ends.stderr = (self._open(stream, worker, ends, kept, passed) for stream in STREAMS)
+            kept.pop_all()
+        return ends
+
+    def _open(self, stream: str, worker: Worker, ends: Ends, kept: ExitStack, passed: ExitStack) -> int | None:
+        way = self._spec.way_of(stream, worker.rank)
+        if way is Way.INHERIT:
+            return None
+        if way is Way.NOWHERE:
+            return _closed_by(passed, os.open(os.devnull, os.O_WRONLY))
+        file = self._open_file(stream, worker, ends.words) if self._spec.writes(stream, worker.rank) else None
+        if file is not None:
+            _closed_by(passed if way is Way.FILE else kept, file)
+        if way is Way.FILE:
+            return file
+        ours, theirs = os.pipe()
+        _closed_by(kept, ours)
+        _closed_by(passed, theirs)
+        _prepare(ours)
+        voice = self._voice_of(stream, worker) if self._spec.shows(stream, worker.rank) else None
+        ends.sources.append(Source(ours, file, voice, ends.words if stream == "stderr" else None))
+        return theirs
+
+    def _voice_of(self, stream: str, worker: Worker) -> Voice:
+        template = AUTO_PREFIX if self._spec.prefix is None else self._spec.prefix
+        return Voice(worker.rank, stream, lambda: prefix_of(template, worker, self._host).encode(errors="backslashreplace"))
+
+    def _open_file(self, stream: str, worker: Worker, words: Words) -> int:
+        folder = Path(self._spec.folder_of(worker.run_id)) / f"attempt_{worker.restart_count}" / str(worker.rank)
+        path = str(folder / f"{stream}.log")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            what = f"the {stream} of rank {worker.rank} cannot be written to {path!r} (see logs)"
+            raise LaunchError(with_remedy(what, error)) from error
+        words.files[stream] = path
+        return fd
+
+
+def _closed_by(stack: ExitStack, fd: int) -> int:
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _prepare(pipe: int) -> None:
+    os.set_blocking(pipe, False)
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with suppress(OSError):  # more than a user may have in all pipes together
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_SIZE)

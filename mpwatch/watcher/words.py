@@ -1,0 +1,48 @@
+"""What is kept of what a rank has written: the last lines of its stderr, for the report, and where all of it is."""
+
+import os
+from contextlib import suppress
+
+from .lines import Lines
+
+__all__ = ["Words"]
+
+KEPT = 8192  # bytes
+LAST_LINES = 20
+
+
+class Words:
+    """Of one rank in one life. Fed by the thread that reads its streams."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, str] = {}  # by stream, the paths of those that are written to files
+        self._end = b""
+        self._is_cut = False
+
+    def hear(self, data: bytes) -> None:
+        """It has written this to its stderr."""
+        self._end += data[-KEPT:]
+        if len(self._end) > KEPT or len(data) > KEPT:
+            self._end, self._is_cut = self._end[-KEPT:], True
+
+    def forget(self) -> None:
+        """What was written in an earlier call is none of the next."""
+        self._end, self._is_cut = b"", False
+
+    def last_lines(self) -> str:
+        """The end of its stderr, as a terminal would show it; empty if that went to the caller's own."""
+        end, is_cut = self._end, self._is_cut
+        if not end and "stderr" in self.files:
+            end, is_cut = _end_of(self.files["stderr"])
+        lines = Lines()
+        text = (lines.feed(end) + lines.end()).decode(errors="replace")
+        return "\n".join(text.splitlines()[int(is_cut) :][-LAST_LINES:])
+
+
+def _end_of(path: str) -> tuple[bytes, bool]:
+    """Of a file, and whether something comes before it."""
+    with suppress(OSError), open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - KEPT))
+        return file.read(KEPT), size > KEPT
+    return b"", False
