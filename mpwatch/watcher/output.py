@@ -15,17 +15,16 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 
+from ..frontend import is_notebook
 from ..logs import STREAMS, LogSpec, Way
 from ..ranks import Worker
 from .mixer import Mixer
-from .pump import Pump
+from .pump import LAST_SECONDS, Pump
 from .remarks import Remarks
 from .sinks import sink_of
 from .sources import Ends, Opener
 
 __all__ = ["LAST_SECONDS", "Output"]
-
-LAST_SECONDS = 1.0  # for a reader that nobody has to wait for
 
 
 class Output:
@@ -48,9 +47,9 @@ class Output:
         """What ranks write from now on goes to what are sys.stdout and sys.stderr now; in a notebook, to this cell."""
         if self._pump is None or not self._speakers:
             return
-        is_one = self._speakers == 1
-        prefix = self._spec.prefix
-        mixer = Mixer(is_mixed=bool(prefix) or (prefix is not None and not is_one), may_be_mixed=not is_one)
+        may_be_mixed = self._speakers > 1
+        is_mixed = self._spec.prefix or (may_be_mixed and (self._spec.prefix is not None or not is_notebook()))
+        mixer = Mixer(is_mixed=bool(is_mixed), may_be_mixed=may_be_mixed)
         sinks = {stream: sink_of(getattr(sys, stream), self._pump.gives_up.fileno()) for stream in STREAMS}
         self._pump.post(partial(self._pump.attach, mixer, sinks))
 
@@ -75,7 +74,6 @@ class Output:
         return self._pump is None or self._pump.settle(seconds)
 
     def close(self) -> None:
-        """All ranks are dead. A reader that does not read has a second."""
+        """All ranks are dead, or never lived."""
         if self._pump is not None:
-            self._pump.settle(LAST_SECONDS)
             self._pump.close()

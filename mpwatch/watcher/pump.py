@@ -19,10 +19,11 @@ from .remarks import Remarks
 from .sinks import Sink
 from .sources import Source
 
-__all__ = ["Pump"]
+__all__ = ["LAST_SECONDS", "Pump"]
 
-READ_SIZE = 1 << 18
+READ_SIZE = 1 << 16  # bytes: what is made of them stays in the processor's caches, and needs no new pages
 DRAIN_LIMIT = 1 << 20  # bytes read of a stream when it is settled: no pipe holds more, unless root has made it so
+LAST_SECONDS = 1.0  # for a reader that nobody has to wait for
 THREAD_SECONDS = 1.0  # for the thread to end, once it waits for nobody any more
 
 
@@ -48,6 +49,7 @@ class Pump:
         self._mixer = Mixer(is_mixed=True, may_be_mixed=True)
         self._thread: threading.Thread | None = None
         self._is_over = False
+        self._is_stuck = False  # whoever was to be waited for does not read
 
     def begin(self) -> None:
         """Start the thread, if it has not been started. Raises RuntimeError."""
@@ -68,10 +70,13 @@ class Pump:
         done = threading.Event()
         self._waiting.append(done)
         self.post(self._settle)
-        return self._is_over or done.wait(seconds)
+        self._is_stuck = not (self._is_over or done.wait(seconds))
+        return not self._is_stuck
 
     def close(self) -> None:
-        """End the thread, and give back what it held. What has not been written by now is lost."""
+        """End the thread, and give back what it held. A reader that does not read has a second, once."""
+        if not self._is_stuck:
+            self.settle(LAST_SECONDS)
         self.gives_up.ring()
         self.post(self._end)
         if self._thread is not None:
@@ -155,7 +160,7 @@ class Pump:
 
     def _finish(self, source: Source) -> None:
         if source.voice is not None:
-            self._mixer.end(source.voice, time.monotonic())
+            self._mixer.end(source.voice)
             self._write_out()
         self._wait_no_more(source)
         del self._sources[source.pipe]

@@ -1,7 +1,7 @@
 """The caller's stdout and stderr, as what the ranks print is written to them by a thread of ours.
 
 Whoever reads them may be slow, and is waited for: then the ranks wait, too. But that wait can be given up, or a run could
-not end while somebody has stopped their pager. So what may block is written in portions for which there is room.
+not end while somebody has stopped their pager.
 """
 
 import codecs
@@ -9,13 +9,13 @@ import io
 import os
 import select
 import stat
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import Context, copy_context
 from typing import IO, Any, Protocol
 
 __all__ = ["Sink", "sink_of"]
-
-PORTION = 4096  # bytes: a pipe that can be written to has room for so many, and takes them in one piece (PIPE_BUF)
 
 
 class Sink(Protocol):
@@ -43,7 +43,7 @@ def sink_of(stream: IO[str] | None, gives_up: int) -> Sink | None:
     if isinstance(stream, io.TextIOWrapper):
         try:
             stream.flush()  # what was printed before comes before
-            return _FileSink(os.dup(stream.fileno()), gives_up)
+            return _FileSink(stream, gives_up)
         except (OSError, ValueError):  # it is in memory
             pass
     return _TextSink(stream, copy_context())
@@ -52,19 +52,18 @@ def sink_of(stream: IO[str] | None, gives_up: int) -> Sink | None:
 class _FileSink:
     """A descriptor: bytes as they are."""
 
-    def __init__(self, fd: int, gives_up: int) -> None:
-        self._fd = fd
-        self._may_block = not stat.S_ISREG(os.fstat(fd).st_mode)
+    def __init__(self, stream: io.TextIOWrapper, gives_up: int) -> None:
+        self._fd, self._portion = _open_again(stream.fileno())
         self._poll = select.poll()
-        self._poll.register(fd, select.POLLOUT)
+        self._poll.register(self._fd, select.POLLOUT)
         self._poll.register(gives_up, select.POLLIN)
 
     def write(self, data: bytes) -> bool:
         rest = memoryview(data)
         while rest:
-            if self._may_block and not self._has_room():
+            rest = rest[self._write(rest[: self._portion]) :]
+            if rest and not self._has_room():
                 return False
-            rest = rest[self._write(rest[:PORTION] if self._may_block else rest) :]
         return True
 
     def flush(self) -> None:
@@ -76,11 +75,24 @@ class _FileSink:
     def _write(self, data: memoryview) -> int:
         try:
             return os.write(self._fd, data)
-        except BlockingIOError:  # somebody has made it so, and has filled it since we looked
+        except BlockingIOError:
             return 0
 
     def _has_room(self) -> bool:
         return any(fd == self._fd for fd, _ in self._poll.poll())
+
+
+def _open_again(fd: int) -> tuple[int, int]:
+    """A descriptor for the same file, and how much may be written to it at a time without being blocked if it has room.
+
+    The one that is there may block, and is not ours alone to change. A pipe or a terminal can be opened anew, where there
+    is a /proc. If not, so much is written as a pipe takes in one piece.
+    """
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return os.dup(fd), sys.maxsize
+    with suppress(OSError):
+        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), sys.maxsize
+    return os.dup(fd), select.PIPE_BUF
 
 
 class _TextSink:

@@ -1,0 +1,103 @@
+"""What ranks print, in every way that there is."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import mpwatch
+
+
+def rank():
+    return mpwatch.current_worker().rank
+
+
+def says(out="", err=""):
+    """With the rank in it; without newlines of its own."""
+    sys.stdout.write(out.format(rank()))
+    sys.stderr.write(err.format(rank()))
+
+
+def says_hello():
+    says("out {}\n", "err {}\n")
+
+
+def says_hello_in_every_way():
+    """The same line by Python, by C, by a program that it starts, and by the descriptor."""
+    print("python")
+    libc = ctypes.CDLL(None)
+    libc.puts(b"c")
+    libc.printf(b"c without an end, ")
+    libc.fflush(None)
+    subprocess.run(["echo", "program"], check=True)
+    os.write(1, b"\xff descriptor\n")
+
+
+def says_in_c(text):
+    ctypes.CDLL(None).printf(text)
+
+
+def counts(lines, width=100):
+    """Lines that can be told apart, as fast as it can."""
+    me = rank()
+    block = 100
+    for first in range(0, lines, block):
+        numbers = range(first, min(first + block, lines))
+        sys.stdout.write("".join(f"{me} {n}".ljust(width - 1, ".") + "\n" for n in numbers))
+    return lines
+
+
+def counts_and_marks(lines, written):
+    """A line at a time, and how many it has written is there for all to see."""
+    for n in range(lines):
+        os.write(1, f"{n}".ljust(999, ".").encode() + b"\n")
+        written.value = n + 1
+
+
+def speaks_and_is_killed(number=signal.SIGKILL):
+    print("last words")
+    print("without an end", end="", flush=True)
+    sys.stderr.write("oh\nno\n")
+    os.kill(os.getpid(), number)
+
+
+def speaks_in_c_and_crashes():
+    ctypes.CDLL(None).puts(b"last words of c")
+    ctypes.string_at(0)
+
+
+def only_rank_1_fails(barrier, what, *args):
+    says("", "rank {} works\n")
+    barrier.wait()
+    if rank() == 1:
+        what(*args)
+    threading.Event().wait()
+
+
+def complains_and_raises():
+    sys.stderr.write("a warning\n" * 3 + "10%\r20%\n")
+    raise ValueError("bad")
+
+
+def leaves_a_daemon(pids):
+    """A process that holds stdout and stderr, in a session of its own, so that nobody stops it with the rank."""
+    daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    pids[rank()] = daemon.pid
+    daemon.returncode = 0  # it is not to be waited for
+    print("daemon started")
+
+
+def fails_in_its_first_life():
+    me = mpwatch.current_worker()
+    print("life", me.restart_count)
+    if me.rank == 1 and not me.restart_count:
+        raise ValueError("bad")
+
+
+def is_bars(steps):
+    from tqdm import tqdm
+
+    for _ in tqdm(range(steps), desc=f"bar {rank()}", mininterval=0):
+        pass
