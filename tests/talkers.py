@@ -76,6 +76,18 @@ def only_rank_1_fails(barrier, what, *args):
     threading.Event().wait()
 
 
+def gives_up_as_nccl_does(barrier):
+    """What ProcessGroupNCCL writes, and how it ends the process; the other rank is busy with something else."""
+    os.write(2, b"terminate called after throwing an instance of 'c10::DistBackendError'\n")
+    os.write(2, b"  what(): [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)\n")
+    me = rank()
+    barrier.wait()
+    if me == 0:
+        os.abort()
+    while True:
+        me += 1
+
+
 def complains_and_raises():
     sys.stderr.write("a warning\n" * 3 + "10%\r20%\n")
     raise ValueError("bad")

@@ -129,6 +129,16 @@ def test_a_failure_carries_the_end_of_its_stderr_and_where_its_logs_are(logs, ba
     assert error.result.log_dir == (folder if paths else "")
 
 
+@pytest.mark.usefixtures("_patient")
+@pytest.mark.parametrize("nprocs", [2])
+def test_a_rank_that_its_watchdog_ends_is_a_victim_of_the_one_that_did_not_come(nprocs, barrier):
+    error = failed(talkers.gives_up_as_nccl_does, nprocs, args=(barrier,), logs=LogSpec(show="none"))
+    assert str(error).startswith("rank 1 kept its peers waiting until they timed out: still at work (talkers.py:")
+    assert error.failures[0].is_secondary
+    said = "a victim of rank 1: was killed by SIGABRT (NCCL's watchdog: a peer did not come to a collective in time)"
+    assert f"  rank 0: {said}" in str(error).splitlines()
+
+
 def test_a_timeout_tells_where_the_logs_are(tmp_path):
     error = failed(saboteurs.wait_to_be_stopped, 1, timeout=0.5, logs=LogSpec(tmp_path))
     assert f"  logs: {error.result.log_dir}" in str(error).splitlines()

@@ -22,7 +22,7 @@ from ..wire.values import load
 from ..wording import ranks_text, summary_of, timeout_text
 from .facts import Facts, RankFacts
 from .hangs import away, culprits, culprits_of_silence, stacks_of
-from .signatures import Complaint, complaint_in
+from .signatures import Complaint, complaint_in, complaint_of_death
 from .states import Verdict
 
 __all__ = ["diagnose", "is_crash", "is_suspect"]
@@ -109,8 +109,10 @@ def _victims(facts: Facts, timed: Failures) -> Failures:
 
 
 def _complaint_of(facts: Facts, rank: int) -> Complaint | None:
-    report = facts.ranks[rank].report
-    return complaint_in(report.body) if report is not None and report.kind is not Kind.RETURNED else None
+    seen = facts.ranks[rank]
+    if seen.report is None:
+        return complaint_of_death(seen.exit_code, seen.stderr)
+    return complaint_in(seen.report.body) if seen.report.kind is not Kind.RETURNED else None
 
 
 def _hung(facts: Facts, timed: Failures) -> Failures:
@@ -289,12 +291,15 @@ def _died(facts: Facts, seen: RankFacts, at: float) -> ProcessFailure:
         stack=seen.crash,
         stderr=seen.printed or seen.stderr,
         evidence=_evidence(seen),
+        is_secondary=complaint_of_death(code, seen.stderr) is not None,
     )
 
 
 def _evidence(seen: RankFacts) -> str:
     if seen.failing_at is not None and seen.report is None:
         return "its function had raised an exception, and it ended while the exception's text was made"
+    if complaint_of_death(seen.exit_code, seen.stderr) is not None:
+        return "NCCL's watchdog: a peer did not come to a collective in time"
     return seen.oom or (f"likely the out-of-memory killer: {seen.likely_oom}" if seen.likely_oom else "")
 
 

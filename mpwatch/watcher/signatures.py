@@ -5,12 +5,13 @@ of gloo, TCPStore and sockets were seen in runs, those of NCCL read in sources; 
 """
 
 import re
+import signal
 from enum import Enum, auto
 from typing import NamedTuple
 
 from ..wire import exceptions
 
-__all__ = ["Complaint", "complaint_in"]
+__all__ = ["Complaint", "complaint_in", "complaint_of_death"]
 
 
 class Complaint(Enum):
@@ -86,6 +87,9 @@ SIGNATURES = (
     Signature(MAYBE, "ConnectionResetError"),
     Signature(MAYBE, "ConnectionAbortedError"),
 )
+WATCHDOG = (
+    "watchdog caught collective operation timeout"  # NCCL's, in a thread of its own, which ends the process by SIGABRT
+)
 HINTS = re.compile(
     r"\bpeers?\b|connection|connect\b|disconnect|socket|\b(broken)?pipe(error)?\b|\beof(error)?\b|end of file|"
     r"\breset\b|\blost\b|\bclosed\b|unreachable"  # as words: there is a peer in every TypeError, a pipe in a pipeline
@@ -96,6 +100,11 @@ def complaint_in(told: bytes) -> Complaint | None:
     """What a reported exception, or one that it was raised from, says of a peer. Looks at names and texts alone."""
     found = [complaint for link in exceptions.outline(told) if (complaint := _complaint_of(link)) is not None]
     return min(found, key=lambda complaint: complaint in (Complaint.MAYBE, Complaint.HINT), default=None)
+
+
+def complaint_of_death(exit_code: int | None, stderr: str) -> Complaint | None:
+    """What a rank that died said of its peers on its stderr, as far as that was captured."""
+    return LATE if exit_code == -signal.SIGABRT and WATCHDOG in stderr.lower() else None
 
 
 def _complaint_of(link: exceptions.Outline) -> Complaint | None:

@@ -8,7 +8,7 @@ from .lines import Lines
 __all__ = ["Words"]
 
 KEPT = 8192  # bytes
-LAST_LINES = 20
+LAST_LINES = 50  # C++ adds a stack of some twenty lines to the last words of an exception
 
 
 class Words:
