@@ -1,6 +1,7 @@
 """A program: throws an exception into mpwatch at one of its bytecodes after another, and says where that left something.
 
-    python anywhere.py WHAT FIRST STRIDE       WHAT: run (of a function), or group (made, called twice, closed)
+    python anywhere.py WHAT FIRST STRIDE       WHAT: run (of a function), or group (made, called
+                                               twice, closed); or printing, with output that is captured
 
 Only the caller's thread is thrown at, as Python does it. A bytecode without a line is left out: CPython itself keeps the
 frame for ever if a tracer raises there.
@@ -78,9 +79,14 @@ def run():
     mpwatch.run(functions.rank, 1)
 
 
-def group():
+def printing():
+    mpwatch.run(functions.rank, 1, logs=mpwatch.LogSpec())
+    group(logs=mpwatch.LogSpec())
+
+
+def group(**options):
     try:
-        with mpwatch.WorkerGroup(1) as ranks:
+        with mpwatch.WorkerGroup(1, **options) as ranks:
             ranks.run(functions.rank)
             ranks.run(functions.rank)
     except RuntimeError as error:  # it struck as a lock was about to be released, where Python itself throws nothing
@@ -104,7 +110,7 @@ def await_forgotten():
     with suppress(BufferError):  # CPython may stumble over views of views that are garbage together
         gc.collect()
     for thread in threading.enumerate():
-        if thread.name == "mpwatch":
+        if thread.name.startswith("mpwatch"):
             thread.join(10.0)
             await_end_of_thread(thread.native_id, 10.0)
 
@@ -128,4 +134,4 @@ def main(what, first, stride):
 
 
 if __name__ == "__main__":
-    main({"run": run, "group": group}[sys.argv[1]], *map(int, sys.argv[2:]))
+    main({"run": run, "group": group, "printing": printing}[sys.argv[1]], *map(int, sys.argv[2:]))

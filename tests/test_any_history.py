@@ -73,6 +73,7 @@ class History(RuleBasedStateMachine):
         more = {"grace_period": GRACE, "start_timeout": PATIENCE, "keep": keep, "may_restart": may_restart}
         self.machine = Machine(range(n), now=self.now, **more, **self.limits)
         self.state = WorkerState.INIT
+        self.have_others_failed = False
         self.restarts = 3
         self.signals, self.deaths = signals, deaths  # that may still come: else most histories are soon over
         self.be_born(n)

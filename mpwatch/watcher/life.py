@@ -171,6 +171,7 @@ class Life:
         except BaseException as error:  # noqa: BLE001  it is the caller's to raise
             self.error = error
         finally:
+            self.output.finish()
             self.is_over = True
             self.mailbox.alarm.ring()
             if self._is_forgotten:

@@ -73,6 +73,11 @@ class Output:
         """Wait until all that has been written by now is where it belongs. False if it did not come to that in time."""
         return self._pump is None or self._pump.settle(seconds)
 
+    def finish(self) -> None:
+        """All ranks are dead, and no more will be started."""
+        if self._pump is not None:
+            self._pump.finish()
+
     def close(self) -> None:
         """All ranks are dead, or never lived."""
         if self._pump is not None:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from selectors import EVENT_READ, DefaultSelector
 
-from ..platform import write_all
+from ..platform import await_end_of_thread, write_all
 from .mailbox import Bell
 from .mixer import Mixer
 from .remarks import Remarks
@@ -28,7 +28,9 @@ THREAD_SECONDS = 1.0  # for the thread to end, once it waits for nobody any more
 
 
 class Pump:
-    """`post`, `settle` and `close` are for other threads, all else for its own.
+    """`post`, `settle`, `finish` and `close` are for other threads, all else for its own.
+
+    It ends, and gives back what it held, when it is told to finish; whoever would close it may be struck by an exception.
 
     Args:
         remarks: where it is noted that something cannot be written.
@@ -42,7 +44,7 @@ class Pump:
             self._selector = stack.enter_context(DefaultSelector())
             self._held = stack.pop_all()
         self._jobs: deque[Callable[[], None]] = deque()
-        self._waiting: deque[threading.Event] = deque()
+        self._waiting: set[threading.Event] = set()  # who would wait for ever if the thread ended meanwhile
         self._sources: dict[int, Source] = {}  # by descriptor
         self._sinks: Mapping[str, Sink | None] = {}
         self._lost: set[str] = set()  # streams of the caller's that nothing can be written to
@@ -68,23 +70,27 @@ class Pump:
         if self._thread is None:
             return True
         done = threading.Event()
-        self._waiting.append(done)
-        self.post(self._settle)
+        self._waiting.add(done)
+        self.post(partial(self._settle, done))
         self._is_stuck = not (self._is_over or done.wait(seconds))
         return not self._is_stuck
 
+    def finish(self) -> None:
+        """No rank will print any more: end the thread once all is where it belongs."""
+        self.post(self._end)
+
     def close(self) -> None:
-        """End the thread, and give back what it held. A reader that does not read has a second, once."""
+        """Give back what it held. A reader that does not read has a second, once."""
+        if self._thread is None:
+            self._give_back()
+            return
         if not self._is_stuck:
             self.settle(LAST_SECONDS)
         self.gives_up.ring()
-        self.post(self._end)
-        if self._thread is not None:
-            self._thread.join(THREAD_SECONDS)
-        else:
-            self._give_back()
-        if self._is_over:  # else it is in code of the caller's that does not return
-            self._held.close()
+        self.finish()
+        self._thread.join(THREAD_SECONDS)
+        if self._thread.native_id is not None:
+            await_end_of_thread(self._thread.native_id, THREAD_SECONDS)
 
     def attach(self, mixer: Mixer, sinks: Mapping[str, Sink | None]) -> None:
         """Another call of the ranks: mix what they write by this, and write it to these."""
@@ -172,7 +178,17 @@ class Pump:
             source.is_open = False
             self._selector.unregister(source.pipe)
 
-    def _settle(self) -> None:
+    def _settle(self, done: threading.Event) -> None:
+        self._put_in_place()
+        self._waiting.discard(done)
+        done.set()
+
+    def _end(self) -> None:
+        self._put_in_place()
+        self._is_over = True
+
+    def _put_in_place(self) -> None:
+        """What has been written by now."""
         for source in list(self._sources.values()):
             self._drain(source)
         self._mixer.pause(time.monotonic())
@@ -180,10 +196,6 @@ class Pump:
         for stream, sink in self._sinks.items():
             if sink is not None:
                 self._try(stream, sink.flush)
-        self._waiting.popleft().set()
-
-    def _end(self) -> None:
-        self._is_over = True
 
     def _write_out(self) -> None:
         for stream, data in self._mixer.take():
@@ -221,8 +233,9 @@ class Pump:
         for source in self._sources.values():
             source.close()
         self._close_sinks()
+        self._held.close()
         while self._waiting:  # in vain, if there was an error
-            self._waiting.popleft().set()
+            self._waiting.pop().set()
 
     def _close_sinks(self) -> None:
         for sink in self._sinks.values():

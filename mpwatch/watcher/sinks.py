@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context, copy_context
+from io import FileIO
 from typing import IO, Any, Protocol
 
 __all__ = ["Sink", "sink_of"]
@@ -53,9 +54,9 @@ class _FileSink:
     """A descriptor: bytes as they are."""
 
     def __init__(self, stream: io.TextIOWrapper, gives_up: int) -> None:
-        self._fd, self._portion = _open_again(stream.fileno())
+        self._file, self._portion = _open_again(stream.fileno())
         self._poll = select.poll()
-        self._poll.register(self._fd, select.POLLOUT)
+        self._poll.register(self._file, select.POLLOUT)
         self._poll.register(gives_up, select.POLLIN)
 
     def write(self, data: bytes) -> bool:
@@ -70,29 +71,32 @@ class _FileSink:
         pass
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
     def _write(self, data: memoryview) -> int:
         try:
-            return os.write(self._fd, data)
+            return os.write(self._file.fileno(), data)
         except BlockingIOError:
             return 0
 
     def _has_room(self) -> bool:
-        return any(fd == self._fd for fd, _ in self._poll.poll())
+        return any(fd == self._file.fileno() for fd, _ in self._poll.poll())
 
 
-def _open_again(fd: int) -> tuple[int, int]:
-    """A descriptor for the same file, and how much may be written to it at a time without being blocked if it has room.
+def _open_again(fd: int) -> tuple[FileIO, int]:
+    """The same file once more, and how much may be written to it at a time without being blocked if it has room.
 
-    The one that is there may block, and is not ours alone to change. A pipe or a terminal can be opened anew, where there
-    is a /proc. If not, so much is written as a pipe takes in one piece.
+    The descriptor that is there may block, and is not ours alone to change. A pipe or a terminal can be opened anew, where
+    there is a /proc. If not, so much is written as a pipe takes in one piece.
     """
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return os.dup(fd), sys.maxsize
-    with suppress(OSError):
-        return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), sys.maxsize
-    return os.dup(fd), select.PIPE_BUF
+    # each in one call of C: between two bytecodes an exception could be thrown at us, and the descriptor be nobody's
+    is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+    if not is_file:
+        with suppress(OSError):
+            (file,) = map(FileIO, map(os.open, [f"/proc/self/fd/{fd}"], [os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY]), ["wb"])
+            return file, sys.maxsize
+    (file,) = map(FileIO, map(os.dup, [fd]), ["wb"])
+    return file, sys.maxsize if is_file else select.PIPE_BUF
 
 
 class _TextSink:
