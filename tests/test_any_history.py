@@ -120,10 +120,11 @@ class History(RuleBasedStateMachine):
         self.restarts -= 1
         event = StartAgain(0, generation=self.machine.generation, delay=delay) if self.restarts else self.of_now(Settled, 0)
         self.tell(event)
-        assert self.machine.stage is (Stage.PAUSED if self.restarts else Stage.OVER)
+        assert self.machine.stage is (Stage.PAUSED if self.restarts and not self.have_others_failed else Stage.OVER)
 
     @rule()
     def other_ranks_have_failed(self):
+        self.have_others_failed = True
         self.tell(StopAll())
 
     @precondition(lambda self: self.machine.generation)

@@ -97,6 +97,7 @@ def test_an_event_as_plain_data():
             "traceback": "Traceback ...\nValueError: boom\n",
             "stack": "",
             "stderr": "",
+            "log_files": {},
             "evidence": "",
             "is_secondary": False,
             "elapsed": 1.5,

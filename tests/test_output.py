@@ -252,37 +252,44 @@ def test_progress_bars_stay_readable(tmp_path, capfd):
     assert files_of(result.log_dir)["attempt_0", 0, "stderr"].count(b"\r") > 10
 
 
-SLOW = """
-import sys, threading, mpwatch, talkers
+# Tells on its stderr how much its rank has written by now, when it is asked.
+COUNTING = """
+import os, sys, threading, mpwatch, talkers
 from conftest import SPAWN
 written = SPAWN.Value("i")
 def tell():
     for line in sys.stdin:
         print(written.value, file=sys.stderr, flush=True)
 threading.Thread(target=tell, daemon=True).start()
-mpwatch.run(talkers.counts_and_marks, 1, args=(3000, written), logs=mpwatch.LogSpec(prefix="> "))
+try:
+    mpwatch.run(talkers.counts_and_marks, 1, args=(3000, written), logs=mpwatch.LogSpec(prefix="> "), grace_period=1)
+except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    os._exit(0)
 """
 
 
-def test_a_slow_reader_slows_the_rank_and_loses_nothing():
+@pytest.fixture
+def counting():
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", COUNTING], **pipes, env=ENV, text=True) as program:
+        yield program
+
+
+def written(program):
+    program.stdin.write("\n")
+    program.stdin.flush()
+    return int(program.stderr.readline())
+
+
+def test_a_slow_reader_slows_the_rank_and_loses_nothing(counting):
     """3 MB are written. What has been written and not read is never more than the pipes hold, and what is in the pump."""
-    with subprocess.Popen(
-        [sys.executable, "-c", SLOW],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=ENV,
-        text=True,
-    ) as program:
-        for n in range(3000):
-            assert program.stdout.readline() == "> " + f"{n}".ljust(999, ".") + "\n"
-            if n % 100 == 0:
-                program.stdin.write("\n")
-                program.stdin.flush()
-                assert int(program.stderr.readline()) - n < 600
-        assert program.stdout.read() == ""
-        assert program.stdin.close() is None
-        assert program.wait() == 0
+    for n in range(3000):
+        assert counting.stdout.readline() == "> " + f"{n}".ljust(999, ".") + "\n"
+        assert n % 100 or written(counting) - n < 600
+    assert counting.stdout.read() == ""
+    counting.stdin.close()
+    assert counting.wait() == 0
 
 
 def test_a_reader_that_goes_away_stops_nothing(tmp_path):
@@ -302,25 +309,12 @@ def test_a_reader_that_goes_away_stops_nothing(tmp_path):
     assert {len(text) for key, text in files_of(tmp_path).items() if key[2] == "stdout"} == {20000 * 100}
 
 
-STOPPED = """
-import os, sys, mpwatch, talkers
-from conftest import SPAWN
-written = SPAWN.Value("i")
-try:
-    mpwatch.run(talkers.counts_and_marks, 1, args=(3000, written), logs=mpwatch.LogSpec(prefix="> "), grace_period=1)
-except KeyboardInterrupt:
-    print("interrupted", file=sys.stderr)
-    os._exit(0)
-"""
-
-
-def test_ctrl_c_ends_a_run_whose_reader_has_stopped():
-    with subprocess.Popen(
-        [sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, text=True
-    ) as program:
-        program.stdout.readline()  # and nothing more is read
-        program.send_signal(signal.SIGINT)
-        assert program.wait(10) == 0
-        said = program.stderr.read()
+def test_ctrl_c_ends_a_run_whose_reader_has_stopped(counting, eventually):
+    counting.stdout.readline()  # and nothing more is read
+    eventually(lambda: written(counting) > 300)
+    counting.send_signal(signal.SIGINT)
+    counting.stdin.close()
+    said = counting.stderr.read()
+    assert counting.wait() == 0
     assert "not all that the ranks have printed could be shown: nobody reads it" in said
     assert said.endswith("interrupted\n")
