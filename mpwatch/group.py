@@ -13,6 +13,7 @@ from .checks import check_flag
 from .ranks import Worker
 from .result import RunResult, WorkerState
 from .spec import GroupSpec, Nprocs, Observers, check_call
+from .tables import group_table
 from .watcher.outcome import outcome_of
 from .watcher.team import Team
 from .wording import summary_of
@@ -151,6 +152,10 @@ class WorkerGroup:
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.state.name}: {self._spec.nprocs} ranks>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return group_table(self.state, self.workers, self._spec.backend)
 
     def _run(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunResult[T]:
         if self._is_closed:
