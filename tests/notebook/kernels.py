@@ -8,9 +8,11 @@ The program is a process of its own because Jupyter's client leaves an event loo
 import ast
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -25,16 +27,16 @@ class Kernel:
     """A running kernel. It knows by the cell what was put out, as a notebook does."""
 
     def __init__(self):
-        # Under pytest a kernel leaves its descriptors 1 and 2 as they are, which it does for no user.
-        env = {name: value for name, value in ENV.items() if name != "PYTEST_CURRENT_TEST"}
-        self._log = tempfile.TemporaryFile("w+")
+        # Under pytest a kernel leaves its descriptors 1 and 2 as they are, which it does for no user; and Jupyter warns.
+        env = {name: value for name, value in ENV.items() if name not in ("PYTEST_CURRENT_TEST", "PYTHONWARNINGS")}
+        self._log = tempfile.TemporaryFile("a+")  # each writes at its end, wherever we read
         self._driver = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            env={**env, "PYTHONWARNINGS": "ignore"},  # of Jupyter's own modules
+            env=env,
         )
         self.pid = self._do("start")
 
@@ -64,18 +66,21 @@ class Kernel:
         """As the button does; `now`: the kernel is not asked, but killed."""
         self.pid = self._do("restart", now)
 
+    def log(self):
+        """What it and its ranks have written where a server of notebooks writes its log."""
+        self._log.seek(0)
+        return self._log.read()
+
     def close(self):
-        """Shut it down properly: what it and its ranks have written where a server of notebooks writes its log."""
+        """Shut it down properly."""
         with self._log:
             self._driver.communicate(timeout=PATIENCE)
-            self._log.seek(0)
-            return self._log.read()
 
     def _do(self, what, *args):
         self._driver.stdin.write(json.dumps([what, *args]) + "\n")
         self._driver.stdin.flush()
         answer = self._driver.stdout.readline()
-        assert answer, self.close()
+        assert answer, self.log()
         return json.loads(answer)
 
 
@@ -83,16 +88,34 @@ class _Driver:
     def __init__(self):
         from jupyter_client.manager import KernelManager  # which only the program needs
 
-        self._manager = KernelManager()
-        self._manager.start_kernel(extra_arguments=["--HistoryManager.hist_file=:memory:"])
-        self._client = self._manager.blocking_client()
-        self._client.start_channels()
+        # It is asked, gets SIGTERM after half of this, and SIGKILL in the end. Once anything has been spawned, it comes to
+        # SIGTERM: ipykernel waits for multiprocessing's resource tracker, which ends last.
+        self._manager = KernelManager(shutdown_wait_time=2.0)
+        self._client = None
         self._outputs = {}
         self._ended = set()
 
     def start(self):
+        self._manager.start_kernel(extra_arguments=["--HistoryManager.hist_file=:memory:"])
+        return self._connect()
+
+    def _connect(self):
+        """What a kernel publishes before a new client's subscription has reached it is lost: ask until something comes."""
+        self._client = self._manager.blocking_client()
+        self._client.start_channels()
         self._client.wait_for_ready(timeout=PATIENCE)
+        deadline = time.monotonic() + PATIENCE
+        while not self._hears():
+            assert time.monotonic() < deadline, "the kernel publishes nothing"
         return self._manager.provisioner.pid
+
+    def _hears(self):
+        self._client.kernel_info()
+        try:
+            self._client.get_iopub_msg(timeout=0.1)
+        except queue.Empty:
+            return False
+        return True
 
     def begin(self, code):
         cell = self._client.execute(code)
@@ -108,12 +131,14 @@ class _Driver:
         self._manager.interrupt_kernel()
 
     def restart(self, now):
+        self._client.stop_channels()
         self._manager.restart_kernel(now=now)
-        return self.start()
+        return self._connect()
 
     def close(self):
-        self._client.stop_channels()
-        self._manager.shutdown_kernel()
+        if self._client is not None:
+            self._client.stop_channels()
+            self._manager.shutdown_kernel()
 
     def _take(self, message):
         kind, content, cell = message["msg_type"], message["content"], message["parent_header"].get("msg_id")
