@@ -76,7 +76,9 @@ def restarts_text(result: RunResult[Any]) -> str:
     """How often it was tried, and why not once more; empty if there is nothing to say of that."""
     if not result.restarts:
         return f"not started again: {result.not_restarted}" if result.not_restarted else ""
-    return f"started again {times_text(result.restarts)}" + (f", and then no more: {result.not_restarted}" if result.not_restarted else "")
+    return f"started again {times_text(result.restarts)}" + (
+        f", and then no more: {result.not_restarted}" if result.not_restarted else ""
+    )
 
 
 def times_text(count: int) -> str:
