@@ -90,7 +90,7 @@ class _Driver:
 
         # It is asked, gets SIGTERM after half of this, and SIGKILL in the end. Once anything has been spawned, it comes to
         # SIGTERM: ipykernel waits for multiprocessing's resource tracker, which ends last.
-        self._manager = KernelManager(shutdown_wait_time=2.0)
+        self._manager = KernelManager(shutdown_wait_time=1.0)
         self._client = None
         self._outputs = {}
         self._ended = set()

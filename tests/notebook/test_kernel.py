@@ -200,5 +200,5 @@ def test_ranks_end_with_a_kernel_that_is(how, call, kernel, at_work, eventually)
 def test_ranks_end_with_a_kernel_that_is_restarted_properly(kernel, at_work, eventually):
     _, processes = at_work("mpwatch.run(wait_with_helper, 2, args=(FOLDER,))")
     begin_anew(kernel, now=False)
-    assert not any(is_alive(pid) for pid in processes)
+    eventually(lambda: not any(is_alive(pid) for pid in processes), 1.0)
     assert kernel.value("list(mpwatch.run(lambda: 7, 2))") == [7, 7]
