@@ -5,6 +5,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -121,8 +122,9 @@ class WorkerGroup:
             RuntimeError: the group is closed, or is that of another process, or this is called from within a call of it.
             KeyboardInterrupt: Ctrl-C; the ranks got it too, and stay if all of them answered within grace_period.
         """
+        __tracebackhide__ = True  # as in mpwatch.run
         check_call(fn, args, kwargs)
-        return self._in_turn("run", lambda: self._run(fn, tuple(args), dict(kwargs or {})))
+        return self._in_turn("run", partial(self._run, fn, tuple(args), dict(kwargs or {})))
 
     def close(self) -> None:
         """End the ranks, as any Python program ends, and wait for that. Nothing if they have been ended.
@@ -158,9 +160,10 @@ class WorkerGroup:
         return group_table(self.state, self.workers, self._spec.backend)
 
     def _run(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunResult[T]:
+        __tracebackhide__ = True
         if self._is_closed:
             raise RuntimeError("this WorkerGroup is closed; make another one")
-        return outcome_of(lambda: self._team.call(fn, args, kwargs), check=self._check)
+        return outcome_of(partial(self._team.call, fn, args, kwargs), check=self._check)
 
     def _close(self, reason: str = "") -> None:
         self._is_closed = True
@@ -173,6 +176,7 @@ class WorkerGroup:
                 self._team.tell_end(reason)
 
     def _in_turn(self, what: str, do: Callable[[], R]) -> R:
+        __tracebackhide__ = True
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{what}() was called in a fork of the process that the WorkerGroup belongs to; make one there"

@@ -53,18 +53,13 @@ def at_work(kernel, tmp_path, eventually):
     return begin
 
 
-def ending(kernel, cell):
-    """What ended this cell."""
-    return kernel.finish(cell)[-1].get("ename")
-
-
 def interrupted(kernel, cell):
-    """What ended this cell after an interrupt."""
+    """The error that this cell ends with after an interrupt."""
     before = time.monotonic()
     kernel.interrupt()
-    how = ending(kernel, cell)
+    error = kernel.finish(cell)[-1]
     assert time.monotonic() - before < 5  # half of grace_period
-    return how
+    return error
 
 
 def begin_anew(kernel, *, now):
@@ -84,7 +79,9 @@ def test_what_cells_have_defined(kernel):
 
 def test_an_interrupt_ends_a_run(kernel, at_work):
     cell, processes = at_work("mpwatch.run(wait_with_helper, 2, args=(FOLDER,))")
-    assert interrupted(kernel, cell) == "KeyboardInterrupt"
+    error = interrupted(kernel, cell)
+    assert error["ename"] == "KeyboardInterrupt"
+    assert sum("/mpwatch/" in frame for frame in error["traceback"]) == 1  # the others are hidden
     assert not any(is_alive(pid) for pid in processes)
     assert kernel.value("list(mpwatch.run(lambda: 7, 2))") == [7, 7]
 
@@ -93,7 +90,7 @@ def test_a_second_interrupt_kills_who_ignores_the_first(kernel, at_work, tmp_pat
     cell, processes = at_work("mpwatch.run(wait_deaf, 2, args=(FOLDER,), grace_period=1000)")
     kernel.interrupt()
     eventually(lambda: sum(name.startswith("deaf") for name in os.listdir(tmp_path)) == 2)
-    assert interrupted(kernel, cell) == "KeyboardInterrupt"
+    assert interrupted(kernel, cell)["ename"] == "KeyboardInterrupt"
     assert not any(is_alive(pid) for pid in processes)
 
 
@@ -106,6 +103,8 @@ def test_a_group_serves_many_cells(kernel):
     (shown,) = kernel.run("group")
     assert "HEALTHY: the ranks are there" in shown["data"]["text/html"]
     assert shown["data"]["text/plain"] == "<WorkerGroup HEALTHY: 2 ranks>"
+    kernel.interrupt()  # between two calls it means nothing
+    assert kernel.value("list(group.run(pids))") == first
     assert kernel.run("group.close()") == []
     assert not any(is_alive(pid) for pid in first)
 
@@ -113,7 +112,7 @@ def test_a_group_serves_many_cells(kernel):
 def test_ranks_of_a_group_that_answer_an_interrupt_stay(kernel, at_work):
     kernel.run("group = mpwatch.WorkerGroup(2)")
     cell, processes = at_work("group.run(wait, (FOLDER,))")
-    assert interrupted(kernel, cell) == "KeyboardInterrupt"
+    assert interrupted(kernel, cell)["ename"] == "KeyboardInterrupt"
     assert set(kernel.value("list(group.run(pids))")) == set(processes)
     assert kernel.run("group.close()") == []
 
@@ -123,7 +122,7 @@ def test_ranks_of_a_group_that_do_not_answer_are_started_anew(kernel, at_work, t
     cell, processes = at_work("group.run(wait_deaf, (FOLDER,))")
     kernel.interrupt()
     eventually(lambda: sum(name.startswith("deaf") for name in os.listdir(tmp_path)) == 2)
-    assert interrupted(kernel, cell) == "KeyboardInterrupt"
+    assert interrupted(kernel, cell)["ename"] == "KeyboardInterrupt"
     assert not any(is_alive(pid) for pid in processes)
     (shown,) = kernel.run("group")
     assert "UNHEALTHY" in shown["data"]["text/html"]
@@ -135,7 +134,7 @@ def test_ranks_of_a_group_that_do_not_answer_are_started_anew(kernel, at_work, t
 
 def test_an_interrupt_leaves_the_block_of_a_group(kernel, at_work):
     cell, processes = at_work("with mpwatch.WorkerGroup(2) as group: group.run(wait, (FOLDER,))")
-    assert interrupted(kernel, cell) == "KeyboardInterrupt"
+    assert interrupted(kernel, cell)["ename"] == "KeyboardInterrupt"
     assert not any(is_alive(pid) for pid in processes)
     assert kernel.value("group.state.name") == "STOPPED"
 
@@ -151,7 +150,7 @@ def test_cells_with_magic_and_with_await(kernel):
 def test_an_interrupt_of_a_cell_with_await(kernel, at_work):
     """For such a cell ipykernel has a handler of its own, which raises nothing: the run says itself that it was stopped."""
     cell, processes = at_work("await asyncio.sleep(0)\nmpwatch.run(wait, 2, args=(FOLDER,))")
-    assert interrupted(kernel, cell) == "RunFailedError"
+    assert interrupted(kernel, cell)["ename"] == "RunFailedError"
     assert not any(is_alive(pid) for pid in processes)
     assert kernel.value("1 + 1") == 2
 

@@ -76,6 +76,12 @@ def test_exceptions_of_cells(outputs):
     assert re.search(r"-+> 10 +raise TooBad\(message\)", plain(output["traceback"]))
 
 
+def test_our_own_frames_are_left_out(outputs):
+    """But for the last one, which IPython shows in any case."""
+    (output,) = outputs["failure"]
+    assert len(re.findall(r"^File .*/mpwatch/", plain(output["traceback"]), re.MULTILINE)) == 1
+
+
 def test_exceptions_of_modules(outputs):
     (output,) = outputs["failure of a module"]
     assert "in raises_value_error()" in plain(output["traceback"])
