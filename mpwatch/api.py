@@ -83,6 +83,7 @@ def run(
         TypeError, ValueError: an argument is not what it should be.
         KeyboardInterrupt: Ctrl-C; the ranks got it too, and had grace_period seconds to end.
     """
+    __tracebackhide__ = True  # of IPython and pytest: what they show of an error is the user's own code
     check_flag("check", check)
     spec = WorkerSpec(
         fn=fn,

@@ -5,6 +5,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -14,6 +15,7 @@ from .logs import LogSpec
 from .ranks import Worker
 from .result import RunResult, WorkerState
 from .spec import GroupSpec, Nprocs, Observers, check_call
+from .tables import group_table
 from .watcher.outcome import outcome_of
 from .watcher.team import Team
 from .wording import summary_of
@@ -125,8 +127,9 @@ class WorkerGroup:
             RuntimeError: the group is closed, or is that of another process, or this is called from within a call of it.
             KeyboardInterrupt: Ctrl-C; the ranks got it too, and stay if all of them answered within grace_period.
         """
+        __tracebackhide__ = True  # as in mpwatch.run
         check_call(fn, args, kwargs)
-        return self._in_turn("run", lambda: self._run(fn, tuple(args), dict(kwargs or {})))
+        return self._in_turn("run", partial(self._run, fn, tuple(args), dict(kwargs or {})))
 
     def close(self) -> None:
         """End the ranks, as any Python program ends, and wait for that. Nothing if they have been ended.
@@ -157,10 +160,15 @@ class WorkerGroup:
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.state.name}: {self._spec.nprocs} ranks>"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return group_table(self.state, self.workers, self._spec.backend)
+
     def _run(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunResult[T]:
+        __tracebackhide__ = True
         if self._is_closed:
             raise RuntimeError("this WorkerGroup is closed; make another one")
-        return outcome_of(lambda: self._team.call(fn, args, kwargs), check=self._check)
+        return outcome_of(partial(self._team.call, fn, args, kwargs), check=self._check)
 
     def _close(self, reason: str = "") -> None:
         self._is_closed = True
@@ -173,6 +181,7 @@ class WorkerGroup:
                 self._team.tell_end(reason)
 
     def _in_turn(self, what: str, do: Callable[[], R]) -> R:
+        __tracebackhide__ = True
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{what}() was called in a fork of the process that the WorkerGroup belongs to; make one there"

@@ -1,14 +1,25 @@
-"""What a notebook shows of a result: a small table, as HTML. Pure."""
+"""What a notebook shows of a result and of a group: a small table, as HTML. Pure, but for the names of its cells."""
 
+import re
+from collections.abc import Sequence
 from html import escape
 from reprlib import Repr
 from typing import Any
 
+from .ranks import Worker
 from .result import ProcessFailure, RunResult, WorkerState
-from .wording import attempt_rows, failed_attempts, fates, ranks_text, restarts_text, verdict
+from .wire.sources import cell_name
+from .wording import attempt_rows, failed_attempts, fates, ranks_text, restarts_text, times_text, verdict
 
-__all__ = ["table_of"]
+__all__ = ["group_table", "table_of"]
 
+STATES = {  # of a group, for who looks at it between two calls
+    WorkerState.INIT: "the ranks are starting",
+    WorkerState.HEALTHY: "the ranks are there",
+    WorkerState.UNHEALTHY: "not all ranks are well; if they are lost, the next call starts all of them anew",
+    WorkerState.STOPPED: "closed",
+}
+FRAME = re.compile(r'^  File "(.+)"(?=, line \d)', re.MULTILINE)
 TEXT_LIMIT = 100_000  # characters of a traceback
 ROWS = 32  # values of ranks that are shown; more are counted
 _short = Repr()
@@ -34,6 +45,17 @@ def table_of(result: RunResult[Any]) -> str:
     return _table(verdict(result), rows) + (_unfolding(root) if root is not None else "")
 
 
+def group_table(state: WorkerState, workers: Sequence[Worker], backend: str | None) -> str:
+    """How the ranks of a WorkerGroup are, and how often they have been started anew."""
+    restarts = max((worker.restart_count for worker in workers), default=0)
+    rows = [
+        ("state", f"{state.name}: {STATES[state]}"),
+        ("started anew", times_text(restarts) if restarts else "never"),
+        *([("backend", backend)] if backend else []),
+    ]
+    return _table(f"WorkerGroup of {ranks_text(worker.rank for worker in workers)}", rows)
+
+
 def _repr(value: object) -> str:
     try:
         return _short.repr(value)
@@ -50,11 +72,16 @@ def _table(caption: str, rows: list[tuple[str, str]]) -> str:
 
 
 def _unfolding(failure: ProcessFailure) -> str:
-    text = failure.traceback or failure.stack or failure.stderr
+    text = FRAME.sub(_frame, failure.traceback or failure.stack or failure.stderr)
     name = "traceback" if failure.traceback else "Python stack" if failure.stack else "what it printed"
     if len(text) > TEXT_LIMIT:
         text = f"{text[: TEXT_LIMIT // 2]}\n[...]\n{text[-TEXT_LIMIT // 2 :]}"
     return f"<details><summary>{name} of rank {failure.rank}</summary><pre>{_html(text)}</pre></details>" if text else ""
+
+
+def _frame(match: re.Match[str]) -> str:
+    cell = cell_name(match[1])
+    return f"  {cell}" if cell else match[0]
 
 
 def _html(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from .result import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
 from .wire.exceptions import own
+from .wire.sources import cell_name
 
 __all__ = [
     "attempt_rows",
@@ -25,6 +26,7 @@ __all__ = [
     "restarts_text",
     "summary_of",
     "timeout_text",
+    "times_text",
     "verdict",
     "where",
 ]
@@ -74,8 +76,14 @@ def restarts_text(result: RunResult[Any]) -> str:
     """How often it was tried, and why not once more; empty if there is nothing to say of that."""
     if not result.restarts:
         return f"not started again: {result.not_restarted}" if result.not_restarted else ""
-    times = f"{result.restarts} times" if result.restarts > 1 else "once"
-    return f"started again {times}" + (f", and then no more: {result.not_restarted}" if result.not_restarted else "")
+    return f"started again {times_text(result.restarts)}" + (
+        f", and then no more: {result.not_restarted}" if result.not_restarted else ""
+    )
+
+
+def times_text(count: int) -> str:
+    """`once`, or `3 times`."""
+    return "once" if count == 1 else f"{count} times"
 
 
 def failed_attempts(result: RunResult[Any]) -> list[Attempt]:
@@ -296,4 +304,4 @@ def _first_of_user(files: Iterable[str]) -> int:
 
 
 def _base(path: str) -> str:
-    return path.rpartition("/")[2].replace("\n", "\\n")
+    return cell_name(path) or path.rpartition("/")[2].replace("\n", "\\n")

@@ -65,6 +65,7 @@ def test_ranks_stay_and_so_does_what_they_keep():
         assert {worker.run_id for worker in group.workers} == {worker.run_id for worker in group.run(functions.rank).workers}
         assert group.state is WorkerState.HEALTHY
         assert repr(group) == "<WorkerGroup HEALTHY: 3 ranks>"
+        assert "<b>WorkerGroup of ranks 0-2</b>" in group._repr_html_()
     assert group.state is WorkerState.STOPPED
     assert not any(is_alive(pid) for pid, *_ in first)
     with pytest.raises(RuntimeError, match="this WorkerGroup is closed; make another one"):

@@ -2,12 +2,16 @@
 
 import pickle
 import signal
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from told import COMPLAINT, IN_TORCH, LIBRARY, STOPPED, at, died, facts, raised, returned
 
 from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, WorkerState
 from mpwatch.platform import DUMP_SIGNAL
+from mpwatch.tables import group_table
 from mpwatch.watcher.diagnosis import diagnose
 from mpwatch.watcher.states import Verdict
 from mpwatch.wording import exit_text, ranks_text, report, where
@@ -261,6 +265,29 @@ def test_a_table_of_very_many_values():
     many = diagnose(facts(*[returned(n) for n in range(512)], verdict=Verdict.SUCCEEDED, stopped_at=None))._repr_html_()
     assert many.count("<tr>") == 33
     assert "480 more" in many
+
+
+def test_the_table_of_a_group():
+    ranks = diagnose(facts(STOPPED, STOPPED, STOPPED)).workers
+    html = group_table(WorkerState.HEALTHY, ranks, None)
+    assert "<b>WorkerGroup of ranks 0-2</b>" in html
+    assert "HEALTHY: the ranks are there" in html
+    assert '<th style="text-align:left">started anew</th><td style="text-align:left">never</td>' in html
+    assert "backend" not in html
+    html = group_table(WorkerState.UNHEALTHY, [replace(rank, restart_count=2) for rank in ranks], "gloo")
+    assert "the next call starts all of them anew" in html
+    assert ">2 times<" in html
+    assert ">gloo<" in html
+
+
+def test_cells_are_called_what_ipython_calls_them(monkeypatch):
+    compiler = SimpleNamespace(format_code_name=lambda file: ("Cell", "In[7]") if file == "/home/me/train.py" else None)
+    shell = SimpleNamespace(compile=compiler)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    bad = diagnose(facts(raised(ValueError("bad"), 9.0), {**STOPPED, "stacks": at("train", 3)}))
+    assert "(Cell In[7]:3 in train" in report(bad)
+    shell.compile = None  # of another kind
+    assert "(train.py:3 in train" in report(bad)
 
 
 @pytest.mark.parametrize(

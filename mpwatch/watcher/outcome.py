@@ -14,6 +14,7 @@ T = TypeVar("T")
 
 def outcome_of(watch: Callable[[], RunResult[T]], *, check: bool) -> RunResult[T]:
     """The result of what this runs. If `check`, a failed one is raised; signals that came do what they would have done."""
+    __tracebackhide__ = True  # see run
     result = _result_of(watch)
     if check and result.state is not WorkerState.SUCCEEDED:
         raise _error(result)
@@ -21,6 +22,7 @@ def outcome_of(watch: Callable[[], RunResult[T]], *, check: bool) -> RunResult[T
 
 
 def _result_of(watch: Callable[[], RunResult[T]]) -> RunResult[T]:
+    __tracebackhide__ = True
     try:
         return watch()
     except InterruptError as interrupt:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from types import CodeType
 
-__all__ = ["of_code", "of_files", "remember", "take_over"]
+__all__ = ["cell_name", "of_code", "of_files", "remember", "take_over"]
 
 STDIN = "<stdin>"
 COMMAND = "<string>"  # of `python -c`, but also of anything that is executed from a string: nobody knows which
@@ -48,6 +48,13 @@ def of_code(codes: Iterable[CodeType]) -> dict[str, str]:
         if text and _contains(text, ours):
             found[STDIN] = text
     return found
+
+
+def cell_name(file: str) -> str:
+    """What IPython calls the cell that it has compiled as this file: `Cell In[3]`; empty for any other, or elsewhere."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)  # in IPython 8 and newer
+    return " ".join(name_of(file) or ())
 
 
 def take_over(sources: Mapping[str, str]) -> None:

@@ -71,9 +71,15 @@ def test_exceptions_of_cells(outputs):
     assert outputs["caught"][0]["data"]["text/plain"] == "True"
     (output,) = outputs["failure"]
     assert (output["output_type"], output["ename"]) == ("error", "RunFailedError")
-    assert "failed first: TooBad: of a cell" in output["evalue"]
+    assert "failed first: TooBad: of a cell (Cell In[1]:10 in fail)" in output["evalue"]
     assert re.search(r"Cell In\[1\], line 10, in fail\(\)", plain(output["traceback"]))
     assert re.search(r"-+> 10 +raise TooBad\(message\)", plain(output["traceback"]))
+
+
+def test_our_own_frames_are_left_out(outputs):
+    """But for the last one, which IPython shows in any case."""
+    (output,) = outputs["failure"]
+    assert len(re.findall(r"^File .*/mpwatch/", plain(output["traceback"]), re.MULTILINE)) == 1
 
 
 def test_exceptions_of_modules(outputs):
@@ -90,6 +96,7 @@ def test_an_error_and_a_result_are_tables(outputs):
     html = outputs["error"][0]["data"]["text/html"]
     assert "failed first: TooBad: of a cell" in html
     assert "<summary>traceback of rank" in html
+    assert "  Cell In[1], line 10, in fail\n    raise TooBad(message)" in html
     html = outputs["result"][0]["data"]["text/html"]
     assert "<b>2 ranks succeeded</b>" in html
     assert '<td style="text-align:left">7</td>' in html
@@ -99,4 +106,4 @@ def test_where_ranks_are_in_a_cell(outputs):
     (output,) = outputs["timeout"]
     assert output["ename"] == "RunTimeoutError"
     assert "ranks 0-1: still at work in wait (" in output["evalue"]
-    assert ":14 in wait: threading.Event().wait()  # for ever)" in output["evalue"]
+    assert "(Cell In[1]:14 in wait: threading.Event().wait()  # for ever)" in output["evalue"]

@@ -1,0 +1,81 @@
+"""The notebook among the examples: what comes when it is executed, and what is stored in it."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from programs import ENV, python
+
+HERE = Path(__file__).parent
+NOTEBOOK = HERE.parents[1] / "examples/notebook.ipynb"
+
+
+def shown(path):
+    """By cell, all that it shows, as text."""
+    cells = json.loads(path.read_text())["cells"]
+    return {cell["id"]: "".join(map(text_of, cell["outputs"])) for cell in cells if cell["cell_type"] == "code"}
+
+
+def text_of(output):
+    if output["output_type"] == "stream":
+        return "".join(output["text"])
+    if output["output_type"] == "error":
+        return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(output["traceback"]))
+    return "".join(output["data"].get("text/html", output["data"]["text/plain"]))
+
+
+@pytest.fixture(scope="module")
+def now(tmp_path_factory):
+    """What is shown after an execution."""
+    output = tmp_path_factory.mktemp("executed") / "notebook.ipynb"
+    python(str(HERE / "execute.py"), str(NOTEBOOK), "-o", str(output), env={**ENV, "PYTHONWARNINGS": "default"})
+    return shown(output)
+
+
+@pytest.fixture(params=["now", "stored"])
+def cells(request):
+    """What is shown after an execution, and what was when it was stored."""
+    return request.getfixturevalue("now") if request.param == "now" else shown(NOTEBOOK)
+
+
+def test_the_ranks_learn(cells):
+    assert "epoch 9: loss 0." in cells["train"]
+    assert "<b>4 ranks succeeded</b>" in cells["train"]
+    assert len(set(re.findall(r"Trained\(accuracy=([\d.]+)\)", cells["train"]))) == 1  # the same in all ranks
+    assert float(re.match(r"([\d.]+)% of the test images", cells["use"])[1]) > 95
+
+
+def test_the_failure_is_told(cells):
+    told = cells["failure"]
+    assert "Cell In[4], line 7, in brightness()" in told
+    assert "----> 7         raise ValueError(" in told
+    assert "ValueError: 1 pixel in the share of rank 2 is not a number" in told
+    assert "RunFailedError: rank 2 failed first: ValueError: 1 pixel in the share of rank 2" in told
+    assert "stopped by the watcher" in told
+    assert "<b>rank 2 failed first" in cells["error"]
+    assert cells["cause"] == "2 FailureKind.EXCEPTION ValueError('1 pixel in the share of rank 2 is not a number')\n"
+
+
+def test_it_shows_where_the_others_were():
+    """When it is executed that is nearly always so: a rank may be slow to begin."""
+    told = shown(NOTEBOOK)["failure"]
+    assert "ranks 0-1, 3: stopped by the watcher in all_reduce (Cell In[4]:9 in brightness: dist.all_reduce(total))" in told
+
+
+def test_the_group_serves_many_cells(cells):
+    assert cells["group"] == "images by rank: [450, 449, 449, 449]\n"
+    assert sum(map(int, re.findall(r"\d+", cells["step"]))) == 1797
+    assert int(re.search(r"(\d+)% agree", cells["purity"])[1]) > 60
+    assert "HEALTHY" in cells["purity"]
+    assert "STOPPED: closed" in cells["close"]
+
+
+def test_nothing_of_a_machine_is_stored():
+    text = NOTEBOOK.read_text()
+    assert not re.search(r"/tmp|/home|/root|/Users|site-packages|iopub\.execute|Warning|UTC", text)
+    assert set(json.loads(text)["metadata"]) == {"kernelspec", "language_info"}
