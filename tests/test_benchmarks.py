@@ -38,7 +38,7 @@ def tee(monkeypatch):
         return teed.tee(dataclasses.replace(MEASURES["tee"], lines=1000), name, 2, str(folder))
 
     yield take
-    for name in ("teed", "launchers", "tasks", "measures"):
+    for name in ("teed", "reader", "launchers", "tasks", "measures"):
         del sys.modules[name]
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import tasks
 from launchers import LAUNCH
 from measures import OURS
+from reader import END
 
 __all__ = ["tee"]
 
@@ -45,7 +46,7 @@ def reading(ranks, lines):
         try:
             yield figures
             sys.stdout.flush()
-            os.write(1, b"\0")  # the end; a resource tracker has the pipe open for as long as this program runs
+            os.write(1, END)  # no reader of it sees an end of file: multiprocessing's resource tracker holds it open, too
         finally:
             os.dup2(stdout, 1)
             os.close(stdout)
