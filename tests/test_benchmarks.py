@@ -128,6 +128,18 @@ def test_files_must_hold_what_was_printed(tee, tmp_path, kept, why):
         tee("elastic", print_as(lambda lines: lines, kept), tmp_path)
 
 
+def test_a_launcher_that_fails_does_not_leave_the_reader_waiting(tee, tmp_path):
+    held = []
+
+    def fail(*_):
+        held.append(os.dup(1))  # as processes do that outlive the call
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        tee("mpwatch", lambda logs: fail, tmp_path)
+    os.close(*held)
+
+
 def test_figures_are_judged_and_failures_are_told(verdicts):
     seconds = {"mpwatch": (0.2, 0.3, 0.2), "floor": (0.1, 0.2, 0.1), "mp_spawn": (4, 4, 4)}
     rounds = [{name: {8: {"entered": figures[number]}} for name, figures in seconds.items()} for number in range(3)]

@@ -45,9 +45,9 @@ def reading(ranks, lines):
         os.dup2(reader.stdin.fileno(), 1)
         try:
             yield figures
+        finally:
             sys.stdout.flush()
             os.write(1, END)  # no reader of it sees an end of file: multiprocessing's resource tracker holds it open, too
-        finally:
             os.dup2(stdout, 1)
             os.close(stdout)
             reader.stdin.close()
