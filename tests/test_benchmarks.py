@@ -1,12 +1,16 @@
 """The benchmarks are not taken here; but they can be, and what is said of the figures is right."""
 
+import dataclasses
 import json
+import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
-from programs import python
+from programs import ENV, python
+
+import mpwatch
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 
@@ -18,6 +22,23 @@ def verdicts(monkeypatch):
 
     yield verdicts
     for name in ("verdicts", "measures"):
+        del sys.modules[name]
+
+
+@pytest.fixture
+def tee(monkeypatch):
+    """Takes the measure of that name with a launcher that is put in the place of a real one: 1,000 lines for each of two ranks."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import teed
+    from measures import MEASURES
+
+    def take(name, launcher, folder):
+        folder.mkdir(exist_ok=True)
+        monkeypatch.setitem(teed.LAUNCH, name, launcher)
+        return teed.tee(dataclasses.replace(MEASURES["tee"], lines=1000), name, 2, str(folder))
+
+    yield take
+    for name in ("teed", "reader", "launchers", "tasks", "measures"):
         del sys.modules[name]
 
 
@@ -43,6 +64,80 @@ def test_a_restart_can_be_timed(tmp_path):
     ]
     entered, again, ratio = (row["median"] for row in rows)
     assert ratio == again / entered
+
+
+@pytest.mark.skipif(not hasattr(mpwatch, "LogSpec"), reason="ranks' lines cannot be shown with a prefix yet")
+def test_what_ranks_print_is_timed(tmp_path):
+    tee_once = (
+        "import dataclasses, json, measures, sys, teed\n"
+        "measure = dataclasses.replace(measures.MEASURES['tee'], lines=2000)\n"
+        "print(json.dumps(teed.tee(measure, 'mpwatch', 2, sys.argv[1])))"
+    )
+    path = os.pathsep.join([str(BENCHMARKS), ENV["PYTHONPATH"]])
+    figures = json.loads(python("-c", tee_once, str(tmp_path), env={**ENV, "PYTHONPATH": path}).stdout)
+    assert (figures.keys(), figures["faults"]) == ({"shown", "faults", "peak"}, 0)
+
+
+def print_as(shown, kept=None):
+    """A launcher without processes: what its two ranks have printed is shown so, and kept so if that is something else."""
+
+    def launch(_task, ranks, args):
+        (folder, lines), printed = args, [printed_by(rank) for rank in range(ranks)]
+        assert lines == len(printed[0])
+        for rank, its in enumerate(printed):
+            (log := Path(folder, "logs", "run", "attempt_0", str(rank))).mkdir(parents=True)
+            (log / "stdout.log").write_text("".join(kept(its) if kept else its))
+        both = [f"[{rank}] {line}" for rank, its in enumerate(printed) for line in its]
+        os.write(1, "".join(shown(both)).encode())
+
+    return lambda logs: launch
+
+
+def printed_by(rank):
+    return [f"{rank} {number} ".ljust(99, "x") + "\n" for number in range(1000)]
+
+
+@pytest.mark.parametrize(
+    ("shown", "faults"),
+    [
+        (lambda lines: lines, 0),
+        (lambda lines: [line for pair in zip(lines[:1000], lines[1000:], strict=True) for line in pair], 0),  # taking turns
+        (lambda lines: lines[:-1], 1),  # the last one is lost
+        (lambda lines: [*lines, lines[-1]], 2),  # shown twice: not the next one, and one too many
+        (lambda lines: [*lines[:5], lines[6], lines[5], *lines[7:]], 3),  # not the next one, three times over
+        (lambda lines: [lines[0][:50], lines[1000], lines[0][50:], *lines[1:1000], *lines[1001:]], 4),  # torn
+        (lambda lines: [lines[0][4:], *lines[1:]], 2),  # without its prefix; so the next one is not the next
+    ],
+)
+def test_lines_that_are_not_shown_as_they_were_printed_are_counted(tee, tmp_path, shown, faults):
+    assert tee("elastic", print_as(shown), tmp_path)["faults"] == faults
+    if faults:
+        with pytest.raises(AssertionError, match=f"{faults} lines are not shown"):
+            tee("mpwatch", print_as(shown), tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("kept", "why"),
+    [
+        (lambda lines: lines[:-1], "stdout.log has 99900 bytes"),
+        (lambda lines: [lines[1], lines[0], *lines[2:]], "not what was printed, somewhere from line 0 on"),
+    ],
+)
+def test_files_must_hold_what_was_printed(tee, tmp_path, kept, why):
+    with pytest.raises(AssertionError, match=why):
+        tee("elastic", print_as(lambda lines: lines, kept), tmp_path)
+
+
+def test_a_launcher_that_fails_does_not_leave_the_reader_waiting(tee, tmp_path):
+    held = []
+
+    def fail(*_):
+        held.append(os.dup(1))  # as processes do that outlive the call
+        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        tee("mpwatch", lambda logs: fail, tmp_path)
+    os.close(*held)
 
 
 def test_figures_are_judged_and_failures_are_told(verdicts):

@@ -2,8 +2,8 @@
 
 An entry of LAUNCH imports what a script that uses it has at its top, before the clock starts, and gives a function
 `launch(task, ranks, args)` for the call itself: the values by rank, if it has any to give. Those that can start ranks again
-are asked how often they may. An entry of WARM is a context with so many ranks that stay, and gives `call(task, *args)`: one
-call on all of them.
+are asked how often they may; those that keep what ranks print are given a folder for it, and show it, too, prefixed. An
+entry of WARM is a context with so many ranks that stay, and gives `call(task, *args)`: one call on all of them.
 
 Nothing in here runs in a rank.
 """
@@ -16,10 +16,14 @@ import tasks
 __all__ = ["LAUNCH", "WARM"]
 
 
-def mpwatch(restarts=0):
+def mpwatch(restarts=0, logs=None, **options):
     from mpwatch import run
 
-    return lambda task, ranks, args: list(run(task, ranks, args=args, max_restarts=restarts))
+    if logs:
+        from mpwatch import LogSpec
+
+        options["logs"] = LogSpec(logs, prefix="[{rank}] ")
+    return lambda task, ranks, args: list(run(task, ranks, args=args, max_restarts=restarts, **options))
 
 
 def floor():
@@ -50,7 +54,8 @@ def mp_spawn():
     return launch
 
 
-def elastic(restarts=0):
+def elastic(restarts=0, logs=None):
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     def launch(task, ranks, args):
@@ -62,6 +67,8 @@ def elastic(restarts=0):
             rdzv_endpoint="localhost:0",
             max_restarts=restarts,
             monitor_interval=0.1,  # its default
+            logs_specs=DefaultLogsSpecs(logs, tee=Std.ALL) if logs else None,
+            log_line_prefix_template="[${rank}] ",
         )
         values = elastic_launch(config, task)(*args)
         return [values[rank] for rank in range(ranks)]

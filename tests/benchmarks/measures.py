@@ -6,6 +6,7 @@ A figure without a unit is itself a ratio, of two figures of the same launcher i
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["FIGURES", "MEASURES", "OURS", "Goal", "Measure"]
 
@@ -26,6 +27,10 @@ FIGURES = {  # what each is, and its unit
     "call": ("one call, median of the calls of a round", "s"),
     "slope": ("the whole call, per rank more", "s"),
     "burnt": ("CPU time of the calling process, in an hour of waiting", "s"),
+    "shown": ("first line at the reader -> the last one", "s"),
+    "faults": ("lines not shown whole, once and in order", "lines"),
+    "report": ("one report(), mean of all", "s"),
+    "heartbeat": ("one heartbeat(), mean of all", "s"),
 }
 
 
@@ -50,12 +55,33 @@ class Measure:
     argument_mb: int = 0  # an array of so many 10**6 bytes
     calls: int = 0  # of a warm group
     seconds: float = 0.0  # to be idle for
+    lines: int = 0  # that each rank prints
+    options: tuple[tuple[str, object], ...] = ()  # what else mpwatch is given
     timeout: float = 120.0  # of one program; then it is killed, and has failed
 
 
 def _against(figure: str, **ratios: float) -> tuple[Goal, ...]:
     return tuple(Goal(figure=figure, at_most=ratio, against=launcher) for launcher, ratio in ratios.items())
 
+
+_TEE: dict[str, Any] = {
+    "launchers": (OURS, "elastic"),
+    "figures": ("shown", "faults", "peak"),
+    "ranks": (8,),
+    "goals": (
+        *_against("shown", elastic=0.2),
+        Goal(figure="peak", at_most=64.0),
+    ),
+    "way": "tee",
+    "lines": 500_000,
+}
+_REPORT: dict[str, Any] = {
+    "launchers": (OURS,),
+    "figures": ("report", "heartbeat"),
+    "ranks": (1,),
+    "goals": (Goal(figure="report", at_most=5e-6), Goal(figure="heartbeat", at_most=1e-6)),
+    "way": "report",
+}
 
 MEASURES = {
     "start": Measure(
@@ -173,5 +199,26 @@ MEASURES = {
         way="idle",
         seconds=20.0,
         goals=(Goal(figure="burnt", at_most=0.1),),
+    ),
+    "tee": Measure(
+        says="8 ranks, each prints 500,000 lines of 100 bytes, one by one, into a file and, prefixed, to the caller's stdout",
+        task="print_lines",
+        **_TEE,
+    ),
+    "tee_blocks": Measure(
+        says="the same, printed a thousand lines at a time, so that the ranks are no brake",
+        task="print_blocks",
+        **_TEE,
+    ),
+    "report": Measure(
+        says="1 rank, 200,000 calls of report() and as many of heartbeat()",
+        task="report_often",
+        **_REPORT,
+    ),
+    "report_live": Measure(
+        says="the same with the live view",
+        task="report_often",
+        options=(("progress", True),),
+        **_REPORT,
     ),
 }

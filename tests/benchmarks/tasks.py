@@ -19,9 +19,13 @@ __all__ = [
     "give",
     "give_tensor",
     "last_of",
+    "lines_of",
     "look_at_caller",
     "nothing",
+    "print_blocks",
+    "print_lines",
     "ranked",
+    "report_often",
     "take",
 ]
 
@@ -30,6 +34,9 @@ LOOKING = 0
 ELEMENTS = 16_000_000  # of 4 bytes
 PERIOD = 1000  # the numbers of an argument are 0, 1, ..., 999, and so on
 LONG = 600.0  # seconds
+CYCLE = 1000  # lines, after which a rank's are the same again
+LINE = 100  # bytes, with the line's end
+CALLS = 200_000
 SETTLED = 2.0  # seconds in which a launch is over for the caller, too, and all ranks have come
 
 
@@ -122,6 +129,52 @@ def look_at_caller(folder, caller, seconds):
     time.sleep(seconds)
     after, ended = time.clock_gettime_ns(clock), time.monotonic()
     tell(folder, "burnt", (after - before) / 1e9 * 3600 / (ended - began))
+
+
+def print_lines(folder, count):
+    lines = lines_of(int(os.environ["RANK"]))
+    all_in(folder)
+    for _ in range(count // CYCLE):
+        for line in lines:
+            print(line)
+
+
+def print_blocks(folder, count):
+    block = "\n".join(lines_of(int(os.environ["RANK"])))
+    all_in(folder)
+    for _ in range(count // CYCLE):
+        print(block)
+
+
+def lines_of(rank):
+    """Ready to be printed, so that what is timed is not how they are made; each is another, so that none is lost unseen."""
+    return [f"{rank} {number} ".ljust(LINE - 1, "x") for number in range(CYCLE)]
+
+
+def all_in(folder):
+    """Returns in all ranks, when the last of them has come. Each holds both FIFOs open, lest what was written is lost."""
+    door, gate = (os.open(f"{folder}/{name}", os.O_RDWR) for name in ("door", "gate"))
+    others = int(os.environ["WORLD_SIZE"]) - 1
+    if os.environ["RANK"] == "0":
+        for _ in range(others):
+            os.read(door, 1)
+        os.write(gate, b"1" * others)
+    else:
+        os.write(door, b"1")
+        os.read(gate, 1)
+
+
+def report_often(folder):
+    from mpwatch import heartbeat, report
+
+    began = time.monotonic()
+    for step in range(CALLS):
+        report(step=step, total=CALLS, loss=0.5)
+    reported = time.monotonic()
+    for _ in range(CALLS):
+        heartbeat()
+    tell(folder, "heartbeat", (time.monotonic() - reported) / CALLS)
+    tell(folder, "report", (reported - began) / CALLS)
 
 
 def echo(connection):
