@@ -66,7 +66,6 @@ def test_a_restart_can_be_timed(tmp_path):
     assert ratio == again / entered
 
 
-@pytest.mark.skipif(not hasattr(mpwatch, "LogSpec"), reason="ranks' lines cannot be shown with a prefix yet")
 def test_what_ranks_print_is_timed(tmp_path):
     tee_once = (
         "import dataclasses, json, measures, sys, teed\n"
