@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from programs import ENV, python
 
-import mpwatch
-
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 
 
