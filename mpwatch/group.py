@@ -5,6 +5,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -13,6 +14,7 @@ from .checks import check_flag
 from .ranks import Worker
 from .result import RunResult, WorkerState
 from .spec import GroupSpec, Nprocs, Observers, check_call
+from .view.choice import view_for
 from .watcher.outcome import outcome_of
 from .watcher.team import Team
 from .wording import summary_of
@@ -45,6 +47,7 @@ class WorkerGroup:
         start_timeout: seconds that an interpreter may take to start.
         role: name of this kind of worker.
         on_event: a function, or several, called with each `mpwatch.Event` by the thread that waits for a call, or `close`.
+        progress: a live view of each call, as for `mpwatch.run`.
         check: False: `run` returns the result of a failed call instead of raising.
 
     Raises:
@@ -64,6 +67,7 @@ class WorkerGroup:
         start_timeout: float = 300.0,
         role: str = "default",
         on_event: Observers | None = None,
+        progress: bool | None = None,
         check: bool = True,
     ) -> None:
         check_flag("check", check)
@@ -78,12 +82,13 @@ class WorkerGroup:
             start_timeout=start_timeout,
             role=role,
             on_event=on_event,
+            progress=progress,
         )
         self._pid = os.getpid()
         self._turn = threading.RLock()  # other threads wait for it
         self._call = threading.Lock()  # for which its own thread would wait for ever
         self._is_closed = False
-        self._team = Team(self._spec)
+        self._team = Team(self._spec, partial(view_for, progress))
         # Multiprocessing, which would wait for the ranks for ever, calls this first; in processes of its own, too, which
         # know no atexit.
         self._at_end = Finalize(None, self._team.end_with_program, exitpriority=10)

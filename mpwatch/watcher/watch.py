@@ -28,6 +28,7 @@ from .sending import pack_call
 from .signals import HostSignals
 from .states import Event
 from .story import Story
+from .viewing import MakeView, Viewing, no_view
 
 __all__ = ["InterruptError", "Visit", "watch"]
 
@@ -45,8 +46,8 @@ class InterruptError(Exception):
         self.result = result
 
 
-def watch(spec: WorkerSpec[T]) -> RunResult[T]:
-    """Run it to its end. Raises LaunchError, or InterruptError."""
+def watch(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:
+    """Run it to its end, and show how it goes on. Raises LaunchError, or InterruptError."""
     story = Story(spec, Journal(uuid.uuid4().hex, spec.observers, keep=True))
     call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
     try:
@@ -58,7 +59,7 @@ def watch(spec: WorkerSpec[T]) -> RunResult[T]:
             life.prepare()
             errand = Errand(payload, story.started_at)
             story.begin(errand)
-            visit = Visit(life, partial(story.judge, life))
+            visit = Visit(life, partial(story.judge, life), make_view)
             visit.pay(errand, until=lambda: False)
         visit.raise_error()
         result = visit.conclude(story.result)
@@ -71,9 +72,11 @@ def watch(spec: WorkerSpec[T]) -> RunResult[T]:
 class Visit:
     """What one thread of the caller's does about ranks, once."""
 
-    def __init__(self, life: Life, judge: Callable[[], None] | None = None) -> None:
+    def __init__(self, life: Life, judge: Callable[[], None] | None = None, make_view: MakeView = no_view) -> None:
         self._life = life
         self._judge = judge  # of what the ranks' thread asks
+        self._make_view = make_view
+        self._viewing: Viewing | None = None  # of a call that takes longer than a moment
         self.signals = HostSignals(life.mailbox)
         self._has_asked = False
 
@@ -87,6 +90,8 @@ class Visit:
             self.signals.take_over()
             self._ask(thing)
             self._life.begin()
+            if isinstance(thing, Errand):
+                self._viewing = Viewing(self._make_view, self._life.mailbox, thing)
             self._sleep(until)
             self._leave()
         except BaseException as error:
@@ -144,7 +149,7 @@ class Visit:
         """Not by joining the thread: that has the fault that signals.py tells of."""
         self._attend()  # to what was heard in the first moment
         while not (until() or self._life.is_over):
-            self.signals.sleep()
+            self.signals.sleep(self._viewing and self._viewing.patience())
             self._attend()
 
     def _attend(self) -> None:
@@ -153,11 +158,15 @@ class Visit:
             self._life.attend()
             if self._judge is not None:
                 self._judge()
+            if self._viewing is not None:
+                self._viewing.attend()
         finally:
             self.signals.is_in_users_code = False
 
     def _leave(self) -> None:
         """The host is as it was."""
+        if self._viewing is not None:
+            self._viewing.close()
         if self._life.is_over:
             self._life.join()
         self.signals.give_back()

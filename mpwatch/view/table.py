@@ -1,0 +1,91 @@
+"""The live view as rows of a terminal, by rich, which is imported here and nowhere else."""
+
+import io
+from collections.abc import Iterator
+
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ..result import WorkerState
+from .model import Line, Picture
+from .words import HEADING, cells, is_folded, line_of, summary
+
+__all__ = ["Rows"]
+
+STYLES = {
+    WorkerState.INIT: "dim",
+    WorkerState.HEALTHY: "green",
+    WorkerState.UNHEALTHY: "yellow",
+    WorkerState.SUCCEEDED: "cyan",
+    WorkerState.FAILED: "bold red",
+    WorkerState.STOPPED: "magenta",
+}
+FEWEST_ROWS, FEWEST_COLUMNS = 4, 20  # of a terminal in which anything is shown
+NARROW = 72  # columns: with less there is no room for the last three of ours
+BAR = 24
+METRICS = HEADING.index("metrics")
+
+
+class Rows:
+    """For a terminal that understands this encoding."""
+
+    def __init__(self, encoding: str) -> None:
+        self._encoding = encoding
+
+    def render(self, picture: Picture, columns: int, rows: int) -> list[str]:
+        """As much of the picture as half of the terminal has room for, with the colours that it has."""
+        if rows < FEWEST_ROWS or columns < FEWEST_COLUMNS:
+            return []
+        for shape in _shapes(picture, columns):
+            lines = self._lines(shape, columns)
+            if len(lines) <= rows // 2:
+                return lines
+        return []
+
+    def _lines(self, shape: RenderableType, columns: int) -> list[str]:
+        file = io.TextIOWrapper(io.BytesIO(), encoding=self._encoding, errors="replace", newline="\n")
+        console = Console(file=file, width=columns, force_terminal=True, force_jupyter=False, legacy_windows=False)
+        console.print(shape)
+        file.seek(0)
+        return file.read().splitlines()
+
+
+def _shapes(picture: Picture, columns: int) -> Iterator[RenderableType]:
+    """From the largest to the smallest."""
+    overall = _overall(picture, columns)
+    if not is_folded(picture):
+        yield Group(overall, _table(picture, columns))
+    folded = Table.grid(padding=(0, 2))
+    for name, text in summary(picture):
+        folded.add_row(Text(name, style="dim"), Text(text, no_wrap=True, overflow="ellipsis"))
+    yield Group(overall, folded)
+    yield overall
+
+
+def _overall(picture: Picture, columns: int) -> RenderableType:
+    text = Text(line_of(picture), style="bold", no_wrap=True, overflow="ellipsis")
+    if picture.overall.done is None:
+        return text
+    grid = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=1.0, completed=picture.overall.done, width=min(BAR, columns // 4))
+    grid.add_row(bar, text)
+    return grid
+
+
+def _table(picture: Picture, columns: int) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    count = len(HEADING) if columns >= NARROW else METRICS + 1
+    for n, name in enumerate(HEADING[:count]):
+        is_text = name in ("state", "metrics")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=True, ratio=1 if n == METRICS else None)
+    for line in picture.lines:
+        table.add_row(*_row(line)[:count])
+    return table
+
+
+def _row(line: Line) -> list[Text]:
+    texts = [Text(cell, overflow="ellipsis") for cell in cells(line)]
+    texts[HEADING.index("state")].stylize(STYLES.get(line.state, ""))
+    return texts

@@ -1,0 +1,83 @@
+"""How the ranks fare at this moment: what is known of them, their pulses, and what the kernel says of their processes.
+
+Taken by the thread of the life, which owns all that, when it is asked; a look costs some tens of microseconds a rank and
+changes nothing. When all is over, who has asked takes the last one himself, from what was seen.
+"""
+
+import math
+import time
+from collections.abc import Iterable
+
+from ..platform import ProcessUsage, usage_of_process
+from ..result import WorkerState
+from ..status import RankStatus, Report
+from ..wire.messages import Kind
+from ..wire.pulse import Reading
+from .crew import Crew
+from .facts import Facts, RankFacts
+from .states import Phase
+from .unit import Unit
+
+__all__ = ["last_statuses", "statuses_of"]
+
+STATES = {
+    Phase.STARTING: WorkerState.INIT,
+    Phase.READY: WorkerState.INIT,
+    Phase.AT_WORK: WorkerState.HEALTHY,
+    Phase.STOPPING: WorkerState.STOPPED,
+    Phase.KILLED: WorkerState.STOPPED,
+    Phase.GIVEN_UP: WorkerState.STOPPED,
+}  # of a rank that has not answered; of one that has gone its end tells
+
+
+def statuses_of(units: Iterable[Unit], crew: Crew) -> list[RankStatus]:
+    """Of all ranks, in order."""
+    now = time.monotonic()
+    found = [_status_now(facts, unit, crew, now) for unit in units for facts in unit.seen.values()]
+    return sorted(found, key=lambda status: status.rank)
+
+
+def last_statuses(of_all: Iterable[Facts]) -> list[RankStatus]:
+    """Of all ranks, in order, as the run or the call has left them."""
+    found = [_status(seen, _outcome(seen), seen.pulse, None, facts.ended_at) for facts in of_all for seen in facts.ranks.values()]
+    return sorted(found, key=lambda status: status.rank)
+
+
+def _status_now(facts: RankFacts, unit: Unit, crew: Crew, now: float) -> RankStatus:
+    rank = facts.worker.rank
+    line = crew.lines.get(rank)
+    if line is None or line.facts is not facts:  # it has gone
+        return _status(facts, _outcome(facts), facts.pulse, None, now)
+    phase = unit.machine.roster.phases[rank]
+    state = STATES.get(phase) if facts.report is None else None
+    if phase is Phase.AT_WORK and rank in unit.machine.beats.late:
+        state = WorkerState.UNHEALTHY
+    usage = usage_of_process(facts.pid) if facts.pid is not None else None
+    return _status(facts, state or _outcome(facts), crew.pulse_of(line), usage, now)
+
+
+def _outcome(facts: RankFacts) -> WorkerState:
+    """Of a rank that has answered, or has gone."""
+    if facts.report is not None:
+        return WorkerState.SUCCEEDED if facts.report.kind is Kind.RETURNED else WorkerState.FAILED
+    was_stopped = bool(facts.signals_sent) or facts.died_at is None
+    return WorkerState.STOPPED if was_stopped else WorkerState.FAILED
+
+
+def _status(facts: RankFacts, state: WorkerState, pulse: Reading, usage: ProcessUsage | None, now: float) -> RankStatus:
+    report = None
+    if pulse.report is not None:
+        at, step, total, metrics = pulse.report
+        report = Report(at=at, step=step, total=total, metrics=metrics)
+    return RankStatus(
+        rank=facts.worker.rank,
+        local_rank=facts.worker.local_rank,
+        state=state,
+        restart_count=facts.worker.restart_count,
+        pid=facts.pid,
+        report=report,
+        heartbeat_at=pulse.beat_at if pulse.beat_at != math.inf else None,
+        memory=usage and usage.memory,
+        cpu_seconds=usage and usage.cpu_seconds,
+        seen_at=now,
+    )
