@@ -11,7 +11,7 @@ from programs import python
 import mpwatch
 
 PACKAGE = Path(mpwatch.__file__).parent
-DATA = {"ranks", "checks", "policy", "spec", "result", "errors", "events", "lifecycle", "wording", "tables"}
+DATA = {"ranks", "checks", "policy", "spec", "result", "errors", "events", "lifecycle", "wording", "tables", "status"}
 # From the ground to the user's side: a module may import of its own layer and of those named, and nothing else of mpwatch.
 LAYERS = {
     "cgroups": set(),
@@ -21,8 +21,9 @@ LAYERS = {
     "data": {"platform", "wire"},
     "watcher": {"cgroups", "platform", "wire", "data"},
     "worker": {"platform", "wire", "data"},
-    "api": {"data", "watcher"},
-    "group": {"data", "watcher"},
+    "view": {"data"},
+    "api": {"data", "view", "watcher"},
+    "group": {"data", "view", "watcher"},
     "facade": {"api", "group", "data", "worker"},
 }
 

@@ -18,6 +18,7 @@ __all__ = ["Line", "Overall", "Picture", "Spread", "Tracker", "spread_of"]
 
 RATE_SECONDS = 10.0  # that a rate is the mean of
 CPU_SECONDS = 2.0  # the same for the use of the CPU, which the kernel counts in hundredths of a second
+TWO = 2  # points give a slope
 SLOWEST = 3  # ranks that are named where there are too many for a line each
 
 
@@ -130,17 +131,18 @@ class _Life:
         if status.memory:  # a dead one has none
             self._memory = status.memory
         is_at_work = status.state.is_running
+        silence = None if status.heartbeat_at is None else max(0.0, status.seen_at - status.heartbeat_at)
         return Line(
             rank=status.rank,
             state=status.state,
             restart_count=status.restart_count,
-            step=report and report.step,
-            total=report and report.total,
+            step=report.step if report is not None else None,
+            total=report.total if report is not None else None,
             rate=self._steps.rate(status.seen_at) if is_at_work else None,
             metrics=report.metrics if report is not None else {},
             memory=self._memory,
             cpu=self._cpu.rate(status.seen_at) if status.cpu_seconds is not None else None,
-            silence=max(0.0, status.seen_at - status.heartbeat_at) if is_at_work and status.heartbeat_at is not None else None,
+            silence=silence if is_at_work else None,
         )
 
 
@@ -157,12 +159,12 @@ class _Slope:
             points.clear()
         if not points or at > points[-1][0]:
             points.append((at, value))
-        while len(points) > 2 and points[1][0] <= at - self._seconds:
+        while len(points) > TWO and points[1][0] <= at - self._seconds:
             points.popleft()
 
     def rate(self, now: float) -> float | None:
         """A second. If there was nothing new for longer than all that is remembered, it falls from then on."""
-        if len(self._points) < 2:  # noqa: PLR2004  points that a line goes through
+        if len(self._points) < TWO:
             return None
         (first_at, first), (last_at, last) = self._points[0], self._points[-1]
         return (last - first) / max(last_at - first_at, now - last_at)

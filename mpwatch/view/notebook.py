@@ -1,8 +1,9 @@
-"""The live view in a notebook: a small table in the cell that runs, brought up to date in its place. Nothing but IPython's own
-display is needed for it.
+"""The live view in a notebook: a small table in the cell that runs, brought up to date in its place. It needs nothing but
+IPython's own display.
 """
 
 from html import escape
+from importlib import import_module
 from typing import Any
 
 from .model import Picture
@@ -24,11 +25,9 @@ class NotebookDisplay:
 
     def show(self, picture: Picture) -> None:
         """In the place of the last one."""
-        from IPython.display import display  # which is there: this is a notebook
-
         bundle = {"text/html": html_of(picture), "text/plain": line_of(picture)}
         if self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)
+            self._handle = import_module("IPython.display").display(bundle, raw=True, display_id=True)
         else:
             self._handle.update(bundle, raw=True)
 

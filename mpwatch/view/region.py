@@ -41,8 +41,8 @@ class Region:
     def draw(self, columns: int, rows: int, lines: Sequence[str], *, is_sure: bool = True) -> str:
         """These lines, fewer than the terminal has rows, in the place of the last ones.
 
-        If the size has changed, or somebody else may have had the terminal meanwhile (not `is_sure`), the rows are kept anew:
-        what is told of them holds for any state that the terminal may be in.
+        If the size has changed, or somebody else may have had the terminal meanwhile (not `is_sure`), the rows are kept
+        anew, in a way that holds for any state that the terminal may be in.
         """
         if not lines:
             return self.release()

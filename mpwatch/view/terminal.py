@@ -9,6 +9,7 @@ import select
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from .model import Picture
@@ -91,7 +92,8 @@ class TerminalDisplay:
         """All of it, or as much as the terminal takes before it takes nothing for that long."""
         rest = memoryview(text.encode(self._encoding, errors="replace"))
         while rest and _takes(self._fd, patience):
-            rest = rest[os.write(self._fd, rest) :]
+            with suppress(BlockingIOError):  # others may have filled it meanwhile
+                rest = rest[os.write(self._fd, rest) :]
 
 
 def _takes(fd: int, seconds: float) -> bool:

@@ -39,7 +39,7 @@ def statuses_of(units: Iterable[Unit], crew: Crew) -> list[RankStatus]:
 
 def last_statuses(of_all: Iterable[Facts]) -> list[RankStatus]:
     """Of all ranks, in order, as the run or the call has left them."""
-    found = [_status(seen, _outcome(seen), seen.pulse, None, facts.ended_at) for facts in of_all for seen in facts.ranks.values()]
+    found = [_status_then(seen, facts.ended_at) for facts in of_all for seen in facts.ranks.values()]
     return sorted(found, key=lambda status: status.rank)
 
 
@@ -47,13 +47,17 @@ def _status_now(facts: RankFacts, unit: Unit, crew: Crew, now: float) -> RankSta
     rank = facts.worker.rank
     line = crew.lines.get(rank)
     if line is None or line.facts is not facts:  # it has gone
-        return _status(facts, _outcome(facts), facts.pulse, None, now)
+        return _status_then(facts, now)
     phase = unit.machine.roster.phases[rank]
     state = STATES.get(phase) if facts.report is None else None
     if phase is Phase.AT_WORK and rank in unit.machine.beats.late:
         state = WorkerState.UNHEALTHY
     usage = usage_of_process(facts.pid) if facts.pid is not None else None
     return _status(facts, state or _outcome(facts), crew.pulse_of(line), usage, now)
+
+
+def _status_then(facts: RankFacts, ended_at: float) -> RankStatus:
+    return _status(facts, _outcome(facts), facts.pulse, None, ended_at)
 
 
 def _outcome(facts: RankFacts) -> WorkerState:
@@ -77,7 +81,7 @@ def _status(facts: RankFacts, state: WorkerState, pulse: Reading, usage: Process
         pid=facts.pid,
         report=report,
         heartbeat_at=pulse.beat_at if pulse.beat_at != math.inf else None,
-        memory=usage and usage.memory,
-        cpu_seconds=usage and usage.cpu_seconds,
+        memory=usage.memory if usage is not None else None,
+        cpu_seconds=usage.cpu_seconds if usage is not None else None,
         seen_at=now,
     )

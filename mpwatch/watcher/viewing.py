@@ -1,5 +1,5 @@
-"""The live view of a run, if there is one, as the caller's thread serves it while it waits: now and then the ranks' thread is
-asked how they fare, and what it answers is shown.
+"""The live view of a run, if there is one, as the caller's thread serves it while it waits: now and then the ranks' thread
+is asked how they fare, and what it answers is shown.
 
     caller's thread    a look is due --> post a Look --> sleep until it is answered --> show --> sleep until the next is due
     thread of the life                       `--> statuses_of --> alarm --^

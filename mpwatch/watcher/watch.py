@@ -149,7 +149,7 @@ class Visit:
         """Not by joining the thread: that has the fault that signals.py tells of."""
         self._attend()  # to what was heard in the first moment
         while not (until() or self._life.is_over):
-            self.signals.sleep(self._viewing and self._viewing.patience())
+            self.signals.sleep(None if self._viewing is None else self._viewing.patience())
             self._attend()
 
     def _attend(self) -> None:
