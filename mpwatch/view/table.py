@@ -25,7 +25,10 @@ STYLES = {
 FEWEST_ROWS, FEWEST_COLUMNS = 4, 20  # of a terminal in which anything is shown
 NARROW = 72  # columns: with less there is no room for the last three of ours
 BAR = 24
-METRICS = HEADING.index("metrics")
+GAP = 2  # between columns
+STATE, METRICS = HEADING.index("state"), HEADING.index("metrics")
+TEXTS = ("state", "metrics")  # columns
+LEAST_METRICS = 8
 
 
 class Rows:
@@ -69,23 +72,26 @@ def _overall(picture: Picture, columns: int) -> RenderableType:
     if picture.overall.done is None:
         return text
     grid = Table.grid(padding=(0, 1))
-    bar = ProgressBar(total=1.0, completed=picture.overall.done, width=min(BAR, columns // 4))
+    bar = ProgressBar(total=1.0, completed=picture.overall.done, width=min(BAR, columns // 5))
     grid.add_row(bar, text)
     return grid
 
 
 def _table(picture: Picture, columns: int) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
+    """With room for all columns; if there is too little, the metrics have what the others leave."""
     count = len(HEADING) if columns >= NARROW else METRICS + 1
-    for n, name in enumerate(HEADING[:count]):
-        is_text = name in ("state", "metrics")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True, ratio=1 if n == METRICS else None)
-    for line in picture.lines:
-        table.add_row(*_row(line)[:count])
+    rows = [HEADING[:count], *(cells(line)[:count] for line in picture.lines)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[METRICS] = max(LEAST_METRICS, columns - sum(widths) + widths[METRICS] - GAP * (count - 1))
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    for name, width in zip(HEADING, widths, strict=False):
+        table.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=True, max_width=width)
+    for line, row in zip(picture.lines, rows[1:], strict=True):
+        table.add_row(*_styled(line, row))
     return table
 
 
-def _row(line: Line) -> list[Text]:
-    texts = [Text(cell, overflow="ellipsis") for cell in cells(line)]
-    texts[HEADING.index("state")].stylize(STYLES.get(line.state, ""))
+def _styled(line: Line, row: tuple[str, ...]) -> list[Text]:
+    texts = [Text(cell, overflow="ellipsis") for cell in row]  # and not markup, which the name of a metric might look like
+    texts[STATE].stylize(STYLES.get(line.state, ""))
     return texts

@@ -69,7 +69,7 @@ def _progress(overall: Overall) -> list[str]:
     if overall.rate is not None:
         parts.append(f"{_number(overall.rate)} steps/s")
     if overall.seconds_left is not None and overall.seconds_left > 0:
-        parts.append(f"about {_seconds(overall.seconds_left)} left")
+        parts.append(f"{_seconds(overall.seconds_left)} left")
     return parts
 
 
