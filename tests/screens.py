@@ -47,7 +47,7 @@ class Emulator:
 class Program:
     """`python ARGS` in a terminal of that size. A context manager."""
 
-    def __init__(self, *args, env, columns=100, rows=30, stderr=None):
+    def __init__(self, *args, env, columns=100, rows=30):
         self.ours, theirs = pty.openpty()
         self.resize(columns, rows)
         self.emulator = Emulator(columns, rows)

@@ -162,6 +162,10 @@ def test_names_of_metrics_do_nothing_to_a_terminal_or_a_page():
     assert "<b> 3" not in html_of(picture)
 
 
+def test_the_words_are_those_of_all_states():
+    assert set(words.STATES) == set(WorkerState) - {WorkerState.UNKNOWN}
+
+
 # --- many ranks
 
 

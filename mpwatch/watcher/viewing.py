@@ -22,6 +22,7 @@ from .mailbox import Errand, Look, Mailbox
 __all__ = ["MakeView", "View", "Viewing", "no_view"]
 
 log = logging.getLogger("mpwatch")
+MOST_CLOSINGS = 2
 
 
 class View(Protocol):
@@ -54,6 +55,7 @@ class Viewing:
         self._look: Look | None = None  # that has yet to be answered
         self._view: View | None = None
         self._due_at = 0.0  # when the next one is
+        self._closings = 0
         self._guard(lambda: self._begin(make_view))
 
     def patience(self) -> float | None:
@@ -75,11 +77,14 @@ class Viewing:
             self._guard(lambda: self._show(statuses))
 
     def close(self) -> None:
-        """The call is over, or is given up. It can be called again, should an exception have come in the midst of it."""
+        """The call is over, or is given up. Called again, should an exception have come in the midst of it: that is tried once
+        more, for a terminal has to be put in order, and then no more, for it may be the view itself that throws.
+        """
         view = self._view
-        if view is not None:
+        self._closings += 1
+        if view is not None and self._closings <= MOST_CLOSINGS:
             self._guard(lambda: view.close(last_statuses(self._errand.facts)))
-            self._view = None
+        self._view = None
 
     def _begin(self, make_view: MakeView) -> None:
         self._view = make_view()
