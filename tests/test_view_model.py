@@ -145,8 +145,17 @@ def test_how_long_it_takes(seconds, text):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0"), (0.31, "0.31"), (1e-5, "1e-05"), (99.96, "100"), (999.6, "1,000"), (123456.7, "123,457"), (3e9, "3e+09")]
-    + [(math.nan, "nan"), (-math.inf, "-inf")],
+    [
+        (0.0, "0"),
+        (0.31, "0.31"),
+        (1e-5, "1e-05"),
+        (99.96, "100"),
+        (999.6, "1,000"),
+        (123456.7, "123,457"),
+        (3e9, "3e+09"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+    ],
 )
 def test_numbers(value, text):
     (line,) = Tracker().see([status(step=1, metrics={"x": value})]).lines

@@ -77,8 +77,8 @@ class Viewing:
             self._guard(lambda: self._show(statuses))
 
     def close(self) -> None:
-        """The call is over, or is given up. Called again, should an exception have come in the midst of it: that is tried once
-        more, for a terminal has to be put in order, and then no more, for it may be the view itself that throws.
+        """The call is over, or is given up. Called again, should an exception have come in the midst of it: that is tried
+        once more, for a terminal has to be put in order, and then no more, for it may be the view itself that throws.
         """
         view = self._view
         self._closings += 1
