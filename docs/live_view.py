@@ -3,7 +3,8 @@
     python docs/live_view.py [PATH [STEPS [PERCENT]]]
 
 Nothing in it is drawn by hand: the program writes to a pseudo-terminal, an emulator of terminals (pyte) makes a screen of
-that, and rich an SVG of the screen, when so much per cent is done. It takes half a minute, and wants `pip install -e ".[test]"`.
+that, and rich an SVG of the screen, when so much per cent is done. It takes half a minute, and wants what the extra `test`
+has.
 """
 
 import io

@@ -194,7 +194,7 @@ def test_more_are_folded():
     picture = tracker.see(ranks)
     assert words.summary(picture) == [
         ("ranks", "64 ranks: 61 at work, 2 returned, 1 failed"),
-        ("steps", "100 at least, 130.5 in the middle, 500 at most"),
+        ("steps", "100 at least, 131 in the middle, 500 at most"),
         ("slowest", "rank 0 (100 of 100), rank 1 (101 of 100), rank 2 (102 of 100)"),
         ("machine", "memory 128 GB together, 2 GB at most, CPU 6000 %"),
         ("heard of", "all of them in the last 8.0 s"),

@@ -9,7 +9,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 from ..result import WorkerState
 from ..status import RankStatus
@@ -82,8 +81,8 @@ class Picture:
 class Spread:
     """Of many ranks together."""
 
-    steps: tuple[int, float, int] | None
-    """The least, the median, the most."""
+    steps: tuple[int, int, int] | None
+    """The least, the one in the middle, the most."""
     slowest: Sequence[Line]
     """Those at work that are furthest behind, if not all are equally far."""
     memory: int | None
@@ -177,7 +176,7 @@ def spread_of(lines: Sequence[Line]) -> Spread:
     is_uneven = bool(at_work) and _how_far(at_work[0])[:2] != _how_far(at_work[-1])[:2]
     memory = [line.memory for line in lines if line.memory is not None]
     return Spread(
-        steps=(steps[0], median(steps), steps[-1]) if steps else None,
+        steps=(steps[0], steps[len(steps) // 2], steps[-1]) if steps else None,
         slowest=at_work[:SLOWEST] if is_uneven else [],
         memory=sum(memory) if memory else None,
         most_memory=max(memory, default=None),

@@ -89,7 +89,7 @@ def summary(picture: Picture) -> list[tuple[str, str]]:
     rows = [("ranks", _ranks(picture))]
     if spread.steps is not None:
         least, middle, most = spread.steps
-        rows.append(("steps", f"{least} at least, {middle:g} in the middle, {most} at most"))
+        rows.append(("steps", f"{least} at least, {middle} in the middle, {most} at most"))
     if spread.slowest:
         rows.append(("slowest", ", ".join(f"rank {line.rank} ({_step(line.step, line.total)})" for line in spread.slowest)))
     rows.append(("machine", ", ".join(_burden(spread.memory, spread.most_memory, spread.cpu))))

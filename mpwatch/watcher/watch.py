@@ -3,6 +3,8 @@
     take the signals over --> post --> wait --> give the signals back --> rebuild what came --> return
     post --> wait for a moment --> return, or take the signals over, and so on         (ranks that are there)
 
+While it waits it tells the observers (journal.py), and serves the live view, if there is one (viewing.py).
+
 Handlers do not raise while the caller waits (signals.py), but in that moment: a Ctrl-C is passed on to the ranks then, too.
 If something else is thrown into the caller's thread, the ranks are stopped as by SIGTERM (at once, if it happens again), and
 it leaves `pay` when nothing of them is left; but if they have yet to be asked, or have answered, they stay as they are. Off
