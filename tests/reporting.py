@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import contextmanager
 
 import mpwatch
 
@@ -43,9 +44,8 @@ def is_silent_until_seen(event):
 def prints_while_it_reports(gate, width):
     """Lines of many lengths, until the gate is closed. Returns how many."""
     count = 0
-    with open(gate) as door:
-        os.set_blocking(door.fileno(), False)
-        while is_open(door.fileno()):
+    with through(gate) as door:
+        while is_open(door):
             print(f"<{rank()} {count} {'=' * (count % width)}>", flush=True)
             count += 1
             mpwatch.report(step=count, total=1_000_000, loss=1 / count)
@@ -54,14 +54,25 @@ def prints_while_it_reports(gate, width):
 
 
 def waits_at_the_gate(gate, step):
-    with open(gate) as door:
+    with through(gate) as door:
         mpwatch.report(step=step, total=8, loss=0.5)
-        door.read()
+        os.set_blocking(door, True)
+        os.read(door, 1)
     mpwatch.report(step=8, total=8, loss=0.25)
 
 
-def is_open(fd):
+@contextmanager
+def through(gate):
+    """A pipe with a name, or a file: there is nothing to be read, and no end, until it is closed."""
+    door = os.open(gate, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        return bool(os.read(fd, 1))
+        yield door
+    finally:
+        os.close(door)
+
+
+def is_open(door):
+    try:
+        return bool(os.read(door, 1))
     except BlockingIOError:
         return True

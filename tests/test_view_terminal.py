@@ -17,7 +17,7 @@ from programs import ENV, HERE
 from screens import Emulator, Program
 from test_view_model import status, steps_of
 
-from mpwatch.view import choice, terminal
+from mpwatch.view import choice, places, terminal
 from mpwatch.view.model import Tracker
 from mpwatch.view.region import Region, at_line_start
 from mpwatch.view.table import Rows
@@ -209,9 +209,9 @@ def ours():
 
 
 def test_nobody_elses_terminal_is_drawn_in(ours):
-    assert not terminal.is_foreground(ours.fd)
+    assert not places.is_foreground(ours.fd)
     with open("/dev/null") as file:
-        assert not terminal.is_foreground(file.fileno())
+        assert not places.is_foreground(file.fileno())
     display = TerminalDisplay(ours.fd, Rows("utf-8"), "utf-8")
     display.show(Tracker().see([status(step=1)]))
     display.leave(Tracker().see([status(step=1)]))

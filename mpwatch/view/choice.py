@@ -1,60 +1,45 @@
-"""Whether there is a live view of a run, and where: asked when a call is waited for. Light: what draws is imported later."""
+"""Whether there is a live view of a call, and where. What it is made of is imported when there is one."""
 
-import os
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING
 
-from .live import Display, LiveView
-from .terminal import TerminalDisplay, is_foreground, is_free
+from .places import in_notebook, our_terminal
+
+if TYPE_CHECKING:
+    from .live import Display, LiveView
 
 __all__ = ["view_for"]
 
 
-def view_for(progress: bool | None) -> LiveView | None:
+def view_for(progress: bool | None) -> "LiveView | None":
     """What the option `progress` asks for. None where nothing will be shown, whatever the ranks report."""
-    if progress is False or (progress is None and not _in_notebook() and _terminal() is None):
+    if progress is False or (progress is None and not in_notebook() and our_terminal() is None):
         return None
+    from .live import LiveView
+
     return LiveView(lambda: _display(always=progress is True), is_eager=progress is True)
 
 
-def _display(*, always: bool) -> Display | None:
+def _display(*, always: bool) -> "Display | None":
     """The best there is."""
-    if _in_notebook():
+    if in_notebook():
         from .notebook import NotebookDisplay
 
         return NotebookDisplay()
-    terminal = _terminal()
-    if terminal is not None and is_free():
+    terminal = our_terminal()
+    if terminal is not None:
+        from .terminal import TerminalDisplay, is_free
+
         try:
             from .table import Rows
         except ImportError:  # there is no rich
             always = True
         else:
-            encoding = terminal.encoding or "utf-8"
-            return TerminalDisplay(terminal.fileno(), Rows(encoding), encoding)
+            if is_free():
+                encoding = terminal.encoding or "utf-8"
+                return TerminalDisplay(terminal.fileno(), Rows(encoding), encoding)
     if always and sys.stderr is not None:
         from .plain import PlainDisplay
 
         return PlainDisplay(sys.stderr)
     return None
-
-
-def _in_notebook() -> bool:
-    """Whether a kernel of Jupyter's runs us, and not IPython in a terminal."""
-    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
-    return get_ipython is not None and getattr(get_ipython(), "kernel", None) is not None
-
-
-def _terminal() -> TextIO | None:
-    """The stream that a terminal shows which can be drawn in: it knows how, is ours, and we are in its foreground."""
-    if os.environ.get("TERM", "dumb") == "dumb":
-        return None
-    return next((stream for stream in (sys.stderr, sys.stdout) if _can_be_drawn_in(stream)), None)
-
-
-def _can_be_drawn_in(stream: TextIO | None) -> bool:
-    try:
-        fd = stream.fileno() if stream is not None else -1
-        return is_foreground(fd) and os.get_terminal_size(fd).columns > 0
-    except Exception:  # noqa: BLE001  anybody may have put anything in the place of a stream
-        return False

@@ -72,8 +72,9 @@ def _overall(picture: Picture, columns: int) -> RenderableType:
     if picture.overall.done is None:
         return text
     grid = Table.grid(padding=(0, 1))
-    bar = {"total": 1.0, "completed": picture.overall.done, "width": min(BAR, columns // 5)}
-    grid.add_row(ProgressBar(**bar, complete_style="green", finished_style="green"), text)
+    width = min(BAR, columns // 5)
+    bar = ProgressBar(1.0, picture.overall.done, width=width, complete_style="green", finished_style="green")
+    grid.add_row(bar, text)
     return grid
 
 

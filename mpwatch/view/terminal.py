@@ -13,10 +13,11 @@ from contextlib import suppress
 from typing import Protocol
 
 from .model import Picture
+from .places import is_foreground
 from .region import Region, at_line_start
 from .words import line_of
 
-__all__ = ["TerminalDisplay", "is_foreground", "is_free"]
+__all__ = ["TerminalDisplay", "is_free"]
 
 PERIOD = 0.25
 GAP = 2.0  # seconds between two pictures, after which somebody else may have had the terminal: this program was stopped
@@ -30,14 +31,6 @@ class RowsOfText(Protocol):
 
     def render(self, picture: Picture, columns: int, rows: int) -> Sequence[str]:
         """For a terminal of that size."""
-
-
-def is_foreground(fd: int) -> bool:
-    """Whether this descriptor is of the terminal of this process, which may use it: it is not in the background."""
-    try:
-        return os.isatty(fd) and os.tcgetpgrp(fd) == os.getpgrp()
-    except OSError:  # it is another one's
-        return False
 
 
 def is_free() -> bool:
