@@ -351,6 +351,7 @@ def test_without_being_asked_it_is_there_once_a_rank_reports(gate):
         assert program.end() == -signal.SIGINT
         rows = [row for row in program.emulator.everything() if row]
         assert rows[-1] == "KeyboardInterrupt"
+        assert "mpwatch: step 5 of 8 (62 %); loss 0.5; 3 ranks stopped" in rows
         assert not any("━" in row for row in rows)
         assert program.emulator.screen.margins is None
 

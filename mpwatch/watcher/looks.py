@@ -39,7 +39,7 @@ def statuses_of(units: Iterable[Unit], crew: Crew) -> list[RankStatus]:
 
 def last_statuses(of_all: Iterable[Facts]) -> list[RankStatus]:
     """Of all ranks, in order, as the run or the call has left them."""
-    found = [_status_then(seen, facts.ended_at) for facts in of_all for seen in facts.ranks.values()]
+    found = [_status_then(seen, facts.stopped_at, facts.ended_at) for facts in of_all for seen in facts.ranks.values()]
     return sorted(found, key=lambda status: status.rank)
 
 
@@ -47,25 +47,27 @@ def _status_now(facts: RankFacts, unit: Unit, crew: Crew, now: float) -> RankSta
     rank = facts.worker.rank
     line = crew.lines.get(rank)
     if line is None or line.facts is not facts:  # it has gone
-        return _status_then(facts, now)
+        return _status_then(facts, unit.machine.stopped_at, now)
     phase = unit.machine.roster.phases[rank]
     state = STATES.get(phase) if facts.report is None else None
     if phase is Phase.AT_WORK and rank in unit.machine.beats.late:
         state = WorkerState.UNHEALTHY
     usage = usage_of_process(facts.pid) if facts.pid is not None else None
-    return _status(facts, state or _outcome(facts), crew.pulse_of(line), usage, now)
+    return _status(facts, state or _outcome(facts, unit.machine.stopped_at), crew.pulse_of(line), usage, now)
 
 
-def _status_then(facts: RankFacts, ended_at: float) -> RankStatus:
-    return _status(facts, _outcome(facts), facts.pulse, None, ended_at)
+def _status_then(facts: RankFacts, stopped_at: float | None, now: float) -> RankStatus:
+    return _status(facts, _outcome(facts, stopped_at), facts.pulse, None, now)
 
 
-def _outcome(facts: RankFacts) -> WorkerState:
-    """Of a rank that has answered, or has gone."""
-    if facts.report is not None:
-        return WorkerState.SUCCEEDED if facts.report.kind is Kind.RETURNED else WorkerState.FAILED
-    was_stopped = bool(facts.signals_sent) or facts.died_at is None
-    return WorkerState.STOPPED if was_stopped else WorkerState.FAILED
+def _outcome(facts: RankFacts, stopped_at: float | None) -> WorkerState:
+    """Of a rank that has answered, or has gone. What it does after all were told to stop is no failure of its own."""
+    report = facts.report
+    if report is not None and report.kind is Kind.RETURNED:
+        return WorkerState.SUCCEEDED
+    was_told = bool(facts.signals_sent) and (report is None or stopped_at is None or report.stamp >= stopped_at)
+    has_ended = report is not None or facts.died_at is not None
+    return WorkerState.FAILED if has_ended and not was_told else WorkerState.STOPPED
 
 
 def _status(facts: RankFacts, state: WorkerState, pulse: Reading, usage: ProcessUsage | None, now: float) -> RankStatus:
