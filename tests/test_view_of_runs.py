@@ -105,7 +105,7 @@ def test_a_restart(view, event, scope):
 
 def test_a_rank_that_is_late(view, event):
     watcher = view(Watcher(lambda statuses: statuses[0].state is WorkerState.UNHEALTHY, event.set))
-    mpwatch.run(reporting.is_silent_until_seen, 1, args=(event,), heartbeat_timeout=2.0)
+    mpwatch.run(reporting.is_silent_until_seen, 1, args=(event,), heartbeat_timeout=1.0)
     assert ("UNHEALTHY",) in watcher.states()
 
 

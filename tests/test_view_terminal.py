@@ -345,7 +345,7 @@ def test_a_run_in_a_terminal_that_changes_its_size(gate):
 
 
 def test_without_being_asked_it_is_there_once_a_rank_reports(gate):
-    with watched("waits_at_the_gate", 3, gate.path, 5) as program:
+    with watched("waits_at_the_gate", 3, gate.path, 5, "hurry=True") as program:
         assert program.read_until(has_reported(5))
         program.type(b"\x03")
         assert program.end() == -signal.SIGINT
