@@ -132,7 +132,11 @@ def test_colours_of_what_is_printed_are_not_those_of_the_view(emulator):
 def test_what_was_never_kept_is_not_given_back():
     region = Region()
     assert region.release() == region.draw(COLUMNS, ROWS, []) == ""
-    assert not region.is_kept
+    draw_it = region.draw(COLUMNS, ROWS, VIEW)
+    assert region.release() == region.release() != ""
+    region.forget()
+    assert region.release() == ""
+    assert region.draw(COLUMNS, ROWS, VIEW) == draw_it
 
 
 @pytest.mark.parametrize("column", [0, 1, 20, COLUMNS - 1, COLUMNS])
@@ -238,6 +242,25 @@ def test_while_in_the_background_the_terminal_is_left_to_others(ours, in_foregro
     in_foreground["is"] = False
     display.leave(picture)
     assert not any(emulator.feed(ours.read()).everything())
+
+
+def test_it_is_put_in_order_though_that_was_interrupted(ours, in_foreground, emulator, monkeypatch):
+    assert in_foreground["is"]
+    termios.tcsetwinsize(ours.fd, (ROWS, COLUMNS))
+    display, picture = TerminalDisplay(ours.fd, Rows("utf-8"), "utf-8"), Tracker().see([status(step=1)])
+    display.show(picture)
+    assert emulator.feed(ours.read()).screen.margins is not None
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(terminal, "_takes", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            display.leave(picture)
+    display.leave(picture)
+    assert emulator.feed(ours.read()).screen.margins is None
+    assert " ".join(row for row in emulator.everything() if row) == "mpwatch: step 1 of 100 (1 %); 1 rank at work"
 
 
 def test_a_terminal_that_takes_nothing_is_left_alone(ours, in_foreground, monkeypatch):

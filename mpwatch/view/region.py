@@ -33,11 +33,6 @@ class Region:
     def __init__(self) -> None:
         self._kept: tuple[int, int, int] | None = None  # columns and rows of the terminal, rows of the view
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether there is anything to give back."""
-        return self._kept is not None
-
     def draw(self, columns: int, rows: int, lines: Sequence[str], *, is_sure: bool = True) -> str:
         """These lines, fewer than the terminal has rows, in the place of the last ones.
 
@@ -45,7 +40,9 @@ class Region:
         anew, in a way that holds for any state that the terminal may be in.
         """
         if not lines:
-            return self.release()
+            text = self.release()
+            self.forget()
+            return text
         size = (columns, rows, len(lines))
         text = "" if size == self._kept and is_sure else _keep(rows, len(lines))
         self._kept = size
@@ -55,10 +52,11 @@ class Region:
 
     def release(self) -> str:
         """The whole terminal is everybody's again; the cursor is where it was. Nothing if nothing was kept."""
-        if self._kept is None:
-            return ""
+        return "" if self._kept is None else WHOLE + ERASE_BELOW
+
+    def forget(self) -> None:
+        """That has been written; not before, since something may be thrown at who is about to."""
         self._kept = None
-        return WHOLE + ERASE_BELOW
 
 
 def at_line_start(columns: int) -> str:

@@ -62,6 +62,7 @@ class TerminalDisplay:
         """In one write; nothing while this program is in the background, or the terminal takes nothing."""
         if not is_foreground(self._fd):
             self._write(self._region.release(), patience=0.0)  # else it would stay in the way of whoever is there now
+            self._region.forget()
             return
         columns, rows = os.get_terminal_size(self._fd)
         if not _takes(self._fd, 0.0):
@@ -79,6 +80,7 @@ class TerminalDisplay:
             columns, _ = os.get_terminal_size(self._fd)
             text += f"{at_line_start(columns)}mpwatch: {line_of(picture)}\r\n"
         self._write(text, patience=LAST_SECONDS)
+        self._region.forget()
         self._was_drawn, self.has_left = False, True
 
     def _write(self, text: str, patience: float) -> None:
