@@ -3,6 +3,7 @@
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from .checks import check_flag
@@ -12,6 +13,7 @@ from .policy import RestartPolicy
 from .ranks import Worker
 from .result import RunResult
 from .spec import Nprocs, Observers, WorkerSpec
+from .view.choice import view_for
 from .watcher.outcome import outcome_of
 from .watcher.watch import watch
 
@@ -37,6 +39,7 @@ def run(
     role: str = "default",
     logs: LogSpec | None = None,
     on_event: Observers | None = None,
+    progress: bool | None = None,
     check: bool = True,
 ) -> RunResult[T]:
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them to their end, and return what they returned.
@@ -71,6 +74,8 @@ def run(
             captured, and shown in the cell that runs.
         on_event: a function, or several, called in this thread with each `mpwatch.Event`; one that raises is dropped.
             While it runs, signals wait, but for a second Ctrl-C.
+        progress: a live view of what the ranks `report()`: None: in a terminal or a notebook, once one of them has reported;
+            True: from the start, and as plain lines on stderr where there is neither; False: never.
         check: False: return the result of a failed run instead of raising.
 
     Returns:
@@ -101,8 +106,9 @@ def run(
         role=role,
         logs=logs,
         on_event=on_event,
+        progress=progress,
     )
-    return outcome_of(lambda: watch(spec), check=check)
+    return outcome_of(lambda: watch(spec, partial(view_for, progress)), check=check)
 
 
 def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunResult[T]:

@@ -2,11 +2,10 @@
 
 import sys
 
-__all__ = ["is_notebook"]
+__all__ = ["in_notebook"]
 
 
-def is_notebook() -> bool:
-    """Whether this program is the kernel of a notebook: IPython's, with a front end that shows what its cells print."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
+def in_notebook() -> bool:
+    """Whether a kernel of Jupyter's runs us, and not IPython in a terminal."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get_ipython is not None and getattr(get_ipython(), "kernel", None) is not None

@@ -16,6 +16,7 @@ from .ranks import Worker
 from .result import RunResult, WorkerState
 from .spec import GroupSpec, Nprocs, Observers, check_call
 from .tables import group_table
+from .view.choice import view_for
 from .watcher.outcome import outcome_of
 from .watcher.team import Team
 from .wording import summary_of
@@ -50,6 +51,7 @@ class WorkerGroup:
         logs: where the ranks' stdout and stderr go: see LogSpec. None: they have the caller's own; in a notebook they are
             captured, and shown in the cell that runs.
         on_event: a function, or several, called with each `mpwatch.Event` by the thread that waits for a call, or `close`.
+        progress: a live view of each call, as for `mpwatch.run`.
         check: False: `run` returns the result of a failed call instead of raising.
 
     Raises:
@@ -70,6 +72,7 @@ class WorkerGroup:
         role: str = "default",
         logs: LogSpec | None = None,
         on_event: Observers | None = None,
+        progress: bool | None = None,
         check: bool = True,
     ) -> None:
         check_flag("check", check)
@@ -85,12 +88,13 @@ class WorkerGroup:
             role=role,
             logs=logs,
             on_event=on_event,
+            progress=progress,
         )
         self._pid = os.getpid()
         self._turn = threading.RLock()  # other threads wait for it
         self._call = threading.Lock()  # for which its own thread would wait for ever
         self._is_closed = False
-        self._team = Team(self._spec)
+        self._team = Team(self._spec, partial(view_for, progress))
         # Multiprocessing, which would wait for the ranks for ever, calls this first; in processes of its own, too, which
         # know no atexit.
         self._at_end = Finalize(None, self._team.end_with_program, exitpriority=10)

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from typing import Literal
 
 from .checks import check_count
-from .frontend import is_notebook
+from .frontend import in_notebook
 from .ranks import Worker
 
 __all__ = ["AUTO_PREFIX", "STREAMS", "LogSpec", "Way", "default_logs", "prefix_of"]
@@ -125,7 +125,7 @@ class LogSpec:
 
 def default_logs() -> LogSpec:
     """In a notebook the caller's own descriptors lead past the cell."""
-    return LogSpec() if is_notebook() else LogSpec(show="inherit")
+    return LogSpec() if in_notebook() else LogSpec(show="inherit")
 
 
 def prefix_of(template: str, worker: Worker, host: str) -> str:

@@ -37,6 +37,7 @@ class GroupSpec:
     role: str = "default"
     logs: LogSpec | None = None
     on_event: Observers | None = None
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         _check_backend(self.backend)
@@ -51,6 +52,8 @@ class GroupSpec:
             raise TypeError(f"role must be a string, not {self.role!r}")
         if not self.role or not self.role.isprintable():
             raise ValueError(f"role must be a name, not {self.role!r}")
+        if self.progress is not None and not isinstance(self.progress, bool):
+            raise TypeError(f"progress must be True, False or None, not {self.progress!r:.200}")
         object.__setattr__(self, "on_event", _observers(self.on_event))
         object.__setattr__(self, "nprocs", _count(self.nprocs))
         _check_logs(self.logs, self.nprocs)

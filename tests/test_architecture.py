@@ -12,18 +12,8 @@ import mpwatch
 
 PACKAGE = Path(mpwatch.__file__).parent
 DATA = {
-    "ranks",
-    "checks",
-    "frontend",
-    "logs",
-    "policy",
-    "spec",
-    "result",
-    "errors",
-    "events",
-    "lifecycle",
-    "wording",
-    "tables",
+    *("checks", "errors", "events", "frontend", "lifecycle", "logs", "policy"),
+    *("ranks", "result", "spec", "status", "tables", "wording"),
 }
 # From the ground to the user's side: a module may import of its own layer and of those named, and nothing else of mpwatch.
 LAYERS = {
@@ -34,8 +24,9 @@ LAYERS = {
     "data": {"platform", "wire"},
     "watcher": {"cgroups", "platform", "wire", "data"},
     "worker": {"platform", "wire", "data"},
-    "api": {"data", "watcher"},
-    "group": {"data", "watcher"},
+    "view": {"data"},
+    "api": {"data", "view", "watcher"},
+    "group": {"data", "view", "watcher"},
     "facade": {"api", "group", "data", "worker"},
 }
 

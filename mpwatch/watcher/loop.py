@@ -29,7 +29,8 @@ from .facts import Facts
 from .gate import Gate
 from .journal import Journal
 from .line import RankLine
-from .mailbox import Errand, Mailbox, Retrial
+from .looks import statuses_of
+from .mailbox import Errand, Look, Mailbox, Retrial
 from .oom import OomWatch
 from .order import Order
 from .output import Output
@@ -233,6 +234,9 @@ class _Run:
             if isinstance(thing, Errand):
                 self._posted = thing
                 events.append(m.CallAll(thing.started_at))
+            elif isinstance(thing, Look):
+                thing.statuses = statuses_of(self.units, self.crew)
+                self.mailbox.alarm.ring()
             elif isinstance(thing, Retrial):
                 self.unit_of[thing.event.rank].places = {worker.rank: (worker, env) for worker, env in thing.places}
                 events.append(thing.event)

@@ -1,7 +1,7 @@
 """Between the caller's threads and the thread that watches the ranks: what is asked, and what has come of it.
 
     caller's thread --- post: a call, a signal, the end ---> bell: the watching thread wakes up and takes it
-                    <--- alarm: the caller wakes up and looks --- what has changed, what it has to judge
+                    <--- alarm: the caller wakes up and looks --- what has changed, what it has to judge, how the ranks fare
 
 A bell is a pair of sockets. It can be waited for together with other descriptors, may be rung by anybody at any time, a
 signal handler too, and keeps the ring until it is heard.
@@ -9,17 +9,19 @@ signal handler too, and keeps the ring until it is heard.
 
 import socket
 from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 
 from ..errors import LaunchError
 from ..ranks import Worker
 from ..result import WorkerState
+from ..status import RankStatus
 from ..wire.payload import Payload
 from ..wire.shortage import with_remedy
 from .facts import Facts
 from .states import Event, StartAgain
 
-__all__ = ["Bell", "Errand", "Mailbox", "Retrial"]
+__all__ = ["Bell", "Errand", "Look", "Mailbox", "Retrial"]
 
 
 class Bell:
@@ -77,6 +79,13 @@ class Retrial:
         self.places = places
 
 
+class Look:
+    """The caller wants to know how the ranks fare now."""
+
+    def __init__(self) -> None:
+        self.statuses: Sequence[RankStatus] | None = None  # until it is answered, which a run that ends does not do
+
+
 class Mailbox:
     """What both sides see. Each field is written by one of them."""
 
@@ -86,15 +95,15 @@ class Mailbox:
             self.alarm = stack.enter_context(closing(Bell()))
             self._bells = stack.pop_all()
         self.state = WorkerState.UNKNOWN  # of the ranks, for whoever asks
-        self._posted: deque[Event | Errand | Retrial] = deque()
+        self._posted: deque[Event | Errand | Look | Retrial] = deque()
         self._failed: deque[Facts] = deque()
 
-    def post(self, thing: Event | Errand | Retrial) -> None:
+    def post(self, thing: Event | Errand | Look | Retrial) -> None:
         """From the caller's threads, and from signal handlers."""
         self._posted.append(thing)
         self.bell.ring()
 
-    def take(self) -> list[Event | Errand | Retrial]:
+    def take(self) -> list[Event | Errand | Look | Retrial]:
         """What has been posted since the last time."""
         self.bell.hush()
         return [self._posted.popleft() for _ in range(len(self._posted))]

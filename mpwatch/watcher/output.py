@@ -15,7 +15,7 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 
-from ..frontend import is_notebook
+from ..frontend import in_notebook
 from ..logs import STREAMS, LogSpec, Way
 from ..ranks import Worker
 from .mixer import Mixer
@@ -48,7 +48,7 @@ class Output:
         if self._pump is None or not self._speakers:
             return
         may_be_mixed = self._speakers > 1
-        is_mixed = self._spec.prefix or (may_be_mixed and (self._spec.prefix is not None or not is_notebook()))
+        is_mixed = self._spec.prefix or (may_be_mixed and (self._spec.prefix is not None or not in_notebook()))
         mixer = Mixer(is_mixed=bool(is_mixed), may_be_mixed=may_be_mixed)
         sinks = {stream: sink_of(getattr(sys, stream), self._pump.gives_up.fileno()) for stream in STREAMS}
         self._pump.post(partial(self._pump.attach, mixer, sinks))

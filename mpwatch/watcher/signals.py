@@ -78,9 +78,9 @@ class HostSignals:
         for number in self._handlers:
             set_handler(number, self._note if number in NOTED else self._call)
 
-    def sleep(self) -> None:
-        """Until a signal has come, or somebody else rings the alarm."""
-        wait([self._alarm.fileno()])
+    def sleep(self, seconds: float | None = None) -> None:
+        """Until a signal has come, or somebody else rings the alarm; no longer than that, if it is said."""
+        wait([self._alarm.fileno()], seconds)
         self._pass_on()
 
     def doze(self, deadline: float) -> bool:

@@ -25,6 +25,7 @@ from .mailbox import Errand
 from .sending import pack_call
 from .states import EndAll, Verdict
 from .story import tell_fates
+from .viewing import MakeView, no_view
 from .watch import Visit
 
 __all__ = ["Team"]
@@ -35,10 +36,11 @@ CUT_SHORT = "the last call could not be brought to its end"
 
 
 class Team:
-    """For one thread at a time, but for `state` and `workers`."""
+    """For one thread at a time, but for `state` and `workers`. Each call has a view of its own."""
 
-    def __init__(self, spec: GroupSpec) -> None:
+    def __init__(self, spec: GroupSpec, make_view: MakeView = no_view) -> None:
         self._spec = spec
+        self._make_view = make_view
         self._journal = Journal(uuid.uuid4().hex, spec.observers, keep=False)
         self._life: Life | None = None
         self._restart_count = -1
@@ -169,7 +171,7 @@ class Team:
         return thing.started_at + self._spec.timeout - time.monotonic()
 
     def _visit(self, life: Life, thing: Errand | EndAll | None, *, until: Callable[[], bool]) -> Visit:
-        visit = Visit(life)
+        visit = Visit(life, make_view=self._make_view)
         try:
             visit.pay(thing, until=until)
             life.settle(visit.patience(self._seconds_left(thing)))

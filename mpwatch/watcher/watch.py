@@ -3,6 +3,8 @@
     take the signals over --> post --> wait --> give the signals back --> rebuild what came --> return
     post --> wait for a moment --> return, or take the signals over, and so on         (ranks that are there)
 
+While it waits it tells the observers (journal.py), and serves the live view, if there is one (viewing.py).
+
 Handlers do not raise while the caller waits (signals.py), but in that moment: a Ctrl-C is passed on to the ranks then, too.
 If something else is thrown into the caller's thread, the ranks are stopped as by SIGTERM (at once, if it happens again), and
 it leaves `pay` when nothing of them is left; but if they have yet to be asked, or have answered, they stay as they are. Off
@@ -30,6 +32,7 @@ from .sending import pack_call
 from .signals import HostSignals
 from .states import Event
 from .story import Story
+from .viewing import MakeView, Viewing, no_view
 
 __all__ = ["InterruptError", "Visit", "watch"]
 
@@ -47,8 +50,8 @@ class InterruptError(Exception):
         self.result = result
 
 
-def watch(spec: WorkerSpec[T]) -> RunResult[T]:
-    """Run it to its end. Raises LaunchError, or InterruptError."""
+def watch(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:
+    """Run it to its end, and show how it goes on. Raises LaunchError, or InterruptError."""
     story = Story(spec, Journal(uuid.uuid4().hex, spec.observers, keep=True))
     call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
     try:
@@ -61,7 +64,7 @@ def watch(spec: WorkerSpec[T]) -> RunResult[T]:
             life.output.attach()
             errand = Errand(payload, story.started_at)
             story.begin(errand)
-            visit = Visit(life, partial(story.judge, life))
+            visit = Visit(life, partial(story.judge, life), make_view)
             visit.pay(errand, until=lambda: False)
             life.settle(visit.patience(story.seconds_left()))
         visit.raise_error()
@@ -75,9 +78,11 @@ def watch(spec: WorkerSpec[T]) -> RunResult[T]:
 class Visit:
     """What one thread of the caller's does about ranks, once."""
 
-    def __init__(self, life: Life, judge: Callable[[], None] | None = None) -> None:
+    def __init__(self, life: Life, judge: Callable[[], None] | None = None, make_view: MakeView = no_view) -> None:
         self._life = life
         self._judge = judge  # of what the ranks' thread asks
+        self._make_view = make_view
+        self._viewing: Viewing | None = None  # of a call that takes longer than a moment
         self.signals = HostSignals(life.mailbox)
         self._has_asked = False
 
@@ -91,6 +96,8 @@ class Visit:
             self.signals.take_over()
             self._ask(thing)
             self._life.begin()
+            if isinstance(thing, Errand):
+                self._viewing = Viewing(self._make_view, self._life.mailbox, thing)
             self._sleep(until)
             self._leave()
         except BaseException as error:
@@ -154,7 +161,7 @@ class Visit:
         """Not by joining the thread: that has the fault that signals.py tells of."""
         self._attend()  # to what was heard in the first moment
         while not (until() or self._life.is_over):
-            self.signals.sleep()
+            self.signals.sleep(None if self._viewing is None else self._viewing.patience())
             self._attend()
 
     def _attend(self) -> None:
@@ -163,11 +170,15 @@ class Visit:
             self._life.attend()
             if self._judge is not None:
                 self._judge()
+            if self._viewing is not None:
+                self._viewing.attend()
         finally:
             self.signals.is_in_users_code = False
 
     def _leave(self) -> None:
         """The host is as it was."""
+        if self._viewing is not None:
+            self._viewing.close()
         if self._life.is_over:
             self._life.join()
         self.signals.give_back()

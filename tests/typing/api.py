@@ -35,6 +35,7 @@ def variables(worker: Worker) -> dict[str, str]:
 
 mpwatch.run(train, "auto", env=variables, check=False)
 mpwatch.run(train, "gpu", env={"A": "b"})
+mpwatch.run(train, progress=True)
 hung = mpwatch.run(train, heartbeat_timeout=60, check=False)
 assert_type(hung.progress[0], Progress)
 assert_type(hung.progress[0].step, int | None)
@@ -51,7 +52,7 @@ except RunFailedError as error:
 except LaunchError as error:
     print(error)
 
-with mpwatch.WorkerGroup(4, backend="gloo", timeout=60) as group:
+with mpwatch.WorkerGroup(4, backend="gloo", timeout=60, progress=False) as group:
     assert_type(group, mpwatch.WorkerGroup)
     assert_type(group.run(train, (0.1,), {"epochs": 3}), RunResult[list[float]])
     assert_type(group.run(str, args=(5,))[0], str)
@@ -84,4 +85,5 @@ mpwatch.RestartPolicy(scope="node")  # type: ignore[arg-type]
 mpwatch.run(train, nprocs=2.5)  # type: ignore[arg-type]
 mpwatch.run(train, 2, (0.1,))  # type: ignore[call-arg]
 mpwatch.run(train, "many")  # type: ignore[arg-type]
+mpwatch.run(train, progress="bar")  # type: ignore[arg-type]
 mpwatch.report(loss="low")  # type: ignore[arg-type]

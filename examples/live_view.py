@@ -1,0 +1,49 @@
+"""Watched while it trains: four ranks tell two spirals apart, and report how far they have come."""
+
+import math
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mpwatch
+
+TURNS = 3
+
+
+def spirals(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points of two spirals that wind around each other, and which of the two each is of."""
+    which = torch.randint(0, 2, (count,), generator=generator)
+    turn = torch.rand(count, generator=generator).sqrt() * TURNS * 2 * math.pi
+    angle = turn + which * math.pi
+    noise = 0.2 * torch.randn(count, 2, generator=generator)
+    return (torch.stack([turn * angle.cos(), turn * angle.sin()], dim=1) + noise) / TURNS, which
+
+
+def train(steps: int) -> float:
+    """Each rank draws points of its own. Returns the last loss."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    net = nn.Sequential(nn.Linear(2, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 2))
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        points, which = spirals(256, generator)
+        optimizer.zero_grad()
+        scores = model(points)
+        loss = nn.functional.cross_entropy(scores, which)
+        loss.backward()
+        optimizer.step()
+        mpwatch.report(step=step + 1, total=steps, loss=loss)
+        if rank == 0 and (step + 1) % (steps // 8) == 0:
+            accuracy = (scores.argmax(1) == which).float().mean()
+            print(f"after {step + 1} steps {accuracy:.1%} of the points are told apart", flush=True)
+    return loss.item()
+
+
+if __name__ == "__main__":
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
+    mpwatch.run(train, nprocs=4, args=(steps,), backend="gloo", progress=True)

@@ -1,0 +1,46 @@
+"""Whether there is a live view of a call, and where. What it is made of is imported when there is one."""
+
+import sys
+from typing import TYPE_CHECKING
+
+from ..frontend import in_notebook
+from .places import our_terminal
+
+if TYPE_CHECKING:
+    from .live import Display, LiveView
+
+__all__ = ["view_for"]
+
+
+def view_for(progress: bool | None) -> "LiveView | None":
+    """What the option `progress` asks for. None where nothing will be shown, whatever the ranks report."""
+    if progress is False or (progress is None and not in_notebook() and our_terminal() is None):
+        return None
+    from .live import LiveView
+
+    return LiveView(lambda: _display(always=progress is True), is_eager=progress is True)
+
+
+def _display(*, always: bool) -> "Display | None":
+    """The best there is."""
+    if in_notebook():
+        from .notebook import NotebookDisplay
+
+        return NotebookDisplay()
+    terminal = our_terminal()
+    if terminal is not None:
+        from .terminal import TerminalDisplay, is_free
+
+        try:
+            from .table import Rows
+        except ImportError:  # there is no rich
+            always = True
+        else:
+            if is_free():
+                encoding = terminal.encoding or "utf-8"
+                return TerminalDisplay(terminal.fileno(), Rows(encoding), encoding)
+    if always and sys.stderr is not None:
+        from .plain import PlainDisplay
+
+        return PlainDisplay(sys.stderr)
+    return None

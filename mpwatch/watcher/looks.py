@@ -1,0 +1,89 @@
+"""How the ranks fare at this moment: what is known of them, their pulses, and what the kernel says of their processes.
+
+Taken by the thread of the life, which owns all that, when it is asked; a look costs some tens of microseconds a rank and
+changes nothing. When all is over, who has asked takes the last one himself, from what was seen.
+"""
+
+import math
+import time
+from collections.abc import Iterable
+
+from ..platform import ProcessUsage, usage_of_process
+from ..result import WorkerState
+from ..status import RankStatus, Report
+from ..wire.messages import Kind
+from ..wire.pulse import Reading
+from .crew import Crew
+from .facts import Facts, RankFacts
+from .states import Phase
+from .unit import Unit
+
+__all__ = ["last_statuses", "statuses_of"]
+
+STATES = {
+    Phase.STARTING: WorkerState.INIT,
+    Phase.READY: WorkerState.INIT,
+    Phase.AT_WORK: WorkerState.HEALTHY,
+    Phase.STOPPING: WorkerState.STOPPED,
+    Phase.KILLED: WorkerState.STOPPED,
+    Phase.GIVEN_UP: WorkerState.STOPPED,
+}  # of a rank that has not answered; of one that has gone its end tells
+
+
+def statuses_of(units: Iterable[Unit], crew: Crew) -> list[RankStatus]:
+    """Of all ranks, in order."""
+    now = time.monotonic()
+    found = [_status_now(facts, unit, crew, now) for unit in units for facts in unit.seen.values()]
+    return sorted(found, key=lambda status: status.rank)
+
+
+def last_statuses(of_all: Iterable[Facts]) -> list[RankStatus]:
+    """Of all ranks, in order, as the run or the call has left them."""
+    found = [_status_then(seen, facts.stopped_at, facts.ended_at) for facts in of_all for seen in facts.ranks.values()]
+    return sorted(found, key=lambda status: status.rank)
+
+
+def _status_now(facts: RankFacts, unit: Unit, crew: Crew, now: float) -> RankStatus:
+    rank = facts.worker.rank
+    line = crew.lines.get(rank)
+    if line is None or line.facts is not facts:  # it has gone
+        return _status_then(facts, unit.machine.stopped_at, now)
+    phase = unit.machine.roster.phases[rank]
+    state = STATES.get(phase) if facts.report is None else None
+    if phase is Phase.AT_WORK and rank in unit.machine.beats.late:
+        state = WorkerState.UNHEALTHY
+    usage = usage_of_process(facts.pid) if facts.pid is not None else None
+    return _status(facts, state or _outcome(facts, unit.machine.stopped_at), crew.pulse_of(line), usage, now)
+
+
+def _status_then(facts: RankFacts, stopped_at: float | None, now: float) -> RankStatus:
+    return _status(facts, _outcome(facts, stopped_at), facts.pulse, None, now)
+
+
+def _outcome(facts: RankFacts, stopped_at: float | None) -> WorkerState:
+    """Of a rank that has answered, or has gone. What it does after all were told to stop is no failure of its own."""
+    report = facts.report
+    if report is not None and report.kind is Kind.RETURNED:
+        return WorkerState.SUCCEEDED
+    was_told = bool(facts.signals_sent) and (report is None or stopped_at is None or report.stamp >= stopped_at)
+    has_ended = report is not None or facts.died_at is not None
+    return WorkerState.FAILED if has_ended and not was_told else WorkerState.STOPPED
+
+
+def _status(facts: RankFacts, state: WorkerState, pulse: Reading, usage: ProcessUsage | None, now: float) -> RankStatus:
+    report = None
+    if pulse.report is not None:
+        at, step, total, metrics = pulse.report
+        report = Report(at=at, step=step, total=total, metrics=metrics)
+    return RankStatus(
+        rank=facts.worker.rank,
+        local_rank=facts.worker.local_rank,
+        state=state,
+        restart_count=facts.worker.restart_count,
+        pid=facts.pid,
+        report=report,
+        heartbeat_at=pulse.beat_at if pulse.beat_at != math.inf else None,
+        memory=usage.memory if usage is not None else None,
+        cpu_seconds=usage.cpu_seconds if usage is not None else None,
+        seen_at=now,
+    )
