@@ -1,5 +1,6 @@
 """The public names as a user writes them; read by mypy, never run."""
 
+from pathlib import Path
 from typing import assert_type
 
 import mpwatch
@@ -36,6 +37,11 @@ def variables(worker: Worker) -> dict[str, str]:
 mpwatch.run(train, "auto", env=variables, check=False)
 mpwatch.run(train, "gpu", env={"A": "b"})
 mpwatch.run(train, progress=True)
+mpwatch.run(train, logs=mpwatch.LogSpec("logs", show=0))
+mpwatch.run(
+    train, logs=mpwatch.LogSpec(Path("logs"), show={"stdout": {0, 1}, "stderr": "all"}, files="none", prefix="{rank} ")
+)
+assert_type(result.log_dir, str)
 hung = mpwatch.run(train, heartbeat_timeout=60, check=False)
 assert_type(hung.progress[0], Progress)
 assert_type(hung.progress[0].step, int | None)
