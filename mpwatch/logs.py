@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum, auto
-from typing import Literal
+from typing import Any, Literal
 
 from .checks import check_count
 from .frontend import in_notebook
@@ -20,7 +20,8 @@ AUTO_PREFIX = "[{rank}] "
 FIELDS = ("rank", "local_rank", "role", "host", "time")
 
 Ranks = Literal["all", "none"] | int | Collection[int]
-Choice = Ranks | Literal["inherit"] | Mapping[str, Ranks | Literal["inherit"]]
+# Any: by what stands in a literal mapping, mypy would take its values for collections of anything, since strings are such
+Choice = Ranks | Literal["inherit"] | Mapping[str, Any]
 
 
 class Way(Enum):
