@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from multiprocessing.connection import wait
 from selectors import EVENT_READ, DefaultSelector
 
 from ..platform import await_end_of_thread, write_all
@@ -22,6 +23,7 @@ from .sources import Source
 __all__ = ["LAST_SECONDS", "Pump"]
 
 READ_SIZE = 1 << 15  # bytes: what is made of them stays in the caches, needs no new pages, and fits into a pipe
+REST_SECONDS = 0.005
 DRAIN_LIMIT = 1 << 20  # bytes read of a stream when it is settled: no pipe holds more, unless root has made it so
 LAST_SECONDS = 1.0  # for a reader that nobody has to wait for
 THREAD_SECONDS = 1.0  # for the thread to end, once it waits for nobody any more
@@ -128,26 +130,38 @@ class Pump:
     def _turn(self) -> None:
         due_at = self._mixer.due_at
         patience = None if due_at == math.inf else max(0.0, due_at - time.monotonic())
+        sizes = [0]
         for key, _ in self._selector.select(patience):
             if key.fileobj is self._bell:
                 self._bell.hush()
             elif (source := self._sources.get(key.fd)) is not None and source is key.data:  # not ended by a job
-                self._read(source)
-            while self._jobs:
-                self._jobs.popleft()()
+                sizes.append(self._read(source))
+            self._do_jobs()
         self._mixer.expire(time.monotonic())
         self._write_out()
+        if 0 < max(sizes) < READ_SIZE:
+            self._rest()
 
-    def _read(self, source: Source) -> bool:
-        """One portion. False if there was none."""
+    def _rest(self) -> None:
+        """Let more come, if what came was little: who prints line by line would wake us up for each, which costs either side
+        more than to print it. What is posted is done at once.
+        """
+        if wait([self._bell.fileno()], REST_SECONDS):
+            self._bell.hush()
+            self._do_jobs()
+
+    def _do_jobs(self) -> None:
+        while self._jobs:
+            self._jobs.popleft()()
+
+    def _read(self, source: Source) -> int:
+        """One portion; how many bytes, none if there were none."""
         data = source.read(READ_SIZE) if source.is_open else None
-        if data is None:
-            return False
-        if not data:
+        if data:
+            self._take_in(source, data)
+        elif data is not None:
             self._wait_no_more(source)
-            return False
-        self._take_in(source, data)
-        return True
+        return len(data or b"")
 
     def _take_in(self, source: Source, data: bytes) -> None:
         if source.words is not None:
