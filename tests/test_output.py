@@ -85,6 +85,12 @@ def test_c_and_other_programs_too(tmp_path, capfdbinary):
     assert capfdbinary.readouterr().out == said
 
 
+def test_a_thread_of_c_that_reads_delays_nothing(capfd):
+    with mpwatch.WorkerGroup(1, logs=LogSpec(), timeout=10) as group:
+        group.run(talkers.says_while_c_reads)
+        assert capfd.readouterr().out == "said"
+
+
 def test_from_the_first_import_on(tmp_path):
     logs = LogSpec(tmp_path, show="none")
     result = mpwatch.run(talkers.says_hello, 1, logs=logs, env={"PYTHONPROFILEIMPORTTIME": "1"})
