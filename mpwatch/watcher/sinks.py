@@ -18,6 +18,8 @@ from typing import IO, Any, Protocol
 
 __all__ = ["Sink", "sink_of"]
 
+PLAIN = (io.BufferedWriter, io.BufferedRandom, io.FileIO)  # they write to a descriptor what is written to them; gzip's does not
+
 
 class Sink(Protocol):
     """Where to write."""
@@ -39,14 +41,14 @@ def sink_of(stream: IO[str] | None, gives_up: int) -> Sink | None:
         stream: sys.stdout, say. A notebook's knows by the context it is written in which cell it belongs to.
         gives_up: a descriptor that becomes readable when no more is to be waited for.
     """
-    if stream is None or getattr(stream, "closed", False):
-        return None
-    if isinstance(stream, io.TextIOWrapper):
-        try:
+    try:
+        if stream is None or getattr(stream, "closed", False):
+            return None
+        if isinstance(stream, io.TextIOWrapper) and isinstance(stream.buffer, PLAIN):
             stream.flush()  # what was printed before comes before
             return _FileSink(stream, gives_up)
-        except (OSError, ValueError):  # it is in memory
-            pass
+    except (OSError, ValueError):  # it is detached, or in memory; nobody reads it, or there is no room for one more
+        pass
     return _TextSink(stream, copy_context())
 
 
