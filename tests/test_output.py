@@ -181,12 +181,17 @@ def test_what_a_call_prints_is_there_when_it_returns(tmp_path, capfd):
         assert text.endswith(b"call 2 of 0, no endc")
 
 
-def test_the_stderr_of_an_earlier_call_is_not_that_of_a_failure():
-    with mpwatch.WorkerGroup(2, logs=LogSpec(show="none")) as group:
+@pytest.mark.parametrize("logs", [{}, {"dir": "logs"}, {"dir": "logs", "show": "none"}])
+def test_the_stderr_of_an_earlier_call_is_not_that_of_a_failure(logs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = []
+    with mpwatch.WorkerGroup(1, logs=LogSpec(**logs)) as group:
         group.run(talkers.says_hello)
-        with pytest.raises(mpwatch.RunFailedError) as caught:
-            group.run(talkers.complains_and_raises)
-    assert caught.value.root_cause.stderr == "a warning\na warning\na warning\n20%"
+        for fails in (saboteurs.raises_value_error, talkers.complains_and_raises, saboteurs.raises_value_error):
+            with pytest.raises(mpwatch.RunFailedError) as caught:
+                group.run(fails)
+            said.append(caught.value.root_cause.stderr)
+    assert said == ["", "a warning\na warning\na warning\n20%", ""]
 
 
 def test_stdout_and_stderr_of_the_caller_are_those_that_it_has_at_the_call():
