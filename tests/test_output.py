@@ -129,7 +129,7 @@ def test_a_failure_carries_the_end_of_its_stderr_and_where_its_logs_are(logs, ba
     assert error.root_cause.stderr == "rank 1 works\na warning\na warning\na warning\n20%"
     said = "\n  the end of its stderr:\n    rank 1 works\n    a warning\n    a warning\n    a warning\n    20%\n"
     assert said in str(error)
-    folder = f"logs/{error.result.workers[0].run_id}"
+    folder = f"{tmp_path}/logs/{error.result.workers[0].run_id}"
     paths = {stream: f"{folder}/attempt_0/1/{stream}.log" for stream in ("stdout", "stderr")} if "dir" in logs else {}
     assert error.root_cause.log_files == paths
     assert (f"\n  its logs: {', '.join(paths.values())}\n" in str(error)) == bool(paths)
@@ -239,6 +239,20 @@ def test_a_caller_without_streams(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdout", None)
     mpwatch.run(talkers.says_hello, 1, logs=LogSpec(tmp_path))
     assert files_of(tmp_path)["attempt_0", 0, "stdout"] == b"out 0\n"
+
+
+@pytest.mark.parametrize("show", ["all", "none"])
+def test_the_files_are_where_the_call_was_made(tmp_path, monkeypatch, show):
+    monkeypatch.chdir(tmp_path)
+    with mpwatch.WorkerGroup(1, logs=LogSpec("logs", show=show)) as group:
+        monkeypatch.chdir("/")
+        with pytest.raises(mpwatch.RunFailedError) as caught:
+            group.run(talkers.speaks_and_is_killed)
+        assert caught.value.root_cause.stderr == "oh\nno"
+        group.run(talkers.says_hello)
+    assert {path.parent.parent for path in tmp_path.glob("logs/*/*/*/*")} == {
+        Path(caught.value.result.log_dir) / f"attempt_{n}" for n in (0, 1)
+    }
 
 
 @pytest.mark.parametrize("show", ["all", "none"])
