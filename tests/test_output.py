@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,17 @@ def test_what_a_call_prints_is_there_when_it_returns(tmp_path, capfd):
         assert shown(capfd)[0] == ["[0] c", "[1] c"]
         (_, text) = sorted(files_of(tmp_path).items())[1]
         assert text.endswith(b"call 2 of 0, no endc")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_call_of_ranks_that_have_ended_leaves_nothing_open(eventually, tmp_path, caplog):
+    with open(tmp_path / "out", "w+") as file, contextlib.redirect_stdout(file):
+        with mpwatch.WorkerGroup(2, logs=LogSpec()) as group:
+            os.kill(group.run(os.getpid)[0], signal.SIGKILL)
+            eventually(lambda: {thread.name for thread in threading.enumerate()}.isdisjoint({"mpwatch", "mpwatch-output"}))
+            group.run(talkers.says_hello)
+        file.seek(0)
+        assert sorted(file) == ["[0] out 0\n", "[1] out 1\n"]
 
 
 @pytest.mark.parametrize("logs", [{}, {"dir": "logs"}, {"dir": "logs", "show": "none"}])

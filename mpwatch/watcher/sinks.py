@@ -56,10 +56,10 @@ class _FileSink:
     """A descriptor: bytes as they are."""
 
     def __init__(self, stream: io.TextIOWrapper, gives_up: int) -> None:
-        self._file, self._portion = _open_again(stream.fileno())
         self._poll = select.poll()
-        self._poll.register(self._file, select.POLLOUT)
         self._poll.register(gives_up, select.POLLIN)
+        self._file, self._portion = _open_again(stream.fileno())
+        self._poll.register(self._file, select.POLLOUT)
 
     def write(self, data: bytes) -> bool:
         rest = memoryview(data)
