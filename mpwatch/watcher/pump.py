@@ -12,7 +12,9 @@ from contextlib import ExitStack, closing
 from functools import partial
 from selectors import EVENT_READ, DefaultSelector
 
+from ..errors import LaunchError
 from ..platform import await_end_of_thread, write_all
+from ..wire.shortage import with_remedy
 from .mailbox import Bell
 from .mixer import Mixer
 from .remarks import Remarks
@@ -28,7 +30,7 @@ THREAD_SECONDS = 1.0  # for the thread to end, once it waits for nobody any more
 
 
 class Pump:
-    """`post`, `settle`, `finish` and `close` are for other threads, all else for its own.
+    """`post`, `settle`, `finish` and `close` are for other threads, all else for its own. Raises LaunchError.
 
     It ends, and gives back what it held, when it is told to finish; whoever would close it may be struck by an exception.
 
@@ -41,7 +43,10 @@ class Pump:
         with ExitStack() as stack:
             self._bell = stack.enter_context(closing(Bell()))
             self.gives_up = stack.enter_context(closing(Bell()))  # nobody waits any more for who reads
-            self._selector = stack.enter_context(DefaultSelector())
+            try:
+                self._selector = stack.enter_context(DefaultSelector())
+            except OSError as error:
+                raise LaunchError(with_remedy("what the ranks print cannot be waited for", error)) from error
             self._held = stack.pop_all()
         self._jobs: deque[Callable[[], None]] = deque()
         self._waiting: set[threading.Event] = set()  # who would wait for ever if the thread ended meanwhile
