@@ -182,6 +182,19 @@ def test_what_a_call_prints_is_there_when_it_returns(tmp_path, capfd):
         assert text.endswith(b"call 2 of 0, no endc")
 
 
+def test_what_is_printed_between_two_calls_is_not_lost(tmp_path, capfd, monkeypatch, eventually):
+    """In a notebook it is held back for a moment, to see whether others speak; the next call may come before."""
+    monkeypatch.setattr("mpwatch.watcher.output.is_notebook", lambda: True)
+    monkeypatch.setattr("mpwatch.watcher.mixer.HOLD_SECONDS", 60.0)
+    event = SPAWN.Event()
+    with mpwatch.WorkerGroup(2, logs=LogSpec(tmp_path)) as group:
+        group.run(talkers.rank_0_says_later, (event, "between"))
+        event.set()
+        eventually(lambda: list(files_of(tmp_path).values()).count(b"") == 3)
+        group.run(saboteurs.rank)
+        assert shown(capfd)[0] == ["between"]
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_call_of_ranks_that_have_ended_leaves_nothing_open(eventually, tmp_path, caplog):
     with open(tmp_path / "out", "w+") as file, contextlib.redirect_stdout(file):

@@ -102,7 +102,10 @@ class Pump:
             self._give_back()  # what was posted when it was over
 
     def attach(self, mixer: Mixer, sinks: Mapping[str, Sink | None]) -> None:
-        """Another call of the ranks: mix what they write by this, and write it to these."""
+        """Another call of the ranks: mix what they write by this, and write it to these. What has come since the last one
+        is that one's, and is held back no longer.
+        """
+        self._mixer.pause(time.monotonic())
         self._write_out()
         self._close_sinks()
         self._mixer, self._sinks = mixer, sinks
