@@ -5,7 +5,8 @@ import os
 import string
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum, auto
 from typing import Any, Literal
 
@@ -84,6 +85,12 @@ class LogSpec:
                     " use show='all', or leave it out of `files`"
                 )
         _check_prefix(self.prefix)
+
+    def from_here(self) -> "LogSpec":
+        """The same, wherever this program goes meanwhile."""
+        with suppress(FileNotFoundError):  # it is in a folder that is no more; where the files should be is found out later
+            return self if self.dir is None else replace(self, dir=os.path.abspath(self.dir))
+        return self
 
     def folder_of(self, run_id: str) -> str:
         """Of the files of a run; empty if there are none."""

@@ -164,7 +164,10 @@ def map_private(fd: int, size: int) -> memoryview:
 
 
 def c_stdout_by_lines() -> Callable[[], object]:
-    """Have C's stdout flushed at the end of each line, where it is known by that name. Returns what flushes it at once."""
+    """Have C's stdout flushed at the end of each line, where it is known by that name. Returns what flushes it at once.
+
+    It alone: to flush all streams takes the lock of each, which a thread has that waits for something to read.
+    """
     try:
         import ctypes
 
@@ -173,7 +176,7 @@ def c_stdout_by_lines() -> Callable[[], object]:
         libc.setvbuf(stream, None, LINE_BUFFERED, 0)
     except (ImportError, OSError, ValueError, AttributeError):
         return bool
-    return partial(libc.fflush, None)
+    return partial(libc.fflush, stream)
 
 
 @cache

@@ -56,7 +56,7 @@ class GroupSpec:
             raise TypeError(f"progress must be True, False or None, not {self.progress!r:.200}")
         object.__setattr__(self, "on_event", _observers(self.on_event))
         object.__setattr__(self, "nprocs", _count(self.nprocs))
-        _check_logs(self.logs, self.nprocs)
+        object.__setattr__(self, "logs", _logs(self.logs, self.nprocs))
 
     @property
     def policy(self) -> RestartPolicy:
@@ -196,13 +196,14 @@ def _check_env(env: object) -> None:
         check_mapping("env", env)
 
 
-def _check_logs(logs: object, nprocs: object) -> None:
+def _logs(logs: object, nprocs: object) -> LogSpec | None:
     if logs is None:
-        return
+        return None
     if not isinstance(logs, LogSpec):
         raise TypeError(f"logs must be a LogSpec, such as LogSpec({str(logs)!r:.200}), or None, not {logs!r:.200}")
     assert isinstance(nprocs, int)
     logs.check_ranks(nprocs)
+    return logs.from_here()
 
 
 def _count(nprocs: object) -> int:

@@ -107,12 +107,17 @@ def throw(what, at):
 
 def await_forgotten():
     """A group that was being made, or closed, may be left to the garbage collector; its ranks end by themselves then."""
-    with suppress(BufferError):  # CPython may stumble over views of views that are garbage together
-        gc.collect()
+    collect()
     for thread in threading.enumerate():
         if thread.name.startswith("mpwatch"):
             thread.join(10.0)
             await_end_of_thread(thread.native_id, 10.0)
+    collect()  # what the threads had
+
+
+def collect():
+    with suppress(BufferError):  # CPython may stumble over views of views that are garbage together
+        gc.collect()
 
 
 def main(what, first, stride):

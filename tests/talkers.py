@@ -35,6 +35,19 @@ def says_hello_in_every_way():
     os.write(1, b"\xff descriptor\n")
 
 
+def says_while_c_reads():
+    """Another thread reads a stream of C, to which nothing ever comes, and has its lock."""
+    libc = ctypes.CDLL(None)
+    libc.fdopen.restype = ctypes.c_void_p
+    libc.getc.argtypes = libc.ftrylockfile.argtypes = libc.funlockfile.argtypes = (ctypes.c_void_p,)
+    reads, _ = os.pipe()
+    stream = libc.fdopen(reads, b"r")
+    threading.Thread(target=libc.getc, args=(stream,), daemon=True).start()
+    while libc.ftrylockfile(stream) == 0:
+        libc.funlockfile(stream)
+    libc.printf(b"said")
+
+
 def says_in_c(text):
     ctypes.CDLL(None).printf(text)
 
@@ -106,6 +119,17 @@ def fails_in_its_first_life():
     print("life", me.restart_count)
     if me.rank == 1 and not me.restart_count:
         raise ValueError("bad")
+
+
+def rank_0_says_later(event, text):
+    """By a thread, when the call may have returned."""
+
+    def wait_and_say():
+        event.wait()
+        print(text)
+
+    if rank() == 0:
+        threading.Thread(target=wait_and_say, daemon=True).start()
 
 
 def is_bars(steps):

@@ -45,6 +45,15 @@ def test_a_bar_that_is_written_again_and_again_takes_no_memory():
     assert len(lines._rest) < 10
 
 
+def test_returns_take_no_time_and_no_memory():
+    """If each were looked at from each one before it, this would take minutes."""
+    lines = Lines()
+    for _ in range(30):
+        assert lines.feed(b"\r" * (1 << 15)) == b""
+    assert len(lines._rest) < 2
+    assert lines.feed(b"end\r\r\n") == b"end\n"
+
+
 def test_a_line_without_an_end_is_shown_in_pieces():
     lines = Lines()
     portion = b"x" * (LONGEST // 2)

@@ -1,12 +1,14 @@
 """Where what ranks print arrives: at the caller's stdout and stderr, in files, or nowhere."""
 
 import contextlib
+import gzip
 import io
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,12 @@ def test_c_and_other_programs_too(tmp_path, capfdbinary):
     assert capfdbinary.readouterr().out == said
 
 
+def test_a_thread_of_c_that_reads_delays_nothing(capfd):
+    with mpwatch.WorkerGroup(1, logs=LogSpec(), timeout=10) as group:
+        group.run(talkers.says_while_c_reads)
+        assert capfd.readouterr().out == "said"
+
+
 def test_from_the_first_import_on(tmp_path):
     logs = LogSpec(tmp_path, show="none")
     result = mpwatch.run(talkers.says_hello, 1, logs=logs, env={"PYTHONPROFILEIMPORTTIME": "1"})
@@ -122,7 +130,7 @@ def test_a_failure_carries_the_end_of_its_stderr_and_where_its_logs_are(logs, ba
     assert error.root_cause.stderr == "rank 1 works\na warning\na warning\na warning\n20%"
     said = "\n  the end of its stderr:\n    rank 1 works\n    a warning\n    a warning\n    a warning\n    20%\n"
     assert said in str(error)
-    folder = f"logs/{error.result.workers[0].run_id}"
+    folder = f"{tmp_path}/logs/{error.result.workers[0].run_id}"
     paths = {stream: f"{folder}/attempt_0/1/{stream}.log" for stream in ("stdout", "stderr")} if "dir" in logs else {}
     assert error.root_cause.log_files == paths
     assert (f"\n  its logs: {', '.join(paths.values())}\n" in str(error)) == bool(paths)
@@ -174,12 +182,41 @@ def test_what_a_call_prints_is_there_when_it_returns(tmp_path, capfd):
         assert text.endswith(b"call 2 of 0, no endc")
 
 
-def test_the_stderr_of_an_earlier_call_is_not_that_of_a_failure():
-    with mpwatch.WorkerGroup(2, logs=LogSpec(show="none")) as group:
+def test_what_is_printed_between_two_calls_is_not_lost(tmp_path, capfd, monkeypatch, eventually):
+    """In a notebook it is held back for a moment, to see whether others speak; the next call may come before."""
+    monkeypatch.setattr("mpwatch.watcher.output.is_notebook", lambda: True)
+    monkeypatch.setattr("mpwatch.watcher.mixer.HOLD_SECONDS", 60.0)
+    event = SPAWN.Event()
+    with mpwatch.WorkerGroup(2, logs=LogSpec(tmp_path)) as group:
+        group.run(talkers.rank_0_says_later, (event, "between"))
+        event.set()
+        eventually(lambda: list(files_of(tmp_path).values()).count(b"") == 3)
+        group.run(saboteurs.rank)
+        assert shown(capfd)[0] == ["between"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_call_of_ranks_that_have_ended_leaves_nothing_open(eventually, tmp_path, caplog):
+    with open(tmp_path / "out", "w+") as file, contextlib.redirect_stdout(file):
+        with mpwatch.WorkerGroup(2, logs=LogSpec()) as group:
+            os.kill(group.run(os.getpid)[0], signal.SIGKILL)
+            eventually(lambda: {thread.name for thread in threading.enumerate()}.isdisjoint({"mpwatch", "mpwatch-output"}))
+            group.run(talkers.says_hello)
+        file.seek(0)
+        assert sorted(file) == ["[0] out 0\n", "[1] out 1\n"]
+
+
+@pytest.mark.parametrize("logs", [{}, {"dir": "logs"}, {"dir": "logs", "show": "none"}])
+def test_the_stderr_of_an_earlier_call_is_not_that_of_a_failure(logs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = []
+    with mpwatch.WorkerGroup(1, logs=LogSpec(**logs)) as group:
         group.run(talkers.says_hello)
-        with pytest.raises(mpwatch.RunFailedError) as caught:
-            group.run(talkers.complains_and_raises)
-    assert caught.value.root_cause.stderr == "a warning\na warning\na warning\n20%"
+        for fails in (saboteurs.raises_value_error, talkers.complains_and_raises, saboteurs.raises_value_error):
+            with pytest.raises(mpwatch.RunFailedError) as caught:
+                group.run(fails)
+            said.append(caught.value.root_cause.stderr)
+    assert said == ["", "a warning\na warning\na warning\n20%", ""]
 
 
 def test_stdout_and_stderr_of_the_caller_are_those_that_it_has_at_the_call():
@@ -205,10 +242,42 @@ def test_a_stream_that_raises_stops_nothing(tmp_path, caplog):
     assert len(files_of(tmp_path)["attempt_0", 0, "stdout"]) == 100_000
 
 
+def test_a_stream_that_packs_what_is_written_to_it(tmp_path):
+    path = tmp_path / "packed"
+    with gzip.open(path, "wt") as packed, contextlib.redirect_stdout(packed):
+        print("before")
+        mpwatch.run(talkers.says_hello, 1, logs=LogSpec())
+        print("after")
+    assert gzip.open(path, "rt").read() == "before\nout 0\nafter\n"
+
+
+def test_a_stream_that_has_been_detached(caplog):
+    stream = io.TextIOWrapper(io.BytesIO())
+    stream.detach()
+    with contextlib.redirect_stdout(stream):
+        mpwatch.run(talkers.says_hello, 1, logs=LogSpec())
+    (record,) = caplog.records
+    assert "cannot be written to stdout any more (ValueError: underlying buffer has been detached)" in record.getMessage()
+
+
 def test_a_caller_without_streams(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdout", None)
     mpwatch.run(talkers.says_hello, 1, logs=LogSpec(tmp_path))
     assert files_of(tmp_path)["attempt_0", 0, "stdout"] == b"out 0\n"
+
+
+@pytest.mark.parametrize("show", ["all", "none"])
+def test_the_files_are_where_the_call_was_made(tmp_path, monkeypatch, show):
+    monkeypatch.chdir(tmp_path)
+    with mpwatch.WorkerGroup(1, logs=LogSpec("logs", show=show)) as group:
+        monkeypatch.chdir("/")
+        with pytest.raises(mpwatch.RunFailedError) as caught:
+            group.run(talkers.speaks_and_is_killed)
+        assert caught.value.root_cause.stderr == "oh\nno"
+        group.run(talkers.says_hello)
+    assert {path.parent.parent for path in tmp_path.glob("logs/*/*/*/*")} == {
+        Path(caught.value.result.log_dir) / f"attempt_{n}" for n in (0, 1)
+    }
 
 
 @pytest.mark.parametrize("show", ["all", "none"])

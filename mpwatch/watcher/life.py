@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from multiprocessing.context import set_spawning_popen
 
 from ..errors import LaunchError
@@ -54,15 +54,15 @@ class Life:
         self._restart_count = restart_count
         self._keep = keep
         self._pid = os.getpid()
-        self._held = ExitStack()
-        self.mailbox = Mailbox()
-        self._held.callback(self.mailbox.close)
-        self.remarks = Remarks(self.mailbox.alarm.ring)
-        self._journal.wake = self.mailbox.alarm.ring
-        assert isinstance(spec.nprocs, int)  # see GroupSpec
-        self.output = Output(spec.logs or default_logs(), spec.nprocs, self.remarks)
-        self._keeper: socket.socket | None = None  # of the port
-        self._held.callback(self._free_port)
+        with ExitStack() as stack:
+            self.mailbox = stack.enter_context(closing(Mailbox()))
+            self.remarks = Remarks(self.mailbox.alarm.ring)
+            self._journal.wake = self.mailbox.alarm.ring
+            assert isinstance(spec.nprocs, int)  # see GroupSpec
+            self.output = Output(spec.logs or default_logs(), spec.nprocs, self.remarks)
+            self._keeper: socket.socket | None = None  # of the port
+            stack.callback(self._free_port)
+            self._held = stack.pop_all()
         self._places: list[Place] = []
         self._thread: threading.Thread | None = None
         self._is_cancelled = False

@@ -11,7 +11,7 @@ __all__ = ["Lines", "prefixed"]
 
 LONGEST = 1 << 20  # bytes: a line that is longer is shown in pieces, since it has to be kept until its end
 OVERWRITTEN = re.compile(rb"^[^\n]*\r(?=[^\r\n])", re.MULTILINE)  # up to the last return that something follows
-ENDS = re.compile(rb"\r+(?=\n)")
+RETURNS = re.compile(rb"\r{2,}")  # they do what one does
 MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
 
 
@@ -52,5 +52,5 @@ def _seen(text: bytes) -> bytes:
     if b"\x1b" in text:
         text = MOVES.sub(b"", text)
     if b"\r" in text:
-        text = OVERWRITTEN.sub(b"", ENDS.sub(b"", text))
+        text = OVERWRITTEN.sub(b"", RETURNS.sub(b"\r", text).replace(b"\r\n", b"\n"))
     return text

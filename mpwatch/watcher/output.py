@@ -45,7 +45,7 @@ class Output:
 
     def attach(self) -> None:
         """What ranks write from now on goes to what are sys.stdout and sys.stderr now; in a notebook, to this cell."""
-        if self._pump is None or not self._speakers:
+        if self._pump is None or self._pump.is_over or not self._speakers:
             return
         may_be_mixed = self._speakers > 1
         is_mixed = self._spec.prefix or (may_be_mixed and (self._spec.prefix is not None or not in_notebook()))

@@ -13,7 +13,9 @@ from functools import partial
 from multiprocessing.connection import wait
 from selectors import EVENT_READ, DefaultSelector
 
+from ..errors import LaunchError
 from ..platform import await_end_of_thread, write_all
+from ..wire.shortage import with_remedy
 from .mailbox import Bell
 from .mixer import Mixer
 from .remarks import Remarks
@@ -30,7 +32,7 @@ THREAD_SECONDS = 1.0  # for the thread to end, once it waits for nobody any more
 
 
 class Pump:
-    """`post`, `settle`, `finish` and `close` are for other threads, all else for its own.
+    """`post`, `settle`, `finish` and `close` are for other threads, all else for its own. Raises LaunchError.
 
     It ends, and gives back what it held, when it is told to finish; whoever would close it may be struck by an exception.
 
@@ -43,7 +45,10 @@ class Pump:
         with ExitStack() as stack:
             self._bell = stack.enter_context(closing(Bell()))
             self.gives_up = stack.enter_context(closing(Bell()))  # nobody waits any more for who reads
-            self._selector = stack.enter_context(DefaultSelector())
+            try:
+                self._selector = stack.enter_context(DefaultSelector())
+            except OSError as error:
+                raise LaunchError(with_remedy("what the ranks print cannot be waited for", error)) from error
             self._held = stack.pop_all()
         self._jobs: deque[Callable[[], None]] = deque()
         self._waiting: set[threading.Event] = set()  # who would wait for ever if the thread ended meanwhile
@@ -52,11 +57,13 @@ class Pump:
         self._lost: set[str] = set()  # streams of the caller's that nothing can be written to
         self._mixer = Mixer(is_mixed=True, may_be_mixed=True)
         self._thread: threading.Thread | None = None
-        self._is_over = False
+        self.is_over = False  # nothing more is done
         self._is_stuck = False  # whoever was to be waited for does not read
 
     def begin(self) -> None:
         """Start the thread, if it has not been started. Raises RuntimeError."""
+        if self.is_over:
+            raise RuntimeError("nobody reads what it prints any more")
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="mpwatch-output", daemon=True)
             thread.start()
@@ -74,7 +81,7 @@ class Pump:
         done = threading.Event()
         self._waiting.add(done)
         self.post(partial(self._settle, done))
-        self._is_stuck = not (self._is_over or done.wait(seconds))
+        self._is_stuck = not (self.is_over or done.wait(seconds))
         return not self._is_stuck
 
     def finish(self) -> None:
@@ -93,9 +100,14 @@ class Pump:
         self._thread.join(THREAD_SECONDS)
         if self._thread.native_id is not None:
             await_end_of_thread(self._thread.native_id, THREAD_SECONDS)
+        if not self._thread.is_alive():
+            self._give_back()  # what was posted when it was over
 
     def attach(self, mixer: Mixer, sinks: Mapping[str, Sink | None]) -> None:
-        """Another call of the ranks: mix what they write by this, and write it to these."""
+        """Another call of the ranks: mix what they write by this, and write it to these. What has come since the last one
+        is that one's, and is held back no longer.
+        """
+        self._mixer.pause(time.monotonic())
         self._write_out()
         self._close_sinks()
         self._mixer, self._sinks = mixer, sinks
@@ -105,22 +117,24 @@ class Pump:
         """A rank is about to be started."""
         for source in sources:
             self._sources[source.pipe] = source
-            self._selector.register(source.pipe, EVENT_READ, source)
-            source.is_open = True
+            if not self.is_over:
+                self._selector.register(source.pipe, EVENT_READ, source)
+                source.is_open = True
 
     def end(self, sources: Sequence[Source], unsaid: bytes) -> None:
         """A rank has ended, and what it had started in its process group. This is left for its stderr."""
-        for source in sources:
+        ours = [source for source in sources if self._sources.get(source.pipe) is source]  # none after an error
+        for source in ours:
             if source.words is not None and unsaid:
                 self._take_in(source, unsaid)
             self._drain(source)
-        for source in sources:
+        for source in ours:
             self._finish(source)
 
     def _run(self) -> None:
         try:
             self._selector.register(self._bell, EVENT_READ)
-            while not self._is_over:
+            while not self.is_over:
                 self._turn()
         except BaseException as error:  # noqa: BLE001  an error of ours: the ranks are to hear of it, and not to wait for ever
             self._remarks.warning("what the ranks print is lost from here on: %r", error)
@@ -199,7 +213,7 @@ class Pump:
 
     def _end(self) -> None:
         self._put_in_place()
-        self._is_over = True
+        self.is_over = True
 
     def _put_in_place(self) -> None:
         """What has been written by now."""
@@ -237,21 +251,22 @@ class Pump:
             self._remarks.warning("the log of a rank is not complete: %s", error)
 
     def _give_back(self) -> None:
-        self._is_over = True
+        self.is_over = True
         with ExitStack() as stack:
             stack.callback(self._close_all)
             while self._jobs:
                 self._jobs.popleft()()
 
     def _close_all(self) -> None:
-        for source in self._sources.values():
-            source.close()
+        while self._sources:
+            self._sources.popitem()[1].close()
         self._close_sinks()
         self._held.close()
         while self._waiting:  # in vain, if there was an error
             self._waiting.pop().set()
 
     def _close_sinks(self) -> None:
-        for sink in self._sinks.values():
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
             if sink is not None:
                 sink.close()

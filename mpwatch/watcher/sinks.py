@@ -18,6 +18,9 @@ from typing import IO, Any, Protocol
 
 __all__ = ["Sink", "sink_of"]
 
+# These write to a descriptor what is written to them; what gzip opens has one, too, and does not.
+PLAIN = (io.BufferedWriter, io.BufferedRandom, io.FileIO)
+
 
 class Sink(Protocol):
     """Where to write."""
@@ -39,31 +42,41 @@ def sink_of(stream: IO[str] | None, gives_up: int) -> Sink | None:
         stream: sys.stdout, say. A notebook's knows by the context it is written in which cell it belongs to.
         gives_up: a descriptor that becomes readable when no more is to be waited for.
     """
-    if stream is None or getattr(stream, "closed", False):
+    if stream is None:
         return None
-    if isinstance(stream, io.TextIOWrapper):
-        try:
+    try:
+        if getattr(stream, "closed", False):
+            return None
+        if isinstance(stream, io.TextIOWrapper) and isinstance(stream.buffer, PLAIN):
             stream.flush()  # what was printed before comes before
             return _FileSink(stream, gives_up)
-        except (OSError, ValueError):  # it is in memory
-            pass
+    except (OSError, ValueError):  # it is detached, or in memory; nobody reads it, or there is no room for one more
+        pass
     return _TextSink(stream, copy_context())
 
 
 class _FileSink:
-    """A descriptor: bytes as they are."""
+    """A descriptor: bytes as they are.
+
+    The caller may write to it, too, at any time. So no more is written at a time than a pipe takes in one piece, and whole
+    lines of that: nobody comes between the parts of one that is not longer.
+    """
 
     def __init__(self, stream: io.TextIOWrapper, gives_up: int) -> None:
-        self._file, self._portion = _open_again(stream.fileno())
         self._poll = select.poll()
-        self._poll.register(self._file, select.POLLOUT)
         self._poll.register(gives_up, select.POLLIN)
+        self._file, self._blocks, self._portion = _open_again(stream.fileno())
+        self._poll.register(self._file, select.POLLOUT)
 
     def write(self, data: bytes) -> bool:
         rest = memoryview(data)
-        while rest:
-            rest = rest[self._write(rest[: self._portion]) :]
-            if rest and not self._has_room():
+        at = 0
+        while at < len(data):
+            if self._blocks and not self._has_room():
+                return False
+            written = self._write(rest[at : self._end_of_portion(data, at)])
+            at += written
+            if not written and not self._has_room():
                 return False
         return True
 
@@ -72,6 +85,10 @@ class _FileSink:
 
     def close(self) -> None:
         self._file.close()
+
+    def _end_of_portion(self, data: bytes, at: int) -> int:
+        most = at + self._portion
+        return len(data) if len(data) <= most else data.rfind(b"\n", at, most) + 1 or most
 
     def _write(self, data: memoryview) -> int:
         try:
@@ -83,20 +100,20 @@ class _FileSink:
         return any(fd == self._file.fileno() for fd, _ in self._poll.poll())
 
 
-def _open_again(fd: int) -> tuple[FileIO, int]:
-    """The same file once more, and how much may be written to it at a time without being blocked if it has room.
+def _open_again(fd: int) -> tuple[FileIO, bool, int]:
+    """The same file once more, whether to write to it blocks where there is no room, and how much is written in one piece.
 
     The descriptor that is there may block, and is not ours alone to change. A pipe or a terminal can be opened anew, where
-    there is a /proc. If not, so much is written as a pipe takes in one piece.
+    there is a /proc.
     """
     # each in one call of C: between two bytecodes an exception could be thrown at us, and the descriptor be nobody's
     is_file = stat.S_ISREG(os.fstat(fd).st_mode)
     if not is_file:
         with suppress(OSError):
             (file,) = map(FileIO, map(os.open, [f"/proc/self/fd/{fd}"], [os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY]), ["wb"])
-            return file, sys.maxsize
+            return file, False, select.PIPE_BUF
     (file,) = map(FileIO, map(os.dup, [fd]), ["wb"])
-    return file, sys.maxsize if is_file else select.PIPE_BUF
+    return (file, False, sys.maxsize) if is_file else (file, True, select.PIPE_BUF)
 
 
 class _TextSink:

@@ -33,9 +33,8 @@ class Ends:
 
     def leave(self, unsaid: bytes) -> None:
         """What the rank's interpreter has printed, and the rank has never taken over. Where its stderr is a file alone."""
-        is_read = any(source.words is not None for source in self.sources)
-        if unsaid and not is_read and "stderr" in self.words.files:
-            with suppress(OSError), open(self.words.files["stderr"], "ab") as file:
+        if unsaid and self.words.unread:
+            with suppress(OSError), open(self.words.unread, "ab") as file:
                 file.write(unsaid)
 
 
@@ -101,6 +100,8 @@ class Opener:
         if file is not None:
             _closed_by(passed if way is Way.FILE else kept, file)
         if way is Way.FILE:
+            if stream == "stderr":
+                ends.words.unread = ends.words.files[stream]
             return file
         ours, theirs = os.pipe()
         _closed_by(kept, ours)

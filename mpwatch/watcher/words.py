@@ -16,8 +16,10 @@ class Words:
 
     def __init__(self) -> None:
         self.files: dict[str, str] = {}  # by stream, the paths of those that are written to files
+        self.unread = ""  # that of its stderr, if it goes there alone
         self._end = b""
         self._is_cut = False
+        self._begins_at = 0  # of that file
 
     def hear(self, data: bytes) -> None:
         """It has written this to its stderr."""
@@ -28,21 +30,24 @@ class Words:
     def forget(self) -> None:
         """What was written in an earlier call is none of the next."""
         self._end, self._is_cut = b"", False
+        if self.unread:
+            with suppress(OSError):
+                self._begins_at = os.stat(self.unread).st_size
 
     def last_lines(self) -> str:
         """The end of its stderr, as a terminal would show it; empty if that went to the caller's own."""
         end, is_cut = self._end, self._is_cut
-        if not end and "stderr" in self.files:
-            end, is_cut = _end_of(self.files["stderr"])
+        if self.unread:
+            end, is_cut = _end_of(self.unread, self._begins_at)
         lines = Lines()
         text = (lines.feed(end) + lines.end()).decode(errors="replace")
         return "\n".join(text.splitlines()[int(is_cut) :][-LAST_LINES:])
 
 
-def _end_of(path: str) -> tuple[bytes, bool]:
-    """Of a file, and whether something comes before it."""
+def _end_of(path: str, begins_at: int) -> tuple[bytes, bool]:
+    """Of what a file holds from there on, and whether something of that comes before it."""
     with suppress(OSError), open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - KEPT))
-        return file.read(KEPT), size > KEPT
+        end_begins_at = max(begins_at, file.seek(0, os.SEEK_END) - KEPT)
+        file.seek(end_begins_at)
+        return file.read(KEPT), end_begins_at > begins_at
     return b"", False

@@ -6,7 +6,7 @@ import os
 __all__ = ["is_shortage", "with_remedy"]
 
 REMEDIES: dict[int | None, str] = {
-    errno.EMFILE: "raise the limit of open files (`ulimit -n`): a rank takes about 4 descriptors",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`): a rank takes about 4 descriptors, with `logs` up to 8",
     errno.ENFILE: "the system has no more open files: see /proc/sys/fs/file-max",
     errno.EAGAIN: "raise the limit of processes (`ulimit -u`, or pids.max of the container)",
     errno.ENOMEM: "free some memory, or start fewer ranks",
