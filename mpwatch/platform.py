@@ -31,6 +31,7 @@ __all__ = [
     "ProcessUsage",
     "anonymous_file",
     "await_end_of_thread",
+    "bytes_in",
     "c_stdout_by_lines",
     "die_with_writer",
     "gpus_may_exist",
@@ -41,6 +42,7 @@ __all__ = [
     "map_private",
     "open_pidfd",
     "peek_exit",
+    "pipe_size",
     "receive",
     "seal",
     "set_handler",
@@ -161,6 +163,26 @@ def map_private(fd: int, size: int) -> memoryview:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return memoryview(room)
+
+
+def pipe_size(fd: int) -> int:
+    """How many bytes this pipe holds (Linux); 0 if it is none, or nobody knows."""
+    import fcntl
+
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) if hasattr(fcntl, "F_GETPIPE_SZ") else 0
+    except OSError:
+        return 0
+
+
+def bytes_in(pipe: int) -> int:
+    """How many bytes of a pipe nobody has read yet. Raises OSError."""
+    import fcntl
+    import termios
+
+    number = bytearray(SIZE_OF_INT)
+    fcntl.ioctl(pipe, termios.FIONREAD, number)
+    return int.from_bytes(number, sys.byteorder)
 
 
 def c_stdout_by_lines() -> Callable[[], object]:

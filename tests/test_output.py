@@ -184,7 +184,7 @@ def test_what_a_call_prints_is_there_when_it_returns(tmp_path, capfd):
 
 def test_what_is_printed_between_two_calls_is_not_lost(tmp_path, capfd, monkeypatch, eventually):
     """In a notebook it is held back for a moment, to see whether others speak; the next call may come before."""
-    monkeypatch.setattr("mpwatch.watcher.output.is_notebook", lambda: True)
+    monkeypatch.setattr("mpwatch.watcher.output.in_notebook", lambda: True)
     monkeypatch.setattr("mpwatch.watcher.mixer.HOLD_SECONDS", 60.0)
     event = SPAWN.Event()
     with mpwatch.WorkerGroup(2, logs=LogSpec(tmp_path)) as group:

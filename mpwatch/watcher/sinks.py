@@ -16,6 +16,8 @@ from contextvars import Context, copy_context
 from io import FileIO
 from typing import IO, Any, Protocol
 
+from ..platform import bytes_in, pipe_size
+
 __all__ = ["Sink", "sink_of"]
 
 # These write to a descriptor what is written to them; what gzip opens has one, too, and does not.
@@ -58,14 +60,17 @@ def sink_of(stream: IO[str] | None, gives_up: int) -> Sink | None:
 class _FileSink:
     """A descriptor: bytes as they are.
 
-    The caller may write to it, too, at any time. So no more is written at a time than a pipe takes in one piece, and whole
-    lines of that: nobody comes between the parts of one that is not longer.
+    The caller may write to it, too, at any time. So whole lines are written, and no more at a time than is taken in one piece:
+    nobody comes between the parts of a line. A pipe promises that for a page; one that is empty has room for more.
     """
 
     def __init__(self, stream: io.TextIOWrapper, gives_up: int) -> None:
         self._poll = select.poll()
         self._poll.register(gives_up, select.POLLIN)
         self._file, self._blocks, self._portion = _open_again(stream.fileno())
+        self._portion_if_empty = (
+            self._portion if self._blocks else max(self._portion, pipe_size(self._file.fileno()) * 3 // 4)
+        )
         self._poll.register(self._file, select.POLLOUT)
 
     def write(self, data: bytes) -> bool:
@@ -88,6 +93,8 @@ class _FileSink:
 
     def _end_of_portion(self, data: bytes, at: int) -> int:
         most = at + self._portion
+        if len(data) > most and self._portion_if_empty > self._portion and not bytes_in(self._file.fileno()):
+            most = at + self._portion_if_empty
         return len(data) if len(data) <= most else data.rfind(b"\n", at, most) + 1 or most
 
     def _write(self, data: memoryview) -> int:
