@@ -60,17 +60,15 @@ def sink_of(stream: IO[str] | None, gives_up: int) -> Sink | None:
 class _FileSink:
     """A descriptor: bytes as they are.
 
-    The caller may write to it, too, at any time. So whole lines are written, and no more at a time than is taken in one piece:
-    nobody comes between the parts of a line. A pipe promises that for a page; one that is empty has room for more.
+    The caller may write to it, too, at any time. So whole lines are written, and no more at a time than is taken in one
+    piece: nobody comes between the parts of a line. A pipe promises that for a page; one that is empty has room for more.
     """
 
     def __init__(self, stream: io.TextIOWrapper, gives_up: int) -> None:
         self._poll = select.poll()
         self._poll.register(gives_up, select.POLLIN)
         self._file, self._blocks, self._portion = _open_again(stream.fileno())
-        self._portion_if_empty = (
-            self._portion if self._blocks else max(self._portion, pipe_size(self._file.fileno()) * 3 // 4)
-        )
+        self._room_if_empty = 0 if self._blocks else pipe_size(self._file.fileno()) * 3 // 4
         self._poll.register(self._file, select.POLLOUT)
 
     def write(self, data: bytes) -> bool:
@@ -93,8 +91,8 @@ class _FileSink:
 
     def _end_of_portion(self, data: bytes, at: int) -> int:
         most = at + self._portion
-        if len(data) > most and self._portion_if_empty > self._portion and not bytes_in(self._file.fileno()):
-            most = at + self._portion_if_empty
+        if len(data) > most and self._room_if_empty > self._portion and not bytes_in(self._file.fileno()):
+            most = at + self._room_if_empty
         return len(data) if len(data) <= most else data.rfind(b"\n", at, most) + 1 or most
 
     def _write(self, data: memoryview) -> int:
