@@ -42,7 +42,7 @@ def state() -> dict[str, object]:
         "children": children(),
         "descriptors": descriptors(),
         "threads": {thread for thread in threading.enumerate() if not thread.name.startswith("pytest_timeout")},
-        "shared memory": {name for name in os.listdir("/dev/shm") if name.startswith(OURS) or not name.startswith("sem.mp")},
+        "shared memory": {name for name in os.listdir("/dev/shm") if name.startswith(OURS) or not name.startswith("sem.")},
         "temporary files": {name for name in os.listdir("/tmp") if name.startswith("mpwatch")},
         "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "signal mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),

@@ -118,12 +118,9 @@ if __name__ == "__main__":
 def test_whoever_answers_to_ctrl_c_stays(stubborn, after):
     said = program(INTERRUPTED.format(signal="SIGINT", stubborn=stubborn, after=after)).stdout
     if stubborn:
-        why = (
-            "not all came through the last call: the run was stopped"
-            if after
-            else "the last call could not be brought to its"
-        )
-        assert said.startswith(f"interrupted\nall ranks are started anew: {why}")
+        late, early = "not all came through the last call: the run was stopped", "the last call could not be brought to its"
+        whys = (late,) if after else (early, late)  # a machine that is busy may come to it after that moment
+        assert said.startswith(tuple(f"interrupted\nall ranks are started anew: {why}" for why in whys))
         assert said.endswith("\nFalse\n")
     else:
         assert said == "interrupted\nTrue\n"
