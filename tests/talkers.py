@@ -132,6 +132,19 @@ def rank_0_says_later(event, text):
         threading.Thread(target=wait_and_say, daemon=True).start()
 
 
+def takes_its_time_for_a_line(other_lives_again):
+    """Rank 1 fails, and is started again, while rank 0 is in the midst of a line."""
+    me = mpwatch.current_worker()
+    if me.rank == 0:
+        print("begun, ", end="", flush=True)
+        other_lives_again.wait()
+        print("and ended")
+    elif me.restart_count:
+        other_lives_again.wait()
+    else:
+        raise ValueError("bad")
+
+
 def is_bars(steps):
     from tqdm import tqdm
 

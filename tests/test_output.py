@@ -171,6 +171,13 @@ def test_a_rank_that_is_replaced_alone_has_files_of_its_own(tmp_path, capfd):
     assert shown(capfd)[0] == ["[0] life 0", "[1] life 0", "[1] life 1"]
 
 
+def test_a_line_is_whole_though_another_rank_is_started_again_meanwhile(capfd):
+    policy = RestartPolicy(1, scope="worker")
+    args = (SPAWN.Barrier(2),)
+    mpwatch.run(talkers.takes_its_time_for_a_line, 2, args=args, logs=LogSpec(), restart_policy=policy)
+    assert capfd.readouterr().out == "[0] begun, and ended\n"
+
+
 def test_what_a_call_prints_is_there_when_it_returns(tmp_path, capfd):
     with mpwatch.WorkerGroup(2, logs=LogSpec(tmp_path)) as group:
         for n in range(3):

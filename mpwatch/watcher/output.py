@@ -73,6 +73,10 @@ class Output:
         """Wait until all that has been written by now is where it belongs. False if it did not come to that in time."""
         return self._pump is None or self._pump.settle(seconds)
 
+    def catch_up(self, seconds: float | None) -> bool:
+        """The same of ranks that have ended; others are not disturbed."""
+        return self._pump is None or self._pump.catch_up(seconds)
+
     def finish(self) -> None:
         """All ranks are dead, and no more will be started."""
         if self._pump is not None:

@@ -76,11 +76,18 @@ class Pump:
 
     def settle(self, seconds: float | None) -> bool:
         """Wait until all that the ranks have written by now is where it belongs. False if that was not in time."""
+        return self._wait_for(self._put_in_place, seconds)
+
+    def catch_up(self, seconds: float | None) -> bool:
+        """The same of ranks that have ended; others may be in the midst of a line."""
+        return self._wait_for(bool, seconds)
+
+    def _wait_for(self, job: Callable[[], object], seconds: float | None) -> bool:
         if self._thread is None:
             return True
         done = threading.Event()
         self._waiting.add(done)
-        self.post(partial(self._settle, done))
+        self.post(partial(self._do, job, done))
         self._is_stuck = not (self.is_over or done.wait(seconds))
         return not self._is_stuck
 
@@ -206,8 +213,8 @@ class Pump:
             source.is_open = False
             self._selector.unregister(source.pipe)
 
-    def _settle(self, done: threading.Event) -> None:
-        self._put_in_place()
+    def _do(self, job: Callable[[], object], done: threading.Event) -> None:
+        job()
         self._waiting.discard(done)
         done.set()
 

@@ -64,7 +64,7 @@ class Story(Generic[T]):
     def judge(self, life: Life) -> None:
         """The attempts that have failed since the last time. Raises whatever `retry_if` and `env` raise, and LaunchError."""
         for facts in life.mailbox.asked():
-            life.output.settle(LAST_SECONDS)
+            life.output.catch_up(LAST_SECONDS)
             self._decide(life, facts, self._close(facts))
 
     def result(self) -> RunResult[T]:
