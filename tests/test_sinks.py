@@ -5,11 +5,16 @@ import fcntl
 import os
 import select
 import socket
+import threading
 from contextlib import closing
 
 import pytest
+import talkers
 
+import mpwatch
+from mpwatch import LogSpec
 from mpwatch.watcher.mailbox import Bell
+from mpwatch.watcher.pump import Pump
 from mpwatch.watcher.sinks import sink_of
 
 
@@ -31,6 +36,21 @@ def fill(fd):
         while True:
             os.write(fd, b".")
     os.set_blocking(fd, True)
+
+
+def test_ctrl_c_again_and_again_leaves_nothing(monkeypatch, eventually):
+    """It strikes whenever a reader is waited for."""
+
+    def strike(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pump, "settle", strike)
+    reads, writes = os.pipe()
+    with open(reads, "rb", 0), open(writes, "w") as stream, contextlib.redirect_stdout(stream):
+        fill(writes)
+        with pytest.raises(KeyboardInterrupt):
+            mpwatch.run(talkers.says_hello, 1, logs=LogSpec())
+        eventually(lambda: "mpwatch-output" not in {thread.name for thread in threading.enumerate()})
 
 
 def test_a_socket_that_is_full_is_not_written_to(given_up):

@@ -91,10 +91,12 @@ class Pump:
         if self._thread is None:
             self._give_back()
             return
-        if not self._is_stuck:
-            self.settle(LAST_SECONDS)
-        self.gives_up.ring()
-        self.finish()
+        try:
+            if not self._is_stuck:
+                self.settle(LAST_SECONDS)
+        finally:  # it ends, even if this is struck by another Ctrl-C
+            self.gives_up.ring()
+            self.finish()
         self._thread.join(THREAD_SECONDS)
         if self._thread.native_id is not None:
             await_end_of_thread(self._thread.native_id, THREAD_SECONDS)
