@@ -1,6 +1,7 @@
 """Where what ranks print arrives: at the caller's stdout and stderr, in files, or nowhere."""
 
 import contextlib
+import errno
 import gzip
 import io
 import os
@@ -287,6 +288,18 @@ def test_files_that_cannot_be_written(tmp_path, show):
         mpwatch.LaunchError, match=r"stdout of rank 0 cannot be written to '.*/logs/.*/attempt_0/0/stdout.log'"
     ):
         mpwatch.run(talkers.says_hello, 2, logs=LogSpec(tmp_path / "logs", show=show))
+
+
+def test_a_file_that_cannot_be_written_any_more(tmp_path, caplog, monkeypatch):
+    def is_full(file, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("mpwatch.watcher.pump.write_all", is_full)
+    result = mpwatch.run(talkers.counts, 1, args=(1000,), logs=LogSpec(tmp_path))
+    (record,) = caplog.records
+    path = f"{result.log_dir}/attempt_0/0/stdout.log"
+    assert record.getMessage() == f"{path} is not complete: [Errno 28] No space left on device"
+    assert list(result) == [1000]
 
 
 def test_lines_of_many_ranks_are_whole_and_in_order(tmp_path, capfd):

@@ -236,7 +236,7 @@ class Pump:
             write_all(file, data)
         except OSError as error:
             source.close_file()
-            self._remarks.warning("the log of a rank is not complete: %s", error)
+            self._remarks.warning("%s is not complete: %s", source.path, error)
 
     def _give_back(self) -> None:
         self.is_over = True
