@@ -1,5 +1,6 @@
 """What ranks print, in every way that there is."""
 
+import atexit
 import ctypes
 import os
 import signal
@@ -50,6 +51,19 @@ def says_while_c_reads():
 
 def says_in_c(text):
     ctypes.CDLL(None).printf(text)
+
+
+def says_hello_when_interrupted(is_at_work):
+    try:
+        is_at_work.set()
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        says_hello()
+
+
+def counts_at_the_end(lines):
+    """Of its interpreter."""
+    atexit.register(counts, lines)
 
 
 def counts(lines, width=100):

@@ -73,6 +73,11 @@ class Output:
         """Wait until all that has been written by now is where it belongs. False if it did not come to that in time."""
         return self._pump is None or self._pump.settle(seconds)
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether who reads was waited for in vain the last time."""
+        return self._pump is not None and self._pump.is_stuck
+
     def finish(self) -> None:
         """All ranks are dead, and no more will be started."""
         if self._pump is not None:

@@ -56,7 +56,7 @@ class Pump:
         self._mixer = Mixer(is_mixed=True, may_be_mixed=True)
         self._thread: threading.Thread | None = None
         self.is_over = False  # nothing more is done
-        self._is_stuck = False  # whoever was to be waited for does not read
+        self.is_stuck = False  # whoever was waited for last did not read
 
     def begin(self) -> None:
         """Start the thread, if it has not been started. Raises RuntimeError."""
@@ -79,8 +79,8 @@ class Pump:
         done = threading.Event()
         self._waiting.add(done)
         self.post(partial(self._settle, done))
-        self._is_stuck = not (self.is_over or done.wait(seconds))
-        return not self._is_stuck
+        self.is_stuck = not (self.is_over or done.wait(seconds))
+        return not self.is_stuck
 
     def finish(self) -> None:
         """No rank will print any more: end the thread once all is where it belongs."""
@@ -92,7 +92,7 @@ class Pump:
             self._give_back()
             return
         try:
-            if not self._is_stuck:
+            if not self.is_stuck:
                 self.settle(LAST_SECONDS)
         finally:  # it ends, even if this is struck by another Ctrl-C
             self.gives_up.ring()
