@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import io
 import os
 import signal
 import subprocess
@@ -47,6 +48,15 @@ def says_while_c_reads():
     while libc.ftrylockfile(stream) == 0:
         libc.funlockfile(stream)
     libc.printf(b"said")
+
+
+def has_a_stdout_that_exits():
+    class Exits(io.StringIO):
+        def flush(self):
+            raise SystemExit(3)
+
+    sys.stdout = Exits()
+    return rank()
 
 
 def says_in_c(text):

@@ -94,6 +94,11 @@ def test_a_thread_of_c_that_reads_delays_nothing(capfd):
         assert capfd.readouterr().out == "said"
 
 
+def test_a_rank_whose_stdout_raises_when_it_is_flushed():
+    with mpwatch.WorkerGroup(1, logs=LogSpec()) as group:
+        assert list(group.run(talkers.has_a_stdout_that_exits)) == [0]
+
+
 def test_from_the_first_import_on(tmp_path):
     logs = LogSpec(tmp_path, show="none")
     result = mpwatch.run(talkers.says_hello, 1, logs=logs, env={"PYTHONPROFILEIMPORTTIME": "1"})
