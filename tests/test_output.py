@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import gzip
 import io
 import os
 import re
@@ -246,24 +245,6 @@ def test_a_stream_that_raises_stops_nothing(tmp_path, caplog):
     (record,) = caplog.records
     assert record.getMessage() == "what the ranks print cannot be written to stdout any more (RuntimeError: full)"
     assert len(files_of(tmp_path)["attempt_0", 0, "stdout"]) == 100_000
-
-
-def test_a_stream_that_packs_what_is_written_to_it(tmp_path):
-    path = tmp_path / "packed"
-    with gzip.open(path, "wt") as packed, contextlib.redirect_stdout(packed):
-        print("before")
-        mpwatch.run(talkers.says_hello, 1, logs=LogSpec())
-        print("after")
-    assert gzip.open(path, "rt").read() == "before\nout 0\nafter\n"
-
-
-def test_a_stream_that_has_been_detached(caplog):
-    stream = io.TextIOWrapper(io.BytesIO())
-    stream.detach()
-    with contextlib.redirect_stdout(stream):
-        mpwatch.run(talkers.says_hello, 1, logs=LogSpec())
-    (record,) = caplog.records
-    assert "cannot be written to stdout any more (ValueError: underlying buffer has been detached)" in record.getMessage()
 
 
 def test_a_caller_without_streams(monkeypatch, tmp_path):

@@ -1,7 +1,9 @@
-"""What writes to the caller's streams, when nobody reads them, and when somebody else writes to them, too."""
+"""What writes to the caller's streams: to such as are no plain files, when nobody reads, and when somebody else writes, too."""
 
 import contextlib
 import fcntl
+import gzip
+import io
 import os
 import select
 import signal
@@ -41,6 +43,24 @@ def fill(fd):
         while True:
             os.write(fd, b".")
     os.set_blocking(fd, True)
+
+
+def test_a_stream_that_packs_what_is_written_to_it(tmp_path):
+    path = tmp_path / "packed"
+    with gzip.open(path, "wt") as packed, contextlib.redirect_stdout(packed):
+        print("before")
+        mpwatch.run(talkers.says_hello, 1, logs=LogSpec())
+        print("after")
+    assert gzip.open(path, "rt").read() == "before\nout 0\nafter\n"
+
+
+def test_a_stream_that_has_been_detached(caplog):
+    stream = io.TextIOWrapper(io.BytesIO())
+    stream.detach()
+    with contextlib.redirect_stdout(stream):
+        mpwatch.run(talkers.says_hello, 1, logs=LogSpec())
+    (record,) = caplog.records
+    assert "cannot be written to stdout any more (ValueError: underlying buffer has been detached)" in record.getMessage()
 
 
 def test_ctrl_c_again_and_again_leaves_nothing(monkeypatch, eventually):
