@@ -1,6 +1,8 @@
 """What ranks print, in every way that there is."""
 
+import atexit
 import ctypes
+import io
 import os
 import signal
 import subprocess
@@ -48,8 +50,30 @@ def says_while_c_reads():
     libc.printf(b"said")
 
 
+def has_a_stdout_that_exits():
+    class Exits(io.StringIO):
+        def flush(self):
+            raise SystemExit(3)
+
+    sys.stdout = Exits()
+    return rank()
+
+
 def says_in_c(text):
     ctypes.CDLL(None).printf(text)
+
+
+def says_hello_when_interrupted(is_at_work):
+    try:
+        is_at_work.set()
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        says_hello()
+
+
+def counts_at_the_end(lines):
+    """Of its interpreter."""
+    atexit.register(counts, lines)
 
 
 def counts(lines, width=100):

@@ -1,7 +1,7 @@
 """Where what ranks print arrives: at the caller's stdout and stderr, in files, or nowhere."""
 
 import contextlib
-import gzip
+import errno
 import io
 import os
 import re
@@ -91,6 +91,11 @@ def test_a_thread_of_c_that_reads_delays_nothing(capfd):
     with mpwatch.WorkerGroup(1, logs=LogSpec(), timeout=10) as group:
         group.run(talkers.says_while_c_reads)
         assert capfd.readouterr().out == "said"
+
+
+def test_a_rank_whose_stdout_raises_when_it_is_flushed():
+    with mpwatch.WorkerGroup(1, logs=LogSpec()) as group:
+        assert list(group.run(talkers.has_a_stdout_that_exits)) == [0]
 
 
 def test_from_the_first_import_on(tmp_path):
@@ -249,24 +254,6 @@ def test_a_stream_that_raises_stops_nothing(tmp_path, caplog):
     assert len(files_of(tmp_path)["attempt_0", 0, "stdout"]) == 100_000
 
 
-def test_a_stream_that_packs_what_is_written_to_it(tmp_path):
-    path = tmp_path / "packed"
-    with gzip.open(path, "wt") as packed, contextlib.redirect_stdout(packed):
-        print("before")
-        mpwatch.run(talkers.says_hello, 1, logs=LogSpec())
-        print("after")
-    assert gzip.open(path, "rt").read() == "before\nout 0\nafter\n"
-
-
-def test_a_stream_that_has_been_detached(caplog):
-    stream = io.TextIOWrapper(io.BytesIO())
-    stream.detach()
-    with contextlib.redirect_stdout(stream):
-        mpwatch.run(talkers.says_hello, 1, logs=LogSpec())
-    (record,) = caplog.records
-    assert "cannot be written to stdout any more (ValueError: underlying buffer has been detached)" in record.getMessage()
-
-
 def test_a_caller_without_streams(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdout", None)
     mpwatch.run(talkers.says_hello, 1, logs=LogSpec(tmp_path))
@@ -294,6 +281,18 @@ def test_files_that_cannot_be_written(tmp_path, show):
         mpwatch.LaunchError, match=r"stdout of rank 0 cannot be written to '.*/logs/.*/attempt_0/0/stdout.log'"
     ):
         mpwatch.run(talkers.says_hello, 2, logs=LogSpec(tmp_path / "logs", show=show))
+
+
+def test_a_file_that_cannot_be_written_any_more(tmp_path, caplog, monkeypatch):
+    def is_full(file, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("mpwatch.watcher.pump.write_all", is_full)
+    result = mpwatch.run(talkers.counts, 1, args=(1000,), logs=LogSpec(tmp_path))
+    (record,) = caplog.records
+    path = f"{result.log_dir}/attempt_0/0/stdout.log"
+    assert record.getMessage() == f"{path} is not complete: [Errno 28] No space left on device"
+    assert list(result) == [1000]
 
 
 def test_lines_of_many_ranks_are_whole_and_in_order(tmp_path, capfd):

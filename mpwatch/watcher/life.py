@@ -153,8 +153,10 @@ class Life:
     def close(self) -> None:
         """Give back what it held; when it is over, or has never begun, and now never will."""
         self.is_over = True
-        self.output.close()
-        self._held.close()
+        try:
+            self.output.close()
+        finally:
+            self._held.close()
 
     def forget(self) -> None:
         """Nobody will close it: the thread does so when all ranks have ended."""

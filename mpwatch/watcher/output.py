@@ -77,6 +77,11 @@ class Output:
         """The same of ranks that have ended; others are not disturbed."""
         return self._pump is None or self._pump.catch_up(seconds)
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether who reads was waited for in vain the last time."""
+        return self._pump is not None and self._pump.is_stuck
+
     def finish(self) -> None:
         """All ranks are dead, and no more will be started."""
         if self._pump is not None:

@@ -58,7 +58,7 @@ class Pump:
         self._mixer = Mixer(is_mixed=True, may_be_mixed=True)
         self._thread: threading.Thread | None = None
         self.is_over = False  # nothing more is done
-        self._is_stuck = False  # whoever was to be waited for does not read
+        self.is_stuck = False  # whoever was waited for last did not read
 
     def begin(self) -> None:
         """Start the thread, if it has not been started. Raises RuntimeError."""
@@ -88,8 +88,8 @@ class Pump:
         done = threading.Event()
         self._waiting.add(done)
         self.post(partial(self._do, job, done))
-        self._is_stuck = not (self.is_over or done.wait(seconds))
-        return not self._is_stuck
+        self.is_stuck = not (self.is_over or done.wait(seconds))
+        return not self.is_stuck
 
     def finish(self) -> None:
         """No rank will print any more: end the thread once all is where it belongs."""
@@ -100,10 +100,12 @@ class Pump:
         if self._thread is None:
             self._give_back()
             return
-        if not self._is_stuck:
-            self.settle(LAST_SECONDS)
-        self.gives_up.ring()
-        self.finish()
+        try:
+            if not self.is_stuck:
+                self.settle(LAST_SECONDS)
+        finally:  # it ends, even if this is struck by another Ctrl-C
+            self.gives_up.ring()
+            self.finish()
         self._thread.join(THREAD_SECONDS)
         if self._thread.native_id is not None:
             await_end_of_thread(self._thread.native_id, THREAD_SECONDS)
@@ -255,7 +257,7 @@ class Pump:
             write_all(file, data)
         except OSError as error:
             source.close_file()
-            self._remarks.warning("the log of a rank is not complete: %s", error)
+            self._remarks.warning("%s is not complete: %s", source.path, error)
 
     def _give_back(self) -> None:
         self.is_over = True

@@ -41,9 +41,10 @@ class Ends:
 class Source:
     """The watcher's side of one stream that comes over a pipe. Owns its descriptors."""
 
-    def __init__(self, pipe: int, file: int | None, voice: Voice | None, words: Words | None) -> None:
+    def __init__(self, pipe: int, file: int | None, path: str, voice: Voice | None, words: Words | None) -> None:
         self.pipe = pipe
         self.file = file
+        self.path = path  # of that
         self.voice = voice  # None: nobody hears it
         self.words = words  # None: it is stdout
         self.is_open = False  # something may come
@@ -108,7 +109,8 @@ class Opener:
         _closed_by(passed, theirs)
         _prepare(ours)
         voice = self._voice_of(stream, worker) if self._spec.shows(stream, worker.rank) else None
-        ends.sources.append(Source(ours, file, voice, ends.words if stream == "stderr" else None))
+        path, words = ends.words.files.get(stream, ""), ends.words if stream == "stderr" else None
+        ends.sources.append(Source(ours, file, path, voice, words))
         return theirs
 
     def _voice_of(self, stream: str, worker: Worker) -> Voice:

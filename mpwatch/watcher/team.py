@@ -22,6 +22,7 @@ from .facts import Facts
 from .journal import Journal
 from .life import Life
 from .mailbox import Errand
+from .output import LAST_SECONDS
 from .sending import pack_call
 from .states import EndAll, Verdict
 from .story import tell_fates
@@ -103,7 +104,7 @@ class Team:
         if life is not None and life.is_ours():
             life.mailbox.post(EndAll())
             life.join()
-            life.remarks.say()
+            life.settle(LAST_SECONDS if life.output.is_stuck else None)
             life.close()
             self._life, self._why = None, "the program is ending"
 
@@ -164,8 +165,10 @@ class Team:
         self._journal.tell()
         return result
 
-    def _seconds_left(self, thing: Errand | EndAll | None) -> float:
-        """Of the time that a call may take."""
+    def _seconds_left(self, life: Life, thing: Errand | EndAll | None) -> float:
+        """Of the time that a call may take. The end does not wait for a reader who was waited for in vain before."""
+        if isinstance(thing, EndAll) and life.output.is_stuck:
+            return 0.0
         if self._spec.timeout is None or not isinstance(thing, Errand):
             return math.inf
         return thing.started_at + self._spec.timeout - time.monotonic()
@@ -174,7 +177,7 @@ class Team:
         visit = Visit(life, make_view=self._make_view)
         try:
             visit.pay(thing, until=until)
-            life.settle(visit.patience(self._seconds_left(thing)))
+            life.settle(visit.patience(self._seconds_left(life, thing)))
         finally:
             if life.is_over:
                 life.close()

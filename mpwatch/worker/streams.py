@@ -31,6 +31,6 @@ def end_lines_early() -> None:
 def flush_for_answer() -> None:
     """What a call has printed, an unfinished line too, is read before its answer, and belongs to it."""
     if _flush_c is not None:
-        with suppress(Exception):  # closed, or replaced by something that cannot
+        with suppress(BaseException):  # closed, or replaced by something that raises what it likes
             sys.stdout.flush()
         _flush_c()
