@@ -213,6 +213,7 @@ class Board:
     """A display that remembers."""
 
     period = 3.0
+    repair = None
 
     def __init__(self):
         self.shown, self.left = [], []

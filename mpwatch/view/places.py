@@ -4,7 +4,7 @@ import os
 import sys
 from typing import TextIO
 
-__all__ = ["is_foreground", "our_terminal"]
+__all__ = ["is_foreground", "name_of", "our_terminal"]
 
 
 def our_terminal() -> TextIO | None:
@@ -20,6 +20,14 @@ def is_foreground(fd: int) -> bool:
         return os.isatty(fd) and os.tcgetpgrp(fd) == os.getpgrp()
     except OSError:  # it is another one's
         return False
+
+
+def name_of(fd: int) -> str:
+    """Of the terminal that this descriptor is of; nothing if it cannot be reached by one, as in some containers."""
+    try:
+        return os.ttyname(fd)
+    except OSError:
+        return ""
 
 
 def _can_be_drawn_in(stream: TextIO | None) -> bool:

@@ -14,6 +14,7 @@ class PlainDisplay:
     """Lines on this stream."""
 
     period = PERIOD
+    repair = None  # nothing of anybody's is kept
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

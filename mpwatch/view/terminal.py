@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from .model import Picture
-from .places import is_foreground
+from .places import is_foreground, name_of
 from .region import Region, at_line_start
 from .words import line_of
 
@@ -49,6 +49,7 @@ class TerminalDisplay:
         self._encoding = encoding
         self._clock = clock
         self._region = Region()
+        self._name = name_of(fd)
         self._drawn_at = clock()
         self._was_drawn = self.has_left = False
         _latest = weakref.ref(self)
@@ -57,6 +58,12 @@ class TerminalDisplay:
     def period(self) -> float:
         """Seconds between two pictures."""
         return PERIOD
+
+    @property
+    def repair(self) -> tuple[str, bytes] | None:
+        """What gives back the rows that are kept, if the terminal has a name."""
+        text = self._region.release()
+        return (self._name, text.encode()) if text and self._name else None
 
     def show(self, picture: Picture) -> None:
         """In one write; nothing while this program is in the background, or the terminal takes nothing."""
