@@ -99,6 +99,19 @@ def test_steps_without_a_total_have_no_bar():
     assert (overall.step, overall.done, overall.seconds_left) == (30, None, None)
 
 
+@pytest.mark.parametrize("of", [100, 1000, 7])
+def test_a_hundredth_is_full_when_it_is_done(of):
+    """100 * (29 / 100) is 28.999999999999996."""
+    for step in range(of + 1):
+        (progress, *_) = words.line_of(Tracker().see([status(0, step, total=of)])).split(";")
+        assert progress == f"step {step} of {of} ({100 * step // of} %)"
+
+
+def test_it_is_not_all_done_before_it_is():
+    last = Tracker().see([status(0, 10**9 - 1, total=10**9)])
+    assert "(99 %)" in words.line_of(last)
+
+
 @pytest.mark.parametrize("total", [0, -1])
 def test_a_total_that_is_none(total):
     overall = Tracker().see([status(0, 30, total=total)]).overall
