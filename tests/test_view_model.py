@@ -304,6 +304,17 @@ def test_plain_lines_say_what_is_new(capsys):
     ]
 
 
+def test_plain_lines_tell_of_metrics_without_steps(capsys):
+    import sys
+
+    display = PlainDisplay(sys.stderr)
+    for loss in (math.nan, math.nan, 0.5):
+        report = Report(at=0.0, metrics={"loss": float(loss)})
+        display.show(Tracker().see([RankStatus(rank=0, local_rank=0, state=WorkerState.HEALTHY, report=report, seen_at=0.0)]))
+    told = ["mpwatch: loss nan; 1 rank at work", "mpwatch: loss 0.5; 1 rank at work"]
+    assert capsys.readouterr().err.splitlines() == told
+
+
 def test_a_table_for_a_notebook():
     html = html_of(Tracker().see(steps_of(25, 50)))
     assert '<progress value="0.2500" max="1"></progress> <b>step 25 of 100 (25 %); 2 ranks at work</b>' in html

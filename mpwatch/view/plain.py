@@ -22,7 +22,8 @@ class PlainDisplay:
 
     def show(self, picture: Picture) -> None:
         """Say it, if it is news."""
-        news = (picture.overall.step, picture.overall.total, picture.counts)
+        overall = picture.overall
+        news = (overall.step, overall.total, str(overall.metrics), picture.counts)  # as text: no NaN equals another
         if news != self._said:
             self._said = news
             self._stream.write(f"mpwatch: {line_of(picture)}\n")  # in one piece, so that nothing comes between
