@@ -313,6 +313,24 @@ def test_there_is_one_view_in_a_terminal_at_a_time(ours):
     assert terminal.is_free()
 
 
+class Tee:
+    """What people put in the place of sys.stderr, to keep it in a file as well."""
+
+    def __init__(self, fd):
+        self.fileno = lambda: fd
+
+
+def test_a_stream_that_does_not_tell_its_encoding(ours, in_foreground, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(places, "is_foreground", lambda fd: in_foreground["is"])
+    monkeypatch.setattr(sys, "stderr", Tee(ours.fd))
+    termios.tcsetwinsize(ours.fd, (ROWS, COLUMNS))
+    view = choice.view_for(None)
+    view.show([status(step=1)])
+    assert b"step 1 of 100" in ours.read()
+    view.close([])
+
+
 class NoStream:
     def fileno(self):
         raise ZeroDivisionError
