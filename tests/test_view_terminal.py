@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 
 import pytest
 
-pytest.importorskip("pyte")
+pyte = pytest.importorskip("pyte")
 pytest.importorskip("rich")
 
 from screens import Emulator
@@ -198,9 +198,11 @@ class Terminal:
 
     def read(self):
         """What has been written to it."""
+        data = b""
         with suppress(BlockingIOError):
-            return os.read(self._other, 1 << 16)
-        return b""
+            while True:
+                data += os.read(self._other, 1 << 16)
+        return data
 
     def close(self):
         os.close(self._other)
@@ -262,6 +264,32 @@ def test_it_is_put_in_order_though_that_was_interrupted(ours, in_foreground, emu
     display.leave(picture)
     assert emulator.feed(ours.read()).screen.margins is None
     assert " ".join(row for row in emulator.everything() if row) == "mpwatch: step 1 of 100 (1 %); 1 rank at work"
+
+
+@pytest.mark.parametrize("fraction", [n / 20 for n in range(1, 20)])
+def test_a_picture_that_was_cut_short_leaves_nothing(ours, in_foreground, emulator, monkeypatch, fraction):
+    """By Ctrl-C, pressed twice, while a slow terminal takes it bit by bit."""
+    termios.tcsetwinsize(ours.fd, (ROWS, COLUMNS))
+    display, picture = TerminalDisplay(ours.fd, Rows("utf-8"), "utf-8"), Tracker().see([status(step=1)])
+    os.write(ours.fd, b"printed\n")
+    display.show(picture)
+    write = os.write
+
+    def cut(fd, data):
+        write(fd, data[: int(len(data) * fraction)])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", cut)
+        with pytest.raises(KeyboardInterrupt):
+            display.show(picture)
+    display.leave(picture)
+    write(ours.fd, b"after")
+    emulator.feed(ours.read())
+    assert emulator.rows()[:5] == ["printed", "mpwatch: step 1 of 100 (1 %); 1 rank at", "work", "after", ""]
+    assert {emulator.screen.buffer[3][n].fg for n in range(5)} == {"default"}
+    assert emulator.screen.margins is None
+    assert pyte.modes.DECAWM in emulator.screen.mode
 
 
 def test_a_terminal_that_takes_nothing_is_left_alone(ours, in_foreground, monkeypatch):

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from .model import Picture
 from .places import is_foreground, name_of
-from .region import Region, at_line_start
+from .region import MEND, Region, at_line_start
 from .words import line_of
 
 __all__ = ["TerminalDisplay", "is_free"]
@@ -52,6 +52,7 @@ class TerminalDisplay:
         self._name = name_of(fd)
         self._drawn_at = clock()
         self._was_drawn = self.has_left = False
+        self._is_cut = False  # what was last written: it was interrupted, or not taken
         _latest = weakref.ref(self)
 
     @property
@@ -76,7 +77,8 @@ class TerminalDisplay:
             return
         now = self._clock()
         lines = self._rows.render(picture, columns, rows)
-        self._write(self._region.draw(columns, rows, lines, is_sure=now - self._drawn_at < GAP), patience=LAST_SECONDS)
+        is_sure = now - self._drawn_at < GAP and not self._is_cut
+        self._write(self._region.draw(columns, rows, lines, is_sure=is_sure), patience=LAST_SECONDS)
         self._drawn_at = now
         self._was_drawn = self._was_drawn or bool(lines)
 
@@ -92,10 +94,15 @@ class TerminalDisplay:
 
     def _write(self, text: str, patience: float) -> None:
         """All of it, or as much as the terminal takes before it takes nothing for that long."""
+        if text and self._is_cut:
+            text = MEND + text
         rest = memoryview(text.encode(self._encoding, errors="replace"))
         while rest and _takes(self._fd, patience):
+            self._is_cut = True  # unless the rest follows
             with suppress(BlockingIOError):  # others may have filled it meanwhile
                 rest = rest[os.write(self._fd, rest) :]
+        if not rest:
+            self._is_cut = False
 
 
 def _takes(fd: int, seconds: float) -> bool:
