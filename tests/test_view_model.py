@@ -310,7 +310,8 @@ def test_plain_lines_tell_of_metrics_without_steps(capsys):
     display = PlainDisplay(sys.stderr)
     for loss in (math.nan, math.nan, 0.5):
         report = Report(at=0.0, metrics={"loss": float(loss)})
-        display.show(Tracker().see([RankStatus(rank=0, local_rank=0, state=WorkerState.HEALTHY, report=report, seen_at=0.0)]))
+        seen = RankStatus(rank=0, local_rank=0, state=WorkerState.HEALTHY, report=report, seen_at=0.0)
+        display.show(Tracker().see([seen]))
     told = ["mpwatch: loss nan; 1 rank at work", "mpwatch: loss 0.5; 1 rank at work"]
     assert capsys.readouterr().err.splitlines() == told
 
