@@ -316,6 +316,29 @@ def test_plain_lines_tell_of_metrics_without_steps(capsys):
     assert capsys.readouterr().err.splitlines() == told
 
 
+def test_a_pipe_that_nobody_reads_is_not_waited_for(monkeypatch):
+    import os
+
+    from mpwatch.view import plain
+
+    monkeypatch.setattr(plain, "LAST_SECONDS", 0.01)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with open(reader, "rb", buffering=0) as ours, open(writer, "w") as theirs:
+        while True:
+            try:
+                os.write(writer, b"x" * 4096)
+            except BlockingIOError:
+                break
+        os.set_blocking(writer, True)
+        display, tracker = PlainDisplay(theirs), Tracker()
+        display.show(tracker.see([status(step=1)]))
+        display.leave(tracker.see([status(step=2)]))
+        ours.read(1 << 20)
+        display.show(tracker.see([status(step=2)]))
+        assert ours.read(1 << 20) == b"mpwatch: step 2 of 100 (2 %); 1 rank at work\n"
+
+
 def test_a_table_for_a_notebook():
     html = html_of(Tracker().see(steps_of(25, 50)))
     assert '<progress value="0.2500" max="1"></progress> <b>step 25 of 100 (25 %); 2 ranks at work</b>' in html

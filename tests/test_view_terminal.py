@@ -11,9 +11,10 @@ from contextlib import closing, suppress
 
 import pytest
 
-pyte = pytest.importorskip("pyte")
+pytest.importorskip("pyte")
 pytest.importorskip("rich")
 
+from pyte.modes import DECAWM
 from screens import Emulator
 from test_view_model import status, steps_of
 
@@ -258,7 +259,7 @@ def test_it_is_put_in_order_though_that_was_interrupted(ours, in_foreground, emu
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(terminal, "_takes", interrupt)
+        patch.setattr(terminal, "takes", interrupt)
         with pytest.raises(KeyboardInterrupt):
             display.leave(picture)
     display.leave(picture)
@@ -289,7 +290,7 @@ def test_a_picture_that_was_cut_short_leaves_nothing(ours, in_foreground, emulat
     assert emulator.rows()[:5] == ["printed", "mpwatch: step 1 of 100 (1 %); 1 rank at", "work", "after", ""]
     assert {emulator.screen.buffer[3][n].fg for n in range(5)} == {"default"}
     assert emulator.screen.margins is None
-    assert pyte.modes.DECAWM in emulator.screen.mode
+    assert DECAWM in emulator.screen.mode
 
 
 def test_a_terminal_that_takes_nothing_is_left_alone(ours, in_foreground, monkeypatch):

@@ -1,10 +1,11 @@
 """Where a view could be drawn. Light: it is asked of every call that is waited for."""
 
 import os
+import select
 import sys
 from typing import TextIO
 
-__all__ = ["is_foreground", "name_of", "our_terminal"]
+__all__ = ["is_foreground", "name_of", "our_terminal", "takes"]
 
 
 def our_terminal() -> TextIO | None:
@@ -28,6 +29,13 @@ def name_of(fd: int) -> str:
         return os.ttyname(fd)
     except OSError:
         return ""
+
+
+def takes(fd: int, seconds: float) -> bool:
+    """Whether what this descriptor is of takes something, within so long."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(seconds * 1000))
 
 
 def _can_be_drawn_in(stream: TextIO | None) -> bool:

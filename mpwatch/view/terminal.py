@@ -5,7 +5,6 @@ for a while (Ctrl-S) is left alone until it does.
 """
 
 import os
-import select
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from .model import Picture
-from .places import is_foreground, name_of
+from .places import is_foreground, name_of, takes
 from .region import MEND, Region, at_line_start
 from .words import line_of
 
@@ -73,7 +72,7 @@ class TerminalDisplay:
             self._region.forget()
             return
         columns, rows = os.get_terminal_size(self._fd)
-        if not _takes(self._fd, 0.0):
+        if not takes(self._fd, 0.0):
             return
         now = self._clock()
         lines = self._rows.render(picture, columns, rows)
@@ -97,16 +96,9 @@ class TerminalDisplay:
         if text and self._is_cut:
             text = MEND + text
         rest = memoryview(text.encode(self._encoding, errors="replace"))
-        while rest and _takes(self._fd, patience):
+        while rest and takes(self._fd, patience):
             self._is_cut = True  # unless the rest follows
             with suppress(BlockingIOError):  # others may have filled it meanwhile
                 rest = rest[os.write(self._fd, rest) :]
         if not rest:
             self._is_cut = False
-
-
-def _takes(fd: int, seconds: float) -> bool:
-    """Whether it takes something, within so long."""
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
-    return bool(poll.poll(seconds * 1000))
