@@ -89,6 +89,17 @@ def test_all_have_come_as_far_as_the_hindmost_at_work():
     assert (overall.step, overall.total, overall.done) == (20, 100, 0.2)
 
 
+def test_a_rank_that_is_started_again_has_come_as_far_as_it_says_then():
+    tracker = Tracker()
+    done = status(0, 100, state=WorkerState.SUCCEEDED)
+    tracker.see([done, status(1, 60)])
+    for state in (WorkerState.INIT, WorkerState.HEALTHY):
+        picture = tracker.see([done, status(1, pid=7, state=state)])
+        assert (picture.overall.step, picture.overall.done) == (None, None)
+    assert tracker.see([done, status(1, 40, pid=7)]).overall.step == 40
+    assert tracker.see([done, status(1, pid=8, state=WorkerState.FAILED)]).overall.step == 100
+
+
 def test_shares_of_different_sizes_are_compared_by_how_much_of_them_is_done():
     overall = Tracker().see([status(0, 30, total=100), status(1, 20, total=40), status(2, 40, total=None)]).overall
     assert (overall.step, overall.total) == (30, 100)
