@@ -1,7 +1,8 @@
 """The live view in a terminal: the last rows of it, as long as this program is in its foreground.
 
 What is written there is made in region.py. Nothing is read from the terminal, no handler is set, and one that takes nothing
-for a while (Ctrl-S) is left alone until it does.
+for a while (Ctrl-S) is left alone until it does. When its size changes it forgets which rows are kept, and we see that when
+the next picture is due: what ranks print in that quarter of a second may come among the rows of the view.
 """
 
 import os
