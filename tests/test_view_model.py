@@ -89,6 +89,17 @@ def test_all_have_come_as_far_as_the_hindmost_at_work():
     assert (overall.step, overall.total, overall.done) == (20, 100, 0.2)
 
 
+def test_a_rank_that_is_started_again_has_come_as_far_as_it_says_then():
+    tracker = Tracker()
+    done = status(0, 100, state=WorkerState.SUCCEEDED)
+    tracker.see([done, status(1, 60)])
+    for state in (WorkerState.INIT, WorkerState.HEALTHY):
+        picture = tracker.see([done, status(1, pid=7, state=state)])
+        assert (picture.overall.step, picture.overall.done) == (None, None)
+    assert tracker.see([done, status(1, 40, pid=7)]).overall.step == 40
+    assert tracker.see([done, status(1, pid=8, state=WorkerState.FAILED)]).overall.step == 100
+
+
 def test_shares_of_different_sizes_are_compared_by_how_much_of_them_is_done():
     overall = Tracker().see([status(0, 30, total=100), status(1, 20, total=40), status(2, 40, total=None)]).overall
     assert (overall.step, overall.total) == (30, 100)
@@ -97,6 +108,19 @@ def test_shares_of_different_sizes_are_compared_by_how_much_of_them_is_done():
 def test_steps_without_a_total_have_no_bar():
     overall = Tracker().see([status(0, 30, total=None)]).overall
     assert (overall.step, overall.done, overall.seconds_left) == (30, None, None)
+
+
+@pytest.mark.parametrize("of", [100, 1000, 7])
+def test_a_hundredth_is_full_when_it_is_done(of):
+    """100 * (29 / 100) is 28.999999999999996."""
+    for step in range(of + 1):
+        (progress, *_) = words.line_of(Tracker().see([status(0, step, total=of)])).split(";")
+        assert progress == f"step {step} of {of} ({100 * step // of} %)"
+
+
+def test_it_is_not_all_done_before_it_is():
+    last = Tracker().see([status(0, 10**9 - 1, total=10**9)])
+    assert "(99 %)" in words.line_of(last)
 
 
 @pytest.mark.parametrize("total", [0, -1])
@@ -213,6 +237,7 @@ class Board:
     """A display that remembers."""
 
     period = 3.0
+    repair = None
 
     def __init__(self):
         self.shown, self.left = [], []
@@ -288,6 +313,41 @@ def test_plain_lines_say_what_is_new(capsys):
         "mpwatch: step 2 of 100 (2 %), 1 steps/s, 1 min 38 s left; 1 rank at work",
         "mpwatch: step 2 of 100 (2 %); 1 rank returned",
     ]
+
+
+def test_plain_lines_tell_of_metrics_without_steps(capsys):
+    import sys
+
+    display = PlainDisplay(sys.stderr)
+    for loss in (math.nan, math.nan, 0.5):
+        report = Report(at=0.0, metrics={"loss": float(loss)})
+        seen = RankStatus(rank=0, local_rank=0, state=WorkerState.HEALTHY, report=report, seen_at=0.0)
+        display.show(Tracker().see([seen]))
+    told = ["mpwatch: loss nan; 1 rank at work", "mpwatch: loss 0.5; 1 rank at work"]
+    assert capsys.readouterr().err.splitlines() == told
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(monkeypatch):
+    import os
+
+    from mpwatch.view import plain
+
+    monkeypatch.setattr(plain, "LAST_SECONDS", 0.01)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with open(reader, "rb", buffering=0) as ours, open(writer, "w") as theirs:
+        while True:
+            try:
+                os.write(writer, b"x" * 4096)
+            except BlockingIOError:
+                break
+        os.set_blocking(writer, True)
+        display, tracker = PlainDisplay(theirs), Tracker()
+        display.show(tracker.see([status(step=1)]))
+        display.leave(tracker.see([status(step=2)]))
+        ours.read(1 << 20)
+        display.show(tracker.see([status(step=2)]))
+        assert ours.read(1 << 20) == b"mpwatch: step 2 of 100 (2 %); 1 rank at work\n"
 
 
 def test_a_table_for_a_notebook():

@@ -13,6 +13,7 @@ import mpwatch
 from mpwatch import WorkerState
 from mpwatch.platform import usage_of_process
 from mpwatch.result import RunResult
+from mpwatch.watcher.guardian import Guardian
 from mpwatch.watcher.signals import HostSignals
 
 
@@ -20,6 +21,7 @@ class Watcher:
     """A view that looks as often as it can, and does something once it has seen enough."""
 
     period = 0.0
+    repair = None
 
     def __init__(self, is_enough=lambda statuses: False, do=lambda: None):
         self.seen, self.ends = [], []
@@ -119,6 +121,23 @@ def test_a_group_has_a_view_for_each_call(view, event):
     assert [status.report.step for status in watchers[0].ends[-1]] == [10, 10]
     assert watchers[0].states()[-1] == watchers[1].states()[-1] == ("SUCCEEDED", "SUCCEEDED")
     assert {status.report for statuses in watchers[1].seen for status in statuses} == {None}
+
+
+class Keeper(Watcher):
+    """Keeps rows of a terminal, as long as it is there."""
+
+    @property
+    def repair(self):
+        return ("/dev/null", b"") if self.seen and not self.ends else None
+
+
+def test_what_a_view_keeps_is_entrusted_to_the_guardian_as_long_as_it_does(view, event, monkeypatch):
+    told = []
+    monkeypatch.setattr(Guardian, "entrust", lambda self, repair: told.append(repair))
+    view(Keeper(lambda statuses: True, event.set))
+    with mpwatch.WorkerGroup(2) as group:
+        group.run(reporting.is_silent_until_seen, (event,))
+    assert told == [("/dev/null", b""), None]
 
 
 def test_a_call_that_is_over_in_a_moment_has_none(view, monkeypatch, caplog):

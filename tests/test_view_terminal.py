@@ -1,9 +1,10 @@
-"""The live view in a terminal: the escape sequences, as an emulator understands them; and real runs in real ones."""
+"""The live view in a terminal: the escape sequences, as an emulator understands them, and when they are written."""
 
 import os
 import pty
 import re
-import signal
+import socket
+import subprocess
 import sys
 import termios
 from contextlib import closing, suppress
@@ -13,8 +14,8 @@ import pytest
 pytest.importorskip("pyte")
 pytest.importorskip("rich")
 
-from programs import ENV, HERE
-from screens import Emulator, Program
+from pyte.modes import DECAWM
+from screens import Emulator
 from test_view_model import status, steps_of
 
 from mpwatch.view import choice, places, terminal
@@ -22,6 +23,7 @@ from mpwatch.view.model import Tracker
 from mpwatch.view.region import Region, at_line_start
 from mpwatch.view.table import Rows
 from mpwatch.view.terminal import TerminalDisplay
+from mpwatch.watcher.guardian import PROGRAM
 
 COLUMNS, ROWS = 40, 10
 VIEW = ["== one ==", "== two =="]
@@ -197,9 +199,11 @@ class Terminal:
 
     def read(self):
         """What has been written to it."""
+        data = b""
         with suppress(BlockingIOError):
-            return os.read(self._other, 1 << 16)
-        return b""
+            while True:
+                data += os.read(self._other, 1 << 16)
+        return data
 
     def close(self):
         os.close(self._other)
@@ -255,12 +259,38 @@ def test_it_is_put_in_order_though_that_was_interrupted(ours, in_foreground, emu
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(terminal, "_takes", interrupt)
+        patch.setattr(terminal, "takes", interrupt)
         with pytest.raises(KeyboardInterrupt):
             display.leave(picture)
     display.leave(picture)
     assert emulator.feed(ours.read()).screen.margins is None
     assert " ".join(row for row in emulator.everything() if row) == "mpwatch: step 1 of 100 (1 %); 1 rank at work"
+
+
+@pytest.mark.parametrize("fraction", [n / 20 for n in range(1, 20)])
+def test_a_picture_that_was_cut_short_leaves_nothing(ours, in_foreground, emulator, monkeypatch, fraction):
+    """By Ctrl-C, pressed twice, while a slow terminal takes it bit by bit."""
+    termios.tcsetwinsize(ours.fd, (ROWS, COLUMNS))
+    display, picture = TerminalDisplay(ours.fd, Rows("utf-8"), "utf-8"), Tracker().see([status(step=1)])
+    os.write(ours.fd, b"printed\n")
+    display.show(picture)
+    write = os.write
+
+    def cut(fd, data):
+        write(fd, data[: int(len(data) * fraction)])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", cut)
+        with pytest.raises(KeyboardInterrupt):
+            display.show(picture)
+    display.leave(picture)
+    write(ours.fd, b"after")
+    emulator.feed(ours.read())
+    assert emulator.rows()[:5] == ["printed", "mpwatch: step 1 of 100 (1 %); 1 rank at", "work", "after", ""]
+    assert {emulator.screen.buffer[3][n].fg for n in range(5)} == {"default"}
+    assert emulator.screen.margins is None
+    assert DECAWM in emulator.screen.mode
 
 
 def test_a_terminal_that_takes_nothing_is_left_alone(ours, in_foreground, monkeypatch):
@@ -278,6 +308,29 @@ def test_a_terminal_that_takes_nothing_is_left_alone(ours, in_foreground, monkey
     assert display.has_left
 
 
+def test_a_terminal_without_a_name_has_a_view_too(ours, in_foreground, monkeypatch):
+    def has_none(fd):
+        raise OSError
+
+    monkeypatch.setattr(os, "ttyname", has_none)
+    termios.tcsetwinsize(ours.fd, (ROWS, COLUMNS))
+    display = TerminalDisplay(ours.fd, Rows("utf-8"), "utf-8")
+    display.show(Tracker().see([status(step=1)]))
+    assert display.repair is None
+    assert b"step 1 of 100" in ours.read()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_guardian_puts_a_terminal_in_order(ours, is_there):
+    name = os.ttyname(ours.fd) if is_there else "/dev/nowhere"
+    watcher, line = socket.socketpair()
+    with watcher, line:
+        watcher.sendall(f"=61 /dev/null\n=\n=6263 {name}\n".encode())
+        watcher.close()
+        subprocess.run([sys.executable, "-I", "-S", PROGRAM, str(line.fileno())], pass_fds=[line.fileno()], check=True)
+    assert ours.read() == (b"bc" if is_there else b"")
+
+
 def test_there_is_one_view_in_a_terminal_at_a_time(ours):
     first = TerminalDisplay(ours.fd, Rows("utf-8"), "utf-8")
     assert not terminal.is_free()
@@ -287,6 +340,24 @@ def test_there_is_one_view_in_a_terminal_at_a_time(ours):
     assert not terminal.is_free()
     del second  # forgotten
     assert terminal.is_free()
+
+
+class Tee:
+    """What people put in the place of sys.stderr, to keep it in a file as well."""
+
+    def __init__(self, fd):
+        self.fileno = lambda: fd
+
+
+def test_a_stream_that_does_not_tell_its_encoding(ours, in_foreground, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(places, "is_foreground", lambda fd: in_foreground["is"])
+    monkeypatch.setattr(sys, "stderr", Tee(ours.fd))
+    termios.tcsetwinsize(ours.fd, (ROWS, COLUMNS))
+    view = choice.view_for(None)
+    view.show([status(step=1)])
+    assert b"step 1 of 100" in ours.read()
+    view.close([])
 
 
 class NoStream:
@@ -301,108 +372,3 @@ def test_streams_that_are_none(monkeypatch, stream):
     monkeypatch.setattr(sys, "stdout", stream)
     assert choice.view_for(None) is None
     assert choice.view_for(False) is None
-
-
-# --- real runs
-
-
-@pytest.fixture
-def gate(tmp_path):
-    """Ranks that read from it go on when it is closed."""
-    path = str(tmp_path / "gate")
-    os.mkfifo(path)
-    with open(os.open(path, os.O_RDWR), "wb", buffering=0) as door:
-        door.path = path
-        yield door
-
-
-def watched(*args, env=ENV, **more):
-    env = {name: value for name, value in env.items() if name != "PYTHONUNBUFFERED"}
-    return Program(str(HERE / "watched.py"), *map(str, args), env=env, **more)
-
-
-def test_what_ranks_print_is_whole_and_apart_from_the_view(gate):
-    with watched("prints_while_it_reports", 3, gate.path, 100, "hurry=True", columns=110, rows=20) as program:
-        seen = []
-
-        def is_enough(rows):
-            is_drawn = "rank" in rows[-4] and all(row[:4].strip() for row in rows[-3:])  # and not half of it, so far
-            if is_drawn and (not seen or seen[-1] != rows[-4:]):
-                seen.append(rows[-4:])
-            return len(seen) > 20
-
-        assert program.read_until(is_enough)
-        for rows in seen:
-            assert [row.split()[0] for row in rows] == ["rank", "0", "1", "2"]
-        gate.close()
-        assert program.end() == 0
-        printed = [row for row in program.emulator.everything() if row]
-    assert printed[0] == "before"
-    after = re.fullmatch(r"after (\d+) (\d+) (\d+)", printed.pop())
-    assert re.fullmatch(r"mpwatch: step \d+ of 1000000 \(0 %\); loss [\d.e-]+; 3 ranks returned", printed.pop())
-    for rank in range(3):
-        mine = [row for row in printed[1:] if row.startswith(f"<{rank} ")]
-        assert mine == [f"<{rank} {n} {'=' * (n % 100)}>" for n in range(int(after[rank + 1]))]
-    assert len(printed) == 1 + sum(map(int, after.groups()))
-
-
-def has_reported(step):
-    return lambda rows: any(f"step {step} of 8" in row for row in rows) and sum("at work" in row for row in rows[-3:]) == 3
-
-
-def test_a_run_in_a_terminal_that_changes_its_size(gate):
-    with watched("waits_at_the_gate", 3, gate.path, 3, "hurry=True") as program:
-        assert program.read_until(has_reported(3))
-        rows = program.emulator.rows()
-        assert rows[0] == "before"
-        assert not any(rows[1:-5])
-        program.emulator.screen.resize(40, 120)
-        program.resize(120, 40)
-        assert program.read_until(lambda rows: has_reported(3)(rows) and program.emulator.screen.margins == (0, 34))
-        assert sum("at work" in row for row in program.emulator.rows()) == 4
-        gate.close()
-        assert program.end() == 0
-        last = "mpwatch: step 8 of 8 (100 %); loss 0.25; 3 ranks returned"
-        assert [row for row in program.emulator.everything() if row] == ["before", last, "after None None None"]
-        assert program.emulator.screen.margins is None
-
-
-def test_without_being_asked_it_is_there_once_a_rank_reports(gate):
-    with watched("waits_at_the_gate", 3, gate.path, 5, "hurry=True") as program:
-        assert program.read_until(has_reported(5))
-        program.type(b"\x03")
-        assert program.end() == -signal.SIGINT
-        rows = [row for row in program.emulator.everything() if row]
-        assert rows[-1] == "KeyboardInterrupt"
-        assert "mpwatch: step 5 of 8 (62 %); loss 0.5; 3 ranks stopped" in rows
-        assert not any("━" in row for row in rows)
-        assert program.emulator.screen.margins is None
-
-
-def test_not_if_it_is_not_wanted(gate):
-    gate.close()
-    with watched("waits_at_the_gate", 2, "/dev/null", 5, "progress=False") as program:
-        assert program.end() == 0
-        assert [row for row in program.emulator.everything() if row] == ["before", "after None None"]
-
-
-def test_the_report_of_a_failure_comes_below(gate):
-    with watched("waits_at_the_gate", 3, gate.path, "'three'", "progress=True") as program:
-        assert program.end() == 1
-        rows = [row for row in program.emulator.everything() if row]
-        assert "TypeError: report() takes step as an int, not a str" in rows
-        assert program.emulator.screen.margins is None
-
-
-@pytest.mark.parametrize("progress", ["None", "True"])
-def test_a_terminal_where_rich_is_not_installed(gate, tmp_path, progress):
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['rich'] = sys.modules['rich.console'] = None")
-    env = {**ENV, "PYTHONPATH": os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])}
-    with watched("waits_at_the_gate", 3, gate.path, 5, f"progress={progress}", "hurry=True", env=env) as program:
-        assert program.read_until(lambda rows: any("mpwatch: step 5" in row and "3 ranks at work" in row for row in rows))
-        gate.close()
-        assert program.end() == 0
-        rows = [row for row in program.emulator.everything() if row]
-    assert rows[0] == "before"
-    assert rows[1].startswith("mpwatch: ")
-    assert rows[-2:] == ["mpwatch: step 8 of 8 (100 %); loss 0.25; 3 ranks returned", "after None None None"]

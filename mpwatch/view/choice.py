@@ -37,7 +37,7 @@ def _display(*, always: bool) -> "Display | None":
             always = True
         else:
             if is_free():
-                encoding = terminal.encoding or "utf-8"
+                encoding = getattr(terminal, "encoding", None) or "utf-8"  # somebody's own stream may have none
                 return TerminalDisplay(terminal.fileno(), Rows(encoding), encoding)
     if always and sys.stderr is not None:
         from .plain import PlainDisplay

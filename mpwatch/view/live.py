@@ -26,6 +26,10 @@ class Display(Protocol):
     def period(self) -> float:
         """Seconds between two pictures."""
 
+    @property
+    def repair(self) -> tuple[str, bytes] | None:
+        """The name of a terminal, and what gives back the rows of it that are kept; None if none are."""
+
     def show(self, picture: Picture) -> None:
         """Draw this one in the place of the last one."""
 
@@ -58,6 +62,11 @@ class LiveView:
     def period(self) -> float:
         """Seconds until it wants to see the ranks again; infinite if it does not."""
         return self._pause
+
+    @property
+    def repair(self) -> tuple[str, bytes] | None:
+        """The name of a terminal, and what puts it in order again, should that never be done here."""
+        return None if self._display is None else self._display.repair
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
         """This is how the ranks fare."""

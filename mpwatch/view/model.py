@@ -28,6 +28,8 @@ class Line:
     rank: int
     state: WorkerState
     restart_count: int = 0
+    is_anew: bool = False
+    """It reported steps before it was started again, and has yet to say where it goes on."""
     step: int | None = None
     total: int | None = None
     rate: float | None = None
@@ -51,7 +53,8 @@ class Line:
 @dataclass(frozen=True, kw_only=True)
 class Overall:
     """How far all have come: as far as the one that is furthest behind of those at work, for the others wait for it, or will
-    have to, and nothing is over before it is. Metrics are the means of those that report them.
+    have to, and nothing is over before it is. While one that was started again has yet to say where it goes on nobody knows.
+    Metrics are the means of those that report them.
     """
 
     step: int | None = None
@@ -108,15 +111,17 @@ class Tracker:
     def _life_of(self, status: RankStatus) -> "_Life":
         life = self._lives.get(status.rank)
         if life is None or life.pid != status.pid:  # it was started again
-            life = self._lives[status.rank] = _Life(status.pid)
+            life = self._lives[status.rank] = _Life(status.pid, is_anew=life is not None and life.has_steps)
         return life
 
 
 class _Life:
     """What was seen of a rank in its present life."""
 
-    def __init__(self, pid: int | None) -> None:
+    def __init__(self, pid: int | None, *, is_anew: bool) -> None:
         self.pid = pid
+        self.has_steps = is_anew  # in this life or an earlier one
+        self._is_anew = is_anew
         self._steps = _Slope(RATE_SECONDS)
         self._cpu = _Slope(CPU_SECONDS)
         self._memory: int | None = None
@@ -125,6 +130,7 @@ class _Life:
         report = status.report
         if report is not None and report.step is not None:
             self._steps.add(report.at, report.step)
+            self.has_steps, self._is_anew = True, False
         if status.cpu_seconds is not None:
             self._cpu.add(status.seen_at, status.cpu_seconds)
         if status.memory:  # a dead one has none
@@ -135,6 +141,7 @@ class _Life:
             rank=status.rank,
             state=status.state,
             restart_count=status.restart_count,
+            is_anew=self._is_anew,
             step=report.step if report is not None else None,
             total=report.total if report is not None else None,
             rate=self._steps.rate(status.seen_at) if is_at_work else None,
@@ -189,7 +196,7 @@ def _overall(lines: Sequence[Line]) -> Overall:
     counting = [line for line in lines if line.step is not None]
     hindmost = min([line for line in counting if line.state.is_running] or counting, key=_how_far, default=None)
     metrics = _means(line.metrics for line in lines)
-    if hindmost is None:
+    if hindmost is None or any(line.is_anew and _is_under_way(line) for line in lines):
         return Overall(metrics=metrics)
     return Overall(
         step=hindmost.step,
@@ -199,6 +206,10 @@ def _overall(lines: Sequence[Line]) -> Overall:
         seconds_left=_seconds_left(hindmost),
         metrics=metrics,
     )
+
+
+def _is_under_way(line: Line) -> bool:
+    return line.state is WorkerState.INIT or line.state.is_running
 
 
 def _how_far(line: Line) -> tuple[float, int, int]:

@@ -19,6 +19,7 @@ class NotebookDisplay:
     """Below what the cell has put out so far."""
 
     period = PERIOD
+    repair = None  # nothing of anybody's is kept
 
     def __init__(self) -> None:
         self._handle: Any = None  # IPython's, of what is shown

@@ -1,10 +1,11 @@
 """Where a view could be drawn. Light: it is asked of every call that is waited for."""
 
 import os
+import select
 import sys
 from typing import TextIO
 
-__all__ = ["is_foreground", "our_terminal"]
+__all__ = ["is_foreground", "name_of", "our_terminal", "takes"]
 
 
 def our_terminal() -> TextIO | None:
@@ -20,6 +21,21 @@ def is_foreground(fd: int) -> bool:
         return os.isatty(fd) and os.tcgetpgrp(fd) == os.getpgrp()
     except OSError:  # it is another one's
         return False
+
+
+def name_of(fd: int) -> str:
+    """Of the terminal that this descriptor is of; nothing if it cannot be reached by one, as in some containers."""
+    try:
+        return os.ttyname(fd)
+    except OSError:
+        return ""
+
+
+def takes(fd: int, seconds: float) -> bool:
+    """Whether what this descriptor is of takes something, within so long."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(seconds * 1000))
 
 
 def _can_be_drawn_in(stream: TextIO | None) -> bool:

@@ -17,7 +17,7 @@ newline does and leaves the cursor in its column.
 
 from collections.abc import Sequence
 
-__all__ = ["Region"]
+__all__ = ["MEND", "Region", "at_line_start"]
 
 SAVE, RESTORE = "\x1b7", "\x1b8"
 INDEX = "\x1bD"
@@ -25,6 +25,7 @@ WHOLE = f"{SAVE}\x1b[r{RESTORE}"  # everything scrolls; to say so moves the curs
 ERASE_BELOW = f"{SAVE}\x1b[B\r\x1b[J{RESTORE}"  # the cursor's own row is somebody's
 WRAP_OFF, WRAP_ON = "\x1b[?7l", "\x1b[?7h"  # should a row be wider than it was taken for
 PLAIN, CLEAR_ROW, CLEAR_REST = "\x1b[0m", "\x1b[2K", "\x1b[K"
+MEND = f"\x18{PLAIN}{WRAP_ON}{RESTORE}"  # of what was cut short while it was drawn: CAN ends half a sequence
 
 
 class Region:

@@ -1,11 +1,11 @@
 """The live view in a terminal: the last rows of it, as long as this program is in its foreground.
 
 What is written there is made in region.py. Nothing is read from the terminal, no handler is set, and one that takes nothing
-for a while (Ctrl-S) is left alone until it does.
+for a while (Ctrl-S) is left alone until it does. When its size changes it forgets which rows are kept, and we see that when
+the next picture is due: what ranks print in that quarter of a second may come among the rows of the view.
 """
 
 import os
-import select
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import Protocol
 
 from .model import Picture
-from .places import is_foreground
-from .region import Region, at_line_start
+from .places import is_foreground, name_of, takes
+from .region import MEND, Region, at_line_start
 from .words import line_of
 
 __all__ = ["TerminalDisplay", "is_free"]
@@ -49,14 +49,22 @@ class TerminalDisplay:
         self._encoding = encoding
         self._clock = clock
         self._region = Region()
+        self._name = name_of(fd)
         self._drawn_at = clock()
         self._was_drawn = self.has_left = False
+        self._is_cut = False  # what was last written: it was interrupted, or not taken
         _latest = weakref.ref(self)
 
     @property
     def period(self) -> float:
         """Seconds between two pictures."""
         return PERIOD
+
+    @property
+    def repair(self) -> tuple[str, bytes] | None:
+        """What gives back the rows that are kept, if the terminal has a name."""
+        text = self._region.release()
+        return (self._name, text.encode()) if text and self._name else None
 
     def show(self, picture: Picture) -> None:
         """In one write; nothing while this program is in the background, or the terminal takes nothing."""
@@ -65,11 +73,12 @@ class TerminalDisplay:
             self._region.forget()
             return
         columns, rows = os.get_terminal_size(self._fd)
-        if not _takes(self._fd, 0.0):
+        if not takes(self._fd, 0.0):
             return
         now = self._clock()
         lines = self._rows.render(picture, columns, rows)
-        self._write(self._region.draw(columns, rows, lines, is_sure=now - self._drawn_at < GAP), patience=LAST_SECONDS)
+        is_sure = now - self._drawn_at < GAP and not self._is_cut
+        self._write(self._region.draw(columns, rows, lines, is_sure=is_sure), patience=LAST_SECONDS)
         self._drawn_at = now
         self._was_drawn = self._was_drawn or bool(lines)
 
@@ -85,14 +94,12 @@ class TerminalDisplay:
 
     def _write(self, text: str, patience: float) -> None:
         """All of it, or as much as the terminal takes before it takes nothing for that long."""
+        if text and self._is_cut:
+            text = MEND + text
         rest = memoryview(text.encode(self._encoding, errors="replace"))
-        while rest and _takes(self._fd, patience):
+        while rest and takes(self._fd, patience):
+            self._is_cut = True  # unless the rest follows
             with suppress(BlockingIOError):  # others may have filled it meanwhile
                 rest = rest[os.write(self._fd, rest) :]
-
-
-def _takes(fd: int, seconds: float) -> bool:
-    """Whether it takes something, within so long."""
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
-    return bool(poll.poll(seconds * 1000))
+        if not rest:
+            self._is_cut = False

@@ -129,7 +129,8 @@ def _number(value: float) -> str:
 
 
 def _percent(fraction: float) -> str:
-    return f"{math.floor(100 * fraction)} %"
+    """100 % is said of nothing less; and 29 % of 29 / 100, which is a little less in binary digits."""
+    return f"{math.floor(100 * math.nextafter(fraction, math.inf))} %"
 
 
 def _bytes(count: int) -> str:

@@ -1,4 +1,6 @@
-"""The watcher's end of the guardian: starts it, tells it which process groups to kill should the watcher die."""
+"""The watcher's end of the guardian: starts it, tells it which process groups to kill, and which terminal to put in order,
+should the watcher die.
+"""
 
 import os
 import signal
@@ -52,6 +54,11 @@ class Guardian:
     def release(self, pgid: int) -> None:
         """This group is dead, and its number may soon be somebody else's."""
         self._tell(b"-%d\n" % pgid)
+
+    def entrust(self, repair: tuple[str, bytes] | None) -> None:
+        """This is to be written to the terminal of that name, which has a view in it; None: it has none any more."""
+        terminal, text = repair or ("", b"")
+        self._tell(b"=%s\n" % (text.hex().encode() + b" " + os.fsencode(terminal) if repair else b""))
 
     def _tell(self, line: bytes) -> None:
         try:

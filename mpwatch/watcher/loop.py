@@ -30,7 +30,7 @@ from .gate import Gate
 from .journal import Journal
 from .line import RankLine
 from .looks import statuses_of
-from .mailbox import Errand, Look, Mailbox, Retrial
+from .mailbox import Errand, Look, Mailbox, Repair, Retrial
 from .oom import OomWatch
 from .order import Order
 from .output import Output
@@ -237,6 +237,8 @@ class _Run:
             elif isinstance(thing, Look):
                 thing.statuses = statuses_of(self.units, self.crew)
                 self.mailbox.alarm.ring()
+            elif isinstance(thing, Repair):
+                self.crew.guardian.entrust(thing.what)
             elif isinstance(thing, Retrial):
                 self.unit_of[thing.event.rank].places = {worker.rank: (worker, env) for worker, env in thing.places}
                 events.append(thing.event)

@@ -21,7 +21,7 @@ from ..wire.shortage import with_remedy
 from .facts import Facts
 from .states import Event, StartAgain
 
-__all__ = ["Bell", "Errand", "Look", "Mailbox", "Retrial"]
+__all__ = ["Bell", "Errand", "Look", "Mailbox", "Repair", "Retrial"]
 
 
 class Bell:
@@ -86,6 +86,13 @@ class Look:
         self.statuses: Sequence[RankStatus] | None = None  # until it is answered, which a run that ends does not do
 
 
+class Repair:
+    """What puts a terminal in order, and its name; None if nothing is to be done. For the guardian, should we be killed."""
+
+    def __init__(self, what: tuple[str, bytes] | None) -> None:
+        self.what = what
+
+
 class Mailbox:
     """What both sides see. Each field is written by one of them."""
 
@@ -95,15 +102,15 @@ class Mailbox:
             self.alarm = stack.enter_context(closing(Bell()))
             self._bells = stack.pop_all()
         self.state = WorkerState.UNKNOWN  # of the ranks, for whoever asks
-        self._posted: deque[Event | Errand | Look | Retrial] = deque()
+        self._posted: deque[Event | Errand | Look | Repair | Retrial] = deque()
         self._failed: deque[Facts] = deque()
 
-    def post(self, thing: Event | Errand | Look | Retrial) -> None:
+    def post(self, thing: Event | Errand | Look | Repair | Retrial) -> None:
         """From the caller's threads, and from signal handlers."""
         self._posted.append(thing)
         self.bell.ring()
 
-    def take(self) -> list[Event | Errand | Look | Retrial]:
+    def take(self) -> list[Event | Errand | Look | Repair | Retrial]:
         """What has been posted since the last time."""
         self.bell.hush()
         return [self._posted.popleft() for _ in range(len(self._posted))]

@@ -4,6 +4,8 @@ is asked how they fare, and what it answers is shown.
     caller's thread    a look is due --> post a Look --> sleep until it is answered --> show --> sleep until the next is due
     thread of the life                       `--> statuses_of --> alarm --^
 
+A view in a terminal keeps some of its rows. What gives them back is entrusted to the guardian, should we be killed.
+
 A view calls code that is not ours (rich, IPython) and writes to what may be slow or gone. One that raises is logged and
 dropped; it never fails a run. Where there is no view, nobody asks and nobody wakes up.
 """
@@ -17,7 +19,7 @@ from typing import Protocol
 
 from ..status import RankStatus
 from .looks import last_statuses
-from .mailbox import Errand, Look, Mailbox
+from .mailbox import Errand, Look, Mailbox, Repair
 
 __all__ = ["MakeView", "View", "Viewing", "no_view"]
 
@@ -31,6 +33,10 @@ class View(Protocol):
     @property
     def period(self) -> float:
         """Seconds until it wants to see them again; infinite if it does not."""
+
+    @property
+    def repair(self) -> tuple[str, bytes] | None:
+        """The name of a terminal, and what puts it in order again; None if there is nothing to be put in order."""
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
         """This is how they fare, in order of their ranks."""
@@ -56,6 +62,7 @@ class Viewing:
         self._view: View | None = None
         self._due_at = 0.0  # when the next one is
         self._closings = 0
+        self._entrusted: tuple[str, bytes] | None = None
         self._guard(lambda: self._begin(make_view))
 
     def patience(self) -> float | None:
@@ -83,7 +90,7 @@ class Viewing:
         view = self._view
         self._closings += 1
         if view is not None and self._closings <= MOST_CLOSINGS:
-            self._guard(lambda: view.close(last_statuses(self._errand.facts)))
+            self._guard(lambda: self._finish(view))
         self._view = None
 
     def _begin(self, make_view: MakeView) -> None:
@@ -93,7 +100,19 @@ class Viewing:
     def _show(self, statuses: Sequence[RankStatus]) -> None:
         if self._view is not None:
             self._view.show(statuses)
+            self._entrust(self._view)
             self._wait()
+
+    def _finish(self, view: View) -> None:
+        view.close(last_statuses(self._errand.facts))
+        self._entrust(view)
+
+    def _entrust(self, view: View) -> None:
+        """The guardian knows what it would have to put in order."""
+        repair = view.repair
+        if repair != self._entrusted:
+            self._entrusted = repair
+            self._mailbox.post(Repair(repair))
 
     def _wait(self) -> None:
         if self._view is not None:
@@ -107,5 +126,6 @@ class Viewing:
             with suppress(Exception):  # it leaves what it holds
                 if view is not None:
                     view.close(())
+                    self._entrust(view)
             with suppress(Exception):  # it may have been the log
                 log.warning("the live view has failed; the run goes on without it", exc_info=error)

@@ -16,7 +16,13 @@ ROOT = Path(__file__).parents[2]
 def executed(path):
     """The notebook, with its outputs."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=60, record_timing=False, resources={"metadata": {"path": str(path.parent)}})
+    client = NotebookClient(
+        notebook,
+        timeout=60,
+        record_timing=False,
+        shutdown_kernel="immediate",  # else two seconds: see README
+        resources={"metadata": {"path": str(path.parent)}},
+    )
     client.execute()
     notebook.metadata["language_info"] = {"name": "python"}
     for cell in notebook.cells:

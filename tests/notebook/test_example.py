@@ -75,6 +75,12 @@ def test_the_group_serves_many_cells(cells):
     assert "STOPPED: closed" in cells["close"]
 
 
+def test_it_shows_the_live_view_as_it_was_in_the_end():
+    """Stored, for ranks may be too quick for it."""
+    assert "<b>step 9 of 9 (100 %); loss 0." in shown(NOTEBOOK)["train"]
+    assert "4 ranks returned" in shown(NOTEBOOK)["train"]
+
+
 def test_nothing_of_a_machine_is_stored():
     text = NOTEBOOK.read_text()
     assert not re.search(r"/tmp|/home|/root|/Users|site-packages|iopub\.execute|Warning|UTC", text)

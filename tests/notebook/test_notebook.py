@@ -17,7 +17,7 @@ import json, sys
 import nbformat
 from nbclient import NotebookClient
 notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in json.load(sys.stdin)])
-NotebookClient(notebook, timeout=60, allow_errors=True).execute()
+NotebookClient(notebook, timeout=60, allow_errors=True, shutdown_kernel="immediate").execute()  # no need to ask it
 json.dump([cell.outputs for cell in notebook.cells], sys.stdout)
 """
 CELLS = {
