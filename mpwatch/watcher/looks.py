@@ -32,8 +32,7 @@ STATES = {
 
 def statuses_of(units: Iterable[Unit], crew: Crew) -> list[RankStatus]:
     """Of all ranks, in order."""
-    now = time.monotonic()
-    found = [_status_now(facts, unit, crew, now) for unit in units for facts in unit.seen.values()]
+    found = [_status_now(facts, unit, crew) for unit in units for facts in unit.seen.values()]
     return sorted(found, key=lambda status: status.rank)
 
 
@@ -43,17 +42,19 @@ def last_statuses(of_all: Iterable[Facts]) -> list[RankStatus]:
     return sorted(found, key=lambda status: status.rank)
 
 
-def _status_now(facts: RankFacts, unit: Unit, crew: Crew, now: float) -> RankStatus:
+def _status_now(facts: RankFacts, unit: Unit, crew: Crew) -> RankStatus:
     rank = facts.worker.rank
     line = crew.lines.get(rank)
     if line is None or line.facts is not facts:  # it has gone
-        return _status_then(facts, unit.machine.stopped_at, now)
+        return _status_then(facts, unit.machine.stopped_at, time.monotonic())
     phase = unit.machine.roster.phases[rank]
     state = STATES.get(phase) if facts.report is None else None
     if phase is Phase.AT_WORK and rank in unit.machine.beats.late:
         state = WorkerState.UNHEALTHY
+    state = state or _outcome(facts, unit.machine.stopped_at)
     usage = usage_of_process(facts.pid) if facts.pid is not None else None
-    return _status(facts, state or _outcome(facts, unit.machine.stopped_at), crew.pulse_of(line), usage, now)
+    pulse = crew.pulse_of(line)
+    return _status(facts, state, pulse, usage, time.monotonic())  # the time last: no beat is later than that
 
 
 def _status_then(facts: RankFacts, stopped_at: float | None, now: float) -> RankStatus:
