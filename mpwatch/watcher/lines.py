@@ -44,7 +44,7 @@ def prefixed(lines: bytes, prefix: bytes) -> bytes:
     """These lines, each with that before it."""
     if not lines or not prefix:
         return lines
-    return prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n"
+    return b"".join((prefix, lines.replace(b"\n", b"\n" + prefix)[: -len(prefix)]))
 
 
 def _seen(text: bytes) -> bytes:

@@ -24,7 +24,7 @@ from .sources import Source
 
 __all__ = ["LAST_SECONDS", "Pump"]
 
-READ_SIZE = 1 << 15  # bytes: what is made of them stays in the caches, needs no new pages, and fits into a pipe
+READ_SIZE = 44 << 10  # bytes: what is made of them stays in the caches, needs no new pages, and fits into a pipe at once
 REST_SECONDS = 0.005
 DRAIN_LIMIT = 1 << 20  # bytes read of a stream when it is settled: no pipe holds more, unless root has made it so
 LAST_SECONDS = 1.0  # for a reader that nobody has to wait for
