@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 OURS = f"sem.mpwatch-test-{os.getpid()}-"  # semaphores, of our ranks too, have a prefix of their own: see _resource_tracker
+RUNS = int(os.environ.get("MPWATCH_TEST_RUNS", "60"))  # in which nothing may grow; `tox -e chaos` has more of them
 SPAWN = multiprocessing.get_context("spawn")
 
 

@@ -26,8 +26,15 @@ def of_kind(kind, events):
 
 
 def at_restart(do):
-    """An observer."""
-    return lambda event: do() if isinstance(event, Restarting) else None
+    """An observer; of the first one: ranks that are started again one by one may fail at the same time."""
+    seen = []
+
+    def observe(event):
+        if isinstance(event, Restarting) and not seen:
+            seen.append(event)
+            do()
+
+    return observe
 
 
 def interrupt():

@@ -21,7 +21,7 @@ def test_the_first_example_prints_what_is_shown():
 def test_the_crash_looks_as_it_is_shown():
     done = python("-W", "default", "examples/crash.py", cwd=ROOT, env={**ENV, "PYTHONWARNINGS": "default"}, check=False)
     printed = re.sub(r'File "[^"]*/(?=examples/)', 'File "', done.stderr)
-    assert printed == BLOCKS[2][1]
+    assert (done.returncode, printed) == (1, BLOCKS[2][1])
 
 
 def test_its_code_can_be_read_by_python():
