@@ -24,7 +24,7 @@ class Lines:
     def feed(self, data: bytes) -> bytes:
         """The lines that these bytes complete, as they are seen, each with its newline."""
         end = data.rfind(b"\n") + 1
-        whole = (self._rest + data[:end] if self._rest else data[:end]) if end else b""
+        whole = b"".join((self._rest, memoryview(data)[:end])) if end else b""
         self._rest = _seen(data[end:] if end else self._rest + data)
         too_long = self.end() if len(self._rest) > LONGEST else b""
         return _seen(whole) + too_long
@@ -44,7 +44,8 @@ def prefixed(lines: bytes, prefix: bytes) -> bytes:
     """These lines, each with that before it."""
     if not lines or not prefix:
         return lines
-    return b"".join((prefix, lines.replace(b"\n", b"\n" + prefix)[: -len(prefix)]))
+    with_one_more = memoryview(lines.replace(b"\n", b"\n" + prefix))
+    return b"".join((prefix, with_one_more[: -len(prefix)]))
 
 
 def _seen(text: bytes) -> bytes:
