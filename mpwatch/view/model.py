@@ -17,7 +17,7 @@ __all__ = ["Line", "Overall", "Picture", "Spread", "Tracker", "spread_of"]
 
 RATE_SECONDS = 10.0  # that a rate is the mean of
 CPU_SECONDS = 2.0  # the same for the use of the CPU, which the kernel counts in hundredths of a second
-TWO = 2  # points give a slope
+A_SLOPE = 2  # points at least
 SLOWEST = 3  # ranks that are named where there are too many for a line each
 
 
@@ -165,12 +165,12 @@ class _Slope:
             points.clear()
         if not points or at > points[-1][0]:
             points.append((at, value))
-        while len(points) > TWO and points[1][0] <= at - self._seconds:
+        while len(points) > A_SLOPE and points[1][0] <= at - self._seconds:
             points.popleft()
 
     def rate(self, now: float) -> float | None:
         """A second. If there was nothing new for longer than all that is remembered, it falls from then on."""
-        if len(self._points) < TWO:
+        if len(self._points) < A_SLOPE:
             return None
         (first_at, first), (last_at, last) = self._points[0], self._points[-1]
         return (last - first) / max(last_at - first_at, now - last_at)
