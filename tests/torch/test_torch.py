@@ -176,11 +176,15 @@ def test_tied_weights_stay_tied_and_odd_tensors_arrive():
 
 def test_the_news_of_a_rank_with_workers_is_not_delayed():
     def iterate():
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(1000)), num_workers=2)
-        for _ in loader:
-            if dist.get_rank() == 1:
-                kill_myself()
-            signal.pause()
+        """The workers are there, and have nothing to do: one that is killed as it shares a tensor leaves a file of torch's."""
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(4)), num_workers=2)
+        batches = iter(loader)
+        for _ in range(4):
+            next(batches)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            kill_myself()
+        signal.pause()
 
     start = time.monotonic()
     with pytest.raises(mpwatch.RunFailedError, match="rank 1 was killed by SIGKILL"):
