@@ -393,3 +393,11 @@ def test_ctrl_c_ends_a_run_whose_reader_has_stopped(counting, eventually):
     assert counting.wait() == 0
     assert "not all that the ranks have printed could be shown: nobody reads it" in said
     assert said.endswith("interrupted\n")
+
+
+def test_an_error_of_ours_is_told_and_keeps_nobody_waiting(monkeypatch, caplog):
+    monkeypatch.setattr("mpwatch.watcher.pump.Pump._take_in", lambda *_: 1 / 0)
+    error = failed(talkers.counts, 1, args=(20_000,), logs=LogSpec())
+    assert isinstance(error.root_cause.exception, BrokenPipeError)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["what the ranks print is lost from here on: ZeroDivisionError('division by zero')"]

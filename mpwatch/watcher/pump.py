@@ -197,7 +197,7 @@ class Pump:
 
     def _drain(self, source: Source) -> None:
         """What it holds by now. There may be a helper of the rank that writes on and on."""
-        for _ in range(DRAIN_LIMIT // READ_SIZE):
+        for _ in range(-(-DRAIN_LIMIT // READ_SIZE)):
             if not self._read(source):
                 break
 

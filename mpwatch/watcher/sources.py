@@ -34,6 +34,7 @@ class Ends:
     def leave(self, unsaid: bytes) -> None:
         """What the rank's interpreter has printed, and the rank has never taken over. Where its stderr is a file alone."""
         if unsaid and self.words.unread:
+            # the disk may be full: a rank that never started has it in its report, too
             with suppress(OSError), open(self.words.unread, "ab") as file:
                 file.write(unsaid)
 
