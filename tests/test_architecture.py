@@ -28,6 +28,7 @@ LAYERS = {
     "api": {"data", "view", "watcher"},
     "group": {"data", "view", "watcher"},
     "facade": {"api", "group", "data", "worker"},
+    "integrations": {"facade"},  # what a user could have written
 }
 
 
