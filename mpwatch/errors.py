@@ -4,7 +4,7 @@ from typing import Any
 
 from .result import ProcessFailure, RunResult
 from .tables import table_of
-from .wording import report
+from .wording import fates_text, report, verdict
 
 __all__ = ["LaunchError", "MpwatchError", "RunFailedError", "RunTimeoutError"]
 
@@ -39,6 +39,16 @@ class RunFailedError(MpwatchError):
     def failures(self) -> dict[int, ProcessFailure]:
         """By global rank, every rank that failed."""
         return dict(self.result.failures)
+
+    @property
+    def verdict(self) -> str:
+        """Which rank failed first, and why, or what else ended the run: the first line of the report."""
+        return verdict(self.result)
+
+    @property
+    def fates(self) -> list[str]:
+        """What became of the other ranks, a line for those with the same fate: `ranks 0-1: stopped by the watcher in …`."""
+        return fates_text(self.result)
 
     @property
     def stacks(self) -> dict[int, str]:

@@ -10,7 +10,7 @@ from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from .checks import check_flag
+from .checks import check_flag, check_seconds
 from .logs import LogSpec
 from .ranks import Worker
 from .result import RunResult, WorkerState
@@ -41,7 +41,7 @@ class WorkerGroup:
         backend: of torch.distributed: the default process group is made before the first function is called, and kept. It
             is made anew after a call that failed, since the ranks may be out of step.
         env: extra environment variables for the ranks, or a function that gives them for a Worker.
-        timeout: seconds for each call, then RunTimeoutError. None: no limit.
+        timeout: seconds for each call, unless `run` is given another limit, then RunTimeoutError. None: no limit.
         heartbeat_timeout: seconds that a rank may go without `mpwatch.heartbeat()` or `mpwatch.report()` in a call, from its
             first one on. None: no limit.
         grace_period: seconds that a rank has between SIGTERM and SIGKILL when it is stopped, for answering when it is
@@ -106,7 +106,14 @@ class WorkerGroup:
             self._close(summary_of(error))
             raise
 
-    def run(self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> RunResult[T]:
+    def run(
+        self,
+        fn: Callable[..., T],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> RunResult[T]:
         """Call `fn(*args, **kwargs)` in every rank, and return what they returned: as `mpwatch.run`, but the ranks stay.
 
         If a rank raises, the others may finish within a second, and if they do, all stay as they are. Those that do not
@@ -118,6 +125,7 @@ class WorkerGroup:
             fn: see `mpwatch.run`.
             args: positional arguments, the same for every rank.
             kwargs: keyword arguments.
+            timeout: seconds for this call, then RunTimeoutError. None: what the group has been given for each.
 
         Returns:
             The values by rank.
@@ -127,13 +135,17 @@ class WorkerGroup:
             RunTimeoutError: `timeout` ran out.
             LaunchError: the function or its arguments cannot be sent, and the ranks are as they were; or the ranks had to
                 be started anew, and could not be.
-            TypeError: an argument is not what it should be.
+            TypeError, ValueError: an argument is not what it should be.
             RuntimeError: the group is closed, or is that of another process, or this is called from within a call of it.
             KeyboardInterrupt: Ctrl-C; the ranks got it too, and stay if all of them answered within grace_period.
         """
         __tracebackhide__ = True  # as in mpwatch.run
         check_call(fn, args, kwargs)
-        return self._in_turn("run", partial(self._run, fn, tuple(args), dict(kwargs or {})))
+        if timeout is None:
+            timeout = self._spec.timeout
+        else:
+            check_seconds("timeout", timeout, at_least="more than 0")
+        return self._in_turn("run", partial(self._run, fn, tuple(args), dict(kwargs or {}), timeout))
 
     def close(self) -> None:
         """End the ranks, as any Python program ends, and wait for that. Nothing if they have been ended.
@@ -168,11 +180,13 @@ class WorkerGroup:
         """What a notebook shows."""
         return group_table(self.state, self.workers, self._spec.backend)
 
-    def _run(self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> RunResult[T]:
+    def _run(
+        self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
+    ) -> RunResult[T]:
         __tracebackhide__ = True
         if self._is_closed:
             raise RuntimeError("this WorkerGroup is closed; make another one")
-        return outcome_of(partial(self._team.call, fn, args, kwargs), check=self._check)
+        return outcome_of(partial(self._team.call, fn, args, kwargs, timeout), check=self._check)
 
     def _close(self, reason: str = "") -> None:
         self._is_closed = True

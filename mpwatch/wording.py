@@ -21,6 +21,7 @@ __all__ = [
     "failed_attempts",
     "failure_text",
     "fates",
+    "fates_text",
     "ranks_text",
     "report",
     "restarts_text",
@@ -64,9 +65,7 @@ SOURCE_LIMIT = 100  # of a line of source
 
 def report(result: RunResult[Any]) -> str:
     """The whole story: the verdict in the first line, then a line for each other group of ranks with the same fate."""
-    groups = [f"  {ranks_text(ranks)}: {fate}" for fate, ranks in fates(result).items()]
-    if len(groups) > FATE_LINES:
-        groups[FATE_LINES:] = [f"  and {len(groups) - FATE_LINES} more groups of ranks: see .failures and .stacks"]
+    groups = [f"  {line}" for line in fates_text(result)]
     restarts = [f"  {text}"] if (text := restarts_text(result)) else []
     restarts += attempts_text(failed_attempts(result))
     return "\n".join([verdict(result), *_details(result), *groups, *restarts])
@@ -148,6 +147,14 @@ def fates(result: RunResult[Any]) -> dict[str, list[int]]:
             fate = _fate(result, rank, failure, state)
             found.setdefault(SMALL_DIFFERENCES.sub("", fate), (fate, []))[1].append(rank)
     return dict(found.values())
+
+
+def fates_text(result: RunResult[Any]) -> list[str]:
+    """The same in lines, which are counted where there are too many."""
+    groups = [f"{ranks_text(ranks)}: {fate}" for fate, ranks in fates(result).items()]
+    if len(groups) > FATE_LINES:
+        groups[FATE_LINES:] = [f"and {len(groups) - FATE_LINES} more groups of ranks: see .failures and .stacks"]
+    return groups
 
 
 def _rank_of_interest(result: RunResult[Any], item: tuple[int, WorkerState]) -> tuple[bool, int]:

@@ -71,13 +71,13 @@ class History(RuleBasedStateMachine):
         self.keep = keep
         self.limits = {"timeout": timeout, "heartbeat_timeout": limit}
         more = {"grace_period": GRACE, "start_timeout": PATIENCE, "keep": keep, "may_restart": may_restart}
-        self.machine = Machine(range(n), now=self.now, **more, **self.limits)
+        self.machine = Machine(range(n), now=self.now, **more, heartbeat_timeout=limit)
         self.state = WorkerState.INIT
         self.have_others_failed = False
         self.restarts = 3
         self.signals, self.deaths = signals, deaths  # that may still come: else most histories are soon over
         self.be_born(n)
-        self.tell(CallAll(self.now))
+        self.tell(CallAll(self.now, timeout))
         self.some_become_ready(ready)
 
     def be_born(self, n):
@@ -98,12 +98,13 @@ class History(RuleBasedStateMachine):
         self.looked_at = set()
 
     @precondition(lambda self: self.machine.stage is Stage.IDLE)
-    @rule()
-    def is_called_again(self):
+    @rule(timeout=st.none() | st.floats(0.5, 30))
+    def is_called_again(self, timeout):
         assert self.keep
         assert set(self.machine.roster.phases.values()) == {Phase.READY}
+        self.limits["timeout"] = timeout
         self.begin_a_call()
-        self.tell(CallAll(self.now))
+        self.tell(CallAll(self.now, timeout))
 
     @precondition(lambda self: self.keep)
     @rule()

@@ -422,7 +422,7 @@ def test_frames_tell_a_debugger_what_it_asks_for():
 
 @pytest.mark.parametrize(("first", "line"), [(1, 1), (5, 3), (1, 100_000), (70, 6), (10, 0)])
 def test_any_line_of_any_function(first, line):
-    (trace,) = walk_trace(traceback_of([("file.py", "f", "A.f", first, line, "module")]))
+    (trace,) = walk_trace(traceback_of([("file.py", "f", "A.f", first, line, "module", False)]))
     assert (trace.tb_lineno, trace.tb_frame.f_lineno) == (line, line)
     assert trace.tb_frame.f_globals["__name__"] == "module"
 

@@ -35,11 +35,11 @@ PATIENCE = 300.0
 
 
 def machine(n=3, timeout=None):
-    return called(Machine(range(n), now=0.0, grace_period=GRACE, start_timeout=PATIENCE, timeout=timeout))
+    return called(Machine(range(n), now=0.0, grace_period=GRACE, start_timeout=PATIENCE), timeout)
 
 
-def called(it):
-    assert it.handle(CallAll(started_at=0.0), 0.0) == []
+def called(it, timeout=None):
+    assert it.handle(CallAll(started_at=0.0, timeout=timeout), 0.0) == []
     return it
 
 

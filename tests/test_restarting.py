@@ -38,9 +38,9 @@ GRACE = 10.0
 PATIENCE = 300.0
 
 
-def at_work(n=2, **more):
+def at_work(n=2, timeout=None, **more):
     it = Machine(range(n), now=0.0, grace_period=GRACE, start_timeout=PATIENCE, may_restart=True, **more)
-    assert it.handle(CallAll(started_at=0.0), 0.0) == []
+    assert it.handle(CallAll(started_at=0.0, timeout=timeout), 0.0) == []
     become_ready(it, 0.0)
     return it
 

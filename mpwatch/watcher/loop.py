@@ -233,7 +233,7 @@ class _Run:
         for thing in self.mailbox.take():
             if isinstance(thing, Errand):
                 self._posted = thing
-                events.append(m.CallAll(thing.started_at))
+                events.append(m.CallAll(thing.started_at, thing.timeout))
             elif isinstance(thing, Look):
                 thing.statuses = statuses_of(self.units, self.crew)
                 self.mailbox.alarm.ring()

@@ -86,7 +86,6 @@ class Machine:
         now: seconds on the clock that all later times are of.
         grace_period: seconds between SIGTERM and SIGKILL, and for a rank to end after it has returned.
         start_timeout: seconds for a rank to become ready.
-        timeout: seconds for a call, or None.
         heartbeat_timeout: seconds that a rank which has beaten once may be silent, or None.
         keep: whether the ranks stay after a call, for the next one.
         may_restart: whether it is asked, after a failure, if the ranks are started again.
@@ -99,7 +98,6 @@ class Machine:
         now: float,
         grace_period: float,
         start_timeout: float = math.inf,
-        timeout: float | None = None,
         heartbeat_timeout: float | None = None,
         keep: bool = False,
         may_restart: bool = False,
@@ -108,7 +106,6 @@ class Machine:
         self._keep, self._may_restart = keep, may_restart
         self._is_wanted = True  # by the others: none of them has failed for good
         self._start_timeout, self._grace_period = start_timeout, grace_period
-        self._timeout = math.inf if timeout is None else timeout
         self._heartbeat_timeout = heartbeat_timeout
         self._begin(ranks, now)
 
@@ -202,7 +199,7 @@ class Machine:
     def _call(self, event: CallAll, now: float) -> list[Action]:
         if self.stage is not Stage.IDLE:
             raise IllegalEventError(f"{event} in stage {self.stage.name}")
-        self._enter_call(event.started_at + self._timeout, now)
+        self._enter_call(math.inf if event.timeout is None else event.started_at + event.timeout, now)
         return [self._call_rank(rank) for rank in self.roster.those(Phase.READY)]
 
     def _call_rank(self, rank: int) -> CallRank:

@@ -64,9 +64,10 @@ class Bell:
 class Errand:
     """One call of all ranks, and what came of it."""
 
-    def __init__(self, payload: Payload, started_at: float) -> None:
+    def __init__(self, payload: Payload, started_at: float, timeout: float | None) -> None:
         self.payload = payload
         self.started_at = started_at
+        self.timeout = timeout  # seconds from then on
         self.facts: list[Facts] = []  # of all ranks; or of each, if they are started again one by one
         self.is_done = False  # and the ranks stay; else the facts are there when all of them have ended
 

@@ -172,7 +172,8 @@ class Interrupted:
 class CallAll:
     """The caller wants a function called in every rank."""
 
-    started_at: float  # which `timeout` counts from
+    started_at: float
+    timeout: float | None = None  # seconds from then on
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from ..platform import standard_descriptors
 from ..ranks import Worker
 from ..result import RunResult, WorkerState
 from ..spec import GroupSpec
-from ..wire.payload import Call, Payload
+from ..wire.payload import Call
 from ..wording import verdict
 from .diagnosis import diagnose
 from .facts import Facts
@@ -73,14 +73,16 @@ class Team:
         visit.raise_error()
         visit.signals.deliver()
 
-    def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> RunResult[Any]:
+    def call(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], timeout: float | None
+    ) -> RunResult[Any]:
         """Call this in every rank. Raises LaunchError, or InterruptError."""
         started_at = time.monotonic()
         payload = pack_call(Call(fn, args, kwargs, self._spec.backend, self._epoch))
         self._epoch += 1  # for the next one, unless this succeeds
         try:
-            result = None if self._life is None else self._call(self._life, Errand(payload, started_at))
-            return self._call_anew(payload, started_at) if result is None else result
+            result = None if self._life is None else self._call(self._life, Errand(payload, started_at, timeout))
+            return self._call_anew(Errand(payload, started_at, timeout)) if result is None else result
         finally:
             payload.close()
 
@@ -125,11 +127,11 @@ class Team:
         self._life = life
         return life
 
-    def _call_anew(self, payload: Payload, started_at: float) -> RunResult[Any]:
+    def _call_anew(self, errand: Errand) -> RunResult[Any]:
         """Start the ranks for this call. It is there before they are, so that it is told what becomes of them."""
         log.warning("all ranks are started anew: %s", self._why)
         with standard_descriptors():
-            result = self._call(self._begin_life(), Errand(payload, started_at))
+            result = self._call(self._begin_life(), errand)
         assert result is not None
         return result
 
@@ -169,9 +171,9 @@ class Team:
         """Of the time that a call may take. The end does not wait for a reader who was waited for in vain before."""
         if isinstance(thing, EndAll) and life.output.is_stuck:
             return 0.0
-        if self._spec.timeout is None or not isinstance(thing, Errand):
+        if not isinstance(thing, Errand) or thing.timeout is None:
             return math.inf
-        return thing.started_at + self._spec.timeout - time.monotonic()
+        return thing.started_at + thing.timeout - time.monotonic()
 
     def _visit(self, life: Life, thing: Errand | EndAll | None, *, until: Callable[[], bool]) -> Visit:
         visit = Visit(life, make_view=self._make_view)

@@ -35,12 +35,12 @@ class Unit:
         self.seen: dict[int, RankFacts] = {}
         self.lingers: dict[int, str] = {}  # what keeps a rank that has returned
         self._run_started_at = math.inf
+        self._timeout: float | None = None
         self.machine = Machine(
             self.places,
             now=time.monotonic(),
             grace_period=spec.grace_period,
             start_timeout=spec.start_timeout,
-            timeout=spec.timeout,
             heartbeat_timeout=spec.heartbeat_timeout,
             keep=keep,
             may_restart=spec.policy.max_restarts > 0,
@@ -72,7 +72,7 @@ class Unit:
         may_go_well = self.machine.is_undecided()
         actions = self.machine.handle(event, now)
         if isinstance(event, m.CallAll):
-            self._run_started_at = event.started_at
+            self._run_started_at, self._timeout = event.started_at, event.timeout
             self._note(CallStarted, *self.places)
         elif isinstance(event, m.Ready):
             self._note_ready(event.rank, now)
@@ -104,7 +104,7 @@ class Unit:
             never_ready=machine.never_ready,
             silent=machine.beats.silent,
             heartbeat_timeout=spec.heartbeat_timeout,
-            timeout=spec.timeout,
+            timeout=self._timeout,
             start_timeout=spec.start_timeout,
             signum=machine.signum,
             helpers_oom=helpers_oom,

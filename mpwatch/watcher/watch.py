@@ -62,7 +62,7 @@ def watch(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:
         ):
             life.prepare()
             life.output.attach()
-            errand = Errand(payload, story.started_at)
+            errand = Errand(payload, story.started_at, spec.timeout)
             story.begin(errand)
             visit = Visit(life, partial(story.judge, life), make_view)
             visit.pay(errand, until=lambda: False)

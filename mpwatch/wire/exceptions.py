@@ -31,6 +31,7 @@ __all__ = [
     "Part",
     "annotate",
     "decode",
+    "is_builtin",
     "is_same_text",
     "outline",
     "own",
@@ -123,6 +124,11 @@ def rebuild(link: Link, part: Part, members: list[BaseException]) -> BaseExcepti
     return error
 
 
+def is_builtin(cls: type) -> bool:
+    """Whether Python has it; a class may say so, as pytest's Skipped does, to be shown without its module."""
+    return getattr(builtins, cls.__name__, None) is cls
+
+
 def is_same_text(one: str, other: str) -> bool:
     """But for addresses, which reprs of functions and objects have in them."""
     return ADDRESS.sub("", one) == ADDRESS.sub("", other)
@@ -132,7 +138,7 @@ def _new(cls: Any, args: tuple[Any, ...]) -> BaseException:
     try:
         error: object = cls.__new__(cls, *args)
     except Exception:  # noqa: BLE001  a __new__ of its own: go round it, to that of the nearest builtin class
-        base = next(base for base in cls.__mro__ if base.__module__ == "builtins")
+        base = next(base for base in cls.__mro__ if is_builtin(base))
         error = base.__new__(cls, *args)
     if not isinstance(error, BaseException):
         raise TypeError(f"{cls!r} makes no exceptions")

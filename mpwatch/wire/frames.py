@@ -2,7 +2,7 @@
 
 A debugger, IPython and the traceback module take file, function, line and the function's first line from a frame's code. So
 a code object is made for each that says all of these, and is run for a moment. It has no columns: carets would point at
-what the made-up code does.
+what the made-up code does. A frame that hid itself from pytest and IPython (`__tracebackhide__ = True`) does so still.
 """
 
 import sys
@@ -11,7 +11,8 @@ from typing import Any
 
 __all__ = ["Frame", "frames_of", "traceback_of"]
 
-Frame = tuple[str, str, str, int, int, str]  # file, name, qualified name, first line of the code, line, module
+Frame = tuple[str, str, str, int, int, str, bool]  # file, name, qualified name, code's first line, line, module, hidden
+HIDE = "__tracebackhide__"
 STUB = compile("raise error", "stub", "exec")
 UNITS_AN_ENTRY = 8  # of a table of lines
 NO_COLUMNS = 13  # the kind of an entry (CPython: Objects/locations.md)
@@ -25,7 +26,10 @@ def frames_of(trace: TracebackType | None) -> list[Frame]:
         module = trace.tb_frame.f_globals.get("__name__", "?")
         line = trace.tb_lineno or 0  # code that was generated may have no lines
         names = (str.__str__(code.co_filename), str.__str__(code.co_name), str.__str__(code.co_qualname))
-        frames.append((*names, code.co_firstlineno, line, str.__str__(module) if isinstance(module, str) else "?"))
+        module = str.__str__(module) if isinstance(module, str) else "?"
+        # a look at the locals makes a copy of them; what decides by the error, a callable, is not asked
+        hides = HIDE in code.co_varnames and trace.tb_frame.f_locals.get(HIDE) is True
+        frames.append((*names, code.co_firstlineno, line, module, hides))
         trace = trace.tb_next
     return frames
 
@@ -40,7 +44,7 @@ def traceback_of(frames: list[Frame]) -> TracebackType | None:
 
 
 def _code_of(frame: Frame) -> CodeType:
-    file, name, qualname, first, line, _ = frame
+    file, name, qualname, first, line, *_ = frame
     return STUB.replace(
         co_filename=file,
         co_name=name,
@@ -72,6 +76,8 @@ def _signed(number: int) -> bytes:
 
 def _run(code: CodeType, frame: Frame) -> Any:
     names = {"__name__": frame[5], "__file__": frame[0], "error": _Stub()}
+    if frame[6]:
+        names[HIDE] = True
     try:
         exec(code, names)  # noqa: S102  it does nothing but raise
     except _Stub:

@@ -40,6 +40,8 @@ class _ClassPickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and reduced is not NotImplemented:
+            if (home := _true_home(obj)) is not None:
+                return getattr, (home, obj.__qualname__)
             _, made_of, *state = reduced  # no state for NoneType and the like
             if state:
                 attributes, _ = state[0]
@@ -47,6 +49,15 @@ class _ClassPickler(cloudpickle.Pickler):
                 if vars(obj).get("__slots__") and not issubclass(obj, Enum):
                     _move_slots(attributes, made_of)
         return reduced
+
+
+def _true_home(cls: type) -> ModuleType | None:
+    """The module in which a class is found although it names another: pytest's Skipped says that it is a builtin."""
+    for base in cls.__mro__[1:]:
+        home = sys.modules.get(base.__module__)
+        if home is not None and base.__module__ != "__main__" and getattr(home, cls.__qualname__, None) is cls:
+            return home
+    return None
 
 
 def _move_slots(attributes: dict[str, Any], made_of: tuple[Any, ...]) -> None:

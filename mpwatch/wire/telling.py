@@ -12,7 +12,7 @@ from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 from . import sources, values
-from .exceptions import Link, Part, is_same_text, own, rebuild
+from .exceptions import Link, Part, is_builtin, is_same_text, own, rebuild
 from .frames import frames_of
 
 __all__ = ["Telling"]
@@ -94,8 +94,8 @@ def _builtin_bases(cls: type) -> list[str]:
     """The nearest builtin exceptions that it is derived from, none of them derived from another."""
     found: list[type] = []
     for base in cls.__mro__:
-        is_builtin = base.__module__ == "builtins" and issubclass(base, BaseException)
-        if is_builtin and not any(issubclass(other, base) for other in found):
+        is_ancestor = is_builtin(base) and issubclass(base, BaseException)
+        if is_ancestor and not any(issubclass(other, base) for other in found):
             found.append(base)
     return [base.__name__ for base in found]
 
