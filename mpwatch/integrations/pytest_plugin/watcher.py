@@ -109,7 +109,7 @@ class Ranks:
     def run(self, item: pytest.Item, timeout: float | None) -> RunFailedError | None:
         """The test in all ranks; what they printed becomes sections of its report.
 
-        Raises LaunchError, and TypeError or ValueError for the timeout.
+        Raises LaunchError.
         """
         shared = {name: value for name, value in _fixtures_of(item).items() if name in SHARED}
         # after a failure the process group is another one, and fixtures may hold on to the one before
@@ -133,6 +133,8 @@ class Ranks:
             return self._group.run(fn, timeout=timeout), None
         except RunFailedError as error:
             return error.result, error
+        except (TypeError, ValueError) as error:  # the timeout's: all else is our own
+            _refuse(str(error))
 
     def _news(self, result: RunResult[None]) -> Iterator[tuple[str, str]]:
         for worker in result.workers:
