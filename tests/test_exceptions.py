@@ -441,3 +441,33 @@ def test_a_very_long_text_is_cut():
     error = raised(ValueError("x" * (3 << 20)))
     assert len(Telling(error).plain()) < 4 << 20
     assert len(str(through(error))) == 3 << 20
+
+
+def test_a_frame_that_hides_itself_is_hidden_still():
+    def helper(hide):
+        __tracebackhide__ = hide
+        raise ValueError("no")
+
+    def flags(hide):
+        try:
+            helper(hide)
+        except ValueError as error:
+            back = through(error)
+        return [trace.tb_frame.f_locals for trace in walk_trace(back.__traceback__)]
+
+    assert flags(True) == [{}, {"__tracebackhide__": True}]
+    assert flags(False) == flags(str) == [{}, {}]
+
+
+@pytest.mark.parametrize("outcome", [pytest.skip, pytest.fail, pytest.xfail])
+def test_a_class_that_says_it_is_a_builtin_comes_back_as_itself(outcome):
+    error = raised(outcome.Exception("why", pytrace=False))
+    back = through(error)
+    assert type(back) is outcome.Exception
+    assert (back.msg, back.pytrace) == ("why", False)
+
+
+def test_a_stand_in_for_a_class_that_says_it_is_a_builtin():
+    error = raised(pytest.fail.Exception("why"))
+    back = decode(Telling(error).plain())
+    assert (type(back).__name__, str(back), type(back).__bases__) == ("Failed", "why", (BaseException,))

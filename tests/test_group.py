@@ -174,6 +174,20 @@ def test_ranks_that_do_not_come_up_are_told_of_at_the_call(eventually):
         assert "encodings" in caught.value.root_cause.stderr
 
 
+def test_a_call_may_have_a_timeout_of_its_own():
+    with WorkerGroup(2, timeout=60.0, grace_period=0) as group:
+        with pytest.raises(mpwatch.RunTimeoutError, match=r"timeout=0\.2 s: ranks 0-1"):
+            group.run(time.sleep, (60,), timeout=0.2)
+        assert list(group.run(abs, (-1,), timeout=30)) == [1, 1]
+    with WorkerGroup(1, timeout=0.2, grace_period=0) as group:
+        assert list(group.run(time.sleep, (0.3,), timeout=60)) == [None]
+        with pytest.raises(mpwatch.RunTimeoutError, match=r"timeout=0\.2 s"):
+            group.run(time.sleep, (60,))
+        for bad, error in ((0, ValueError), (-1.0, ValueError), ("1", TypeError), (True, TypeError)):
+            with pytest.raises(error, match="timeout must be a number of seconds"):
+                group.run(abs, (-1,), timeout=bad)
+
+
 def test_a_timeout_is_a_call_s():
     with WorkerGroup(2, timeout=1.0, grace_period=0) as group:
         for _ in range(2):

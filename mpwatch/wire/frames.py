@@ -76,10 +76,8 @@ def _signed(number: int) -> bytes:
 
 def _run(code: CodeType, frame: Frame) -> Any:
     names = {"__name__": frame[5], "__file__": frame[0], "error": _Stub()}
-    if frame[6]:
-        names[HIDE] = True
     try:
-        exec(code, names)  # noqa: S102  it does nothing but raise
+        exec(code, names, {HIDE: True} if frame[6] else {})  # noqa: S102  it does nothing but raise
     except _Stub:
         trace = sys.exc_info()[2]
         assert trace is not None

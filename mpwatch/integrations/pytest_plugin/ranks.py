@@ -2,10 +2,10 @@
 
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from _pytest.config import _prepareconfig
@@ -16,9 +16,11 @@ from . import RANK
 
 __all__ = ["Recipe", "finish", "prepare", "run_item"]
 
-# What is the watcher's business: reports and coverage of the whole run, workers of its own, trying again, time limits, and
-# the stack of a rank that crashes, which goes into mpwatch's report. An option for one of them is understood all the same.
-OF_THE_WATCHER = ("_cov", "faulthandler", "junitxml", "rerunfailures", "terminal", "timeout", "xdist", "dsession")
+# Plugins for what is the watcher's business, by whom their options are understood all the same: coverage, reports, workers
+# of its own, and the stack of a rank that crashes, which goes into mpwatch's report ...
+NOT_CONFIGURED = ("_cov", "faulthandler", "terminal", "xdist")
+# ... and those that make their marks known first: a rank alone does not try again, nor is it its own clock
+NOT_KEPT = ("rerunfailures", "timeout")
 # A plugin's package is to be imported by pytest, so that its assertions can be rewritten; here mpwatch was there before it.
 QUIETLY = ("-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning")
 
@@ -35,6 +37,8 @@ class Recipe:
     """The file with the tests."""
     scratch: str
     """A folder for temporary files."""
+    inputs: dict[str, Any]
+    """What plugins may look for in a worker."""
 
 
 def prepare(recipe: Recipe, *, is_in_step: bool) -> None:
@@ -80,22 +84,20 @@ class Session:
         scratch = f"--basetemp={recipe.scratch}/rank{rank}"
         self._config = config = _prepareconfig([*recipe.args, "--capture=no", *QUIETLY, scratch], [self])
         # what xdist's workers have: plugins that do something once for a whole run look for it
-        config.workerinput = {"workerid": f"rank{rank}", RANK: rank}  # type: ignore[attr-defined]
+        workerid = f"{recipe.inputs.get('workerid', '')}rank{rank}"
+        config.workerinput = recipe.inputs | {"workerid": workerid, RANK: rank}  # type: ignore[attr-defined]
         config.args = [recipe.module]
         config.option.usepdb = config.option.trace = False  # there is nobody to talk to
-        for name in OF_THE_WATCHER:
-            if plugin := config.pluginmanager.get_plugin(name):
-                config.pluginmanager.unregister(plugin)
+        self._drop(NOT_CONFIGURED)
         config._do_configure()
+        self._drop(NOT_KEPT)
         self._session = pytest.Session.from_config(config)
         config.hook.pytest_sessionstart(session=self._session)
         config.hook.pytest_collection(session=self._session)
 
     def run(self, nodeid: str, shared: dict[str, Any]) -> None:
         __tracebackhide__ = True
-        item = self._items.get(nodeid)
-        if item is None:
-            raise RuntimeError("\n".join([f"rank {current_worker().rank} has collected no {nodeid}", *self._errors]))
+        item = self._items.get(nodeid) or self._lack(nodeid)
         self._shared = shared
         self._failure: tuple[pytest.CallInfo[None], pytest.TestReport] | None = None
         # which test comes next is not known here: what this one does not need is torn down first, what is its own at its end
@@ -103,6 +105,16 @@ class Session:
         item.ihook.pytest_runtest_protocol(item=item, nextitem=item.parent)
         if self._failure is not None:
             raise _error_of(*self._failure)
+
+    def _drop(self, names: Iterable[str]) -> None:
+        plugins = self._config.pluginmanager
+        for plugin in filter(None, map(plugins.get_plugin, names)):
+            plugins.unregister(plugin)
+
+    def _lack(self, nodeid: str) -> NoReturn:
+        """This frame is not hidden: of an error without any, pytest says that there are hidden ones."""
+        text = f"rank {current_worker().rank} has collected no {nodeid}"
+        raise pytest.fail.Exception("\n".join([text, *self._errors]), pytrace=False)
 
     def tear_down(self, but_for: pytest.Item | None = None) -> None:
         """All that is set up, but for what this item needs."""

@@ -17,6 +17,7 @@ __all__ = ["run_on_ranks"]
 SHARED = ("tmp_path",)  # fixtures that are made here, and are the same in all ranks
 FOLDERS = "tmp_path_factory"  # the fixture that makes folders which outlive the tests for some time
 OF_THE_PLUGIN = ("check", "logs", "progress")  # options that it chooses itself
+PLAIN = str | int | float | bool | None
 GROUPS = pytest.StashKey[list["Ranks"]]()  # of a module
 
 
@@ -101,8 +102,7 @@ class Ranks:
             self._group = WorkerGroup(**options, logs=logs, progress=False)
         except (TypeError, ValueError) as error:
             _refuse(str(error))
-        invocation = item.config.invocation_params
-        self._recipe = Recipe(tuple(map(str, invocation.args)), str(invocation.dir), str(module), str(folder))
+        self._recipe = _recipe_of(item.config, module, folder)
         self._is_in_step = True
         self._shown: dict[Path, int] = {}
 
@@ -153,6 +153,18 @@ class Ranks:
         except FileNotFoundError:  # there are none with -s
             return ""
         return text.decode(errors="replace")
+
+
+def _recipe_of(config: pytest.Config, module: Path, folder: Path) -> Recipe:
+    # plugins that know xdist hand values to its workers that way, as pytest-randomly its seed; they are those of options
+    known = {name: value for name, value in vars(config.option).items() if isinstance(value, PLAIN)}
+    return Recipe(
+        args=tuple(map(str, config.invocation_params.args)),
+        folder=str(config.invocation_params.dir),
+        module=str(module),
+        scratch=str(folder),
+        inputs={**known, **getattr(config, "workerinput", {})},
+    )
 
 
 def _fixtures_of(item: pytest.Item) -> dict[str, Any]:

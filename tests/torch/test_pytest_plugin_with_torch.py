@@ -1,0 +1,82 @@
+"""Tests on ranks that have a process group: one mark, one group, and nothing stale after a failure."""
+
+import re
+from pathlib import Path
+
+pytest_plugins = "pytester"
+
+ROOT = Path(__file__).parents[2]
+PLUGIN = ("-p", "mpwatch.integrations.pytest_plugin", "-p", "no:cacheprovider")
+
+
+def test_a_failure_in_one_rank_leaves_the_next_test_a_group_in_step(pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makepyfile(
+        """
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.mpwatch(nprocs=2, backend="gloo")
+
+def total():
+    tensor = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+@pytest.fixture(scope="module")
+def group():
+    return dist.new_group()
+
+counter = 0
+
+@pytest.fixture(autouse=True)
+def count():
+    global counter
+    counter += 1
+
+def test_sum(group):
+    assert total() == 3
+
+def test_one_raises_and_the_other_is_on_its_way(group):
+    if dist.get_rank() == 1:
+        raise ValueError("bad")
+
+def test_the_same_ranks_and_a_new_group(group):
+    assert counter == 3
+    dist.barrier(group)
+    assert total() == 3
+
+def test_one_raises_and_the_other_waits(group):
+    if dist.get_rank() == 1:
+        raise ValueError("bad")
+    total()
+
+def test_new_ranks(group):
+    assert counter == 1
+    dist.barrier(group)
+    assert total() == 3
+"""
+    )
+    result = pytester.runpytest_subprocess(*PLUGIN)
+    result.assert_outcomes(passed=3, failed=2)
+    result.stdout.fnmatch_lines(
+        [
+            "E * ValueError: bad",
+            "E * in rank 1 of 2",
+            "E * rank 0: had returned",
+            "E * ValueError: bad",
+            "E * rank 0: stopped by the watcher in all_reduce (*",
+        ]
+    )
+
+
+def test_the_example_looks_as_the_readme_shows_it(pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("CI", raising=False)  # by which pytest shortens nothing
+    pytester.copy_example(str(ROOT / "examples" / "test_shards.py"))
+    result = pytester.runpytest_subprocess(*PLUGIN)
+    result.assert_outcomes(passed=2, failed=1)
+    shown = re.search(r"= FAILURES =+\n(.*\n)=+ short test summary", result.stdout.str(), re.DOTALL)[1]
+    blocks = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert shown in blocks
