@@ -22,10 +22,11 @@ __all__ = ["notebook_launcher"]
 
 T = TypeVar("T")
 
+MAX_PORT = 65535
 PRECISIONS = ("no", "fp8", "fp16", "bf16")
 FIELDS = {"role_name": "{role}", "rank": "{rank}", "local_rank": "{local_rank}"}  # of torch's templates, as LogSpec has them
-SEVERAL_NODES = "several nodes are not there yet; on each node, `accelerate launch` or torchrun starts the same training"
-ONE_MACHINE = "on one machine nobody has to meet anybody; leave it out (max_restarts works without it)"
+SEVERAL_NODES = "mpwatch starts ranks on this machine alone as yet; for several nodes use `accelerate launch`, or torchrun"
+NO_RENDEZVOUS = "ranks on one machine need no rendezvous, and max_restarts works without one; leave it out"
 
 
 def notebook_launcher(  # noqa: PLR0917  a call of accelerate's own is left as it is
@@ -53,7 +54,7 @@ def notebook_launcher(  # noqa: PLR0917  a call of accelerate's own is left as i
     Args:
         function: what to call: see `mpwatch.run`. It gets `args` and nothing else.
         args: its arguments, the same for every rank.
-        num_processes: number of ranks. None: one a GPU, or one a CPU where there are no GPUs.
+        num_processes: number of ranks, `nprocs` of `mpwatch.run`. None: one a GPU, or one a CPU where there are no GPUs.
         mixed_precision: "fp8", "fp16" or "bf16": for each `Accelerator` that does not say otherwise. "no": as
             ACCELERATE_MIXED_PRECISION says, so none unless you have set that.
         use_port: the TCP port (MASTER_PORT) over which the ranks find each other. None: a free one, which is kept for them.
@@ -81,14 +82,14 @@ def notebook_launcher(  # noqa: PLR0917  a call of accelerate's own is left as i
     __tracebackhide__ = True  # of IPython and pytest: what they show of an error is the user's own code
     _check_only("num_nodes", num_nodes, 1, SEVERAL_NODES)
     _check_only("node_rank", node_rank, 0, SEVERAL_NODES)
-    _check_only("rdzv_backend", rdzv_backend, "static", ONE_MACHINE)
-    _check_only("rdzv_endpoint", rdzv_endpoint, "", ONE_MACHINE)
-    _check_only("rdzv_conf", rdzv_conf or None, None, ONE_MACHINE)
-    _check_only("rdzv_id", rdzv_id, "none", ONE_MACHINE)
+    _check_only("rdzv_backend", rdzv_backend, "static", NO_RENDEZVOUS)
+    _check_only("rdzv_endpoint", rdzv_endpoint, "", NO_RENDEZVOUS)
+    _check_only("rdzv_conf", rdzv_conf or None, None, NO_RENDEZVOUS)
+    _check_only("rdzv_id", rdzv_id, "none", NO_RENDEZVOUS)
     variables = {
         "ACCELERATE_MIXED_PRECISION": _precision(mixed_precision),
         "MASTER_ADDR": master_addr,
-        "MASTER_PORT": use_port if use_port is None else str(use_port),
+        "MASTER_PORT": _port(use_port),
     }
     options["env"] = _added_to({name: value for name, value in variables.items() if value is not None}, options.get("env"))
     if log_line_prefix_template is not None:
@@ -102,7 +103,7 @@ def notebook_launcher(  # noqa: PLR0917  a call of accelerate's own is left as i
 
 def _check_only(name: str, value: object, only: object, instead: str) -> None:
     if value != only:
-        raise ValueError(f"{name}={value!r} cannot be had: {instead}")
+        raise ValueError(f"{name}={value!r}: {instead}")
 
 
 def _precision(mixed_precision: object) -> str | None:
@@ -110,6 +111,15 @@ def _precision(mixed_precision: object) -> str | None:
     if not isinstance(mixed_precision, str) or mixed_precision.lower() not in PRECISIONS:
         raise ValueError(f"mixed_precision must be one of {', '.join(map(repr, PRECISIONS))}, not {mixed_precision!r}")
     return None if mixed_precision.lower() == "no" else mixed_precision.lower()
+
+
+def _port(use_port: object) -> str | None:
+    """As an environment has it; None: whatever is reserved."""
+    if use_port is None:
+        return None
+    if not (str(use_port).isdecimal() and 0 < int(str(use_port)) <= MAX_PORT):
+        raise ValueError(f"use_port must be a TCP port, or None for one that is free, not {use_port!r}")
+    return str(use_port)
 
 
 def _added_to(variables: Mapping[str, str], env: Any) -> Any:
