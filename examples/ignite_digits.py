@@ -1,7 +1,7 @@
 """Handwritten digits with PyTorch-Ignite on two ranks: its engines, metrics and `idist`, in a process group of mpwatch's.
 
-`idist` finds the process group that `backend="gloo"` has made, and so does `idist.Parallel()` inside the function. A
-function with `idist.Parallel(backend="gloo")` makes one itself: call that without `backend`. The net and the data are those of
+`idist` finds the process group that `backend="gloo"` has made, and so does `idist.Parallel()` inside the function. One with
+`idist.Parallel(backend="gloo")` makes it itself: call that without `backend`. The net and the data are those of
 train_digits.py. Run it with `python examples/ignite_digits.py`.
 """
 
