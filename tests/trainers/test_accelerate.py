@@ -36,6 +36,18 @@ def test_what_that_takes_can_be_switched_off():
     assert [(processes, index) for processes, index, *_ in result] == [(1, 0), (1, 0)]
 
 
+def test_a_partial_state_alone_has_to_be_told():
+    """It does not read the variable, under whichever launcher."""
+
+    def share_of(items):
+        from accelerate import PartialState
+
+        with PartialState(cpu=True).split_between_processes(items) as mine:
+            return mine
+
+    assert list(mpwatch.run(share_of, 2, args=([1, 2, 3, 4],))) == [[1, 2], [3, 4]]
+
+
 # In a Python of its own, since accelerate's state stays; and its launcher is not called in vain: it has to refuse.
 PROGRAM = """
 import inspect, json, os, sys
