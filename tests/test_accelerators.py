@@ -38,13 +38,13 @@ def use_cpu(nprocs=2, env=None):
     return [env.get("ACCELERATE_USE_CPU") for _, env in places]
 
 
-@pytest.mark.parametrize("build", [CPU_BUILD, CUDA_BUILD, HIP_BUILD, OLD_CUDA_BUILD])
+@pytest.mark.parametrize("build", [CPU_BUILD, CUDA_BUILD, HIP_BUILD, OLD_CUDA_BUILD], ids=["cpu", "cuda", "hip", "old cuda"])
 def test_there_are_no_gpus(machine, build):
     machine(build)
     assert use_cpu() == ["true", "true"]
 
 
-@pytest.mark.parametrize("build", [CUDA_BUILD, HIP_BUILD, OLD_CUDA_BUILD])
+@pytest.mark.parametrize("build", [CUDA_BUILD, HIP_BUILD, OLD_CUDA_BUILD], ids=["cuda", "hip", "old cuda"])
 def test_there_are_gpus(machine, build):
     machine(build, gpus=2)
     assert use_cpu() == [None, None]

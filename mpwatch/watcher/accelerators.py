@@ -1,6 +1,7 @@
 """Whether torch may find a GPU, or another accelerator, in a rank. Told without torch, whose import would take a second.
 
-It errs on one side only: where it says that there is none, there is none.
+It errs on one side only: where it says that there is none, there is none. (The GPU of a Mac is not counted: no backend of
+torch.distributed, and so none of accelerate's, knows it.)
 """
 
 import os
