@@ -10,6 +10,7 @@ from ..platform import usable_cpus
 from ..ranks import Worker
 from ..spec import GroupSpec
 from ..wire.shortage import with_remedy
+from .accelerators import accelerators_of_torch, is_cpu_only
 
 __all__ = ["environments_of", "reserve_port"]
 
@@ -44,6 +45,7 @@ def environments_of(
     """
     nprocs = spec.nprocs
     assert isinstance(nprocs, int)  # whatever the caller gave, see GroupSpec
+    accelerators = accelerators_of_torch()
     places = []
     for rank in ranks:
         worker = Worker(
@@ -66,11 +68,11 @@ def environments_of(
             master_addr=extra.get("MASTER_ADDR", MASTER_ADDR),
             master_port=int(extra.get("MASTER_PORT", port)),
         )
-        places.append((worker, _environment_of(worker, extra, spec.policy.max_restarts)))
+        places.append((worker, _environment_of(worker, extra, spec.policy.max_restarts, accelerators)))
     return places
 
 
-def _environment_of(worker: Worker, extra: dict[str, str], max_restarts: int) -> dict[str, str]:
+def _environment_of(worker: Worker, extra: dict[str, str], max_restarts: int, accelerators: set[str]) -> dict[str, str]:
     """The whole environment of a rank: the caller's, who the rank is, and what the `env` option adds."""
     env = dict(os.environ)
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // worker.local_world_size)))
@@ -93,4 +95,8 @@ def _environment_of(worker: Worker, extra: dict[str, str], max_restarts: int) ->
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store, also inside a job of torchrun
     }
-    return env | extra
+    env |= extra
+    if worker.world_size > 1 and is_cpu_only(accelerators, env):
+        # without it, in ranks that have no GPU, accelerate takes each for the only process, and so does transformers
+        env.setdefault("ACCELERATE_USE_CPU", "true")
+    return env

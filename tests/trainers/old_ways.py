@@ -1,0 +1,73 @@
+"""Programs as people have them, for test_moving.py: each is run as it was, and then with the lines changed that the table names."""
+
+# Of torch.multiprocessing: a program that ends by telling what it has seen.
+SPAWN = """
+import json, os, sys, time
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def fn(rank, a, shared):
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", sys.argv[1]
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    total = torch.tensor(a * (rank + 1))
+    dist.all_reduce(total)
+    shared[rank] = rank, a, int(total)
+    dist.destroy_process_group()
+
+def fail(rank, what):
+    if rank == 1:
+        exec(what)
+    time.sleep(100)  # until it is stopped
+
+if __name__ == "__main__":
+    with mp.Manager() as manager:
+        shared = manager.dict()
+        context = mp.spawn(fn, args=(5, shared), nprocs=2, join=False)
+        while not context.join():
+            pass
+        said = {"values": list(dict(sorted(shared.items())).values())}
+    try:
+        mp.start_processes(fail, args=("raise KeyError('lr')",), nprocs=2, start_method="fork")
+    except mp.ProcessRaisedException as error:
+        said["raised"] = str(error), str(error.__cause__)
+    try:
+        mp.start_processes(fail, args=("os._exit(3)",), nprocs=2, start_method="fork")
+    except mp.ProcessExitedException as error:
+        said["exited"] = error.exit_code
+    print(json.dumps(said))
+"""
+
+# Of accelerate: what ranks find, since accelerate's own launcher returns nothing, in files.
+NOTEBOOK = """
+import json, os, sys
+LAUNCHER
+
+def train(config):
+    found = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+    with open(f"{sys.argv[1]}/{os.environ['RANK']}", "w") as file:
+        json.dump([config, found], file)
+
+notebook_launcher(train, ({"lr": 0.1},), num_processes=2, mixed_precision="bf16", use_port=sys.argv[2])
+"""
+
+# Of torchrun: rank 1 leaves when rank 0 has said all, in each attempt.
+SCRIPT = """
+import json, os, signal, sys
+
+NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "ROLE_RANK",
+         "ROLE_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+
+def main():
+    print(json.dumps([sys.argv[1:], {name: os.environ[name] for name in NAMES}]))
+    print("of rank", os.environ["RANK"], file=sys.stderr)
+    sys.stdout.flush(), sys.stderr.flush()
+    mark = "said in attempt " + os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if os.environ["RANK"] == "0":
+        open(mark, "w").close()
+        signal.pause()  # until it is stopped
+    while not os.path.exists(mark):
+        os.sched_yield()
+    sys.exit(3)
+
+"""

@@ -1,0 +1,185 @@
+"""Hugging Face accelerate in ranks of mpwatch: in a plain run, and by a `notebook_launcher` with the parameters of its own."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "notebook"))
+
+from kernels import Kernel
+from programs import python
+
+import mpwatch
+from mpwatch.integrations.accelerate import notebook_launcher
+
+
+def who_accelerate_is():
+    import torch
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    total = float(accelerator.reduce(torch.tensor([accelerator.process_index + 1.0])))
+    return accelerator.num_processes, accelerator.process_index, accelerator.device.type, accelerator.state.backend, total
+
+
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_the_ranks_of_a_plain_run_know_of_one_another(backend):
+    assert list(mpwatch.run(who_accelerate_is, 2, backend=backend)) == [(2, rank, "cpu", "gloo", 3.0) for rank in range(2)]
+
+
+def test_what_that_takes_can_be_switched_off():
+    """Then each takes itself for the only process: without the variable it would be so in each run."""
+    result = mpwatch.run(who_accelerate_is, 2, env={"ACCELERATE_USE_CPU": "no"})
+    assert [(processes, index) for processes, index, *_ in result] == [(1, 0), (1, 0)]
+
+
+def test_a_partial_state_alone_has_to_be_told():
+    """It does not read the variable, under whichever launcher."""
+
+    def share_of(items):
+        from accelerate import PartialState
+
+        with PartialState(cpu=True).split_between_processes(items) as mine:
+            return mine
+
+    assert list(mpwatch.run(share_of, 2, args=([1, 2, 3, 4],))) == [[1, 2], [3, 4]]
+
+
+# In a Python of its own, since accelerate's state stays; and its launcher is not called in vain: it has to refuse.
+PROGRAM = """
+import inspect, json, os, sys
+from accelerate import Accelerator, notebook_launcher as theirs
+from mpwatch import RunFailedError, current_worker
+from mpwatch.integrations.accelerate import notebook_launcher
+
+mine = Accelerator(cpu=True)
+
+class TooBad(Exception):
+    pass
+
+def train(step):
+    import torch
+    accelerator = Accelerator()
+    with accelerator.autocast():
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    return accelerator.num_processes, str(product.dtype), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], step
+
+def fail():
+    if current_worker().restart_count == 1:
+        raise TooBad(current_worker().rank)
+    os._exit(1)
+
+said = {"parameters": [[(p.name, p.default) for p in inspect.signature(f).parameters.values() if p.name != "function"]
+                       for f in (theirs, notebook_launcher)]}
+try:
+    theirs(train, (7,), num_processes=2)
+except ValueError as error:
+    said["theirs"] = str(error)
+said["values"] = list(notebook_launcher(train, (7,), 2, "BF16", 29876, "localhost"))
+said["alone"] = notebook_launcher(os.getpid, num_processes=1)[0] != os.getpid()
+try:
+    notebook_launcher(fail, num_processes=1, max_restarts=1)
+except RunFailedError as error:
+    said["failed"] = [type(error.__cause__) is TooBad, error.__cause__.args, error.result.restarts]
+print(json.dumps(said, default=str))
+"""
+
+
+@pytest.fixture(scope="module")
+def said():
+    return json.loads(python("-W", "default", "-c", PROGRAM).stdout)
+
+
+def test_it_has_the_parameters_of_accelerates_own_in_its_order(said):
+    theirs, ours = map(dict, said["parameters"])
+    assert [*theirs, "options"] == list(ours)
+    assert {name for name in theirs if theirs[name] != ours[name]} == {"use_port", "master_addr"}  # ours: what is free
+
+
+def test_an_accelerator_in_the_caller_does_no_harm(said):
+    assert "should only be initialized inside your training function" in said["theirs"]
+    assert said["values"] == [[2, "torch.bfloat16", "localhost", "29876", 7]] * 2
+
+
+def test_a_single_process_is_one_of_its_own(said):
+    assert said["alone"]
+
+
+def test_the_exception_is_the_ranks_own_after_as_many_restarts(said):
+    assert said["failed"] == [True, [0], 1]
+
+
+def my_variables(*names):
+    import os
+
+    return [os.environ.get(name) for name in names]
+
+
+def test_the_callers_env_prevails():
+    names = ("ACCELERATE_MIXED_PRECISION", "MASTER_PORT", "MORE")
+    env = {"MASTER_PORT": "29877", "MORE": "yes"}
+    for given in (env, lambda worker: env):
+        result = notebook_launcher(my_variables, names, 1, "fp16", use_port="29876", env=given)
+        assert result[0] == ["fp16", "29877", "yes"]
+
+
+def test_no_precision_is_as_the_environment_says(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert notebook_launcher(my_variables, ("ACCELERATE_MIXED_PRECISION",), 1)[0] == ["bf16"]
+
+
+def test_a_template_for_lines_is_one_of_logs(capfd):
+    notebook_launcher(print, ("hello",), 2, log_line_prefix_template="[${role_name}${rank}/${local_rank}]: ", role="trainer")
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[trainer0/0]: hello", "[trainer1/1]: hello"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_nodes": 2}, "num_nodes=2: mpwatch starts ranks on this machine alone as yet; for several nodes use"),
+        ({"node_rank": 1}, "node_rank=1: mpwatch starts ranks on this machine alone"),
+        ({"rdzv_backend": "c10d"}, "rdzv_backend='c10d': ranks on one machine need no rendezvous, and max_restarts works"),
+        ({"rdzv_endpoint": "localhost:0"}, "rdzv_endpoint='localhost:0': ranks on one machine"),
+        ({"rdzv_conf": {"timeout": 1}}, "rdzv_conf={'timeout': 1}: ranks on one machine"),
+        ({"rdzv_id": "7"}, "rdzv_id='7': ranks on one machine"),
+        ({"mixed_precision": "fp32"}, "mixed_precision must be one of 'no', 'fp8', 'fp16', 'bf16', not 'fp32'"),
+        ({"mixed_precision": None}, "mixed_precision must be one of 'no', 'fp8', 'fp16', 'bf16', not None"),
+        ({"use_port": 0}, "use_port must be a TCP port, or None for one that is free, not 0"),
+        ({"use_port": "http"}, "use_port must be a TCP port, or None for one that is free, not 'http'"),
+        (
+            {"log_line_prefix_template": "$who"},
+            "log_line_prefix_template may have ${role_name}, ${rank}, ${local_rank}, but '$who'",
+        ),
+        ({"log_line_prefix_template": "", "logs": mpwatch.LogSpec()}, "log_line_prefix_template and logs both say"),
+        ({"log_line_prefix_template": 5}, "log_line_prefix_template must be a string or None, not 5"),
+        ({"env": 5}, "env must be a mapping of strings to strings, not 5"),
+        ({"env": lambda worker: None}, "what env() returned must be a mapping of strings to strings, not None"),
+        ({"max_restarts": -1}, "max_restarts must be at least 0, not -1"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        notebook_launcher(print, num_processes=1, **arguments)
+    assert str(caught.value).startswith(message)
+
+
+def test_in_a_notebook():
+    """A kernel that has an Accelerator already: values and exceptions are of the classes of its cells."""
+    kernel = Kernel()
+    try:
+        kernel.run("from accelerate import Accelerator\nfrom mpwatch.integrations.accelerate import notebook_launcher")
+        kernel.run("class TooBad(Exception): pass\nmine, scale = Accelerator(), 3")
+        kernel.run("def train(x):\n    if x < 0: raise TooBad(x)\n    return Accelerator().num_processes, x * scale")
+        assert kernel.value("list(notebook_launcher(train, args=(5,), num_processes=2))") == [(2, 15), (2, 15)]
+        (shown,) = kernel.run("notebook_launcher(train, (-1,), 2)")
+        assert shown["ename"] == "RunFailedError"
+        assert "failed first: TooBad: -1 (Cell In[3]:2 in train" in shown["evalue"]
+        assert kernel.value("import sys\ncause = sys.last_value.__cause__\ntype(cause) is TooBad, cause.args") == (
+            True,
+            (-1,),
+        )
+    finally:
+        kernel.close()

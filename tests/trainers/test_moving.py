@@ -1,0 +1,391 @@
+"""Each row of the README's table for those who come from elsewhere: what they had is run too, where it costs little."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from old_ways import NOTEBOOK, SCRIPT, SPAWN
+from programs import ENV, python
+
+import mpwatch
+from mpwatch.integrations.accelerate import notebook_launcher
+
+TABLE = Path(__file__).parent / "moving.md"
+ROWS = re.findall(r"^\| (?!\*|what you had)(.+?) \| (.+?) \|$", TABLE.read_text(), re.MULTILINE)
+TESTED = []
+QUIET = {**ENV, "PYTHONWARNINGS": "ignore"}
+
+
+def row(old, new):
+    """The test of this row, as it stands in the table."""
+    TESTED.append((old, new))
+    return lambda test: test
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_each_row_has_a_test_and_each_test_a_row():
+    assert Counter(ROWS) == Counter(TESTED)
+    assert len(ROWS) == TABLE.read_text().count("\n|") - 5  # two of the heading, three groups
+
+
+# ---- torch.multiprocessing
+
+
+@pytest.fixture(scope="module")
+def spawned():
+    """What that program says."""
+    return json.loads(run_as_file(SPAWN, free_port()).stdout)
+
+
+def run_as_file(program, *args):
+    """The finished process of a script of its own, in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "train.py")
+        path.write_text(program)
+        return python(str(path), *args, cwd=folder, env=QUIET)
+
+
+def all_reduced(a):
+    rank = mpwatch.current_worker().rank
+    total = torch.tensor(a * (rank + 1))
+    dist.all_reduce(total)
+    return [rank, a, int(total)]
+
+
+@row(
+    "`mp.spawn(fn, args=(a,), nprocs=4)`, which calls `fn(rank, a)`",
+    "`mpwatch.run(fn, 4, args=(a,))`, which calls `fn(a)`; in it, `rank = mpwatch.current_worker().rank`",
+)
+def test_the_rank_is_asked_for(spawned):
+    def fn(a):
+        rank = mpwatch.current_worker().rank
+        return [rank, a]
+
+    assert list(mpwatch.run(fn, 2, args=(5,))) == [value[:2] for value in spawned["values"]]
+
+
+@row(
+    '`os.environ["MASTER_PORT"] = "29500"`, `dist.init_process_group("gloo", rank=rank, world_size=4)`',
+    '`mpwatch.run(fn, 4, backend="gloo")`; or `dist.init_process_group("gloo")` in `fn`, for all else is in the environment',
+)
+def test_the_process_group_is_made_or_can_be(spawned):
+    def fn(a):
+        dist.init_process_group("gloo")
+        try:
+            return all_reduced(a)
+        finally:
+            dist.destroy_process_group()
+
+    assert list(mpwatch.run(all_reduced, 2, args=(5,), backend="gloo")) == spawned["values"]
+    assert list(mpwatch.run(fn, 2, args=(5,))) == spawned["values"]
+
+
+@row("`queue.put(value)`, or `shared[rank] = value` in a `Manager().dict()`", "`return value`, then `result[rank]`")
+def test_values_are_returned(spawned):
+    result = mpwatch.run(lambda a: [mpwatch.current_worker().rank, a, 3 * a], 2, args=(5,))
+    assert [result[rank] for rank in range(2)] == spawned["values"]
+
+
+@row(
+    "`except ProcessRaisedException as error:`, whose text has the traceback",
+    "`except mpwatch.RunFailedError as error:`, where `error.__cause__` is the exception itself",
+)
+def test_the_exception_is_itself(spawned):
+    text, cause = spawned["raised"]
+    assert "KeyError: 'lr'" in text
+    assert cause == "None"
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(lambda: {}["lr"], 2)
+    assert type(caught.value.__cause__) is KeyError
+    assert caught.value.__cause__.args == ("lr",)
+
+
+@row(
+    "`except ProcessExitedException as error:`, then `error.exit_code`",
+    "`except mpwatch.RunFailedError as error:`, then `error.exit_code`, or `error.root_cause.kind`",
+)
+def test_the_exit_code_is_told(spawned):
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(os._exit, 2, args=(3,))
+    assert caught.value.exit_code == spawned["exited"] == 3
+    assert caught.value.root_cause.kind is mpwatch.FailureKind.EXIT
+
+
+@row(
+    "`context = mp.spawn(fn, join=False)`, then `while not context.join(): ...`",
+    "`future = ThreadPoolExecutor().submit(mpwatch.run, fn, 4)`, then `future.result()`",
+)
+def test_a_run_may_be_waited_for_later():
+    with ThreadPoolExecutor() as pool:
+        future = pool.submit(mpwatch.run, lambda: {}["lr"], 2)
+        other = pool.submit(mpwatch.run, os.getpid, 2)
+        assert len({os.getpid(), *other.result()}) == 3
+        assert type(future.exception().__cause__) is KeyError
+
+
+@row(
+    '`mp.start_processes(fn, start_method="fork")`',
+    '`mpwatch.run(fn, 4)`: ranks are always spawned. `mp.set_start_method("fork")` holds for what they start',
+)
+def test_ranks_are_no_forks_and_the_start_method_is_for_what_they_start():
+    program = """
+import multiprocessing, sys
+import mpwatch
+here = multiprocessing.get_start_method()
+def fn():
+    return multiprocessing.get_start_method(), hasattr(sys, "only_here")
+multiprocessing.set_start_method("METHOD", force=True)
+sys.only_here = True
+print(list(mpwatch.run(fn, 1)))
+"""
+    for method in ("fork", "forkserver"):
+        assert python("-c", program.replace("METHOD", method)).stdout == f"[('{method}', False)]\n"
+
+
+@row('`if __name__ == "__main__":`', "not needed: ranks do not import your script")
+def test_a_script_needs_no_guard():
+    done = run_as_file("import mpwatch\nprint('once')\nprint(list(mpwatch.run(lambda: __name__, 2)))")
+    assert done.stdout == "once\n['__main__', '__main__']\n"
+
+
+# ---- accelerate
+
+
+@pytest.fixture(scope="module")
+def launched():
+    """What ranks find: of accelerate's own launcher, and of ours."""
+    return [
+        found_by_ranks(f"from {home} import notebook_launcher") for home in ("accelerate", "mpwatch.integrations.accelerate")
+    ]
+
+
+def found_by_ranks(launcher):
+    with tempfile.TemporaryDirectory() as folder:
+        run_as_file(NOTEBOOK.replace("LAUNCHER", launcher), folder, port := free_port())
+        return port, [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
+
+
+def accelerates_precision(config):
+    from accelerate import Accelerator
+
+    return config, os.environ["RANK"], Accelerator().mixed_precision
+
+
+@row(
+    "`from accelerate import notebook_launcher`",
+    "`from mpwatch.integrations.accelerate import notebook_launcher`; calls stay as they are",
+)
+def test_only_the_import_changes(launched):
+    for port, found in launched:
+        assert found == [[{"lr": 0.1}, [str(rank), "2", "127.0.0.1", port]] for rank in range(2)]
+
+
+@row("`notebook_launcher(train, (config,), num_processes=4)`", "`mpwatch.run(train, 4, args=(config,))`")
+def test_a_plain_run_will_do(launched):
+    result = mpwatch.run(
+        lambda config: [config, [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]], 2, args=({"lr": 0.1},)
+    )
+    assert list(result) == [[config, found[:3]] for config, found in launched[0][1]]
+
+
+@row(
+    '`notebook_launcher(..., mixed_precision="bf16")`',
+    'the same; or `mpwatch.run(..., env={"ACCELERATE_MIXED_PRECISION": "bf16"})`',
+)
+def test_the_precision_comes_to_accelerate():
+    expected = [(5, "0", "bf16")]
+    assert list(notebook_launcher(accelerates_precision, (5,), num_processes=1, mixed_precision="bf16")) == expected
+    assert list(mpwatch.run(accelerates_precision, 1, args=(5,), env={"ACCELERATE_MIXED_PRECISION": "bf16"})) == expected
+
+
+@row(
+    '`notebook_launcher(..., use_port="29501")`, for 29500 was in use',
+    'leave it out: a free port is reserved. If it must be that one, the same, or `env={"MASTER_PORT": "29501"}`',
+)
+def test_ports_are_free_or_as_they_must_be():
+    def my_port():
+        return os.environ["MASTER_PORT"]
+
+    def both():
+        """Of a run within a run, so that each has its own at that moment."""
+        return my_port(), notebook_launcher(my_port, num_processes=1)[0]
+
+    assert len({"29500", *notebook_launcher(both, num_processes=1)[0]}) == 3
+    port = free_port()
+    assert notebook_launcher(my_port, num_processes=1, use_port=port)[0] == port
+    assert mpwatch.run(my_port, 1, env={"MASTER_PORT": port})[0] == port
+
+
+@row("a new kernel, since an `Accelerator` had been made in this one", "not needed: ranks are not forks of it")
+def test_ranks_know_nothing_of_what_the_caller_has_made():
+    sys.only_here = True  # as accelerate's state would be: test_accelerate.py has the thing itself
+    try:
+        assert list(notebook_launcher(lambda: hasattr(sys, "only_here"), num_processes=2)) == [False, False]
+    finally:
+        del sys.only_here
+
+
+# ---- torchrun
+
+
+class Job:
+    """A script of two ranks that has run: with what status, what it has printed, and what is in its log files."""
+
+    def __init__(self, ending, launcher=()):
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "train.py").write_text(SCRIPT + ending)
+            command = [sys.executable, *launcher, "train.py", "--lr", "0.1"]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=QUIET, timeout=100, check=False)
+            self.status, self.out, self.err = done.returncode, done.stdout, done.stderr
+            (home,) = Path(folder, "logs").iterdir()  # whose name is the run's
+            self.files = {str(path.relative_to(home)): path.read_text() for path in home.rglob("std*.log")}
+
+    def told_by(self, rank, attempt=1):
+        """The arguments and the variables that this rank has found."""
+        return json.loads(self.files[f"attempt_{attempt}/{rank}/stdout.log"])
+
+
+OPTIONS = ("--max-restarts=1", "--role=trainer", "--log-dir=logs", "--tee=3", "--local-ranks-filter=0")
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    return Job("main()", (*torchrun, *OPTIONS))
+
+
+@pytest.fixture(scope="module")
+def ours():
+    logs = 'logs=mpwatch.LogSpec("logs", show=0)'
+    return Job(f'import mpwatch\nmpwatch.main(main, 2, max_restarts=1, role="trainer", {logs})')
+
+
+@row(
+    "`torchrun --standalone --nproc-per-node=4 train.py --lr 0.1`, with `main()` at the end of train.py",
+    "`python train.py --lr 0.1`, with `mpwatch.main(main, 4)` at its end",
+)
+def test_the_last_line_of_a_script_changes(theirs, ours):
+    assert ours.told_by(0)[0] == theirs.told_by(0)[0] == ["--lr", "0.1"]
+    assert [ours.told_by(rank) for rank in range(2)] == [theirs.told_by(rank) for rank in range(2)]
+
+
+@row(
+    "`--nproc-per-node=gpu`, `cpu`, `auto`",
+    '`nprocs="gpu"`, `"cpu"`, `"auto"`; of CPUs, those that this process may use',
+)
+def test_as_many_ranks_as_there_are_devices():
+    from torch.distributed.run import determine_local_world_size
+
+    def count(nprocs):
+        return mpwatch.WorkerSpec(fn=print, nprocs=nprocs).nprocs
+
+    assert 1 <= count("cpu") <= determine_local_world_size("cpu")
+    if torch.cuda.is_available():
+        assert count("gpu") == count("auto") == determine_local_world_size("gpu") == determine_local_world_size("auto")
+    else:
+        assert count("auto") == count("cpu")
+        for refuses in (count, determine_local_world_size):
+            with pytest.raises(ValueError, match=r"no GPU here|Cuda is not available"):
+                refuses("gpu")
+
+
+@row("`--max-restarts=1`", "`max_restarts=1`")
+def test_restarts(theirs, ours):
+    for job in (theirs, ours):
+        assert {path.partition("/")[0] for path in job.files} == {"attempt_0", "attempt_1"}
+
+
+@row("`--log-dir=logs --redirects=3`", '`logs=mpwatch.LogSpec("logs", show="none")`')
+def test_lines_go_to_files_alone(tmp_path, capfd):
+    result = mpwatch.run(print, 2, args=("hello",), logs=mpwatch.LogSpec(tmp_path, show="none"))
+    assert [Path(result.log_dir, f"attempt_0/{rank}/stdout.log").read_text() for rank in range(2)] == ["hello\n"] * 2
+    assert capfd.readouterr() == ("", "")
+
+
+@row("`--log-dir=logs --tee=3`", '`logs=mpwatch.LogSpec("logs")`')
+def test_lines_go_to_files_and_are_shown(tmp_path, capfd, theirs, ours):
+    result = mpwatch.run(print, 2, args=("hello",), logs=mpwatch.LogSpec(tmp_path))
+    assert [Path(result.log_dir, f"attempt_0/{rank}/stdout.log").read_text() for rank in range(2)] == ["hello\n"] * 2
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] hello", "[1] hello"]
+    assert ours.files.keys() == theirs.files.keys()  # the folders are laid out alike, below that of the run
+
+
+@row("`--log-dir=logs --tee=3 --local-ranks-filter=0`", '`logs=mpwatch.LogSpec("logs", show=0)`')
+def test_one_rank_is_shown(theirs, ours):
+    for job in (theirs, ours):
+        shown = [json.loads(line.partition("]:")[2] or line) for line in job.out.splitlines()]
+        assert {variables["RANK"] for _, variables in shown} == {"0"}
+        assert "of rank 0" in job.err
+        assert job.files["attempt_1/1/stderr.log"].startswith("of rank 1\n")
+
+
+@row("`--role=trainer`", '`role="trainer"`')
+def test_the_role(theirs, ours):
+    assert ours.told_by(1)[1]["ROLE_NAME"] == theirs.told_by(1)[1]["ROLE_NAME"] == "trainer"
+
+
+@row("`@record` on `main`", "not needed, and does no harm: the exception comes with its traceback")
+def test_record_does_no_harm():
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    @record
+    def main():
+        raise KeyError("lr")
+
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(main, 1)
+    assert type(caught.value.__cause__) is KeyError
+    assert 'raise KeyError("lr")' in caught.value.root_cause.traceback
+
+
+@row('`os.environ["LOCAL_RANK"]`, `RANK`, `WORLD_SIZE`, ...', "the same; or `mpwatch.current_worker().local_rank`, ...")
+def test_the_environment(theirs):
+    def both():
+        me = mpwatch.current_worker()
+        variables = {
+            name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        }
+        return variables, {name: str(getattr(me, name.lower())) for name in variables}
+
+    for rank, (variables, of_worker) in enumerate(mpwatch.run(both, 2)):
+        assert variables == of_worker
+        assert variables.items() <= theirs.told_by(rank)[1].items()
+
+
+@row('`os.environ["TORCHELASTIC_RESTART_COUNT"]`', "the same; or `mpwatch.current_worker().restart_count`")
+def test_how_often_a_rank_was_started_again(theirs, ours):
+    for job in (theirs, ours):
+        assert [job.told_by(0, attempt)[1]["TORCHELASTIC_RESTART_COUNT"] for attempt in range(2)] == ["0", "1"]
+
+    def fn():
+        count = mpwatch.current_worker().restart_count
+        if count == 0:
+            sys.exit(3)
+        return count, os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+    assert mpwatch.run(fn, 1, max_restarts=1)[0] == (1, "1")
+
+
+@row("exit status 1, whatever the rank's was", "of `mpwatch.main`, the failed rank's own; 128 + n for signal n")
+def test_the_exit_status(theirs, ours):
+    assert (theirs.status, ours.status) == (1, 3)
+    program = "import mpwatch, os, signal\nmpwatch.main(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)"
+    assert python("-c", program, check=False).returncode == 128 + 9
