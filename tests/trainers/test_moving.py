@@ -23,8 +23,9 @@ from programs import ENV, python
 import mpwatch
 from mpwatch.integrations.accelerate import notebook_launcher
 
-TABLE = Path(__file__).parent / "moving.md"
-ROWS = re.findall(r"^\| (?!\*|what you had)(.+?) \| (.+?) \|$", TABLE.read_text(), re.MULTILINE)
+README = (Path(__file__).parents[2] / "README.md").read_text()
+TABLE = README.partition("## Moving from")[2].partition("\n## ")[0]
+ROWS = re.findall(r"^\| (?!\*|what you had)(.+?) \| (.+?) \|$", TABLE, re.MULTILINE)
 TESTED = []
 QUIET = {**ENV, "PYTHONWARNINGS": "ignore"}
 
@@ -43,7 +44,7 @@ def free_port():
 
 def test_each_row_has_a_test_and_each_test_a_row():
     assert Counter(ROWS) == Counter(TESTED)
-    assert len(ROWS) == TABLE.read_text().count("\n|") - 5  # two of the heading, three groups
+    assert len(ROWS) == TABLE.count("\n|") - 5  # two of the heading, three groups
 
 
 # ---- torch.multiprocessing
