@@ -176,11 +176,13 @@ def test_where_a_rank_was(stacks, words):
 def test_ranks_are_grouped_by_where_they_were():
     ranks = [{**STOPPED, "stacks": at("step", 88 if rank % 2 else 12)} for rank in range(8)]
     ranks[3] = raised(ValueError("x"), 9.0)
-    assert report(diagnose(facts(*ranks))).splitlines() == [
+    error = RunFailedError(diagnose(facts(*ranks)))
+    assert str(error).splitlines() == [
         "rank 3 failed first: ValueError: x",
         "  ranks 0, 2, 4, 6: stopped by the watcher (train.py:12 in step)",
         "  ranks 1, 5, 7: stopped by the watcher (train.py:88 in step)",
     ]
+    assert str(error).splitlines() == [error.verdict, *(f"  {line}" for line in error.fates)]
 
 
 def test_many_groups_are_counted():

@@ -55,6 +55,7 @@ except RunTimeoutError as error:
 except RunFailedError as error:
     assert_type(error.root_cause, ProcessFailure | None)
     assert_type(error.failures, dict[int, ProcessFailure])
+    assert_type(error.fates, list[str])
 except LaunchError as error:
     print(error)
 
@@ -64,6 +65,7 @@ with mpwatch.WorkerGroup(4, backend="gloo", timeout=60, progress=False) as group
     assert_type(group.run(str, args=(5,))[0], str)
     assert_type(group.workers, tuple[Worker, ...])
     assert_type(group.state, mpwatch.WorkerState)
+    assert_type(group.run(train, (0.1,), timeout=5.0), RunResult[list[float]])
     group.run(train, 0.1)  # type: ignore[arg-type]
 
 worker: Worker = mpwatch.current_worker()
