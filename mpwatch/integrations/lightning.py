@@ -32,6 +32,7 @@ OF_LIGHTNING = {"fn", "nprocs", "args", "kwargs", "backend"}  # what its Trainer
 OPTIONS = {field.name for field in fields(mpwatch.WorkerSpec)} - OF_LIGHTNING
 NOT_LAUNCHED = {"DataParallelStrategy", "XLAStrategy", "XLAFSDPStrategy"}  # a single process; processes that XLA starts
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
+WHOLE = {"_state_dict_type": "full", "_save_distributed_checkpoint": False}  # what strategies that shard call it
 PLACES = ("dirpath", "best_model_path")  # of a callback that writes checkpoints: where, which it finds out in the rank
 
 
@@ -202,7 +203,7 @@ class _Outcome:
     callbacks: dict[str, Any]
     places: list[dict[str, Any]]
     progress: dict[str, Any]
-    weights: dict[str, Any]
+    weights: Any
 
     @classmethod
     def of(cls, trainer: Any, value: Any) -> Self:
@@ -215,7 +216,7 @@ class _Outcome:
             {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
             [{name: getattr(callback, name, None) for name in PLACES} for callback in trainer.checkpoint_callbacks],
             trainer.fit_loop.state_dict(),
-            _whole_weights(trainer) if trainer.state.fn == "fit" else {},
+            _whole_weights(trainer.strategy) if trainer.state.fn == "fit" else {},
         )
 
     def bring_to(self, trainer: Any) -> None:
@@ -234,10 +235,12 @@ class _Outcome:
             _load(trainer.lightning_module, self.weights)
 
 
-def _whole_weights(trainer: Any) -> dict[str, Any]:
-    """Gathered from all ranks, where each has a part."""
-    weights = trainer.strategy.lightning_module_state_dict()
-    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in weights.items()}
+def _whole_weights(strategy: Any) -> Any:
+    """In rank 0; gathered from all ranks where each has a part, however those were to be written into checkpoints."""
+    for name, whole in WHOLE.items():
+        if hasattr(strategy, name):
+            setattr(strategy, name, whole)
+    return strategy.lightning_module_state_dict()
 
 
 def _load(module: Any, weights: dict[str, Any]) -> None:
@@ -250,6 +253,6 @@ def _load(module: Any, weights: dict[str, Any]) -> None:
     if lost:
         warnings.warn(
             f"the caller's {type(module).__name__} differs from the one that was trained, and has not got all its weights: "
-            f"{', '.join(map(str, lost))}; load them from a checkpoint",
+            f"{', '.join(map(str, lost)):.500}; load them from a checkpoint",
             stacklevel=2,
         )
