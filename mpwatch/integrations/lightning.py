@@ -47,6 +47,11 @@ def watched(strategy: S, **options: Any) -> S:
     Where the processes are there already, because the Trainer is built in a function that `mpwatch.run` calls, or under
     torchrun, nothing is changed.
 
+    A rank that is to stop, because another has failed, gets SIGTERM, and that ends it at once, be it in the midst of a
+    collective; for a SIGTERM to your program holds the same. Who wants to save something then sets a handler of his own,
+    say in `on_fit_start`, and has `grace_period` for it; `trainer.received_sigterm` stays False in these ranks. Callbacks'
+    `on_exception` is called in the caller, as with Lightning's spawning strategies.
+
     Args:
         strategy: an instance of one with a process for each device, of Lightning's Trainer or Fabric: DDPStrategy,
             FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy, or what derives from ParallelStrategy like these.
@@ -141,7 +146,7 @@ class _Launcher(_Part):
 
 
 class _FabricLauncher(_Launcher):
-    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What the function returns in rank 0."""
         __tracebackhide__ = True
         return self._run(None, function, args, kwargs)
@@ -150,7 +155,7 @@ class _FabricLauncher(_Launcher):
 class _TrainerLauncher(_Launcher):
     _has_fit = False
 
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
+    def launch(self, function: Callable[..., Any], /, *args: Any, trainer: Any, **kwargs: Any) -> Any:
         """What the function returns in rank 0; the caller's trainer is then where that one's is."""
         __tracebackhide__ = True
         fits = trainer.state.fn == "fit"
@@ -168,17 +173,23 @@ class _TrainerLauncher(_Launcher):
         """Nothing: a signal to the caller stops the ranks by itself."""
 
 
-def _in_rank(globals_: Any, trainer: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _in_rank(globals_: Any, trainer: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     from lightning_utilities.core.apply_func import apply_to_collection
     from torch import Tensor
 
     globals_.restore()
+    if trainer is not None:  # Lightning's handler would note a SIGTERM, and go on; in a collective of NCCL it never runs
+        trainer._signal_connector.register_signal_handlers = _leave_signals_alone
     _unshare([*args, *kwargs.values(), trainer and trainer.lightning_module])
     value = function(*args, **kwargs)
     outcome = value if trainer is None else _Outcome.of(trainer, value)
     if mpwatch.current_worker().rank != 0:
         return None
     return apply_to_collection(outcome, Tensor, Tensor.cpu, allow_frozen=True)  # a GPU's memory would end with this rank
+
+
+def _leave_signals_alone() -> None:
+    pass
 
 
 def _unshare(values: list[Any]) -> None:

@@ -17,8 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import mpwatch
 from mpwatch.integrations.lightning import watched
 
-
 LONG = 25  # seconds that rank 0 does something else, and is not told by gloo
+
+
+class BadShardError(ValueError):
+    def __init__(self, columns):
+        super().__init__(f"shard 1 has {columns} columns, not 16")
+        self.columns = columns
 
 
 class Doomed(LightningModule):
@@ -49,7 +54,7 @@ def befall(misfortune):
         os.kill(os.getpid(), signal.SIGKILL)
     elif misfortune == "exits":
         os._exit(3)
-    raise ValueError("shard 1 has 17 columns, not 16")
+    raise BadShardError(17)
 
 
 def say(what, value):
@@ -73,5 +78,7 @@ if __name__ == "__main__":  # for Lightning's own
         trainer.fit(Doomed(misfortune), DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=2))
     except mpwatch.RunFailedError as error:
         say("raised", time.monotonic())
-        print(error, file=sys.stderr)
+        print(error)
+        if misfortune == "raises":
+            print("the exception itself:", type(error.__cause__) is BadShardError, error.__cause__.columns)
         sys.exit(error.exit_code)
