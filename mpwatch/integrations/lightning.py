@@ -174,7 +174,6 @@ class _TrainerLauncher(_Launcher):
 
 
 def _in_rank(globals_: Any, trainer: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    from lightning_utilities.core.apply_func import apply_to_collection
     from torch import Tensor
 
     globals_.restore()
@@ -185,7 +184,8 @@ def _in_rank(globals_: Any, trainer: Any, function: Callable[..., Any], /, *args
     outcome = value if trainer is None else _Outcome.of(trainer, value)
     if mpwatch.current_worker().rank != 0:
         return None
-    return apply_to_collection(outcome, Tensor, Tensor.cpu, allow_frozen=True)  # a GPU's memory would end with this rank
+    everywhere = import_module("lightning_utilities.core.apply_func").apply_to_collection
+    return everywhere(outcome, Tensor, Tensor.cpu, allow_frozen=True)  # the memory of a GPU would end with this rank
 
 
 def _leave_signals_alone() -> None:

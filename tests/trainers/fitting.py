@@ -6,7 +6,9 @@ It is run in an empty folder, and prints what came of it in a line of JSON, the 
 import copy
 import json
 import os
+import signal
 import warnings
+from dataclasses import astuple, dataclass
 
 import torch
 from lightning_fabric import Fabric
@@ -57,7 +59,7 @@ class Sharded(Line):
 
 
 class Witness(Callback):
-    """Its state comes back to the caller's."""
+    """Its state comes back to the caller's; and rank 1 is killed in the second epoch of its first life."""
 
     def __init__(self):
         self.seen = {}
@@ -71,6 +73,11 @@ class Witness(Callback):
             "launcher": trainer.strategy.launcher,
             "random": torch.rand(()).item(),
         }
+
+    def on_train_epoch_start(self, trainer, module):
+        me = mpwatch.current_worker()
+        if (me.rank, me.restart_count, trainer.current_epoch) == (1, 0, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def state_dict(self):
         return self.seen
@@ -105,10 +112,18 @@ def plainly():
     return weights(module), here.world_size, here.callback_metrics["loss"].item()
 
 
+@dataclass(frozen=True)
+class Answer:
+    rank: int
+    total: float
+    trainer: str
+    parent: int
+
+
 def in_fabric(fabric, factor, trainer):
     fabric.launch()  # of no effect here
     total = fabric.all_reduce(torch.tensor(factor * (fabric.global_rank + 1.0)), reduce_op="sum")
-    return fabric.global_rank, total.item(), trainer, os.getppid()
+    return Answer(fabric.global_rank, total.item(), trainer, os.getppid())
 
 
 def refusal(act):
@@ -122,17 +137,17 @@ told = {"me": ME, "first": weights(model())}
 
 module = model()
 told["random"] = torch.rand(()).item()
-module = model()
+module = model().share_memory()  # as one that ddp_spawn has trained: ranks that shared it would all write to it
 witness = Witness()
 events = []
 ours = trainer(
-    watched(DDPStrategy(), on_event=events.append),
+    watched(DDPStrategy(), on_event=events.append, max_restarts=1),
     logger=CSVLogger("logs"),
     enable_checkpointing=True,
     enable_progress_bar=True,
-    callbacks=[ModelCheckpoint(monitor="loss", save_last=True), witness],
+    callbacks=[ModelCheckpoint("kept", monitor="loss", save_last=True), witness],
 )
-ours.fit(module, loader(shuffle=True))
+ours.fit(module, loader(shuffle=True), ckpt_path="last")
 told["fit"] = {
     "weights": weights(module),
     "witness": witness.seen,
@@ -143,7 +158,7 @@ told["fit"] = {
     "best": os.path.isfile(ours.checkpoint_callback.best_model_path),
     "score": ours.checkpoint_callback.best_model_score.item(),
     "last": os.path.basename(ours.checkpoint_callback.last_model_path),
-    "events": type(events[-1]).__name__,
+    "restarts": events[-1].restarts,
 }
 ours.save_checkpoint("by_the_caller.ckpt")
 told["saved_steps"] = torch.load("by_the_caller.ckpt")["global_step"]
@@ -156,12 +171,15 @@ told["plain"] = mpwatch.run(plainly, 2)[0]
 sharded = model(Sharded)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", UserWarning)
-    trainer(watched(ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))).fit(sharded, loader(shuffle=True))
+    parallel = watched(ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
+    theirs = trainer(parallel, enable_checkpointing=True)
+    theirs.fit(sharded, loader(shuffle=True))
 told["sharded"] = weights(sharded)
+told["checkpoint"] = [theirs.checkpoint_callback.dirpath, os.path.isdir(theirs.checkpoint_callback.best_model_path)]
 told["warned"] = [str(warning.message) for warning in caught if "caller" in str(warning.message)]
 
 fabric = Fabric(accelerator="cpu", devices=2, strategy=watched(FabricDDP()))
-told["fabric"] = fabric.launch(in_fabric, 10, trainer="an argument of the function's own")
+told["fabric"] = astuple(fabric.launch(in_fabric, 10, trainer="an argument of the function's own"))
 told["fabric_alone"] = refusal(fabric.launch)
 told["is_spawning"] = isinstance(fabric.strategy.launcher, _MultiProcessingLauncher)
 
@@ -179,5 +197,5 @@ told["refusals"] = {
     "nodes": refusal(lambda: trainer(watched(DDPStrategy()), num_nodes=2)),
 }
 
-told["environment"] = {name: [BEFORE.get(name), os.environ.get(name)] for name in BEFORE.keys() ^ os.environ.keys()}
+told["environment"] = dict(BEFORE.items() ^ os.environ.items())
 print(json.dumps(told))
