@@ -212,7 +212,7 @@ class _Outcome:
     should_stop: bool
     metrics: dict[str, Any]
     callbacks: dict[str, Any]
-    places: list[dict[str, Any]]
+    places: dict[str, dict[str, Any]]
     progress: dict[str, Any]
     weights: Any
 
@@ -225,25 +225,28 @@ class _Outcome:
             trainer.should_stop,
             {name: getattr(trainer, name) for name in METRICS},
             {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
-            [{name: getattr(callback, name, None) for name in PLACES} for callback in trainer.checkpoint_callbacks],
+            {callback.state_key: _places_of(callback) for callback in trainer.callbacks},
             trainer.fit_loop.state_dict(),
             _whole_weights(trainer.strategy) if trainer.state.fn == "fit" else {},
         )
 
     def bring_to(self, trainer: Any) -> None:
-        """The caller's."""
+        """The caller's. Its weights come first: whatever the rest does, they are worth the most."""
+        if self.weights:
+            _load(trainer.lightning_module, self.weights)
         trainer.state, trainer.should_stop = self.state, self.should_stop
         for name, metrics in self.metrics.items():
             getattr(trainer, name).update(metrics)
-        for callback, places in zip(trainer.checkpoint_callbacks, self.places, strict=False):  # ranks may have added some
-            vars(callback).update(places)
-        for callback in trainer.callbacks:
+        for callback in trainer.callbacks:  # the ranks may have had more
+            vars(callback).update(self.places.get(callback.state_key, {}))
             if state := self.callbacks.get(callback.state_key):
                 callback.load_state_dict(state)
         trainer.fit_loop.load_state_dict(self.progress)
         trainer.fit_loop.restarting = False  # it is not to go on from there
-        if self.weights:
-            _load(trainer.lightning_module, self.weights)
+
+
+def _places_of(callback: Any) -> dict[str, Any]:
+    return {name: vars(callback)[name] for name in PLACES if name in vars(callback)}
 
 
 def _whole_weights(strategy: Any) -> Any:
