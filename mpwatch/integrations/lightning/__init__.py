@@ -1,7 +1,7 @@
 """Lightning's Trainer and Fabric with every rank under the watcher: `watched(DDPStrategy())` in place of `DDPStrategy()`.
 
     trainer.fit(model) --> the launcher of the strategy --> mpwatch.run --> in each rank: what fit() does
-    weights, metrics, state <--------- rank 0's _Outcome <------------------ gathered by all ranks
+    weights, metrics, state <--------- rank 0's Outcome <------------------ gathered by all ranks
 
 For Lightning 2 by each of its names: lightning.pytorch and pytorch_lightning, lightning.fabric and lightning_fabric. All
 that is used of it comes from the package that the strategy comes from; nothing is imported that the program has not.
@@ -14,15 +14,16 @@ not watched.
 
 import copy
 import itertools
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Self, TypeVar
 
 import mpwatch
+
+from .outcome import Outcome
 
 __all__ = ["watched"]
 
@@ -31,9 +32,6 @@ S = TypeVar("S")
 OF_LIGHTNING = {"fn", "nprocs", "args", "kwargs", "backend"}  # what its Trainer and strategy say
 OPTIONS = {field.name for field in fields(mpwatch.WorkerSpec)} - OF_LIGHTNING
 NOT_LAUNCHED = {"DataParallelStrategy", "XLAStrategy", "XLAFSDPStrategy"}  # a single process; processes that XLA starts
-METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-WHOLE = {"_state_dict_type": "full", "_save_distributed_checkpoint": False}  # what strategies that shard call it
-PLACES = ("dirpath", "best_model_path")  # of a callback that writes checkpoints: where, which it finds out in the rank
 
 
 def watched(strategy: S, **options: Any) -> S:
@@ -164,7 +162,7 @@ class _TrainerLauncher(_Launcher):
                 "this Trainer has fit a model already, and cannot go on: its optimizer's state has ended with its ranks. "
                 "Make a new Trainer, and let it go on from a checkpoint: fit(model, ckpt_path=...)"
             )
-        outcome: _Outcome = self._run(trainer, function, args, kwargs)
+        outcome: Outcome = self._run(trainer, function, args, kwargs)
         self._has_fit |= fits
         outcome.bring_to(trainer)
         return outcome.value
@@ -181,7 +179,7 @@ def _in_rank(globals_: Any, trainer: Any, function: Callable[..., Any], /, *args
         trainer._signal_connector.register_signal_handlers = _leave_signals_alone
     _unshare([*args, *kwargs.values(), trainer and trainer.lightning_module])
     value = function(*args, **kwargs)
-    outcome = value if trainer is None else _Outcome.of(trainer, value)
+    outcome = value if trainer is None else Outcome.of(trainer, value)
     if mpwatch.current_worker().rank != 0:
         return None
     everywhere = import_module("lightning_utilities.core.apply_func").apply_to_collection
@@ -201,72 +199,3 @@ def _unshare(values: list[Any]) -> None:
         for tensor in itertools.chain(module.parameters(), module.buffers()):
             if tensor.device.type == "cpu" and tensor.is_shared():
                 tensor.data = tensor.data.clone()
-
-
-@dataclass
-class _Outcome:
-    """Where a trainer has come to in rank 0."""
-
-    value: Any
-    state: Any
-    should_stop: bool
-    metrics: dict[str, Any]
-    callbacks: dict[str, Any]
-    places: dict[str, dict[str, Any]]
-    progress: dict[str, Any]
-    weights: Any
-
-    @classmethod
-    def of(cls, trainer: Any, value: Any) -> Self:
-        """Called in all ranks, since what is spread over them is gathered."""
-        return cls(
-            value,
-            trainer.state,
-            trainer.should_stop,
-            {name: getattr(trainer, name) for name in METRICS},
-            {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
-            {callback.state_key: _places_of(callback) for callback in trainer.callbacks},
-            trainer.fit_loop.state_dict(),
-            _whole_weights(trainer.strategy) if trainer.state.fn == "fit" else {},
-        )
-
-    def bring_to(self, trainer: Any) -> None:
-        """The caller's. Its weights come first: whatever the rest does, they are worth the most."""
-        if self.weights:
-            _load(trainer.lightning_module, self.weights)
-        trainer.state, trainer.should_stop = self.state, self.should_stop
-        for name, metrics in self.metrics.items():
-            getattr(trainer, name).update(metrics)
-        for callback in trainer.callbacks:  # the ranks may have had more
-            vars(callback).update(self.places.get(callback.state_key, {}))
-            if state := self.callbacks.get(callback.state_key):
-                callback.load_state_dict(state)
-        trainer.fit_loop.load_state_dict(self.progress)
-        trainer.fit_loop.restarting = False  # it is not to go on from there
-
-
-def _places_of(callback: Any) -> dict[str, Any]:
-    return {name: vars(callback)[name] for name in PLACES if name in vars(callback)}
-
-
-def _whole_weights(strategy: Any) -> Any:
-    """In rank 0; gathered from all ranks where each has a part, however those were to be written into checkpoints."""
-    for name, whole in WHOLE.items():
-        if hasattr(strategy, name):
-            setattr(strategy, name, whole)
-    return strategy.lightning_module_state_dict()
-
-
-def _load(module: Any, weights: dict[str, Any]) -> None:
-    """As far as the caller's module has a place for them: it may have got other layers in the ranks."""
-    try:
-        missing, unexpected = module.load_state_dict(weights, strict=False)
-        lost = [*missing, *unexpected]
-    except RuntimeError as error:  # all that fits has been taken over
-        lost = [error]
-    if lost:
-        warnings.warn(
-            f"the caller's {type(module).__name__} differs from the one that was trained, and has not got all its weights: "
-            f"{', '.join(map(str, lost)):.500}; load them from a checkpoint",
-            stacklevel=2,
-        )
