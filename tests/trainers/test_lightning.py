@@ -216,10 +216,10 @@ def end_of(launcher, misfortune):
 
 
 def in_session(leader):
-    """The pids and commands of what runs there, but for the resource tracker."""
+    """The pids and commands of what runs there, but for the resource tracker; what has no command any more is ending."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
             state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
             command = (entry / "cmdline").read_text().replace("\0", " ")
-            if int(session) == leader and state not in "ZX" and "resource_tracker" not in command:
+            if int(session) == leader and state not in "ZX" and command and "resource_tracker" not in command:
                 yield int(entry.name), command
