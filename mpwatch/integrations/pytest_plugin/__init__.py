@@ -35,7 +35,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What is marked by now is run on ranks, unless this is one."""
     marked = [item for item in session.items if item.get_closest_marker(MARK)]
     if marked and RANK not in getattr(session.config, "workerinput", {}):
-        from .watcher import run_on_ranks
+        from . import watcher
 
+        session.config.pluginmanager.register(watcher)
         for item in marked:
-            run_on_ranks(item)
+            watcher.run_on_ranks(item)
