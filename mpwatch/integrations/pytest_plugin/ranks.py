@@ -1,5 +1,6 @@
 """In a rank: a session of pytest over one module, in which the items that the watcher names are run."""
 
+import io
 import os
 import sys
 from collections.abc import Generator
@@ -10,7 +11,7 @@ from warnings import WarningMessage
 
 import pytest
 from _pytest._code.code import ExceptionRepr
-from _pytest.config import ConftestImportFailure, _prepareconfig
+from _pytest.config import ConftestImportFailure, _prepareconfig, create_terminal_writer
 
 from mpwatch import current_worker
 
@@ -22,7 +23,7 @@ __all__ = ["Findings", "Order", "Recipe", "finish", "module_of", "name_in_module
 # of its own, the stack of a rank that crashes, which goes into mpwatch's report; a rank alone does not try again, nor is it
 # its own clock. Some have another name where they are loaded by -p.
 LEFT_OUT = (
-    *("_cov", "faulthandler", "terminal", "xdist", "xdist.plugin"),
+    *("_cov", "faulthandler", "xdist", "xdist.plugin"),
     *("rerunfailures", "pytest_rerunfailures", "timeout", "pytest_timeout"),
 )
 TALK = ("setuponly", "setupshow", "trace", "usepdb")  # there is nobody to talk to
@@ -112,6 +113,11 @@ def finish() -> None:
         session.finish()
 
 
+class _Nowhere(io.StringIO):
+    def write(self, text: str) -> int:
+        return len(text)
+
+
 class Session:
     """A session of pytest, and at the same time its plugin, by which it hears what becomes of the items."""
 
@@ -132,12 +138,16 @@ class Session:
         config.args = [recipe.module]
         for option in TALK:
             setattr(config.option, option, False)
-        for plugin in filter(None, map(config.pluginmanager.get_plugin, LEFT_OUT)):
-            config.pluginmanager.unregister(plugin)
+        config.option.no_summary = True
+        plugins = config.pluginmanager
+        for plugin in filter(None, map(plugins.get_plugin, LEFT_OUT)):
+            plugins.unregister(plugin)
         for line in recipe.markers:
             config.addinivalue_line("markers", line)
         try:
             config._do_configure()
+            if (reporter := plugins.get_plugin("terminalreporter")) is not None:  # which plugins, and pytest itself, ask
+                reporter._tw = create_terminal_writer(config, _Nowhere())
             self._session = pytest.Session.from_config(config)
             config.hook.pytest_sessionstart(session=self._session)
             config.hook.pytest_collection(session=self._session)
