@@ -343,6 +343,7 @@ def test_last(breaks_last): ...
 def test_no_failure_hides_behind_a_skip_or_another_failure(run):
     result = run(
         """
+import warnings
 pytestmark = pytest.mark.mpwatch(nprocs=2)
 
 def rank():
@@ -357,6 +358,7 @@ def test_skip_and_teardown(breaks_later):
     pytest.skip("of no use")
 
 def test_failure_and_teardown(breaks_later):
+    warnings.warn("not lost", stacklevel=1)
     assert 0, "in the test"
 
 @pytest.mark.parametrize("n", range(10))  # one of them is first
@@ -404,6 +406,7 @@ def test_after_the_class(): ...
         "E       AssertionError: in the test",
         "*Captured stderr of rank 0 call*",
         "E       ValueError: in teardown",
+        "*test_it.py:*: UserWarning: not lost",
         "E       AssertionError: in the other rank",
         "E       in rank 1 of 2",
         "E         rank 0*Skipped: of no use (test_it.py:*)",
@@ -446,6 +449,7 @@ def test_no_warning():
 def test_property(record_property):
     record_property("ranks", mpwatch.current_worker().world_size)
 
+@pytest.mark.mark_of_xdist
 def test_it_comes_with_another_name(): ...
 
 @pytest.fixture(scope="module")

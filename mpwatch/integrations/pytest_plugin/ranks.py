@@ -7,7 +7,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from warnings import WarningMessage
+from warnings import WarningMessage, formatwarning
 
 import pytest
 from _pytest._code.code import ExceptionRepr
@@ -19,14 +19,14 @@ from . import RANK
 
 __all__ = ["Findings", "Order", "Recipe", "finish", "module_of", "name_in_module", "prepare", "run_item", "tear_down"]
 
-# Plugins for what is the watcher's business, by whom their options are understood all the same: coverage, reports, workers
-# of its own, the stack of a rank that crashes, which goes into mpwatch's report; a rank alone does not try again, nor is it
-# its own clock. Some have another name where they are loaded by -p.
+# Plugins whose options are understood here, and whose work is the watcher's: coverage, processes of its own, the stack of a
+# rank that crashes, which goes into mpwatch's report; a rank alone does not try again, nor is it its own clock. Some have
+# another name where they are loaded by -p.
 LEFT_OUT = (
     *("_cov", "faulthandler", "xdist", "xdist.plugin"),
     *("rerunfailures", "pytest_rerunfailures", "timeout", "pytest_timeout"),
 )
-TALK = ("setuponly", "setupshow", "trace", "usepdb")  # there is nobody to talk to
+FOR_PEOPLE = ("setuponly", "setupshow", "trace", "usepdb")  # options that show or ask something; there is nobody here
 # A plugin's package is to be imported by pytest, so that its assertions can be rewritten; here mpwatch was there before it.
 QUIETLY = ("-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning")
 
@@ -36,7 +36,7 @@ class Recipe:
     """What a session is made from, the same in all ranks."""
 
     args: tuple[str, ...]
-    """Those that pytest was called with, and that a rank does not capture: mpwatch does."""
+    """Those that pytest was called with, and one by which it leaves what ranks print to mpwatch."""
     folder: str
     """The one that it was called in."""
     module: str
@@ -65,7 +65,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a report has of a test that has passed, beside what it printed."""
+    """What a report tells of a test that has passed, beside what it printed."""
 
     warnings: list[WarningMessage] = field(default_factory=list)
     properties: list[tuple[str, object]] = field(default_factory=list)
@@ -114,6 +114,8 @@ def finish() -> None:
 
 
 class _Nowhere(io.StringIO):
+    """A terminal that nobody reads, and that keeps nothing."""
+
     def write(self, text: str) -> int:
         return len(text)
 
@@ -136,7 +138,7 @@ class Session:
         workerid = f"{recipe.inputs.get('workerid', '')}rank{rank}"
         config.workerinput = recipe.inputs | {"workerid": workerid, RANK: rank}  # type: ignore[attr-defined]
         config.args = [recipe.module]
-        for option in TALK:
+        for option in FOR_PEOPLE:
             setattr(config.option, option, False)
         config.option.no_summary = True
         plugins = config.pluginmanager
@@ -184,8 +186,11 @@ class Session:
             return None
         for _, report in failed[1:]:
             sys.stderr.write(f"{report.longreprtext}\n")
-        for title, text in self._calls[-1][1].sections:  # what logging has kept; it would be lost with the report
+        # what logging has kept, and warnings, would be lost with the report
+        for title, text in self._calls[-1][1].sections:
             sys.stderr.write(f"{title}:\n{text}\n")
+        for known in self._findings.warnings:
+            sys.stderr.write(formatwarning(known.message, known.category, known.filename, known.lineno))
         return _error_of(*ended[0])
 
     def tear_down(self, but_for: pytest.Item | None = None) -> None:
@@ -223,9 +228,8 @@ class Session:
 
     def pytest_warning_recorded(self, warning_message: WarningMessage, when: str) -> None:
         if when == "runtest":  # others come in the watcher, too
-            known = warning_message
-            text, category = str(known.message), known.category
-            self._findings.warnings.append(WarningMessage(text, category, known.filename, known.lineno))
+            known = warning_message  # it may hold on to anything
+            self._findings.warnings.append(WarningMessage(str(known.message), known.category, known.filename, known.lineno))
 
 
 def _error_of(call: pytest.CallInfo[None], report: pytest.TestReport) -> BaseException:
@@ -237,4 +241,5 @@ def _error_of(call: pytest.CallInfo[None], report: pytest.TestReport) -> BaseExc
         return expected
     if isinstance(error, pytest.skip.Exception) or isinstance(report.longrepr, ExceptionRepr):
         return error
-    return pytest.fail.Exception(report.longreprtext, pytrace=False)  # pytest tells more of it than its traceback
+    # pytest tells it in words of its own, made from what may not come through: a fixture that is not found, a doctest
+    return pytest.fail.Exception(report.longreprtext, pytrace=False)
