@@ -537,27 +537,52 @@ def test_number(): ...
 def test_name(): ...
 @pytest.mark.mpwatch(2, 3)
 def test_two(): ...
+@pytest.mark.mpwatch(2, nprocs=3)
+def test_twice(): ...
 @pytest.mark.mpwatch(2, logs=None)
 def test_logs(): ...
 @pytest.mark.mpwatch(1, timeout=-1)
 def test_timeout(): ...
 @pytest.mark.mpwatch(1, start_timeout=0.001)
+def test_start(): ...
+@pytest.mark.mpwatch(8)
 def test_launch(): ...
-"""
+""",
+        conftest="""
+import os, resource
+import pytest
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if item.name == "test_launch":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, limits[1]))
+    try:
+        return (yield)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+""",
     )
-    result.assert_outcomes(failed=6)
-    fails(
+    result.assert_outcomes(failed=8)
+    shown = fails(
         result,
         "mark mpwatch: nprocs must be at least 1, *not 0",
         "mark mpwatch: *unexpected keyword argument 'nproc'*",
         "mark mpwatch: takes one positional argument, nprocs, and not 2: (2, 3)",
+        "mark mpwatch: has nprocs twice: 2 and 3",
         "mark mpwatch: the option 'logs' is the plugin's own; leave it out",
         "mark mpwatch: timeout must be a number of seconds, more than 0, not -1",
+        "rank 0 never started: its interpreter was not ready after 0.001 s",
+        "*_ test_launch _*",
+        "*Too many open files*",
     )
+    assert "mpwatch/" not in shown
 
 
-def test_live_output_has_the_ranks_before_it(run):
-    result = run('@pytest.mark.mpwatch(2)\ndef test_it():\n    print("hello from", mpwatch.current_worker().rank)\n', "-s")
+@pytest.mark.parametrize("capture", ["no", "tee-sys"])
+def test_live_output_has_the_ranks_before_it(run, capture):
+    source = 'print("hello from", mpwatch.current_worker().rank)'
+    result = run(f"@pytest.mark.mpwatch(2)\ndef test_it():\n    {source}\n", f"--capture={capture}")
     result.assert_outcomes(passed=1)
     assert {"[0] hello from 0", "[1] hello from 1"} <= {line.removeprefix("test_it.py ") for line in result.outlines}
 

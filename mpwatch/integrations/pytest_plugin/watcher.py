@@ -51,6 +51,8 @@ def _options_of(item: pytest.Item) -> dict[str, Any]:
     for mark in reversed(list(item.iter_markers(MARK))):
         if len(mark.args) > 1:
             _refuse(f"takes one positional argument, nprocs, and not {len(mark.args)}: {mark.args!r}")
+        if mark.args and "nprocs" in mark.kwargs:
+            _refuse(f"has nprocs twice: {mark.args[0]!r} and {mark.kwargs['nprocs']!r}")
         options.update(zip(("nprocs",), mark.args, strict=False), **mark.kwargs)
     for name in OF_THE_PLUGIN:
         if name in options:
@@ -126,8 +128,9 @@ class Ranks:
     def __init__(self, options: dict[str, Any], item: pytest.Item, module: Path) -> None:
         self.options = options
         folder = _fixtures_of(item)[FOLDERS].mktemp("mpwatch")
-        is_live = item.config.getoption("capture", "no") == "no"
-        logs = LogSpec() if is_live else LogSpec(folder / "logs", show="none")
+        capture = item.config.getoption("capture", "no")
+        log_dir = None if capture == "no" else folder / "logs"
+        logs = LogSpec(log_dir, show="all" if capture in {"no", "tee-sys"} else "none")
         try:
             self._group = WorkerGroup(**options, logs=logs, progress=False)
         except (TypeError, ValueError) as error:
