@@ -12,9 +12,12 @@ pytest finds it by its entry point. It does nothing to a run without such a mark
     skipif and xfail marks            ◀─raises─  conftests, setup, call and teardown of the test
 
 The ranks, a WorkerGroup, stay for all tests of a module that want them alike, and so do fixtures of a wider scope than
-`function`, which each rank has of its own. `tmp_path` alone is the same folder in all of them. What a test raises in the
-rank that fails first is raised here, by the item that pytest knows, so that what comes of it (skips, expected failures,
-tracebacks, reports of other plugins) is pytest's own work. What each rank printed is a section of the report.
+`function`, which each rank has of its own, until a test fails: then they are torn down, since the ranks may be out of step.
+`tmp_path` alone is the same folder in all of them.
+
+What a test raises in the rank that fails first is raised here, by the item that pytest knows, so that what comes of it
+(skips, expected failures, tracebacks, reports of other plugins) is pytest's own work. A skip in one rank is no excuse for
+another that fails. What each rank printed is a section of the report; warnings and recorded properties are told here, too.
 """
 
 import pytest
@@ -35,7 +38,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What is marked by now is run on ranks, unless this is one."""
     marked = [item for item in session.items if item.get_closest_marker(MARK)]
     if marked and RANK not in getattr(session.config, "workerinput", {}):
-        from .watcher import run_on_ranks
+        from . import watcher
 
+        session.config.pluginmanager.register(watcher)
         for item in marked:
-            run_on_ranks(item)
+            watcher.run_on_ranks(item)
