@@ -16,6 +16,7 @@ import pytest
 
 OURS = f"sem.mpwatch-test-{os.getpid()}-"  # semaphores, of our ranks too, have a prefix of their own: see _resource_tracker
 RUNS = int(os.environ.get("MPWATCH_TEST_RUNS", "60"))  # in which nothing may grow; `tox -e chaos` has more of them
+PLUGIN = ("-p", "mpwatch.integrations.pytest_plugin", "-p", "no:cacheprovider")  # arguments of pytest
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -97,6 +98,19 @@ def _nothing_left(_resource_tracker, request):
     gc.collect()
     after = state()
     assert not {name: difference(before[name], after[name]) for name in before if before[name] != after[name]}
+
+
+@pytest.fixture
+def run_pytest(request, monkeypatch):
+    """Run a file of tests with the plugin; where mpwatch is installed, its entry point would bring it a second time."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester = request.getfixturevalue("pytester")
+
+    def run(source, *args, **files):
+        pytester.makepyfile(test_it=f"import os, sys\nimport pytest\nimport mpwatch\n\n{source}", **files)
+        return pytester.runpytest_subprocess(*PLUGIN, "--strict-markers", *args)
+
+    return run
 
 
 @pytest.fixture

@@ -7,23 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import is_alive
+from conftest import PLUGIN, is_alive
 
 pytest_plugins = "pytester"
-
-PLUGIN = ("-p", "mpwatch.integrations.pytest_plugin", "-p", "no:cacheprovider")
-
-
-@pytest.fixture
-def run(pytester, monkeypatch):
-    """Run that file of tests; where mpwatch is installed, its entry point would bring the plugin a second time."""
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-
-    def run(source, *args, **files):
-        pytester.makepyfile(test_it=f"import os, sys\nimport pytest\nimport mpwatch\n\n{source}", **files)
-        return pytester.runpytest_subprocess(*PLUGIN, "--strict-markers", *args)
-
-    return run
 
 
 def fails(result, *lines):
@@ -31,8 +17,8 @@ def fails(result, *lines):
     return result.stdout.str()
 
 
-def test_a_failing_assertion_is_shown_as_any_other(run):
-    result = run(
+def test_a_failing_assertion_is_shown_as_any_other(run_pytest):
+    result = run_pytest(
         """
 @pytest.mark.mpwatch(nprocs=4)
 @pytest.mark.parametrize("shard", ["a", "b"])
@@ -67,8 +53,8 @@ def test_shards(shard):
     assert "pluggy" not in shown.partition("FAILURES")[2]
 
 
-def test_fixtures_are_those_of_the_rank_and_are_torn_down_there(run, pytester):
-    result = run(
+def test_fixtures_are_those_of_the_rank_and_are_torn_down_there(run_pytest, pytester):
+    result = run_pytest(
         """
 pytestmark = pytest.mark.mpwatch(2)
 
@@ -141,8 +127,8 @@ def of_conftest():
         assert " ".join(told.split()) == notes, told
 
 
-def test_skips_and_expected_failures(run):
-    result = run(
+def test_skips_and_expected_failures(run_pytest):
+    result = run_pytest(
         """
 pytestmark = pytest.mark.mpwatch(nprocs=2)
 
@@ -213,8 +199,8 @@ def test_pytest_fail():
     )
 
 
-def test_one_warm_group_for_a_module(run):
-    result = run(
+def test_one_warm_group_for_a_module(run_pytest):
+    result = run_pytest(
         """
 import itertools
 
@@ -251,8 +237,8 @@ def test_first_ones_again():
     assert sorted(map(float, calls))[10] < 0.2  # a start takes longer
 
 
-def test_a_rank_that_dies_or_hangs(run):
-    result = run(
+def test_a_rank_that_dies_or_hangs(run_pytest):
+    result = run_pytest(
         """
 import time
 pytestmark = pytest.mark.mpwatch(nprocs=2, grace_period=1)
@@ -301,293 +287,15 @@ def test_after_that(never_ends):
     assert "hidden" not in shown
 
 
-def test_errors_in_fixtures_and_teardown(run):
-    result = run(
-        """
-import logging
-pytestmark = pytest.mark.mpwatch(nprocs=2)
-
-@pytest.fixture
-def broken():
-    logging.getLogger("of.a.test").warning("about to break")
-    raise ValueError("in set-up")
-
-@pytest.fixture
-def breaks_later():
-    yield
-    raise ValueError("in teardown")
-
-@pytest.fixture(scope="module")
-def breaks_last():
-    yield
-    raise ValueError("at the end")
-
-def test_set_up(broken): ...
-def test_teardown(breaks_later): ...
-def test_last(breaks_last): ...
-"""
-    )
-    result.assert_outcomes(passed=1, failed=2, errors=1)
-    fails(
-        result,
-        "*ERROR at teardown of test_last*",
-        "E       ValueError: at the end",
-        "*FAILURES*",
-        "E       ValueError: in set-up",
-        "Captured log setup:",
-        "*about to break*",
-        "E       ValueError: in teardown",
-    )
-
-
-def test_no_failure_hides_behind_a_skip_or_another_failure(run):
-    result = run(
-        """
-import warnings
-pytestmark = pytest.mark.mpwatch(nprocs=2)
-
-def rank():
-    return mpwatch.current_worker().rank
-
-@pytest.fixture
-def breaks_later():
-    yield
-    raise ValueError("in teardown")
-
-def test_skip_and_teardown(breaks_later):
-    pytest.skip("of no use")
-
-def test_failure_and_teardown(breaks_later):
-    warnings.warn("not lost", stacklevel=1)
-    assert 0, "in the test"
-
-@pytest.mark.parametrize("n", range(10))  # one of them is first
-def test_one_skips_and_one_fails(n):
-    if rank() == n % 2:
-        pytest.skip("of no use")
-    assert 0, "in the other rank"
-
-def part(request, error):
-    def run():
-        if error:
-            raise error
-    call = pytest.CallInfo.from_call(run, when="call")
-    request.node.ihook.pytest_runtest_makereport(item=request.node, call=call)
-
-def test_a_part_fails_after_one_is_skipped(request):
-    part(request, pytest.skip.Exception("of no use"))
-    part(request, rank() and ValueError("in a part"))
-
-def test_a_part_is_skipped(request):
-    part(request, pytest.skip.Exception("of no use"))
-
-@pytest.fixture(scope="module")
-def breaks_early():
-    yield
-    raise ValueError("in teardown of the module")
-
-def test_early_teardown(breaks_early):
-    pytest.skip("for which fixtures are torn down")
-
-class TestClass:
-    @classmethod
-    def teardown_class(cls):
-        raise ValueError("in teardown of the class")
-
-    def test_method(self): ...
-
-def test_after_the_class(): ...
-""",
-    )
-    result.assert_outcomes(passed=2, failed=15)
-    fails(
-        result,
-        "E       ValueError: in teardown",
-        "E       AssertionError: in the test",
-        "*Captured stderr of rank 0 call*",
-        "E       ValueError: in teardown",
-        "*test_it.py:*: UserWarning: not lost",
-        "E       AssertionError: in the other rank",
-        "E       in rank 1 of 2",
-        "E         rank 0*Skipped: of no use (test_it.py:*)",
-        "E * ValueError: in a part",
-        "*_ test_early_teardown _*",
-        "E       ValueError: in teardown of the module",
-        "*_ TestClass.test_method _*",
-        "E       ValueError: in teardown of the class",
-    )
-
-
-def test_what_pytest_tells_in_words_of_its_own(run, pytester):
-    result = run(
-        '''
-import warnings
-pytestmark = pytest.mark.mpwatch(2)
-
-def test_no_such_fixture(nothing): ...
-
-@pytest.mark.xfail(reason="there is none")
-def test_no_such_fixture_is_expected(nothing): ...
-
-def test_without_traceback():
-    if mpwatch.current_worker().rank == 1:
-        pytest.fail("as told", pytrace=False)
-
-def function():
-    """
-    >>> mpwatch.current_worker().rank
-    0
-    """
-
-def test_warning():
-    warnings.warn("only told", stacklevel=1)
-
-@pytest.mark.filterwarnings("ignore")
-def test_no_warning():
-    warnings.warn("never told")
-
-def test_property(record_property):
-    record_property("ranks", mpwatch.current_worker().world_size)
-
-@pytest.mark.mark_of_xdist
-def test_it_comes_with_another_name(): ...
-
-@pytest.fixture(scope="module")
-def last():
-    yield
-    print("said at the end")
-    raise ValueError("at the end")
-
-def test_last(last): ...
-''',
-        "--doctest-modules",
-        "--junitxml=report.xml",
-        "--setup-show",
-        "-p",
-        "xdist",
-        conftest="""
-import pytest
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if isinstance(item, pytest.DoctestItem):
-            item.add_marker(pytest.mark.mpwatch(2))
-        item.name = item.name.replace("it_comes", "renamed")
-""",
-        # the name of a plugin that has no place in a rank
-        xdist="""
-def pytest_configure(config):
-    config.addinivalue_line("markers", "mark_of_xdist: it is known")
-""",
-    )
-    result.assert_outcomes(passed=5, failed=3, xfailed=1, errors=1)
-    shown = fails(
-        result,
-        "E       ValueError: at the end",
-        "*Captured stdout teardown*",
-        "stdout of rank 0:",
-        "said at the end",
-        "*doctest*function*",
-        "Expected:",
-        "Got:",
-        "    1",
-        "in rank 1 of 2",
-        "*_ test_no_such_fixture _*",
-        "E       fixture 'nothing' not found",
-        "in rank ? of 2",
-        "as told",
-        "in rank 1 of 2",
-        "  rank 0: had returned",
-        "*test_it.py:*: UserWarning: only told",
-        "*= 3 failed, 5 passed, 1 xfailed, 1 warning, 1 error in *",
-    )
-    assert "hidden" not in shown
-    assert shown.count("only told") == 2  # and its line
-    assert (pytester.path / "report.xml").read_text().count('<property name="ranks" value="2"') == 1
-
-
-def test_what_breaks_in_ranks_alone_is_told_by_each_test(run):
-    result = run(
-        "pytestmark = pytest.mark.mpwatch(1)\ndef test_one(): ...\ndef test_two(): ...\n",
-        "-p",
-        "no:capture",
-        conftest="""
-import os
-if "RANK" in os.environ:
-    raise ValueError("it breaks here")
-""",
-    )
-    result.assert_outcomes(failed=2)
-    fails(
-        result,
-        "*_ test_one _*",
-        "E*ValueError: it breaks here",
-        "E*in rank 0 of 1",
-        "conftest.py:3: ValueError",
-        "*_ test_two _*",
-    )
-
-
-def test_bad_marks_are_refused_by_name(run):
-    result = run(
-        """
-@pytest.mark.mpwatch(nprocs=0)
-def test_number(): ...
-@pytest.mark.mpwatch(nproc=2)
-def test_name(): ...
-@pytest.mark.mpwatch(2, 3)
-def test_two(): ...
-@pytest.mark.mpwatch(2, nprocs=3)
-def test_twice(): ...
-@pytest.mark.mpwatch(2, logs=None)
-def test_logs(): ...
-@pytest.mark.mpwatch(1, timeout=-1)
-def test_timeout(): ...
-@pytest.mark.mpwatch(1, start_timeout=0.001)
-def test_start(): ...
-@pytest.mark.mpwatch(8)
-def test_launch(): ...
-""",
-        conftest="""
-import os, resource
-import pytest
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if item.name == "test_launch":
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, limits[1]))
-    try:
-        return (yield)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-""",
-    )
-    result.assert_outcomes(failed=8)
-    shown = fails(
-        result,
-        "mark mpwatch: nprocs must be at least 1, *not 0",
-        "mark mpwatch: *unexpected keyword argument 'nproc'*",
-        "mark mpwatch: takes one positional argument, nprocs, and not 2: (2, 3)",
-        "mark mpwatch: has nprocs twice: 2 and 3",
-        "mark mpwatch: the option 'logs' is the plugin's own; leave it out",
-        "mark mpwatch: timeout must be a number of seconds, more than 0, not -1",
-        "rank 0 never started: its interpreter was not ready after 0.001 s",
-        "*_ test_launch _*",
-        "*Too many open files*",
-    )
-    assert "mpwatch/" not in shown
-
-
 @pytest.mark.parametrize("capture", ["no", "tee-sys"])
-def test_live_output_has_the_ranks_before_it(run, capture):
+def test_live_output_has_the_ranks_before_it(run_pytest, capture):
     source = 'print("hello from", mpwatch.current_worker().rank)'
-    result = run(f"@pytest.mark.mpwatch(2)\ndef test_it():\n    {source}\n", f"--capture={capture}")
+    result = run_pytest(f"@pytest.mark.mpwatch(2)\ndef test_it():\n    {source}\n", f"--capture={capture}")
     result.assert_outcomes(passed=1)
     assert {"[0] hello from 0", "[1] hello from 1"} <= {line.removeprefix("test_it.py ") for line in result.outlines}
 
 
-def test_unittest_and_modules_of_one_name(run, pytester):
+def test_unittest_and_modules_of_one_name(run_pytest, pytester):
     for folder in ("one", "two"):
         (pytester.mkdir(folder) / "test_same.py").write_text(
             f"""
@@ -602,13 +310,13 @@ class Test(unittest.TestCase):
         self.assertEqual((self.size, {folder!r}), (2, "one"))
 """
         )
-    result = run("", "--import-mode=importlib", "one", "two")
+    result = run_pytest("", "--import-mode=importlib", "one", "two")
     result.assert_outcomes(passed=1, failed=1)
     fails(result, "E*AssertionError: Tuples differ: (2, 'two') != (2, 'one')", "E*in rank ? of 2")
 
 
-def test_without_a_mark_nothing_is_imported(run):
-    result = run(
+def test_without_a_mark_nothing_is_imported(run_pytest):
+    result = run_pytest(
         """
 def test_here():
     assert not [name for name in sys.modules if name.startswith(("mpwatch.watcher", "mpwatch.group", "torch"))]

@@ -1,0 +1,286 @@
+"""What goes wrong in ranks that pytest runs tests on is told, whatever else goes wrong or is skipped."""
+
+pytest_plugins = "pytester"
+
+
+def fails(result, *lines):
+    result.stdout.fnmatch_lines(lines)
+    return result.stdout.str()
+
+
+def test_errors_in_fixtures_and_teardown(run_pytest):
+    result = run_pytest(
+        """
+import logging
+pytestmark = pytest.mark.mpwatch(nprocs=2)
+
+@pytest.fixture
+def broken():
+    logging.getLogger("of.a.test").warning("about to break")
+    raise ValueError("in set-up")
+
+@pytest.fixture
+def breaks_later():
+    yield
+    raise ValueError("in teardown")
+
+@pytest.fixture(scope="module")
+def breaks_last():
+    yield
+    raise ValueError("at the end")
+
+def test_set_up(broken): ...
+def test_teardown(breaks_later): ...
+def test_last(breaks_last): ...
+"""
+    )
+    result.assert_outcomes(passed=1, failed=2, errors=1)
+    fails(
+        result,
+        "*ERROR at teardown of test_last*",
+        "E       ValueError: at the end",
+        "*FAILURES*",
+        "E       ValueError: in set-up",
+        "Captured log setup:",
+        "*about to break*",
+        "E       ValueError: in teardown",
+    )
+
+
+def test_no_failure_hides_behind_a_skip_or_another_failure(run_pytest):
+    result = run_pytest(
+        """
+import warnings
+pytestmark = pytest.mark.mpwatch(nprocs=2)
+
+def rank():
+    return mpwatch.current_worker().rank
+
+@pytest.fixture
+def breaks_later():
+    yield
+    raise ValueError("in teardown")
+
+def test_skip_and_teardown(breaks_later):
+    pytest.skip("of no use")
+
+def test_failure_and_teardown(breaks_later):
+    warnings.warn("not lost", stacklevel=1)
+    assert 0, "in the test"
+
+@pytest.mark.parametrize("n", range(10))  # one of them is first
+def test_one_skips_and_one_fails(n):
+    if rank() == n % 2:
+        pytest.skip("of no use")
+    assert 0, "in the other rank"
+
+def part(request, error):
+    def run():
+        if error:
+            raise error
+    call = pytest.CallInfo.from_call(run, when="call")
+    request.node.ihook.pytest_runtest_makereport(item=request.node, call=call)
+
+def test_a_part_fails_after_one_is_skipped(request):
+    part(request, pytest.skip.Exception("of no use"))
+    part(request, rank() and ValueError("in a part"))
+
+def test_a_part_is_skipped(request):
+    part(request, pytest.skip.Exception("of no use"))
+
+@pytest.fixture(scope="module")
+def breaks_early():
+    yield
+    raise ValueError("in teardown of the module")
+
+def test_early_teardown(breaks_early):
+    pytest.skip("for which fixtures are torn down")
+
+class TestClass:
+    @classmethod
+    def teardown_class(cls):
+        raise ValueError("in teardown of the class")
+
+    def test_method(self): ...
+
+def test_after_the_class(): ...
+""",
+    )
+    result.assert_outcomes(passed=2, failed=15)
+    fails(
+        result,
+        "E       ValueError: in teardown",
+        "E       AssertionError: in the test",
+        "*Captured stderr of rank 0 call*",
+        "E       ValueError: in teardown",
+        "*test_it.py:*: UserWarning: not lost",
+        "E       AssertionError: in the other rank",
+        "E       in rank 1 of 2",
+        "E         rank 0*Skipped: of no use (test_it.py:*)",
+        "E * ValueError: in a part",
+        "*_ test_early_teardown _*",
+        "E       ValueError: in teardown of the module",
+        "*_ TestClass.test_method _*",
+        "E       ValueError: in teardown of the class",
+    )
+
+
+def test_what_pytest_tells_in_words_of_its_own(run_pytest, pytester):
+    result = run_pytest(
+        '''
+import warnings
+pytestmark = pytest.mark.mpwatch(2)
+
+def test_no_such_fixture(nothing): ...
+
+@pytest.mark.xfail(reason="there is none")
+def test_no_such_fixture_is_expected(nothing): ...
+
+def test_without_traceback():
+    if mpwatch.current_worker().rank == 1:
+        pytest.fail("as told", pytrace=False)
+
+def function():
+    """
+    >>> mpwatch.current_worker().rank
+    0
+    """
+
+def test_warning():
+    warnings.warn("only told", stacklevel=1)
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_warning():
+    warnings.warn("never told")
+
+def test_property(record_property):
+    record_property("ranks", mpwatch.current_worker().world_size)
+
+@pytest.mark.mark_of_xdist
+def test_it_comes_with_another_name(): ...
+
+@pytest.fixture(scope="module")
+def last():
+    yield
+    print("said at the end")
+    raise ValueError("at the end")
+
+def test_last(last): ...
+''',
+        "--doctest-modules",
+        "--junitxml=report.xml",
+        "--setup-show",
+        "-p",
+        "xdist",
+        conftest="""
+import pytest
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if isinstance(item, pytest.DoctestItem):
+            item.add_marker(pytest.mark.mpwatch(2))
+        item.name = item.name.replace("it_comes", "renamed")
+""",
+        # the name of a plugin that has no place in a rank
+        xdist="""
+def pytest_configure(config):
+    config.addinivalue_line("markers", "mark_of_xdist: it is known")
+""",
+    )
+    result.assert_outcomes(passed=5, failed=3, xfailed=1, errors=1)
+    shown = fails(
+        result,
+        "E       ValueError: at the end",
+        "*Captured stdout teardown*",
+        "stdout of rank 0:",
+        "said at the end",
+        "*doctest*function*",
+        "Expected:",
+        "Got:",
+        "    1",
+        "in rank 1 of 2",
+        "*_ test_no_such_fixture _*",
+        "E       fixture 'nothing' not found",
+        "in rank ? of 2",
+        "as told",
+        "in rank 1 of 2",
+        "  rank 0: had returned",
+        "*test_it.py:*: UserWarning: only told",
+        "*= 3 failed, 5 passed, 1 xfailed, 1 warning, 1 error in *",
+    )
+    assert "hidden" not in shown
+    assert shown.count("only told") == 2  # and its line
+    assert (pytester.path / "report.xml").read_text().count('<property name="ranks" value="2"') == 1
+
+
+def test_what_breaks_in_ranks_alone_is_told_by_each_test(run_pytest):
+    result = run_pytest(
+        "pytestmark = pytest.mark.mpwatch(1)\ndef test_one(): ...\ndef test_two(): ...\n",
+        "-p",
+        "no:capture",
+        conftest="""
+import os
+if "RANK" in os.environ:
+    raise ValueError("it breaks here")
+""",
+    )
+    result.assert_outcomes(failed=2)
+    fails(
+        result,
+        "*_ test_one _*",
+        "E*ValueError: it breaks here",
+        "E*in rank 0 of 1",
+        "conftest.py:3: ValueError",
+        "*_ test_two _*",
+    )
+
+
+def test_bad_marks_are_refused_by_name(run_pytest):
+    result = run_pytest(
+        """
+@pytest.mark.mpwatch(nprocs=0)
+def test_number(): ...
+@pytest.mark.mpwatch(nproc=2)
+def test_name(): ...
+@pytest.mark.mpwatch(2, 3)
+def test_two(): ...
+@pytest.mark.mpwatch(2, nprocs=3)
+def test_twice(): ...
+@pytest.mark.mpwatch(2, logs=None)
+def test_logs(): ...
+@pytest.mark.mpwatch(1, timeout=-1)
+def test_timeout(): ...
+@pytest.mark.mpwatch(1, start_timeout=0.001)
+def test_start(): ...
+@pytest.mark.mpwatch(8)
+def test_launch(): ...
+""",
+        conftest="""
+import os, resource
+import pytest
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if item.name == "test_launch":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, limits[1]))
+    try:
+        return (yield)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+""",
+    )
+    result.assert_outcomes(failed=8)
+    shown = fails(
+        result,
+        "mark mpwatch: nprocs must be at least 1, *not 0",
+        "mark mpwatch: *unexpected keyword argument 'nproc'*",
+        "mark mpwatch: takes one positional argument, nprocs, and not 2: (2, 3)",
+        "mark mpwatch: has nprocs twice: 2 and 3",
+        "mark mpwatch: the option 'logs' is the plugin's own; leave it out",
+        "mark mpwatch: timeout must be a number of seconds, more than 0, not -1",
+        "rank 0 never started: its interpreter was not ready after 0.001 s",
+        "*_ test_launch _*",
+        "*Too many open files*",
+    )
+    assert "mpwatch/" not in shown
