@@ -197,5 +197,5 @@ def _unshare(values: list[Any]) -> None:
     module: Any
     for module in (value for value in values if isinstance(value, nn.Module)):
         for tensor in itertools.chain(module.parameters(), module.buffers()):
-            if tensor.device.type == "cpu" and tensor.is_shared():
+            if not nn.parameter.is_lazy(tensor) and tensor.device.type == "cpu" and tensor.is_shared():
                 tensor.data = tensor.data.clone()
