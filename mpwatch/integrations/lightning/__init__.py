@@ -39,7 +39,9 @@ def watched(strategy: S, **options: Any) -> S:
 
     After `fit` the caller's Trainer has what Lightning's own spawning strategies bring back (weights, callback_metrics,
     state, best_model_path, the return value), and the other metrics, the callbacks' states and the progress besides. As
-    with those, a Trainer can `fit` once. `predict` returns what rank 0 has predicted, as under "ddp", and
+    with those, a Trainer can `fit` once; weights of layers that only `configure_model` makes have no place in the caller's
+    module, which is a warning; and a logger that counts its versions has a new one in each run, which the caller's logger
+    does not know. `predict` returns what rank 0 has predicted, as under "ddp", and
     `Fabric.launch(fn)` what fn returns in rank 0. A rank that fails raises `mpwatch.RunFailedError`.
 
     Where the processes are there already, because the Trainer is built in a function that `mpwatch.run` calls, or under
@@ -48,7 +50,8 @@ def watched(strategy: S, **options: Any) -> S:
     A rank that is to stop, because another has failed, gets SIGTERM, and that ends it at once, be it in the midst of a
     collective; for a SIGTERM to your program holds the same. Who wants to save something then sets a handler of his own,
     say in `on_fit_start`, and has `grace_period` for it; `trainer.received_sigterm` stays False in these ranks. Callbacks'
-    `on_exception` is called in the caller, as with Lightning's spawning strategies.
+    `on_exception` is called in the caller, as with Lightning's spawning strategies: a checkpoint written there has the
+    weights as they were before.
 
     Args:
         strategy: an instance of one with a process for each device, of Lightning's Trainer or Fabric: DDPStrategy,
@@ -139,8 +142,9 @@ class _Launcher(_Part):
     def _run(self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What comes of it in rank 0."""
         __tracebackhide__ = True
-        work = partial(_in_rank, self._launching._GlobalStateSnapshot.capture(), trainer, function)
-        return mpwatch.run(work, self._strategy.num_processes, args=args, kwargs=kwargs, **self._options)[0]
+        work = self._launching._GlobalStateSnapshot.capture(), trainer, function
+        # the caller's own come first: where one cannot be sent, it is args[0].lock, and not found in the depths of a trainer
+        return mpwatch.run(_in_rank, self._strategy.num_processes, args=(*args, work), kwargs=kwargs, **self._options)[0]
 
 
 class _FabricLauncher(_Launcher):
@@ -171,9 +175,10 @@ class _TrainerLauncher(_Launcher):
         """Nothing: a signal to the caller stops the ranks by itself."""
 
 
-def _in_rank(globals_: Any, trainer: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _in_rank(*args: Any, **kwargs: Any) -> Any:
     from torch import Tensor
 
+    *args, (globals_, trainer, function) = args  # type: ignore[assignment]
     globals_.restore()
     if trainer is not None:  # Lightning's handler would note a SIGTERM, and go on; in a collective of NCCL it never runs
         trainer._signal_connector.register_signal_handlers = _leave_signals_alone
