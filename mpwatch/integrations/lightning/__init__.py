@@ -14,6 +14,7 @@ not watched.
 
 import copy
 import itertools
+import signal
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -166,6 +167,8 @@ class _TrainerLauncher(_Launcher):
                 "this Trainer has fit a model already, and cannot go on: its optimizer's state has ended with its ranks. "
                 "Make a new Trainer, and let it go on from a checkpoint: fit(model, ckpt_path=...)"
             )
+        # after Ctrl-C Lightning ignores SIGINT, and puts back what it has noted, which would be nothing but in the ranks
+        trainer._signal_connector._original_handlers = {signal.SIGINT: signal.getsignal(signal.SIGINT)}
         outcome: Outcome = self._run(trainer, function, args, kwargs)
         self._has_fit |= fits
         outcome.bring_to(trainer)
