@@ -40,10 +40,10 @@ def watched(strategy: S, **options: Any) -> S:
 
     After `fit` the caller's Trainer has what Lightning's own spawning strategies bring back (weights, callback_metrics,
     state, best_model_path, the return value), and the other metrics, the callbacks' states and the progress besides. As
-    with those, a Trainer can `fit` once; weights of layers that only `configure_model` makes have no place in the caller's
-    module, which is a warning; and a logger that counts its versions has a new one in each run, which the caller's logger
-    does not know. `predict` returns what rank 0 has predicted, as under "ddp", and
-    `Fabric.launch(fn)` what fn returns in rank 0. A rank that fails raises `mpwatch.RunFailedError`.
+    with those, a Trainer can `fit` once, weights of layers that only `configure_model` makes have no place in the caller's
+    module (of which a warning tells), and a logger that counts its versions takes a new one for each run, which the
+    caller's does not know. `predict` returns what rank 0 has predicted, as under "ddp", and `Fabric.launch(fn)` what fn
+    returns in rank 0. A rank that fails raises `mpwatch.RunFailedError`.
 
     Where the processes are there already, because the Trainer is built in a function that `mpwatch.run` calls, or under
     torchrun, nothing is changed.
