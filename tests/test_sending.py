@@ -68,6 +68,28 @@ def test_something_that_contains_itself():
         mpwatch.run(print, 2, args=(loop,))
 
 
+class Part:
+    def __init__(self, whole):
+        self.whole = whole
+
+
+class Odd(Part):
+    def __reduce__(self):
+        raise TypeError("never sent")
+
+
+def test_parts_that_know_the_whole_are_not_blamed_for_another():
+    whole = Holder(None)
+    whole.first, whole.second = Part(whole), Part(whole)
+    whole.second.thing = lock
+    with pytest.raises(mpwatch.LaunchError, match=r"args\[0\].second.thing, a _thread.lock"):
+        mpwatch.run(print, 2, args=(whole,))
+    del whole.first, whole.second
+    whole.only = Odd(whole)
+    with pytest.raises(mpwatch.LaunchError, match=r"args\[0\].only, a .*Odd"):
+        mpwatch.run(print, 2, args=(whole,))
+
+
 def test_what_cannot_be_sent_twice_leaves_no_descriptor():
     """A connection whose descriptor had been copied before the lock was met; the leak check does the rest."""
     import multiprocessing

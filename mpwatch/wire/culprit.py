@@ -1,13 +1,15 @@
 """Which part of something cannot be pickled, as a path that a user recognises. Runs on either side, after a failure.
 
-Walks from the object that failed to those it is made of, as pickle does, and goes on into the first that fails alone,
-until nothing inside is to blame but the thing itself.
+Walks from the object that failed to those it is made of, as pickle does, and into each that fails alone, until nothing
+inside is to blame but the thing itself. In a cycle (a trainer, its parts, and the trainer that each of them knows) each
+fails alone; what fails for no other reason than that is not blamed while there is something else.
 """
 
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 __all__ = ["find"]
 
@@ -24,17 +26,35 @@ def find(path: str, thing: Any, dumps: Callable[[Any], object]) -> tuple[str, An
         thing: something that `dumps` raised for.
         dumps: pickles one object, or raises.
     """
-    seen = {id(thing)}
-    probes = iter(range(MAX_PROBES))
-    for _ in range(MAX_DEPTH):
-        for (step, part), _ in zip(_parts(thing), probes, strict=False):
-            if id(part) not in seen and not _works(part, dumps):
-                seen.add(id(part))
-                path, thing = path + step, part
-                break
-        else:
-            break
-    return path, thing
+    found = _Search(dumps, {id(thing): thing}, iter(range(MAX_PROBES))).innermost(path, thing, MAX_DEPTH)
+    return found.path, found.thing
+
+
+class _Found(NamedTuple):
+    path: str
+    thing: Any
+    is_sure: bool  # False: it contains what it is a part of, which may be all that is wrong with it
+
+
+@dataclass
+class _Search:
+    dumps: Callable[[Any], object]
+    refused: dict[int, Any]  # by id: what has been looked into
+    probes: Iterator[int]
+
+    def innermost(self, path: str, thing: Any, depth: int) -> _Found:
+        suspect = None
+        leads_back = False
+        for (step, part), _ in zip(_parts(thing), self.probes, strict=False):
+            if id(part) in self.refused:
+                leads_back = True
+            elif depth and not _works(part, self.dumps):
+                self.refused[id(part)] = part
+                found = self.innermost(path + step, part, depth - 1)
+                if found.is_sure:
+                    return found
+                suspect = suspect or found
+        return suspect or _Found(path, thing, is_sure=not leads_back)
 
 
 def _works(part: Any, dumps: Callable[[Any], object]) -> bool:

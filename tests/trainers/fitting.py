@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import signal
+import threading
 import warnings
 from dataclasses import astuple, dataclass
 
@@ -56,6 +57,12 @@ class Sharded(Line):
         self.more = torch.nn.Linear(1, 1)
         fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
         fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+class Locked(Line):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
 
 
 class Witness(Callback):
@@ -120,8 +127,9 @@ class Answer:
     parent: int
 
 
-def in_fabric(fabric, factor, trainer):
+def in_fabric(fabric, factor, lazy, trainer):
     fabric.launch()  # of no effect here
+    lazy(torch.ones(1, 3))
     total = fabric.all_reduce(torch.tensor(factor * (fabric.global_rank + 1.0)), reduce_op="sum")
     return Answer(fabric.global_rank, total.item(), trainer, os.getppid())
 
@@ -163,8 +171,13 @@ told["fit"] = {
 ours.save_checkpoint("by_the_caller.ckpt")
 told["saved_steps"] = torch.load("by_the_caller.ckpt")["global_step"]
 told["predictions"] = torch.cat(ours.predict(dataloaders=loader(), ckpt_path="best")).flatten().tolist()
+told["metrics_after_predict"] = {**ours.callback_metrics, **ours.logged_metrics, **ours.progress_bar_metrics}
 told["expected_predictions"] = module.layer(DATA.tensors[0][::2]).flatten().tolist()
 told["fit_again"] = refusal(lambda: ours.fit(module, loader()))
+
+early = trainer(watched(DDPStrategy()), logger=CSVLogger("early"), enable_checkpointing=True)
+early.predict(model(), loader())
+told["dirpath_before_fit"] = early.checkpoint_callback.dirpath
 
 told["plain"] = mpwatch.run(plainly, 2)[0]
 
@@ -179,7 +192,7 @@ told["checkpoint"] = [theirs.checkpoint_callback.dirpath, os.path.isdir(theirs.c
 told["warned"] = [str(warning.message) for warning in caught if "caller" in str(warning.message)]
 
 fabric = Fabric(accelerator="cpu", devices=2, strategy=watched(FabricDDP()))
-told["fabric"] = astuple(fabric.launch(in_fabric, 10, trainer="an argument of the function's own"))
+told["fabric"] = astuple(fabric.launch(in_fabric, 10, torch.nn.LazyLinear(1), trainer="an argument of the function's own"))
 told["fabric_alone"] = refusal(fabric.launch)
 told["is_spawning"] = isinstance(fabric.strategy.launcher, _MultiProcessingLauncher)
 
@@ -194,6 +207,7 @@ told["refusals"] = {
     "value": refusal(lambda: watched(DDPStrategy(), timeout=-1)),
     "scope": refusal(lambda: watched(DDPStrategy(), restart_policy=mpwatch.RestartPolicy(scope="worker"))),
     "logs": refusal(lambda: trainer(watched(DDPStrategy(), logs=mpwatch.LogSpec(show=2)))),
+    "sending": refusal(lambda: trainer(watched(DDPStrategy())).fit(Locked(), loader())),
     "nodes": refusal(lambda: trainer(watched(DDPStrategy()), num_nodes=2)),
 }
 

@@ -1,7 +1,7 @@
 """A training with Lightning in which rank 1 of 2 comes to grief: `python misfortune.py LAUNCHER MISFORTUNE`.
 
-LAUNCHER: "ddp" and "ddp_spawn" are Lightning's own, "watched" is ours. MISFORTUNE: "raises", "killed", "exits".
-It prints when that was, and when the caller of fit() was told.
+LAUNCHER: "ddp" and "ddp_spawn" are Lightning's own, "watched" is ours. MISFORTUNE: "raises", "killed", "exits"; and
+"interrupted": Ctrl-C, at the caller. It prints when that was, and when the caller of fit() was told.
 """
 
 import os
@@ -51,6 +51,9 @@ def befall(misfortune):
         os.kill(os.getpid(), signal.SIGKILL)
     elif misfortune == "exits":
         os._exit(3)
+    elif misfortune == "interrupted":
+        os.kill(os.getppid(), signal.SIGINT)
+        signal.pause()  # until it is told
     raise BadShardError(17)
 
 
@@ -78,3 +81,7 @@ if __name__ == "__main__":  # for Lightning's own
         if misfortune == "raises":
             print("the exception itself:", type(error.__cause__) is BadShardError, error.__cause__.columns)
         sys.exit(error.exit_code)
+    except SystemExit:  # which is what Lightning makes of Ctrl-C
+        stamp("raised")
+        print("Ctrl-C works as before:", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+        raise

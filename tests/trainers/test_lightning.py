@@ -27,6 +27,7 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 QUIET = {**ENV, "PYTHONWARNINGS": "ignore"}  # torch warns where Lightning is imported, of what Lightning uses of it
 MISFORTUNES = ("raises", "killed", "exits")
+OURS_ALONE = ("interrupted",)
 CELL = """
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -96,6 +97,14 @@ def test_weights_that_are_spread_over_the_ranks_come_back_whole(told):
     )
 
 
+def test_where_checkpoints_go_is_settled_by_fit(told):
+    assert told["dirpath_before_fit"] is None
+
+
+def test_metrics_are_those_of_the_last_run(told):
+    assert told["metrics_after_predict"] == {}
+
+
 def test_fabric_launches_functions_and_nothing_else(told):
     assert told["fabric"] == [0, 30.0, "an argument of the function's own", told["me"]]
     assert told["fabric_alone"].startswith("TypeError: To spawn processes with the `DDPStrategy` strategy")
@@ -116,6 +125,7 @@ def test_what_cannot_be_watched_is_refused_at_once(told):
         "scope": "ValueError: restart_policy has scope='worker'",
         "logs": "ValueError: logs: show names rank 2",
         "nodes": "ValueError: watched() starts ranks on one machine, but num_nodes=2",
+        "sending": "LaunchError: args[0].lock, a _thread.lock, which cannot be sent to the ranks",
     }
     assert refusals.keys() == expected.keys()
     for name, text in expected.items():
@@ -156,8 +166,9 @@ class End:
 @pytest.fixture(scope="module", params=["watched", "ddp", "ddp_spawn"])
 def ends(request):
     """By misfortune; rank 1 has it while rank 0 is busy, and does not talk to it."""
+    misfortunes = (*MISFORTUNES, *OURS_ALONE) if request.param == "watched" else MISFORTUNES
     with ThreadPoolExecutor(2) as pool:
-        found = dict(zip(MISFORTUNES, pool.map(partial(end_of, request.param), MISFORTUNES), strict=True))
+        found = dict(zip(misfortunes, pool.map(partial(end_of, request.param), misfortunes), strict=True))
     for misfortune, end in found.items():
         raised = "" if end.raised is None else f" (raised after {end.raised:.2f} s)"
         print(f"{request.param:10} {misfortune:7} {end.seconds:5.2f} s, status {end.status}, left: {end.left}{raised}")
@@ -167,12 +178,14 @@ def ends(request):
 def test_a_misfortune_of_rank_1_ends_the_program_at_once_and_is_told(ends):
     launcher, found = ends
     if launcher == "watched":
-        assert [end.status for end in found.values()] == [1, 128 + signal.SIGKILL, 3]
-        assert all(end.raised < 2 and end.seconds < 5 for end in found.values())
+        assert [end.status for end in found.values()] == [1, 128 + signal.SIGKILL, 3, 1]
+        assert all(end.raised < 2 for misfortune, end in found.items() if misfortune in MISFORTUNES)
+        assert all(end.seconds < 5 for end in found.values())
         assert "\nrank 1 failed first: BadShardError: shard 1 has 17 columns, not 16" in found["raises"].said
         assert "\nthe exception itself: True 17\n" in found["raises"].said
         assert "\nrank 1 was killed by SIGKILL" in found["killed"].said
         assert "\nrank 1 ended with exit code 3" in found["exits"].said
+        assert "\nCtrl-C works as before: True\n" in found["interrupted"].said
         assert not any(end.left for end in found.values())
         assert not any(
             "Received SIGTERM" in end.said for end in found.values()

@@ -14,6 +14,7 @@ not watched.
 
 import copy
 import itertools
+import signal
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -39,8 +40,10 @@ def watched(strategy: S, **options: Any) -> S:
 
     After `fit` the caller's Trainer has what Lightning's own spawning strategies bring back (weights, callback_metrics,
     state, best_model_path, the return value), and the other metrics, the callbacks' states and the progress besides. As
-    with those, a Trainer can `fit` once. `predict` returns what rank 0 has predicted, as under "ddp", and
-    `Fabric.launch(fn)` what fn returns in rank 0. A rank that fails raises `mpwatch.RunFailedError`.
+    with those, a Trainer can `fit` once, weights of layers that only `configure_model` makes have no place in the caller's
+    module (of which a warning tells), and a logger that counts its versions takes a new one for each run, which the
+    caller's does not know. `predict` returns what rank 0 has predicted, as under "ddp", and `Fabric.launch(fn)` what fn
+    returns in rank 0. A rank that fails raises `mpwatch.RunFailedError`.
 
     Where the processes are there already, because the Trainer is built in a function that `mpwatch.run` calls, or under
     torchrun, nothing is changed.
@@ -48,7 +51,8 @@ def watched(strategy: S, **options: Any) -> S:
     A rank that is to stop, because another has failed, gets SIGTERM, and that ends it at once, be it in the midst of a
     collective; for a SIGTERM to your program holds the same. Who wants to save something then sets a handler of his own,
     say in `on_fit_start`, and has `grace_period` for it; `trainer.received_sigterm` stays False in these ranks. Callbacks'
-    `on_exception` is called in the caller, as with Lightning's spawning strategies.
+    `on_exception` is called in the caller, as with Lightning's spawning strategies: a checkpoint written there has the
+    weights as they were before.
 
     Args:
         strategy: an instance of one with a process for each device, of Lightning's Trainer or Fabric: DDPStrategy,
@@ -139,8 +143,9 @@ class _Launcher(_Part):
     def _run(self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What comes of it in rank 0."""
         __tracebackhide__ = True
-        work = partial(_in_rank, self._launching._GlobalStateSnapshot.capture(), trainer, function)
-        return mpwatch.run(work, self._strategy.num_processes, args=args, kwargs=kwargs, **self._options)[0]
+        work = self._launching._GlobalStateSnapshot.capture(), trainer, function
+        # the caller's own come first: where one cannot be sent, it is args[0].lock, and not found in the depths of a trainer
+        return mpwatch.run(_in_rank, self._strategy.num_processes, args=(*args, work), kwargs=kwargs, **self._options)[0]
 
 
 class _FabricLauncher(_Launcher):
@@ -162,6 +167,8 @@ class _TrainerLauncher(_Launcher):
                 "this Trainer has fit a model already, and cannot go on: its optimizer's state has ended with its ranks. "
                 "Make a new Trainer, and let it go on from a checkpoint: fit(model, ckpt_path=...)"
             )
+        # after Ctrl-C Lightning ignores SIGINT, and puts back what it has noted, which would be nothing but in the ranks
+        trainer._signal_connector._original_handlers = {signal.SIGINT: signal.getsignal(signal.SIGINT)}
         outcome: Outcome = self._run(trainer, function, args, kwargs)
         self._has_fit |= fits
         outcome.bring_to(trainer)
@@ -171,9 +178,10 @@ class _TrainerLauncher(_Launcher):
         """Nothing: a signal to the caller stops the ranks by itself."""
 
 
-def _in_rank(globals_: Any, trainer: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _in_rank(*args: Any, **kwargs: Any) -> Any:
     from torch import Tensor
 
+    *args, (globals_, trainer, function) = args  # type: ignore[assignment]
     globals_.restore()
     if trainer is not None:  # Lightning's handler would note a SIGTERM, and go on; in a collective of NCCL it never runs
         trainer._signal_connector.register_signal_handlers = _leave_signals_alone
@@ -197,5 +205,5 @@ def _unshare(values: list[Any]) -> None:
     module: Any
     for module in (value for value in values if isinstance(value, nn.Module)):
         for tensor in itertools.chain(module.parameters(), module.buffers()):
-            if tensor.device.type == "cpu" and tensor.is_shared():
+            if not nn.parameter.is_lazy(tensor) and tensor.device.type == "cpu" and tensor.is_shared():
                 tensor.data = tensor.data.clone()

@@ -30,15 +30,18 @@ class Outcome:
     @classmethod
     def of(cls, trainer: Any, value: Any) -> Self:
         """Called in all ranks, since what is spread over them is gathered."""
+        fits = trainer.state.fn == "fit"
+        # where checkpoints go is settled by fit: before it, its logger may yet choose another folder than in these ranks
+        callbacks = [callback for callback in trainer.callbacks if fits or not _places_of(callback)]
         return cls(
             value,
             trainer.state,
             trainer.should_stop,
             {name: getattr(trainer, name) for name in METRICS},
-            {callback.state_key: callback.state_dict() for callback in trainer.callbacks},
-            {callback.state_key: _places_of(callback) for callback in trainer.callbacks},
+            {callback.state_key: callback.state_dict() for callback in callbacks},
+            {callback.state_key: _places_of(callback) for callback in callbacks},
             trainer.fit_loop.state_dict(),
-            _whole_weights(trainer.strategy) if trainer.state.fn == "fit" else {},
+            _whole_weights(trainer.strategy) if fits else {},
         )
 
     def bring_to(self, trainer: Any) -> None:
@@ -47,7 +50,9 @@ class Outcome:
             _load(trainer.lightning_module, self.weights)
         trainer.state, trainer.should_stop = self.state, self.should_stop
         for name, metrics in self.metrics.items():
-            getattr(trainer, name).update(metrics)
+            known = getattr(trainer, name)
+            known.clear()
+            known.update(metrics)
         for callback in trainer.callbacks:  # the ranks may have had more
             vars(callback).update(self.places.get(callback.state_key, {}))
             if state := self.callbacks.get(callback.state_key):
