@@ -40,6 +40,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if marked and RANK not in getattr(session.config, "workerinput", {}):
         from . import watcher
 
-        session.config.pluginmanager.register(watcher)
+        plugins = session.config.pluginmanager
+        if not plugins.is_registered(watcher):  # else this session collects once more
+            plugins.register(watcher)
         for item in marked:
             watcher.run_on_ranks(item)
