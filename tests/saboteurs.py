@@ -816,12 +816,15 @@ def beats_until_told():
     return True
 
 
-def ends_in_two_steps(barrier, end):
-    """All are at work; then something happens in the host; then rank 1 ends so. The others do it only if it returns."""
-    barrier.wait()
+def ends_in_two_steps(at_work, go, end):
+    """All are at work; then something happens in the host; then rank 1 ends so. The others do it only if it returns.
+
+    With semaphores: a rank that is stopped while it leaves a barrier would take the host's end of that with it.
+    """
+    at_work.release()
     if end is is_killed_beside_a_helper:
         os.fork() or wait_to_be_stopped()
-    barrier.wait()
+    go.acquire()
     if rank() == 1 or end in (rank, returns_much):
         return end()
     return wait_to_be_stopped()

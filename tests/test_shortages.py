@@ -143,19 +143,19 @@ def test_a_rank_may_lack_room_for_the_descriptors_of_its_call():
 
 
 LATER = """
-barrier = conftest.SPAWN.Barrier(4)
 def take_all(soft):
-    barrier.wait()
+    for _ in range(3): at_work.acquire()
     lift.append(limit(resource.RLIMIT_NOFILE, soft))
-    barrier.wait()
+    for _ in range(3): go.release()
 for ending, soft in [words.split("/") for words in sys.argv[1:]]:
     lift = []
+    at_work, go = conftest.SPAWN.Semaphore(0), conftest.SPAWN.Semaphore(0)
     thread = threading.Thread(target=take_all, args=(int(soft),))
     def begin():
         thread.start()
         return lambda: (thread.join(), lift.pop()())
     end = getattr(saboteurs, ending)
-    try: print(attempt(saboteurs.ends_in_two_steps, 3, args=(barrier, end), grace_period=1, short=begin))
+    try: print(attempt(saboteurs.ends_in_two_steps, 3, args=(at_work, go, end), grace_period=1, short=begin))
     except OSError as error: print(repr(error))
 """
 
