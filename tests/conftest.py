@@ -126,6 +126,12 @@ def eventually():
     return wait_for
 
 
+def shows(result, *lines):
+    """Whether pytest has printed these lines, in this order. Returns all that it has printed."""
+    result.stdout.fnmatch_lines(lines)
+    return result.stdout.str()
+
+
 def is_alive(pid: int) -> bool:
     """Whether this process runs; a zombie does not."""
     try:

@@ -88,6 +88,13 @@ def test_a_single_rank_is_left_to_itself(machine):
     assert use_cpu(nprocs=1) == [None]
 
 
+def test_a_torch_whose_version_is_in_odd_bytes_is_read(machine, tmp_path):
+    machine(CPU_BUILD, gpus=2)
+    with tmp_path.joinpath("torch", "version.py").open("ab") as file:
+        file.write(b"# \xff\n")
+    assert use_cpu() == ["true", "true"]
+
+
 def test_a_torch_that_does_not_say_may_use_gpus(machine, tmp_path):
     machine("", gpus=1)
     tmp_path.joinpath("torch", "version.py").unlink()

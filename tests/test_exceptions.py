@@ -7,8 +7,10 @@ import marshal
 import os
 import pickle
 import re
+import sys
 import threading
 import traceback
+import types
 
 import pytest
 import saboteurs
@@ -465,6 +467,21 @@ def test_a_class_that_says_it_is_a_builtin_comes_back_as_itself(outcome):
     back = through(error)
     assert type(back) is outcome.Exception
     assert (back.msg, back.pytrace) == ("why", False)
+
+
+def test_a_module_that_loads_what_it_is_asked_for_is_not_asked(monkeypatch):
+    def load(name):
+        raise RuntimeError(f"{name} cannot be loaded")
+
+    lazy = types.ModuleType("lazy")
+    lazy.Base = type("Base", (Exception,), {"__module__": "lazy"})
+    lazy.__getattr__ = load
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+
+    class Local(lazy.Base):
+        pass
+
+    assert type(through(raised(Local("text")))) is Local
 
 
 def test_a_stand_in_for_a_class_that_says_it_is_a_builtin():

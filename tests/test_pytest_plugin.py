@@ -7,14 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from conftest import PLUGIN, is_alive
+from conftest import PLUGIN, is_alive, shows
+
+from mpwatch import RunFailedError, WorkerGroup
+from mpwatch.integrations.pytest_plugin import ranks
 
 pytest_plugins = "pytester"
-
-
-def fails(result, *lines):
-    result.stdout.fnmatch_lines(lines)
-    return result.stdout.str()
 
 
 def test_a_failing_assertion_is_shown_as_any_other(run_pytest):
@@ -32,7 +30,7 @@ def test_shards(shard):
         "-rP",
     )
     result.assert_outcomes(passed=1, failed=1)
-    shown = fails(
+    shown = shows(
         result,
         "*FAILURES*",
         "*test_shards?b?*",
@@ -182,7 +180,7 @@ def test_pytest_fail():
         "-rsxXf",
     )
     result.assert_outcomes(skipped=3, xfailed=4, failed=3, xpassed=1)
-    fails(
+    shows(
         result,
         "E*ZeroDivisionError: division by zero",
         "[[]XPASS(strict)] it passes",
@@ -271,7 +269,7 @@ def test_after_that(never_ends):
 """
     )
     result.assert_outcomes(passed=2, failed=2, errors=1)
-    shown = fails(
+    shown = shows(
         result,
         "*ERROR at teardown of test_after_that*",
         "*did not end within timeout=0.5 s: *",
@@ -312,7 +310,18 @@ class Test(unittest.TestCase):
         )
     result = run_pytest("", "--import-mode=importlib", "one", "two")
     result.assert_outcomes(passed=1, failed=1)
-    fails(result, "E*AssertionError: Tuples differ: (2, 'two') != (2, 'one')", "E*in rank ? of 2")
+    shows(result, "E*AssertionError: Tuples differ: (2, 'two') != (2, 'one')", "E*in rank ? of 2")
+
+
+def test_ranks_that_are_started_anew_after_they_were_prepared_have_a_session(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    module = tmp_path / "test_it.py"
+    module.write_text("def test_it():\n    assert 1 == 2\n")
+    places = {"folder": str(tmp_path), "module": str(module), "scratch": str(tmp_path / "scratch")}
+    recipe = ranks.Recipe(args=(*PLUGIN, "--capture=no"), **places, inputs={}, markers=())
+    with WorkerGroup(1) as group, pytest.raises(RunFailedError) as caught:
+        group.run(ranks.run_item, (recipe, ranks.Order(name=("test_it",), following=None, shared={})))
+    assert str(caught.value.__cause__).startswith("assert 1 == 2")
 
 
 def test_without_a_mark_nothing_is_imported(run_pytest):

@@ -1,11 +1,8 @@
 """What goes wrong in ranks that pytest runs tests on is told, whatever else goes wrong or is skipped."""
 
+from conftest import shows
+
 pytest_plugins = "pytester"
-
-
-def fails(result, *lines):
-    result.stdout.fnmatch_lines(lines)
-    return result.stdout.str()
 
 
 def test_errors_in_fixtures_and_teardown(run_pytest):
@@ -35,7 +32,7 @@ def test_last(breaks_last): ...
 """
     )
     result.assert_outcomes(passed=1, failed=2, errors=1)
-    fails(
+    shows(
         result,
         "*ERROR at teardown of test_last*",
         "E       ValueError: at the end",
@@ -107,7 +104,7 @@ def test_after_the_class(): ...
 """,
     )
     result.assert_outcomes(passed=2, failed=15)
-    fails(
+    shows(
         result,
         "E       ValueError: in teardown",
         "E       AssertionError: in the test",
@@ -188,7 +185,7 @@ def pytest_configure(config):
 """,
     )
     result.assert_outcomes(passed=5, failed=3, xfailed=1, errors=1)
-    shown = fails(
+    shown = shows(
         result,
         "E       ValueError: at the end",
         "*Captured stdout teardown*",
@@ -225,7 +222,7 @@ if "RANK" in os.environ:
 """,
     )
     result.assert_outcomes(failed=2)
-    fails(
+    shows(
         result,
         "*_ test_one _*",
         "E*ValueError: it breaks here",
@@ -271,7 +268,7 @@ def pytest_runtest_call(item):
 """,
     )
     result.assert_outcomes(failed=8)
-    shown = fails(
+    shown = shows(
         result,
         "mark mpwatch: nprocs must be at least 1, *not 0",
         "mark mpwatch: *unexpected keyword argument 'nproc'*",

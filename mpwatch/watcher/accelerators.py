@@ -38,7 +38,7 @@ def _builds_of_torch() -> set[str]:
     spec = PathFinder.find_spec("torch")
     for folder in (spec and spec.submodule_search_locations) or ():
         try:
-            with open(os.path.join(folder, "version.py"), encoding="utf-8") as file:
+            with open(os.path.join(folder, "version.py"), encoding="utf-8", errors="replace") as file:
                 return set(BUILD.findall(file.read()))
         except OSError:  # an arrangement of its own
             continue

@@ -55,7 +55,8 @@ def _true_home(cls: type) -> ModuleType | None:
     """The module in which a class is found although it names another: pytest's Skipped says that it is a builtin."""
     for base in cls.__mro__[1:]:
         home = sys.modules.get(base.__module__)
-        if home is not None and base.__module__ != "__main__" and getattr(home, cls.__qualname__, None) is cls:
+        # not by getattr(): a module that loads what it is asked for is not to begin with that here
+        if home is not None and base.__module__ != "__main__" and vars(home).get(cls.__qualname__) is cls:
             return home
     return None
 

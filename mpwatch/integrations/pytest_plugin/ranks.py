@@ -83,18 +83,25 @@ def name_in_module(item: pytest.Item) -> Name:
 
 
 def prepare(recipe: Recipe) -> None:
-    """Have a session, which may take the time of heavy imports."""
+    """Have a session. It may take the time of heavy imports, which is not the test's."""
+    __tracebackhide__ = True
+    _session(recipe)
+
+
+def run_item(recipe: Recipe, order: Order) -> Findings:
+    """Set up the test, call it, and tear it down. Raises whatever it, or one of its fixtures, raises."""
+    __tracebackhide__ = True
+    return _session(recipe).run(order)
+
+
+def _session(recipe: Recipe) -> "Session":
+    """That of this rank, which may have been started anew since it was prepared."""
     __tracebackhide__ = True
     state = current_worker().state
     if RANK not in state:
         state[RANK] = Session(recipe)
-
-
-def run_item(order: Order) -> Findings:
-    """Set up the test, call it, and tear it down. Raises whatever it, or one of its fixtures, raises."""
-    __tracebackhide__ = True
-    session: Session = current_worker().state[RANK]
-    return session.run(order)
+    session: Session = state[RANK]
+    return session
 
 
 def tear_down() -> None:

@@ -131,15 +131,15 @@ class Ranks:
         capture = item.config.getoption("capture", "no")
         log_dir = None if capture == "no" else folder / "logs"
         logs = LogSpec(log_dir, show="all" if capture in {"no", "tee-sys"} else "none")
+        self._recipe = _recipe_of(item.config, module, folder)
+        self._timeout: float | None = None  # of the last test
+        self._shown: dict[Path, int] = {}
         try:
             self._group = WorkerGroup(**options, logs=logs, progress=False)
         except (TypeError, ValueError) as error:
             _refuse(str(error))
         except LaunchError as error:
             _fail(str(error))
-        self._recipe = _recipe_of(item.config, module, folder)
-        self._timeout: float | None = None  # of the last test
-        self._shown: dict[Path, int] = {}
 
     def run(self, item: pytest.Item, timeout: float | None) -> list[RunFailedError]:
         """The test in all ranks; what it leaves beside a failure becomes part of its report."""
@@ -153,7 +153,7 @@ class Ranks:
         result: RunResult[Any]
         result, failure = self._call(partial(prepare, self._recipe))
         if failure is None:
-            result, failure = self._call(partial(run_item, order), timeout)
+            result, failure = self._call(partial(run_item, self._recipe, order), timeout)
             self._timeout = timeout
         self._show(item, "call", result)
         if failure is None:
