@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .logs import LogSpec
     from .policy import RestartPolicy
     from .ranks import Worker
+    from .rendezvous import Rendezvous
     from .result import Attempt, FailureKind, ProcessFailure, Progress, RunResult, WorkerState
     from .spec import WorkerSpec
     from .worker.context import current_worker, heartbeat, report
@@ -29,6 +30,7 @@ __all__ = [
     "MpwatchError",
     "ProcessFailure",
     "Progress",
+    "Rendezvous",
     "RestartPolicy",
     "RunFailedError",
     "RunResult",
@@ -56,6 +58,7 @@ _HOME = {
     "MpwatchError": ".errors",
     "ProcessFailure": ".result",
     "Progress": ".result",
+    "Rendezvous": ".rendezvous",
     "RestartPolicy": ".policy",
     "RunFailedError": ".errors",
     "RunResult": ".result",

@@ -13,7 +13,7 @@ import mpwatch
 PACKAGE = Path(mpwatch.__file__).parent
 DATA = {
     *("checks", "errors", "events", "frontend", "lifecycle", "logs", "policy"),
-    *("ranks", "result", "spec", "status", "tables", "wording"),
+    *("ranks", "rendezvous", "result", "spec", "status", "tables", "wording"),
 }
 # From the ground to the user's side: a module may import of its own layer and of those named, and nothing else of mpwatch.
 LAYERS = {
@@ -23,9 +23,10 @@ LAYERS = {
     "wire": {"platform"},
     "data": {"platform", "wire"},
     "watcher": {"cgroups", "platform", "wire", "data"},
+    "elastic": {"platform", "wire", "data", "watcher"},
     "worker": {"platform", "wire", "data"},
     "view": {"data"},
-    "api": {"data", "view", "watcher"},
+    "api": {"data", "view", "watcher", "elastic"},
     "group": {"data", "view", "watcher"},
     "facade": {"api", "group", "data", "worker"},
     "integrations": {"facade"},  # what a user could have written
