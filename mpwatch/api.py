@@ -11,6 +11,7 @@ from .errors import RunFailedError
 from .logs import LogSpec
 from .policy import RestartPolicy
 from .ranks import Worker
+from .rendezvous import Rendezvous
 from .result import RunResult
 from .spec import Nprocs, Observers, WorkerSpec
 from .view.choice import view_for
@@ -40,6 +41,7 @@ def run(
     logs: LogSpec | None = None,
     on_event: Observers | None = None,
     progress: bool | None = None,
+    rendezvous: Rendezvous | None = None,
     check: bool = True,
 ) -> RunResult[T]:
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them to their end, and return what they returned.
@@ -76,10 +78,13 @@ def run(
             While it runs, signals wait, but for a second Ctrl-C.
         progress: a live view of what the ranks `report()`: None: in a terminal or a notebook, once one of them has reported;
             True: from the start, and as plain lines on stderr where there is neither; False: never.
+        rendezvous: where the nodes of a job meet, for ranks on several machines: each makes the same call, and `nprocs` is
+            how many ranks this one has. See Rendezvous. None: this machine alone.
         check: False: return the result of a failed run instead of raising.
 
     Returns:
-        The values by rank: `result[3]` is rank 3's, iterating gives them in order.
+        The values by rank: `result[3]` is rank 3's, iterating gives them in order. Of a job of several nodes each has those
+        of its own ranks, by global rank.
 
     Raises:
         RunFailedError: a rank failed; raised from that rank's own exception. A rank that ended without returning failed.
@@ -107,8 +112,13 @@ def run(
         logs=logs,
         on_event=on_event,
         progress=progress,
+        rendezvous=rendezvous,
     )
-    return outcome_of(lambda: watch(spec, partial(view_for, progress)), check=check)
+    if rendezvous is None:
+        return outcome_of(lambda: watch(spec, partial(view_for, progress)), check=check)
+    from .elastic.watch import watch_with_others  # which imports torch
+
+    return outcome_of(lambda: watch_with_others(spec, partial(view_for, progress)), check=check)
 
 
 def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunResult[T]:

@@ -24,6 +24,7 @@ TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
         _S.STOPPED: "the watcher itself is struck",
     },
     _S.HEALTHY: {
+        _S.INIT: "all have returned, but one of another node has failed",
         _S.UNHEALTHY: "a rank is late with its heartbeat, or fails, or all are stopped",
         _S.SUCCEEDED: "all have returned",
         _S.FAILED: "what one returned cannot be rebuilt",

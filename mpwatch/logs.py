@@ -122,6 +122,13 @@ class LogSpec:
         """How many of these may be heard."""
         return sum(any(self.shows(stream, rank) for stream in STREAMS) for rank in ranks)
 
+    def telling_ranks(self) -> list[int]:
+        """Ranks that stand for all, where it is not known how many there will be: those that are named, and two others."""
+        choices = [_of_stream(choice, stream) for choice in (self.show, self.files) for stream in STREAMS]
+        named = {rank for choice in choices for rank in _named(choice)}
+        beyond = max(named, default=-1) + 1
+        return sorted(named | {beyond, beyond + 1})
+
     def check_ranks(self, nprocs: int) -> None:
         """Raises ValueError for a rank that there is none of."""
         for name in ("show", "files"):

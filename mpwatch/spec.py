@@ -14,6 +14,7 @@ from .logs import LogSpec
 from .platform import gpus_may_exist, usable_cpus
 from .policy import RestartPolicy
 from .ranks import Worker
+from .rendezvous import Rendezvous
 
 __all__ = ["GroupSpec", "Nprocs", "Observers", "WorkerSpec", "check_call", "name_of"]
 
@@ -56,12 +57,17 @@ class GroupSpec:
             raise TypeError(f"progress must be True, False or None, not {self.progress!r:.200}")
         object.__setattr__(self, "on_event", _observers(self.on_event))
         object.__setattr__(self, "nprocs", _count(self.nprocs))
-        object.__setattr__(self, "logs", _logs(self.logs, self.nprocs))
+        object.__setattr__(self, "logs", _logs(self.logs, None if self.is_on_nodes else self.nprocs))
 
     @property
     def policy(self) -> RestartPolicy:
         """What becomes of ranks that have failed; those of a group are started anew by its next call, and not before."""
         return RestartPolicy(0)
+
+    @property
+    def is_on_nodes(self) -> bool:
+        """Whether the ranks are a part of those of a job of several nodes."""
+        return False
 
     @property
     def observers(self) -> tuple[Observer, ...]:
@@ -88,6 +94,7 @@ class WorkerSpec(GroupSpec, Generic[T]):
     kwargs: Mapping[str, Any] | None = None
     max_restarts: int | None = None
     restart_policy: RestartPolicy | None = None
+    rendezvous: Rendezvous | None = None
 
     def __post_init__(self) -> None:
         check_call(self.fn, self.args, self.kwargs)
@@ -95,6 +102,7 @@ class WorkerSpec(GroupSpec, Generic[T]):
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
         policy = _policy(self.max_restarts, self.restart_policy, self.backend)
+        _check_rendezvous(self.rendezvous, policy)
         object.__setattr__(self, "restart_policy", policy)
         object.__setattr__(self, "max_restarts", policy.max_restarts)
 
@@ -103,6 +111,11 @@ class WorkerSpec(GroupSpec, Generic[T]):
         """What becomes of ranks that have failed."""
         assert self.restart_policy is not None  # see above
         return self.restart_policy
+
+    @property
+    def is_on_nodes(self) -> bool:
+        """See GroupSpec."""
+        return self.rendezvous is not None
 
     @property
     def fn_name(self) -> str:
@@ -134,6 +147,23 @@ def _policy(max_restarts: object, policy: object, backend: str | None) -> Restar
             " cannot join; use scope='group'"
         )
     return policy
+
+
+def _check_rendezvous(rendezvous: object, policy: RestartPolicy) -> None:
+    if rendezvous is None:
+        return
+    if not isinstance(rendezvous, Rendezvous):
+        raise TypeError(
+            "rendezvous must be a Rendezvous, such as Rendezvous('node0:29400', run_id='job', nnodes=2), or None, not "
+            f"{rendezvous!r:.200}"
+        )
+    if find_spec("torch") is None:
+        raise ValueError("rendezvous needs torch, which is not installed here: pip install torch")
+    if policy.scope == "worker":
+        raise ValueError(
+            "restart_policy has scope='worker', which one machine can do; over several nodes all ranks are started again"
+            " together: use scope='group'"
+        )
 
 
 def _observers(on_event: object) -> tuple[Observer, ...]:
@@ -196,13 +226,14 @@ def _check_env(env: object) -> None:
         check_mapping("env", env)
 
 
-def _logs(logs: object, nprocs: object) -> LogSpec | None:
+def _logs(logs: object, world_size: object) -> LogSpec | None:
+    """`world_size` is None where it is not known yet."""
     if logs is None:
         return None
     if not isinstance(logs, LogSpec):
         raise TypeError(f"logs must be a LogSpec, such as LogSpec({str(logs)!r:.200}), or None, not {logs!r:.200}")
-    assert isinstance(nprocs, int)
-    logs.check_ranks(nprocs)
+    if isinstance(world_size, int):
+        logs.check_ranks(world_size)
     return logs.from_here()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mpwatch import WorkerSpec
-from mpwatch.watcher.environment import environments_of
+from mpwatch.watcher.environment import environments_of, workers_here
 
 CPU_BUILD = "cuda: Optional[str] = None\nhip: Optional[str] = None\nxpu: Optional[str] = None\n"
 CUDA_BUILD = CPU_BUILD.replace("cuda: Optional[str] = None", "cuda: Optional[str] = '13.0'")
@@ -34,7 +34,7 @@ def machine(tmp_path, monkeypatch):
 def use_cpu(nprocs=2, env=None):
     """What accelerate finds in each rank."""
     spec = WorkerSpec(fn=print, nprocs=nprocs, env=env)
-    places = environments_of(spec, range(nprocs), 29500, run_id="test", restart_count=0)
+    places = environments_of(spec, workers_here(spec, range(nprocs), 29500, run_id="test", restart_count=0))
     return [env.get("ACCELERATE_USE_CPU") for _, env in places]
 
 

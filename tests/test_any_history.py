@@ -70,7 +70,12 @@ class History(RuleBasedStateMachine):
         self.now = 1.0
         self.keep = keep
         self.limits = {"timeout": timeout, "heartbeat_timeout": limit}
-        more = {"grace_period": GRACE, "start_timeout": PATIENCE, "keep": keep, "may_restart": may_restart}
+        more = {
+            "grace_period": GRACE,
+            "start_timeout": PATIENCE,
+            "keep": keep,
+            "judged": (Verdict.FAILED,) if may_restart else (),
+        }
         self.machine = Machine(range(n), now=self.now, **more, heartbeat_timeout=limit)
         self.state = WorkerState.INIT
         self.have_others_failed = False

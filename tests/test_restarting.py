@@ -39,7 +39,7 @@ PATIENCE = 300.0
 
 
 def at_work(n=2, timeout=None, **more):
-    it = Machine(range(n), now=0.0, grace_period=GRACE, start_timeout=PATIENCE, may_restart=True, **more)
+    it = Machine(range(n), now=0.0, grace_period=GRACE, start_timeout=PATIENCE, judged=(Verdict.FAILED,), **more)
     assert it.handle(CallAll(started_at=0.0, timeout=timeout), 0.0) == []
     become_ready(it, 0.0)
     return it
@@ -77,7 +77,7 @@ def started_again(it, now, delay=0.0):
 
 def test_a_run_that_may_not_be_restarted_is_over():
     it = at_work(1)
-    it._may_restart = False
+    it._judged_after = ()
     it.handle(Died(0), 1.0)
     assert it.stage is Stage.OVER
 

@@ -15,6 +15,7 @@ __all__ = [
     "CallStarted",
     "Event",
     "HeartbeatLost",
+    "NodesMet",
     "Restarting",
     "RunEnded",
     "RunStarted",
@@ -66,6 +67,21 @@ class RunStarted(Event):
     nprocs: int
     max_restarts: int
     hostname: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodesMet(Event):
+    """The nodes of a job have met, and this node's ranks are about to be started. Before that, who they are is not known:
+    earlier events of the run have no ranks. Told anew for each attempt.
+    """
+
+    group_rank: int
+    """Of this node."""
+    group_world_size: int
+    """How many nodes there are."""
+    world_size: int
+    master_addr: str
+    master_port: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from ..spec import GroupSpec
 from ..wire.shortage import with_remedy
 from .accelerators import accelerators_of_torch, is_cpu_only
 
-__all__ = ["environments_of", "reserve_port"]
+__all__ = ["environments_of", "reserve_port", "workers_here"]
 
 MASTER_ADDR = "127.0.0.1"
 
@@ -36,19 +36,12 @@ def reserve_port() -> socket.socket:
     return keeper
 
 
-def environments_of(
-    spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: str, restart_count: int
-) -> list[tuple[Worker, dict[str, str]]]:
-    """These ranks of a run on this machine alone, each with its whole environment.
-
-    Raises TypeError or ValueError for what the caller's `env` function returns, and whatever it raises.
-    """
+def workers_here(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: str, restart_count: int) -> list[Worker]:
+    """These ranks of a run on this machine alone."""
     nprocs = spec.nprocs
     assert isinstance(nprocs, int)  # whatever the caller gave, see GroupSpec
-    accelerators = accelerators_of_torch()
-    places = []
-    for rank in ranks:
-        worker = Worker(
+    return [
+        Worker(
             rank=rank,
             local_rank=rank,
             world_size=nprocs,
@@ -61,14 +54,23 @@ def environments_of(
             master_addr=MASTER_ADDR,
             master_port=port,
         )
+        for rank in ranks
+    ]
+
+
+def environments_of(spec: GroupSpec, workers: Iterable[Worker]) -> list[tuple[Worker, dict[str, str]]]:
+    """These ranks, each with its whole environment.
+
+    Raises TypeError or ValueError for what the caller's `env` function returns, and whatever it raises.
+    """
+    accelerators = accelerators_of_torch()
+    places = []
+    for worker in workers:
         extra = spec.environment_of(worker)
         # a caller may know a better address: what the rank is told and what it finds are the same
-        worker = replace(
-            worker,
-            master_addr=extra.get("MASTER_ADDR", MASTER_ADDR),
-            master_port=int(extra.get("MASTER_PORT", port)),
-        )
-        places.append((worker, _environment_of(worker, extra, spec.policy.max_restarts, accelerators)))
+        address, port = extra.get("MASTER_ADDR", worker.master_addr), int(extra.get("MASTER_PORT", worker.master_port))
+        known = replace(worker, master_addr=address, master_port=port)
+        places.append((known, _environment_of(known, extra, spec.policy.max_restarts, accelerators)))
     return places
 
 

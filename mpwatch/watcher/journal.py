@@ -45,7 +45,8 @@ class Journal:
         self._keep = keep
         self._untold: deque[Event] = deque()
         self._wall_clock = time.time() - self.started_at
-        self._ranks = range(0)  # until it begins
+        self.ranks: Sequence[int] = ()  # of this node
+        self._has_begun = False
         self._has_ended = False
 
     def wants(self, kind: type[Event]) -> bool:
@@ -70,10 +71,12 @@ class Journal:
     def begin(self, spec: GroupSpec, *, fn: str) -> None:
         """The ranks are about to be started, for this function, or, if it is empty, for any number of calls."""
         assert isinstance(spec.nprocs, int)  # see GroupSpec
-        self._ranks = range(spec.nprocs)
+        self._has_begun = True
+        if not spec.is_on_nodes:
+            self.ranks = range(spec.nprocs)
         self.note(
             RunStarted,
-            self._ranks,
+            self.ranks,
             at=self.started_at,
             fn=fn,
             role=spec.role,
@@ -84,14 +87,14 @@ class Journal:
 
     def end(self, state: WorkerState, workers: Collection[Worker], *, restarts: int, reason: str) -> None:
         """All is over. The first time that this is said counts; whoever is struck on the way out says it again."""
-        if self._ranks and not self._has_ended:
+        if self._has_begun and not self._has_ended:
             if self.state not in ENDS:  # else that was all that it came to the first time
                 self.change_state(state, workers)
             elapsed = time.monotonic() - self.started_at
             attempt = _latest(workers)
             self._has_ended = True
             self.note(
-                RunEnded, self._ranks, attempt=attempt, state=self.state, elapsed=elapsed, restarts=restarts, reason=reason
+                RunEnded, self.ranks, attempt=attempt, state=self.state, elapsed=elapsed, restarts=restarts, reason=reason
             )
         try:
             self.tell()
@@ -107,7 +110,7 @@ class Journal:
         if after is not self.state:
             check_change(self.state, after)
             before, self.state = self.state, after  # first: who is struck here does not come from an end to another
-            self.note(StateChanged, self._ranks, attempt=_latest(workers), before=before, after=after)
+            self.note(StateChanged, self.ranks, attempt=_latest(workers), before=before, after=after)
 
     def tell(self) -> None:
         """Tell the observers what has been noted."""

@@ -24,9 +24,9 @@ from ..platform import await_end_of_thread
 from ..ranks import Worker
 from ..result import WorkerState
 from ..spec import GroupSpec
-from .environment import environments_of, reserve_port
+from .environment import environments_of, reserve_port, workers_here
 from .journal import Journal
-from .loop import carry_out
+from .loop import Herald, carry_out
 from .mailbox import Mailbox
 from .output import Output
 from .remarks import Remarks
@@ -46,20 +46,25 @@ class Life:
         journal: of the run or the group that all its lives are of.
         restart_count: how many there were before.
         keep: whether the ranks stay after a call. Then the program may end without having closed this.
+        herald: is told, in the thread, as soon as it is clear how an attempt ends.
     """
 
-    def __init__(self, spec: GroupSpec, journal: Journal, *, restart_count: int = 0, keep: bool) -> None:
+    def __init__(
+        self, spec: GroupSpec, journal: Journal, *, restart_count: int = 0, keep: bool, herald: Herald = bool
+    ) -> None:
         self._spec = spec
         self._journal = journal
         self._restart_count = restart_count
         self._keep = keep
+        self._herald = herald
         self._pid = os.getpid()
         with ExitStack() as stack:
             self.mailbox = stack.enter_context(closing(Mailbox()))
             self.remarks = Remarks(self.mailbox.alarm.ring)
             self._journal.wake = self.mailbox.alarm.ring
             assert isinstance(spec.nprocs, int)  # see GroupSpec
-            self.output = Output(spec.logs or default_logs(), spec.nprocs, self.remarks)
+            nprocs = None if spec.is_on_nodes else spec.nprocs
+            self.output = Output(spec.logs or default_logs(), nprocs, self.remarks)
             self._keeper: socket.socket | None = None  # of the port
             stack.callback(self._free_port)
             self._held = stack.pop_all()
@@ -92,7 +97,8 @@ class Life:
                 earlier.close()
         port = self._keeper.getsockname()[1]
         run_id = self._journal.run_id
-        return environments_of(self._spec, ranks, port, run_id=run_id, restart_count=restart_count)
+        workers = workers_here(self._spec, ranks, port, run_id=run_id, restart_count=restart_count)
+        return environments_of(self._spec, workers)
 
     def _free_port(self) -> None:
         if self._keeper is not None:
@@ -168,7 +174,14 @@ class Life:
         try:
             if not self._is_cancelled:
                 carry_out(
-                    self._spec, self._places, self.mailbox, self.remarks, self._journal, output=self.output, keep=self._keep
+                    self._spec,
+                    self._places,
+                    self.mailbox,
+                    self.remarks,
+                    self._journal,
+                    output=self.output,
+                    keep=self._keep,
+                    herald=self._herald,
                 )
         except BaseException as error:  # noqa: BLE001  it is the caller's to raise
             self.error = error

@@ -13,7 +13,7 @@ import math
 import platform
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..errors import LaunchError
@@ -30,6 +30,7 @@ from .gate import Gate
 from .journal import Journal
 from .line import RankLine
 from .looks import statuses_of
+from .machine import Machine
 from .mailbox import Errand, Look, Mailbox, Repair, Retrial
 from .oom import OomWatch
 from .order import Order
@@ -39,7 +40,9 @@ from .signatures import complaint_in
 from .stacks import tidy, with_sources
 from .unit import Place, Unit, state_of_all
 
-__all__ = ["carry_out"]
+__all__ = ["Herald", "carry_out"]
+
+Herald = Callable[[Machine], object]
 
 
 def carry_out(
@@ -51,13 +54,17 @@ def carry_out(
     *,
     output: Output,
     keep: bool,
+    herald: Herald,
 ) -> None:
-    """Start these ranks and watch them to their end; they stay after a call if `keep`. Raises LaunchError."""
+    """Start these ranks and watch them to their end; they stay after a call if `keep`. Raises LaunchError.
+
+    The herald is told, in this thread, as soon as it is clear how an attempt ends, and when all is over.
+    """
     boats = [places] if spec.policy.scope == "group" else [[place] for place in places]
     units = [Unit(spec, boat, journal, keep=keep) for boat in boats]
     with OomWatch(remarks) as oom:
         with Crew(remarks, output) as crew:
-            run = _Run(units, crew, mailbox, oom, journal)
+            run = _Run(units, crew, mailbox, oom, journal, herald)
             run.start()
             run.until_over()
         struck = oom.judge()
@@ -67,7 +74,9 @@ def carry_out(
 class _Run:
     """One pass through the machines: a call, or one after another."""
 
-    def __init__(self, units: Sequence[Unit], crew: Crew, mailbox: Mailbox, oom: OomWatch, journal: Journal) -> None:
+    def __init__(
+        self, units: Sequence[Unit], crew: Crew, mailbox: Mailbox, oom: OomWatch, journal: Journal, herald: Herald
+    ) -> None:
         self.units = units
         self.unit_of = {rank: unit for unit in units for rank in unit.places}
         self.open_units = list(units)  # that are not over
@@ -77,6 +86,7 @@ class _Run:
         self.journal = journal
         self.remarks = crew.remarks
         self.oom = oom
+        self.herald = herald
         self.errand: Errand | None = None
         self.order = Order()
         self._born_at = time.time()
@@ -152,7 +162,11 @@ class _Run:
         return known
 
     def _concerned(self, event: m.Event) -> Sequence[Unit]:
-        return (self.unit_of[event.rank],) if isinstance(event, m.RankEvent) else list(self.open_units)
+        return (self._unit_of(event),) if isinstance(event, m.RankEvent) else list(self.open_units)
+
+    def _unit_of(self, event: m.RankEvent) -> Unit:
+        """Of several nodes the ranks are not known before they are started; there is one unit then."""
+        return self.unit_of[event.rank] if len(self.units) > 1 else self.units[0]
 
     def _handle(self, unit: Unit, event: m.Event, now: float) -> list[m.Action]:
         if isinstance(event, m.CallAll) and not self._begin_call(unit):
@@ -166,6 +180,9 @@ class _Run:
 
     def _begin_call(self, unit: Unit) -> bool:
         """False if it comes too late: a rank has been lost. The caller sees that when all have ended."""
+        if not unit.places:  # who they are is not known yet
+            self.errand = self._posted
+            return True
         lines = [self.crew.lines[rank] for rank in unit.places if rank in self.crew.lines]
         is_whole = len(lines) == len(unit.places) and all(line.facts.died_at is None for line in lines)
         if unit.machine.stage is not m.Stage.IDLE or not is_whole:
@@ -178,8 +195,10 @@ class _Run:
 
     def _look_at(self, unit: Unit) -> list[m.Event]:
         """What follows from where its machine has come to."""
-        before = unit.stage
+        before, verdict = unit.stage, unit.verdict
         unit.look_at_machine()
+        if unit.verdict is not verdict or (unit.stage is m.Stage.OVER and before is not m.Stage.OVER):
+            self.herald(unit.machine)
         if unit.stage is m.Stage.IDLE and self.errand is not None:
             self._answer_and_go_on(self.errand, unit)
         elif unit.stage is m.Stage.JUDGING and before is not m.Stage.JUDGING:
@@ -240,7 +259,7 @@ class _Run:
             elif isinstance(thing, Repair):
                 self.crew.guardian.entrust(thing.what)
             elif isinstance(thing, Retrial):
-                self.unit_of[thing.event.rank].places = {worker.rank: (worker, env) for worker, env in thing.places}
+                self._renew(self._unit_of(thing.event), thing.places)
                 events.append(thing.event)
             else:
                 events.append(thing)
@@ -253,6 +272,11 @@ class _Run:
                 self.order.hear(message.stamp)
             events += self._understand(line, message)
         return events
+
+    def _renew(self, unit: Unit, places: list[Place]) -> None:
+        """Its ranks, which are started again; in a job of several nodes they may be others."""
+        unit.places = {worker.rank: (worker, env) for worker, env in places}
+        self.unit_of = {rank: unit for unit in self.units for rank in unit.places}
 
     def _overhear(self, line: RankLine) -> list[m.Event]:
         had_all = line.stacks.is_whole()

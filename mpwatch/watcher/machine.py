@@ -17,6 +17,9 @@ Where a rank is, is in the table of states.py. Where the run is:
     JUDGING --- it is tried again --> PAUSED --- the delay is over, all are started --> WORKING
            `--- or not, or interrupt --^--- interrupt ---------------------------------> OVER
 
+In a job of several nodes all begins in JUDGING, without ranks, and what follows on a verdict is for all of them to decide.
+CALLED_OFF is what other nodes want; it also comes if nothing was heard of them for too long (Lease).
+
 Ranks that stay (`keep`) become IDLE again where others are ENDING, and whoever has raised something is waited with, as in
 LAST_CALL: if by then every rank has answered, nobody is stopped, and all are IDLE again. The same holds if the watcher is
 interrupted by SIGINT: the ranks get it, and if all answer within `grace_period`, they stay. If one is lost, at work or idle,
@@ -34,9 +37,10 @@ rank reported is lost.
 
 import math
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ..result import WorkerState
+from . import states as m
 from .beats import Heartbeats
 from .roster import Roster
 from .states import (
@@ -46,32 +50,13 @@ from .states import (
     LEAST_GRACE_SECONDS,
     LIVING,
     LOOK_SECONDS,
+    NO_LEASE,
     Action,
-    CallAll,
-    CallRank,
-    Died,
-    EndAll,
-    EndRank,
     Event,
-    Failed,
-    Failing,
-    FeelPulse,
-    GiveUp,
     IllegalEventError,
-    Interrupted,
-    LookAt,
-    Looked,
     Phase,
-    Pulse,
     RankEvent,
-    Ready,
-    Settled,
-    SignalRank,
     Stage,
-    StartAgain,
-    StartRank,
-    StopAll,
-    Told,
     Verdict,
 )
 
@@ -88,7 +73,7 @@ class Machine:
         start_timeout: seconds for a rank to become ready.
         heartbeat_timeout: seconds that a rank which has beaten once may be silent, or None.
         keep: whether the ranks stay after a call, for the next one.
-        may_restart: whether it is asked, after a failure, if the ranks are started again.
+        judged: the verdicts after which it is asked if ranks are started again.
     """
 
     def __init__(
@@ -100,14 +85,17 @@ class Machine:
         start_timeout: float = math.inf,
         heartbeat_timeout: float | None = None,
         keep: bool = False,
-        may_restart: bool = False,
+        judged: Collection[Verdict] = (),
     ) -> None:
         self.generation = 0
-        self._keep, self._may_restart = keep, may_restart
+        self._keep, self._judged_after = keep, judged
+        self._lease = NO_LEASE
         self._is_wanted = True  # by the others: none of them has failed for good
         self._start_timeout, self._grace_period = start_timeout, grace_period
         self._heartbeat_timeout = heartbeat_timeout
         self._begin(ranks, now)
+        if not self.roster.phases:
+            self.stage = Stage.JUDGING
 
     def _begin(self, ranks: Iterable[int], now: float) -> None:
         self.roster = Roster(ranks)
@@ -128,12 +116,20 @@ class Machine:
         self.beats = Heartbeats(self._heartbeat_timeout, now)
 
     @property
+    def _leased_until(self) -> float:
+        if self.stage in (Stage.JUDGING, Stage.PAUSED, Stage.OVER):
+            return math.inf  # there are no ranks
+        return self._lease.stop_at if self.is_undecided() else self._lease.kill_at
+
+    @property
     def state(self) -> WorkerState:
         """Of these ranks together, as long as they are not over; what they end with is not decided here."""
         if self.stage in (Stage.IDLE, Stage.WORKING, Stage.LAST_CALL):
             if self.roster.count[Phase.STARTING]:
                 return WorkerState.INIT
             return WorkerState.UNHEALTHY if self.beats.late else WorkerState.HEALTHY
+        if not self.roster.phases:
+            return WorkerState.UNKNOWN
         has_succeeded = self.verdict is Verdict.SUCCEEDED and not self._keep
         return WorkerState.HEALTHY if has_succeeded else WorkerState.UNHEALTHY
 
@@ -145,6 +141,7 @@ class Machine:
             soonest = min(soonest, self._start_at)
         if self.stage is Stage.WORKING:
             soonest = min(soonest, self.beats.due_at)
+        soonest = min(soonest, self._leased_until)
         return soonest if soonest < math.inf else None
 
     def is_undecided(self) -> bool:
@@ -153,23 +150,28 @@ class Machine:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """What is to be done about an event. Raises IllegalEventError for one that cannot be."""
-        if isinstance(event, Interrupted | EndAll | StopAll) and self.stage in (Stage.JUDGING, Stage.PAUSED):
+        if isinstance(event, m.Interrupted | m.EndAll | m.StopAll) and self.stage in (Stage.JUDGING, Stage.PAUSED):
             return self._leave_it(event)
-        if isinstance(event, Interrupted):
+        if isinstance(event, m.Interrupted):
             return self._interrupt(event.signum, now)
-        if isinstance(event, CallAll):
+        if isinstance(event, m.CallAll):
             return self._call(event, now)
-        if isinstance(event, EndAll):
+        if isinstance(event, m.CallOff):
+            return self._look(now, Verdict.CALLED_OFF) if self.is_undecided() else []
+        if isinstance(event, m.Lease):
+            self._lease = event
+            return []
+        if isinstance(event, m.EndAll):
             return self._end_all(now)
-        if isinstance(event, StopAll):  # those who have returned may end
+        if isinstance(event, m.StopAll):  # those who have returned may end
             self._is_wanted = False
             return self._look(now, Verdict.INTERRUPTED) if self.is_undecided() else []
         if event.generation < self.generation:
             return []
-        if isinstance(event, StartAgain | Settled):
+        if isinstance(event, m.StartAgain | m.Settled):
             return self._judged(event, now)
         before = self.roster.follow(event)
-        if before is Phase.AT_WORK and not isinstance(event, Pulse):
+        if before is Phase.AT_WORK and not isinstance(event, m.Pulse):
             self.beats.forget(event.rank)
         return self._follow(event, before, now)
 
@@ -178,7 +180,12 @@ class Machine:
         if self.deadline is None or now < self.deadline:
             return []
         if self.stage is Stage.PAUSED:
-            return self._start_again(now)
+            return self._start_again(now, list(self.roster.phases))
+        if now >= self._leased_until:
+            if self.is_undecided():
+                return self._look(now, Verdict.CALLED_OFF)
+            self._lease = NO_LEASE
+            return self._stop(now, self.verdict) + self._kill(now)
         if self.stage is Stage.STOPPING:
             return self._give_up() if self.roster.count[Phase.KILLED] else self._kill(now)
         if self.stage is Stage.ENDING:
@@ -194,17 +201,21 @@ class Machine:
             return self._look(now, Verdict.FAILED)
         if self.stage is Stage.LAST_CALL:
             return self._look(now, Verdict.FAILED)
-        return [FeelPulse(rank) for rank in self.beats.feel(self.roster.those(Phase.AT_WORK), now)]
+        return [m.FeelPulse(rank) for rank in self.beats.feel(self.roster.those(Phase.AT_WORK), now)]
 
-    def _call(self, event: CallAll, now: float) -> list[Action]:
+    def _call(self, event: m.CallAll, now: float) -> list[Action]:
+        timeout_at = math.inf if event.timeout is None else event.started_at + event.timeout
+        if self.stage is Stage.JUDGING and not self.roster.phases:  # who the ranks are is not known yet
+            self._timeout_at = timeout_at
+            return []
         if self.stage is not Stage.IDLE:
             raise IllegalEventError(f"{event} in stage {self.stage.name}")
-        self._enter_call(math.inf if event.timeout is None else event.started_at + event.timeout, now)
+        self._enter_call(timeout_at, now)
         return [self._call_rank(rank) for rank in self.roster.those(Phase.READY)]
 
-    def _call_rank(self, rank: int) -> CallRank:
+    def _call_rank(self, rank: int) -> m.CallRank:
         self.roster.move(rank, Phase.AT_WORK)
-        return CallRank(rank)
+        return m.CallRank(rank)
 
     def _end_all(self, now: float) -> list[Action]:
         """Politely if nobody is at work, or still starting."""
@@ -214,29 +225,30 @@ class Machine:
         is_under_way = self.stage in (Stage.IDLE, Stage.WORKING, Stage.LAST_CALL, Stage.LOOKING)
         return self._stop(now, self.verdict or Verdict.INTERRUPTED) if is_under_way else []
 
-    def _judged(self, event: StartAgain | Settled, now: float) -> list[Action]:
+    def _judged(self, event: m.StartAgain | m.Settled, now: float) -> list[Action]:
         if self.stage is Stage.OVER:  # an interrupt came meanwhile
             return []
         if self.stage is not Stage.JUDGING:
             raise IllegalEventError(f"{event} in stage {self.stage.name}")
-        if isinstance(event, Settled) or not self._is_wanted:
+        if isinstance(event, m.Settled) or not self._is_wanted:
             self._be_over()
         else:
             self.stage = Stage.PAUSED
             self._stage_at = now + event.delay
+            return self._start_again(now, event.ranks) if event.ranks else []
         return []
 
-    def _start_again(self, now: float) -> list[Action]:
+    def _start_again(self, now: float, ranks: Iterable[int]) -> list[Action]:
         """The next generation, for the same call, which has as much time left as the last one has left it."""
         self.generation += 1
         timeout_at = self._timeout_at
-        self._begin(self.roster.phases, now)
+        self._begin(ranks, now)
         self._enter_call(timeout_at, now)
-        return [StartRank(rank) for rank in self.roster.phases]
+        return [m.StartRank(rank) for rank in self.roster.phases]
 
-    def _leave_it(self, event: Interrupted | EndAll | StopAll) -> list[Action]:
+    def _leave_it(self, event: m.Interrupted | m.EndAll | m.StopAll) -> list[Action]:
         """They are not started again."""
-        self.signum = event.signum if isinstance(event, Interrupted) else None
+        self.signum = event.signum if isinstance(event, m.Interrupted) else None
         self._be_over()
         return []
 
@@ -245,23 +257,23 @@ class Machine:
         self._stage_at = math.inf
 
     def _follow(self, event: RankEvent, before: Phase, now: float) -> list[Action]:
-        if isinstance(event, Died):
+        if isinstance(event, m.Died):
             return self._bury(event.rank, before, now)
-        if isinstance(event, Pulse):
+        if isinstance(event, m.Pulse):
             return self._listen(event, now)
         if self.stage is Stage.LOOKING:
             return self._see(event.rank, now)
-        if isinstance(event, Looked) or (isinstance(event, Told) and not self._keep):
+        if isinstance(event, m.Looked) or (isinstance(event, m.Told) and not self._keep):
             return []  # too late; or what nobody has waited for
-        if isinstance(event, Failing):
+        if isinstance(event, m.Failing):
             self._wait_for_cause(now)
             return []
         if self.stage is Stage.STOPPING:
             # It missed the signal, or was allowed to go on for a while, and is now ready to be told.
-            return [EndRank(event.rank)] if before is Phase.STOPPING and not isinstance(event, Told) else []
-        if isinstance(event, Ready):
+            return [m.EndRank(event.rank)] if before is Phase.STOPPING and not isinstance(event, m.Told) else []
+        if isinstance(event, m.Ready):
             return [self._call_rank(event.rank)] if self.is_undecided() else []
-        if isinstance(event, Failed):
+        if isinstance(event, m.Failed):
             return self._fail(event.is_secondary, now)
         return self._settle(now)
 
@@ -276,7 +288,7 @@ class Machine:
             actions = self._see(rank, now)
         if self.roster.are_gone():
             self._be_over()
-            if self._may_restart and self.verdict is Verdict.FAILED and self.signum is None:
+            if self.verdict in self._judged_after and self.signum is None:
                 self.stage = Stage.JUDGING
         return actions
 
@@ -322,9 +334,9 @@ class Machine:
         self.verdict = verdict
         self._stage_at = now + max(self._grace_period, END_SECONDS)
         ranks = self.roster.move_all(Phase.DONE, to=Phase.ENDING) + self.roster.move_all(Phase.READY, to=Phase.ENDING)
-        return [EndRank(rank) for rank in ranks]
+        return [m.EndRank(rank) for rank in ranks]
 
-    def _listen(self, event: Pulse, now: float) -> list[Action]:
+    def _listen(self, event: m.Pulse, now: float) -> list[Action]:
         if self.stage is Stage.WORKING and self.beats.hear(event.rank, event.beat_at, now):
             return self._look(now, Verdict.FAILED)
         return []
@@ -338,7 +350,7 @@ class Machine:
             return self._stop(now, verdict)
         self.stage = Stage.LOOKING
         self._stage_at = now + LOOK_SECONDS
-        return [LookAt(rank) for rank in sorted(self._looking)]
+        return [m.LookAt(rank) for rank in sorted(self._looking)]
 
     def _see(self, rank: int, now: float) -> list[Action]:
         """Something has been heard of this rank: there is nothing more to see."""
@@ -355,19 +367,19 @@ class Machine:
         for rank, phase in self.roster.phases.items():
             if phase in LIVING:
                 if phase in (Phase.DONE, Phase.BROKEN, Phase.TOLD):
-                    actions.append(EndRank(rank))
+                    actions.append(m.EndRank(rank))
                 number = soft if phase is Phase.AT_WORK else signal.SIGTERM  # only a function knows what SIGINT means
-                actions += [SignalRank(rank, number), SignalRank(rank, signal.SIGCONT)]
+                actions += [m.SignalRank(rank, number), m.SignalRank(rank, signal.SIGCONT)]
                 self.roster.move(rank, Phase.STOPPING)
         return actions
 
     def _kill(self, now: float) -> list[Action]:
         self._stage_at = now + KILL_SECONDS
-        return [SignalRank(rank, signal.SIGKILL) for rank in self.roster.move_all(Phase.STOPPING, to=Phase.KILLED)]
+        return [m.SignalRank(rank, signal.SIGKILL) for rank in self.roster.move_all(Phase.STOPPING, to=Phase.KILLED)]
 
     def _give_up(self) -> list[Action]:
         self._be_over()
-        return [GiveUp(rank) for rank in self.roster.move_all(Phase.KILLED, to=Phase.GIVEN_UP)]
+        return [m.GiveUp(rank) for rank in self.roster.move_all(Phase.KILLED, to=Phase.GIVEN_UP)]
 
     def _interrupt(self, signum: int, now: float) -> list[Action]:
         """Once: the ranks may save what they have. Twice: at once. When all is over, it is for who noted it to deliver."""
@@ -390,4 +402,4 @@ class Machine:
         self.stopped_at = now
         self._stage_at = now + max(self._grace_period, LEAST_GRACE_SECONDS)
         ranks = self.roster.those(Phase.AT_WORK)
-        return [SignalRank(rank, number) for rank in ranks for number in (signal.SIGINT, signal.SIGCONT)]
+        return [m.SignalRank(rank, number) for rank in ranks for number in (signal.SIGINT, signal.SIGCONT)]

@@ -32,15 +32,16 @@ class Output:
 
     Args:
         spec: where their output goes.
-        nprocs: how many ranks there are.
+        nprocs: how many ranks there are; None if that is not known yet.
         remarks: where it is noted that something cannot be written.
     """
 
-    def __init__(self, spec: LogSpec, nprocs: int, remarks: Remarks) -> None:
+    def __init__(self, spec: LogSpec, nprocs: int | None, remarks: Remarks) -> None:
         self._spec = spec
         self._opener = Opener(spec, platform.node())
-        self._speakers = spec.shown_ranks(range(nprocs))
-        ways = {spec.way_of(stream, rank) for stream in STREAMS for rank in range(nprocs)}
+        ranks = spec.telling_ranks() if nprocs is None else range(nprocs)
+        self._speakers = spec.shown_ranks(ranks)
+        ways = {spec.way_of(stream, rank) for stream in STREAMS for rank in ranks}
         self._pump = Pump(remarks) if Way.PIPE in ways else None
 
     def attach(self) -> None:

@@ -5,13 +5,13 @@ It has no clock and no chance of its own: times are handed in, and a source of r
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import random
 
 from ..policy import PROGRAMMING_ERRORS, RestartPolicy
 from ..result import FailureKind, ProcessFailure
 
-__all__ = ["Decision", "Ledger", "Trial"]
+__all__ = ["Account", "Decision", "Ledger", "Trial", "not_worth_it"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,8 @@ class Trial:
     """The furthest that a rank has reported."""
     seconds_left: Callable[[], float] = lambda: math.inf
     """Of the run's `timeout`, when this is called: `retry_if` may take its time."""
+    why_not: Callable[[], str] | None = None
+    """Why it is not worth another try, if somebody else knows who has seen the cause; empty if it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +43,35 @@ class Decision:
     """Empty also if nobody has asked for restarts."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """What is known of earlier attempts."""
+
+    used: int = 0
+    """Restarts, since they were last given back."""
+    furthest: int = -1
+    """Step."""
+    stalled: int = 0
+    """Attempts in a row that came no further; the first one cannot."""
+    is_new: bool = True
+
+
+NOTHING_YET = Account()
+
+
 class Ledger:
     """The restarts of some ranks, from their first start on.
 
     Args:
         policy: how often, and which failures.
         chance: gives a number from 0 to 1, for the jitter.
+        account: of the attempts that others have judged.
     """
 
-    def __init__(self, policy: RestartPolicy, chance: Callable[[], float] = random) -> None:
+    def __init__(self, policy: RestartPolicy, chance: Callable[[], float] = random, account: Account = NOTHING_YET) -> None:
         self._policy = policy
         self._chance = chance
-        self._used = 0  # restarts, since they were last given back
-        self._furthest = -1  # step
-        self._stalled = 0  # attempts in a row that came no further; the first one cannot
-        self._is_first = True
+        self.account = account
 
     def decide(self, trial: Trial) -> Decision:
         """About this attempt, the latest. Raises whatever `retry_if` raises."""
@@ -63,53 +79,57 @@ class Ledger:
         if not policy.max_restarts:
             return Decision()
         self._note(trial)
-        if self._used >= policy.max_restarts:
+        if self.account.used >= policy.max_restarts:
             return Decision(why_not=f"all restarts are used up (max_restarts={policy.max_restarts})")
-        if policy.max_no_progress is not None and self._stalled >= policy.max_no_progress:
+        if policy.max_no_progress is not None and self.account.stalled >= policy.max_no_progress:
             return Decision(why_not=self._no_progress())
-        if why_not := self._not_worth_it(trial):
+        if why_not := not_worth_it(policy, trial) if trial.why_not is None else trial.why_not():
             return Decision(why_not=why_not)
         delay = self._delay()
         seconds_left = trial.seconds_left()
         if delay >= seconds_left:
             return Decision(why_not=f"`timeout` leaves {max(0.0, seconds_left):.1f} s, and the delay is {delay:.1f} s")
-        self._used += 1
-        return Decision(delay=delay, restarts_left=policy.max_restarts - self._used)
+        self.account = replace(self.account, used=self.account.used + 1)
+        return Decision(delay=delay, restarts_left=policy.max_restarts - self.account.used)
 
     def _note(self, trial: Trial) -> None:
-        if self._policy.reset_after is not None and trial.healthy_seconds >= self._policy.reset_after:
-            self._used = 0
+        known, reset_after = self.account, self._policy.reset_after
         step = -1 if trial.step is None else trial.step
-        has_come_further = step > self._furthest or self._is_first
-        self._stalled = 0 if has_come_further else self._stalled + 1
-        self._furthest = max(self._furthest, step)
-        self._is_first = False
+        self.account = Account(
+            used=0 if reset_after is not None and trial.healthy_seconds >= reset_after else known.used,
+            furthest=max(known.furthest, step),
+            stalled=0 if step > known.furthest or known.is_new else known.stalled + 1,
+            is_new=False,
+        )
 
     def _no_progress(self) -> str:
-        how_far = f"no step beyond {self._furthest} was reported" if self._furthest >= 0 else "no step was reported"
-        times = f"{self._stalled} restarts in a row" if self._stalled > 1 else "the last restart"
+        furthest, stalled = self.account.furthest, self.account.stalled
+        how_far = f"no step beyond {furthest} was reported" if furthest >= 0 else "no step was reported"
+        times = f"{stalled} restarts in a row" if stalled > 1 else "the last restart"
         return f"{how_far} after {times} (max_no_progress={self._policy.max_no_progress})"
-
-    def _not_worth_it(self, trial: Trial) -> str:
-        retry_if, cause = self._policy.retry_if, trial.cause
-        if retry_if is None:
-            return _hopeless(trial)
-        if cause is None:
-            return ""
-        if causes := self._policy.causes:
-            kinds = {wanted for wanted in causes if isinstance(wanted, FailureKind)}
-            types = tuple(wanted for wanted in causes if isinstance(wanted, type))
-            is_wanted = cause.kind in kinds or (cause.exception is not None and issubclass(type(cause.exception), types))
-        else:
-            assert callable(retry_if)
-            is_wanted = bool(retry_if(cause))
-        return "" if is_wanted else "it is no failure that `retry_if` wants to be tried again"
 
     def _delay(self) -> float:
         policy = self._policy
-        doublings = min(self._used, 1000)  # 2.0**1024 is no float
+        doublings = min(self.account.used, 1000)  # 2.0**1024 is no float
         delay = min(policy.delay * 2.0**doublings, policy.max_delay)
         return min(delay * (1 + policy.jitter * (2 * self._chance() - 1)), policy.max_delay)
+
+
+def not_worth_it(policy: RestartPolicy, trial: Trial) -> str:
+    """Why this failure is none that the policy wants to be tried again; empty if it is. Raises whatever `retry_if` raises."""
+    retry_if, cause = policy.retry_if, trial.cause
+    if retry_if is None:
+        return _hopeless(trial)
+    if cause is None:
+        return ""
+    if causes := policy.causes:
+        kinds = {wanted for wanted in causes if isinstance(wanted, FailureKind)}
+        types = tuple(wanted for wanted in causes if isinstance(wanted, type))
+        is_wanted = cause.kind in kinds or (cause.exception is not None and issubclass(type(cause.exception), types))
+    else:
+        assert callable(retry_if)
+        is_wanted = bool(retry_if(cause))
+    return "" if is_wanted else "it is no failure that `retry_if` wants to be tried again"
 
 
 def _hopeless(trial: Trial) -> str:

@@ -4,6 +4,7 @@ Each rank is in one Phase, and TRANSITIONS says which events are legal there and
 go through is in that table. The run as a whole is in one Stage.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -15,10 +16,12 @@ __all__ = [
     "LEAST_GRACE_SECONDS",
     "LIVING",
     "LOOK_SECONDS",
+    "NO_LEASE",
     "SURE_SECONDS",
     "TRANSITIONS",
     "Action",
     "CallAll",
+    "CallOff",
     "CallRank",
     "Died",
     "EndAll",
@@ -30,6 +33,7 @@ __all__ = [
     "GiveUp",
     "IllegalEventError",
     "Interrupted",
+    "Lease",
     "LookAt",
     "Looked",
     "Phase",
@@ -95,6 +99,7 @@ class Verdict(Enum):
     FAILED = auto()
     TIMED_OUT = auto()
     INTERRUPTED = auto()
+    CALLED_OFF = auto()  # by other nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +158,8 @@ class Died(RankEvent):
 class StartAgain(RankEvent):
     """This rank and those that are in the same boat have failed, and are worth another try."""
 
-    delay: float  # seconds
+    delay: float = 0.0  # seconds
+    ranks: tuple[int, ...] = ()  # these at once, instead of those that there were
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +192,22 @@ class StopAll:
     """Other ranks of the run have failed for good."""
 
 
-Event = RankEvent | Interrupted | CallAll | EndAll | StopAll
+@dataclass(frozen=True, slots=True)
+class CallOff:
+    """Other nodes have ended the attempt, or nothing is heard of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The other nodes know that this one is there. They may give it up later, and go on without it."""
+
+    stop_at: float = math.inf  # if nothing more is heard: when the ranks are to be stopped
+    kill_at: float = math.inf  # and when none may be left
+
+
+NO_LEASE = Lease()
+
+Event = RankEvent | Interrupted | CallAll | EndAll | StopAll | CallOff | Lease
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,8 @@ class Story(Generic[T]):
     def _end(self, state: WorkerState, reason: str) -> None:
         seen = {first: facts for first, (facts, _) in self._latest.items()}
         if self._errand is not None:
-            seen |= {min(facts.ranks): facts for facts in self._errand.facts}  # of lives that nobody has judged, too
+            # of lives that nobody has judged, too
+            seen |= {min(facts.ranks): facts for facts in self._errand.facts if facts.ranks}
         workers = [of_rank.worker for facts in seen.values() for of_rank in facts.ranks.values()]
         restarts = sum(facts.attempt for facts in seen.values())
         self.journal.end(state, workers, restarts=restarts, reason=reason)

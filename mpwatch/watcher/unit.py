@@ -22,6 +22,8 @@ from .remarks import Remarks
 
 __all__ = ["Place", "Unit", "state_of_all"]
 
+JUDGED = (m.Verdict.FAILED,)
+JUDGED_BY_NODES = (m.Verdict.FAILED, m.Verdict.SUCCEEDED, m.Verdict.TIMED_OUT, m.Verdict.CALLED_OFF)
 Place = tuple[Worker, dict[str, str]]  # who a rank is, and its whole environment
 
 
@@ -43,12 +45,13 @@ class Unit:
             start_timeout=spec.start_timeout,
             heartbeat_timeout=spec.heartbeat_timeout,
             keep=keep,
-            may_restart=spec.policy.max_restarts > 0,
+            judged=JUDGED_BY_NODES if spec.is_on_nodes else JUDGED if spec.policy.max_restarts else (),
         )
         self.begin()
 
     def begin(self) -> None:
-        """Another life of its ranks."""
+        """Another life of its ranks; or of others."""
+        self.seen.clear()
         self.lingers.clear()
         self._began_at = time.monotonic()
         self._all_ready_at: float | None = None
@@ -62,6 +65,7 @@ class Unit:
     def look_at_machine(self) -> None:
         """What has become of it, in the words of others."""
         self.stage = self.machine.stage
+        self.verdict = self.machine.verdict
         self.state = self.machine.state
         deadline = self.machine.deadline
         self.due_at = math.inf if deadline is None else deadline
@@ -69,8 +73,10 @@ class Unit:
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
         """What is to be done about an event."""
         was_late = isinstance(event, m.Pulse) and event.rank in self.machine.beats.late
-        may_go_well = self.machine.is_undecided()
+        may_go_well, life = self.machine.is_undecided(), self.machine.generation
         actions = self.machine.handle(event, now)
+        if self.machine.generation > life:
+            self.begin()
         if isinstance(event, m.CallAll):
             self._run_started_at, self._timeout = event.started_at, event.timeout
             self._note(CallStarted, *self.places)

@@ -1,0 +1,92 @@
+"""What a node does to its own ranks, as the others and it have decided: by mail to the thread that watches them, and as news
+for the caller's thread, whose code runs there.
+"""
+
+import socket
+import time
+from collections import deque
+
+from ..watcher.environment import reserve_port
+from ..watcher.mailbox import Mailbox, Retrial
+from ..watcher.states import CallOff, Lease, StartAgain
+from ..watcher.unit import Place
+from . import member as m
+from .messages import Start
+
+__all__ = ["Hands", "News"]
+
+News = m.Prepare | m.Hear | m.Conclude | BaseException
+STOP_SHARE, KILL_SHARE = 0.5, 0.85  # of node_timeout: when ranks of a node that is cut off are stopped, and are killed
+
+
+class Hands:
+    """Of one node, in all rounds.
+
+    Args:
+        mailbox: of the ranks' thread.
+        node_timeout: seconds of silence after which the others may go on without this node.
+    """
+
+    def __init__(self, mailbox: Mailbox, node_timeout: float) -> None:
+        self._mailbox = mailbox
+        self._node_timeout = node_timeout
+        self._news: deque[News] = deque()
+        self._ready: tuple[list[Place], float] | None = None  # ranks that can be started, and not before when
+        self._wanted: Start | None = None
+        self._starts = 0
+        self._keeper: socket.socket | None = None  # of the port
+
+    def news(self) -> list[News]:
+        """What the caller's thread has to know, or to do, since the last time."""
+        return [self._news.popleft() for _ in range(len(self._news))]
+
+    def tell(self, news: News) -> None:
+        """The caller's thread."""
+        if isinstance(news, m.Prepare):
+            self._ready, self._wanted = None, news.start
+        self._news.append(news)
+        self._mailbox.alarm.ring()
+
+    def take(self, start: Start, places: list[Place]) -> None:
+        """These can be started, if they are still wanted."""
+        if start is self._wanted:
+            self._ready = places, time.monotonic() + start.delay
+
+    def is_ready(self) -> bool:
+        """Whether there are ranks that may be started now."""
+        return self._ready is not None and time.monotonic() >= self._ready[1]
+
+    def reserve_port(self) -> int:
+        """A port of this host, for MASTER_PORT: nobody else is given it until another one is reserved. Raises LaunchError."""
+        earlier, self._keeper = self._keeper, reserve_port()  # in this order, so that it is another one
+        if earlier is not None:
+            earlier.close()
+        port: int = self._keeper.getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        """Give the port back."""
+        if self._keeper is not None:
+            self._keeper.close()
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it has ever come to that."""
+        return self._starts > 0
+
+    def start(self) -> None:
+        """Start them."""
+        assert self._ready is not None
+        (places, _), self._ready = self._ready, None
+        ranks = tuple(worker.rank for worker, _ in places)
+        self._mailbox.post(Retrial(StartAgain(ranks[0], generation=self._starts, ranks=ranks), places))
+        self._starts += 1
+
+    def call_off(self) -> None:
+        """Stop the ranks."""
+        self._mailbox.post(CallOff())
+
+    def hold(self, since: float) -> None:
+        """The others knew at that time that this node is there."""
+        stop_at, kill_at = (since + share * self._node_timeout for share in (STOP_SHARE, KILL_SHARE))
+        self._mailbox.post(Lease(stop_at, kill_at))

@@ -1,0 +1,152 @@
+"""What an attempt of several nodes has come to, and what follows: a pure function of what the chair knows.
+
+Who failed first: class before time, and then the order of the inbox. A node that is gone is the cause only of what nobody
+failed at for himself; and costs a restart only if too few remain without it.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import random
+
+from ..policy import RestartPolicy
+from ..watcher.restarts import Account, Ledger, Trial
+from .messages import Card, Decision, Ended, Gone, History, Outcome, Verdict
+
+__all__ = ["Case", "judge"]
+
+MOST_FAILURES = 64  # are told of in full; more are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """All that is known of an attempt that is over."""
+
+    attempt: int
+    has_begun: bool
+    """Whether any ranks may have been started."""
+    history: History
+    """Before it."""
+    cards: Mapping[int, Card]
+    """By node; not of all, if some were lost before they had come."""
+    first_ranks: Mapping[int, int]
+    """By node, if it has begun."""
+    size: int
+    nodes: tuple[int, int]
+    waiting: int
+    """Newcomers."""
+    order: Sequence[int]
+    """The nodes whose ranks failed, in the order in which they said so."""
+    ended: Mapping[int, Ended]
+    gone: Mapping[int, str]
+    """By node, in the order in which they went: why."""
+
+
+def judge(case: Case, policy: RestartPolicy, chance: Callable[[], float] = random) -> Verdict:
+    """What came of it."""
+    ends = case.ended.values()
+    if len(ends) == case.size and all(end.outcome is Outcome.SUCCEEDED for end in ends):
+        return _verdict(case, Decision.DONE)
+    for end in ends:
+        if end.outcome in (Outcome.ABORTED, Outcome.TIMED_OUT):
+            why = f"{host_of(case.cards, end.group_rank)}: {end.reason}"
+            return _verdict(case, Decision.FAILED, reason=why, timed_out=end.outcome is Outcome.TIMED_OUT)
+    root = _root(case)
+    if root is not None and not (case.gone and _is_secondary(root)):
+        return _after_failure(case, root, policy, chance)
+    return _after_loss(case, policy, chance) if case.gone else _verdict(case, Decision.REGROUP, reason=_newcomers(case))
+
+
+def host_of(cards: Mapping[int, Card], node: int) -> str:
+    """What to call a node."""
+    card = cards.get(node)
+    return f"node {node}" if card is None else f"node {node} ({card.host})"
+
+
+def _root(case: Case) -> Ended | None:
+    """Of those who failed: first whoever did so for himself, then the first of all."""
+    failed = [case.ended[node] for node in case.order if node in case.ended and case.ended[node].outcome is Outcome.FAILED]
+    return min(failed, key=_is_secondary, default=None)  # the first of those that are equal
+
+
+def _is_secondary(end: Ended) -> bool:
+    return bool(end.failures) and end.failures[0].get("is_secondary") is True
+
+
+def _after_failure(case: Case, root: Ended, policy: RestartPolicy, chance: Callable[[], float]) -> Verdict:
+    trial = Trial(
+        cause=None,
+        why_not=lambda: root.why_not,
+        healthy_seconds=root.healthy_seconds,
+        step=max((end.step for end in case.ended.values() if end.step >= 0), default=None),
+    )
+    rank = root.failures[0].get("rank", -1) if root.failures else -1
+    return _tried_again(case, policy, chance, trial, cause=rank if isinstance(rank, int) else -1, reason=root.reason)
+
+
+def _after_loss(case: Case, policy: RestartPolicy, chance: Callable[[], float]) -> Verdict:
+    """Nobody failed for himself; but some are gone."""
+    node, why = next(iter(case.gone.items()))
+    reason = f"{host_of(case.cards, node)} is gone: {why}"
+    if any(case.cards[gone].serves_store for gone in case.gone if gone in case.cards):
+        return _verdict(case, Decision.FAILED, cause=_first_rank(case, node), reason=f"{reason}; it served the store")
+    remaining = case.size - len(case.gone) + case.waiting
+    if remaining >= case.nodes[0]:
+        return _verdict(case, Decision.REGROUP, cause=_first_rank(case, node), reason=reason)
+    reason = f"{reason}; {remaining} of at least {case.nodes[0]} nodes remain"
+    return _tried_again(case, policy, chance, Trial(cause=None, why_not=str), cause=_first_rank(case, node), reason=reason)
+
+
+def _tried_again(
+    case: Case, policy: RestartPolicy, chance: Callable[[], float], trial: Trial, *, cause: int, reason: str
+) -> Verdict:
+    """Or not, as the policy has it."""
+    known = case.history
+    account = Account(used=known.used, furthest=known.furthest, stalled=known.stalled, is_new=not known.attempts)
+    ledger = Ledger(policy, chance, account)
+    decision = ledger.decide(trial)
+    history = replace(known, used=ledger.account.used, furthest=ledger.account.furthest, stalled=ledger.account.stalled)
+    case = replace(case, history=history)
+    if decision.delay is None:
+        return _verdict(case, Decision.FAILED, cause=cause, reason=reason, why_not=decision.why_not)
+    again = Decision.REGROUP if case.gone or case.waiting else Decision.AGAIN
+    return replace(
+        _verdict(case, again, cause=cause, reason=reason), delay=decision.delay, restarts_left=decision.restarts_left
+    )
+
+
+def _verdict(
+    case: Case, decision: Decision, *, cause: int = -1, reason: str = "", why_not: str = "", timed_out: bool = False
+) -> Verdict:
+    failures = [failure for node in _by_blame(case) for failure in case.ended[node].failures]
+    unsaid = sum(end.unsaid for end in case.ended.values()) + max(0, len(failures) - MOST_FAILURES)
+    return Verdict(
+        attempt=case.attempt,
+        decision=decision,
+        history=replace(case.history, attempts=case.attempt + case.has_begun),
+        cause=cause,
+        failures=tuple(failures[:MOST_FAILURES]) if decision is not Decision.DONE else (),
+        unsaid=unsaid,
+        gone=tuple(
+            Gone(case.cards[node].host, _first_rank(case, node), case.cards[node].nprocs, why)
+            for node, why in case.gone.items()
+            if node in case.cards
+        ),
+        reason=reason,
+        why_not=why_not,
+        timed_out=timed_out,
+    )
+
+
+def _by_blame(case: Case) -> list[int]:
+    """The nodes that have told, those that failed for themselves first, each class in the order of their failures."""
+    place = {node: n for n, node in enumerate(case.order)}
+    return sorted(case.ended, key=lambda node: (_is_secondary(case.ended[node]), place.get(node, math.inf), node))
+
+
+def _first_rank(case: Case, node: int) -> int:
+    return case.first_ranks.get(node, -1)
+
+
+def _newcomers(case: Case) -> str:
+    return f"other nodes have come: {case.waiting}" if case.waiting else "not all nodes had come"

@@ -1,0 +1,201 @@
+"""The thread of a node that deals with the others: it meets them, round after round, and goes through each (sitting.py).
+
+    caller's thread   --- prepared, ended, concluded, leave --->  link  <--->  engine.py, board.py: the store
+                      <--- news: prepare, hear, conclude ------   |  |
+    thread of ranks   --- herald: it is clear how it ends ---->   |  '---  member.py and, on one node, chair.py: what to do
+                      <--- start, call off, lease ------------ ---'
+
+All calls of the store are made here, and none of them waits for another node, but in the rendezvous itself. A store that is
+silent is given up by the kernel (engine.py). Guarantee: when `close` has returned, nothing of it is left.
+"""
+
+import math
+import platform
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+from uuid import uuid4
+
+from ..errors import LaunchError
+from ..spec import WorkerSpec
+from ..watcher.machine import Machine
+from ..watcher.mailbox import Mailbox
+from ..watcher.states import Verdict as Fate
+from ..watcher.unit import Place
+from .board import Board
+from .chair import Chair
+from .engine import CancelledError, ClosedError, Engine, Round, StoreLostError
+from .hands import Hands, News
+from .member import Conclude, Member
+from .messages import Card, Decision, Ended, History, Start, Verdict
+from .seal import Seal
+from .sitting import Sitting
+from .terms import terms_of
+
+__all__ = ["Link"]
+
+LEAVE_SECONDS = 2.0  # beyond the grace period in which they stop their ranks, for the others to take note of who leaves
+AGAIN_LAST_CALL = 2.0  # seconds in which survivors meet anew: all of them come at once
+
+
+class Link:
+    """Of one node, in one run. Its methods are for other threads.
+
+    Args:
+        spec: of the run.
+        run_by: when the run's time is up, by CLOCK_MONOTONIC.
+    """
+
+    def __init__(self, spec: WorkerSpec[Any], run_by: float = math.inf) -> None:
+        assert spec.rendezvous is not None
+        self._spec, self._rendezvous, self._run_by = spec, spec.rendezvous, run_by
+        self._engine = Engine(spec.rendezvous)
+        self._hands: Hands
+        self._terms = terms_of(spec)
+        self._seal = Seal(spec.rendezvous.key, spec.rendezvous.run_id)
+        self._calls: deque[Callable[[Sitting], None]] = deque()
+        self._bell = threading.Event()
+        self._has_concluded = False
+        self._thread = threading.Thread(target=self._carry_out, name="mpwatch-node")
+
+    @property
+    def backend(self) -> str:
+        """Of the rendezvous."""
+        return self._rendezvous.backend
+
+    def begin(self, mailbox: Mailbox) -> None:
+        """Meet the other nodes. The mailbox is that of the ranks' thread."""
+        self._hands = Hands(mailbox, self._rendezvous.node_timeout)
+        self._thread.start()
+
+    def news(self) -> list[News]:
+        """What the caller's thread has to know, or to do, since the last time."""
+        return self._hands.news()
+
+    def herald(self, machine: Machine) -> None:
+        """It is clear how the attempt ends for our ranks; or all is over."""
+        if machine.signum is not None:
+            reason = f"it received {signal.Signals(machine.signum).name}"
+            self._call(lambda sitting: sitting.do(sitting.member.leave(reason)))
+        elif machine.verdict in (Fate.FAILED, Fate.TIMED_OUT):
+            self._call(lambda sitting: sitting.do(sitting.member.failing()))
+
+    def prepared(self, start: Start, places: list[Place]) -> None:
+        """The environments of the ranks have been made."""
+        self._call(lambda _: self._hands.take(start, places))
+
+    def ended(self, report: Ended) -> None:
+        """All of our ranks are gone."""
+        self._call(lambda sitting: sitting.do(sitting.member.ended(report)))
+
+    def conclude(self) -> None:
+        """What came of the job is known here: the others need not wait for this node any more."""
+        self._has_concluded = True
+        self._call(lambda sitting: sitting.do(sitting.member.concluded()))
+
+    def abort(self, report: Ended) -> None:
+        """The run cannot go on here, through no fault of a rank."""
+        self._call(lambda sitting: sitting.do(sitting.member.abort(report)))
+
+    def close(self) -> None:
+        """Take leave of the others, and wait for that; for no longer, if something is thrown meanwhile."""
+        if not self._has_concluded:
+            self.leave(self._spec.grace_period + LEAVE_SECONDS)
+        try:
+            self._join()
+        except BaseException:
+            self.leave(0.0)
+            self._join()
+            raise
+
+    def leave(self, seconds: float) -> None:
+        """Take leave, within so much time: that is how long the others may take to take note of it."""
+        self._engine.cancel()
+        self._call(lambda sitting: sitting.leave(seconds))
+
+    def _join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _call(self, call: Callable[[Sitting], None]) -> None:
+        self._calls.append(call)
+        self._bell.set()
+
+    def _carry_out(self) -> None:
+        try:
+            with closing(self._hands), closing(self._engine):
+                self._meet()
+        except CancelledError:
+            pass  # by `close`
+        except (LaunchError, ClosedError, StoreLostError) as error:
+            self._fail(error)
+        except BaseException as error:  # noqa: BLE001  an error of ours: the caller's thread raises it
+            self._hands.tell(error)
+
+    def _fail(self, error: Exception) -> None:
+        """The nodes cannot meet, or not anew. There are no ranks meanwhile."""
+        if self._hands.has_started:
+            self._hands.tell(Conclude(Verdict(0, Decision.FAILED, History(), reason=str(error))))
+        else:
+            self._hands.tell(error if isinstance(error, LaunchError) else LaunchError(str(error)))
+
+    def _meet(self) -> None:
+        join_by = min(time.monotonic() + self._rendezvous.join_timeout, self._run_by)
+        self._engine.connect(join_by)
+        self._engine.agree(self._terms)
+        history: History | None = History()
+        last_call = None
+        while history is not None:
+            found = self._engine.join(join_by, last_call=last_call)
+            history = self._sit(found, history)
+            join_by = min(time.monotonic() + self._rendezvous.join_timeout, self._run_by)
+            last_call = AGAIN_LAST_CALL
+
+    def _sit(self, found: Round, history: History) -> History | None:
+        """Through one round. Returns what the next one has to know; None: there is none."""
+        at = self._rendezvous
+        board = Board(found.store, self._seal, group_rank=found.group_rank, patience=at.node_timeout)
+        member = Member(
+            self._card(found.group_rank, history),
+            size=found.group_world_size,
+            min_nodes=at.min_nodes,
+            max_restarts=self._spec.policy.max_restarts,
+            node_timeout=at.node_timeout,
+            now=time.monotonic(),
+        )
+        chair = self._chair(found.group_world_size) if found.group_rank == 0 else None
+        sitting = Sitting(
+            board, member, chair, self._engine, self._hands, size=found.group_world_size, node_timeout=at.node_timeout
+        )
+        sitting.run(self._calls, self._bell)
+        return sitting.history
+
+    def _card(self, group_rank: int, history: History) -> Card:
+        assert isinstance(self._spec.nprocs, int)
+        return Card(
+            group_rank=group_rank,
+            host=platform.node(),
+            address=self._engine.address,
+            nprocs=self._spec.nprocs,
+            role=self._spec.role,
+            serves_store=self._engine.is_host,
+            grace_period=float(self._spec.grace_period),
+            nonce=uuid4().hex,
+            terms=self._terms,
+            history=history,
+        )
+
+    def _chair(self, size: int) -> Chair:
+        at = self._rendezvous
+        return Chair(
+            size=size,
+            nodes=(at.min_nodes, at.max_nodes),
+            policy=self._spec.policy,
+            node_timeout=at.node_timeout,
+            exit_barrier_timeout=at.exit_barrier_timeout,
+            now=time.monotonic(),
+        )

@@ -1,0 +1,326 @@
+"""What a node does in one round of the rendezvous: a pure machine, fed with what the chair says, what becomes of the node's
+own ranks, and the time, returning actions. Every node is one, the chair's too.
+
+    ENTERING -- start --> PREPARING -- environments made --> WORKING -- stop, or they fail --> STOPPING
+       ^                      `-- stop --------------------.     `-- they have returned --.       |
+       |                                                    v                             v       v
+       `--- verdict: again ---------------------------- WAITING <------- what became of them is told
+                                                           `--- verdict: regroup ---> OVER, and the nodes meet anew
+                                                            `-- verdict: done, failed --> ENDING -- closed --> OVER
+
+Guarantees: the chair's silence, the store's loss and a word that never comes end each stage within `node_timeout`, but for
+WORKING, PREPARING and WAITING while the chair is alive: there somebody's own code is at work. Ranks are never left at work
+by a node that may have been given up by the others: `Lease` says until when they may be.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from .messages import (
+    Bye,
+    Card,
+    Closed,
+    Decision,
+    Ended,
+    Failing,
+    FromMember,
+    Gone,
+    History,
+    Leaving,
+    Outcome,
+    Place,
+    Start,
+    Stop,
+    Verdict,
+    Word,
+)
+
+__all__ = ["Action", "Begin", "CallOff", "Conclude", "Member", "Post", "Prepare", "Rejoin"]
+
+
+class Stage(Enum):
+    """Where a node is."""
+
+    ENTERING = auto()
+    PREPARING = auto()
+    WORKING = auto()
+    STOPPING = auto()
+    WAITING = auto()
+    ENDING = auto()
+    OVER = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Tell the chair."""
+
+    message: FromMember
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Make the environments of the node's ranks, which runs the caller's code."""
+
+    start: Start
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Start the ranks that were prepared."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallOff:
+    """Stop the ranks, of this attempt."""
+
+    attempt: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hear:
+    """This came of the attempt; the caller wants to know, whatever follows."""
+
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Conclude:
+    """This came of the job."""
+
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoin:
+    """Meet the others anew, with this to tell them."""
+
+    history: History
+
+
+Action = Post | Prepare | Begin | CallOff | Hear | Conclude | Rejoin
+
+
+class Member:
+    """Of one round.
+
+    Args:
+        card: who this node is.
+        size: how many nodes there are.
+        min_nodes: with how many the job can be.
+        max_restarts: how many failures it survives.
+        node_timeout: seconds of silence after which the chair is lost.
+        chair_host: what to call the chair, until it has said so.
+        now: seconds on the clock that all later times are of.
+    """
+
+    def __init__(self, card: Card, *, size: int, min_nodes: int, max_restarts: int, node_timeout: float, now: float) -> None:
+        self.stage = Stage.ENTERING
+        self.history = card.history
+        self.attempt = -1  # the latest that was started, as the job counts them
+        self._card = card
+        self._size, self._min_nodes, self._max_restarts = size, min_nodes, max_restarts
+        self._node_timeout = node_timeout
+        self._chair_beat = -1
+        self._chair_seen_at = now
+        self._lost = ""  # why there is no chair any more
+        self._has_begun = False  # ranks of this attempt
+        self._start: Start | None = None
+        self._place: Place | None = None
+        self._overdue: Verdict | None = None  # said while this node was still at work: it had been given up
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has nothing more to do in this round."""
+        return self.stage is Stage.OVER
+
+    def begin(self) -> list[Action]:
+        """Its first words."""
+        return [Post(self._card)]
+
+    def see_chair(self, beat: int, now: float) -> list[Action]:
+        """How often the chair has given a sign of life by now."""
+        if beat != self._chair_beat:
+            self._chair_beat, self._chair_seen_at = beat, now
+        elif now - self._chair_seen_at > self._node_timeout:
+            return self.lose_chair(f"no sign of life for {self._node_timeout:g} s")
+        return []
+
+    def forgive(self, seconds: float) -> None:
+        """This node itself did not look for so long."""
+        self._chair_seen_at += seconds
+
+    def hear(self, word: Word) -> list[Action]:
+        """What the chair has said."""
+        if self.stage is Stage.OVER:
+            return []
+        if isinstance(word, Start):
+            return self._started(word)
+        if isinstance(word, Stop):
+            return self._stopped(word) if word.attempt == self.attempt else []
+        if isinstance(word, Closed):
+            return self._leave() if self.stage is Stage.ENDING else []
+        return self._judged(word) if self.stage in (Stage.WAITING, Stage.ENTERING) else self._given_up(word)
+
+    def placed(self, place: Place) -> list[Action]:
+        """Its ranks in the attempt that starts."""
+        if self.stage is not Stage.PREPARING or self._start is None or place.attempt != self._start.attempt:
+            return []
+        self._place = place
+        return [Prepare(self._start, place)]
+
+    @property
+    def wants_place(self) -> int | None:
+        """Of which attempt it has yet to be told its place."""
+        is_wanted = self.stage is Stage.PREPARING and self._place is None
+        return self._start.attempt if is_wanted and self._start is not None else None
+
+    @property
+    def serves_store(self) -> bool:
+        """Whether the others need this node until they know what came of the job."""
+        return self._card.serves_store
+
+    def prepared(self) -> list[Action]:
+        """The environments of the ranks have been made, and it is time to start them."""
+        if self.stage is not Stage.PREPARING or self._place is None:
+            return []  # called off meanwhile
+        self.stage = Stage.WORKING
+        self._has_begun = True
+        return [Begin(self.attempt)]
+
+    def failing(self) -> list[Action]:
+        """The node's ranks fail, or their time is up: known before they are gone."""
+        if self.stage is not Stage.WORKING:
+            return []
+        self.stage = Stage.STOPPING
+        return [Post(Failing(self._card.group_rank, self.attempt))]
+
+    def ended(self, report: Ended) -> list[Action]:
+        """All of the node's ranks are gone."""
+        if self.stage not in (Stage.WORKING, Stage.STOPPING):
+            return []
+        report = replace(report, group_rank=self._card.group_rank, attempt=self.attempt)
+        self.stage = Stage.WAITING
+        self._has_begun = False
+        if self._lost:
+            return self._after_chair()
+        if self._overdue is not None:
+            return self._judged(self._overdue)
+        return [Post(report)]
+
+    def abort(self, report: Ended) -> list[Action]:
+        """This node cannot go on, through no fault of a rank; none of its ranks is left."""
+        if self.stage in (Stage.ENDING, Stage.OVER):
+            return []
+        self.stage = Stage.ENDING
+        return [Post(replace(report, group_rank=self._card.group_rank, attempt=max(self.attempt, 0)))]
+
+    def leave(self, reason: str) -> list[Action]:
+        """The node is told from outside to end: its ranks are being stopped."""
+        return [] if self.stage in (Stage.ENDING, Stage.OVER) else [Post(Leaving(self._card.group_rank, reason))]
+
+    def lose_chair(self, why: str) -> list[Action]:
+        """The chair is lost. The others find out as we do, and do the same."""
+        if self.stage in (Stage.OVER, Stage.ENDING):
+            self.stage = Stage.OVER  # what came of the job is known
+            return []
+        if self._lost:
+            return []
+        self._lost = why
+        if self._has_begun:
+            was_working, self.stage = self.stage is Stage.WORKING, Stage.STOPPING
+            return [CallOff(self.attempt, self._why_lost())] if was_working else []
+        return self._after_chair()
+
+    def lose_store(self, why: str) -> list[Action]:
+        """The store is out of reach, which no other node makes good."""
+        if self.stage in (Stage.OVER, Stage.ENDING):
+            self.stage = Stage.OVER
+            return []
+        self._lost, self._size = why, 0
+        if self._has_begun:
+            self.stage = Stage.STOPPING
+            return [CallOff(self.attempt, why)]
+        return self._after_chair()
+
+    def _started(self, word: Start) -> list[Action]:
+        if self.stage not in (Stage.ENTERING, Stage.WAITING):
+            return []
+        self.stage = Stage.PREPARING
+        self.attempt, self._start, self._place = word.attempt, word, None
+        return []
+
+    def _stopped(self, word: Stop) -> list[Action]:
+        if self.stage is Stage.PREPARING:
+            self.stage = Stage.WAITING
+            return [Post(Ended(self._card.group_rank, self.attempt, Outcome.STOPPED))]
+        if self.stage is Stage.WORKING:
+            self.stage = Stage.STOPPING
+            return [CallOff(self.attempt, word.why)]
+        return []
+
+    def _given_up(self, verdict: Verdict) -> list[Action]:
+        """The others go on without this node, which was silent for too long."""
+        if self.stage not in (Stage.PREPARING, Stage.WORKING, Stage.STOPPING):
+            return []
+        was, self.stage = self.stage, Stage.STOPPING
+        self._overdue = verdict
+        if was is Stage.PREPARING:
+            self.stage = Stage.WAITING
+            return self._judged(verdict)
+        return [CallOff(self.attempt, "this node was silent for too long")] if was is Stage.WORKING else []
+
+    def _judged(self, verdict: Verdict) -> list[Action]:
+        self.history = verdict.history
+        if verdict.decision is Decision.AGAIN:
+            return [Hear(verdict)]
+        if verdict.decision is Decision.REGROUP:
+            self.stage = Stage.OVER
+            return [Hear(verdict), Rejoin(verdict.history)]
+        self.stage = Stage.ENDING
+        return [Conclude(verdict)]
+
+    def concluded(self) -> list[Action]:
+        """What came of the job is known here, and nothing is wanted of the store any more."""
+        if self.stage is not Stage.ENDING:
+            return []
+        if not self._card.serves_store and self._card.group_rank != 0:
+            self.stage = Stage.OVER
+        return [Post(Bye(self._card.group_rank))]
+
+    def _leave(self) -> list[Action]:
+        self.stage = Stage.OVER
+        return []
+
+    def _why_lost(self) -> str:
+        return f"the node of group rank 0 is lost: {self._lost}"
+
+    def _after_chair(self) -> list[Action]:
+        """Every node that is left decides by itself what the chair would have, from what all of them know."""
+        attempts = max(self.history.attempts, self.attempt + 1)
+        history = replace(self.history, attempts=attempts)
+        if not self._size:
+            return self._give_up(history, self._lost)
+        if self._size - 1 < self._min_nodes:
+            if history.used >= self._max_restarts:
+                return self._give_up(
+                    history, f"{self._why_lost()}; {self._size - 1} of at least {self._min_nodes} nodes remain"
+                )
+            history = replace(history, used=history.used + 1)
+        self.stage = Stage.OVER
+        regroup = Verdict(self.attempt, Decision.REGROUP, history, reason=self._why_lost())
+        return [Hear(regroup), Rejoin(history)]
+
+    def _give_up(self, history: History, reason: str) -> list[Action]:
+        self.stage = Stage.OVER
+        start, gone = self._start, ()
+        if start is not None and self._size:
+            gone = (Gone(start.master_addr, 0, 1, self._lost),)
+        return [
+            Conclude(
+                Verdict(max(self.attempt, 0), Decision.FAILED, history, reason=reason, gone=gone, cause=0 if gone else -1)
+            )
+        ]

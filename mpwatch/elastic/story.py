@@ -1,0 +1,256 @@
+"""What the caller's thread makes of a run of several nodes: as story.py of the watcher, but what follows on an attempt is for
+all nodes to decide.
+
+    ranks are gone --> what became of them here --> link: told to the others --> what came of it for all --> again, or the end
+    link: an attempt starts --> who our ranks are, their environments --> link: they can be started
+
+Code of the user's runs here: exceptions and values are rebuilt, `retry_if` and `env` are called. What they raise ends the run.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ..errors import LaunchError
+from ..events.kinds import NodesMet, Restarting
+from ..ranks import Worker
+from ..result import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
+from ..spec import WorkerSpec
+from ..watcher.environment import environments_of
+from ..watcher.facts import Facts
+from ..watcher.journal import Journal
+from ..watcher.life import Life
+from ..watcher.output import LAST_SECONDS
+from ..watcher.restarts import not_worth_it
+from ..watcher.states import Settled
+from ..watcher.states import Verdict as Fate
+from ..watcher.story import Story
+from ..wording import summary_of
+from ..wording import verdict as words_for
+from .failures import from_plain, to_plain
+from .hands import News
+from .link import Link
+from .member import Conclude, Prepare
+from .messages import Decision, Ended, Gone, Outcome, Place, Start, Verdict
+from .seal import ForgedError
+
+__all__ = ["NodeStory"]
+
+log = logging.getLogger("mpwatch")
+T = TypeVar("T")
+REPORT_LIMIT = 192 * 1024  # bytes of the failures that a node tells of
+OUTCOMES = {Fate.SUCCEEDED: Outcome.SUCCEEDED, Fate.TIMED_OUT: Outcome.TIMED_OUT, Fate.CALLED_OFF: Outcome.STOPPED}
+
+
+class NodeStory(Story[T]):
+    """Of one run, as one node sees it.
+
+    Args:
+        spec: what is run.
+        journal: where it is noted what happens.
+        link: to the other nodes.
+    """
+
+    def __init__(self, spec: WorkerSpec[T], journal: Journal, link: Link) -> None:
+        super().__init__(spec, journal)
+        self._link = link
+        self._verdict: Verdict | None = None  # on the job
+        self._start: Start | None = None
+        self._strangers: dict[int, ProcessFailure] = {}  # failures of other nodes
+
+    @property
+    def is_concluded(self) -> bool:
+        """Whether it is known what came of the job; else this node has left it."""
+        return self._verdict is not None
+
+    def judge(self, life: Life) -> None:
+        """The attempts that have ended here, and what comes from the other nodes. Raises whatever `retry_if` and `env` raise,
+        and LaunchError.
+        """
+        for facts in life.mailbox.asked():
+            life.output.catch_up(LAST_SECONDS)
+            self._link.ended(self._report(facts, self._close(facts)))
+        for news in self._link.news():
+            self._attend(life, news)
+
+    def result(self) -> RunResult[T]:
+        """What came of the job, as this node knows it."""
+        assert self._errand is not None
+        (facts,) = self._errand.facts
+        if facts.ranks and not self._latest:  # they were interrupted, which nobody judges
+            self._close(facts)
+        here = next((result for _, result in self._latest.values()), _nothing_yet(facts))
+        result = replace(self._of_job(here), attempts=tuple(self._attempts))
+        self._end(result.state, "" if result.state is WorkerState.SUCCEEDED else words_for(result))
+        return replace(result, events=tuple(self.journal.events))
+
+    def fail(self, error: BaseException) -> None:
+        """Something else than a rank has failed."""
+        self._link.abort(Ended(0, 0, Outcome.ABORTED, reason=summary_of(error)[:1000]))
+        super().fail(error)
+
+    def _attend(self, life: Life, news: News) -> None:
+        if isinstance(news, BaseException):
+            raise news
+        if isinstance(news, Prepare):
+            self._prepare(news.start, news.place)
+            return
+        self._note(news.verdict)
+        if isinstance(news, Conclude):
+            self._conclude(life, news.verdict)
+
+    def _prepare(self, start: Start, place: Place) -> None:
+        """Who our ranks are in the attempt that starts."""
+        self._latest.clear()
+        self._start = start
+        workers = _workers_of(self._spec, start, place)
+        self.journal.ranks = [worker.rank for worker in workers]
+        self.journal.note(
+            NodesMet,
+            self.journal.ranks,
+            attempt=start.attempt,
+            group_rank=place.group_rank,
+            group_world_size=start.group_world_size,
+            world_size=start.world_size,
+            master_addr=start.master_addr,
+            master_port=start.master_port,
+        )
+        self._link.prepared(start, environments_of(self._spec, workers))
+
+    def _report(self, facts: Facts, result: RunResult[Any]) -> Ended:
+        """What the other nodes are told of our ranks."""
+        failures = sorted(result.failures.values(), key=lambda failure: failure is not result.root_cause)
+        told = _as_many_as_fit(failures)
+        has_failed = bool(failures) and facts.verdict is not Fate.TIMED_OUT
+        trial = self._trial(facts, result)
+        why_not = not_worth_it(self._spec.policy, trial) if has_failed and self._spec.policy.max_restarts else ""
+        assert facts.verdict is not None
+        return Ended(
+            group_rank=0,
+            attempt=0,  # both are the link's to fill in
+            outcome=Outcome.FAILED if has_failed else OUTCOMES.get(facts.verdict, Outcome.FAILED),
+            failures=told,
+            unsaid=len(failures) - len(told),
+            why_not=why_not[:1000],
+            reason=result.reason[:1000],
+            healthy_seconds=max(0.0, facts.healthy_seconds),
+            step=-1 if trial.step is None else trial.step,
+        )
+
+    def _note(self, verdict: Verdict) -> None:
+        """What came of an attempt for all nodes."""
+        self._strangers = self._failures_of(verdict)
+        if not self._attempts or self._attempts[-1].number != verdict.attempt:
+            return
+        attempt = self._attempts[-1]
+        failures = {**self._strangers, **attempt.failures}
+        cause = failures.get(verdict.cause)
+        state = attempt.state if cause is None else WorkerState.FAILED
+        self._attempts[-1] = replace(attempt, failures=failures, root_cause=cause, state=state, reason=verdict.reason)
+        if verdict.decision in (Decision.AGAIN, Decision.REGROUP):
+            self.journal.note(
+                Restarting,
+                self.journal.ranks,
+                attempt=verdict.attempt,
+                cause=cause,
+                delay=verdict.delay,
+                restarts_left=verdict.restarts_left,
+            )
+
+    def _conclude(self, life: Life, verdict: Verdict) -> None:
+        self._verdict = verdict
+        if verdict.decision is Decision.FAILED and self._start is None:
+            raise LaunchError(verdict.reason)
+        life.mailbox.post(Settled(0, generation=1 << 62))
+
+    def _failures_of(self, verdict: Verdict) -> dict[int, ProcessFailure]:
+        """Of other nodes; and of those that are gone, one for each rank that they had."""
+        found: dict[int, ProcessFailure] = {}
+        for gone in verdict.gone:
+            found |= {rank: _lost(gone, rank) for rank in range(gone.rank, gone.rank + gone.nprocs) if gone.rank >= 0}
+        for plain in verdict.failures:
+            try:
+                failure = from_plain(plain)
+            except ForgedError as error:
+                log.warning("a failure that another node tells of is dropped: %s", error)
+                continue
+            if failure.rank not in self.journal.ranks:
+                found[failure.rank] = failure
+        return found
+
+    def _of_job(self, here: RunResult[T]) -> RunResult[T]:
+        """What is known of our ranks, and what all nodes have decided."""
+        verdict = self._verdict
+        if verdict is None:  # this node was interrupted
+            return (
+                replace(here, state=WorkerState.STOPPED, return_values={}) if here.state is WorkerState.SUCCEEDED else here
+            )
+        if verdict.decision is Decision.DONE:
+            return here
+        failures = dict(sorted({**self._strangers, **here.failures}.items()))
+        cause = failures.get(verdict.cause)
+        return replace(
+            here,
+            state=WorkerState.FAILED,
+            return_values={},
+            failures=failures,
+            root_cause=None if verdict.timed_out else cause,
+            worker_states=here.worker_states | dict.fromkeys(self._strangers, WorkerState.FAILED),
+            reason=verdict.reason or here.reason,
+            not_restarted=verdict.why_not,
+        )
+
+
+def _workers_of(spec: WorkerSpec[Any], start: Start, place: Place) -> list[Worker]:
+    assert isinstance(spec.nprocs, int)
+    assert spec.rendezvous is not None
+    return [
+        Worker(
+            rank=place.rank + local_rank,
+            local_rank=local_rank,
+            world_size=start.world_size,
+            local_world_size=spec.nprocs,
+            group_rank=place.group_rank,
+            group_world_size=start.group_world_size,
+            role=spec.role,
+            role_rank=place.role_rank + local_rank,
+            role_world_size=place.role_world_size,
+            restart_count=start.attempt,
+            run_id=spec.rendezvous.run_id,
+            master_addr=start.master_addr,
+            master_port=start.master_port,
+        )
+        for local_rank in range(spec.nprocs)
+    ]
+
+
+def _as_many_as_fit(failures: Sequence[ProcessFailure]) -> tuple[dict[str, Any], ...]:
+    told: list[dict[str, Any]] = []
+    size = 0
+    for failure in failures:
+        plain = to_plain(failure)
+        size += len(json.dumps(plain))
+        if size > REPORT_LIMIT and told:
+            break
+        told.append(plain)
+    return tuple(told)
+
+
+def _lost(gone: Gone, rank: int) -> ProcessFailure:
+    return ProcessFailure(
+        rank=rank,
+        local_rank=rank - gone.rank,
+        pid=None,
+        hostname=gone.host,
+        kind=FailureKind.LOST,
+        exit_code=1,
+        evidence=f"its node is gone: {gone.why}",
+    )
+
+
+def _nothing_yet(facts: Facts) -> RunResult[Any]:
+    """Of a run that was ended before its ranks were started."""
+    reason = "" if facts.signum is None else f"the run was stopped before its ranks were started: signal {facts.signum}"
+    return RunResult(state=WorkerState.STOPPED, reason=reason)

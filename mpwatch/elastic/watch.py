@@ -1,0 +1,57 @@
+"""A run on one node of a job of several: as watch.py of the watcher, with a link to the other nodes."""
+
+import math
+from contextlib import closing
+from functools import partial
+from typing import TypeVar
+from uuid import uuid4
+
+from ..platform import standard_descriptors
+from ..result import RunResult
+from ..spec import WorkerSpec
+from ..watcher.journal import Journal
+from ..watcher.life import Life
+from ..watcher.mailbox import Errand
+from ..watcher.sending import pack_call
+from ..watcher.viewing import MakeView, no_view
+from ..watcher.watch import Visit
+from ..wire.payload import Call
+from .link import Link
+from .story import NodeStory
+
+__all__ = ["watch_with_others"]
+
+T = TypeVar("T")
+
+
+def watch_with_others(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:
+    """Meet the other nodes, and run it with them to its end. Raises LaunchError, or InterruptError."""
+    journal = Journal(uuid4().hex, spec.observers, keep=True)
+    call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
+    run_by = math.inf if spec.timeout is None else journal.started_at + spec.timeout
+    link = Link(spec, run_by)
+    with (
+        standard_descriptors(),
+        closing(pack_call(call)) as payload,
+        closing(Life(spec, journal, keep=False, herald=link.herald)) as life,
+        closing(link),
+    ):
+        story = NodeStory(spec, journal, link)
+        visit = Visit(life, partial(story.judge, life), make_view)
+        try:
+            life.output.attach()
+            errand = Errand(payload, journal.started_at, spec.timeout)
+            story.begin(errand)
+            link.begin(life.mailbox)
+            visit.pay(errand, until=lambda: False)
+            life.settle(visit.patience(story.seconds_left()))
+            visit.raise_error()
+            result = visit.conclude(story.result)
+            if story.is_concluded:
+                link.conclude()
+            elif len(visit.signals.received) > 1:  # somebody is in a hurry
+                link.leave(0.0)
+        except BaseException as error:
+            story.fail(error)
+            raise
+    return visit.without_interrupt(result)
