@@ -488,3 +488,10 @@ def test_a_stand_in_for_a_class_that_says_it_is_a_builtin():
     error = raised(pytest.fail.Exception("why"))
     back = decode(Telling(error).plain())
     assert (type(back).__name__, str(back), type(back).__bases__) == ("Failed", "why", (BaseException,))
+
+
+@pytest.mark.parametrize("cls", [SyntaxError, IndentationError])
+def test_a_stand_in_of_a_syntax_error_is_printed_with_its_text(cls):
+    back = decode(Telling(cls("bad", ("file.py", 3, 5, "text", 3, 6))).plain())
+    assert str(back) == "bad (file.py, line 3)"
+    assert traceback.format_exception(back) == [f"{cls.__name__}: bad (file.py, line 3)\n"]

@@ -20,6 +20,7 @@ import builtins
 import marshal
 import pickle
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from . import sources, values
@@ -30,6 +31,7 @@ __all__ = [
     "Outline",
     "Part",
     "annotate",
+    "assemble",
     "decode",
     "is_builtin",
     "is_same_text",
@@ -66,12 +68,15 @@ def decode(told: bytes, details: bytes = b"") -> BaseException:
     """The exception that was told. Whatever its parts do when they are rebuilt, it comes back somehow."""
     plain = marshal.loads(told)
     sources.remember(plain["sources"])
-    links: list[Link] = plain["links"]
-    parts: list[Part | None] = pickle.loads(details) if details else [None] * len(links)
+    return assemble(plain["links"], pickle.loads(details) if details else [])
+
+
+def assemble(links: list[Link], parts: Sequence[Part | None] = ()) -> BaseException:
+    """The first of these, and what hangs on it: from its parts where there are any, else as a stand-in."""
     made: dict[int, BaseException] = {}
     for number in _members_first(links):
         members = [made[member] for member in links[number]["members"] if member in made]
-        made[number] = _make(links[number], parts[number], members)
+        made[number] = _make(links[number], parts[number] if parts else None, members)
     for number, error in made.items():
         _connect(error, links[number], made)
     return made[0]
@@ -158,6 +163,8 @@ def _stand_in(link: Link, members: list[BaseException]) -> BaseException:
     cls: Any = type(link["name"], bases, names)
     error: BaseException = cls.__new__(cls)
     error.args = (text,)
+    if isinstance(error, SyntaxError):
+        error.msg = text  # who prints a traceback takes this, and not what __str__ says
     return error
 
 

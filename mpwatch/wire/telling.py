@@ -24,7 +24,10 @@ TOLD_OF_GROUPS = {"exceptions", "message"}
 
 
 class Telling:
-    """An exception and all that hangs on it, in the order in which both messages tell it."""
+    """An exception and all that hangs on it, in the order in which both messages tell it: itself first, then the nearest.
+
+    `links` has what is told of each, in builtin types alone.
+    """
 
     def __init__(self, error: BaseException) -> None:
         found: dict[int, BaseException] = {}
@@ -36,17 +39,17 @@ class Telling:
                 waiting += _neighbours(met)
         self._errors = list(found.values())
         index = {key: number for number, key in enumerate(found)}
-        self._links = [_link_of(met, index) for met in self._errors]
+        self.links = [_link_of(met, index) for met in self._errors]
 
     def plain(self) -> bytes:
         """What happened, where, and how the exceptions hang together."""
-        files = {frame[0] for link in self._links for frame in link["frames"]}
-        told = {"links": self._links, "traceback": _printed(self._errors[0]), "sources": sources.of_files(files)}
+        files = {frame[0] for link in self.links for frame in link["frames"]}
+        told = {"links": self.links, "traceback": _printed(self._errors[0]), "sources": sources.of_files(files)}
         return marshal.dumps(told)
 
     def details(self) -> bytes:
         """What of each can be pickled and rebuilt."""
-        parts = [_part_of(error, link) for error, link in zip(self._errors, self._links, strict=True)]
+        parts = [_part_of(error, link) for error, link in zip(self._errors, self.links, strict=True)]
         return pickle.dumps(parts, protocol=5)
 
 
