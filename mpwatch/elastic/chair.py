@@ -1,12 +1,12 @@
 """What the node of group rank 0 does for all of a round: a pure machine, fed with what the nodes tell it, in the one order
 of its inbox, and with the time, returning what is to be said to everybody.
 
-    GATHERING -- all cards are there --> STARTING -- a port is reserved --> WORKING -- failure, loss, leave, newcomer --> STOPPING
-       `-- they disagree, or some are lost -.   ^                             `-- all have succeeded --.                    |
-                                            |   `----------- again ----------------.                   v                    v
-                                            `-------------------------------------- verdict <-- all who are left have told --'
-                                                                                       |`-- regroup --> OVER
-                                                                                       `-- done, failed --> CLOSING --> OVER
+    GATHERING -- all cards are there --> STARTING -- a port is reserved --> WORKING -- failure, loss, newcomer --> STOPPING
+       `-- they disagree, or one is lost -. ^                                 `-- all have succeeded -.                |
+                                          | `------------ again -----------.                          v                |
+                                          `-----------------------------> verdict <------------------------------------'
+                                                                              |`-- regroup --> OVER       all have told
+                                                                              `-- done, failed --> CLOSING --> OVER
 
 Newcomers are taken in as soon as they are seen; what came of an attempt, and what follows, is judged in judging.py.
 

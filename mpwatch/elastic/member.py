@@ -316,7 +316,8 @@ class Member:
 
     def _give_up(self, history: History, reason: str) -> list[Action]:
         self.stage = Stage.OVER
-        start, gone = self._start, ()
+        start = self._start
+        gone: tuple[Gone, ...] = ()
         if start is not None and self._size:
             gone = (Gone(start.master_addr, 0, 1, self._lost),)
         return [

@@ -217,7 +217,7 @@ KINDS: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_args(Mes
 
 def to_body(message: Message) -> dict[str, Any]:
     """As plain data that JSON can hold."""
-    return {"kind": type(message).__name__} | _plain(message)
+    return {"kind": type(message).__name__, **_plain(message)}
 
 
 def from_body(body: Mapping[str, Any]) -> Message:

@@ -197,7 +197,7 @@ class NodeStory(Story[T]):
             return_values={},
             failures=failures,
             root_cause=None if verdict.timed_out else cause,
-            worker_states=here.worker_states | dict.fromkeys(self._strangers, WorkerState.FAILED),
+            worker_states={**here.worker_states, **dict.fromkeys(self._strangers, WorkerState.FAILED)},
             reason=verdict.reason or here.reason,
             not_restarted=verdict.why_not,
         )
