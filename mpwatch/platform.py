@@ -34,6 +34,7 @@ __all__ = [
     "bytes_in",
     "c_stdout_by_lines",
     "die_with_writer",
+    "end_silent_connection",
     "gpus_may_exist",
     "group_exists",
     "group_members",
@@ -223,6 +224,24 @@ def receive(line: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
         if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
             fds += (number for (number,) in struct.iter_unpack("i", numbers[: len(numbers) - len(numbers) % SIZE_OF_INT]))
     return data, fds, bool(flags & _socket.MSG_CTRUNC)
+
+
+def end_silent_connection(connection: socket.socket, seconds: float) -> None:
+    """Have the kernel end a TCP connection whose other end is silent for so long, in whole seconds; later where it cannot
+    be told how long what was sent may go without being confirmed. Raises OSError.
+    """
+    whole = max(1, int(seconds))
+    every = max(1, whole // 4)  # TCP_KEEPALIVE is how macOS calls TCP_KEEPIDLE
+    times = {
+        "TCP_KEEPIDLE": every,
+        "TCP_KEEPALIVE": every,
+        "TCP_KEEPINTVL": every,
+        "TCP_KEEPCNT": max(1, whole // every - 1),
+    }
+    connection.setsockopt(_socket.SOL_SOCKET, _socket.SO_KEEPALIVE, 1)
+    for name, value in {**times, "TCP_USER_TIMEOUT": whole * 1000}.items():
+        if hasattr(_socket, name):
+            connection.setsockopt(_socket.IPPROTO_TCP, getattr(_socket, name), value)
 
 
 def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:

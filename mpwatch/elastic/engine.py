@@ -1,0 +1,105 @@
+"""One node's part in torch's rendezvous: connect to the store, join round after round, leave.
+
+Blocking calls, for one thread of the node; only `cancel` is for others. Each ends by a deadline, or when it is cancelled, or
+when the store cannot be reached any more, which is noticed also on a network that is silent. Torch does the meeting
+(meetings.py); by which clock, is said in clocks.py, and how its store is reached, in opening.py and store.py.
+"""
+
+import threading
+
+from ..rendezvous import Rendezvous
+from .endpoint import Limit
+from .errors import CancelledError, ClosedError, StoreLostError
+from .meetings import Meeting, Round, StaticMeeting
+from .opening import Opened, open_store
+
+__all__ = ["CancelledError", "ClosedError", "Engine", "Round", "StoreLostError"]
+
+LAST_CALL_SECONDS = 30.0  # as torch has it
+LEAVE_SECONDS = 1.0  # to tell the others, then the connection is cut
+CUT_SECONDS = 0.5  # for a thread to notice that
+
+
+class Engine:
+    """The rendezvous of one node of one job.
+
+    Args:
+        rendezvous: where and on what terms. Nothing is opened yet.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._cancelled = threading.Event()
+        self._opened: Opened | None = None
+        self._meeting: Meeting | StaticMeeting | None = None
+        self.is_host = False
+        """Whether this process serves the store: it should leave last. False until it is connected."""
+        self.address = rendezvous.local_addr or ""
+        """By which name or address the other nodes reach this one. Empty until it is connected, unless it was given."""
+
+    def connect(self, deadline: float) -> None:
+        """Serve the store, or wait until it is served, and connect to it.
+
+        Args:
+            deadline: of the monotonic clock.
+
+        Raises LaunchError, which says what was in the way and how to mend it, and CancelledError.
+        """
+        opened = open_store(self._rendezvous, Limit(deadline, self._cancelled))
+        self._opened = opened
+        self.is_host = opened.is_host
+        self.address = self.address or opened.local
+        if opened.backend is None:
+            self._meeting = StaticMeeting(self._rendezvous, opened)
+        else:
+            self._meeting = Meeting(self._rendezvous, opened, self.address)
+
+    def join(self, deadline: float, *, last_call: float | None = None) -> Round:
+        """Take part in the next round: leaves the one before. Returns when it has formed.
+
+        Args:
+            deadline: of the monotonic clock.
+            last_call: seconds to wait for more nodes once there are enough. None: options["last_call_timeout"], else 30. It
+                counts from when a node sees that there are enough, and the one that waits least forms the round.
+
+        Raises LaunchError when the time is over, and says how many have come; CancelledError; ClosedError; StoreLostError.
+        After these, but for the last, this node takes part in nothing, and the others do not wait for it.
+        """
+        if last_call is None:
+            last_call = float(self._rendezvous.options.get("last_call_timeout", LAST_CALL_SECONDS))
+        return self._connected().join(Limit(deadline, self._cancelled), last_call)
+
+    def waiting(self) -> int:
+        """How many newcomers wait for the next round, as of a second ago at most. Raises StoreLostError."""
+        return self._connected().waiting()
+
+    def set_closed(self) -> None:
+        """The job is over, for everybody: nobody joins any more. Raises StoreLostError."""
+        self._connected().set_closed()
+
+    def _connected(self) -> Meeting | StaticMeeting:
+        assert self._meeting is not None, "connect() comes first, and nothing after close()"
+        return self._meeting
+
+    def cancel(self) -> None:
+        """From any thread: end `connect` and `join`, in about a second if one is in progress, at once from then on."""
+        self._cancelled.set()
+
+    def close(self) -> None:
+        """Leave the round, and give back everything: threads, sockets, and the server, if this process has it.
+
+        In 2 s, whatever the network does. A resolver or a client of etcd that is stuck ends by its own timeouts.
+        """
+        self.cancel()
+        opened, meeting = self._opened, self._meeting
+        self._opened = self._meeting = None
+        if opened is None:
+            return
+        if meeting is not None:
+            leaving = threading.Thread(target=meeting.leave, name="mpwatch-leave", daemon=True)
+            leaving.start()
+            leaving.join(LEAVE_SECONDS)
+            if leaving.is_alive():
+                opened.connection.cut()
+                leaving.join(CUT_SECONDS)
+        opened.connection.close()

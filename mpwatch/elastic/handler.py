@@ -1,0 +1,111 @@
+"""Torch's rendezvous handlers, as this package wants them: what they do on their own here, and what they leave alone.
+
+Torch's handler opens a store for the trainers on the first node of a round, and has all others wait for its address, for
+minutes and in C++. Ours get a fresh one for each attempt, so nothing of that happens. Imports torch's elastic part alone.
+"""
+
+import os
+import secrets
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+    _NodeDescGenerator,
+)
+
+from ..rendezvous import Rendezvous
+from .errors import StoreLostError
+from .state import Node
+
+__all__ = ["Handler", "Terms", "make_handler"]
+
+BEATS = 3  # without which a node is dropped
+CLOSE_SECONDS = 5.0  # to close the rendezvous, should many others write at the same time
+ID_BITS = 62  # whoever reads it may have no more than 64, and a sign
+
+
+class Terms(RendezvousTimeout):
+    """Torch's timeouts, of the join that is in progress: they differ from one to the next."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(close=timedelta(seconds=CLOSE_SECONDS), heartbeat=timedelta(seconds=seconds))
+        self.deadline = 0.0
+        self.seconds_of_last_call = 0.0
+
+    @property
+    def join(self) -> timedelta:
+        """What is left of it: torch may begin to count anew."""
+        return timedelta(seconds=max(0.0, self.deadline - time.monotonic()))
+
+    @property
+    def last_call(self) -> timedelta:
+        """How long a round that has enough nodes waits for more."""
+        return timedelta(seconds=self.seconds_of_last_call)
+
+
+class _Names(_NodeDescGenerator):
+    """Names nodes. By address and pid alone they would be the same for two containers of one machine, which number their
+    processes each for itself.
+    """
+
+    def generate(self, local_addr: str | None = None) -> Node:
+        return Node(local_addr or "", os.getpid(), secrets.randbits(ID_BITS))
+
+
+class Handler(DynamicRendezvousHandler):
+    """Torch's, without a store for the trainers, and silent about signs of life that could not be given."""
+
+    _node_desc_generator = _Names()
+
+    @property
+    def node(self) -> Node:
+        """What this node is called in the state."""
+        return self._this_node
+
+    def stop(self) -> None:
+        """No more signs of life. Waits for the thread that gives them."""
+        self._stop_heartbeats()
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:  # noqa: ARG002
+        return SimpleNamespace(port=1)  # any but 0, for which torch would look for one
+
+    def _keep_alive(self) -> None:
+        try:
+            super()._keep_alive()
+        except StoreLostError:  # the next call that somebody waits for raises it too
+            return
+
+
+class _Nowhere(Store):
+    """Where torch's handler writes down, and finds, the store for the trainers that there is not."""
+
+    def set(self, key: str, value: str) -> None:
+        """Forget it."""
+
+    def get(self, key: str) -> bytes:  # noqa: ARG002
+        """A number, for the port."""
+        return b"1"
+
+
+NOWHERE = _Nowhere()
+
+
+def make_handler(rendezvous: Rendezvous, backend: Any, address: str, terms: Terms) -> Handler:
+    """Torch's handler, over a backend, by the terms of this job."""
+    handler: Handler = Handler.from_backend(
+        rendezvous.run_id,
+        NOWHERE,
+        backend,
+        rendezvous.min_nodes,
+        rendezvous.max_nodes,
+        address,
+        terms,
+        keep_alive_interval=rendezvous.node_timeout / BEATS,  # type: ignore[arg-type]  # of a timedelta: any number
+        keep_alive_max_attempt=BEATS,
+    )
+    return handler

@@ -1,0 +1,260 @@
+"""The two ways in which nodes meet, once they are connected to a store: as they come, or as they are numbered beforehand.
+
+Blocks its caller's thread, but until a deadline or until it is cancelled. What torch raises is told here in our words.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
+
+from ..errors import LaunchError
+from ..rendezvous import Rendezvous
+from .clocks import OwnClock
+from .endpoint import Limit
+from .errors import CancelledError, ClosedError, StoreLostError
+from .handler import Handler, Terms, make_handler
+from .opening import Opened
+from .state import State, read, withdraw, write
+from .store import Connection, PartOfStore
+
+__all__ = ["Meeting", "Round", "StaticMeeting"]
+
+T = TypeVar("T")
+
+LEAVE_TRIES = 20  # each time somebody else has written in between
+
+
+@dataclass(frozen=True)
+class Round:
+    """One membership of the job, as this node has it.
+
+    Should a node leave in the moment in which the round forms, nodes may differ in how many they are: what holds is what
+    the node of group rank 0 says.
+    """
+
+    store: PartOfStore
+    """Of this round alone: set, get, add, check, compare_set, delete_key, from any thread. They raise StoreLostError."""
+    group_rank: int
+    group_world_size: int
+
+
+class _SpareError(Exception):
+    """The time is over for a node that the job has no room for. Torch lets these wait for ever."""
+
+
+class _Guarded(RendezvousBackend):
+    """Torch's backend, whose errors are ours."""
+
+    def __init__(self, backend: RendezvousBackend, connection: Connection) -> None:
+        self._backend = backend
+        self._connection = connection
+
+    @property
+    def name(self) -> str:
+        return str(self._backend.name)
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        return self._connection.guarded(self._backend.get_state)
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        return self._connection.guarded(self._backend.set_state, state, token)
+
+
+class Meeting:
+    """Nodes that come and go, by torch's dynamic rendezvous.
+
+    Args:
+        rendezvous: the terms.
+        opened: the store.
+        address: by which the others reach this node.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, opened: Opened, address: str) -> None:
+        self._rendezvous = rendezvous
+        self._opened = opened
+        self._terms = Terms(rendezvous.node_timeout / 2)
+        self._backend = _Guarded(opened.backend, opened.connection)
+        clock = OwnClock(self._backend, lambda: self._terms.last_call, self._look)
+        self._handler: Handler = make_handler(rendezvous, clock, address, self._terms)
+        self._limit: Limit | None = None
+        self._state = State()
+        self._came = 0
+
+    def join(self, limit: Limit, last_call: float) -> Round:
+        """See `Engine.join`."""
+        started = time.monotonic()
+        self._terms.deadline, self._terms.seconds_of_last_call = limit.deadline, last_call
+        self._limit, self._came = limit, 0
+        try:
+            limit.left(0)
+            while True:
+                info = self._handler.next_rendezvous()
+                if self._is_whole(info):
+                    return self._round(info)
+        except RendezvousStateError as error:
+            raise StoreLostError(f"rendezvous at {self._opened.endpoint}: {error}") from error
+        except (RendezvousClosedError, RendezvousGracefulExitError) as error:
+            raise ClosedError(
+                f"the rendezvous of job {self._rendezvous.run_id!r} at {self._opened.endpoint} is closed: that job is over."
+                " Another one needs a run_id of its own"
+            ) from error
+        except (RendezvousTimeoutError, _SpareError) as error:
+            text = self._why_not(time.monotonic() - started, spare=isinstance(error, _SpareError))
+            self._withdraw()
+            raise LaunchError(text) from error
+        except CancelledError:
+            self._withdraw()
+            raise
+        finally:
+            self._limit = None
+
+    def _look(self, state: State) -> None:
+        """At each state that comes in while torch's engine is at work, at least once a second."""
+        self._state = state
+        node = self._handler.node
+        if node in state.participants:
+            self._came = len(state.participants)
+        if self._limit and not self._limit.left(1) and node in state.redundancy_list:
+            raise _SpareError
+
+    def _is_whole(self, info: RendezvousInfo) -> bool:
+        """Whether nobody has left between the moment in which the round was formed and that in which we saw it."""
+        return sorted(self._state.participants.values()) == list(range(info.world_size))
+
+    def _round(self, info: RendezvousInfo) -> Round:
+        # Etcd may hold a round of this number of an earlier job of this name: the name of its first node is new.
+        first = next(node for node, rank in self._state.participants.items() if rank == 0)
+        prefix = f"mpwatch.{self._rendezvous.run_id}.{self._state.round}.{first.local_id:x}"
+        return Round(PartOfStore(self._opened.connection, prefix), info.rank, info.world_size)
+
+    def _why_not(self, seconds: float, *, spare: bool) -> str:
+        here, of = f"rendezvous of job {self._rendezvous.run_id!r} at {self._opened.endpoint}", self._rendezvous
+        if spare:
+            return (
+                f"{here}: the job has all {of.max_nodes} nodes that it may have, and none has left in {seconds:.1f} s."
+                " Should it have more, give all nodes a larger nnodes=(min, max)"
+            )
+        if not self._came:
+            return (
+                f"{here}: the job runs with {len(self._state.participants)} nodes, and has not taken this one in within"
+                f" {seconds:.1f} s. See what these nodes say; a longer join_timeout waits longer"
+            )
+        return (
+            f"{here}: {self._came} of {of.min_nodes} nodes had come after {seconds:.1f} s. Has mpwatch.run been called on"
+            " all of them, with the same endpoint and run_id, and does it run there still? A longer join_timeout waits more"
+        )
+
+    def waiting(self) -> int:
+        """See `Engine.waiting`."""
+        return self._told(self._handler.num_nodes_waiting)
+
+    def set_closed(self) -> None:
+        """See `Engine.set_closed`."""
+        self._told(self._handler.set_closed)
+
+    def _told(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except (RendezvousStateError, RendezvousTimeoutError) as error:
+            reason = str(error) or "too many others write at the same time"
+            raise StoreLostError(f"rendezvous at {self._opened.endpoint}: {reason}") from error
+
+    def leave(self) -> None:
+        """End the thread that gives signs of life, and have the others not wait for us. Blocks as long as the store does."""
+        self._handler.stop()
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        with suppress(StoreLostError, RendezvousStateError):  # then they will miss our signs of life
+            for _ in range(LEAVE_TRIES):
+                response = self._backend.get_state()
+                if response is None:
+                    return
+                state = read(response[0])
+                if not withdraw(state, self._handler.node, self._handler.settings):
+                    return
+                written = self._backend.set_state(write(state), response[1])
+                if written and written[2]:
+                    return
+
+
+class StaticMeeting:
+    """Nodes that know their numbers: torch's static rendezvous says who they are, and all have to come for each round."""
+
+    def __init__(self, rendezvous: Rendezvous, opened: Opened) -> None:
+        self._rendezvous = rendezvous
+        self._opened = opened
+        size, name = rendezvous.max_nodes, rendezvous.run_id
+        self._job = PartOfStore(opened.connection, f"mpwatch.{name}")
+        parameters = RendezvousParameters("static", str(opened.endpoint), name, size, size, **rendezvous.options)
+        handler: Any = create_rdzv_handler(parameters)
+        handler._store = self._job  # it would wait in C++ for all the others to connect
+        self._handler = handler
+        self._rounds = 0
+        self._mark: tuple[PartOfStore, str] | None = None
+
+    def join(self, limit: Limit, _: float) -> Round:
+        """See `Engine.join`."""
+        started = time.monotonic()
+        limit.left(0)
+        info = self._handler.next_rendezvous()
+        store = PartOfStore(self._opened.connection, f"mpwatch.{self._rendezvous.run_id}.{self._rounds}")
+        missing = [f"here/{rank}" for rank in range(info.world_size)]
+        if store.add(f"here/{info.rank}", 1) > 1:
+            raise LaunchError(
+                f"rendezvous at {self._opened.endpoint}: a node with options={{'rank': {info.rank}}} has come already: two"
+                " nodes have the same number, or one was started again, which backend='static' cannot take in"
+            )
+        self._mark = store, f"here/{info.rank}"
+        try:
+            while missing := [key for key in missing if not store.check([key])]:
+                if self._job.check(["closed"]):
+                    raise ClosedError(f"the job at {self._opened.endpoint} is over")
+                if not limit.pause():
+                    raise LaunchError(self._why_not(missing, time.monotonic() - started))
+        except (CancelledError, ClosedError, LaunchError):
+            self._withdraw()
+            raise
+        self._rounds += 1
+        self._mark = None
+        return Round(store, info.rank, info.world_size)
+
+    def _why_not(self, missing: list[str], seconds: float) -> str:
+        ranks = ", ".join(key.partition("/")[2] for key in missing)
+        return (
+            f"rendezvous of job {self._rendezvous.run_id!r} at {self._opened.endpoint}: after {seconds:.1f} s nodes with"
+            f" these ranks had not come: {ranks}. Has mpwatch.run been called on them, with the same endpoint and run_id,"
+            " and their options={'rank': ...}?"
+        )
+
+    def waiting(self) -> int:
+        """0: nobody comes who is not known. Raises StoreLostError."""
+        return self._opened.connection.guarded(int)
+
+    def set_closed(self) -> None:
+        """See `Engine.set_closed`."""
+        self._job.set("closed", "1")
+
+    def leave(self) -> None:
+        """Nothing of it is kept anywhere but the mark of a join in progress."""
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        if self._mark:
+            store, key = self._mark
+            with suppress(StoreLostError):
+                store.delete_key(key)
+            self._mark = None

@@ -1,0 +1,190 @@
+"""Opens the store of a rendezvous: serves it, or waits for it to be served, and connects to it.
+
+May take until its deadline, since the node that serves the store may come later than the others, and its name be known
+later still. Imports torch, and etcd's client where it is asked for.
+"""
+
+import importlib.util
+import time
+from dataclasses import dataclass
+from socket import create_connection, gaierror
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+from ..errors import LaunchError
+from ..rendezvous import Rendezvous
+from .endpoint import (
+    ANSWER_SECONDS,
+    Address,
+    Answer,
+    Endpoint,
+    Found,
+    Limit,
+    ask,
+    is_here,
+    is_taken,
+    listen,
+    look,
+    resolve,
+    taken,
+)
+from .errors import StoreLostError
+from .store import Connection, PartOfStore, tcp_store
+
+__all__ = ["Opened", "open_store"]
+
+PORT = 29400
+PORT_OF_ETCD = 2379
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A store, and where this node stands to it."""
+
+    connection: Connection
+    endpoint: Endpoint
+    is_host: bool
+    local: str
+    """By which name or address the other nodes reach this one, as far as can be seen from here."""
+    backend: Any
+    """Torch's, for the state of the rendezvous; None for a static one, which has none."""
+
+
+def open_store(rendezvous: Rendezvous, limit: Limit) -> Opened:
+    """Raises LaunchError, at the latest when the time is over, and CancelledError."""
+    if rendezvous.backend == "etcd-v2":
+        return _open_etcd(rendezvous, limit)
+    endpoint = Endpoint.of(rendezvous.endpoint, PORT)
+    static = rendezvous.backend == "static"
+    is_host = rendezvous.options["rank"] == 0 if static else rendezvous.is_host
+    opened = _Opening(endpoint, is_host, rendezvous.node_timeout / 2).open(limit)
+    if static:
+        return opened
+    backend = C10dRendezvousBackend(PartOfStore(opened.connection, "mpwatch"), rendezvous.run_id)
+    return Opened(opened.connection, endpoint, opened.is_host, opened.local, backend)
+
+
+class _Opening:
+    def __init__(self, endpoint: Endpoint, is_host: bool | None, silence: float) -> None:
+        self._endpoint = endpoint
+        self._is_host = is_host
+        self._silence = silence
+        self._trouble = ""
+
+    def open(self, limit: Limit) -> Opened:
+        started = time.monotonic()
+        while True:
+            opened = self._try(limit)
+            if opened:
+                return opened
+            if not limit.pause():
+                raise _too_late(self._endpoint, self._trouble, started)
+
+    def _try(self, limit: Limit) -> Opened | None:
+        try:
+            addresses = resolve(self._endpoint, limit)
+        except gaierror as error:
+            self._trouble = _unknown(self._endpoint, error)
+            addresses = []
+        here = next(filter(is_here, addresses), None)
+        try:
+            if self._is_host or (here and self._is_host is None):
+                return self._serve(here, limit)
+            return self._join(addresses, limit)
+        except StoreLostError as error:  # it was there just now
+            self._trouble = str(error)
+            return None
+
+    def _serve(self, here: Address | None, limit: Limit) -> Opened | None:
+        endpoint = self._endpoint
+        try:
+            listener = listen(endpoint, here)
+        except OSError as error:
+            if not is_taken(error):
+                raise LaunchError(
+                    f"rendezvous at {endpoint}: this machine cannot listen at port {endpoint.port} ({error.strerror}): give"
+                    " a port that it may use, the same one on all nodes"
+                ) from error
+            return self._join_neighbour(here, limit)
+        with listener:
+            connection = tcp_store(endpoint, here[1][0] if here else LOOPBACK, limit, self._silence, listener)
+        return Opened(connection, endpoint, True, endpoint.host, None)
+
+    def _join_neighbour(self, here: Address | None, limit: Limit) -> Opened | None:
+        """Somebody on this machine serves it already: another node of the job, one hopes."""
+        endpoint = self._endpoint
+        if self._is_host or here is None:
+            raise LaunchError(
+                f"rendezvous at {endpoint}: this node is to serve the store, but port {endpoint.port} is taken on this"
+                " machine: is another node of the job there already, with is_host=True or rank 0? Else give another port,"
+                " the same one on all nodes"
+            )
+        try:
+            with create_connection(here[1][:2], limit.left(ANSWER_SECONDS) or ANSWER_SECONDS) as connection:
+                answer = ask(connection, ANSWER_SECONDS)
+        except ConnectionError:  # it was about to end
+            return None
+        except OSError:
+            answer = Answer.NOTHING
+        if answer is not Answer.STORE:
+            raise taken(endpoint)
+        return self._join([here], limit)
+
+    def _join(self, addresses: list[Address], limit: Limit) -> Opened | None:
+        found = look(self._endpoint, addresses, limit, store=True)
+        if isinstance(found, Found):
+            connection = tcp_store(self._endpoint, found.host, limit, self._silence)
+            return Opened(connection, self._endpoint, False, found.local, None)
+        self._trouble = found or self._trouble
+        return None
+
+
+def _too_late(endpoint: Endpoint, trouble: str, started: float) -> LaunchError:
+    return LaunchError(f"rendezvous at {endpoint}: {trouble}. Tried for {time.monotonic() - started:.1f} s")
+
+
+def _unknown(endpoint: Endpoint, error: gaierror) -> str:
+    return (
+        f"the name {endpoint.host!r} cannot be resolved ({error.strerror}): check its spelling and what this machine asks"
+        " for names, or give the address instead"
+    )
+
+
+def _open_etcd(rendezvous: Rendezvous, limit: Limit) -> Opened:
+    if importlib.util.find_spec("etcd") is None:
+        raise LaunchError(
+            "rendezvous: backend='etcd-v2' needs a client of etcd, which is not installed: pip install python-etcd; or take"
+            " backend='c10d', which needs nothing but torch"
+        )
+    from etcd import EtcdException  # type: ignore[import-not-found]
+    from torch.distributed.elastic.rendezvous import etcd_rendezvous_backend
+    from urllib3.exceptions import HTTPError
+
+    endpoint = Endpoint.of(rendezvous.endpoint, PORT_OF_ETCD)
+    seconds = max(1, int(rendezvous.node_timeout / 2))
+    options = {"read_timeout": seconds, **rendezvous.options}
+    parameters = RendezvousParameters(
+        rendezvous.backend, str(endpoint), rendezvous.run_id, rendezvous.min_nodes, rendezvous.max_nodes, **options
+    )
+    started = time.monotonic()
+    while True:
+        try:
+            found = look(endpoint, resolve(endpoint, limit), limit, store=False)
+        except gaierror as error:
+            found = _unknown(endpoint, error)
+        if isinstance(found, Found):
+            break
+        if not limit.pause():
+            raise _too_late(endpoint, found, started)
+    try:
+        backend, store = etcd_rendezvous_backend.create_backend(parameters)
+        backend.get_state()
+    except (RendezvousConnectionError, EtcdException, HTTPError) as error:
+        raise LaunchError(
+            f"rendezvous at {endpoint}: what listens there does not answer as an etcd with its API v2"
+            f" ({error.__cause__ or error}): etcd has to be started with --enable-v2"
+        ) from error
+    return Opened(Connection(store, [], endpoint, (EtcdException, HTTPError)), endpoint, False, found.local, backend)

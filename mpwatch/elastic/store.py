@@ -1,0 +1,251 @@
+"""A connection to a store of torch's (`TCPStore`, or etcd), which ends when the network does, and can be cut by us.
+
+Torch's client waits for an answer as long as it takes, in C++: on a network that has gone silent for ever. Here the kernel
+ends a silent connection, whoever closes the engine can shut it down, and what torch raises then is a StoreLostError.
+"""
+
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    DistStoreError,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+from ..platform import end_silent_connection
+from .endpoint import Endpoint, Limit
+from .errors import CancelledError, StoreLostError
+
+__all__ = ["Connection", "PartOfStore", "tcp_store"]
+
+MAKE_SECONDS = 2.0  # for a client to be made: whoever is there has just answered
+LOOK_SECONDS = 0.1
+CLOSED = "this node has closed it"
+FOLDERS = ("/proc/self/fd", "/dev/fd")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Torch makes its connection and does not tell which descriptor it has: one at a time can be found.
+_making = threading.Lock()
+
+
+class Connection:
+    """One client of a store, for all threads of an engine.
+
+    Args:
+        store: torch's. With the last reference to it goes the server too, if it serves the store.
+        sockets: duplicates of the sockets that it is connected by, of which this is the owner; none if nobody knows them.
+        where: the endpoint, for errors.
+        errors: what a call raises when the store cannot be reached, beside torch's own errors.
+    """
+
+    def __init__(
+        self, store: Store, sockets: list[socket.socket], where: Endpoint, errors: tuple[type[Exception], ...] = ()
+    ) -> None:
+        self._store: Store | None = store
+        self._sockets = sockets
+        self._where = where
+        self._errors: tuple[type[Exception], ...] = (DistError, RendezvousConnectionError, *errors)
+        self._lost: str | None = None
+
+    @property
+    def lost(self) -> bool:
+        """Whether a call has found that the store cannot be reached."""
+        return self._lost is not None
+
+    def borrowed(self) -> Store:
+        """The store, for one call: who keeps it, if in a traceback, keeps its server. Raises StoreLostError when closed."""
+        if self._store is None:
+            raise self._error()
+        return self._store
+
+    def guarded(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What a call of the store returns. Raises StoreLostError when it cannot be reached, from then on at once."""
+        # Torch writes pages to stderr when it finds that somebody has hung up, so it is not asked then.
+        if self._lost is None and (trouble := self._hung_up()):
+            self._lost = trouble
+        if self._lost is not None:
+            raise self._error()
+        try:
+            return call(*args, **kwargs)
+        except DistStoreError as error:  # it is there, and has not what is wanted
+            raise StoreLostError(f"the store at {self._where} does not hold what it should: {_first_line(error)}") from error
+        except self._errors as error:
+            self._lost = _first_line(error.__cause__ or error)
+            raise self._error() from error
+
+    def _error(self) -> StoreLostError:
+        return StoreLostError(
+            f"the store at {self._where} cannot be reached any more ({self._lost}): the node that serves it has ended, or"
+            " the network in between is cut"
+        )
+
+    def _hung_up(self) -> str:
+        """Why nothing can come any more, if so: without taking anything away from torch, and without waiting."""
+        for connection in self._sockets:
+            try:
+                if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    return "it has hung up"
+            except (BlockingIOError, InterruptedError):
+                continue
+            except OSError as error:
+                return str(error.strerror)
+        return ""
+
+    def cut(self) -> None:
+        """Have all calls fail, those in progress on other threads among them."""
+        for connection in self._sockets:
+            with suppress(OSError):  # it is not connected any more
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of the store: with it goes the server, if it serves it."""
+        self.cut()
+        self._store, self._lost = None, self._lost or CLOSED
+        while self._sockets:
+            self._sockets.pop().close()
+
+
+class PartOfStore(Store):
+    """What is in the store under a prefix. Its calls raise StoreLostError, and not torch's errors.
+
+    It keeps no server alive: once the connection has been closed it is of no use, whoever may hold it still.
+    """
+
+    def __init__(self, connection: Connection, prefix: str) -> None:
+        super().__init__()
+        self._connection = connection
+        self._prefix = prefix
+
+    def set(self, key: str, value: str) -> None:
+        """Write it, for all to see; bytes as well, of which torch's stubs say nothing."""
+        self._call(PrefixStore.set, key, value)
+
+    def get(self, key: str) -> bytes:
+        """What has been written. Waits for it as long as a silent store is waited for: ask `check` first."""
+        return self._call(PrefixStore.get, key)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which begins with 0. Returns the sum."""
+        return self._call(PrefixStore.add, key, amount)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Write it if `expected` is there, or nothing and `expected` is empty. Returns what is there then."""
+        return self._call(PrefixStore.compare_set, key, expected, desired)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of these have been written."""
+        return self._call(PrefixStore.check, keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget it (c10d and static). Whether there was such a key."""
+        return self._call(PrefixStore.delete_key, key)
+
+    def _call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        def call() -> T:
+            return method(PrefixStore(self._prefix, self._connection.borrowed()), *args, **kwargs)
+
+        return self._connection.guarded(call)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
+
+
+def tcp_store(
+    endpoint: Endpoint, host: str, limit: Limit, silence: float, listener: socket.socket | None = None
+) -> Connection:
+    """Connect to the store at the endpoint; and serve it, if there is a listener, which is torch's from then on.
+
+    Args:
+        endpoint: for errors.
+        host: the address by which it is reached: nothing is asked of a resolver any more.
+        limit: when to give up.
+        silence: seconds after which a silent connection is a lost one.
+        listener: who listens at the endpoint already.
+
+    Raises StoreLostError if the store is not to be had after all, CancelledError, and OSError.
+    """
+    with _making:
+        before = _sockets()
+        made = threading.Event()
+        watch = threading.Thread(
+            target=_watch_making, args=(before, endpoint.port, limit, made), name="mpwatch-connect", daemon=True
+        )
+        watch.start()
+        try:
+            store = TCPStore(
+                host,
+                endpoint.port,
+                is_master=listener is not None,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=MAKE_SECONDS),
+                master_listen_fd=listener.detach() if listener else None,
+            )
+            sockets = _connected(_sockets() - before, endpoint.port)
+        except DistError as error:
+            limit.left(0)  # it may have been cancelled
+            raise StoreLostError(f"the store at {endpoint} has hung up: {_first_line(error)}") from error
+        finally:
+            made.set()
+            watch.join()
+    store.set_timeout(timedelta(seconds=silence))
+    for connection in sockets:
+        end_silent_connection(connection, silence)
+    return Connection(store, sockets, endpoint)
+
+
+def _watch_making(before: set[tuple[int, int]], port: int, limit: Limit, made: threading.Event) -> None:
+    """Cut the connection of a client that is still waiting to be answered when it should not wait any longer."""
+    until = time.monotonic() + MAKE_SECONDS
+    while not made.wait(LOOK_SECONDS):
+        try:
+            late = not limit.left(max(0.0, until - time.monotonic()))
+        except CancelledError:
+            late = True
+        for connection in _connected(_sockets() - before, port) if late else ():
+            with suppress(OSError), connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets() -> set[tuple[int, int]]:
+    """Those that are open, by descriptor and inode, since descriptors are used again; none where nobody lists them."""
+    found = set()
+    for folder in FOLDERS:
+        for name in os.listdir(folder) if os.path.isdir(folder) else ():
+            with suppress(OSError):  # the one of the listing, or closed since
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode):
+                    found.add((int(name), status.st_ino))
+    return found
+
+
+def _connected(candidates: set[tuple[int, int]], port: int) -> list[socket.socket]:
+    """Duplicates of those of them whose other end is that port."""
+    found = []
+    for fd, _ in candidates:
+        with suppress(OSError):  # it has been closed, or is not connected
+            blocking = os.get_blocking(fd)
+            connection = socket.socket(fileno=os.dup(fd))
+            os.set_blocking(fd, blocking)  # a default timeout of sockets would have changed that, for torch too
+            try:
+                theirs = connection.getpeername()[1] == port
+            except OSError:
+                theirs = False
+            if theirs:
+                found.append(connection)
+            else:
+                connection.close()
+    return found
