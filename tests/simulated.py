@@ -55,14 +55,21 @@ class Node:
     def join(self, round_, group_rank):
         world, now = self.world, self.world.now
         self.round, self.group_rank, self.told, self.heard = round_, group_rank, 0, 0
-        card = Card(group_rank, self.name, self.name, world.nprocs, "default", False, 10.0, self.name, Terms(()), self.history)
+        card = Card(
+            group_rank, self.name, self.name, world.nprocs, "default", False, 10.0, self.name, Terms(()), self.history
+        )
         size = len(round_.names)
         limits = {"node_timeout": TIMEOUT, "now": now}
         self.member = Member(card, size=size, min_nodes=world.nodes[0], max_restarts=world.policy.max_restarts, **limits)
         self.chair = None
         if group_rank == 0:
             self.chair = Chair(
-                size=size, nodes=world.nodes, policy=world.policy, exit_barrier_timeout=300.0, chance=world.chance.random, **limits
+                size=size,
+                nodes=world.nodes,
+                policy=world.policy,
+                exit_barrier_timeout=300.0,
+                chance=world.chance.random,
+                **limits,
             )
         self.do(self.member.begin())
         world.after(0.0, self.beat)

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from typing import Any
 from uuid import uuid4
 
-from .engine import guarded
-from .messages import FromMember, Message, Place, Word, from_body, to_body
+from .messages import FromMember, Place, Word, from_body, to_body
 from .seal import MAX_ENTRY, ForgedError, Seal
+from .store import PartOfStore
 
 __all__ = ["Board"]
 
@@ -37,7 +37,7 @@ class Board:
         patience: seconds that somebody may take to write what he has announced.
     """
 
-    def __init__(self, store: Any, seal: Seal, *, group_rank: int, patience: float) -> None:
+    def __init__(self, store: PartOfStore, seal: Seal, *, group_rank: int, patience: float) -> None:
         self._store, self._seal = store, seal
         self._group_rank, self._patience = group_rank, patience
         self._name = ""  # of the round
@@ -59,21 +59,21 @@ class Board:
 
     def beat(self) -> None:
         """A sign of life."""
-        guarded(lambda: self._store.add(f"beat/{self._group_rank}", 1))
+        self._store.add(f"beat/{self._group_rank}", 1)
 
     def beats(self, nodes: Iterable[int]) -> dict[int, int]:
         """How often these nodes have given one."""
-        return {node: int(guarded(lambda node=node: self._store.add(f"beat/{node}", 0))) for node in nodes}
+        return {node: self._store.add(f"beat/{node}", 0) for node in nodes}
 
     def post(self, message: FromMember) -> None:
         """To the chair."""
         body = to_body(message)
-        number = int(guarded(lambda: self._store.add("inbox", 1)))
+        number = self._store.add("inbox", 1)
         self._write(f"inbox/{number}", self._place("inbox", number), body)
 
     def inbox(self) -> list[FromMember]:
         """What has come for the chair since the last time."""
-        count = int(guarded(lambda: self._store.add("inbox", 0)))
+        count = self._store.add("inbox", 0)
         now = time.monotonic()
         new = range(self._heard + 1, min(count, self._heard + MOST_HOLES) + 1)
         self._heard = max([self._heard, *new])
@@ -121,11 +121,11 @@ class Board:
         return f"{self._name}/{kind}/{number}"
 
     def _is_there(self, key: str) -> bool:
-        return bool(guarded(lambda: self._store.check([key])))
+        return self._store.check([key])
 
     def _write(self, key: str, place: str, body: dict[str, Any], limit: int = MAX_ENTRY) -> None:
         entry = self._seal.close(place, body, limit=limit)
-        guarded(lambda: self._store.set(key, entry))
+        self._store.set(key, entry)
 
     def _message(self, key: str, place: str, kinds: Any, limit: int) -> list[Any]:
         body = self._read(key, place, limit)
@@ -143,7 +143,7 @@ class Board:
     def _read(self, key: str, place: str, limit: int = MAX_ENTRY) -> dict[str, Any] | None:
         if not self._is_there(key):
             return None
-        data = guarded(lambda: self._store.get(key))
+        data = self._store.get(key)
         try:
             return self._seal.open(place, data, limit=limit)
         except ForgedError as error:

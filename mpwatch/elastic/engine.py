@@ -12,6 +12,7 @@ from .endpoint import Limit
 from .errors import CancelledError, ClosedError, StoreLostError
 from .meetings import Meeting, Round, StaticMeeting
 from .opening import Opened, open_store
+from .store import PartOfStore
 
 __all__ = ["CancelledError", "ClosedError", "Engine", "Round", "StoreLostError"]
 
@@ -76,6 +77,11 @@ class Engine:
     def set_closed(self) -> None:
         """The job is over, for everybody: nobody joins any more. Raises StoreLostError."""
         self._connected().set_closed()
+
+    def store_of_job(self) -> PartOfStore:
+        """What the nodes of the job have in common before they meet, and in all rounds."""
+        assert self._opened is not None, "connect() comes first"
+        return PartOfStore(self._opened.connection, f"mpwatch.{self._rendezvous.run_id}")
 
     def _connected(self) -> Meeting | StaticMeeting:
         assert self._meeting is not None, "connect() comes first, and nothing after close()"

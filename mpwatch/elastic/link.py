@@ -31,10 +31,10 @@ from .chair import Chair
 from .engine import CancelledError, ClosedError, Engine, Round, StoreLostError
 from .hands import Hands, News
 from .member import Conclude, Member
-from .messages import Card, Decision, Ended, History, Start, Verdict
-from .seal import Seal
+from .messages import Card, Decision, Ended, History, Start, Terms, Verdict
+from .seal import ForgedError, Seal
 from .sitting import Sitting
-from .terms import terms_of
+from .terms import terms_of, unlike
 
 __all__ = ["Link"]
 
@@ -146,7 +146,7 @@ class Link:
     def _meet(self) -> None:
         join_by = min(time.monotonic() + self._rendezvous.join_timeout, self._run_by)
         self._engine.connect(join_by)
-        self._engine.agree(self._terms)
+        self._agree()
         history: History | None = History()
         last_call = None
         while history is not None:
@@ -154,6 +154,19 @@ class Link:
             history = self._sit(found, history)
             join_by = min(time.monotonic() + self._rendezvous.join_timeout, self._run_by)
             last_call = AGAIN_LAST_CALL
+
+    def _agree(self) -> None:
+        """That this is a node of the job is seen before it joins, and before the others wait for it. Raises LaunchError."""
+        store, place = self._engine.store_of_job(), "terms"
+        ours = self._seal.close(place, {"host": platform.node(), "items": dict(self._terms.items)})
+        try:
+            body = self._seal.open(place, store.compare_set(place, "", ours))
+            first = Terms(tuple((name, str(value)) for name, value in body["items"].items()))
+            why = unlike(self._terms, first, f"{body['host']}, which came first")
+        except (ForgedError, KeyError, AttributeError) as error:
+            why = f"what the first node of the job has written cannot be read: {error}"
+        if why:
+            raise LaunchError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint}: {why}")
 
     def _sit(self, found: Round, history: History) -> History | None:
         """Through one round. Returns what the next one has to know; None: there is none."""

@@ -37,6 +37,7 @@ FOLDERS = ("/proc/self/fd", "/dev/fd")
 P = ParamSpec("P")
 T = TypeVar("T")
 
+FAMILIES = (socket.AF_INET, socket.AF_INET6)
 # Torch makes its connection and does not tell which descriptor it has: one at a time can be found.
 _making = threading.Lock()
 
@@ -241,7 +242,7 @@ def _connected(candidates: set[tuple[int, int]], port: int) -> list[socket.socke
             connection = socket.socket(fileno=os.dup(fd))
             os.set_blocking(fd, blocking)  # a default timeout of sockets would have changed that, for torch too
             try:
-                theirs = connection.getpeername()[1] == port
+                theirs = connection.family in FAMILIES and connection.getpeername()[1] == port
             except OSError:
                 theirs = False
             if theirs:

@@ -38,6 +38,7 @@ class Unit:
         self.lingers: dict[int, str] = {}  # what keeps a rank that has returned
         self._run_started_at = math.inf
         self._timeout: float | None = None
+        self._has_noted_call = False
         self.machine = Machine(
             self.places,
             now=time.monotonic(),
@@ -55,6 +56,7 @@ class Unit:
         self.lingers.clear()
         self._began_at = time.monotonic()
         self._all_ready_at: float | None = None
+        self._note_call()
         self.look_at_machine()
 
     @property
@@ -78,8 +80,8 @@ class Unit:
         if self.machine.generation > life:
             self.begin()
         if isinstance(event, m.CallAll):
-            self._run_started_at, self._timeout = event.started_at, event.timeout
-            self._note(CallStarted, *self.places)
+            self._run_started_at, self._timeout, self._has_noted_call = event.started_at, event.timeout, False
+            self._note_call()
         elif isinstance(event, m.Ready):
             self._note_ready(event.rank, now)
         elif isinstance(event, m.Returned) and may_go_well:
@@ -139,6 +141,13 @@ class Unit:
         attempt = self.seen[ranks[0]].worker.restart_count
         self._journal.note(kind, ranks, at=at, attempt=attempt, **details)
 
+    def _note_call(self) -> None:
+        """Once; if it was there before it was known who the ranks are, then when they are about to be started."""
+        if self.places and self._run_started_at < math.inf and not self._has_noted_call:
+            self._has_noted_call = True
+            attempt = next(iter(self.workers)).restart_count
+            self._journal.note(CallStarted, self.places, attempt=attempt)
+
     def _note_ready(self, rank: int, now: float) -> None:
         self._note(WorkerReady, rank)
         if not self.machine.roster.count[m.Phase.STARTING] and self._all_ready_at is None:
@@ -175,4 +184,4 @@ def state_of_all(units: Collection[Unit]) -> WorkerState:
     is_replaced = len(units) > 1 and any(unit.state is WorkerState.INIT and unit.machine.generation for unit in units)
     if WorkerState.UNHEALTHY in states or is_replaced:
         return WorkerState.UNHEALTHY
-    return WorkerState.INIT if WorkerState.INIT in states else WorkerState.HEALTHY
+    return next((state for state in (WorkerState.UNKNOWN, WorkerState.INIT) if state in states), WorkerState.HEALTHY)
