@@ -62,6 +62,8 @@ class ProcessFailure:
     pid: int | None
     """Process id, unique only while the rank lived."""
     hostname: str
+    group_rank: int | None = None
+    """Number of its node, in a job of several."""
     kind: FailureKind
     exit_code: int
     """The status a shell would show: 1 for an exception, SystemExit's own code, 128 + n for signal n."""

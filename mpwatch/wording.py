@@ -123,15 +123,21 @@ def verdict(result: RunResult[Any] | Attempt) -> str:
 def blame(root: ProcessFailure) -> str:
     """That this is the failure that came first, and what it was."""
     if root.is_secondary:
-        return f"no rank was seen to fail by itself; the first to complain of a peer: rank {root.rank}: {_what(root)}"
+        return f"no rank was seen to fail by itself; the first to complain of a peer: {_who(root)}: {_what(root)}"
     if root.kind is FailureKind.EXCEPTION:
-        return f"rank {root.rank} failed first: {_what(root)}"
-    return f"rank {root.rank} {_what(root)}"
+        return f"{_who(root)} failed first: {_what(root)}"
+    return f"{_who(root)} {_what(root)}"
+
+
+def _who(failure: ProcessFailure) -> str:
+    """Which rank it is; in a job of several nodes also where."""
+    node = "" if failure.group_rank is None else f" on node {failure.group_rank} ({failure.hostname})"
+    return f"rank {failure.rank}{node}"
 
 
 def failure_text(failure: ProcessFailure) -> str:
     """Which rank failed, and what happened to it."""
-    return f"rank {failure.rank}: {_what(failure)}"
+    return f"{_who(failure)}: {_what(failure)}"
 
 
 def fates(result: RunResult[Any]) -> dict[str, list[int]]:
@@ -238,6 +244,8 @@ def _what(failure: ProcessFailure) -> str:
         return f"{failure.evidence or 'hung'}: still at work{where(failure.stack)}"
     if failure.kind is FailureKind.TIMEOUT:
         return f"still at work{where(failure.stack)}"
+    if failure.kind is FailureKind.LOST and failure.pid is None and failure.evidence:  # with the node that it was on
+        return f"was lost: {failure.evidence}"
     because = failure.evidence or (_raised(failure) if failure.exception else "")
     if failure.kind is FailureKind.EXIT:
         return f"ended with exit code {failure.exit_code} and no result" + (f" ({because})" if because else "")

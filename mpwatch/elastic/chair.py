@@ -195,6 +195,8 @@ class Chair:
             group_world_size=self._size,
             master_addr=self._cards[0].address,
             master_port=port,
+            host=self._cards[0].host,
+            nprocs=self._cards[0].nprocs,
             delay=self._delay,
         )
         return [Put(self._places()), Say(start)]

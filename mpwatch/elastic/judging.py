@@ -93,8 +93,11 @@ def _after_loss(case: Case, policy: RestartPolicy, chance: Callable[[], float]) 
     remaining = case.size - len(case.gone) + case.waiting
     if remaining >= case.nodes[0]:
         return _verdict(case, Decision.REGROUP, cause=_first_rank(case, node), reason=reason)
-    reason = f"{reason}; {remaining} of at least {case.nodes[0]} nodes remain"
-    return _tried_again(case, policy, chance, Trial(cause=None, why_not=str), cause=_first_rank(case, node), reason=reason)
+    few = f"{remaining} of at least {case.nodes[0]} nodes remain"
+    verdict = _tried_again(
+        case, policy, chance, Trial(cause=None, why_not=str), cause=_first_rank(case, node), reason=reason
+    )
+    return replace(verdict, why_not=verdict.why_not or few) if verdict.decision is Decision.FAILED else verdict
 
 
 def _tried_again(
@@ -128,7 +131,7 @@ def _verdict(
         failures=tuple(failures[:MOST_FAILURES]) if decision is not Decision.DONE else (),
         unsaid=unsaid,
         gone=tuple(
-            Gone(case.cards[node].host, _first_rank(case, node), case.cards[node].nprocs, why)
+            Gone(node, case.cards[node].host, _first_rank(case, node), case.cards[node].nprocs, why)
             for node, why in case.gone.items()
             if node in case.cards
         ),

@@ -15,6 +15,7 @@ by a node that may have been given up by the others: `Lease` says until when the
 
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Any
 
 from .messages import (
     Bye,
@@ -303,25 +304,21 @@ class Member:
         attempts = max(self.history.attempts, self.attempt + 1)
         history = replace(self.history, attempts=attempts)
         if not self._size:
-            return self._give_up(history, self._lost)
-        if self._size - 1 < self._min_nodes:
+            return self._give_up(history, reason=self._lost)
+        gone: tuple[Gone, ...] = ()
+        if self._start is not None:
+            gone = (Gone(0, self._start.host, 0, self._start.nprocs, self._lost),)
+        remaining = self._size - 1
+        if remaining < self._min_nodes:
             if history.used >= self._max_restarts:
-                return self._give_up(
-                    history, f"{self._why_lost()}; {self._size - 1} of at least {self._min_nodes} nodes remain"
-                )
+                few = f"{remaining} of at least {self._min_nodes} nodes remain"
+                return self._give_up(history, reason=self._why_lost(), why_not=few, gone=gone, cause=0 if gone else -1)
             history = replace(history, used=history.used + 1)
         self.stage = Stage.OVER
-        regroup = Verdict(self.attempt, Decision.REGROUP, history, reason=self._why_lost())
+        cause = 0 if gone else -1
+        regroup = Verdict(self.attempt, Decision.REGROUP, history, reason=self._why_lost(), gone=gone, cause=cause)
         return [Hear(regroup), Rejoin(history)]
 
-    def _give_up(self, history: History, reason: str) -> list[Action]:
+    def _give_up(self, history: History, **what: Any) -> list[Action]:
         self.stage = Stage.OVER
-        start = self._start
-        gone: tuple[Gone, ...] = ()
-        if start is not None and self._size:
-            gone = (Gone(start.master_addr, 0, 1, self._lost),)
-        return [
-            Conclude(
-                Verdict(max(self.attempt, 0), Decision.FAILED, history, reason=reason, gone=gone, cause=0 if gone else -1)
-            )
-        ]
+        return [Conclude(Verdict(max(self.attempt, 0), Decision.FAILED, history, **what))]

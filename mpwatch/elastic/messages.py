@@ -164,6 +164,10 @@ class Start:
     group_world_size: int
     master_addr: str
     master_port: int
+    host: str
+    """Of the chair."""
+    nprocs: int
+    """Of its ranks."""
     delay: float = 0.0
 
 
@@ -179,6 +183,7 @@ class Stop:
 class Gone:
     """A node that was lost, or has left, with its ranks."""
 
+    group_rank: int
     host: str
     rank: int
     nprocs: int

@@ -244,9 +244,10 @@ def _lost(gone: Gone, rank: int) -> ProcessFailure:
         local_rank=rank - gone.rank,
         pid=None,
         hostname=gone.host,
+        group_rank=gone.group_rank,
         kind=FailureKind.LOST,
         exit_code=1,
-        evidence=f"its node is gone: {gone.why}",
+        evidence=gone.why,
     )
 
 

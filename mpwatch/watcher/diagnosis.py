@@ -309,6 +309,7 @@ def _failure(facts: Facts, seen: RankFacts, at: float, kind: FailureKind, exit_c
         local_rank=seen.worker.local_rank,
         pid=seen.pid,
         hostname=facts.hostname,
+        group_rank=seen.worker.group_rank if seen.worker.group_world_size > 1 else None,
         kind=kind,
         exit_code=exit_code,
         elapsed=at - facts.started_at,
