@@ -31,13 +31,16 @@ MAX_LINKS = 100
 MAX_FRAMES = 200  # of one exception
 MAX_NOTES = 50
 MAX_BASES = 10
-MAX_NAME = 200  # characters
+MAX_NAME = 200  # characters; when sent, bytes
 MAX_HOSTNAME = 255
 MAX_PATH = 1000
 MAX_FILES = 8
+MAX_STREAM = 60
 MAX_LINE_NUMBER = 1 << 24  # what a code object is made for
 MAX_SOURCE = 1 << 24  # bytes of a file that is worth opening for a line of it
 MAX_SIGNAL = 128
+MARK = 36  # characters that tell how many have been left out, about
+LEAST_LINK = 1000  # bytes that must be free for one more exception: what it is, its text and where it was raised
 TEXTS = ("summary", "traceback", "stack", "stderr", "evidence")
 FRAME = ("file", "name", "qualified name", "first line", "line", "module", "hidden")
 BASES = {name for name, thing in vars(builtins).items() if isinstance(thing, type) and issubclass(thing, BaseException)}
@@ -54,22 +57,28 @@ def to_plain(failure: ProcessFailure, *, limit: int = FAILURE_LIMIT) -> dict[str
     if limit < LEAST_LIMIT:
         raise ValueError(f"a failure needs at least {LEAST_LIMIT} bytes, not {limit}")
     logs = dict(list(failure.log_files.items())[:MAX_FILES])
-    texts = [*(without_controls(getattr(failure, name)) for name in TEXTS), *map(_line, logs.values())]
-    texts = _fitted(texts, limit * 5 // 8)
-    plain = {
+    plain: dict[str, Any] = {
         "rank": _within(failure.rank, 0, MAX_COUNT),
         "local_rank": _within(failure.local_rank, 0, MAX_COUNT),
         "pid": None if failure.pid is None else _within(failure.pid, 0, MAX_COUNT),
-        "hostname": _name(failure.hostname, limit // 64),
+        "hostname": _name(failure.hostname, MAX_HOSTNAME),
         "kind": failure.kind.name,
         "exit_code": _within(failure.exit_code, -MAX_COUNT, MAX_COUNT),
         "signal": None if failure.signal is None else _within(failure.signal, 0, MAX_SIGNAL),
-        **dict(zip(TEXTS, texts, strict=False)),
-        "log_files": dict(zip((_name(name, 20) for name in logs), texts[len(TEXTS) :], strict=True)),
         "is_secondary": bool(failure.is_secondary),
-        "elapsed": failure.elapsed if 0.0 <= failure.elapsed <= MAX_NUMBER else 0.0,
+        "elapsed": float(failure.elapsed) if 0.0 <= failure.elapsed <= MAX_NUMBER else 0.0,
+        **dict.fromkeys(TEXTS, ""),
+        "log_files": {_name(name, MAX_STREAM): "" for name in logs},
         "exception": None,
     }
+    room = limit - _size(plain)
+    texts = [
+        *(without_controls(getattr(failure, name)) for name in TEXTS),
+        *(_name(path, MAX_PATH) for path in logs.values()),
+    ]
+    texts = _fitted(texts, room if failure.exception is None else room * 2 // 3)
+    plain |= zip(TEXTS, texts, strict=False)
+    plain["log_files"] = dict(zip(plain["log_files"], texts[len(TEXTS) :], strict=False))
     if failure.exception is not None:
         plain["exception"] = _told(failure.exception, limit - _size(plain))
     return plain
@@ -104,16 +113,16 @@ def _told(error: BaseException, room: int) -> dict[str, Any]:
     kept: list[Link] = []
     room -= _size({"links": [], "sources": {}})
     for link in links:
-        plain = _link(link, room // 2)  # the nearer, the more
-        room -= _size(plain) + 1
-        if room < 0:
+        if kept and room < LEAST_LINK:
             break
+        plain = _link(link, room // 2 if kept else room * 2 // 3)  # the nearer, the more
+        room -= _size(plain) + 1
         kept.append(plain)
     for link in kept:
         for way in ("cause", "context"):
             link[way] = link[way] if link[way] is not None and link[way] < len(kept) else None
         link["members"] = [member for member in link["members"] if member < len(kept)]
-    found = {}
+    found: dict[str, str] = {}
     for file, text in sources.of_files({frame[0] for link in links[: len(kept)] for frame in link["frames"]}).items():
         entry = {_name(file, MAX_PATH): without_controls(text)}
         if len(text) <= MAX_TEXT and _size(entry) <= room:
@@ -124,12 +133,12 @@ def _told(error: BaseException, room: int) -> dict[str, Any]:
 
 def _link(link: Link, room: int) -> Link:
     plain = {
-        **{name: _name(link[name], MAX_NAME) for name in ("name", "qualname", "module")},
+        **{name: _name(link[name], min(MAX_NAME, room // 8)) for name in ("name", "qualname", "module")},
         "bases": link["bases"][:MAX_BASES],
         "text": "",
         "message": "",
         "notes": [],
-        "frames": _frames(link["frames"], room // 2),
+        "frames": _frames(link["frames"], room // 3),
         **{name: link[name] for name in ("cause", "context", "suppress")},
         "members": [member for member in link["members"] if member < MAX_LINKS],
     }
@@ -166,24 +175,23 @@ def _fitted(texts: Sequence[str], room: int) -> list[str]:
 
 
 def _shortened(text: str, room: int) -> str:
-    keep = min(len(text), MAX_TEXT - 100)
-    if keep == len(text) and _size(text) <= room:
+    size = _size(text)
+    if size <= room and len(text) <= MAX_TEXT:
         return text
     around = "\n" if "\n" in text else ""
-    while keep:
+    keep = min(len(text) * room // size, MAX_TEXT) - MARK
+    while keep > 0:
         tail = keep // 2
         mark = f"{around}[... {len(text) - keep:,} characters ...]{around}"
         short = text[: keep - tail] + mark + text[len(text) - tail :]
         if _size(short) <= room:
             return short
-        keep = min(keep * 7 // 8, room)
+        keep = keep * 7 // 8  # its ends take more than its middle
     return ""
 
 
-def _name(raw: str, limit: int) -> str:
-    name = _line(raw)
-    head = limit // 2
-    return name if len(name) <= limit else f"{name[:head]}...{name[len(name) - (limit - head - 3) :]}"
+def _name(raw: str, room: int) -> str:
+    return _shortened(_line(raw), room)
 
 
 def _line(raw: str) -> str:
@@ -227,10 +235,13 @@ def _checked_link(raw: object, number: int, links: int) -> Link:
     try:
         body = seal.mapping({"it": raw}, "it", limit=100)
         members = seal.items(body, "members", limit=MAX_LINKS)
+        bases = [_base(base) for base in seal.items(body, "bases", limit=MAX_BASES)]
+        if not bases:
+            raise ForgedError("bases is empty")
         notes = seal.items(body, "notes", limit=MAX_NOTES)
         return {
             **{name: seal.line(body, name, limit=MAX_NAME) for name in ("name", "qualname", "module")},
-            "bases": [_base(base) for base in seal.items(body, "bases", limit=MAX_BASES)],
+            "bases": bases,
             "text": seal.text(body, "text"),
             "message": seal.text(body, "message"),
             "notes": [seal.text({"a note": note}, "a note") for note in notes],
@@ -270,7 +281,7 @@ def _frame(raw: object) -> Frame:
 
 
 def _untangle(links: list[Link]) -> None:
-    """Let chains end and groups be a tree, each exception in one of them: who prints or walks them may never be done else."""
+    """Let chains end and groups be a tree, each exception in one of them: who walks or prints others may never be done."""
     for way in ("cause", "context"):
         for start in range(len(links)):
             met, at = {start}, start

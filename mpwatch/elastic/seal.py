@@ -129,7 +129,7 @@ class Seal:
             raise SecretError("signed with another secret than this node's: all nodes need the same one")
 
 
-def sign(key: bytes, *parts: bytes) -> bytes:
+def sign(key: bytes, *parts: bytes | memoryview) -> bytes:
     """HMAC-SHA256 of these, each with its length before it, so that nothing passes from one into the next."""
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
 
