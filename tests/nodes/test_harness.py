@@ -1,0 +1,68 @@
+"""The harness itself: what would go unseen if it did not see it. Each node here is a job of its own."""
+
+import signal
+import socket
+
+import pytest
+from conftest import is_alive
+
+from . import tasks
+from .harness import Job
+
+ALONE = {"terms": False}
+
+
+def test_nodes_tell_what_came_of_their_calls(job):
+    job.start(tasks.who, 2, **ALONE)
+    job.start(tasks.obeys, 1, **ALONE)
+    job.await_world(1).order("raise", "no more")
+    first, second = job.outcomes()
+    assert [value["rank"] for value in first.values.values()] == [0, 1]
+    assert first.state == "SUCCEEDED"
+    assert (second.error, second.root_cause["kind"], second.cause["text"]) == ("RunFailedError", "EXCEPTION", "no more")
+    assert "break_down" in second.root_cause["traceback"]
+
+
+def test_each_node_is_a_host_of_its_own_name(job, hostnames):
+    job.start_several(2, tasks.who, **ALONE)
+    names = [outcome.hostname for outcome in job.outcomes()]
+    assert names == (["host0", "host1"] if hostnames else [socket.gethostname()] * 2)
+
+
+def test_a_watcher_can_be_killed_and_its_ranks_are_seen_to_end(job):
+    node = job.start(nprocs=2, **ALONE)
+    world = job.await_world(2)
+    killed_at = node.kill()
+    assert job.await_end(world) - killed_at < 1.0
+    assert node.exit_status() == -signal.SIGKILL
+
+
+def test_ctrl_c_comes_to_a_node_as_to_any_program(job):
+    node = job.start(**ALONE)
+    job.await_world(1)
+    node.send(signal.SIGINT)
+    assert node.outcome().error == "KeyboardInterrupt"
+
+
+def test_a_node_that_a_test_leaves_behind_is_ended_and_told(nursery):
+    job = Job(nursery)
+    job.start(**ALONE)
+    (life,) = job.await_world(1)
+    with pytest.raises(AssertionError, match="had not seen end"):
+        job.close()
+    assert not is_alive(life.pid)
+
+
+def test_what_a_node_leaves_in_its_process_is_told(job):
+    node = job.start(tasks.who, beforehand=tasks.leaves_a_thread, **ALONE)
+    with pytest.raises(AssertionError, match=r"node0 left .*forgotten"):
+        node.outcome()
+
+
+def test_what_ranks_leave_is_told_and_ended(nursery):
+    job = Job(nursery)
+    job.start(tasks.leaves_a_daemon, **ALONE)
+    (outcome,) = job.outcomes()
+    with pytest.raises(AssertionError, match="processes that were left"):
+        job.close()
+    assert not is_alive(outcome.values[0])
