@@ -7,8 +7,9 @@ import os
 
 import pytest
 
-from .harness import Job, Nursery
+from .harness import Job
 from .networks import Network, may_rename_hosts, reason_against
+from .processes import Nursery
 
 TIMES = int(os.environ.get("MPWATCH_NODES_TIMES", "1"))
 HOSTS = 3

@@ -16,8 +16,6 @@ import selectors
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -25,54 +23,20 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
-
-from programs import ENV
 
 from . import tasks
 from .networks import free_port
+from .processes import MARK, kill, processes_of
 
-__all__ = ["Job", "Life", "Node", "Nursery", "Outcome", "World"]
+__all__ = ["Job", "Life", "Node", "Outcome", "World"]
 
 PATIENCE = 30.0  # seconds for anything that should happen at once; for it to fail, not for it to be in time
 GONE_WITHIN = 1.0  # seconds after the last node has ended, for what ends by itself then
-MARK = "MPWATCH_NODES_MARK"
 CHUNK = 65536
 NODE_TIMEOUT = 2  # seconds
 LAST_CALL = 1  # seconds that torch waits for more nodes than it needs
 STORE_PORT = 29400  # on a host of its own
-
-
-class Nursery:
-    """The process that nodes are forked from."""
-
-    def __init__(self):
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "nodes.nursery", str(theirs.fileno())],
-                env={**ENV, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},  # a fork takes one thread along
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-
-    def fork(self, request, fds):
-        """Returns a pid, which stays that of the node until it is reaped."""
-        return self._ask(request, fds)
-
-    def reap(self, pid):
-        """Returns its exit status, negative for a signal. It has ended."""
-        return os.waitstatus_to_exitcode(self._ask({"reap": pid}))
-
-    def close(self):
-        self._socket.close()
-        self._process.wait(PATIENCE)
-
-    def _ask(self, request, fds=()):
-        socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
-        return json.loads(self._socket.recv(CHUNK))
 
 
 @dataclass
@@ -405,29 +369,8 @@ class Job:
 
     def _what_is_left(self):
         deadline = time.monotonic() + GONE_WITHIN
-        while (left := _marked(self._mark)) and time.monotonic() < deadline:
+        while (left := processes_of(self._mark)) and time.monotonic() < deadline:
             os.sched_yield()
         for pid in left:
-            _end(pid)
+            kill(pid)
         return left
-
-
-def _end(pid):
-    with suppress(ProcessLookupError):
-        pidfd = os.pidfd_open(pid)
-        try:
-            os.kill(pid, signal.SIGKILL)
-            wait([pidfd], PATIENCE)
-        finally:
-            os.close(pidfd)
-
-
-def _marked(mark):
-    """All that live and were started by nodes of this job, or by their ranks, with their command lines."""
-    found = {}
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        with suppress(OSError):
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                found[pid] = line
-    return found

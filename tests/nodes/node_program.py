@@ -54,7 +54,6 @@ def call(request, tell):
     outcome["left"] = {name: repr(difference(before[name], after[name])) for name in before if before[name] != after[name]}
     outcome["modules"] = sorted(name for name in sys.modules if name.startswith("mpwatch.elastic"))
     _write(tell, json.dumps(outcome).encode())
-    resource_tracker._resource_tracker._stop()
 
 
 def serve_store(request, tell):
