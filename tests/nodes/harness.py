@@ -120,6 +120,7 @@ class Life:
         self.node = said.pop("node")
         self.rank = said["rank"]
         self.who = said
+        self.began_at = said.pop("at")
         self.ended_at = None
         self._connection = connection
 
@@ -287,6 +288,10 @@ class Job:
             left = deadline - time.monotonic()
             assert left > 0, f"waited {within:g} s for {what}\n{self._describe()}"
             self._take_in(left)
+
+    @staticmethod
+    def now():
+        return time.monotonic()
 
     def watch_for(self, seconds):
         """See what happens in so many seconds: for what must not."""

@@ -41,7 +41,7 @@ def obeys():
     """Appear, and do the first thing that the test orders."""
     with socket.socket(socket.AF_UNIX) as board:
         board.connect(os.environ[BOARD])
-        board.sendall(json.dumps({**who(), "pid": os.getpid()}).encode() + b"\n")
+        board.sendall(json.dumps({**who(), "pid": os.getpid(), "at": time.monotonic()}).encode() + b"\n")
         with board.makefile() as orders:
             order, *args = json.loads(orders.readline() or '["abandon"]')
         return ORDERS[order](*args)
@@ -82,9 +82,7 @@ def leaves_a_thread():
 
 
 def break_down(text):
-    failure = BrokenDownError(text)
-    failure.at = time.monotonic()
-    raise failure
+    raise BrokenDownError(text)
 
 
 def be_killed(number=signal.SIGKILL):
