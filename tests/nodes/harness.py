@@ -44,6 +44,7 @@ class Outcome:
     """What came of a node's call of `run`: see node_program.py."""
 
     hostname: str
+    clocks: list[float]  # seconds since 1970, as Python says there, and as the engine of the rendezvous sees it
     began: float
     ended: float
     left: dict[str, str]  # what there is in the process that was not there before, by kind

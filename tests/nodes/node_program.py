@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -42,9 +42,10 @@ def call(request, tell):
     if request["skew_seconds"]:
         skew_clock(request["skew_seconds"])
     before = what_is_there()
+    outcome = {"hostname": platform.node(), "clocks": [time.time(), engine.datetime.now(UTC).timestamp()]}
     if request["beforehand"]:
         getattr(tasks, request["beforehand"])()
-    outcome = {"hostname": platform.node(), "began": time.monotonic()}
+    outcome["began"] = time.monotonic()
     try:
         outcome |= _what_comes_of(request)
     finally:

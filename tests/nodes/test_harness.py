@@ -2,6 +2,8 @@
 
 import signal
 import socket
+import time
+from contextlib import suppress
 
 import pytest
 from conftest import is_alive
@@ -66,3 +68,41 @@ def test_what_ranks_leave_is_told_and_ended(nursery):
     with pytest.raises(AssertionError, match="processes that were left"):
         job.close()
     assert not is_alive(outcome.values[0])
+
+
+def test_a_world_is_of_one_start(job):
+    job.start(nprocs=2, max_restarts=1, **ALONE)
+    first = job.await_world(2)
+    first[1].order("exit", 3)
+    second = job.await_world(2)
+    assert not set(first) & set(second)
+    assert first.ended_at < min(life.began_at for life in second)
+    assert [life.who["restart_count"] for life in second] == [1, 1]
+    second[0].order("be_killed")
+    assert job.nodes[0].outcome().root_cause["signal"] == signal.SIGKILL
+
+
+def test_what_does_not_come_is_told_with_all_that_has_come(job):
+    node = job.start(**ALONE)
+    job.await_world(1)
+    with pytest.raises(AssertionError, match=r"waited 0.1 s for a world of 2\nnode0: pid .*at work\nrank 0 of 1 on node0"):
+        job.await_world(2, within=0.1)
+    node.kill()
+    with pytest.raises(AssertionError, match="all nodes have ended"):
+        job.await_world(2)
+
+
+def test_a_store_is_served_until_its_process_is_killed(job):
+    store = job.start_store()
+    with socket.create_connection(("127.0.0.1", job.port)) as connection:
+        store.kill()
+        with suppress(ConnectionResetError):  # it had not yet taken the connection
+            assert connection.recv(1) == b""
+    assert store.exit_status() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("minutes", [-5, 5])
+def test_a_wrong_clock_is_wrong_for_the_engine_of_the_rendezvous(job, minutes):
+    node = job.start(tasks.who, skew_seconds=60 * minutes, **ALONE)
+    for clock in node.outcome().clocks:
+        assert abs(clock - time.time() - 60 * minutes) < 30
