@@ -175,6 +175,7 @@ class Job:
         self._hostnames = hostnames
         self._mark = uuid.uuid4().hex
         self._seen = set()
+        self._is_closed = False
         self._selector = selectors.DefaultSelector()
         self._stack = ExitStack()
         self._folder = Path(tempfile.mkdtemp(prefix="nodes-"))  # pytest's own names are too long for a socket
@@ -356,7 +357,10 @@ class Job:
     # the end
 
     def close(self):
-        """Asserts that all has ended by itself, and that nothing is left; ends what has not."""
+        """Asserts that all has ended by itself, and that nothing is left; ends what has not. Once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         at_work = [repr(node) for node in self.nodes if node.ended_at is None]
         left = []
         try:

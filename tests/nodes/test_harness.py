@@ -9,7 +9,6 @@ import pytest
 from conftest import is_alive
 
 from . import tasks
-from .harness import Job
 
 ALONE = {"terms": False}
 
@@ -46,8 +45,7 @@ def test_ctrl_c_comes_to_a_node_as_to_any_program(job):
     assert node.outcome().error == "KeyboardInterrupt"
 
 
-def test_a_node_that_a_test_leaves_behind_is_ended_and_told(nursery):
-    job = Job(nursery)
+def test_a_node_that_a_test_leaves_behind_is_ended_and_told(job):
     job.start(**ALONE)
     (life,) = job.await_world(1)
     with pytest.raises(AssertionError, match="had not seen end"):
@@ -61,8 +59,7 @@ def test_what_a_node_leaves_in_its_process_is_told(job):
         node.outcome()
 
 
-def test_what_ranks_leave_is_told_and_ended(nursery):
-    job = Job(nursery)
+def test_what_ranks_leave_is_told_and_ended(job):
     job.start(tasks.leaves_a_daemon, **ALONE)
     (outcome,) = job.outcomes()
     with pytest.raises(AssertionError, match="processes that were left"):
