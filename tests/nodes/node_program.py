@@ -1,0 +1,152 @@
+"""What one node's process does: it calls `mpwatch.run`, once, and tells what came of it, and what that has left, as JSON."""
+
+import gc
+import json
+import os
+import platform
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import torch.distributed
+import torch.distributed.elastic.rendezvous.dynamic_rendezvous as engine
+from conftest import difference, state
+
+import mpwatch
+
+from . import tasks
+
+FAILURE = (
+    "rank",
+    "local_rank",
+    "pid",
+    "hostname",
+    "exit_code",
+    "signal",
+    "summary",
+    "traceback",
+    "evidence",
+    "is_secondary",
+)
+ELSEWHERE = ("shared memory", "temporary files")  # which all nodes share; the job looks at its own folder
+
+
+def call(request, tell):
+    """Run what was asked for; `tell` is a descriptor for what came of it. Signals come as they come to any program."""
+    resource_tracker.ensure_running()  # multiprocessing's own helper, which lives as long as its program
+    if request["skew_seconds"]:
+        skew_clock(request["skew_seconds"])
+    before = what_is_there()
+    outcome = {"hostname": platform.node(), "clocks": [time.time(), engine.datetime.now(UTC).timestamp()]}
+    if request["beforehand"]:
+        getattr(tasks, request["beforehand"])()
+    outcome["began"] = time.monotonic()
+    try:
+        outcome |= _what_comes_of(request)
+    finally:
+        outcome["ended"] = time.monotonic()
+    gc.collect()
+    after = what_is_there()
+    outcome["left"] = {name: repr(difference(before[name], after[name])) for name in before if before[name] != after[name]}
+    outcome["modules"] = sorted(name for name in sys.modules if name.startswith("mpwatch.elastic"))
+    _write(tell, json.dumps(outcome).encode())
+
+
+def serve_store(request, tell):
+    """Be the one who serves the store, and nothing else, until this process is killed."""
+    host, port = request["endpoint"]
+    store = torch.distributed.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    _write(tell, b"serving")
+    os.close(tell)
+    signal.pause()
+    del store
+
+
+def skew_clock(seconds):
+    """This node's clock is off by so much, as far as Python can tell; that of its ranks is not."""
+    true_time = time.time
+
+    class Skewed(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.now(tz) + timedelta(seconds=seconds)
+
+    engine.datetime = Skewed
+    time.time = lambda: true_time() + seconds
+
+
+def what_is_there():
+    """In this process; the threads of compiled code, too: the store's, for example."""
+    there = {name: value for name, value in state().items() if name not in ELSEWHERE}
+    return there | {"threads of the kernel": _names_of_threads()}
+
+
+def _names_of_threads():
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended since
+            names.append((task / "comm").read_text().strip())
+    return sorted(names)
+
+
+def _what_comes_of(request):
+    options = dict(request["options"])
+    if request["rendezvous"] is not None:
+        options["rendezvous"] = mpwatch.Rendezvous(**_typed(request["rendezvous"]))
+    try:
+        result = mpwatch.run(getattr(tasks, request["function"]), request["nprocs"], progress=False, **options)
+    except mpwatch.RunFailedError as error:
+        return {**_of_error(error), **_of_result(error.result)}
+    except BaseException as error:
+        traceback.print_exc()
+        return _of_error(error)
+    return _of_result(result)
+
+
+def _typed(terms):
+    """Of what JSON knows, only a tuple is something else."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in terms.items()}
+
+
+def _of_error(error):
+    return {"error": type(error).__name__, "text": str(error), "cause": _of_exception(error.__cause__)}
+
+
+def _of_exception(error):
+    if error is None:
+        return None
+    lines = traceback.format_exception(error)
+    return {"type": type(error).__name__, "text": str(error), "traceback": "".join(lines)}
+
+
+def _of_result(result):
+    return {
+        "state": result.state.name,
+        "values": dict(result.return_values),
+        "failures": {rank: _of_failure(failure) for rank, failure in result.failures.items()},
+        "root_cause": _of_failure(result.root_cause),
+        "workers": [{name: getattr(worker, name) for name in tasks.WHO} for worker in result.workers],
+        "worker_states": {rank: state.name for rank, state in result.worker_states.items()},
+        "attempts": [{"number": attempt.number, "state": attempt.state.name} for attempt in result.attempts],
+        "restarts": result.restarts,
+        "reason": result.reason,
+        "not_restarted": result.not_restarted,
+        "events": [event.name for event in result.events],
+    }
+
+
+def _of_failure(failure):
+    if failure is None:
+        return None
+    told = {name: getattr(failure, name) for name in FAILURE}
+    return {**told, "kind": failure.kind.name, "exception": _of_exception(failure.exception)}
+
+
+def _write(fd, data):
+    while data:
+        data = data[os.write(fd, data) :]

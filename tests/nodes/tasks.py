@@ -1,0 +1,98 @@
+"""What ranks do. A light module: every rank imports it, and none of it needs torch.
+
+A rank that `obeys` appears on the job's board (see harness.py), says who it is, and does what it is told there.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+import mpwatch
+
+BOARD = "MPWATCH_NODES_BOARD"  # variable with the path of the socket that the test listens on
+NODE = "MPWATCH_NODES_NODE"  # and with the name of the node
+VARIABLES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+WHO = (
+    *("rank", "local_rank", "world_size", "local_world_size", "group_rank", "group_world_size"),
+    *("role", "role_rank", "role_world_size", "restart_count", "run_id", "master_addr", "master_port"),
+)
+
+
+class BrokenDownError(Exception):
+    """What a rank raises that was told to."""
+
+
+def who():
+    """This rank, as it knows itself, and as its environment says."""
+    worker = mpwatch.current_worker()
+    known = {name: getattr(worker, name) for name in WHO}
+    return {**known, "node": os.environ[NODE], "environment": {name: os.environ.get(name) for name in VARIABLES}}
+
+
+def obeys():
+    """Appear, and do the first thing that the test orders."""
+    with socket.socket(socket.AF_UNIX) as board:
+        board.connect(os.environ[BOARD])
+        board.sendall(json.dumps({**who(), "pid": os.getpid(), "at": time.monotonic()}).encode() + b"\n")
+        with board.makefile() as orders:
+            order, *args = json.loads(orders.readline() or '["abandon"]')
+        return ORDERS[order](*args)
+
+
+def serves_as_master():
+    """Appear; and rank 0 is where MASTER_ADDR and MASTER_PORT say: the others get through to it."""
+    worker = mpwatch.current_worker()
+    address = worker.master_addr, worker.master_port
+    if worker.rank == 0:
+        with socket.create_server(("", worker.master_port)) as server:
+            for _ in range(1, worker.world_size):
+                server.accept()[0].close()
+        return address
+    while True:
+        try:
+            socket.create_connection(address, timeout=10.0).close()
+        except ConnectionRefusedError:  # it is about to listen
+            os.sched_yield()
+        else:
+            return address
+
+
+def another():
+    """For a node that is told to call something else than the others."""
+    return obeys()
+
+
+def leaves_a_daemon():
+    """In a session of its own, where no watcher looks. Returns its pid."""
+    lasting = [sys.executable, "-c", "import signal; signal.pause()"]
+    return os.posix_spawn(sys.executable, lasting, os.environ, setsid=True)
+
+
+def leaves_a_thread():
+    """In the node's own process."""
+    threading.Thread(target=signal.pause, name="forgotten", daemon=True).start()
+
+
+def break_down(text):
+    raise BrokenDownError(text)
+
+
+def be_killed(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+
+
+ORDERS = {
+    "return": lambda value=None: value,
+    "raise": break_down,
+    "exit": sys.exit,
+    "be_killed": be_killed,
+    "abandon": lambda: sys.exit("the test has ended without an order for this rank"),
+}

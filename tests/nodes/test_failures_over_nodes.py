@@ -1,0 +1,121 @@
+"""A rank fails on one node: all nodes stop, all say why, and with restarts left all start again together."""
+
+import signal
+
+import pytest
+
+from .harness import World
+
+AT_ONCE = 1.0  # seconds, from a failure on one node until no rank of any is left
+
+
+@pytest.fixture
+def world(job):
+    """Of two nodes of two ranks."""
+    job.start_several(2, nprocs=2)
+    return job.await_world(4)
+
+
+def hosts_of(job, world):
+    """The name of the host of each rank."""
+    names = {node.name: node.hostname for node in job.nodes}
+    return [names[life.node] for life in world]
+
+
+def assert_all_blame(job, world, rank, **facts):
+    """Every node says that it was this rank, and the same of it. Returns what they say."""
+    outcomes = job.outcomes()
+    for outcome in outcomes:
+        assert (outcome.error, outcome.state) == ("RunFailedError", "FAILED")
+        cause = outcome.root_cause
+        expected = {"rank": rank, "hostname": hosts_of(job, world)[rank], "pid": world[rank].pid, **facts}
+        assert {name: cause[name] for name in expected} == expected
+        assert not cause["is_secondary"]
+        assert f"rank {rank}" in outcome.text.splitlines()[0]
+        assert outcome.values == {}
+    return outcomes
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_all_nodes_blame_the_rank_that_raised(job, world, rank):
+    at = world[rank].order("raise", "it is mine")
+    assert job.await_end(world) - at < AT_ONCE
+    for outcome in assert_all_blame(job, world, rank, kind="EXCEPTION", exit_code=1):
+        assert "BrokenDownError: it is mine" in outcome.root_cause["summary"]
+        assert "in break_down" in outcome.root_cause["traceback"]
+        assert "raise BrokenDownError(text)" in outcome.root_cause["traceback"]
+        assert (outcome.cause["type"], outcome.cause["text"]) == ("BrokenDownError", "it is mine")
+        assert outcome.failures.keys() == {rank}
+
+
+def test_calls_return_when_all_has_been_told(job, world):
+    at = world[3].order("raise", "it is mine")
+    assert max(outcome.ended for outcome in job.outcomes()) - at < 2 * AT_ONCE
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_all_nodes_blame_the_rank_that_was_killed(job, world, rank):
+    at = world[rank].order("be_killed")
+    assert job.await_end(world) - at < AT_ONCE
+    assert_all_blame(job, world, rank, kind="SIGNAL", signal=signal.SIGKILL, exit_code=137)
+
+
+def test_all_nodes_blame_the_rank_that_ended_with_a_status(job, world):
+    world[2].order("exit", 3)
+    assert_all_blame(job, world, 2, kind="EXIT", exit_code=3)
+
+
+def test_where_both_nodes_fail_at_once_all_tell_the_same(job, world):
+    for life in world:
+        life.order("raise", f"rank {life.rank}")
+    first, second = job.outcomes()
+    assert first.root_cause["rank"] == second.root_cause["rank"]
+    assert first.root_cause["summary"] == second.root_cause["summary"]
+    assert {rank: failure["summary"] for rank, failure in first.failures.items()} == {
+        rank: failure["summary"] for rank, failure in second.failures.items()
+    }
+    assert first.root_cause["rank"] in first.failures
+
+
+def test_a_failure_of_one_that_has_returned_elsewhere_is_the_jobs(job, world):
+    World(life for life in world if life.rank != 1).order("return", "fine")
+    world[1].order("raise", "last")
+    assert_all_blame(job, world, 1, kind="EXCEPTION")
+
+
+def test_all_nodes_restart_together(job):
+    job.start_several(2, nprocs=2, max_restarts=1)
+    first = job.await_world(4)
+    assert [life.who["restart_count"] for life in first] == [0] * 4
+    first[3].order("raise", "once")
+    job.await_end(first)
+    second = job.await_world(4)
+    assert [life.who["restart_count"] for life in second] == [1] * 4
+    assert second[0].round != first[0].round
+    second.order("return", "well")
+    for outcome in job.outcomes():
+        assert outcome.state == "SUCCEEDED"
+        assert outcome.restarts == 1
+        assert set(outcome.values.values()) == {"well"}
+
+
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_the_budget_is_that_of_the_job(job, culprit):
+    """Whichever node has used it up."""
+    job.start_several(2, nprocs=2, max_restarts=1)
+    job.await_world(4)[3].order("raise", "once")
+    second = job.await_world(4)
+    second[culprit].order("raise", "once more")
+    for outcome in assert_all_blame(job, second, culprit):
+        assert "once more" in outcome.root_cause["summary"]
+        assert outcome.not_restarted
+
+
+def test_the_attempts_that_failed_are_told_on_every_node(job):
+    job.start_several(2, max_restarts=2)
+    for rank in (0, 1):
+        job.await_world(2)[rank].order("raise", f"rank {rank}")
+    job.await_world(2).order("return")
+    for outcome in job.outcomes():
+        assert [attempt["state"] for attempt in outcome.attempts] == ["FAILED", "FAILED", "SUCCEEDED"]
+        assert [attempt["number"] for attempt in outcome.attempts] == [0, 1, 2]

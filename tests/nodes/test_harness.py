@@ -1,0 +1,105 @@
+"""The harness itself: what would go unseen if it did not see it. Each node here is a job of its own."""
+
+import signal
+import socket
+import time
+from contextlib import suppress
+
+import pytest
+from conftest import is_alive
+
+from . import tasks
+
+ALONE = {"terms": False}
+
+
+def test_nodes_tell_what_came_of_their_calls(job):
+    job.start(tasks.who, 2, **ALONE)
+    job.start(tasks.obeys, 1, **ALONE)
+    job.await_world(1).order("raise", "no more")
+    first, second = job.outcomes()
+    assert [value["rank"] for value in first.values.values()] == [0, 1]
+    assert first.state == "SUCCEEDED"
+    assert (second.error, second.root_cause["kind"], second.cause["text"]) == ("RunFailedError", "EXCEPTION", "no more")
+    assert "break_down" in second.root_cause["traceback"]
+
+
+def test_each_node_is_a_host_of_its_own_name(job, hostnames):
+    job.start_several(2, tasks.who, **ALONE)
+    names = [outcome.hostname for outcome in job.outcomes()]
+    assert names == (["host0", "host1"] if hostnames else [socket.gethostname()] * 2)
+
+
+def test_a_watcher_can_be_killed_and_its_ranks_are_seen_to_end(job):
+    node = job.start(nprocs=2, **ALONE)
+    world = job.await_world(2)
+    killed_at = node.kill()
+    assert job.await_end(world) - killed_at < 1.0
+    assert node.exit_status() == -signal.SIGKILL
+
+
+def test_ctrl_c_comes_to_a_node_as_to_any_program(job):
+    node = job.start(**ALONE)
+    job.await_world(1)
+    node.send(signal.SIGINT)
+    assert node.outcome().error == "KeyboardInterrupt"
+
+
+def test_a_node_that_a_test_leaves_behind_is_ended_and_told(job):
+    job.start(**ALONE)
+    (life,) = job.await_world(1)
+    with pytest.raises(AssertionError, match="had not seen end"):
+        job.close()
+    assert not is_alive(life.pid)
+
+
+def test_what_a_node_leaves_in_its_process_is_told(job):
+    node = job.start(tasks.who, beforehand=tasks.leaves_a_thread, **ALONE)
+    with pytest.raises(AssertionError, match=r"node0 left .*forgotten"):
+        node.outcome()
+
+
+def test_what_ranks_leave_is_told_and_ended(job):
+    job.start(tasks.leaves_a_daemon, **ALONE)
+    (outcome,) = job.outcomes()
+    with pytest.raises(AssertionError, match="processes that were left"):
+        job.close()
+    assert not is_alive(outcome.values[0])
+
+
+def test_a_world_is_of_one_start(job):
+    job.start(nprocs=2, max_restarts=1, **ALONE)
+    first = job.await_world(2)
+    first[1].order("exit", 3)
+    second = job.await_world(2)
+    assert not set(first) & set(second)
+    assert first.ended_at < min(life.began_at for life in second)
+    assert [life.who["restart_count"] for life in second] == [1, 1]
+    second[0].order("be_killed")
+    assert job.nodes[0].outcome().root_cause["signal"] == signal.SIGKILL
+
+
+def test_what_does_not_come_is_told_with_all_that_has_come(job):
+    node = job.start(**ALONE)
+    job.await_world(1)
+    with pytest.raises(AssertionError, match=r"waited 0.1 s for a world of 2\nnode0: pid .*at work\nrank 0 of 1 on node0"):
+        job.await_world(2, within=0.1)
+    node.kill()
+    with pytest.raises(AssertionError, match="all nodes have ended"):
+        job.await_world(2)
+
+
+def test_a_store_is_served_until_its_process_is_killed(job):
+    store = job.start_store()
+    with socket.create_connection(("127.0.0.1", job.port)) as connection:
+        store.kill()
+        with suppress(ConnectionResetError):  # it had not yet taken the connection
+            assert connection.recv(1) == b""
+    assert store.exit_status() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("minutes", [-5, 5])
+def test_a_wrong_clock_is_wrong_for_the_engine_of_the_rendezvous(job, minutes):
+    node = job.start(tasks.who, skew_seconds=60 * minutes, **ALONE)
+    for clock in node.outcome().clocks:
+        assert abs(clock - time.time() - 60 * minutes) < 30
