@@ -7,6 +7,7 @@ later still. Imports torch, and etcd's client where it is asked for.
 import importlib.util
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from socket import create_connection, gaierror
 from typing import Any
 
@@ -161,6 +162,7 @@ def _open_etcd(rendezvous: Rendezvous, limit: Limit) -> Opened:
         )
     from etcd import EtcdException  # type: ignore[import-not-found]
     from torch.distributed.elastic.rendezvous import etcd_rendezvous_backend
+    from urllib3 import Retry
     from urllib3.exceptions import HTTPError
 
     endpoint = Endpoint.of(rendezvous.endpoint, PORT_OF_ETCD)
@@ -180,11 +182,16 @@ def _open_etcd(rendezvous: Rendezvous, limit: Limit) -> Opened:
         if not limit.pause():
             raise _too_late(endpoint, found, started)
     try:
+        store: Any
         backend, store = etcd_rendezvous_backend.create_backend(parameters)
+        store.set_timeout(timedelta(seconds=seconds))
+        once = Retry(connect=0, read=0, other=0)  # else it would be asked four times, and each time be waited for
+        store.client.http.connection_pool_kw["retries"] = once
         backend.get_state()
     except (RendezvousConnectionError, EtcdException, HTTPError) as error:
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise LaunchError(
-            f"rendezvous at {endpoint}: what listens there does not answer as an etcd with its API v2"
-            f" ({error.__cause__ or error}): etcd has to be started with --enable-v2"
+            f"rendezvous at {endpoint}: what listens there does not answer as an etcd with its API v2 ({reason}):"
+            " etcd has to be started with --enable-v2"
         ) from error
     return Opened(Connection(store, [], endpoint, (EtcdException, HTTPError)), endpoint, False, found.local, backend)

@@ -81,7 +81,7 @@ class Connection:
             raise self._error()
         try:
             return call(*args, **kwargs)
-        except DistStoreError as error:  # it is there, and has not what is wanted
+        except (DistStoreError, LookupError) as error:  # it is there, and has not what is wanted; the latter is EtcdStore's
             raise StoreLostError(f"the store at {self._where} does not hold what it should: {_first_line(error)}") from error
         except self._errors as error:
             self._lost = _first_line(error.__cause__ or error)
