@@ -100,8 +100,7 @@ class Rendezvous:
     @property
     def key(self) -> bytes:
         """The secret; empty if there is none."""
-        assert not isinstance(self.secret, str)
-        return self.secret or b""
+        return self.secret if isinstance(self.secret, bytes) else b""  # see above
 
     def _check_options(self) -> None:
         if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):

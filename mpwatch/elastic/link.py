@@ -29,6 +29,7 @@ from ..watcher.unit import Place
 from .board import Board
 from .chair import Chair
 from .engine import CancelledError, ClosedError, Engine, Round, StoreLostError
+from .exchange import Exchange
 from .hands import Hands, News
 from .member import Conclude, Member
 from .messages import Card, Decision, Ended, History, Start, Terms, Verdict
@@ -60,6 +61,7 @@ class Link:
         self._calls: deque[Callable[[Sitting], None]] = deque()
         self._bell = threading.Event()
         self._has_concluded = False
+        self._board: Board | None = None  # of this round
         self._thread = threading.Thread(target=self._carry_out, name="mpwatch-node")
 
     @property
@@ -96,6 +98,15 @@ class Link:
         """What came of the job is known here: the others need not wait for this node any more."""
         self._has_concluded = True
         self._call(lambda sitting: sitting.do(sitting.member.concluded()))
+
+    def place_of_values(self, node: int) -> str:
+        """What the values of a node are signed for in this round."""
+        assert self._board is not None
+        return self._board.place_of_values(node)
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Have the values of all nodes."""
+        self._call(lambda sitting: sitting.exchange(exchange))
 
     def abort(self, report: Ended) -> None:
         """The run cannot go on here, through no fault of a rank."""
@@ -171,7 +182,7 @@ class Link:
     def _sit(self, found: Round, history: History) -> History | None:
         """Through one round. Returns what the next one has to know; None: there is none."""
         at = self._rendezvous
-        board = Board(found.store, self._seal, group_rank=found.group_rank, patience=at.node_timeout)
+        board = self._board = Board(found.store, self._seal, group_rank=found.group_rank, patience=at.node_timeout)
         member = Member(
             self._card(found.group_rank, history),
             size=found.group_world_size,

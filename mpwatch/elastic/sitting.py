@@ -16,6 +16,7 @@ from . import chair as c
 from . import member as m
 from .board import Board
 from .engine import CancelledError, Engine, StoreLostError
+from .exchange import Exchange
 from .hands import Hands
 from .messages import History
 
@@ -63,15 +64,16 @@ class Sitting:
         self._acts: deque[c.Act] = deque()
         self._is_lost = False  # the store
         self._leave_by: float | None = None
+        self._exchanges: list[Exchange] = []
         self.history: History | None = None  # to meet the others anew with
 
     def run(self, calls: deque[Callable[["Sitting"], None]], bell: Event) -> None:
         """Until this node has nothing more to do in it. Carries out what other threads call for, as soon as the bell rings."""
         while not self._is_over():
             bell.clear()
-            while calls:
-                calls.popleft()(self)
             try:
+                while calls:
+                    calls.popleft()(self)
                 self._step()
             except StoreLostError as error:
                 self._lose_store(str(error))
@@ -80,6 +82,11 @@ class Sitting:
     def do(self, actions: list[m.Action]) -> None:
         """What the member wants."""
         self._actions += actions
+
+    def exchange(self, exchange: Exchange) -> None:
+        """Have the values of all nodes."""
+        self._exchanges.append(exchange)
+        exchange.begin(self._board)
 
     def leave(self, seconds: float) -> None:
         """The node's ranks are gone, and it goes as soon as nobody needs it, or so much later."""
@@ -104,6 +111,7 @@ class Sitting:
         if self._board.is_open():
             self._listen()
         self._carry_out()
+        self._exchanges = [one for one in self._exchanges if not one.step(self._board)]
 
     def _notice_stall(self, now: float) -> None:
         gap, self._looked_at = now - self._looked_at, now
@@ -172,5 +180,7 @@ class Sitting:
     def _lose_store(self, why: str) -> None:
         if not self._is_lost:
             self._is_lost = True
+            for exchange in self._exchanges:
+                exchange.end(why)
             self.do(self.member.lose_store(why))
             self._carry_out()

@@ -130,7 +130,7 @@ class PartOfStore(Store):
         self._connection = connection
         self._prefix = prefix
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
         """Write it, for all to see; bytes as well, of which torch's stubs say nothing."""
         self._call(PrefixStore.set, key, value)
 

@@ -29,7 +29,9 @@ from ..watcher.states import Verdict as Fate
 from ..watcher.story import Story
 from ..wording import summary_of
 from ..wording import verdict as words_for
+from .exchange import Exchange, ExchangeError
 from .failures import from_plain, to_plain
+from .gathering import pack, parts, unpack
 from .hands import News
 from .link import Link
 from .member import Conclude, Prepare
@@ -55,6 +57,8 @@ class NodeStory(Story[T]):
 
     def __init__(self, spec: WorkerSpec[T], journal: Journal, link: Link) -> None:
         super().__init__(spec, journal)
+        assert spec.rendezvous is not None
+        self._rendezvous = spec.rendezvous
         self._link = link
         self._verdict: Verdict | None = None  # on the job
         self._start: Start | None = None
@@ -188,7 +192,7 @@ class NodeStory(Story[T]):
                 replace(here, state=WorkerState.STOPPED, return_values={}) if here.state is WorkerState.SUCCEEDED else here
             )
         if verdict.decision is Decision.DONE:
-            return here
+            return self._with_values_of_all(here) if self._rendezvous.gather else here
         failures = dict(sorted({**self._strangers, **here.failures}.items()))
         cause = failures.get(verdict.cause)
         return replace(
@@ -201,6 +205,28 @@ class NodeStory(Story[T]):
             reason=verdict.reason or here.reason,
             not_restarted=verdict.why_not,
         )
+
+    def _with_values_of_all(self, here: RunResult[T]) -> RunResult[T]:
+        """What the ranks of other nodes have returned, too. If not all of it can be had, the job has failed after all."""
+        start, key, own = self._start, self._rendezvous.key, here.workers[0].group_rank
+        assert start is not None
+        packed, trouble = b"", ""
+        try:
+            packed = pack(here.return_values, key, self._link.place_of_values(own))
+        except (ValueError, TypeError, OSError) as error:
+            trouble = str(error)
+        exchange = Exchange(
+            parts(packed), trouble, size=start.group_world_size, attempt=start.attempt, world_size=start.world_size
+        )
+        self._link.exchange(exchange)
+        values = dict(here.return_values)
+        try:
+            for node, (data, ranks) in exchange.wait(self._rendezvous.exit_barrier_timeout).items():
+                values |= unpack(data, key, self._link.place_of_values(node), ranks)
+        except (ExchangeError, ForgedError) as error:
+            reason = f"all ranks have returned, but their values could not be gathered: {error}"
+            return replace(here, state=WorkerState.FAILED, return_values={}, reason=reason)
+        return replace(here, return_values=dict(sorted(values.items())))
 
 
 def _workers_of(spec: WorkerSpec[Any], start: Start, place: Place) -> list[Worker]:
