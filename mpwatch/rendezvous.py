@@ -103,8 +103,9 @@ class Rendezvous:
         return self.secret if isinstance(self.secret, bytes) else b""  # see above
 
     def _check_options(self) -> None:
-        if not isinstance(self.options, Mapping) or not all(isinstance(name, str) for name in self.options):
-            raise TypeError(f"rendezvous: options must be a mapping with strings as keys, not {self.options!r:.200}")
+        options: object = self.options
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            raise TypeError(f"rendezvous: options must be a mapping with strings as keys, not {options!r:.200}")
         if self.backend != "static":
             return
         if self.min_nodes != self.max_nodes:

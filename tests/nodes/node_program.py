@@ -41,6 +41,7 @@ def call(request, tell):
     resource_tracker.ensure_running()  # multiprocessing's own helper, which lives as long as its program
     if request["skew_seconds"]:
         skew_clock(request["skew_seconds"])
+    _warm_up()
     before = what_is_there()
     outcome = {"hostname": platform.node(), "clocks": [time.time(), engine.datetime.now(UTC).timestamp()]}
     if request["beforehand"]:
@@ -55,6 +56,11 @@ def call(request, tell):
     outcome["left"] = {name: repr(difference(before[name], after[name])) for name in before if before[name] != after[name]}
     outcome["modules"] = sorted(name for name in sys.modules if name.startswith("mpwatch.elastic"))
     _write(tell, json.dumps(outcome).encode())
+
+
+def _warm_up():
+    """Libuv, which torch's store is made with, keeps a pipe of its own from its first use on, and another in each fork."""
+    torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def serve_store(request, tell):
