@@ -111,7 +111,7 @@ def test_what_is_signed_and_still_makes_no_sense_is_refused(body):
 def test_too_much_is_refused_with_what_to_do():
     values = {4: bytes(1 << 20), 5: bytearray(GATHER_LIMIT), 6: None}
     with pytest.raises(
-        ValueError, match=r"take 17\.1 MiB, that of rank 5 alone 16\.1 MiB; gather=True sends at most 16 MiB"
+        ValueError, match=r"take 17\.1 MiB, that of rank 5 16\.1 MiB of it; gather=True sends at most 16 MiB"
     ):
         pack(values, KEY, PLACE)
 

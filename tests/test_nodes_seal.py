@@ -1,5 +1,6 @@
 """What nodes tell one another: it comes back as it was, or not at all."""
 
+import functools
 import hashlib
 import hmac
 import itertools
@@ -181,7 +182,8 @@ def test_nobody_sends_what_nobody_would_open(value):
         (seal.count, True, "x must be a whole number from 0 to 2147483647, not True"),
         (seal.count, -1, "not -1"),
         (seal.count, 1.0, "not 1.0"),
-        (seal.count, 10**5000, "not a int too large to show"),
+        (seal.count, 10**5000, "not int too large to show"),
+        (seal.count, functools.reduce(lambda inner, _: [inner], range(9999)), "not list too large to show"),
         (seal.number, float("nan"), "x must be a number from 0.0 to 1000000000000.0, not nan"),
         (seal.number, float("inf"), "not inf"),
         (seal.number, 10**5000, "too large to show"),

@@ -144,7 +144,7 @@ def _link(link: Link, room: int) -> Link:
         **{name: link[name] for name in ("cause", "context", "suppress")},
         "members": [member for member in link["members"] if member < MAX_LINKS],
     }
-    texts = [link["text"], link["message"], *link["notes"][:MAX_NOTES]]
+    texts = [link["text"], link["message"], *link["notes"][: min(MAX_NOTES, room // 100)]]
     texts = _fitted([without_controls(text) for text in texts], room - _size(plain) - len(texts))
     plain["text"], plain["message"], *plain["notes"] = texts
     return plain
@@ -189,7 +189,7 @@ def _shortened(text: str, room: int) -> str:
         if _size(short) <= room:
             return short
         keep = keep * 7 // 8  # its ends take more than its middle
-    return ""
+    return text[: max(room - 2, 0) // 4]  # no room for the mark; four bytes are the most that a character takes
 
 
 def _name(raw: str, room: int) -> str:

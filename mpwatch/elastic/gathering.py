@@ -114,9 +114,9 @@ def _check_sizes(sizes: dict[int, int]) -> None:
     if total > GATHER_LIMIT:
         largest = max(sizes, key=sizes.__getitem__)
         raise ValueError(
-            f"the values of this node's ranks take {size_text(total)}, that of rank {largest} alone {size_text(sizes[largest])};"
-            f" gather=True sends at most {size_text(GATHER_LIMIT)} from one node. Return less, or write it to files and return"
-            " their paths"
+            f"the values of this node's ranks take {size_text(total)}, that of rank {largest} {size_text(sizes[largest])}"
+            f" of it; gather=True sends at most {size_text(GATHER_LIMIT)} from one node. Return less, or write it to files"
+            " and return their paths"
         )
 
 

@@ -288,5 +288,5 @@ def _shown(value: object) -> str:
     try:
         shown = repr(value)
     except (ValueError, RecursionError):  # an integer too long to print, or lists too deep
-        return f"a {type(value).__name__} too large to show"
+        return f"{type(value).__name__} too large to show"
     return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
