@@ -16,11 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 from uuid import uuid4
 
 from ..errors import LaunchError
+from ..platform import await_end_of_thread
 from ..spec import WorkerSpec
 from ..watcher.machine import Machine
 from ..watcher.mailbox import Mailbox
@@ -39,6 +40,7 @@ from .terms import terms_of, unlike
 
 __all__ = ["Link"]
 
+THREAD_SECONDS = 1.0  # for the kernel to know nothing more of a thread that has ended, which takes microseconds
 LEAVE_SECONDS = 2.0  # beyond the grace period in which they stop their ranks, for the others to take note of who leaves
 AGAIN_LAST_CALL = 2.0  # seconds in which survivors meet anew: all of them come at once
 
@@ -117,10 +119,10 @@ class Link:
         if not self._has_concluded:
             self.leave(self._spec.grace_period + LEAVE_SECONDS)
         try:
-            self._join()
+            self._await_end()
         except BaseException:
             self.leave(0.0)
-            self._join()
+            self._await_end()
             raise
 
     def leave(self, seconds: float) -> None:
@@ -128,9 +130,10 @@ class Link:
         self._engine.cancel()
         self._call(lambda sitting: sitting.leave(seconds))
 
-    def _join(self) -> None:
-        if self._thread.ident is not None:
+    def _await_end(self) -> None:
+        if self._thread.native_id is not None:
             self._thread.join()
+            await_end_of_thread(self._thread.native_id, THREAD_SECONDS)
 
     def _call(self, call: Callable[[Sitting], None]) -> None:
         self._calls.append(call)
@@ -161,7 +164,7 @@ class Link:
         history: History | None = History()
         last_call = None
         while history is not None:
-            found = self._engine.join(join_by, last_call=last_call)
+            found = self._join(join_by, last_call)
             history = self._sit(found, history)
             join_by = min(time.monotonic() + self._rendezvous.join_timeout, self._run_by)
             last_call = AGAIN_LAST_CALL
@@ -173,11 +176,25 @@ class Link:
         try:
             body = self._seal.open(place, store.compare_set(place, "", ours))
             first = Terms(tuple((name, str(value)) for name, value in body["items"].items()))
-            why = unlike(self._terms, first, f"{body['host']}, which came first")
+            why = unlike(self._terms, first, platform.node(), f"{body['host']}, which came first")
         except (ForgedError, KeyError, AttributeError) as error:
             why = f"what the first node of the job has written cannot be read: {error}"
         if why:
+            # who waits in vain for this node learns the reason, too
+            store.set("refused", self._seal.close("refused", {"host": platform.node(), "why": why}))
             raise LaunchError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint}: {why}")
+
+    def _join(self, deadline: float, last_call: float | None) -> Round:
+        """Meet the others. Raises LaunchError, and says also whom the job has refused."""
+        try:
+            return self._engine.join(deadline, last_call=last_call)
+        except LaunchError as error:
+            store = self._engine.store_of_job()
+            with suppress(StoreLostError, ForgedError, KeyError):
+                if store.check(["refused"]):
+                    body = self._seal.open("refused", store.get("refused"))
+                    raise LaunchError(f"{error}. {body['host']} was refused: {body['why']}") from error
+            raise
 
     def _sit(self, found: Round, history: History) -> History | None:
         """Through one round. Returns what the next one has to know; None: there is none."""

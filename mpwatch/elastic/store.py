@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from torch.distributed import (  # type: ignore[attr-defined]
     DistError,
@@ -132,7 +132,7 @@ class PartOfStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write it, for all to see; bytes as well, of which torch's stubs say nothing."""
-        self._call(PrefixStore.set, key, value)
+        self._call(PrefixStore.set, key, cast("str", value))
 
     def get(self, key: str) -> bytes:
         """What has been written. Waits for it as long as a silent store is waited for: ask `check` first."""

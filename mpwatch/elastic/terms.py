@@ -40,12 +40,12 @@ def disagreement(cards: Iterable[Card]) -> str:
     return ""
 
 
-def unlike(ours: Terms, theirs: Terms, who: str) -> str:
+def unlike(ours: Terms, theirs: Terms, host: str, who: str) -> str:
     """What this node does not agree in with the one that came first; empty if there is nothing."""
     first = dict(theirs.items)
     for name, value in ours.items:
         if first.get(name) != value:
-            return _text(name, value, "this one", first.get(name, "nothing"), who)
+            return _text(name, value, host, first.get(name, "nothing"), who)
     return ""
 
 

@@ -172,18 +172,21 @@ def assert_all_refuse(job, *words):
 
 
 def test_nodes_that_call_different_functions_are_refused(job):
+    job.terms["join_timeout"] = JOIN_TIMEOUT
     job.start(tasks.obeys)
     job.start(tasks.another)
     assert_all_refuse(job, "obeys", "another", "host1")
 
 
 def test_nodes_that_expect_different_numbers_of_nodes_are_refused(job):
-    job.start(terms={"nnodes": (1, 2)})
+    job.terms["join_timeout"] = JOIN_TIMEOUT
+    job.start(terms={"nnodes": (2, 3)})
     job.start(terms={"nnodes": 2})
     assert_all_refuse(job, "nnodes", "host1")
 
 
 def test_nodes_that_differ_in_their_restarts_are_refused(job):
+    job.terms["join_timeout"] = JOIN_TIMEOUT
     job.start(max_restarts=1)
     job.start(max_restarts=2)
     assert_all_refuse(job, "restart", "host1")
