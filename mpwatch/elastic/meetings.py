@@ -159,6 +159,7 @@ class Meeting:
 
     def waiting(self) -> int:
         """See `Engine.waiting`."""
+        self._opened.connection.guarded(int)  # torch may answer from memory
         return self._told(self._handler.num_nodes_waiting)
 
     def set_closed(self) -> None:
