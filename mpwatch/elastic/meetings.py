@@ -23,10 +23,10 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rd
 from ..errors import LaunchError
 from ..rendezvous import Rendezvous
 from .clocks import OwnClock
-from .endpoint import Limit
 from .errors import CancelledError, ClosedError, StoreLostError
 from .handler import Handler, Terms, make_handler
 from .opening import Opened
+from .patience import Limit
 from .state import State, read, withdraw, write
 from .store import Connection, PartOfStore
 
