@@ -27,8 +27,9 @@ from .endpoint import Endpoint
 from .errors import StoreLostError
 from .patience import Limit, wait_for
 
-__all__ = ["Connection", "PartOfStore", "tcp_store"]
+__all__ = ["MAX_VALUE", "Connection", "PartOfStore", "tcp_store"]
 
+MAX_VALUE = 8 << 20  # bytes; torch's server hangs up on who sends more
 MAKE_SECONDS = 30.0  # for a client to connect: whoever is there has just answered, but a resolver may be slow
 CLOSED = "this node has closed it"
 FOLDERS = ("/proc/self/fd", "/dev/fd")
@@ -129,7 +130,9 @@ class PartOfStore(Store):
         self._prefix = prefix
 
     def set(self, key: str, value: str) -> None:
-        """Write it, for all to see; bytes as well, of which torch's stubs say nothing."""
+        """Write it, for all to see; bytes as well, of which torch's stubs say nothing. Raises ValueError if it is too long."""
+        if len(value) > MAX_VALUE:
+            raise ValueError(f"the store takes {MAX_VALUE} bytes at once, not {len(value)}")
         self._call(PrefixStore.set, key, value)
 
     def get(self, key: str) -> bytes:

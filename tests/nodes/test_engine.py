@@ -22,6 +22,7 @@ from programs import ENV
 from mpwatch import LaunchError
 from mpwatch.elastic.engine import CancelledError, ClosedError, Engine, StoreLostError
 from mpwatch.elastic.state import State, read
+from mpwatch.elastic.store import MAX_VALUE
 from mpwatch.rendezvous import Rendezvous
 
 NODE = Path(__file__).parent / "lonely.py"
@@ -104,6 +105,15 @@ def test_two_nodes_meet_and_talk_in_the_store_of_their_round(node):
     assert [first.store.add("count", 2), second.store.add("count", 3)] == [2, 5]
     assert dist.PrefixStore("apart", first.store).add("count", 1) == 1
     assert (first.store.delete_key("word"), second.store.check(["word"])) == (True, False)
+
+
+def test_the_store_of_a_round_takes_so_much_at_once(node):
+    (host,) = connected(node(1))
+    (formed,) = join(host)
+    with pytest.raises(ValueError, match="the store takes 8388608 bytes at once, not 8388609"):
+        formed.store.set("word", b"x" * (MAX_VALUE + 1))
+    formed.store.set("word", b"x" * MAX_VALUE)
+    assert len(formed.store.get("word")) == MAX_VALUE
 
 
 def test_no_other_store_is_opened(node):
