@@ -130,7 +130,7 @@ class PartOfStore(Store):
         self._prefix = prefix
 
     def set(self, key: str, value: str) -> None:
-        """Write it, for all to see; bytes as well, of which torch's stubs say nothing. Raises ValueError if it is too long."""
+        """Write it, for all to see; bytes too, of which torch's stubs say nothing. Raises ValueError if it is too long."""
         if len(value) > MAX_VALUE:
             raise ValueError(f"the store takes {MAX_VALUE} bytes at once, not {len(value)}")
         self._call(PrefixStore.set, key, value)
