@@ -38,7 +38,7 @@ class OwnClock(RendezvousBackend):
     Args:
         backend: where the state is kept.
         last_call: how long a round that has enough nodes waits for more, from when this node has seen that it has enough.
-        on_state: told of each state as it comes, with times as they are in the store; what it raises is raised.
+        on_state: told of each state as it comes; what it raises is raised.
     """
 
     def __init__(

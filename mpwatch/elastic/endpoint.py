@@ -8,22 +8,19 @@ say how to mend it. Imports no torch.
 import errno
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 from ..errors import LaunchError
-from .errors import CancelledError
+from .patience import POLL_SECONDS, Limit, wait_for
 
 __all__ = [
     "Address",
     "Answer",
     "Endpoint",
     "Found",
-    "Limit",
     "ask",
     "is_here",
     "is_taken",
@@ -33,7 +30,6 @@ __all__ = [
     "taken",
 ]
 
-POLL_SECONDS = 0.2
 TRY_SECONDS = 0.5  # to connect, and again to be answered: somebody may cancel, and the next try is soon
 ANSWER_SECONDS = 2.0  # for a store on this machine, before it is said to be none
 NONCE = 0x6D707761
@@ -43,26 +39,6 @@ ECHO = struct.pack("=I", NONCE)
 
 Address = tuple[socket.AddressFamily, Any]
 """A family, and an address as the socket calls of that family take it."""
-
-
-@dataclass(frozen=True)
-class Limit:
-    """How long something may wait: until a moment of the monotonic clock, or until it is cancelled."""
-
-    deadline: float
-    cancelled: threading.Event
-
-    def left(self, most: float) -> float:
-        """Seconds, at most so many and 0 if it is too late. Raises CancelledError."""
-        if self.cancelled.is_set():
-            raise CancelledError
-        return max(0.0, min(most, self.deadline - time.monotonic()))
-
-    def pause(self) -> bool:
-        """For a moment, before another try. False if it is too late for one. Raises CancelledError."""
-        seconds = self.left(POLL_SECONDS)
-        self.cancelled.wait(seconds)
-        return self.left(POLL_SECONDS) > 0
 
 
 @dataclass(frozen=True)
@@ -103,39 +79,17 @@ class Answer(Enum):
 
 
 def resolve(endpoint: Endpoint, limit: Limit) -> list[Address]:
-    """The addresses of the endpoint. Raises socket.gaierror, also if it takes too long, and CancelledError.
-
-    A resolver that waits for its servers cannot be interrupted, so it is asked on a thread of its own, which is left to end
-    by itself should nobody wait for it any more.
-    """
+    """The addresses of the endpoint. Raises socket.gaierror, also if it takes too long, and CancelledError."""
     try:
         return _addresses(endpoint, socket.AI_NUMERICHOST)
     except socket.gaierror:
         pass
-    outcome: list[Callable[[], list[Address]]] = []
-    done = threading.Event()
-
-    def ask_resolver() -> None:
-        try:
-            found = _addresses(endpoint, 0)
-            outcome.append(lambda: found)
-        except (OSError, UnicodeError) as error:
-            trouble = error if isinstance(error, OSError) else socket.gaierror(socket.EAI_NONAME, str(error))
-            outcome.append(lambda: _raise(trouble))
-        finally:
-            done.set()
-
-    thread = threading.Thread(target=ask_resolver, name="mpwatch-resolver", daemon=True)
-    thread.start()
-    while not done.wait(limit.left(POLL_SECONDS)):
-        if not limit.left(POLL_SECONDS):
-            raise socket.gaierror(socket.EAI_AGAIN, "the resolver has not answered in time")
-    thread.join()
-    return outcome[0]()
-
-
-def _raise(error: OSError) -> list[Address]:
-    raise error
+    try:
+        return wait_for(lambda: _addresses(endpoint, 0), limit, "mpwatch-resolver")
+    except TimeoutError:
+        raise socket.gaierror(socket.EAI_AGAIN, "the resolver has not answered in time") from None
+    except UnicodeError as error:  # no name of a host
+        raise socket.gaierror(socket.EAI_NONAME, str(error)) from error
 
 
 def _addresses(endpoint: Endpoint, flags: int) -> list[Address]:

@@ -8,10 +8,10 @@ when the store cannot be reached any more, which is noticed also on a network th
 import threading
 
 from ..rendezvous import Rendezvous
-from .endpoint import Limit
 from .errors import CancelledError, ClosedError, StoreLostError
 from .meetings import Meeting, Round, StaticMeeting
 from .opening import Opened, open_store
+from .patience import Limit
 from .store import PartOfStore
 
 __all__ = ["CancelledError", "ClosedError", "Engine", "Round", "StoreLostError"]

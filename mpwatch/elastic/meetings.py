@@ -23,10 +23,10 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rd
 from ..errors import LaunchError
 from ..rendezvous import Rendezvous
 from .clocks import OwnClock
-from .endpoint import Limit
 from .errors import CancelledError, ClosedError, StoreLostError
 from .handler import Handler, Terms, make_handler
 from .opening import Opened
+from .patience import Limit
 from .state import State, read, withdraw, write
 from .store import Connection, PartOfStore
 
@@ -159,6 +159,7 @@ class Meeting:
 
     def waiting(self) -> int:
         """See `Engine.waiting`."""
+        self._opened.connection.guarded(int)  # torch may answer from memory
         return self._told(self._handler.num_nodes_waiting)
 
     def set_closed(self) -> None:

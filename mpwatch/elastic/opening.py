@@ -22,7 +22,6 @@ from .endpoint import (
     Answer,
     Endpoint,
     Found,
-    Limit,
     ask,
     is_here,
     is_taken,
@@ -32,6 +31,7 @@ from .endpoint import (
     taken,
 )
 from .errors import StoreLostError
+from .patience import Limit
 from .store import Connection, PartOfStore, tcp_store
 
 __all__ = ["Opened", "open_store"]

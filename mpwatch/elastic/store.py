@@ -8,7 +8,6 @@ import os
 import socket
 import stat
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -24,13 +23,14 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from ..platform import end_silent_connection
-from .endpoint import Endpoint, Limit
-from .errors import CancelledError, StoreLostError
+from .endpoint import Endpoint
+from .errors import StoreLostError
+from .patience import Limit, wait_for
 
-__all__ = ["Connection", "PartOfStore", "tcp_store"]
+__all__ = ["MAX_VALUE", "Connection", "PartOfStore", "tcp_store"]
 
-MAKE_SECONDS = 2.0  # for a client to be made: whoever is there has just answered
-LOOK_SECONDS = 0.1
+MAX_VALUE = 8 << 20  # bytes; torch's server hangs up on who sends more
+MAKE_SECONDS = 30.0  # for a client to connect: whoever is there has just answered, but a resolver may be slow
 CLOSED = "this node has closed it"
 FOLDERS = ("/proc/self/fd", "/dev/fd")
 
@@ -131,8 +131,10 @@ class PartOfStore(Store):
         self._prefix = prefix
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write it, for all to see; bytes as well, of which torch's stubs say nothing."""
-        self._call(PrefixStore.set, key, cast("str", value))
+        """Write it, for all to see. Raises ValueError if it is too long."""
+        if len(value) > MAX_VALUE:
+            raise ValueError(f"the store takes {MAX_VALUE} bytes at once, not {len(value)}")
+        self._call(PrefixStore.set, key, cast("str", value))  # torch's stubs say nothing of bytes
 
     def get(self, key: str) -> bytes:
         """What has been written. Waits for it as long as a silent store is waited for: ask `check` first."""
@@ -170,6 +172,8 @@ def tcp_store(
 ) -> Connection:
     """Connect to the store at the endpoint; and serve it, if there is a listener, which is torch's from then on.
 
+    It may take its time, since torch asks a resolver for the name of whom it connects to, and does not say so.
+
     Args:
         endpoint: for errors.
         host: the address by which it is reached: nothing is asked of a resolver any more.
@@ -179,14 +183,11 @@ def tcp_store(
 
     Raises StoreLostError if the store is not to be had after all, CancelledError, and OSError.
     """
-    with _making:
-        before = _sockets()
-        made = threading.Event()
-        watch = threading.Thread(
-            target=_watch_making, args=(before, endpoint.port, limit, made), name="mpwatch-connect", daemon=True
-        )
-        watch.start()
-        try:
+    before: list[set[tuple[int, int]]] = []
+
+    def make() -> Connection:
+        with _making:
+            before.append(_sockets())
             store = TCPStore(
                 host,
                 endpoint.port,
@@ -195,30 +196,26 @@ def tcp_store(
                 timeout=timedelta(seconds=MAKE_SECONDS),
                 master_listen_fd=listener.detach() if listener else None,
             )
-            sockets = _connected(_sockets() - before, endpoint.port)
-        except DistError as error:
-            limit.left(0)  # it may have been cancelled
-            raise StoreLostError(f"the store at {endpoint} has hung up: {_first_line(error)}") from error
-        finally:
-            made.set()
-            watch.join()
-    store.set_timeout(timedelta(seconds=silence))
-    for connection in sockets:
-        end_silent_connection(connection, silence)
-    return Connection(store, sockets, endpoint)
+            sockets = _connected(_sockets() - before[0], endpoint.port)
+        store.set_timeout(timedelta(seconds=silence))
+        for connection in sockets:
+            end_silent_connection(connection, silence)
+        return Connection(store, sockets, endpoint)
 
-
-def _watch_making(before: set[tuple[int, int]], port: int, limit: Limit, made: threading.Event) -> None:
-    """Cut the connection of a client that is still waiting to be answered when it should not wait any longer."""
-    until = time.monotonic() + MAKE_SECONDS
-    while not made.wait(LOOK_SECONDS):
-        try:
-            late = not limit.left(max(0.0, until - time.monotonic()))
-        except CancelledError:
-            late = True
-        for connection in _connected(_sockets() - before, port) if late else ():
+    def look_after(late: bool) -> None:
+        """It waits for an answer until its connection ends, so that has to end."""
+        for connection in _connected(_sockets() - before[0], endpoint.port) if before else ():
             with suppress(OSError), connection:
-                connection.shutdown(socket.SHUT_RDWR)
+                end_silent_connection(connection, silence)
+                if late:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    try:
+        return wait_for(make, limit, "mpwatch-connect", undo=Connection.close, meanwhile=look_after)
+    except DistError as error:
+        raise StoreLostError(f"the store at {endpoint} has hung up: {_first_line(error)}") from error
+    except TimeoutError as error:
+        raise StoreLostError(f"the store at {endpoint} has not answered") from error
 
 
 def _sockets() -> set[tuple[int, int]]:
