@@ -6,16 +6,14 @@ import heapq
 import itertools
 import random
 from collections import Counter
-from dataclasses import replace
 
-from mpwatch.elastic.chair import Chair, Close, Put, Reserve, Say
-from mpwatch.elastic.member import Begin, CallOff, Conclude, Hear, Member, Post, Prepare, Rejoin
-from mpwatch.elastic.messages import Card, Decision, Ended, History, Outcome, Terms
+from mpwatch.elastic.chair import Chair, Put, Reserve, Say
+from mpwatch.elastic.member import Begin, CallOff, Conclude, Member, Post, Prepare, Rejoin
+from mpwatch.elastic.messages import Card, Ended, History, Outcome, Terms
 from mpwatch.policy import RestartPolicy
 from mpwatch.watcher.machine import Machine
 from mpwatch.watcher.states import (
     CallAll,
-    CallOff as StopRanks,
     Died,
     EndRank,
     Failed,
@@ -26,6 +24,9 @@ from mpwatch.watcher.states import (
     StartAgain,
     StartRank,
     Verdict,
+)
+from mpwatch.watcher.states import (
+    CallOff as StopRanks,
 )
 
 POLL, BEAT, TIMEOUT = 0.1, 2.5, 15.0
@@ -297,6 +298,3 @@ class World:
 
     def is_over(self):
         return all(node.verdict is not None for node in self.alive())
-
-
-__all__ = ["Decision", "Hear", "Close", "World", "replace"]

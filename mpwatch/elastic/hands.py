@@ -57,7 +57,7 @@ class Hands:
         return self._ready is not None and time.monotonic() >= self._ready[1]
 
     def reserve_port(self) -> int:
-        """A port of this host, for MASTER_PORT, that nobody else is given until another one is reserved. Raises LaunchError."""
+        """A port of this host for MASTER_PORT, which is kept until another one is reserved. Raises LaunchError."""
         earlier, self._keeper = self._keeper, reserve_port()  # in this order, so that it is another one
         if earlier is not None:
             earlier.close()

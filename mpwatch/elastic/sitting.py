@@ -68,7 +68,7 @@ class Sitting:
         self.history: History | None = None  # to meet the others anew with
 
     def run(self, calls: deque[Callable[["Sitting"], None]], bell: Event) -> None:
-        """Until this node has nothing more to do in it. Carries out what other threads call for, as soon as the bell rings."""
+        """Until this node has nothing more to do in it. What other threads call for is done as soon as the bell rings."""
         while not self._is_over():
             bell.clear()
             try:

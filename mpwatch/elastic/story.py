@@ -1,10 +1,11 @@
-"""What the caller's thread makes of a run of several nodes: as story.py of the watcher, but what follows on an attempt is for
-all nodes to decide.
+"""What the caller's thread makes of a run of several nodes: as story.py of the watcher, but what follows on an attempt is
+for all nodes to decide.
 
-    ranks are gone --> what became of them here --> link: told to the others --> what came of it for all --> again, or the end
     link: an attempt starts --> who our ranks are, their environments --> link: they can be started
+    ranks are gone --> what became of them here --> link: told to the others --> what came of it for all
 
-Code of the user's runs here: exceptions and values are rebuilt, `retry_if` and `env` are called. What they raise ends the run.
+Code of the user's runs here: exceptions and values are rebuilt, `retry_if` and `env` are called. What they raise ends the
+run.
 """
 
 import json
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 from ..errors import LaunchError
 from ..events.kinds import NodesMet, Restarting
 from ..ranks import Worker
-from ..result import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
+from ..result import FailureKind, ProcessFailure, RunResult, WorkerState
 from ..spec import WorkerSpec
 from ..watcher.environment import environments_of
 from ..watcher.facts import Facts
@@ -70,8 +71,8 @@ class NodeStory(Story[T]):
         return self._verdict is not None
 
     def judge(self, life: Life) -> None:
-        """The attempts that have ended here, and what comes from the other nodes. Raises whatever `retry_if` and `env` raise,
-        and LaunchError.
+        """The attempts that have ended here, and what comes from the other nodes. Raises LaunchError, and whatever `retry_if`
+        and `env` raise.
         """
         for facts in life.mailbox.asked():
             life.output.catch_up(LAST_SECONDS)

@@ -64,7 +64,7 @@ def carry_out(
     units = [Unit(spec, boat, journal, keep=keep) for boat in boats]
     with OomWatch(remarks) as oom:
         with Crew(remarks, output) as crew:
-            run = _Run(units, crew, mailbox, oom, journal, herald)
+            run = _Run(units, crew, mailbox, oom, journal, herald=herald)
             run.start()
             run.until_over()
         struck = oom.judge()
@@ -75,7 +75,7 @@ class _Run:
     """One pass through the machines: a call, or one after another."""
 
     def __init__(
-        self, units: Sequence[Unit], crew: Crew, mailbox: Mailbox, oom: OomWatch, journal: Journal, herald: Herald
+        self, units: Sequence[Unit], crew: Crew, mailbox: Mailbox, oom: OomWatch, journal: Journal, *, herald: Herald
     ) -> None:
         self.units = units
         self.unit_of = {rank: unit for unit in units for rank in unit.places}

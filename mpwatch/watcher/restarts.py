@@ -116,7 +116,7 @@ class Ledger:
 
 
 def not_worth_it(policy: RestartPolicy, trial: Trial) -> str:
-    """Why this failure is none that the policy wants to be tried again; empty if it is. Raises whatever `retry_if` raises."""
+    """Why the policy does not want this failure to be tried again; empty if it does. Raises whatever `retry_if` raises."""
     retry_if, cause = policy.retry_if, trial.cause
     if retry_if is None:
         return _hopeless(trial)

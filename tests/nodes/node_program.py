@@ -18,6 +18,7 @@ import torch.distributed.elastic.rendezvous.dynamic_rendezvous as engine
 from conftest import difference, state
 
 import mpwatch
+from mpwatch.elastic import clocks
 
 from . import tasks
 
@@ -82,7 +83,7 @@ def skew_clock(seconds):
         def now(cls, tz=None):
             return datetime.now(tz) + timedelta(seconds=seconds)
 
-    engine.datetime = Skewed
+    engine.datetime = clocks.datetime = Skewed
     time.time = lambda: true_time() + seconds
 
 
