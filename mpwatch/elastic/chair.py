@@ -244,12 +244,15 @@ class Chair:
         return tuple(places)
 
     def _note_end(self, report: Ended, now: float) -> list[Act]:
-        self._ended[report.group_rank] = report
+        node = report.group_rank
+        if report.outcome is Outcome.STOPPED and self.stage is Stage.WORKING:  # of its own accord: see Lease
+            return self._lose(node, "it could not reach the store for a while, and has stopped its ranks", now)
+        self._ended[node] = report
         acts: list[Act] = []
         if report.outcome not in (Outcome.SUCCEEDED, Outcome.STOPPED):
-            if report.group_rank not in self._order:
-                self._order.append(report.group_rank)
-            acts = self._stop(f"a rank has failed on {self._host(report.group_rank)}", now)
+            if node not in self._order:
+                self._order.append(node)
+            acts = self._stop(f"a rank has failed on {self._host(node)}", now)
         return acts + self._when_ended(now)
 
     def _lose(self, node: int, why: str, now: float) -> list[Act]:

@@ -16,7 +16,7 @@ from .messages import Start
 __all__ = ["Hands", "News"]
 
 News = m.Prepare | m.Hear | m.Conclude | BaseException
-STOP_SHARE, KILL_SHARE = 0.5, 0.85  # of node_timeout: when ranks of a node that is cut off are stopped, and are killed
+STOP_SHARE, KILL_SHARE = 0.65, 0.85  # of node_timeout: when ranks of a node that is cut off are stopped, and are killed
 
 
 class Hands:

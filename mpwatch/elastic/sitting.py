@@ -24,7 +24,7 @@ __all__ = ["Sitting"]
 
 POLL_SECONDS = 0.1  # how late a node hears of what the chair says, at most; and the chair of what a node does
 MOST_POLLS = 4000  # a second, of all nodes together
-BEATS = 6  # in the time after which a node is lost
+BEATS = 8  # in the time after which a node is lost
 STALL_SECONDS = 1.0  # this node did not look at the board for so long: nobody else was silent meanwhile
 RECONSIDER_SECONDS = 1.0  # until it is asked again for newcomers, which reads the whole state of the rendezvous
 

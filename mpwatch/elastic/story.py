@@ -71,8 +71,8 @@ class NodeStory(Story[T]):
         return self._verdict is not None
 
     def judge(self, life: Life) -> None:
-        """The attempts that have ended here, and what comes from the other nodes. Raises LaunchError, and whatever `retry_if`
-        and `env` raise.
+        """The attempts that have ended here, and what other nodes say. Raises LaunchError, and whatever `retry_if` and `env`
+        raise.
         """
         for facts in life.mailbox.asked():
             life.output.catch_up(LAST_SECONDS)

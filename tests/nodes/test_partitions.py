@@ -53,6 +53,7 @@ def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(job_on_
 
 def test_a_cut_for_a_moment_harms_nobody(job_on_hosts):
     job = job_on_hosts
+    job.terms["node_timeout"] = 2 * NODE_TIMEOUT  # TCP, which is sent again after 0.2, 0.6 and 1.4 s, may take twice as long
     nodes, world = start(job)
     cut(job, CUT)
     job.watch_for(MOMENT)
