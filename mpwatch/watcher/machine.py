@@ -43,22 +43,7 @@ from ..result import WorkerState
 from . import states as m
 from .beats import Heartbeats
 from .roster import Roster
-from .states import (
-    END_SECONDS,
-    KILL_SECONDS,
-    LAST_CALL_SECONDS,
-    LEAST_GRACE_SECONDS,
-    LIVING,
-    LOOK_SECONDS,
-    NO_LEASE,
-    Action,
-    Event,
-    IllegalEventError,
-    Phase,
-    RankEvent,
-    Stage,
-    Verdict,
-)
+from .states import LOOK_SECONDS, Action, Event, Phase, RankEvent, Stage, Verdict
 
 __all__ = ["Machine"]
 
@@ -89,7 +74,7 @@ class Machine:
     ) -> None:
         self.generation = 0
         self._keep, self._judged_after = keep, judged
-        self._lease = NO_LEASE
+        self._lease = m.NO_LEASE
         self._is_wanted = True  # by the others: none of them has failed for good
         self._start_timeout, self._grace_period = start_timeout, grace_period
         self._heartbeat_timeout = heartbeat_timeout
@@ -184,7 +169,7 @@ class Machine:
         if now >= self._leased_until:
             if self.is_undecided():
                 return self._look(now, Verdict.CALLED_OFF)
-            self._lease = NO_LEASE
+            self._lease = m.NO_LEASE
             return self._stop(now, self.verdict) + self._kill(now)
         if self.stage is Stage.STOPPING:
             return self._give_up() if self.roster.count[Phase.KILLED] else self._kill(now)
@@ -209,7 +194,7 @@ class Machine:
             self._timeout_at = timeout_at
             return []
         if self.stage is not Stage.IDLE:
-            raise IllegalEventError(f"{event} in stage {self.stage.name}")
+            raise m.IllegalEventError(f"{event} in stage {self.stage.name}")
         self._enter_call(timeout_at, now)
         return [self._call_rank(rank) for rank in self.roster.those(Phase.READY)]
 
@@ -229,7 +214,7 @@ class Machine:
         if self.stage is Stage.OVER:  # an interrupt came meanwhile
             return []
         if self.stage is not Stage.JUDGING:
-            raise IllegalEventError(f"{event} in stage {self.stage.name}")
+            raise m.IllegalEventError(f"{event} in stage {self.stage.name}")
         if isinstance(event, m.Settled) or not self._is_wanted:
             self._be_over()
         else:
@@ -305,7 +290,7 @@ class Machine:
     def _wait_for_cause(self, now: float) -> None:
         if self.stage is Stage.WORKING:
             self.stage = Stage.LAST_CALL
-            self._stage_at = now + LAST_CALL_SECONDS
+            self._stage_at = now + m.LAST_CALL_SECONDS
 
     def _settle(self, now: float) -> list[Action]:
         """If nobody is at work any more, the call ends, well or badly."""
@@ -332,7 +317,7 @@ class Machine:
         """Tell all who have answered to end, and see that they do."""
         self.stage = Stage.ENDING
         self.verdict = verdict
-        self._stage_at = now + max(self._grace_period, END_SECONDS)
+        self._stage_at = now + max(self._grace_period, m.END_SECONDS)
         ranks = self.roster.move_all(Phase.DONE, to=Phase.ENDING) + self.roster.move_all(Phase.READY, to=Phase.ENDING)
         return [m.EndRank(rank) for rank in ranks]
 
@@ -362,10 +347,10 @@ class Machine:
         self.stage = Stage.STOPPING
         self.verdict = verdict
         self.stopped_at = now if self.stopped_at is None else self.stopped_at
-        self._stage_at = now + max(self._grace_period, LEAST_GRACE_SECONDS)
+        self._stage_at = now + max(self._grace_period, m.LEAST_GRACE_SECONDS)
         actions: list[Action] = []
         for rank, phase in self.roster.phases.items():
-            if phase in LIVING:
+            if phase in m.LIVING:
                 if phase in (Phase.DONE, Phase.BROKEN, Phase.TOLD):
                     actions.append(m.EndRank(rank))
                 number = soft if phase is Phase.AT_WORK else signal.SIGTERM  # only a function knows what SIGINT means
@@ -374,7 +359,7 @@ class Machine:
         return actions
 
     def _kill(self, now: float) -> list[Action]:
-        self._stage_at = now + KILL_SECONDS
+        self._stage_at = now + m.KILL_SECONDS
         return [m.SignalRank(rank, signal.SIGKILL) for rank in self.roster.move_all(Phase.STOPPING, to=Phase.KILLED)]
 
     def _give_up(self) -> list[Action]:
@@ -400,6 +385,6 @@ class Machine:
         self.stage = Stage.LAST_CALL
         self.verdict = Verdict.INTERRUPTED
         self.stopped_at = now
-        self._stage_at = now + max(self._grace_period, LEAST_GRACE_SECONDS)
+        self._stage_at = now + max(self._grace_period, m.LEAST_GRACE_SECONDS)
         ranks = self.roster.those(Phase.AT_WORK)
         return [m.SignalRank(rank, number) for rank in ranks for number in (signal.SIGINT, signal.SIGCONT)]
