@@ -31,7 +31,7 @@ class Rendezvous:
     endpoint: str
     """`host:port` of the store; port 29400 if there is none, 2379 of etcd."""
     run_id: str
-    """Name of the job: nodes that give the same one to the same store meet."""
+    """Name of the job: nodes that give the same one to the same store meet. It is that of events and of the logs' folder."""
     nnodes: int | tuple[int, int]
     """How many nodes: a number, or (min, max): it begins with min, takes in newcomers up to max, and goes on as long as
     min remain."""
@@ -64,6 +64,10 @@ class Rendezvous:
         _check_text("endpoint", self.endpoint)
         _check_port(self.endpoint)
         _check_text("run_id", self.run_id)
+        if "/" in self.run_id or self.run_id in (".", ".."):
+            raise ValueError(
+                f"rendezvous: run_id also names the folder of the job's logs, and cannot be {self.run_id!r:.200}"
+            )
         object.__setattr__(self, "nnodes", _range(self.nnodes))
         if self.backend not in BACKENDS:
             raise ValueError(f"rendezvous: backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")

@@ -4,7 +4,6 @@ import math
 from contextlib import closing
 from functools import partial
 from typing import TypeVar
-from uuid import uuid4
 
 from ..platform import standard_descriptors
 from ..result import RunResult
@@ -26,7 +25,8 @@ T = TypeVar("T")
 
 def watch_with_others(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:
     """Meet the other nodes, and run it with them to its end. Raises LaunchError, or InterruptError."""
-    journal = Journal(uuid4().hex, spec.observers, keep=True)
+    assert spec.rendezvous is not None
+    journal = Journal(spec.rendezvous.run_id, spec.observers, keep=True)
     call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
     run_by = math.inf if spec.timeout is None else journal.started_at + spec.timeout
     link = Link(spec, run_by)

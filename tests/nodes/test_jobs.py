@@ -2,6 +2,8 @@
 
 import pytest
 
+import mpwatch
+
 from . import tasks
 from .harness import NODE_TIMEOUT
 
@@ -230,3 +232,19 @@ def test_jobs_of_other_names_at_the_same_store_are_other_jobs(job):
     assert [outcome.values[0]["run_id"] for outcome in job.outcomes(nodes)] == ["one", "two"]
     store.kill()
     store.exit_status()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"rendezvous": "node0:29400"}, TypeError, "rendezvous must be a Rendezvous, such as"),
+        (
+            {"restart_policy": mpwatch.RestartPolicy(1, scope="worker")},
+            ValueError,
+            "over several nodes all ranks are started again",
+        ),
+    ],
+)
+def test_what_a_run_of_several_nodes_cannot_have(options, error, text):
+    with pytest.raises(error, match=text):
+        mpwatch.run(int, 1, **{"rendezvous": mpwatch.Rendezvous("node0:29400", "job", 2), **options})
