@@ -26,7 +26,7 @@ def test_nnodes_is_a_number_or_a_range():
         ({"endpoint": "node0:http"}, ValueError, "endpoint must be host:port, such as 'node0:29400', not 'node0:http'"),
         ({"endpoint": "node0:70000"}, ValueError, "endpoint must be host:port"),
         ({"run_id": ""}, ValueError, "run_id must not be empty"),
-        ({"run_id": "../x"}, ValueError, "run_id also names the folder of the job's logs, and cannot be '../x'"),
+        ({"run_id": "../x"}, ValueError, "run_id also names the folder of logs, and cannot be '../x'"),
         ({"nnodes": 0}, ValueError, "nnodes must be at least 1, not 0"),
         ({"nnodes": "2"}, TypeError, "nnodes must be an int, not '2'"),
         ({"nnodes": (3, 2)}, ValueError, "max of nnodes must be at least 3, not 2"),
