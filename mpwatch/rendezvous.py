@@ -65,9 +65,7 @@ class Rendezvous:
         _check_port(self.endpoint)
         _check_text("run_id", self.run_id)
         if "/" in self.run_id or self.run_id in (".", ".."):
-            raise ValueError(
-                f"rendezvous: run_id also names the folder of logs, and cannot be {self.run_id!r:.200}"
-            )
+            raise ValueError(f"rendezvous: run_id also names the folder of logs, and cannot be {self.run_id!r:.200}")
         object.__setattr__(self, "nnodes", _range(self.nnodes))
         if self.backend not in BACKENDS:
             raise ValueError(f"rendezvous: backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")

@@ -42,6 +42,7 @@ __all__ = ["Link"]
 
 THREAD_SECONDS = 1.0  # for the kernel to know nothing more of a thread that has ended, which takes microseconds
 LEAVE_SECONDS = 2.0  # beyond the grace period in which they stop their ranks, for the others to take note of who leaves
+LINGER_SECONDS, LINGER_PAUSE = 10.0, 0.2  # for an earlier job of the same name to be gone, and between two looks
 AGAIN_LAST_CALL = 2.0  # seconds in which survivors meet anew: all of them come at once
 
 
@@ -63,6 +64,7 @@ class Link:
         self._calls: deque[Callable[[Sitting], None]] = deque()
         self._bell = threading.Event()
         self._has_concluded = False
+        self._is_leaving = threading.Event()
         self._board: Board | None = None  # of this round
         self._thread = threading.Thread(target=self._carry_out, name="mpwatch-node")
 
@@ -127,6 +129,7 @@ class Link:
 
     def leave(self, seconds: float) -> None:
         """Take leave, within so much time: that is how long the others may take to take note of it."""
+        self._is_leaving.set()
         self._engine.cancel()
         self._call(lambda sitting: sitting.leave(seconds))
 
@@ -141,8 +144,11 @@ class Link:
 
     def _carry_out(self) -> None:
         try:
-            with closing(self._hands), closing(self._engine):
-                self._meet()
+            with closing(self._hands):
+                try:
+                    self._meet()
+                finally:
+                    self._engine.close()
         except CancelledError:
             pass  # by `close`
         except (LaunchError, ClosedError, StoreLostError) as error:
@@ -158,20 +164,36 @@ class Link:
             self._hands.tell(error if isinstance(error, LaunchError) else LaunchError(str(error)))
 
     def _meet(self) -> None:
-        join_by = min(time.monotonic() + self._rendezvous.join_timeout, self._run_by)
-        self._engine.connect(join_by)
-        self._agree()
-        history: History | None = History()
-        last_call = None
+        history = self._sit(self._enter(self._join_by()), History())
         while history is not None:
-            found = self._join(join_by, last_call)
-            history = self._sit(found, history)
-            join_by = min(time.monotonic() + self._rendezvous.join_timeout, self._run_by)
-            last_call = AGAIN_LAST_CALL
+            history = self._sit(self._join(self._join_by(), AGAIN_LAST_CALL), history)
+
+    def _join_by(self) -> float:
+        return min(time.monotonic() + self._rendezvous.join_timeout, self._run_by)
+
+    def _enter(self, join_by: float) -> Round:
+        """The first round. If an earlier job of the same name is just ending, then when it has: the node that serves the store
+        leaves last, and this one may have been quicker.
+        """
+        linger_by = time.monotonic() + LINGER_SECONDS
+        while True:
+            try:
+                self._engine.connect(join_by)
+                self._agree()
+                return self._join(join_by, None)
+            except (ClosedError, StoreLostError):
+                if self._engine.is_host or self._rendezvous.backend != "c10d" or time.monotonic() > min(linger_by, join_by):
+                    raise
+            self._engine.close()
+            self._engine = Engine(self._rendezvous)
+            if self._is_leaving.wait(LINGER_PAUSE):
+                raise CancelledError
 
     def _agree(self) -> None:
         """That this is a node of the job is seen before it joins, and before the others wait for it. Raises LaunchError."""
         store, place = self._engine.store_of_job(), "terms"
+        if store.check(["over"]):
+            raise ClosedError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint} is over")
         ours = self._seal.close(place, {"host": platform.node(), "items": dict(self._terms.items)})
         try:
             body = self._seal.open(place, store.compare_set(place, "", ours))

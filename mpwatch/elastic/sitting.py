@@ -106,6 +106,7 @@ class Sitting:
             self._carry_out()
             return
         self._give_sign(now)
+        self._carry_out()
         if self._chair is not None:
             self._preside(self._chair, now)
         if self._board.is_open():
@@ -175,6 +176,7 @@ class Sitting:
         elif isinstance(act, c.Reserve):
             self._acts += chair.reserved(self._hands.reserve_port())
         else:
+            self._engine.store_of_job().set("over", "1")
             self._engine.set_closed()
 
     def _lose_store(self, why: str) -> None:
