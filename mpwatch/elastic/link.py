@@ -172,8 +172,8 @@ class Link:
         return min(time.monotonic() + self._rendezvous.join_timeout, self._run_by)
 
     def _enter(self, join_by: float) -> Round:
-        """The first round. If an earlier job of the same name is just ending, then when it has: the node that serves the store
-        leaves last, and this one may have been quicker.
+        """The first round. If an earlier job of the same name is just ending, then when it has: the node that serves the
+        store leaves last, and this one may have been quicker.
         """
         linger_by = time.monotonic() + LINGER_SECONDS
         while True:
