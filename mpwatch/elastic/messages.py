@@ -7,9 +7,10 @@ within the bounds, that each field has; ForgedError names the first field that i
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
+from functools import cache
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
-from .seal import ForgedError
+from .seal import ForgedError, without_controls
 
 __all__ = [
     "Bye",
@@ -37,7 +38,7 @@ LONGEST_TEXT = 4096
 MOST_ITEMS = 4096
 LARGEST = 1 << 53  # of integers: what any reader of JSON can hold
 SCALARS = {
-    str: f"a text of at most {LONGEST_TEXT} characters",
+    str: f"a text of at most {LONGEST_TEXT} characters, and no others than a terminal may be shown",
     bool: "true or false",
     int: "a whole number, -1 or more",
     float: "a number, 0 or more",
@@ -237,6 +238,8 @@ def from_body(body: Mapping[str, Any]) -> Message:
 def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, str):
+        return without_controls(value)[:LONGEST_TEXT]
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     if hasattr(value, "__dataclass_fields__"):
@@ -275,12 +278,17 @@ def _read_fields(kind: Any, value: Any, where: str) -> Any:
     names = {field.name for field in fields(kind)}
     if not isinstance(value, dict) or value.keys() != names:
         raise _wrong(where, f"a mapping with {', '.join(sorted(names)) or 'nothing in it'}", value)
-    hints = get_type_hints(kind)
+    hints = _types_of(kind)
     return kind(**{name: _read(hints[name], value[name], f"{where}.{name}") for name in names})
 
 
+@cache
+def _types_of(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
 def _read_scalar(wanted: Any, value: Any, where: str) -> Any:
-    if wanted is str and isinstance(value, str) and len(value) <= LONGEST_TEXT:
+    if wanted is str and isinstance(value, str) and len(value) <= LONGEST_TEXT and without_controls(value) == value:
         return value
     if wanted is bool and isinstance(value, bool):
         return value

@@ -1,0 +1,80 @@
+"""What nodes tell one another, as data and back; and what is no message."""
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpwatch.elastic.messages import (
+    Bye,
+    Card,
+    Decision,
+    Ended,
+    Gone,
+    History,
+    Outcome,
+    Place,
+    Start,
+    Stop,
+    Terms,
+    Verdict,
+    from_body,
+    to_body,
+)
+from mpwatch.elastic.seal import ForgedError
+
+CARD = Card(1, "host", "10.0.0.1", 8, "trainer", False, 10.0, "n", Terms((("nnodes", "2"),)), History(3, 1, 100, 0))
+VERDICT = Verdict(2, Decision.AGAIN, History(3), 5, ({"rank": 5},), 1, (Gone(1, "host", 8, 8, "silent"),), "why", delay=0.5)
+MESSAGES = [CARD, VERDICT, Bye(0), Ended(1, 0, Outcome.FAILED, ({"a": 1},)), Stop(0, "why"), Place(1, 0, "n", 8, 0, 8)]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_back_as_it_was(message):
+    assert from_body(json.loads(json.dumps(to_body(message)))) == message
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"kind": "Shutdown"}, "no message of kind 'Shutdown'"),
+        ({"kind": ["Card"]}, "no message of kind"),
+        ({"nprocs": "8"}, r"Card\.nprocs must be a whole number"),
+        ({"nprocs": True}, r"Card\.nprocs"),
+        ({"nprocs": -2}, r"Card\.nprocs"),
+        ({"nprocs": 1 << 60}, r"Card\.nprocs"),
+        ({"grace_period": float("nan")}, r"Card\.grace_period must be a number, 0 or more"),
+        ({"host": "\x1b[2J"}, r"Card\.host must be a text"),
+        ({"host": "x" * 5000}, r"Card\.host must be a text"),
+        ({"terms": {"items": [["a"]]}}, r"Card\.terms\.items\[0\] must be 2 values"),
+        ({"history": {"attempts": 1}}, r"Card\.history must be a mapping with"),
+        ({"more": 1}, "Card must be a mapping with"),
+    ],
+)
+def test_what_is_wrong_with_a_message_is_named(change, text):
+    with pytest.raises(ForgedError, match=text):
+        from_body(to_body(CARD) | change)
+
+
+@given(st.text(), st.text())
+def test_whatever_a_node_has_to_say_it_can_be_said(host, reason):
+    """A message that the others had to drop would be missed by them."""
+    for message in (replace(CARD, host=host), replace(VERDICT, reason=reason)):
+        assert type(from_body(json.loads(json.dumps(to_body(message))))) is type(message)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda of: st.lists(of) | st.dictionaries(st.text(), of),
+)
+
+
+@given(st.sampled_from([*MESSAGES, Start(0, 8, 2, "a", 1, "h", 4)]), st.data())
+def test_a_message_with_something_else_in_it_is_none_or_another(message, data):
+    body = to_body(message)
+    name = data.draw(st.sampled_from([field.name for field in fields(message)]))
+    try:
+        assert type(from_body(body | {name: data.draw(JSON)})) is type(message)
+    except ForgedError as error:
+        assert name in str(error)
