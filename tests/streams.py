@@ -4,6 +4,7 @@ from mpwatch import FailureKind, ProcessFailure, Progress, WorkerState
 from mpwatch.events import (
     CallStarted,
     HeartbeatLost,
+    NodesMet,
     Restarting,
     RunEnded,
     RunStarted,
@@ -32,12 +33,14 @@ def failure(rank, kind=FailureKind.EXCEPTION, **more):
 class Story:
     """What is told of a run, one event after another; each says how many seconds after the start it happened."""
 
-    def __init__(self, run_id="a1b2c3d4e5", nprocs=2, fn="train", max_restarts=1, role="trainer"):
+    def __init__(self, run_id="a1b2c3d4e5", nprocs=2, fn="train", max_restarts=1, role="trainer", *, is_on_nodes=False):
         self.events = []
         self.run_id = run_id
         self.ranks = tuple(range(nprocs))
         self.state = WorkerState.UNKNOWN
-        self.tell(RunStarted, 0.0, fn=fn, role=role, nprocs=nprocs, max_restarts=max_restarts, hostname="here")
+        self.nprocs = nprocs
+        told = () if is_on_nodes else self.ranks
+        self.tell(RunStarted, 0.0, told, fn=fn, role=role, nprocs=nprocs, max_restarts=max_restarts, hostname="here")
 
     def tell(self, kind, after, ranks=None, /, **more):
         at = START + after
@@ -93,6 +96,15 @@ class Story:
         self.tell(RunEnded, after, state=self.state, elapsed=after, restarts=restarts, reason=reason)
         return self.events
 
+    def meet(self, after, group_rank, nodes, attempt=0):
+        """All nodes have as many ranks; from now on these are ours."""
+        first, size = self.nprocs * group_rank, self.nprocs * nodes
+        self.ranks = tuple(range(first, first + self.nprocs))
+        who = {"group_rank": group_rank, "group_world_size": nodes, "world_size": size}
+        role = {"role_rank": first, "role_world_size": size}
+        store = {"master_addr": "10.0.0.1", "master_port": 4711 + attempt}
+        return self.tell(NodesMet, after, attempt=attempt, job="job", backend="c10d", **who, **role, **store)
+
     def heartbeat_lost(self, after, rank):
         return self.tell(HeartbeatLost, after, (rank,), silent_seconds=5.0, heartbeat_timeout=10.0)
 
@@ -106,3 +118,16 @@ def failed():
     """Rank 1 fails twice."""
     story = Story().begin().rank_1_fails().restart().rank_1_fails(1, after=4.0)
     return story.becomes(WorkerState.FAILED, 4.6).end(4.7, reason="rank 1 failed first: ValueError: boom")
+
+
+def moved():
+    """The third of three nodes is the second of two when the first has failed, and then a third one comes again."""
+    story = Story(is_on_nodes=True, max_restarts=2).meet(0.1, 2, 3).becomes(WorkerState.INIT, 0.1).started(0.1)
+    story.tell(CallStarted, 0.2).each(WorkerReady, 0.5).becomes(WorkerState.HEALTHY, 0.5)
+    story.becomes(WorkerState.UNHEALTHY, 1.0).each(WorkerStopped, 1.4)
+    story.tell(Restarting, 1.5, cause=failure(0), delay=0.0, restarts_left=1)
+    story.meet(2.0, 1, 2, 1).started(2.0, 1).becomes(WorkerState.INIT, 2.0).each(WorkerReady, 2.5, attempt=1)
+    story.becomes(WorkerState.HEALTHY, 2.5).becomes(WorkerState.UNHEALTHY, 3.0).each(WorkerStopped, 3.4, attempt=1)
+    story.tell(Restarting, 3.5, cause=None, delay=0.0, restarts_left=1, attempt=1, reason="other nodes have come: 1")
+    story.meet(4.0, 1, 3, 2).started(4.0, 2).becomes(WorkerState.INIT, 4.0).each(WorkerReady, 4.5, attempt=2)
+    return story.becomes(WorkerState.HEALTHY, 4.5).succeed(5.0, attempt=2).end(5.2)

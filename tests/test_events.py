@@ -5,14 +5,14 @@ import logging
 import math
 import os
 import signal
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import python
-from streams import START, Story, failed, failure, restarted
+from streams import START, Story, failed, failure, moved, restarted
 
 import mpwatch
 import mpwatch.events
@@ -22,6 +22,7 @@ from mpwatch.events import (
     Event,
     HeartbeatLost,
     JsonLines,
+    NodesMet,
     Restarting,
     RunStarted,
     WorkerEnded,
@@ -89,6 +90,7 @@ def test_an_event_as_plain_data():
             "local_rank": 1,
             "pid": 101,
             "hostname": "here",
+            "group_rank": None,
             "kind": "EXCEPTION",
             "exit_code": 1,
             "signal": None,
@@ -228,6 +230,25 @@ def test_what_becomes_of_each_rank_is_for_who_debugs(caplog):
     assert lines[-1].endswith("FAILED after 4.7 s, after 1 restart: rank 1 failed first: ValueError: boom")
 
 
+def test_the_log_says_whose_ranks_these_are_each_time_that_nodes_have_met(caplog):
+    lines = [line.removeprefix("run a1b2c3d4: ") for line in logged(caplog, logging.INFO, moved())]
+    assert [line for line in lines if line.startswith("node ")] == [
+        "node 2 of 3: ranks 4-5 of 6, store at 10.0.0.1:4711",
+        "node 1 of 2: ranks 2-3 of 4, store at 10.0.0.1:4712, restart 1",
+        "node 1 of 3: ranks 2-3 of 6, store at 10.0.0.1:4713, restart 2",
+    ]
+    assert [line for line in lines if line.startswith("restarting")] == [
+        "restarting ranks 4-5 (restart 1, 1 left): rank 0 failed first: ValueError: boom",
+        "restarting ranks 2-3 (restart 2, 1 left): other nodes have come: 1",
+    ]
+
+
+def test_an_address_with_colons_is_told_apart_from_its_port(caplog):
+    (event,) = (event for event in Story(is_on_nodes=True).meet(0.1, 0, 2).events if isinstance(event, NodesMet))
+    (line,) = logged(caplog, logging.INFO, [replace(event, master_addr="fd00::1")])
+    assert line.endswith("store at [fd00::1]:4711")
+
+
 def test_a_line_of_the_log_is_one_line_that_can_be_encoded(caplog):
     cause = failure(0, FailureKind.OOM, evidence=f"one\ntwo {LONE}")
     at = {"time": 0.0, "monotonic": 0.0, "ranks": (0,)}
@@ -256,10 +277,11 @@ def test_nothing_is_wanted_that_would_not_be_logged(caplog):
 def test_a_line_for_each_event(tmp_path):
     path = tmp_path / "events.jsonl"
     observe = JsonLines(path)
-    for event in restarted():
+    told = restarted() + moved()
+    for event in told:
         observe(event)
     lines = path.read_text(encoding="utf-8").splitlines()
-    assert [strict(line) for line in lines] == [event.to_dict() for event in restarted()]
+    assert [strict(line) for line in lines] == [event.to_dict() for event in told]
 
 
 def test_any_text_stays_on_its_line_and_readable(tmp_path):
@@ -388,6 +410,27 @@ def test_what_happened_at_one_instant(tmp_path):
     assert report["args"]["metrics"] == {"loss": "nan"}
 
 
+def test_ranks_that_another_node_had_before_are_drawn_with_their_calls(tmp_path):
+    lines = traced(tmp_path, moved())
+    assert {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"} == {
+        1: "group",
+        4: "rank 2",
+        5: "rank 3",
+        6: "rank 4",
+        7: "rank 5",
+    }
+    for tid, starts in ((6, [500_000]), (4, [2_500_000, 4_500_000])):
+        assert [start for name, start, _ in spans(lines, tid) if name == "train"] == starts
+    assert [mark for mark in marks(lines, 1) if mark[0].startswith("node")] == [
+        ("node 2 of 3: ranks 4-5", 100_000),
+        ("node 1 of 2: ranks 2-3", 2_000_000),
+        ("node 1 of 3: ranks 2-3", 4_000_000),
+    ]
+    (_, newcomers) = (line["args"] for line in lines if line["name"].startswith("restart of"))
+    assert newcomers["cause"] == "other nodes have come: 1"
+    check_nesting(lines)
+
+
 def test_the_states_of_the_group(tmp_path):
     found = spans(traced(tmp_path, restarted()), 1)
     assert [name for name, _, _ in found] == ["INIT", "HEALTHY", "UNHEALTHY", "INIT", "HEALTHY", "SUCCEEDED"]
@@ -468,6 +511,15 @@ FIELDS = {
     "elapsed": st.floats(0),
     "restarts": st.integers(0, 3),
     "reason": st.text(),
+    "job": st.text(),
+    "backend": st.just("c10d"),
+    "group_rank": st.integers(0, 3),
+    "group_world_size": st.integers(1, 4),
+    "world_size": st.integers(2, 8),
+    "role_rank": st.integers(0, 6),
+    "role_world_size": st.integers(2, 8),
+    "master_addr": st.text(),
+    "master_port": st.integers(1, 65535),
 }
 EVENTS = st.one_of([st.builds(kind, **{field.name: FIELDS[field.name] for field in fields(kind)}) for kind in KINDS])
 

@@ -22,7 +22,7 @@ def status(rank=0, step=None, at=0.0, now=None, **more):
         None if step is None else Report(at=at, step=step, total=more.pop("total", 100), metrics=more.pop("metrics", {}))
     )
     fields = {"state": WorkerState.HEALTHY, "pid": 100 + rank, "seen_at": at if now is None else now, **more}
-    return RankStatus(rank=rank, local_rank=rank, report=report, **fields)
+    return RankStatus(rank=rank, report=report, **{"local_rank": rank, **fields})
 
 
 def steps_of(*steps, **more):
@@ -98,6 +98,25 @@ def test_a_rank_that_is_started_again_has_come_as_far_as_it_says_then():
         assert (picture.overall.step, picture.overall.done) == (None, None)
     assert tracker.see([done, status(1, 40, pid=7)]).overall.step == 40
     assert tracker.see([done, status(1, pid=8, state=WorkerState.FAILED)]).overall.step == 100
+
+
+def test_ranks_that_were_numbered_anew_go_on_where_they_say():
+    """A node of several has other ranks when the others have met anew."""
+    tracker = Tracker()
+    tracker.see([status(4, 60, local_rank=0), status(5, 60, local_rank=1)])
+    again = [status(2, 40, local_rank=0, pid=7), status(3, local_rank=1, pid=8, state=WorkerState.INIT)]
+    picture = tracker.see(again)
+    assert [line.rank for line in picture.lines] == [2, 3]
+    assert picture.overall.step is None
+    again[1] = status(3, 30, local_rank=1, pid=8)
+    assert tracker.see(again).overall.step == 30
+
+
+def test_as_long_as_nodes_have_yet_to_meet_there_are_no_ranks():
+    picture = Tracker().see([])
+    assert words.line_of(picture) == "no ranks yet: waiting for the other nodes"
+    assert "<th" not in html_of(picture)
+    assert "no ranks yet" in html_of(picture)
 
 
 def test_shares_of_different_sizes_are_compared_by_how_much_of_them_is_done():

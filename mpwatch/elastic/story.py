@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from ..errors import LaunchError
 from ..events.kinds import NodesMet, Restarting
-from ..ranks import Worker
 from ..result import FailureKind, ProcessFailure, RunResult, WorkerState
 from ..spec import WorkerSpec
 from ..watcher.environment import environments_of
@@ -37,6 +36,7 @@ from .hands import News
 from .link import Link
 from .member import Conclude, Prepare
 from .messages import Decision, Ended, Gone, Outcome, Place, Start, Verdict
+from .places import workers_of
 from .seal import ForgedError
 
 __all__ = ["NodeStory"]
@@ -110,18 +110,20 @@ class NodeStory(Story[T]):
         """Who our ranks are in the attempt that starts."""
         self._latest.clear()
         self._start = start
-        workers = _workers_of(self._spec, start, place)
+        met: dict[str, Any] = {
+            "attempt": start.attempt,
+            "job": self._rendezvous.run_id,
+            "group_rank": place.group_rank,
+            "group_world_size": start.group_world_size,
+            "world_size": start.world_size,
+            "role_rank": place.role_rank,
+            "role_world_size": place.role_world_size,
+            "master_addr": start.master_addr,
+            "master_port": start.master_port,
+        }
+        workers = workers_of(self._spec, place.rank, **met)
         self.journal.ranks = [worker.rank for worker in workers]
-        self.journal.note(
-            NodesMet,
-            self.journal.ranks,
-            attempt=start.attempt,
-            group_rank=place.group_rank,
-            group_world_size=start.group_world_size,
-            world_size=start.world_size,
-            master_addr=start.master_addr,
-            master_port=start.master_port,
-        )
+        self.journal.note(NodesMet, self.journal.ranks, backend=self._link.backend, **met)
         self._link.prepared(start, environments_of(self._spec, workers))
 
     def _report(self, facts: Facts, result: RunResult[Any]) -> Ended:
@@ -162,6 +164,7 @@ class NodeStory(Story[T]):
                 cause=cause,
                 delay=verdict.delay,
                 restarts_left=verdict.restarts_left,
+                reason=verdict.reason if cause is None else "",
             )
 
     def _conclude(self, life: Life, verdict: Verdict) -> None:
@@ -228,29 +231,6 @@ class NodeStory(Story[T]):
             reason = f"all ranks have returned, but their values could not be gathered: {error}"
             return replace(here, state=WorkerState.FAILED, return_values={}, reason=reason)
         return replace(here, return_values=dict(sorted(values.items())))
-
-
-def _workers_of(spec: WorkerSpec[Any], start: Start, place: Place) -> list[Worker]:
-    assert isinstance(spec.nprocs, int)
-    assert spec.rendezvous is not None
-    return [
-        Worker(
-            rank=place.rank + local_rank,
-            local_rank=local_rank,
-            world_size=start.world_size,
-            local_world_size=spec.nprocs,
-            group_rank=place.group_rank,
-            group_world_size=start.group_world_size,
-            role=spec.role,
-            role_rank=place.role_rank + local_rank,
-            role_world_size=place.role_world_size,
-            restart_count=start.attempt,
-            run_id=spec.rendezvous.run_id,
-            master_addr=start.master_addr,
-            master_port=start.master_port,
-        )
-        for local_rank in range(spec.nprocs)
-    ]
 
 
 def _as_many_as_fit(failures: Sequence[ProcessFailure]) -> tuple[dict[str, Any], ...]:

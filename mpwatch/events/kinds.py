@@ -75,12 +75,20 @@ class NodesMet(Event):
     earlier events of the run have no ranks. Told anew for each attempt.
     """
 
+    job: str
+    """The run_id of the Rendezvous, which all nodes have in common; that of the events is this node's own."""
+    backend: str
+    """Of the rendezvous: "c10d", ..."""
     group_rank: int
     """Of this node."""
     group_world_size: int
     """How many nodes there are."""
     world_size: int
+    role_rank: int
+    """Of the first of these ranks, among those of their role."""
+    role_world_size: int
     master_addr: str
+    """Address and port that rank 0 can serve a store on: new ones for each attempt."""
     master_port: int
 
 
@@ -159,6 +167,8 @@ class Restarting(Event):
     """Seconds until they are started."""
     restarts_left: int
     """How often that may happen again."""
+    reason: str = ""
+    """In a job of several nodes, if no rank failed: why, such as that other nodes have come."""
 
 
 @dataclass(frozen=True, kw_only=True)

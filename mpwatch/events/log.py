@@ -13,6 +13,7 @@ from .kinds import (
     CallStarted,
     Event,
     HeartbeatLost,
+    NodesMet,
     Restarting,
     RunEnded,
     RunStarted,
@@ -58,9 +59,17 @@ def _run_ended(event: RunEnded) -> str:
     return f"{event.state.name} after {_seconds(event.elapsed)}{restarts}{reason}"
 
 
+def _nodes_met(event: NodesMet) -> str:
+    node = f"node {event.group_rank} of {event.group_world_size}"
+    store = f"[{event.master_addr}]" if ":" in event.master_addr else event.master_addr
+    which = f", restart {event.attempt}" if event.attempt else ""
+    return f"{node}: {_who(event)} of {event.world_size}, store at {store}:{event.master_port}{which}"
+
+
 def _restarting(event: Restarting) -> str:
     when = f" in {_seconds(event.delay)}" if event.delay else ""
-    why = f": {blame(event.cause)}" if event.cause is not None else ""
+    reason = event.reason if event.cause is None else blame(event.cause)
+    why = f": {reason}" if reason else ""
     return f"restarting {_who(event)}{when} (restart {event.attempt + 1}, {event.restarts_left} left){why}"
 
 
@@ -99,6 +108,7 @@ def _seconds(number: float) -> str:
 LINES: Mapping[type[Event], tuple[int, Callable[[Any], str]]] = {
     RunStarted: (logging.INFO, _run_started),
     RunEnded: (logging.INFO, _run_ended),
+    NodesMet: (logging.INFO, _nodes_met),
     StateChanged: (logging.INFO, lambda event: f"{event.before.name} -> {event.after.name}"),
     Restarting: (logging.WARNING, _restarting),
     # of half its limit: usual where all wait for one that evaluates, or writes a checkpoint

@@ -15,6 +15,7 @@ from .kinds import (
     CallStarted,
     Event,
     HeartbeatLost,
+    NodesMet,
     Restarting,
     RunEnded,
     RunStarted,
@@ -110,6 +111,7 @@ class Timeline:
     ended: RunEnded | None = None
     states: list[StateChanged] = field(default_factory=list)
     restarts: list[Restarting] = field(default_factory=list)
+    meetings: list[NodesMet] = field(default_factory=list)
     lanes: dict[int, Lane] = field(default_factory=dict)
     """By global rank."""
     calls: int = 0
@@ -129,6 +131,8 @@ class Timeline:
     def _add_to_ranks(self, event: Event) -> None:
         if isinstance(event, Restarting):
             self.restarts.append(event)
+        if isinstance(event, NodesMet):
+            self.meetings.append(event)
         self.calls += isinstance(event, CallStarted)
         for rank in event.ranks:
             self._add_to_lane(self.lanes.setdefault(rank, Lane()), event)
@@ -150,6 +154,8 @@ class Timeline:
                 if isinstance(last, Life) and last.end is None and last.ready is not None:
                     last.calls.append(Call(name=lane.call, start=event.monotonic))
                     lane.call = ""
+            case NodesMet():
+                lane.call = self._name_of_call() if self.calls else ""  # it is told once, and these may be other ranks
             case HeartbeatLost():
                 lane.marks.append(event)
             case WorkerSucceeded() | WorkerFailed() | WorkerStopped():

@@ -12,6 +12,7 @@ from ..result import ProcessFailure, WorkerState
 from ..wording import failure_text
 from .kinds import (
     Event,
+    NodesMet,
     Restarting,
     RunEnded,
     RunStarted,
@@ -29,7 +30,7 @@ WORKER_STATES: Mapping[type[Event], str] = {
     WorkerFailed: "FAILED",
     WorkerStopped: "TERMINATED",
 }
-RENDEZVOUS = "static"  # what torch calls it where all is known from the start
+RENDEZVOUS = "static"  # what torch calls it where all is known from the start: on one machine
 
 
 @dataclass
@@ -37,12 +38,27 @@ class _Run:
     """What is known of a run that goes on."""
 
     started: RunStarted
+    met: NodesMet | None = None
+    """In a job of several nodes: who its ranks here are, from the latest attempt on."""
     restarts: int = 0
     restarts_left: dict[int, int] = field(default_factory=dict)
     """By rank, of those that were restarted."""
     pids: dict[int, int] = field(default_factory=dict)
     answers: dict[int, Event] = field(default_factory=dict)
     """By rank: the last thing that became of its function, in its present life."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of this node; none until the nodes have met."""
+        return self.started.ranks if self.met is None else self.met.ranks
+
+    def meet(self, event: NodesMet) -> None:
+        """Nothing is known of these ranks, even if others had the same numbers; but how often it may be tried again."""
+        left = self.remaining
+        self.met = event
+        self.restarts_left = dict.fromkeys(event.ranks, left)
+        self.pids.clear()
+        self.answers.clear()
 
     @property
     def remaining(self) -> int:
@@ -59,12 +75,16 @@ class TorchElasticEvents:
     - `torchelastic.worker.status.START` for each start of a rank; at the end of the run SUCCEEDED, FAILED or TERMINATED for
       each rank. As with torch's agent, nothing is said of the ranks of an attempt that is followed by another: FAILED is
       final.
-    - With source AGENT, at the end: FAILED if the run was interrupted, or failed though no rank did. Otherwise SUCCEEDED,
-      also after ranks have failed: it is not about them but, as with torch's agent, about who watched them.
+    - With source AGENT, at the end: FAILED if the run was interrupted, or failed though no rank did, or only some of other
+      nodes. Otherwise SUCCEEDED, also after ranks have failed: it is not about them but, as with torch's agent, about who
+      watched them.
+
+    In a job of several nodes each tells of its own ranks; `run_id`, `rdzv_backend`, and who they are, are then the job's.
 
     Metrics (`torch.distributed.elastic.metrics`, group "torchelastic") are named `workers.<role>.`: the state of the group
-    and `remaining_restarts` at each change, `failed` also for an attempt that is followed by another; and at the end, unless
-    the run was interrupted, `run_total`, `run_(success|failed)_(with|no)_retries` and `flakiness`.
+    and `remaining_restarts` at each change, `failed` also for an attempt that is followed by another (but for one that ends
+    since other nodes have come, which is no retry, as with torch's agent); and at the end, unless the run was interrupted,
+    `run_total`, `run_(success|failed)_(with|no)_retries` and `flakiness`.
 
     Raises ImportError if there is no torch, and ValueError if there is no such handler.
     """
@@ -108,9 +128,12 @@ class TorchElasticEvents:
                 run.answers.update(dict.fromkeys(event.ranks, event))
             case StateChanged():
                 self._measure_state(run, event.after.name)
+            case NodesMet():
+                run.meet(event)
             case Restarting():
-                self._measure_state(run, WorkerState.FAILED.name)
-                run.restarts += 1
+                if not event.reason:  # else nothing has failed
+                    self._measure_state(run, WorkerState.FAILED.name)
+                    run.restarts += 1
                 for rank in event.ranks:
                     run.restarts_left[rank] = event.restarts_left
                     run.answers.pop(rank, None)
@@ -125,7 +148,7 @@ class TorchElasticEvents:
         has_failed = event.state is WorkerState.FAILED
         if event.state is not WorkerState.STOPPED or was_closed:
             self._measure_run(run, has_failed)
-        for rank in run.started.ranks:
+        for rank in run.ranks:
             answer = run.answers.get(rank)
             self._say(run, event, WORKER_STATES[type(answer)] if answer is not None else "TERMINATED", rank, answer=answer)
         no_rank_failed = not any(isinstance(answer, WorkerFailed) for answer in run.answers.values())
@@ -168,17 +191,17 @@ class TorchElasticEvents:
         failed = answer if isinstance(answer, WorkerFailed) else None
         pid = None if rank is None else run.pids.get(rank)
         metadata: dict[str, str | int | float | bool | None] = {
-            "run_id": event.run_id,
+            "run_id": event.run_id if run.met is None else run.met.job,
             "global_rank": rank,
-            "group_rank": 0,
+            "group_rank": 0 if run.met is None else run.met.group_rank,
             "worker_id": None if pid is None else str(pid),
             "role": run.started.role,
             "hostname": run.started.hostname,
             "state": state,
             "total_run_time": int(event.monotonic - run.started.monotonic),
-            "rdzv_backend": RENDEZVOUS,
+            "rdzv_backend": RENDEZVOUS if run.met is None else run.met.backend,
             "raw_error": raw_error if failed is None else _raw_error(failed),
-            "metadata": json.dumps(_details(run.started, rank, None if failed is None else failed.failure)),
+            "metadata": json.dumps(_details(run, rank, None if failed is None else failed.failure)),
             "agent_restarts": run.restarts,
             "duration_ms": None,
         }
@@ -188,12 +211,16 @@ class TorchElasticEvents:
         )
 
 
-def _details(started: RunStarted, rank: int | None, failure: ProcessFailure | None) -> dict[str, Any]:
+def _details(run: _Run, rank: int | None, failure: ProcessFailure | None) -> dict[str, Any]:
     """What torch's agent puts into "metadata", a JSON text; each number of a rank in a list of its own, as there."""
-    details: dict[str, Any] = {"group_world_size": 1, "entry_point": started.fn}
+    met = run.met
+    nodes, role_size, first = (
+        (1, run.started.nprocs, 0) if met is None else (met.group_world_size, met.role_world_size, met.role_rank)
+    )
+    details: dict[str, Any] = {"group_world_size": nodes, "entry_point": run.started.fn}
     if rank is not None:
-        local_rank = started.ranks.index(rank)
-        details |= {"local_rank": [local_rank], "role_rank": [local_rank], "role_world_size": [started.nprocs]}
+        local_rank = run.ranks.index(rank)
+        details |= {"local_rank": [local_rank], "role_rank": [first + local_rank], "role_world_size": [role_size]}
         details |= {"exit_code": [None], "worker_pid": [None]}
     if failure is not None:
         code = failure.exit_code if failure.signal is None else -failure.signal

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any
 
 from ..wording import blame, failure_text, ranks_text
-from .kinds import Event, HeartbeatLost, Restarting, WorkerFailed
+from .kinds import Event, HeartbeatLost, NodesMet, Restarting, WorkerFailed
 from .plain import plain
 from .timeline import Lane, Life, Timeline, called_within, timelines
 
@@ -90,6 +90,9 @@ class _Process:
             yield self._mark(
                 GROUP_LANE, f"restart of {ranks_text(restart.ranks)}", "restart", restart.monotonic, _of_wait(restart)
             )
+        for met in run.meetings:
+            name = f"node {met.group_rank} of {met.group_world_size}: {ranks_text(met.ranks)}"
+            yield self._mark(GROUP_LANE, name, "nodes", met.monotonic, _of_meeting(met))
         if run.ended is not None:
             args = {"elapsed": run.ended.elapsed, "restarts": run.ended.restarts, "reason": run.ended.reason}
             yield self._mark(GROUP_LANE, run.ended.state.name, "run", run.ended.monotonic, args)
@@ -143,8 +146,13 @@ class _Process:
 
 
 def _of_wait(restart: Restarting) -> dict[str, Any]:
-    cause = blame(restart.cause) if restart.cause is not None else ""
+    cause = blame(restart.cause) if restart.cause is not None else restart.reason
     return {"cause": cause, "delay": restart.delay, "restarts_left": restart.restarts_left}
+
+
+def _of_meeting(met: NodesMet) -> dict[str, Any]:
+    store = {"master_addr": met.master_addr, "master_port": met.master_port}
+    return {"job": met.job, "attempt": met.attempt, "world_size": met.world_size, **store}
 
 
 def _of_mark(mark: HeartbeatLost | WorkerFailed) -> tuple[str, dict[str, Any]]:

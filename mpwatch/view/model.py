@@ -101,7 +101,7 @@ class Tracker:
     """Remembers as much of the earlier looks as the next picture needs."""
 
     def __init__(self) -> None:
-        self._lives: dict[int, _Life] = {}
+        self._lives: dict[int, _Life] = {}  # by local rank: among several nodes another one may have the rank next time
 
     def see(self, statuses: Sequence[RankStatus]) -> Picture:
         """The picture of now."""
@@ -109,9 +109,9 @@ class Tracker:
         return Picture(overall=_overall(lines), lines=lines)
 
     def _life_of(self, status: RankStatus) -> "_Life":
-        life = self._lives.get(status.rank)
+        life = self._lives.get(status.local_rank)
         if life is None or life.pid != status.pid:  # it was started again
-            life = self._lives[status.rank] = _Life(status.pid, is_anew=life is not None and life.has_steps)
+            life = self._lives[status.local_rank] = _Life(status.pid, is_anew=life is not None and life.has_steps)
         return life
 
 

@@ -42,6 +42,8 @@ def html_of(picture: Picture) -> str:
     done = picture.overall.done
     bar = f'<progress value="{done:.4f}" max="1"></progress> ' if done is not None else ""
     caption = f"<caption{LEFT}>{bar}<b>{escape(line_of(picture))}</b></caption>"
+    if not picture.lines:
+        return f"<table>{caption}</table>"
     if is_folded(picture):
         body = "".join(f"<tr><th{LEFT}>{escape(name)}</th>{_cell(text)}</tr>" for name, text in summary(picture))
         return f"<table>{caption}<tbody>{body}</tbody></table>"

@@ -58,6 +58,9 @@ class Rows:
 def _shapes(picture: Picture, columns: int) -> Iterator[RenderableType]:
     """From the largest to the smallest."""
     overall = _overall(picture, columns)
+    if not picture.lines:
+        yield overall
+        return
     if not is_folded(picture):
         yield Group(overall, _table(picture, columns))
     folded = Table.grid(padding=(0, 2))

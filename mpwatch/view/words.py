@@ -74,13 +74,15 @@ def _progress(overall: Overall) -> list[str]:
 
 
 def _ranks(picture: Picture) -> str:
-    """How many ranks do what."""
+    """How many ranks do what. There are none as long as the nodes of a job have yet to meet."""
+    if not picture.lines:
+        return "no ranks yet: waiting for the other nodes"
     word = "rank" if len(picture.lines) == 1 else "ranks"
     counts = [f"{count} {STATES.get(state, state.name)}" for state, count in picture.counts.items()]
     if len(counts) == 1:
         count, _, state = counts[0].partition(" ")
         return f"{count} {word} {state}"
-    return f"{len(picture.lines)} {word}: {', '.join(counts)}" if counts else ""
+    return f"{len(picture.lines)} {word}: {', '.join(counts)}"
 
 
 def summary(picture: Picture) -> list[tuple[str, str]]:

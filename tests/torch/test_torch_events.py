@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import reborn
 from programs import ENV, python
-from streams import Story, failed, failure, restarted
+from streams import Story, failed, failure, moved, restarted
 
 import mpwatch
 from mpwatch import FailureKind, WorkerState
@@ -169,6 +169,33 @@ def test_an_interrupted_run_is_neither_a_success_nor_a_failure(told):
     assert told.events[-1]["metadata"]["raw_error"] == "the watcher received SIGTERM"
     assert not told.metric("run_total")
     assert told.metric("stopped") == [1]
+
+
+def test_ranks_of_several_nodes_are_told_as_they_are_numbered(told):
+    tell(moved())
+    worker = [line for line in told.events if line["source"] == "WORKER"]
+    starts = [line for line in worker if line["name"] == STATUS + "START"]
+    assert [line["metadata"]["global_rank"] for line in starts] == [4, 5, 2, 3, 2, 3]
+    assert told.names[6:] == [("SUCCEEDED", 2), ("SUCCEEDED", 3), ("SUCCEEDED", None)]
+    last = worker[-1]["metadata"]
+    assert (last["run_id"], last["group_rank"], last["rdzv_backend"]) == ("job", 1, "c10d")
+    details = json.loads(last["metadata"])
+    assert (details["group_world_size"], details["role_rank"], details["role_world_size"]) == (3, [3], [6])
+    assert details["local_rank"] == [1]
+
+
+def test_newcomers_are_no_retry(told):
+    tell(moved())
+    assert told.metric("failed") == [1]
+    assert told.events[-1]["metadata"]["agent_restarts"] == 1
+    assert told.metric("remaining_restarts") == [2] * 4 + [1] * 6
+
+
+def test_nodes_that_have_not_met_are_the_agent_s_failure(told):
+    story = Story(is_on_nodes=True).becomes(WorkerState.FAILED, 1.0)
+    tell(story.end(1.0, reason="1 of 2 nodes had come after 600.0 s"))
+    assert told.names == [("FAILED", None)]
+    assert told.events[0]["metadata"]["raw_error"] == "1 of 2 nodes had come after 600.0 s"
 
 
 def test_a_run_that_could_not_start_is_the_agent_s_failure(told):
