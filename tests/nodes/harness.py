@@ -206,7 +206,7 @@ class Job:
         host = len(self.nodes) if host is None else host
         request = {
             "do": "call",
-            "function": function.__name__,
+            "function": f"{function.__module__}:{function.__name__}",
             "nprocs": nprocs,
             "rendezvous": None if terms is False else self._terms(host, terms or {}),
             "skew_seconds": skew_seconds,
@@ -375,7 +375,7 @@ class Job:
             self._stack.close()
         assert not at_work, "nodes that the test had not seen end"
         assert not left, "processes that were left"
-        assert not files, "files that were left"
+        assert not files, f"files that were left: {files}"
 
     def _what_is_left(self):
         deadline = time.monotonic() + GONE_WITHIN

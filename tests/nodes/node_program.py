@@ -12,6 +12,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from multiprocessing import resource_tracker
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch.distributed
 import torch.distributed.elastic.rendezvous.dynamic_rendezvous as engine
@@ -106,7 +107,7 @@ def _what_comes_of(request):
     if request["rendezvous"] is not None:
         options["rendezvous"] = mpwatch.Rendezvous(**_typed(request["rendezvous"]))
     try:
-        result = mpwatch.run(getattr(tasks, request["function"]), request["nprocs"], progress=False, **options)
+        result = mpwatch.run(resolve_name(request["function"]), request["nprocs"], progress=False, **options)
     except mpwatch.RunFailedError as error:
         return {**_of_error(error), **_of_result(error.result)}
     except BaseException as error:
