@@ -180,6 +180,7 @@ class Node:
             self.do(self.member.failing())
         if machine.stage is Stage.JUDGING and self.unreported:
             self.unreported = False
+            self.do(self.member.stopped())
             self.do(self.member.ended(self.report()))
 
     unreported = False

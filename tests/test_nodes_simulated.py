@@ -7,7 +7,7 @@ from simulated import TIMEOUT, World
 
 from mpwatch.elastic.messages import Decision
 
-MESSAGES_A_NODE = 9  # of a failure: told, said, heard, answered, judged, placed and found again
+MESSAGES_A_NODE = 11  # of a failure: told, said, heard, stopped, answered, judged, placed and found again
 
 
 def with_failing_ranks(n, failures, **options):

@@ -36,6 +36,7 @@ from .messages import (
     Place,
     Start,
     Stop,
+    Stopped,
     Verdict,
     Word,
 )
@@ -43,7 +44,7 @@ from .terms import disagreement
 
 __all__ = ["Act", "Chair", "Close", "Put", "Reserve", "Say"]
 
-STOP_SECONDS = 5.0  # beyond its grace period, for a node to stop its ranks and to tell what became of them
+STOP_SECONDS = 5.0  # beyond its grace period, for a node to stop its ranks
 
 
 class Stage(Enum):
@@ -125,6 +126,7 @@ class Chair:
     def _begin_attempt(self) -> None:
         self._attempt = self._history.attempts
         self._order: list[int] = []  # of the nodes whose ranks failed
+        self._stopped: set[int] = set()  # the nodes whose ranks are gone
         self._ended: dict[int, Ended] = {}
         self._stop_by = math.inf
         self._delay = 0.0
@@ -159,6 +161,9 @@ class Chair:
         if isinstance(message, Failing):
             self._order.append(node)
             return self._stop(f"a rank has failed on {self._host(node)}", now)
+        if isinstance(message, Stopped):
+            self._stopped.add(node)
+            return []
         return self._note_end(message, now)
 
     def see_beats(self, beats: Mapping[int, int], now: float) -> list[Act]:
@@ -214,7 +219,7 @@ class Chair:
         if self.stage is Stage.CLOSING:
             return self._be_over()
         acts: list[Act] = []
-        for node in sorted(self.present - self._ended.keys()):
+        for node in sorted(self.present - self._stopped - self._ended.keys()):
             acts += self._lose(node, "it does not stop its ranks", now)
         return acts
 

@@ -25,6 +25,7 @@ from ..platform import await_end_of_thread
 from ..spec import WorkerSpec
 from ..watcher.machine import Machine
 from ..watcher.mailbox import Mailbox
+from ..watcher.states import Stage
 from ..watcher.states import Verdict as Fate
 from ..watcher.unit import Place
 from .board import Board
@@ -89,6 +90,8 @@ class Link:
             self._call(lambda sitting: sitting.do(sitting.member.leave(reason)))
         elif machine.verdict in (Fate.FAILED, Fate.TIMED_OUT):
             self._call(lambda sitting: sitting.do(sitting.member.failing()))
+        if machine.stage is Stage.JUDGING:
+            self._call(lambda sitting: sitting.do(sitting.member.stopped()))
 
     def prepared(self, start: Start, places: list[Place]) -> None:
         """The environments of the ranks have been made."""

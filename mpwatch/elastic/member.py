@@ -32,6 +32,7 @@ from .messages import (
     Place,
     Start,
     Stop,
+    Stopped,
     Verdict,
     Word,
 )
@@ -199,8 +200,13 @@ class Member:
         self.stage = Stage.STOPPING
         return [Post(Failing(self._card.group_rank, self.attempt))]
 
+    def stopped(self) -> list[Action]:
+        """All of the node's ranks are gone; what became of them has yet to be found out."""
+        is_at_it = self.stage in (Stage.WORKING, Stage.STOPPING)
+        return [Post(Stopped(self._card.group_rank, self.attempt))] if is_at_it else []
+
     def ended(self, report: Ended) -> list[Action]:
-        """All of the node's ranks are gone."""
+        """It is known what became of the node's ranks."""
         if self.stage not in (Stage.WORKING, Stage.STOPPING):
             return []
         report = replace(report, group_rank=self._card.group_rank, attempt=self.attempt)

@@ -28,6 +28,7 @@ __all__ = [
     "Place",
     "Start",
     "Stop",
+    "Stopped",
     "Terms",
     "Verdict",
     "from_body",
@@ -110,8 +111,16 @@ class Failing:
 
 
 @dataclass(frozen=True, slots=True)
+class Stopped:
+    """To the chair: this node's ranks are gone. What became of them is found out by the caller's thread, in its own time."""
+
+    group_rank: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
-    """To the chair: what became of this node's ranks. All of them are gone."""
+    """To the chair: what became of this node's ranks."""
 
     group_rank: int
     attempt: int
@@ -215,7 +224,7 @@ class Closed:
     """To all: nobody needs the store any more."""
 
 
-FromMember = Card | Failing | Ended | Leaving | Bye
+FromMember = Card | Failing | Stopped | Ended | Leaving | Bye
 Word = Start | Stop | Verdict | Closed
 Message = FromMember | Word | Place
 KINDS: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_args(Message)}

@@ -197,7 +197,7 @@ class _Run:
         """What follows from where its machine has come to."""
         before, verdict = unit.stage, unit.verdict
         unit.look_at_machine()
-        if unit.verdict is not verdict or (unit.stage is m.Stage.OVER and before is not m.Stage.OVER):
+        if unit.verdict is not verdict or (unit.stage is not before and unit.stage in (m.Stage.JUDGING, m.Stage.OVER)):
             self.herald(unit.machine)
         if unit.stage is m.Stage.IDLE and self.errand is not None:
             self._answer_and_go_on(self.errand, unit)
