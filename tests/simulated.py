@@ -115,7 +115,7 @@ class Node:
                 self.round.inbox.append(action.message)
                 self.world.poll(self.round, [0])
             elif isinstance(action, Prepare):
-                self.do(self.member.prepared())
+                self.do(self.member.prepared(action.start.attempt))
             elif isinstance(action, Begin):
                 self.start()
             elif isinstance(action, CallOff):

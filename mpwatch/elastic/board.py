@@ -69,8 +69,9 @@ class Board:
         return {node: self._store.add(f"beat/{node}", 0) for node in nodes}
 
     def post(self, message: FromMember) -> None:
-        """To the chair."""
+        """To the chair. Raises ForgedError for what it could not read: it would wait for that for ever."""
         body = to_body(message)
+        from_body(body)
         number = self._store.add("inbox", 1)
         self._write(f"inbox/{number}", self._place("inbox", number), body)
 

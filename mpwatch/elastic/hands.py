@@ -32,6 +32,7 @@ class Hands:
         self._node_timeout = node_timeout
         self._news: deque[News] = deque()
         self._ready: tuple[list[Place], float] | None = None  # ranks that can be started, and not before when
+        self._ready_for = -1  # attempt
         self._wanted: Start | None = None
         self._starts = 0
         self._keeper: socket.socket | None = None  # of the port
@@ -50,11 +51,11 @@ class Hands:
     def take(self, start: Start, places: list[Place]) -> None:
         """These can be started, if they are still wanted."""
         if start is self._wanted:
-            self._ready = places, time.monotonic() + start.delay
+            self._ready, self._ready_for = (places, time.monotonic() + start.delay), start.attempt
 
-    def is_ready(self) -> bool:
-        """Whether there are ranks that may be started now."""
-        return self._ready is not None and time.monotonic() >= self._ready[1]
+    def ready_for(self) -> int | None:
+        """Of which attempt there are ranks that may be started now. It may have been called off since."""
+        return self._ready_for if self._ready is not None and time.monotonic() >= self._ready[1] else None
 
     def reserve_port(self) -> int:
         """A port of this host for MASTER_PORT, which is kept until another one is reserved. Raises LaunchError."""

@@ -185,9 +185,9 @@ class Member:
         """Whether the others need this node until they know what came of the job."""
         return self._card.serves_store
 
-    def prepared(self) -> list[Action]:
-        """The environments of the ranks have been made, and it is time to start them."""
-        if self.stage is not Stage.PREPARING or self._place is None:
+    def prepared(self, attempt: int) -> list[Action]:
+        """The environments of the ranks of that attempt have been made, and it is time to start them."""
+        if self.stage is not Stage.PREPARING or self._place is None or attempt != self.attempt:
             return []  # called off meanwhile
         self.stage = Stage.WORKING
         self._has_begun = True

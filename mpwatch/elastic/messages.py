@@ -13,6 +13,7 @@ from typing import Any, Final, get_args, get_origin, get_type_hints
 from .seal import ForgedError, without_controls
 
 __all__ = [
+    "LARGEST",
     "Bye",
     "Card",
     "Closed",

@@ -150,8 +150,8 @@ class Sitting:
         attempt = self.member.wants_place
         if attempt is not None and (place := self._board.place(attempt)) is not None:
             self.do(self.member.placed(place))
-        if self._hands.is_ready():
-            self.do(self.member.prepared())
+        if (attempt := self._hands.ready_for()) is not None:
+            self.do(self.member.prepared(attempt))
 
     def _carry_out(self) -> None:
         while self._actions and (self._is_lost or self._board.is_open() or not isinstance(self._actions[0], m.Post)):

@@ -35,7 +35,7 @@ from .gathering import pack, parts, unpack
 from .hands import News
 from .link import Link
 from .member import Conclude, Prepare
-from .messages import Decision, Ended, Gone, Outcome, Place, Start, Verdict
+from .messages import LARGEST, Decision, Ended, Gone, Outcome, Place, Start, Verdict
 from .places import workers_of
 from .seal import ForgedError
 
@@ -143,7 +143,7 @@ class NodeStory(Story[T]):
             why_not=why_not[:1000],
             reason=result.reason[:1000],
             healthy_seconds=max(0.0, facts.healthy_seconds),
-            step=-1 if trial.step is None else trial.step,
+            step=-1 if trial.step is None else min(max(trial.step, -1), LARGEST),
         )
 
     def _note(self, verdict: Verdict) -> None:

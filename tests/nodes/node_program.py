@@ -104,6 +104,8 @@ def _names_of_threads():
 
 def _what_comes_of(request):
     options = dict(request["options"])
+    if isinstance(options.get("env"), str):
+        options["env"] = getattr(tasks, options["env"])
     if request["rendezvous"] is not None:
         options["rendezvous"] = mpwatch.Rendezvous(**_typed(request["rendezvous"]))
     try:

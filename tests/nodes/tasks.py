@@ -47,13 +47,13 @@ def obeys():
         return ORDERS[order](*args)
 
 
-def serves_as_master():
-    """Appear; and rank 0 is where MASTER_ADDR and MASTER_PORT say: the others get through to it."""
+def serves_as_master(of=None):
+    """Appear; and rank 0 is where MASTER_ADDR and MASTER_PORT say: the others get through to it, so many or all."""
     worker = mpwatch.current_worker()
     address = worker.master_addr, worker.master_port
     if worker.rank == 0:
         with socket.create_server(("", worker.master_port)) as server:
-            for _ in range(1, worker.world_size):
+            for _ in range(1, of or worker.world_size):
                 server.accept()[0].close()
         return address
     while True:
@@ -63,6 +63,37 @@ def serves_as_master():
             os.sched_yield()
         else:
             return address
+
+
+def reports(step):
+    """And returns."""
+    mpwatch.report(step=step)
+
+
+def takes_its_time(worker):
+    """As `env`: for as long as what has begun meanwhile resists its end, at the first start alone."""
+    if not worker.restart_count:
+        time.sleep(1.0)
+    return {}
+
+
+def breaks_down(worker):
+    """As `env`."""
+    raise BrokenDownError(f"rank {worker.rank} cannot be")
+
+
+def fails_first_time():
+    """Rank 1 does, as soon as rank 0 resists its end."""
+    worker = mpwatch.current_worker()
+    if worker.restart_count or worker.rank > 1:
+        return
+    if worker.rank == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    serves_as_master(of=2)
+    if worker.rank == 1:
+        raise BrokenDownError("once")
+    while True:
+        signal.pause()
 
 
 def another():
