@@ -32,7 +32,7 @@ from .chair import Chair
 from .engine import CancelledError, ClosedError, Engine, Round, StoreLostError
 from .exchange import Exchange
 from .hands import Hands, News
-from .member import Conclude, Member
+from .member import Conclude, Member, Rejoin
 from .messages import Card, Decision, Ended, History, Start, Terms, Verdict
 from .seal import ForgedError, Seal
 from .sitting import Sitting
@@ -42,7 +42,7 @@ __all__ = ["Link"]
 
 THREAD_SECONDS = 1.0  # for the kernel to know nothing more of a thread that has ended, which takes microseconds
 LEAVE_SECONDS = 2.0  # beyond the grace period in which they stop their ranks, for the others to take note of who leaves
-AGAIN_LAST_CALL = 2.0  # seconds in which survivors meet anew: all of them come at once
+AGAIN_LAST_CALL = 2.0  # seconds in which survivors meet anew, should not all of them come at once
 
 
 class Link:
@@ -161,13 +161,11 @@ class Link:
         join_by = min(time.monotonic() + self._rendezvous.join_timeout, self._run_by)
         self._engine.connect(join_by)
         self._agree()
-        history: History | None = History()
-        last_call = None
-        while history is not None:
-            found = self._join(join_by, last_call)
-            history = self._sit(found, history)
+        rejoin = self._sit(self._join(join_by), History())
+        while rejoin is not None:
             join_by = min(time.monotonic() + self._rendezvous.join_timeout, self._run_by)
-            last_call = AGAIN_LAST_CALL
+            found = self._join(join_by, last_call=AGAIN_LAST_CALL, enough=rejoin.nodes)
+            rejoin = self._sit(found, rejoin.history)
 
     def _agree(self) -> None:
         """That this is a node of the job is seen before it joins, and before the others wait for it. Raises LaunchError."""
@@ -184,10 +182,10 @@ class Link:
             store.set("refused", self._seal.close("refused", {"host": platform.node(), "why": why}))
             raise LaunchError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint}: {why}")
 
-    def _join(self, deadline: float, last_call: float | None) -> Round:
+    def _join(self, deadline: float, *, last_call: float | None = None, enough: float = math.inf) -> Round:
         """Meet the others. Raises LaunchError, and says also whom the job has refused."""
         try:
-            return self._engine.join(deadline, last_call=last_call)
+            return self._engine.join(deadline, last_call=last_call, enough=enough)
         except LaunchError as error:
             store = self._engine.store_of_job()
             with suppress(StoreLostError, ForgedError, KeyError):
@@ -196,8 +194,8 @@ class Link:
                     raise LaunchError(f"{error}. {body['host']} was refused: {body['why']}") from error
             raise
 
-    def _sit(self, found: Round, history: History) -> History | None:
-        """Through one round. Returns what the next one has to know; None: there is none."""
+    def _sit(self, found: Round, history: History) -> Rejoin | None:
+        """Through one round. Returns how the nodes meet anew; None: they do not."""
         at = self._rendezvous
         board = self._board = Board(found.store, self._seal, group_rank=found.group_rank, patience=at.node_timeout)
         member = Member(
@@ -213,7 +211,7 @@ class Link:
             board, member, chair, self._engine, self._hands, size=found.group_world_size, node_timeout=at.node_timeout
         )
         sitting.run(self._calls, self._bell)
-        return sitting.history
+        return sitting.rejoin
 
     def _card(self, group_rank: int, history: History) -> Card:
         assert isinstance(self._spec.nprocs, int)
