@@ -154,6 +154,13 @@ def test_figures_are_judged_and_failures_are_told(verdicts):
     assert "goals: 1 of 2 reached" in text
 
 
+def test_what_has_taken_longer_than_was_waited_for_it_is_said_to_be_more(verdicts):
+    rounds = [{"mpwatch": {4: {"again": 3.0}}, "elastic": {4: {"again": seconds}}} for seconds in (60.0, 60.0, 9.0)]
+    text = "\n".join(verdicts.table("nodes_loss", rounds, verdicts.rows_of("nodes_loss", rounds)))
+    assert re.search(r"mpwatch +3\.00 s +3\.00 s +3\.00 s$", text, re.MULTILINE)
+    assert re.search(r"elastic +>60\.0 s +9\.00 s +>60\.0 s   <0\.05 of it", text)
+
+
 def test_a_slope_is_of_the_whole_call_over_the_ranks(verdicts):
     cost = {ranks: {"whole": 0.5 + 0.01 * ranks} for ranks in (2, 4, 8)}
     broken = {**cost, 8: {"error": "too many open files"}}

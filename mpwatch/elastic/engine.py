@@ -5,8 +5,10 @@ when the store cannot be reached any more, which is noticed also on a network th
 (meetings.py); by which clock, is said in clocks.py, and how its store is reached, in opening.py and store.py.
 """
 
+import math
 import threading
 
+from ..platform import await_end_of_thread
 from ..rendezvous import Rendezvous
 from .errors import CancelledError, ClosedError, StoreLostError
 from .meetings import Meeting, Round, StaticMeeting
@@ -55,23 +57,24 @@ class Engine:
         else:
             self._meeting = Meeting(self._rendezvous, opened, self.address)
 
-    def join(self, deadline: float, *, last_call: float | None = None) -> Round:
+    def join(self, deadline: float, *, last_call: float | None = None, enough: float = math.inf) -> Round:
         """Take part in the next round: leaves the one before. Returns when it has formed.
 
         Args:
             deadline: of the monotonic clock.
             last_call: seconds to wait for more nodes once there are enough. None: options["last_call_timeout"], else 30. It
                 counts from when a node sees that there are enough, and the one that waits least forms the round.
+            enough: so many are known to come: with them, and none waiting besides, the last call is over.
 
         Raises LaunchError when the time is over, and says how many have come; CancelledError; ClosedError; StoreLostError.
         After these, but for the last, this node takes part in nothing, and the others do not wait for it.
         """
         if last_call is None:
             last_call = float(self._rendezvous.options.get("last_call_timeout", LAST_CALL_SECONDS))
-        return self._connected().join(Limit(deadline, self._cancelled), last_call)
+        return self._connected().join(Limit(deadline, self._cancelled), last_call, enough)
 
     def waiting(self) -> int:
-        """How many newcomers wait for the next round, as of a second ago at most. Raises StoreLostError."""
+        """How many newcomers wait for the next round. Raises StoreLostError."""
         return self._connected().waiting()
 
     def set_closed(self) -> None:
@@ -88,7 +91,7 @@ class Engine:
         return self._meeting
 
     def cancel(self) -> None:
-        """From any thread: end `connect` and `join`, in about a second if one is in progress, at once from then on."""
+        """From any thread: end `connect` and `join`, in a second at most if one is in progress, at once from then on."""
         self._cancelled.set()
 
     def close(self) -> None:
@@ -108,4 +111,6 @@ class Engine:
             if leaving.is_alive():
                 opened.connection.cut()
                 leaving.join(CUT_SECONDS)
+            if leaving.native_id is not None and not leaving.is_alive():
+                await_end_of_thread(leaving.native_id, CUT_SECONDS)
         opened.connection.close()

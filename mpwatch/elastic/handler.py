@@ -1,12 +1,14 @@
 """Torch's rendezvous handlers, as this package wants them: what they do on their own here, and what they leave alone.
 
 Torch's handler opens a store for the trainers on the first node of a round, and has all others wait for its address, for
-minutes and in C++. Ours get a fresh one for each attempt, so nothing of that happens. Imports torch's elastic part alone.
+minutes and in C++. Ours get a fresh one for each attempt, so nothing of that happens. Torch looks once a second whether a
+round has formed; ours looks sooner, as long as it has not waited for long. Imports torch's elastic part alone.
 """
 
 import os
 import secrets
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -15,17 +17,23 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousTimeout,
+    _Action,
+    _DistributedRendezvousOpExecutor,
     _NodeDescGenerator,
+    _RendezvousContext,
 )
 
 from ..rendezvous import Rendezvous
 from .errors import StoreLostError
 from .state import Node
 
-__all__ = ["Handler", "Terms", "make_handler"]
+__all__ = ["Handler", "Terms", "make_handler", "pause"]
 
 BEATS = 3  # without which a node is dropped
 CLOSE_SECONDS = 5.0  # to close the rendezvous, should many others write at the same time
+LOOK_SHARE = 0.1  # of the time that a node has waited for a round: when it looks again, within these bounds
+LEAST_LOOK, MOST_LOOK = 0.05, 1.0  # seconds; torch has the latter
+MOST_LOOKS = 100  # a second, of all nodes together: each reads what there is of all of them
 ID_BITS = 62  # whoever reads it may have no more than 64, and a sign
 
 
@@ -57,10 +65,42 @@ class _Names(_NodeDescGenerator):
         return Node(local_addr or "", os.getpid(), secrets.randbits(ID_BITS))
 
 
+class _Executor(_DistributedRendezvousOpExecutor):
+    """Torch's, which does what torch decides, but does not sleep for a second when that is to wait."""
+
+    def run(
+        self,
+        state_handler: Callable[[_RendezvousContext, float], _Action],
+        deadline: float,
+        update_deadline: Callable[[timedelta], float] | None = None,
+    ) -> None:
+        began = time.monotonic()
+
+        def decide(context: _RendezvousContext, deadline: float) -> _Action:
+            while (action := state_handler(context, deadline)) is _Action.SYNC:
+                time.sleep(pause(time.monotonic() - began, len(self._state.last_heartbeats)))
+                self._state_holder.sync()
+                self._state = self._state_holder.state
+                context = _RendezvousContext(self._node, self._state, self._settings)
+            return action
+
+        super().run(decide, deadline, update_deadline)
+
+
+def pause(waited: float, nodes: int) -> float:
+    """Seconds until a node looks again: nobody who has waited for long minds to wait for a tenth of that."""
+    return min(MOST_LOOK, max(LEAST_LOOK, LOOK_SHARE * waited, nodes / MOST_LOOKS))
+
+
 class Handler(DynamicRendezvousHandler):
     """Torch's, without a store for the trainers, and silent about signs of life that could not be given."""
 
     _node_desc_generator = _Names()
+
+    def __init__(self, node: Node, settings: Any, backend_name: str, store: Store, state_holder: Any) -> None:
+        super().__init__(node, settings, backend_name, store, state_holder)
+        state_holder._cache_duration = 0  # who looks wants to know what is there now, and not a second ago
+        self._op_executor = _Executor(node, state_holder, settings)
 
     @property
     def node(self) -> Node:

@@ -33,7 +33,7 @@ from .chair import Chair
 from .engine import CancelledError, ClosedError, Engine, Round, StoreLostError
 from .exchange import Exchange
 from .hands import Hands, News
-from .member import Conclude, Member
+from .member import Conclude, Member, Rejoin
 from .messages import Card, Decision, Ended, History, Start, Terms, Verdict
 from .seal import ForgedError, Seal
 from .sitting import Sitting
@@ -44,7 +44,7 @@ __all__ = ["Link"]
 THREAD_SECONDS = 1.0  # for the kernel to know nothing more of a thread that has ended, which takes microseconds
 LEAVE_SECONDS = 2.0  # beyond the grace period in which they stop their ranks, for the others to take note of who leaves
 LINGER_SECONDS, LINGER_PAUSE = 10.0, 0.2  # for an earlier job of the same name to be gone, and between two looks
-AGAIN_LAST_CALL = 2.0  # seconds in which survivors meet anew: all of them come at once
+AGAIN_LAST_CALL = 2.0  # seconds in which survivors meet anew, should not all of them come at once
 
 
 class Link:
@@ -167,9 +167,10 @@ class Link:
             self._hands.tell(error if isinstance(error, LaunchError) else LaunchError(str(error)))
 
     def _meet(self) -> None:
-        history = self._sit(self._enter(self._join_by()), History())
-        while history is not None:
-            history = self._sit(self._join(self._join_by(), AGAIN_LAST_CALL), history)
+        rejoin = self._sit(self._enter(self._join_by()), History())
+        while rejoin is not None:
+            found = self._join(self._join_by(), last_call=AGAIN_LAST_CALL, enough=rejoin.nodes)
+            rejoin = self._sit(found, rejoin.history)
 
     def _join_by(self) -> float:
         return min(time.monotonic() + self._rendezvous.join_timeout, self._run_by)
@@ -183,7 +184,7 @@ class Link:
             try:
                 self._engine.connect(join_by)
                 self._agree()
-                return self._join(join_by, None)
+                return self._join(join_by)
             except (ClosedError, StoreLostError):
                 if self._engine.is_host or self._rendezvous.backend != "c10d" or time.monotonic() > min(linger_by, join_by):
                     raise
@@ -209,10 +210,10 @@ class Link:
             store.set("refused", self._seal.close("refused", {"host": platform.node(), "why": why}))
             raise LaunchError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint}: {why}")
 
-    def _join(self, deadline: float, last_call: float | None) -> Round:
+    def _join(self, deadline: float, *, last_call: float | None = None, enough: float = math.inf) -> Round:
         """Meet the others. Raises LaunchError, and says also whom the job has refused."""
         try:
-            return self._engine.join(deadline, last_call=last_call)
+            return self._engine.join(deadline, last_call=last_call, enough=enough)
         except LaunchError as error:
             store = self._engine.store_of_job()
             with suppress(StoreLostError, ForgedError, KeyError):
@@ -221,8 +222,8 @@ class Link:
                     raise LaunchError(f"{error}. {body['host']} was refused: {body['why']}") from error
             raise
 
-    def _sit(self, found: Round, history: History) -> History | None:
-        """Through one round. Returns what the next one has to know; None: there is none."""
+    def _sit(self, found: Round, history: History) -> Rejoin | None:
+        """Through one round. Returns how the nodes meet anew; None: they do not."""
         at = self._rendezvous
         board = self._board = Board(found.store, self._seal, group_rank=found.group_rank, patience=at.node_timeout)
         member = Member(
@@ -238,7 +239,7 @@ class Link:
             board, member, chair, self._engine, self._hands, size=found.group_world_size, node_timeout=at.node_timeout
         )
         sitting.run(self._calls, self._bell)
-        return sitting.history
+        return sitting.rejoin
 
     def _card(self, group_rank: int, history: History) -> Card:
         assert isinstance(self._spec.nprocs, int)

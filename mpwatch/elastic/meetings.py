@@ -3,10 +3,12 @@
 Blocks its caller's thread, but until a deadline or until it is cancelled. What torch raises is told here in our words.
 """
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch.distributed.elastic.rendezvous import (
@@ -87,17 +89,18 @@ class Meeting:
         self._opened = opened
         self._terms = Terms(rendezvous.node_timeout / 2)
         self._backend = _Guarded(opened.backend, opened.connection)
-        clock = OwnClock(self._backend, lambda: self._terms.last_call, self._look)
+        clock = OwnClock(self._backend, self._last_call, self._look)
         self._handler: Handler = make_handler(rendezvous, clock, address, self._terms)
         self._limit: Limit | None = None
         self._state = State()
         self._came = 0
+        self._enough = math.inf
 
-    def join(self, limit: Limit, last_call: float) -> Round:
+    def join(self, limit: Limit, last_call: float, enough: float) -> Round:
         """See `Engine.join`."""
         started = time.monotonic()
         self._terms.deadline, self._terms.seconds_of_last_call = limit.deadline, last_call
-        self._limit, self._came = limit, 0
+        self._limit, self._came, self._enough = limit, 0, enough
         try:
             limit.left(0)
             while True:
@@ -130,6 +133,12 @@ class Meeting:
         if self._limit and not self._limit.left(1) and node in state.redundancy_list:
             raise _SpareError
 
+    def _last_call(self) -> timedelta:
+        """How long a round that has enough nodes waits for more: for none, if all have come that are known to."""
+        state = self._state
+        are_all_there = len(state.participants) >= self._enough and not (state.wait_list or state.redundancy_list)
+        return timedelta() if are_all_there else self._terms.last_call
+
     def _is_whole(self, info: RendezvousInfo) -> bool:
         """Whether nobody has left between the moment in which the round was formed and that in which we saw it."""
         return sorted(self._state.participants.values()) == list(range(info.world_size))
@@ -159,7 +168,6 @@ class Meeting:
 
     def waiting(self) -> int:
         """See `Engine.waiting`."""
-        self._opened.connection.guarded(int)  # torch may answer from memory
         return self._told(self._handler.num_nodes_waiting)
 
     def set_closed(self) -> None:
@@ -207,7 +215,7 @@ class StaticMeeting:
         self._rounds = 0
         self._mark: tuple[PartOfStore, str] | None = None
 
-    def join(self, limit: Limit, _: float) -> Round:
+    def join(self, limit: Limit, *_: float) -> Round:
         """See `Engine.join`."""
         started = time.monotonic()
         limit.left(0)

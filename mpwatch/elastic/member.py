@@ -101,6 +101,8 @@ class Rejoin:
     """Meet the others anew, with this to tell them."""
 
     history: History
+    nodes: int
+    """So many of this round will come."""
 
 
 Action = Post | Prepare | Begin | CallOff | Hear | Conclude | Rejoin
@@ -286,7 +288,7 @@ class Member:
             return [Hear(verdict)]
         if verdict.decision is Decision.REGROUP:
             self.stage = Stage.OVER
-            return [Hear(verdict), Rejoin(verdict.history)]
+            return [Hear(verdict), Rejoin(verdict.history, self._size - len(verdict.gone))]
         self.stage = Stage.ENDING
         return [Conclude(verdict)]
 
@@ -323,7 +325,7 @@ class Member:
         self.stage = Stage.OVER
         cause = 0 if gone else -1
         regroup = Verdict(self.attempt, Decision.REGROUP, history, reason=self._why_lost(), gone=gone, cause=cause)
-        return [Hear(regroup), Rejoin(history)]
+        return [Hear(regroup), Rejoin(history, remaining)]
 
     def _give_up(self, history: History, **what: Any) -> list[Action]:
         self.stage = Stage.OVER

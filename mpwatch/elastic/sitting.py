@@ -2,8 +2,9 @@
 
     board, mail, time --> member.py, and on the node of group rank 0 chair.py --> board, hands.py
 
-It looks at the board a few times a second: a store has no other way to tell. If the store is lost, the machines go on
-without it until the node's own ranks are gone.
+It looks at the board a few times a second, since a store has no other way to tell; and more often just after something was
+said, since that is when answers come. If the store is lost, the machines go on without it until the node's own ranks are
+gone.
 """
 
 import time
@@ -18,11 +19,12 @@ from .board import Board
 from .engine import CancelledError, Engine, StoreLostError
 from .exchange import Exchange
 from .hands import Hands
-from .messages import History
 
 __all__ = ["Sitting"]
 
 POLL_SECONDS = 0.1  # how late a node hears of what the chair says, at most; and the chair of what a node does
+LIVELY_POLL_SECONDS = 0.02  # the same, while it is being talked
+LIVELY_SECONDS = 1.0  # after something was said
 MOST_POLLS = 4000  # a second, of all nodes together
 BEATS = 8  # in the time after which a node is lost
 STALL_SECONDS = 1.0  # this node did not look at the board for so long: nobody else was silent meanwhile
@@ -56,7 +58,8 @@ class Sitting:
         self._board, self.member, self._chair = board, member, chair
         self._engine, self._hands = engine, hands
         self._nodes = range(size)
-        self._poll = max(POLL_SECONDS, size / MOST_POLLS)
+        self._lively_until = time.monotonic() + LIVELY_SECONDS
+        self._least_poll = size / MOST_POLLS
         self._interval = node_timeout / BEATS
         self._next_beat = self._next_look = 0.0
         self._looked_at = time.monotonic()
@@ -65,7 +68,7 @@ class Sitting:
         self._is_lost = False  # the store
         self._leave_by: float | None = None
         self._exchanges: list[Exchange] = []
-        self.history: History | None = None  # to meet the others anew with
+        self.rejoin: m.Rejoin | None = None  # if the nodes meet anew
 
     def run(self, calls: deque[Callable[["Sitting"], None]], bell: Event) -> None:
         """Until this node has nothing more to do in it. What other threads call for is done as soon as the bell rings."""
@@ -77,11 +80,12 @@ class Sitting:
                 self._step()
             except StoreLostError as error:
                 self._lose_store(str(error))
-            bell.wait(self._poll)
+            bell.wait(self._seconds_to_poll())
 
     def do(self, actions: list[m.Action]) -> None:
         """What the member wants."""
         self._actions += actions
+        self._stir(bool(actions))
 
     def exchange(self, exchange: Exchange) -> None:
         """Have the values of all nodes."""
@@ -91,6 +95,14 @@ class Sitting:
     def leave(self, seconds: float) -> None:
         """The node's ranks are gone, and it goes as soon as nobody needs it, or so much later."""
         self._leave_by = time.monotonic() + seconds
+
+    def _stir(self, has_happened: bool) -> None:
+        if has_happened:
+            self._lively_until = time.monotonic() + LIVELY_SECONDS
+
+    def _seconds_to_poll(self) -> float:
+        is_lively = time.monotonic() < self._lively_until
+        return max(LIVELY_POLL_SECONDS if is_lively else POLL_SECONDS, self._least_poll)
 
     def _is_over(self) -> bool:
         if self._leave_by is not None and (self._is_lost or time.monotonic() >= self._leave_by):
@@ -141,6 +153,7 @@ class Sitting:
             with suppress(CancelledError):  # this node is leaving: newcomers will find others
                 self._acts += chair.see_waiting(self._engine.waiting(), now)
         self._acts += chair.expire(now)
+        self._stir(bool(self._acts))
         while self._acts:
             self._act(chair, self._acts.popleft())
 
@@ -164,7 +177,7 @@ class Sitting:
             elif isinstance(action, m.CallOff):
                 self._hands.call_off()
             elif isinstance(action, m.Rejoin):
-                self.history = action.history
+                self.rejoin = action
             else:
                 self._hands.tell(action)
 

@@ -3,17 +3,30 @@
 An entry of LAUNCH imports what a script that uses it has at its top, before the clock starts, and gives a function
 `launch(task, ranks, args)` for the call itself: the values by rank, if it has any to give. Those that can start ranks again
 are asked how often they may; those that keep what ranks print are given a folder for it, and show it, too, prefixed. An
-entry of WARM is a context with so many ranks that stay, and gives `call(task, *args)`: one call on all of them.
+entry of WARM is a context with so many ranks that stay, and gives `call(task, *args)`: one call on all of them. One of NODES
+is as those of LAUNCH, for one node of several, on each of which it is called.
 
 Nothing in here runs in a rank.
 """
 
 import contextlib
 import os
+from dataclasses import dataclass
 
 import tasks
 
-__all__ = ["LAUNCH", "WARM"]
+__all__ = ["LAUNCH", "NODES", "WARM", "At"]
+
+
+@dataclass(frozen=True)
+class At:
+    """A node's place in a job: all nodes are on this machine, and the first one serves the store."""
+
+    node: int
+    port: int
+    least: int  # nodes
+    most: int
+    node_timeout: int | None  # seconds; None: what each has by default
 
 
 def mpwatch(restarts=0, logs=None, **options):
@@ -170,3 +183,47 @@ def warm_ray(ranks, folder):
 
 
 WARM = {"mpwatch": warm_mpwatch, "floor": warm_floor, "executor": warm_executor, "ray": warm_ray}
+
+
+def node_of_mpwatch(at):
+    import mpwatch.elastic.watch  # noqa: F401  as its first call does
+    from mpwatch import Rendezvous, run
+
+    settings = {} if at.node_timeout is None else {"node_timeout": at.node_timeout}
+    nnodes = at.least, at.most
+    meeting = Rendezvous(
+        f"127.0.0.1:{at.port}", "job", nnodes, is_host=at.node == 0, local_addr=f"127.0.0.{1 + at.node}", **settings
+    )
+    return lambda task, ranks, args: run(task, ranks, args=args, rendezvous=meeting, progress=False)
+
+
+def node_of_elastic(at):
+    """With as many restarts as it has by default: it has to use one up for each node that is lost."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    settings = {"is_host": at.node == 0}
+    if at.node_timeout is not None:  # at best; and then it waits no longer for others to come
+        settings |= {
+            "keep_alive_interval": 1,
+            "keep_alive_max_attempt": at.node_timeout,
+            "last_call_timeout": at.node_timeout,
+        }
+
+    def launch(task, ranks, args):
+        config = LaunchConfig(
+            min_nodes=at.least,
+            max_nodes=at.most,
+            nproc_per_node=ranks,
+            run_id="job",
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"127.0.0.1:{at.port}",
+            rdzv_configs=settings,
+            local_addr=f"127.0.0.{1 + at.node}",
+            max_restarts=3 if at.least < at.most else 0,
+        )
+        return elastic_launch(config, task)(*args)
+
+    return launch
+
+
+NODES = {"mpwatch": node_of_mpwatch, "elastic": node_of_elastic}

@@ -5,6 +5,7 @@ A figure without a unit is itself a ratio, of two figures of the same launcher i
 "floor" stands for the least that it can cost: see launchers.py.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ FIGURES = {  # what each is, and its unit
     "whole": ("the whole call", "s"),
     "peak": ("the most memory that the calling process had", "MB"),
     "noticed": ("failure -> exception in the caller", "s"),
+    "stopped": ("failure -> the last rank of all nodes is dead", "s"),
     "again": ("failure -> the last rank is in the function again", "s"),
     "again_by_entered": ("the second of these by the first", ""),
     "call": ("one call, median of the calls of a round", "s"),
@@ -57,6 +59,9 @@ class Measure:
     seconds: float = 0.0  # to be idle for
     lines: int = 0  # that each rank prints
     options: tuple[tuple[str, object], ...] = ()  # what else mpwatch is given
+    least_nodes: int = 2  # of two, each with so many ranks
+    node_timeout: int | None = None  # seconds without a sign of life after which a node is lost; None: each launcher's own
+    cap: float = math.inf  # seconds: what takes longer counts as having taken that long
     timeout: float = 120.0  # of one program; then it is killed, and has failed
 
 
@@ -81,6 +86,21 @@ _REPORT: dict[str, Any] = {
     "ranks": (1,),
     "goals": (Goal(figure="report", at_most=5e-6), Goal(figure="heartbeat", at_most=1e-6)),
     "way": "report",
+}
+_NODES: dict[str, Any] = {
+    "launchers": (OURS, "elastic"),
+    "cap": 60.0,
+}
+_FAILURE_ON_NODES: dict[str, Any] = {
+    **_NODES,
+    "way": "nodes_failure",
+    "figures": ("stopped",),
+}
+_LOSS_OF_NODE: dict[str, Any] = {
+    **_NODES,
+    "way": "nodes_loss",
+    "figures": ("again",),
+    "least_nodes": 1,
 }
 
 MEASURES = {
@@ -220,5 +240,39 @@ MEASURES = {
         task="report_often",
         options=(("progress", True),),
         **_REPORT,
+    ),
+    "nodes_start": Measure(
+        says="2 nodes with 4 ranks each, a function without torch",
+        task="enter",
+        way="nodes_start",
+        figures=("entered",),
+        **_NODES,
+    ),
+    "nodes_failure": Measure(
+        says="2 nodes with 4 ranks each, one raises, the others sleep",
+        task="fail",
+        **_FAILURE_ON_NODES,
+    ),
+    "nodes_failure_collective": Measure(
+        says="the same, but the others are in a collective",
+        task="fail_in_collective",
+        **_FAILURE_ON_NODES,
+    ),
+    "nodes_loss": Measure(
+        says="2 nodes with 4 ranks each, one is killed with its ranks, the others sleep; it is lost after 2 s",
+        task="lose",
+        node_timeout=2,
+        **_LOSS_OF_NODE,
+    ),
+    "nodes_loss_collective": Measure(
+        says="the same, but the others are in a collective",
+        task="lose_in_collective",
+        node_timeout=2,
+        **_LOSS_OF_NODE,
+    ),
+    "nodes_loss_default": Measure(
+        says="the same, in a collective, and it is lost after as long as each launcher takes by default",
+        task="lose_in_collective",
+        **_LOSS_OF_NODE,
     ),
 }

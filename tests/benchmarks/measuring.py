@@ -14,6 +14,7 @@ from pathlib import Path
 import tasks
 from launchers import LAUNCH, WARM
 from measures import MEASURES
+from nodes import nodes_failure, nodes_loss, nodes_start
 from teed import tee
 
 __all__ = ["take"]
@@ -101,7 +102,8 @@ def report(measure, launcher, ranks, folder):
     return {what: max(told(folder, what, ranks)) for what in measure.figures}
 
 
-WAYS = {way.__name__: way for way in (launch, failure, restart, warm, idle, tee, report)}
+OF_NODES = nodes_start, nodes_failure, nodes_loss
+WAYS = {way.__name__: way for way in (launch, failure, restart, warm, idle, tee, report, *OF_NODES)}
 
 
 def an_array(megabytes, last=None):

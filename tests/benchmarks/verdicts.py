@@ -103,10 +103,11 @@ def table(name, rounds, rows):
 def _line(row, unit):
     if row.median is None:
         return f"    {row.launcher:10s} {'failed':>45s}" + (f" {'':19s}   goal: not known" if row.goal else "")
-    numbers = [with_unit(number, unit) for number in (row.median, row.least, row.most)]
+    cap = MEASURES[row.measure].cap
+    numbers = [">" * (number >= cap) + with_unit(number, unit) for number in (row.median, row.least, row.most)]
     line = f"    {row.launcher:44s} {numbers[0]:>11s} {numbers[1]:>9s} {numbers[2]:>9s}"
     if row.ratio is not None:
-        line += f"   {row.ratio:.3g} of it"
+        line += f"   {'<' * (row.median >= cap)}{row.ratio:.3g} of it"
     if row.goal is not None:
         verdict = {True: "reached", False: "MISSED", None: "not known"}[row.reached]
         line += f"{',' if row.ratio is not None else '  '} goal {row.goal:g}: {verdict}"
