@@ -129,6 +129,6 @@ def _check_handler(handler: object, rendezvous: Rendezvous) -> None:
         if sure < STOP_SHARE * rendezvous.node_timeout:
             raise ValueError(
                 f"rdzv_handler may give up a node that has been cut off for {sure:g} s, which stops its ranks only after"
-                f" {STOP_SHARE * rendezvous.node_timeout:g} s with node_timeout={rendezvous.node_timeout:g}: two jobs would be"
-                f" at work. Give it more or longer keep-alives, or node_timeout={sure / STOP_SHARE:.3g} at most"
+                f" {STOP_SHARE * rendezvous.node_timeout:g} s with node_timeout={rendezvous.node_timeout:g}: two jobs would"
+                f" be at work. Give it more or longer keep-alives, or node_timeout={sure / STOP_SHARE:.3g} at most"
             )
