@@ -11,7 +11,7 @@ slurm.sbatch and kubernetes.yaml. MPWATCH_SECRET, the same on all nodes and know
 tell one another.
 
 When a rank has failed, or nodes have come or gone, all ranks are started again together, and go on from what rank 0 has kept
-in KEEP, a folder that all nodes see; from the start, if it is not set.
+in KEEP, a folder of this job's that all nodes see; from the start, if it is not set.
 """
 
 import json
