@@ -125,7 +125,9 @@ def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunRe
     """As `run`, for a program that is nothing but the run: if a rank fails, the program ends with that rank's status.
 
     The report goes to stderr, and the exit status is the failed rank's own: that of sys.exit or os._exit, 128 + n for
-    signal n, 1 for an exception, 124 for a timeout.
+    signal n, 1 for an exception, 124 for a timeout. In a job of several nodes it is, on each of them, that of the rank that
+    failed first, wherever that was: schedulers keep the status of one node, and that is then the one that says why. (Under
+    torchrun it is 1.) A node that is ended by a signal dies of it.
 
     Args:
         fn: see `run`.

@@ -241,3 +241,11 @@ def interrupts_its_parent_when_it_is_stopped(barrier):
         raise ValueError("the first")
     while True:  # SIGINT is for the watcher, and makes it hurry
         signal.pause()
+
+
+def one_returns_before_the_other_fails(event):
+    """In the first attempt."""
+    me = mpwatch.current_worker()
+    if me.rank == 1 and me.restart_count == 0:
+        assert event.wait(30)
+        raise ValueError("late")

@@ -4,6 +4,7 @@ import logging
 
 import functions
 import pytest
+import reborn
 import reporting
 import saboteurs
 from conftest import SPAWN
@@ -248,3 +249,13 @@ def test_nobody_wakes_up_where_nothing_is_shown(monkeypatch):
     mpwatch.run(reporting.waits_at_the_gate, 2, args=("/dev/null", 1))
     assert slept
     assert set(slept) == {None}
+
+
+def test_who_had_returned_is_not_taken_for_failed_while_all_wait_to_be_started_again(view, event):
+    watcher = view(Watcher(lambda statuses: statuses[0].state is WorkerState.SUCCEEDED, event.set))
+    mpwatch.run(
+        reborn.one_returns_before_the_other_fails, 2, args=(event,), restart_policy=mpwatch.RestartPolicy(1, delay=0.2)
+    )
+    states = watcher.states()
+    assert ("SUCCEEDED", "FAILED") in states
+    assert "FAILED" not in {first for first, _ in states}

@@ -16,4 +16,26 @@ nodes: clocks of different hosts are never compared.
     thread of the ranks  as on one machine; what other nodes do comes in as events: start, call off, lease
 
 A round is one membership. Within it there may be several attempts; another round begins when nodes were lost, or came.
+
+`Agent` (agent.py) is for those who extend this, or have a rendezvous handler of their own (handlers.py). It is imported, and
+torch with it, when it is asked for.
 """
+
+from importlib import import_module
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .agent import Agent, WorkerGroupInfo
+
+__all__ = ["Agent", "WorkerGroupInfo"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(".agent", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,7 @@ when the store cannot be reached any more, which is noticed also on a network th
 
 import math
 import threading
+from collections.abc import Callable
 
 from ..platform import await_end_of_thread
 from ..rendezvous import Rendezvous
@@ -14,9 +15,9 @@ from .errors import CancelledError, ClosedError, StoreLostError
 from .meetings import Meeting, Round, StaticMeeting
 from .opening import Opened, open_store
 from .patience import Limit
-from .store import PartOfStore
+from .store import Connection, PartOfStore
 
-__all__ = ["CancelledError", "ClosedError", "Engine", "Round", "StoreLostError"]
+__all__ = ["CancelledError", "ClosedError", "Engine", "Round", "StoreLostError", "leave_in_time"]
 
 LAST_CALL_SECONDS = 30.0  # as torch has it
 LEAVE_SECONDS = 1.0  # to tell the others, then the connection is cut
@@ -37,6 +38,8 @@ class Engine:
         self._meeting: Meeting | StaticMeeting | None = None
         self.is_host = False
         """Whether this process serves the store: it should leave last. False until it is connected."""
+        self.backend = rendezvous.backend
+        """What torch calls this kind of rendezvous."""
         self.address = rendezvous.local_addr or ""
         """By which name or address the other nodes reach this one. Empty until it is connected, unless it was given."""
 
@@ -81,8 +84,8 @@ class Engine:
         """The job is over, for everybody: nobody joins any more. Raises StoreLostError."""
         self._connected().set_closed()
 
-    def store_of_job(self) -> PartOfStore:
-        """What the nodes of the job have in common before they meet, and in all rounds."""
+    def store_of_job(self) -> PartOfStore | None:
+        """What the nodes of the job have in common before they meet, and in all rounds; None if there is nothing."""
         assert self._opened is not None, "connect() comes first"
         return PartOfStore(self._opened.connection, f"mpwatch.{self._rendezvous.run_id}")
 
@@ -105,12 +108,17 @@ class Engine:
         if opened is None:
             return
         if meeting is not None:
-            leaving = threading.Thread(target=meeting.leave, name="mpwatch-leave", daemon=True)
-            leaving.start()
-            leaving.join(LEAVE_SECONDS)
-            if leaving.is_alive():
-                opened.connection.cut()
-                leaving.join(CUT_SECONDS)
-            if leaving.native_id is not None and not leaving.is_alive():
-                await_end_of_thread(leaving.native_id, CUT_SECONDS)
+            leave_in_time(meeting.leave, opened.connection)
         opened.connection.close()
+
+
+def leave_in_time(leave: Callable[[], object], connection: Connection) -> None:
+    """Tell the others, by that connection, but for no longer than it may take."""
+    leaving = threading.Thread(target=leave, name="mpwatch-leave", daemon=True)
+    leaving.start()
+    leaving.join(LEAVE_SECONDS)
+    if leaving.is_alive():
+        connection.cut()
+        leaving.join(CUT_SECONDS)
+    if leaving.native_id is not None and not leaving.is_alive():
+        await_end_of_thread(leaving.native_id, CUT_SECONDS)

@@ -13,7 +13,7 @@ from ..watcher.unit import Place
 from . import member as m
 from .messages import Start
 
-__all__ = ["Hands", "News"]
+__all__ = ["STOP_SHARE", "Hands", "News"]
 
 News = m.Prepare | m.Hear | m.Conclude | BaseException
 STOP_SHARE, KILL_SHARE = 0.65, 0.85  # of node_timeout: when ranks of a node that is cut off are stopped, and are killed

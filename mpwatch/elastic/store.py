@@ -27,7 +27,7 @@ from .endpoint import Endpoint
 from .errors import StoreLostError
 from .patience import Limit, wait_for
 
-__all__ = ["MAX_VALUE", "Connection", "PartOfStore", "tcp_store"]
+__all__ = ["MAX_VALUE", "Connection", "PartOfStore", "borrowed", "tcp_store"]
 
 MAX_VALUE = 8 << 20  # bytes; torch's server hangs up on who sends more
 MAKE_SECONDS = 30.0  # for a client to connect: whoever is there has just answered, but a resolver may be slow
@@ -48,12 +48,12 @@ class Connection:
     Args:
         store: torch's. With the last reference to it goes the server too, if it serves the store.
         sockets: duplicates of the sockets that it is connected by, of which this is the owner; none if nobody knows them.
-        where: the endpoint, for errors.
+        where: the endpoint, or whatever it is to be called, for errors.
         errors: what a call raises when the store cannot be reached, beside torch's own errors.
     """
 
     def __init__(
-        self, store: Store, sockets: list[socket.socket], where: Endpoint, errors: tuple[type[Exception], ...] = ()
+        self, store: Store, sockets: list[socket.socket], where: Endpoint | str, errors: tuple[type[Exception], ...] = ()
     ) -> None:
         self._store: Store | None = store
         self._sockets = sockets
@@ -114,6 +114,10 @@ class Connection:
     def close(self) -> None:
         """Let go of the store: with it goes the server, if it serves it."""
         self.cut()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Let go of the store, which is somebody else's and goes on."""
         self._store, self._lost = None, self._lost or CLOSED
         while self._sockets:
             self._sockets.pop().close()
@@ -218,6 +222,32 @@ def tcp_store(
         raise StoreLostError(f"the store at {endpoint} has not answered") from error
 
 
+def borrowed(store: Store, where: str, silence: float) -> tuple[Connection, str, bool]:
+    """A connection that somebody else has made.
+
+    Args:
+        store: torch's, or anything that does what its stores do.
+        where: what to call it, for errors, unless it says where it is.
+        silence: seconds after which a silent connection is a lost one, where it is known to be one of TCP.
+
+    Returns:
+        It; the name or address by which others reach this machine, "" if that cannot be seen from here; and whether this
+        process serves the store.
+    """
+    base = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    if not isinstance(base, TCPStore):
+        return Connection(store, [], where, (Exception,)), "", False  # nobody knows what its calls raise
+    there = _sockets()
+    sockets = _connected(there, base.port)
+    for connection in sockets:
+        end_silent_connection(connection, silence)
+    serves = _listens(there, base.port)
+    local = base.host if serves or not sockets else str(sockets[0].getsockname()[0])
+    return Connection(store, sockets, Endpoint(base.host, base.port), (Exception,)), local, serves
+
+
 def _sockets() -> set[tuple[int, int]]:
     """Those that are open, by descriptor and inode, since descriptors are used again; none where nobody lists them."""
     found = set()
@@ -247,3 +277,15 @@ def _connected(candidates: set[tuple[int, int]], port: int) -> list[socket.socke
             else:
                 connection.close()
     return found
+
+
+def _listens(candidates: set[tuple[int, int]], port: int) -> bool:
+    """Whether one of them is where others connect to that port."""
+    for fd, _ in candidates:
+        with suppress(OSError):
+            blocking = os.get_blocking(fd)
+            with socket.socket(fileno=os.dup(fd)) as listener:
+                os.set_blocking(fd, blocking)
+                if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and listener.getsockname()[1] == port:
+                    return True
+    return False

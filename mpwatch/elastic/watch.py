@@ -15,6 +15,7 @@ from ..watcher.sending import pack_call
 from ..watcher.viewing import MakeView, no_view
 from ..watcher.watch import Visit
 from ..wire.payload import Call
+from .engine import Engine
 from .link import Link
 from .story import NodeStory
 
@@ -23,13 +24,16 @@ __all__ = ["watch_with_others"]
 T = TypeVar("T")
 
 
-def watch_with_others(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:
-    """Meet the other nodes, and run it with them to its end. Raises LaunchError, or InterruptError."""
+def watch_with_others(spec: WorkerSpec[T], make_view: MakeView = no_view, engine: Engine | None = None) -> RunResult[T]:
+    """Meet the other nodes, by that engine if there is one, and run it with them to its end.
+
+    Raises LaunchError, or InterruptError.
+    """
     assert spec.rendezvous is not None
     journal = Journal(spec.rendezvous.run_id, spec.observers, keep=True)
     call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
     run_by = math.inf if spec.timeout is None else journal.started_at + spec.timeout
-    link = Link(spec, run_by)
+    link = Link(spec, run_by, engine)
     with (
         standard_descriptors(),
         closing(pack_call(call)) as payload,

@@ -107,6 +107,9 @@ class Facts:
             seen.stderr = seen.words.last_lines()
 
     def forget(self) -> None:
-        """What the ranks have sent, which may be large: who watched them, and has it, goes with the garbage some time."""
+        """What the ranks have sent, which may be large: who watched them, and has it, goes with the garbage some time. That
+        they did, and when, is still to be shown.
+        """
         for seen in self.ranks.values():
-            seen.report = None
+            if seen.report is not None:
+                seen.report = Message(seen.report.kind, seen.report.stamp, b"")

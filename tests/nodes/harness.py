@@ -51,6 +51,8 @@ class Outcome:
     modules: list[str]
     error: str = ""  # name of its type; empty if `run` returned
     text: str = ""
+    exit_code: int | None = None  # of the error
+    group: dict | None = None  # what an agent says of its ranks, in the end
     cause: dict | None = None
     state: str = ""
     values: dict[int, object] = field(default_factory=dict)
@@ -196,12 +198,14 @@ class Job:
         skew_seconds=0,
         host=None,
         beforehand=None,
+        through="run",
         **options,
     ):
         """A node that calls `run` with these options. The first one serves the store, unless `terms` say otherwise.
 
         `terms` are those of its Rendezvous, on top of `job.terms`; False: it has none, and is alone. `host`: on which it is,
-        one for each if nothing is said. `beforehand` is called in its process before `run`.
+        one for each if nothing is said. `beforehand` is called in its process before `run`. `through`: instead of "run", "main";
+        "agent"; or "handler": an agent with a rendezvous handler of torch's own.
         """
         host = len(self.nodes) if host is None else host
         request = {
@@ -210,6 +214,7 @@ class Job:
             "nprocs": nprocs,
             "rendezvous": None if terms is False else self._terms(host, terms or {}),
             "skew_seconds": skew_seconds,
+            "through": through,
             "beforehand": beforehand.__name__ if beforehand else "",
             "options": {"grace_period": 5.0, **options},
         }

@@ -16,10 +16,11 @@ from pkgutil import resolve_name
 
 import torch.distributed
 import torch.distributed.elastic.rendezvous.dynamic_rendezvous as engine
+import torch.distributed.elastic.rendezvous.registry as torch_s
 from conftest import difference, state
 
 import mpwatch
-from mpwatch.elastic import clocks
+from mpwatch.elastic import Agent, clocks
 
 from . import tasks
 
@@ -108,14 +109,51 @@ def _what_comes_of(request):
         options["env"] = getattr(tasks, options["env"])
     if request["rendezvous"] is not None:
         options["rendezvous"] = mpwatch.Rendezvous(**_typed(request["rendezvous"]))
+    function, options["nprocs"] = resolve_name(request["function"]), request["nprocs"]
     try:
-        result = mpwatch.run(resolve_name(request["function"]), request["nprocs"], progress=False, **options)
+        if request["through"] in ("agent", "handler"):
+            return _what_comes_of_an_agent(function, options, has_handler=request["through"] == "handler")
+        result = getattr(mpwatch, request["through"])(function, progress=False, **options)
     except mpwatch.RunFailedError as error:
-        return {**_of_error(error), **_of_result(error.result)}
+        return {**_of_error(error), "exit_code": error.exit_code, **_of_result(error.result)}
     except BaseException as error:
         traceback.print_exc()
         return _of_error(error)
     return _of_result(result)
+
+
+def _what_comes_of_an_agent(function, options, *, has_handler):
+    handler = _handler_of_torch(options["rendezvous"]) if has_handler else None
+    agent = Agent(mpwatch.WorkerSpec(fn=function, progress=False, **options), rdzv_handler=handler)
+    assert agent.get_worker_group().workers == ()
+    try:
+        result = agent.run(check=False)
+        code = None if result.state.name == "SUCCEEDED" else mpwatch.RunFailedError(result).exit_code
+        group = agent.get_worker_group()
+        told = {name: getattr(group, name) for name in ("group_rank", "group_world_size")}
+        ranks = [worker.rank for worker in group.workers]
+        return {**_of_result(result), "exit_code": code, "group": {**told, "ranks": ranks, "state": group.state.name}}
+    finally:
+        if handler is not None:
+            handler.shutdown()
+
+
+def _handler_of_torch(rendezvous):
+    """As a user of torch's would have it."""
+    least, most = rendezvous.nnodes
+    settings = {"is_host": rendezvous.is_host, "last_call_timeout": rendezvous.options["last_call_timeout"]}
+    beats = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "read_timeout": 10}
+    parameters = torch_s.RendezvousParameters(
+        "c10d",
+        rendezvous.endpoint,
+        rendezvous.run_id,
+        least,
+        most,
+        local_addr=rendezvous.local_addr,
+        **settings,
+        **beats,
+    )
+    return torch_s.get_rendezvous_handler(parameters)
 
 
 def _typed(terms):

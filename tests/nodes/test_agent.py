@@ -1,0 +1,114 @@
+"""An agent on each node, also with a rendezvous handler of torch's own; and how programs end that are nothing but a run."""
+
+import signal
+from dataclasses import replace
+
+import pytest
+from programs import python
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+import mpwatch
+from mpwatch import Rendezvous, WorkerSpec
+from mpwatch.elastic import Agent
+
+from . import tasks
+from .harness import NODE_TIMEOUT
+from .test_jobs import values_of
+
+AT_ONCE = 1.0
+
+
+def test_the_import_of_its_home_is_light():
+    out = python("-c", "import sys, mpwatch.elastic; print(mpwatch.elastic.__all__, 'torch' in sys.modules)").stdout
+    assert out == "['Agent', 'WorkerGroupInfo'] False\n"
+
+
+def test_an_agent_knows_its_ranks(job):
+    job.start_several(2, tasks.who, 2, through="agent")
+    outcomes = job.outcomes()
+    values_of(outcomes)
+    for outcome in outcomes:
+        (group_rank,) = {value["group_rank"] for value in outcome.values.values()}
+        assert outcome.group == {
+            "ranks": list(outcome.values),
+            "group_rank": group_rank,
+            "group_world_size": 2,
+            "state": "SUCCEEDED",
+        }
+
+
+def test_nodes_that_meet_by_a_handler_of_torch_s_start_again_together(job):
+    job.start_several(2, nprocs=2, through="handler", max_restarts=1)
+    first = job.await_world(4)
+    at = first[3].order("raise", "once")
+    assert job.await_end(first) - at < AT_ONCE
+    second = job.await_world(4)
+    assert {life.who["restart_count"] for life in second} == {1}
+    assert second[0].round != first[0].round
+    second.order("return", "done")
+    outcomes = job.outcomes()
+    assert values_of(outcomes) == ["done"] * 4
+    assert [outcome.restarts for outcome in outcomes] == [1, 1]
+
+
+def test_where_no_restart_is_left_all_nodes_have_the_exit_code_of_the_rank_that_failed_first(job):
+    job.start_several(2, through="handler")
+    world = job.await_world(2)
+    at = world[1].order("exit", 7)
+    for outcome in job.outcomes():
+        assert outcome.exit_code == 7
+        assert outcome.ended - at < 2 * AT_ONCE
+        assert outcome.root_cause["rank"] == 1
+        assert outcome.group["state"] == "FAILED"
+
+
+def test_by_a_handler_nodes_go_on_without_one_that_has_left(job):
+    job.terms["nnodes"] = 1, 2
+    kept, leaving = job.start_several(2, through="handler")
+    first = job.await_world(2)
+    at = leaving.send(signal.SIGTERM)
+    assert job.await_end(first) - at < AT_ONCE
+    leaving.exit_status()
+    job.await_world(1).order("return")
+    values_of([kept.outcome()])
+
+
+def test_by_a_handler_a_node_that_was_killed_is_lost_in_time(job):
+    kept, lost = job.start_several(2, through="handler")
+    world = job.await_world(2)
+    killed_at = lost.kill()
+    assert job.await_end(world) - killed_at < NODE_TIMEOUT + 1
+    assert "no sign of life" in kept.outcome().reason
+
+
+@pytest.mark.parametrize(("order", "status"), [(("exit", 7), 7), (("raise", "x"), 1), (("be_killed",), 137)])
+def test_main_ends_with_the_status_of_the_rank_that_failed_first_on_every_node(job, order, status):
+    job.start_several(2, through="main")
+    job.await_world(2)[1].order(*order)
+    assert [(outcome.error, outcome.text) for outcome in job.outcomes()] == [("SystemExit", str(status))] * 2
+
+
+def test_an_agent_needs_a_rendezvous_and_one_alone():
+    with pytest.raises(ValueError, match=r"use mpwatch\.run"):
+        Agent(WorkerSpec(fn=print, nprocs=1))
+    with pytest.raises(TypeError, match="spec must be a WorkerSpec"):
+        Agent(print)
+    spec = WorkerSpec(fn=print, nprocs=1, rendezvous=Rendezvous("localhost", run_id="job", nnodes=1))
+    with pytest.raises(TypeError, match="get_rendezvous_handler"):
+        Agent(spec, rdzv_handler="c10d")
+    assert Agent(spec).get_worker_group().state is mpwatch.WorkerState.UNKNOWN
+
+
+def test_a_handler_must_be_of_this_job_and_not_give_up_nodes_that_are_at_work():
+    parameters = RendezvousParameters("c10d", "", "job", 1, 1)
+    handler = create_handler(HashStore(), C10dRendezvousBackend(HashStore(), "job"), parameters)
+    terms = {"endpoint": "127.0.0.1", "run_id": "job", "nnodes": 1}
+    spec = WorkerSpec(fn=print, nprocs=1, rendezvous=Rendezvous(**terms))
+    Agent(spec, rdzv_handler=handler)
+    with pytest.raises(ValueError, match=r"'job', and spec\.rendezvous of 'another'"):
+        Agent(replace(spec, rendezvous=Rendezvous(**terms | {"run_id": "another"})), rdzv_handler=handler)
+    with pytest.raises(ValueError, match=r"cut off for 10 s.* node_timeout=15\.4 at most"):
+        Agent(replace(spec, rendezvous=Rendezvous(**terms, node_timeout=20)), rdzv_handler=handler)
