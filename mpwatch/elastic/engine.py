@@ -7,6 +7,7 @@ when the store cannot be reached any more, which is noticed also on a network th
 
 import threading
 
+from ..platform import await_end_of_thread
 from ..rendezvous import Rendezvous
 from .errors import CancelledError, ClosedError, StoreLostError
 from .meetings import Meeting, Round, StaticMeeting
@@ -108,4 +109,6 @@ class Engine:
             if leaving.is_alive():
                 opened.connection.cut()
                 leaving.join(CUT_SECONDS)
+            if not leaving.is_alive() and leaving.native_id is not None:
+                await_end_of_thread(leaving.native_id, CUT_SECONDS)
         opened.connection.close()
