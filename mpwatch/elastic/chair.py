@@ -151,7 +151,8 @@ class Chair:
             return self._when_gathered(now) if self.stage is Stage.GATHERING else []
         if isinstance(message, Bye):
             self._said_bye.add(node)
-            return self._when_closed()
+            is_missed = self.stage is not Stage.CLOSING and node not in self._ended
+            return self._lose(node, "it has left", now) if is_missed else self._when_closed()
         if isinstance(message, Leaving):
             return self._lose(node, message.reason, now)
         if message.attempt != self._attempt:

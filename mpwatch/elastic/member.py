@@ -129,6 +129,7 @@ class Member:
         self._chair_seen_at = now
         self._lost = ""  # why there is no chair any more
         self._has_begun = False  # ranks of this attempt
+        self._is_leaving = False
         self._start: Start | None = None
         self._place: Place | None = None
         self._overdue: Verdict | None = None  # said while this node was still at work: it had been given up
@@ -163,7 +164,7 @@ class Member:
         if isinstance(word, Stop):
             return self._stopped(word) if word.attempt == self.attempt else []
         if isinstance(word, Closed):
-            return self._leave() if self.stage is Stage.ENDING else []
+            return self._leave() if self.stage is Stage.ENDING or self._is_leaving else []
         return self._judged(word) if self.stage in (Stage.WAITING, Stage.ENTERING) else self._given_up(word)
 
     def placed(self, place: Place) -> list[Action]:
@@ -213,14 +214,16 @@ class Member:
         return [Post(report)]
 
     def abort(self, report: Ended) -> list[Action]:
-        """This node cannot go on, through no fault of a rank; none of its ranks is left."""
-        if self.stage in (Stage.ENDING, Stage.OVER):
-            return []
-        self.stage = Stage.ENDING
-        return [Post(replace(report, group_rank=self._card.group_rank, attempt=max(self.attempt, 0)))]
+        """This node cannot go on, through no fault of a rank; nobody need wait for it."""
+        told: list[Action] = []
+        if self.stage not in (Stage.ENDING, Stage.OVER):
+            self.stage = Stage.ENDING
+            told = [Post(replace(report, group_rank=self._card.group_rank, attempt=max(self.attempt, 0)))]
+        return told + self.concluded()
 
     def leave(self, reason: str) -> list[Action]:
         """The node is told from outside to end: its ranks are being stopped."""
+        self._is_leaving = True
         return [] if self.stage in (Stage.ENDING, Stage.OVER) else [Post(Leaving(self._card.group_rank, reason))]
 
     def lose_chair(self, why: str) -> list[Action]:

@@ -96,7 +96,7 @@ class Sitting:
         if self._leave_by is not None and (self._is_lost or time.monotonic() >= self._leave_by):
             return True
         has_heirs = self._chair is None or self._chair.is_over or self._is_lost
-        is_needed = self.member.serves_store if self._leave_by is not None else not self.member.is_over
+        is_needed = not self.member.is_over and (self._leave_by is None or self.member.serves_store)
         return has_heirs and not is_needed and not self._actions
 
     def _step(self) -> None:

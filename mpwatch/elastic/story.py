@@ -74,11 +74,15 @@ class NodeStory(Story[T]):
         """The attempts that have ended here, and what other nodes say. Raises LaunchError, and whatever `retry_if` and `env`
         raise.
         """
-        for facts in life.mailbox.asked():
-            life.output.catch_up(LAST_SECONDS)
-            self._link.ended(self._report(facts, self._close(facts)))
-        for news in self._link.news():
-            self._attend(life, news)
+        try:
+            for facts in life.mailbox.asked():
+                life.output.catch_up(LAST_SECONDS)
+                self._link.ended(self._report(facts, self._close(facts)))
+            for news in self._link.news():
+                self._attend(life, news)
+        except Exception as error:
+            self._abort(error)  # first: the ranks' thread is now told to end, as by a signal, which the others would believe
+            raise
 
     def result(self) -> RunResult[T]:
         """What came of the job, as this node knows it."""
@@ -93,8 +97,11 @@ class NodeStory(Story[T]):
 
     def fail(self, error: BaseException) -> None:
         """Something else than a rank has failed."""
-        self._link.abort(Ended(0, 0, Outcome.ABORTED, reason=summary_of(error)[:1000]))
+        self._abort(error)
         super().fail(error)
+
+    def _abort(self, error: BaseException) -> None:
+        self._link.abort(Ended(0, 0, Outcome.ABORTED, reason=summary_of(error)[:1000]))
 
     def _attend(self, life: Life, news: News) -> None:
         if isinstance(news, BaseException):

@@ -1,8 +1,12 @@
 """Jobs of several nodes under what nobody would do to them on purpose, and some would."""
 
+import signal
+
 import pytest
 
 from . import tasks
+
+AT_ONCE = 1.5  # seconds, of which a poll takes a part, and the end of ranks another
 
 
 def assert_success(outcomes):
@@ -25,3 +29,21 @@ def test_environments_that_were_made_too_late_are_for_no_other_attempt(job):
     outcomes = job.outcomes()
     assert_success(outcomes)
     assert {worker["restart_count"] for outcome in outcomes for worker in outcome.workers} == {1}
+
+
+def test_where_the_callers_own_code_fails_on_one_node_all_say_so(job):
+    """And not that a signal has come there, by which the ranks are stopped then; nor does anybody wait for that node."""
+    asked, broken = job.start(), job.start(env="breaks_down")
+    outcome = asked.outcome()
+    assert broken.outcome().error == "BrokenDownError"
+    assert outcome.error == "RunFailedError"
+    assert outcome.text.startswith(f"node 1 ({broken.hostname}): BrokenDownError: rank 1 cannot be")
+    assert "SIG" not in outcome.text
+
+
+def test_a_node_that_serves_the_store_leaves_when_all_know_that(job):
+    leaving, other = job.start_several(2, grace_period=20.0)
+    job.await_world(2)
+    at = leaving.send(signal.SIGINT)
+    assert leaving.outcome().ended - at < AT_ONCE
+    assert "SIGINT" in other.outcome().text

@@ -180,6 +180,7 @@ def test_the_node_that_serves_the_store_may_leave(job):
         assert outcome.error == "RunFailedError"
         assert "SIGINT" in outcome.text
         assert "sign of life" not in outcome.text
+    assert leaving.outcome().error == "KeyboardInterrupt"
 
 
 def test_a_watcher_that_was_stopped_for_too_long_comes_back_as_a_newcomer(job):
