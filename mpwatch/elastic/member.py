@@ -18,6 +18,7 @@ from enum import Enum, auto
 from typing import Any
 
 from .messages import (
+    NO_ATTEMPT,
     Bye,
     Card,
     Closed,
@@ -121,7 +122,7 @@ class Member:
     def __init__(self, card: Card, *, size: int, min_nodes: int, max_restarts: int, node_timeout: float, now: float) -> None:
         self.stage = Stage.ENTERING
         self.history = card.history
-        self.attempt = -1  # the latest that was started, as the job counts them
+        self.attempt = NO_ATTEMPT  # the latest that was started, as the job counts them
         self._card = card
         self._size, self._min_nodes, self._max_restarts = size, min_nodes, max_restarts
         self._node_timeout = node_timeout
@@ -324,4 +325,4 @@ class Member:
 
     def _give_up(self, history: History, **what: Any) -> list[Action]:
         self.stage = Stage.OVER
-        return [Conclude(Verdict(max(self.attempt, 0), Decision.FAILED, history, **what))]
+        return [Conclude(Verdict(self.attempt, Decision.FAILED, history, **what))]

@@ -36,7 +36,7 @@ from .gathering import pack, parts, unpack
 from .hands import News
 from .link import Link
 from .member import Conclude, Prepare
-from .messages import LARGEST, Decision, Ended, Gone, Outcome, Place, Start, Verdict
+from .messages import LARGEST, NO_ATTEMPT, Decision, Ended, Gone, Outcome, Place, Start, Verdict
 from .seal import ForgedError
 
 __all__ = ["NodeStory"]
@@ -62,6 +62,7 @@ class NodeStory(Story[T]):
         self._rendezvous = spec.rendezvous
         self._link = link
         self._verdict: Verdict | None = None  # on the job
+        self._heard: Verdict | None = None  # the latest
         self._start: Start | None = None
         self._strangers: dict[int, ProcessFailure] = {}  # failures of other nodes
 
@@ -109,9 +110,16 @@ class NodeStory(Story[T]):
         if isinstance(news, Prepare):
             self._prepare(news.start, news.place)
             return
-        self._note(news.verdict)
+        verdict = self._heard = self._in_full(news.verdict)
+        self._note(verdict)
         if isinstance(news, Conclude):
-            self._conclude(life, news.verdict)
+            self._conclude(life, verdict)
+
+    def _in_full(self, verdict: Verdict) -> Verdict:
+        """If the nodes could not meet anew, then what has parted them comes first."""
+        if verdict.attempt == NO_ATTEMPT and self._heard is not None and self._heard.cause >= 0:
+            return replace(self._heard, decision=Decision.FAILED, why_not=verdict.reason)
+        return verdict
 
     def _prepare(self, start: Start, place: Place) -> None:
         """Who our ranks are in the attempt that starts."""

@@ -47,3 +47,15 @@ def test_a_node_that_serves_the_store_leaves_when_all_know_that(job):
     at = leaving.send(signal.SIGINT)
     assert leaving.outcome().ended - at < AT_ONCE
     assert "SIGINT" in other.outcome().text
+
+
+def test_a_job_that_waits_in_vain_for_a_substitute_tells_what_it_has_lost(job):
+    job.terms["join_timeout"] = 4.0
+    kept, lost = job.start_several(2, max_restarts=1)
+    job.await_world(2)
+    lost.kill()
+    outcome = kept.outcome()
+    assert outcome.text.startswith(f"rank 1 on node 1 ({lost.hostname}) was lost: no sign of life")
+    assert "1 of 2 nodes had come" in outcome.not_restarted
+    assert outcome.root_cause["hostname"] == lost.hostname
+    assert outcome.attempts == [{"number": 0, "state": "FAILED"}]
