@@ -185,6 +185,15 @@ class Chair:
         self._began_at += seconds
         self._stop_by += seconds
 
+    def resign(self) -> bool:
+        """This node was silent for so long that the others may have gone on without it: what it would say now is not for
+        their new round. False if all that is left is to wait until they have taken note of the end.
+        """
+        if self.stage in (Stage.CLOSING, Stage.OVER):
+            return False
+        self.stage = Stage.OVER
+        return True
+
     def reserved(self, port: int) -> list[Act]:
         """The port for the next attempt."""
         if self.stage is not Stage.STARTING:

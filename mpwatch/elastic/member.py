@@ -320,8 +320,11 @@ class Member:
             history = replace(history, used=history.used + 1)
         self.stage = Stage.OVER
         cause = 0 if gone else -1
-        regroup = Verdict(self.attempt, Decision.REGROUP, history, reason=self._why_lost(), gone=gone, cause=cause)
-        return [Hear(regroup), Rejoin(history)]
+        left = max(0, self._max_restarts - history.used)
+        verdict = Verdict(
+            self.attempt, Decision.REGROUP, history, cause, gone=gone, reason=self._why_lost(), restarts_left=left
+        )
+        return [Hear(verdict), Rejoin(history)]
 
     def _give_up(self, history: History, **what: Any) -> list[Action]:
         self.stage = Stage.OVER

@@ -58,6 +58,7 @@ class Sitting:
         self._nodes = range(size)
         self._poll = max(POLL_SECONDS, size / MOST_POLLS)
         self._interval = node_timeout / BEATS
+        self._lost_after = node_timeout - 2 * self._interval  # of silence: from then on the others may go on without us
         self._next_beat = self._next_look = 0.0
         self._looked_at = time.monotonic()
         self._actions: deque[m.Action] = deque(member.begin())
@@ -116,10 +117,14 @@ class Sitting:
 
     def _notice_stall(self, now: float) -> None:
         gap, self._looked_at = now - self._looked_at, now
-        if gap > STALL_SECONDS:
-            self.member.forgive(gap)
-            if self._chair is not None:
-                self._chair.forgive(gap)
+        if gap <= STALL_SECONDS:
+            return
+        self.member.forgive(gap)
+        if self._chair is None:
+            return
+        self._chair.forgive(gap)
+        if gap > self._lost_after and self._chair.resign():
+            self.do(self.member.lose_chair(f"it was silent for {gap:.1f} s"))
 
     def _give_sign(self, now: float) -> None:
         if now < self._next_beat:

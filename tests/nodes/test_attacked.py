@@ -59,3 +59,19 @@ def test_a_job_that_waits_in_vain_for_a_substitute_tells_what_it_has_lost(job):
     assert "1 of 2 nodes had come" in outcome.not_restarted
     assert outcome.root_cause["hostname"] == lost.hostname
     assert outcome.attempts == [{"number": 0, "state": "FAILED"}]
+
+
+def test_a_chair_that_was_stopped_for_too_long_comes_back_as_a_newcomer(job):
+    """The others have gone on without it, and it neither ends their job nor takes them for lost."""
+    store = job.start_store()
+    job.terms["nnodes"] = 2, 3
+    job.start_several(3, max_restarts=0)
+    first = job.await_world(3)
+    chair = next(node for node in job.nodes if node.name == first[0].node)
+    chair.send(signal.SIGSTOP)
+    job.await_world(2)
+    chair.send(signal.SIGCONT)
+    job.await_world(3).order("return")
+    assert_success(job.outcomes([node for node in job.nodes if node is not store]))
+    store.kill()
+    store.exit_status()
