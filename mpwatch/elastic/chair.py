@@ -153,7 +153,8 @@ class Chair:
             return self._when_gathered(now) if self.stage is Stage.GATHERING else []
         if isinstance(message, Bye):
             self._said_bye.add(node)
-            return self._when_closed()
+            is_missed = self.stage is not Stage.CLOSING and node not in self._ended
+            return self._lose(node, "it has left", now) if is_missed else self._when_closed()
         if isinstance(message, Leaving):
             return self._lose(node, message.reason, now)
         if message.attempt != self._attempt:
@@ -188,6 +189,15 @@ class Chair:
         self._beats = {node: (count, since + seconds) for node, (count, since) in self._beats.items()}
         self._began_at += seconds
         self._stop_by += seconds
+
+    def resign(self) -> bool:
+        """This node was silent for so long that the others may have gone on without it: what it would say now is not for
+        their new round. False if all that is left is to wait until they have taken note of the end.
+        """
+        if self.stage in (Stage.CLOSING, Stage.OVER):
+            return False
+        self.stage = Stage.OVER
+        return True
 
     def reserved(self, port: int) -> list[Act]:
         """The port for the next attempt."""

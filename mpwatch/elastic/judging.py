@@ -44,6 +44,11 @@ class Case:
 
 def judge(case: Case, policy: RestartPolicy, chance: Callable[[], float] = random) -> Verdict:
     """What came of it."""
+    verdict = _judged(case, policy, chance)
+    return replace(verdict, restarts_left=max(0, policy.max_restarts - verdict.history.used))
+
+
+def _judged(case: Case, policy: RestartPolicy, chance: Callable[[], float]) -> Verdict:
     ends = case.ended.values()
     if len(ends) == case.size and all(end.outcome is Outcome.SUCCEEDED for end in ends):
         return _verdict(case, Decision.DONE)
@@ -113,9 +118,8 @@ def _tried_again(
     if decision.delay is None:
         return _verdict(case, Decision.FAILED, cause=cause, reason=reason, why_not=decision.why_not)
     again = Decision.REGROUP if case.gone or case.waiting else Decision.AGAIN
-    return replace(
-        _verdict(case, again, cause=cause, reason=reason), delay=decision.delay, restarts_left=decision.restarts_left
-    )
+    delay = 0.0 if again is Decision.REGROUP else decision.delay  # to meet anew takes its own time
+    return replace(_verdict(case, again, cause=cause, reason=reason), delay=delay)
 
 
 def _verdict(

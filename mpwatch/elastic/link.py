@@ -34,7 +34,7 @@ from .engine import CancelledError, ClosedError, Engine, Round, StoreLostError
 from .exchange import Exchange
 from .hands import Hands, News
 from .member import Conclude, Member, Rejoin
-from .messages import Card, Decision, Ended, History, Start, Terms, Verdict
+from .messages import NO_ATTEMPT, Card, Decision, Ended, History, Start, Terms, Verdict
 from .seal import ForgedError, Seal
 from .sitting import Sitting
 from .terms import terms_of, unlike
@@ -163,7 +163,7 @@ class Link:
     def _fail(self, error: Exception) -> None:
         """The nodes cannot meet, or not anew. There are no ranks meanwhile."""
         if self._hands.has_started:
-            self._hands.tell(Conclude(Verdict(0, Decision.FAILED, History(), reason=str(error))))
+            self._hands.tell(Conclude(Verdict(NO_ATTEMPT, Decision.FAILED, History(), reason=str(error))))
         else:
             self._hands.tell(error if isinstance(error, LaunchError) else LaunchError(str(error)))
 

@@ -18,6 +18,7 @@ from enum import Enum, auto
 from typing import Any
 
 from .messages import (
+    NO_ATTEMPT,
     Bye,
     Card,
     Closed,
@@ -124,7 +125,7 @@ class Member:
     def __init__(self, card: Card, *, size: int, min_nodes: int, max_restarts: int, node_timeout: float, now: float) -> None:
         self.stage = Stage.ENTERING
         self.history = card.history
-        self.attempt = -1  # the latest that was started, as the job counts them
+        self.attempt = NO_ATTEMPT  # the latest that was started, as the job counts them
         self._card = card
         self._size, self._min_nodes, self._max_restarts = size, min_nodes, max_restarts
         self._node_timeout = node_timeout
@@ -132,6 +133,7 @@ class Member:
         self._chair_seen_at = now
         self._lost = ""  # why there is no chair any more
         self._has_begun = False  # ranks of this attempt
+        self._is_leaving = False
         self._start: Start | None = None
         self._place: Place | None = None
         self._overdue: Verdict | None = None  # said while this node was still at work: it had been given up
@@ -166,7 +168,7 @@ class Member:
         if isinstance(word, Stop):
             return self._stopped(word) if word.attempt == self.attempt else []
         if isinstance(word, Closed):
-            return self._leave() if self.stage is Stage.ENDING else []
+            return self._leave() if self.stage is Stage.ENDING or self._is_leaving else []
         return self._judged(word) if self.stage in (Stage.WAITING, Stage.ENTERING) else self._given_up(word)
 
     def placed(self, place: Place) -> list[Action]:
@@ -221,14 +223,16 @@ class Member:
         return [Post(report)]
 
     def abort(self, report: Ended) -> list[Action]:
-        """This node cannot go on, through no fault of a rank; none of its ranks is left."""
-        if self.stage in (Stage.ENDING, Stage.OVER):
-            return []
-        self.stage = Stage.ENDING
-        return [Post(replace(report, group_rank=self._card.group_rank, attempt=max(self.attempt, 0)))]
+        """This node cannot go on, through no fault of a rank; nobody need wait for it."""
+        told: list[Action] = []
+        if self.stage not in (Stage.ENDING, Stage.OVER):
+            self.stage = Stage.ENDING
+            told = [Post(replace(report, group_rank=self._card.group_rank, attempt=max(self.attempt, 0)))]
+        return told + self.concluded()
 
     def leave(self, reason: str) -> list[Action]:
         """The node is told from outside to end: its ranks are being stopped."""
+        self._is_leaving = True
         return [] if self.stage in (Stage.ENDING, Stage.OVER) else [Post(Leaving(self._card.group_rank, reason))]
 
     def lose_chair(self, why: str) -> list[Action]:
@@ -324,9 +328,12 @@ class Member:
             history = replace(history, used=history.used + 1)
         self.stage = Stage.OVER
         cause = 0 if gone else -1
-        regroup = Verdict(self.attempt, Decision.REGROUP, history, reason=self._why_lost(), gone=gone, cause=cause)
-        return [Hear(regroup), Rejoin(history, remaining)]
+        left = max(0, self._max_restarts - history.used)
+        verdict = Verdict(
+            self.attempt, Decision.REGROUP, history, cause, gone=gone, reason=self._why_lost(), restarts_left=left
+        )
+        return [Hear(verdict), Rejoin(history, remaining)]
 
     def _give_up(self, history: History, **what: Any) -> list[Action]:
         self.stage = Stage.OVER
-        return [Conclude(Verdict(max(self.attempt, 0), Decision.FAILED, history, **what))]
+        return [Conclude(Verdict(self.attempt, Decision.FAILED, history, **what))]

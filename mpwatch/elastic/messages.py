@@ -14,6 +14,7 @@ from .seal import ForgedError, without_controls
 
 __all__ = [
     "LARGEST",
+    "NO_ATTEMPT",
     "Bye",
     "Card",
     "Closed",
@@ -39,6 +40,7 @@ __all__ = [
 LONGEST_TEXT = 4096
 MOST_ITEMS = 4096
 LARGEST = 1 << 53  # of integers: what any reader of JSON can hold
+NO_ATTEMPT = -1  # where it has not come to one since the nodes met, or parted
 SCALARS = {
     str: f"a text of at most {LONGEST_TEXT} characters, and no others than a terminal may be shown",
     bool: "true or false",

@@ -61,6 +61,7 @@ class Sitting:
         self._lively_until = time.monotonic() + LIVELY_SECONDS
         self._least_poll = size / MOST_POLLS
         self._interval = node_timeout / BEATS
+        self._lost_after = node_timeout - 2 * self._interval  # of silence: from then on the others may go on without us
         self._next_beat = self._next_look = 0.0
         self._looked_at = time.monotonic()
         self._actions: deque[m.Action] = deque(member.begin())
@@ -108,7 +109,7 @@ class Sitting:
         if self._leave_by is not None and (self._is_lost or time.monotonic() >= self._leave_by):
             return True
         has_heirs = self._chair is None or self._chair.is_over or self._is_lost
-        is_needed = self.member.serves_store if self._leave_by is not None else not self.member.is_over
+        is_needed = not self.member.is_over and (self._leave_by is None or self.member.serves_store)
         return has_heirs and not is_needed and not self._actions
 
     def _step(self) -> None:
@@ -128,10 +129,14 @@ class Sitting:
 
     def _notice_stall(self, now: float) -> None:
         gap, self._looked_at = now - self._looked_at, now
-        if gap > STALL_SECONDS:
-            self.member.forgive(gap)
-            if self._chair is not None:
-                self._chair.forgive(gap)
+        if gap <= STALL_SECONDS:
+            return
+        self.member.forgive(gap)
+        if self._chair is None:
+            return
+        self._chair.forgive(gap)
+        if gap > self._lost_after and self._chair.resign():
+            self.do(self.member.lose_chair(f"it was silent for {gap:.1f} s"))
 
     def _give_sign(self, now: float) -> None:
         if now < self._next_beat:

@@ -35,7 +35,7 @@ from .gathering import pack, parts, unpack
 from .hands import News
 from .link import Link
 from .member import Conclude, Prepare
-from .messages import LARGEST, Decision, Ended, Gone, Outcome, Place, Start, Verdict
+from .messages import LARGEST, NO_ATTEMPT, Decision, Ended, Gone, Outcome, Place, Start, Verdict
 from .places import workers_of
 from .seal import ForgedError
 
@@ -62,6 +62,7 @@ class NodeStory(Story[T]):
         self._rendezvous = spec.rendezvous
         self._link = link
         self._verdict: Verdict | None = None  # on the job
+        self._heard: Verdict | None = None  # the latest
         self._start: Start | None = None
         self._strangers: dict[int, ProcessFailure] = {}  # failures of other nodes
 
@@ -74,11 +75,15 @@ class NodeStory(Story[T]):
         """The attempts that have ended here, and what other nodes say. Raises LaunchError, and whatever `retry_if` and `env`
         raise.
         """
-        for facts in life.mailbox.asked():
-            life.output.catch_up(LAST_SECONDS)
-            self._link.ended(self._report(facts, self._close(facts)))
-        for news in self._link.news():
-            self._attend(life, news)
+        try:
+            for facts in life.mailbox.asked():
+                life.output.catch_up(LAST_SECONDS)
+                self._link.ended(self._report(facts, self._close(facts)))
+            for news in self._link.news():
+                self._attend(life, news)
+        except Exception as error:
+            self._abort(error)  # first: the ranks' thread is now told to end, as by a signal, which the others would believe
+            raise
 
     def result(self) -> RunResult[T]:
         """What came of the job, as this node knows it."""
@@ -93,8 +98,11 @@ class NodeStory(Story[T]):
 
     def fail(self, error: BaseException) -> None:
         """Something else than a rank has failed."""
-        self._link.abort(Ended(0, 0, Outcome.ABORTED, reason=summary_of(error)[:1000]))
+        self._abort(error)
         super().fail(error)
+
+    def _abort(self, error: BaseException) -> None:
+        self._link.abort(Ended(0, 0, Outcome.ABORTED, reason=summary_of(error)[:1000]))
 
     def _attend(self, life: Life, news: News) -> None:
         if isinstance(news, BaseException):
@@ -102,9 +110,16 @@ class NodeStory(Story[T]):
         if isinstance(news, Prepare):
             self._prepare(news.start, news.place)
             return
-        self._note(news.verdict)
+        verdict = self._heard = self._in_full(news.verdict)
+        self._note(verdict)
         if isinstance(news, Conclude):
-            self._conclude(life, news.verdict)
+            self._conclude(life, verdict)
+
+    def _in_full(self, verdict: Verdict) -> Verdict:
+        """If the nodes could not meet anew, then what has parted them comes first."""
+        if verdict.attempt == NO_ATTEMPT and self._heard is not None and self._heard.cause >= 0:
+            return replace(self._heard, decision=Decision.FAILED, why_not=verdict.reason)
+        return verdict
 
     def _prepare(self, start: Start, place: Place) -> None:
         """Who our ranks are in the attempt that starts."""

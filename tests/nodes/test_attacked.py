@@ -1,8 +1,12 @@
 """Jobs of several nodes under what nobody would do to them on purpose, and some would."""
 
+import signal
+
 import pytest
 
 from . import tasks
+
+AT_ONCE = 1.5  # seconds, of which a poll takes a part, and the end of ranks another
 
 
 def assert_success(outcomes):
@@ -25,3 +29,49 @@ def test_environments_that_were_made_too_late_are_for_no_other_attempt(job):
     outcomes = job.outcomes()
     assert_success(outcomes)
     assert {worker["restart_count"] for outcome in outcomes for worker in outcome.workers} == {1}
+
+
+def test_where_the_callers_own_code_fails_on_one_node_all_say_so(job):
+    """And not that a signal has come there, by which the ranks are stopped then; nor does anybody wait for that node."""
+    asked, broken = job.start(), job.start(env="breaks_down")
+    outcome = asked.outcome()
+    assert broken.outcome().error == "BrokenDownError"
+    assert outcome.error == "RunFailedError"
+    assert outcome.text.startswith(f"node 1 ({broken.hostname}): BrokenDownError: rank 1 cannot be")
+    assert "SIG" not in outcome.text
+
+
+def test_a_node_that_serves_the_store_leaves_when_all_know_that(job):
+    leaving, other = job.start_several(2, grace_period=20.0)
+    job.await_world(2)
+    at = leaving.send(signal.SIGINT)
+    assert leaving.outcome().ended - at < AT_ONCE
+    assert "SIGINT" in other.outcome().text
+
+
+def test_a_job_that_waits_in_vain_for_a_substitute_tells_what_it_has_lost(job):
+    job.terms["join_timeout"] = 4.0
+    kept, lost = job.start_several(2, max_restarts=1)
+    job.await_world(2)
+    lost.kill()
+    outcome = kept.outcome()
+    assert outcome.text.startswith(f"rank 1 on node 1 ({lost.hostname}) was lost: no sign of life")
+    assert "1 of 2 nodes had come" in outcome.not_restarted
+    assert outcome.root_cause["hostname"] == lost.hostname
+    assert outcome.attempts == [{"number": 0, "state": "FAILED"}]
+
+
+def test_a_chair_that_was_stopped_for_too_long_comes_back_as_a_newcomer(job):
+    """The others have gone on without it, and it neither ends their job nor takes them for lost."""
+    store = job.start_store()
+    job.terms["nnodes"] = 2, 3
+    job.start_several(3, max_restarts=0)
+    first = job.await_world(3)
+    chair = next(node for node in job.nodes if node.name == first[0].node)
+    chair.send(signal.SIGSTOP)
+    job.await_world(2)
+    chair.send(signal.SIGCONT)
+    job.await_world(3).order("return")
+    assert_success(job.outcomes([node for node in job.nodes if node is not store]))
+    store.kill()
+    store.exit_status()
