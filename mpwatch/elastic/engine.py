@@ -17,8 +17,9 @@ from .opening import Opened, open_store
 from .patience import Limit
 from .store import Connection, PartOfStore
 
-__all__ = ["CancelledError", "ClosedError", "Engine", "Round", "StoreLostError", "leave_in_time"]
+__all__ = ["OVER", "CancelledError", "ClosedError", "Engine", "Round", "StoreLostError", "leave_in_time"]
 
+OVER = "over"  # a key in the store of the job
 LAST_CALL_SECONDS = 30.0  # as torch has it
 LEAVE_SECONDS = 1.0  # to tell the others, then the connection is cut
 CUT_SECONDS = 0.5  # for a thread to notice that
@@ -82,6 +83,8 @@ class Engine:
 
     def set_closed(self) -> None:
         """The job is over, for everybody: nobody joins any more. Raises StoreLostError."""
+        if (store := self.store_of_job()) is not None:
+            store.set(OVER, "1")  # for who does not want to join just now
         self._connected().set_closed()
 
     def store_of_job(self) -> PartOfStore | None:

@@ -7,6 +7,7 @@ it is missing. Guarantee: a meeting is waited for no longer than the node may wa
 node leaves ends by the handler's own timeouts, on a thread of its own, and what came of it is undone.
 """
 
+import math
 import platform
 import time
 
@@ -58,8 +59,14 @@ class HandlerEngine(Engine):
         """Nothing: the handler is. Raises CancelledError."""
         Limit(deadline, self._cancelled).left(0)
 
-    def join(self, deadline: float, *, last_call: float | None = None) -> Round:  # noqa: ARG002  the handler has its own
-        """See Engine; `last_call` is the handler's affair. Whatever else it raises, this does too."""
+    def join(
+        self,
+        deadline: float,
+        *,
+        last_call: float | None = None,  # noqa: ARG002  the handler has its own
+        enough: float = math.inf,  # noqa: ARG002  and counts for itself
+    ) -> Round:
+        """See Engine; whom it waits for is the handler's affair. Whatever else it raises, this does too."""
         started, limit = time.monotonic(), Limit(deadline, self._cancelled)
         limit.left(0)
         self._give_back()

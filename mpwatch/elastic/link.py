@@ -30,7 +30,7 @@ from ..watcher.states import Verdict as Fate
 from ..watcher.unit import Place
 from .board import Board
 from .chair import Chair
-from .engine import CancelledError, ClosedError, Engine, Round, StoreLostError
+from .engine import OVER, CancelledError, ClosedError, Engine, Round, StoreLostError
 from .exchange import Exchange
 from .hands import Hands, News
 from .member import Conclude, Member, Rejoin
@@ -59,7 +59,7 @@ class Link:
     def __init__(self, spec: WorkerSpec[Any], run_by: float = math.inf, engine: Engine | None = None) -> None:
         assert spec.rendezvous is not None
         self._spec, self._rendezvous, self._run_by = spec, spec.rendezvous, run_by
-        self._engine = engine or Engine(spec.rendezvous)
+        self._engine, self._is_given = engine or Engine(spec.rendezvous), engine is not None
         self._hands: Hands
         self._terms = terms_of(spec)
         self._seal = Seal(spec.rendezvous.key, spec.rendezvous.run_id)
@@ -187,7 +187,8 @@ class Link:
                 self._agree()
                 return self._join(join_by)
             except (ClosedError, StoreLostError):
-                if self._engine.is_host or self._rendezvous.backend != "c10d" or time.monotonic() > min(linger_by, join_by):
+                is_lasting = self._is_given or self._engine.is_host or self._rendezvous.backend != "c10d"
+                if is_lasting or time.monotonic() > min(linger_by, join_by):
                     raise
             self._engine.close()
             self._engine = Engine(self._rendezvous)
@@ -199,7 +200,7 @@ class Link:
         store, place = self._engine.store_of_job(), "terms"
         if store is None:  # the chair will find out
             return
-        if store.check(["over"]):
+        if store.check([OVER]):
             raise ClosedError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint} is over")
         ours = self._seal.close(place, {"host": platform.node(), "items": dict(self._terms.items)})
         try:

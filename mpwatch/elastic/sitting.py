@@ -194,7 +194,6 @@ class Sitting:
         elif isinstance(act, c.Reserve):
             self._acts += chair.reserved(self._hands.reserve_port())
         else:
-            self._engine.store_of_job().set("over", "1")
             self._engine.set_closed()
 
     def _lose_store(self, why: str) -> None:
