@@ -1,11 +1,10 @@
 """An agent on each node, also with a rendezvous handler of torch's own; and how programs end that are nothing but a run."""
 
 import signal
-from dataclasses import replace
 
 import pytest
 from programs import python
-from torch.distributed import HashStore
+from torch import distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
@@ -18,7 +17,13 @@ from . import tasks
 from .harness import NODE_TIMEOUT
 from .test_jobs import values_of
 
-AT_ONCE = 1.0
+AT_ONCE = 1.0  # seconds, where the others are told
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_torch_keeps():
+    """The first store of a process leaves descriptors, of its event loops, for the later ones."""
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def test_the_import_of_its_home_is_light():
@@ -102,13 +107,39 @@ def test_an_agent_needs_a_rendezvous_and_one_alone():
     assert Agent(spec).get_worker_group().state is mpwatch.WorkerState.UNKNOWN
 
 
+def handler_here(nnodes, **settings):
+    """Torch's, with a store in this process."""
+    parameters = RendezvousParameters("c10d", "", "job", nnodes, nnodes, **settings)
+    return create_handler(dist.HashStore(), C10dRendezvousBackend(dist.HashStore(), "job"), parameters)
+
+
+def spec_of(**terms):
+    return WorkerSpec(
+        fn=print, nprocs=1, rendezvous=Rendezvous(**{"endpoint": "127.0.0.1", "run_id": "job", "nnodes": 1, **terms})
+    )
+
+
 def test_a_handler_must_be_of_this_job_and_not_give_up_nodes_that_are_at_work():
-    parameters = RendezvousParameters("c10d", "", "job", 1, 1)
-    handler = create_handler(HashStore(), C10dRendezvousBackend(HashStore(), "job"), parameters)
-    terms = {"endpoint": "127.0.0.1", "run_id": "job", "nnodes": 1}
-    spec = WorkerSpec(fn=print, nprocs=1, rendezvous=Rendezvous(**terms))
-    Agent(spec, rdzv_handler=handler)
+    handler = handler_here(1)
+    Agent(spec_of(), rdzv_handler=handler)
     with pytest.raises(ValueError, match=r"'job', and spec\.rendezvous of 'another'"):
-        Agent(replace(spec, rendezvous=Rendezvous(**terms | {"run_id": "another"})), rdzv_handler=handler)
+        Agent(spec_of(run_id="another"), rdzv_handler=handler)
     with pytest.raises(ValueError, match=r"cut off for 10 s.* node_timeout=15\.4 at most"):
-        Agent(replace(spec, rendezvous=Rendezvous(**terms, node_timeout=20)), rdzv_handler=handler)
+        Agent(spec_of(node_timeout=20), rdzv_handler=handler)
+
+
+def test_a_handler_s_store_may_be_anywhere():
+    result = Agent(spec_of(), rdzv_handler=handler_here(1, last_call_timeout=1)).run()
+    assert dict(result.return_values) == {0: None}
+
+
+def test_where_too_few_come_to_a_handler_in_its_time_it_is_said():
+    with pytest.raises(mpwatch.LaunchError, match=r"'job'.* \(c10d\): no round had formed after \d\.\d s"):
+        Agent(spec_of(nnodes=2), rdzv_handler=handler_here(2, join_timeout=1)).run()
+
+
+def test_a_job_that_is_over_cannot_be_joined_by_its_handler():
+    handler = handler_here(1)
+    handler.set_closed()
+    with pytest.raises(mpwatch.LaunchError, match=r"closed: that job is over"):
+        Agent(spec_of(), rdzv_handler=handler).run()
