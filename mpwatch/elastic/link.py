@@ -35,8 +35,10 @@ from .exchange import Exchange
 from .hands import Hands, News
 from .member import Conclude, Member, Rejoin
 from .messages import NO_ATTEMPT, Card, Decision, Ended, History, Start, Terms, Verdict
+from .patience import Limit
 from .seal import ForgedError, Seal
 from .sitting import Sitting
+from .store import PartOfStore
 from .terms import terms_of, unlike
 
 __all__ = ["Link"]
@@ -202,9 +204,8 @@ class Link:
             return
         if store.check([OVER]):
             raise ClosedError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint} is over")
-        ours = self._seal.close(place, {"host": platform.node(), "items": dict(self._terms.items)})
         try:
-            body = self._seal.open(place, store.compare_set(place, "", ours))
+            body = self._first_terms(store, place)
             first = Terms(tuple((name, str(value)) for name, value in body["items"].items()))
             why = unlike(self._terms, first, platform.node(), f"{body['host']}, which came first")
         except (ForgedError, KeyError, AttributeError) as error:
@@ -213,6 +214,15 @@ class Link:
             # who waits in vain for this node learns the reason, too
             store.set("refused", self._seal.close("refused", {"host": platform.node(), "why": why}))
             raise LaunchError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint}: {why}")
+
+    def _first_terms(self, store: PartOfStore, place: str) -> dict[str, Any]:
+        """What the first node of the job has written, which may be this one. Raises ForgedError."""
+        patience = Limit(time.monotonic() + self._rendezvous.node_timeout, self._is_leaving)
+        is_first = store.add("came", 1) == 1
+        while not store.check([place]):
+            if is_first or not patience.pause():  # or the first one was lost before it could write them
+                store.set(place, self._seal.close(place, {"host": platform.node(), "items": dict(self._terms.items)}))
+        return self._seal.open(place, store.get(place))
 
     def _join(self, deadline: float, *, last_call: float | None = None, enough: float = math.inf) -> Round:
         """Meet the others. Raises LaunchError, and says also whom the job has refused."""

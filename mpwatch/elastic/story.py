@@ -43,6 +43,7 @@ __all__ = ["NodeStory"]
 
 log = logging.getLogger("mpwatch")
 T = TypeVar("T")
+MOST_LOST = 4096  # ranks of one node that are told of, whatever is said of their number
 REPORT_LIMIT = 192 * 1024  # bytes of the failures that a node tells of
 OUTCOMES = {Fate.SUCCEEDED: Outcome.SUCCEEDED, Fate.TIMED_OUT: Outcome.TIMED_OUT, Fate.CALLED_OFF: Outcome.STOPPED}
 
@@ -192,7 +193,8 @@ class NodeStory(Story[T]):
         """Of other nodes; and of those that are gone, one for each rank that they had."""
         found: dict[int, ProcessFailure] = {}
         for gone in verdict.gone:
-            found |= {rank: _lost(gone, rank) for rank in range(gone.rank, gone.rank + gone.nprocs) if gone.rank >= 0}
+            ranks = range(gone.rank, gone.rank + min(gone.nprocs, MOST_LOST)) if gone.rank >= 0 else ()
+            found |= {rank: _lost(gone, rank) for rank in ranks}
         for plain in verdict.failures:
             try:
                 failure = from_plain(plain)
