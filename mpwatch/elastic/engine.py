@@ -8,6 +8,7 @@ when the store cannot be reached any more, which is noticed also on a network th
 import threading
 from collections.abc import Callable
 
+from ..platform import await_end_of_thread
 from ..rendezvous import Rendezvous
 from .errors import CancelledError, ClosedError, StoreLostError
 from .meetings import Meeting, Round, StaticMeeting
@@ -117,3 +118,5 @@ def leave_in_time(leave: Callable[[], object], connection: Connection) -> None:
     if leaving.is_alive():
         connection.cut()
         leaving.join(CUT_SECONDS)
+    if leaving.native_id is not None:
+        await_end_of_thread(leaving.native_id, CUT_SECONDS)
