@@ -8,10 +8,9 @@ Code of the user's runs here: exceptions and values are rebuilt, `retry_if` and 
 run.
 """
 
-import json
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, TypeVar
 
 from ..errors import LaunchError
@@ -30,7 +29,7 @@ from ..watcher.story import Story
 from ..wording import summary_of
 from ..wording import verdict as words_for
 from .exchange import Exchange, ExchangeError
-from .failures import from_plain, to_plain
+from .failures import as_many_as_fit, from_plain, to_plain
 from .gathering import pack, parts, unpack
 from .hands import News
 from .link import Link
@@ -43,7 +42,7 @@ __all__ = ["NodeStory"]
 
 log = logging.getLogger("mpwatch")
 T = TypeVar("T")
-MOST_LOST = 4096  # ranks of one node that are told of, whatever is said of their number
+MOST_LOST = 1 << 16  # ranks that a failure is made for, whoever says that there were more
 REPORT_LIMIT = 192 * 1024  # bytes of the failures that a node tells of
 OUTCOMES = {Fate.SUCCEEDED: Outcome.SUCCEEDED, Fate.TIMED_OUT: Outcome.TIMED_OUT, Fate.CALLED_OFF: Outcome.STOPPED}
 
@@ -145,7 +144,7 @@ class NodeStory(Story[T]):
     def _report(self, facts: Facts, result: RunResult[Any]) -> Ended:
         """What the other nodes are told of our ranks."""
         failures = sorted(result.failures.values(), key=lambda failure: failure is not result.root_cause)
-        told = _as_many_as_fit(failures)
+        told = as_many_as_fit(map(to_plain, failures), REPORT_LIMIT)
         has_failed = bool(failures) and facts.verdict is not Fate.TIMED_OUT
         trial = self._trial(facts, result)
         why_not = not_worth_it(self._spec.policy, trial) if has_failed and self._spec.policy.max_restarts else ""
@@ -192,9 +191,8 @@ class NodeStory(Story[T]):
     def _failures_of(self, verdict: Verdict) -> dict[int, ProcessFailure]:
         """Of other nodes; and of those that are gone, one for each rank that they had."""
         found: dict[int, ProcessFailure] = {}
-        for gone in verdict.gone:
-            ranks = range(gone.rank, gone.rank + min(gone.nprocs, MOST_LOST)) if gone.rank >= 0 else ()
-            found |= {rank: _lost(gone, rank) for rank in ranks}
+        ranks = ((gone, gone.rank + n) for gone in verdict.gone if gone.rank >= 0 for n in range(gone.nprocs))
+        found |= {rank: _lost(gone, rank) for gone, rank in islice(ranks, MOST_LOST)}
         for plain in verdict.failures:
             try:
                 failure = from_plain(plain)
@@ -248,18 +246,6 @@ class NodeStory(Story[T]):
             reason = f"all ranks have returned, but their values could not be gathered: {error}"
             return replace(here, state=WorkerState.FAILED, return_values={}, reason=reason)
         return replace(here, return_values=dict(sorted(values.items())))
-
-
-def _as_many_as_fit(failures: Sequence[ProcessFailure]) -> tuple[dict[str, Any], ...]:
-    told: list[dict[str, Any]] = []
-    size = 0
-    for failure in failures:
-        plain = to_plain(failure)
-        size += len(json.dumps(plain))
-        if size > REPORT_LIMIT and told:
-            break
-        told.append(plain)
-    return tuple(told)
 
 
 def _lost(gone: Gone, rank: int) -> ProcessFailure:
