@@ -12,7 +12,7 @@ Imports wire and data. `from_plain` looks up the files that frames name, and ope
 import builtins
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..result import FailureKind, ProcessFailure
@@ -23,7 +23,7 @@ from ..wire.telling import Telling
 from . import seal
 from .seal import MAX_COUNT, MAX_NUMBER, MAX_TEXT, ForgedError, without_controls, written
 
-__all__ = ["FAILURE_LIMIT", "LEAST_LIMIT", "from_plain", "to_plain"]
+__all__ = ["FAILURE_LIMIT", "LEAST_LIMIT", "as_many_as_fit", "from_plain", "to_plain"]
 
 FAILURE_LIMIT = 1 << 16  # bytes of JSON
 LEAST_LIMIT = 1 << 12  # with less, there is no room for a cause
@@ -105,6 +105,17 @@ def from_plain(data: object) -> ProcessFailure:
         elapsed=seal.number(body, "elapsed"),
         exception=_rebuilt(body, hostname) if seal.is_given(body, "exception") else None,
     )
+
+
+def as_many_as_fit(plains: Iterable[Mapping[str, Any]], limit: int) -> tuple[Mapping[str, Any], ...]:
+    """The first of these failures, which together take so many bytes at most; the very first in any case."""
+    told: list[Mapping[str, Any]] = []
+    for plain in plains:
+        limit -= _size(plain)
+        if limit < 0 and told:
+            break
+        told.append(plain)
+    return tuple(told)
 
 
 # Telling: everything within its room, in bytes of JSON.

@@ -11,11 +11,14 @@ from random import random
 
 from ..policy import RestartPolicy
 from ..watcher.restarts import Account, Ledger, Trial
+from .failures import as_many_as_fit
 from .messages import Card, Decision, Ended, Gone, History, Outcome, Verdict
 
 __all__ = ["Case", "judge"]
 
 MOST_FAILURES = 64  # are told of in full; more are counted
+FAILURES_LIMIT = 512 * 1024  # bytes of all of them: what the chair says goes into one entry of the store
+MOST_GONE = 1000  # nodes are told of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,19 +129,20 @@ def _verdict(
     case: Case, decision: Decision, *, cause: int = -1, reason: str = "", why_not: str = "", timed_out: bool = False
 ) -> Verdict:
     failures = [failure for node in _by_blame(case) for failure in case.ended[node].failures]
-    unsaid = sum(end.unsaid for end in case.ended.values()) + max(0, len(failures) - MOST_FAILURES)
+    told = as_many_as_fit(failures[:MOST_FAILURES], FAILURES_LIMIT) if decision is not Decision.DONE else ()
+    unsaid = sum(end.unsaid for end in case.ended.values()) + len(failures) - len(told)
     return Verdict(
         attempt=case.attempt,
         decision=decision,
         history=replace(case.history, attempts=case.attempt + case.has_begun),
         cause=cause,
-        failures=tuple(failures[:MOST_FAILURES]) if decision is not Decision.DONE else (),
+        failures=told,
         unsaid=unsaid,
         gone=tuple(
             Gone(node, case.cards[node].host, _first_rank(case, node), case.cards[node].nprocs, why)
             for node, why in case.gone.items()
             if node in case.cards
-        ),
+        )[:MOST_GONE],
         reason=reason,
         why_not=why_not,
         timed_out=timed_out,

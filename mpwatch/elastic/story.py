@@ -8,9 +8,7 @@ Code of the user's runs here: exceptions and values are rebuilt, `retry_if` and 
 run.
 """
 
-import json
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -30,7 +28,7 @@ from ..watcher.story import Story
 from ..wording import summary_of
 from ..wording import verdict as words_for
 from .exchange import Exchange, ExchangeError
-from .failures import from_plain, to_plain
+from .failures import as_many_as_fit, from_plain, to_plain
 from .gathering import pack, parts, unpack
 from .hands import News
 from .link import Link
@@ -145,7 +143,7 @@ class NodeStory(Story[T]):
     def _report(self, facts: Facts, result: RunResult[Any]) -> Ended:
         """What the other nodes are told of our ranks."""
         failures = sorted(result.failures.values(), key=lambda failure: failure is not result.root_cause)
-        told = _as_many_as_fit(failures)
+        told = as_many_as_fit(map(to_plain, failures), REPORT_LIMIT)
         has_failed = bool(failures) and facts.verdict is not Fate.TIMED_OUT
         trial = self._trial(facts, result)
         why_not = not_worth_it(self._spec.policy, trial) if has_failed and self._spec.policy.max_restarts else ""
@@ -248,18 +246,6 @@ class NodeStory(Story[T]):
             reason = f"all ranks have returned, but their values could not be gathered: {error}"
             return replace(here, state=WorkerState.FAILED, return_values={}, reason=reason)
         return replace(here, return_values=dict(sorted(values.items())))
-
-
-def _as_many_as_fit(failures: Sequence[ProcessFailure]) -> tuple[dict[str, Any], ...]:
-    told: list[dict[str, Any]] = []
-    size = 0
-    for failure in failures:
-        plain = to_plain(failure)
-        size += len(json.dumps(plain))
-        if size > REPORT_LIMIT and told:
-            break
-        told.append(plain)
-    return tuple(told)
 
 
 def _lost(gone: Gone, rank: int) -> ProcessFailure:
