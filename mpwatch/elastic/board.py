@@ -48,7 +48,7 @@ class Board:
         self._said = 0  # words, by us
         self._told = 0  # words that we have read
         self._dropped: set[str] = set()
-        self._holes: dict[int, float] = {}  # announced messages that are not there yet, with the time when they were missed
+        self._holes: dict[int, float] = {}  # announced messages that are not there yet, or are none, and since when
 
     def is_open(self) -> bool:
         """Whether the chair is there, so that it can be written to."""
@@ -79,16 +79,15 @@ class Board:
         """What has come for the chair since the last time."""
         count = self._store.add("inbox", 0)
         now = time.monotonic()
-        new = range(self._heard + 1, min(count, self._heard + MOST_HOLES) + 1)
+        new = range(self._heard + 1, min(count, self._heard + MOST_HOLES - len(self._holes)) + 1)
         self._heard = max([self._heard, *new])
         self._holes |= dict.fromkeys(new, now)
         found = []
         for number in list(self._holes):
-            if self._is_there(f"inbox/{number}"):
+            message = self._message(f"inbox/{number}", self._place("inbox", number), FromMember, MAX_ENTRY)
+            found += message
+            if message or now - self._holes[number] > self._patience:  # who has announced it is gone
                 del self._holes[number]
-                found += self._message(f"inbox/{number}", self._place("inbox", number), FromMember, MAX_ENTRY)
-            elif now - self._holes[number] > self._patience:
-                del self._holes[number]  # who has announced it is gone
         return found
 
     def say(self, word: Word) -> None:
@@ -97,11 +96,11 @@ class Board:
         self._write(f"word/{self._said}", self._place("word", self._said), to_body(word), WORD_LIMIT)
 
     def words(self) -> list[Word]:
-        """What the chair has said since the last time."""
+        """What the chair has said since the last time. What others have put there the chair writes over in its time."""
         found: list[Word] = []
-        while self._is_there(f"word/{self._told + 1}"):
+        while word := self._message(f"word/{self._told + 1}", self._place("word", self._told + 1), Word, WORD_LIMIT):
             self._told += 1
-            found += self._message(f"word/{self._told}", self._place("word", self._told), Word, WORD_LIMIT)
+            found += word
         return found
 
     def put(self, places: Iterable[Place]) -> None:
