@@ -11,7 +11,8 @@ of its inbox, and with the time, returning what is to be said to everybody.
 Newcomers are taken in as soon as they are seen; what came of an attempt, and what follows, is judged in judging.py.
 
 Guarantees: one verdict an attempt. Each node that is neither lost nor has left is waited for; one that is silent for
-`node_timeout` is lost, and one that does not end its ranks in time, too. Messages grow linearly with the nodes.
+`node_timeout` is lost, and one that does not say who it is, or end its ranks, in time, too. Messages grow linearly with the
+nodes.
 """
 
 import math
@@ -44,6 +45,7 @@ from .terms import disagreement
 
 __all__ = ["Act", "Chair", "Close", "Put", "Reserve", "Say"]
 
+GATHER_SHARE = 2.0  # of node_timeout, for all to say who they are
 STOP_SECONDS = 5.0  # beyond its grace period, for a node to stop its ranks
 
 
@@ -122,6 +124,7 @@ class Chair:
         self._waiting = 0  # newcomers
         self._first_ranks: dict[int, int] = {}
         self._begin_attempt()
+        self._stop_by = now + GATHER_SHARE * node_timeout
 
     def _begin_attempt(self) -> None:
         self._attempt = self._history.attempts
@@ -228,10 +231,11 @@ class Chair:
         self._stop_by = math.inf
         if self.stage is Stage.CLOSING:
             return self._be_over()
-        acts: list[Act] = []
-        for node in sorted(self.present - self._stopped - self._ended.keys()):
-            acts += self._lose(node, "it does not stop its ranks", now)
-        return acts
+        if self.stage is Stage.GATHERING:
+            missing, why = self.present - self._cards.keys(), "it gives signs of life, and does not say who it is"
+        else:
+            missing, why = self.present - self._stopped - self._ended.keys(), "it does not stop its ranks"
+        return [act for node in sorted(missing) for act in self._lose(node, why, now)]
 
     def _when_gathered(self, now: float) -> list[Act]:
         if self._cards.keys() != set(range(self._size)):

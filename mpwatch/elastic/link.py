@@ -164,6 +164,8 @@ class Link:
 
     def _fail(self, error: Exception) -> None:
         """The nodes cannot meet, or not anew. There are no ranks meanwhile."""
+        if isinstance(error, LaunchError) and time.monotonic() >= self._run_by:
+            error = LaunchError(f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had met: {error}")
         if self._hands.has_started:
             self._hands.tell(Conclude(Verdict(NO_ATTEMPT, Decision.FAILED, History(), reason=str(error))))
         else:

@@ -20,6 +20,7 @@ def terms_of(spec: WorkerSpec[Any]) -> Terms:
         "nnodes": f"{at.min_nodes} to {at.max_nodes}" if at.min_nodes < at.max_nodes else at.min_nodes,
         "max_restarts": spec.policy.max_restarts,
         "backend": spec.backend,
+        "timeout": spec.timeout,
         "node_timeout": f"{at.node_timeout:g}",
         "gather": at.gather,
         "the version of mpwatch": __version__,

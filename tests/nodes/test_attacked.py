@@ -75,3 +75,9 @@ def test_a_chair_that_was_stopped_for_too_long_comes_back_as_a_newcomer(job):
     assert_success(job.outcomes([node for node in job.nodes if node is not store]))
     store.kill()
     store.exit_status()
+
+
+def test_a_timeout_that_runs_out_before_the_nodes_meet_is_named(job):
+    outcome = job.start(timeout=1.0).outcome()
+    assert outcome.error == "LaunchError"
+    assert outcome.text.startswith("`timeout` (1 s) ran out before the nodes had met: rendezvous of job")

@@ -1,0 +1,201 @@
+"""The chair, the members and the judge of a job of several nodes: one history after the other, without a network."""
+
+from dataclasses import replace
+
+import pytest
+
+from mpwatch.elastic.chair import GATHER_SHARE, Chair, Put, Reserve, Say
+from mpwatch.elastic.chair import Stage as Round
+from mpwatch.elastic.judging import Case, judge
+from mpwatch.elastic.member import Begin, Conclude, Member, Post, Prepare
+from mpwatch.elastic.messages import (
+    NO_ATTEMPT,
+    Card,
+    Closed,
+    Decision,
+    Ended,
+    History,
+    Leaving,
+    Outcome,
+    Start,
+    Terms,
+    Verdict,
+    to_body,
+)
+from mpwatch.elastic.seal import Seal
+from mpwatch.policy import RestartPolicy
+
+TIMEOUT, GRACE = 15.0, 10.0
+ENTRY = 1 << 20  # bytes, of the longest that the chair may say
+DONE = Ended(0, 0, Outcome.SUCCEEDED)
+NEW = History()
+ONCE = RestartPolicy(0)
+
+
+def card(node, *, history=NEW, function="train", serves_store=False):
+    terms = Terms((("the function", function),))
+    return Card(node, f"host{node}", "", 1, "default", serves_store, GRACE, f"nonce{node}", terms, history)
+
+
+def member_of(node, *, size, max_restarts=0, **of_card):
+    return Member(card(node, **of_card), size=size, min_nodes=1, max_restarts=max_restarts, node_timeout=TIMEOUT, now=0.0)
+
+
+class Table:
+    """A chair and its members, that hear one another at once."""
+
+    def __init__(self, size, *, nodes=None, policy=ONCE, functions=None, absent=()):
+        self.chair = Chair(
+            size=size, nodes=nodes or (size, size), policy=policy, node_timeout=TIMEOUT, exit_barrier_timeout=300.0, now=0.0
+        )
+        self.members = {
+            node: member_of(node, size=size, max_restarts=policy.max_restarts, function=(functions or {}).get(node, "train"))
+            for node in range(size)
+            if node not in absent
+        }
+        self.said, self.news, self.places = [], [], {}
+        for node, member in self.members.items():
+            self.do(node, member.begin())
+
+    def do(self, node, actions, now=0.0):
+        for action in actions:
+            if isinstance(action, Post):
+                self.act(self.chair.hear(action.message, now), now)
+            else:
+                self.news.append((node, action))
+
+    def act(self, acts, now=0.0):
+        for act in acts:
+            if isinstance(act, Put):
+                self.places |= {(place.attempt, place.group_rank): place for place in act.places}
+            elif isinstance(act, Reserve):
+                self.act(self.chair.reserved(29500), now)
+            elif isinstance(act, Say):
+                self.said.append(act.word)
+                self.tell(act.word, now)
+
+    def tell(self, word, now):
+        for node, member in self.members.items():
+            self.do(node, member.hear(word), now)
+            if (attempt := member.wants_place) is not None:
+                self.do(node, member.placed(self.places[attempt, node]), now)
+
+    def begin(self, *nodes):
+        """Their environments have been made."""
+        for node in nodes or self.members:
+            self.do(node, self.members[node].prepared(self.members[node].attempt))
+
+    def of(self, node, kind):
+        return [action for who, action in self.news if who == node and isinstance(action, kind)]
+
+    @property
+    def verdicts(self):
+        return [word for word in self.said if isinstance(word, Verdict)]
+
+
+def test_environments_of_an_attempt_that_was_called_off_start_nothing():
+    table = Table(2, policy=RestartPolicy(1))
+    table.begin(0)
+    table.do(0, table.members[0].failing())
+    table.do(0, table.members[0].ended(Ended(0, 0, Outcome.FAILED)))
+    late = table.members[1]
+    assert late.attempt == 1
+    table.do(1, late.prepared(0))
+    assert not table.of(1, Begin)
+    table.do(1, late.prepared(1))
+    assert table.of(1, Begin) == [Begin(1)]
+    assert [prepare.start.attempt for prepare in table.of(1, Prepare)] == [0, 1]
+
+
+def test_who_cannot_go_on_is_not_waited_for():
+    table = Table(2)
+    table.begin(0)
+    table.do(1, table.members[1].abort(Ended(0, 0, Outcome.ABORTED, reason="ValueError: of env")))
+    assert table.chair.stage is Round.STOPPING
+    table.do(0, table.members[0].ended(replace(DONE, outcome=Outcome.STOPPED)))
+    (verdict,) = table.verdicts
+    assert (verdict.decision, verdict.reason) == (Decision.FAILED, "node 1 (host1): ValueError: of env")
+    table.do(0, table.members[0].concluded())
+    assert table.said[-1] == Closed()
+
+
+def test_nodes_that_disagree_all_leave_at_once():
+    """Each raises an error of its own, and says good-bye on its way out."""
+    table = Table(2, functions={1: "another"})
+    assert [verdict.decision for verdict in table.verdicts] == [Decision.FAILED]
+    for node, member in table.members.items():
+        table.do(node, member.abort(DONE))
+    assert table.said[-1] == Closed()
+
+
+def test_the_node_that_serves_the_store_stays_until_all_know_that_it_leaves():
+    leaving = member_of(1, size=2, serves_store=True)
+    assert leaving.leave("it received SIGINT") == [Post(Leaving(1, "it received SIGINT"))]
+    assert not leaving.is_over
+    leaving.hear(Closed())
+    assert leaving.is_over
+
+
+def test_a_node_that_gives_signs_of_life_and_says_nothing_is_lost():
+    table = Table(3, nodes=(2, 3), absent=[2])
+    for now in range(int(GATHER_SHARE * TIMEOUT)):
+        table.act(table.chair.see_beats(dict.fromkeys(range(3), now), now), now)
+        assert not table.said
+    table.act(table.chair.expire(GATHER_SHARE * TIMEOUT + 1.0))
+    (verdict,) = table.verdicts
+    assert verdict.decision is Decision.REGROUP
+    assert "does not say who it is" in verdict.reason
+
+
+@pytest.mark.parametrize("attempts", [0, 3])
+def test_what_ends_the_job_before_an_attempt_begins_is_told_of_no_other_attempt(attempts):
+    member = member_of(1, size=2, history=History(attempts))
+    (concluded,) = member.lose_store("gone")
+    assert isinstance(concluded, Conclude)
+    assert concluded.verdict.attempt == NO_ATTEMPT
+    assert concluded.verdict.history.attempts == attempts
+
+
+def test_restarts_that_cost_nothing_leave_all():
+    table = Table(2, nodes=(1, 2), policy=RestartPolicy(3, delay=5.0))
+    table.begin()
+    table.act(table.chair.hear(Leaving(1, "it received SIGTERM"), 1.0), 1.0)
+    table.do(0, table.members[0].ended(replace(DONE, outcome=Outcome.STOPPED)))
+    (verdict,) = table.verdicts
+    assert (verdict.decision, verdict.restarts_left, verdict.delay) == (Decision.REGROUP, 3, 0.0)
+
+
+def test_what_the_chair_says_of_many_long_failures_fits_into_the_store():
+    n = 64
+    text = "x" * 60_000
+    ended = {
+        node: Ended(node, 0, Outcome.FAILED, ({"rank": node, "is_secondary": node != 7, "text": text},)) for node in range(n)
+    }
+    case = Case(
+        attempt=0,
+        has_begun=True,
+        history=History(),
+        cards={node: card(node) for node in range(n)},
+        first_ranks={node: node for node in range(n)},
+        size=n,
+        nodes=(n, n),
+        waiting=0,
+        order=list(range(n)),
+        ended=ended,
+        gone={},
+    )
+    verdict = judge(case, ONCE)
+    Seal(b"secret", "job").close("word/1", to_body(verdict), limit=ENTRY)
+    assert verdict.cause == verdict.failures[0]["rank"] == 7
+    assert verdict.unsaid == n - len(verdict.failures)
+
+
+def test_a_chair_that_was_silent_for_too_long_says_nothing_more():
+    table = Table(3, nodes=(2, 3))
+    table.begin()
+    assert table.chair.resign()
+    assert table.chair.is_over
+    assert not table.chair.see_beats({}, 100.0)
+    assert not table.chair.hear(Ended(1, 0, Outcome.STOPPED), 100.0)
+    assert not table.chair.expire(1000.0)
+    assert [type(word) for word in table.said] == [Start]
