@@ -221,14 +221,15 @@ class Node:
 class World:
     """A job."""
 
+    kind = Node
+
     def __init__(self, n, *, nprocs=8, nodes=None, max_restarts=10**6, work=60.0, seed=0):
         self.now, self._ticket, self._heap = 0.0, itertools.count(), []
         self.chance = random.Random(seed)
         self.nprocs, self.nodes, self.work = nprocs, nodes or (n, n), work
         self.policy = RestartPolicy(max_restarts)
         self.messages, self.failures = Counter(), 0
-        self.nodes_by_name = {f"n{i:05}": None for i in range(n)}
-        self.nodes_by_name = {name: Node(self, name) for name in self.nodes_by_name}
+        self.nodes_by_name = {f"n{i:05}": self.kind(self, f"n{i:05}") for i in range(n)}
         self.lobby, self.participants, self._polled = set(), set(), set()
         for node in self.all():
             self.rejoin(node)
@@ -289,7 +290,7 @@ class World:
         self._form()
 
     def come(self, name):
-        self.nodes_by_name[name] = Node(self, name)
+        self.nodes_by_name[name] = self.kind(self, name)
         self.rejoin(self.nodes_by_name[name])
 
     def run(self, until=3600.0):
