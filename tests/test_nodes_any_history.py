@@ -4,11 +4,11 @@ from functools import wraps
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import BEAT, TIMEOUT, Node, World
+from simulated import TIMEOUT, Node, World
 
 from mpwatch.elastic.chair import Close
 from mpwatch.elastic.member import Prepare
-from mpwatch.elastic.messages import NO_ATTEMPT, Decision, Ended, Outcome
+from mpwatch.elastic.messages import NO_ATTEMPT, Ended, Outcome
 from mpwatch.watcher.states import Interrupted, Lease, Phase, Ready
 
 JOIN_TIMEOUT = 120.0
