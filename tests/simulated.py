@@ -76,7 +76,7 @@ class Node:
         world.after(0.0, self.beat)
 
     def beat(self):
-        if self.is_alive and not self.is_over():
+        if self.is_alive and not self.is_over() and not (self.chair and self.chair.is_over):
             round_, now = self.round, self.world.now
             round_.beats[self.group_rank] += 1
             self.do(self.member.see_chair(round_.beats[0], now))

@@ -6,13 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import TIMEOUT, Node, World
 
-from mpwatch.elastic.chair import Close
-from mpwatch.elastic.member import Prepare
-from mpwatch.elastic.messages import NO_ATTEMPT, Ended, Outcome
-from mpwatch.watcher.states import Interrupted, Lease, Phase, Ready
+from mpwatch.elastic.chair import Close, Say
+from mpwatch.elastic.member import Prepare, Stage
+from mpwatch.elastic.messages import NO_ATTEMPT, Decision, Ended, Outcome, Verdict
+from mpwatch.watcher.states import Interrupted, Lease, Phase
 
 JOIN_TIMEOUT = 120.0
 LEAVE = 12.0  # seconds that a chair which leaves waits for the others, at most
+STOPPED_WITHIN = 0.5  # seconds after it has woken up, for a node to stop ranks
 NODES, WORK = 4, 40.0
 
 
@@ -35,26 +36,24 @@ class Frail(Node):
 
     def __init__(self, world, name):
         super().__init__(world, name)
-        self.asleep_until = self.env_seconds = 0.0
+        self.asleep_until, self.env_seconds = -STOPPED_WITHIN, 0.0
         self.is_leaving = self.has_broken_env = self.is_refused = False
 
-    beat, look, expire = awake(Node.beat), awake(Node.look), awake(Node.expire)
+    look, expire = awake(Node.look), awake(Node.expire)
 
     def join(self, round_, group_rank):
         super().join(round_, group_rank)
         if self.is_leaving:
             self.end()
 
-    def feed(self, event):
-        if isinstance(event, Ready):
-            self.world.note_overlap(self)
-        super().feed(event)
+    feed = awake(Node.feed)
 
+    def start(self):
+        self.world.note_overlap(self)
+        super().start()
+
+    @awake
     def beat(self):
-        asleep = self.asleep_until - self.world.now
-        if asleep > 0:
-            self.world.after(asleep, self.beat)
-            return
         super().beat()
         if self.ranks is not None and self.is_alive:
             now = self.world.now
@@ -70,7 +69,9 @@ class Frail(Node):
 
     @awake
     def make_environments(self, attempt, round_):
-        if not self.is_alive or self.round is not round_:
+        if not self.is_alive or self.round is not round_ or self.member.attempt != attempt:
+            return
+        if self.member.stage is not Stage.PREPARING:
             return
         if self.has_broken_env:
             self.do(self.member.abort(Ended(0, 0, Outcome.ABORTED, reason="env")))
@@ -79,6 +80,7 @@ class Frail(Node):
             self.do(self.member.prepared(attempt))
 
     def act(self, acts):
+        self.world.said += [act.word for act in acts if isinstance(act, Say) and isinstance(act.word, Verdict)]
         super().act(acts)
         if any(isinstance(act, Close) for act in acts):
             self.world.close()
@@ -96,13 +98,21 @@ class Frail(Node):
         world.after(seconds, lambda: self.wake(world.now - began))
 
     def wake(self, gap):
-        if self.round is None or not self.is_alive or gap <= 1.0:
+        if not self.is_alive or gap <= 1.0:
+            return
+        if self.round is None:
+            self.world.rejoin(self)
             return
         self.member.forgive(gap)
         if self.chair is not None:
             self.chair.forgive(gap)
-            if gap > TIMEOUT * 0.75 and self.chair.resign():
-                self.do(self.member.lose_chair("it was silent"))
+        if gap <= TIMEOUT * 0.75:
+            return
+        if self.chair is None:
+            self.do(self.member.resign("it was silent"))
+        elif not self.chair.is_closing:
+            self.act(self.chair.resign("it was silent"))
+            self.do(self.member.lose_chair("it was silent"))
 
     @awake
     def leave(self):
@@ -131,7 +141,9 @@ class Frail(Node):
     @property
     def has_ranks(self):
         phases = () if self.ranks is None else self.ranks.roster.phases.values()
-        return self.is_alive and any(phase not in (Phase.GONE, Phase.GIVEN_UP) for phase in phases)
+        if not self.is_alive or self.asleep_until + STOPPED_WITHIN > self.world.now:
+            return False
+        return any(phase not in (Phase.GONE, Phase.GIVEN_UP) for phase in phases)
 
 
 class Job(World):
@@ -140,7 +152,7 @@ class Job(World):
     kind = Frail
 
     def __init__(self, *args, **options):
-        self.is_closed, self.overlaps = False, []
+        self.is_closed, self.overlaps, self.said = False, [], []
         super().__init__(*args, **options)
 
     def rejoin(self, node):
@@ -223,7 +235,7 @@ def history(least, max_restarts, happens, seed):
     return job
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.integers(1, NODES), st.integers(0, 2), st.lists(HAPPENS, max_size=7), st.integers(0, 3))
 def test_no_history_breaks_a_promise(least, max_restarts, happens, seed):
     job = history(least, max_restarts, happens, seed)
@@ -231,4 +243,18 @@ def test_no_history_breaks_a_promise(least, max_restarts, happens, seed):
     told = [node.verdict for node in job.alive() if not node.is_refused and node.verdict.attempt != NO_ATTEMPT]
     assert len({(verdict.decision, verdict.history, verdict.cause, verdict.attempt) for verdict in told}) <= 1
     assert all(verdict.history.used <= max_restarts for verdict in told)
+    tried_again = [said for said in job.said if said.failures and said.decision in (Decision.AGAIN, Decision.REGROUP)]
+    assert len(tried_again) <= max_restarts
+    begun = [said.attempt for said in job.said if said.history.attempts > said.attempt]
+    assert len(begun) == len(set(begun)), "two verdicts on an attempt"
     assert not job.overlaps
+
+
+MOMENT = TIMEOUT / 3
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.just("suspend"), MOMENTS, NODE, st.floats(0.1, MOMENT)), max_size=5), st.integers(0, 3))
+def test_nodes_that_are_silent_for_a_moment_harm_nobody(happens, seed):
+    job = history(NODES, 0, happens, seed)
+    assert {(node.verdict.decision, node.verdict.history.attempts) for node in job.all()} == {(Decision.DONE, 1)}

@@ -7,7 +7,7 @@ import pytest
 from mpwatch.elastic.chair import GATHER_SHARE, Chair, Put, Reserve, Say
 from mpwatch.elastic.chair import Stage as Round
 from mpwatch.elastic.judging import Case, judge
-from mpwatch.elastic.member import Begin, Conclude, Member, Post, Prepare
+from mpwatch.elastic.member import Begin, CallOff, Conclude, Member, Post, Prepare, Rejoin
 from mpwatch.elastic.messages import (
     NO_ATTEMPT,
     Card,
@@ -18,6 +18,7 @@ from mpwatch.elastic.messages import (
     Leaving,
     Outcome,
     Start,
+    Stop,
     Terms,
     Verdict,
     to_body,
@@ -193,9 +194,27 @@ def test_what_the_chair_says_of_many_long_failures_fits_into_the_store():
 def test_a_chair_that_was_silent_for_too_long_says_nothing_more():
     table = Table(3, nodes=(2, 3))
     table.begin()
-    assert table.chair.resign()
+    table.act(table.chair.resign("it was silent for 20 s"))
     assert table.chair.is_over
     assert not table.chair.see_beats({}, 100.0)
     assert not table.chair.hear(Ended(1, 0, Outcome.STOPPED), 100.0)
     assert not table.chair.expire(1000.0)
-    assert [type(word) for word in table.said] == [Start]
+    assert [type(word) for word in table.said] == [Start, Stop]
+    assert all(table.of(node, CallOff) for node in table.members)
+
+
+def test_a_node_that_was_silent_for_too_long_starts_nothing_until_it_has_come_back():
+    """The chair may be lost meanwhile, and nobody tell it."""
+    table = Table(3, nodes=(2, 3))
+    table.begin(0, 1)
+    late = table.members[2]
+    table.do(2, late.resign("it was silent for 16.0 s"))
+    table.do(2, late.prepared(0))
+    table.tell(Start(1, 3, 3, "host0", 29500, "host0", 1), 0.0)
+    assert not table.of(2, Begin)
+    for node in (0, 1):
+        table.do(node, table.members[node].ended(replace(DONE, outcome=Outcome.STOPPED)))
+    (verdict,) = table.verdicts
+    assert (verdict.decision, verdict.reason) == (Decision.REGROUP, "node 2 (host2) is gone: it was silent for 16.0 s")
+    assert late.is_over
+    assert [rejoin.history for rejoin in table.of(2, Rejoin)] == [verdict.history]

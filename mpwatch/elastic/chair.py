@@ -140,6 +140,11 @@ class Chair:
         return self.stage is Stage.OVER
 
     @property
+    def is_closing(self) -> bool:
+        """Whether what came of the job has been said."""
+        return self.stage in (Stage.CLOSING, Stage.OVER)
+
+    @property
     def present(self) -> set[int]:
         """The nodes that are counted on."""
         return set(range(self._size)) - self._gone.keys()
@@ -193,14 +198,12 @@ class Chair:
         self._began_at += seconds
         self._stop_by += seconds
 
-    def resign(self) -> bool:
-        """This node was silent for so long that the others may have gone on without it: what it would say now is not for
-        their new round. False if all that is left is to wait until they have taken note of the end.
+    def resign(self, why: str) -> list[Act]:
+        """This node was silent for so long that the others may have gone on without it: what comes of their job is not for
+        it to say any more. Those who are still there stop their ranks, and then miss its signs of life.
         """
-        if self.stage in (Stage.CLOSING, Stage.OVER):
-            return False
         self.stage = Stage.OVER
-        return True
+        return [Say(Stop(self._attempt, why))]
 
     def reserved(self, port: int) -> list[Act]:
         """The port for the next attempt."""

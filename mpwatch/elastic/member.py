@@ -131,6 +131,7 @@ class Member:
         self._node_timeout = node_timeout
         self._chair_beat = -1
         self._chair_seen_at = now
+        self._has_resigned = False
         self._lost = ""  # why there is no chair any more
         self._has_begun = False  # ranks of this attempt
         self._is_leaving = False
@@ -158,6 +159,17 @@ class Member:
     def forgive(self, seconds: float) -> None:
         """This node itself did not look for so long."""
         self._chair_seen_at += seconds
+
+    def resign(self, why: str) -> list[Action]:
+        """This node was silent for so long that the others may have gone on without it. They are told to; its ranks are
+        stopped, and no others started; and when it knows what the others do, or that there is no chair, it comes back.
+        """
+        if self.stage in (Stage.ENDING, Stage.OVER):
+            return []
+        self._has_resigned = True
+        was, self.stage = self.stage, Stage.STOPPING if self._has_begun else Stage.WAITING
+        told: list[Action] = [Post(Leaving(self._card.group_rank, why))]
+        return told + ([CallOff(self.attempt, why)] if was is Stage.WORKING else [])
 
     def hear(self, word: Word) -> list[Action]:
         """What the chair has said."""
@@ -260,7 +272,7 @@ class Member:
         return self._after_chair()
 
     def _started(self, word: Start) -> list[Action]:
-        if self.stage not in (Stage.ENTERING, Stage.WAITING):
+        if self.stage not in (Stage.ENTERING, Stage.WAITING) or self._has_resigned:
             return []
         self.stage = Stage.PREPARING
         self.attempt, self._start, self._place = word.attempt, word, None

@@ -132,14 +132,20 @@ class Sitting:
         if gap <= STALL_SECONDS:
             return
         self.member.forgive(gap)
-        if self._chair is None:
+        if self._chair is not None:
+            self._chair.forgive(gap)
+        if gap <= self._lost_after:
             return
-        self._chair.forgive(gap)
-        if gap > self._lost_after and self._chair.resign():
-            self.do(self.member.lose_chair(f"it was silent for {gap:.1f} s"))
+        why = f"it was silent for {gap:.1f} s"
+        if self._chair is None:
+            self.do(self.member.resign(why))
+        elif not self._chair.is_closing:
+            self._acts += self._chair.resign(why)
+            self.do(self.member.lose_chair(why))
 
     def _give_sign(self, now: float) -> None:
-        if now < self._next_beat:
+        has_resigned = self._chair is not None and self._chair.is_over  # or there is nothing more to come
+        if now < self._next_beat or has_resigned:
             return
         self._next_beat = now + self._interval
         self._board.beat()
