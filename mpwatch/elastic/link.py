@@ -36,7 +36,7 @@ from .hands import Hands, News
 from .member import Conclude, Member, Rejoin
 from .messages import NO_ATTEMPT, Card, Decision, Ended, History, Start, Terms, Verdict
 from .patience import Limit
-from .seal import ForgedError, Seal
+from .seal import ForgedError, Seal, SecretError
 from .sitting import Sitting
 from .store import PartOfStore
 from .terms import terms_of, unlike
@@ -234,9 +234,16 @@ class Link:
             store = self._engine.store_of_job()
             with suppress(StoreLostError, ForgedError, KeyError):
                 if store is not None and store.check(["refused"]):
-                    body = self._seal.open("refused", store.get("refused"))
-                    raise LaunchError(f"{error}. {body['host']} was refused: {body['why']}") from error
+                    raise LaunchError(f"{error}. {self._who_was_refused(store.get('refused'))}") from error
             raise
+
+    def _who_was_refused(self, entry: bytes) -> str:
+        """Raises ForgedError or KeyError."""
+        try:
+            body = self._seal.open("refused", entry)
+        except SecretError as error:
+            return f"A node was refused, and what it has written is {error}"
+        return f"{body['host']} was refused: {body['why']}"
 
     def _sit(self, found: Round, history: History) -> Rejoin | None:
         """Through one round. Returns how the nodes meet anew; None: they do not."""
