@@ -218,3 +218,17 @@ def test_a_node_that_was_silent_for_too_long_starts_nothing_until_it_has_come_ba
     assert (verdict.decision, verdict.reason) == (Decision.REGROUP, "node 2 (host2) is gone: it was silent for 16.0 s")
     assert late.is_over
     assert [rejoin.history for rejoin in table.of(2, Rejoin)] == [verdict.history]
+
+
+def test_what_had_failed_before_the_callers_own_code_did_is_the_cause():
+    """`retry_if` raises, of one rank's failure; the other node's rank was stopped for it."""
+    table = Table(2, policy=RestartPolicy(3))
+    table.begin()
+    broken = table.members[1]
+    table.do(1, broken.failing())
+    failure = {"rank": 1, "is_secondary": False}
+    table.do(1, broken.abort(Ended(0, 0, Outcome.ABORTED, (failure,), reason="KeyError: of retry_if")))
+    table.do(0, table.members[0].ended(replace(DONE, outcome=Outcome.STOPPED)))
+    (verdict,) = table.verdicts
+    why = "node 1 (host1): KeyError: of retry_if"
+    assert (verdict.decision, verdict.cause, verdict.why_not, verdict.failures) == (Decision.FAILED, 1, why, (failure,))

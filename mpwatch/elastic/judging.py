@@ -55,11 +55,14 @@ def _judged(case: Case, policy: RestartPolicy, chance: Callable[[], float]) -> V
     ends = case.ended.values()
     if len(ends) == case.size and all(end.outcome is Outcome.SUCCEEDED for end in ends):
         return _verdict(case, Decision.DONE)
-    for end in ends:
-        if end.outcome in (Outcome.ABORTED, Outcome.TIMED_OUT):
-            why = f"{host_of(case.cards, end.group_rank)}: {end.reason}"
-            return _verdict(case, Decision.FAILED, reason=why, timed_out=end.outcome is Outcome.TIMED_OUT)
     root = _root(case)
+    for end in ends:
+        why = f"{host_of(case.cards, end.group_rank)}: {end.reason}"
+        if end.outcome is Outcome.TIMED_OUT:
+            return _verdict(case, Decision.FAILED, reason=why, timed_out=True)
+        if end.outcome is Outcome.ABORTED:
+            before = root or end  # whose ranks had failed, if any had
+            return _verdict(case, Decision.FAILED, cause=_cause(before), reason=why, why_not=why if before.failures else "")
     if root is not None and not (case.gone and _is_secondary(root)):
         return _after_failure(case, root, policy, chance)
     return _after_loss(case, policy, chance) if case.gone else _verdict(case, Decision.REGROUP, reason=_newcomers(case))
@@ -88,8 +91,13 @@ def _after_failure(case: Case, root: Ended, policy: RestartPolicy, chance: Calla
         healthy_seconds=root.healthy_seconds,
         step=max((end.step for end in case.ended.values() if end.step >= 0), default=None),
     )
-    rank = root.failures[0].get("rank", -1) if root.failures else -1
-    return _tried_again(case, policy, chance, trial, cause=rank if isinstance(rank, int) else -1, reason=root.reason)
+    return _tried_again(case, policy, chance, trial, cause=_cause(root), reason=root.reason)
+
+
+def _cause(end: Ended) -> int:
+    """The rank that has failed first there."""
+    rank = end.failures[0].get("rank") if end.failures else None
+    return rank if isinstance(rank, int) else -1
 
 
 def _after_loss(case: Case, policy: RestartPolicy, chance: Callable[[], float]) -> Verdict:

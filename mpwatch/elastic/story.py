@@ -9,13 +9,14 @@ run.
 """
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
 
 from ..errors import LaunchError
 from ..events.kinds import NodesMet, Restarting
-from ..result import FailureKind, ProcessFailure, RunResult, WorkerState
+from ..result import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
 from ..spec import WorkerSpec
 from ..watcher.environment import environments_of
 from ..watcher.facts import Facts
@@ -89,8 +90,8 @@ class NodeStory(Story[T]):
         """What came of the job, as this node knows it."""
         assert self._errand is not None
         (facts,) = self._errand.facts
-        if facts.ranks and not self._latest:  # they were interrupted, which nobody judges
-            self._close(facts)
+        if facts.ranks and facts.attempt not in {attempt.number for attempt in self._attempts}:
+            self._close(facts)  # they were interrupted, which nobody judges
         here = next((result for _, result in self._latest.values()), _nothing_yet(facts))
         result = replace(self._of_job(here), attempts=tuple(self._attempts))
         self._end(result.state, "" if result.state is WorkerState.SUCCEEDED else words_for(result))
@@ -102,7 +103,11 @@ class NodeStory(Story[T]):
         super().fail(error)
 
     def _abort(self, error: BaseException) -> None:
-        self._link.abort(Ended(0, 0, Outcome.ABORTED, reason=summary_of(error)[:1000]))
+        """Tell the others; and what has failed here before, if they do not know."""
+        latest = self._attempts[-1] if self._attempts else None
+        is_known = latest is None or (self._heard is not None and self._heard.attempt >= latest.number)
+        failures = () if latest is None or is_known else _told(latest)
+        self._link.abort(Ended(0, 0, Outcome.ABORTED, failures, reason=summary_of(error)[:1000]))
 
     def _attend(self, life: Life, news: News) -> None:
         if isinstance(news, BaseException):
@@ -143,9 +148,8 @@ class NodeStory(Story[T]):
 
     def _report(self, facts: Facts, result: RunResult[Any]) -> Ended:
         """What the other nodes are told of our ranks."""
-        failures = sorted(result.failures.values(), key=lambda failure: failure is not result.root_cause)
-        told = as_many_as_fit(map(to_plain, failures), REPORT_LIMIT)
-        has_failed = bool(failures) and facts.verdict is not Fate.TIMED_OUT
+        told = _told(result)
+        has_failed = bool(result.failures) and facts.verdict is not Fate.TIMED_OUT
         trial = self._trial(facts, result)
         why_not = not_worth_it(self._spec.policy, trial) if has_failed and self._spec.policy.max_restarts else ""
         assert facts.verdict is not None
@@ -154,7 +158,7 @@ class NodeStory(Story[T]):
             attempt=0,  # both are the link's to fill in
             outcome=Outcome.FAILED if has_failed else OUTCOMES.get(facts.verdict, Outcome.FAILED),
             failures=told,
-            unsaid=len(failures) - len(told),
+            unsaid=len(result.failures) - len(told),
             why_not=why_not[:1000],
             reason=result.reason[:1000],
             healthy_seconds=max(0.0, facts.healthy_seconds),
@@ -246,6 +250,12 @@ class NodeStory(Story[T]):
             reason = f"all ranks have returned, but their values could not be gathered: {error}"
             return replace(here, state=WorkerState.FAILED, return_values={}, reason=reason)
         return replace(here, return_values=dict(sorted(values.items())))
+
+
+def _told(what: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any], ...]:
+    """Its failures, as other nodes hear of them: the root cause first."""
+    failures = sorted(what.failures.values(), key=lambda failure: failure is not what.root_cause)
+    return as_many_as_fit(map(to_plain, failures), REPORT_LIMIT)
 
 
 def _lost(gone: Gone, rank: int) -> ProcessFailure:

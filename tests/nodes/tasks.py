@@ -77,6 +77,18 @@ def takes_its_time(worker):
     return {}
 
 
+def takes_its_time_again(worker):
+    """As `env`: at the second start."""
+    if worker.restart_count:
+        time.sleep(1.0)
+    return {}
+
+
+def breaks_down_again(worker):
+    """As `env`: at the second start."""
+    return breaks_down(worker) if worker.restart_count else {}
+
+
 def breaks_down(worker):
     """As `env`."""
     raise BrokenDownError(f"rank {worker.rank} cannot be")

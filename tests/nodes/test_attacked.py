@@ -81,3 +81,14 @@ def test_a_timeout_that_runs_out_before_the_nodes_meet_is_named(job):
     outcome = job.start(timeout=1.0).outcome()
     assert outcome.error == "LaunchError"
     assert outcome.text.startswith("`timeout` (1 s) ran out before the nodes had met: rendezvous of job")
+
+
+def test_an_attempt_is_told_of_once_though_another_was_called_off_before_it_began(job):
+    options = {"max_restarts": 1, "grace_period": 0.5}
+    job.start(tasks.fails_first_time, 2, env="takes_its_time_again", **options)
+    job.start(tasks.fails_first_time, 2, env="breaks_down_again", **options)
+    outcome, broken = job.outcomes()
+    assert broken.error == "BrokenDownError"
+    assert outcome.text.startswith(f"node 1 ({broken.hostname}): BrokenDownError: rank 2 cannot be")
+    assert outcome.attempts == [{"number": 0, "state": "FAILED"}]
+    assert outcome.events.count("worker_failed") == 1
