@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from uuid import uuid4
 
+from .errors import StoreLostError
 from .gathering import GATHER_LIMIT, PART
 from .messages import FromMember, Place, Word, from_body, to_body
 from .seal import MAX_ENTRY, ForgedError, Seal
@@ -26,6 +27,8 @@ __all__ = ["Board"]
 
 log = logging.getLogger("mpwatch")
 MOST_HOLES = 1000
+MOST_BEHIND = 1_000_000  # messages: more than all nodes of any job would write
+MOST_NAMED = 20  # entries that were dropped
 MOST_PARTS = 2 * GATHER_LIMIT // PART
 WORD_LIMIT = 4 * MAX_ENTRY  # a verdict tells of the failures of many nodes
 
@@ -78,6 +81,8 @@ class Board:
     def inbox(self) -> list[FromMember]:
         """What has come for the chair since the last time."""
         count = self._store.add("inbox", 0)
+        if count - self._heard > MOST_BEHIND:
+            raise StoreLostError(f"somebody else writes into the store: it announces {count} messages of the nodes")
         now = time.monotonic()
         new = range(self._heard + 1, min(count, self._heard + MOST_HOLES - len(self._holes)) + 1)
         self._heard = max([self._heard, *new])
@@ -182,6 +187,8 @@ class Board:
             return None
 
     def _drop(self, key: str, error: ForgedError) -> None:
-        if key not in self._dropped:  # it is looked for again
-            self._dropped.add(key)
-            log.warning("an entry of the rendezvous is dropped: %s: %s", key, error)
+        if key in self._dropped or len(self._dropped) >= MOST_NAMED:  # it is looked for again
+            return
+        self._dropped.add(key)
+        rest = "; more of them will not be named" if len(self._dropped) == MOST_NAMED else ""
+        log.warning("an entry of the rendezvous is dropped: %s: %s%s", key, error, rest)

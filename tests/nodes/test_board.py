@@ -5,8 +5,9 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from mpwatch.elastic.board import MOST_HOLES, Board
+from mpwatch.elastic.board import MOST_HOLES, MOST_NAMED, Board
 from mpwatch.elastic.endpoint import Endpoint
+from mpwatch.elastic.errors import StoreLostError
 from mpwatch.elastic.messages import Bye, Closed, Failing, Stop
 from mpwatch.elastic.seal import Seal
 from mpwatch.elastic.store import Connection, PartOfStore
@@ -69,3 +70,22 @@ def test_what_was_said_elsewhere_does_not_count_here():
     node._store.set("inbox/2", node._store.get("inbox/1"))
     assert node.words() == [Stop(0, "why"), Closed()]
     assert chair.inbox() == [Failing(1, 0)]
+
+
+def test_who_announces_more_than_any_node_ever_says_is_found_out(boards):
+    """Else what the nodes say would come after all that, and be waited for."""
+    chair, node = boards
+    node._store.add("inbox", 10**9)
+    with pytest.raises(StoreLostError, match="somebody else writes into the store: it announces 1000000000 messages"):
+        chair.inbox()
+
+
+def test_of_very_many_forged_entries_some_are_named(boards, caplog):
+    chair, node = boards
+    for number in range(1, 100):
+        node._store.set(f"inbox/{number}", "forged")
+    node._store.add("inbox", 99)
+    chair.inbox()
+    chair.inbox()
+    assert len(caplog.records) == MOST_NAMED
+    assert caplog.records[-1].getMessage().endswith("; more of them will not be named")
