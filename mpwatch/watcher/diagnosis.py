@@ -327,7 +327,7 @@ def _state_of(facts: Facts, seen: RankFacts, failed: bool) -> WorkerState:
 
 
 def _state_of_all(verdict: Verdict | None, failures: Mapping[int, ProcessFailure]) -> WorkerState:
-    if verdict is Verdict.INTERRUPTED:
+    if verdict is Verdict.INTERRUPTED or (verdict is Verdict.CALLED_OFF and not failures):
         return WorkerState.STOPPED
     return WorkerState.SUCCEEDED if verdict is Verdict.SUCCEEDED and not failures else WorkerState.FAILED
 

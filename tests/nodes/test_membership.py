@@ -75,6 +75,7 @@ def test_a_newcomer_is_taken_in_and_costs_no_restart(job):
     assert counts(world) == {1}
     world.order("return")
     assert_success(first, second)
+    assert [attempt["state"] for attempt in first.outcome().attempts] == ["STOPPED", "SUCCEEDED"]
 
 
 def test_after_a_newcomer_all_restarts_are_left(job):
