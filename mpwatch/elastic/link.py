@@ -78,9 +78,12 @@ class Link:
         return self._engine.backend
 
     def begin(self, mailbox: Mailbox) -> None:
-        """Meet the other nodes. The mailbox is that of the ranks' thread."""
+        """Meet the other nodes. The mailbox is that of the ranks' thread. Raises LaunchError."""
         self._hands = Hands(mailbox, self._rendezvous.node_timeout)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # Python is ending, or there is no room for one more
+            raise LaunchError(f"the other nodes cannot be met: {error}") from error
 
     def news(self) -> list[News]:
         """What the caller's thread has to know, or to do, since the last time."""

@@ -118,7 +118,6 @@ class Member:
         min_nodes: with how many the job can be.
         max_restarts: how many failures it survives.
         node_timeout: seconds of silence after which the chair is lost.
-        chair_host: what to call the chair, until it has said so.
         now: seconds on the clock that all later times are of.
     """
 

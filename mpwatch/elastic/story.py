@@ -195,6 +195,8 @@ class NodeStory(Story[T]):
     def _failures_of(self, verdict: Verdict) -> dict[int, ProcessFailure]:
         """Of other nodes; and of those that are gone, one for each rank that they had."""
         found: dict[int, ProcessFailure] = {}
+        if verdict.unsaid:
+            log.warning("%d more failures are not told of: what nodes tell one another is bounded", verdict.unsaid)
         ranks = ((gone, gone.rank + n) for gone in verdict.gone if gone.rank >= 0 for n in range(gone.nprocs))
         found |= {rank: _lost(gone, rank) for gone, rank in islice(ranks, MOST_LOST)}
         for plain in verdict.failures:
