@@ -46,6 +46,7 @@ __all__ = ["Link"]
 THREAD_SECONDS = 1.0  # for the kernel to know nothing more of a thread that has ended, which takes microseconds
 LEAVE_SECONDS = 2.0  # beyond the grace period in which they stop their ranks, for the others to take note of who leaves
 LINGER_SECONDS, LINGER_PAUSE = 10.0, 0.2  # for an earlier job of the same name to be gone, and between two looks
+SERVER_SECONDS = 1.0  # for the node that serves the store to write the job's terms, which it does as soon as it serves it
 AGAIN_LAST_CALL = 2.0  # seconds in which survivors meet anew, should not all of them come at once
 
 
@@ -188,12 +189,16 @@ class Link:
         store leaves last, and this one may have been quicker.
         """
         linger_by = time.monotonic() + LINGER_SECONDS
+        earlier = ""
         while True:
             try:
                 self._engine.connect(join_by)
                 self._agree()
                 return self._join(join_by)
-            except (ClosedError, StoreLostError):
+            except LaunchError as error:
+                raise LaunchError(f"{error}. Before that: {earlier}") if earlier else error from error.__cause__
+            except (ClosedError, StoreLostError) as error:
+                earlier = str(error)
                 is_lasting = self._is_given or self._engine.is_host or self._rendezvous.backend != "c10d"
                 if is_lasting or time.monotonic() > min(linger_by, join_by):
                     raise
@@ -221,12 +226,19 @@ class Link:
             raise LaunchError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint}: {why}")
 
     def _first_terms(self, store: PartOfStore, place: str) -> dict[str, Any]:
-        """What the first node of the job has written, which may be this one. Raises ForgedError."""
-        patience = Limit(time.monotonic() + self._rendezvous.node_timeout, self._is_leaving)
-        is_first = store.add("came", 1) == 1
+        """What the first node of the job has written: the one that serves the store, if one of them does, since with it
+        goes the store, should it be refused. Raises ForgedError.
+        """
+        may_be_served = self._rendezvous.backend == "c10d" and not self._engine.is_host
+        patience = Limit(time.monotonic() + (SERVER_SECONDS if may_be_served else 0.0), self._is_leaving)
+        is_first = self._engine.is_host
         while not store.check([place]):
-            if is_first or not patience.pause():  # or the first one was lost before it could write them
+            if patience.pause():
+                continue
+            if is_first or store.add("came", 1) == 1:
                 store.set(place, self._seal.close(place, {"host": platform.node(), "items": dict(self._terms.items)}))
+            patience = Limit(time.monotonic() + self._rendezvous.node_timeout, self._is_leaving)
+            is_first = True  # should who is have been lost before it could write them
         return self._seal.open(place, store.get(place))
 
     def _join(self, deadline: float, *, last_call: float | None = None, enough: float = math.inf) -> Round:
