@@ -47,6 +47,7 @@ THREAD_SECONDS = 1.0  # for the kernel to know nothing more of a thread that has
 LEAVE_SECONDS = 2.0  # beyond the grace period in which they stop their ranks, for the others to take note of who leaves
 LINGER_SECONDS, LINGER_PAUSE = 10.0, 0.2  # for an earlier job of the same name to be gone, and between two looks
 SERVER_SECONDS = 1.0  # for the node that serves the store to write the job's terms, which it does as soon as it serves it
+NOBODY_LEFT = "the node of group rank 0 is lost, or has not waited for this one any longer"
 AGAIN_LAST_CALL = 2.0  # seconds in which survivors meet anew, should not all of them come at once
 
 
@@ -70,6 +71,8 @@ class Link:
         self._bell = threading.Event()
         self._has_concluded = False
         self._is_leaving = threading.Event()
+        self._has_ended = threading.Event()
+        self._exchange: Exchange | None = None  # that somebody waits for
         self._board: Board | None = None  # of this round
         self._thread = threading.Thread(target=self._carry_out, name="mpwatch-node")
 
@@ -120,7 +123,10 @@ class Link:
 
     def exchange(self, exchange: Exchange) -> None:
         """Have the values of all nodes."""
+        self._exchange = exchange
         self._call(lambda sitting: sitting.exchange(exchange))
+        if self._has_ended.is_set():
+            exchange.end(NOBODY_LEFT)
 
     def abort(self, report: Ended) -> None:
         """The run cannot go on here, through no fault of a rank."""
@@ -165,6 +171,10 @@ class Link:
             self._fail(error)
         except BaseException as error:  # noqa: BLE001  an error of ours: the caller's thread raises it
             self._hands.tell(error)
+        finally:
+            self._has_ended.set()  # before the look at what is waited for: one that comes later sees it
+            if self._exchange is not None:
+                self._exchange.end(NOBODY_LEFT)
 
     def _fail(self, error: Exception) -> None:
         """The nodes cannot meet, or not anew. There are no ranks meanwhile."""

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
+from signal import Signals
 from typing import Any, TypeVar
 
 from ..errors import LaunchError
@@ -275,5 +276,5 @@ def _lost(gone: Gone, rank: int) -> ProcessFailure:
 
 def _nothing_yet(facts: Facts) -> RunResult[Any]:
     """Of a run that was ended before its ranks were started."""
-    reason = "" if facts.signum is None else f"the run was stopped before its ranks were started: signal {facts.signum}"
-    return RunResult(state=WorkerState.STOPPED, reason=reason)
+    why = "" if facts.signum is None else f": this process received {Signals(facts.signum).name}"
+    return RunResult(state=WorkerState.STOPPED, reason=f"the run was stopped before its ranks were started{why}")
