@@ -89,7 +89,8 @@ def run(
     Raises:
         RunFailedError: a rank failed; raised from that rank's own exception. A rank that ended without returning failed.
         RunTimeoutError: `timeout` ran out.
-        LaunchError: the ranks could not be started; none is left.
+        LaunchError: the ranks could not be started; none is left. With `rendezvous`: or the nodes have not met in
+            `join_timeout`, or before `timeout` ran out.
         TypeError, ValueError: an argument is not what it should be.
         KeyboardInterrupt: Ctrl-C; the ranks got it too, and had grace_period seconds to end.
     """

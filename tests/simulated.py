@@ -9,7 +9,7 @@ from collections import Counter
 
 from mpwatch.elastic.chair import Chair, Put, Reserve, Say
 from mpwatch.elastic.member import Begin, CallOff, Conclude, Member, Post, Prepare, Rejoin
-from mpwatch.elastic.messages import Card, Ended, History, Outcome, Terms
+from mpwatch.elastic.talk.messages import Card, Ended, History, Outcome, Terms
 from mpwatch.policy import RestartPolicy
 from mpwatch.watcher.machine import Machine
 from mpwatch.watcher.states import (

@@ -8,7 +8,7 @@ from simulated import TIMEOUT, Node, World
 
 from mpwatch.elastic.chair import Close, Say
 from mpwatch.elastic.member import Prepare, Stage
-from mpwatch.elastic.messages import NO_ATTEMPT, Decision, Ended, Outcome, Verdict
+from mpwatch.elastic.talk.messages import NO_ATTEMPT, Decision, Ended, Outcome, Verdict
 from mpwatch.watcher.states import Interrupted, Lease, Phase
 
 JOIN_TIMEOUT = 120.0

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpwatch import FailureKind, ProcessFailure
-from mpwatch.elastic import failures
-from mpwatch.elastic.failures import FAILURE_LIMIT, LEAST_LIMIT, from_plain, to_plain
-from mpwatch.elastic.seal import ForgedError, Seal, written
+from mpwatch.elastic.talk import failures
+from mpwatch.elastic.talk.failures import FAILURE_LIMIT, LEAST_LIMIT, from_plain, to_plain
+from mpwatch.elastic.talk.seal import ForgedError, Seal, written
 
 JOB = Seal(b"", "job")
 JSON = st.recursive(

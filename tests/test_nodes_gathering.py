@@ -10,8 +10,8 @@ import saboteurs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpwatch.elastic.gathering import GATHER_LIMIT, PART, pack, parts, unpack
-from mpwatch.elastic.seal import ForgedError, sign
+from mpwatch.elastic.talk.gathering import GATHER_LIMIT, PART, pack, parts, unpack
+from mpwatch.elastic.talk.seal import ForgedError, sign
 
 KEY = b"secret"
 PLACE = "round-7/attempt-1/values/3"
@@ -52,7 +52,7 @@ def test_a_class_of_the_program_is_the_same_class_on_all_nodes(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\n"
-        "from mpwatch.elastic.gathering import pack, unpack\n"
+        "from mpwatch.elastic.talk.gathering import pack, unpack\n"
         "class Result:\n    pass\n"
         "if sys.argv[1] == 'pack':\n"
         "    result = Result()\n"

@@ -8,7 +8,7 @@ from mpwatch.elastic.chair import GATHER_SHARE, Chair, Put, Reserve, Say
 from mpwatch.elastic.chair import Stage as Round
 from mpwatch.elastic.judging import Case, judge
 from mpwatch.elastic.member import Begin, CallOff, Conclude, Member, Post, Prepare, Rejoin
-from mpwatch.elastic.messages import (
+from mpwatch.elastic.talk.messages import (
     NO_ATTEMPT,
     Card,
     Closed,
@@ -23,8 +23,9 @@ from mpwatch.elastic.messages import (
     Verdict,
     to_body,
 )
-from mpwatch.elastic.seal import Seal
+from mpwatch.elastic.talk.seal import Seal
 from mpwatch.policy import RestartPolicy
+from mpwatch.result import FailureKind
 
 TIMEOUT, GRACE = 15.0, 10.0
 ENTRY = 1 << 20  # bytes, of the longest that the chair may say
@@ -232,3 +233,58 @@ def test_what_had_failed_before_the_callers_own_code_did_is_the_cause():
     (verdict,) = table.verdicts
     why = "node 1 (host1): KeyError: of retry_if"
     assert (verdict.decision, verdict.cause, verdict.why_not, verdict.failures) == (Decision.FAILED, 1, why, (failure,))
+
+
+COMPLAINT = {"rank": 0, "is_secondary": True}
+MISSED = {"rank": 1, "is_secondary": False}
+
+
+def after_a_complaint(policy=ONCE, *, lacks_a_peer=True, why_not="", absent_why_not="", **case):
+    """The verdict when node 0 complains, and node 1 has a rank that may be the one that it missed."""
+    ended = {
+        0: Ended(0, 0, Outcome.FAILED, (COMPLAINT,), lacks_a_peer=lacks_a_peer, why_not=why_not),
+        1: Ended(1, 0, Outcome.STOPPED, absent=(MISSED,), why_not=absent_why_not),
+    }
+    what = {
+        "attempt": 0,
+        "has_begun": True,
+        "history": NEW,
+        "size": 2,
+        "nodes": (2, 2),
+        "waiting": 0,
+        "order": [0],
+        "gone": {},
+    }
+    cards = {node: card(node) for node in ended}
+    return judge(Case(**{**what, "cards": cards, "first_ranks": {0: 0, 1: 1}, "ended": ended, **case}), policy)
+
+
+def test_a_rank_that_another_node_has_waited_for_in_vain_is_the_cause():
+    verdict = after_a_complaint()
+    assert (verdict.decision, verdict.cause, verdict.failures) == (Decision.FAILED, 1, (MISSED, COMPLAINT))
+
+
+def test_a_rank_that_was_at_work_elsewhere_when_connections_broke_is_not():
+    assert after_a_complaint(lacks_a_peer=False).failures == (COMPLAINT,)
+
+
+def test_nor_is_it_if_somebody_has_failed_for_himself_or_is_gone():
+    failure = {"rank": 1, "is_secondary": False}
+    ended = {
+        0: Ended(0, 0, Outcome.FAILED, (COMPLAINT,), lacks_a_peer=True),
+        1: Ended(1, 0, Outcome.FAILED, (failure,)),
+        2: Ended(2, 0, Outcome.STOPPED, absent=({**MISSED, "rank": 2},)),
+    }
+    assert after_a_complaint(ended=ended, order=[0, 1], size=3).cause == 1
+    assert after_a_complaint(gone={2: "silent"}, size=3, cards={node: card(node) for node in range(3)}).failures == (
+        COMPLAINT,
+    )
+
+
+def test_whether_a_missed_rank_is_worth_another_try_is_asked_where_its_failure_is_known():
+    """But a function of the user's is asked about the complaint, which is a failure in any case."""
+    hangs = RestartPolicy(1, retry_if=[FailureKind.HANG])
+    assert after_a_complaint(hangs, why_not="it is no HANG").decision is Decision.AGAIN
+    assert after_a_complaint(hangs, absent_why_not="it is none").why_not == "it is none"
+    by_function = RestartPolicy(1, retry_if=lambda _: False)
+    assert after_a_complaint(by_function, why_not="it is not wanted").why_not == "it is not wanted"

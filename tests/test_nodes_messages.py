@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpwatch.elastic.messages import (
+from mpwatch.elastic.talk.messages import (
     Bye,
     Card,
     Decision,
@@ -24,7 +24,7 @@ from mpwatch.elastic.messages import (
     from_body,
     to_body,
 )
-from mpwatch.elastic.seal import ForgedError
+from mpwatch.elastic.talk.seal import ForgedError
 
 CARD = Card(1, "host", "10.0.0.1", 8, "trainer", False, 10.0, "n", Terms((("nnodes", "2"),)), History(3, 1, 100, 0))
 VERDICT = Verdict(2, Decision.AGAIN, History(3), 5, ({"rank": 5},), 1, (Gone(1, "host", 8, 8, "silent"),), "why", delay=0.5)

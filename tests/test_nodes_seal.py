@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpwatch.elastic import seal
-from mpwatch.elastic.seal import MAX_ENTRY, ForgedError, Seal, SecretError
+from mpwatch.elastic.talk import seal
+from mpwatch.elastic.talk.seal import MAX_ENTRY, ForgedError, Seal, SecretError
 
 PLACE = "round-7/attempt-1/inbox/3/12"
 SIGNED = Seal(b"secret", "job")

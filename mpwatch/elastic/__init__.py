@@ -1,7 +1,7 @@
 """Several nodes: the same call on each forms one job. The only part of the core that imports torch.
 
-Nodes meet by torch's own rendezvous (engine.py), which numbers them and gives them a store for the round. In that store
-they talk (board.py), and only through the node of group rank 0, the chair:
+Nodes meet by torch's own rendezvous (meeting/), which numbers them and gives them a store for the round. In that store
+they talk (talk/), and only through the node of group rank 0, the chair:
 
     member ---- inbox: numbered messages to the chair ----> chair      "here I am", "a rank fails here", "mine have ended"
     member <--- words: numbered, to everybody ------------- chair      "start", "stop", "this came of it"

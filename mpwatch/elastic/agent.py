@@ -18,9 +18,9 @@ from ..result import RunResult, WorkerState
 from ..spec import WorkerSpec
 from ..view.choice import view_for
 from ..watcher.outcome import outcome_of
-from .engine import Engine
-from .handlers import HandlerEngine
 from .hands import STOP_SHARE
+from .meeting.engine import Engine
+from .meeting.handlers import HandlerEngine
 from .places import workers_of
 from .watch import watch_with_others
 

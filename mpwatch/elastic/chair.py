@@ -23,7 +23,7 @@ from random import random
 
 from ..policy import RestartPolicy
 from .judging import Case, host_of, judge
-from .messages import (
+from .talk.messages import (
     Bye,
     Card,
     Closed,
@@ -41,7 +41,7 @@ from .messages import (
     Verdict,
     Word,
 )
-from .terms import disagreement
+from .talk.terms import disagreement
 
 __all__ = ["Act", "Chair", "Close", "Put", "Reserve", "Say"]
 

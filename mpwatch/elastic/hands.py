@@ -2,6 +2,7 @@
 for the caller's thread, whose code runs there.
 """
 
+import logging
 import socket
 import time
 from collections import deque
@@ -11,10 +12,11 @@ from ..watcher.mailbox import Mailbox, Retrial
 from ..watcher.states import CallOff, Lease, StartAgain
 from ..watcher.unit import Place
 from . import member as m
-from .messages import Start
+from .talk.messages import Start
 
 __all__ = ["STOP_SHARE", "Hands", "News"]
 
+log = logging.getLogger("mpwatch")
 News = m.Prepare | m.Hear | m.Conclude | BaseException
 STOP_SHARE, KILL_SHARE = 0.65, 0.85  # of node_timeout: when ranks of a node that is cut off are stopped, and are killed
 
@@ -83,8 +85,9 @@ class Hands:
         self._mailbox.post(Retrial(StartAgain(ranks[0], generation=self._starts, ranks=ranks), places))
         self._starts += 1
 
-    def call_off(self) -> None:
+    def call_off(self, why: str) -> None:
         """Stop the ranks."""
+        log.info("the ranks of this node are stopped: %s", why)
         self._mailbox.post(CallOff())
 
     def hold(self, since: float) -> None:

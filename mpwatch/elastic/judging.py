@@ -1,7 +1,8 @@
 """What an attempt of several nodes has come to, and what follows: a pure function of what the chair knows.
 
-Who failed first: class before time, and then the order of the inbox. A node that is gone is the cause only of what nobody
-failed at for himself; and costs a restart only if too few remain without it.
+Who failed first: class before time, and then the order of the inbox. If ranks only complain that a peer has not come, it is
+one that was doing something else, on whichever node. A node that is gone is the cause only of what nobody failed at for
+himself; and costs a restart only if too few remain without it.
 """
 
 import math
@@ -11,8 +12,8 @@ from random import random
 
 from ..policy import RestartPolicy
 from ..watcher.restarts import Account, Ledger, Trial
-from .failures import as_many_as_fit
-from .messages import Card, Decision, Ended, Gone, History, Outcome, Verdict
+from .talk.failures import as_many_as_fit
+from .talk.messages import Card, Decision, Ended, Gone, History, Outcome, Verdict
 
 __all__ = ["Case", "judge"]
 
@@ -47,7 +48,7 @@ class Case:
 
 def judge(case: Case, policy: RestartPolicy, chance: Callable[[], float] = random) -> Verdict:
     """What came of it."""
-    verdict = _judged(case, policy, chance)
+    verdict = _judged(_with_absent(case, policy), policy, chance)
     return replace(verdict, restarts_left=max(0, policy.max_restarts - verdict.history.used))
 
 
@@ -66,6 +67,29 @@ def _judged(case: Case, policy: RestartPolicy, chance: Callable[[], float]) -> V
     if root is not None and not (case.gone and _is_secondary(root)):
         return _after_failure(case, root, policy, chance)
     return _after_loss(case, policy, chance) if case.gone else _verdict(case, Decision.REGROUP, reason=_newcomers(case))
+
+
+def _with_absent(case: Case, policy: RestartPolicy) -> Case:
+    """The same; if those who failed waited for ranks of other nodes, then these have failed, too, and for themselves."""
+    root = _root(case)
+    if root is None or not _is_secondary(root) or case.gone:
+        return case
+    complaints = [end for end in case.ended.values() if end.lacks_a_peer]
+    if not complaints:
+        return case
+    found = {node: _with_its_absent(end, complaints[0], policy) for node, end in sorted(case.ended.items()) if end.absent}
+    return replace(case, order=list(dict.fromkeys([*case.order, *found])), ended={**case.ended, **found})
+
+
+def _with_its_absent(end: Ended, complaint: Ended, policy: RestartPolicy) -> Ended:
+    was_asked = policy.retry_if is not None and not policy.causes  # code of the user's, about the complaint
+    return replace(
+        end,
+        outcome=Outcome.FAILED,
+        failures=(*end.absent, *end.failures),
+        why_not=complaint.why_not if was_asked else end.why_not,
+        reason=complaint.reason,
+    )
 
 
 def host_of(cards: Mapping[int, Card], node: int) -> str:

@@ -1,12 +1,12 @@
 """The thread of a node that deals with the others: it meets them, round after round, and goes through each (sitting.py).
 
-    caller's thread   --- prepared, ended, concluded, leave --->  link  <--->  engine.py, board.py: the store
+    caller's thread   --- prepared, ended, concluded, leave --->  link  <--->  meeting, talk: the store
                       <--- news: prepare, hear, conclude ------   |  |
     thread of ranks   --- herald: it is clear how it ends ---->   |  '---  member.py and, on one node, chair.py: what to do
                       <--- start, call off, lease ------------ ---'
 
 All calls of the store are made here, and none of them waits for another node, but in the rendezvous itself. A store that is
-silent is given up by the kernel (engine.py). Guarantee: when `close` has returned, nothing of it is left.
+silent is given up by the kernel (meeting/engine.py). Guarantee: when `close` has returned, nothing of it is left.
 """
 
 import math
@@ -28,18 +28,18 @@ from ..watcher.mailbox import Mailbox
 from ..watcher.states import Stage
 from ..watcher.states import Verdict as Fate
 from ..watcher.unit import Place
-from .board import Board
 from .chair import Chair
-from .engine import OVER, CancelledError, ClosedError, Engine, Round, StoreLostError
-from .exchange import Exchange
 from .hands import Hands, News
+from .meeting.engine import OVER, CancelledError, ClosedError, Engine, Round, StoreLostError
+from .meeting.patience import Limit
+from .meeting.store import PartOfStore
 from .member import Conclude, Member, Rejoin
-from .messages import NO_ATTEMPT, Card, Decision, Ended, History, Start, Terms, Verdict
-from .patience import Limit
-from .seal import ForgedError, Seal, SecretError
 from .sitting import Sitting
-from .store import PartOfStore
-from .terms import terms_of, unlike
+from .talk.board import Board
+from .talk.exchange import Exchange
+from .talk.messages import NO_ATTEMPT, Card, Decision, Ended, History, Start, Terms, Verdict
+from .talk.seal import ForgedError, Seal, SecretError
+from .talk.terms import terms_of, unlike
 
 __all__ = ["Link"]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
-from .messages import (
+from .talk.messages import (
     NO_ATTEMPT,
     Bye,
     Card,
@@ -77,9 +77,8 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class CallOff:
-    """Stop the ranks, of this attempt."""
+    """Stop the ranks."""
 
-    attempt: int
     why: str
 
 
@@ -168,7 +167,7 @@ class Member:
         self._has_resigned = True
         was, self.stage = self.stage, Stage.STOPPING if self._has_begun else Stage.WAITING
         told: list[Action] = [Post(Leaving(self._card.group_rank, why))]
-        return told + ([CallOff(self.attempt, why)] if was is Stage.WORKING else [])
+        return told + ([CallOff(why)] if was is Stage.WORKING else [])
 
     def hear(self, word: Word) -> list[Action]:
         """What the chair has said."""
@@ -256,7 +255,7 @@ class Member:
         self._lost = why
         if self._has_begun:
             was_working, self.stage = self.stage is Stage.WORKING, Stage.STOPPING
-            return [CallOff(self.attempt, self._why_lost())] if was_working else []
+            return [CallOff(self._why_lost())] if was_working else []
         return self._after_chair()
 
     def lose_store(self, why: str) -> list[Action]:
@@ -267,7 +266,7 @@ class Member:
         self._lost, self._size = why, 0
         if self._has_begun:
             self.stage = Stage.STOPPING
-            return [CallOff(self.attempt, why)]
+            return [CallOff(why)]
         return self._after_chair()
 
     def _started(self, word: Start) -> list[Action]:
@@ -283,7 +282,7 @@ class Member:
             return [Post(Ended(self._card.group_rank, self.attempt, Outcome.STOPPED))]
         if self.stage is Stage.WORKING:
             self.stage = Stage.STOPPING
-            return [CallOff(self.attempt, word.why)]
+            return [CallOff(word.why)]
         return []
 
     def _given_up(self, verdict: Verdict) -> list[Action]:
@@ -295,7 +294,7 @@ class Member:
         if was is Stage.PREPARING:
             self.stage = Stage.WAITING
             return self._judged(verdict)
-        return [CallOff(self.attempt, "this node was silent for too long")] if was is Stage.WORKING else []
+        return [CallOff("this node was silent for too long")] if was is Stage.WORKING else []
 
     def _judged(self, verdict: Verdict) -> list[Action]:
         self.history = verdict.history

@@ -15,10 +15,10 @@ from threading import Event
 
 from . import chair as c
 from . import member as m
-from .board import Board
-from .engine import CancelledError, Engine, StoreLostError
-from .exchange import Exchange
 from .hands import Hands
+from .meeting.engine import CancelledError, Engine, StoreLostError
+from .talk.board import Board
+from .talk.exchange import Exchange
 
 __all__ = ["Sitting"]
 
@@ -186,7 +186,7 @@ class Sitting:
             elif isinstance(action, m.Begin):
                 self._hands.start()
             elif isinstance(action, m.CallOff):
-                self._hands.call_off()
+                self._hands.call_off(action.why)
             elif isinstance(action, m.Rejoin):
                 self.rejoin = action
             else:

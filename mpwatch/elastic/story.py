@@ -16,36 +16,37 @@ from signal import Signals
 from typing import Any, TypeVar
 
 from ..errors import LaunchError
-from ..events.kinds import NodesMet, Restarting
+from ..events.kinds import NodesMet, Restarting, WorkerFailed
 from ..result import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
 from ..spec import WorkerSpec
+from ..watcher import diagnosis
 from ..watcher.environment import environments_of
 from ..watcher.facts import Facts
 from ..watcher.journal import Journal
 from ..watcher.life import Life
 from ..watcher.output import LAST_SECONDS
-from ..watcher.restarts import not_worth_it
+from ..watcher.restarts import Trial, not_worth_it
 from ..watcher.states import Settled
 from ..watcher.states import Verdict as Fate
 from ..watcher.story import Story
 from ..wording import summary_of
 from ..wording import verdict as words_for
-from .exchange import Exchange, ExchangeError
-from .failures import as_many_as_fit, from_plain, to_plain
-from .gathering import pack, parts, unpack
 from .hands import News
 from .link import Link
 from .member import Conclude, Prepare
-from .messages import LARGEST, NO_ATTEMPT, Decision, Ended, Gone, Outcome, Place, Start, Verdict
 from .places import workers_of
-from .seal import ForgedError
+from .talk.exchange import Exchange, ExchangeError
+from .talk.failures import as_many_as_fit, from_plain, to_plain
+from .talk.gathering import pack, parts, unpack
+from .talk.messages import LARGEST, NO_ATTEMPT, Decision, Ended, Gone, Outcome, Place, Start, Verdict
+from .talk.seal import ForgedError
 
 __all__ = ["NodeStory"]
 
 log = logging.getLogger("mpwatch")
 T = TypeVar("T")
 MOST_LOST = 1 << 16  # ranks that a failure is made for, whoever says that there were more
-REPORT_LIMIT = 192 * 1024  # bytes of the failures that a node tells of
+REPORT_LIMIT, ABSENT_LIMIT = 128 * 1024, 64 * 1024  # bytes of the failures that a node tells of, and of those that may be
 OUTCOMES = {Fate.SUCCEEDED: Outcome.SUCCEEDED, Fate.TIMED_OUT: Outcome.TIMED_OUT, Fate.CALLED_OFF: Outcome.STOPPED}
 
 
@@ -66,7 +67,8 @@ class NodeStory(Story[T]):
         self._verdict: Verdict | None = None  # on the job
         self._heard: Verdict | None = None  # the latest
         self._start: Start | None = None
-        self._strangers: dict[int, ProcessFailure] = {}  # failures of other nodes
+        self._strangers: dict[int, ProcessFailure] = {}  # failures that other nodes know of
+        self._absent: dict[int, ProcessFailure] = {}  # those of ours that may have been waited for elsewhere
 
     @property
     def is_concluded(self) -> bool:
@@ -80,7 +82,7 @@ class NodeStory(Story[T]):
         try:
             for facts in life.mailbox.asked():
                 life.output.catch_up(LAST_SECONDS)
-                self._link.ended(self._report(facts, self._close(facts)))
+                self._link.ended(self._report(facts))
             for news in self._link.news():
                 self._attend(life, news)
         except Exception as error:
@@ -130,6 +132,7 @@ class NodeStory(Story[T]):
     def _prepare(self, start: Start, place: Place) -> None:
         """Who our ranks are in the attempt that starts."""
         self._latest.clear()
+        self._absent.clear()
         self._start = start
         met: dict[str, Any] = {
             "attempt": start.attempt,
@@ -147,12 +150,17 @@ class NodeStory(Story[T]):
         self.journal.note(NodesMet, self.journal.ranks, backend=self._link.backend, **met)
         self._link.prepared(start, environments_of(self._spec, workers))
 
-    def _report(self, facts: Facts, result: RunResult[Any]) -> Ended:
-        """What the other nodes are told of our ranks."""
-        told = _told(result)
+    def _report(self, facts: Facts) -> Ended:
+        """What the other nodes are told of our ranks, now that they are gone."""
+        facts.gather()
+        lacking = diagnosis.lacking_a_peer(facts)
+        result = self._close(facts)
         has_failed = bool(result.failures) and facts.verdict is not Fate.TIMED_OUT
-        trial = self._trial(facts, result)
-        why_not = not_worth_it(self._spec.policy, trial) if has_failed and self._spec.policy.max_restarts else ""
+        is_victim = all(failure.is_secondary for failure in result.failures.values())
+        may_be_missed = is_victim and facts.verdict in (Fate.FAILED, Fate.CALLED_OFF)
+        absent = diagnosis.absent(facts, result) if may_be_missed else []
+        self._absent = {failure.rank: failure for failure in absent}
+        told, trial = _told(result), self._trial(facts, result)
         assert facts.verdict is not None
         return Ended(
             group_rank=0,
@@ -160,11 +168,22 @@ class NodeStory(Story[T]):
             outcome=Outcome.FAILED if has_failed else OUTCOMES.get(facts.verdict, Outcome.FAILED),
             failures=told,
             unsaid=len(result.failures) - len(told),
-            why_not=why_not[:1000],
+            lacks_a_peer=is_victim and not lacking.isdisjoint(result.failures),
+            absent=as_many_as_fit(map(to_plain, absent), ABSENT_LIMIT),
+            why_not=self._why_not(trial, absent)[:1000],
             reason=result.reason[:1000],
             healthy_seconds=max(0.0, facts.healthy_seconds),
             step=-1 if trial.step is None else min(max(trial.step, -1), LARGEST),
         )
+
+    def _why_not(self, trial: Trial, absent: list[ProcessFailure]) -> str:
+        """Why what has failed here is not worth another try. What may have failed is no matter for code of the user's."""
+        policy = self._spec.policy
+        if not policy.max_restarts:
+            return ""
+        if trial.cause is None and absent and (policy.retry_if is None or policy.causes):
+            trial = replace(trial, cause=absent[0])
+        return not_worth_it(policy, trial) if trial.cause is not None else ""
 
     def _note(self, verdict: Verdict) -> None:
         """What came of an attempt for all nodes."""
@@ -174,6 +193,9 @@ class NodeStory(Story[T]):
         attempt = self._attempts[-1]
         failures = {**self._strangers, **attempt.failures}
         cause = failures.get(verdict.cause)
+        for rank in sorted(self._absent.keys() & failures.keys()):
+            blame: dict[str, Any] = {"failure": failures[rank], "is_root_cause": failures[rank] is cause}
+            self.journal.note(WorkerFailed, [rank], attempt=verdict.attempt, **blame)
         state = attempt.state if cause is None else WorkerState.FAILED
         self._attempts[-1] = replace(attempt, failures=failures, root_cause=cause, state=state, reason=verdict.reason)
         if verdict.decision in (Decision.AGAIN, Decision.REGROUP):
@@ -208,6 +230,8 @@ class NodeStory(Story[T]):
                 continue
             if failure.rank not in self.journal.ranks:
                 found[failure.rank] = failure
+            elif failure.rank in self._absent:  # as the others have found out
+                found[failure.rank] = self._absent[failure.rank]
         return found
 
     def _of_job(self, here: RunResult[T]) -> RunResult[T]:

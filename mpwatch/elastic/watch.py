@@ -15,8 +15,8 @@ from ..watcher.sending import pack_call
 from ..watcher.viewing import MakeView, no_view
 from ..watcher.watch import Visit
 from ..wire.payload import Call
-from .engine import Engine
 from .link import Link
+from .meeting.engine import Engine
 from .story import NodeStory
 
 __all__ = ["watch_with_others"]

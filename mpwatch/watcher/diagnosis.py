@@ -25,10 +25,11 @@ from .hangs import away, culprits, culprits_of_silence, stacks_of
 from .signatures import Complaint, complaint_in, complaint_of_death
 from .states import Verdict
 
-__all__ = ["diagnose", "is_crash", "is_suspect"]
+__all__ = ["absent", "diagnose", "is_crash", "is_suspect", "lacking_a_peer"]
 
 MANY_SECONDS = 100  # are told without tenths
 WAITED_FOR = "kept its peers waiting"
+WAITED_IN_VAIN = f"{WAITED_FOR} until they timed out"
 Failures = dict[int, tuple[float, ProcessFailure]]  # by rank, with their times
 CRASHES = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
@@ -65,6 +66,26 @@ def diagnose(facts: Facts) -> RunResult[Any]:
         helpers_oom=facts.helpers_oom if failures else "",
         log_dir=facts.log_dir,
     )
+
+
+def lacking_a_peer(facts: Facts) -> set[int]:
+    """The ranks that complain of one that has not come. To be asked before the reports are forgotten."""
+    return {rank for rank in facts.ranks if _complaint_of(facts, rank) is Complaint.LATE}
+
+
+def absent(facts: Facts, result: RunResult[Any]) -> list[ProcessFailure]:
+    """Of the ranks that did not fail: those that have, should ranks elsewhere have waited for them in vain, since they were
+    doing something else when all were stopped.
+    """
+    at = facts.stopped_at
+    if at is None:
+        return []
+    at_work = {
+        rank: seen
+        for rank, seen in facts.ranks.items()
+        if rank not in result.failures and seen.was_ready and not _has_returned(facts, seen)
+    }
+    return [_hang(facts, rank, at, WAITED_IN_VAIN)[1] for rank in sorted(away(at_work))]
 
 
 def is_suspect(seen: RankFacts) -> bool:
@@ -125,7 +146,7 @@ def _hung(facts: Facts, timed: Failures) -> Failures:
         return _silent(facts, at_work)
     complaints = {_complaint_of(facts, rank) for rank in timed}
     if Complaint.LATE in complaints and all(failure.is_secondary for _, failure in timed.values()):
-        return {rank: _hang(facts, rank, at, f"{WAITED_FOR} until they timed out") for rank in away(at_work)}
+        return {rank: _hang(facts, rank, at, WAITED_IN_VAIN) for rank in away(at_work)}
     return {}
 
 

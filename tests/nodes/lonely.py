@@ -6,7 +6,7 @@ lonely.py ENDPOINT NODE_TIMEOUT
 import sys
 import time
 
-from mpwatch.elastic.engine import Engine, StoreLostError
+from mpwatch.elastic.meeting.engine import Engine, StoreLostError
 from mpwatch.rendezvous import Rendezvous
 
 

@@ -20,7 +20,8 @@ import torch.distributed.elastic.rendezvous.registry as torch_s
 from conftest import difference, state
 
 import mpwatch
-from mpwatch.elastic import Agent, clocks
+from mpwatch.elastic import Agent
+from mpwatch.elastic.meeting import clocks
 
 from . import tasks
 
@@ -33,6 +34,7 @@ FAILURE = (
     "signal",
     "summary",
     "traceback",
+    "stack",
     "evidence",
     "is_secondary",
 )
@@ -180,12 +182,17 @@ def _of_result(result):
         "root_cause": _of_failure(result.root_cause),
         "workers": [{name: getattr(worker, name) for name in tasks.WHO} for worker in result.workers],
         "worker_states": {rank: state.name for rank, state in result.worker_states.items()},
-        "attempts": [{"number": attempt.number, "state": attempt.state.name} for attempt in result.attempts],
+        "attempts": [_of_attempt(attempt) for attempt in result.attempts],
         "restarts": result.restarts,
         "reason": result.reason,
         "not_restarted": result.not_restarted,
         "events": [event.name for event in result.events],
     }
+
+
+def _of_attempt(attempt):
+    cause = attempt.root_cause
+    return {"number": attempt.number, "state": attempt.state.name, "cause": None if cause is None else cause.rank}
 
 
 def _of_failure(failure):

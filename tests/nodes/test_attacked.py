@@ -58,7 +58,7 @@ def test_a_job_that_waits_in_vain_for_a_substitute_tells_what_it_has_lost(job):
     assert outcome.text.startswith(f"rank 1 on node 1 ({lost.hostname}) was lost: no sign of life")
     assert "1 of 2 nodes had come" in outcome.not_restarted
     assert outcome.root_cause["hostname"] == lost.hostname
-    assert outcome.attempts == [{"number": 0, "state": "FAILED"}]
+    assert outcome.attempts == [{"number": 0, "state": "FAILED", "cause": 1}]
 
 
 def test_a_chair_that_was_stopped_for_too_long_comes_back_as_a_newcomer(job):
@@ -90,5 +90,5 @@ def test_an_attempt_is_told_of_once_though_another_was_called_off_before_it_bega
     outcome, broken = job.outcomes()
     assert broken.error == "BrokenDownError"
     assert outcome.text.startswith(f"node 1 ({broken.hostname}): BrokenDownError: rank 2 cannot be")
-    assert outcome.attempts == [{"number": 0, "state": "FAILED"}]
+    assert outcome.attempts == [{"number": 0, "state": "FAILED", "cause": 1}]
     assert outcome.events.count("worker_failed") == 1

@@ -5,12 +5,12 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from mpwatch.elastic.board import MOST_HOLES, MOST_NAMED, Board
-from mpwatch.elastic.endpoint import Endpoint
-from mpwatch.elastic.errors import StoreLostError
-from mpwatch.elastic.messages import Bye, Closed, Failing, Stop
-from mpwatch.elastic.seal import Seal
-from mpwatch.elastic.store import Connection, PartOfStore
+from mpwatch.elastic.meeting.endpoint import Endpoint
+from mpwatch.elastic.meeting.errors import StoreLostError
+from mpwatch.elastic.meeting.store import Connection, PartOfStore
+from mpwatch.elastic.talk.board import MOST_HOLES, MOST_NAMED, Board
+from mpwatch.elastic.talk.messages import Bye, Closed, Failing, Stop
+from mpwatch.elastic.talk.seal import Seal
 
 PATIENCE = 0.05  # seconds
 FORGED = ["", "garbage", '\n{"kind":"Closed"}', "\n{}", "\n" + "[" * 100, "\n" + "x" * (2 << 20)]

@@ -19,11 +19,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import mpwatch.elastic.engine
-from mpwatch.elastic.clocks import OwnClock
-from mpwatch.elastic.engine import Engine
-from mpwatch.elastic.opening import open_store
-from mpwatch.elastic.state import MAX_BYTES, Node, State, read, write
+import mpwatch.elastic.meeting.engine
+from mpwatch.elastic.meeting.clocks import OwnClock
+from mpwatch.elastic.meeting.engine import Engine
+from mpwatch.elastic.meeting.opening import open_store
+from mpwatch.elastic.meeting.state import MAX_BYTES, Node, State, read, write
 from mpwatch.rendezvous import Rendezvous
 
 ME, OTHER = Node("here", 1, 1), Node("there", 1, 2)
@@ -200,7 +200,7 @@ def engines(monkeypatch):
             opened = open_store(*args)
             return dataclasses.replace(opened, backend=OtherClock(opened.backend, ahead))
 
-        monkeypatch.setattr(mpwatch.elastic.engine, "open_store", skewed)
+        monkeypatch.setattr(mpwatch.elastic.meeting.engine, "open_store", skewed)
         made.append(Engine(terms))
         made[-1].connect(time.monotonic() + 10)
     yield made

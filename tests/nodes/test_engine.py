@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from programs import ENV
 
 from mpwatch import LaunchError
-from mpwatch.elastic.engine import CancelledError, ClosedError, Engine, StoreLostError
-from mpwatch.elastic.state import State, read
-from mpwatch.elastic.store import MAX_VALUE
+from mpwatch.elastic.meeting.engine import CancelledError, ClosedError, Engine, StoreLostError
+from mpwatch.elastic.meeting.state import State, read
+from mpwatch.elastic.meeting.store import MAX_VALUE
 from mpwatch.rendezvous import Rendezvous
 
 NODE = Path(__file__).parent / "lonely.py"

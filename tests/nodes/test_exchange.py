@@ -6,8 +6,8 @@ import time
 import pytest
 
 from mpwatch import Rendezvous
-from mpwatch.elastic.exchange import Exchange, ExchangeError
 from mpwatch.elastic.link import NOBODY_LEFT, Link
+from mpwatch.elastic.talk.exchange import Exchange, ExchangeError
 from mpwatch.spec import WorkerSpec
 
 

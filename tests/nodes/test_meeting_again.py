@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from mpwatch.elastic.engine import Engine
-from mpwatch.elastic.handler import LEAST_LOOK, MOST_LOOK, pause
+from mpwatch.elastic.meeting.engine import Engine
+from mpwatch.elastic.meeting.handler import LEAST_LOOK, MOST_LOOK, pause
+from mpwatch.elastic.meeting.state import read
 from mpwatch.elastic.member import Hear, Member, Rejoin
-from mpwatch.elastic.messages import Card, Decision, Gone, History, Terms, Verdict
-from mpwatch.elastic.state import read
+from mpwatch.elastic.talk.messages import Card, Decision, Gone, History, Terms, Verdict
 from mpwatch.errors import LaunchError
 from mpwatch.rendezvous import Rendezvous
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from mpwatch.elastic.errors import CancelledError
-from mpwatch.elastic.patience import Limit, wait_for
+from mpwatch.elastic.meeting.errors import CancelledError
+from mpwatch.elastic.meeting.patience import Limit, wait_for
 
 
 def limit(seconds):

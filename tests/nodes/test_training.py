@@ -1,22 +1,22 @@
-"""Real training, data-parallel over gloo: where its ranks are makes no difference, and a node that is lost costs it nothing."""
+"""Real collectives and training over gloo: where its ranks are makes no difference, and a node that is lost costs it nothing."""
 
 import pytest
 
 from .harness import NODE_TIMEOUT, Job
-from .training import HALF, STEPS, keep_digits, trains, trains_and_shows_itself
+from .training import HALF, STEPS, keep_digits, meets_all_but_one, trains, trains_and_shows_itself
 
 GONE = 1.0  # seconds, from the death of a watcher until its ranks are gone
 NOTICED = NODE_TIMEOUT + 1.0  # seconds, from the loss of a node until the others have acted
 TRAINED = 60.0  # seconds; each rank imports torch
 
 
+OVER_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+
+
 def options_for(folder):
     """Of a node that trains there."""
     keep_digits(folder)
-    env = {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder),
-    }  # else in /tmp, as soon as torch has an optimizer
+    env = {**OVER_LOOPBACK, "TORCHINDUCTOR_CACHE_DIR": str(folder)}  # else in /tmp, as soon as torch has an optimizer
     return {"args": [str(folder)], "backend": "gloo", "env": env}
 
 
@@ -61,3 +61,26 @@ def test_training_goes_on_from_its_checkpoint_when_a_node_is_killed(job, undistu
     assert trained["began"] == HALF
     assert trained["losses"][:HALF] == undisturbed["losses"][:HALF]
     assert trained["losses"] == pytest.approx(undisturbed["losses"], rel=1e-3)
+
+
+@pytest.mark.parametrize("missing", [0, 3])
+def test_a_rank_that_others_wait_for_in_vain_is_blamed_on_every_node(job, missing):
+    """Those who gave up waiting are on its own node and on the other one."""
+    for node in job.start_several(2, meets_all_but_one, 2, args=[missing], backend="gloo", env=OVER_LOOPBACK):
+        outcome = node.outcome(TRAINED)
+        assert (outcome.error, outcome.state) == ("RunFailedError", "FAILED")
+        cause = outcome.root_cause
+        assert (cause["rank"], cause["kind"], cause["is_secondary"]) == (missing, "HANG", False)
+        assert "dawdle" in cause["stack"]
+        assert f"rank {missing}" in outcome.text.splitlines()[0]
+        assert outcome.worker_states[missing] == "FAILED"
+        assert [failure["is_secondary"] for rank, failure in outcome.failures.items() if rank != missing]
+
+
+def test_a_node_whose_rank_others_wait_for_in_vain_starts_again_with_them(job):
+    """None of its own ranks complains: it has no other."""
+    options = {"args": [2], "backend": "gloo", "env": OVER_LOOPBACK, "max_restarts": 1}
+    for node in [job.start(meets_all_but_one, nprocs, **options) for nprocs in (2, 1)]:
+        outcome = node.outcome(TRAINED)
+        assert (outcome.error, outcome.text, outcome.restarts) == ("", "", 1)
+        assert [attempt["cause"] for attempt in outcome.attempts] == [2, None]

@@ -14,8 +14,8 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from ..errors import LaunchError
-from ..rendezvous import Rendezvous
+from ...errors import LaunchError
+from ...rendezvous import Rendezvous
 from .endpoint import (
     ANSWER_SECONDS,
     Address,

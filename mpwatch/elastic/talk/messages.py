@@ -132,8 +132,12 @@ class Ended:
     """See failures.py; the node's own root cause first."""
     unsaid: int = 0
     """How many more there were."""
+    lacks_a_peer: bool = False
+    """Whether that root cause is only a complaint that a peer has not come, and none of this node's ranks is the one."""
+    absent: tuple[Mapping[str, Any], ...] = ()
+    """Ranks that have failed by keeping their peers waiting, should ranks of other nodes complain of that."""
     why_not: str = ""
-    """Why its cause is not worth another try."""
+    """Why its cause is not worth another try; or its absent ranks, if it has no cause."""
     reason: str = ""
     healthy_seconds: float = 0.0
     step: int = -1

@@ -15,9 +15,9 @@ import struct
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ..wire import values as wire_values
-from ..wire.bundle import Bundle
-from ..wire.exceptions import annotate
+from ...wire import values as wire_values
+from ...wire.bundle import Bundle
+from ...wire.exceptions import annotate
 from .seal import ForgedError, sign, size_text
 
 __all__ = ["GATHER_LIMIT", "PART", "pack", "parts", "unpack"]

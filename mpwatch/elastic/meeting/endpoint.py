@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from ..errors import LaunchError
+from ...errors import LaunchError
 from .patience import POLL_SECONDS, Limit, wait_for
 
 __all__ = [

@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
 
-from ..errors import LaunchError
-from ..rendezvous import Rendezvous
+from ...errors import LaunchError
+from ...rendezvous import Rendezvous
 from .clocks import OwnClock
 from .errors import CancelledError, ClosedError, StoreLostError
 from .handler import Handler, Terms, make_handler

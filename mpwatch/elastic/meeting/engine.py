@@ -9,8 +9,8 @@ import math
 import threading
 from collections.abc import Callable
 
-from ..platform import await_end_of_thread
-from ..rendezvous import Rendezvous
+from ...platform import await_end_of_thread
+from ...rendezvous import Rendezvous
 from .errors import CancelledError, ClosedError, StoreLostError
 from .meetings import Meeting, Round, StaticMeeting
 from .opening import Opened, open_store

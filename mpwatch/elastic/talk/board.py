@@ -17,11 +17,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from uuid import uuid4
 
-from .errors import StoreLostError
+from ..meeting.errors import StoreLostError
+from ..meeting.store import PartOfStore
 from .gathering import GATHER_LIMIT, PART
 from .messages import FromMember, Place, Word, from_body, to_body
 from .seal import MAX_ENTRY, ForgedError, Seal
-from .store import PartOfStore
 
 __all__ = ["Board"]
 

@@ -23,8 +23,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
 
-from ..errors import LaunchError
-from ..rendezvous import Rendezvous
+from ...errors import LaunchError
+from ...rendezvous import Rendezvous
 from .engine import LEAVE_SECONDS, Engine, leave_in_time
 from .errors import ClosedError, StoreLostError
 from .meetings import Round

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousContext,
 )
 
-from ..rendezvous import Rendezvous
+from ...rendezvous import Rendezvous
 from .errors import StoreLostError
 from .state import Node
 

@@ -15,11 +15,11 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..result import FailureKind, ProcessFailure
-from ..wire import sources
-from ..wire.exceptions import Link, assemble
-from ..wire.frames import Frame
-from ..wire.telling import Telling
+from ...result import FailureKind, ProcessFailure
+from ...wire import sources
+from ...wire.exceptions import Link, assemble
+from ...wire.frames import Frame
+from ...wire.telling import Telling
 from . import seal
 from .seal import MAX_COUNT, MAX_NUMBER, MAX_TEXT, ForgedError, without_controls, written
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
 
-from .. import __version__
-from ..spec import WorkerSpec
+from ... import __version__
+from ...spec import WorkerSpec
 from .messages import Card, Terms
 
 __all__ = ["disagreement", "terms_of", "unlike"]
