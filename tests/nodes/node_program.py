@@ -87,6 +87,10 @@ def skew_clock(seconds):
         def now(cls, tz=None):
             return datetime.now(tz) + timedelta(seconds=seconds)
 
+        @classmethod
+        def utcnow(cls):  # of which torch thinks in its versions before 2.6
+            return cls.now(UTC).replace(tzinfo=None)
+
     engine.datetime = clocks.datetime = Skewed
     time.time = lambda: true_time() + seconds
 

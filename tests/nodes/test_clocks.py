@@ -23,7 +23,7 @@ import mpwatch.elastic.meeting.engine
 from mpwatch.elastic.meeting.clocks import OwnClock
 from mpwatch.elastic.meeting.engine import Engine
 from mpwatch.elastic.meeting.opening import open_store
-from mpwatch.elastic.meeting.state import MAX_BYTES, Node, State, read, write
+from mpwatch.elastic.meeting.state import MAX_BYTES, ZONE, Node, State, read, write
 from mpwatch.rendezvous import Rendezvous
 
 ME, OTHER = Node("here", 1, 1), Node("there", 1, 2)
@@ -77,7 +77,7 @@ class OtherClock(RendezvousBackend):
 
 
 def now():
-    return datetime.now(UTC)
+    return datetime.now(UTC).replace(tzinfo=ZONE)
 
 
 def a_state(**parts):
@@ -165,7 +165,10 @@ def a_set_of(thing):
         pytest.param(pickle.dumps(Thief()), id="what calls something"),
         pytest.param(a_set_of(1), id="other things"),
         pytest.param(a_set_of(Node("address", "pid", 1)), id="a node of other things"),
-        pytest.param(write(a_state(last_heartbeats={OTHER: datetime(2020, 1, 1)})), id="a time of nowhere"),  # noqa: DTZ001
+        pytest.param(
+            write(a_state(last_heartbeats={OTHER: datetime(2020, 1, 1, tzinfo=None if ZONE else UTC)})),
+            id="another kind of time",
+        ),
         pytest.param(write(a_state(round="1")), id="a round that is no number"),
         pytest.param(pickle.dumps(io.BytesIO()), id="another object"),
         pytest.param(pickle.dumps(a_state())[:-5], id="half a state"),

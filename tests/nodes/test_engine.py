@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from programs import ENV
 
 from mpwatch import LaunchError
+from mpwatch.elastic.meeting import store
 from mpwatch.elastic.meeting.engine import CancelledError, ClosedError, Engine, StoreLostError
 from mpwatch.elastic.meeting.state import State, read
-from mpwatch.elastic.meeting.store import MAX_VALUE
 from mpwatch.rendezvous import Rendezvous
 
 NODE = Path(__file__).parent / "lonely.py"
@@ -111,9 +111,9 @@ def test_the_store_of_a_round_takes_so_much_at_once(node):
     (host,) = connected(node(1))
     (formed,) = join(host)
     with pytest.raises(ValueError, match="the store takes 8388608 bytes at once, not 8388609"):
-        formed.store.set("word", b"x" * (MAX_VALUE + 1))
-    formed.store.set("word", b"x" * MAX_VALUE)
-    assert len(formed.store.get("word")) == MAX_VALUE
+        formed.store.set("word", b"x" * (store.MAX_VALUE + 1))
+    formed.store.set("word", b"x" * store.MAX_VALUE)
+    assert len(formed.store.get("word")) == store.MAX_VALUE
 
 
 def listeners():
@@ -330,6 +330,17 @@ def test_what_is_closed_keeps_nothing_alive(node, port):
         probe.connect(("127.0.0.1", port))
     with pytest.raises(StoreLostError, match="this node has closed it"):
         ours.store.check(["word"])
+
+
+def test_descriptors_that_are_no_sockets_any_more_are_left_alone(port):
+    """Other threads close what has just been listed, and the next thing that is opened has its number."""
+    pipe = {(fd, 0) for fd in os.pipe()}
+    before = os.listdir("/proc/self/fd")
+    assert store._connected(pipe, port) == []
+    assert not store._listens(pipe, port)
+    assert os.listdir("/proc/self/fd") == before
+    for fd, _ in pipe:
+        os.close(fd)
 
 
 def test_the_end_of_the_server_is_noticed(node, port, eventually):

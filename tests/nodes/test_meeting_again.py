@@ -76,6 +76,17 @@ def test_survivors_wait_for_a_newcomer_that_they_know_of(engines, pool):
     assert time.monotonic() - began < LONG / 2
 
 
+def test_a_newcomer_that_is_quicker_than_a_survivor_is_not_taken_for_it(engines, pool):
+    first, second, newcomer = engines
+    assert join(pool, [first, second], last_call=LONG, enough=2)() == [2, 2]
+    joined = join(pool, [newcomer], last_call=LONG)
+    await_state(newcomer, lambda state: state.wait_list)
+    second._meeting._withdraw()  # as its join begins
+    returned = join(pool, [first], last_call=LONG, enough=2)
+    await_state(newcomer, lambda state: len(state.participants) == 2)
+    assert join(pool, [second], last_call=LONG, enough=2)() == returned() == joined() == [3]
+
+
 def test_survivors_that_are_not_all_there_have_a_last_call(engines, pool):
     assert join(pool, engines[:1], last_call=SOON)() == [1]
     assert join(pool, engines[:1], last_call=SOON, enough=2)() == [1]

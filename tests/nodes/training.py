@@ -48,13 +48,13 @@ def trains(folder, half_way=int):
     optimizer = torch.optim.Adam(net.parameters(), lr=5e-3)
     checkpoint, losses = Path(folder, "checkpoint.pt"), []
     if checkpoint.exists():
-        kept = torch.load(checkpoint)
+        kept = torch.load(checkpoint, weights_only=True)
         net.load_state_dict(kept["net"])
         optimizer.load_state_dict(kept["optimizer"])
         losses = kept["losses"]
     began = len(losses)
     model = DistributedDataParallel(net)
-    data = torch.load(Path(folder, "digits.pt"))
+    data = torch.load(Path(folder, "digits.pt"), weights_only=True)
     for step in range(began, STEPS):
         if step == HALF and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             half_way()

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from .state import Node, State, read, write
+from .state import ZONE, Node, State, read, write
 
 __all__ = ["OwnClock"]
 
@@ -28,7 +28,7 @@ class _Seen:
 
     def told(self, moment: float, later: timedelta = timedelta()) -> datetime:
         """What it is by the clock of this host, as that stands now: should it be set, it is as long ago as before."""
-        self.ours = datetime.now(UTC) - timedelta(seconds=moment - self.since) + later
+        self.ours = datetime.now(UTC).replace(tzinfo=ZONE) - timedelta(seconds=moment - self.since) + later
         return self.ours
 
 

@@ -32,10 +32,11 @@ __all__ = [
 
 TRY_SECONDS = 0.5  # to connect, and again to be answered: somebody may cancel, and the next try is soon
 ANSWER_SECONDS = 2.0  # for a store on this machine, before it is said to be none
-NONCE = 0x6D707761
-# What torch's own clients begin with: they validate themselves, and ping; a store echoes the nonce of the ping.
-GREETING = struct.pack("=BIBI", 0, 0x3C85F7CE, 13, NONCE)
-ECHO = struct.pack("=I", NONCE)
+# As torch's own clients begin: they validate themselves. Then the question how many keys there are, which stores of all
+# versions answer (a ping those of torch 2.4 do not).
+GREETING = struct.pack("=BIB", 0, 0x3C85F7CE, 7)
+NUMBER = struct.Struct("=q")
+MOST_KEYS = 1 << 32  # what is more is a text
 
 Address = tuple[socket.AddressFamily, Any]
 """A family, and an address as the socket calls of that family take it."""
@@ -167,15 +168,15 @@ def ask(connection: socket.socket, seconds: float) -> Answer:
     heard = b""
     try:
         connection.sendall(GREETING)
-        while len(heard) < len(ECHO):
+        while len(heard) < NUMBER.size:
             connection.settimeout(max(0.001, deadline - time.monotonic()))
-            piece = connection.recv(len(ECHO) - len(heard))
+            piece = connection.recv(NUMBER.size - len(heard))
             if not piece:
                 break
             heard += piece
     except (TimeoutError, ConnectionResetError, BrokenPipeError):
         pass
-    if heard == ECHO:
+    if len(heard) == NUMBER.size and 0 <= NUMBER.unpack(heard)[0] < MOST_KEYS:
         return Answer.STORE
     return Answer.STRANGE if heard else Answer.NOTHING
 

@@ -68,7 +68,7 @@ class Engine:
             deadline: of the monotonic clock.
             last_call: seconds to wait for more nodes once there are enough. None: options["last_call_timeout"], else 30. It
                 counts from when a node sees that there are enough, and the one that waits least forms the round.
-            enough: so many are known to come: with them, and none waiting besides, the last call is over.
+            enough: so many of the last round are known to come: with them, and none waiting besides, the last call is over.
 
         Raises LaunchError when the time is over, and says how many have come; CancelledError; ClosedError; StoreLostError.
         After these, but for the last, this node takes part in nothing, and the others do not wait for it.

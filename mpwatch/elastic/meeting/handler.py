@@ -16,8 +16,10 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
+    RendezvousSettings,
     RendezvousTimeout,
     _Action,
+    _BackendRendezvousStateHolder,
     _DistributedRendezvousOpExecutor,
     _NodeDescGenerator,
     _RendezvousContext,
@@ -137,15 +139,14 @@ NOWHERE = _Nowhere()
 
 def make_handler(rendezvous: Rendezvous, backend: Any, address: str, terms: Terms) -> Handler:
     """Torch's handler, over a backend, by the terms of this job."""
-    handler: Handler = Handler.from_backend(
+    settings = RendezvousSettings(
         rendezvous.run_id,
-        NOWHERE,
-        backend,
         rendezvous.min_nodes,
         rendezvous.max_nodes,
-        address,
         terms,
-        keep_alive_interval=rendezvous.node_timeout / BEATS,  # type: ignore[arg-type]  # of a timedelta: any number
+        keep_alive_interval=timedelta(seconds=rendezvous.node_timeout / BEATS),
         keep_alive_max_attempt=BEATS,
     )
-    return handler
+    holder = _BackendRendezvousStateHolder(backend, settings)
+    node = Handler._node_desc_generator.generate(address)
+    return Handler(node, settings, backend.name, NOWHERE, holder)

@@ -29,7 +29,7 @@ from .errors import CancelledError, ClosedError, StoreLostError
 from .handler import Handler, Terms, make_handler
 from .opening import Opened
 from .patience import Limit
-from .state import State, read, withdraw, write
+from .state import Node, State, read, withdraw, write
 from .store import Connection, PartOfStore
 
 __all__ = ["Meeting", "Round", "StaticMeeting"]
@@ -94,6 +94,7 @@ class Meeting:
         self._limit: Limit | None = None
         self._state = State()
         self._came = 0
+        self._earlier: set[Node] = set()  # the nodes of the last round
         self._enough = math.inf
 
     def join(self, limit: Limit, last_call: float, enough: float) -> Round:
@@ -136,7 +137,8 @@ class Meeting:
     def _last_call(self) -> timedelta:
         """How long a round that has enough nodes waits for more: for none, if all have come that are known to."""
         state = self._state
-        are_all_there = len(state.participants) >= self._enough and not (state.wait_list or state.redundancy_list)
+        returned = state.participants.keys() & (self._earlier or state.participants.keys())  # a newcomer is none of them
+        are_all_there = len(returned) >= self._enough and not (state.wait_list or state.redundancy_list)
         return timedelta() if are_all_there else self._terms.last_call
 
     def _is_whole(self, info: RendezvousInfo) -> bool:
@@ -144,6 +146,7 @@ class Meeting:
         return sorted(self._state.participants.values()) == list(range(info.world_size))
 
     def _round(self, info: RendezvousInfo) -> Round:
+        self._earlier = set(self._state.participants)
         # Etcd may hold a round of this number of an earlier job of this name: the name of its first node is new.
         first = next(node for node, rank in self._state.participants.items() if rank == 0)
         prefix = f"mpwatch.{self._rendezvous.run_id}.{self._state.round}.{first.local_id:x}"

@@ -6,7 +6,7 @@ before torch sees it; what torch gets is pickled here. Imports torch's classes.
 
 import io
 import pickle
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any, cast
 
 from torch.distributed.elastic.rendezvous import RendezvousStateError
@@ -16,12 +16,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _remove_participant_epilogue,
     _RendezvousState,
 )
+from torch.torch_version import __version__ as torch_version
 
-__all__ = ["Node", "State", "read", "withdraw", "write"]
+__all__ = ["ZONE", "Node", "State", "read", "withdraw", "write"]
 
 Node = _NodeDesc
 State = _RendezvousState
 
+ZONE = UTC if torch_version >= "2.6" else None  # of the times in it: before, torch wrote those of UTC, and did not say so
 MAX_BYTES = 1 << 24  # of some 200 a node
 KNOWN = {(kind.__module__, kind.__qualname__): kind for kind in (Node, State, datetime, timedelta, timezone, set)}
 
@@ -69,7 +71,7 @@ def _check(is_so: bool) -> None:
 
 
 def _is_time(value: object) -> bool:
-    return type(value) is datetime and type(value.tzinfo) is timezone
+    return type(value) is datetime and type(value.tzinfo) is type(ZONE)
 
 
 def _is_node(value: object) -> bool:

@@ -192,14 +192,7 @@ def tcp_store(
     def make() -> Connection:
         with _making:
             before.append(_sockets())
-            store = TCPStore(
-                host,
-                endpoint.port,
-                is_master=listener is not None,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=MAKE_SECONDS),
-                master_listen_fd=listener.detach() if listener else None,
-            )
+            store = _made(host, endpoint.port, listener)
             sockets = _connected(_sockets() - before[0], endpoint.port)
         store.set_timeout(timedelta(seconds=silence))
         for connection in sockets:
@@ -220,6 +213,17 @@ def tcp_store(
         raise StoreLostError(f"the store at {endpoint} has hung up: {_first_line(error)}") from error
     except TimeoutError as error:
         raise StoreLostError(f"the store at {endpoint} has not answered") from error
+
+
+def _made(host: str, port: int, listener: socket.socket | None) -> TCPStore:
+    to_it: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=MAKE_SECONDS)}
+    if listener is None:
+        return TCPStore(host, port, **to_it)
+    to_it |= {"is_master": True, "master_listen_fd": listener.detach()}
+    try:
+        return TCPStore(host, port, **to_it)
+    except NotImplementedError:  # torch 2.4: its new server cannot be given a listener, the old one can
+        return TCPStore(host, port, **to_it, use_libuv=False)
 
 
 def borrowed(store: Store, where: str, silence: float) -> tuple[Connection, str, bool]:
@@ -264,10 +268,8 @@ def _connected(candidates: set[tuple[int, int]], port: int) -> list[socket.socke
     """Duplicates of those of them whose other end is that port."""
     found = []
     for fd, _ in candidates:
-        with suppress(OSError):  # it has been closed, or is not connected
-            blocking = os.get_blocking(fd)
-            connection = socket.socket(fileno=os.dup(fd))
-            os.set_blocking(fd, blocking)  # a default timeout of sockets would have changed that, for torch too
+        with suppress(OSError):
+            connection = _duplicate(fd)
             try:
                 theirs = connection.family in FAMILIES and connection.getpeername()[1] == port
             except OSError:
@@ -282,10 +284,20 @@ def _connected(candidates: set[tuple[int, int]], port: int) -> list[socket.socke
 def _listens(candidates: set[tuple[int, int]], port: int) -> bool:
     """Whether one of them is where others connect to that port."""
     for fd, _ in candidates:
-        with suppress(OSError):
-            blocking = os.get_blocking(fd)
-            with socket.socket(fileno=os.dup(fd)) as listener:
-                os.set_blocking(fd, blocking)
-                if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and listener.getsockname()[1] == port:
-                    return True
+        with suppress(OSError), _duplicate(fd) as listener:
+            if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and listener.getsockname()[1] == port:
+                return True
     return False
+
+
+def _duplicate(fd: int) -> socket.socket:
+    """Raises OSError if it is no socket any more: it may have been closed since it was one, and be something else by now."""
+    duplicate = os.dup(fd)
+    try:
+        blocking = os.get_blocking(duplicate)
+        found = socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
+    os.set_blocking(duplicate, blocking)  # a default timeout of sockets would have changed that, for torch too
+    return found
