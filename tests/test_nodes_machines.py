@@ -281,6 +281,18 @@ def test_nor_is_it_if_somebody_has_failed_for_himself_or_is_gone():
     )
 
 
+def test_who_was_silent_while_it_waited_is_not_the_cause_either():
+    """Neither where another node has the rank that was missed, nor where one is gone; but where nobody else is, it is."""
+    silent = {"rank": 0, "is_secondary": False}
+    waiting = Ended(0, 0, Outcome.FAILED, (silent,), lacks_a_peer=True)
+    away, still = Ended(1, 0, Outcome.STOPPED, absent=(MISSED,)), Ended(1, 0, Outcome.STOPPED)
+    own = Ended(1, 0, Outcome.FAILED, ({"rank": 1, "is_secondary": False},))
+    assert after_a_complaint(ended={0: waiting, 1: away}).cause == 1
+    assert after_a_complaint(ended={0: waiting, 1: own}, order=[0, 1]).cause == 1
+    assert after_a_complaint(ended={0: waiting, 1: still}).cause == 0
+    assert after_a_complaint(ended={0: waiting}, gone={1: "silent"}).cause == 1
+
+
 def test_whether_a_missed_rank_is_worth_another_try_is_asked_where_its_failure_is_known():
     """But a function of the user's is asked about the complaint, which is a failure in any case."""
     hangs = RestartPolicy(1, retry_if=[FailureKind.HANG])

@@ -1,8 +1,8 @@
 """What an attempt of several nodes has come to, and what follows: a pure function of what the chair knows.
 
-Who failed first: class before time, and then the order of the inbox. If ranks only complain that a peer has not come, it is
-one that was doing something else, on whichever node. A node that is gone is the cause only of what nobody failed at for
-himself; and costs a restart only if too few remain without it.
+Who failed first: class before time, and then the order of the inbox. If ranks have only waited for a peer that has not come,
+it is one that was doing something else, on whichever node. A node that is gone is the cause only of what nobody failed at
+for himself; and costs a restart only if too few remain without it.
 """
 
 import math
@@ -64,7 +64,7 @@ def _judged(case: Case, policy: RestartPolicy, chance: Callable[[], float]) -> V
         if end.outcome is Outcome.ABORTED:
             before = root or end  # whose ranks had failed, if any had
             return _verdict(case, Decision.FAILED, cause=_cause(before), reason=why, why_not=why if before.failures else "")
-    if root is not None and not (case.gone and _is_secondary(root)):
+    if root is not None and not (case.gone and _innocence(root)):
         return _after_failure(case, root, policy, chance)
     return _after_loss(case, policy, chance) if case.gone else _verdict(case, Decision.REGROUP, reason=_newcomers(case))
 
@@ -72,10 +72,8 @@ def _judged(case: Case, policy: RestartPolicy, chance: Callable[[], float]) -> V
 def _with_absent(case: Case, policy: RestartPolicy) -> Case:
     """The same; if those who failed waited for ranks of other nodes, then these have failed, too, and for themselves."""
     root = _root(case)
-    if root is None or not _is_secondary(root) or case.gone:
-        return case
     complaints = [end for end in case.ended.values() if end.lacks_a_peer]
-    if not complaints:
+    if root is None or not _innocence(root) or not complaints or case.gone:
         return case
     found = {node: _with_its_absent(end, complaints[0], policy) for node, end in sorted(case.ended.items()) if end.absent}
     return replace(case, order=list(dict.fromkeys([*case.order, *found])), ended={**case.ended, **found})
@@ -87,6 +85,7 @@ def _with_its_absent(end: Ended, complaint: Ended, policy: RestartPolicy) -> End
         end,
         outcome=Outcome.FAILED,
         failures=(*end.absent, *end.failures),
+        lacks_a_peer=False,
         why_not=complaint.why_not if was_asked else end.why_not,
         reason=complaint.reason,
     )
@@ -99,13 +98,16 @@ def host_of(cards: Mapping[int, Card], node: int) -> str:
 
 
 def _root(case: Case) -> Ended | None:
-    """Of those who failed: first whoever did so for himself, then the first of all."""
+    """Of those who failed: whoever did so for himself, and of several the first."""
     failed = [case.ended[node] for node in case.order if node in case.ended and case.ended[node].outcome is Outcome.FAILED]
-    return min(failed, key=_is_secondary, default=None)  # the first of those that are equal
+    return min(failed, key=_innocence, default=None)  # the first of those that are equal
 
 
-def _is_secondary(end: Ended) -> bool:
-    return bool(end.failures) and end.failures[0].get("is_secondary") is True
+def _innocence(end: Ended) -> int:
+    """0: its ranks have failed for themselves. They may also have waited for a peer in vain; or complain of one."""
+    if end.failures and end.failures[0].get("is_secondary") is True:
+        return 2
+    return 1 if end.lacks_a_peer else 0
 
 
 def _after_failure(case: Case, root: Ended, policy: RestartPolicy, chance: Callable[[], float]) -> Verdict:
@@ -184,7 +186,7 @@ def _verdict(
 def _by_blame(case: Case) -> list[int]:
     """The nodes that have told, those that failed for themselves first, each class in the order of their failures."""
     place = {node: n for n, node in enumerate(case.order)}
-    return sorted(case.ended, key=lambda node: (_is_secondary(case.ended[node]), place.get(node, math.inf), node))
+    return sorted(case.ended, key=lambda node: (_innocence(case.ended[node]), place.get(node, math.inf), node))
 
 
 def _first_rank(case: Case, node: int) -> int:

@@ -156,8 +156,8 @@ class NodeStory(Story[T]):
         lacking = diagnosis.lacking_a_peer(facts)
         result = self._close(facts)
         has_failed = bool(result.failures) and facts.verdict is not Fate.TIMED_OUT
-        is_victim = all(failure.is_secondary for failure in result.failures.values())
-        may_be_missed = is_victim and facts.verdict in (Fate.FAILED, Fate.CALLED_OFF)
+        are_victims = all(failure.is_secondary or rank in lacking for rank, failure in result.failures.items())
+        may_be_missed = are_victims and facts.verdict in (Fate.FAILED, Fate.CALLED_OFF)
         absent = diagnosis.absent(facts, result) if may_be_missed else []
         self._absent = {failure.rank: failure for failure in absent}
         told, trial = _told(result), self._trial(facts, result)
@@ -168,7 +168,7 @@ class NodeStory(Story[T]):
             outcome=Outcome.FAILED if has_failed else OUTCOMES.get(facts.verdict, Outcome.FAILED),
             failures=told,
             unsaid=len(result.failures) - len(told),
-            lacks_a_peer=is_victim and not lacking.isdisjoint(result.failures),
+            lacks_a_peer=are_victims and not lacking.isdisjoint(result.failures),
             absent=as_many_as_fit(map(to_plain, absent), ABSENT_LIMIT),
             why_not=self._why_not(trial, absent)[:1000],
             reason=result.reason[:1000],
@@ -193,7 +193,7 @@ class NodeStory(Story[T]):
         attempt = self._attempts[-1]
         failures = {**self._strangers, **attempt.failures}
         cause = failures.get(verdict.cause)
-        for rank in sorted(self._absent.keys() & failures.keys()):
+        for rank in sorted((self._absent.keys() & failures.keys()) - attempt.failures.keys()):
             blame: dict[str, Any] = {"failure": failures[rank], "is_root_cause": failures[rank] is cause}
             self.journal.note(WorkerFailed, [rank], attempt=verdict.attempt, **blame)
         state = attempt.state if cause is None else WorkerState.FAILED

@@ -21,7 +21,7 @@ from ..wire.messages import Kind, Message
 from ..wire.values import load
 from ..wording import ranks_text, summary_of, timeout_text
 from .facts import Facts, RankFacts
-from .hangs import away, culprits, culprits_of_silence, stacks_of
+from .hangs import away, culprits, culprits_of_silence, is_waiting, stacks_of
 from .signatures import Complaint, complaint_in, complaint_of_death
 from .states import Verdict
 
@@ -29,7 +29,7 @@ __all__ = ["absent", "diagnose", "is_crash", "is_suspect", "lacking_a_peer"]
 
 MANY_SECONDS = 100  # are told without tenths
 WAITED_FOR = "kept its peers waiting"
-WAITED_IN_VAIN = f"{WAITED_FOR} until they timed out"
+WAITED_FOR_ELSEWHERE = "kept its peers on other nodes waiting"
 Failures = dict[int, tuple[float, ProcessFailure]]  # by rank, with their times
 CRASHES = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
@@ -69,8 +69,11 @@ def diagnose(facts: Facts) -> RunResult[Any]:
 
 
 def lacking_a_peer(facts: Facts) -> set[int]:
-    """The ranks that complain of one that has not come. To be asked before the reports are forgotten."""
-    return {rank for rank in facts.ranks if _complaint_of(facts, rank) is Complaint.LATE}
+    """The ranks that complain of one that has not come, or were silent while they waited. To be asked before the reports are
+    forgotten.
+    """
+    waited = {rank for rank in facts.silent if is_waiting(facts.ranks[rank])}
+    return waited | {rank for rank in facts.ranks if _complaint_of(facts, rank) is Complaint.LATE}
 
 
 def absent(facts: Facts, result: RunResult[Any]) -> list[ProcessFailure]:
@@ -85,7 +88,7 @@ def absent(facts: Facts, result: RunResult[Any]) -> list[ProcessFailure]:
         for rank, seen in facts.ranks.items()
         if rank not in result.failures and seen.was_ready and not _has_returned(facts, seen)
     }
-    return [_hang(facts, rank, at, WAITED_IN_VAIN)[1] for rank in sorted(away(at_work))]
+    return [_hang(facts, rank, at, WAITED_FOR_ELSEWHERE)[1] for rank in sorted(away(at_work))]
 
 
 def is_suspect(seen: RankFacts) -> bool:
@@ -146,7 +149,7 @@ def _hung(facts: Facts, timed: Failures) -> Failures:
         return _silent(facts, at_work)
     complaints = {_complaint_of(facts, rank) for rank in timed}
     if Complaint.LATE in complaints and all(failure.is_secondary for _, failure in timed.values()):
-        return {rank: _hang(facts, rank, at, WAITED_IN_VAIN) for rank in away(at_work)}
+        return {rank: _hang(facts, rank, at, f"{WAITED_FOR} until they timed out") for rank in away(at_work)}
     return {}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from .facts import RankFacts
 from .stacks import frames_of
 
-__all__ = ["HELD", "away", "culprits", "culprits_of_silence", "stacks_of"]
+__all__ = ["HELD", "away", "culprits", "culprits_of_silence", "is_waiting", "stacks_of"]
 
 # Where a rank waits for its peers: C code of torch, called from these files; or maybe, by a line like this.
 COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py")
@@ -53,6 +53,11 @@ def culprits_of_silence(at_work: Mapping[int, RankFacts], silent: set[int]) -> s
 def away(at_work: Mapping[int, RankFacts]) -> set[int]:
     """Those that were certainly doing something else than waiting for peers."""
     return {rank for rank, seen in at_work.items() if _is_away(seen)}
+
+
+def is_waiting(seen: RankFacts) -> bool:
+    """Whether it was certainly waiting for peers."""
+    return bool(_collective(seen))
 
 
 def stacks_of(seen: RankFacts) -> str:

@@ -3,7 +3,16 @@
 import pytest
 
 from .harness import NODE_TIMEOUT, Job
-from .training import HALF, STEPS, keep_digits, meets_all_but_one, trains, trains_and_shows_itself
+from .training import (
+    BEAT_SECONDS,
+    HALF,
+    STEPS,
+    keep_digits,
+    meets_all_but_one,
+    trains,
+    trains_and_shows_itself,
+    waits_for_one_that_beats,
+)
 
 GONE = 1.0  # seconds, from the death of a watcher until its ranks are gone
 NOTICED = NODE_TIMEOUT + 1.0  # seconds, from the loss of a node until the others have acted
@@ -75,6 +84,15 @@ def test_a_rank_that_others_wait_for_in_vain_is_blamed_on_every_node(job, missin
         assert f"rank {missing}" in outcome.text.splitlines()[0]
         assert outcome.worker_states[missing] == "FAILED"
         assert [failure["is_secondary"] for rank, failure in outcome.failures.items() if rank != missing]
+
+
+def test_a_rank_that_is_silent_since_it_waits_for_one_of_another_node_is_not_blamed(job):
+    options = {"backend": "gloo", "env": OVER_LOOPBACK, "heartbeat_timeout": 20 * BEAT_SECONDS}
+    for node in job.start_several(2, waits_for_one_that_beats, **options):
+        outcome = node.outcome(TRAINED)
+        assert (outcome.root_cause["rank"], outcome.root_cause["kind"]) == (1, "HANG")
+        assert "was silent" in outcome.failures[0]["evidence"]
+        assert "waits_for_one_that_beats" in outcome.root_cause["stack"]
 
 
 def test_a_node_whose_rank_others_wait_for_in_vain_starts_again_with_them(job):

@@ -7,6 +7,7 @@ those of any other, but for rounding where gradients are summed by another numbe
 import hashlib
 import os
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,14 +16,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import mpwatch
+
 from . import tasks
 
-__all__ = ["HALF", "STEPS", "WAITS_SECONDS", "keep_digits", "meets_all_but_one", "trains", "trains_and_shows_itself"]
+__all__ = [
+    "BEAT_SECONDS",
+    "HALF",
+    "STEPS",
+    "keep_digits",
+    "meets_all_but_one",
+    "trains",
+    "trains_and_shows_itself",
+    "waits_for_one_that_beats",
+]
 
 STEPS = 60
 HALF = STEPS // 2
 IMAGES = 1500
 WAITS_SECONDS = 1.0  # for its peers
+BEAT_SECONDS = 0.1
 BATCH = 60  # images of all ranks together: 1, 2, 3, 4, 5 and 6 ranks get as many each
 
 
@@ -78,6 +91,16 @@ def meets_all_but_one(missing):
     if dist.get_rank() == missing and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         dawdle()
     dist.all_reduce(torch.ones(1), group=impatient)
+
+
+def waits_for_one_that_beats():
+    """Rank 0 does, in a collective; the other one gives signs of life, and does not come."""
+    mpwatch.heartbeat()
+    if dist.get_rank() == 0:
+        dist.barrier()
+    while True:
+        mpwatch.heartbeat()
+        time.sleep(BEAT_SECONDS)
 
 
 def dawdle():

@@ -133,9 +133,9 @@ class Ended:
     unsaid: int = 0
     """How many more there were."""
     lacks_a_peer: bool = False
-    """Whether that root cause is only a complaint that a peer has not come, and none of this node's ranks is the one."""
+    """Whether its ranks have failed only by waiting for a peer, which is none of them."""
     absent: tuple[Mapping[str, Any], ...] = ()
-    """Ranks that have failed by keeping their peers waiting, should ranks of other nodes complain of that."""
+    """Ranks that have failed by keeping their peers waiting, should ranks of other nodes have failed by waiting."""
     why_not: str = ""
     """Why its cause is not worth another try; or its absent ranks, if it has no cause."""
     reason: str = ""
