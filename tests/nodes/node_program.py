@@ -38,6 +38,7 @@ FAILURE = (
     "evidence",
     "is_secondary",
 )
+LAG = 1.0  # seconds
 ELSEWHERE = ("shared memory", "temporary files")  # which all nodes share; the job looks at its own folder
 
 
@@ -57,7 +58,7 @@ def call(request, tell):
     finally:
         outcome["ended"] = time.monotonic()
     gc.collect()
-    after = what_is_there()
+    after = _what_stays(before)
     outcome["left"] = {name: repr(difference(before[name], after[name])) for name in before if before[name] != after[name]}
     outcome["modules"] = sorted(name for name in sys.modules if name.startswith("mpwatch.elastic"))
     _write(tell, json.dumps(outcome).encode())
@@ -99,6 +100,16 @@ def what_is_there():
     """In this process; the threads of compiled code, too: the store's, for example."""
     there = {name: value for name, value in state().items() if name not in ELSEWHERE}
     return there | {"threads of the kernel": _names_of_threads()}
+
+
+def _what_stays(before):
+    """What there is now. The kernel may show a thread for a moment after it has been joined, by torch for example."""
+    deadline = time.monotonic() + LAG
+    while (now := what_is_there())["threads of the kernel"] != before[
+        "threads of the kernel"
+    ] and time.monotonic() < deadline:
+        os.sched_yield()
+    return now
 
 
 def _names_of_threads():

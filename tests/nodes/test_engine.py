@@ -332,6 +332,18 @@ def test_what_is_closed_keeps_nothing_alive(node, port):
         ours.store.check(["word"])
 
 
+def test_who_leaves_at_the_same_time_as_the_host_has_a_store_to_say_so(node, eventually, monkeypatch, capfd):
+    monkeypatch.setattr("mpwatch.elastic.meeting.engine.SEE_OFF_SECONDS", 30.0)
+    host, guest = connected(node(), node())
+    join(host, guest)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(host.close)
+        eventually(lambda: len(read(guest._opened.backend.get_state()[0]).last_heartbeats) == 1)
+        guest.close()
+        closing.result()
+    assert capfd.readouterr().err == ""
+
+
 def test_descriptors_that_are_no_sockets_any_more_are_left_alone(port):
     """Other threads close what has just been listed, and the next thing that is opened has its number."""
     pipe = {(fd, 0) for fd in os.pipe()}

@@ -7,6 +7,7 @@ when the store cannot be reached any more, which is noticed also on a network th
 
 import math
 import threading
+import time
 from collections.abc import Callable
 
 from ...platform import await_end_of_thread
@@ -23,6 +24,7 @@ OVER = "over"  # a key in the store of the job
 LAST_CALL_SECONDS = 30.0  # as torch has it
 LEAVE_SECONDS = 1.0  # to tell the others, then the connection is cut
 CUT_SECONDS = 0.5  # for a thread to notice that
+SEE_OFF_SECONDS, SEE_OFF_POLL_SECONDS = 0.3, 0.01
 
 
 class Engine:
@@ -112,7 +114,16 @@ class Engine:
             return
         if meeting is not None:
             leave_in_time(meeting.leave, opened.connection)
+            if opened.is_host:
+                _see_off_others(meeting)
         opened.connection.close()
+
+
+def _see_off_others(meeting: Meeting | StaticMeeting) -> None:
+    """Keep the store for those who are just leaving, too: torch prints a page where a store goes in the midst of a call."""
+    deadline = time.monotonic() + SEE_OFF_SECONDS
+    while meeting.has_others() and time.monotonic() < deadline:
+        time.sleep(SEE_OFF_POLL_SECONDS)
 
 
 def leave_in_time(leave: Callable[[], object], connection: Connection) -> None:

@@ -2,7 +2,7 @@
 
 Torch's handler opens a store for the trainers on the first node of a round, and has all others wait for its address, for
 minutes and in C++. Ours get a fresh one for each attempt, so nothing of that happens. Torch looks once a second whether a
-round has formed; ours looks sooner, as long as it has not waited for long. Imports torch's elastic part alone.
+round has formed; ours looks sooner, as long as it has not waited for long. Of torch, imports its elastic part alone.
 """
 
 import os
@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousContext,
 )
 
+from ...platform import await_end_of_thread
 from ...rendezvous import Rendezvous
 from .errors import StoreLostError
 from .state import Node
@@ -32,6 +33,7 @@ from .state import Node
 __all__ = ["Handler", "Terms", "make_handler", "pause"]
 
 BEATS = 3  # without which a node is dropped
+THREAD_SECONDS = 0.5  # for that, which takes microseconds
 CLOSE_SECONDS = 5.0  # to close the rendezvous, should many others write at the same time
 LOOK_SHARE = 0.1  # of the time that a node has waited for a round: when it looks again, within these bounds
 LEAST_LOOK, MOST_LOOK = 0.05, 1.0  # seconds; torch has the latter
@@ -110,8 +112,12 @@ class Handler(DynamicRendezvousHandler):
         return self._this_node
 
     def stop(self) -> None:
-        """No more signs of life. Waits for the thread that gives them."""
+        """No more signs of life. Waits for the thread that gives them, until the kernel has forgotten it."""
+        timer = self._keep_alive_timer
+        thread = None if timer is None else timer._thread
         self._stop_heartbeats()
+        if thread is not None and thread.native_id is not None:
+            await_end_of_thread(thread.native_id, THREAD_SECONDS)
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:  # noqa: ARG002
         return SimpleNamespace(port=1)  # any but 0, for which torch would look for one

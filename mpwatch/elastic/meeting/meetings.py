@@ -189,6 +189,13 @@ class Meeting:
         self._handler.stop()
         self._withdraw()
 
+    def has_others(self) -> bool:
+        """Whether there are nodes besides this one, which has left: others that are leaving, and those that were lost."""
+        with suppress(StoreLostError, RendezvousStateError):
+            response = self._backend.get_state()
+            return response is not None and bool(read(response[0]).last_heartbeats)
+        return False
+
     def _withdraw(self) -> None:
         with suppress(StoreLostError, RendezvousStateError):  # then they will miss our signs of life
             for _ in range(LEAVE_TRIES):
@@ -259,6 +266,10 @@ class StaticMeeting:
     def set_closed(self) -> None:
         """See `Engine.set_closed`."""
         self._job.set("closed", "1")
+
+    def has_others(self) -> bool:
+        """False: nobody says here that he leaves."""
+        return False
 
     def leave(self) -> None:
         """Nothing of it is kept anywhere but the mark of a join in progress."""
