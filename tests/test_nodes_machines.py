@@ -167,6 +167,24 @@ def test_restarts_that_cost_nothing_leave_all():
     assert (verdict.decision, verdict.restarts_left, verdict.delay) == (Decision.REGROUP, 3, 0.0)
 
 
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_to_make_room_for_newcomers_costs_nothing_whoever_complains_that_others_have_stopped(comes_first):
+    """Nodes hear at different times that they are to stop. But a complaint that came before has another reason."""
+    table = Table(2, nodes=(2, 3), policy=RestartPolicy(1))
+    table.begin()
+    complaining = table.members[1]
+    if not comes_first:
+        table.do(1, complaining.failing())
+    table.act(table.chair.see_waiting(1, 1.0), 1.0)
+    table.do(0, table.members[0].ended(replace(DONE, outcome=Outcome.STOPPED)))
+    complaint = {"rank": 1, "is_secondary": True}
+    table.do(1, complaining.ended(Ended(0, 0, Outcome.FAILED, (complaint,))))
+    (verdict,) = table.verdicts
+    assert (verdict.decision, verdict.failures) == (Decision.REGROUP, (complaint,))
+    assert (verdict.cause, verdict.restarts_left) == ((-1, 1) if comes_first else (1, 0))
+    assert ("other nodes have come" in verdict.reason) == comes_first
+
+
 def test_what_the_chair_says_of_many_long_failures_fits_into_the_store():
     n = 64
     text = "x" * 60_000

@@ -2,7 +2,7 @@
 
 Who failed first: class before time, and then the order of the inbox. If ranks have only waited for a peer that has not come,
 it is one that was doing something else, on whichever node. A node that is gone is the cause only of what nobody failed at
-for himself; and costs a restart only if too few remain without it.
+for himself; and costs a restart only if too few remain without it. To make room for newcomers costs none.
 """
 
 import math
@@ -39,6 +39,8 @@ class Case:
     nodes: tuple[int, int]
     waiting: int
     """Newcomers."""
+    makes_room: bool = False
+    """Whether it was for them that the ranks were stopped: who complains of a peer then, has seen it stop."""
     order: Sequence[int]
     """The nodes whose ranks failed, in the order in which they said so."""
     ended: Mapping[int, Ended]
@@ -64,7 +66,7 @@ def _judged(case: Case, policy: RestartPolicy, chance: Callable[[], float]) -> V
         if end.outcome is Outcome.ABORTED:
             before = root or end  # whose ranks had failed, if any had
             return _verdict(case, Decision.FAILED, cause=_cause(before), reason=why, why_not=why if before.failures else "")
-    if root is not None and not (case.gone and _innocence(root)):
+    if root is not None and not ((case.gone or case.makes_room) and _innocence(root)):
         return _after_failure(case, root, policy, chance)
     return _after_loss(case, policy, chance) if case.gone else _verdict(case, Decision.REGROUP, reason=_newcomers(case))
 

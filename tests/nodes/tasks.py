@@ -10,6 +10,8 @@ import socket
 import sys
 import threading
 import time
+from contextlib import ExitStack
+from multiprocessing import connection
 
 import mpwatch
 
@@ -63,6 +65,19 @@ def serves_as_master(of=None):
             os.sched_yield()
         else:
             return address
+
+
+def hold_hands():
+    """Rank 0 is connected to all others, which wait for it, and have nothing more to wait for when it ends."""
+    worker = mpwatch.current_worker()
+    address = worker.master_addr, worker.master_port
+    if worker.rank:
+        with connection.Client(address) as hand:
+            hand.recv()
+    with connection.Listener(address) as listener, ExitStack() as hands:
+        for _ in range(1, worker.world_size):
+            hands.enter_context(listener.accept())
+        signal.pause()
 
 
 def reports(step):
@@ -136,6 +151,7 @@ ORDERS = {
     "return": lambda value=None: value,
     "raise": break_down,
     "exit": sys.exit,
+    "hold_hands": hold_hands,
     "be_killed": be_killed,
     "abandon": lambda: sys.exit("the test has ended without an order for this rank"),
 }

@@ -78,6 +78,19 @@ def test_a_newcomer_is_taken_in_and_costs_no_restart(job):
     assert [attempt["state"] for attempt in first.outcome().attempts] == ["STOPPED", "SUCCEEDED"]
 
 
+def test_a_newcomer_costs_nothing_where_ranks_wait_for_those_of_other_nodes(job):
+    """These are stopped first, on some node, and the others complain of that."""
+    job.terms["nnodes"] = 2, 3
+    nodes = job.start_several(2, max_restarts=0)
+    job.await_world(2).order("hold_hands")
+    nodes.append(job.start(max_restarts=0))
+    world = job.await_world(3)
+    assert counts(world) == {1}
+    world.order("return")
+    assert_success(*nodes)
+    assert [[attempt["state"] for attempt in node.outcome().attempts] for node in nodes[:2]] == [["STOPPED", "SUCCEEDED"]] * 2
+
+
 def test_after_a_newcomer_all_restarts_are_left(job):
     job.terms["nnodes"] = 1, 2
     job.start(max_restarts=1)
