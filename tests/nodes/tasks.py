@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import connection
 
 import mpwatch
@@ -67,17 +67,18 @@ def serves_as_master(of=None):
             return address
 
 
-def hold_hands():
+def hold_hands(until=signal.pause):
     """Rank 0 is connected to all others, which wait for it, and have nothing more to wait for when it ends."""
     worker = mpwatch.current_worker()
     address = worker.master_addr, worker.master_port
-    if worker.rank:
-        with connection.Client(address) as hand:
+    while worker.rank:
+        with suppress(ConnectionRefusedError), connection.Client(address) as hand:  # it is about to listen
             hand.recv()
-    with connection.Listener(address) as listener, ExitStack() as hands:
+        os.sched_yield()
+    with connection.Listener(address, backlog=worker.world_size) as listener, ExitStack() as hands:
         for _ in range(1, worker.world_size):
             hands.enter_context(listener.accept())
-        signal.pause()
+        until()
 
 
 def reports(step):
@@ -152,6 +153,7 @@ ORDERS = {
     "raise": break_down,
     "exit": sys.exit,
     "hold_hands": hold_hands,
+    "let_go": lambda: hold_hands(until=lambda: break_down("let go")),
     "be_killed": be_killed,
     "abandon": lambda: sys.exit("the test has ended without an order for this rank"),
 }

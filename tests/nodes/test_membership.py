@@ -88,7 +88,9 @@ def test_a_newcomer_costs_nothing_where_ranks_wait_for_those_of_other_nodes(job)
     assert counts(world) == {1}
     world.order("return")
     assert_success(*nodes)
-    assert [[attempt["state"] for attempt in node.outcome().attempts] for node in nodes[:2]] == [["STOPPED", "SUCCEEDED"]] * 2
+    for node in nodes[:2]:
+        assert [attempt["state"] for attempt in node.outcome().attempts] == ["STOPPED", "SUCCEEDED"]
+        assert not any(node.outcome().blamed.values())
 
 
 def test_after_a_newcomer_all_restarts_are_left(job):
