@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from random import random
 
 from ..policy import RestartPolicy
-from ..watcher.restarts import Account, Ledger, Trial
+from ..result import FailureKind
+from ..watcher.restarts import UNWANTED, Account, Ledger, Trial
 from .talk.failures import as_many_as_fit
 from .talk.messages import Card, Decision, Ended, Gone, History, Outcome, Verdict
 
@@ -82,13 +83,15 @@ def _with_absent(case: Case, policy: RestartPolicy) -> Case:
 
 
 def _with_its_absent(end: Ended, complaint: Ended, policy: RestartPolicy) -> Ended:
-    was_asked = policy.retry_if is not None and not policy.causes  # code of the user's, about the complaint
+    why_not = "" if policy.retry_if is None or FailureKind.HANG in policy.causes else UNWANTED
+    if policy.retry_if is not None and not policy.causes:  # code of the user's, which was asked about the complaint
+        why_not = complaint.why_not
     return replace(
         end,
         outcome=Outcome.FAILED,
         failures=(*end.absent, *end.failures),
         lacks_a_peer=False,
-        why_not=complaint.why_not if was_asked else end.why_not,
+        why_not=why_not,
         reason=complaint.reason,
     )
 

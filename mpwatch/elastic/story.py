@@ -25,7 +25,7 @@ from ..watcher.facts import Facts
 from ..watcher.journal import Journal
 from ..watcher.life import Life
 from ..watcher.output import LAST_SECONDS
-from ..watcher.restarts import Trial, not_worth_it
+from ..watcher.restarts import not_worth_it
 from ..watcher.states import Settled
 from ..watcher.states import Verdict as Fate
 from ..watcher.story import Story, tell_fates
@@ -164,6 +164,7 @@ class NodeStory(Story[T]):
         absent = diagnosis.absent(facts, result) if may_be_missed else []
         self._absent = {failure.rank: failure for failure in absent}
         told, trial = _told(result), self._trial(facts, result)
+        why_not = not_worth_it(self._spec.policy, trial) if has_failed and self._spec.policy.max_restarts else ""
         assert facts.verdict is not None
         return Ended(
             group_rank=0,
@@ -173,20 +174,11 @@ class NodeStory(Story[T]):
             unsaid=len(result.failures) - len(told),
             lacks_a_peer=are_victims and not lacking.isdisjoint(result.failures),
             absent=as_many_as_fit(map(to_plain, absent), ABSENT_LIMIT),
-            why_not=self._why_not(trial, absent)[:1000],
+            why_not=why_not[:1000],
             reason=result.reason[:1000],
             healthy_seconds=max(0.0, facts.healthy_seconds),
             step=-1 if trial.step is None else min(max(trial.step, -1), LARGEST),
         )
-
-    def _why_not(self, trial: Trial, absent: list[ProcessFailure]) -> str:
-        """Why what has failed here is not worth another try. What may have failed is no matter for code of the user's."""
-        policy = self._spec.policy
-        if not policy.max_restarts:
-            return ""
-        if trial.cause is None and absent and (policy.retry_if is None or policy.causes):
-            trial = replace(trial, cause=absent[0])
-        return not_worth_it(policy, trial) if trial.cause is not None else ""
 
     def _note(self, verdict: Verdict) -> None:
         """What came of an attempt for all nodes."""
