@@ -27,19 +27,23 @@ def test_any_step_may_be_reported(job, step):
 
 @pytest.mark.parametrize("body", [{"host": CLEARS, "items": {}}, {"host": "host0", "items": {"the function": CLEARS}}])
 def test_what_a_stranger_has_written_as_the_terms_of_the_job_reaches_no_terminal(job, body):
-    job.start_store()
+    store = job.start_store()
     write_for_the_job(job, "terms", body)
     outcome = job.start().outcome()
+    store.kill()
+    store.exit_status()
     assert outcome.error == "LaunchError"
     assert "what the first node of the job has written cannot be read" in outcome.text
     assert CLEARS not in outcome.text
 
 
 def test_nor_does_what_he_says_of_a_node_that_was_refused(job):
-    job.terms["join_timeout"] = 1.0
-    job.start_store()
+    job.terms["join_timeout"] = 3.0
+    store = job.start_store()
     write_for_the_job(job, "refused", {"host": "host0", "why": CLEARS})
     outcome = job.start().outcome()
+    store.kill()
+    store.exit_status()
     assert "1 of 2 nodes had come" in outcome.text
     assert CLEARS not in outcome.text
 
