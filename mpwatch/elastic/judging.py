@@ -135,8 +135,11 @@ def _after_loss(case: Case, policy: RestartPolicy, chance: Callable[[], float]) 
     """Nobody failed for himself; but some are gone."""
     node, why = next(iter(case.gone.items()))
     reason = f"{host_of(case.cards, node)} is gone: {why}"
-    if any(case.cards[gone].serves_store for gone in case.gone if gone in case.cards):
-        return _verdict(case, Decision.FAILED, cause=_first_rank(case, node), reason=f"{reason}; it served the store")
+    server = next((gone for gone in case.gone if gone in case.cards and case.cards[gone].serves_store), None)
+    if server is not None:
+        why_not = f"{host_of(case.cards, server)} served the store, without which the others cannot go on"
+        reason = f"{reason}; {why_not}"
+        return _verdict(case, Decision.FAILED, cause=_first_rank(case, node), reason=reason, why_not=why_not)
     remaining = case.size - len(case.gone) + case.waiting
     if remaining >= case.nodes[0]:
         return _verdict(case, Decision.REGROUP, cause=_first_rank(case, node), reason=reason)
