@@ -25,6 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousContext,
 )
 
+from ...platform import await_end_of_thread
 from ...rendezvous import Rendezvous
 from .errors import StoreLostError
 from .state import Node
@@ -36,6 +37,7 @@ CLOSE_SECONDS = 5.0  # to close the rendezvous, should many others write at the 
 LOOK_SHARE = 0.1  # of the time that a node has waited for a round: when it looks again, within these bounds
 LEAST_LOOK, MOST_LOOK = 0.05, 1.0  # seconds; torch has the latter
 MOST_LOOKS = 100  # a second, of all nodes together: each reads what there is of all of them
+THREAD_SECONDS = 0.5  # for the kernel to know nothing more of a thread that has ended, which takes microseconds
 ID_BITS = 62  # whoever reads it may have no more than 64, and a sign
 
 
@@ -110,8 +112,12 @@ class Handler(DynamicRendezvousHandler):
         return self._this_node
 
     def stop(self) -> None:
-        """No more signs of life. Waits for the thread that gives them."""
+        """No more signs of life. Waits for the thread that gives them, until the kernel knows nothing of it either."""
+        timer = self._keep_alive_timer
+        thread = None if timer is None else timer._thread
         self._stop_heartbeats()
+        if thread is not None and thread.native_id is not None:
+            await_end_of_thread(thread.native_id, THREAD_SECONDS)
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:  # noqa: ARG002
         return SimpleNamespace(port=1)  # any but 0, for which torch would look for one
