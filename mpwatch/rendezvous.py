@@ -12,6 +12,7 @@ __all__ = ["SECRET_VARIABLE", "Rendezvous"]
 BACKENDS = ("c10d", "etcd-v2", "static")
 LEAST_NODE_TIMEOUT = 2.0  # seconds: a few signs of life have to fit in, and a store that is busy for a moment
 SECRET_VARIABLE = "MPWATCH_SECRET"  # noqa: S105  the name of a variable
+LAST_CALL = "last_call_timeout"
 MAX_PORT = 65535
 
 
@@ -58,7 +59,7 @@ class Rendezvous:
     variable MPWATCH_SECRET holds, if it is set."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further settings for the backend, in torch's words: `last_call_timeout` (seconds to wait for more nodes once min are
-    there; 30), `rank`, `protocol`, ..."""
+    there; 30), the only one of "c10d"; `rank` of "static"; `protocol`, ... of "etcd-v2"."""
 
     def __post_init__(self) -> None:
         _check_text("endpoint", self.endpoint)
@@ -108,6 +109,10 @@ class Rendezvous:
         options: object = self.options
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
             raise TypeError(f"rendezvous: options must be a mapping with strings as keys, not {options!r:.200}")
+        if LAST_CALL in self.options:
+            check_seconds(f"rendezvous: options[{LAST_CALL!r}]", self.options[LAST_CALL], at_least="0 or more")
+        if self.backend == "c10d" and (unknown := sorted(self.options.keys() - {LAST_CALL})):
+            raise ValueError(f"rendezvous: backend='c10d' has no other options than {LAST_CALL!r}, not {unknown!r:.200}")
         if self.backend != "static":
             return
         if self.min_nodes != self.max_nodes:

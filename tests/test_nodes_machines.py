@@ -167,6 +167,24 @@ def test_restarts_that_cost_nothing_leave_all():
     assert (verdict.decision, verdict.restarts_left, verdict.delay) == (Decision.REGROUP, 3, 0.0)
 
 
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_to_make_room_for_newcomers_costs_nothing_whoever_complains_that_others_have_stopped(comes_first):
+    """Nodes hear at different times that they are to stop. But a complaint that came before has another reason."""
+    table = Table(2, nodes=(2, 3), policy=RestartPolicy(1))
+    table.begin()
+    complaining = table.members[1]
+    if not comes_first:
+        table.do(1, complaining.failing())
+    table.act(table.chair.see_waiting(1, 1.0), 1.0)
+    table.do(0, table.members[0].ended(replace(DONE, outcome=Outcome.STOPPED)))
+    complaint = {"rank": 1, "is_secondary": True}
+    table.do(1, complaining.ended(Ended(0, 0, Outcome.FAILED, (complaint,))))
+    (verdict,) = table.verdicts
+    assert (verdict.decision, verdict.failures) == (Decision.REGROUP, (complaint,))
+    assert (verdict.cause, verdict.restarts_left) == ((-1, 1) if comes_first else (1, 0))
+    assert ("other nodes have come" in verdict.reason) == comes_first
+
+
 def test_what_the_chair_says_of_many_long_failures_fits_into_the_store():
     n = 64
     text = "x" * 60_000
@@ -239,11 +257,11 @@ COMPLAINT = {"rank": 0, "is_secondary": True}
 MISSED = {"rank": 1, "is_secondary": False}
 
 
-def after_a_complaint(policy=ONCE, *, lacks_a_peer=True, why_not="", absent_why_not="", **case):
+def after_a_complaint(policy=ONCE, *, lacks_a_peer=True, why_not="", **case):
     """The verdict when node 0 complains, and node 1 has a rank that may be the one that it missed."""
     ended = {
         0: Ended(0, 0, Outcome.FAILED, (COMPLAINT,), lacks_a_peer=lacks_a_peer, why_not=why_not),
-        1: Ended(1, 0, Outcome.STOPPED, absent=(MISSED,), why_not=absent_why_not),
+        1: Ended(1, 0, Outcome.STOPPED, absent=(MISSED,)),
     }
     what = {
         "attempt": 0,
@@ -293,10 +311,14 @@ def test_who_was_silent_while_it_waited_is_not_the_cause_either():
     assert after_a_complaint(ended={0: waiting}, gone={1: "silent"}).cause == 1
 
 
-def test_whether_a_missed_rank_is_worth_another_try_is_asked_where_its_failure_is_known():
-    """But a function of the user's is asked about the complaint, which is a failure in any case."""
-    hangs = RestartPolicy(1, retry_if=[FailureKind.HANG])
+def test_whether_a_missed_rank_is_worth_another_try_is_asked_of_it_and_not_of_its_neighbour():
+    """Which has complained as well. But a function of the user's is asked about complaints, which are failures in any case."""
+    hangs, others = RestartPolicy(1, retry_if=[FailureKind.HANG]), RestartPolicy(1, retry_if=[FailureKind.EXCEPTION])
+    neighbour = Ended(1, 0, Outcome.FAILED, ({**COMPLAINT, "rank": 2},), absent=(MISSED,), why_not="it is no HANG")
+    ended = {0: Ended(0, 0, Outcome.FAILED, (COMPLAINT,), lacks_a_peer=True), 1: neighbour}
+    assert after_a_complaint(hangs, ended=ended, order=[0, 1]).decision is Decision.AGAIN
     assert after_a_complaint(hangs, why_not="it is no HANG").decision is Decision.AGAIN
-    assert after_a_complaint(hangs, absent_why_not="it is none").why_not == "it is none"
+    assert after_a_complaint(others).why_not
+    assert after_a_complaint(RestartPolicy(1)).decision is Decision.AGAIN
     by_function = RestartPolicy(1, retry_if=lambda _: False)
     assert after_a_complaint(by_function, why_not="it is not wanted").why_not == "it is not wanted"

@@ -131,6 +131,7 @@ class Chair:
         self._order: list[int] = []  # of the nodes whose ranks failed
         self._stopped: set[int] = set()  # the nodes whose ranks are gone
         self._ended: dict[int, Ended] = {}
+        self._makes_room = False  # newcomers are why it was stopped
         self._stop_by = math.inf
         self._delay = 0.0
 
@@ -190,6 +191,8 @@ class Chair:
     def see_waiting(self, count: int, now: float) -> list[Act]:
         """How many newcomers there are."""
         self._waiting = max(0, min(count, self._max_nodes - self._size))
+        if self._waiting and self.stage is Stage.WORKING:
+            self._makes_room = True
         return self._stop("other nodes have come", now) if self._waiting else []
 
     def forgive(self, seconds: float) -> None:
@@ -340,6 +343,7 @@ class Chair:
             size=self._size,
             nodes=(self._min_nodes, self._max_nodes),
             waiting=self._waiting,
+            makes_room=self._makes_room,
             order=self._order,
             ended=self._ended,
             gone=self._gone,

@@ -2,7 +2,7 @@
 
 Who failed first: class before time, and then the order of the inbox. If ranks have only waited for a peer that has not come,
 it is one that was doing something else, on whichever node. A node that is gone is the cause only of what nobody failed at
-for himself; and costs a restart only if too few remain without it.
+for himself; and costs a restart only if too few remain without it. To make room for newcomers costs none.
 """
 
 import math
@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from random import random
 
 from ..policy import RestartPolicy
-from ..watcher.restarts import Account, Ledger, Trial
+from ..result import FailureKind
+from ..watcher.restarts import UNWANTED, Account, Ledger, Trial
 from .talk.failures import as_many_as_fit
 from .talk.messages import Card, Decision, Ended, Gone, History, Outcome, Verdict
 
@@ -39,6 +40,8 @@ class Case:
     nodes: tuple[int, int]
     waiting: int
     """Newcomers."""
+    makes_room: bool = False
+    """Whether it was for them that the ranks were stopped: who complains of a peer then, has seen it stop."""
     order: Sequence[int]
     """The nodes whose ranks failed, in the order in which they said so."""
     ended: Mapping[int, Ended]
@@ -64,7 +67,7 @@ def _judged(case: Case, policy: RestartPolicy, chance: Callable[[], float]) -> V
         if end.outcome is Outcome.ABORTED:
             before = root or end  # whose ranks had failed, if any had
             return _verdict(case, Decision.FAILED, cause=_cause(before), reason=why, why_not=why if before.failures else "")
-    if root is not None and not (case.gone and _innocence(root)):
+    if root is not None and not ((case.gone or case.makes_room) and _innocence(root)):
         return _after_failure(case, root, policy, chance)
     return _after_loss(case, policy, chance) if case.gone else _verdict(case, Decision.REGROUP, reason=_newcomers(case))
 
@@ -80,13 +83,15 @@ def _with_absent(case: Case, policy: RestartPolicy) -> Case:
 
 
 def _with_its_absent(end: Ended, complaint: Ended, policy: RestartPolicy) -> Ended:
-    was_asked = policy.retry_if is not None and not policy.causes  # code of the user's, about the complaint
+    why_not = "" if policy.retry_if is None or FailureKind.HANG in policy.causes else UNWANTED
+    if policy.retry_if is not None and not policy.causes:  # code of the user's, which was asked about the complaint
+        why_not = complaint.why_not
     return replace(
         end,
         outcome=Outcome.FAILED,
         failures=(*end.absent, *end.failures),
         lacks_a_peer=False,
-        why_not=complaint.why_not if was_asked else end.why_not,
+        why_not=why_not,
         reason=complaint.reason,
     )
 
@@ -130,8 +135,10 @@ def _after_loss(case: Case, policy: RestartPolicy, chance: Callable[[], float]) 
     """Nobody failed for himself; but some are gone."""
     node, why = next(iter(case.gone.items()))
     reason = f"{host_of(case.cards, node)} is gone: {why}"
-    if any(case.cards[gone].serves_store for gone in case.gone if gone in case.cards):
-        why_not = "a node that is gone served the store"
+    server = next((gone for gone in case.gone if gone in case.cards and case.cards[gone].serves_store), None)
+    if server is not None:
+        why_not = f"{host_of(case.cards, server)} served the store, without which the others cannot go on"
+        reason = f"{reason}; {why_not}"
         return _verdict(case, Decision.FAILED, cause=_first_rank(case, node), reason=reason, why_not=why_not)
     remaining = case.size - len(case.gone) + case.waiting
     if remaining >= case.nodes[0]:

@@ -35,6 +35,7 @@ from .meeting.patience import Limit
 from .meeting.store import PartOfStore
 from .member import Conclude, Member, Rejoin
 from .sitting import Sitting
+from .talk import seal
 from .talk.board import Board
 from .talk.exchange import Exchange
 from .talk.messages import NO_ATTEMPT, Card, Decision, Ended, History, Start, Terms, Verdict
@@ -46,6 +47,7 @@ __all__ = ["Link"]
 THREAD_SECONDS = 1.0  # for the kernel to know nothing more of a thread that has ended, which takes microseconds
 LEAVE_SECONDS = 2.0  # beyond the grace period in which they stop their ranks, for the others to take note of who leaves
 LINGER_SECONDS, LINGER_PAUSE = 10.0, 0.2  # for an earlier job of the same name to be gone, and between two looks
+MOST_TERMS = 100
 SERVER_SECONDS = 1.0  # for the node that serves the store to write the job's terms, which it does as soon as it serves it
 NOBODY_LEFT = "the node of group rank 0 is lost, or has not waited for this one any longer"
 AGAIN_LAST_CALL = 2.0  # seconds in which survivors meet anew, should not all of them come at once
@@ -226,9 +228,10 @@ class Link:
             raise ClosedError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint} is over")
         try:
             body = self._first_terms(store, place)
-            first = Terms(tuple((name, str(value)) for name, value in body["items"].items()))
-            why = unlike(self._terms, first, platform.node(), f"{body['host']}, which came first")
-        except (ForgedError, KeyError, AttributeError) as error:
+            items = seal.mapping(body, "items", limit=MOST_TERMS)
+            first = Terms(tuple((name, seal.text(items, name)) for name in items))
+            why = unlike(self._terms, first, platform.node(), f"{seal.line(body, 'host')}, which came first")
+        except ForgedError as error:
             why = f"what the first node of the job has written cannot be read: {error}"
         if why:
             # who waits in vain for this node learns the reason, too
@@ -257,18 +260,18 @@ class Link:
             return self._engine.join(deadline, last_call=last_call, enough=enough)
         except LaunchError as error:
             store = self._engine.store_of_job()
-            with suppress(StoreLostError, ForgedError, KeyError):
+            with suppress(StoreLostError, ForgedError):
                 if store is not None and store.check(["refused"]):
                     raise LaunchError(f"{error}. {self._who_was_refused(store.get('refused'))}") from error
             raise
 
     def _who_was_refused(self, entry: bytes) -> str:
-        """Raises ForgedError or KeyError."""
+        """Raises ForgedError."""
         try:
             body = self._seal.open("refused", entry)
         except SecretError as error:
             return f"A node was refused, and what it has written is {error}"
-        return f"{body['host']} was refused: {body['why']}"
+        return f"{seal.line(body, 'host')} was refused: {seal.text(body, 'why')}"
 
     def _sit(self, found: Round, history: History) -> Rejoin | None:
         """Through one round. Returns how the nodes meet anew; None: they do not."""

@@ -16,7 +16,7 @@ from signal import Signals
 from typing import Any, TypeVar
 
 from ..errors import LaunchError
-from ..events.kinds import NodesMet, Restarting, WorkerFailed
+from ..events.kinds import NodesMet, Restarting
 from ..result import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
 from ..spec import WorkerSpec
 from ..watcher import diagnosis
@@ -25,10 +25,10 @@ from ..watcher.facts import Facts
 from ..watcher.journal import Journal
 from ..watcher.life import Life
 from ..watcher.output import LAST_SECONDS
-from ..watcher.restarts import Trial, not_worth_it
+from ..watcher.restarts import not_worth_it
 from ..watcher.states import Settled
 from ..watcher.states import Verdict as Fate
-from ..watcher.story import Story
+from ..watcher.story import Story, tell_fates
 from ..wording import summary_of
 from ..wording import verdict as words_for
 from .hands import News
@@ -69,6 +69,7 @@ class NodeStory(Story[T]):
         self._start: Start | None = None
         self._strangers: dict[int, ProcessFailure] = {}  # failures that other nodes know of
         self._absent: dict[int, ProcessFailure] = {}  # those of ours that may have been waited for elsewhere
+        self._untold: tuple[Facts, RunResult[T]] | None = None  # an attempt, as long as only we have judged it
 
     @property
     def is_concluded(self) -> bool:
@@ -96,6 +97,7 @@ class NodeStory(Story[T]):
         if facts.ranks and facts.attempt not in {attempt.number for attempt in self._attempts}:
             self._close(facts)  # they were interrupted, which nobody judges
         here = next((result for _, result in self._latest.values()), _nothing_yet(facts))
+        self._tell_what_is_untold()
         result = replace(self._of_job(here), attempts=tuple(self._attempts))
         self._end(result.state, "" if result.state is WorkerState.SUCCEEDED else words_for(result))
         return replace(result, events=tuple(self.journal.events))
@@ -111,6 +113,7 @@ class NodeStory(Story[T]):
         is_known = latest is None or (self._heard is not None and self._heard.attempt >= latest.number)
         failures = () if latest is None or is_known else _told(latest)
         self._link.abort(Ended(0, 0, Outcome.ABORTED, failures, reason=summary_of(error)[:1000]))
+        self._tell_what_is_untold()
 
     def _attend(self, life: Life, news: News) -> None:
         if isinstance(news, BaseException):
@@ -161,6 +164,7 @@ class NodeStory(Story[T]):
         absent = diagnosis.absent(facts, result) if may_be_missed else []
         self._absent = {failure.rank: failure for failure in absent}
         told, trial = _told(result), self._trial(facts, result)
+        why_not = not_worth_it(self._spec.policy, trial) if has_failed and self._spec.policy.max_restarts else ""
         assert facts.verdict is not None
         return Ended(
             group_rank=0,
@@ -170,20 +174,11 @@ class NodeStory(Story[T]):
             unsaid=len(result.failures) - len(told),
             lacks_a_peer=are_victims and not lacking.isdisjoint(result.failures),
             absent=as_many_as_fit(map(to_plain, absent), ABSENT_LIMIT),
-            why_not=self._why_not(trial, absent)[:1000],
+            why_not=why_not[:1000],
             reason=result.reason[:1000],
             healthy_seconds=max(0.0, facts.healthy_seconds),
             step=-1 if trial.step is None else min(max(trial.step, -1), LARGEST),
         )
-
-    def _why_not(self, trial: Trial, absent: list[ProcessFailure]) -> str:
-        """Why what has failed here is not worth another try. What may have failed is no matter for code of the user's."""
-        policy = self._spec.policy
-        if not policy.max_restarts:
-            return ""
-        if trial.cause is None and absent and (policy.retry_if is None or policy.causes):
-            trial = replace(trial, cause=absent[0])
-        return not_worth_it(policy, trial) if trial.cause is not None else ""
 
     def _note(self, verdict: Verdict) -> None:
         """What came of an attempt for all nodes."""
@@ -193,10 +188,10 @@ class NodeStory(Story[T]):
         attempt = self._attempts[-1]
         failures = {**self._strangers, **attempt.failures}
         cause = failures.get(verdict.cause)
-        for rank in sorted((self._absent.keys() & failures.keys()) - attempt.failures.keys()):
-            blame: dict[str, Any] = {"failure": failures[rank], "is_root_cause": failures[rank] is cause}
-            self.journal.note(WorkerFailed, [rank], attempt=verdict.attempt, **blame)
+        self._tell_what_is_untold(failures, cause)
         state = attempt.state if cause is None else WorkerState.FAILED
+        if cause is None and verdict.decision is Decision.REGROUP:  # to make room: who complains, does so of that
+            state = WorkerState.STOPPED
         self._attempts[-1] = replace(attempt, failures=failures, root_cause=cause, state=state, reason=verdict.reason)
         if verdict.decision in (Decision.AGAIN, Decision.REGROUP):
             self.journal.note(
@@ -208,6 +203,24 @@ class NodeStory(Story[T]):
                 restarts_left=verdict.restarts_left,
                 reason=verdict.reason if cause is None else "",
             )
+
+    def _tell_fates(self, facts: Facts, result: RunResult[T]) -> None:
+        """Not before it is known who failed first on all nodes."""
+        self._tell_what_is_untold()
+        self._untold = facts, result
+
+    def _tell_what_is_untold(
+        self, failures: Mapping[int, ProcessFailure] | None = None, cause: ProcessFailure | None = None
+    ) -> None:
+        """As all nodes have judged it; if they have not, as we have."""
+        if self._untold is None:
+            return
+        (facts, result), self._untold = self._untold, None
+        if failures is not None:
+            ours = {rank: failures[rank] for rank in facts.ranks if rank in failures}
+            states = {**result.worker_states, **dict.fromkeys(ours, WorkerState.FAILED)}
+            result = replace(result, failures=ours, worker_states=states, root_cause=cause)
+        tell_fates(self.journal, facts, result)
 
     def _conclude(self, life: Life, verdict: Verdict) -> None:
         self._verdict = verdict

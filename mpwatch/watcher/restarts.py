@@ -11,7 +11,9 @@ from random import random
 from ..policy import PROGRAMMING_ERRORS, RestartPolicy
 from ..result import FailureKind, ProcessFailure
 
-__all__ = ["Account", "Decision", "Ledger", "Trial", "not_worth_it"]
+__all__ = ["UNWANTED", "Account", "Decision", "Ledger", "Trial", "not_worth_it"]
+
+UNWANTED = "it is no failure that `retry_if` wants to be tried again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,7 @@ def not_worth_it(policy: RestartPolicy, trial: Trial) -> str:
     else:
         assert callable(retry_if)
         is_wanted = bool(retry_if(cause))
-    return "" if is_wanted else "it is no failure that `retry_if` wants to be tried again"
+    return "" if is_wanted else UNWANTED
 
 
 def _hopeless(trial: Trial) -> str:

@@ -102,8 +102,11 @@ class Story(Generic[T]):
         self._latest[min(facts.ranks)] = facts, result
         self._waiting.discard(min(facts.ranks))
         self._attempts.append(_attempt(self.journal, facts, result))
-        tell_fates(self.journal, facts, result)
+        self._tell_fates(facts, result)
         return result
+
+    def _tell_fates(self, facts: Facts, result: RunResult[T]) -> None:
+        tell_fates(self.journal, facts, result)
 
     def _decide(self, life: Life, facts: Facts, result: RunResult[T]) -> None:
         first, mailbox = min(facts.ranks), life.mailbox

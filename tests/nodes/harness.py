@@ -65,9 +65,10 @@ class Outcome:
     reason: str = ""
     not_restarted: str = ""
     events: list[str] = field(default_factory=list)
+    blamed: dict[int, bool] = field(default_factory=dict)
 
     def __post_init__(self):
-        for name in ("values", "failures", "worker_states"):
+        for name in ("values", "failures", "worker_states", "blamed"):
             setattr(self, name, {int(rank): what for rank, what in getattr(self, name).items()})
 
 

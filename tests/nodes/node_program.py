@@ -202,6 +202,7 @@ def _of_result(result):
         "reason": result.reason,
         "not_restarted": result.not_restarted,
         "events": [event.name for event in result.events],
+        "blamed": {event.ranks[0]: event.is_root_cause for event in result.events if event.name == "worker_failed"},
     }
 
 

@@ -10,6 +10,8 @@ import socket
 import sys
 import threading
 import time
+from contextlib import ExitStack, suppress
+from multiprocessing import connection
 
 import mpwatch
 
@@ -63,6 +65,20 @@ def serves_as_master(of=None):
             os.sched_yield()
         else:
             return address
+
+
+def hold_hands(until=signal.pause):
+    """Rank 0 is connected to all others, which wait for it, and have nothing more to wait for when it ends."""
+    worker = mpwatch.current_worker()
+    address = worker.master_addr, worker.master_port
+    while worker.rank:
+        with suppress(ConnectionRefusedError), connection.Client(address) as hand:  # it is about to listen
+            hand.recv()
+        os.sched_yield()
+    with connection.Listener(address, backlog=worker.world_size) as listener, ExitStack() as hands:
+        for _ in range(1, worker.world_size):
+            hands.enter_context(listener.accept())
+        until()
 
 
 def reports(step):
@@ -136,6 +152,8 @@ ORDERS = {
     "return": lambda value=None: value,
     "raise": break_down,
     "exit": sys.exit,
+    "hold_hands": hold_hands,
+    "let_go": lambda: hold_hands(until=lambda: break_down("let go")),
     "be_killed": be_killed,
     "abandon": lambda: sys.exit("the test has ended without an order for this rank"),
 }

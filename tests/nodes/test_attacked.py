@@ -3,10 +3,14 @@
 import signal
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from mpwatch.elastic.talk.seal import Seal
 
 from . import tasks
 
 AT_ONCE = 1.5  # seconds, of which a poll takes a part, and the end of ranks another
+CLEARS = "\x1b[2J"  # a terminal
 
 
 def assert_success(outcomes):
@@ -19,6 +23,35 @@ def test_any_step_may_be_reported(job, step):
     """A message that the chair could not read would be waited for until the end of days."""
     job.start_several(2, tasks.reports, args=(step,))
     assert_success(job.outcomes())
+
+
+@pytest.mark.parametrize("body", [{"host": CLEARS, "items": {}}, {"host": "host0", "items": {"the function": CLEARS}}])
+def test_what_a_stranger_has_written_as_the_terms_of_the_job_reaches_no_terminal(job, body):
+    store = job.start_store()
+    write_for_the_job(job, "terms", body)
+    outcome = job.start().outcome()
+    store.kill()
+    store.exit_status()
+    assert outcome.error == "LaunchError"
+    assert "what the first node of the job has written cannot be read" in outcome.text
+    assert CLEARS not in outcome.text
+
+
+def test_nor_does_what_he_says_of_a_node_that_was_refused(job):
+    job.terms["join_timeout"] = 3.0
+    store = job.start_store()
+    write_for_the_job(job, "refused", {"host": "host0", "why": CLEARS})
+    outcome = job.start().outcome()
+    store.kill()
+    store.exit_status()
+    assert "1 of 2 nodes had come" in outcome.text
+    assert CLEARS not in outcome.text
+
+
+def write_for_the_job(job, key, body):
+    host, _, port = job.terms["endpoint"].rpartition(":")
+    store = PrefixStore(f"mpwatch.{job.terms['run_id']}", TCPStore(host, int(port), wait_for_workers=False))
+    store.set(key, Seal(b"", job.terms["run_id"]).close(key, body))
 
 
 def test_environments_that_were_made_too_late_are_for_no_other_attempt(job):

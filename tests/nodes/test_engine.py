@@ -149,6 +149,17 @@ def test_a_node_that_has_left_is_not_waited_for(node):
     assert host.join(until(10), last_call=SOON).group_world_size == 1
 
 
+def test_of_the_thread_that_gives_signs_of_life_the_kernel_keeps_nothing(node):
+    """It would for a moment, once in ten times."""
+    (engine,) = connected(node(1))
+    handler = engine._meeting._handler
+    for _ in range(100):
+        handler._start_heartbeats()
+        number = handler._keep_alive_timer._thread.native_id
+        handler.stop()
+        assert not os.path.exists(f"/proc/self/task/{number}")
+
+
 def test_a_node_that_gives_no_sign_of_life_is_dropped(node):
     host, guest = connected(node((1, 2), node_timeout=2), node((1, 2), node_timeout=2))
     join(host, guest, last_call=20)

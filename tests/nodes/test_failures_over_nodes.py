@@ -48,6 +48,15 @@ def test_all_nodes_blame_the_rank_that_raised(job, world, rank):
         assert outcome.failures.keys() == {rank}
 
 
+def test_only_the_root_cause_of_the_job_is_told_as_one(job, world):
+    """Ranks of the other node have waited for it, and nobody has failed there who could be blamed instead."""
+    world.order("let_go")
+    first, second = assert_all_blame(job, world, 0, kind="EXCEPTION")
+    assert first.blamed.pop(0)
+    assert second.blamed
+    assert not any([*first.blamed.values(), *second.blamed.values()])
+
+
 def test_calls_return_when_all_has_been_told(job, world):
     at = world[3].order("raise", "it is mine")
     assert max(outcome.ended for outcome in job.outcomes()) - at < 2 * AT_ONCE

@@ -194,6 +194,15 @@ def test_nodes_that_differ_in_their_restarts_are_refused(job):
     assert_all_refuse(job, "restart", "host1")
 
 
+def test_who_has_come_too_late_to_be_counted_is_not_told_of_a_job_that_runs(job):
+    """Most of its time goes by before it has joined: it waits for the terms of a job that nobody has begun."""
+    store = job.start_store()
+    outcome = job.start(terms={"join_timeout": 0.5}).outcome()
+    store.kill()
+    store.exit_status()
+    assert "0 of 2 nodes had come" in outcome.text
+
+
 @pytest.mark.parametrize("missing", [1, 2])
 def test_where_too_few_come_it_is_said_in_time(job, missing):
     job.terms |= {"nnodes": 1 + missing, "join_timeout": JOIN_TIMEOUT}

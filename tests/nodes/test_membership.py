@@ -78,6 +78,21 @@ def test_a_newcomer_is_taken_in_and_costs_no_restart(job):
     assert [attempt["state"] for attempt in first.outcome().attempts] == ["STOPPED", "SUCCEEDED"]
 
 
+def test_a_newcomer_costs_nothing_where_ranks_wait_for_those_of_other_nodes(job):
+    """These are stopped first, on some node, and the others complain of that."""
+    job.terms["nnodes"] = 2, 3
+    nodes = job.start_several(2, max_restarts=0)
+    job.await_world(2).order("hold_hands")
+    nodes.append(job.start(max_restarts=0))
+    world = job.await_world(3)
+    assert counts(world) == {1}
+    world.order("return")
+    assert_success(*nodes)
+    for node in nodes[:2]:
+        assert [attempt["state"] for attempt in node.outcome().attempts] == ["STOPPED", "SUCCEEDED"]
+        assert not any(node.outcome().blamed.values())
+
+
 def test_after_a_newcomer_all_restarts_are_left(job):
     job.terms["nnodes"] = 1, 2
     job.start(max_restarts=1)
@@ -180,6 +195,7 @@ def test_the_node_that_serves_the_store_may_leave(job):
     for outcome in job.outcomes(others):
         assert outcome.error == "RunFailedError"
         assert "SIGINT" in outcome.text
+        assert f"({leaving.hostname}) served the store" in outcome.not_restarted
         assert "sign of life" not in outcome.text
     assert leaving.outcome().error == "KeyboardInterrupt"
 

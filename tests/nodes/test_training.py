@@ -98,7 +98,11 @@ def test_a_rank_that_is_silent_since_it_waits_for_one_of_another_node_is_not_bla
 def test_a_node_whose_rank_others_wait_for_in_vain_starts_again_with_them(job):
     """None of its own ranks complains: it has no other."""
     options = {"args": [2], "backend": "gloo", "env": OVER_LOOPBACK, "max_restarts": 1}
-    for node in [job.start(meets_all_but_one, nprocs, **options) for nprocs in (2, 1)]:
+    nodes = [job.start(meets_all_but_one, nprocs, **options) for nprocs in (2, 1)]
+    for node in nodes:
         outcome = node.outcome(TRAINED)
         assert (outcome.error, outcome.text, outcome.restarts) == ("", "", 1)
         assert [attempt["cause"] for attempt in outcome.attempts] == [2, None]
+    assert nodes[0].outcome().blamed == {0: False, 1: False}
+    assert nodes[1].outcome().blamed == {2: True}
+    assert "worker_stopped" not in nodes[1].outcome().events

@@ -38,6 +38,7 @@ CLOSE_SECONDS = 5.0  # to close the rendezvous, should many others write at the 
 LOOK_SHARE = 0.1  # of the time that a node has waited for a round: when it looks again, within these bounds
 LEAST_LOOK, MOST_LOOK = 0.05, 1.0  # seconds; torch has the latter
 MOST_LOOKS = 100  # a second, of all nodes together: each reads what there is of all of them
+THREAD_SECONDS = 0.5  # for the kernel to know nothing more of a thread that has ended, which takes microseconds
 ID_BITS = 62  # whoever reads it may have no more than 64, and a sign
 
 

@@ -159,13 +159,14 @@ class Meeting:
                 f"{here}: the job has all {of.max_nodes} nodes that it may have, and none has left in {seconds:.1f} s."
                 " Should it have more, give all nodes a larger nnodes=(min, max)"
             )
-        if not self._came:
+        if not self._came and self._state.complete:
             return (
                 f"{here}: the job runs with {len(self._state.participants)} nodes, and has not taken this one in within"
                 f" {seconds:.1f} s. See what these nodes say; a longer join_timeout waits longer"
             )
+        came = self._came or len(self._state.participants)
         return (
-            f"{here}: {self._came} of {of.min_nodes} nodes had come after {seconds:.1f} s. Has mpwatch.run been called on"
+            f"{here}: {came} of {of.min_nodes} nodes had come after {seconds:.1f} s. Has mpwatch.run been called on"
             " all of them, with the same endpoint and run_id, and does it run there still? A longer join_timeout waits more"
         )
 

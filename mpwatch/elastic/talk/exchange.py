@@ -9,6 +9,7 @@ Each step does what can be done without waiting. One that cannot send its values
 import threading
 from collections.abc import Mapping, Sequence
 
+from . import seal
 from .board import Board
 from .seal import ForgedError
 
@@ -53,7 +54,7 @@ class Exchange:
         """Write what the others want."""
         self._missing.discard(board.group_rank)
         if self._trouble:
-            board.say_of_values({"parts": 0, "error": self._trouble[:1000]})
+            board.say_of_values({"parts": 0, "error": seal.without_controls(self._trouble[:1000])})
             self.end(f"node {board.group_rank}: {self._trouble}")
         else:
             board.write_values(self._parts)
@@ -81,8 +82,8 @@ class Exchange:
         said = board.said_of_values(node)
         if said is None:
             return
-        if said.get("error"):
-            self.end(f"node {node}: {said['error']}")
+        if trouble := seal.text(said, "error"):
+            self.end(f"node {node}: {trouble}")
             return
         self.found[node] = board.values_of(node, said), self._ranks_of(board, node)
         self._missing.discard(node)

@@ -135,9 +135,9 @@ class Ended:
     lacks_a_peer: bool = False
     """Whether its ranks have failed only by waiting for a peer, which is none of them."""
     absent: tuple[Mapping[str, Any], ...] = ()
-    """Ranks that have failed by keeping their peers waiting, should ranks of other nodes have failed by waiting."""
+    """Ranks that have failed by keeping their peers waiting, should ranks of other nodes have failed by waiting: hangs."""
     why_not: str = ""
-    """Why its cause is not worth another try; or its absent ranks, if it has no cause."""
+    """Why its cause is not worth another try."""
     reason: str = ""
     healthy_seconds: float = 0.0
     step: int = -1
