@@ -322,3 +322,12 @@ def test_whether_a_missed_rank_is_worth_another_try_is_asked_of_it_and_not_of_it
     assert after_a_complaint(RestartPolicy(1)).decision is Decision.AGAIN
     by_function = RestartPolicy(1, retry_if=lambda _: False)
     assert after_a_complaint(by_function, why_not="it is not wanted").why_not == "it is not wanted"
+
+
+def test_who_may_have_lost_a_peer_is_not_the_cause_where_another_node_has_one_that_failed():
+    """Whichever the chair hears of first. If there is none, it has failed for itself."""
+    reset, killed = {"rank": 0, "is_secondary": False}, {"rank": 1, "is_secondary": False}
+    victim = Ended(0, 0, Outcome.FAILED, (reset,), may_be_victim=True)
+    assert after_a_complaint(ended={0: victim, 1: Ended(1, 0, Outcome.FAILED, (killed,))}, order=[0, 1]).cause == 1
+    assert after_a_complaint(ended={0: victim, 1: Ended(1, 0, Outcome.STOPPED)}).cause == 0
+    assert after_a_complaint(ended={0: victim}, gone={1: "silent"}).cause == 1

@@ -109,10 +109,12 @@ def _root(case: Case) -> Ended | None:
 
 
 def _innocence(end: Ended) -> int:
-    """0: its ranks have failed for themselves. They may also have waited for a peer in vain; or complain of one."""
+    """0: its ranks have failed for themselves. They may also have waited for a peer in vain, or have lost one; or they
+    certainly complain of one.
+    """
     if end.failures and end.failures[0].get("is_secondary") is True:
         return 2
-    return 1 if end.lacks_a_peer else 0
+    return 1 if end.lacks_a_peer or end.may_be_victim else 0
 
 
 def _after_failure(case: Case, root: Ended, policy: RestartPolicy, chance: Callable[[], float]) -> Verdict:

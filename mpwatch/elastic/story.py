@@ -156,7 +156,7 @@ class NodeStory(Story[T]):
     def _report(self, facts: Facts) -> Ended:
         """What the other nodes are told of our ranks, now that they are gone."""
         facts.gather()
-        lacking = diagnosis.lacking_a_peer(facts)
+        lacking, maybe_victims = diagnosis.lacking_a_peer(facts), diagnosis.maybe_victims(facts)
         result = self._close(facts)
         has_failed = bool(result.failures) and facts.verdict is not Fate.TIMED_OUT
         are_victims = all(failure.is_secondary or rank in lacking for rank, failure in result.failures.items())
@@ -173,6 +173,7 @@ class NodeStory(Story[T]):
             failures=told,
             unsaid=len(result.failures) - len(told),
             lacks_a_peer=are_victims and not lacking.isdisjoint(result.failures),
+            may_be_victim=result.root_cause is not None and result.root_cause.rank in maybe_victims,
             absent=as_many_as_fit(map(to_plain, absent), ABSENT_LIMIT),
             why_not=why_not[:1000],
             reason=result.reason[:1000],

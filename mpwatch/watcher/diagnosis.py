@@ -25,7 +25,7 @@ from .hangs import away, culprits, culprits_of_silence, is_waiting, stacks_of
 from .signatures import Complaint, complaint_in, complaint_of_death
 from .states import Verdict
 
-__all__ = ["absent", "diagnose", "is_crash", "is_suspect", "lacking_a_peer"]
+__all__ = ["absent", "diagnose", "is_crash", "is_suspect", "lacking_a_peer", "maybe_victims"]
 
 MANY_SECONDS = 100  # are told without tenths
 WAITED_FOR = "kept its peers waiting"
@@ -74,6 +74,11 @@ def lacking_a_peer(facts: Facts) -> set[int]:
     """
     waited = {rank for rank in facts.silent if is_waiting(facts.ranks[rank])}
     return waited | {rank for rank in facts.ranks if _complaint_of(facts, rank) is Complaint.LATE}
+
+
+def maybe_victims(facts: Facts) -> set[int]:
+    """The ranks that have lost a connection, maybe one to a peer. To be asked before the reports are forgotten."""
+    return {rank for rank in facts.ranks if _complaint_of(facts, rank) is Complaint.MAYBE}
 
 
 def absent(facts: Facts, result: RunResult[Any]) -> list[ProcessFailure]:

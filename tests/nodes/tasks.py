@@ -58,13 +58,17 @@ def serves_as_master(of=None):
             for _ in range(1, of or worker.world_size):
                 server.accept()[0].close()
         return address
+    connection_to(address).close()
+    return address
+
+
+def connection_to(address):
+    """To rank 0, as soon as it listens."""
     while True:
         try:
-            socket.create_connection(address, timeout=10.0).close()
-        except ConnectionRefusedError:  # it is about to listen
+            return socket.create_connection(address, timeout=10.0)
+        except ConnectionRefusedError:
             os.sched_yield()
-        else:
-            return address
 
 
 def hold_hands(until=signal.pause):
@@ -79,6 +83,20 @@ def hold_hands(until=signal.pause):
         for _ in range(1, worker.world_size):
             hands.enter_context(listener.accept())
         until()
+
+
+def loses_its_peer():
+    """Rank 1 is killed, and rank 0 finds that the connection between them is lost."""
+    worker = mpwatch.current_worker()
+    address = worker.master_addr, worker.master_port
+    if worker.rank == 1:
+        with connection_to(address):
+            be_killed()
+    with socket.create_server(("", address[1])) as server, server.accept()[0] as peer:
+        peer.sendall(b"what rank 1 does not read")
+        while True:
+            peer.recv(1)
+            peer.sendall(b"more of it")
 
 
 def reports(step):

@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from . import tasks
 from .harness import World
 
 AT_ONCE = 1.0  # seconds, from a failure on one node until no rank of any is left
@@ -60,6 +61,11 @@ def test_only_the_root_cause_of_the_job_is_told_as_one(job, world):
 def test_calls_return_when_all_has_been_told(job, world):
     at = world[3].order("raise", "it is mine")
     assert max(outcome.ended for outcome in job.outcomes()) - at < 2 * AT_ONCE
+
+
+def test_a_connection_to_a_rank_that_was_killed_on_another_node_is_not_the_cause(job):
+    for outcome in [node.outcome() for node in job.start_several(2, tasks.loses_its_peer)]:
+        assert (outcome.root_cause["rank"], outcome.root_cause["signal"]) == (1, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("rank", [0, 3])

@@ -134,6 +134,8 @@ class Ended:
     """How many more there were."""
     lacks_a_peer: bool = False
     """Whether its ranks have failed only by waiting for a peer, which is none of them."""
+    may_be_victim: bool = False
+    """Whether that root cause is a lost connection, which may come of a failure on another node, if there is one."""
     absent: tuple[Mapping[str, Any], ...] = ()
     """Ranks that have failed by keeping their peers waiting, should ranks of other nodes have failed by waiting: hangs."""
     why_not: str = ""
