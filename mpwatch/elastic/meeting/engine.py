@@ -24,6 +24,7 @@ OVER = "over"  # a key in the store of the job
 LAST_CALL_SECONDS = 30.0  # as torch has it
 LEAVE_SECONDS = 1.0  # to tell the others, then the connection is cut
 CUT_SECONDS = 0.5  # for a thread to notice that
+# For the others to leave, which takes some hundredths of a second; the state may also tell of those that were lost.
 SEE_OFF_SECONDS, SEE_OFF_POLL_SECONDS = 0.3, 0.01
 
 
