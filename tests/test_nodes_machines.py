@@ -282,6 +282,15 @@ def test_a_rank_that_another_node_has_waited_for_in_vain_is_the_cause():
     assert (verdict.decision, verdict.cause, verdict.failures) == (Decision.FAILED, 1, (MISSED, COMPLAINT))
 
 
+def test_missed_ranks_that_were_too_many_to_tell_of_are_counted():
+    ended = {
+        0: Ended(0, 0, Outcome.FAILED, (COMPLAINT,), lacks_a_peer=True),
+        1: Ended(1, 0, Outcome.STOPPED, absent=(MISSED,), absent_unsaid=7),
+    }
+    assert after_a_complaint(ended=ended).unsaid == 7
+    assert after_a_complaint(ended={**ended, 0: Ended(0, 0, Outcome.FAILED, (COMPLAINT,))}).unsaid == 0
+
+
 def test_a_rank_that_was_at_work_elsewhere_when_connections_broke_is_not():
     assert after_a_complaint(lacks_a_peer=False).failures == (COMPLAINT,)
 

@@ -90,6 +90,7 @@ def _with_its_absent(end: Ended, complaint: Ended, policy: RestartPolicy) -> End
         end,
         outcome=Outcome.FAILED,
         failures=(*end.absent, *end.failures),
+        unsaid=end.unsaid + end.absent_unsaid,
         lacks_a_peer=False,
         why_not=why_not,
         reason=complaint.reason,

@@ -163,7 +163,8 @@ class NodeStory(Story[T]):
         may_be_missed = are_victims and facts.verdict in (Fate.FAILED, Fate.CALLED_OFF)
         absent = diagnosis.absent(facts, result) if may_be_missed else []
         self._absent = {failure.rank: failure for failure in absent}
-        told, trial = _told(result), self._trial(facts, result)
+        told, told_absent = _told(result), as_many_as_fit(map(to_plain, absent), ABSENT_LIMIT)
+        trial = self._trial(facts, result)
         why_not = not_worth_it(self._spec.policy, trial) if has_failed and self._spec.policy.max_restarts else ""
         assert facts.verdict is not None
         return Ended(
@@ -174,7 +175,8 @@ class NodeStory(Story[T]):
             unsaid=len(result.failures) - len(told),
             lacks_a_peer=are_victims and not lacking.isdisjoint(result.failures),
             may_be_victim=result.root_cause is not None and result.root_cause.rank in maybe_victims,
-            absent=as_many_as_fit(map(to_plain, absent), ABSENT_LIMIT),
+            absent=told_absent,
+            absent_unsaid=len(absent) - len(told_absent),
             why_not=why_not[:1000],
             reason=result.reason[:1000],
             healthy_seconds=max(0.0, facts.healthy_seconds),

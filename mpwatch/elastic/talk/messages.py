@@ -138,6 +138,8 @@ class Ended:
     """Whether that root cause is a lost connection, which may come of a failure on another node, if there is one."""
     absent: tuple[Mapping[str, Any], ...] = ()
     """Ranks that have failed by keeping their peers waiting, should ranks of other nodes have failed by waiting: hangs."""
+    absent_unsaid: int = 0
+    """How many more of these there were."""
     why_not: str = ""
     """Why its cause is not worth another try."""
     reason: str = ""
