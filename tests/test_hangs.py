@@ -15,8 +15,7 @@ import mpwatch
 from mpwatch import FailureKind
 from mpwatch.watcher.diagnosis import diagnose
 from mpwatch.watcher.states import Verdict
-from mpwatch.wire.pulse import ROOM, Pulse, Reading, read_pulse
-from mpwatch.wire.slots import PULSE, SLOT, WORDS, open_slot
+from mpwatch.wire.slots import PULSE, ROOM, SLOT, WORDS, Pulse, Reading, open_slot, read_pulse
 from mpwatch.wording import report
 
 

@@ -19,10 +19,9 @@ from mpwatch.watcher.environment import reserve_port
 from mpwatch.watcher.guardian import Guardian
 from mpwatch.watcher.process import UNKNOWN_EXIT, WatchedProcess
 from mpwatch.watcher.remarks import Remarks
-from mpwatch.wire.lastwords import LastWords, read_answer
 from mpwatch.wire.messages import HEADER, WHERE, Frames, Kind, frame
 from mpwatch.wire.process import Seat
-from mpwatch.wire.slots import SLOT, WORDS, open_slot
+from mpwatch.wire.slots import SLOT, WORDS, LastWords, open_slot, read_answer
 
 
 @pytest.fixture

@@ -17,13 +17,11 @@ from typing import Any, Self
 from ..errors import LaunchError
 from ..platform import anonymous_file, group_exists, group_members, open_pidfd
 from ..ranks import Worker
-from ..wire.lastwords import read_answer
 from ..wire.messages import Kind, Message
 from ..wire.payload import Payload
 from ..wire.process import Seat
-from ..wire.pulse import Reading, forget_pulse, read_beat, read_pulse
 from ..wire.shortage import with_remedy
-from ..wire.slots import SLOT, clear_slot, note_interrupt
+from ..wire.slots import SLOT, Reading, clear_slot, forget_pulse, note_interrupt, read_answer, read_beat, read_pulse
 from .gate import Gate
 from .guardian import Guardian
 from .line import RankLine

@@ -10,7 +10,7 @@ from functools import partial
 from ..ranks import Worker
 from ..result import Progress
 from ..wire.messages import Message
-from ..wire.pulse import Reading
+from ..wire.slots import Reading
 from .states import Verdict
 from .words import Words
 

@@ -12,7 +12,7 @@ from ..platform import ProcessUsage, usage_of_process
 from ..result import WorkerState
 from ..status import RankStatus, Report
 from ..wire.messages import Kind
-from ..wire.pulse import Reading
+from ..wire.slots import Reading
 from .crew import Crew
 from .facts import Facts, RankFacts
 from .states import Phase

@@ -133,7 +133,7 @@ def opened(bundle: bytes | memoryview) -> tuple[Reader | io.BytesIO, list[memory
         raise ValueError("not a bundle of mpwatch")
     if not number and isinstance(bundle, bytes):
         return io.BytesIO(bundle), []
-    if number and data.readonly:  # it is short and was copied, or came through a black box, see lastwords.py
+    if number and data.readonly:  # it is short and was copied, or came through a black box, see slots.py
         data = memoryview(bytearray(data))
     places = data[len(data) - END.size - number * PLACE.size : len(data) - END.size]
     return Reader(data), [data[at : at + size] for at, size in PLACE.iter_unpack(places)]

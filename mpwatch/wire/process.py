@@ -27,7 +27,7 @@ class Seat:
         self.channel_fd = channel_fd
         self.slots_fd = slots_fd
         self.slot = slot  # which of them, see slots.py
-        self.stderr_fd = stderr_fd  # what is to be its stderr once it is ready, see worker/stacks.py
+        self.stderr_fd = stderr_fd  # what is to be its stderr once it is ready, see worker/streams.py
         self.is_captured = is_captured  # whether what it prints goes to files, or to the caller by way of the watcher
 
 

@@ -17,16 +17,14 @@ from contextlib import suppress
 
 from ..platform import die_with_writer
 from ..wire import payload, values
-from ..wire.lastwords import LastWords
 from ..wire.messages import Kind
 from ..wire.process import Seat
-from ..wire.pulse import Pulse
 from ..wire.shortage import (
     is_shortage,
     with_remedy,
 )  # not only when it is needed: then there may be no descriptor to read it
-from ..wire.slots import open_slot
-from . import context, stacks, streams
+from ..wire.slots import LastWords, Pulse, open_slot
+from . import context, streams
 from .channel import Channel
 from .signals import Shelter
 
@@ -50,9 +48,9 @@ def main(seat: Seat) -> None:
     memory = open_slot(seat.slots_fd, seat.slot)
     shelter = Shelter(memory)
     shelter.enter()
-    where = stacks.report_to_watcher(seat.stderr_fd)
+    where = streams.move_stderr(seat.stderr_fd)
     if seat.is_captured:
-        streams.end_lines_early()
+        streams.flush_each_line()
     channel = Channel(seat.channel_fd, LastWords(memory))
     context.enter(seat.worker, Pulse(memory))
     channel.send(Kind.READY, where)
@@ -80,7 +78,7 @@ def _serve(channel: Channel, shelter: Shelter) -> None:
             streams.flush_for_answer()
             _send_value(channel, *outcome)
         del outcome  # a failure holds the function's frames, and all that is in them
-        _flush()
+        streams.flush()
 
 
 def _end_as_fork(outcome: _Failure | tuple[Bundle, float]) -> None:
@@ -89,7 +87,7 @@ def _end_as_fork(outcome: _Failure | tuple[Bundle, float]) -> None:
         from ..wire import exceptions
 
         sys.stderr.write(exceptions.text_of(outcome.telling().plain()))
-    _flush()
+    streams.flush()
     os._exit(1 if isinstance(outcome, _Failure) else 0)
 
 
@@ -270,15 +268,6 @@ def _pack_value(value: object) -> Bundle:
 
 def _is_ours(trace: TracebackType) -> bool:
     return str(trace.tb_frame.f_globals.get("__name__", "")).startswith("mpwatch.")
-
-
-def _flush() -> None:
-    """What the function printed comes before what the watcher says of it."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BaseException:  # noqa: BLE001, S112  closed, or replaced by something that cannot
-            continue
 
 
 def _tell_what_lingers(channel: Channel) -> None:

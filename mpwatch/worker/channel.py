@@ -1,7 +1,7 @@
 """A rank's end of the line to the watcher. Runs in a rank.
 
 The descriptor is a number that user code can close, and that the next file it opens then gets. So each use first looks
-whether the number still means our socket; an answer that cannot be sent is left in memory (wire/lastwords.py).
+whether the number still means our socket; an answer that cannot be sent is left in memory (wire/slots.py).
 """
 
 import os
@@ -10,9 +10,8 @@ import socket
 from io import FileIO
 
 from ..platform import MSG_NOSIGNAL, receive, write_all
-from ..wire.lastwords import LastWords
 from ..wire.messages import HEADER, MAX_DESCRIPTORS, Kind, frame, parse_header
-from ..wire.slots import WORDS
+from ..wire.slots import WORDS, LastWords
 
 __all__ = ["Channel"]
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ..ranks import Worker
-    from ..wire.pulse import Pulse
+    from ..wire.slots import Pulse
 
 __all__ = ["current_worker", "enter", "function_has_returned", "heartbeat", "report"]
 
