@@ -38,6 +38,7 @@ mp_spawn: Any = spawn
 mp_util: Any = util
 sp: Any = subprocess
 
+RANK_PROGRAM = "mpwatch.worker.bootstrap"  # what runs in a rank; the watcher never imports it
 PIPE_SIZE = 1 << 16  # what a pipe holds, unless it is told to hold more (Linux: up to 1 MiB for anybody)
 UNKNOWN_EXIT = 255  # the exit code of a child whose status somebody else has taken
 TRACER_SECONDS = 0.05  # a debugger that is awake has taken note of a death in less
@@ -51,7 +52,7 @@ class WatchedProcess(RankProcess):
     def __init__(
         self, seat: Seat, env: dict[str, str], passed_fds: list[int], output_fds: tuple[int | None, int], name: str
     ) -> None:
-        super().__init__(seat, name=name, start_method=get_start_method(allow_none=True))
+        super().__init__(seat, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
         self.env = env
         self.passed_fds = passed_fds
         self.output_fds = output_fds  # its stdout and stderr; None: those of this program

@@ -1,6 +1,6 @@
-"""A rank as a multiprocessing.Process of the spawn context: the object that both sides have a copy of.
+"""A rank as a multiprocessing.Process of the spawn context, and the data that it is started with.
 
-The watcher starts it (watcher/process.py says how); in the child, spawn's own `_bootstrap` calls `run`.
+The watcher pickles a RankProcess and starts it (watcher/process.py). In the child, spawn's `_bootstrap` calls `run`.
 """
 
 from __future__ import annotations
@@ -12,34 +12,39 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["RankProcess", "Seat"]
-
 
 class Seat:
-    """What a rank is told before it is told anything else: who it is, and what its descriptors are for."""
+    """The data that a rank is started with: its Worker, and what its descriptors are for."""
 
     __slots__ = ("channel_fd", "is_captured", "slot", "slots_fd", "stderr_fd", "worker")
 
     def __init__(
         self, worker: dict[str, object], channel_fd: int, slots_fd: int, slot: int, stderr_fd: int, *, is_captured: bool
     ) -> None:
-        self.worker = worker  # the fields of spec.Worker, which costs an import that many ranks never need
+        self.worker = worker  # its fields; importing the class takes time, and many ranks never need it
         self.channel_fd = channel_fd
         self.slots_fd = slots_fd
-        self.slot = slot  # which of them, see slots.py
-        self.stderr_fd = stderr_fd  # what is to be its stderr once it is ready, see worker/streams.py
-        self.is_captured = is_captured  # whether what it prints goes to files, or to the caller by way of the watcher
+        self.slot = slot  # number of the rank's slot in that file, see slots.py
+        self.stderr_fd = stderr_fd  # becomes stderr once the rank is ready, see worker/streams.py
+        self.is_captured = is_captured  # whether output goes to files or to the watcher
 
 
 class RankProcess(SpawnProcess):
-    """The child's side. `_start_method` is what spawn makes the child's default: the caller's, where it has chosen one."""
+    """The rank's process, as the child sees it.
 
-    def __init__(self, seat: Seat, *, name: str, start_method: str | None) -> None:
+    Args:
+        seat: passed to the program.
+        program: module whose `main` the rank runs. It is a name, because the watcher never imports that module.
+        name: of the process.
+        start_method: spawn makes it the child's default; None leaves the default alone.
+    """
+
+    def __init__(self, seat: Seat, program: str, *, name: str, start_method: str | None) -> None:
         super().__init__(name=name)
         self.seat = seat
-        self._start_method: Any = start_method  # typeshed: str; None leaves the default alone
+        self.program = program
+        self._start_method: Any = start_method  # read by spawn; typeshed: str
 
     def run(self) -> None:
-        """Serve the watcher's calls until it says END."""
-        # By name: the watcher must not import what runs in a rank, and this module is imported by both.
-        import_module("mpwatch.worker.bootstrap").main(self.seat)
+        """Run the program."""
+        import_module(self.program).main(self.seat)
