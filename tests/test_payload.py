@@ -24,7 +24,7 @@ import mpwatch
 from mpwatch.watcher.line import COPIED_UP_TO
 from mpwatch.wire import payload, values
 from mpwatch.wire.bundle import LARGE, Trial, mapped
-from mpwatch.wire.plain import PlainPickler
+from mpwatch.wire.payload import PlainPickler
 
 MANY = LARGE // 8 + 1  # numbers that make a large buffer
 

@@ -1,33 +1,36 @@
-"""A call, pickled once for all ranks: the function, its arguments, and what of the caller's `__main__` they bring along.
+"""Pickle a call once for all ranks, and unpickle it in each: the function, its arguments, what they use of `__main__`.
 
     bundle:       [ about __main__ ][ fn, args, kwargs, ... ][ names to set in __main__ ]...[ {} ][ sources ]
                                      `---------------------- pickles with one memo -------------------------'
-    descriptors:  that of the bundle's file, if it has one (bundle.py); those of the connections and shared tensors within
+    descriptors:  of the bundle's file, if it has one (bundle.py); then of the connections and shared tensors in the call
 
-`__main__` is not imported in a rank. Functions and classes of it go by value (cloudpickle), and the rank puts them into
-its own `__main__`: its dictionary *is* the globals of the functions that came. So plain pickle, torch.save and
-DataLoader workers find there what they look up by name.
+A rank does not import `__main__`. Functions and classes of `__main__` are pickled by value (pickler.py). The rank sets them
+in its own `__main__`, whose dictionary *is* the globals of these functions. So plain pickle, torch.save and DataLoader
+workers find there what they look up by name.
 
-What only multiprocessing can send (locks, queues, connections, tensors in shared memory) asks for the process that is
-being spawned; `_Parcel` stands in for it and has the descriptors copied.
+Most calls use functions of modules, which pickle sends by name. `PlainPickler` sends these without cloudpickle, whose
+import (25 ms) takes longer than all other work of the watcher. It raises if it meets anything of `__main__`; then
+pickler.py sends the call, which is always right.
+
+Some objects pickle only while multiprocessing spawns a process: locks, queues, connections, tensors in shared memory.
+`_Parcel` stands in for the process being spawned, and duplicates their descriptors.
 """
 
 from __future__ import annotations
 
+import copyreg
 import errno
 import os
 import pickle
 import sys
 
 from . import sources
-from .bundle import Bundle, Trial, mapped, opened
+from .bundle import REDUCERS, Bundle, Trial, mapped, opened
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any, Self
-
-__all__ = ["Call", "Payload", "from_caller", "pack", "probe", "unpack"]
 
 # Bytes of a call that goes over the channel itself: sending it must not block, and some systems' sockets hold 8 KiB.
 SMALL = 7 << 10
@@ -128,14 +131,12 @@ class _Parcel:
 
 def pack(call: Call) -> Payload:
     """Pickle a call. Raises whatever pickling raises, and OSError; nothing is left open then."""
-    from .plain import may_be_plain
-
-    if may_be_plain(call.fn):
+    if _may_be_plain(call.fn):
         try:
             return _pack(call, _dump_plainly)
         except (OSError, MemoryError):
             raise
-        except Exception:  # noqa: BLE001, S110  it is not plain, or cannot be sent at all, which is said next
+        except Exception:  # noqa: BLE001, S110  it uses __main__, or cannot be pickled at all; then _dump raises again
             pass
     return _pack(call, _dump)
 
@@ -162,9 +163,37 @@ def probe(thing: object) -> None:
         CallPickler(Trial(), sys.modules["__main__"]).dump(thing)
 
 
-def _dump_plainly(call: Call, bundle: Bundle) -> None:
-    from .plain import PlainPickler
+class PlainPickler(pickle.Pickler):
+    """Pickles functions and classes by name, and raises for those of `__main__`.
 
+    Args:
+        bundle: where the pickle goes.
+    """
+
+    def __init__(self, bundle: Bundle | Trial) -> None:
+        from .reducers import multiprocessing_reducers, torch_reducers
+
+        # before __init__, because the C pickler reads it there
+        self.dispatch_table = {**multiprocessing_reducers(), **copyreg.dispatch_table, **REDUCERS, **torch_reducers()}
+        super().__init__(bundle, 5, buffer_callback=bundle.keep)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Raise for functions and classes of `__main__`, and for their instances. Called by pickle for each object."""
+        if getattr(obj, "__module__", None) == "__main__":
+            # Nobody sees this text. It has no repr of the object, because that could run the user's code.
+            raise pickle.PicklingError("of __main__")
+        return NotImplemented
+
+
+def _may_be_plain(fn: object) -> bool:
+    """Whether `PlainPickler` may be able to send a call of this function."""
+    if getattr(fn, "__module__", None) == "__main__":
+        return False
+    cloudpickle = sys.modules.get("cloudpickle")
+    return cloudpickle is None or not cloudpickle.list_registry_pickle_by_value()
+
+
+def _dump_plainly(call: Call, bundle: Bundle) -> None:
     pickler = PlainPickler(bundle)
     pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.epoch))
     pickler.dump({})

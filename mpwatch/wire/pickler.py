@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pickle import PickleBuffer
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
@@ -12,10 +12,7 @@ from typing import Any
 import cloudpickle
 
 from .bundle import REDUCERS, Bundle, Trial
-from .payload import from_caller
 from .reducers import Reducers, multiprocessing_reducers, torch_reducers
-
-__all__ = ["AnswerPickler", "CallPickler", "PeerPickler"]
 
 Keeper = Callable[[PickleBuffer], bool]
 CACHED = type(functools.lru_cache(len))  # what the decorator makes; it has no public name
@@ -110,13 +107,24 @@ def _cached(fn: Any, parameters: dict[str, Any]) -> Any:
 
 
 class AnswerPickler(_ClassPickler):
-    """In a rank: pickles what came from the caller's `__main__` by its name there."""
+    """In a rank: pickles by name the functions and classes that came from the caller's `__main__`.
+
+    Args:
+        stream: where the pickle goes.
+        keep: see `_ClassPickler`.
+        first: see `_ClassPickler`.
+        from_caller: these functions and classes, by name.
+    """
+
+    def __init__(self, stream: Any, keep: Keeper | None, first: Reducers, from_caller: Mapping[str, object]) -> None:
+        super().__init__(stream, keep, first)
+        self.from_caller = from_caller
 
     def reducer_override(self, obj: Any) -> Any:
         """Called by pickle for each object."""
         main = vars(sys.modules["__main__"])
         home = _home(obj, main)
-        if home is not None and main[home] is from_caller.get(home):
+        if home is not None and main[home] is self.from_caller.get(home):
             return NotImplemented  # plain pickle's way: by name
         return super().reducer_override(obj)
 

@@ -12,6 +12,7 @@ import pickle
 import sys
 
 from .bundle import REDUCERS, Bundle, Trial, opened
+from .payload import from_caller
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def dumps(part: Any) -> bytes:
     from .pickler import AnswerPickler
 
     stream = io.BytesIO()
-    AnswerPickler(stream, None, {}).dump(part)
+    AnswerPickler(stream, None, {}, from_caller).dump(part)
     return stream.getvalue()
 
 
@@ -103,7 +104,7 @@ def _plain_pickler(bundle: Bundle) -> pickle.Pickler:
 def _pickler(bundle: Bundle | Trial) -> pickle.Pickler:
     from .pickler import AnswerPickler
 
-    return AnswerPickler(bundle, bundle.keep, _torch_reducers())
+    return AnswerPickler(bundle, bundle.keep, _torch_reducers(), from_caller)
 
 
 def _torch_reducers() -> dict[type, Callable[[Any], Any]]:
