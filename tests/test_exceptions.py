@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpwatch.wire.exceptions import decode, outline, text_of
-from mpwatch.wire.frames import traceback_of
+from mpwatch.wire.frames import frames_of, traceback_of
 from mpwatch.wire.telling import Telling
 
 
@@ -192,12 +192,48 @@ def test_groups_with_members_that_have_chains_of_their_own():
     assert back.exceptions[1].exceptions[0].__traceback__ is not None
 
 
-def test_frames_show_file_function_and_line_and_no_carets():
-    with pytest.raises(ValueError, match="batch") as caught:
-        saboteurs.raises_value_error()
-    printed = traceback.format_exception(through(caught.value))
-    assert any("in raises_value_error" in line and "# THE-LINE" in line for line in printed)
-    assert "^" not in "".join(printed)
+def divide(numerator, denominator):
+    return {"größe": numerator, "ratio": 1 + numerator / denominator}
+
+
+def divide_on_several_lines():
+    return divide(
+        1,
+        0,
+    )
+
+
+def frames_without_columns():
+    exec(compile("1 / 0", "generated", "exec").replace(co_linetable=bytes([0x80 | 13 << 3 | 7, 0])))
+
+
+@pytest.mark.parametrize("fn", [saboteurs.raises_value_error, divide_on_several_lines, frames_without_columns])
+def test_frames_are_printed_as_in_the_rank_carets_included(fn):
+    with pytest.raises((ValueError, ZeroDivisionError)) as caught:
+        fn()
+    back = through(caught.value)
+    assert traceback.format_exception(back) == traceback.format_exception(caught.value)
+    assert [position(mine) for mine in walk(caught.value)] == [position(theirs) for theirs in walk(back)]
+
+
+def position(trace):
+    """Of the instruction that raised, as the traceback module reads it."""
+    return list(trace.tb_frame.f_code.co_positions())[trace.tb_lasti // 2]
+
+
+def test_frames_with_a_position_that_cannot_be_compiled_come_back_without_columns():
+    trace = caught_trace(divide, 1, 0)
+    for lasti, line in ((trace.tb_lasti, 7), (1 << 20, trace.tb_lineno), (-1, trace.tb_lineno)):
+        made = types.TracebackType(None, trace.tb_frame, lasti, line)
+        (back,) = walk_trace(traceback_of(frames_of(made)))
+        assert back.tb_lineno == back.tb_frame.f_lineno == line
+        assert position(back) == (line, line, None, None)
+
+
+def caught_trace(fn, *args):
+    with pytest.raises(ZeroDivisionError) as caught:
+        fn(*args)
+    return caught.tb.tb_next
 
 
 def test_what_can_be_told_without_rebuilding():
@@ -424,7 +460,7 @@ def test_frames_tell_a_debugger_what_it_asks_for():
 
 @pytest.mark.parametrize(("first", "line"), [(1, 1), (5, 3), (1, 100_000), (70, 6), (10, 0)])
 def test_any_line_of_any_function(first, line):
-    (trace,) = walk_trace(traceback_of([("file.py", "f", "A.f", first, line, "module", False)]))
+    (trace,) = walk_trace(traceback_of([("file.py", "f", "A.f", first, line, "module", False, None)]))
     assert (trace.tb_lineno, trace.tb_frame.f_lineno) == (line, line)
     assert trace.tb_frame.f_globals["__name__"] == "module"
 
@@ -455,7 +491,7 @@ def test_a_frame_that_hides_itself_is_hidden_still():
             helper(hide)
         except ValueError as error:
             back = through(error)
-        return [trace.tb_frame.f_locals for trace in walk_trace(back.__traceback__)]
+        return [dict(trace.tb_frame.f_locals) for trace in walk_trace(back.__traceback__)]
 
     assert flags(True) == [{}, {"__tracebackhide__": True}]
     assert flags(False) == flags(str) == [{}, {}]

@@ -1,90 +1,97 @@
-"""Frames over the wire: told as plain values in the rank, made again as real frames with nothing in them in the watcher.
+"""Send the frames of a traceback as plain values, and rebuild real frames from them. `frames_of` runs in the rank,
+`traceback_of` in the watcher.
 
-A debugger, IPython and the traceback module take file, function, line and the function's first line from a frame's code. So
-a code object is made for each that says all of these, and is run for a moment. It has no columns: carets would point at
-what the made-up code does. A frame that hid itself from pytest and IPython (`__tracebackhide__ = True`) does so still.
+A debugger, IPython and the traceback module read file, function, lines and columns from a frame's code object. So
+`traceback_of` compiles a stub function for each frame: a `raise` at the frame's position, in a function that begins at the
+frame's first line. Calling the stub yields the frame. It has no locals but `__tracebackhide__ = True`, if the rank's frame
+had that: pytest and IPython hide such a frame.
 """
 
-import sys
-from types import CodeType, TracebackType
-from typing import Any
+from __future__ import annotations
 
-__all__ = ["Frame", "frames_of", "traceback_of"]
+from itertools import islice
+from types import CodeType, FunctionType, TracebackType
 
-Frame = tuple[str, str, str, int, int, str, bool]  # file, name, qualified name, code's first line, line, module, hidden
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+Span = tuple[int, int, int]  # last line, first column, column after the last; columns in bytes of UTF-8
+# file, name, qualified name, code's first line, line, module, hidden, span; the span is None if it is unknown
+Frame = tuple[str, str, str, int, int, str, bool, Span | None]
 HIDE = "__tracebackhide__"
-STUB = compile("raise error", "stub", "exec")
-UNITS_AN_ENTRY = 8  # of a table of lines
-NO_COLUMNS = 13  # the kind of an entry (CPython: Objects/locations.md)
+NO_COLUMN = -1  # the compiler then writes no columns
+CODE_UNIT = 2  # bytes of an instruction in CPython, for which co_positions() has one entry
 
 
 def frames_of(trace: TracebackType | None) -> list[Frame]:
-    """The frames of a traceback, outermost first."""
+    """Read the frames of a traceback, outermost first."""
     frames = []
     while trace is not None:
         code = trace.tb_frame.f_code
         module = trace.tb_frame.f_globals.get("__name__", "?")
-        line = trace.tb_lineno or 0  # code that was generated may have no lines
+        line = trace.tb_lineno or 0  # generated code may have no lines
         names = (str.__str__(code.co_filename), str.__str__(code.co_name), str.__str__(code.co_qualname))
         module = str.__str__(module) if isinstance(module, str) else "?"
-        # a look at the locals makes a copy of them; what decides by the error, a callable, is not asked
+        # Reading f_locals copies all locals, so it comes second. A callable counts as False; pytest would call it.
         hides = HIDE in code.co_varnames and trace.tb_frame.f_locals.get(HIDE) is True
-        frames.append((*names, code.co_firstlineno, line, module, hides))
+        frames.append((*names, code.co_firstlineno, line, module, hides, _span_of(trace, line)))
         trace = trace.tb_next
     return frames
 
 
+def _span_of(trace: TracebackType, line: int) -> Span | None:
+    """Read the rest of the position at which a frame raised. Return None for a position that cannot be compiled."""
+    unknown = (None, None, None, None)
+    start, end, column, end_column = next(
+        islice(trace.tb_frame.f_code.co_positions(), max(trace.tb_lasti, 0) // CODE_UNIT, None), unknown
+    )
+    if start != line or end is None or column is None or end_column is None:
+        return None
+    return (end, column, end_column) if (start, column) <= (end, end_column) else None
+
+
 def traceback_of(frames: list[Frame]) -> TracebackType | None:
-    """A traceback of such frames."""
+    """Rebuild a traceback from its frames, without recursion: a RecursionError has a thousand of them."""
+    stubs: dict[Frame, CodeType] = {}  # frames of a recursion have the same code
     trace = None
     for frame in reversed(frames):
-        made = _run(_code_of(frame), frame)
-        trace = TracebackType(trace, made.tb_frame, made.tb_lasti, frame[4])
+        if frame not in stubs:
+            stubs[frame] = _compile_stub(frame)
+        raised = _raise_in(stubs[frame], frame)
+        trace = TracebackType(trace, raised.tb_frame, raised.tb_lasti, frame[4])
     return trace
 
 
-def _code_of(frame: Frame) -> CodeType:
-    file, name, qualname, first, line, *_ = frame
-    return STUB.replace(
-        co_filename=file,
-        co_name=name,
-        co_qualname=qualname,
-        co_firstlineno=first,
-        co_linetable=_lines(line - first),
-    )
+def _compile_stub(frame: Frame) -> CodeType:
+    import ast  # only here: a rank does not need it
+
+    file, name, qualname, first, line, _, hides, span = frame
+    end, column, end_column = span or (line, NO_COLUMN, NO_COLUMN)
+    at: Any = {"lineno": line, "end_lineno": end, "col_offset": column, "end_col_offset": end_column}
+    body: list[ast.stmt] = [ast.Raise(ast.Name("error", ast.Load(), **at), None, **at)]
+    if hides:
+        body.insert(0, ast.Assign([ast.Name(HIDE, ast.Store(), **at)], ast.Constant(value=True, **at), **at))
+    parameters = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+    # the line of the `def` becomes co_firstlineno; lines are stored relative to it, so replacing it later would move them
+    start: Any = {"lineno": first, "end_lineno": first, "col_offset": 0, "end_col_offset": 0}
+    module = ast.Module([ast.FunctionDef("stub", parameters, body, [], **start)], [])
+    (code,) = (thing for thing in compile(module, "stub", "exec").co_consts if isinstance(thing, CodeType))
+    return code.replace(co_filename=file, co_name=name, co_qualname=qualname)
 
 
-def _lines(delta: int) -> bytes:
-    """A table that puts all of the stub on one line, so many after its first."""
-    units = len(STUB.co_code) // 2
-    table = b""
-    for start in range(0, units, UNITS_AN_ENTRY):
-        length = min(UNITS_AN_ENTRY, units - start)
-        table += bytes([0x80 | NO_COLUMNS << 3 | length - 1]) + _signed(delta if start == 0 else 0)
-    return table
-
-
-def _signed(number: int) -> bytes:
-    """Six bits at a time, the lowest first; the lowest of all is the sign."""
-    rest = abs(number) << 1 | (number < 0)
-    data = b""
-    while rest >= 64:  # noqa: PLR2004
-        data += bytes([0x40 | rest & 0x3F])
-        rest >>= 6
-    return data + bytes([rest])
-
-
-def _run(code: CodeType, frame: Frame) -> Any:
-    names = {"__name__": frame[5], "__file__": frame[0], "error": _Stub()}
+def _raise_in(code: CodeType, frame: Frame) -> TracebackType:
+    variables = {"__name__": frame[5], "__file__": frame[0], "error": _StubError()}
+    trace = None
     try:
-        exec(code, names, {HIDE: True} if frame[6] else {})  # noqa: S102  it does nothing but raise
-    except _Stub:
-        trace = sys.exc_info()[2]
-        assert trace is not None
-        del names["error"]
-        return trace.tb_next
-    raise AssertionError("a stub that did not raise")
+        FunctionType(code, variables)()
+    except _StubError as error:
+        del variables["error"]  # it refers to the frame, which refers to these variables
+        trace = error.__traceback__
+    assert trace is not None  # the stub has raised
+    assert trace.tb_next is not None  # the first entry is of this function
+    return trace.tb_next
 
 
-class _Stub(Exception):  # noqa: N818
+class _StubError(Exception):
     pass

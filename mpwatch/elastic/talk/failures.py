@@ -166,7 +166,7 @@ def _frames(frames: list[Frame], room: int) -> list[list[Any]]:
     kept = {}
     for number in range(min(len(frames), MAX_FRAMES)):
         at = number // 2 if number % 2 else len(frames) - 1 - number // 2
-        file, name, qualname, first, line, module, hidden = frames[at]
+        file, name, qualname, first, line, module, hidden, _ = frames[at]
         names = [_name(file, MAX_PATH), _name(name, MAX_NAME), _name(qualname, MAX_NAME)]
         lines = [_within(first, 0, MAX_LINE_NUMBER), _within(line, 0, MAX_LINE_NUMBER)]
         plain = [*names, *lines, _name(module, MAX_NAME), hidden]
@@ -290,6 +290,7 @@ def _frame(raw: object) -> Frame:
         seal.count(body, "line", at_most=MAX_LINE_NUMBER),
         seal.line(body, "module", limit=MAX_NAME),
         seal.flag(body, "hidden"),
+        None,  # the span of columns, which is not sent
     )
 
 
