@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-__all__ = ["REDUCERS", "Bundle", "Trial", "mapped", "opened"]
-
 # Bytes from which on a buffer goes beside the pickle: what it then takes, a page and a half on average and its share of a
 # mapping, is little against a copy for each rank. No more than pickle's frames (64 KiB), beyond which it would write a
 # PickleBuffer itself, which has no length.

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["find"]
-
 MAX_DEPTH = 30
 MAX_PROBES = 20_000  # seconds of looking; then the path ends where it has come to
 Part = tuple[str, Any]  # how the part is reached, after the path so far; the part

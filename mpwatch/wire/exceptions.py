@@ -26,23 +26,6 @@ from typing import Any
 from . import sources, values
 from .frames import traceback_of
 
-__all__ = [
-    "Link",
-    "Outline",
-    "Part",
-    "annotate",
-    "assemble",
-    "decode",
-    "is_builtin",
-    "is_same_text",
-    "outline",
-    "own",
-    "rebuild",
-    "set_own",
-    "summary_of",
-    "text_of",
-]
-
 Link = dict[str, Any]  # what is told of one exception; see telling.py
 Part = dict[str, Any]  # its pickles
 ADDRESS = re.compile(r"0x[0-9a-f]+")

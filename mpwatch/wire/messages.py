@@ -17,8 +17,6 @@ import enum
 import struct
 import time
 
-__all__ = ["HEADER", "MAX_DESCRIPTORS", "WHERE", "Frames", "Kind", "Message", "frame", "parse_header"]
-
 HEADER = struct.Struct("<4sBdQ")  # mark, kind, stamp, length of the body
 WHERE = struct.Struct("<iQ")  # the body of READY: the descriptor for stacks, and the main thread's identity in them
 MARK = b"mpw1"

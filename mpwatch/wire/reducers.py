@@ -7,8 +7,6 @@ from collections.abc import Callable
 from multiprocessing import reduction
 from typing import Any
 
-__all__ = ["Reducer", "Reducers", "multiprocessing_reducers", "torch_reducers"]
-
 Reducer = Callable[[Any], Any]
 Reducers = dict[type, Reducer]
 

@@ -3,8 +3,6 @@
 import errno
 import os
 
-__all__ = ["is_shortage", "with_remedy"]
-
 REMEDIES: dict[int | None, str] = {
     errno.EMFILE: "raise the limit of open files (`ulimit -n`): a rank takes about 4 descriptors, with `logs` up to 8",
     errno.ENFILE: "the system has no more open files: see /proc/sys/fs/file-max",

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from types import CodeType
 
-__all__ = ["cell_name", "of_code", "of_files", "remember", "take_over"]
-
 STDIN = "<stdin>"
 COMMAND = "<string>"  # of `python -c`, but also of anything that is executed from a string: nobody knows which
 LIMIT = 1 << 20  # characters of all sources that go along with one thing

@@ -16,8 +16,6 @@ import torch._tensor
 import torch._utils
 import torch.storage
 
-__all__ = ["reducers"]
-
 # its stubs do not say of what types their arguments are
 TypedStorage: Any = torch.storage.TypedStorage
 UntypedStorage: Any = torch.storage.UntypedStorage

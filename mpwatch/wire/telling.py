@@ -15,8 +15,6 @@ from . import sources, values
 from .exceptions import Link, Part, is_builtin, is_same_text, own, rebuild
 from .frames import frames_of
 
-__all__ = ["Telling"]
-
 MAX_LINKS = 2000  # of causes, contexts and group members together; a graph beyond that is cut off
 MAX_TEXT = 1 << 20  # characters of one text; what is longer is cut off
 TOLD = {"__cause__", "__context__", "__traceback__", "__suppress_context__", "__class__", "__dict__", "__notes__", "args"}

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-__all__ = ["dumps", "load", "loads", "pack", "pack_for_peer", "probe"]
-
 SMALL = 1 << 16  # bytes of a value that goes over the channel itself
 
 

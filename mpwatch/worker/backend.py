@@ -4,8 +4,6 @@ from typing import Any
 
 from .context import current_worker
 
-__all__ = ["destroy", "init"]
-
 # The store that the groups are made over. Rank 0 serves it, and the others may need it for as long as they run, so it
 # must not go with a group but with the rank, which the watcher keeps until all have answered.
 _store: Any = None

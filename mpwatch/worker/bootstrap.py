@@ -19,10 +19,7 @@ from ..platform import die_with_writer
 from ..wire import payload, values
 from ..wire.messages import Kind
 from ..wire.process import Seat
-from ..wire.shortage import (
-    is_shortage,
-    with_remedy,
-)  # not only when it is needed: then there may be no descriptor to read it
+from ..wire.shortage import is_shortage, with_remedy  # imported early: later there may be no descriptor to read it with
 from ..wire.slots import LastWords, Pulse, open_slot
 from . import context, streams
 from .channel import Channel
@@ -37,8 +34,6 @@ if TYPE_CHECKING:
     from ..wire.telling import Telling
 
     Sent = tuple[bytes, list[int] | None]  # a call as it came, see payload.unpack
-
-__all__ = ["main"]
 
 
 def main(seat: Seat) -> None:

@@ -13,8 +13,6 @@ from ..platform import MSG_NOSIGNAL, receive, write_all
 from ..wire.messages import HEADER, MAX_DESCRIPTORS, Kind, frame, parse_header
 from ..wire.slots import WORDS, LastWords
 
-__all__ = ["Channel"]
-
 STDERR = 2
 
 

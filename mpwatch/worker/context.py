@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ..ranks import Worker
     from ..wire.slots import Pulse
 
-__all__ = ["current_worker", "enter", "function_has_returned", "heartbeat", "report"]
-
 _fields: dict[str, Any] | None = None  # set in a rank, for as long as it lives
 _worker: Worker | None = None
 _pulse: Pulse | None = None

@@ -16,8 +16,6 @@ from typing import Any
 from ..platform import handlers_in_python, set_handler
 from ..wire.slots import interrupted_call
 
-__all__ = ["Shelter"]
-
 
 class Shelter:
     """Made, and then entered and left, by the main thread; between `enter` and `leave` no signal is felt.
