@@ -117,16 +117,16 @@ class History(RuleBasedStateMachine):
         self.tell(EndAll())
 
     @precondition(lambda self: self.machine.stage is Stage.JUDGING)
-    @rule(delay=st.floats(0.0, 3.0), deaths=st.integers(0, 2))
-    def is_worth_another_try(self, delay, deaths):
+    @rule(deaths=st.integers(0, 2))
+    def is_worth_another_try(self, deaths):
         assert set(self.machine.roster.phases.values()) == {Phase.GONE}
         assert self.machine.signum is None
         self.judge()
         self.deaths = deaths
         self.restarts -= 1
-        event = StartAgain(0, generation=self.machine.generation, delay=delay) if self.restarts else self.of_now(Settled, 0)
+        event = StartAgain(0, generation=self.machine.generation) if self.restarts else self.of_now(Settled, 0)
         self.tell(event)
-        assert self.machine.stage is (Stage.PAUSED if self.restarts and not self.have_others_failed else Stage.OVER)
+        assert self.machine.stage is (Stage.WORKING if self.restarts and not self.have_others_failed else Stage.OVER)
 
     @rule()
     def other_ranks_have_failed(self):

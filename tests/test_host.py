@@ -379,7 +379,7 @@ def test_an_error_of_our_own_leaves_nothing(monkeypatch):
 
     import saboteurs
 
-    monkeypatch.setattr(loop._Run, "_understand", fail)
+    monkeypatch.setattr(loop.EventLoop, "_understand", fail)
     with pytest.raises(ZeroDivisionError):
         mpwatch.run(saboteurs.wait_to_be_stopped, 2)
 

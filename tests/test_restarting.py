@@ -67,11 +67,9 @@ def failed(n=2, **more):
     return it
 
 
-def started_again(it, now, delay=0.0):
+def started_again(it, now):
     generation = it.generation
-    assert it.handle(StartAgain(0, generation=generation, delay=delay), now) == []
-    assert (it.stage, it.deadline) == (Stage.PAUSED, now + delay)
-    assert it.expire(now + delay) == [StartRank(rank) for rank in it.roster.phases]
+    assert it.handle(StartAgain(0, generation=generation), now) == [StartRank(rank) for rank in it.roster.phases]
     assert (it.stage, it.generation) == (Stage.WORKING, generation + 1)
 
 
@@ -82,13 +80,10 @@ def test_a_run_that_may_not_be_restarted_is_over():
     assert it.stage is Stage.OVER
 
 
-def test_ranks_are_started_again_when_all_are_gone_and_the_delay_is_over():
+def test_ranks_are_started_again_when_all_are_gone():
     it = failed()
     assert it.state is WorkerState.UNHEALTHY
-    assert it.handle(StartAgain(0, generation=0, delay=4.0), 2.0) == []
-    assert (it.stage, it.deadline) == (Stage.PAUSED, 6.0)
-    assert it.expire(5.9) == []
-    assert it.expire(6.0) == [StartRank(0), StartRank(1)]
+    assert it.handle(StartAgain(0, generation=0), 6.0) == [StartRank(0), StartRank(1)]
     assert (it.generation, it.stage, it.verdict, it.stopped_at) == (1, Stage.WORKING, None, None)
     assert (it.state, it.deadline) == (WorkerState.INIT, 6.0 + PATIENCE)
     become_ready(it, 7.0)
@@ -101,7 +96,7 @@ def test_what_comes_of_an_earlier_life_changes_nothing():
     it = failed()
     started_again(it, 2.0)
     events = Ready(0), Returned(0), Failed(1), Failing(1), Looked(0), Died(1), Pulse(0, beat_at=1.0), Settled(0)
-    for late in (*events, StartAgain(0, delay=0.0)):
+    for late in (*events, StartAgain(0)):
         assert it.handle(late, 2.0) == []
     assert set(it.roster.phases.values()) == {Phase.STARTING}
     assert it.stage is Stage.WORKING
@@ -146,14 +141,11 @@ def test_ranks_that_do_not_come_up_again_have_failed():
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("is_paused", [False, True])
-def test_an_interrupt_ends_a_run_that_nobody_is_left_of(signum, is_paused):
+def test_an_interrupt_ends_a_run_that_nobody_is_left_of(signum):
     it = failed()
-    if is_paused:
-        it.handle(StartAgain(0, delay=60.0), 2.0)
     assert it.handle(Interrupted(signum), 3.0) == []
     assert (it.stage, it.verdict, it.signum, it.deadline) == (Stage.OVER, Verdict.FAILED, signum, None)
-    assert it.handle(StartAgain(0, delay=0.0), 4.0) == []  # which was on its way
+    assert it.handle(StartAgain(0), 4.0) == []  # which was on its way
     assert it.handle(Settled(0), 4.0) == []
     assert it.stage is Stage.OVER
 
@@ -176,7 +168,7 @@ def test_an_interrupt_while_failed_ranks_are_being_stopped_leaves_no_restart():
 
 def test_the_timeout_goes_on_through_restarts():
     it = failed(1, timeout=20.0)
-    started_again(it, 2.0, delay=5.0)
+    started_again(it, 7.0)
     become_ready(it, 8.0)
     assert it.deadline == 20.0
     assert it.expire(20.0) == [LookAt(0)]
@@ -218,12 +210,9 @@ def test_a_rank_that_has_returned_may_end_when_others_have_failed_for_good():
     assert (it.stage, it.verdict) == (Stage.OVER, Verdict.SUCCEEDED)
 
 
-@pytest.mark.parametrize("is_paused", [False, True])
 @pytest.mark.parametrize("event", [StopAll(), EndAll()])
-def test_ranks_that_wait_to_be_started_again_are_over_when_nobody_wants_them(is_paused, event):
+def test_ranks_that_wait_to_be_started_again_are_over_when_nobody_wants_them(event):
     it = failed(1)
-    if is_paused:
-        it.handle(StartAgain(0, delay=60.0), 2.0)
     assert it.handle(event, 3.0) == []
     assert (it.stage, it.verdict) == (Stage.OVER, Verdict.FAILED)
 
@@ -234,7 +223,7 @@ def test_ranks_that_were_ending_when_others_had_failed_for_good_are_not_started_
     assert it.handle(StopAll(), 1.1) == []
     it.handle(Died(0), 1.2)
     assert it.stage is Stage.JUDGING
-    assert it.handle(StartAgain(0, delay=0.0), 1.3) == []
+    assert it.handle(StartAgain(0), 1.3) == []
     assert (it.stage, it.verdict) == (Stage.OVER, Verdict.FAILED)
 
 

@@ -4,7 +4,6 @@ for the caller's thread, whose code runs there.
 
 import logging
 import socket
-import time
 from collections import deque
 
 from ..watcher.environment import reserve_port
@@ -33,7 +32,7 @@ class Hands:
         self._mailbox = mailbox
         self._node_timeout = node_timeout
         self._news: deque[News] = deque()
-        self._ready: tuple[list[Place], float] | None = None  # ranks that can be started, and not before when
+        self._ready: list[Place] | None = None  # ranks that can be started
         self._ready_for = -1  # attempt
         self._wanted: Start | None = None
         self._starts = 0
@@ -53,11 +52,11 @@ class Hands:
     def take(self, start: Start, places: list[Place]) -> None:
         """These can be started, if they are still wanted."""
         if start is self._wanted:
-            self._ready, self._ready_for = (places, time.monotonic() + start.delay), start.attempt
+            self._ready, self._ready_for = places, start.attempt
 
     def ready_for(self) -> int | None:
         """Of which attempt there are ranks that may be started now. It may have been called off since."""
-        return self._ready_for if self._ready is not None and time.monotonic() >= self._ready[1] else None
+        return self._ready_for if self._ready is not None else None
 
     def reserve_port(self) -> int:
         """A port of this host for MASTER_PORT, which is kept until another one is reserved. Raises LaunchError."""
@@ -80,7 +79,7 @@ class Hands:
     def start(self) -> None:
         """Start them."""
         assert self._ready is not None
-        (places, _), self._ready = self._ready, None
+        places, self._ready = self._ready, None
         ranks = tuple(worker.rank for worker, _ in places)
         self._mailbox.post(Retrial(StartAgain(ranks[0], generation=self._starts, ranks=ranks), places))
         self._starts += 1

@@ -11,6 +11,7 @@ run.
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from signal import Signals
 from typing import Any, TypeVar
@@ -76,9 +77,10 @@ class NodeStory(Story[T]):
         """Whether it is known what came of the job; else this node has left it."""
         return self._verdict is not None
 
-    def judge(self, life: Life) -> None:
-        """The attempts that have ended here, and what other nodes say. Raises LaunchError, and whatever `retry_if` and `env`
-        raise.
+    def judge(self, life: Life) -> float | None:
+        """Report the attempts that have ended here, follow what the other nodes decide, and start the restart that is due.
+
+        See RunController. Raises LaunchError, and what `retry_if` and `env` raise.
         """
         try:
             for facts in life.mailbox.asked():
@@ -86,6 +88,7 @@ class NodeStory(Story[T]):
                 self._link.ended(self._report(facts))
             for news in self._link.news():
                 self._attend(life, news)
+            return self._run_due()
         except Exception as error:
             self._abort(error)  # first: the ranks' thread is now told to end, as by a signal, which the others would believe
             raise
@@ -151,7 +154,9 @@ class NodeStory(Story[T]):
         workers = workers_of(self._spec, place.rank, **met)
         self.journal.ranks = [worker.rank for worker in workers]
         self.journal.note(NodesMet, self.journal.ranks, backend=self._link.backend, **met)
-        self._link.prepared(start, environments_of(self._spec, workers))
+        environments = environments_of(self._spec, workers)
+        self._delayed.clear()  # an earlier restart that the nodes have called off
+        self._delay(start.delay, partial(self._link.prepared, start, environments))
 
     def _report(self, facts: Facts) -> Ended:
         """What the other nodes are told of our ranks, now that they are gone."""

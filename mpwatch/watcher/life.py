@@ -2,7 +2,7 @@
 
     caller's thread    prepare --> begin --> post calls, signals, the end -----------------> close
                                      |               |        ^                                ^
-    thread of the life               `--> loop.carry_out -----' answers -----------> is over --'
+    thread of the life               `--> EventLoop.run ------' answers -----------> is over --'
 
 Python may throw an exception into a thread between any two bytecodes: a signal handler that raises, in the main one, or
 `PyThreadState_SetAsyncExc`. One that struck while a rank is being started or reaped would leave it behind. Nobody knows of
@@ -26,7 +26,7 @@ from ..result import WorkerState
 from ..spec import GroupSpec
 from .environment import environments_of, reserve_port, workers_here
 from .journal import Journal
-from .loop import Herald, carry_out
+from .loop import EventLoop, Herald
 from .mailbox import Mailbox
 from .output import Output
 from .remarks import Remarks
@@ -173,7 +173,7 @@ class Life:
     def _carry_out(self) -> None:
         try:
             if not self._is_cancelled:
-                carry_out(
+                EventLoop(
                     self._spec,
                     self._places,
                     self.mailbox,
@@ -182,7 +182,7 @@ class Life:
                     output=self.output,
                     keep=self._keep,
                     herald=self._herald,
-                )
+                ).run()
         except BaseException as error:  # noqa: BLE001  it is the caller's to raise
             self.error = error
         finally:

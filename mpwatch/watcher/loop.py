@@ -4,7 +4,7 @@
                    |        what the system says  ->  events              |
                    `--------- actions  <-  machine  <---------------------'
 
-Guarantees: when `carry_out` returns or raises, nothing of the ranks is left (see crew.py). A message is read before the
+Guarantees: when `EventLoop.run` returns or raises, nothing of the ranks is left (see crew.py). A message is read before the
 death that followed it. Nothing blocks but the one wait, which has the machine's deadline; and, before ranks are started
 again, that for what they had started, which has been killed, and has KILL_SECONDS to go. No code of the user's runs here.
 """
@@ -40,59 +40,65 @@ from .signatures import complaint_in
 from .stacks import tidy, with_sources
 from .unit import Place, Unit, state_of_all
 
-__all__ = ["Herald", "carry_out"]
-
 Herald = Callable[[Machine], object]
 
 
-def carry_out(
-    spec: GroupSpec,
-    places: list[Place],
-    mailbox: Mailbox,
-    remarks: Remarks,
-    journal: Journal,
-    *,
-    output: Output,
-    keep: bool,
-    herald: Herald,
-) -> None:
-    """Start these ranks and watch them to their end; they stay after a call if `keep`. Raises LaunchError.
+class EventLoop:
+    """Starts the ranks and watches them until none is left.
 
-    The herald is told, in this thread, as soon as it is clear how an attempt ends, and when all is over.
+    Args:
+        spec: options of the run or the WorkerGroup.
+        places: the ranks, each with its environment.
+        mailbox: what the caller wants, and what it is answered.
+        remarks: log records, which the caller's thread emits.
+        journal: events, which the caller's thread hands to the observers.
+        output: where stdout and stderr of the ranks go.
+        keep: True: the ranks stay after a call, for the next call.
+        herald: called in this thread as soon as it is clear how an attempt ends, and when the last attempt has ended.
     """
-    boats = [places] if spec.policy.scope == "group" else [[place] for place in places]
-    units = [Unit(spec, boat, journal, keep=keep) for boat in boats]
-    with OomWatch(remarks) as oom:
-        with Crew(remarks, output) as crew:
-            run = _Run(units, crew, mailbox, oom, journal, herald=herald)
-            run.start()
-            run.until_over()
-        struck = oom.judge()
-    run.answer(helpers_oom=struck)
-
-
-class _Run:
-    """One pass through the machines: a call, or one after another."""
 
     def __init__(
-        self, units: Sequence[Unit], crew: Crew, mailbox: Mailbox, oom: OomWatch, journal: Journal, *, herald: Herald
+        self,
+        spec: GroupSpec,
+        places: list[Place],
+        mailbox: Mailbox,
+        remarks: Remarks,
+        journal: Journal,
+        *,
+        output: Output,
+        keep: bool,
+        herald: Herald,
     ) -> None:
-        self.units = units
-        self.unit_of = {rank: unit for unit in units for rank in unit.places}
-        self.open_units = list(units)  # that are not over
-        self.crew = crew
-        self.gate: Gate[list[m.Event]] = crew.gate
+        boats = [places] if spec.policy.scope == "group" else [[place] for place in places]
+        self.units = [Unit(spec, boat, journal, keep=keep) for boat in boats]
+        self.unit_of = {rank: unit for unit in self.units for rank in unit.places}
+        self.open_units = list(self.units)  # that are not over
+        self.crew = Crew(remarks, output)
         self.mailbox = mailbox
         self.journal = journal
-        self.remarks = crew.remarks
-        self.oom = oom
+        self.remarks = remarks
+        self.oom = OomWatch(remarks)
         self.herald = herald
         self.errand: Errand | None = None
         self.order = Order()
         self._born_at = time.time()
 
-    def start(self) -> None:
-        """Start all ranks. Raises LaunchError."""
+    def run(self) -> None:
+        """Start the ranks, and wait and act until none is left. Raises LaunchError."""
+        with self.oom:
+            with self.crew:
+                self._start()
+                self._run_until_over()
+            helpers_oom = self.oom.judge()
+        if self.errand is not None:  # the ranks have ended with this call
+            self.errand.facts = [self._facts(unit, helpers_oom) for unit in self.units]
+
+    @property
+    def gate(self) -> Gate[list[m.Event]]:
+        """The descriptors that are waited for."""
+        return self.crew.gate
+
+    def _start(self) -> None:
         for unit in self.units:
             for rank in unit.places:
                 self._start_rank(unit, rank)
@@ -103,8 +109,7 @@ class _Run:
         except OSError as error:
             raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
 
-    def until_over(self) -> None:
-        """Wait and act until no rank is left."""
+    def _run_until_over(self) -> None:
         events = self._step(self._take_mail())
         while self.open_units:
             deadline = min(unit.due_at for unit in self.open_units)
@@ -113,11 +118,6 @@ class _Run:
             for handle in self.gate.wait(patience):
                 events += handle()
             events = self._step(events)
-
-    def answer(self, helpers_oom: str) -> None:
-        """Hand the caller what was seen of the call that the ranks have ended with, if there is one."""
-        if self.errand is not None:
-            self.errand.facts = [self._facts(unit, helpers_oom) for unit in self.units]
 
     def _start_rank(self, unit: Unit, rank: int) -> None:
         worker, env = unit.places[rank]

@@ -14,8 +14,8 @@ Where a rank is, is in the table of states.py. Where the run is:
        |   `--- interrupt -----------------------------^--------------^        if it may be tried again, JUDGING
        `------- a rank complains of a peer, or does not say what it raised -> LAST_CALL  until the cause is seen,
                                                                                          or LAST_CALL_SECONDS later
-    JUDGING --- it is tried again --> PAUSED --- the delay is over, all are started --> WORKING
-           `--- or not, or interrupt --^--- interrupt ---------------------------------> OVER
+    JUDGING --- restart --------------------------> WORKING
+           `--- no restart, or an interrupt ------> OVER
 
 In a job of several nodes all begins in JUDGING, without ranks, and what follows on a verdict is for all of them to decide.
 CALLED_OFF is what other nodes want; it also comes if nothing was heard of them for too long (Lease).
@@ -102,7 +102,7 @@ class Machine:
 
     @property
     def _leased_until(self) -> float:
-        if self.stage in (Stage.JUDGING, Stage.PAUSED, Stage.OVER):
+        if self.stage in (Stage.JUDGING, Stage.OVER):
             return math.inf  # there are no ranks
         return self._lease.stop_at if self.is_undecided() else self._lease.kill_at
 
@@ -135,7 +135,7 @@ class Machine:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """What is to be done about an event. Raises IllegalEventError for one that cannot be."""
-        if isinstance(event, m.Interrupted | m.EndAll | m.StopAll) and self.stage in (Stage.JUDGING, Stage.PAUSED):
+        if isinstance(event, m.Interrupted | m.EndAll | m.StopAll) and self.stage is Stage.JUDGING:
             return self._leave_it(event)
         if isinstance(event, m.Interrupted):
             return self._interrupt(event.signum, now)
@@ -164,8 +164,6 @@ class Machine:
         """What is to be done now that a deadline has come; nothing if none has."""
         if self.deadline is None or now < self.deadline:
             return []
-        if self.stage is Stage.PAUSED:
-            return self._start_again(now, list(self.roster.phases))
         if now >= self._leased_until:
             if self.is_undecided():
                 return self._look(now, Verdict.CALLED_OFF)
@@ -217,11 +215,8 @@ class Machine:
             raise m.IllegalEventError(f"{event} in stage {self.stage.name}")
         if isinstance(event, m.Settled) or not self._is_wanted:
             self._be_over()
-        else:
-            self.stage = Stage.PAUSED
-            self._stage_at = now + event.delay
-            return self._start_again(now, event.ranks) if event.ranks else []
-        return []
+            return []
+        return self._start_again(now, event.ranks or list(self.roster.phases))
 
     def _start_again(self, now: float, ranks: Iterable[int]) -> list[Action]:
         """The next generation, for the same call, which has as much time left as the last one has left it."""

@@ -88,7 +88,6 @@ class Stage(Enum):
     ENDING = auto()
     STOPPING = auto()
     JUDGING = auto()
-    PAUSED = auto()
     OVER = auto()
 
 
@@ -158,7 +157,6 @@ class Died(RankEvent):
 class StartAgain(RankEvent):
     """This rank and those that are in the same boat have failed, and are worth another try."""
 
-    delay: float = 0.0  # seconds
     ranks: tuple[int, ...] = ()  # these at once, instead of those that there were
 
 

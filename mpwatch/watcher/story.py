@@ -1,14 +1,16 @@
 """What the caller's thread makes of a run while it goes on, and in the end: attempts are judged, and a result comes of them.
 
-    thread of the life  --- ranks have failed, and all are gone ---> judge: who failed first? is it worth another try?
-                       <--- start these again, after a delay --------'  or leave it
+    watcher thread  --- ranks have failed, all are reaped ---> judge: which rank failed first? restart?
+                    <--- restart, when the delay is over ------'  or do not restart
 
 Code of the user's runs here: exceptions are rebuilt, `retry_if` and `env` are called. What they raise ends the run.
 """
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ..events.kinds import Restarting, WorkerFailed, WorkerStopped
@@ -48,6 +50,7 @@ class Story(Generic[T]):
         self._latest: dict[int, tuple[Facts, RunResult[T]]] = {}  # the same
         self._waiting: set[int] = set()  # those of them that are about to be started again
         self._attempts: list[Attempt] = []
+        self._delayed: list[tuple[float, Callable[[], None]]] = []  # restarts, each with the time when it is due
         self._is_lost = False  # some are not started again
         self._not_restarted = ""
 
@@ -61,11 +64,28 @@ class Story(Generic[T]):
         timeout = self._spec.timeout
         return math.inf if timeout is None else self.started_at + timeout - time.monotonic()
 
-    def judge(self, life: Life) -> None:
-        """The attempts that have failed since the last time. Raises whatever `retry_if` and `env` raise, and LaunchError."""
+    def judge(self, life: Life) -> float | None:
+        """Decide about the attempts that have failed since the last call, and start the restarts that are due.
+
+        Returns the seconds until the next restart is due; None if no restart waits for its delay. Raises what `retry_if`
+        and `env` raise, and LaunchError.
+        """
         for facts in life.mailbox.asked():
             life.output.catch_up(LAST_SECONDS)
             self._decide(life, facts, self._close(facts))
+        return self._run_due()
+
+    def _delay(self, seconds: float, restart: Callable[[], None]) -> None:
+        """Have `judge` call `restart` when this many seconds have passed."""
+        self._delayed.append((time.monotonic() + seconds, restart))
+
+    def _run_due(self) -> float | None:
+        now = time.monotonic()
+        due = [restart for due_at, restart in self._delayed if due_at <= now]
+        self._delayed = [(due_at, restart) for due_at, restart in self._delayed if due_at > now]
+        for restart in due:
+            restart()
+        return min((due_at - now for due_at, _ in self._delayed), default=None)
 
     def result(self) -> RunResult[T]:
         """What came of all ranks."""
@@ -114,6 +134,7 @@ class Story(Generic[T]):
         decision = ledger.decide(self._trial(facts, result))
         if decision.delay is None:
             self._is_lost, self._not_restarted = True, decision.why_not
+            self._delayed.clear()
         elif self._is_lost:  # or it would be, but nobody waits for it
             self._waiting.add(first)
         if decision.delay is None or self._is_lost:
@@ -129,7 +150,8 @@ class Story(Generic[T]):
             restarts_left=decision.restarts_left,
         )
         self._waiting.add(first)
-        mailbox.post(Retrial(StartAgain(first, generation=facts.attempt, delay=decision.delay), places))
+        restart = Retrial(StartAgain(first, generation=facts.attempt), places)
+        self._delay(decision.delay, partial(mailbox.post, restart))
 
     def _trial(self, facts: Facts, result: RunResult[Any]) -> Trial:
         cause = result.root_cause

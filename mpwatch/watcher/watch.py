@@ -78,9 +78,9 @@ def watch(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:
 class Visit:
     """What one thread of the caller's does about ranks, once."""
 
-    def __init__(self, life: Life, judge: Callable[[], None] | None = None, make_view: MakeView = no_view) -> None:
+    def __init__(self, life: Life, judge: Callable[[], float | None] | None = None, make_view: MakeView = no_view) -> None:
         self._life = life
-        self._judge = judge  # of what the ranks' thread asks
+        self._judge = judge  # decides about restarts, and returns in how many seconds it must be called again
         self._make_view = make_view
         self._viewing: Viewing | None = None  # of a call that takes longer than a moment
         self.signals = HostSignals(life.mailbox)
@@ -159,19 +159,21 @@ class Visit:
 
     def _sleep(self, until: Callable[[], bool]) -> None:
         """Not by joining the thread: that has the fault that signals.py tells of."""
-        self._attend()  # to what was heard in the first moment
+        seconds = self._attend()  # to what was heard in the first moment
         while not (until() or self._life.is_over):
-            self.signals.sleep(None if self._viewing is None else self._viewing.patience())
-            self._attend()
+            self.signals.sleep(seconds)
+            seconds = self._attend()
 
-    def _attend(self) -> None:
+    def _attend(self) -> float | None:
+        """Run what belongs to the caller's thread. Returns the seconds until the next call; None: at the next wake-up."""
         self.signals.is_in_users_code = True
         try:
             self._life.attend()
-            if self._judge is not None:
-                self._judge()
+            waits = [None if self._judge is None else self._judge()]
             if self._viewing is not None:
                 self._viewing.attend()
+                waits.append(self._viewing.patience())
+            return min((seconds for seconds in waits if seconds is not None), default=None)
         finally:
             self.signals.is_in_users_code = False
 
