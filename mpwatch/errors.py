@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from .result import ProcessFailure, RunResult
-from .tables import table_of
-from .wording import fates_text, report, verdict
+from .results.html import table_of
+from .results.model import ProcessFailure, RunResult
+from .results.report import fates_text, report, verdict
 
 __all__ = ["LaunchError", "MpwatchError", "RunFailedError", "RunTimeoutError"]
 

@@ -13,13 +13,13 @@ from typing import Any, Self, TypeVar
 from .checks import check_flag, check_seconds
 from .logs import LogSpec
 from .ranks import Worker
-from .result import RunResult, WorkerState
+from .results.html import group_table
+from .results.model import RunResult, WorkerState
+from .results.report import summary_of
 from .spec import GroupSpec, Nprocs, Observers, check_call
-from .tables import group_table
 from .view.choice import view_for
 from .watcher.outcome import outcome_of
 from .watcher.team import Team
-from .wording import summary_of
 
 __all__ = ["WorkerGroup"]
 

@@ -12,8 +12,8 @@ import mpwatch
 
 PACKAGE = Path(mpwatch.__file__).parent
 DATA = {
-    *("checks", "errors", "events", "frontend", "lifecycle", "logs", "policy"),
-    *("ranks", "rendezvous", "result", "spec", "status", "tables", "wording"),
+    *("checks", "errors", "events", "frontend", "logs", "policy"),
+    *("ranks", "rendezvous", "results", "spec", "status"),
 }
 # From the ground to the user's side: a module may import of its own layer and of those named, and nothing else of mpwatch.
 LAYERS = {

@@ -13,11 +13,11 @@ from told import COMPLAINT, IN_TORCH, LIBRARY, STOPPED, TIMED_OUT, at, facts, ra
 
 import mpwatch
 from mpwatch import FailureKind
+from mpwatch.results.report import report
 from mpwatch.watcher.diagnosis import diagnose
 from mpwatch.watcher.states import Verdict
 from mpwatch.wire.pulse import ROOM, Pulse, Reading, read_pulse
 from mpwatch.wire.slots import PULSE, SLOT, WORDS, open_slot
-from mpwatch.wording import report
 
 
 def test_who_keeps_its_peers_waiting_is_to_blame():

@@ -17,7 +17,9 @@ from typing import Any, TypeVar
 
 from ..errors import LaunchError
 from ..events.kinds import NodesMet, Restarting
-from ..result import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
+from ..results.model import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
+from ..results.report import summary_of
+from ..results.report import verdict as words_for
 from ..spec import WorkerSpec
 from ..watcher import diagnosis
 from ..watcher.environment import environments_of
@@ -29,8 +31,6 @@ from ..watcher.restarts import not_worth_it
 from ..watcher.states import Settled
 from ..watcher.states import Verdict as Fate
 from ..watcher.story import Story, tell_fates
-from ..wording import summary_of
-from ..wording import verdict as words_for
 from .hands import News
 from .link import Link
 from .member import Conclude, Prepare

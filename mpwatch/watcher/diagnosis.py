@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any
 
 from ..platform import DUMP_SIGNAL
-from ..result import FailureKind, ProcessFailure, RunResult, WorkerState
+from ..results.model import FailureKind, ProcessFailure, RunResult, WorkerState
+from ..results.report import ranks_text, summary_of, timeout_text
 from ..wire import exceptions
 from ..wire.messages import Kind, Message
 from ..wire.values import load
-from ..wording import ranks_text, summary_of, timeout_text
 from .facts import Facts, RankFacts
 from .hangs import away, culprits, culprits_of_silence, is_waiting, stacks_of
 from .signatures import Complaint, complaint_in, complaint_of_death

@@ -18,10 +18,10 @@ from functools import partial
 
 from ..errors import LaunchError
 from ..events.kinds import WorkerStarted
+from ..results.report import exit_text
 from ..spec import GroupSpec
 from ..wire.messages import Kind, Message
 from ..wire.shortage import with_remedy
-from ..wording import exit_text
 from . import states as m
 from .crew import Crew
 from .diagnosis import is_crash, is_suspect

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import RunFailedError, RunTimeoutError
-from ..result import FailureKind, RunResult, WorkerState
+from ..results.model import FailureKind, RunResult, WorkerState
 from .watch import InterruptError
 
 __all__ = ["outcome_of"]

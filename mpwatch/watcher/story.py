@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from ..events.kinds import Restarting, WorkerFailed, WorkerStopped
-from ..result import Attempt, RunResult, WorkerState
+from ..results.model import Attempt, RunResult, WorkerState
+from ..results.report import attempts_text, summary_of, verdict
 from ..spec import WorkerSpec
 from ..wire.exceptions import annotate
-from ..wording import attempts_text, summary_of, verdict
 from .diagnosis import diagnose
 from .facts import Facts
 from .journal import Journal

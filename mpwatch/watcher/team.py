@@ -13,10 +13,10 @@ from typing import Any
 
 from ..platform import standard_descriptors
 from ..ranks import Worker
-from ..result import RunResult, WorkerState
+from ..results.model import RunResult, WorkerState
+from ..results.report import verdict
 from ..spec import GroupSpec
 from ..wire.payload import Call
-from ..wording import verdict
 from .diagnosis import diagnose
 from .facts import Facts
 from .journal import Journal

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from .ranks import Worker
-from .wire import exceptions
-from .wire.telling import Telling
+from ..ranks import Worker
+from ..wire import exceptions
+from ..wire.telling import Telling
 
 if TYPE_CHECKING:
     from os import PathLike
 
-    from .events.kinds import Event  # which are made of what is here
+    from ..events.kinds import Event  # which are made of what is here
 
 __all__ = ["Attempt", "FailureKind", "ProcessFailure", "Progress", "RunResult", "WorkerState"]
 
@@ -188,7 +188,7 @@ class RunResult(Generic[T]):
         rank, with its lives, its calls, what was last heard of it, failures and restarts. Raises OSError; and ValueError for
         the result of a WorkerGroup's call, which has no events: see its `on_event`.
         """
-        from .events.trace import write_chrome_trace
+        from ..events.trace import write_chrome_trace
 
         write_chrome_trace(self.events, path)
 
@@ -206,7 +206,7 @@ class RunResult(Generic[T]):
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from .tables import table_of  # which needs the words of wording.py, and these this module
+        from .html import table_of  # which needs the words of report.py, and these this module
 
         return table_of(self)
 

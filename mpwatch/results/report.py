@@ -9,9 +9,9 @@ from functools import partial
 from traceback import walk_tb
 from typing import Any
 
-from .result import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
-from .wire.exceptions import own
-from .wire.sources import cell_name
+from ..wire.exceptions import own
+from ..wire.sources import cell_name
+from .model import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
 
 __all__ = [
     "attempt_rows",
@@ -50,7 +50,7 @@ STACK_LINES = 24  # of the stack of a crash: a dozen frames, each with its line 
 PRINTED_LINES = 12
 ATTEMPT_LINES = 30
 FATE_LINES = 30  # groups of ranks; more are counted
-HERE = os.path.dirname(__file__)
+HERE = os.path.dirname(os.path.dirname(__file__))  # the package mpwatch
 LIBRARIES = (HERE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen ")  # where no user's code is
 SMALL_DIFFERENCES = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)|(?<=silent for )[\d.]+")  # "peer [10.0.0.1]:4711", "host<4711>"
 OURS = {  # what a rank does in our own code, by the file of the outermost frame
