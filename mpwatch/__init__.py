@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .policy import RestartPolicy
     from .ranks import Worker
     from .rendezvous import Rendezvous
-    from .results.model import Attempt, FailureKind, ProcessFailure, Progress, RunResult, WorkerState
+    from .results.model import Attempt, FailureKind, ProcessFailure, Progress, WorkerState
+    from .results.run_result import RunResult
     from .spec import WorkerSpec
     from .worker.context import current_worker, heartbeat, report
 
@@ -61,7 +62,7 @@ _HOME = {
     "Rendezvous": ".rendezvous",
     "RestartPolicy": ".policy",
     "RunFailedError": ".errors",
-    "RunResult": ".results.model",
+    "RunResult": ".results.run_result",
     "RunTimeoutError": ".errors",
     "Worker": ".ranks",
     "WorkerGroup": ".group",

@@ -12,7 +12,7 @@ from .logs import LogSpec
 from .policy import RestartPolicy
 from .ranks import Worker
 from .rendezvous import Rendezvous
-from .results.model import RunResult
+from .results.run_result import RunResult
 from .spec import Nprocs, Observers, WorkerSpec
 from .view.choice import view_for
 from .watcher.outcome import outcome_of

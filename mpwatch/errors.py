@@ -3,8 +3,9 @@
 from typing import Any
 
 from .results.html import table_of
-from .results.model import ProcessFailure, RunResult
+from .results.model import ProcessFailure
 from .results.report import fates_text, report, verdict
+from .results.run_result import RunResult
 
 __all__ = ["LaunchError", "MpwatchError", "RunFailedError", "RunTimeoutError"]
 

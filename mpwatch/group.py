@@ -14,8 +14,9 @@ from .checks import check_flag, check_seconds
 from .logs import LogSpec
 from .ranks import Worker
 from .results.html import group_table
-from .results.model import RunResult, WorkerState
+from .results.model import WorkerState
 from .results.report import summary_of
+from .results.run_result import RunResult
 from .spec import GroupSpec, Nprocs, Observers, check_call
 from .view.choice import view_for
 from .watcher.outcome import outcome_of

@@ -14,7 +14,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from ..events.kinds import Event, NodesMet, StateChanged
 from ..ranks import Worker
 from ..rendezvous import Rendezvous
-from ..results.model import RunResult, WorkerState
+from ..results.model import WorkerState
+from ..results.run_result import RunResult
 from ..spec import WorkerSpec
 from ..view.choice import view_for
 from ..watcher.outcome import outcome_of

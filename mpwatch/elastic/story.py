@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 from ..errors import LaunchError
 from ..events.kinds import NodesMet, Restarting
-from ..results.model import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
+from ..results.model import Attempt, FailureKind, ProcessFailure, WorkerState
 from ..results.report import summary_of
 from ..results.report import verdict as words_for
+from ..results.run_result import RunResult
 from ..spec import WorkerSpec
 from ..watcher import diagnosis
 from ..watcher.environment import environments_of

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TypeVar
 
 from ..platform import standard_descriptors
-from ..results.model import RunResult
+from ..results.run_result import RunResult
 from ..spec import WorkerSpec
 from ..watcher.journal import Journal
 from ..watcher.life import Life

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..wire.exceptions import own
 from ..wire.sources import cell_name
-from .model import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
+from .model import Attempt, FailureKind, ProcessFailure, RunData, WorkerState
 
 __all__ = [
     "attempt_rows",
@@ -63,7 +63,7 @@ TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
 SOURCE_LIMIT = 100  # of a line of source
 
 
-def report(result: RunResult[Any]) -> str:
+def report(result: RunData[Any]) -> str:
     """The whole story: the verdict in the first line, then a line for each other group of ranks with the same fate."""
     groups = [f"  {line}" for line in fates_text(result)]
     restarts = [f"  {text}"] if (text := restarts_text(result)) else []
@@ -71,7 +71,7 @@ def report(result: RunResult[Any]) -> str:
     return "\n".join([verdict(result), *_details(result), *groups, *restarts])
 
 
-def restarts_text(result: RunResult[Any]) -> str:
+def restarts_text(result: RunData[Any]) -> str:
     """How often it was tried, and why not once more; empty if there is nothing to say of that."""
     if not result.restarts:
         return f"not started again: {result.not_restarted}" if result.not_restarted else ""
@@ -85,12 +85,12 @@ def times_text(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def failed_attempts(result: RunResult[Any]) -> list[Attempt]:
+def failed_attempts(result: RunData[Any]) -> list[Attempt]:
     """Those that the story of a run with restarts consists of."""
     return [attempt for attempt in result.attempts if result.restarts and _has_a_story(attempt, result)]
 
 
-def _has_a_story(attempt: Attempt, result: RunResult[Any]) -> bool:
+def _has_a_story(attempt: Attempt, result: RunData[Any]) -> bool:
     """Of its own; ranks that are watched each for itself were all ended by the same timeout or signal, say."""
     is_of_all = len(attempt.ranks) == len(result.workers)
     return attempt.root_cause is not None or (is_of_all and bool(attempt.reason))
@@ -115,7 +115,7 @@ def _name(attempt: Attempt) -> str:
     return f"{name}, {attempt.elapsed:.1f} s"
 
 
-def verdict(result: RunResult[Any] | Attempt) -> str:
+def verdict(result: RunData[Any] | Attempt) -> str:
     """Which rank failed first, and why; or what else ended the run."""
     return result.reason if result.root_cause is None else blame(result.root_cause)
 
@@ -140,7 +140,7 @@ def failure_text(failure: ProcessFailure) -> str:
     return f"{_who(failure)}: {_what(failure)}"
 
 
-def fates(result: RunResult[Any]) -> dict[str, list[int]]:
+def fates(result: RunData[Any]) -> dict[str, list[int]]:
     """What became of the other ranks: those with the same fate together; first those that failed for themselves.
 
     Those that differ only in the port of the peer they lost, or in how long they were silent, are told by the words of the
@@ -155,7 +155,7 @@ def fates(result: RunResult[Any]) -> dict[str, list[int]]:
     return dict(found.values())
 
 
-def fates_text(result: RunResult[Any]) -> list[str]:
+def fates_text(result: RunData[Any]) -> list[str]:
     """The same in lines, which are counted where there are too many."""
     groups = [f"{ranks_text(ranks)}: {fate}" for fate, ranks in fates(result).items()]
     if len(groups) > FATE_LINES:
@@ -163,7 +163,7 @@ def fates_text(result: RunResult[Any]) -> list[str]:
     return groups
 
 
-def _rank_of_interest(result: RunResult[Any], item: tuple[int, WorkerState]) -> tuple[bool, int]:
+def _rank_of_interest(result: RunData[Any], item: tuple[int, WorkerState]) -> tuple[bool, int]:
     failure = result.failures.get(item[0])
     return failure is None or failure.is_secondary, item[0]
 
@@ -185,7 +185,7 @@ def timeout_text(timeout: float, late: Iterable[int]) -> str:
     return f"the run did not end within timeout={timeout:g} s: {ranks_text(late)} had not returned"
 
 
-def _details(result: RunResult[Any]) -> list[str]:
+def _details(result: RunData[Any]) -> list[str]:
     """What belongs to the verdict and is longer than a line."""
     root, lines = result.root_cause, []
     if root is not None and root.kind in (FailureKind.SIGNAL, FailureKind.LOST, FailureKind.OOM) and root.stack:
@@ -204,7 +204,7 @@ def _details(result: RunResult[Any]) -> list[str]:
     return lines
 
 
-def _fate(result: RunResult[Any], rank: int, failure: ProcessFailure | None, state: WorkerState) -> str:
+def _fate(result: RunData[Any], rank: int, failure: ProcessFailure | None, state: WorkerState) -> str:
     if failure is None:
         return SUMMARIES[state] + (where(result.stacks.get(rank, "")) if state is WorkerState.STOPPED else "")
     root = result.root_cause

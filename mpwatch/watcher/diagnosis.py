@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any
 
 from ..platform import DUMP_SIGNAL
-from ..results.model import FailureKind, ProcessFailure, RunResult, WorkerState
+from ..results.model import FailureKind, ProcessFailure, WorkerState
 from ..results.report import ranks_text, summary_of, timeout_text
+from ..results.run_result import RunResult
 from ..wire import exceptions
 from ..wire.messages import Kind, Message
 from ..wire.values import load

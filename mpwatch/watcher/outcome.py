@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import RunFailedError, RunTimeoutError
-from ..results.model import FailureKind, RunResult, WorkerState
+from ..results.model import FailureKind, WorkerState
+from ..results.run_result import RunResult
 from .watch import InterruptError
 
 __all__ = ["outcome_of"]

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from ..events.kinds import Restarting, WorkerFailed, WorkerStopped
-from ..results.model import Attempt, RunResult, WorkerState
+from ..results.model import Attempt, WorkerState
 from ..results.report import attempts_text, summary_of, verdict
+from ..results.run_result import RunResult
 from ..spec import WorkerSpec
 from ..wire.exceptions import annotate
 from .diagnosis import diagnose

@@ -13,8 +13,9 @@ from typing import Any
 
 from ..platform import standard_descriptors
 from ..ranks import Worker
-from ..results.model import RunResult, WorkerState
+from ..results.model import WorkerState
 from ..results.report import verdict
+from ..results.run_result import RunResult
 from ..spec import GroupSpec
 from ..wire.payload import Call
 from .diagnosis import diagnose

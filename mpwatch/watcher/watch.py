@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..platform import standard_descriptors
-from ..results.model import RunResult
+from ..results.run_result import RunResult
 from ..spec import WorkerSpec
 from ..wire.payload import Call
 from .journal import Journal
