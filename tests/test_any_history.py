@@ -9,7 +9,7 @@ from told import COMPLAINT, facts, raised, returned
 
 from mpwatch import WorkerState
 from mpwatch.results.state_transitions import check_change
-from mpwatch.watcher.diagnosis import diagnose
+from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.machine import Machine
 from mpwatch.watcher.states import (
     LIVING,

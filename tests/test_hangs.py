@@ -14,7 +14,7 @@ from told import COMPLAINT, IN_TORCH, LIBRARY, STOPPED, TIMED_OUT, at, facts, ra
 import mpwatch
 from mpwatch import FailureKind
 from mpwatch.results.report import report
-from mpwatch.watcher.diagnosis import diagnose
+from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.states import Verdict
 from mpwatch.wire.pulse import ROOM, Pulse, Reading, read_pulse
 from mpwatch.wire.slots import PULSE, SLOT, WORDS, open_slot

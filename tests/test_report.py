@@ -13,7 +13,7 @@ from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunT
 from mpwatch.platform import DUMP_SIGNAL
 from mpwatch.results.html import group_table
 from mpwatch.results.report import exit_text, ranks_text, report, where
-from mpwatch.watcher.diagnosis import diagnose
+from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.states import Verdict
 
 

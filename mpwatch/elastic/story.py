@@ -22,7 +22,7 @@ from ..results.report import summary_of
 from ..results.report import verdict as words_for
 from ..results.run_result import RunResult
 from ..spec import WorkerSpec
-from ..watcher import diagnosis
+from ..watcher.diagnosis import diagnose as diagnosis
 from ..watcher.environment import environments_of
 from ..watcher.facts import Facts
 from ..watcher.journal import Journal

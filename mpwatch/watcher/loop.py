@@ -24,7 +24,7 @@ from ..wire.messages import Kind, Message
 from ..wire.shortage import with_remedy
 from . import states as m
 from .crew import Crew
-from .diagnosis import is_crash, is_suspect
+from .diagnosis.diagnose import is_crash, is_suspect
 from .facts import Facts
 from .gate import Gate
 from .journal import Journal

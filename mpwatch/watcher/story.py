@@ -17,7 +17,7 @@ from ..results.report import attempts_text, summary_of, verdict
 from ..results.run_result import RunResult
 from ..spec import WorkerSpec
 from ..wire.exceptions import annotate
-from .diagnosis import diagnose
+from .diagnosis.diagnose import diagnose
 from .facts import Facts
 from .journal import Journal
 from .life import Life

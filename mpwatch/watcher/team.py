@@ -18,7 +18,7 @@ from ..results.report import verdict
 from ..results.run_result import RunResult
 from ..spec import GroupSpec
 from ..wire.payload import Call
-from .diagnosis import diagnose
+from .diagnosis.diagnose import diagnose
 from .facts import Facts
 from .journal import Journal
 from .life import Life

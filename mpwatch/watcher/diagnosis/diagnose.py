@@ -14,17 +14,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..platform import DUMP_SIGNAL
-from ..results.model import FailureKind, ProcessFailure, WorkerState
-from ..results.report import ranks_text, summary_of, timeout_text
-from ..results.run_result import RunResult
-from ..wire import exceptions
-from ..wire.messages import Kind, Message
-from ..wire.values import load
-from .facts import Facts, RankFacts
-from .hangs import away, culprits, culprits_of_silence, is_waiting, stacks_of
-from .signatures import Complaint, complaint_in, complaint_of_death
-from .states import Verdict
+from ...platform import DUMP_SIGNAL
+from ...results.model import FailureKind, ProcessFailure, WorkerState
+from ...results.report import ranks_text, summary_of, timeout_text
+from ...results.run_result import RunResult
+from ...wire import exceptions
+from ...wire.messages import Kind, Message
+from ...wire.values import load
+from ..facts import Facts, RankFacts
+from ..hangs import away, culprits, culprits_of_silence, is_waiting, stacks_of
+from ..signatures import Complaint, complaint_in, complaint_of_death
+from ..states import Verdict
 
 __all__ = ["absent", "diagnose", "is_crash", "is_suspect", "lacking_a_peer", "maybe_victims"]
 
