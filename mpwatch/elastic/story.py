@@ -22,7 +22,7 @@ from ..results.report import summary_of
 from ..results.report import verdict as words_for
 from ..results.run_result import RunResult
 from ..spec import WorkerSpec
-from ..watcher.diagnosis import diagnose as diagnosis
+from ..watcher.diagnosis.diagnose import find_missing_ranks, find_possible_victims, find_waiting_ranks
 from ..watcher.environment import environments_of
 from ..watcher.facts import Facts
 from ..watcher.journal import Journal
@@ -157,12 +157,12 @@ class NodeStory(Story[T]):
     def _report(self, facts: Facts) -> Ended:
         """What the other nodes are told of our ranks, now that they are gone."""
         facts.gather()
-        lacking, maybe_victims = diagnosis.lacking_a_peer(facts), diagnosis.maybe_victims(facts)
+        waiting, possible_victims = find_waiting_ranks(facts), find_possible_victims(facts)
         result = self._close(facts)
         has_failed = bool(result.failures) and facts.verdict is not Fate.TIMED_OUT
-        are_victims = all(failure.is_secondary or rank in lacking for rank, failure in result.failures.items())
+        are_victims = all(failure.is_secondary or rank in waiting for rank, failure in result.failures.items())
         may_be_missed = are_victims and facts.verdict in (Fate.FAILED, Fate.CALLED_OFF)
-        absent = diagnosis.absent(facts, result) if may_be_missed else []
+        absent = find_missing_ranks(facts, result) if may_be_missed else []
         self._absent = {failure.rank: failure for failure in absent}
         told, told_absent = _told(result), as_many_as_fit(map(to_plain, absent), ABSENT_LIMIT)
         trial = self._trial(facts, result)
@@ -174,8 +174,8 @@ class NodeStory(Story[T]):
             outcome=Outcome.FAILED if has_failed else OUTCOMES.get(facts.verdict, Outcome.FAILED),
             failures=told,
             unsaid=len(result.failures) - len(told),
-            lacks_a_peer=are_victims and not lacking.isdisjoint(result.failures),
-            may_be_victim=result.root_cause is not None and result.root_cause.rank in maybe_victims,
+            lacks_a_peer=are_victims and not waiting.isdisjoint(result.failures),
+            may_be_victim=result.root_cause is not None and result.root_cause.rank in possible_victims,
             absent=told_absent,
             absent_unsaid=len(absent) - len(told_absent),
             why_not=why_not[:1000],

@@ -4,33 +4,14 @@ import os
 import re
 import signal
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from traceback import walk_tb
 from typing import Any
 
 from ..wire.exceptions import own
 from ..wire.sources import cell_name
-from .model import Attempt, FailureKind, ProcessFailure, RunData, WorkerState
-
-__all__ = [
-    "attempt_rows",
-    "attempts_text",
-    "blame",
-    "exit_text",
-    "failed_attempts",
-    "failure_text",
-    "fates",
-    "fates_text",
-    "ranks_text",
-    "report",
-    "restarts_text",
-    "summary_of",
-    "timeout_text",
-    "times_text",
-    "verdict",
-    "where",
-]
+from .model import Attempt, FailureKind, ProcessFailure, Progress, RunData, WorkerState
 
 USUAL_CAUSES = {
     signal.SIGSEGV: "an invalid memory access, usually in compiled code",
@@ -61,6 +42,15 @@ OURS = {  # what a rank does in our own code, by the file of the outermost frame
 }
 TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
 SOURCE_LIMIT = 100  # of a line of source
+MANY_SECONDS = 100  # durations of this length and more are printed without tenths
+# Evidence of failures, as phrases that follow the name of the rank or what happened to it.
+KEPT_PEERS_WAITING = "kept its peers waiting"
+KEPT_PEERS_UNTIL_TIMEOUT = "kept its peers waiting until they timed out"
+KEPT_OTHER_NODES_WAITING = "kept its peers on other nodes waiting"
+EXITED_BEFORE_TEXT = "it ended before its text was made"
+TEXT_DID_NOT_END = "making its text did not end"
+EXITED_DURING_TEXT = "its function had raised an exception, and it ended while the exception's text was made"
+NCCL_WATCHDOG = "NCCL's watchdog: a peer did not come to a collective in time"
 
 
 def report(result: RunData[Any]) -> str:
@@ -180,9 +170,38 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"{word} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def timeout_text(timeout: float, late: Iterable[int]) -> str:
-    """That time ran out for these ranks."""
-    return f"the run did not end within timeout={timeout:g} s: {ranks_text(late)} had not returned"
+def timeout_text(timeout: float, late: Iterable[int], missing: Collection[int] = ()) -> str:
+    """Say that the timeout expired for the ranks in `late`. Those in `missing` were not in the collective of the others."""
+    absent = f", and {ranks_text(missing)} not in the collective that others waited in" if missing else ""
+    return f"the run did not end within timeout={timeout:g} s: {ranks_text(late)} had not returned{absent}"
+
+
+def interrupt_text(number: int) -> str:
+    """Say that a signal to this process stopped the run."""
+    return f"the run was stopped: this process received {signal.Signals(number).name}"
+
+
+def silence_text(seconds: float, heartbeat_timeout: float | None, progress: Progress | None) -> str:
+    """Say how long a rank sent no heartbeat, and which step it last reported, as a phrase that follows its name."""
+    text = f"{seconds:.1f}" if seconds < MANY_SECONDS else f"{seconds:.0f}"
+    step = "" if progress is None or progress.step is None else f", at step {progress.step}"
+    of = f" of {progress.total}" if step and progress is not None and progress.total is not None else ""
+    return f"was silent for {text} s (heartbeat_timeout={heartbeat_timeout:g}){step}{of}"
+
+
+def not_ready_text(start_timeout: float) -> str:
+    """Say that an interpreter took longer than `start_timeout` to start."""
+    return f"its interpreter was not ready after {start_timeout:g} s"
+
+
+def likely_oom_text(clue: str) -> str:
+    """Say why the out-of-memory killer probably killed a rank, where there is no proof."""
+    return f"likely the out-of-memory killer: {clue}"
+
+
+def unloadable_value_text(rank: int) -> str:
+    """Say where an exception was raised that no rank raised: the note for a return value that cannot be unpickled."""
+    return f"raised here, in the caller, while the return value of rank {rank} was rebuilt"
 
 
 def _details(result: RunData[Any]) -> list[str]:
