@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from .checks import check_flag, check_seconds
+from .errors import raise_if_failed
 from .logs import LogSpec
 from .ranks import Worker
 from .results.html import group_table
@@ -19,7 +20,6 @@ from .results.report import summary_of
 from .results.run_result import RunResult
 from .spec import GroupSpec, Nprocs, Observers, check_call
 from .view.choice import view_for
-from .watcher.outcome import outcome_of
 from .watcher.team import Team
 
 __all__ = ["WorkerGroup"]
@@ -187,7 +187,10 @@ class WorkerGroup:
         __tracebackhide__ = True
         if self._is_closed:
             raise RuntimeError("this WorkerGroup is closed; make another one")
-        return outcome_of(partial(self._team.call, fn, args, kwargs, timeout), check=self._check)
+        result = self._team.call(fn, args, kwargs, timeout)
+        if self._check:
+            raise_if_failed(result)
+        return result
 
     def _close(self, reason: str = "") -> None:
         self._is_closed = True
