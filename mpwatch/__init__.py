@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .policy import RestartPolicy
     from .ranks import Worker
     from .rendezvous import Rendezvous
-    from .result import Attempt, FailureKind, ProcessFailure, Progress, RunResult, WorkerState
+    from .results.model import Attempt, FailureKind, ProcessFailure, Progress, WorkerState
+    from .results.run_result import RunResult
     from .spec import WorkerSpec
     from .worker.context import current_worker, heartbeat, report
 
@@ -50,23 +51,23 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOME = {
-    "Attempt": ".result",
+    "Attempt": ".results.model",
     "Event": ".events.kinds",
-    "FailureKind": ".result",
+    "FailureKind": ".results.model",
     "LaunchError": ".errors",
     "LogSpec": ".logs",
     "MpwatchError": ".errors",
-    "ProcessFailure": ".result",
-    "Progress": ".result",
+    "ProcessFailure": ".results.model",
+    "Progress": ".results.model",
     "Rendezvous": ".rendezvous",
     "RestartPolicy": ".policy",
     "RunFailedError": ".errors",
-    "RunResult": ".result",
+    "RunResult": ".results.run_result",
     "RunTimeoutError": ".errors",
     "Worker": ".ranks",
     "WorkerGroup": ".group",
     "WorkerSpec": ".spec",
-    "WorkerState": ".result",
+    "WorkerState": ".results.model",
     "current_worker": ".worker.context",
     "heartbeat": ".worker.context",
     "main": ".api",

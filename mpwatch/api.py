@@ -1,4 +1,4 @@
-"""`run` and `main`: options become a WorkerSpec, the watcher makes a RunResult of it, and a failure is raised."""
+"""`run` and `main`: make a WorkerSpec of the options, have the watcher run it, and raise an error if a rank failed."""
 
 import sys
 import traceback
@@ -7,15 +7,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 from .checks import check_flag
-from .errors import RunFailedError
+from .errors import RunFailedError, raise_if_failed
 from .logs import LogSpec
 from .policy import RestartPolicy
 from .ranks import Worker
 from .rendezvous import Rendezvous
-from .result import RunResult
+from .results.run_result import RunResult
 from .spec import Nprocs, Observers, WorkerSpec
 from .view.choice import view_for
-from .watcher.outcome import outcome_of
 from .watcher.watch import watch
 
 __all__ = ["main", "run"]
@@ -116,10 +115,14 @@ def run(
         rendezvous=rendezvous,
     )
     if rendezvous is None:
-        return outcome_of(lambda: watch(spec, partial(view_for, progress)), check=check)
-    from .elastic.watch import watch_with_others  # which imports torch
+        result = watch(spec, partial(view_for, progress))
+    else:
+        from .elastic.watch import watch_with_others  # imports torch
 
-    return outcome_of(lambda: watch_with_others(spec, partial(view_for, progress)), check=check)
+        result = watch_with_others(spec, partial(view_for, progress))
+    if check:
+        raise_if_failed(result)
+    return result
 
 
 def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunResult[T]:

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from .result import ProcessFailure, RunResult
-from .tables import table_of
-from .wording import fates_text, report, verdict
-
-__all__ = ["LaunchError", "MpwatchError", "RunFailedError", "RunTimeoutError"]
+from .results.html import table_of
+from .results.model import FailureKind, ProcessFailure, WorkerState
+from .results.report import fates_text, report, verdict
+from .results.run_result import RunResult
 
 TIMEOUT_EXIT_CODE = 124  # as timeout(1) has it
 
@@ -75,3 +74,18 @@ class RunTimeoutError(RunFailedError, TimeoutError):
     def exit_code(self) -> int:
         """124, as timeout(1) has it."""
         return TIMEOUT_EXIT_CODE
+
+
+def make_error(result: RunResult[Any]) -> RunFailedError:
+    """Return the error for a run that did not succeed. Its cause is the exception of the rank that failed first."""
+    timed_out = any(failure.kind is FailureKind.TIMEOUT for failure in result.failures.values())
+    error = (RunTimeoutError if timed_out else RunFailedError)(result)
+    error.__cause__ = result.root_cause.exception if result.root_cause else None
+    return error
+
+
+def raise_if_failed(result: RunResult[Any]) -> None:
+    """Raise RunFailedError or RunTimeoutError if the run did not succeed."""
+    __tracebackhide__ = True  # see mpwatch.run
+    if result.state is not WorkerState.SUCCEEDED:
+        raise make_error(result)

@@ -11,15 +11,16 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from .checks import check_flag, check_seconds
+from .errors import raise_if_failed
 from .logs import LogSpec
 from .ranks import Worker
-from .result import RunResult, WorkerState
+from .results.html import group_table
+from .results.model import WorkerState
+from .results.report import summary_of
+from .results.run_result import RunResult
 from .spec import GroupSpec, Nprocs, Observers, check_call
-from .tables import group_table
 from .view.choice import view_for
-from .watcher.outcome import outcome_of
 from .watcher.team import Team
-from .wording import summary_of
 
 __all__ = ["WorkerGroup"]
 
@@ -186,7 +187,10 @@ class WorkerGroup:
         __tracebackhide__ = True
         if self._is_closed:
             raise RuntimeError("this WorkerGroup is closed; make another one")
-        return outcome_of(partial(self._team.call, fn, args, kwargs, timeout), check=self._check)
+        result = self._team.call(fn, args, kwargs, timeout)
+        if self._check:
+            raise_if_failed(result)
+        return result
 
     def _close(self, reason: str = "") -> None:
         self._is_closed = True

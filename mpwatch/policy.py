@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from .checks import check_count, check_fraction, check_seconds, is_async
-from .result import FailureKind, ProcessFailure
+from .results.model import FailureKind, ProcessFailure
 
 __all__ = ["PROGRAMMING_ERRORS", "Cause", "RestartPolicy", "RetryIf"]
 

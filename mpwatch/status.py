@@ -6,7 +6,7 @@ Times are of CLOCK_MONOTONIC, in seconds.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .result import WorkerState
+from .results.model import WorkerState
 
 __all__ = ["RankStatus", "Report"]
 

@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from told import COMPLAINT, facts, raised, returned
 
 from mpwatch import WorkerState
-from mpwatch.lifecycle import check_change
-from mpwatch.watcher.diagnosis import diagnose
+from mpwatch.results.state_transitions import check_change
+from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.machine import Machine
 from mpwatch.watcher.states import (
     LIVING,

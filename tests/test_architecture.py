@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import mpwatch
 
 PACKAGE = Path(mpwatch.__file__).parent
 DATA = {
-    *("checks", "errors", "events", "frontend", "lifecycle", "logs", "policy"),
-    *("ranks", "rendezvous", "result", "spec", "status", "tables", "wording"),
+    *("checks", "errors", "events", "frontend", "logs", "policy"),
+    *("ranks", "rendezvous", "results", "spec", "status"),
 }
 # From the ground to the user's side: a module may import of its own layer and of those named, and nothing else of mpwatch.
 LAYERS = {
@@ -31,6 +32,10 @@ LAYERS = {
     "facade": {"api", "group", "data", "worker"},
     "integrations": {"facade"},  # what a user could have written
 }
+STILL_CIRCULAR = (
+    "mpwatch.wire.pickler",
+    *(f"mpwatch.integrations.pytest_plugin{name}" for name in ("", ".ranks", ".watcher")),
+)
 
 
 def layer_of(module):
@@ -68,11 +73,20 @@ def test_imports_go_one_way(path, module):
             assert layer_of(name) in LAYERS[mine] | {mine}, f"{module} imports {name}"
 
 
+def test_no_import_is_circular():
+    """Imports inside functions count, and so do imports for annotations alone."""
+    graph = {}
+    for path, module in modules():
+        names = set(imports_of(path, module))
+        # `from package import module` needs the module; the package's own code does not import its importer
+        names -= {name.rpartition(".")[0] for name in names}
+        graph[module] = names - {module, *STILL_CIRCULAR}
+    TopologicalSorter(graph).prepare()
+
+
 @pytest.mark.parametrize(("path", "module"), list(modules()), ids=lambda value: str(value) if isinstance(value, str) else "")
-def test_every_module_says_what_it_is_for_and_is_short(path, module):
-    source = path.read_text()
-    assert ast.get_docstring(ast.parse(source))
-    assert len(source.splitlines()) < 400
+def test_every_module_has_a_docstring(path, module):
+    assert ast.get_docstring(ast.parse(path.read_text()))
 
 
 def test_only_one_file_asks_for_the_system():

@@ -13,10 +13,10 @@ from told import COMPLAINT, IN_TORCH, LIBRARY, STOPPED, TIMED_OUT, at, facts, ra
 
 import mpwatch
 from mpwatch import FailureKind
-from mpwatch.watcher.diagnosis import diagnose
+from mpwatch.results.report import report
+from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.states import Verdict
 from mpwatch.wire.slots import PULSE, ROOM, SLOT, WORDS, Pulse, Reading, open_slot, read_pulse
-from mpwatch.wording import report
 
 
 def test_who_keeps_its_peers_waiting_is_to_blame():

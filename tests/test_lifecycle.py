@@ -9,7 +9,7 @@ from conftest import SPAWN
 import mpwatch
 from mpwatch import WorkerState
 from mpwatch.events import HeartbeatLost, StateChanged
-from mpwatch.lifecycle import ENDS, TRANSITIONS, check_change, diagram
+from mpwatch.results.state_transitions import ENDS, TRANSITIONS, check_change, diagram
 
 README = Path(__file__).parent.parent / "README.md"
 FIRST = WorkerState.UNKNOWN

@@ -25,7 +25,7 @@ from mpwatch.elastic.talk.messages import (
 )
 from mpwatch.elastic.talk.seal import Seal
 from mpwatch.policy import RestartPolicy
-from mpwatch.result import FailureKind
+from mpwatch.results.model import FailureKind
 
 TIMEOUT, GRACE = 15.0, 10.0
 ENTRY = 1 << 20  # bytes, of the longest that the chair may say

@@ -11,10 +11,10 @@ from told import COMPLAINT, IN_TORCH, LIBRARY, STOPPED, at, died, facts, raised,
 
 from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, WorkerState
 from mpwatch.platform import DUMP_SIGNAL
-from mpwatch.tables import group_table
-from mpwatch.watcher.diagnosis import diagnose
+from mpwatch.results.html import group_table
+from mpwatch.results.report import exit_text, ranks_text, report, where
+from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.states import Verdict
-from mpwatch.wording import exit_text, ranks_text, report, where
 
 
 def test_the_earliest_primary_failure_is_the_cause():

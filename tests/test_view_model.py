@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from mpwatch.result import WorkerState
+from mpwatch.results.model import WorkerState
 from mpwatch.status import RankStatus, Report
 from mpwatch.view import words
 from mpwatch.view.live import LiveView

@@ -11,13 +11,14 @@ from typing import Any, Generic, TypeVar
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
+from ..errors import raise_if_failed
 from ..events.kinds import Event, NodesMet, StateChanged
 from ..ranks import Worker
 from ..rendezvous import Rendezvous
-from ..result import RunResult, WorkerState
+from ..results.model import WorkerState
+from ..results.run_result import RunResult
 from ..spec import WorkerSpec
 from ..view.choice import view_for
-from ..watcher.outcome import outcome_of
 from .hands import STOP_SHARE
 from .meeting.engine import Engine
 from .meeting.handlers import HandlerEngine
@@ -85,7 +86,10 @@ class Agent(Generic[T]):
         spec = self._group.spec
         self._group = WorkerGroupInfo(spec=spec)
         watched = replace(spec, on_event=(self._observe, *spec.observers))
-        return outcome_of(lambda: watch_with_others(watched, partial(view_for, spec.progress), self._engine()), check=check)
+        result = watch_with_others(watched, partial(view_for, spec.progress), self._engine())
+        if check:
+            raise_if_failed(result)
+        return result
 
     def get_worker_group(self) -> WorkerGroupInfo[T]:
         """This node's ranks, as they are now. From any thread, and from an `on_event` of the run."""

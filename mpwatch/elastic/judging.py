@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from random import random
 
 from ..policy import RestartPolicy
-from ..result import FailureKind
+from ..results.model import FailureKind
 from ..watcher.restarts import UNWANTED, Account, Ledger, Trial
 from .talk.failures import as_many_as_fit
 from .talk.messages import Card, Decision, Ended, Gone, History, Outcome, Verdict

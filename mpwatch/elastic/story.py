@@ -18,9 +18,12 @@ from typing import Any, TypeVar
 
 from ..errors import LaunchError
 from ..events.kinds import NodesMet, Restarting
-from ..result import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
+from ..results.model import Attempt, FailureKind, ProcessFailure, WorkerState
+from ..results.report import summary_of
+from ..results.report import verdict as words_for
+from ..results.run_result import RunResult
 from ..spec import WorkerSpec
-from ..watcher import diagnosis
+from ..watcher.diagnosis.diagnose import find_missing_ranks, find_possible_victims, find_waiting_ranks
 from ..watcher.environment import environments_of
 from ..watcher.facts import Facts
 from ..watcher.journal import Journal
@@ -30,8 +33,6 @@ from ..watcher.restarts import not_worth_it
 from ..watcher.states import Settled
 from ..watcher.states import Verdict as Fate
 from ..watcher.story import Story, tell_fates
-from ..wording import summary_of
-from ..wording import verdict as words_for
 from .hands import News
 from .link import Link
 from .member import Conclude, Prepare
@@ -161,12 +162,12 @@ class NodeStory(Story[T]):
     def _report(self, facts: Facts) -> Ended:
         """What the other nodes are told of our ranks, now that they are gone."""
         facts.gather()
-        lacking, maybe_victims = diagnosis.lacking_a_peer(facts), diagnosis.maybe_victims(facts)
+        waiting, possible_victims = find_waiting_ranks(facts), find_possible_victims(facts)
         result = self._close(facts)
         has_failed = bool(result.failures) and facts.verdict is not Fate.TIMED_OUT
-        are_victims = all(failure.is_secondary or rank in lacking for rank, failure in result.failures.items())
+        are_victims = all(failure.is_secondary or rank in waiting for rank, failure in result.failures.items())
         may_be_missed = are_victims and facts.verdict in (Fate.FAILED, Fate.CALLED_OFF)
-        absent = diagnosis.absent(facts, result) if may_be_missed else []
+        absent = find_missing_ranks(facts, result) if may_be_missed else []
         self._absent = {failure.rank: failure for failure in absent}
         told, told_absent = _told(result), as_many_as_fit(map(to_plain, absent), ABSENT_LIMIT)
         trial = self._trial(facts, result)
@@ -178,8 +179,8 @@ class NodeStory(Story[T]):
             outcome=Outcome.FAILED if has_failed else OUTCOMES.get(facts.verdict, Outcome.FAILED),
             failures=told,
             unsaid=len(result.failures) - len(told),
-            lacks_a_peer=are_victims and not lacking.isdisjoint(result.failures),
-            may_be_victim=result.root_cause is not None and result.root_cause.rank in maybe_victims,
+            lacks_a_peer=are_victims and not waiting.isdisjoint(result.failures),
+            may_be_victim=result.root_cause is not None and result.root_cause.rank in possible_victims,
             absent=told_absent,
             absent_unsaid=len(absent) - len(told_absent),
             why_not=why_not[:1000],

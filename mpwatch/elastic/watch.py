@@ -6,7 +6,7 @@ from functools import partial
 from typing import TypeVar
 
 from ..platform import standard_descriptors
-from ..result import RunResult
+from ..results.run_result import RunResult
 from ..spec import WorkerSpec
 from ..watcher.journal import Journal
 from ..watcher.life import Life
@@ -27,8 +27,9 @@ T = TypeVar("T")
 def watch_with_others(spec: WorkerSpec[T], make_view: MakeView = no_view, engine: Engine | None = None) -> RunResult[T]:
     """Meet the other nodes, by that engine if there is one, and run it with them to its end.
 
-    Raises LaunchError, or InterruptError.
+    Raises LaunchError, or what the host's handler raises for a signal that came during the run: KeyboardInterrupt, say.
     """
+    __tracebackhide__ = True  # see mpwatch.run
     assert spec.rendezvous is not None
     journal = Journal(spec.rendezvous.run_id, spec.observers, keep=True)
     call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
@@ -58,4 +59,5 @@ def watch_with_others(spec: WorkerSpec[T], make_view: MakeView = no_view, engine
         except BaseException as error:
             story.fail(error)
             raise
-    return visit.without_interrupt(result)
+    visit.deliver_signals(result)
+    return result

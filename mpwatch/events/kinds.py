@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from ..result import ProcessFailure, Progress, WorkerState
+from ..results.model import ProcessFailure, Progress, WorkerState
 from .plain import plain
 
 __all__ = [
@@ -173,7 +173,7 @@ class Restarting(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StateChanged(Event):
-    """The state of the group has changed. See mpwatch/lifecycle.py for which changes there are."""
+    """The state of the group has changed. See mpwatch/results/state_transitions.py for which changes there are."""
 
     before: WorkerState
     after: WorkerState

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..wording import blame, exit_text, failure_text, ranks_text
+from ..results.report import blame, exit_text, failure_text, ranks_text
 from .kinds import (
     CallStarted,
     Event,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from ..result import FailureKind
+from ..results.model import FailureKind
 from .kinds import (
     CallStarted,
     Event,

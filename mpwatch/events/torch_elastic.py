@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..result import ProcessFailure, WorkerState
-from ..wording import failure_text
+from ..results.model import ProcessFailure, WorkerState
+from ..results.report import failure_text
 from .kinds import (
     Event,
     NodesMet,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
-from ..wording import blame, failure_text, ranks_text
+from ..results.report import blame, failure_text, ranks_text
 from .kinds import Event, HeartbeatLost, NodesMet, Restarting, WorkerFailed
 from .plain import plain
 from .timeline import Lane, Life, Timeline, called_within, timelines

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..result import WorkerState
+from ..results.model import WorkerState
 from ..status import RankStatus
 
 __all__ = ["Line", "Overall", "Picture", "Spread", "Tracker", "spread_of"]

@@ -8,7 +8,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..result import WorkerState
+from ..results.model import WorkerState
 from .model import Line, Picture
 from .words import HEADING, cells, is_folded, line_of, summary
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from ..events.plain import encodable
-from ..result import WorkerState
+from ..results.model import WorkerState
 from .model import Line, Overall, Picture, spread_of
 
 __all__ = ["HEADING", "cells", "is_folded", "line_of", "summary"]

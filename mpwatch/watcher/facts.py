@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..ranks import Worker
-from ..result import Progress
+from ..results.model import Progress
 from ..wire.messages import Message
 from ..wire.slots import Reading
 from .states import Verdict

@@ -14,9 +14,9 @@ from typing import Any
 
 from ..events.kinds import Event, RunEnded, RunStarted, StateChanged
 from ..events.log import LogEvents
-from ..lifecycle import ENDS, check_change
 from ..ranks import Worker
-from ..result import WorkerState
+from ..results.model import WorkerState
+from ..results.state_transitions import ENDS, check_change
 from ..spec import GroupSpec, Observer
 
 __all__ = ["Journal"]

@@ -22,7 +22,7 @@ from ..errors import LaunchError
 from ..logs import default_logs
 from ..platform import await_end_of_thread
 from ..ranks import Worker
-from ..result import WorkerState
+from ..results.model import WorkerState
 from ..spec import GroupSpec
 from .environment import environments_of, reserve_port, workers_here
 from .journal import Journal

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 
 from ..platform import ProcessUsage, usage_of_process
-from ..result import WorkerState
+from ..results.model import WorkerState
 from ..status import RankStatus, Report
 from ..wire.messages import Kind
 from ..wire.slots import Reading

@@ -18,13 +18,13 @@ from functools import partial
 
 from ..errors import LaunchError
 from ..events.kinds import WorkerStarted
+from ..results.report import exit_text
 from ..spec import GroupSpec
 from ..wire.messages import Kind, Message
 from ..wire.shortage import with_remedy
-from ..wording import exit_text
 from . import states as m
 from .crew import Crew
-from .diagnosis import is_crash, is_suspect
+from .diagnosis.failures import is_crash, may_be_oom_kill
 from .facts import Facts
 from .gate import Gate
 from .journal import Journal
@@ -150,7 +150,7 @@ class EventLoop:
             for unit in self._concerned(event):
                 touched[unit] = None
                 to_do += [(unit, action) for action in self._handle(unit, event, now)]
-        self.oom.look(line.facts for line in self._died_in(events) if is_suspect(line.facts))
+        self.oom.look(line.facts for line in self._died_in(events) if may_be_oom_kill(line.facts))
         for unit in touched:
             to_do += [(unit, action) for action in unit.expire(now)]
         known = [event for unit, action in to_do for event in self._do(unit, action)]

@@ -39,7 +39,7 @@ import math
 import signal
 from collections.abc import Collection, Iterable
 
-from ..result import WorkerState
+from ..results.model import WorkerState
 from . import states as m
 from .beats import Heartbeats
 from .roster import Roster

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, suppress
 
 from ..errors import LaunchError
 from ..ranks import Worker
-from ..result import WorkerState
+from ..results.model import WorkerState
 from ..status import RankStatus
 from ..wire.payload import Payload
 from ..wire.shortage import with_remedy

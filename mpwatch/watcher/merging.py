@@ -3,8 +3,9 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ..result import ProcessFailure, RunResult, WorkerState
-from ..wording import timeout_text
+from ..results.model import ProcessFailure, WorkerState
+from ..results.report import timeout_text
+from ..results.run_result import RunResult
 from .facts import Facts
 from .states import Verdict
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from random import random
 
 from ..policy import PROGRAMMING_ERRORS, RestartPolicy
-from ..result import FailureKind, ProcessFailure
+from ..results.model import FailureKind, ProcessFailure
 
 __all__ = ["UNWANTED", "Account", "Decision", "Ledger", "Trial", "not_worth_it"]
 

@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ..events.kinds import Restarting, WorkerFailed, WorkerStopped
-from ..result import Attempt, RunResult, WorkerState
+from ..results.model import Attempt, WorkerState
+from ..results.report import attempts_text, summary_of, verdict
+from ..results.run_result import RunResult
 from ..spec import WorkerSpec
 from ..wire.exceptions import annotate
-from ..wording import attempts_text, summary_of, verdict
-from .diagnosis import diagnose
+from .diagnosis.diagnose import diagnose
 from .facts import Facts
 from .journal import Journal
 from .life import Life

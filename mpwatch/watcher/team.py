@@ -13,11 +13,12 @@ from typing import Any
 
 from ..platform import standard_descriptors
 from ..ranks import Worker
-from ..result import RunResult, WorkerState
+from ..results.model import WorkerState
+from ..results.report import verdict
+from ..results.run_result import RunResult
 from ..spec import GroupSpec
 from ..wire.payload import Call
-from ..wording import verdict
-from .diagnosis import diagnose
+from .diagnosis.diagnose import diagnose
 from .facts import Facts
 from .journal import Journal
 from .life import Life
@@ -76,15 +77,21 @@ class Team:
     def call(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], timeout: float | None
     ) -> RunResult[Any]:
-        """Call this in every rank. Raises LaunchError, or InterruptError."""
+        """Call a function in every rank.
+
+        Raises LaunchError, or what the host's handler raises for a signal that came during the call.
+        """
+        __tracebackhide__ = True  # see mpwatch.run
         started_at = time.monotonic()
         payload = pack_call(Call(fn, args, kwargs, self._spec.backend, self._epoch))
         self._epoch += 1  # for the next one, unless this succeeds
         try:
-            result = None if self._life is None else self._call(self._life, Errand(payload, started_at, timeout))
-            return self._call_anew(Errand(payload, started_at, timeout)) if result is None else result
+            answer = None if self._life is None else self._call(self._life, Errand(payload, started_at, timeout))
+            visit, result = self._call_anew(Errand(payload, started_at, timeout)) if answer is None else answer
         finally:
             payload.close()
+        visit.deliver_signals(result)
+        return result
 
     def close(self) -> None:
         """Have the ranks end, and wait for that. What signals came meanwhile do what they would have done."""
@@ -127,16 +134,16 @@ class Team:
         self._life = life
         return life
 
-    def _call_anew(self, errand: Errand) -> RunResult[Any]:
+    def _call_anew(self, errand: Errand) -> tuple[Visit, RunResult[Any]]:
         """Start the ranks for this call. It is there before they are, so that it is told what becomes of them."""
         log.warning("all ranks are started anew: %s", self._why)
         with standard_descriptors():
-            result = self._call(self._begin_life(), errand)
-        assert result is not None
-        return result
+            answer = self._call(self._begin_life(), errand)
+        assert answer is not None
+        return answer
 
-    def _call(self, life: Life, errand: Errand) -> RunResult[Any] | None:
-        """None if it came too late: a rank had been lost."""
+    def _call(self, life: Life, errand: Errand) -> tuple[Visit, RunResult[Any]] | None:
+        """Return None if a rank had died before the call came."""
         why, self._why = self._why, CUT_SHORT  # until it is known better
         life.output.attach()
         visit = self._visit(life, errand, until=lambda: errand.is_done)
@@ -155,7 +162,7 @@ class Team:
             self._why = f"not all came through the last call: {how}"
         elif not visit.signals.received:  # which may have come too late for the call, and are at work
             self._why = LOST
-        return visit.without_interrupt(result)
+        return visit, result
 
     def _judge(self, facts: Facts) -> RunResult[Any]:
         facts.gather()

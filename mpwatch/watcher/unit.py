@@ -11,9 +11,9 @@ from typing import Any
 
 from ..events.kinds import CallStarted, Event, HeartbeatLost, WorkerEnded, WorkerReady, WorkerSucceeded
 from ..ranks import Worker
-from ..result import WorkerState
+from ..results.model import WorkerState
+from ..results.report import exit_text
 from ..spec import GroupSpec
-from ..wording import exit_text
 from . import states as m
 from .facts import Facts, RankFacts
 from .journal import Journal

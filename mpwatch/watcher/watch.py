@@ -20,8 +20,10 @@ from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
+from ..errors import make_error
 from ..platform import standard_descriptors
-from ..result import RunResult
+from ..results.model import WorkerState
+from ..results.run_result import RunResult
 from ..spec import WorkerSpec
 from ..wire.payload import Call
 from .journal import Journal
@@ -34,24 +36,17 @@ from .states import Event
 from .story import Story
 from .viewing import MakeView, Viewing, no_view
 
-__all__ = ["InterruptError", "Visit", "watch"]
-
 T = TypeVar("T")
 MOMENT_SECONDS = 0.002  # in which most calls of idle ranks are over, if they do next to nothing
 MANY = 1000  # things are not thrown at one wait; if they were, an error of ours would be among them
 
 
-class InterruptError(Exception):
-    """Signals to this process came during a call. All is cleaned up; they have yet to do what they would have done."""
-
-    def __init__(self, signals: HostSignals, result: RunResult[Any]) -> None:
-        super().__init__(signals, result)
-        self.signals = signals
-        self.result = result
-
-
 def watch(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:
-    """Run it to its end, and show how it goes on. Raises LaunchError, or InterruptError."""
+    """Run a function on all ranks, and show the progress. Return when every rank is dead.
+
+    Raises LaunchError, or what the host's handler raises for a signal that came during the run: KeyboardInterrupt, say.
+    """
+    __tracebackhide__ = True  # see mpwatch.run
     story = Story(spec, Journal(uuid.uuid4().hex, spec.observers, keep=True))
     call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
     try:
@@ -72,7 +67,8 @@ def watch(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:
     except BaseException as error:
         story.fail(error)
         raise
-    return visit.without_interrupt(result)
+    visit.deliver_signals(result)
+    return result
 
 
 class Visit:
@@ -132,11 +128,19 @@ class Visit:
             return LAST_SECONDS
         return None if seconds_left == math.inf else max(LAST_SECONDS, seconds_left)
 
-    def without_interrupt(self, result: RunResult[T]) -> RunResult[T]:
-        """The same. Raises InterruptError if signals came meanwhile."""
-        if self.signals.received:
-            raise InterruptError(self.signals, result)
-        return result
+    def deliver_signals(self, result: RunResult[Any]) -> None:
+        """Deliver the signals that came during the call to the host's handlers. SIGINT usually raises KeyboardInterrupt.
+
+        Call this last, when everything is cleaned up, and outside an `except` block: the only history of a KeyboardInterrupt
+        is the failure of the run.
+        """
+        __tracebackhide__ = True  # see mpwatch.run
+        try:
+            self.signals.deliver()
+        except BaseException as error:
+            if result.state is WorkerState.FAILED:
+                raise error from make_error(result)
+            raise
 
     def _ask(self, thing: Event | Errand | None) -> None:
         """Once."""

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...result import FailureKind, ProcessFailure
+from ...results.model import FailureKind, ProcessFailure
 from ...wire import sources
 from ...wire.exceptions import Link, assemble
 from ...wire.frames import Frame

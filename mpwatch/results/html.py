@@ -6,10 +6,10 @@ from html import escape
 from reprlib import Repr
 from typing import Any
 
-from .ranks import Worker
-from .result import ProcessFailure, RunResult, WorkerState
-from .wire.sources import cell_name
-from .wording import attempt_rows, failed_attempts, fates, ranks_text, restarts_text, times_text, verdict
+from ..ranks import Worker
+from ..wire.sources import cell_name
+from .model import ProcessFailure, RunData, WorkerState
+from .report import attempt_rows, failed_attempts, fates, ranks_text, restarts_text, times_text, verdict
 
 __all__ = ["group_table", "table_of"]
 
@@ -26,7 +26,7 @@ _short = Repr()
 _short.maxstring = _short.maxother = 80
 
 
-def table_of(result: RunResult[Any]) -> str:
+def table_of(result: RunData[Any]) -> str:
     """The values by rank; or the verdict, what became of whom, and of each attempt, and the traceback or stack of the
     failure.
     """

@@ -1,23 +1,20 @@
-"""What came of a run, as data: values, failures and states by rank.
+"""Plain data about a run that has ended: states, failures, attempts, and the values by rank.
 
-Shared by the watcher and the user; imports only what encodes an exception, and does no I/O.
+The watcher creates these objects in the caller's process. This module does no I/O. It imports `wire` only to pickle
+exceptions. The modules that make text, HTML and traces need only these types. `RunResult` is built on top of them:
+
+    model  <--  events.kinds  <--  events.trace  <--  run_result
+    model  <--  report        <--  html          <--  run_result
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from .ranks import Worker
-from .wire import exceptions
-from .wire.telling import Telling
-
-if TYPE_CHECKING:
-    from os import PathLike
-
-    from .events.kinds import Event  # which are made of what is here
-
-__all__ = ["Attempt", "FailureKind", "ProcessFailure", "Progress", "RunResult", "WorkerState"]
+from ..ranks import Worker
+from ..wire import exceptions
+from ..wire.telling import Telling
 
 T = TypeVar("T")
 
@@ -140,11 +137,8 @@ class Attempt:
 
 
 @dataclass(frozen=True, repr=False)
-class RunResult(Generic[T]):
-    """The outcome of a run: a sequence of the ranks' values, and what else is known.
-
-    `result[3]` is the value of rank 3; iterating gives the values in rank order.
-    """
+class RunData(Generic[T]):
+    """Everything known about a run that has ended, except its events: the fields of `RunResult`."""
 
     state: WorkerState
     """SUCCEEDED, FAILED, or STOPPED for a run that was interrupted from outside."""
@@ -170,50 +164,12 @@ class RunResult(Generic[T]):
     log_dir: str = ""
     """The folder with all that the ranks have written to stdout and stderr, in files by attempt and rank: see `LogSpec`."""
     attempts: tuple[Attempt, ...] = ()
-    """One for each time that ranks were started, as they ended. All other fields, but for `events`, tell of the
-    last one of each rank."""
+    """One for each time that ranks were started, in the order of their ends. All other fields but `RunResult.events`
+    describe the last attempt of each rank."""
     not_restarted: str = ""
     """Why ranks that failed were not started again, if the run was to be restarted at all."""
-    events: "tuple[Event, ...]" = ()
-    """What happened, in the order in which it became known, the latest 100,000. A WorkerGroup keeps none: see its
-    `on_event`."""
 
     @property
     def restarts(self) -> int:
         """How often ranks were started anew."""
         return sum(attempt.number > 0 for attempt in self.attempts)
-
-    def to_chrome_trace(self, path: "str | PathLike[str]") -> None:
-        """Write the timeline of the run to a file that Perfetto (ui.perfetto.dev) and chrome://tracing open: a lane for each
-        rank, with its lives, its calls, what was last heard of it, failures and restarts. Raises OSError; and ValueError for
-        the result of a WorkerGroup's call, which has no events: see its `on_event`.
-        """
-        from .events.trace import write_chrome_trace
-
-        write_chrome_trace(self.events, path)
-
-    def __getitem__(self, rank: int) -> T:
-        try:
-            return self.return_values[rank]
-        except KeyError:
-            raise IndexError(self._why_missing(rank)) from None
-
-    def __iter__(self) -> Iterator[T]:
-        return (self.return_values[rank] for rank in sorted(self.return_values))
-
-    def __len__(self) -> int:
-        return len(self.return_values)
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from .tables import table_of  # which needs the words of wording.py, and these this module
-
-        return table_of(self)
-
-    def __repr__(self) -> str:
-        return f"<RunResult {self.state.name}: {len(self.workers)} ranks, {len(self.failures)} failures>"
-
-    def _why_missing(self, rank: int) -> str:
-        if self.state is WorkerState.SUCCEEDED:
-            return f"no rank {rank} in this run; it had the ranks {sorted(self.return_values)}"
-        return f"rank {rank} has no value, since the run ended as {self.state.name}; see .failures"

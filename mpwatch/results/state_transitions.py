@@ -5,7 +5,7 @@ The group changes its state as a unit, and each change is a StateChanged event. 
 
 from collections.abc import Mapping
 
-from .result import WorkerState
+from .model import WorkerState
 
 __all__ = ["ENDS", "TRANSITIONS", "check_change", "diagram"]
 

@@ -4,33 +4,14 @@ import os
 import re
 import signal
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from traceback import walk_tb
 from typing import Any
 
-from .result import Attempt, FailureKind, ProcessFailure, RunResult, WorkerState
-from .wire.exceptions import own
-from .wire.sources import cell_name
-
-__all__ = [
-    "attempt_rows",
-    "attempts_text",
-    "blame",
-    "exit_text",
-    "failed_attempts",
-    "failure_text",
-    "fates",
-    "fates_text",
-    "ranks_text",
-    "report",
-    "restarts_text",
-    "summary_of",
-    "timeout_text",
-    "times_text",
-    "verdict",
-    "where",
-]
+from ..wire.exceptions import own
+from ..wire.sources import cell_name
+from .model import Attempt, FailureKind, ProcessFailure, Progress, RunData, WorkerState
 
 USUAL_CAUSES = {
     signal.SIGSEGV: "an invalid memory access, usually in compiled code",
@@ -50,7 +31,7 @@ STACK_LINES = 24  # of the stack of a crash: a dozen frames, each with its line 
 PRINTED_LINES = 12
 ATTEMPT_LINES = 30
 FATE_LINES = 30  # groups of ranks; more are counted
-HERE = os.path.dirname(__file__)
+HERE = os.path.dirname(os.path.dirname(__file__))  # the package mpwatch
 LIBRARIES = (HERE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen ")  # where no user's code is
 SMALL_DIFFERENCES = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)|(?<=silent for )[\d.]+")  # "peer [10.0.0.1]:4711", "host<4711>"
 OURS = {  # what a rank does in our own code, by the file of the outermost frame
@@ -61,9 +42,18 @@ OURS = {  # what a rank does in our own code, by the file of the outermost frame
 }
 TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
 SOURCE_LIMIT = 100  # of a line of source
+MANY_SECONDS = 100  # durations of this length and more are printed without tenths
+# Evidence of failures, as phrases that follow the name of the rank or what happened to it.
+KEPT_PEERS_WAITING = "kept its peers waiting"
+KEPT_PEERS_UNTIL_TIMEOUT = "kept its peers waiting until they timed out"
+KEPT_OTHER_NODES_WAITING = "kept its peers on other nodes waiting"
+EXITED_BEFORE_TEXT = "it ended before its text was made"
+TEXT_DID_NOT_END = "making its text did not end"
+EXITED_DURING_TEXT = "its function had raised an exception, and it ended while the exception's text was made"
+NCCL_WATCHDOG = "NCCL's watchdog: a peer did not come to a collective in time"
 
 
-def report(result: RunResult[Any]) -> str:
+def report(result: RunData[Any]) -> str:
     """The whole story: the verdict in the first line, then a line for each other group of ranks with the same fate."""
     groups = [f"  {line}" for line in fates_text(result)]
     restarts = [f"  {text}"] if (text := restarts_text(result)) else []
@@ -71,7 +61,7 @@ def report(result: RunResult[Any]) -> str:
     return "\n".join([verdict(result), *_details(result), *groups, *restarts])
 
 
-def restarts_text(result: RunResult[Any]) -> str:
+def restarts_text(result: RunData[Any]) -> str:
     """How often it was tried, and why not once more; empty if there is nothing to say of that."""
     if not result.restarts:
         return f"not started again: {result.not_restarted}" if result.not_restarted else ""
@@ -85,12 +75,12 @@ def times_text(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def failed_attempts(result: RunResult[Any]) -> list[Attempt]:
+def failed_attempts(result: RunData[Any]) -> list[Attempt]:
     """Those that the story of a run with restarts consists of."""
     return [attempt for attempt in result.attempts if result.restarts and _has_a_story(attempt, result)]
 
 
-def _has_a_story(attempt: Attempt, result: RunResult[Any]) -> bool:
+def _has_a_story(attempt: Attempt, result: RunData[Any]) -> bool:
     """Of its own; ranks that are watched each for itself were all ended by the same timeout or signal, say."""
     is_of_all = len(attempt.ranks) == len(result.workers)
     return attempt.root_cause is not None or (is_of_all and bool(attempt.reason))
@@ -115,7 +105,7 @@ def _name(attempt: Attempt) -> str:
     return f"{name}, {attempt.elapsed:.1f} s"
 
 
-def verdict(result: RunResult[Any] | Attempt) -> str:
+def verdict(result: RunData[Any] | Attempt) -> str:
     """Which rank failed first, and why; or what else ended the run."""
     return result.reason if result.root_cause is None else blame(result.root_cause)
 
@@ -140,7 +130,7 @@ def failure_text(failure: ProcessFailure) -> str:
     return f"{_who(failure)}: {_what(failure)}"
 
 
-def fates(result: RunResult[Any]) -> dict[str, list[int]]:
+def fates(result: RunData[Any]) -> dict[str, list[int]]:
     """What became of the other ranks: those with the same fate together; first those that failed for themselves.
 
     Those that differ only in the port of the peer they lost, or in how long they were silent, are told by the words of the
@@ -155,7 +145,7 @@ def fates(result: RunResult[Any]) -> dict[str, list[int]]:
     return dict(found.values())
 
 
-def fates_text(result: RunResult[Any]) -> list[str]:
+def fates_text(result: RunData[Any]) -> list[str]:
     """The same in lines, which are counted where there are too many."""
     groups = [f"{ranks_text(ranks)}: {fate}" for fate, ranks in fates(result).items()]
     if len(groups) > FATE_LINES:
@@ -163,7 +153,7 @@ def fates_text(result: RunResult[Any]) -> list[str]:
     return groups
 
 
-def _rank_of_interest(result: RunResult[Any], item: tuple[int, WorkerState]) -> tuple[bool, int]:
+def _rank_of_interest(result: RunData[Any], item: tuple[int, WorkerState]) -> tuple[bool, int]:
     failure = result.failures.get(item[0])
     return failure is None or failure.is_secondary, item[0]
 
@@ -180,12 +170,41 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"{word} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def timeout_text(timeout: float, late: Iterable[int]) -> str:
-    """That time ran out for these ranks."""
-    return f"the run did not end within timeout={timeout:g} s: {ranks_text(late)} had not returned"
+def timeout_text(timeout: float, late: Iterable[int], missing: Collection[int] = ()) -> str:
+    """Say that the timeout expired for the ranks in `late`. Those in `missing` were not in the collective of the others."""
+    absent = f", and {ranks_text(missing)} not in the collective that others waited in" if missing else ""
+    return f"the run did not end within timeout={timeout:g} s: {ranks_text(late)} had not returned{absent}"
 
 
-def _details(result: RunResult[Any]) -> list[str]:
+def interrupt_text(number: int) -> str:
+    """Say that a signal to this process stopped the run."""
+    return f"the run was stopped: this process received {signal.Signals(number).name}"
+
+
+def silence_text(seconds: float, heartbeat_timeout: float | None, progress: Progress | None) -> str:
+    """Say how long a rank sent no heartbeat, and which step it last reported, as a phrase that follows its name."""
+    text = f"{seconds:.1f}" if seconds < MANY_SECONDS else f"{seconds:.0f}"
+    step = "" if progress is None or progress.step is None else f", at step {progress.step}"
+    of = f" of {progress.total}" if step and progress is not None and progress.total is not None else ""
+    return f"was silent for {text} s (heartbeat_timeout={heartbeat_timeout:g}){step}{of}"
+
+
+def not_ready_text(start_timeout: float) -> str:
+    """Say that an interpreter took longer than `start_timeout` to start."""
+    return f"its interpreter was not ready after {start_timeout:g} s"
+
+
+def likely_oom_text(clue: str) -> str:
+    """Say why the out-of-memory killer probably killed a rank, where there is no proof."""
+    return f"likely the out-of-memory killer: {clue}"
+
+
+def unloadable_value_text(rank: int) -> str:
+    """Say where an exception was raised that no rank raised: the note for a return value that cannot be unpickled."""
+    return f"raised here, in the caller, while the return value of rank {rank} was rebuilt"
+
+
+def _details(result: RunData[Any]) -> list[str]:
     """What belongs to the verdict and is longer than a line."""
     root, lines = result.root_cause, []
     if root is not None and root.kind in (FailureKind.SIGNAL, FailureKind.LOST, FailureKind.OOM) and root.stack:
@@ -204,7 +223,7 @@ def _details(result: RunResult[Any]) -> list[str]:
     return lines
 
 
-def _fate(result: RunResult[Any], rank: int, failure: ProcessFailure | None, state: WorkerState) -> str:
+def _fate(result: RunData[Any], rank: int, failure: ProcessFailure | None, state: WorkerState) -> str:
     if failure is None:
         return SUMMARIES[state] + (where(result.stacks.get(rank, "")) if state is WorkerState.STOPPED else "")
     root = result.root_cause

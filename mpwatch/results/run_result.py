@@ -1,0 +1,60 @@
+"""`RunResult`: the data of a run, its events, and the ways to show them in Python, in a notebook and in Perfetto."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os import PathLike
+from typing import TypeVar
+
+from ..events.kinds import Event
+from ..events.trace import write_chrome_trace
+from .html import table_of
+from .model import RunData, WorkerState
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, repr=False)
+class RunResult(RunData[T]):
+    """The outcome of a run: a sequence of the ranks' return values, and everything else known about the run.
+
+    `result[3]` is the value of rank 3. Iterating yields the values in the order of ranks.
+    """
+
+    events: tuple[Event, ...] = ()
+    """The latest 100,000 events of the run, in the order in which the watcher learned of them. Always empty for a call of a
+    WorkerGroup: see its `on_event`."""
+
+    def to_chrome_trace(self, path: str | PathLike[str]) -> None:
+        """Write the timeline of the run to a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+        Each rank has a lane with its processes, calls, last heartbeat, last report, failures and restarts.
+
+        Raises:
+            OSError: the file cannot be written.
+            ValueError: the result has no events, because it is the result of a WorkerGroup's call: see its `on_event`.
+        """
+        write_chrome_trace(self.events, path)
+
+    def __getitem__(self, rank: int) -> T:
+        try:
+            return self.return_values[rank]
+        except KeyError:
+            raise IndexError(self._why_missing(rank)) from None
+
+    def __iter__(self) -> Iterator[T]:
+        return (self.return_values[rank] for rank in sorted(self.return_values))
+
+    def __len__(self) -> int:
+        return len(self.return_values)
+
+    def _repr_html_(self) -> str:
+        """Return the HTML that a notebook shows."""
+        return table_of(self)
+
+    def __repr__(self) -> str:
+        return f"<RunResult {self.state.name}: {len(self.workers)} ranks, {len(self.failures)} failures>"
+
+    def _why_missing(self, rank: int) -> str:
+        if self.state is WorkerState.SUCCEEDED:
+            return f"no rank {rank} in this run; it had the ranks {sorted(self.return_values)}"
+        return f"rank {rank} has no value, since the run ended as {self.state.name}; see .failures"

@@ -1,0 +1,221 @@
+"""Decides which rank failed first and why: observations in, a RunResult out. Runs in the caller's thread.
+
+Exceptions and values are unpickled here, which runs the user's code. It happens last, when no rank waits for the watcher.
+Apart from that, and from reading the source lines of stacks, the diagnosis is pure.
+
+The order of blame:
+
+1. A failure before the watcher stopped the ranks comes before a failure after it.
+2. A rank's own failure comes before a complaint about a peer, whatever the times say. A rank that is about to fail often
+   closes its connections first.
+3. Otherwise the earlier failure comes first. A rank takes the time of an exception in its `except` block. For the times of
+   deaths see order.py.
+
+If the ranks only complain that a peer is missing, the missing peer is to blame: see hangs.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...results import report as texts
+from ...results.model import FailureKind, ProcessFailure, WorkerState
+from ...results.run_result import RunResult
+from ...wire import exceptions
+from ...wire.messages import Kind
+from ...wire.values import load
+from ..facts import Facts, RankFacts
+from ..hangs import away, culprits, culprits_of_silence, is_waiting, stacks_of
+from ..signatures import Complaint, complaint_in, complaint_of_death
+from ..states import Verdict
+from .failures import TimedFailure, build_hang, build_unloadable_value, find_failure, has_returned, is_before_stop
+
+Failures = dict[int, TimedFailure]  # by rank
+# The kernel closes the connections of a process before it reports the death: 0.2 to 4 ms before in measurements, longer on a
+# busy machine. The watcher may hear of a death this much later than of the failures that it caused.
+DEATH_LAG_SECONDS = 0.1
+
+
+def diagnose(attempt: Facts) -> RunResult[Any]:
+    """Return the result of an attempt, or of a call, that has ended."""
+    failures: Failures = {}
+    values: dict[int, Any] = {}
+    for rank, seen in attempt.ranks.items():
+        if attempt.verdict is Verdict.SUCCEEDED and has_returned(attempt, seen):
+            _load_value(attempt, seen, values, failures)
+        elif (failure := find_failure(attempt, seen)) is not None:
+            failures[rank] = failure
+    failures |= _find_victims(attempt, failures)
+    failures |= _find_hangs(attempt, failures)
+    first = min(failures.values(), key=partial(_get_order_of_blame, attempt), default=(0.0, None))[1]
+    by_rank = {rank: failure for rank, (_, failure) in sorted(failures.items())}
+    states = {rank: _get_state(attempt, seen, rank in by_rank) for rank, seen in attempt.ranks.items()}
+    return RunResult(
+        state=_get_overall_state(attempt.verdict, by_rank),
+        return_values=values if not by_rank else {},
+        failures=by_rank,
+        root_cause=None if attempt.verdict is Verdict.TIMED_OUT else first,
+        workers=tuple(seen.worker for seen in attempt.ranks.values()),
+        worker_states=states,
+        progress={
+            rank: progress
+            for rank, seen in attempt.ranks.items()
+            if (progress := seen.progress(attempt.started_at)) is not None
+        },
+        stacks={rank: text for rank, seen in attempt.ranks.items() if (text := stacks_of(seen))},
+        reason=_get_reason(attempt, failures, states),
+        helpers_oom=attempt.helpers_oom if by_rank else "",
+        log_dir=attempt.log_dir,
+    )
+
+
+def find_waiting_ranks(attempt: Facts) -> set[int]:
+    """Return the ranks that complain of a missing peer, or were silent while they waited for one.
+
+    Call this before the observations drop their payloads.
+    """
+    silent = {rank for rank in attempt.silent if is_waiting(attempt.ranks[rank])}
+    return silent | {rank for rank in attempt.ranks if _get_complaint(attempt, rank) is Complaint.LATE}
+
+
+def find_possible_victims(attempt: Facts) -> set[int]:
+    """Return the ranks that have lost a connection, possibly one to a peer.
+
+    Call this before the observations drop their payloads.
+    """
+    return {rank for rank in attempt.ranks if _get_complaint(attempt, rank) is Complaint.MAYBE}
+
+
+def find_missing_ranks(attempt: Facts, result: RunResult[Any]) -> list[ProcessFailure]:
+    """Return the failures of the ranks to blame if ranks on other nodes timed out waiting for them.
+
+    These are ranks that had not failed, and were doing something other than waiting when the watcher stopped them.
+    """
+    at = attempt.stopped_at
+    if at is None:
+        return []
+    running = {
+        rank: seen
+        for rank, seen in attempt.ranks.items()
+        if rank not in result.failures and seen.was_ready and not has_returned(attempt, seen)
+    }
+    missing = sorted(away(running))
+    return [build_hang(attempt, running[rank], at, texts.KEPT_OTHER_NODES_WAITING)[1] for rank in missing]
+
+
+def _get_order_of_blame(attempt: Facts, timed: TimedFailure) -> tuple[bool, bool, float]:
+    """Return a sort key: the smallest one belongs to the root cause. See the head of this module."""
+    at, failure = timed
+    lag = 0.0 if _was_reported(failure) else DEATH_LAG_SECONDS
+    return not is_before_stop(attempt, at - lag), failure.is_secondary, at
+
+
+def _was_reported(failure: ProcessFailure) -> bool:
+    """Whether the time of this failure is known without waiting for a death."""
+    return failure.exception is not None or failure.kind in (FailureKind.EXCEPTION, FailureKind.TIMEOUT)
+
+
+def _find_victims(attempt: Facts, failures: Failures) -> Failures:
+    """Return the failures that may be complaints about a peer, marked as secondary if another failure explains them."""
+    complaints = {rank: _get_complaint(attempt, rank) for rank in failures}
+    deaths = [at for at, failure in failures.values() if not _was_reported(failure)]
+    causes = [at for rank, (at, _) in failures.items() if complaints[rank] in (None, Complaint.HINT)]
+    victims: Failures = {}
+    for rank, (at, failure) in failures.items():
+        if complaints[rank] is Complaint.MAYBE:
+            is_victim = bool(deaths) or any(cause < at for cause in causes)
+        else:
+            is_victim = complaints[rank] is Complaint.HINT and any(death - DEATH_LAG_SECONDS <= at for death in deaths)
+        if is_victim:
+            victims[rank] = (at, replace(failure, is_secondary=True))
+    return victims
+
+
+def _get_complaint(attempt: Facts, rank: int) -> Complaint | None:
+    seen = attempt.ranks[rank]
+    if seen.report is None:
+        return complaint_of_death(seen.exit_code, seen.stderr)
+    return complaint_in(seen.report.body) if seen.report.kind is not Kind.RETURNED else None
+
+
+def _find_hangs(attempt: Facts, failures: Failures) -> Failures:
+    """Return the ranks that were silent for too long, or that kept their peers waiting until these timed out."""
+    at = attempt.stopped_at
+    if at is None:
+        return {}
+    running = _get_running(attempt, failures)
+    if attempt.silent:
+        return _find_silent(attempt, running)
+    complaints = {_get_complaint(attempt, rank) for rank in failures}
+    if Complaint.LATE in complaints and all(failure.is_secondary for _, failure in failures.values()):
+        return {rank: build_hang(attempt, running[rank], at, texts.KEPT_PEERS_UNTIL_TIMEOUT) for rank in away(running)}
+    return {}
+
+
+def _get_running(attempt: Facts, failures: Failures) -> dict[int, RankFacts]:
+    """Return the ranks that were running when the watcher stopped them."""
+    return {rank: seen for rank, seen in attempt.ranks.items() if _was_running(attempt, failures, rank)}
+
+
+def _was_running(attempt: Facts, failures: Failures, rank: int) -> bool:
+    """A silent rank counts even if it has returned since: its silence is why the watcher stopped the ranks."""
+    if rank in failures and failures[rank][1].kind is not FailureKind.TIMEOUT:
+        return False
+    seen = attempt.ranks[rank]
+    return rank in attempt.silent or (seen.was_ready and not has_returned(attempt, seen))
+
+
+def _find_silent(attempt: Facts, running: Mapping[int, RankFacts]) -> Failures:
+    """Return the silent ranks, each with the time of its last heartbeat, and the ranks for which they waited.
+
+    A rank that waits for another one is its victim, even if the other one did send heartbeats.
+    """
+    assert attempt.stopped_at is not None
+    stopped_at, silent = attempt.stopped_at, set(attempt.silent.keys() & running.keys())
+    to_blame = culprits_of_silence(running, silent) or silent
+    hangs: Failures = {}
+    for rank in silent:
+        last_beat, progress = attempt.silent[rank], attempt.ranks[rank].progress(attempt.started_at)
+        why = texts.silence_text(stopped_at - last_beat, attempt.heartbeat_timeout, progress)
+        hangs[rank] = build_hang(attempt, running[rank], last_beat, why, is_secondary=rank not in to_blame)
+    for rank in to_blame - silent:
+        hangs[rank] = build_hang(attempt, running[rank], stopped_at, texts.KEPT_PEERS_WAITING)
+    return hangs
+
+
+def _load_value(attempt: Facts, seen: RankFacts, values: dict[int, Any], failures: Failures) -> None:
+    assert seen.report is not None
+    rank, body, file = seen.worker.rank, seen.report.body, seen.report.file
+    try:
+        if isinstance(file, OSError):
+            raise file
+        values[rank] = load(body if file is None else file)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001  unpickling runs the user's code, which may raise anything
+        exceptions.annotate(error, texts.unloadable_value_text(rank))
+        failures[rank] = build_unloadable_value(attempt, seen, seen.report.stamp, error)
+
+
+def _get_state(attempt: Facts, seen: RankFacts, has_failed: bool) -> WorkerState:
+    if has_failed:
+        return WorkerState.FAILED
+    return WorkerState.SUCCEEDED if has_returned(attempt, seen) else WorkerState.STOPPED
+
+
+def _get_overall_state(verdict: Verdict | None, failures: Mapping[int, ProcessFailure]) -> WorkerState:
+    if verdict is Verdict.INTERRUPTED or (verdict is Verdict.CALLED_OFF and not failures):
+        return WorkerState.STOPPED
+    return WorkerState.SUCCEEDED if verdict is Verdict.SUCCEEDED and not failures else WorkerState.FAILED
+
+
+def _get_reason(attempt: Facts, failures: Failures, states: Mapping[int, WorkerState]) -> str:
+    """Return what ended the attempt, if it was not the failure of a rank."""
+    if attempt.verdict is Verdict.TIMED_OUT:
+        late = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
+        # A rank that is not in the collective is named but not blamed: healthy ranks, too, reach one at different times.
+        return texts.timeout_text(attempt.timeout or 0.0, late, culprits(_get_running(attempt, failures)))
+    if attempt.verdict is Verdict.INTERRUPTED and attempt.signum is not None:
+        return texts.interrupt_text(attempt.signum)
+    return ""

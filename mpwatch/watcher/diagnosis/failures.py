@@ -1,0 +1,185 @@
+"""Builds the ProcessFailure of one rank from what the watcher observed of it. Runs in the caller's thread.
+
+Whether the failure is the root cause, or a consequence of another failure, is decided in diagnose.py. Only an exception that
+is certain to complain about a peer is marked here as secondary.
+"""
+
+import signal
+from typing import Any
+
+from ...platform import DUMP_SIGNAL
+from ...results import report as texts
+from ...results.model import FailureKind, ProcessFailure
+from ...wire import exceptions
+from ...wire.messages import Kind, Message
+from ..facts import Facts, RankFacts
+from ..hangs import stacks_of
+from ..signatures import Complaint, complaint_in, complaint_of_death
+from ..states import Verdict
+
+TimedFailure = tuple[float, ProcessFailure]  # the time is of CLOCK_MONOTONIC, in seconds
+CRASHES = frozenset(
+    {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
+)
+
+
+def may_be_oom_kill(seen: RankFacts) -> bool:
+    """Whether a SIGKILL that the watcher did not send ended this rank."""
+    return seen.exit_code == -signal.SIGKILL and signal.SIGKILL not in seen.signals_sent
+
+
+def is_crash(exit_code: int | None) -> bool:
+    """Whether a process ended by a signal for which faulthandler writes a stack, or by a similar signal."""
+    return -(exit_code or 0) in CRASHES
+
+
+def is_before_stop(attempt: Facts, at: float) -> bool:
+    """Whether this time is before the watcher told the ranks to stop."""
+    return attempt.stopped_at is None or at <= attempt.stopped_at
+
+
+def has_returned(attempt: Facts, seen: RankFacts) -> bool:
+    """Whether this rank returned in time.
+
+    A value that comes after the stop is no result: the function may have called `sys.exit(0)` in a signal handler.
+    """
+    report = seen.report
+    if report is None or report.kind is not Kind.RETURNED or not is_before_stop(attempt, report.stamp):
+        return False
+    # A value that was still being pickled or sent when the timeout expired is no result either.
+    return attempt.verdict is not Verdict.TIMED_OUT or seen.heard_at is None or is_before_stop(attempt, seen.heard_at)
+
+
+def find_failure(attempt: Facts, seen: RankFacts) -> TimedFailure | None:
+    """Return when and how this rank failed by itself, or None if it did not fail."""
+    if has_returned(attempt, seen):
+        return _find_death_after_return(attempt, seen)
+    if seen.report is not None and seen.report.kind is not Kind.RETURNED and is_before_stop(attempt, seen.report.stamp):
+        return _build_reported(attempt, seen, seen.report)
+    if seen.worker.rank in attempt.never_ready:
+        at = attempt.stopped_at or attempt.started_at
+        why = texts.not_ready_text(attempt.start_timeout)
+        return _build(attempt, seen, at, FailureKind.START, evidence=why, stderr=seen.printed or seen.stderr)
+    if seen.report is None and seen.died_at is not None and _died_by_itself(attempt, seen, seen.died_at):
+        return _build_death(attempt, seen, seen.died_at)
+    if seen.failing_at is not None and is_before_stop(attempt, seen.failing_at):
+        return _build_unreported_exception(attempt, seen, seen.failing_at)
+    if attempt.verdict is Verdict.TIMED_OUT and attempt.stopped_at is not None:
+        return _build(attempt, seen, attempt.stopped_at, FailureKind.TIMEOUT, stack=stacks_of(seen))
+    return None
+
+
+def build_hang(attempt: Facts, seen: RankFacts, at: float, evidence: str, *, is_secondary: bool = False) -> TimedFailure:
+    """Build the failure of a rank that was silent for too long, or that kept its peers waiting."""
+    stack = stacks_of(seen)
+    return _build(attempt, seen, at, FailureKind.HANG, stack=stack, evidence=evidence, is_secondary=is_secondary)
+
+
+def build_unloadable_value(attempt: Facts, seen: RankFacts, at: float, error: BaseException) -> TimedFailure:
+    """Build the failure of a rank whose return value raised this exception when the caller unpickled it."""
+    summary = texts.summary_of(error)
+    return _build(attempt, seen, at, FailureKind.EXCEPTION, exception=error, summary=summary)
+
+
+def _find_death_after_return(attempt: Facts, seen: RankFacts) -> TimedFailure | None:
+    """Return the death of a rank that had returned, if other ranks were still running and may have needed it."""
+    if seen.died_at is None or attempt.stopped_at is None or seen.died_at > attempt.stopped_at or not seen.exit_code:
+        return None
+    return _build_death(attempt, seen, seen.died_at)
+
+
+def _died_by_itself(attempt: Facts, seen: RankFacts, at: float) -> bool:
+    """Whether something other than the stop ended a rank. During the stop, this is a crash or a SIGKILL from elsewhere."""
+    if is_before_stop(attempt, at):
+        return True
+    number = -(seen.exit_code or 0)
+    if seen.was_asked and number == DUMP_SIGNAL:
+        return False
+    if not seen.signals_sent:
+        return True  # the watcher was still dumping its stacks
+    return number > 0 and number not in seen.signals_sent and (number in CRASHES or number == signal.SIGKILL)
+
+
+def _build_reported(attempt: Facts, seen: RankFacts, report: Message) -> TimedFailure:
+    try:
+        error = exceptions.decode(report.body, seen.details)
+    except Exception:  # noqa: BLE001  unpickling runs the user's code; the first message needs none of the user's classes
+        error = exceptions.decode(report.body)
+    kind, exit_code = FailureKind.EXCEPTION, 1
+    if report.kind is Kind.UNLOADED:
+        kind = FailureKind.START
+    elif issubclass(type(error), SystemExit):  # isinstance() asks the object, whose __class__ may be a property
+        kind, exit_code = FailureKind.EXIT, _get_exit_status(SystemExit.__dict__["code"].__get__(error))
+    return _build(
+        attempt,
+        seen,
+        report.stamp,
+        kind,
+        exit_code=exit_code,
+        exception=error,
+        summary=exceptions.summary_of(report.body),
+        traceback=exceptions.text_of(report.body),
+        is_secondary=complaint_in(report.body) in (Complaint.GONE, Complaint.LATE),
+    )
+
+
+def _get_exit_status(code: object) -> int:
+    """Return the status a shell shows for sys.exit(code), but never 0: sys.exit(256) must not look like a success."""
+    return (code & 0xFF) or 1 if isinstance(code, int) else 1
+
+
+def _build_unreported_exception(attempt: Facts, seen: RankFacts, at: float) -> TimedFailure:
+    """Build the failure of a rank that announced an exception, and never sent it."""
+    ended = seen.exit_code is not None and -seen.exit_code not in seen.signals_sent
+    why = texts.EXITED_BEFORE_TEXT if ended else texts.TEXT_DID_NOT_END
+    return _build(attempt, seen, at, FailureKind.EXCEPTION, stack=stacks_of(seen), evidence=why)
+
+
+def _build_death(attempt: Facts, seen: RankFacts, at: float) -> TimedFailure:
+    code = seen.exit_code
+    number = -code if code is not None and code < 0 else None
+    if seen.oom:
+        kind = FailureKind.OOM
+    elif not seen.was_ready:
+        kind = FailureKind.START
+    elif number is not None:
+        kind = FailureKind.SIGNAL
+    else:
+        kind = FailureKind.EXIT if code else FailureKind.LOST
+    return _build(
+        attempt,
+        seen,
+        at,
+        kind,
+        exit_code=128 + number if number is not None else code or 1,
+        signal=number,
+        stack=seen.crash,
+        stderr=seen.printed or seen.stderr,
+        evidence=_find_evidence(seen),
+        is_secondary=complaint_of_death(code, seen.stderr) is not None,
+    )
+
+
+def _find_evidence(seen: RankFacts) -> str:
+    if seen.failing_at is not None and seen.report is None:
+        return texts.EXITED_DURING_TEXT
+    if complaint_of_death(seen.exit_code, seen.stderr) is not None:
+        return texts.NCCL_WATCHDOG
+    return seen.oom or (texts.likely_oom_text(seen.likely_oom) if seen.likely_oom else "")
+
+
+def _build(
+    attempt: Facts, seen: RankFacts, at: float, kind: FailureKind, *, exit_code: int = 1, **fields: Any
+) -> TimedFailure:
+    return at, ProcessFailure(
+        rank=seen.worker.rank,
+        local_rank=seen.worker.local_rank,
+        pid=seen.pid,
+        hostname=attempt.hostname,
+        group_rank=seen.worker.group_rank if seen.worker.group_world_size > 1 else None,
+        kind=kind,
+        exit_code=exit_code,
+        elapsed=at - attempt.started_at,
+        log_files=dict(seen.words.files),
+        **{"stderr": seen.stderr, **fields},
+    )
