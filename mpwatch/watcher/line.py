@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..platform import (
+from ..os_support.descriptors import (
     DUMP_SIGNAL,
     MSG_NOSIGNAL,
     anonymous_file,

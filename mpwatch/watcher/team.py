@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..platform import standard_descriptors
+from ..os_support.descriptors import standard_descriptors
 from ..ranks import Worker
 from ..result import RunResult, WorkerState
 from ..spec import GroupSpec

@@ -20,7 +20,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
-from ..platform import standard_descriptors
+from ..os_support.descriptors import standard_descriptors
 from ..result import RunResult
 from ..spec import WorkerSpec
 from ..wire.payload import Call

@@ -9,7 +9,7 @@ import select
 import socket
 from io import FileIO
 
-from ..platform import MSG_NOSIGNAL, receive, write_all
+from ..os_support.descriptors import MSG_NOSIGNAL, receive, write_all
 from ..wire.lastwords import LastWords
 from ..wire.messages import HEADER, MAX_DESCRIPTORS, Kind, frame, parse_header
 from ..wire.slots import WORDS

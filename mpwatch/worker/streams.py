@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-from ..platform import c_stdout_by_lines
+from ..os_support.descriptors import c_stdout_by_lines
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
