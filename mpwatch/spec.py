@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 from .checks import check_count, check_mapping, check_seconds, is_async
 from .events.kinds import Event
 from .logs import LogSpec
-from .os_support.descriptors import gpus_may_exist, usable_cpus
+from .os_support.hardware import gpus_may_exist, usable_cpus
 from .policy import RestartPolicy
 from .ranks import Worker
 from .rendezvous import Rendezvous

@@ -10,7 +10,7 @@ import pytest
 from told import COMPLAINT, IN_TORCH, LIBRARY, STOPPED, at, died, facts, raised, returned
 
 from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, WorkerState
-from mpwatch.os_support.descriptors import DUMP_SIGNAL
+from mpwatch.os_support.signals import DUMP_SIGNAL
 from mpwatch.tables import group_table
 from mpwatch.watcher.diagnosis import diagnose
 from mpwatch.watcher.states import Verdict

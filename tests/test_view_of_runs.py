@@ -12,7 +12,7 @@ from programs import HERE, python
 
 import mpwatch
 from mpwatch import WorkerState
-from mpwatch.os_support.descriptors import usage_of_process
+from mpwatch.os_support.processes import usage_of_process
 from mpwatch.result import RunResult
 from mpwatch.watcher.guardian import Guardian
 from mpwatch.watcher.signals import HostSignals

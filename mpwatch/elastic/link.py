@@ -21,7 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 from ..errors import LaunchError
-from ..os_support.descriptors import await_end_of_thread
+from ..os_support.processes import await_end_of_thread
 from ..spec import WorkerSpec
 from ..watcher.machine import Machine
 from ..watcher.mailbox import Mailbox

@@ -15,7 +15,8 @@ from multiprocessing.connection import wait
 from typing import Any, Self
 
 from ..errors import LaunchError
-from ..os_support.descriptors import anonymous_file, group_exists, group_members, open_pidfd
+from ..os_support.descriptors import anonymous_file
+from ..os_support.processes import group_exists, group_members, open_pidfd
 from ..ranks import Worker
 from ..wire.lastwords import read_answer
 from ..wire.messages import Kind, Message

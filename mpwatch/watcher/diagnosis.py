@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..os_support.descriptors import DUMP_SIGNAL
+from ..os_support.signals import DUMP_SIGNAL
 from ..result import FailureKind, ProcessFailure, RunResult, WorkerState
 from ..wire import exceptions
 from ..wire.messages import Kind, Message

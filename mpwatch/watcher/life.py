@@ -20,7 +20,7 @@ from multiprocessing.context import set_spawning_popen
 
 from ..errors import LaunchError
 from ..logs import default_logs
-from ..os_support.descriptors import await_end_of_thread
+from ..os_support.processes import await_end_of_thread
 from ..ranks import Worker
 from ..result import WorkerState
 from ..spec import GroupSpec

@@ -27,7 +27,7 @@ from multiprocessing.context import set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
 from typing import Any
 
-from ..os_support.descriptors import open_pidfd, peek_exit
+from ..os_support.processes import open_pidfd, peek_exit
 from ..wire.process import RankProcess, Seat
 
 __all__ = ["UNKNOWN_EXIT", "WatchedProcess"]

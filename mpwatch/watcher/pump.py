@@ -14,7 +14,8 @@ from multiprocessing.connection import wait
 from selectors import EVENT_READ, DefaultSelector
 
 from ..errors import LaunchError
-from ..os_support.descriptors import await_end_of_thread, write_all
+from ..os_support.descriptors import write_all
+from ..os_support.processes import await_end_of_thread
 from ..wire.shortage import with_remedy
 from .mailbox import Bell
 from .mixer import Mixer

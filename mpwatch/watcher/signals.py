@@ -23,7 +23,8 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-from ..os_support.descriptors import handlers_in_python, set_handler, state_of_process
+from ..os_support.processes import state_of_process
+from ..os_support.signals import handlers_in_python, set_handler
 from .mailbox import Mailbox
 from .states import Interrupted
 

@@ -15,7 +15,7 @@ import threading
 import time
 from contextlib import suppress
 
-from ..os_support.descriptors import die_with_writer
+from ..os_support.signals import die_with_writer
 from ..wire import payload, values
 from ..wire.lastwords import LastWords
 from ..wire.messages import Kind

@@ -10,7 +10,7 @@ import os
 import threading
 from contextlib import suppress
 
-from ..os_support.descriptors import DUMP_SIGNAL
+from ..os_support.signals import DUMP_SIGNAL
 from ..wire.messages import WHERE
 
 __all__ = ["report_to_watcher"]

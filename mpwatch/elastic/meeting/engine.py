@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ...os_support.descriptors import await_end_of_thread
+from ...os_support.processes import await_end_of_thread
 from ...rendezvous import Rendezvous
 from .errors import CancelledError, ClosedError, StoreLostError
 from .meetings import Meeting, Round, StaticMeeting

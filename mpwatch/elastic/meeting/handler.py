@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousContext,
 )
 
-from ...os_support.descriptors import await_end_of_thread
+from ...os_support.processes import await_end_of_thread
 from ...rendezvous import Rendezvous
 from .errors import StoreLostError
 from .state import Node
