@@ -12,7 +12,7 @@ import mpwatch
 
 PACKAGE = Path(mpwatch.__file__).parent
 DATA = {
-    *("checks", "errors", "events", "frontend", "lifecycle", "logs", "policy"),
+    *("checks", "errors", "events", "lifecycle", "logs", "policy"),
     *("ranks", "rendezvous", "result", "spec", "status", "tables", "wording"),
 }
 # From the ground to the user's side: a module may import of its own layer and of those named, and nothing else of mpwatch.
