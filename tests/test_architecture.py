@@ -68,10 +68,8 @@ def test_imports_go_one_way(path, module):
 
 
 @pytest.mark.parametrize(("path", "module"), list(modules()), ids=lambda value: str(value) if isinstance(value, str) else "")
-def test_every_module_says_what_it_is_for_and_is_short(path, module):
-    source = path.read_text()
-    assert ast.get_docstring(ast.parse(source))
-    assert len(source.splitlines()) < 400
+def test_every_module_says_what_it_is_for(path, module):
+    assert ast.get_docstring(ast.parse(path.read_text()))
 
 
 def test_only_one_folder_asks_for_the_system():
