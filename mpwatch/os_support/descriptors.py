@@ -9,7 +9,7 @@ import os
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from io import FileIO
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import socket
     from typing import Any
 
-LAST_STANDARD = 2
+STDERR = 2
 SIZE_OF_INT = struct.calcsize("i")
 MSG_CMSG_CLOEXEC: int = getattr(c_socket, "MSG_CMSG_CLOEXEC", 0)
 MSG_NOSIGNAL: int = getattr(c_socket, "MSG_NOSIGNAL", 0)  # SIGPIPE may have its default action
@@ -101,6 +101,22 @@ def pipe_size(fd: int) -> int:
         return 0
 
 
+def grow_pipe(fd: int, size: int) -> int:
+    """Make a pipe hold `size` bytes, if it holds fewer and the user may have so many. Return what it holds; 0: unknown.
+
+    Raises OSError.
+    """
+    import fcntl
+
+    holds = pipe_size(fd)
+    if 0 < holds < size:
+        with suppress(
+            PermissionError
+        ):  # more than pipe-max-size, or pipe-user-pages-soft for all pipes of a user
+            return fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size)
+    return holds
+
+
 def bytes_in(pipe: int) -> int:
     """Return how many bytes of a pipe are unread. Raises OSError."""
     import fcntl
@@ -159,7 +175,7 @@ def standard_descriptors() -> Iterator[None]:
     """
     made = []
     try:
-        for fd in range(LAST_STANDARD + 1):
+        for fd in range(STDERR + 1):
             if not _is_open(fd):
                 made.append(os.open(os.devnull, os.O_RDWR))  # the lowest number that is free
                 os.set_inheritable(fd, True)

@@ -6,6 +6,8 @@ import sys
 import time
 from io import FileIO
 
+THREAD_EXIT_SECONDS = 1.0  # the kernel needs microseconds to forget a thread that has ended
+
 
 class ProcessState:
     """State letter of a process (R, S, D, T, Z, ...: see proc(5)), and the signals that it catches."""
@@ -113,7 +115,7 @@ def group_members(pgid: int) -> list[int]:
     return found
 
 
-def await_end_of_thread(native_id: int, seconds: float) -> None:
+def await_end_of_thread(native_id: int, seconds: float = THREAD_EXIT_SECONDS) -> None:
     """Wait until the kernel has forgotten a thread, some microseconds after it could be joined.
 
     Python 3.12 asks the kernel for the number of threads when a program forks, and warns if there are several.

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from ..errors import LaunchError
 from ..os_support.cpython_private import is_importing_main
-from ..os_support.descriptors import anonymous_file
+from ..os_support.descriptors import STDERR, anonymous_file
 from ..os_support.processes import group_exists, group_members, open_pidfd
 from ..ranks import Worker
 from ..wire.lastwords import read_answer
@@ -35,8 +35,6 @@ from .remarks import Remarks
 from .states import KILL_SECONDS
 
 __all__ = ["Crew"]
-
-STDERR = 2
 
 
 class Crew:

@@ -14,7 +14,6 @@ Guarantee: a rank stays a zombie, so that its number is nobody else's, until its
 """
 
 import errno
-import fcntl
 import io
 import os
 import pickle
@@ -39,12 +38,13 @@ from ..os_support.cpython_private import (
     popen_of,
     reap_later,
 )
+from ..os_support.descriptors import grow_pipe
 from ..os_support.processes import open_pidfd, peek_exit
 from ..wire.process import RankProcess, Seat
 
 __all__ = ["UNKNOWN_EXIT", "WatchedProcess"]
 
-PIPE_SIZE = 1 << 16  # what a pipe holds, unless it is told to hold more (Linux: up to 1 MiB for anybody)
+PIPE_SIZE = 1 << 16  # what a pipe holds where the system does not say
 UNKNOWN_EXIT = 255  # the exit code of a child whose status somebody else has taken
 TRACER_SECONDS = 0.05  # a debugger that is awake has taken note of a death in less
 
@@ -243,12 +243,7 @@ class _RankPopen(Popen):
 def _fill(pipe: int, data: bytes) -> None:
     """All of it, before there is a reader: who writes later waits for the child, or for ever if it dies meanwhile."""
     os.set_blocking(pipe, False)
-    room = PIPE_SIZE
-    if hasattr(fcntl, "F_SETPIPE_SZ"):
-        room = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)  # a page for a user who has very many (pipe-user-pages-soft)
-        if room < len(data):
-            with suppress(PermissionError):  # more than the system allows (pipe-max-size)
-                room = fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, len(data))
+    room = grow_pipe(pipe, len(data)) or PIPE_SIZE
     if room < len(data) or os.write(pipe, data) < len(data):
         raise OSError(
             errno.EMSGSIZE,

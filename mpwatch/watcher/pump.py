@@ -109,7 +109,7 @@ class Pump:
             self.finish()
         self._thread.join(THREAD_SECONDS)
         if self._thread.native_id is not None:
-            await_end_of_thread(self._thread.native_id, THREAD_SECONDS)
+            await_end_of_thread(self._thread.native_id)
         if not self._thread.is_alive():
             self._give_back()  # what was posted when it was over
 

@@ -17,7 +17,6 @@ from ..result import RunResult, WorkerState
 from ..spec import GroupSpec
 from ..wire.payload import Call
 from ..wording import verdict
-from .diagnosis import diagnose
 from .facts import Facts
 from .journal import Journal
 from .life import Life
@@ -25,7 +24,7 @@ from .mailbox import Errand
 from .output import LAST_SECONDS
 from .sending import pack_call
 from .states import EndAll, Verdict
-from .story import tell_fates
+from .story import diagnose_attempt, tell_fates
 from .viewing import MakeView, no_view
 from .watch import Visit
 
@@ -158,11 +157,7 @@ class Team:
         return visit.without_interrupt(result)
 
     def _judge(self, facts: Facts) -> RunResult[Any]:
-        facts.gather()
-        try:
-            result = diagnose(facts)
-        finally:
-            facts.forget()
+        result = diagnose_attempt(facts)
         tell_fates(self._journal, facts, result)
         self._journal.tell()
         return result

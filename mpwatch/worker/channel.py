@@ -9,14 +9,12 @@ import select
 import socket
 from io import FileIO
 
-from ..os_support.descriptors import MSG_NOSIGNAL, receive, write_all
+from ..os_support.descriptors import MSG_NOSIGNAL, STDERR, receive, write_all
 from ..wire.lastwords import LastWords
 from ..wire.messages import HEADER, MAX_DESCRIPTORS, Kind, frame, parse_header
 from ..wire.slots import WORDS
 
 __all__ = ["Channel"]
-
-STDERR = 2
 
 
 class Channel:

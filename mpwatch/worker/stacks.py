@@ -10,12 +10,12 @@ import os
 import threading
 from contextlib import suppress
 
+from ..os_support.descriptors import STDERR
 from ..os_support.signals import DUMP_SIGNAL
 from ..wire.messages import WHERE
 
 __all__ = ["report_to_watcher"]
 
-STDERR = 2
 # Code that closes all descriptors, and opens others, gets the lowest numbers: a crash is not to be written into its files.
 HIGH = 250
 

@@ -136,4 +136,4 @@ def leave_in_time(leave: Callable[[], object], connection: Connection) -> None:
         connection.cut()
         leaving.join(CUT_SECONDS)
     if leaving.native_id is not None and not leaving.is_alive():
-        await_end_of_thread(leaving.native_id, CUT_SECONDS)
+        await_end_of_thread(leaving.native_id)
