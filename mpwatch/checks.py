@@ -9,9 +9,12 @@ from numbers import Real
 
 from .ranks import RANK_VARIABLES
 
-__all__ = ["check_count", "check_flag", "check_fraction", "check_mapping", "check_seconds", "is_async"]
+MAX_PORT = 65535
 
-MAX_PORT = 65536
+
+def is_port(text: str) -> bool:
+    """Return whether a text is the number of a TCP port."""
+    return text.isdecimal() and 0 < int(text) <= MAX_PORT
 
 
 def check_flag(name: str, value: object) -> None:
@@ -33,7 +36,7 @@ def check_mapping(what: str, env: object) -> None:
             os.fsencode(name + value)
         except UnicodeEncodeError:
             raise ValueError(f"{what} has a variable that cannot be encoded: {name!r}={value!r:.200}") from None
-        if name == "MASTER_PORT" and not (value.isdecimal() and 0 < int(value) < MAX_PORT):
+        if name == "MASTER_PORT" and not is_port(value):
             raise ValueError(f"{what} must give MASTER_PORT as a TCP port, not {value!r}")
         if name in RANK_VARIABLES:
             raise ValueError(f"{what} may not set {name}={value!r}: it tells a rank who it is, so mpwatch sets it")
@@ -63,12 +66,17 @@ def check_fraction(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a number from 0 to 1, not {value!r}")
 
 
-def check_count(name: str, value: object, at_least: int) -> int:
-    """That number as an int: of Python, or of NumPy."""
+def as_int(value: object) -> int | None:
+    """Convert an integer of Python or NumPy to an int. None: it is not an integer, or it is a bool."""
     try:
-        count = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        count = None
+        return None
+
+
+def check_count(name: str, value: object, at_least: int) -> int:
+    """Return the number as an int. Raises TypeError or ValueError."""
+    count = as_int(value)
     if count is None:
         raise TypeError(f"{name} must be an int, not {value!r}")
     if count < at_least:

@@ -1,8 +1,9 @@
-"""Where the ranks' stdout and stderr go: LogSpec, and what it means for one stream of one rank. Pure."""
+"""Where the ranks' stdout and stderr go: LogSpec, and its meaning for one stream of one rank. Pure, except `in_notebook`."""
 
 import operator
 import os
 import string
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -11,10 +12,7 @@ from enum import Enum, auto
 from typing import Any, Literal
 
 from .checks import check_count
-from .frontend import in_notebook
 from .ranks import Worker
-
-__all__ = ["AUTO_PREFIX", "STREAMS", "LogSpec", "Way", "default_logs", "prefix_of"]
 
 STREAMS = ("stdout", "stderr")
 AUTO_PREFIX = "[{rank}] "
@@ -138,8 +136,14 @@ class LogSpec:
                         raise ValueError(f"logs: {name} names rank {rank}, but nprocs={nprocs}: ranks are 0 to {nprocs - 1}")
 
 
+def in_notebook() -> bool:
+    """Return whether a Jupyter kernel runs this program. IPython in a terminal is no notebook."""
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return get_ipython is not None and getattr(get_ipython(), "kernel", None) is not None
+
+
 def default_logs() -> LogSpec:
-    """In a notebook the caller's own descriptors lead past the cell."""
+    """Let ranks inherit the caller's stdout and stderr, except in a notebook, whose cells do not show those descriptors."""
     return LogSpec() if in_notebook() else LogSpec(show="inherit")
 
 

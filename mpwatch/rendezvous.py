@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from .checks import check_count, check_flag, check_seconds
+from .checks import check_count, check_flag, check_seconds, is_port
 
 __all__ = ["SECRET_VARIABLE", "Rendezvous"]
 
@@ -13,7 +13,6 @@ BACKENDS = ("c10d", "etcd-v2", "static")
 LEAST_NODE_TIMEOUT = 2.0  # seconds: a few signs of life have to fit in, and a store that is busy for a moment
 SECRET_VARIABLE = "MPWATCH_SECRET"  # noqa: S105  the name of a variable
 LAST_CALL = "last_call_timeout"
-MAX_PORT = 65535
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def _check_port(endpoint: str) -> None:
     host, colon, port = endpoint.rpartition(":")
     if endpoint.endswith("]") or not colon:
         return
-    if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
+    if not host or not is_port(port):
         raise ValueError(f"rendezvous: endpoint must be host:port, such as 'node0:29400', not {endpoint!r}")
 
 

@@ -1,6 +1,5 @@
 """The blueprint of a run: what all options end up in, validated once, then never changed."""
 
-import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,10 +7,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Generic, Literal, TypeVar
 
-from .checks import check_count, check_mapping, check_seconds, is_async
+from .checks import as_int, check_count, check_mapping, check_seconds, is_async
 from .events.kinds import Event
 from .logs import LogSpec
-from .platform import gpus_may_exist, usable_cpus
+from .os_support.hardware import gpus_may_exist, usable_cpus
 from .policy import RestartPolicy
 from .ranks import Worker
 from .rendezvous import Rendezvous
@@ -240,11 +239,8 @@ def _logs(logs: object, world_size: object) -> LogSpec | None:
 def _count(nprocs: object) -> int:
     if isinstance(nprocs, str):
         return _count_named(nprocs)
-    try:
-        count = operator.index(nprocs)  # type: ignore[arg-type]  # of an int, or of NumPy's
-    except TypeError:
-        count = None
-    if count is None or isinstance(nprocs, bool):
+    count = as_int(nprocs)
+    if count is None:
         raise TypeError(f"nprocs must be an int, 'gpu', 'cpu' or 'auto', not {nprocs!r}")
     if count < 1:
         raise ValueError(f"nprocs must be at least 1, or 'gpu', 'cpu' or 'auto', not {nprocs!r}")

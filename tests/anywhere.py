@@ -18,7 +18,7 @@ from multiprocessing import resource_tracker
 import functions
 
 import mpwatch
-from mpwatch.platform import await_end_of_thread
+from mpwatch.os_support.processes import await_end_of_thread
 
 PACKAGE = os.path.dirname(mpwatch.__file__)
 EVENT = "line" if sys.version_info[:2] == (3, 12) else "opcode"  # which that version does not trace

@@ -18,7 +18,7 @@ def machine(tmp_path, monkeypatch):
 
     def make(build, gpus=0, packages=()):
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.setattr("mpwatch.platform.GPU_NODES", (f"{tmp_path}/nvidia[0-9]*",))
+        monkeypatch.setattr("mpwatch.os_support.hardware.GPU_NODES", (f"{tmp_path}/nvidia[0-9]*",))
         for name in ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
             monkeypatch.delenv(name, raising=False)
         for name in ("torch", *packages):

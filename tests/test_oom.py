@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from programs import python
 
-from mpwatch import cgroups
+from mpwatch.os_support import cgroups
 
 LIMIT = 150 << 20
 MINE = """

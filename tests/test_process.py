@@ -14,7 +14,8 @@ from conftest import is_alive
 from programs import ENV, python
 
 import mpwatch
-from mpwatch.platform import peek_exit, usable_cpus
+from mpwatch.os_support.hardware import usable_cpus
+from mpwatch.os_support.processes import peek_exit
 from mpwatch.watcher.environment import reserve_port
 from mpwatch.watcher.guardian import Guardian
 from mpwatch.watcher.process import UNKNOWN_EXIT, WatchedProcess
@@ -182,6 +183,8 @@ def test_a_long_command_line_is_handed_on(monkeypatch):
 
 
 def test_usable_cpus_follow_the_affinity():
-    code = "import os; os.sched_setaffinity(0, {0}); from mpwatch.platform import usable_cpus; print(usable_cpus())"
+    code = (
+        "import os; os.sched_setaffinity(0, {0}); from mpwatch.os_support.hardware import usable_cpus; print(usable_cpus())"
+    )
     assert python("-c", code).stdout == "1\n"
     assert usable_cpus() >= 1

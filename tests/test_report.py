@@ -10,7 +10,7 @@ import pytest
 from told import COMPLAINT, IN_TORCH, LIBRARY, STOPPED, at, died, facts, raised, returned
 
 from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, WorkerState
-from mpwatch.platform import DUMP_SIGNAL
+from mpwatch.os_support.signals import DUMP_SIGNAL
 from mpwatch.results.html import group_table
 from mpwatch.results.report import exit_text, ranks_text, report, where
 from mpwatch.watcher.diagnosis.diagnose import diagnose

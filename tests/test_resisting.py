@@ -14,7 +14,7 @@ from saboteurs import SiblingFails, dies_at, raises_at, returns
 
 import mpwatch
 from mpwatch import FailureKind
-from mpwatch.platform import group_members, peek_exit
+from mpwatch.os_support.processes import group_members, peek_exit
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 GRACE = 0.3  # where it must be waited for

@@ -12,7 +12,7 @@ from programs import HERE, python
 
 import mpwatch
 from mpwatch import WorkerState
-from mpwatch.platform import usage_of_process
+from mpwatch.os_support.processes import usage_of_process
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.guardian import Guardian
 from mpwatch.watcher.signals import HostSignals

@@ -21,7 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 from ..errors import LaunchError
-from ..platform import await_end_of_thread
+from ..os_support.processes import await_end_of_thread
 from ..spec import WorkerSpec
 from ..watcher.machine import Machine
 from ..watcher.mailbox import Mailbox
@@ -44,7 +44,6 @@ from .talk.terms import terms_of, unlike
 
 __all__ = ["Link"]
 
-THREAD_SECONDS = 1.0  # for the kernel to know nothing more of a thread that has ended, which takes microseconds
 LEAVE_SECONDS = 2.0  # beyond the grace period in which they stop their ranks, for the others to take note of who leaves
 LINGER_SECONDS, LINGER_PAUSE = 10.0, 0.2  # for an earlier job of the same name to be gone, and between two looks
 MOST_TERMS = 100
@@ -154,7 +153,7 @@ class Link:
     def _await_end(self) -> None:
         if self._thread.native_id is not None:
             self._thread.join()
-            await_end_of_thread(self._thread.native_id, THREAD_SECONDS)
+            await_end_of_thread(self._thread.native_id)
 
     def _call(self, call: Callable[[Sitting], None]) -> None:
         self._calls.append(call)

@@ -5,7 +5,7 @@ from contextlib import closing
 from functools import partial
 from typing import TypeVar
 
-from ..platform import standard_descriptors
+from ..os_support.descriptors import standard_descriptors
 from ..results.run_result import RunResult
 from ..spec import WorkerSpec
 from ..watcher.journal import Journal

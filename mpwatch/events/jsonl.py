@@ -4,7 +4,7 @@ import errno
 import os
 from io import FileIO
 
-from ..platform import write_all
+from ..os_support.descriptors import write_all
 from .kinds import Event
 
 __all__ = ["JsonLines"]

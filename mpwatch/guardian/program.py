@@ -4,7 +4,7 @@ run by a bare interpreter: standard library only.
     watcher --- "+1234\n" a rank has started, "-1234\n" it is dead and reaped ---> guardian
                 "=1b5b72 /dev/pts/0\n" what puts that terminal in order, "=\n" it is
 
-The second of two ways; the first is the kernel's (platform.die_with_writer), which a rank arranges for itself. This one
+The second of two ways; the first is the kernel's (die_with_writer in os_support), which a rank arranges for itself. This one
 needs nothing of the rank, so it is there from the rank's start, and reaches one that has closed the pipe, has gone to
 another group or has become another program; and it asks no more of the system than processes and sockets. (The kernel's
 death signal for children follows the thread that made the rank, and not the process. A watching thread in the rank would

@@ -3,7 +3,7 @@
 import sys
 from typing import TYPE_CHECKING
 
-from ..frontend import in_notebook
+from ..logs import in_notebook
 from .places import our_terminal
 
 if TYPE_CHECKING:

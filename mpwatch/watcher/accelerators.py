@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
 
-from ..platform import gpus_may_exist
+from ..os_support.hardware import gpus_may_exist
 
 __all__ = ["accelerators_of_torch", "is_cpu_only"]
 

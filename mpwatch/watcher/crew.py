@@ -15,7 +15,9 @@ from multiprocessing.connection import wait
 from typing import Any, Self
 
 from ..errors import LaunchError
-from ..platform import anonymous_file, group_exists, group_members, open_pidfd
+from ..os_support.cpython_private import is_importing_main
+from ..os_support.descriptors import STDERR, anonymous_file
+from ..os_support.processes import group_exists, group_members, open_pidfd
 from ..ranks import Worker
 from ..wire.messages import Kind, Message
 from ..wire.payload import Payload
@@ -31,8 +33,6 @@ from .remarks import Remarks
 from .states import KILL_SECONDS
 
 __all__ = ["Crew"]
-
-STDERR = 2
 
 
 class Crew:
@@ -219,7 +219,7 @@ def _fields_of(worker: Worker) -> dict[str, Any]:
 
 
 def _why_not_started(worker: Worker, error: Exception) -> str:
-    if getattr(current_process(), "_inheriting", False):
+    if is_importing_main():
         return (
             "mpwatch was called while __main__ is being imported again, by a process that multiprocessing has spawned (a "
             "DataLoader's worker, say); put the call under: if __name__ == '__main__':"

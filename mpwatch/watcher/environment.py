@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ..errors import LaunchError
-from ..platform import usable_cpus
+from ..os_support.hardware import usable_cpus
 from ..ranks import Worker
 from ..spec import GroupSpec
 from ..wire.shortage import with_remedy

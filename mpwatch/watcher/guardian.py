@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from multiprocessing import spawn
 from pathlib import Path
 
-from ..platform import open_pidfd
+from ..os_support.processes import open_pidfd
 from .remarks import Remarks
 
 __all__ = ["Guardian"]

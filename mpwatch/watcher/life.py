@@ -20,7 +20,7 @@ from multiprocessing.context import set_spawning_popen
 
 from ..errors import LaunchError
 from ..logs import default_logs
-from ..platform import await_end_of_thread
+from ..os_support.processes import await_end_of_thread
 from ..ranks import Worker
 from ..results.model import WorkerState
 from ..spec import GroupSpec
@@ -35,7 +35,7 @@ from .unit import Place
 __all__ = ["Life"]
 
 log = logging.getLogger("mpwatch")
-THREAD_SECONDS = 1.0  # for a thread to begin or to end, which takes microseconds
+THREAD_SECONDS = 1.0  # a thread needs microseconds to begin
 
 
 class Life:
@@ -154,7 +154,7 @@ class Life:
         """Until the thread has ended, which has nothing more to do."""
         if self._thread is not None and self._thread.native_id is not None:
             self._thread.join()
-            await_end_of_thread(self._thread.native_id, THREAD_SECONDS)
+            await_end_of_thread(self._thread.native_id)
 
     def close(self) -> None:
         """Give back what it held; when it is over, or has never begun, and now never will."""

@@ -7,17 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..platform import (
-    DUMP_SIGNAL,
-    MSG_NOSIGNAL,
-    anonymous_file,
-    has_descriptor,
-    map_private,
-    receive,
-    seal,
-    state_of_process,
-    write_all,
-)
+from ..os_support.descriptors import MSG_NOSIGNAL, anonymous_file, map_private, receive, seal, write_all
+from ..os_support.processes import has_descriptor, state_of_process
+from ..os_support.signals import DUMP_SIGNAL
 from ..ranks import Worker
 from ..wire.messages import MAX_DESCRIPTORS, WHERE, Frames, Kind, Message, frame
 from ..wire.shortage import with_remedy

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterable
 
-from ..platform import ProcessUsage, usage_of_process
+from ..os_support.processes import ProcessUsage, usage_of_process
 from ..results.model import WorkerState
 from ..status import RankStatus, Report
 from ..wire.messages import Kind

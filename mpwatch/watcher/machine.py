@@ -42,10 +42,7 @@ from collections.abc import Collection, Iterable
 from ..results.model import WorkerState
 from . import states as m
 from .beats import Heartbeats
-from .roster import Roster
-from .states import LOOK_SECONDS, Action, Event, Phase, RankEvent, Stage, Verdict
-
-__all__ = ["Machine"]
+from .states import LOOK_SECONDS, TRANSITIONS, Action, Event, IllegalEventError, Phase, RankEvent, Stage, Verdict
 
 
 class Machine:
@@ -383,3 +380,46 @@ class Machine:
         self._stage_at = now + max(self._grace_period, m.LEAST_GRACE_SECONDS)
         ranks = self.roster.those(Phase.AT_WORK)
         return [m.SignalRank(rank, number) for rank in ranks for number in (signal.SIGINT, signal.SIGCONT)]
+
+
+class Roster:
+    """The phase of each rank, and the number of ranks in each phase."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.phases = dict.fromkeys(ranks, Phase.STARTING)
+        self.count = dict.fromkeys(Phase, 0) | {Phase.STARTING: len(self.phases)}
+
+    def follow(self, event: RankEvent) -> Phase:
+        """Move the rank to the phase that the table gives for this event. Return the phase before.
+
+        Raises IllegalEventError if the table has none.
+        """
+        before = self.phases[event.rank]
+        try:
+            after = TRANSITIONS[before][type(event)]
+        except KeyError:
+            raise IllegalEventError(f"{event} in phase {before.name}") from None
+        if after is not None:
+            self.move(event.rank, after)
+        return before
+
+    def those(self, phase: Phase) -> list[int]:
+        """Return the ranks that are in this phase."""
+        return [rank for rank, now_in in self.phases.items() if now_in is phase]
+
+    def move_all(self, phase: Phase, *, to: Phase) -> list[int]:
+        """Move all ranks of this phase to another, and return them."""
+        ranks = self.those(phase)
+        for rank in ranks:
+            self.move(rank, to)
+        return ranks
+
+    def move(self, rank: int, to: Phase) -> None:
+        """Move a rank to another phase."""
+        self.count[self.phases[rank]] -= 1
+        self.count[to] += 1
+        self.phases[rank] = to
+
+    def are_gone(self) -> bool:
+        """Return whether all ranks have exited."""
+        return self.count[Phase.GONE] == len(self.phases)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Self
 
-from ..cgroups import oom_kills, oom_kills_of_machine
+from ..os_support.cgroups import oom_kills, oom_kills_of_machine
 from .facts import RankFacts
 from .remarks import Remarks
 

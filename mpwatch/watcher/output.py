@@ -15,8 +15,7 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 
-from ..frontend import in_notebook
-from ..logs import STREAMS, LogSpec, Way
+from ..logs import STREAMS, LogSpec, Way, in_notebook
 from ..ranks import Worker
 from .mixer import Mixer
 from .pump import LAST_SECONDS, Pump

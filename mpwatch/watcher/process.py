@@ -7,11 +7,13 @@ A multiprocessing.Process of the spawn context in all that a caller can see, sta
   stopped with it, and it has its environment, an empty stdin and a stderr of its own from then on too;
 - its sentinel is a pidfd where there are such. Spawn's own is a pipe that any forked grandchild keeps open.
 
+Overrides private methods of multiprocessing: `Process._Popen`, `Popen._launch` and `Popen._send_signal`. The docstring of
+os_support/cpython_private.py says what breaks if they go.
+
 Guarantee: a rank stays a zombie, so that its number is nobody else's, until its group has been killed; then it is reaped.
 """
 
 import errno
-import fcntl
 import io
 import os
 import pickle
@@ -21,33 +23,35 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, suppress
-from multiprocessing import get_start_method, process, reduction, resource_tracker, spawn, util
+from multiprocessing import current_process, get_start_method, reduction, resource_tracker, spawn
 from multiprocessing.connection import wait
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
 from typing import Any
 
-from ..platform import open_pidfd, peek_exit
+from ..os_support.cpython_private import (
+    check_not_importing_main,
+    fds_finalizer,
+    forget_child,
+    logging_of_multiprocessing,
+    original_dir,
+    popen_of,
+    reap_later,
+)
+from ..os_support.descriptors import grow_pipe
+from ..os_support.processes import open_pidfd, peek_exit
 from ..wire.process import RankProcess, Seat
 
 __all__ = ["UNKNOWN_EXIT", "WatchedProcess"]
 
-# What a start method of multiprocessing is made with; typeshed knows only the public part.
-mp_process: Any = process
-mp_spawn: Any = spawn
-mp_util: Any = util
-sp: Any = subprocess
-
 RANK_PROGRAM = "mpwatch.worker.bootstrap"  # what runs in a rank; the watcher never imports it
-PIPE_SIZE = 1 << 16  # what a pipe holds, unless it is told to hold more (Linux: up to 1 MiB for anybody)
+PIPE_SIZE = 1 << 16  # what a pipe holds where the system does not say
 UNKNOWN_EXIT = 255  # the exit code of a child whose status somebody else has taken
 TRACER_SECONDS = 0.05  # a debugger that is awake has taken note of a death in less
 
 
 class WatchedProcess(RankProcess):
     """The watcher's side of a rank's process; the child gets a plain RankProcess."""
-
-    _popen: "_RankPopen"
 
     def __init__(
         self, seat: Seat, env: dict[str, str], passed_fds: list[int], output_fds: tuple[int | None, int], name: str
@@ -69,7 +73,7 @@ class WatchedProcess(RankProcess):
         """Start the rank. Raises OSError, RuntimeError, AssertionError."""
         super().start()
         # Ours, whatever a stranger does with the Process that multiprocessing.active_children() shows to everybody.
-        self.child = self._popen
+        self.child: _RankPopen = popen_of(self)
         self.child_pid = self.child.pid
 
     def poll(self) -> int | None:
@@ -112,14 +116,14 @@ class WatchedProcess(RankProcess):
         if not self.child.bury():
             return False
         self.child.close()
-        mp_process._children.discard(self)
+        forget_child(self)
         return True
 
     def abandon(self) -> None:
         """It cannot be killed, or not be reaped. The end of the program, which joins all children, must not wait for it."""
         self.child.abandon()
         self.child.close()
-        mp_process._children.discard(self)
+        forget_child(self)
 
 
 class _RankPopen(Popen):
@@ -162,7 +166,7 @@ class _RankPopen(Popen):
                 stack.callback(os.close, pidfd)
             # The child's parent_process() watches the pipe, so it stays open; its reader's end is also a sentinel.
             self.sentinel = parent_w if pidfd is None else pidfd
-            self.finalizer = mp_util.Finalize(self, mp_util.close_fds, {parent_w, self.sentinel})
+            self.finalizer = fds_finalizer(self, {parent_w, self.sentinel})
             stack.pop_all()
 
     def _pickle(self, process_obj: WatchedProcess) -> bytes:
@@ -234,18 +238,13 @@ class _RankPopen(Popen):
         with self._lock:
             if not self._buried:
                 self._buried = True
-                sp._active.append(self._child)
+                reap_later(self._child)
 
 
 def _fill(pipe: int, data: bytes) -> None:
     """All of it, before there is a reader: who writes later waits for the child, or for ever if it dies meanwhile."""
     os.set_blocking(pipe, False)
-    room = PIPE_SIZE
-    if hasattr(fcntl, "F_SETPIPE_SZ"):
-        room = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)  # a page for a user who has very many (pipe-user-pages-soft)
-        if room < len(data):
-            with suppress(PermissionError):  # more than the system allows (pipe-max-size)
-                room = fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, len(data))
+    room = grow_pipe(pipe, len(data)) or PIPE_SIZE
     if room < len(data) or os.write(pipe, data) < len(data):
         raise OSError(
             errno.EMSGSIZE,
@@ -278,15 +277,14 @@ def _preparation_data(rank: WatchedProcess) -> dict[str, Any]:
 
     Raises RuntimeError in a process that is itself still being spawned, as spawn does.
     """
-    mp_spawn._check_not_importing_main()
-    here = mp_process.ORIGINAL_DIR
+    check_not_importing_main()
+    here = original_dir()
     return {
         "name": rank.name,
-        "authkey": mp_process.current_process().authkey,
-        "log_to_stderr": mp_util._log_to_stderr,
+        "authkey": current_process().authkey,
         "sys_path": [here if entry == "" and here is not None else entry for entry in sys.path],
         "sys_argv": sys.argv,
         "orig_dir": here,
         "dir": os.getcwd(),
-        **({"log_level": mp_util._logger.getEffectiveLevel()} if mp_util._logger is not None else {}),
+        **logging_of_multiprocessing(),
     }

@@ -14,7 +14,8 @@ from multiprocessing.connection import wait
 from selectors import EVENT_READ, DefaultSelector
 
 from ..errors import LaunchError
-from ..platform import await_end_of_thread, write_all
+from ..os_support.descriptors import write_all
+from ..os_support.processes import await_end_of_thread
 from ..wire.shortage import with_remedy
 from .mailbox import Bell
 from .mixer import Mixer
@@ -108,7 +109,7 @@ class Pump:
             self.finish()
         self._thread.join(THREAD_SECONDS)
         if self._thread.native_id is not None:
-            await_end_of_thread(self._thread.native_id, THREAD_SECONDS)
+            await_end_of_thread(self._thread.native_id)
         if not self._thread.is_alive():
             self._give_back()  # what was posted when it was over
 

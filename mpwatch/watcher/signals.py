@@ -23,7 +23,8 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-from ..platform import handlers_in_python, set_handler, state_of_process
+from ..os_support.processes import state_of_process
+from ..os_support.signals import handlers_in_python, set_handler
 from .mailbox import Mailbox
 from .states import Interrupted
 
@@ -72,7 +73,8 @@ class HostSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         set_waker = partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
-        self._hosts_fds.extend(map(set_waker, [self._alarm.button]))  # in one call of C: see platform.anonymous_file
+        # one call of C, for the reason given in os_support.descriptors.anonymous_file
+        self._hosts_fds.extend(map(set_waker, [self._alarm.button]))
         handlers = handlers_in_python()
         self._handlers = handlers | dict.fromkeys(_that_end_us(handlers), signal.SIG_DFL)
         for number in self._handlers:

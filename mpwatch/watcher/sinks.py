@@ -16,7 +16,7 @@ from contextvars import Context, copy_context
 from io import FileIO
 from typing import IO, Any, Protocol
 
-from ..platform import bytes_in, pipe_size
+from ..os_support.descriptors import bytes_in, pipe_size
 
 __all__ = ["Sink", "sink_of"]
 

@@ -1,12 +1,12 @@
 """The streams of a rank: what its process is started with, and the watcher's end of it."""
 
-import fcntl
 import os
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ..errors import LaunchError
 from ..logs import AUTO_PREFIX, STREAMS, LogSpec, Way, prefix_of
+from ..os_support.descriptors import grow_pipe
 from ..ranks import Worker
 from ..wire.shortage import with_remedy
 from .mixer import Voice
@@ -138,6 +138,5 @@ def _closed_by(stack: ExitStack, fd: int) -> int:
 
 def _prepare(pipe: int) -> None:
     os.set_blocking(pipe, False)
-    if hasattr(fcntl, "F_SETPIPE_SZ"):
-        with suppress(OSError):  # more than a user may have in all pipes together
-            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+    with suppress(OSError):  # a smaller pipe will do
+        grow_pipe(pipe, PIPE_SIZE)

@@ -29,8 +29,6 @@ from .output import LAST_SECONDS
 from .restarts import Ledger, Trial
 from .states import Settled, StartAgain, Verdict
 
-__all__ = ["Story", "tell_fates"]
-
 T = TypeVar("T")
 
 
@@ -115,11 +113,7 @@ class Story(Generic[T]):
 
     def _close(self, facts: Facts) -> RunResult[T]:
         """An attempt is over."""
-        facts.gather()
-        try:
-            result = diagnose(facts)
-        finally:
-            facts.forget()
+        result = diagnose_attempt(facts)
         self._latest[min(facts.ranks)] = facts, result
         self._waiting.discard(min(facts.ranks))
         self._attempts.append(_attempt(self.journal, facts, result))
@@ -174,6 +168,15 @@ class Story(Generic[T]):
         workers = [of_rank.worker for facts in seen.values() for of_rank in facts.ranks.values()]
         restarts = sum(facts.attempt for facts in seen.values())
         self.journal.end(state, workers, restarts=restarts, reason=reason)
+
+
+def diagnose_attempt(facts: Facts) -> RunResult[Any]:
+    """Diagnose an attempt that is over, and drop what only the diagnosis needs."""
+    facts.gather()
+    try:
+        return diagnose(facts)
+    finally:
+        facts.forget()
 
 
 def tell_fates(journal: Journal, facts: Facts, result: RunResult[Any]) -> None:

@@ -11,14 +11,13 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..platform import standard_descriptors
+from ..os_support.descriptors import standard_descriptors
 from ..ranks import Worker
 from ..results.model import WorkerState
 from ..results.report import verdict
 from ..results.run_result import RunResult
 from ..spec import GroupSpec
 from ..wire.payload import Call
-from .diagnosis.diagnose import diagnose
 from .facts import Facts
 from .journal import Journal
 from .life import Life
@@ -26,7 +25,7 @@ from .mailbox import Errand
 from .output import LAST_SECONDS
 from .sending import pack_call
 from .states import EndAll, Verdict
-from .story import tell_fates
+from .story import diagnose_attempt, tell_fates
 from .viewing import MakeView, no_view
 from .watch import Visit
 
@@ -165,11 +164,7 @@ class Team:
         return visit, result
 
     def _judge(self, facts: Facts) -> RunResult[Any]:
-        facts.gather()
-        try:
-            result = diagnose(facts)
-        finally:
-            facts.forget()
+        result = diagnose_attempt(facts)
         tell_fates(self._journal, facts, result)
         self._journal.tell()
         return result

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..errors import make_error
-from ..platform import standard_descriptors
+from ..os_support.descriptors import standard_descriptors
 from ..results.model import WorkerState
 from ..results.run_result import RunResult
 from ..spec import WorkerSpec

@@ -15,7 +15,7 @@ import mmap
 import os
 import struct
 
-from ..platform import anonymous_file, map_private, write_all
+from ..os_support.descriptors import anonymous_file, map_private, write_all
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

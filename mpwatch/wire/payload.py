@@ -78,7 +78,7 @@ class Payload:
 
     def add_copy(self, fd: int) -> int:
         """Keep a copy of ours of this descriptor: the caller may close its own before the last rank has started."""
-        self._copies.extend(map(os.dup, [fd]))  # in one call of C, see platform.anonymous_file
+        self._copies.extend(map(os.dup, [fd]))  # one call of C, as in os_support.descriptors.anonymous_file
         return len(self._copies) - 1
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 from contextlib import suppress
 
-from ..platform import die_with_writer
+from ..os_support.signals import die_with_writer
 from ..wire import payload, values
 from ..wire.messages import Kind
 from ..wire.process import Seat

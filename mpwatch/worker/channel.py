@@ -9,11 +9,9 @@ import select
 import socket
 from io import FileIO
 
-from ..platform import MSG_NOSIGNAL, receive, write_all
+from ..os_support.descriptors import MSG_NOSIGNAL, STDERR, receive, write_all
 from ..wire.messages import HEADER, MAX_DESCRIPTORS, Kind, frame, parse_header
 from ..wire.slots import WORDS, LastWords
-
-STDERR = 2
 
 
 class Channel:

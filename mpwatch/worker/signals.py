@@ -13,7 +13,7 @@ import mmap
 import signal
 from typing import Any
 
-from ..platform import handlers_in_python, set_handler
+from ..os_support.signals import handlers_in_python, set_handler
 from ..wire.slots import interrupted_call
 
 

@@ -17,14 +17,14 @@ import sys
 import threading
 from contextlib import suppress
 
-from ..platform import DUMP_SIGNAL, c_stdout_by_lines
+from ..os_support.descriptors import STDERR, c_stdout_by_lines
+from ..os_support.signals import DUMP_SIGNAL
 from ..wire.messages import WHERE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-STDERR = 2
 # Code that closes all descriptors opens its files with the lowest numbers; a crash must not write into one of them.
 HIGH = 250
 

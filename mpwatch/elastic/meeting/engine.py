@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ...platform import await_end_of_thread
+from ...os_support.processes import await_end_of_thread
 from ...rendezvous import Rendezvous
 from .errors import CancelledError, ClosedError, StoreLostError
 from .meetings import Meeting, Round, StaticMeeting
@@ -136,4 +136,4 @@ def leave_in_time(leave: Callable[[], object], connection: Connection) -> None:
         connection.cut()
         leaving.join(CUT_SECONDS)
     if leaving.native_id is not None and not leaving.is_alive():
-        await_end_of_thread(leaving.native_id, CUT_SECONDS)
+        await_end_of_thread(leaving.native_id)

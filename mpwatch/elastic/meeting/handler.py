@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousContext,
 )
 
-from ...platform import await_end_of_thread
+from ...os_support.processes import await_end_of_thread
 from ...rendezvous import Rendezvous
 from .errors import StoreLostError
 from .state import Node
@@ -33,12 +33,10 @@ from .state import Node
 __all__ = ["Handler", "Terms", "make_handler", "pause"]
 
 BEATS = 3  # without which a node is dropped
-THREAD_SECONDS = 0.5  # for that, which takes microseconds
 CLOSE_SECONDS = 5.0  # to close the rendezvous, should many others write at the same time
 LOOK_SHARE = 0.1  # of the time that a node has waited for a round: when it looks again, within these bounds
 LEAST_LOOK, MOST_LOOK = 0.05, 1.0  # seconds; torch has the latter
 MOST_LOOKS = 100  # a second, of all nodes together: each reads what there is of all of them
-THREAD_SECONDS = 0.5  # for the kernel to know nothing more of a thread that has ended, which takes microseconds
 ID_BITS = 62  # whoever reads it may have no more than 64, and a sign
 
 
@@ -118,7 +116,7 @@ class Handler(DynamicRendezvousHandler):
         thread = None if timer is None else timer._thread
         self._stop_heartbeats()
         if thread is not None and thread.native_id is not None:
-            await_end_of_thread(thread.native_id, THREAD_SECONDS)
+            await_end_of_thread(thread.native_id)
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:  # noqa: ARG002
         return SimpleNamespace(port=1)  # any but 0, for which torch would look for one

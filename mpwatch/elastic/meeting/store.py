@@ -22,7 +22,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from ...platform import end_silent_connection
+from ...os_support.descriptors import end_silent_connection
 from .endpoint import Endpoint
 from .errors import StoreLostError
 from .patience import Limit, wait_for

@@ -7,7 +7,7 @@ is certain to complain about a peer is marked here as secondary.
 import signal
 from typing import Any
 
-from ...platform import DUMP_SIGNAL
+from ...os_support.signals import DUMP_SIGNAL
 from ...results import report as texts
 from ...results.model import FailureKind, ProcessFailure
 from ...wire import exceptions

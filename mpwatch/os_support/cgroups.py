@@ -1,26 +1,24 @@
-"""Linux control groups, as they concern this process: how much CPU it may use, and whom the kernel killed for memory.
+"""Linux control groups of this process: its CPU quota, and how many processes the kernel has killed for memory.
 
-Files are read where there are any; elsewhere nothing is known. Imports nothing of mpwatch; loaded by the watcher alone.
+Reads files under /proc and /sys. Where there are none, each function returns "not known". Runs in the watcher.
 """
 
 import os
 from collections.abc import Iterator
 
-__all__ = ["cpu_quota", "oom_kills", "oom_kills_of_machine"]
-
 MOUNTS = "/proc/self/mountinfo"
 GROUPS = "/proc/self/cgroup"
-# Where the kernel counts the processes of a group that its out-of-memory killer has killed, for whatever limit: v2, v1.
+# Files in which the kernel counts the processes of a group that its out-of-memory killer has killed: v2, v1.
 COUNTERS = ("memory.events", "memory.oom_control")
 
 
 def cpu_quota() -> int | None:
-    """The tightest `cpu.max` (v2) on the way from this process's group to the root, rounded up; None without one."""
+    """Return the smallest `cpu.max` (v2) of this process's group and its parents, rounded up; None if there is none."""
     quotas = []
     for own in _folders("", "cgroup2"):
         folder = own
         while folder.startswith("/sys/fs/cgroup"):
-            text = _read(f"{folder}/cpu.max")  # not there for the root of all, nor without the cpu controller
+            text = _read(f"{folder}/cpu.max")  # missing in the root group, and without the cpu controller
             if text and not text.startswith("max"):
                 quota, period = map(int, text.split())
                 quotas.append(-(-quota // period))
@@ -29,7 +27,7 @@ def cpu_quota() -> int | None:
 
 
 def oom_kills() -> dict[str, int]:
-    """How many processes of this one's memory group the kernel has killed for memory so far, by the file that says so."""
+    """Count the processes of this one's memory group that the kernel has killed for memory, by the file that says so."""
     found = {}
     for folder in (*_folders("memory", "cgroup"), *_folders("", "cgroup2")):
         for name in COUNTERS:
@@ -40,14 +38,14 @@ def oom_kills() -> dict[str, int]:
 
 
 def oom_kills_of_machine() -> int:
-    """The same for all of the machine, be it in groups that cannot be seen from here; 0 if it is not told."""
+    """Count the same for the whole machine, groups outside this container included; 0 if it is not known."""
     return _field("/proc/vmstat", "oom_kill") or 0
 
 
 def _folders(controller: str, kind: str) -> Iterator[str]:
-    """Where this process's group in the hierarchy of this controller is to be seen; v2 has one for all.
+    """Find the folders of this process's group in the hierarchy of this controller; v2 has one hierarchy for all.
 
-    A container may see its own group as the root of the mount, whatever path it is told.
+    In a container its own group may be the root of the mount, whatever path the kernel gives.
     """
     path = next((path for controllers, path in _groups() if controller in controllers), None)
     if path is None:

@@ -1,0 +1,96 @@
+"""Names of CPython's private API that mpwatch uses. Each comment says what it is for, and what breaks if it goes.
+
+All were seen in CPython 3.11, 3.12 and 3.13. Runs in the watcher and in the ranks.
+
+Some methods must be overridden in a subclass, so they are not here but in watcher/process.py:
+
+- `multiprocessing.Process._Popen` starts the process. Without it `Process.start` would start an ordinary spawned process: no
+  process group, no environment of its own.
+- `multiprocessing.popen_spawn_posix.Popen._launch` runs the new interpreter. Without it, the same.
+- `multiprocessing.popen_fork.Popen._send_signal` is what `Process.terminate` and `Process.kill` call. Without it these would
+  not reach the processes that a rank has started.
+
+watcher/process.py also uses names that have no underscore but are not documented: `popen_spawn_posix.Popen`,
+`context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and `spawn.get_command_line`. Without one of them no
+rank can be started.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]
+import _socket
+from multiprocessing import process, spawn, util
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import subprocess
+    from multiprocessing.process import BaseProcess
+    from typing import Any
+
+# typeshed knows only the public part of these.
+mp_process: Any = process
+mp_spawn: Any = spawn
+mp_util: Any = util
+
+# The module socket replaces these numbers by enums, and their arithmetic runs in Python. If it goes: take the module socket.
+c_socket: Any = _socket
+
+# The module signal converts each number and handler to an enum and back. If they go: take signal's own functions.
+c_getsignal = _signal.getsignal
+c_signal = _signal.signal
+
+
+def original_dir() -> str | None:
+    """Return the folder in which the program was started."""
+    # Spawn gives it to the child for the "" in sys.path. If it goes: a program that has changed its folder since its start
+    # finds other modules in its ranks.
+    folder: str | None = mp_process.ORIGINAL_DIR
+    return folder
+
+
+def is_importing_main() -> bool:
+    """Return whether this process was spawned and is still importing `__main__`."""
+    # For the message of a LaunchError. If it goes: the message no longer names `if __name__ == "__main__":` as the remedy.
+    return bool(getattr(mp_process.current_process(), "_inheriting", False))
+
+
+def check_not_importing_main() -> None:
+    """Raise RuntimeError in a process that was spawned and is still importing `__main__`."""
+    # If it goes: such a process starts ranks for each import of its main module, and never ends. Use `is_importing_main`.
+    mp_spawn._check_not_importing_main()
+
+
+def logging_of_multiprocessing() -> dict[str, Any]:
+    """Return the part of spawn's preparation data that sets up multiprocessing's own logger in the child."""
+    # If it goes: `multiprocessing.log_to_stderr()` has no effect in ranks.
+    level = {} if mp_util._logger is None else {"log_level": mp_util._logger.getEffectiveLevel()}
+    return {"log_to_stderr": mp_util._log_to_stderr, **level}
+
+
+def popen_of(child: BaseProcess) -> Any:
+    """Return the Popen object of a process that `start` has made."""
+    # The watcher keeps it, because the user may close any process in multiprocessing.active_children(). If it goes: keep the
+    # object that `_Popen` returns.
+    return vars(child)["_popen"]
+
+
+def forget_child(child: BaseProcess) -> None:
+    """Take a process out of multiprocessing.active_children(), and out of those that the program joins at its end."""
+    # Process.close() does the same, but breaks a join() of another thread. If it goes: dead ranks stay in active_children(),
+    # and the program waits at its end for a rank that cannot be killed.
+    mp_process._children.discard(child)
+
+
+def reap_later(child: subprocess.Popen[bytes]) -> None:
+    """Have subprocess reap this child whenever it starts another one."""
+    # For a rank that cannot be killed or reaped now. If it goes: the rank stays a zombie until this program ends.
+    import subprocess
+
+    left_behind: Any = subprocess
+    left_behind._active.append(child)
+
+
+def fds_finalizer(owner: object, fds: set[int]) -> Any:
+    """Return a finalizer that closes these descriptors when it is called, or when the owner is collected."""
+    # multiprocessing's Popen.close() calls it. If it goes: weakref.finalize does the same.
+    return mp_util.Finalize(owner, mp_util.close_fds, fds)

@@ -1,0 +1,207 @@
+"""Descriptors and what they stand for: anonymous files, mappings, pipes, sockets, the standard streams.
+
+Runs in the watcher and in the ranks, so functions import the modules that only few calls need.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from io import FileIO
+
+from .cpython_private import c_socket
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import socket
+    from typing import Any
+
+STDERR = 2
+SIZE_OF_INT = struct.calcsize("i")
+MSG_CMSG_CLOEXEC: int = getattr(c_socket, "MSG_CMSG_CLOEXEC", 0)
+MSG_NOSIGNAL: int = getattr(c_socket, "MSG_NOSIGNAL", 0)  # SIGPIPE may have its default action
+LINE_BUFFERED = 1  # _IOLBF of stdio.h, on Linux, macOS and the BSDs
+MAP_FIXED = 0x10  # of mmap(2), on Linux, macOS and the BSDs; the mmap module does not export it
+
+
+def anonymous_file(name: str) -> FileIO:
+    """Create an empty file that has no name in any folder and goes with its last descriptor.
+
+    It is a memfd where there are any, because /dev/shm has a limit of its own. Raises OSError.
+    """
+    if hasattr(os, "memfd_create"):
+        # One call of C: a signal handler that raised between two bytecodes would leak the descriptor.
+        (file,) = map(FileIO, map(os.memfd_create, [name], [os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING]), ["rb+"])
+        return file
+    import tempfile
+
+    fd, path = tempfile.mkstemp(prefix=name)
+    os.unlink(path)
+    return FileIO(fd, "rb+")
+
+
+def seal(fd: int) -> None:
+    """Forbid every process to shorten this anonymous file: a reader of a mapping would die of SIGBUS beyond its end.
+
+    Raises OSError, also for a descriptor of anything else. Where files cannot be sealed, nothing happens.
+    """
+    import fcntl
+
+    if hasattr(os, "memfd_create"):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+
+
+def map_private(fd: int, size: int) -> memoryview:
+    """Map the first `size` bytes of a file, writable. A write copies its page and is seen by this process alone.
+
+    The mapping goes with the last view of it. It needs no open descriptor, except in a Python before 3.13 without ctypes.
+    Raises OSError.
+    """
+    import mmap
+
+    kind, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+    if sys.version_info >= (3, 13):
+        return memoryview(mmap.mmap(fd, size, kind, access, trackfd=False))
+    try:
+        import ctypes
+    except ImportError:  # a Python built without it: each mapping keeps a descriptor
+        return memoryview(mmap.mmap(fd, size, kind, access))
+    # An mmap object of no file keeps no descriptor, so the file is mapped over its pages. The object ends the mapping.
+    # weakref.finalize could not: it runs before the finalizers of a cycle, and these may still read the memory.
+    room = mmap.mmap(-1, size, kind | mmap.MAP_ANONYMOUS, access)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    if _libc().mmap(address, size, access, kind | MAP_FIXED, fd, 0) != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return memoryview(room)
+
+
+@cache
+def _libc() -> Any:
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    number = ctypes.c_int
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, number, number, number, ctypes.c_long)
+    return libc
+
+
+def pipe_size(fd: int) -> int:
+    """Return how many bytes this pipe holds (Linux); 0 if it is not a pipe, or the size is unknown."""
+    import fcntl
+
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) if hasattr(fcntl, "F_GETPIPE_SZ") else 0
+    except OSError:
+        return 0
+
+
+def grow_pipe(fd: int, size: int) -> int:
+    """Make a pipe hold `size` bytes, if it holds fewer and the user may have so many. Return what it holds; 0: unknown.
+
+    Raises OSError.
+    """
+    import fcntl
+
+    holds = pipe_size(fd)
+    if 0 < holds < size:
+        with suppress(PermissionError):  # more than pipe-max-size, or pipe-user-pages-soft for all pipes of a user
+            return fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size)
+    return holds
+
+
+def bytes_in(pipe: int) -> int:
+    """Return how many bytes of a pipe are unread. Raises OSError."""
+    import fcntl
+    import termios
+
+    number = bytearray(SIZE_OF_INT)
+    fcntl.ioctl(pipe, termios.FIONREAD, number)
+    return int.from_bytes(number, sys.byteorder)
+
+
+def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
+    """Write all of the data, in as many pieces as it takes. Raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def receive(line: socket.socket, size: int, most: int) -> tuple[bytes, list[int], bool]:
+    """Receive bytes and descriptors (room for about `most`). True: descriptors were lost, for this process had no room.
+
+    Raises OSError.
+    """
+    room = c_socket.CMSG_SPACE(most * SIZE_OF_INT)
+    data, ancillary, flags, _ = line.recvmsg(size, room, MSG_CMSG_CLOEXEC)
+    fds: list[int] = []
+    for level, kind, numbers in ancillary:
+        if (level, kind) == (c_socket.SOL_SOCKET, c_socket.SCM_RIGHTS):
+            fds += (number for (number,) in struct.iter_unpack("i", numbers[: len(numbers) - len(numbers) % SIZE_OF_INT]))
+    return data, fds, bool(flags & c_socket.MSG_CTRUNC)
+
+
+def end_silent_connection(connection: socket.socket, seconds: float) -> None:
+    """Have the kernel end a TCP connection after so many whole seconds of silence from its other end.
+
+    Without TCP_USER_TIMEOUT it ends later if sent data is unconfirmed. Raises OSError.
+    """
+    whole = max(1, int(seconds))
+    every = max(1, whole // 4)
+    times = {
+        "TCP_KEEPIDLE": every,
+        "TCP_KEEPALIVE": every,  # macOS calls TCP_KEEPIDLE so
+        "TCP_KEEPINTVL": every,
+        "TCP_KEEPCNT": max(1, whole // every - 1),
+    }
+    connection.setsockopt(c_socket.SOL_SOCKET, c_socket.SO_KEEPALIVE, 1)
+    for name, value in {**times, "TCP_USER_TIMEOUT": whole * 1000}.items():
+        if hasattr(c_socket, name):
+            connection.setsockopt(c_socket.IPPROTO_TCP, getattr(c_socket, name), value)
+
+
+@contextmanager
+def standard_descriptors() -> Iterator[None]:
+    """Open /dev/null as 0, 1 or 2 where one of them is closed.
+
+    Otherwise the next file that the program opens gets that number, and a child process takes it for a standard stream.
+    """
+    made = []
+    try:
+        for fd in range(STDERR + 1):
+            if not _is_open(fd):
+                made.append(os.open(os.devnull, os.O_RDWR))  # the lowest number that is free
+                os.set_inheritable(fd, True)
+        yield
+    finally:
+        for fd in made:
+            os.close(fd)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def c_stdout_by_lines() -> Callable[[], object]:
+    """Flush C's stdout at the end of each line, if it is known by that name. Return a function that flushes it at once.
+
+    That function flushes no other stream: it would wait for the lock of a stream on which a thread waits for input.
+    """
+    try:
+        import ctypes
+
+        libc = ctypes.CDLL(None)
+        stream = ctypes.c_void_p.in_dll(libc, "stdout")
+        libc.setvbuf(stream, None, LINE_BUFFERED, 0)
+    except (ImportError, OSError, ValueError, AttributeError):
+        return bool
+    return partial(libc.fflush, stream)

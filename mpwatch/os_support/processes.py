@@ -1,0 +1,125 @@
+"""States of processes, process groups and threads: /proc where there is one, waitid and pidfds. Runs in the watcher."""
+
+import errno
+import os
+import sys
+import time
+from io import FileIO
+
+THREAD_EXIT_SECONDS = 1.0  # the kernel needs microseconds to forget a thread that has ended
+
+
+class ProcessState:
+    """State letter of a process (R, S, D, T, Z, ...: see proc(5)), and the signals that it catches."""
+
+    def __init__(self, letter: str, caught: int) -> None:
+        self.letter = letter
+        self._caught = caught
+
+    def catches(self, signum: int) -> bool:
+        """Return whether the process has a handler for this signal."""
+        return bool(self._caught >> (signum - 1) & 1)
+
+
+class ProcessUsage:
+    """Bytes in memory and CPU seconds of one process so far, without those of its children."""
+
+    __slots__ = ("cpu_seconds", "memory")
+
+    def __init__(self, memory: int, cpu_seconds: float) -> None:
+        self.memory = memory
+        self.cpu_seconds = cpu_seconds
+
+
+def state_of_process(pid: int) -> ProcessState | None:
+    """Read the state of a process. None: there is no /proc, or no such process."""
+    try:
+        with FileIO(f"/proc/{pid}/status") as file:  # closes itself if a signal handler raises here
+            status = file.read(1 << 14)
+    except OSError:
+        return None
+    letter, caught = (status.partition(name)[2].split(None, 1)[0] for name in (b"\nState:", b"\nSigCgt:"))
+    return ProcessState(letter.decode(), int(caught, 16))
+
+
+def usage_of_process(pid: int) -> ProcessUsage | None:
+    """Read the usage of a process. None: there is no /proc, or no such process. A zombie uses no memory."""
+    try:
+        with FileIO(f"/proc/{pid}/stat") as file:
+            fields = file.read(1 << 12).rpartition(b")")[2].split()  # from the third on; the second may be any text
+        user, system, pages = (int(fields[n - 3]) for n in (14, 15, 24))  # as proc(5) numbers them
+        return ProcessUsage(pages * os.sysconf("SC_PAGE_SIZE"), (user + system) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def has_descriptor(pid: int, fd: int, of: int) -> bool:
+    """Return whether descriptor `fd` of another process is the same file or pipe as `of` here. False: it cannot be known."""
+    try:
+        there, here = os.stat(f"/proc/{pid}/fd/{fd}"), os.fstat(of)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+
+def open_pidfd(pid: int) -> int | None:
+    """Open a descriptor that becomes readable when this child ends (Linux 5.3). None: there is none.
+
+    A child that other code has reaped (SIGCHLD ignored) has none, because its number may belong to another process.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM, errno.ESRCH):  # old kernel, a sandbox's filter, reaped
+            return None
+        raise
+
+
+def peek_exit(pid: int, *, block: bool = False) -> int | None:
+    """Return the exit code of an ended child (negative: the signal), None while it runs. The child stays a zombie.
+
+    Raises ChildProcessError if the code is lost: other code has reaped the child, or SIGCHLD is ignored.
+    """
+    if not hasattr(os, "waitid"):
+        ended, status = os.waitpid(pid, 0 if block else os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else None
+    seen = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | (0 if block else os.WNOHANG))
+    if seen is None:
+        return None
+    return seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
+
+
+def group_exists(pgid: int) -> bool:
+    """Return whether a process group has any members, zombies included."""
+    try:
+        os.killpg(pgid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def group_members(pgid: int) -> list[int]:
+    """Find the pids of a process group in /proc; none where there is no /proc. Raises OSError."""
+    found = []
+    for entry in os.listdir("/proc") if sys.platform == "linux" else ():
+        if entry.isdigit():
+            try:
+                if os.getpgid(int(entry)) == pgid:
+                    found.append(int(entry))
+            except ProcessLookupError:
+                continue
+    return found
+
+
+def await_end_of_thread(native_id: int, seconds: float = THREAD_EXIT_SECONDS) -> None:
+    """Wait until the kernel has forgotten a thread, some microseconds after it could be joined.
+
+    Python 3.12 asks the kernel for the number of threads when a program forks, and warns if there are several.
+    """
+    deadline = time.monotonic() + seconds
+    while os.path.exists(f"/proc/self/task/{native_id}") and time.monotonic() < deadline:
+        os.sched_yield()

@@ -1,0 +1,55 @@
+"""Signals: handlers without the cost of enums, the signal that asks for stacks, and death with another process.
+
+Runs in the watcher and in the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from .cpython_private import c_getsignal, c_signal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+SIGNALS = [int(number) for number in signal.valid_signals()]
+# Asks a rank for its stacks. It is a real-time signal, because programs use the others. None: no such signal is sent.
+DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
+
+
+def set_handler(number: int, handler: Any) -> None:
+    """Set the handler of a signal: a function, signal.SIG_DFL or SIG_IGN. Call it in the main thread only."""
+    c_signal(number, handler if callable(handler) else int(handler))
+
+
+def handlers_in_python() -> dict[int, Any]:
+    """Return the signals that have a handler in Python.
+
+    As fast as `set_handler`: the signal module would convert each number to an enum and back.
+    """
+    return {number: handler for number in SIGNALS if callable(handler := c_getsignal(number))}
+
+
+def die_with_writer(pipe: int) -> None:
+    """Have the kernel kill this process's group when the last writing end of this pipe is closed (Linux).
+
+    The kernel's death signal for children (PR_SET_PDEATHSIG) follows the thread that started this process. This one follows
+    the process that holds the pipe, reaches the whole group and needs no ctypes. Where it is not supported, nothing happens.
+    """
+    import fcntl
+    import select
+
+    if not hasattr(fcntl, "F_SETSIG"):
+        return
+    try:
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    except OSError:  # a sandbox with a kernel of its own
+        return
+    poll = select.poll()
+    poll.register(pipe, 0)
+    if poll.poll(0):  # the writer had closed it before the kernel was asked
+        os.killpg(0, signal.SIGKILL)
