@@ -9,7 +9,7 @@ from .checks import check_count, check_flag, check_seconds
 
 __all__ = ["SECRET_VARIABLE", "Rendezvous"]
 
-BACKENDS = ("c10d", "etcd-v2", "static")
+BACKENDS = ("c10d", "static")
 LEAST_NODE_TIMEOUT = 2.0  # seconds: a few signs of life have to fit in, and a store that is busy for a moment
 SECRET_VARIABLE = "MPWATCH_SECRET"  # noqa: S105  the name of a variable
 LAST_CALL = "last_call_timeout"
@@ -23,14 +23,14 @@ class Rendezvous:
         mpwatch.run(train, nprocs=8, rendezvous=Rendezvous("node0:29400", run_id="job-17", nnodes=(2, 4)))
 
     The nodes meet in a store of torch's (`torch.distributed.elastic.rendezvous`). One of them serves it: the one that
-    `endpoint` names, unless it lives elsewhere (etcd). Whoever can reach the store can disturb the job: torch's rendezvous
+    `endpoint` names, unless it lives elsewhere. Whoever can reach the store can disturb the job: torch's rendezvous
     itself trusts its network (see the README).
 
     Raises TypeError or ValueError naming the argument and the value.
     """
 
     endpoint: str
-    """`host:port` of the store; port 29400 if there is none, 2379 of etcd."""
+    """`host:port` of the store; port 29400 if there is none."""
     run_id: str
     """Name of the job: nodes that give the same one to the same store meet. It is that of events and of the logs' folder."""
     nnodes: int | tuple[int, int]
@@ -38,8 +38,8 @@ class Rendezvous:
     min remain."""
     _: KW_ONLY
     backend: str = "c10d"
-    """Of torch's rendezvous: "c10d": one of the nodes serves the store; "etcd-v2"; "static": the nodes are known from the
-    start, and each says which one it is: options={"rank": 0}."""
+    """Of torch's rendezvous: "c10d": one of the nodes serves the store; "static": the nodes are known from the start,
+    and each says which one it is: options={"rank": 0}."""
     join_timeout: float = 600.0
     """Seconds in which the nodes have to come together; and, if too few remain, for others to come."""
     node_timeout: float = 15.0
@@ -59,7 +59,7 @@ class Rendezvous:
     variable MPWATCH_SECRET holds, if it is set."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further settings for the backend, in torch's words: `last_call_timeout` (seconds to wait for more nodes once min are
-    there; 30), the only one of "c10d"; `rank` of "static"; `protocol`, ... of "etcd-v2"."""
+    there; 30), the only one of "c10d"; `rank` of "static"."""
 
     def __post_init__(self) -> None:
         _check_text("endpoint", self.endpoint)

@@ -147,7 +147,7 @@ class Meeting:
 
     def _round(self, info: RendezvousInfo) -> Round:
         self._earlier = set(self._state.participants)
-        # Etcd may hold a round of this number of an earlier job of this name: the name of its first node is new.
+        # A store that outlives jobs may hold this round of an earlier job with this run_id. The first node's id is new.
         first = next(node for node, rank in self._state.participants.items() if rank == 0)
         prefix = f"mpwatch.{self._rendezvous.run_id}.{self._state.round}.{first.local_id:x}"
         return Round(PartOfStore(self._opened.connection, prefix), info.rank, info.world_size)
