@@ -46,6 +46,11 @@ def test_nnodes_is_a_number_or_a_range():
         ({"options": {"last_cal_timeout": 1}}, ValueError, r"no other options .* not \['last_cal_timeout'\]"),
         ({"backend": "static"}, ValueError, r"needs the number of this node: options=\{'rank': 0\}"),
         ({"backend": "static", "options": {"rank": 2}}, ValueError, r"options\['rank'\] must be below nnodes=2, not 2"),
+        (
+            {"backend": "static", "options": {"rank": 0, "timeout": 5}},
+            ValueError,
+            "than 'last_call_timeout' and 'rank', not",
+        ),
         ({"backend": "static", "nnodes": (1, 2), "options": {"rank": 0}}, ValueError, "nnodes must be a number"),
     ],
 )
