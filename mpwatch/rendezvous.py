@@ -9,10 +9,10 @@ from .checks import check_count, check_flag, check_seconds, is_port
 
 __all__ = ["SECRET_VARIABLE", "Rendezvous"]
 
-BACKENDS = ("c10d", "etcd-v2", "static")
 LEAST_NODE_TIMEOUT = 2.0  # seconds: a few signs of life have to fit in, and a store that is busy for a moment
 SECRET_VARIABLE = "MPWATCH_SECRET"  # noqa: S105  the name of a variable
 LAST_CALL = "last_call_timeout"
+BACKENDS = {"c10d": (LAST_CALL,), "static": (LAST_CALL, "rank")}  # and their options
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Rendezvous:
         mpwatch.run(train, nprocs=8, rendezvous=Rendezvous("node0:29400", run_id="job-17", nnodes=(2, 4)))
 
     The nodes meet in a store of torch's (`torch.distributed.elastic.rendezvous`). One of them serves it: the one that
-    `endpoint` names, unless it lives elsewhere (etcd). Whoever can reach the store can disturb the job: torch's rendezvous
+    `endpoint` names, unless it lives elsewhere. Whoever can reach the store can disturb the job: torch's rendezvous
     itself trusts its network (see the README).
 
     Raises TypeError or ValueError naming the argument and the value.
     """
 
     endpoint: str
-    """`host:port` of the store; port 29400 if there is none, 2379 of etcd."""
+    """`host:port` of the store; port 29400 if there is none."""
     run_id: str
     """Name of the job: nodes that give the same one to the same store meet. It is that of events and of the logs' folder."""
     nnodes: int | tuple[int, int]
@@ -37,8 +37,8 @@ class Rendezvous:
     min remain."""
     _: KW_ONLY
     backend: str = "c10d"
-    """Of torch's rendezvous: "c10d": one of the nodes serves the store; "etcd-v2"; "static": the nodes are known from the
-    start, and each says which one it is: options={"rank": 0}."""
+    """How the nodes find their ranks. "c10d": by torch's dynamic rendezvous; nodes may join and leave. "static": each node
+    gives its own rank: options={"rank": 0}."""
     join_timeout: float = 600.0
     """Seconds in which the nodes have to come together; and, if too few remain, for others to come."""
     node_timeout: float = 15.0
@@ -57,8 +57,8 @@ class Rendezvous:
     """What only the nodes of the job know; all that they tell one another is signed with it. None: what the environment
     variable MPWATCH_SECRET holds, if it is set."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings for the backend, in torch's words: `last_call_timeout` (seconds to wait for more nodes once min are
-    there; 30), the only one of "c10d"; `rank` of "static"; `protocol`, ... of "etcd-v2"."""
+    """Further settings of the backend, in torch's words. "c10d": `last_call_timeout`, the seconds to wait for more nodes
+    once min are there (30). "static": `rank`."""
 
     def __post_init__(self) -> None:
         _check_text("endpoint", self.endpoint)
@@ -110,8 +110,10 @@ class Rendezvous:
             raise TypeError(f"rendezvous: options must be a mapping with strings as keys, not {options!r:.200}")
         if LAST_CALL in self.options:
             check_seconds(f"rendezvous: options[{LAST_CALL!r}]", self.options[LAST_CALL], at_least="0 or more")
-        if self.backend == "c10d" and (unknown := sorted(self.options.keys() - {LAST_CALL})):
-            raise ValueError(f"rendezvous: backend='c10d' has no other options than {LAST_CALL!r}, not {unknown!r:.200}")
+        known = BACKENDS[self.backend]
+        if unknown := sorted(self.options.keys() - known):
+            names = " and ".join(map(repr, known))
+            raise ValueError(f"rendezvous: backend={self.backend!r} has no other options than {names}, not {unknown!r:.200}")
         if self.backend != "static":
             return
         if self.min_nodes != self.max_nodes:

@@ -31,7 +31,7 @@ def test_nnodes_is_a_number_or_a_range():
         ({"nnodes": "2"}, TypeError, "nnodes must be an int, not '2'"),
         ({"nnodes": (3, 2)}, ValueError, "max of nnodes must be at least 3, not 2"),
         ({"nnodes": (1, 2, 3)}, ValueError, r"nnodes must be a number or \(min, max\)"),
-        ({"backend": "nccl"}, ValueError, "backend must be one of c10d, etcd-v2, static, not 'nccl'"),
+        ({"backend": "nccl"}, ValueError, "backend must be one of c10d, static, not 'nccl'"),
         ({"join_timeout": 0}, ValueError, "join_timeout must be a number of seconds, more than 0, not 0"),
         ({"node_timeout": 1}, ValueError, "node_timeout must be at least 2 seconds, not 1"),
         ({"exit_barrier_timeout": -1}, ValueError, "exit_barrier_timeout must be a number of seconds, 0 or more, not -1"),
@@ -46,6 +46,11 @@ def test_nnodes_is_a_number_or_a_range():
         ({"options": {"last_cal_timeout": 1}}, ValueError, r"no other options .* not \['last_cal_timeout'\]"),
         ({"backend": "static"}, ValueError, r"needs the number of this node: options=\{'rank': 0\}"),
         ({"backend": "static", "options": {"rank": 2}}, ValueError, r"options\['rank'\] must be below nnodes=2, not 2"),
+        (
+            {"backend": "static", "options": {"rank": 0, "timeout": 5}},
+            ValueError,
+            "than 'last_call_timeout' and 'rank', not",
+        ),
         ({"backend": "static", "nnodes": (1, 2), "options": {"rank": 0}}, ValueError, "nnodes must be a number"),
     ],
 )

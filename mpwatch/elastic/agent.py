@@ -60,7 +60,7 @@ class Agent(Generic[T]):
         spec: what to run, with a `rendezvous`.
         rdzv_handler: by which the nodes meet, instead of where `spec.rendezvous` says: its endpoint, backend and options are
             not looked at then; all else in it holds, and its run_id must be the handler's. All nodes must have one, and each
-            round a store of its own, as with torch's "c10d" and "etcd-v2". How many nodes it waits for, and how long, its
+            round a store of its own, as with torch's dynamic rendezvous. How many nodes it waits for, and how long, its
             own settings say. It stays yours: when the job is over it has been closed, and `rdzv_handler.shutdown()`, which
             gives back what it holds, is for you to call. Torch's own handlers can take in a node that comes later (a
             newcomer, or one in the place of another) only if all nodes have TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in their

@@ -24,10 +24,10 @@ def torch_reducers() -> Reducers:
     theirs = {kind: how for kind, how in _registered() if _is_torch(kind)}
     if not theirs:
         return {}
-    from .storages import reducers
+    from .storages import reducers, share_or_copy
 
     ours = reducers()
-    return {kind: _if_shared(how, ours.get(kind, _plainly)) for kind, how in theirs.items()}
+    return {kind: share_or_copy(how, ours.get(kind, _plainly)) for kind, how in theirs.items()}
 
 
 def _registered() -> list[tuple[type, Reducer]]:
@@ -38,20 +38,5 @@ def _is_torch(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "torch"
 
 
-def _if_shared(torchs_own: Reducer, ours: Reducer) -> Reducer:
-    def reduce(obj: Any) -> Any:
-        return torchs_own(obj) if _is_shared(obj) else ours(obj)
-
-    return reduce
-
-
 def _plainly(obj: Any) -> Any:
     return obj.__reduce_ex__(5)
-
-
-def _is_shared(obj: Any) -> bool:
-    memory = getattr(obj, "_untyped_storage", obj)  # of a TypedStorage, which warns when it is asked
-    try:
-        return bool(memory.is_shared() or memory.is_cuda)
-    except (AttributeError, NotImplementedError):  # events; sparse tensors, which are made of several
-        return True

@@ -12,9 +12,15 @@ from pickle import PickleBuffer
 from typing import Any
 
 import torch
-import torch._tensor
-import torch._utils
 import torch.storage
+
+from ..torch_private import (
+    identity_of,
+    rebuild_from_type_v2,
+    rebuild_tensor_v3,
+    typed_storage,
+    untyped_storage_of,
+)
 
 # its stubs do not say of what types their arguments are
 TypedStorage: Any = torch.storage.TypedStorage
@@ -28,16 +34,33 @@ def reducers() -> dict[type, Reducer]:
     met: dict[int, _Memory] = {}
 
     def reduce_typed(storage: Any) -> Any:
-        memory = storage._untyped_storage
+        memory = untyped_storage_of(storage)
         return storage.__reduce_ex__(5) if memory.device.type != "cpu" else (_typed, (met_as(memory), storage.dtype))
 
     def reduce_untyped(storage: Any) -> Any:
         return storage.__reduce_ex__(5) if storage.device.type != "cpu" else (_itself, (met_as(storage),))
 
     def met_as(storage: Any) -> _Memory:
-        return met.setdefault(storage._cdata, _Memory(storage))
+        return met.setdefault(identity_of(storage), _Memory(storage))
 
     return {torch.Tensor: _reduce_tensor, TypedStorage: reduce_typed, UntypedStorage: reduce_untyped}
+
+
+def share_or_copy(share: Reducer, copy: Reducer) -> Reducer:
+    """Return a reducer that shares an object whose memory is shared already, and copies any other object."""
+
+    def reduce(obj: Any) -> Any:
+        return share(obj) if _is_shared(obj) else copy(obj)
+
+    return reduce
+
+
+def _is_shared(obj: Any) -> bool:
+    memory = untyped_storage_of(obj)
+    try:
+        return bool(memory.is_shared() or memory.is_cuda)
+    except (AttributeError, NotImplementedError):  # events; sparse tensors, which are made of several
+        return True
 
 
 def _reduce_tensor(tensor: Any) -> Any:
@@ -47,10 +70,10 @@ def _reduce_tensor(tensor: Any) -> Any:
 
 def _loadable(make: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """What torch makes it of, but that it cannot load what it makes of one of its newer types (float8, uint16)."""
-    if make is torch._utils._rebuild_tensor_v3:
+    if make is rebuild_tensor_v3:
         storage, *rest = args
         args = (_typed(storage, torch.uint8), *rest)  # where it looks for a typed one, of whatever type
-    elif make is torch._tensor._rebuild_from_type_v2:  # of one with attributes of its own
+    elif make is rebuild_from_type_v2:  # of one with attributes of its own
         make_it, kind, its_args, *state = args
         args = (make_it, kind, _loadable(make_it, its_args), *state)
     return args
@@ -80,7 +103,7 @@ def _storage(buffer: bytes | bytearray | memoryview) -> Any:
 
 
 def _typed(storage: Any, dtype: Any) -> Any:
-    return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return typed_storage(storage, dtype)
 
 
 def _itself(storage: Any) -> Any:

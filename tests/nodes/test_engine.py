@@ -324,12 +324,6 @@ def test_a_static_node_that_comes_twice(node):
         twin.join(until(20))
 
 
-def test_etcd_where_its_client_is_missing(node, monkeypatch):
-    monkeypatch.setitem(sys.modules, "etcd", None)
-    with pytest.raises(LaunchError, match="pip install python-etcd"):
-        node(backend="etcd-v2").connect(until(10))
-
-
 def test_what_is_closed_keeps_nothing_alive(node, port):
     host, guest = connected(node(), node())
     ours, _ = join(host, guest)

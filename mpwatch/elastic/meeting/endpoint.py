@@ -123,8 +123,8 @@ def listen(endpoint: Endpoint, here: Address | None) -> socket.socket:
     return socket.create_server(("", endpoint.port), backlog=socket.SOMAXCONN)
 
 
-def look(endpoint: Endpoint, addresses: list[Address], limit: Limit, *, store: bool) -> Found | str:
-    """Who listens at one of these addresses: a store, unless that is not asked for. Else what is the trouble.
+def look(endpoint: Endpoint, addresses: list[Address], limit: Limit) -> Found | str:
+    """Return the store that listens at one of these addresses, or a text that says why none was found.
 
     Raises LaunchError if what listens there is no store, and CancelledError.
     """
@@ -134,7 +134,7 @@ def look(endpoint: Endpoint, addresses: list[Address], limit: Limit, *, store: b
             with socket.socket(family, socket.SOCK_STREAM) as connection:
                 connection.settimeout(limit.left(TRY_SECONDS) or POLL_SECONDS)
                 connection.connect(address)
-                answer = ask(connection, limit.left(TRY_SECONDS) or POLL_SECONDS) if store else Answer.STORE
+                answer = ask(connection, limit.left(TRY_SECONDS) or POLL_SECONDS)
                 if answer is Answer.STORE:
                     return Found(address[0], connection.getsockname()[0])
                 trouble = "what listens there does not answer as a store of torch's: is the port taken by something else?"

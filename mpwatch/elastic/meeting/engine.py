@@ -106,7 +106,7 @@ class Engine:
     def close(self) -> None:
         """Leave the round, and give back everything: threads, sockets, and the server, if this process has it.
 
-        In 2 s, whatever the network does. A resolver or a client of etcd that is stuck ends by its own timeouts.
+        In 2 s, whatever the network does. A resolver that is stuck ends by its own timeouts.
         """
         self.cancel()
         opened, meeting = self._opened, self._meeting

@@ -18,15 +18,18 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousSettings,
     RendezvousTimeout,
+)
+
+from ...os_support.processes import await_end_of_thread
+from ...rendezvous import Rendezvous
+from ...torch_private import (
     _Action,
     _BackendRendezvousStateHolder,
     _DistributedRendezvousOpExecutor,
     _NodeDescGenerator,
     _RendezvousContext,
+    stop_heartbeats,
 )
-
-from ...os_support.processes import await_end_of_thread
-from ...rendezvous import Rendezvous
 from .errors import StoreLostError
 from .state import Node
 
@@ -112,9 +115,7 @@ class Handler(DynamicRendezvousHandler):
 
     def stop(self) -> None:
         """No more signs of life. Waits for the thread that gives them, until the kernel has forgotten it."""
-        timer = self._keep_alive_timer
-        thread = None if timer is None else timer._thread
-        self._stop_heartbeats()
+        thread = stop_heartbeats(self)
         if thread is not None and thread.native_id is not None:
             await_end_of_thread(thread.native_id)
 

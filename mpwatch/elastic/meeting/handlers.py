@@ -21,10 +21,11 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, _RendezvousExitOp
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from ...errors import LaunchError
 from ...rendezvous import Rendezvous
+from ...torch_private import leave_rendezvous, stop_heartbeats
 from .engine import LEAVE_SECONDS, Engine, leave_in_time
 from .errors import ClosedError, StoreLostError
 from .meetings import Round
@@ -134,8 +135,8 @@ class HandlerEngine(Engine):
         handler = self._handler
         if isinstance(handler, DynamicRendezvousHandler):
             try:
-                handler._stop_heartbeats()
-                handler._op_executor.run(_RendezvousExitOp(), time.monotonic() + LEAVE_SECONDS)
+                stop_heartbeats(handler)
+                leave_rendezvous(handler, LEAVE_SECONDS)
             except (RendezvousConnectionError, RendezvousStateError, RendezvousTimeoutError, DistError):
                 pass  # then they will miss our signs of life
 

@@ -15,12 +15,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousGracefulExitError,
     RendezvousInfo,
-    RendezvousParameters,
     RendezvousStateError,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import create_rdzv_handler
 
 from ...errors import LaunchError
 from ...rendezvous import Rendezvous
@@ -147,7 +145,7 @@ class Meeting:
 
     def _round(self, info: RendezvousInfo) -> Round:
         self._earlier = set(self._state.participants)
-        # Etcd may hold a round of this number of an earlier job of this name: the name of its first node is new.
+        # A store that outlives jobs may hold this round of an earlier job with this run_id. The first node's id is new.
         first = next(node for node, rank in self._state.participants.items() if rank == 0)
         prefix = f"mpwatch.{self._rendezvous.run_id}.{self._state.round}.{first.local_id:x}"
         return Round(PartOfStore(self._opened.connection, prefix), info.rank, info.world_size)
@@ -212,17 +210,12 @@ class Meeting:
 
 
 class StaticMeeting:
-    """Nodes that know their numbers: torch's static rendezvous says who they are, and all have to come for each round."""
+    """Nodes that know their ranks. All of them have to come for each round."""
 
     def __init__(self, rendezvous: Rendezvous, opened: Opened) -> None:
         self._rendezvous = rendezvous
         self._opened = opened
-        size, name = rendezvous.max_nodes, rendezvous.run_id
-        self._job = PartOfStore(opened.connection, f"mpwatch.{name}")
-        parameters = RendezvousParameters("static", str(opened.endpoint), name, size, size, **rendezvous.options)
-        handler: Any = create_rdzv_handler(parameters)
-        handler._store = self._job  # it would wait in C++ for all the others to connect
-        self._handler = handler
+        self._job = PartOfStore(opened.connection, f"mpwatch.{rendezvous.run_id}")
         self._rounds = 0
         self._mark: tuple[PartOfStore, str] | None = None
 
@@ -230,15 +223,15 @@ class StaticMeeting:
         """See `Engine.join`."""
         started = time.monotonic()
         limit.left(0)
-        info = self._handler.next_rendezvous()
+        rank, size = self._rendezvous.options["rank"], self._rendezvous.max_nodes
         store = PartOfStore(self._opened.connection, f"mpwatch.{self._rendezvous.run_id}.{self._rounds}")
-        missing = [f"here/{rank}" for rank in range(info.world_size)]
-        if store.add(f"here/{info.rank}", 1) > 1:
+        missing = [f"here/{each}" for each in range(size)]
+        if store.add(f"here/{rank}", 1) > 1:
             raise LaunchError(
-                f"rendezvous at {self._opened.endpoint}: a node with options={{'rank': {info.rank}}} has come already: two"
+                f"rendezvous at {self._opened.endpoint}: a node with options={{'rank': {rank}}} has come already: two"
                 " nodes have the same number, or one was started again, which backend='static' cannot take in"
             )
-        self._mark = store, f"here/{info.rank}"
+        self._mark = store, f"here/{rank}"
         try:
             while missing := [key for key in missing if not store.check([key])]:
                 if self._job.check(["closed"]):
@@ -250,7 +243,7 @@ class StaticMeeting:
             raise
         self._rounds += 1
         self._mark = None
-        return Round(store, info.rank, info.world_size)
+        return Round(store, rank, size)
 
     def _why_not(self, missing: list[str], seconds: float) -> str:
         ranks = ", ".join(key.partition("/")[2] for key in missing)

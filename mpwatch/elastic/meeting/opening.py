@@ -1,17 +1,14 @@
 """Opens the store of a rendezvous: serves it, or waits for it to be served, and connects to it.
 
 May take until its deadline, since the node that serves the store may come later than the others, and its name be known
-later still. Imports torch, and etcd's client where it is asked for.
+later still. Imports torch.
 """
 
-import importlib.util
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from socket import create_connection, gaierror
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from ...errors import LaunchError
@@ -37,7 +34,6 @@ from .store import Connection, PartOfStore, tcp_store
 __all__ = ["Opened", "open_store"]
 
 PORT = 29400
-PORT_OF_ETCD = 2379
 LOOPBACK = "127.0.0.1"
 
 
@@ -56,8 +52,6 @@ class Opened:
 
 def open_store(rendezvous: Rendezvous, limit: Limit) -> Opened:
     """Raises LaunchError, at the latest when the time is over, and CancelledError."""
-    if rendezvous.backend == "etcd-v2":
-        return _open_etcd(rendezvous, limit)
     endpoint = Endpoint.of(rendezvous.endpoint, PORT)
     static = rendezvous.backend == "static"
     is_host = rendezvous.options["rank"] == 0 if static else rendezvous.is_host
@@ -135,7 +129,7 @@ class _Opening:
         return self._join([here], limit)
 
     def _join(self, addresses: list[Address], limit: Limit) -> Opened | None:
-        found = look(self._endpoint, addresses, limit, store=True)
+        found = look(self._endpoint, addresses, limit)
         if isinstance(found, Found):
             connection = tcp_store(self._endpoint, found.host, limit, self._silence)
             return Opened(connection, self._endpoint, False, found.local, None)
@@ -152,46 +146,3 @@ def _unknown(endpoint: Endpoint, error: gaierror) -> str:
         f"the name {endpoint.host!r} cannot be resolved ({error.strerror}): check its spelling and what this machine asks"
         " for names, or give the address instead"
     )
-
-
-def _open_etcd(rendezvous: Rendezvous, limit: Limit) -> Opened:
-    if importlib.util.find_spec("etcd") is None:
-        raise LaunchError(
-            "rendezvous: backend='etcd-v2' needs a client of etcd, which is not installed: pip install python-etcd; or take"
-            " backend='c10d', which needs nothing but torch"
-        )
-    from etcd import EtcdException  # type: ignore[import-not-found]
-    from torch.distributed.elastic.rendezvous import etcd_rendezvous_backend
-    from urllib3 import Retry
-    from urllib3.exceptions import HTTPError
-
-    endpoint = Endpoint.of(rendezvous.endpoint, PORT_OF_ETCD)
-    seconds = max(1, int(rendezvous.node_timeout / 2))
-    options = {"read_timeout": seconds, **rendezvous.options}
-    parameters = RendezvousParameters(
-        rendezvous.backend, str(endpoint), rendezvous.run_id, rendezvous.min_nodes, rendezvous.max_nodes, **options
-    )
-    started = time.monotonic()
-    while True:
-        try:
-            found = look(endpoint, resolve(endpoint, limit), limit, store=False)
-        except gaierror as error:
-            found = _unknown(endpoint, error)
-        if isinstance(found, Found):
-            break
-        if not limit.pause():
-            raise _too_late(endpoint, found, started)
-    try:
-        store: Any
-        backend, store = etcd_rendezvous_backend.create_backend(parameters)
-        store.set_timeout(timedelta(seconds=seconds))
-        once = Retry(connect=0, read=0, other=0)  # else it would be asked four times, and each time be waited for
-        store.client.http.connection_pool_kw["retries"] = once
-        backend.get_state()
-    except (RendezvousConnectionError, EtcdException, HTTPError) as error:
-        reason = str(error.__cause__ or error).strip().partition("\n")[0]
-        raise LaunchError(
-            f"rendezvous at {endpoint}: what listens there does not answer as an etcd with its API v2 ({reason}):"
-            " etcd has to be started with --enable-v2"
-        ) from error
-    return Opened(Connection(store, [], endpoint, (EtcdException, HTTPError)), endpoint, False, found.local, backend)

@@ -6,23 +6,20 @@ before torch sees it; what torch gets is pickled here. Imports torch's classes.
 
 import io
 import pickle
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any, cast
 
-from torch.distributed.elastic.rendezvous import RendezvousStateError, dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    RendezvousSettings,
-    _NodeDesc,
-    _remove_participant_epilogue,
-    _RendezvousState,
-)
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousSettings
+
+from ...torch_private import _NodeDesc, _remove_participant_epilogue, _RendezvousState, state_timezone
 
 __all__ = ["ZONE", "Node", "State", "read", "withdraw", "write"]
 
 Node = _NodeDesc
 State = _RendezvousState
 
-ZONE = UTC if hasattr(dynamic_rendezvous, "timezone") else None  # of its times; torch 2.4 and 2.5 do not say that it is UTC
+ZONE = state_timezone()
 MAX_BYTES = 1 << 24  # of some 200 a node
 KNOWN = {(kind.__module__, kind.__qualname__): kind for kind in (Node, State, datetime, timedelta, timezone, set)}
 

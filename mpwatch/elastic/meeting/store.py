@@ -1,4 +1,4 @@
-"""A connection to a store of torch's (`TCPStore`, or etcd), which ends when the network does, and can be cut by us.
+"""A connection to a store of torch's (`TCPStore`), which ends when the network does, and can be cut by us.
 
 Torch's client waits for an answer as long as it takes, in C++: on a network that has gone silent for ever. Here the kernel
 ends a silent connection, whoever closes the engine can shut it down, and what torch raises then is a StoreLostError.
@@ -81,7 +81,7 @@ class Connection:
             raise self._error()
         try:
             return call(*args, **kwargs)
-        except (DistStoreError, LookupError) as error:  # it is there, and has not what is wanted; the latter is EtcdStore's
+        except (DistStoreError, LookupError) as error:  # a user's own store may raise LookupError
             raise StoreLostError(f"the store at {self._where} does not hold what it should: {_first_line(error)}") from error
         except self._errors as error:
             self._lost = _first_line(error.__cause__ or error)
@@ -157,7 +157,7 @@ class PartOfStore(Store):
         return self._call(PrefixStore.check, keys)
 
     def delete_key(self, key: str) -> bool:
-        """Forget it (c10d and static). Whether there was such a key."""
+        """Forget it. Whether there was such a key."""
         return self._call(PrefixStore.delete_key, key)
 
     def _call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -4,7 +4,8 @@
     def test_sum(model):
         ...
 
-pytest finds it by its entry point. It does nothing to a run without such a mark: this module is all that is imported then.
+pytest finds it by its entry point. It changes nothing in a run without such a mark, and imports only this module and
+`names` then.
 
     pytest, the watcher                          each rank
     ───────────────────                          ─────────
@@ -22,10 +23,7 @@ another that fails. What each rank printed is a section of the report; warnings 
 
 import pytest
 
-__all__ = ["MARK", "RANK"]
-
-MARK = "mpwatch"
-RANK = "mpwatch_rank"  # in the `workerinput` of a configuration: this session is that of a rank
+from .names import MARK, RANK
 
 
 def pytest_configure(config: pytest.Config) -> None:

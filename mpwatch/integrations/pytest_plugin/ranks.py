@@ -15,7 +15,7 @@ from _pytest.config import ConftestImportFailure, _prepareconfig, create_termina
 
 from mpwatch import current_worker
 
-from . import RANK
+from .names import RANK
 
 __all__ = ["Findings", "Order", "Recipe", "finish", "module_of", "name_in_module", "prepare", "run_item", "tear_down"]
 

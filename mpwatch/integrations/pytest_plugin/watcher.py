@@ -10,7 +10,7 @@ import pytest
 
 from mpwatch import LaunchError, LogSpec, ProcessFailure, RunFailedError, RunResult, WorkerGroup, WorkerState
 
-from . import MARK
+from .names import MARK
 from .ranks import Findings, Order, Recipe, finish, module_of, name_in_module, prepare, run_item, tear_down
 
 __all__ = ["pytest_runtest_protocol", "run_on_ranks"]

@@ -1,0 +1,146 @@
+"""The private names of torch that mpwatch uses. Read this file first when a new version of torch breaks a test.
+
+Beside each name stand what breaks if it goes, and the versions of torch that have it. The source of four versions was read:
+2.4, 2.6, 2.9 and 2.13.
+
+This module imports torch. Import it only where torch is needed anyway: in `elastic/`, and in `wire/storages.py`, which is
+imported once a tensor may be pickled or unpickled. The names of torch's rendezvous are imported when they are first used,
+because the import of `torch.distributed.elastic.rendezvous` loads the entry points of other packages.
+"""
+
+import threading
+import time
+from datetime import UTC, tzinfo
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._tensor
+import torch._utils
+import torch.storage
+
+# Tensors: wire/storages.py.
+
+# `Tensor.__reduce_ex__` returns this function for the newer types (float8, uint16). If it goes, no tensor can be pickled.
+# All four versions have it.
+rebuild_tensor_v3: Any = torch._utils._rebuild_tensor_v3
+
+# `Tensor.__reduce_ex__` returns this function for a tensor that has attributes of its own. If it goes, no tensor can be
+# pickled. All four versions have it.
+rebuild_from_type_v2: Any = torch._tensor._rebuild_from_type_v2
+
+
+def untyped_storage_of(storage: Any) -> Any:
+    """Return the untyped storage below a TypedStorage, and any other object as it is.
+
+    `_untyped_storage`: other attributes of a TypedStorage warn that it is deprecated. If it goes, no TypedStorage can be
+    pickled. All four versions have it.
+    """
+    return getattr(storage, "_untyped_storage", storage)
+
+
+def identity_of(storage: Any) -> int:
+    """Return a number that is the same for all Python objects over the same storage.
+
+    `_cdata`: the address of the C++ object. If it goes, no tensor can be pickled. All four versions have it.
+    """
+    return int(storage._cdata)
+
+
+def typed_storage(storage: Any, dtype: Any) -> Any:
+    """Build a TypedStorage over an untyped storage.
+
+    `_internal`: keeps torch from warning that TypedStorage is deprecated. If the argument goes, no tensor can be unpickled.
+    All four versions have it.
+    """
+    make: Any = torch.storage.TypedStorage
+    return make(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+# The rendezvous: elastic/meeting/.
+
+DYNAMIC_RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+
+# The names below are those of torch. At run time `__getattr__` finds them.
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    # Torch's decision what a node does next. `_Executor` in handler.py looks for SYNC, which means "wait". If it goes,
+    # `Handler` can use torch's executor, and a node sees a new round up to a second later. All four versions have it.
+    _Action = dynamic_rendezvous._Action
+
+    # The argument of torch's decision. `_Executor` in handler.py makes one after each wait. If it goes: see `_Action`. All
+    # four versions have it.
+    _RendezvousContext = dynamic_rendezvous._RendezvousContext
+
+    # Carries out an operation on the state. `_Executor` in handler.py overrides `run`, uses `_node`, `_settings` and
+    # `_state_holder`, and sets `_state`. If one goes: see `_Action`. All four versions have all of them.
+    _DistributedRendezvousOpExecutor = dynamic_rendezvous._DistributedRendezvousOpExecutor
+
+    # Keeps a handler's state in step with the backend. handler.py makes one, and sets its `_cache_duration` to 0. If the
+    # class goes, `DynamicRendezvousHandler.from_backend` is the public way to make a handler. If the attribute goes, a
+    # node may act on a state that is a second old. All four versions have both.
+    _BackendRendezvousStateHolder = dynamic_rendezvous._BackendRendezvousStateHolder
+
+    # Names the nodes. `_Names` in handler.py overrides `generate`. If it goes, `_Names` needs no base class. All four
+    # versions have it.
+    _NodeDescGenerator = dynamic_rendezvous._NodeDescGenerator
+
+    # A node in the state that all nodes share. state.py unpickles this class and `_RendezvousState`, and no others of
+    # torch. If one goes or gets other fields, each state is refused and no node can join. All four versions have both.
+    _NodeDesc = dynamic_rendezvous._NodeDesc
+    _RendezvousState = dynamic_rendezvous._RendezvousState
+
+    # Numbers the other participants again when one is removed. If it goes, state.py cannot take a node out of a round
+    # that is forming, and the others wait until its heartbeat expires. All four versions have it.
+    _remove_participant_epilogue = dynamic_rendezvous._remove_participant_epilogue
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(DYNAMIC_RENDEZVOUS), name)
+
+
+# `Handler` in elastic/meeting/handler.py is a subclass of the public DynamicRendezvousHandler. Private members that it
+# - reads: `_this_node`, the node itself in the state. If it goes, a node cannot leave a round. All four versions have it.
+# - sets: `_op_executor`. If it goes: see `_Action`. All four versions have it.
+# - overrides: `_node_desc_generator`. If it goes, mpwatch passes its own node to the handler all the same. All four versions
+#   have it.
+# - overrides: `_create_tcp_store_server`. If it goes, each round may open one more server, and a newcomer may wait for an
+#   address that no node writes. 2.6, 2.9 and 2.13 have it; 2.4 opens no server.
+# - overrides: `_keep_alive`, which torch calls in a thread. If it goes, that thread fails when the store is lost. All four
+#   versions have it.
+
+
+def state_timezone() -> tzinfo | None:
+    """Return the timezone of the times in the state: UTC, or None where torch writes them without one.
+
+    `timezone`: torch's module has imported it since the times are in UTC. If it goes, each state is refused and no node can
+    join. 2.6, 2.9 and 2.13 have it; 2.4 writes times without a timezone.
+    """
+    return UTC if hasattr(import_module(DYNAMIC_RENDEZVOUS), "timezone") else None
+
+
+def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> threading.Thread | None:
+    """Stop the heartbeats of a node. Return the thread that sent them, or None if there was none.
+
+    `_stop_heartbeats`: if it goes, a node that has left still looks alive to the other nodes. `_keep_alive_timer` and its
+    `_thread`: if they go, the caller cannot wait until the kernel has removed the thread. All four versions have them.
+    """
+    timer = handler._keep_alive_timer
+    thread = None if timer is None else timer._thread
+    handler._stop_heartbeats()
+    return thread
+
+
+def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", seconds: float) -> None:
+    """Take this node out of the state within so many seconds. The rendezvous stays open for the other nodes.
+
+    `_op_executor` and `_RendezvousExitOp`: torch has no public way to leave. If one goes, the other nodes wait until the
+    heartbeat of this node expires. All four versions have both.
+
+    Raises RendezvousTimeoutError when the time is over, and whatever the backend raises.
+    """
+    leave: Any = import_module(DYNAMIC_RENDEZVOUS)._RendezvousExitOp()
+    handler._op_executor.run(leave, time.monotonic() + seconds)
