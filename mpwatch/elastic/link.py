@@ -37,7 +37,6 @@ from .member import Conclude, Member, Rejoin
 from .sitting import Sitting
 from .talk import seal
 from .talk.board import Board
-from .talk.exchange import Exchange
 from .talk.messages import NO_ATTEMPT, Card, Decision, Ended, History, Start, Terms, Verdict
 from .talk.seal import ForgedError, Seal, SecretError
 from .talk.terms import terms_of, unlike
@@ -49,7 +48,6 @@ LEAVE_SECONDS = 2.0  # beyond the grace period in which they stop their ranks, f
 LINGER_SECONDS, LINGER_PAUSE = 10.0, 0.2  # for an earlier job of the same name to be gone, and between two looks
 MOST_TERMS = 100
 SERVER_SECONDS = 1.0  # for the node that serves the store to write the job's terms, which it does as soon as it serves it
-NOBODY_LEFT = "the node of group rank 0 is lost, or has not waited for this one any longer"
 AGAIN_LAST_CALL = 2.0  # seconds in which survivors meet anew, should not all of them come at once
 
 
@@ -73,9 +71,6 @@ class Link:
         self._bell = threading.Event()
         self._has_concluded = False
         self._is_leaving = threading.Event()
-        self._has_ended = threading.Event()
-        self._exchange: Exchange | None = None  # that somebody waits for
-        self._board: Board | None = None  # of this round
         self._thread = threading.Thread(target=self._carry_out, name="mpwatch-node")
 
     @property
@@ -117,18 +112,6 @@ class Link:
         """What came of the job is known here: the others need not wait for this node any more."""
         self._has_concluded = True
         self._call(lambda sitting: sitting.do(sitting.member.concluded()))
-
-    def place_of_values(self, node: int) -> str:
-        """What the values of a node are signed for in this round."""
-        assert self._board is not None
-        return self._board.place_of_values(node)
-
-    def exchange(self, exchange: Exchange) -> None:
-        """Have the values of all nodes."""
-        self._exchange = exchange
-        self._call(lambda sitting: sitting.exchange(exchange))
-        if self._has_ended.is_set():
-            exchange.end(NOBODY_LEFT)
 
     def abort(self, report: Ended) -> None:
         """The run cannot go on here, through no fault of a rank."""
@@ -173,10 +156,6 @@ class Link:
             self._fail(error)
         except BaseException as error:  # noqa: BLE001  an error of ours: the caller's thread raises it
             self._hands.tell(error)
-        finally:
-            self._has_ended.set()  # before the look at what is waited for: one that comes later sees it
-            if self._exchange is not None:
-                self._exchange.end(NOBODY_LEFT)
 
     def _fail(self, error: Exception) -> None:
         """The nodes cannot meet, or not anew. There are no ranks meanwhile."""
@@ -276,7 +255,7 @@ class Link:
     def _sit(self, found: Round, history: History) -> Rejoin | None:
         """Through one round. Returns how the nodes meet anew; None: they do not."""
         at = self._rendezvous
-        board = self._board = Board(found.store, self._seal, group_rank=found.group_rank, patience=at.node_timeout)
+        board = Board(found.store, self._seal, group_rank=found.group_rank, patience=at.node_timeout)
         member = Member(
             self._card(found.group_rank, history),
             size=found.group_world_size,

@@ -4,7 +4,7 @@ for all nodes to decide.
     link: an attempt starts --> who our ranks are, their environments --> link: they can be started
     ranks are gone --> what became of them here --> link: told to the others --> what came of it for all
 
-Code of the user's runs here: exceptions and values are rebuilt, `retry_if` and `env` are called. What they raise ends the
+Code of the user's runs here: exceptions are rebuilt, `retry_if` and `env` are called. What they raise ends the
 run.
 """
 
@@ -35,9 +35,7 @@ from .hands import News
 from .link import Link
 from .member import Conclude, Prepare
 from .places import workers_of
-from .talk.exchange import Exchange, ExchangeError
 from .talk.failures import as_many_as_fit, from_plain, to_plain
-from .talk.gathering import pack, parts, unpack
 from .talk.messages import LARGEST, NO_ATTEMPT, Decision, Ended, Gone, Outcome, Place, Start, Verdict
 from .talk.seal import ForgedError
 
@@ -258,7 +256,7 @@ class NodeStory(Story[T]):
                 replace(here, state=WorkerState.STOPPED, return_values={}) if here.state is WorkerState.SUCCEEDED else here
             )
         if verdict.decision is Decision.DONE:
-            return self._with_values_of_all(here) if self._rendezvous.gather else here
+            return here
         failures = dict(sorted({**self._strangers, **here.failures}.items()))
         cause = failures.get(verdict.cause)
         return replace(
@@ -271,28 +269,6 @@ class NodeStory(Story[T]):
             reason=verdict.reason or here.reason,
             not_restarted=verdict.why_not,
         )
-
-    def _with_values_of_all(self, here: RunResult[T]) -> RunResult[T]:
-        """What the ranks of other nodes have returned, too. If not all of it can be had, the job has failed after all."""
-        start, key, own = self._start, self._rendezvous.key, here.workers[0].group_rank
-        assert start is not None
-        packed, trouble = b"", ""
-        try:
-            packed = pack(here.return_values, key, self._link.place_of_values(own))
-        except (ValueError, TypeError, OSError) as error:
-            trouble = str(error)
-        exchange = Exchange(
-            parts(packed), trouble, size=start.group_world_size, attempt=start.attempt, world_size=start.world_size
-        )
-        self._link.exchange(exchange)
-        values = dict(here.return_values)
-        try:
-            for node, (data, ranks) in exchange.wait(self._rendezvous.exit_barrier_timeout).items():
-                values |= unpack(data, key, self._link.place_of_values(node), ranks)
-        except (ExchangeError, ForgedError) as error:
-            reason = f"all ranks have returned, but their values could not be gathered: {error}"
-            return replace(here, state=WorkerState.FAILED, return_values={}, reason=reason)
-        return replace(here, return_values=dict(sorted(values.items())))
 
 
 def _told(what: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any], ...]:

@@ -15,7 +15,7 @@ from .bundle import REDUCERS, Bundle, Trial
 from .payload import from_caller
 from .reducers import Reducers, multiprocessing_reducers, torch_reducers
 
-__all__ = ["AnswerPickler", "CallPickler", "PeerPickler"]
+__all__ = ["AnswerPickler", "CallPickler"]
 
 Keeper = Callable[[PickleBuffer], bool]
 CACHED = type(functools.lru_cache(len))  # what the decorator makes; it has no public name
@@ -118,18 +118,6 @@ class AnswerPickler(_ClassPickler):
         home = _home(obj, main)
         if home is not None and main[home] is from_caller.get(home):
             return NotImplemented  # plain pickle's way: by name
-        return super().reducer_override(obj)
-
-
-class PeerPickler(_ClassPickler):
-    """In the watcher, for one on another node: pickles what is found in `__main__` by its name, since that runs the same
-    program.
-    """
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Called by pickle for each object."""
-        if _home(obj, vars(sys.modules["__main__"])) is not None:
-            return NotImplemented
         return super().reducer_override(obj)
 
 

@@ -5,7 +5,6 @@
     word/<n>          what the chair says to everybody
     place/<a>/<g>     where the ranks of node g are in attempt a
     beat/<g>          how often node g has given a sign of life
-    values/<g>        see exchange.py
 
 Uses nothing of a store but `set`, `get`, `add` and `check`, and never waits in one. An entry that is not what it says is
 dropped, and the log says why. Raises StoreLostError if the store cannot be reached.
@@ -13,13 +12,12 @@ dropped, and the log says why. Raises StoreLostError if the store cannot be reac
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 from uuid import uuid4
 
 from ..meeting.errors import StoreLostError
 from ..meeting.store import PartOfStore
-from .gathering import GATHER_LIMIT, PART
 from .messages import FromMember, Place, Word, from_body, to_body
 from .seal import MAX_ENTRY, ForgedError, Seal
 
@@ -29,7 +27,6 @@ log = logging.getLogger("mpwatch")
 MOST_HOLES = 1000
 MOST_BEHIND = 1_000_000  # messages: more than all nodes of any job would write
 MOST_NAMED = 20  # entries that were dropped
-MOST_PARTS = 2 * GATHER_LIMIT // PART
 WORD_LIMIT = 4 * MAX_ENTRY  # a verdict tells of the failures of many nodes
 
 
@@ -120,35 +117,6 @@ class Board:
         node = self.group_rank if node is None else node
         found = self._message(self._key_of(attempt, node), self._place("place", node), Place, MAX_ENTRY)
         return found[0] if found else None
-
-    def place_of_values(self, node: int | None = None) -> str:
-        """What this node's values are signed for, or another's."""
-        return self._place("values", self.group_rank if node is None else node)
-
-    def write_values(self, parts: Sequence[bytes]) -> None:
-        """This node's, for the others."""
-        for number, part in enumerate(parts):
-            self._store.set(f"values/{self.group_rank}/{number}", part)
-        self.say_of_values({"parts": len(parts), "error": ""})
-
-    def say_of_values(self, body: dict[str, Any]) -> None:
-        """How many parts there are of them, or why there are none."""
-        self._write(f"values/{self.group_rank}", f"{self.place_of_values()}/said", body)
-
-    def said_of_values(self, node: int) -> dict[str, Any] | None:
-        """The same of another node; None if it has not said anything yet."""
-        return self._read(f"values/{node}", f"{self.place_of_values(node)}/said")
-
-    def values_of(self, node: int, said: dict[str, Any]) -> bytes:
-        """What it has written. Raises ForgedError."""
-        count, found = said.get("parts"), []
-        if not isinstance(count, int) or not 0 < count <= MOST_PARTS:
-            raise ForgedError(f"they cannot have {count!r:.100} parts")
-        for key in (f"values/{node}/{number}" for number in range(count)):
-            if not self._is_there(key):
-                raise ForgedError("a part is missing")
-            found.append(self._store.get(key))
-        return b"".join(found)
 
     def _key_of(self, attempt: int, group_rank: int) -> str:
         return f"place/{attempt}/{group_rank}"
