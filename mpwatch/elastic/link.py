@@ -35,9 +35,9 @@ from .meeting.patience import Limit
 from .meeting.store import PartOfStore
 from .member import Conclude, Member, Rejoin
 from .sitting import Sitting
-from .talk import seal
 from .talk.board import Board
-from .talk.messages import NO_ATTEMPT, Card, Decision, Ended, History, Start, Terms, Verdict
+from .talk.json_codec import from_json, to_json
+from .talk.messages import NO_ATTEMPT, Card, Decision, Ended, History, PublishedTerms, RefusedNode, Start, Verdict
 from .talk.seal import ForgedError, Seal, SecretError
 from .talk.terms import terms_of, unlike
 
@@ -46,7 +46,6 @@ __all__ = ["Link"]
 THREAD_SECONDS = 1.0  # for the kernel to know nothing more of a thread that has ended, which takes microseconds
 LEAVE_SECONDS = 2.0  # beyond the grace period in which they stop their ranks, for the others to take note of who leaves
 LINGER_SECONDS, LINGER_PAUSE = 10.0, 0.2  # for an earlier job of the same name to be gone, and between two looks
-MOST_TERMS = 100
 SERVER_SECONDS = 1.0  # for the node that serves the store to write the job's terms, which it does as soon as it serves it
 AGAIN_LAST_CALL = 2.0  # seconds in which survivors meet anew, should not all of them come at once
 
@@ -206,18 +205,16 @@ class Link:
         if store.check([OVER]):
             raise ClosedError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint} is over")
         try:
-            body = self._first_terms(store, place)
-            items = seal.mapping(body, "items", limit=MOST_TERMS)
-            first = Terms(tuple((name, seal.text(items, name)) for name in items))
-            why = unlike(self._terms, first, platform.node(), f"{seal.line(body, 'host')}, which came first")
+            first = self._first_terms(store, place)
+            why = unlike(self._terms, first.terms, platform.node(), f"{first.host}, which came first")
         except ForgedError as error:
             why = f"what the first node of the job has written cannot be read: {error}"
         if why:
             # who waits in vain for this node learns the reason, too
-            store.set("refused", self._seal.close("refused", {"host": platform.node(), "why": why}))
+            store.set("refused", self._seal.close("refused", to_json(RefusedNode(platform.node(), why))))
             raise LaunchError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint}: {why}")
 
-    def _first_terms(self, store: PartOfStore, place: str) -> dict[str, Any]:
+    def _first_terms(self, store: PartOfStore, place: str) -> PublishedTerms:
         """What the first node of the job has written: the one that serves the store, if one of them does, since with it
         goes the store, should it be refused. Raises ForgedError.
         """
@@ -228,10 +225,11 @@ class Link:
             if patience.pause():
                 continue
             if is_first or store.add("came", 1) == 1:
-                store.set(place, self._seal.close(place, {"host": platform.node(), "items": dict(self._terms.items)}))
+                published = PublishedTerms(platform.node(), self._terms)
+                store.set(place, self._seal.close(place, to_json(published)))
             patience = Limit(time.monotonic() + self._rendezvous.node_timeout, self._is_leaving)
             is_first = True  # should who is have been lost before it could write them
-        return self._seal.open(place, store.get(place))
+        return from_json(PublishedTerms, self._seal.open(place, store.get(place)))
 
     def _join(self, deadline: float, *, last_call: float | None = None, enough: float = math.inf) -> Round:
         """Meet the others. Raises LaunchError, and says also whom the job has refused."""
@@ -247,10 +245,10 @@ class Link:
     def _who_was_refused(self, entry: bytes) -> str:
         """Raises ForgedError."""
         try:
-            body = self._seal.open("refused", entry)
+            refused = from_json(RefusedNode, self._seal.open("refused", entry))
         except SecretError as error:
             return f"A node was refused, and what it has written is {error}"
-        return f"{seal.line(body, 'host')} was refused: {seal.text(body, 'why')}"
+        return f"{refused.host} was refused: {refused.reason}"
 
     def _sit(self, found: Round, history: History) -> Rejoin | None:
         """Through one round. Returns how the nodes meet anew; None: they do not."""

@@ -11,7 +11,6 @@ run.
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import islice
 from signal import Signals
 from typing import Any, TypeVar
 
@@ -36,14 +35,14 @@ from .link import Link
 from .member import Conclude, Prepare
 from .places import workers_of
 from .talk.failures import as_many_as_fit, from_plain, to_plain
-from .talk.messages import LARGEST, NO_ATTEMPT, Decision, Ended, Gone, Outcome, Place, Start, Verdict
+from .talk.json_codec import MAX_INTEGER
+from .talk.messages import NO_ATTEMPT, Decision, Ended, Gone, Outcome, Place, Start, Verdict
 from .talk.seal import ForgedError
 
 __all__ = ["NodeStory"]
 
 log = logging.getLogger("mpwatch")
 T = TypeVar("T")
-MOST_LOST = 1 << 16  # ranks that a failure is made for, whoever says that there were more
 REPORT_LIMIT, ABSENT_LIMIT = 128 * 1024, 64 * 1024  # bytes of the failures that a node tells of, and of those that may be
 OUTCOMES = {Fate.SUCCEEDED: Outcome.SUCCEEDED, Fate.TIMED_OUT: Outcome.TIMED_OUT, Fate.CALLED_OFF: Outcome.STOPPED}
 
@@ -178,7 +177,7 @@ class NodeStory(Story[T]):
             why_not=why_not[:1000],
             reason=result.reason[:1000],
             healthy_seconds=max(0.0, facts.healthy_seconds),
-            step=-1 if trial.step is None else min(max(trial.step, -1), LARGEST),
+            step=-1 if trial.step is None else min(max(trial.step, -1), MAX_INTEGER),
         )
 
     def _note(self, verdict: Verdict) -> None:
@@ -235,7 +234,7 @@ class NodeStory(Story[T]):
         if verdict.unsaid:
             log.warning("%d more failures are not told of: what nodes tell one another is bounded", verdict.unsaid)
         ranks = ((gone, gone.rank + n) for gone in verdict.gone if gone.rank >= 0 for n in range(gone.nprocs))
-        found |= {rank: _lost(gone, rank) for gone, rank in islice(ranks, MOST_LOST)}
+        found |= {rank: _lost(gone, rank) for gone, rank in ranks}
         for plain in verdict.failures:
             try:
                 failure = from_plain(plain)
