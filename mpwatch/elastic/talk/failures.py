@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final
 
 from ...result import ProcessFailure
@@ -278,6 +279,10 @@ def _rebuilt(graph: ExceptionGraph, hostname: str) -> BaseException:
         raise ForgedError("ExceptionGraph.links is empty")
     for number, link in enumerate(graph.links):
         _check_link(link, f"ExceptionGraph.links[{number}]", len(graph.links))
+    try:
+        TopologicalSorter({number: link.members for number, link in enumerate(graph.links)}).prepare()
+    except CycleError:
+        raise ForgedError("ExceptionGraph.links has a group that is a member of itself") from None
     own_names = {name: f"<{name.strip('<>')} on {hostname}>" for name in graph.sources}
     used = {frame[0] for link in graph.links for frame in link.frames}
     links: list[Link] = []
