@@ -50,9 +50,6 @@ class Rendezvous:
     """Whether this node serves the store. None: if `endpoint` is an address of this machine."""
     local_addr: str | None = None
     """Address or name by which the other nodes reach this one. None: that of the interface that leads to the store."""
-    gather: bool = False
-    """Whether each node's result has the values of all ranks, instead of its own ranks'. Needs `secret`, since values are
-    pickles. 16 MiB a node."""
     secret: str | bytes | None = field(default=None, repr=False)
     """What only the nodes of the job know; all that they tell one another is signed with it. None: what the environment
     variable MPWATCH_SECRET holds, if it is set."""
@@ -78,13 +75,7 @@ class Rendezvous:
             check_flag("rendezvous: is_host", self.is_host)
         if self.local_addr is not None:
             _check_text("local_addr", self.local_addr)
-        check_flag("rendezvous: gather", self.gather)
         object.__setattr__(self, "secret", _secret(self.secret))
-        if self.gather and self.secret is None:
-            raise ValueError(
-                "rendezvous: gather=True needs a secret: the values of other nodes arrive as pickles, which only somebody"
-                f" who knows it may have made. Give all nodes the same secret=..., or the variable {SECRET_VARIABLE}"
-            )
         self._check_options()
 
     @property

@@ -7,8 +7,11 @@ from dataclasses import fields, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from samples import filled
 
+from mpwatch.elastic.talk.json_codec import from_json, to_json
 from mpwatch.elastic.talk.messages import (
+    KINDS,
     Bye,
     Card,
     Decision,
@@ -17,6 +20,9 @@ from mpwatch.elastic.talk.messages import (
     History,
     Outcome,
     Place,
+    PublishedTerms,
+    RefusedNode,
+    RoundName,
     Start,
     Stop,
     Terms,
@@ -26,6 +32,7 @@ from mpwatch.elastic.talk.messages import (
 )
 from mpwatch.elastic.talk.seal import ForgedError
 
+ENTRIES = [PublishedTerms, RefusedNode, RoundName]
 CARD = Card(1, "host", "10.0.0.1", 8, "trainer", False, 10.0, "n", Terms((("nnodes", "2"),)), History(3, 1, 100, 0))
 VERDICT = Verdict(2, Decision.AGAIN, History(3), 5, ({"rank": 5},), 1, (Gone(1, "host", 8, 8, "silent"),), "why", delay=0.5)
 MESSAGES = [CARD, VERDICT, Bye(0), Ended(1, 0, Outcome.FAILED, ({"a": 1},)), Stop(0, "why"), Place(1, 0, "n", 8, 0, 8)]
@@ -36,6 +43,14 @@ def test_a_message_comes_back_as_it_was(message):
     assert from_body(json.loads(json.dumps(to_body(message)))) == message
 
 
+@pytest.mark.parametrize("kind", [*KINDS.values(), *ENTRIES], ids=lambda kind: kind.__name__)
+def test_no_field_is_lost(kind):
+    message = filled(kind)
+    assert from_json(kind, json.loads(json.dumps(to_json(message)))) == message
+    if kind in KINDS.values():
+        assert from_body(json.loads(json.dumps(to_body(message)))) == message
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -43,14 +58,13 @@ def test_a_message_comes_back_as_it_was(message):
         ({"kind": ["Card"]}, "no message of kind"),
         ({"nprocs": "8"}, r"Card\.nprocs must be a whole number"),
         ({"nprocs": True}, r"Card\.nprocs"),
-        ({"nprocs": -2}, r"Card\.nprocs"),
         ({"nprocs": 1 << 60}, r"Card\.nprocs"),
-        ({"grace_period": float("nan")}, r"Card\.grace_period must be a number, 0 or more"),
+        ({"grace_period": float("nan")}, r"Card\.grace_period must be a finite number"),
         ({"host": "\x1b[2J"}, r"Card\.host must be a text"),
-        ({"host": "x" * 5000}, r"Card\.host must be a text"),
+        ({"host": "x" * 70_000}, r"Card\.host must be a text"),
         ({"terms": {"items": [["a"]]}}, r"Card\.terms\.items\[0\] must be 2 values"),
-        ({"history": {"attempts": 1}}, r"Card\.history must be a mapping with"),
-        ({"more": 1}, "Card must be a mapping with"),
+        ({"history": {"attempts": 1}}, r"Card\.history\.used is missing"),
+        ({"more": 1}, "Card has no field 'more'"),
     ],
 )
 def test_what_is_wrong_with_a_message_is_named(change, text):

@@ -35,10 +35,9 @@ from .meeting.patience import Limit
 from .meeting.store import PartOfStore
 from .member import Conclude, Member, Rejoin
 from .sitting import Sitting
-from .talk import seal
 from .talk.board import Board
-from .talk.exchange import Exchange
-from .talk.messages import NO_ATTEMPT, Card, Decision, Ended, History, Start, Terms, Verdict
+from .talk.json_codec import from_json, to_json
+from .talk.messages import NO_ATTEMPT, Card, Decision, Ended, History, PublishedTerms, RefusedNode, Start, Verdict
 from .talk.seal import ForgedError, Seal, SecretError
 from .talk.terms import terms_of, unlike
 
@@ -46,9 +45,7 @@ __all__ = ["Link"]
 
 LEAVE_SECONDS = 2.0  # beyond the grace period in which they stop their ranks, for the others to take note of who leaves
 LINGER_SECONDS, LINGER_PAUSE = 10.0, 0.2  # for an earlier job of the same name to be gone, and between two looks
-MOST_TERMS = 100
 SERVER_SECONDS = 1.0  # for the node that serves the store to write the job's terms, which it does as soon as it serves it
-NOBODY_LEFT = "the node of group rank 0 is lost, or has not waited for this one any longer"
 AGAIN_LAST_CALL = 2.0  # seconds in which survivors meet anew, should not all of them come at once
 
 
@@ -72,9 +69,6 @@ class Link:
         self._bell = threading.Event()
         self._has_concluded = False
         self._is_leaving = threading.Event()
-        self._has_ended = threading.Event()
-        self._exchange: Exchange | None = None  # that somebody waits for
-        self._board: Board | None = None  # of this round
         self._thread = threading.Thread(target=self._carry_out, name="mpwatch-node")
 
     @property
@@ -116,18 +110,6 @@ class Link:
         """What came of the job is known here: the others need not wait for this node any more."""
         self._has_concluded = True
         self._call(lambda sitting: sitting.do(sitting.member.concluded()))
-
-    def place_of_values(self, node: int) -> str:
-        """What the values of a node are signed for in this round."""
-        assert self._board is not None
-        return self._board.place_of_values(node)
-
-    def exchange(self, exchange: Exchange) -> None:
-        """Have the values of all nodes."""
-        self._exchange = exchange
-        self._call(lambda sitting: sitting.exchange(exchange))
-        if self._has_ended.is_set():
-            exchange.end(NOBODY_LEFT)
 
     def abort(self, report: Ended) -> None:
         """The run cannot go on here, through no fault of a rank."""
@@ -172,10 +154,6 @@ class Link:
             self._fail(error)
         except BaseException as error:  # noqa: BLE001  an error of ours: the caller's thread raises it
             self._hands.tell(error)
-        finally:
-            self._has_ended.set()  # before the look at what is waited for: one that comes later sees it
-            if self._exchange is not None:
-                self._exchange.end(NOBODY_LEFT)
 
     def _fail(self, error: Exception) -> None:
         """The nodes cannot meet, or not anew. There are no ranks meanwhile."""
@@ -226,18 +204,16 @@ class Link:
         if store.check([OVER]):
             raise ClosedError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint} is over")
         try:
-            body = self._first_terms(store, place)
-            items = seal.mapping(body, "items", limit=MOST_TERMS)
-            first = Terms(tuple((name, seal.text(items, name)) for name in items))
-            why = unlike(self._terms, first, platform.node(), f"{seal.line(body, 'host')}, which came first")
+            first = self._first_terms(store, place)
+            why = unlike(self._terms, first.terms, platform.node(), f"{first.host}, which came first")
         except ForgedError as error:
             why = f"what the first node of the job has written cannot be read: {error}"
         if why:
             # who waits in vain for this node learns the reason, too
-            store.set("refused", self._seal.close("refused", {"host": platform.node(), "why": why}))
+            store.set("refused", self._seal.close("refused", to_json(RefusedNode(platform.node(), why))))
             raise LaunchError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint}: {why}")
 
-    def _first_terms(self, store: PartOfStore, place: str) -> dict[str, Any]:
+    def _first_terms(self, store: PartOfStore, place: str) -> PublishedTerms:
         """What the first node of the job has written: the one that serves the store, if one of them does, since with it
         goes the store, should it be refused. Raises ForgedError.
         """
@@ -248,10 +224,11 @@ class Link:
             if patience.pause():
                 continue
             if is_first or store.add("came", 1) == 1:
-                store.set(place, self._seal.close(place, {"host": platform.node(), "items": dict(self._terms.items)}))
+                published = PublishedTerms(platform.node(), self._terms)
+                store.set(place, self._seal.close(place, to_json(published)))
             patience = Limit(time.monotonic() + self._rendezvous.node_timeout, self._is_leaving)
             is_first = True  # should who is have been lost before it could write them
-        return self._seal.open(place, store.get(place))
+        return from_json(PublishedTerms, self._seal.open(place, store.get(place)))
 
     def _join(self, deadline: float, *, last_call: float | None = None, enough: float = math.inf) -> Round:
         """Meet the others. Raises LaunchError, and says also whom the job has refused."""
@@ -267,15 +244,15 @@ class Link:
     def _who_was_refused(self, entry: bytes) -> str:
         """Raises ForgedError."""
         try:
-            body = self._seal.open("refused", entry)
+            refused = from_json(RefusedNode, self._seal.open("refused", entry))
         except SecretError as error:
             return f"A node was refused, and what it has written is {error}"
-        return f"{seal.line(body, 'host')} was refused: {seal.text(body, 'why')}"
+        return f"{refused.host} was refused: {refused.reason}"
 
     def _sit(self, found: Round, history: History) -> Rejoin | None:
         """Through one round. Returns how the nodes meet anew; None: they do not."""
         at = self._rendezvous
-        board = self._board = Board(found.store, self._seal, group_rank=found.group_rank, patience=at.node_timeout)
+        board = Board(found.store, self._seal, group_rank=found.group_rank, patience=at.node_timeout)
         member = Member(
             self._card(found.group_rank, history),
             size=found.group_world_size,

@@ -18,7 +18,6 @@ from . import member as m
 from .hands import Hands
 from .meeting.engine import CancelledError, Engine, StoreLostError
 from .talk.board import Board
-from .talk.exchange import Exchange
 
 __all__ = ["Sitting"]
 
@@ -68,7 +67,6 @@ class Sitting:
         self._acts: deque[c.Act] = deque()
         self._is_lost = False  # the store
         self._leave_by: float | None = None
-        self._exchanges: list[Exchange] = []
         self.rejoin: m.Rejoin | None = None  # if the nodes meet anew
 
     def run(self, calls: deque[Callable[["Sitting"], None]], bell: Event) -> None:
@@ -87,11 +85,6 @@ class Sitting:
         """What the member wants."""
         self._actions += actions
         self._stir(bool(actions))
-
-    def exchange(self, exchange: Exchange) -> None:
-        """Have the values of all nodes."""
-        self._exchanges.append(exchange)
-        exchange.begin(self._board)
 
     def leave(self, seconds: float) -> None:
         """The node's ranks are gone, and it goes as soon as nobody needs it, or so much later."""
@@ -125,7 +118,6 @@ class Sitting:
         if self._board.is_open():
             self._listen()
         self._carry_out()
-        self._exchanges = [one for one in self._exchanges if not one.step(self._board)]
 
     def _notice_stall(self, now: float) -> None:
         gap, self._looked_at = now - self._looked_at, now
@@ -205,7 +197,5 @@ class Sitting:
     def _lose_store(self, why: str) -> None:
         if not self._is_lost:
             self._is_lost = True
-            for exchange in self._exchanges:
-                exchange.end(why)
             self.do(self.member.lose_store(why))
             self._carry_out()

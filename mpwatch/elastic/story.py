@@ -4,7 +4,7 @@ for all nodes to decide.
     link: an attempt starts --> who our ranks are, their environments --> link: they can be started
     ranks are gone --> what became of them here --> link: told to the others --> what came of it for all
 
-Code of the user's runs here: exceptions and values are rebuilt, `retry_if` and `env` are called. What they raise ends the
+Code of the user's runs here: exceptions are rebuilt, `retry_if` and `env` are called. What they raise ends the
 run.
 """
 
@@ -12,7 +12,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from signal import Signals
 from typing import Any, TypeVar
 
@@ -37,17 +36,15 @@ from .hands import News
 from .link import Link
 from .member import Conclude, Prepare
 from .places import workers_of
-from .talk.exchange import Exchange, ExchangeError
 from .talk.failures import as_many_as_fit, from_plain, to_plain
-from .talk.gathering import pack, parts, unpack
-from .talk.messages import LARGEST, NO_ATTEMPT, Decision, Ended, Gone, Outcome, Place, Start, Verdict
+from .talk.json_codec import MAX_INTEGER
+from .talk.messages import NO_ATTEMPT, Decision, Ended, Gone, Outcome, Place, Start, Verdict
 from .talk.seal import ForgedError
 
 __all__ = ["NodeStory"]
 
 log = logging.getLogger("mpwatch")
 T = TypeVar("T")
-MOST_LOST = 1 << 16  # ranks that a failure is made for, whoever says that there were more
 REPORT_LIMIT, ABSENT_LIMIT = 128 * 1024, 64 * 1024  # bytes of the failures that a node tells of, and of those that may be
 OUTCOMES = {Fate.SUCCEEDED: Outcome.SUCCEEDED, Fate.TIMED_OUT: Outcome.TIMED_OUT, Fate.CALLED_OFF: Outcome.STOPPED}
 
@@ -186,7 +183,7 @@ class NodeStory(Story[T]):
             why_not=why_not[:1000],
             reason=result.reason[:1000],
             healthy_seconds=max(0.0, facts.healthy_seconds),
-            step=-1 if trial.step is None else min(max(trial.step, -1), LARGEST),
+            step=-1 if trial.step is None else min(max(trial.step, -1), MAX_INTEGER),
         )
 
     def _note(self, verdict: Verdict) -> None:
@@ -243,7 +240,7 @@ class NodeStory(Story[T]):
         if verdict.unsaid:
             log.warning("%d more failures are not told of: what nodes tell one another is bounded", verdict.unsaid)
         ranks = ((gone, gone.rank + n) for gone in verdict.gone if gone.rank >= 0 for n in range(gone.nprocs))
-        found |= {rank: _lost(gone, rank) for gone, rank in islice(ranks, MOST_LOST)}
+        found |= {rank: _lost(gone, rank) for gone, rank in ranks}
         for plain in verdict.failures:
             try:
                 failure = from_plain(plain)
@@ -264,7 +261,7 @@ class NodeStory(Story[T]):
                 replace(here, state=WorkerState.STOPPED, return_values={}) if here.state is WorkerState.SUCCEEDED else here
             )
         if verdict.decision is Decision.DONE:
-            return self._with_values_of_all(here) if self._rendezvous.gather else here
+            return here
         failures = dict(sorted({**self._strangers, **here.failures}.items()))
         cause = failures.get(verdict.cause)
         return replace(
@@ -277,28 +274,6 @@ class NodeStory(Story[T]):
             reason=verdict.reason or here.reason,
             not_restarted=verdict.why_not,
         )
-
-    def _with_values_of_all(self, here: RunResult[T]) -> RunResult[T]:
-        """What the ranks of other nodes have returned, too. If not all of it can be had, the job has failed after all."""
-        start, key, own = self._start, self._rendezvous.key, here.workers[0].group_rank
-        assert start is not None
-        packed, trouble = b"", ""
-        try:
-            packed = pack(here.return_values, key, self._link.place_of_values(own))
-        except (ValueError, TypeError, OSError) as error:
-            trouble = str(error)
-        exchange = Exchange(
-            parts(packed), trouble, size=start.group_world_size, attempt=start.attempt, world_size=start.world_size
-        )
-        self._link.exchange(exchange)
-        values = dict(here.return_values)
-        try:
-            for node, (data, ranks) in exchange.wait(self._rendezvous.exit_barrier_timeout).items():
-                values |= unpack(data, key, self._link.place_of_values(node), ranks)
-        except (ExchangeError, ForgedError) as error:
-            reason = f"all ranks have returned, but their values could not be gathered: {error}"
-            return replace(here, state=WorkerState.FAILED, return_values={}, reason=reason)
-        return replace(here, return_values=dict(sorted(values.items())))
 
 
 def _told(what: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any], ...]:

@@ -129,18 +129,6 @@ class AnswerPickler(_ClassPickler):
         return super().reducer_override(obj)
 
 
-class PeerPickler(_ClassPickler):
-    """In the watcher, for one on another node: pickles what is found in `__main__` by its name, since that runs the same
-    program.
-    """
-
-    def reducer_override(self, obj: Any) -> Any:
-        """Called by pickle for each object."""
-        if _home(obj, vars(sys.modules["__main__"])) is not None:
-            return NotImplemented
-        return super().reducer_override(obj)
-
-
 def _home(obj: Any, main: dict[str, Any]) -> str | None:
     """The name of the top level of `__main__` under which plain pickle finds this function or class, if it does."""
     if not isinstance(obj, type | FunctionType) or obj.__module__ != "__main__":

@@ -1,5 +1,4 @@
-"""What a rank sends back: its value, in a bundle; parts of exceptions, in bytes. Packed in the rank, loaded by the watcher,
-which packs values once more for watchers on other nodes.
+"""What a rank sends back: its value, in a bundle; parts of exceptions, in bytes. Packed in the rank, loaded by the watcher.
 
 What came from the caller's `__main__` with the call goes back by its name, so that it comes out as the caller's own; what
 else only cloudpickle can send goes by value.
@@ -35,17 +34,6 @@ def pack(value: Any) -> Bundle:
         except Exception:  # noqa: BLE001, S110  whatever plain pickle cannot do, cloudpickle tries next and raises its own
             pass
     return _packed(value, _pickler)
-
-
-def pack_for_peer(value: Any) -> Bundle:
-    """The same of what a rank has returned, for the watcher of another node. Raises what pickling raises, and OSError."""
-
-    def pickler(bundle: Bundle) -> pickle.Pickler:
-        from .pickler import PeerPickler
-
-        return PeerPickler(bundle, bundle.keep, _torch_reducers())
-
-    return _packed(value, pickler)
 
 
 def probe(value: Any) -> None:

@@ -25,7 +25,9 @@ def test_any_step_may_be_reported(job, step):
     assert_success(job.outcomes())
 
 
-@pytest.mark.parametrize("body", [{"host": CLEARS, "items": {}}, {"host": "host0", "items": {"the function": CLEARS}}])
+@pytest.mark.parametrize(
+    "body", [{"host": CLEARS, "terms": {"items": []}}, {"host": "host0", "terms": {"items": [["the function", CLEARS]]}}]
+)
 def test_what_a_stranger_has_written_as_the_terms_of_the_job_reaches_no_terminal(job, body):
     store = job.start_store()
     write_for_the_job(job, "terms", body)
@@ -40,7 +42,7 @@ def test_what_a_stranger_has_written_as_the_terms_of_the_job_reaches_no_terminal
 def test_nor_does_what_he_says_of_a_node_that_was_refused(job):
     job.terms["join_timeout"] = 3.0
     store = job.start_store()
-    write_for_the_job(job, "refused", {"host": "host0", "why": CLEARS})
+    write_for_the_job(job, "refused", {"host": "host0", "reason": CLEARS})
     outcome = job.start().outcome()
     store.kill()
     store.exit_status()

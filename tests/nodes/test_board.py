@@ -6,9 +6,8 @@ import pytest
 from torch.distributed import HashStore
 
 from mpwatch.elastic.meeting.endpoint import Endpoint
-from mpwatch.elastic.meeting.errors import StoreLostError
 from mpwatch.elastic.meeting.store import Connection, PartOfStore
-from mpwatch.elastic.talk.board import MOST_HOLES, MOST_NAMED, Board
+from mpwatch.elastic.talk.board import Board
 from mpwatch.elastic.talk.messages import Bye, Closed, Failing, Stop
 from mpwatch.elastic.talk.seal import Seal
 
@@ -52,12 +51,13 @@ def test_what_stands_where_a_node_has_yet_to_write_is_written_over(boards, forge
 
 def test_messages_that_were_announced_and_never_written_are_not_waited_for_and_not_remembered(boards):
     chair, node = boards
-    node._store.add("inbox", 2 * MOST_HOLES)
+    node._store.add("inbox", 1000)
     node.post(Bye(1))
+    assert chair.inbox() == [Bye(1)]
     deadline = time.monotonic() + 5.0
-    while not (heard := chair.inbox()) and time.monotonic() < deadline:
-        assert len(chair._holes) <= MOST_HOLES
-    assert heard == [Bye(1)]
+    while chair._holes and time.monotonic() < deadline:
+        assert chair.inbox() == []
+    assert not chair._holes
 
 
 def test_what_was_said_elsewhere_does_not_count_here():
@@ -70,22 +70,3 @@ def test_what_was_said_elsewhere_does_not_count_here():
     node._store.set("inbox/2", node._store.get("inbox/1"))
     assert node.words() == [Stop(0, "why"), Closed()]
     assert chair.inbox() == [Failing(1, 0)]
-
-
-def test_who_announces_more_than_any_node_ever_says_is_found_out(boards):
-    """Else what the nodes say would come after all that, and be waited for."""
-    chair, node = boards
-    node._store.add("inbox", 10**9)
-    with pytest.raises(StoreLostError, match="somebody else writes into the store: it announces 1000000000 messages"):
-        chair.inbox()
-
-
-def test_of_very_many_forged_entries_some_are_named(boards, caplog):
-    chair, node = boards
-    for number in range(1, 100):
-        node._store.set(f"inbox/{number}", "forged")
-    node._store.add("inbox", 99)
-    chair.inbox()
-    chair.inbox()
-    assert len(caplog.records) == MOST_NAMED
-    assert caplog.records[-1].getMessage().endswith("; more of them will not be named")

@@ -106,12 +106,10 @@ def test_the_address_of_rank_0_is_that_of_its_node(job):
     assert set(told(values, "master_addr")) == {f"127.0.0.{1 + number}"}
 
 
-def test_gathered_values_are_those_of_all(job):
-    job.terms |= {"gather": True, **SECRET}
+def test_nodes_with_the_same_secret_form_a_job(job):
+    job.terms |= SECRET
     job.start_several(2, tasks.who, 2)
-    for outcome in job.outcomes():
-        assert [value["rank"] for value in outcome.values.values()] == [0, 1, 2, 3]
-        assert list(outcome.values) == [0, 1, 2, 3]
+    assert [list(outcome.values) for outcome in job.outcomes()] == [[0, 1], [2, 3]]
 
 
 def test_what_is_said_is_not_believed_without_the_secret(job):

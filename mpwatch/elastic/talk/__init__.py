@@ -1,4 +1,4 @@
-"""What nodes say to one another in the store of a round (board.py): as data, sealed, bounded, and checked on arrival.
+"""The messages between nodes: their types, their JSON, their signatures, and the store that carries them (board.py).
 
-Decides nothing: that is for the machines (member.py, chair.py).
+member.py and chair.py decide what is sent.
 """

@@ -1,35 +1,29 @@
-"""What the nodes of a round write for one another into its store, and find there: signed, bounded, checked on arrival.
+"""Send and receive the messages of a round through its store. Entries are signed, limited in size, and decoded by type.
 
     round             the name that the chair gives to the round: all else is signed for it
     inbox, inbox/<n>  how many messages there are to the chair, and the n-th
     word/<n>          what the chair says to everybody
     place/<a>/<g>     where the ranks of node g are in attempt a
     beat/<g>          how often node g has given a sign of life
-    values/<g>        see exchange.py
 
-Uses nothing of a store but `set`, `get`, `add` and `check`, and never waits in one. An entry that is not what it says is
-dropped, and the log says why. Raises StoreLostError if the store cannot be reached.
+The board uses only `set`, `get`, `add` and `check` of a store, and never waits in one. It drops an entry that is not valid,
+and logs why. Raises StoreLostError if the store cannot be reached.
 """
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
 from uuid import uuid4
 
-from ..meeting.errors import StoreLostError
 from ..meeting.store import PartOfStore
-from .gathering import GATHER_LIMIT, PART
-from .messages import FromMember, Place, Word, from_body, to_body
+from .json_codec import from_json, to_json
+from .messages import FromMember, Place, RoundName, Word, from_body, to_body
 from .seal import MAX_ENTRY, ForgedError, Seal
 
-__all__ = ["Board"]
-
+T = TypeVar("T")
 log = logging.getLogger("mpwatch")
-MOST_HOLES = 1000
-MOST_BEHIND = 1_000_000  # messages: more than all nodes of any job would write
-MOST_NAMED = 20  # entries that were dropped
-MOST_PARTS = 2 * GATHER_LIMIT // PART
 WORD_LIMIT = 4 * MAX_ENTRY  # a verdict tells of the failures of many nodes
 
 
@@ -58,9 +52,9 @@ class Board:
         if not self._name:
             if self.group_rank == 0:
                 self._name = uuid4().hex
-                self._write("round", "round", {"name": self._name})
-            elif (body := self._read("round", "round")) is not None and isinstance(body.get("name"), str):
-                self._name = body["name"]
+                self._write("round", "round", to_json(RoundName(self._name)))
+            elif (found := self._entry("round", "round", partial(from_json, RoundName))) is not None:
+                self._name = found.name
         return bool(self._name)
 
     def beat(self) -> None:
@@ -72,7 +66,7 @@ class Board:
         return {node: self._store.add(f"beat/{node}", 0) for node in nodes}
 
     def post(self, message: FromMember) -> None:
-        """To the chair. Raises ForgedError for what it could not read: it would wait for that for ever."""
+        """Send a message to the chair. Raises ValueError if the chair could not read the message, and would wait for it."""
         body = to_body(message)
         from_body(body)
         number = self._store.add("inbox", 1)
@@ -81,12 +75,9 @@ class Board:
     def inbox(self) -> list[FromMember]:
         """What has come for the chair since the last time."""
         count = self._store.add("inbox", 0)
-        if count - self._heard > MOST_BEHIND:
-            raise StoreLostError(f"somebody else writes into the store: it announces {count} messages of the nodes")
         now = time.monotonic()
-        new = range(self._heard + 1, min(count, self._heard + MOST_HOLES - len(self._holes)) + 1)
-        self._heard = max([self._heard, *new])
-        self._holes |= dict.fromkeys(new, now)
+        self._holes |= dict.fromkeys(range(self._heard + 1, count + 1), now)
+        self._heard = max(self._heard, count)
         found = []
         for number in list(self._holes):
             message = self._message(f"inbox/{number}", self._place("inbox", number), FromMember, MAX_ENTRY)
@@ -101,7 +92,7 @@ class Board:
         self._write(f"word/{self._said}", self._place("word", self._said), to_body(word), WORD_LIMIT)
 
     def words(self) -> list[Word]:
-        """What the chair has said since the last time. What others have put there the chair writes over in its time."""
+        """Return what the chair has said since the last call. The chair overwrites invalid entries in its turn."""
         found: list[Word] = []
         while word := self._message(f"word/{self._told + 1}", self._place("word", self._told + 1), Word, WORD_LIMIT):
             self._told += 1
@@ -115,40 +106,11 @@ class Board:
                 self._key_of(place.attempt, place.group_rank), self._place("place", place.group_rank), to_body(place)
             )
 
-    def place(self, attempt: int, node: int | None = None) -> Place | None:
-        """That of this node, or of another; None if it is not there."""
-        node = self.group_rank if node is None else node
-        found = self._message(self._key_of(attempt, node), self._place("place", node), Place, MAX_ENTRY)
+    def place(self, attempt: int) -> Place | None:
+        """Return the place of this node. Return None if it is not there."""
+        at = self._key_of(attempt, self.group_rank)
+        found = self._message(at, self._place("place", self.group_rank), Place, MAX_ENTRY)
         return found[0] if found else None
-
-    def place_of_values(self, node: int | None = None) -> str:
-        """What this node's values are signed for, or another's."""
-        return self._place("values", self.group_rank if node is None else node)
-
-    def write_values(self, parts: Sequence[bytes]) -> None:
-        """This node's, for the others."""
-        for number, part in enumerate(parts):
-            self._store.set(f"values/{self.group_rank}/{number}", part)
-        self.say_of_values({"parts": len(parts), "error": ""})
-
-    def say_of_values(self, body: dict[str, Any]) -> None:
-        """How many parts there are of them, or why there are none."""
-        self._write(f"values/{self.group_rank}", f"{self.place_of_values()}/said", body)
-
-    def said_of_values(self, node: int) -> dict[str, Any] | None:
-        """The same of another node; None if it has not said anything yet."""
-        return self._read(f"values/{node}", f"{self.place_of_values(node)}/said")
-
-    def values_of(self, node: int, said: dict[str, Any]) -> bytes:
-        """What it has written. Raises ForgedError."""
-        count, found = said.get("parts"), []
-        if not isinstance(count, int) or not 0 < count <= MOST_PARTS:
-            raise ForgedError(f"they cannot have {count!r:.100} parts")
-        for key in (f"values/{node}/{number}" for number in range(count)):
-            if not self._is_there(key):
-                raise ForgedError("a part is missing")
-            found.append(self._store.get(key))
-        return b"".join(found)
 
     def _key_of(self, attempt: int, group_rank: int) -> str:
         return f"place/{attempt}/{group_rank}"
@@ -156,39 +118,28 @@ class Board:
     def _place(self, kind: str, number: int) -> str:
         return f"{self._name}/{kind}/{number}"
 
-    def _is_there(self, key: str) -> bool:
-        return self._store.check([key])
-
     def _write(self, key: str, place: str, body: dict[str, Any], limit: int = MAX_ENTRY) -> None:
         entry = self._seal.close(place, body, limit=limit)
         self._store.set(key, entry)
 
     def _message(self, key: str, place: str, kinds: Any, limit: int) -> list[Any]:
-        body = self._read(key, place, limit)
-        if body is None:
-            return []
-        try:
+        def decode(body: dict[str, Any]) -> Any:
             message = from_body(body)
-            if isinstance(message, kinds):
-                return [message]
-            raise ForgedError(f"a {type(message).__name__} has no business there")
-        except ForgedError as error:
-            self._drop(key, error)
-            return []
+            if not isinstance(message, kinds):
+                raise ForgedError(f"a {type(message).__name__} does not belong there")
+            return message
 
-    def _read(self, key: str, place: str, limit: int = MAX_ENTRY) -> dict[str, Any] | None:
-        if not self._is_there(key):
+        message = self._entry(key, place, decode, limit)
+        return [] if message is None else [message]
+
+    def _entry(self, key: str, place: str, decode: Callable[[dict[str, Any]], T], limit: int = MAX_ENTRY) -> T | None:
+        """Read and decode an entry. Return None if it is not there, or is not valid, which is logged once."""
+        if not self._store.check([key]):
             return None
-        data = self._store.get(key)
         try:
-            return self._seal.open(place, data, limit=limit)
+            return decode(self._seal.open(place, self._store.get(key), limit=limit))
         except ForgedError as error:
-            self._drop(key, error)
+            if key not in self._dropped:  # the entry is read again, since its writer may come late
+                self._dropped.add(key)
+                log.warning("an entry of the rendezvous is dropped: %s: %s", key, error)
             return None
-
-    def _drop(self, key: str, error: ForgedError) -> None:
-        if key in self._dropped or len(self._dropped) >= MOST_NAMED:  # it is looked for again
-            return
-        self._dropped.add(key)
-        rest = "; more of them will not be named" if len(self._dropped) == MOST_NAMED else ""
-        log.warning("an entry of the rendezvous is dropped: %s: %s%s", key, error, rest)

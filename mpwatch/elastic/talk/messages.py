@@ -1,52 +1,17 @@
-"""What the nodes of a job tell one another, as frozen data. Pure.
+"""The messages that the nodes of a job send to one another, as frozen data.
 
-`to_body` makes of a message what JSON can hold, `from_body` makes a message of that again: of nothing but the types, and
-within the bounds, that each field has; ForgedError names the first field that is wrong.
+`to_body` and `from_body` encode and decode a message with json_codec.py. This module does no I/O.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
-from functools import cache
-from typing import Any, Final, get_args, get_origin, get_type_hints
+from typing import Any, Final, get_args
 
-from .seal import ForgedError, without_controls
+from .json_codec import from_json, to_json
+from .seal import ForgedError
 
-__all__ = [
-    "LARGEST",
-    "NO_ATTEMPT",
-    "Bye",
-    "Card",
-    "Closed",
-    "Decision",
-    "Ended",
-    "Failing",
-    "FromMember",
-    "Gone",
-    "History",
-    "Leaving",
-    "Message",
-    "Outcome",
-    "Place",
-    "Start",
-    "Stop",
-    "Stopped",
-    "Terms",
-    "Verdict",
-    "from_body",
-    "to_body",
-]
-
-LONGEST_TEXT = 4096
-MOST_ITEMS = 4096
-LARGEST = 1 << 53  # of integers: what any reader of JSON can hold
 NO_ATTEMPT = -1  # where it has not come to one since the nodes met, or parted
-SCALARS = {
-    str: f"a text of at most {LONGEST_TEXT} characters, and no others than a terminal may be shown",
-    bool: "true or false",
-    int: "a whole number, -1 or more",
-    float: "a number, 0 or more",
-}
 
 
 class Outcome(Enum):
@@ -235,6 +200,29 @@ class Closed:
     """To all: nobody needs the store any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class PublishedTerms:
+    """An entry for all nodes that want to join: the options of the node that came first."""
+
+    host: str
+    terms: Terms
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedNode:
+    """An entry for all nodes that wait for others: a node could not join, for this reason."""
+
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundName:
+    """An entry for all nodes of a round: all other entries of the round are signed for this name."""
+
+    name: str
+
+
 FromMember = Card | Failing | Stopped | Ended | Leaving | Bye
 Word = Start | Stop | Verdict | Closed
 Message = FromMember | Word | Place
@@ -242,82 +230,15 @@ KINDS: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_args(Mes
 
 
 def to_body(message: Message) -> dict[str, Any]:
-    """As plain data that JSON can hold."""
-    return {"kind": type(message).__name__, **_plain(message)}
+    """Encode a message as JSON data, with the name of its type."""
+    return {"kind": type(message).__name__, **to_json(message)}
 
 
 def from_body(body: Mapping[str, Any]) -> Message:
-    """The message that was made into this. Raises ForgedError."""
-    kind = KINDS.get(body.get("kind")) if isinstance(body.get("kind"), str) else None  # type: ignore[arg-type]
+    """Decode a message. Raises ForgedError."""
+    name = body.get("kind")
+    kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise ForgedError(f"there is no message of kind {body.get('kind')!r:.100}")
-    message: Message = _read(kind, {name: value for name, value in body.items() if name != "kind"}, kind.__name__)
+        raise ForgedError(f"there is no message of kind {name!r:.100}")
+    message: Message = from_json(kind, {name: value for name, value in body.items() if name != "kind"})
     return message
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, str):
-        return without_controls(value)[:LONGEST_TEXT]
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "__dataclass_fields__"):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    return value
-
-
-def _read(wanted: Any, value: Any, where: str) -> Any:
-    """The value as that type says. The types are those of the fields above, and no others."""
-    if get_origin(wanted) is tuple:
-        return _read_items(get_args(wanted), value, where)
-    if hasattr(wanted, "__dataclass_fields__"):
-        return _read_fields(wanted, value, where)
-    if isinstance(wanted, type) and issubclass(wanted, Enum):
-        if not isinstance(value, str) or value not in wanted.__members__:
-            raise _wrong(where, f"one of {', '.join(wanted.__members__)}", value)
-        return wanted[value]
-    if get_origin(wanted) is Mapping:  # read by who knows what is in it: failures.py
-        if not isinstance(value, dict):
-            raise _wrong(where, "a mapping", value)
-        return value
-    return _read_scalar(wanted, value, where)
-
-
-def _read_items(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list) or len(value) > MOST_ITEMS:
-        raise _wrong(where, f"a list of at most {MOST_ITEMS}", value)
-    if kinds[-1] is ...:
-        return tuple(_read(kinds[0], item, f"{where}[{n}]") for n, item in enumerate(value))
-    if len(value) != len(kinds):
-        raise _wrong(where, f"{len(kinds)} values", value)
-    return tuple(_read(kind, item, f"{where}[{n}]") for n, (kind, item) in enumerate(zip(kinds, value, strict=True)))
-
-
-def _read_fields(kind: Any, value: Any, where: str) -> Any:
-    names = {field.name for field in fields(kind)}
-    if not isinstance(value, dict) or value.keys() != names:
-        raise _wrong(where, f"a mapping with {', '.join(sorted(names)) or 'nothing in it'}", value)
-    hints = _types_of(kind)
-    return kind(**{name: _read(hints[name], value[name], f"{where}.{name}") for name in names})
-
-
-@cache
-def _types_of(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _read_scalar(wanted: Any, value: Any, where: str) -> Any:
-    if wanted is str and isinstance(value, str) and len(value) <= LONGEST_TEXT and without_controls(value) == value:
-        return value
-    if wanted is bool and isinstance(value, bool):
-        return value
-    if wanted is int and isinstance(value, int) and not isinstance(value, bool) and -1 <= value <= LARGEST:
-        return value
-    if wanted is float and isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST:
-        return float(value)
-    raise _wrong(where, SCALARS[wanted], value)
-
-
-def _wrong(where: str, wanted: str, value: Any) -> ForgedError:
-    return ForgedError(f"{where} must be {wanted}, not {value!r:.100}")

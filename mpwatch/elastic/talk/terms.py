@@ -22,7 +22,6 @@ def terms_of(spec: WorkerSpec[Any]) -> Terms:
         "backend": spec.backend,
         "timeout": spec.timeout,
         "node_timeout": f"{at.node_timeout:g}",
-        "gather": at.gather,
         "the version of mpwatch": __version__,
         "the version of torch": version("torch"),
     }
