@@ -324,7 +324,7 @@ LINK = ("exception", "links", 0)
         (altered(*LINK, "cause", to=99), r"links\[0\] refers to exception 99 of \d+"),
         (altered(*LINK, "members", to=[-1]), r"links\[0\] refers to exception -1 of \d+"),
         (altered(*LINK, "members", to=[0]), "has a group that is a member of itself"),
-        (altered("exception", "links", 1, "frames", 0, to=["f"]), r"links\[1\].frames\[0\] must be 7 values"),
+        (altered("exception", "links", 1, "frames", 0, to=["f"]), r"links\[1\].frames\[0\] must be 8 values"),
         (altered("exception", "links", 1, "frames", 0, 4, to=1 << 40), "ExceptionGraph.links make no exception"),
         (altered("exception", "links", 1, "frames", 0, 0, to="\0"), r"links\[1\].frames\[0\]\[0\] must be"),
     ],
@@ -351,7 +351,7 @@ def test_lines_of_cells_come_along_under_a_name_of_their_own(monkeypatch):
 def test_nobody_brings_lines_for_files_of_this_node(monkeypatch):
     monkeypatch.setattr(linecache, "cache", {})
     plain = altered("exception", "sources", to={__file__: "lies\n" * 500, "<string>": "lies\n", "<frozen os>": "lies\n"})
-    plain["exception"]["links"][1]["frames"].append(["<string>", "f", "f", 1, 1, "m", False])
+    plain["exception"]["links"][1]["frames"].append(["<string>", "f", "f", 1, 1, "m", False, None])
     from_plain(plain)
     assert linecache.getline(__file__, 1) != "lies\n"
     assert linecache.getline("<string>", 1) == linecache.getline("<frozen os>", 1) == ""
