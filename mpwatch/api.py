@@ -17,8 +17,6 @@ from .spec import Nprocs, Observers, WorkerSpec
 from .view.choice import view_for
 from .watcher.watch import watch
 
-__all__ = ["main", "run"]
-
 T = TypeVar("T")
 
 

@@ -20,9 +20,7 @@ from .results.report import summary_of
 from .results.run_result import RunResult
 from .spec import GroupSpec, Nprocs, Observers, check_call
 from .view.choice import view_for
-from .watcher.team import Team
-
-__all__ = ["WorkerGroup"]
+from .watcher.team import PersistentRanks
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -95,7 +93,7 @@ class WorkerGroup:
         self._turn = threading.RLock()  # other threads wait for it
         self._call = threading.Lock()  # for which its own thread would wait for ever
         self._is_closed = False
-        self._team = Team(self._spec, partial(view_for, progress))
+        self._team = PersistentRanks(self._spec, partial(view_for, progress))
         # Multiprocessing, which would wait for the ranks for ever, calls this first; in processes of its own, too, which
         # know no atexit.
         self._at_end = Finalize(None, self._team.end_with_program, exitpriority=10)
@@ -215,7 +213,7 @@ class WorkerGroup:
                 return do()
 
 
-def _forget(team: Team, at_end: Finalize, pid: int) -> None:
+def _forget(team: PersistentRanks, at_end: Finalize, pid: int) -> None:
     if os.getpid() == pid:  # and this is not the end of a fork
         at_end.cancel()
         team.forget()

@@ -23,13 +23,13 @@ Ranks = Literal["all", "none"] | int | Collection[int]
 Choice = Ranks | Literal["inherit"] | Mapping[str, Any]
 
 
-class Way(Enum):
+class StreamRoute(Enum):
     """How what a rank writes to one of its streams leaves it."""
 
     INHERIT = auto()  # by the caller's own descriptor
     PIPE = auto()  # to the watcher, which passes it on, or keeps the last lines of it
     FILE = auto()  # straight into a file
-    NOWHERE = auto()
+    DISCARD = auto()
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,15 @@ class LogSpec:
         """Whether that goes to a file."""
         return self.dir is not None and _is_among(rank, _of_stream(self.files, stream))
 
-    def way_of(self, stream: str, rank: int) -> Way:
+    def way_of(self, stream: str, rank: int) -> StreamRoute:
         """How that leaves the rank. The last lines of stderr are always kept, for the report of a failure."""
         if self.inherits(stream):
-            return Way.INHERIT
+            return StreamRoute.INHERIT
         if self.shows(stream, rank):
-            return Way.PIPE
+            return StreamRoute.PIPE
         if self.writes(stream, rank):
-            return Way.FILE
-        return Way.PIPE if stream == "stderr" else Way.NOWHERE
+            return StreamRoute.FILE
+        return StreamRoute.PIPE if stream == "stderr" else StreamRoute.DISCARD
 
     def shown_ranks(self, ranks: Iterable[int]) -> int:
         """How many of these may be heard."""

@@ -7,8 +7,6 @@ from typing import Literal
 from .checks import check_count, check_fraction, check_seconds, is_async
 from .results.model import FailureKind, ProcessFailure
 
-__all__ = ["PROGRAMMING_ERRORS", "Cause", "RestartPolicy", "RetryIf"]
-
 # What a function raises because of how it is written, and would raise again: tried again only if it had come some way.
 PROGRAMMING_ERRORS = (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError)
 Cause = type[BaseException] | FailureKind

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["RANK_VARIABLES", "Worker"]
-
 # What tells a rank who it is. MASTER_ADDR and MASTER_PORT are not here: a caller may know a better address.
 RANK_VARIABLES = frozenset(
     {

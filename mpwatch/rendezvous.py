@@ -7,8 +7,6 @@ from typing import Any
 
 from .checks import check_count, check_flag, check_seconds, is_port
 
-__all__ = ["SECRET_VARIABLE", "Rendezvous"]
-
 LEAST_NODE_TIMEOUT = 2.0  # seconds: a few signs of life have to fit in, and a store that is busy for a moment
 SECRET_VARIABLE = "MPWATCH_SECRET"  # noqa: S105  the name of a variable
 LAST_CALL = "last_call_timeout"

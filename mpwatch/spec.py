@@ -15,8 +15,6 @@ from .policy import RestartPolicy
 from .ranks import Worker
 from .rendezvous import Rendezvous
 
-__all__ = ["GroupSpec", "Nprocs", "Observers", "WorkerSpec", "check_call", "name_of"]
-
 T = TypeVar("T")
 Nprocs = int | Literal["auto", "cpu", "gpu"]
 Observer = Callable[[Event], object]

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from .results.model import WorkerState
 
-__all__ = ["RankStatus", "Report"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Report:

@@ -986,9 +986,9 @@ class SiblingFails:
 
 def half_a_message():
     """A header that says that much will follow, and some of it."""
-    from mpwatch.wire.messages import Kind, frame
+    from mpwatch.wire.messages import MessageKind, frame
 
-    return frame(Kind.RETURNED, bytes(1 << 20))[: 1 << 10]
+    return frame(MessageKind.RETURNED, bytes(1 << 20))[: 1 << 10]
 
 
 def dies_half_way_through_a_message(barrier, pid, leaves_group, end):
@@ -1147,7 +1147,7 @@ def returns_much_under_a_limit_of_files():
 def answers_with(what):
     """In the place of its value's file, and at once ends."""
     from mpwatch.wire.bundle import END, MARK
-    from mpwatch.wire.messages import Kind, frame
+    from mpwatch.wire.messages import MessageKind, frame
 
     empty, strange, hollow = (os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in ("empty", "strange", "hollow"))
     os.write(strange, bytes(100))
@@ -1162,5 +1162,5 @@ def answers_with(what):
         "a file that promises what is not there": [hollow],
     }[what]
     with socket.socket(fileno=os.dup(multiprocessing.current_process().seat.channel_fd)) as line:
-        socket.send_fds(line, [frame(Kind.LINGERS if what == "two pipes" else Kind.RETURNED)], fds)
+        socket.send_fds(line, [frame(MessageKind.EXIT_BLOCKED if what == "two pipes" else MessageKind.RETURNED)], fds)
     os._exit(0)

@@ -7,30 +7,28 @@ import itertools
 import random
 from collections import Counter
 
-from mpwatch.elastic.chair import Chair, Put, Reserve, Say
-from mpwatch.elastic.member import Begin, CallOff, Conclude, Member, Post, Prepare, Rejoin
-from mpwatch.elastic.talk.messages import Card, Ended, History, Outcome, Terms
+from mpwatch.elastic.chair import Broadcast, Leader, PublishAssignments, ReservePort
+from mpwatch.elastic.member import NodeMachine, PrepareRanks, Rejoin, ReportJob, SendToLeader, StartRanks, StopRanks
+from mpwatch.elastic.talk.messages import AttemptReport, JobConfig, NodeInfo, NodeOutcome, RestartHistory
 from mpwatch.policy import RestartPolicy
-from mpwatch.watcher.machine import Machine
+from mpwatch.watcher.machine import StateMachine
 from mpwatch.watcher.states import (
-    CallAll,
-    Died,
-    EndRank,
+    CancelAttempt,
+    Exited,
     Failed,
     Ready,
+    RequestExit,
+    Restart,
     Returned,
-    SignalRank,
-    Stage,
-    StartAgain,
+    RunStage,
+    SendSignal,
+    StartCall,
     StartRank,
-    Verdict,
-)
-from mpwatch.watcher.states import (
-    CallOff as StopRanks,
+    StopReason,
 )
 
 POLL, BEAT, TIMEOUT = 0.1, 2.5, 15.0
-RANKS = (Verdict.FAILED, Verdict.SUCCEEDED, Verdict.TIMED_OUT, Verdict.CALLED_OFF)
+RANKS = (StopReason.FAILED, StopReason.SUCCEEDED, StopReason.TIMED_OUT, StopReason.CANCELLED_BY_JOB)
 
 
 class Round:
@@ -49,22 +47,24 @@ class Node:
         self.world, self.name = world, name
         self.is_alive = True
         self.round = self.member = self.chair = self.ranks = None
-        self.history = History()
+        self.history = RestartHistory()
         self.verdict = None
         self.attempts = 0
 
     def join(self, round_, group_rank):
         world, now = self.world, self.world.now
         self.round, self.group_rank, self.told, self.heard = round_, group_rank, 0, 0
-        card = Card(
-            group_rank, self.name, self.name, world.nprocs, "default", False, 10.0, self.name, Terms(()), self.history
+        card = NodeInfo(
+            group_rank, self.name, self.name, world.nprocs, "default", False, 10.0, self.name, JobConfig(()), self.history
         )
         size = len(round_.names)
         limits = {"node_timeout": TIMEOUT, "now": now}
-        self.member = Member(card, size=size, min_nodes=world.nodes[0], max_restarts=world.policy.max_restarts, **limits)
+        self.member = NodeMachine(
+            card, size=size, min_nodes=world.nodes[0], max_restarts=world.policy.max_restarts, **limits
+        )
         self.chair = None
         if group_rank == 0:
-            self.chair = Chair(
+            self.chair = Leader(
                 size=size,
                 nodes=world.nodes,
                 policy=world.policy,
@@ -110,44 +110,44 @@ class Node:
 
     def do(self, actions):
         for action in actions:
-            if isinstance(action, Post):
+            if isinstance(action, SendToLeader):
                 self.world.count("inbox write")
                 self.round.inbox.append(action.message)
                 self.world.poll(self.round, [0])
-            elif isinstance(action, Prepare):
+            elif isinstance(action, PrepareRanks):
                 self.do(self.member.prepared(action.start.attempt))
-            elif isinstance(action, Begin):
+            elif isinstance(action, StartRanks):
                 self.start()
-            elif isinstance(action, CallOff):
-                self.feed(StopRanks())
+            elif isinstance(action, StopRanks):
+                self.feed(CancelAttempt())
             elif isinstance(action, Rejoin):
                 self.history = action.history
                 self.world.rejoin(self)
-            elif isinstance(action, Conclude):
+            elif isinstance(action, ReportJob):
                 self.verdict = action.verdict
                 self.do(self.member.concluded())
 
     def act(self, acts):
         for act in acts:
-            if isinstance(act, Say):
+            if isinstance(act, Broadcast):
                 self.world.count("word write")
                 self.round.words.append(act.word)
                 self.world.poll(self.round, range(len(self.round.names)))
-            elif isinstance(act, Put):
+            elif isinstance(act, PublishAssignments):
                 self.world.count("place write", len(act.places))
                 self.round.places |= {(place.attempt, place.group_rank): place for place in act.places}
-            elif isinstance(act, Reserve):
+            elif isinstance(act, ReservePort):
                 self.act(self.chair.reserved(29500))
 
     def start(self):
         world = self.world
         self.attempts += 1
         if self.ranks is None:
-            self.ranks = Machine((), now=world.now, grace_period=10.0, judged=RANKS)
-            self.feed(CallAll(world.now))
+            self.ranks = StateMachine((), now=world.now, grace_period=10.0, judged=RANKS)
+            self.feed(StartCall(world.now))
         place = self.round.places[self.member.attempt, self.group_rank]
         ranks = tuple(range(place.rank, place.rank + world.nprocs))
-        self.feed(StartAgain(ranks[0], generation=self.ranks.generation, ranks=ranks))
+        self.feed(Restart(ranks[0], generation=self.ranks.generation, ranks=ranks))
         life = self.ranks.generation
         for rank in ranks:
             world.after(0.5, lambda rank=rank: self.feed(Ready(rank, generation=life)))
@@ -157,10 +157,10 @@ class Node:
         if not self.is_alive or self.ranks is None:
             return
         machine, now = self.ranks, self.world.now
-        if getattr(event, "generation", machine.generation) < machine.generation or machine.stage is Stage.OVER:
+        if getattr(event, "generation", machine.generation) < machine.generation or machine.stage is RunStage.FINISHED:
             return
         rank = getattr(event, "rank", None)
-        if isinstance(event, Ready | Returned | Failed | Died) and not self.can(rank, event):
+        if isinstance(event, Ready | Returned | Failed | Exited) and not self.can(rank, event):
             return
         was = machine.verdict
         self.obey(machine.handle(event, now))
@@ -168,17 +168,17 @@ class Node:
 
     def can(self, rank, event):
         phase = self.ranks.roster.phases.get(rank)
-        if phase is None or phase.name in ("GONE", "GIVEN_UP"):
+        if phase is None or phase.name in ("EXITED", "ABANDONED"):
             return False
         if isinstance(event, Returned | Failed):
-            return phase.name == "AT_WORK"
+            return phase.name == "RUNNING"
         return phase.name == "STARTING" if isinstance(event, Ready) else True
 
     def settle(self, was):
         machine = self.ranks
-        if machine.verdict is not was and machine.verdict is Verdict.FAILED:
+        if machine.verdict is not was and machine.verdict is StopReason.FAILED:
             self.do(self.member.failing())
-        if machine.stage is Stage.JUDGING and self.unreported:
+        if machine.stage is RunStage.AWAITING_DECISION and self.unreported:
             self.unreported = False
             self.do(self.member.stopped())
             self.do(self.member.ended(self.report()))
@@ -192,8 +192,8 @@ class Node:
             if isinstance(action, StartRank):
                 self.unreported = True
                 self.cause = None
-            elif isinstance(action, SignalRank | EndRank):
-                world.after(0.05, lambda rank=action.rank: self.feed(Died(rank, generation=life)))
+            elif isinstance(action, SendSignal | RequestExit):
+                world.after(0.05, lambda rank=action.rank: self.feed(Exited(rank, generation=life)))
         if machine.deadline is not None:
             world.after(max(0.0, machine.deadline - world.now), self.expire)
 
@@ -205,17 +205,19 @@ class Node:
 
     def report(self):
         verdict = self.ranks.verdict
-        outcome = {Verdict.SUCCEEDED: Outcome.SUCCEEDED, Verdict.CALLED_OFF: Outcome.STOPPED}.get(verdict, Outcome.FAILED)
-        failures = ({"rank": self.cause, "is_secondary": False},) if outcome is Outcome.FAILED else ()
-        return Ended(0, 0, outcome, failures)
+        outcome = {StopReason.SUCCEEDED: NodeOutcome.SUCCEEDED, StopReason.CANCELLED_BY_JOB: NodeOutcome.STOPPED}.get(
+            verdict, NodeOutcome.FAILED
+        )
+        failures = ({"rank": self.cause, "is_secondary": False},) if outcome is NodeOutcome.FAILED else ()
+        return AttemptReport(0, 0, outcome, failures)
 
     def break_rank(self, local_rank):
         if self.is_alive and self.ranks is not None and self.ranks.is_undecided():
             rank = list(self.ranks.roster.phases)[local_rank]
-            if self.ranks.roster.phases[rank].name == "AT_WORK":
+            if self.ranks.roster.phases[rank].name == "RUNNING":
                 self.cause = rank
                 self.world.failures += 1
-                self.feed(Died(rank, generation=self.ranks.generation))
+                self.feed(Exited(rank, generation=self.ranks.generation))
 
 
 class World:

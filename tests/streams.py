@@ -3,13 +3,13 @@
 from mpwatch import FailureKind, ProcessFailure, Progress, WorkerState
 from mpwatch.events import (
     CallStarted,
-    HeartbeatLost,
-    NodesMet,
+    HeartbeatLate,
+    RendezvousCompleted,
     Restarting,
     RunEnded,
     RunStarted,
     StateChanged,
-    WorkerEnded,
+    WorkerExited,
     WorkerFailed,
     WorkerReady,
     WorkerStarted,
@@ -72,8 +72,8 @@ class Story:
         last = Progress(step=3, total=9, metrics={"loss": float("nan")}, elapsed=after - 0.3)
         self.becomes(WorkerState.UNHEALTHY, after)
         beats = {"heartbeat_at": START + 1.4, "progress": last, "reported_at": START + after - 0.3}
-        self.tell(WorkerEnded, after + 0.1, (1,), attempt=attempt, pid=101, exit_code=1, **beats)
-        self.tell(WorkerEnded, after + 0.5, (0,), attempt=attempt, pid=100, exit_code=-15, was_stopped=True)
+        self.tell(WorkerExited, after + 0.1, (1,), attempt=attempt, pid=101, exit_code=1, **beats)
+        self.tell(WorkerExited, after + 0.5, (0,), attempt=attempt, pid=100, exit_code=-15, was_stopped=True)
         self.tell(WorkerFailed, after, (1,), attempt=attempt, failure=failure(1, **more), is_root_cause=True)
         return self.tell(WorkerStopped, after + 0.5, (0,), attempt=attempt)
 
@@ -88,7 +88,7 @@ class Story:
     def succeed(self, after, attempt=0):
         self.each(WorkerSucceeded, after, attempt=attempt)
         for rank in self.ranks:
-            self.tell(WorkerEnded, after + 0.1, (rank,), attempt=attempt, pid=100 + 10 * attempt + rank, exit_code=0)
+            self.tell(WorkerExited, after + 0.1, (rank,), attempt=attempt, pid=100 + 10 * attempt + rank, exit_code=0)
         return self.becomes(WorkerState.SUCCEEDED, after + 0.1)
 
     def end(self, after, reason=""):
@@ -103,15 +103,15 @@ class Story:
         who = {"group_rank": group_rank, "group_world_size": nodes, "world_size": size}
         role = {"role_rank": first, "role_world_size": size}
         store = {"master_addr": "10.0.0.1", "master_port": 4711 + attempt}
-        return self.tell(NodesMet, after, attempt=attempt, job="job", backend="c10d", **who, **role, **store)
+        return self.tell(RendezvousCompleted, after, attempt=attempt, job="job", backend="c10d", **who, **role, **store)
 
-    def heartbeat_lost(self, after, rank):
-        return self.tell(HeartbeatLost, after, (rank,), silent_seconds=5.0, heartbeat_timeout=10.0)
+    def heartbeat_late(self, after, rank):
+        return self.tell(HeartbeatLate, after, (rank,), silent_seconds=5.0, heartbeat_timeout=10.0)
 
 
 def restarted():
     """Rank 1 fails once; the second time both succeed."""
-    return Story().begin().heartbeat_lost(1.2, 0).rank_1_fails().restart().succeed(4.5, attempt=1).end(4.7)
+    return Story().begin().heartbeat_late(1.2, 0).rank_1_fails().restart().succeed(4.5, attempt=1).end(4.7)
 
 
 def failed():

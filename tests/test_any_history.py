@@ -10,34 +10,34 @@ from told import COMPLAINT, facts, raised, returned
 from mpwatch import WorkerState
 from mpwatch.results.state_transitions import check_change
 from mpwatch.watcher.diagnosis.diagnose import diagnose
-from mpwatch.watcher.machine import Machine
+from mpwatch.watcher.machine import StateMachine
 from mpwatch.watcher.states import (
     LIVING,
     SURE_SECONDS,
-    CallAll,
+    AbandonRank,
+    Abort,
     CallRank,
-    Died,
-    EndAll,
-    EndRank,
+    DetailsReceived,
+    DoNotRestart,
+    DumpStacks,
+    Exited,
     Failed,
     Failing,
-    FeelPulse,
-    GiveUp,
+    HeartbeatRead,
     Interrupted,
-    LookAt,
-    Looked,
-    Phase,
-    Pulse,
+    RankPhase,
+    ReadHeartbeat,
     Ready,
+    RequestExit,
+    Restart,
     Returned,
-    Settled,
-    SignalRank,
-    Stage,
-    StartAgain,
+    RunStage,
+    SendSignal,
+    Shutdown,
+    StackDumped,
+    StartCall,
     StartRank,
-    StopAll,
-    Told,
-    Verdict,
+    StopReason,
 )
 from mpwatch.wire.messages import Message
 
@@ -49,8 +49,8 @@ RETURNED = returned(7)
 for told in (*TOLD.values(), RETURNED):  # none of them has died
     del told["died_at"], told["exit_code"]
 DEATHS = st.sampled_from([-signal.SIGKILL, -signal.SIGSEGV, 0, 3])
-MUTE = (Phase.AT_WORK, Phase.STOPPING, Phase.KILLED)  # may have something to say yet
-TOLD_TO_END = {Phase.ENDING, Phase.STOPPING, Phase.KILLED}
+MUTE = (RankPhase.RUNNING, RankPhase.TERMINATING, RankPhase.KILLED)  # may have something to say yet
+TOLD_TO_END = {RankPhase.EXITING, RankPhase.TERMINATING, RankPhase.KILLED}
 
 
 class History(RuleBasedStateMachine):
@@ -74,15 +74,15 @@ class History(RuleBasedStateMachine):
             "grace_period": GRACE,
             "start_timeout": PATIENCE,
             "keep": keep,
-            "judged": (Verdict.FAILED,) if may_restart else (),
+            "judged": (StopReason.FAILED,) if may_restart else (),
         }
-        self.machine = Machine(range(n), now=self.now, **more, heartbeat_timeout=limit)
+        self.machine = StateMachine(range(n), now=self.now, **more, heartbeat_timeout=limit)
         self.state = WorkerState.INIT
         self.have_others_failed = False
         self.restarts = 3
         self.signals, self.deaths = signals, deaths  # that may still come: else most histories are soon over
         self.be_born(n)
-        self.tell(CallAll(self.now, timeout))
+        self.tell(StartCall(self.now, timeout))
         self.some_become_ready(ready)
 
     def be_born(self, n):
@@ -102,39 +102,41 @@ class History(RuleBasedStateMachine):
         self.beats = dict.fromkeys(self.seen)
         self.looked_at = set()
 
-    @precondition(lambda self: self.machine.stage is Stage.IDLE)
+    @precondition(lambda self: self.machine.stage is RunStage.IDLE)
     @rule(timeout=st.none() | st.floats(0.5, 30))
     def is_called_again(self, timeout):
         assert self.keep
-        assert set(self.machine.roster.phases.values()) == {Phase.READY}
+        assert set(self.machine.roster.phases.values()) == {RankPhase.READY}
         self.limits["timeout"] = timeout
         self.begin_a_call()
-        self.tell(CallAll(self.now, timeout))
+        self.tell(StartCall(self.now, timeout))
 
     @precondition(lambda self: self.keep)
     @rule()
     def is_told_to_end(self):
-        self.tell(EndAll())
+        self.tell(Shutdown())
 
-    @precondition(lambda self: self.machine.stage is Stage.JUDGING)
+    @precondition(lambda self: self.machine.stage is RunStage.AWAITING_DECISION)
     @rule(deaths=st.integers(0, 2))
     def is_worth_another_try(self, deaths):
-        assert set(self.machine.roster.phases.values()) == {Phase.GONE}
+        assert set(self.machine.roster.phases.values()) == {RankPhase.EXITED}
         assert self.machine.signum is None
         self.judge()
         self.deaths = deaths
         self.restarts -= 1
-        event = StartAgain(0, generation=self.machine.generation) if self.restarts else self.of_now(Settled, 0)
+        event = Restart(0, generation=self.machine.generation) if self.restarts else self.of_now(DoNotRestart, 0)
         self.tell(event)
-        assert self.machine.stage is (Stage.WORKING if self.restarts and not self.have_others_failed else Stage.OVER)
+        assert self.machine.stage is (
+            RunStage.RUNNING if self.restarts and not self.have_others_failed else RunStage.FINISHED
+        )
 
     @rule()
     def other_ranks_have_failed(self):
         self.have_others_failed = True
-        self.tell(StopAll())
+        self.tell(Abort())
 
     @precondition(lambda self: self.machine.generation)
-    @rule(data=st.data(), kind=st.sampled_from([Ready, Returned, Failing, Failed, Looked, Pulse, Died]))
+    @rule(data=st.data(), kind=st.sampled_from([Ready, Returned, Failing, Failed, StackDumped, HeartbeatRead, Exited]))
     def something_comes_of_an_earlier_life(self, data, kind):
         rank = data.draw(st.sampled_from(sorted(self.seen)))
         before = dict(self.machine.roster.phases), self.machine.stage, self.machine.deadline
@@ -151,7 +153,7 @@ class History(RuleBasedStateMachine):
     def tell(self, event):
         self.do(self.machine.handle(event, self.now))
         self.look_at_state()
-        if self.machine.stage is Stage.IDLE:
+        if self.machine.stage is RunStage.IDLE:
             self.judge()
 
     def do(self, actions):
@@ -160,13 +162,13 @@ class History(RuleBasedStateMachine):
             self.be_born(len(self.seen))
         self.sent += actions
         for action in actions:
-            if isinstance(action, SignalRank):
+            if isinstance(action, SendSignal):
                 self.seen[action.rank]["signals_sent"].add(action.signum)
-            elif isinstance(action, LookAt):
+            elif isinstance(action, DumpStacks):
                 self.looked_at.add(action.rank)
         for action in actions:
-            if isinstance(action, FeelPulse):
-                self.tell(self.of_now(Pulse, action.rank, beat_at=self.beats[action.rank]))
+            if isinstance(action, ReadHeartbeat):
+                self.tell(self.of_now(HeartbeatRead, action.rank, beat_at=self.beats[action.rank]))
 
     def look_at_state(self):
         """As the group that these ranks are would tell it."""
@@ -185,10 +187,10 @@ class History(RuleBasedStateMachine):
         self.seen[rank] |= {**told, "report": Message(message.kind, self.now, message.body)}
         self.has_answered.add(rank)
 
-    @precondition(lambda self: self.those_in(Phase.STARTING))
+    @precondition(lambda self: self.those_in(RankPhase.STARTING))
     @rule(data=st.data())
     def becomes_ready(self, data):
-        self.ready(data.draw(st.sampled_from(self.those_in(Phase.STARTING))))
+        self.ready(data.draw(st.sampled_from(self.those_in(RankPhase.STARTING))))
 
     @precondition(lambda self: self.those_who_may_speak())
     @rule(data=st.data(), is_secondary=st.booleans(), announced=st.booleans())
@@ -204,11 +206,11 @@ class History(RuleBasedStateMachine):
     def tells_all(self, data):
         rank = data.draw(st.sampled_from(self.those_who_may_tell()))
         self.has_told.add(rank)
-        self.tell(self.of_now(Told, rank))
+        self.tell(self.of_now(DetailsReceived, rank))
 
     def those_who_may_tell(self):
         broken = [rank for rank in self.has_answered - self.has_told if "details" in self.seen[rank]]
-        return sorted(set(broken) & set(self.those_in(Phase.BROKEN, Phase.STOPPING, Phase.KILLED)))
+        return sorted(set(broken) & set(self.those_in(RankPhase.FAILED, RankPhase.TERMINATING, RankPhase.KILLED)))
 
     @precondition(lambda self: self.those_who_may_speak())
     @rule(data=st.data())
@@ -230,19 +232,19 @@ class History(RuleBasedStateMachine):
 
     def die(self, rank, code):
         self.seen[rank] |= {"died_at": self.now, "exit_code": code}
-        self.tell(self.of_now(Died, rank))
+        self.tell(self.of_now(Exited, rank))
 
-    @precondition(lambda self: self.those_in(Phase.AT_WORK))
+    @precondition(lambda self: self.those_in(RankPhase.RUNNING))
     @rule(data=st.data())
     def beats_once(self, data):
-        self.beats[data.draw(st.sampled_from(self.those_in(Phase.AT_WORK)))] = self.now
+        self.beats[data.draw(st.sampled_from(self.those_in(RankPhase.RUNNING)))] = self.now
 
-    @precondition(lambda self: self.looked_at & set(self.those_in(*LIVING - {Phase.ENDING})))
+    @precondition(lambda self: self.looked_at & set(self.those_in(*LIVING - {RankPhase.EXITING})))
     @rule(data=st.data())
     def has_been_looked_at(self, data):
-        rank = data.draw(st.sampled_from(sorted(self.looked_at & set(self.those_in(*LIVING - {Phase.ENDING})))))
+        rank = data.draw(st.sampled_from(sorted(self.looked_at & set(self.those_in(*LIVING - {RankPhase.EXITING})))))
         self.looked_at.remove(rank)
-        self.tell(self.of_now(Looked, rank))
+        self.tell(self.of_now(StackDumped, rank))
 
     @precondition(lambda self: self.signals)
     @rule(signum=st.sampled_from([signal.SIGINT, signal.SIGTERM]))
@@ -267,22 +269,25 @@ class History(RuleBasedStateMachine):
     @invariant()
     def nobody_is_waited_for_without_a_deadline(self):
         machine = getattr(self, "machine", None)
-        if machine is None or machine.stage is Stage.OVER:
+        if machine is None or machine.stage is RunStage.FINISHED:
             return
-        if machine.stage not in (Stage.WORKING, Stage.IDLE, Stage.JUDGING):
+        if machine.stage not in (RunStage.RUNNING, RunStage.IDLE, RunStage.AWAITING_DECISION):
             assert machine.deadline is not None
         elif machine.deadline is None:
-            assert machine.stage in (Stage.IDLE, Stage.JUDGING) or Phase.AT_WORK in machine.roster.phases.values()
-            assert Phase.STARTING not in machine.roster.phases.values()
+            assert (
+                machine.stage in (RunStage.IDLE, RunStage.AWAITING_DECISION)
+                or RankPhase.RUNNING in machine.roster.phases.values()
+            )
+            assert RankPhase.STARTING not in machine.roster.phases.values()
 
     @invariant()
     def no_silence_goes_unnoticed(self):
         machine = getattr(self, "machine", None)
-        if machine is not None and machine.stage is Stage.WORKING and self.limits["heartbeat_timeout"] is not None:
+        if machine is not None and machine.stage is RunStage.RUNNING and self.limits["heartbeat_timeout"] is not None:
             beats = [
                 beat
                 for rank, beat in self.beats.items()
-                if machine.roster.phases[rank] is Phase.AT_WORK and beat is not None
+                if machine.roster.phases[rank] is RankPhase.RUNNING and beat is not None
             ]
             late = [beat for beat in beats if self.now >= beat + LIMIT]
             assert not late or machine.deadline <= max(self.now, min(late) + LIMIT + SURE_SECONDS)
@@ -291,15 +296,19 @@ class History(RuleBasedStateMachine):
     def nothing_is_done_twice(self):
         sent = getattr(self, "sent", [])
         # a rank that is told to end, and does not, is stopped; one that was stopped and then answers is told to end
-        goes_on = SignalRank, signal.SIGCONT  # which comes with every other one
-        once = [a for a in sent if not isinstance(a, FeelPulse | EndRank) and (type(a), getattr(a, "signum", 0)) != goes_on]
+        goes_on = SendSignal, signal.SIGCONT  # which comes with every other one
+        once = [
+            a
+            for a in sent
+            if not isinstance(a, ReadHeartbeat | RequestExit) and (type(a), getattr(a, "signum", 0)) != goes_on
+        ]
         assert len(once) == len(set(once)), once
-        assert all(sent.count(action) <= 2 for action in sent if isinstance(action, EndRank))
+        assert all(sent.count(action) <= 2 for action in sent if isinstance(action, RequestExit))
         for rank in getattr(self, "seen", ()):
             soft = [
                 a
                 for a in once
-                if isinstance(a, SignalRank) and a.rank == rank and a.signum in (signal.SIGINT, signal.SIGTERM)
+                if isinstance(a, SendSignal) and a.rank == rank and a.signum in (signal.SIGINT, signal.SIGTERM)
             ]
             assert len(soft) <= 1 + self.keep  # whoever might have stayed after an interrupt, and does not answer
 
@@ -307,7 +316,7 @@ class History(RuleBasedStateMachine):
     def nobody_is_called_who_is_to_be_stopped(self):
         stopped = set()
         for action in getattr(self, "sent", []):
-            if isinstance(action, SignalRank):
+            if isinstance(action, SendSignal):
                 stopped.add(action.rank)
             assert not (isinstance(action, CallRank) and action.rank in stopped)
 
@@ -315,17 +324,17 @@ class History(RuleBasedStateMachine):
         if not hasattr(self, "machine"):
             return
         for patience in range(10):  # nobody does anything any more
-            if patience == 5 and self.machine.stage is Stage.WORKING:  # but for ranks at work, for ever
+            if patience == 5 and self.machine.stage is RunStage.RUNNING:  # but for ranks at work, for ever
                 self.tell(Interrupted(signal.SIGINT))
-            if self.machine.stage is Stage.IDLE:
-                self.tell(EndAll())
-            if self.machine.stage is Stage.JUDGING:
-                self.tell(self.of_now(Settled, 0))
+            if self.machine.stage is RunStage.IDLE:
+                self.tell(Shutdown())
+            if self.machine.stage is RunStage.AWAITING_DECISION:
+                self.tell(self.of_now(DoNotRestart, 0))
             self.time_is_up()
-        assert self.machine.stage is Stage.OVER
-        assert set(self.machine.roster.phases.values()) <= {Phase.GONE, Phase.GIVEN_UP}
+        assert self.machine.stage is RunStage.FINISHED
+        assert set(self.machine.roster.phases.values()) <= {RankPhase.EXITED, RankPhase.ABANDONED}
         assert self.machine.verdict is not None
-        assert sum(isinstance(action, GiveUp) for action in self.sent) <= len(self.seen)
+        assert sum(isinstance(action, AbandonRank) for action in self.sent) <= len(self.seen)
         self.judge()
 
     def judge(self):
@@ -349,7 +358,7 @@ class History(RuleBasedStateMachine):
         assert raised_early <= set(result.failures)
         if result.state is WorkerState.SUCCEEDED:
             assert dict(result.return_values) == dict.fromkeys(self.seen, 7)
-        elif self.machine.verdict is Verdict.FAILED:
+        elif self.machine.verdict is StopReason.FAILED:
             assert result.failures
             assert result.root_cause is not None
         primaries = [failure for failure in result.failures.values() if not failure.is_secondary]

@@ -1,18 +1,18 @@
 """Heartbeats as the pure machine hears them: who is late, who is silent, and who was only suspended."""
 
 from mpwatch import WorkerState
-from mpwatch.watcher.machine import Machine
+from mpwatch.watcher.machine import StateMachine
 from mpwatch.watcher.states import (
     LAST_CALL_SECONDS,
     LATE_SECONDS,
-    CallAll,
+    DumpStacks,
     Failing,
-    FeelPulse,
-    LookAt,
-    Pulse,
+    HeartbeatRead,
+    ReadHeartbeat,
     Ready,
     Returned,
-    Verdict,
+    StartCall,
+    StopReason,
 )
 
 GRACE = 10.0
@@ -21,14 +21,14 @@ LIMIT = 10.0
 
 def feel(it, now, beats):
     """The pulses of these ranks are felt, and what is done then."""
-    assert it.expire(now) == [FeelPulse(rank) for rank in beats]
-    *_, actions = [it.handle(Pulse(rank, beat_at=beat), now) for rank, beat in beats.items()]
+    assert it.expire(now) == [ReadHeartbeat(rank) for rank in beats]
+    *_, actions = [it.handle(HeartbeatRead(rank, beat_at=beat), now) for rank, beat in beats.items()]
     return actions
 
 
 def with_pulses(n=2):
-    it = Machine(range(n), now=0.0, grace_period=GRACE, heartbeat_timeout=LIMIT)
-    assert it.handle(CallAll(started_at=0.0), 0.0) == []
+    it = StateMachine(range(n), now=0.0, grace_period=GRACE, heartbeat_timeout=LIMIT)
+    assert it.handle(StartCall(started_at=0.0), 0.0) == []
     for rank in range(n):
         it.handle(Ready(rank), 0.0)
     return it
@@ -74,8 +74,8 @@ def test_silence_is_a_failure_when_it_has_been_seen_twice_and_all_are_looked_at(
     it.beats.due_at = 10.1  # as if they had been felt until then
     assert feel(it, 10.1, {0: 0.0, 1: 0.1}) == []
     assert it.deadline == 11.1
-    assert feel(it, 11.1, {0: 0.0, 1: 0.1}) == [LookAt(0), LookAt(1)]
-    assert (it.beats.silent, it.verdict, it.stopped_at) == ({0: 0.0, 1: 0.1}, Verdict.FAILED, 11.1)
+    assert feel(it, 11.1, {0: 0.0, 1: 0.1}) == [DumpStacks(0), DumpStacks(1)]
+    assert (it.beats.silent, it.verdict, it.stopped_at) == ({0: 0.0, 1: 0.1}, StopReason.FAILED, 11.1)
     assert it.state is WorkerState.UNHEALTHY
 
 
@@ -104,8 +104,8 @@ def test_only_ranks_at_work_have_a_pulse():
 
 
 def test_a_silence_that_ended_with_its_rank_s_work_is_no_first_look_at_another_s():
-    it = Machine(range(2), now=0.0, grace_period=GRACE, heartbeat_timeout=LIMIT)
-    it.handle(CallAll(started_at=0.0), 0.0)
+    it = StateMachine(range(2), now=0.0, grace_period=GRACE, heartbeat_timeout=LIMIT)
+    it.handle(StartCall(started_at=0.0), 0.0)
     it.handle(Ready(0), 0.0)
     assert feel(it, 5.0, {0: -5.0}) == []
     it.handle(Returned(0), 5.2)
@@ -113,7 +113,7 @@ def test_a_silence_that_ended_with_its_rank_s_work_is_no_first_look_at_another_s
     it.handle(Ready(1), 6.0)
     assert it.deadline == 11.0
     assert feel(it, 11.0, {1: 1.0}) == []
-    assert feel(it, 12.0, {1: 1.0}) == [LookAt(1)]
+    assert feel(it, 12.0, {1: 1.0}) == [DumpStacks(1)]
 
 
 def test_a_machine_that_was_not_called_in_time_blames_nobody():
@@ -122,4 +122,4 @@ def test_a_machine_that_was_not_called_in_time_blames_nobody():
     assert it.expire(late) == []
     assert it.deadline == late + LIMIT
     assert feel(it, late + LIMIT, {0: late + 9.0, 1: 0.0}) == []
-    assert feel(it, late + LIMIT + 1, {0: late + 9.0, 1: 0.0}) == [LookAt(0), LookAt(1)]
+    assert feel(it, late + LIMIT + 1, {0: late + 9.0, 1: 0.0}) == [DumpStacks(0), DumpStacks(1)]

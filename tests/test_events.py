@@ -20,12 +20,12 @@ from mpwatch import FailureKind, Progress, RunResult, WorkerState
 from mpwatch.events import (
     CallStarted,
     Event,
-    HeartbeatLost,
+    HeartbeatLate,
     JsonLines,
-    NodesMet,
+    RendezvousCompleted,
     Restarting,
     RunStarted,
-    WorkerEnded,
+    WorkerExited,
     WorkerFailed,
     WorkerReady,
     WorkerSucceeded,
@@ -68,7 +68,7 @@ def test_the_import_of_events_is_light():
 
 def test_each_kind_has_its_name():
     assert RunStarted.name == "run_started"
-    assert HeartbeatLost.name == "heartbeat_lost"
+    assert HeartbeatLate.name == "heartbeat_late"
     assert len({kind.name for kind in KINDS}) == len(KINDS)
 
 
@@ -110,7 +110,7 @@ def test_an_event_as_plain_data():
 def test_states_are_told_by_name_and_numbers_that_json_lacks_by_text():
     told = [event.to_dict() for event in restarted()]
     assert {"event": "state_changed", "before": "UNKNOWN", "after": "INIT"}.items() <= told[1].items()
-    (ended,) = (line for line in told if line["event"] == "worker_ended" and line["progress"])
+    (ended,) = (line for line in told if line["event"] == "worker_exited" and line["progress"])
     assert ended["progress"] == {"step": 3, "total": 9, "metrics": {"loss": "nan"}, "elapsed": 1.2}
 
 
@@ -192,7 +192,7 @@ ANYTHING = st.recursive(
 @given(odd=ANYTHING)
 def test_the_plain_data_of_anything_is_strictly_json(odd):
     progress = Progress(step=1, total=None, metrics={"odd": odd}, elapsed=0.0)
-    event = WorkerEnded(time=0.0, monotonic=0.0, run_id=LONE, ranks=(0,), pid=1, exit_code=0, progress=progress)
+    event = WorkerExited(time=0.0, monotonic=0.0, run_id=LONE, ranks=(0,), pid=1, exit_code=0, progress=progress)
     told = event.to_dict()
     assert strict(json.dumps(told, ensure_ascii=False, allow_nan=False)) == told
 
@@ -244,7 +244,7 @@ def test_the_log_says_whose_ranks_these_are_each_time_that_nodes_have_met(caplog
 
 
 def test_an_address_with_colons_is_told_apart_from_its_port(caplog):
-    (event,) = (event for event in Story(is_on_nodes=True).meet(0.1, 0, 2).events if isinstance(event, NodesMet))
+    (event,) = (event for event in Story(is_on_nodes=True).meet(0.1, 0, 2).events if isinstance(event, RendezvousCompleted))
     (line,) = logged(caplog, logging.INFO, [replace(event, master_addr="fd00::1")])
     assert line.endswith("store at [fd00::1]:4711")
 
@@ -390,7 +390,7 @@ def test_the_lives_and_calls_of_a_rank(tmp_path):
 
 def test_a_rank_that_hangs_is_at_work_until_it_is_stopped(tmp_path):
     """Though it failed when it was last heard of."""
-    story = Story().begin().tell(WorkerEnded, 9.0, (1,), pid=101, exit_code=-9, heartbeat_at=START + 1.0)
+    story = Story().begin().tell(WorkerExited, 9.0, (1,), pid=101, exit_code=-9, heartbeat_at=START + 1.0)
     story.tell(WorkerFailed, 1.0, (1,), failure=failure(1, FailureKind.HANG), is_root_cause=True)
     lines = traced(tmp_path, story.events)
     assert ("train", 500_000, 9_000_000) in spans(lines, 3)
@@ -448,7 +448,7 @@ def test_the_calls_of_a_group_by_number(tmp_path):
 
 
 def test_a_rank_that_is_replaced_alone(tmp_path):
-    story = Story().begin().tell(WorkerEnded, 1.0, (1,), pid=101, exit_code=1)
+    story = Story().begin().tell(WorkerExited, 1.0, (1,), pid=101, exit_code=1)
     story.tell(WorkerFailed, 1.0, (1,), failure=failure(1), is_root_cause=True)
     story.tell(Restarting, 1.0, (1,), cause=failure(1), delay=1.0, restarts_left=0).started(2.0, 1, (1,))
     story.tell(WorkerReady, 2.5, (1,), attempt=1).tell(WorkerSucceeded, 3.0, (0,)).tell(

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mpwatch.wire.exceptions import decode, outline, text_of
 from mpwatch.wire.frames import frames_of, traceback_of
-from mpwatch.wire.telling import Telling
+from mpwatch.wire.telling import ExceptionEncoder
 
 
 def raised(error):
@@ -30,7 +30,7 @@ def raised(error):
 
 
 def through(error):
-    telling = Telling(error)
+    telling = ExceptionEncoder(error)
     return decode(telling.plain(), telling.details())
 
 
@@ -237,7 +237,7 @@ def caught_trace(fn, *args):
 
 
 def test_what_can_be_told_without_rebuilding():
-    data = Telling(raised(RefusesToPickle("text"))).plain()
+    data = ExceptionEncoder(raised(RefusesToPickle("text"))).plain()
     assert [(link.name, link.text) for link in outline(data)] == [("RefusesToPickle", "text")]
     assert "RefusesToPickle: text" in text_of(data)
 
@@ -333,12 +333,12 @@ def shape(error, seen=()):
 @given(TREES)
 def test_any_tree_keeps_its_shape(error):
     assert shape(through(error)) == shape(error)
-    assert shape(decode(Telling(error).plain())) == shape(error)
+    assert shape(decode(ExceptionEncoder(error).plain())) == shape(error)
     assert shape(through(through(error))) == shape(error)
 
 
 def test_what_crosses_is_plain_but_for_the_pickles_inside():
-    telling = Telling(raised(saboteurs.PickyError(7, detail="x")))
+    telling = ExceptionEncoder(raised(saboteurs.PickyError(7, detail="x")))
     (link,), (part,) = marshal.loads(telling.plain())["links"], pickle.loads(telling.details())
     assert {type(value) for value in link.values()} <= {str, list, bool, int, type(None)}
     assert {type(value) for value in part.values()} <= {bytes, list, dict, type(None)}
@@ -347,7 +347,7 @@ def test_what_crosses_is_plain_but_for_the_pickles_inside():
 def test_without_details_there_are_stand_ins_of_the_same_shape():
     error = raised(saboteurs.PickyError(7, detail="x"))
     error.__cause__ = raised(OSError(2, "No such file", "path"))
-    back = decode(Telling(error).plain())
+    back = decode(ExceptionEncoder(error).plain())
     assert (type(back).__name__, str(back)) == ("PickyError", str(error))
     assert isinstance(back.__cause__, OSError)
     assert str(back.__cause__) == str(error.__cause__)
@@ -372,7 +372,7 @@ class SpeaksError(Exception):
 def test_texts_that_are_no_plain_strings():
     error = raised(SpeaksError())
     error.add_note(Spoken("note"))
-    back = decode(Telling(error).plain())
+    back = decode(ExceptionEncoder(error).plain())
     assert (type(back).__name__, str(back), back.__notes__) == ("SpeaksError", "text", ["note"])
     assert type(back.__notes__[0]) is str
 
@@ -442,9 +442,9 @@ def test_an_attribute_that_exits_when_it_is_loaded_takes_nothing_along():
 def test_what_the_pickle_of_an_exception_has_is_not_sent_twice():
     error = raised(ValueError("x"))
     error.data = bytes(100_000)
-    assert len(Telling(error).details()) < 150_000
+    assert len(ExceptionEncoder(error).details()) < 150_000
     group = raised(saboteurs.nested_group(100))
-    assert len(Telling(group).details()) < 100_000
+    assert len(ExceptionEncoder(group).details()) < 100_000
 
 
 def test_frames_tell_a_debugger_what_it_asks_for():
@@ -477,7 +477,7 @@ def walk(error):
 
 def test_a_very_long_text_is_cut():
     error = raised(ValueError("x" * (3 << 20)))
-    assert len(Telling(error).plain()) < 4 << 20
+    assert len(ExceptionEncoder(error).plain()) < 4 << 20
     assert len(str(through(error))) == 3 << 20
 
 
@@ -522,12 +522,12 @@ def test_a_module_that_loads_what_it_is_asked_for_is_not_asked(monkeypatch):
 
 def test_a_stand_in_for_a_class_that_says_it_is_a_builtin():
     error = raised(pytest.fail.Exception("why"))
-    back = decode(Telling(error).plain())
+    back = decode(ExceptionEncoder(error).plain())
     assert (type(back).__name__, str(back), type(back).__bases__) == ("Failed", "why", (BaseException,))
 
 
 @pytest.mark.parametrize("cls", [SyntaxError, IndentationError])
 def test_a_stand_in_of_a_syntax_error_is_printed_with_its_text(cls):
-    back = decode(Telling(cls("bad", ("file.py", 3, 5, "text", 3, 6))).plain())
+    back = decode(ExceptionEncoder(cls("bad", ("file.py", 3, 5, "text", 3, 6))).plain())
     assert str(back) == "bad (file.py, line 3)"
     assert traceback.format_exception(back) == [f"{cls.__name__}: bad (file.py, line 3)\n"]

@@ -15,8 +15,8 @@ import mpwatch
 from mpwatch import FailureKind
 from mpwatch.results.report import report
 from mpwatch.watcher.diagnosis.diagnose import diagnose
-from mpwatch.watcher.states import Verdict
-from mpwatch.wire.slots import PULSE, ROOM, SLOT, WORDS, Pulse, Reading, open_slot, read_pulse
+from mpwatch.watcher.states import StopReason
+from mpwatch.wire.slots import PULSE, ROOM, SLOT, WORDS, HeartbeatSample, HeartbeatWriter, open_slot, read_pulse
 
 
 def test_who_keeps_its_peers_waiting_is_to_blame():
@@ -107,7 +107,7 @@ def test_the_culprit_is_not_where_the_others_wait(ranks, beats, blamed, victims)
 
 
 def test_a_silent_rank_is_told_with_what_it_last_reported():
-    there = {**LOADS, "pulse": Reading(4.5, (4.5, 120, 500, {"loss": 0.5}))}
+    there = {**LOADS, "pulse": HeartbeatSample(4.5, (4.5, 120, 500, {"loss": 0.5}))}
     result = silent(WAITS, there, beats={0: 4.0, 1: 4.5})
     assert report(result).splitlines() == [
         "rank 1 was silent for 5.5 s (heartbeat_timeout=5), at step 120 of 500: still at work (train.py:12 in load: sleep(60))",
@@ -134,7 +134,7 @@ def test_a_silent_rank_that_returns_in_the_same_moment_has_ended_the_run_all_the
 
 def test_a_timeout_says_who_was_missing_and_blames_nobody():
     """In the midst of sound work, too, some are at a collective before others."""
-    result = diagnose(facts(WAITS, LOADS, WAITS, verdict=Verdict.TIMED_OUT, timeout=10.0))
+    result = diagnose(facts(WAITS, LOADS, WAITS, verdict=StopReason.TIMED_OUT, timeout=10.0))
     assert report(result).splitlines() == [
         "the run did not end within timeout=10 s: ranks 0-2 had not returned, and rank 1 not in the collective that others waited in",
         "  ranks 0, 2: still at work (c10d.py:3 in all_reduce: work.wait())",
@@ -146,7 +146,7 @@ def test_a_timeout_says_who_was_missing_and_blames_nobody():
 
 def test_a_value_that_was_on_its_way_when_time_was_up_has_not_come():
     on_its_way = {**returned(), "heard_at": 10.5}
-    result = diagnose(facts(on_its_way, {**returned(), "heard_at": 9.0}, verdict=Verdict.TIMED_OUT, timeout=10.0))
+    result = diagnose(facts(on_its_way, {**returned(), "heard_at": 9.0}, verdict=StopReason.TIMED_OUT, timeout=10.0))
     assert report(result).startswith("the run did not end within timeout=10 s: rank 0 had not returned")
     assert [failure.kind for failure in result.failures.values()] == [FailureKind.TIMEOUT]
 
@@ -165,7 +165,7 @@ def box():
 
 
 def test_a_pulse_is_what_was_left_last(box):
-    pulse = Pulse(open_slot(os.dup(box), 1))
+    pulse = HeartbeatWriter(open_slot(os.dup(box), 1))
     assert (read_pulse(box, 1).beat_at, read_pulse(box, 1).report) == (None, None)
     pulse.beat()
     first = read_pulse(box, 1)
@@ -179,7 +179,7 @@ def test_a_pulse_is_what_was_left_last(box):
 
 
 def test_a_report_that_is_half_written_is_none(box):
-    Pulse(open_slot(os.dup(box), 0)).report(3, 4, {"loss": 0.1})
+    HeartbeatWriter(open_slot(os.dup(box), 0)).report(3, 4, {"loss": 0.1})
     os.pwrite(box, b"x", WORDS + 20)
     assert read_pulse(box, 0).report is None
     os.pwrite(box, b"\xff" * PULSE, WORDS)  # somebody wrote over it
@@ -187,7 +187,7 @@ def test_a_report_that_is_half_written_is_none(box):
 
 
 def test_a_report_has_its_room(box):
-    pulse = Pulse(open_slot(os.dup(box), 0))
+    pulse = HeartbeatWriter(open_slot(os.dup(box), 0))
     with pytest.raises(ValueError, match=rf"300 metrics that take \d+ bytes; there is room for {ROOM}"):
         pulse.report(1, 2, {f"metric {n}": 0.5 for n in range(300)})
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from streams import failure
 
 from mpwatch import FailureKind, RestartPolicy
-from mpwatch.watcher.restarts import Ledger, Trial
+from mpwatch.watcher.restarts import FailedAttempt, RestartBudget
 
 VALUE_ERROR = failure(1)
 EXIT = failure(1, FailureKind.EXIT, exit_code=3)
@@ -21,11 +21,11 @@ class TransientError(ConnectionError):
 
 
 def ledger(max_restarts=3, *, chance=0.5, **more):
-    return Ledger(RestartPolicy(max_restarts, **{"jitter": 0.0, **more}), chance=lambda: chance)
+    return RestartBudget(RestartPolicy(max_restarts, **{"jitter": 0.0, **more}), chance=lambda: chance)
 
 
 def trial(cause=VALUE_ERROR, *, seconds_left=math.inf, **more):
-    return Trial(cause=cause, seconds_left=lambda: seconds_left, **more)
+    return FailedAttempt(cause=cause, seconds_left=lambda: seconds_left, **more)
 
 
 def raised(error, **more):
@@ -91,12 +91,12 @@ def test_chance_makes_no_delay_longer_than_the_limit():
 
 def test_chance_is_asked_for_each_restart():
     chances = iter([0.0, 1.0])
-    it = Ledger(RestartPolicy(2, delay=1.0, jitter=0.5), chance=lambda: next(chances))
+    it = RestartBudget(RestartPolicy(2, delay=1.0, jitter=0.5), chance=lambda: next(chances))
     assert delays(it, 2) == [0.5, 3.0]
 
 
 def test_without_a_source_of_chance_there_is_one():
-    assert 9.0 <= Ledger(RestartPolicy(1, delay=10.0)).decide(trial()).delay <= 11.0
+    assert 9.0 <= RestartBudget(RestartPolicy(1, delay=10.0)).decide(trial()).delay <= 11.0
 
 
 def test_very_many_restarts_have_a_delay_still():
@@ -114,7 +114,7 @@ def test_very_many_restarts_have_a_delay_still():
 def test_neither_delays_nor_restarts_exceed_their_limits(max_restarts, delay, max_delay, jitter, chances):
     source = iter(chances)
     policy = RestartPolicy(max_restarts, delay=delay, max_delay=max_delay, jitter=jitter)
-    it = Ledger(policy, chance=lambda: next(source))
+    it = RestartBudget(policy, chance=lambda: next(source))
     decisions = [it.decide(trial()) for _ in range(40)]
     again = [decision for decision in decisions if decision.delay is not None]
     assert len(again) == max_restarts
@@ -287,5 +287,5 @@ def test_a_restart_that_was_not_begun_is_not_used_up():
 def test_what_time_a_predicate_takes_is_none_that_is_left():
     left = [9.0]
     it = ledger(delay=4.0, retry_if=lambda _: left.append(1.0) or True)
-    decision = it.decide(Trial(cause=VALUE_ERROR, seconds_left=lambda: left[-1]))
+    decision = it.decide(FailedAttempt(cause=VALUE_ERROR, seconds_left=lambda: left[-1]))
     assert decision.why_not == "`timeout` leaves 1.0 s, and the delay is 4.0 s"

@@ -8,7 +8,7 @@ from conftest import SPAWN
 
 import mpwatch
 from mpwatch import WorkerState
-from mpwatch.events import HeartbeatLost, StateChanged
+from mpwatch.events import HeartbeatLate, StateChanged
 from mpwatch.results.state_transitions import ENDS, TRANSITIONS, check_change, diagram
 
 README = Path(__file__).parent.parent / "README.md"
@@ -69,7 +69,7 @@ def test_a_rank_that_is_late_makes_the_group_unhealthy_until_it_beats_again():
 
     result = mpwatch.run(reborn.is_late_once, 2, args=(noticed, heard), heartbeat_timeout=3.0, on_event=look)
     assert list(result) == [True, True]
-    lost = next(event for event in seen if isinstance(event, HeartbeatLost))
+    lost = next(event for event in seen if isinstance(event, HeartbeatLate))
     assert (lost.ranks, lost.heartbeat_timeout) == ((1,), 3.0)
     assert 1.5 <= lost.silent_seconds < 3.0
     states = [event.after.name for event in seen if isinstance(event, StateChanged)]
@@ -80,7 +80,7 @@ def test_a_late_rank_that_stays_silent_has_failed():
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(reborn.falls_silent, 2, heartbeat_timeout=0.5)
     events = caught.value.result.events
-    lost = [event for event in events if isinstance(event, HeartbeatLost)]
+    lost = [event for event in events if isinstance(event, HeartbeatLate)]
     assert sorted(event.ranks for event in lost) == [(0,), (1,)]
     assert caught.value.root_cause.kind is mpwatch.FailureKind.HANG
     states = [event.after.name for event in events if isinstance(event, StateChanged)]

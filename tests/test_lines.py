@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from mpwatch.watcher.lines import LONGEST, Lines, prefixed
-from mpwatch.watcher.mixer import HOLD_BYTES, HOLD_SECONDS, SHOW_SECONDS, Mixer, Voice
-from mpwatch.watcher.words import KEPT, LAST_LINES, Words
+from mpwatch.watcher.lines import LONGEST, LineAssembler, prefixed
+from mpwatch.watcher.mixer import HOLD_BYTES, HOLD_SECONDS, SHOW_SECONDS, OutputMultiplexer, RankStream
+from mpwatch.watcher.words import KEPT, LAST_LINES, StderrTail
 
 
 def seen(*portions):
-    lines = Lines()
+    lines = LineAssembler()
     return b"".join(map(lines.feed, portions)) + lines.end()
 
 
@@ -38,7 +38,7 @@ def test_lines_are_as_a_terminal_shows_them_however_they_come(written, read):
 
 
 def test_a_bar_that_is_written_again_and_again_takes_no_memory():
-    lines = Lines()
+    lines = LineAssembler()
     for percent in range(100_000):
         assert lines.feed(b"\r%d%%" % percent) == b""
     assert lines.rest == b"99999%"
@@ -47,7 +47,7 @@ def test_a_bar_that_is_written_again_and_again_takes_no_memory():
 
 def test_returns_take_no_time_and_no_memory():
     """If each were looked at from each one before it, this would take minutes."""
-    lines = Lines()
+    lines = LineAssembler()
     for _ in range(30):
         assert lines.feed(b"\r" * (1 << 15)) == b""
     assert len(lines._rest) < 2
@@ -55,7 +55,7 @@ def test_returns_take_no_time_and_no_memory():
 
 
 def test_a_line_without_an_end_is_shown_in_pieces():
-    lines = Lines()
+    lines = LineAssembler()
     portion = b"x" * (LONGEST // 2)
     assert [len(lines.feed(portion)) for _ in range(4)] == [0, 0, 3 * LONGEST // 2 + 1, 0]
 
@@ -70,12 +70,12 @@ class Heard:
     """A mixer, with a clock of its own, and what has been written so far."""
 
     def __init__(self, *, is_mixed=False, may_be_mixed=True):
-        self.mixer = Mixer(is_mixed=is_mixed, may_be_mixed=may_be_mixed)
+        self.mixer = OutputMultiplexer(is_mixed=is_mixed, may_be_mixed=may_be_mixed)
         self.voices = {}
         self.now = 100.0
 
     def voice(self, rank, stream="stdout"):
-        return self.voices.setdefault((rank, stream), Voice(rank, stream, lambda: b"[%d] " % rank))
+        return self.voices.setdefault((rank, stream), RankStream(rank, stream, lambda: b"[%d] " % rank))
 
     def hear(self, rank, data, stream="stdout"):
         self.mixer.hear(self.voice(rank, stream), data, self.now)
@@ -176,7 +176,7 @@ def test_streams_keep_their_order():
 
 
 def test_the_last_words():
-    words = Words()
+    words = StderrTail()
     assert words.last_lines() == ""
     words.hear(b"\xff one\n10%\r20%")
     assert words.last_lines() == "\ufffd one\n20%"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpwatch import LogSpec, Worker, WorkerSpec
-from mpwatch.logs import Way, prefix_of
+from mpwatch.logs import StreamRoute, prefix_of
 
 ME = Worker(
     rank=3,
@@ -34,8 +34,8 @@ def ways(spec, rank):
         (LogSpec(Path("logs"), show="none"), ("FILE", "FILE"), ("FILE", "FILE")),
         (LogSpec("logs", show=0), ("PIPE", "PIPE"), ("FILE", "FILE")),
         (LogSpec("logs", show={"stderr": "all"}), ("FILE", "PIPE"), ("FILE", "PIPE")),
-        (LogSpec("logs", show="none", files={"stderr": [1]}), ("NOWHERE", "PIPE"), ("NOWHERE", "FILE")),
-        (LogSpec(show={0, 2}), ("PIPE", "PIPE"), ("NOWHERE", "PIPE")),
+        (LogSpec("logs", show="none", files={"stderr": [1]}), ("DISCARD", "PIPE"), ("DISCARD", "FILE")),
+        (LogSpec(show={0, 2}), ("PIPE", "PIPE"), ("DISCARD", "PIPE")),
         (LogSpec(show="inherit"), ("INHERIT", "INHERIT"), ("INHERIT", "INHERIT")),
         (LogSpec(show={"stdout": "inherit"}), ("INHERIT", "PIPE"), ("INHERIT", "PIPE")),
         (
@@ -65,7 +65,7 @@ def test_the_prefix():
     assert len(prefix_of("{time}", ME, "here")) == len("12:34:56")
     assert prefix_of("{time:%Y}", ME, "here").startswith("20")
     assert prefix_of("{rank:>3}|", ME, "here") == "  3|"
-    assert Way.PIPE is LogSpec(prefix="").way_of("stdout", 0)
+    assert StreamRoute.PIPE is LogSpec(prefix="").way_of("stdout", 0)
 
 
 @pytest.mark.parametrize(

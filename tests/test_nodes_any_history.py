@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import TIMEOUT, Node, World
 
-from mpwatch.elastic.chair import Close, Say
-from mpwatch.elastic.member import Prepare, Stage
-from mpwatch.elastic.talk.messages import NO_ATTEMPT, Decision, Ended, Outcome, Verdict
-from mpwatch.watcher.states import Interrupted, Lease, Phase
+from mpwatch.elastic.chair import Broadcast, CloseJob
+from mpwatch.elastic.member import NodeStage, PrepareRanks
+from mpwatch.elastic.talk.messages import NO_ATTEMPT, AttemptDecision, AttemptReport, NextStep, NodeOutcome
+from mpwatch.watcher.states import Interrupted, Lease, RankPhase
 
 JOIN_TIMEOUT = 120.0
 LEAVE = 12.0  # seconds that a chair which leaves waits for the others, at most
@@ -61,7 +61,7 @@ class Frail(Node):
 
     def do(self, actions):
         for action in actions:
-            if isinstance(action, Prepare):
+            if isinstance(action, PrepareRanks):
                 attempt, round_ = action.start.attempt, self.round
                 self.world.after(self.env_seconds, lambda a=attempt, r=round_: self.make_environments(a, r))
             else:
@@ -71,18 +71,18 @@ class Frail(Node):
     def make_environments(self, attempt, round_):
         if not self.is_alive or self.round is not round_ or self.member.attempt != attempt:
             return
-        if self.member.stage is not Stage.PREPARING:
+        if self.member.stage is not NodeStage.PREPARING:
             return
         if self.has_broken_env:
-            self.do(self.member.abort(Ended(0, 0, Outcome.ABORTED, reason="env")))
+            self.do(self.member.abort(AttemptReport(0, 0, NodeOutcome.ABORTED, reason="env")))
             self.end_when_free()
         else:
             self.do(self.member.prepared(attempt))
 
     def act(self, acts):
-        self.world.said += [act.word for act in acts if isinstance(act, Say) and isinstance(act.word, Verdict)]
+        self.world.said += [act.word for act in acts if isinstance(act, Broadcast) and isinstance(act.word, AttemptDecision)]
         super().act(acts)
-        if any(isinstance(act, Close) for act in acts):
+        if any(isinstance(act, CloseJob) for act in acts):
             self.world.close()
 
     # what may happen
@@ -143,7 +143,7 @@ class Frail(Node):
         phases = () if self.ranks is None else self.ranks.roster.phases.values()
         if not self.is_alive or self.asleep_until + STOPPED_WITHIN > self.world.now:
             return False
-        return any(phase not in (Phase.GONE, Phase.GIVEN_UP) for phase in phases)
+        return any(phase not in (RankPhase.EXITED, RankPhase.ABANDONED) for phase in phases)
 
 
 class Job(World):
@@ -243,7 +243,9 @@ def test_no_history_breaks_a_promise(least, max_restarts, happens, seed):
     told = [node.verdict for node in job.alive() if not node.is_refused and node.verdict.attempt != NO_ATTEMPT]
     assert len({(verdict.decision, verdict.history, verdict.cause, verdict.attempt) for verdict in told}) <= 1
     assert all(verdict.history.used <= max_restarts for verdict in told)
-    tried_again = [said for said in job.said if said.failures and said.decision in (Decision.AGAIN, Decision.REGROUP)]
+    tried_again = [
+        said for said in job.said if said.failures and said.decision in (NextStep.RESTART, NextStep.RE_RENDEZVOUS)
+    ]
     assert len(tried_again) <= max_restarts
     begun = [said.attempt for said in job.said if said.history.attempts > said.attempt]
     assert len(begun) == len(set(begun)), "two verdicts on an attempt"
@@ -257,4 +259,4 @@ MOMENT = TIMEOUT / 3
 @given(st.lists(st.tuples(st.just("suspend"), MOMENTS, NODE, st.floats(0.1, MOMENT)), max_size=5), st.integers(0, 3))
 def test_nodes_that_are_silent_for_a_moment_harm_nobody(happens, seed):
     job = history(NODES, 0, happens, seed)
-    assert {(node.verdict.decision, node.verdict.history.attempts) for node in job.all()} == {(Decision.DONE, 1)}
+    assert {(node.verdict.decision, node.verdict.history.attempts) for node in job.all()} == {(NextStep.DONE, 1)}

@@ -17,9 +17,9 @@ from samples import other_value
 from mpwatch import FailureKind, ProcessFailure
 from mpwatch.elastic.talk import failures
 from mpwatch.elastic.talk.failures import FAILURE_LIMIT, LEAST_LIMIT, LOCAL_FIELDS, from_plain, to_plain
-from mpwatch.elastic.talk.seal import ForgedError, Seal, written
+from mpwatch.elastic.talk.seal import InvalidEntryError, SignedJson, written
 
-JOB = Seal(b"", "job")
+JOB = SignedJson(b"", "job")
 SENT = {field.name for field in fields(ProcessFailure)} - LOCAL_FIELDS.keys()
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["OOM", "ValueError", "eval"]),
@@ -255,7 +255,7 @@ def test_any_failure_fits_and_comes_back(limit, texts, messages, numbers):
 
 @given(JSON)
 def test_garbage_is_refused(garbage):
-    with pytest.raises(ForgedError):
+    with pytest.raises(InvalidEntryError):
         from_plain(garbage)
 
 
@@ -288,7 +288,7 @@ def test_what_was_altered_is_refused_or_is_a_failure(changes):
             continue
     try:
         back = from_plain(plain)
-    except ForgedError:
+    except InvalidEntryError:
         return
     assert isinstance(back, ProcessFailure)
     if back.exception is not None:
@@ -331,7 +331,7 @@ LINK = ("exception", "links", 0)
     ids=range(17),
 )
 def test_it_says_what_is_wrong(plain, why):
-    with pytest.raises(ForgedError, match=why):
+    with pytest.raises(InvalidEntryError, match=why):
         from_plain(plain)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from samples import filled
 
 from mpwatch.elastic.talk.json_codec import MAX_INTEGER, MAX_TEXT, from_json, to_json, without_controls
-from mpwatch.elastic.talk.seal import ForgedError
+from mpwatch.elastic.talk.seal import InvalidEntryError
 
 
 class Color(Enum):
@@ -100,7 +100,7 @@ def test_a_field_that_is_left_out_gets_its_default():
     ],
 )
 def test_a_bad_field_is_named_with_its_path(change, why):
-    with pytest.raises(ForgedError, match=why) as caught:
+    with pytest.raises(InvalidEntryError, match=why) as caught:
         from_json(Outer, through_json(OUTER) | change)
     assert len(str(caught.value)) < 300
 

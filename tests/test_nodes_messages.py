@@ -12,30 +12,41 @@ from samples import filled
 from mpwatch.elastic.talk.json_codec import from_json, to_json
 from mpwatch.elastic.talk.messages import (
     KINDS,
-    Bye,
-    Card,
-    Decision,
-    Ended,
-    Gone,
-    History,
-    Outcome,
-    Place,
+    AttemptDecision,
+    AttemptReport,
+    JobConfig,
+    LostNode,
+    NextStep,
+    NodeInfo,
+    NodeOutcome,
     PublishedTerms,
+    RankAssignment,
     RefusedNode,
+    RestartHistory,
     RoundName,
-    Start,
-    Stop,
-    Terms,
-    Verdict,
+    ShutdownAck,
+    StartAttempt,
+    StopAttempt,
     from_body,
     to_body,
 )
-from mpwatch.elastic.talk.seal import ForgedError
+from mpwatch.elastic.talk.seal import InvalidEntryError
 
 ENTRIES = [PublishedTerms, RefusedNode, RoundName]
-CARD = Card(1, "host", "10.0.0.1", 8, "trainer", False, 10.0, "n", Terms((("nnodes", "2"),)), History(3, 1, 100, 0))
-VERDICT = Verdict(2, Decision.AGAIN, History(3), 5, ({"rank": 5},), 1, (Gone(1, "host", 8, 8, "silent"),), "why", delay=0.5)
-MESSAGES = [CARD, VERDICT, Bye(0), Ended(1, 0, Outcome.FAILED, ({"a": 1},)), Stop(0, "why"), Place(1, 0, "n", 8, 0, 8)]
+CARD = NodeInfo(
+    1, "host", "10.0.0.1", 8, "trainer", False, 10.0, "n", JobConfig((("nnodes", "2"),)), RestartHistory(3, 1, 100, 0)
+)
+VERDICT = AttemptDecision(
+    2, NextStep.RESTART, RestartHistory(3), 5, ({"rank": 5},), 1, (LostNode(1, "host", 8, 8, "silent"),), "why", delay=0.5
+)
+MESSAGES = [
+    CARD,
+    VERDICT,
+    ShutdownAck(0),
+    AttemptReport(1, 0, NodeOutcome.FAILED, ({"a": 1},)),
+    StopAttempt(0, "why"),
+    RankAssignment(1, 0, "n", 8, 0, 8),
+]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
@@ -55,20 +66,20 @@ def test_no_field_is_lost(kind):
     ("change", "text"),
     [
         ({"kind": "Shutdown"}, "no message of kind 'Shutdown'"),
-        ({"kind": ["Card"]}, "no message of kind"),
-        ({"nprocs": "8"}, r"Card\.nprocs must be a whole number"),
-        ({"nprocs": True}, r"Card\.nprocs"),
-        ({"nprocs": 1 << 60}, r"Card\.nprocs"),
-        ({"grace_period": float("nan")}, r"Card\.grace_period must be a finite number"),
-        ({"host": "\x1b[2J"}, r"Card\.host must be a text"),
-        ({"host": "x" * 70_000}, r"Card\.host must be a text"),
-        ({"terms": {"items": [["a"]]}}, r"Card\.terms\.items\[0\] must be 2 values"),
-        ({"history": {"attempts": 1}}, r"Card\.history\.used is missing"),
-        ({"more": 1}, "Card has no field 'more'"),
+        ({"kind": ["NodeInfo"]}, "no message of kind"),
+        ({"nprocs": "8"}, r"NodeInfo\.nprocs must be a whole number"),
+        ({"nprocs": True}, r"NodeInfo\.nprocs"),
+        ({"nprocs": 1 << 60}, r"NodeInfo\.nprocs"),
+        ({"grace_period": float("nan")}, r"NodeInfo\.grace_period must be a finite number"),
+        ({"host": "\x1b[2J"}, r"NodeInfo\.host must be a text"),
+        ({"host": "x" * 70_000}, r"NodeInfo\.host must be a text"),
+        ({"terms": {"items": [["a"]]}}, r"NodeInfo\.terms\.items\[0\] must be 2 values"),
+        ({"history": {"attempts": 1}}, r"NodeInfo\.history\.used is missing"),
+        ({"more": 1}, "NodeInfo has no field 'more'"),
     ],
 )
 def test_what_is_wrong_with_a_message_is_named(change, text):
-    with pytest.raises(ForgedError, match=text):
+    with pytest.raises(InvalidEntryError, match=text):
         from_body(to_body(CARD) | change)
 
 
@@ -85,9 +96,9 @@ JSON = st.recursive(
 )
 
 
-@given(st.sampled_from([*MESSAGES, Start(0, 8, 2, "a", 1, "h", 4)]), st.data())
+@given(st.sampled_from([*MESSAGES, StartAttempt(0, 8, 2, "a", 1, "h", 4)]), st.data())
 def test_a_message_with_something_else_in_it_is_none_or_another(message, data):
     body = to_body(message)
     name = data.draw(st.sampled_from([field.name for field in fields(message)]))
-    with suppress(ForgedError):
+    with suppress(InvalidEntryError):
         assert type(from_body(body | {name: data.draw(JSON)})) is type(message)

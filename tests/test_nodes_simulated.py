@@ -5,7 +5,7 @@ messages a node.
 import pytest
 from simulated import TIMEOUT, World
 
-from mpwatch.elastic.talk.messages import Decision
+from mpwatch.elastic.talk.messages import NextStep
 
 MESSAGES_A_NODE = 11  # of a failure: told, said, heard, stopped, answered, judged, placed and found again
 
@@ -27,7 +27,7 @@ def of_a_failure(n, failures=3):
     quiet.run()
     world = with_failing_ranks(n, failures)
     world.run()
-    assert {node.verdict.decision for node in world.all()} == {Decision.DONE}
+    assert {node.verdict.decision for node in world.all()} == {NextStep.DONE}
     return (world.messages.total() - quiet.messages.total()) / world.failures
 
 
@@ -58,7 +58,7 @@ def test_whatever_fails_all_who_are_left_come_to_the_same_end(seed):
     world = random_job(seed)
     assert world.is_over(), f"still under way after {world.now} s"
     alive = world.alive()
-    assert {node.verdict.decision for node in alive} == {Decision.DONE}
+    assert {node.verdict.decision for node in alive} == {NextStep.DONE}
     assert len({node.verdict.history for node in alive}) == 1
     assert {node.verdict.attempt + 1 for node in alive} == {node.verdict.history.attempts for node in alive}
 
@@ -68,6 +68,6 @@ def test_a_job_of_a_thousand_nodes_survives_ranks_and_nodes():
     world.after(20.0, lambda: break_any(world))
     world.after(60.0, lambda: [world.kill(f"n{i:05}") for i in (0, 1, 999)])
     world.run()
-    assert {node.verdict.decision for node in world.alive()} == {Decision.DONE}
+    assert {node.verdict.decision for node in world.alive()} == {NextStep.DONE}
     assert len(world.alive()) == 997
     assert world.now < 60.0 + world.work + 3 * TIMEOUT

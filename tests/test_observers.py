@@ -20,16 +20,16 @@ from mpwatch.events import (
     Restarting,
     RunEnded,
     RunStarted,
-    WorkerEnded,
+    WorkerExited,
     WorkerFailed,
     WorkerStarted,
 )
 
 START = ["run_started", "worker_started", "worker_started", "UNKNOWN > INIT", "call_started"]
 READY = ["worker_ready", "worker_ready", "INIT > HEALTHY"]
-RETURN = ["worker_succeeded", "worker_succeeded", "worker_ended", "worker_ended"]
+RETURN = ["worker_succeeded", "worker_succeeded", "worker_exited", "worker_exited"]
 # Rank 1 raises, and rank 0 is stopped
-FAIL = ["HEALTHY > UNHEALTHY", "worker_ended", "worker_ended", "worker_failed", "worker_stopped"]
+FAIL = ["HEALTHY > UNHEALTHY", "worker_exited", "worker_exited", "worker_failed", "worker_stopped"]
 AGAIN = ["restarting", "worker_started", "worker_started", "UNHEALTHY > INIT"]
 
 
@@ -76,7 +76,7 @@ def test_a_restart():
     assert {event.attempt for event in seen[: at + 1]} == {0}
     assert {event.attempt for event in seen[at + 1 : -1]} == {1}
     pids = {(event.ranks, event.attempt): event.pid for event in of_kind(WorkerStarted, seen)}
-    assert {(event.ranks, event.attempt): event.pid for event in of_kind(WorkerEnded, seen)} == pids
+    assert {(event.ranks, event.attempt): event.pid for event in of_kind(WorkerExited, seen)} == pids
 
 
 def test_a_failure():
@@ -86,7 +86,7 @@ def test_a_failure():
     assert tuple(seen) == caught.value.result.events
     assert story(seen) == [*START, *READY, *FAIL, "UNHEALTHY > FAILED", "run_ended"]
     assert seen[-1].reason == str(caught.value).splitlines()[0]
-    ends = {event.ranks[0]: event for event in of_kind(WorkerEnded, seen)}
+    ends = {event.ranks[0]: event for event in of_kind(WorkerExited, seen)}
     assert (ends[0].was_stopped, ends[0].exit_code) == (True, -signal.SIGTERM)
 
 
@@ -100,7 +100,7 @@ def test_an_interrupt():
 
     with pytest.raises(KeyboardInterrupt):
         mpwatch.run(reborn.wait_to_be_stopped, 2, on_event=look)
-    fate = ["HEALTHY > UNHEALTHY", "worker_ended", "worker_ended", "worker_stopped", "worker_stopped"]
+    fate = ["HEALTHY > UNHEALTHY", "worker_exited", "worker_exited", "worker_stopped", "worker_stopped"]
     assert story(seen) == [*START, *READY, *fate, "UNHEALTHY > STOPPED", "run_ended"]
     assert (seen[-1].state, seen[-1].reason) == (WorkerState.STOPPED, "the run was stopped: this process received SIGINT")
 
@@ -270,7 +270,7 @@ def test_a_group_of_ranks_that_stay():
     calls = ["call_started", "worker_succeeded", "worker_succeeded"]
     assert story(seen)[:4] == ["run_started", "worker_started", "worker_started", "UNKNOWN > INIT"]
     assert story([event for event in seen if event.name in {"call_started", "worker_succeeded"}]) == calls * 2
-    assert story(seen)[-4:] == [*["worker_ended"] * 2, "HEALTHY > STOPPED", "run_ended"]
+    assert story(seen)[-4:] == [*["worker_exited"] * 2, "HEALTHY > STOPPED", "run_ended"]
     last = seen[-1]
     assert (last.state, last.reason, last.restarts) == (WorkerState.STOPPED, "", 0)
     assert {event.run_id for event in seen} == {run_id}
@@ -285,7 +285,7 @@ def test_a_group_whose_ranks_are_started_anew():
         assert list(group.run(functions.rank)) == [0, 1]
     starts = [(event.ranks, event.attempt) for event in of_kind(WorkerStarted, seen)]
     assert starts == [((0,), 0), ((1,), 0), ((0,), 1), ((1,), 1)]
-    assert len(of_kind(WorkerEnded, seen)) == 4
+    assert len(of_kind(WorkerExited, seen)) == 4
     assert of_kind(WorkerFailed, seen)[0].is_root_cause
     assert [event.name for event in seen].count("run_started") == 1
     assert (seen[-1].state, seen[-1].restarts) == (WorkerState.STOPPED, 1)
@@ -311,7 +311,7 @@ def test_the_end_of_a_group_is_told_though_its_end_is_interrupted():
 
     def look(event):
         seen.append(event)
-        if event.name == "worker_ended" and event.ranks == (0,):
+        if event.name == "worker_exited" and event.ranks == (0,):
             signal.raise_signal(signal.SIGINT)
 
     group = mpwatch.WorkerGroup(2, on_event=look)

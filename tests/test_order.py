@@ -3,14 +3,14 @@
 import os
 
 from mpwatch import Worker
-from mpwatch.watcher.facts import RankFacts
-from mpwatch.watcher.gate import Gate
-from mpwatch.watcher.order import Order
+from mpwatch.watcher.facts import RankObservations
+from mpwatch.watcher.gate import Selector
+from mpwatch.watcher.order import DeathClock
 
 
 def test_the_gate_tells_in_the_order_in_which_they_became_ready():
     pipes = [os.pipe() for _ in range(8)]
-    with Gate() as gate:
+    with Selector() as gate:
         for number, (read_end, _) in enumerate(pipes):
             gate.add(read_end, lambda number=number: number)
         for number in (3, 7, 0, 5):
@@ -24,18 +24,18 @@ def test_the_gate_tells_in_the_order_in_which_they_became_ready():
 
 
 def test_the_gate_waits_no_longer_than_it_is_told():
-    with Gate() as gate:
+    with Selector() as gate:
         assert gate.wait(0) == []
         assert gate.wait(-1) == []
 
 
 def rank():
     ranks = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "role_rank": 0, "role_world_size": 1}
-    return RankFacts(Worker(**ranks, run_id="test", master_addr="localhost", master_port=1))
+    return RankObservations(Worker(**ranks, run_id="test", master_addr="localhost", master_port=1))
 
 
 def test_a_death_is_before_what_is_heard_after_it_and_after_what_was_heard_before_it():
-    order, first, second = Order(), rank(), rank()
+    order, first, second = DeathClock(), rank(), rank()
     order.look_again()
     order.hear(3.0)
     order.die(first)
@@ -51,7 +51,7 @@ def test_a_death_is_before_what_is_heard_after_it_and_after_what_was_heard_befor
 
 def test_the_death_of_a_rank_that_was_told_to_stop_is_no_earlier_than_that():
     """Another one had raised before, and was slow to say so."""
-    order, stopped = Order(), rank()
+    order, stopped = DeathClock(), rank()
     stopped.signalled_at = 4.0
     order.die(stopped)
     order.hear(3.0)

@@ -23,7 +23,7 @@ from programs import python
 import mpwatch
 from mpwatch.watcher.line import COPIED_UP_TO
 from mpwatch.wire import payload, values
-from mpwatch.wire.bundle import LARGE, Trial, mapped
+from mpwatch.wire.bundle import LARGE, NullBundle, mapped
 from mpwatch.wire.payload import PlainPickler
 
 MANY = LARGE // 8 + 1  # numbers that make a large buffer
@@ -347,4 +347,4 @@ def test_whether_a_call_is_plain_is_found_out_without_a_repr():
             raise AssertionError("nobody has asked to see it")
 
     with pytest.raises(pickle.PicklingError, match="of __main__"):
-        PlainPickler(Trial()).dump(Shy())
+        PlainPickler(NullBundle()).dump(Shy())

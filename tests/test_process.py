@@ -19,10 +19,10 @@ from mpwatch.os_support.processes import peek_exit
 from mpwatch.watcher.environment import reserve_port
 from mpwatch.watcher.guardian import Guardian
 from mpwatch.watcher.process import UNKNOWN_EXIT, WatchedProcess
-from mpwatch.watcher.remarks import Remarks
-from mpwatch.wire.messages import HEADER, WHERE, Frames, Kind, frame
-from mpwatch.wire.process import Seat
-from mpwatch.wire.slots import SLOT, WORDS, LastWords, open_slot, read_answer
+from mpwatch.watcher.remarks import DeferredLog
+from mpwatch.wire.messages import HEADER, WHERE, FrameDecoder, MessageKind, frame
+from mpwatch.wire.process import LaunchInfo
+from mpwatch.wire.slots import SLOT, WORDS, BlackBox, open_slot, read_answer
 
 
 @pytest.fixture
@@ -31,13 +31,13 @@ def rank():
     ours, theirs = socket.socketpair()
     box, stacks = os.memfd_create("mpwatch-test"), os.memfd_create("stacks")
     os.ftruncate(box, SLOT)
-    seat = Seat({}, theirs.fileno(), box, 0, 1, is_captured=False)
+    seat = LaunchInfo({}, theirs.fileno(), box, 0, 1, is_captured=False)
     process = WatchedProcess(seat, dict(os.environ), [theirs.fileno(), box], (None, stacks), "a-rank")
     process.start()
     theirs.close()
     with ours:
-        (ready,) = Frames().feed(ours.recv(1000))
-        assert ready.kind is Kind.READY
+        (ready,) = FrameDecoder().feed(ours.recv(1000))
+        assert ready.kind is MessageKind.READY
         assert len(ready.body) == WHERE.size
         yield process, ours
     if not process._closed:
@@ -58,7 +58,7 @@ def test_it_is_a_process_of_multiprocessing_and_leads_a_group(rank):
 
 def test_it_ends_when_told_and_when_the_channel_closes(rank):
     process, channel = rank
-    channel.sendall(frame(Kind.END))
+    channel.sendall(frame(MessageKind.SHUTDOWN))
     assert wait([process.sentinel], 20)
     assert process.exitcode == 0
 
@@ -120,7 +120,7 @@ def test_the_guardian_kills_what_it_guards_when_its_program_dies(eventually):
 
 
 def test_a_guardian_that_is_closed_is_gone():
-    guardian = Guardian(Remarks(lambda: None))
+    guardian = Guardian(DeferredLog(lambda: None))
     guardian.guard(os.getpid())  # not to be killed by it: closing is no death
     guardian.close()
 
@@ -128,14 +128,14 @@ def test_a_guardian_that_is_closed_is_gone():
 def test_the_black_box_keeps_whole_frames_or_none():
     box = os.memfd_create("mpwatch-test")
     os.ftruncate(box, 2 * SLOT)
-    words = LastWords(open_slot(os.dup(box), 1))
+    words = BlackBox(open_slot(os.dup(box), 1))
     assert read_answer(box, 1) == []
-    assert words.leave(frame(Kind.RAISED, b"first"))
-    assert not words.leave(frame(Kind.DETAILS, bytes(SLOT)))
-    assert words.leave(frame(Kind.DETAILS, b"second"))
+    assert words.leave(frame(MessageKind.RAISED, b"first"))
+    assert not words.leave(frame(MessageKind.DETAILS, bytes(SLOT)))
+    assert words.leave(frame(MessageKind.DETAILS, b"second"))
     assert [(message.kind, message.body) for message in read_answer(box, 1)] == [
-        (Kind.RAISED, b"first"),
-        (Kind.DETAILS, b"second"),
+        (MessageKind.RAISED, b"first"),
+        (MessageKind.DETAILS, b"second"),
     ]
     assert read_answer(box, 0) == []
     os.close(box)
@@ -144,10 +144,10 @@ def test_the_black_box_keeps_whole_frames_or_none():
 def test_a_black_box_may_be_full_and_what_has_been_overwritten_is_refused():
     box = os.memfd_create("mpwatch-test")
     os.ftruncate(box, SLOT)
-    words = LastWords(open_slot(os.dup(box), 0))
-    assert words.leave(frame(Kind.RETURNED, bytes(WORDS - HEADER.size)))
+    words = BlackBox(open_slot(os.dup(box), 0))
+    assert words.leave(frame(MessageKind.RETURNED, bytes(WORDS - HEADER.size)))
     assert [len(message.body) for message in read_answer(box, 0)] == [WORDS - HEADER.size]
-    for garbage in (b"x" * 100, HEADER.pack(b"mpw1", Kind.RETURNED, 0.0, 2 * SLOT)):
+    for garbage in (b"x" * 100, HEADER.pack(b"mpw1", MessageKind.RETURNED, 0.0, 2 * SLOT)):
         os.pwrite(box, garbage, 0)
         with pytest.raises(ValueError, match=r"not a message|a message of"):
             read_answer(box, 0)
@@ -155,10 +155,13 @@ def test_a_black_box_may_be_full_and_what_has_been_overwritten_is_refused():
 
 
 def test_frames_come_in_any_pieces_and_garbage_is_refused():
-    data = frame(Kind.READY) + frame(Kind.RETURNED, b"x" * 1000)
-    frames = Frames()
+    data = frame(MessageKind.READY) + frame(MessageKind.RETURNED, b"x" * 1000)
+    frames = FrameDecoder()
     messages = [message for byte in data for message in frames.feed(bytes([byte]))]
-    assert [(message.kind, len(message.body)) for message in messages] == [(Kind.READY, 0), (Kind.RETURNED, 1000)]
+    assert [(message.kind, len(message.body)) for message in messages] == [
+        (MessageKind.READY, 0),
+        (MessageKind.RETURNED, 1000),
+    ]
     with pytest.raises(ValueError, match="not a message of mpwatch"):
         frames.feed(b"something else, and long enough")
 

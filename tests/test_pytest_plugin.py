@@ -318,9 +318,9 @@ def test_ranks_that_are_started_anew_after_they_were_prepared_have_a_session(tmp
     module = tmp_path / "test_it.py"
     module.write_text("def test_it():\n    assert 1 == 2\n")
     places = {"folder": str(tmp_path), "module": str(module), "scratch": str(tmp_path / "scratch")}
-    recipe = ranks.Recipe(args=(*PLUGIN, "--capture=no"), **places, inputs={}, markers=())
+    recipe = ranks.SessionConfig(args=(*PLUGIN, "--capture=no"), **places, inputs={}, markers=())
     with WorkerGroup(1) as group, pytest.raises(RunFailedError) as caught:
-        group.run(ranks.run_item, (recipe, ranks.Order(name=("test_it",), following=None, shared={})))
+        group.run(ranks.run_item, (recipe, ranks.TestRequest(name=("test_it",), following=None, shared={})))
     assert str(caught.value.__cause__).startswith("assert 1 == 2")
 
 

@@ -14,7 +14,7 @@ from mpwatch.os_support.signals import DUMP_SIGNAL
 from mpwatch.results.html import group_table
 from mpwatch.results.report import exit_text, ranks_text, report, where
 from mpwatch.watcher.diagnosis.diagnose import diagnose
-from mpwatch.watcher.states import Verdict
+from mpwatch.watcher.states import StopReason
 
 
 def test_the_earliest_primary_failure_is_the_cause():
@@ -66,7 +66,7 @@ def test_a_rank_that_was_killed_after_it_had_returned_may_be_the_cause():
     gone = {**returned(), "died_at": 5.0, "exit_code": -9}
     result = diagnose(facts(gone, raised(COMPLAINT, 6.0)))
     assert result.root_cause.rank == 0
-    assert diagnose(facts(gone, returned(), verdict=Verdict.SUCCEEDED, stopped_at=None)).failures == {}
+    assert diagnose(facts(gone, returned(), verdict=StopReason.SUCCEEDED, stopped_at=None)).failures == {}
 
 
 def test_a_user_s_own_words_are_no_complaint():
@@ -121,13 +121,13 @@ def test_ranks_that_never_came_up():
 
 
 def test_a_success():
-    result = diagnose(facts(returned(1), returned(2), verdict=Verdict.SUCCEEDED, stopped_at=None))
+    result = diagnose(facts(returned(1), returned(2), verdict=StopReason.SUCCEEDED, stopped_at=None))
     assert list(result) == [1, 2]
     assert result.state is WorkerState.SUCCEEDED
 
 
 def test_an_interrupt():
-    result = diagnose(facts(STOPPED, returned(), verdict=Verdict.INTERRUPTED, signum=signal.SIGTERM))
+    result = diagnose(facts(STOPPED, returned(), verdict=StopReason.INTERRUPTED, signum=signal.SIGTERM))
     assert result.state is WorkerState.STOPPED
     assert report(result).splitlines() == [
         "the run was stopped: this process received SIGTERM",
@@ -249,7 +249,7 @@ def test_the_end_of_what_was_printed_is_told():
 
 
 def test_the_table_of_a_notebook():
-    good = diagnose(facts(returned("<b>"), returned([1] * 1000), verdict=Verdict.SUCCEEDED, stopped_at=None))
+    good = diagnose(facts(returned("<b>"), returned([1] * 1000), verdict=StopReason.SUCCEEDED, stopped_at=None))
     assert "&lt;b&gt;" in good._repr_html_()
     assert len(good._repr_html_()) < 1000
     bad = diagnose(facts(raised(ValueError("<script>"), 9.0), {**STOPPED, "stacks": at("<module>", 3)}))
@@ -264,7 +264,7 @@ def test_the_table_of_a_notebook():
 
 
 def test_a_table_of_very_many_values():
-    many = diagnose(facts(*[returned(n) for n in range(512)], verdict=Verdict.SUCCEEDED, stopped_at=None))._repr_html_()
+    many = diagnose(facts(*[returned(n) for n in range(512)], verdict=StopReason.SUCCEEDED, stopped_at=None))._repr_html_()
     assert many.count("<tr>") == 33
     assert "480 more" in many
 

@@ -12,8 +12,8 @@ from conftest import SPAWN, is_alive
 
 import mpwatch
 from mpwatch import FailureKind, RestartPolicy, WorkerState
-from mpwatch.events import Restarting, WorkerEnded, WorkerStarted
-from mpwatch.watcher.crew import Crew
+from mpwatch.events import Restarting, WorkerExited, WorkerStarted
+from mpwatch.watcher.crew import ProcessPool
 
 
 def meetings(lives, nprocs=2):
@@ -71,7 +71,7 @@ def test_each_life_has_a_port_of_its_own_and_is_counted():
 
 
 def test_the_old_ranks_and_their_helpers_are_gone_before_new_ones_start(tmp_path, monkeypatch):
-    start, seen = Crew.start, []
+    start, seen = ProcessPool.start, []
 
     def look(crew, worker, env):
         if worker.restart_count:
@@ -81,13 +81,13 @@ def test_the_old_ranks_and_their_helpers_are_gone_before_new_ones_start(tmp_path
             seen.append((len(pids), left, [helper for _, helper in pids if is_alive(helper)]))
         return start(crew, worker, env)
 
-    monkeypatch.setattr(Crew, "start", look)
+    monkeypatch.setattr(ProcessPool, "start", look)
     assert list(mpwatch.run(reborn.has_a_helper, 2, args=(tmp_path, 3), max_restarts=3)) == [3, 3]
     assert seen == [(2, [], [])] * 6
 
 
 def test_of_one_that_is_replaced_nothing_is_left_either(tmp_path, monkeypatch):
-    start, seen = Crew.start, []
+    start, seen = ProcessPool.start, []
 
     def look(crew, worker, env):
         if worker.restart_count:
@@ -95,7 +95,7 @@ def test_of_one_that_is_replaced_nothing_is_left_either(tmp_path, monkeypatch):
             seen.append((Path(f"/proc/{rank}").exists(), is_alive(helper)))
         return start(crew, worker, env)
 
-    monkeypatch.setattr(Crew, "start", look)
+    monkeypatch.setattr(ProcessPool, "start", look)
     lives = 2
 
     def dies_beside_a_helper(folder):
@@ -381,7 +381,7 @@ def test_many_restarts_leak_nothing():
     assert [life for life, *_ in result] == [conftest.RUNS] * 2
     assert len({tuple(look[:-1]) for look in seen}) == 1
     assert seen[-1][-1] - seen[20][-1] < 4
-    assert len(of_kind(WorkerEnded, result.events)) == 2 * (conftest.RUNS + 1)
+    assert len(of_kind(WorkerExited, result.events)) == 2 * (conftest.RUNS + 1)
 
 
 def test_ranks_that_are_replaced_one_by_one_leak_nothing():

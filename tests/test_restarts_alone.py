@@ -8,7 +8,7 @@ from conftest import SPAWN
 
 import mpwatch
 from mpwatch import RestartPolicy, WorkerState
-from mpwatch.events import Restarting, StateChanged, WorkerEnded, WorkerReady, WorkerStarted
+from mpwatch.events import Restarting, StateChanged, WorkerExited, WorkerReady, WorkerStarted
 
 LONG = 1000.0  # seconds that no test waits for
 
@@ -45,7 +45,7 @@ def test_only_the_rank_that_failed_is_started_again(nprocs, barrier):
     assert sorted(start[:2] for start in starts) == [((0,), 0), ((1,), 0), ((1,), 1), ((2,), 0)]
     last = {ranks[0]: pid for ranks, _, pid in starts}
     assert [pid for *_, pid in result] == [last[rank] for rank in range(nprocs)]
-    ends = of_kind(WorkerEnded, result.events)
+    ends = of_kind(WorkerExited, result.events)
     assert {event.ranks for event in ends if event.exit_code == 0} == {(0,), (1,), (2,)}
     assert (result.state, result.restarts, result.failures, result.root_cause) == (WorkerState.SUCCEEDED, 1, {}, None)
     first = result.attempts[0]

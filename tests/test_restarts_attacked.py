@@ -9,7 +9,7 @@ from conftest import SPAWN
 import mpwatch
 from mpwatch import RestartPolicy, WorkerState
 from mpwatch.events import Restarting, RunEnded, WorkerFailed, WorkerReady
-from mpwatch.watcher.journal import Journal
+from mpwatch.watcher.journal import EventBus
 
 
 def of_kind(kind, events):
@@ -126,15 +126,15 @@ def test_an_observer_that_ends_the_program_keeps_nothing_from_the_others(name):
 
 def test_who_is_struck_as_the_end_is_told_tells_it_all_the_same(monkeypatch):
     """By what a handler of the host's raises, which has its signals back by then."""
-    told, tell = [], Journal.tell
+    told, tell = [], EventBus.tell
 
     def strike(journal):
         if journal.state is WorkerState.SUCCEEDED:
-            monkeypatch.setattr(Journal, "tell", tell)
+            monkeypatch.setattr(EventBus, "tell", tell)
             raise KeyboardInterrupt
         tell(journal)
 
-    monkeypatch.setattr(Journal, "tell", strike)
+    monkeypatch.setattr(EventBus, "tell", strike)
     with pytest.raises(KeyboardInterrupt):
         mpwatch.run(max, 1, args=(1, 2), on_event=told.append)
     assert [event.name for event in told[-2:]] == ["state_changed", "run_ended"]

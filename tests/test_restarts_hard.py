@@ -24,7 +24,7 @@ def test_ranks_deaf_to_sigterm_are_killed_before_they_are_started_again():
     result = mpwatch.run(reborn.is_deaf_the_first_time, 2, args=(barriers,), max_restarts=1, grace_period=0.2)
     assert list(result) == [1, 1]
     codes = {
-        event.ranks[0]: event.exit_code for event in result.events if (event.name, event.attempt) == ("worker_ended", 0)
+        event.ranks[0]: event.exit_code for event in result.events if (event.name, event.attempt) == ("worker_exited", 0)
     }
     assert codes[0] == -signal.SIGKILL
 

@@ -8,16 +8,16 @@ import threading
 
 import pytest
 
-from mpwatch.watcher.signatures import Complaint, complaint_in
-from mpwatch.wire.telling import Telling
+from mpwatch.watcher.signatures import PeerErrorKind, complaint_in
+from mpwatch.wire.telling import ExceptionEncoder
 
-GONE, LATE, MAYBE = Complaint.GONE, Complaint.LATE, Complaint.MAYBE
+GONE, LATE, MAYBE = PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT, PeerErrorKind.POSSIBLY_PEER
 
 
 def complaint_of(fail):
     with pytest.raises(BaseException) as caught:
         fail()
-    return complaint_in(Telling(caught.value).plain())
+    return complaint_in(ExceptionEncoder(caught.value).plain())
 
 
 def multiprocessing_peer_is_gone():
@@ -122,11 +122,11 @@ def test_texts_of_nccl(text, complaint):
 
 @pytest.mark.parametrize("text", ["cannot pickle (TypeError: a lock)", "the pipeline has 3 stages", "presets", "typeof x"])
 def test_a_word_within_another_is_no_hint(text):
-    assert complaint_in(Telling(ValueError(text)).plain()) is None
+    assert complaint_in(ExceptionEncoder(ValueError(text)).plain()) is None
 
 
 @pytest.mark.parametrize(
     "text", ["lost my peer", "Broken pipe", "BrokenPipeError", "EOFError: ", "ConnectionResetError", "peers gone"]
 )
 def test_words_that_one_may_use_of_a_peer_are_hints(text):
-    assert complaint_in(Telling(ValueError(text)).plain()) is Complaint.HINT
+    assert complaint_in(ExceptionEncoder(ValueError(text)).plain()) is PeerErrorKind.HINT

@@ -20,15 +20,15 @@ from programs import ENV
 
 import mpwatch
 from mpwatch import LogSpec
-from mpwatch.watcher.mailbox import Bell
-from mpwatch.watcher.pump import Pump
+from mpwatch.watcher.mailbox import WakeupPipe
+from mpwatch.watcher.pump import OutputThread
 from mpwatch.watcher.sinks import sink_of
 
 
 @pytest.fixture
 def given_up():
     """No reader is waited for."""
-    with closing(Bell()) as bell:
+    with closing(WakeupPipe()) as bell:
         bell.ring()
         yield bell.fileno()
 
@@ -69,7 +69,7 @@ def test_ctrl_c_again_and_again_leaves_nothing(monkeypatch, eventually):
     def strike(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Pump, "settle", strike)
+    monkeypatch.setattr(OutputThread, "settle", strike)
     reads, writes = os.pipe()
     with open(reads, "rb", 0), open(writes, "w") as stream, contextlib.redirect_stdout(stream):
         fill(writes)
@@ -139,7 +139,7 @@ def test_a_line_that_is_longer_than_what_a_pipe_takes_in_one_piece(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     data = b"a\n" + b"x" * (3 * select.PIPE_BUF) + b"\nb\n"
-    with closing(Bell()) as bell, open(path, "r+b", 0) as reads, open(path, "w") as stream:
+    with closing(WakeupPipe()) as bell, open(path, "r+b", 0) as reads, open(path, "w") as stream:
         with closing(sink_of(stream, bell.fileno())) as sink:
             assert sink.write(data) is True
         assert reads.read(1 << 16) == data

@@ -8,7 +8,7 @@ from programs import HERE, python
 import mpwatch
 from mpwatch.wire import sources
 from mpwatch.wire.exceptions import decode
-from mpwatch.wire.telling import Telling
+from mpwatch.wire.telling import ExceptionEncoder
 
 PROGRAM = """\
 import sys, traceback
@@ -97,7 +97,7 @@ def test_what_is_known_is_not_replaced():
 def test_files_are_not_sent():
     with pytest.raises(ZeroDivisionError) as caught:
         1 / 0
-    assert b"Lines of source that no file has" not in Telling(caught.value).plain()
+    assert b"Lines of source that no file has" not in ExceptionEncoder(caught.value).plain()
 
 
 def test_what_is_too_long_is_left_out():
@@ -107,4 +107,4 @@ def test_what_is_too_long_is_left_out():
     code = compile("1 / 0", "<none>", "exec")
     with pytest.raises(ZeroDivisionError) as caught:
         exec(code)
-    assert decode(Telling(caught.value).plain()).__traceback__ is not None
+    assert decode(ExceptionEncoder(caught.value).plain()).__traceback__ is not None

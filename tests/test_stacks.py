@@ -9,7 +9,7 @@ import saboteurs
 from programs import python
 
 import mpwatch
-from mpwatch.watcher.stacks import MAIN_UNSEEN, StackPipe, frames_of, tidy, with_sources
+from mpwatch.watcher.stacks import MAIN_UNSEEN, StackDumpParser, frames_of, tidy, with_sources
 
 pytestmark = pytest.mark.usefixtures("_patient")
 SPAWN = multiprocessing.get_context("spawn")
@@ -23,7 +23,7 @@ CRASH = f"Fatal Python error: Aborted\n\n{HEAD}{FRAMES}{OURS}{END}"
 
 
 def pipe_with(text):
-    pipe = StackPipe()
+    pipe = StackDumpParser()
     pipe.becomes_ready(MAIN)
     pipe.ask()
     pipe.feed(text.encode())
@@ -31,7 +31,7 @@ def pipe_with(text):
 
 
 def test_what_is_said_before_it_is_ready_is_no_stack():
-    pipe = StackPipe()
+    pipe = StackDumpParser()
     pipe.feed(b"no licence\n" * (1 << 17))  # more than is kept
     assert (pipe.printed_instead[:11], pipe.stacks, pipe.crash) == ("no licence\n", "", "")
     pipe.becomes_ready(MAIN)
@@ -43,7 +43,7 @@ def test_what_is_said_before_it_is_ready_is_no_stack():
 
 
 def test_what_nobody_has_asked_for_is_no_answer():
-    pipe = StackPipe()
+    pipe = StackDumpParser()
     pipe.becomes_ready(MAIN)
     pipe.feed((HEAD + FRAMES + END).encode())
     assert (pipe.is_whole(), pipe.stacks) == (False, "")

@@ -11,7 +11,7 @@ from mpwatch.view import words
 from mpwatch.view.live import LiveView
 from mpwatch.view.model import Tracker, spread_of
 from mpwatch.view.notebook import NotebookDisplay, html_of
-from mpwatch.view.plain import PlainDisplay
+from mpwatch.view.plain import LineDisplay
 
 MB = 1_000_000
 
@@ -320,7 +320,7 @@ def test_where_there_is_no_place_nobody_asks_any_more():
 def test_plain_lines_say_what_is_new(capsys):
     import sys
 
-    display = PlainDisplay(sys.stderr)
+    display = LineDisplay(sys.stderr)
     tracker = Tracker()
     for step in (1, 1, 2):
         display.show(tracker.see([status(step=step, at=float(step))]))
@@ -337,7 +337,7 @@ def test_plain_lines_say_what_is_new(capsys):
 def test_plain_lines_tell_of_metrics_without_steps(capsys):
     import sys
 
-    display = PlainDisplay(sys.stderr)
+    display = LineDisplay(sys.stderr)
     for loss in (math.nan, math.nan, 0.5):
         report = Report(at=0.0, metrics={"loss": float(loss)})
         seen = RankStatus(rank=0, local_rank=0, state=WorkerState.HEALTHY, report=report, seen_at=0.0)
@@ -361,7 +361,7 @@ def test_a_pipe_that_nobody_reads_is_not_waited_for(monkeypatch):
             except BlockingIOError:
                 break
         os.set_blocking(writer, True)
-        display, tracker = PlainDisplay(theirs), Tracker()
+        display, tracker = LineDisplay(theirs), Tracker()
         display.show(tracker.see([status(step=1)]))
         display.leave(tracker.see([status(step=2)]))
         ours.read(1 << 20)

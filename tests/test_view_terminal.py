@@ -20,8 +20,8 @@ from test_view_model import status, steps_of
 
 from mpwatch.view import choice, places, terminal
 from mpwatch.view.model import Tracker
-from mpwatch.view.region import Region, at_line_start
-from mpwatch.view.table import Rows
+from mpwatch.view.region import ScrollRegion, at_line_start
+from mpwatch.view.table import RichRenderer
 from mpwatch.view.terminal import TerminalDisplay
 from mpwatch.watcher.guardian import PROGRAM
 
@@ -52,7 +52,7 @@ def numbered(first, last):
 @pytest.mark.parametrize("before", [0, 1, 7, 8, 9, 10, 30], ids=lambda n: f"{n} lines before")
 @pytest.mark.parametrize("rest", ["", "half a line"])
 def test_what_is_printed_scrolls_above_the_view(emulator, before, rest):
-    region = Region()
+    region = ScrollRegion()
     send(emulator, "".join(f"line {n}\n" for n in range(before)) + rest)
     for n in range(before, before + 20):
         draw(emulator, region, [*VIEW, f"picture {n}"])
@@ -68,7 +68,7 @@ def test_what_is_printed_scrolls_above_the_view(emulator, before, rest):
 
 
 def test_the_cursor_stays_where_it_was(emulator):
-    region = Region()
+    region = ScrollRegion()
     send(emulator, "one\ntwo\nthr")
     draw(emulator, region, VIEW)
     assert emulator.cursor == (2, 3)
@@ -80,7 +80,7 @@ def test_the_cursor_stays_where_it_was(emulator):
 
 
 def test_a_view_that_grows_and_shrinks(emulator):
-    region = Region()
+    region = ScrollRegion()
     send(emulator, "".join(f"{line}\n" for line in numbered(1, 8)))
     for height in (1, 5, 2, 4, 0, 3):
         draw(emulator, region, [f"v{n} of {height}" for n in range(height)])
@@ -95,7 +95,7 @@ def test_a_view_that_grows_and_shrinks(emulator):
 
 @pytest.mark.parametrize(("columns", "rows"), [(40, 14), (60, 10), (60, 20)])
 def test_a_terminal_that_grows(emulator, columns, rows):
-    region = Region()
+    region = ScrollRegion()
     send(emulator, "".join(f"{line}\n" for line in numbered(1, 8)))
     draw(emulator, region, VIEW)
     emulator.screen.resize(rows, columns)
@@ -107,7 +107,7 @@ def test_a_terminal_that_grows(emulator, columns, rows):
 
 def test_somebody_else_may_have_had_the_terminal(emulator):
     """It was cleared and put back to how it began, say, while this program was stopped."""
-    region = Region()
+    region = ScrollRegion()
     draw(emulator, region, VIEW)
     emulator.feed(b"\x1bc")
     send(emulator, "".join(f"{line}\n" for line in numbered(1, 12)))
@@ -117,12 +117,12 @@ def test_somebody_else_may_have_had_the_terminal(emulator):
 
 
 def test_a_row_that_is_too_wide_is_cut(emulator):
-    draw(emulator, Region(), ["x" * 70, "below"])
+    draw(emulator, ScrollRegion(), ["x" * 70, "below"])
     assert emulator.rows()[-2:] == ["x" * COLUMNS, "below"]
 
 
 def test_colours_of_what_is_printed_are_not_those_of_the_view(emulator):
-    region = Region()
+    region = ScrollRegion()
     send(emulator, "\x1b[31mred")
     draw(emulator, region, ["\x1b[32mgreen"])
     send(emulator, "more")
@@ -132,7 +132,7 @@ def test_colours_of_what_is_printed_are_not_those_of_the_view(emulator):
 
 
 def test_what_was_never_kept_is_not_given_back():
-    region = Region()
+    region = ScrollRegion()
     assert region.release() == region.draw(COLUMNS, ROWS, []) == ""
     draw_it = region.draw(COLUMNS, ROWS, VIEW)
     assert region.release() == region.release() != ""
@@ -151,7 +151,7 @@ def test_a_line_of_its_own(emulator, column):
 
 
 def lines_of(picture, columns=100, rows=40):
-    return [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in Rows("utf-8").render(picture, columns, rows)]
+    return [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in RichRenderer("utf-8").render(picture, columns, rows)]
 
 
 def test_a_line_a_rank():
@@ -182,7 +182,7 @@ def test_many_ranks_are_folded():
 
 
 def test_a_terminal_without_unicode():
-    (line, *_) = Rows("ascii").render(Tracker().see([status(step=50)]), 100, 40)
+    (line, *_) = RichRenderer("ascii").render(Tracker().see([status(step=50)]), 100, 40)
     assert re.sub(r"\x1b\[[\d;]*m", "", line).isascii()
     assert "step 50" in line
 
@@ -220,7 +220,7 @@ def test_nobody_elses_terminal_is_drawn_in(ours):
     assert not places.is_foreground(ours.fd)
     with open("/dev/null") as file:
         assert not places.is_foreground(file.fileno())
-    display = TerminalDisplay(ours.fd, Rows("utf-8"), "utf-8")
+    display = TerminalDisplay(ours.fd, RichRenderer("utf-8"), "utf-8")
     display.show(Tracker().see([status(step=1)]))
     display.leave(Tracker().see([status(step=1)]))
     assert display.has_left
@@ -236,7 +236,7 @@ def in_foreground(monkeypatch):
 
 def test_while_in_the_background_the_terminal_is_left_to_others(ours, in_foreground, emulator):
     termios.tcsetwinsize(ours.fd, (ROWS, COLUMNS))
-    display, picture = TerminalDisplay(ours.fd, Rows("utf-8"), "utf-8"), Tracker().see([status(step=1)])
+    display, picture = TerminalDisplay(ours.fd, RichRenderer("utf-8"), "utf-8"), Tracker().see([status(step=1)])
     for is_there in (True, False, True):
         in_foreground["is"] = is_there
         display.show(picture)
@@ -251,7 +251,7 @@ def test_while_in_the_background_the_terminal_is_left_to_others(ours, in_foregro
 def test_it_is_put_in_order_though_that_was_interrupted(ours, in_foreground, emulator, monkeypatch):
     assert in_foreground["is"]
     termios.tcsetwinsize(ours.fd, (ROWS, COLUMNS))
-    display, picture = TerminalDisplay(ours.fd, Rows("utf-8"), "utf-8"), Tracker().see([status(step=1)])
+    display, picture = TerminalDisplay(ours.fd, RichRenderer("utf-8"), "utf-8"), Tracker().see([status(step=1)])
     display.show(picture)
     assert emulator.feed(ours.read()).screen.margins is not None
 
@@ -271,7 +271,7 @@ def test_it_is_put_in_order_though_that_was_interrupted(ours, in_foreground, emu
 def test_a_picture_that_was_cut_short_leaves_nothing(ours, in_foreground, emulator, monkeypatch, fraction):
     """By Ctrl-C, pressed twice, while a slow terminal takes it bit by bit."""
     termios.tcsetwinsize(ours.fd, (ROWS, COLUMNS))
-    display, picture = TerminalDisplay(ours.fd, Rows("utf-8"), "utf-8"), Tracker().see([status(step=1)])
+    display, picture = TerminalDisplay(ours.fd, RichRenderer("utf-8"), "utf-8"), Tracker().see([status(step=1)])
     os.write(ours.fd, b"printed\n")
     display.show(picture)
     write = os.write
@@ -295,7 +295,7 @@ def test_a_picture_that_was_cut_short_leaves_nothing(ours, in_foreground, emulat
 
 def test_a_terminal_that_takes_nothing_is_left_alone(ours, in_foreground, monkeypatch):
     monkeypatch.setattr(terminal, "LAST_SECONDS", 0.01)
-    display, picture = TerminalDisplay(ours.fd, Rows("utf-8"), "utf-8"), Tracker().see([status(step=1)])
+    display, picture = TerminalDisplay(ours.fd, RichRenderer("utf-8"), "utf-8"), Tracker().see([status(step=1)])
     termios.tcsetwinsize(ours.fd, (ROWS, COLUMNS))
     display.show(picture)
     os.set_blocking(ours.fd, False)
@@ -314,7 +314,7 @@ def test_a_terminal_without_a_name_has_a_view_too(ours, in_foreground, monkeypat
 
     monkeypatch.setattr(os, "ttyname", has_none)
     termios.tcsetwinsize(ours.fd, (ROWS, COLUMNS))
-    display = TerminalDisplay(ours.fd, Rows("utf-8"), "utf-8")
+    display = TerminalDisplay(ours.fd, RichRenderer("utf-8"), "utf-8")
     display.show(Tracker().see([status(step=1)]))
     assert display.repair is None
     assert b"step 1 of 100" in ours.read()
@@ -332,11 +332,11 @@ def test_the_guardian_puts_a_terminal_in_order(ours, is_there):
 
 
 def test_there_is_one_view_in_a_terminal_at_a_time(ours):
-    first = TerminalDisplay(ours.fd, Rows("utf-8"), "utf-8")
+    first = TerminalDisplay(ours.fd, RichRenderer("utf-8"), "utf-8")
     assert not terminal.is_free()
     first.leave(Tracker().see([status()]))
     assert terminal.is_free()
-    second = TerminalDisplay(ours.fd, Rows("utf-8"), "utf-8")
+    second = TerminalDisplay(ours.fd, RichRenderer("utf-8"), "utf-8")
     assert not terminal.is_free()
     del second  # forgotten
     assert terminal.is_free()

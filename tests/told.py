@@ -4,14 +4,14 @@ import signal
 import sysconfig
 
 from mpwatch import Worker
-from mpwatch.watcher.facts import Facts, RankFacts
-from mpwatch.watcher.states import Verdict
+from mpwatch.watcher.facts import AttemptObservations, RankObservations
+from mpwatch.watcher.states import StopReason
 from mpwatch.wire import values
-from mpwatch.wire.messages import Kind, Message
-from mpwatch.wire.telling import Telling
+from mpwatch.wire.messages import Message, MessageKind
+from mpwatch.wire.telling import ExceptionEncoder
 
 
-def facts(*ranks, verdict=Verdict.FAILED, stopped_at=10.0, **more):
+def facts(*ranks, verdict=StopReason.FAILED, stopped_at=10.0, **more):
     seen = {}
     for rank, what in enumerate(ranks):
         worker = Worker(
@@ -25,13 +25,13 @@ def facts(*ranks, verdict=Verdict.FAILED, stopped_at=10.0, **more):
             master_addr="localhost",
             master_port=1,
         )
-        seen[rank] = RankFacts(worker, pid=100 + rank, **{"was_ready": True, **what})
-    return Facts(ranks=seen, hostname="here", started_at=0.0, stopped_at=stopped_at, verdict=verdict, **more)
+        seen[rank] = RankObservations(worker, pid=100 + rank, **{"was_ready": True, **what})
+    return AttemptObservations(ranks=seen, hostname="here", started_at=0.0, stopped_at=stopped_at, verdict=verdict, **more)
 
 
 def raised(error, at):
-    telling = Telling(error)
-    report = Message(Kind.RAISED, at, telling.plain())
+    telling = ExceptionEncoder(error)
+    report = Message(MessageKind.RAISED, at, telling.plain())
     return {"report": report, "details": telling.details(), "died_at": 11.0, "exit_code": -15}
 
 
@@ -40,7 +40,7 @@ def died(code, at=10.0, sent=()):
 
 
 def returned(value=None):
-    return {"report": Message(Kind.RETURNED, 1.0, values.pack(value).body), "died_at": 11.0, "exit_code": 0}
+    return {"report": Message(MessageKind.RETURNED, 1.0, values.pack(value).body), "died_at": 11.0, "exit_code": 0}
 
 
 STOPPED = died(-15, 10.5, sent=[signal.SIGTERM, signal.SIGCONT])

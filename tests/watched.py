@@ -12,7 +12,7 @@ function, nprocs, gate, *more = sys.argv[1:]
 options = {name: ast.literal_eval(value) for name, _, value in (word.partition("=") for word in more if "=" in word)}
 args = [ast.literal_eval(word) for word in more if "=" not in word]
 if options.pop("hurry", False):  # as many pictures as there can be
-    terminal.PERIOD = plain.PlainDisplay.period = live.WAITING_SECONDS = live.EAGER_SECONDS = 0.0
+    terminal.PERIOD = plain.LineDisplay.period = live.WAITING_SECONDS = live.EAGER_SECONDS = 0.0
     live.SHARE = 1.0
 print("before")
 result = mpwatch.run(getattr(reporting, function), int(nprocs), args=(gate, *args), grace_period=5, **options)

@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from ..errors import raise_if_failed
-from ..events.kinds import Event, NodesMet, StateChanged
+from ..events.kinds import Event, RendezvousCompleted, StateChanged
 from ..ranks import Worker
 from ..rendezvous import Rendezvous
 from ..results.model import WorkerState
@@ -20,8 +20,8 @@ from ..results.run_result import RunResult
 from ..spec import WorkerSpec
 from ..view.choice import view_for
 from .hands import STOP_SHARE
-from .meeting.engine import Engine
-from .meeting.handlers import HandlerEngine
+from .meeting.engine import RendezvousClient
+from .meeting.handlers import CustomHandlerClient
 from .places import workers_of
 from .watch import watch_with_others
 
@@ -95,15 +95,15 @@ class Agent(Generic[T]):
         """This node's ranks, as they are now. From any thread, and from an `on_event` of the run."""
         return self._group
 
-    def _engine(self) -> Engine | None:
+    def _engine(self) -> RendezvousClient | None:
         rendezvous = self._group.spec.rendezvous
         assert rendezvous is not None
-        return None if self._rdzv_handler is None else HandlerEngine(rendezvous, self._rdzv_handler)
+        return None if self._rdzv_handler is None else CustomHandlerClient(rendezvous, self._rdzv_handler)
 
     def _observe(self, event: Event) -> None:
         if isinstance(event, StateChanged):
             self._group = replace(self._group, state=event.after)
-        elif isinstance(event, NodesMet):
+        elif isinstance(event, RendezvousCompleted):
             self._group = replace(
                 self._group,
                 workers=workers_of(self._group.spec, event.ranks[0], **_standing(event)),
@@ -112,7 +112,7 @@ class Agent(Generic[T]):
             )
 
 
-def _standing(event: NodesMet) -> dict[str, Any]:
+def _standing(event: RendezvousCompleted) -> dict[str, Any]:
     names = ("attempt", "job", "group_rank", "group_world_size", "world_size", "role_rank", "role_world_size")
     return {name: getattr(event, name) for name in (*names, "master_addr", "master_port")}
 

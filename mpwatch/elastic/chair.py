@@ -22,34 +22,32 @@ from enum import Enum, auto
 from random import random
 
 from ..policy import RestartPolicy
-from .judging import Case, host_of, judge
+from .judging import AttemptSummary, host_of, judge
 from .talk.messages import (
-    Bye,
-    Card,
-    Closed,
-    Decision,
-    Ended,
-    Failing,
+    AttemptDecision,
+    AttemptFailing,
+    AttemptReport,
     FromMember,
-    History,
-    Leaving,
-    Outcome,
-    Place,
-    Start,
-    Stop,
-    Stopped,
-    Verdict,
+    JobClosed,
+    NextStep,
+    NodeInfo,
+    NodeLeaving,
+    NodeOutcome,
+    RankAssignment,
+    RanksStopped,
+    RestartHistory,
+    ShutdownAck,
+    StartAttempt,
+    StopAttempt,
     Word,
 )
 from .talk.terms import disagreement
-
-__all__ = ["Act", "Chair", "Close", "Put", "Reserve", "Say"]
 
 GATHER_SHARE = 2.0  # of node_timeout, for all to say who they are
 STOP_SECONDS = 5.0  # beyond its grace period, for a node to stop its ranks
 
 
-class Stage(Enum):
+class RoundStage(Enum):
     """Where the round is."""
 
     GATHERING = auto()
@@ -61,33 +59,33 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class Broadcast:
     """Tell everybody."""
 
     word: Word
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
+class PublishAssignments:
     """Have these there for the nodes to find, before what is said next."""
 
-    places: tuple[Place, ...]
+    places: tuple[RankAssignment, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Reserve:
+class ReservePort:
     """A port of this host for the next attempt, other than the last one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class CloseJob:
     """The job is over: nobody may join it any more."""
 
 
-Act = Say | Put | Reserve | Close
+Act = Broadcast | PublishAssignments | ReservePort | CloseJob
 
 
-class Chair:
+class Leader:
     """Of one round.
 
     Args:
@@ -111,16 +109,16 @@ class Chair:
         now: float,
         chance: Callable[[], float] = random,
     ) -> None:
-        self.stage = Stage.GATHERING
+        self.stage = RoundStage.GATHERING
         self._size, (self._min_nodes, self._max_nodes) = size, nodes
         self._policy, self._chance = policy, chance
         self._node_timeout, self._exit_barrier_timeout = node_timeout, exit_barrier_timeout
-        self._cards: dict[int, Card] = {}
+        self._cards: dict[int, NodeInfo] = {}
         self._beats: dict[int, tuple[int, float]] = {}  # by node: how many there were, and since when
         self._gone: dict[int, str] = {}  # by node: why it is not counted on any more
         self._said_bye: set[int] = set()
         self._began_at = now
-        self._history = History()
+        self._history = RestartHistory()
         self._waiting = 0  # newcomers
         self._first_ranks: dict[int, int] = {}
         self._begin_attempt()
@@ -130,7 +128,7 @@ class Chair:
         self._attempt = self._history.attempts
         self._order: list[int] = []  # of the nodes whose ranks failed
         self._stopped: set[int] = set()  # the nodes whose ranks are gone
-        self._ended: dict[int, Ended] = {}
+        self._ended: dict[int, AttemptReport] = {}
         self._makes_room = False  # newcomers are why it was stopped
         self._stop_by = math.inf
         self._delay = 0.0
@@ -138,12 +136,12 @@ class Chair:
     @property
     def is_over(self) -> bool:
         """Whether nobody needs it any more."""
-        return self.stage is Stage.OVER
+        return self.stage is RoundStage.OVER
 
     @property
     def is_closing(self) -> bool:
         """Whether what came of the job has been said."""
-        return self.stage in (Stage.CLOSING, Stage.OVER)
+        return self.stage in (RoundStage.CLOSING, RoundStage.OVER)
 
     @property
     def present(self) -> set[int]:
@@ -153,25 +151,25 @@ class Chair:
     def hear(self, message: FromMember, now: float) -> list[Act]:
         """What a node tells. Nothing is believed of one that is not of this round, or was given up."""
         node = message.group_rank
-        if node not in self.present or self.stage is Stage.OVER:
+        if node not in self.present or self.stage is RoundStage.OVER:
             return []
         self._beats[node] = (self._beats.get(node, (-1, now))[0], now)
-        if isinstance(message, Card):
+        if isinstance(message, NodeInfo):
             self._cards[node] = message
             self._history = max(self._history, message.history, key=lambda history: history.attempts)
-            return self._when_gathered(now) if self.stage is Stage.GATHERING else []
-        if isinstance(message, Bye):
+            return self._when_gathered(now) if self.stage is RoundStage.GATHERING else []
+        if isinstance(message, ShutdownAck):
             self._said_bye.add(node)
-            is_missed = self.stage is not Stage.CLOSING and node not in self._ended
+            is_missed = self.stage is not RoundStage.CLOSING and node not in self._ended
             return self._lose(node, "it has left", now) if is_missed else self._when_closed()
-        if isinstance(message, Leaving):
+        if isinstance(message, NodeLeaving):
             return self._lose(node, message.reason, now)
         if message.attempt != self._attempt:
             return []
-        if isinstance(message, Failing):
+        if isinstance(message, AttemptFailing):
             self._order.append(node)
             return self._stop(f"a rank has failed on {self._host(node)}", now)
-        if isinstance(message, Stopped):
+        if isinstance(message, RanksStopped):
             self._stopped.add(node)
             return []
         return self._note_end(message, now)
@@ -184,14 +182,14 @@ class Chair:
             known, since = self._beats.get(node, (-1, self._began_at))
             if count != known:
                 self._beats[node] = (count, now)
-            elif now - since > self._node_timeout and self.stage is not Stage.OVER:
+            elif now - since > self._node_timeout and self.stage is not RoundStage.OVER:
                 acts += self._lose(node, f"no sign of life for {self._node_timeout:g} s", now)
         return acts
 
     def see_waiting(self, count: int, now: float) -> list[Act]:
         """How many newcomers there are."""
         self._waiting = max(0, min(count, self._max_nodes - self._size))
-        if self._waiting and self.stage is Stage.WORKING:
+        if self._waiting and self.stage is RoundStage.WORKING:
             self._makes_room = True
         return self._stop("other nodes have come", now) if self._waiting else []
 
@@ -205,15 +203,15 @@ class Chair:
         """This node was silent for so long that the others may have gone on without it: what comes of their job is not for
         it to say any more. Those who are still there stop their ranks, and then miss its signs of life.
         """
-        self.stage = Stage.OVER
-        return [Say(Stop(self._attempt, why))]
+        self.stage = RoundStage.OVER
+        return [Broadcast(StopAttempt(self._attempt, why))]
 
     def reserved(self, port: int) -> list[Act]:
         """The port for the next attempt."""
-        if self.stage is not Stage.STARTING:
+        if self.stage is not RoundStage.STARTING:
             return []
-        self.stage = Stage.WORKING
-        start = Start(
+        self.stage = RoundStage.WORKING
+        start = StartAttempt(
             attempt=self._attempt,
             world_size=sum(card.nprocs for card in self._cards.values()),
             group_world_size=self._size,
@@ -223,7 +221,7 @@ class Chair:
             nprocs=self._cards[0].nprocs,
             delay=self._delay,
         )
-        return [Put(self._places()), Say(start)]
+        return [PublishAssignments(self._places()), Broadcast(start)]
 
     @property
     def deadline(self) -> float:
@@ -235,9 +233,9 @@ class Chair:
         if now < self._stop_by:
             return []
         self._stop_by = math.inf
-        if self.stage is Stage.CLOSING:
+        if self.stage is RoundStage.CLOSING:
             return self._be_over()
-        if self.stage is Stage.GATHERING:
+        if self.stage is RoundStage.GATHERING:
             missing, why = self.present - self._cards.keys(), "it gives signs of life, and does not say who it is"
         else:
             missing, why = self.present - self._stopped - self._ended.keys(), "it does not stop its ranks"
@@ -251,10 +249,10 @@ class Chair:
             return self._conclude(now, why)
         if self._waiting:
             return self._conclude(now)
-        self.stage = Stage.STARTING
-        return [Reserve()]
+        self.stage = RoundStage.STARTING
+        return [ReservePort()]
 
-    def _places(self) -> tuple[Place, ...]:
+    def _places(self) -> tuple[RankAssignment, ...]:
         """Global ranks: those of lower nodes come first; ranks of a role: the same among the nodes of that role."""
         of_role: dict[str, int] = {}
         for card in self._cards.values():
@@ -263,18 +261,18 @@ class Chair:
         for node in range(self._size):
             card = self._cards[node]
             self._first_ranks[node] = rank
-            places.append(Place(node, self._attempt, card.nonce, rank, role_rank[card.role], of_role[card.role]))
+            places.append(RankAssignment(node, self._attempt, card.nonce, rank, role_rank[card.role], of_role[card.role]))
             rank += card.nprocs
             role_rank[card.role] += card.nprocs
         return tuple(places)
 
-    def _note_end(self, report: Ended, now: float) -> list[Act]:
+    def _note_end(self, report: AttemptReport, now: float) -> list[Act]:
         node = report.group_rank
-        if report.outcome is Outcome.STOPPED and self.stage is Stage.WORKING:  # of its own accord: see Lease
+        if report.outcome is NodeOutcome.STOPPED and self.stage is RoundStage.WORKING:  # of its own accord: see Lease
             return self._lose(node, "it could not reach the store for a while, and has stopped its ranks", now)
         self._ended[node] = report
         acts: list[Act] = []
-        if report.outcome not in (Outcome.SUCCEEDED, Outcome.STOPPED):
+        if report.outcome not in (NodeOutcome.SUCCEEDED, NodeOutcome.STOPPED):
             if node not in self._order:
                 self._order.append(node)
             acts = self._stop(f"a rank has failed on {self._host(node)}", now)
@@ -284,59 +282,59 @@ class Chair:
         if node not in self.present:
             return []
         self._gone[node] = why
-        if self.stage is Stage.CLOSING:
+        if self.stage is RoundStage.CLOSING:
             return self._when_closed()
-        if self.stage is Stage.GATHERING:
+        if self.stage is RoundStage.GATHERING:
             return self._conclude(now)
         return self._stop(f"{self._host(node)} is gone: {why}", now) + self._when_ended(now)
 
     def _stop(self, why: str, now: float) -> list[Act]:
-        if self.stage is Stage.STARTING:  # nobody has begun
+        if self.stage is RoundStage.STARTING:  # nobody has begun
             return self._conclude(now)
-        if self.stage is not Stage.WORKING:
+        if self.stage is not RoundStage.WORKING:
             return []
-        self.stage = Stage.STOPPING
+        self.stage = RoundStage.STOPPING
         self._stop_by = now + max(card.grace_period for card in self._cards.values()) + STOP_SECONDS
-        return [Say(Stop(self._attempt, why))]
+        return [Broadcast(StopAttempt(self._attempt, why))]
 
     def _when_ended(self, now: float) -> list[Act]:
         """Whether all who are left have told what became of their ranks."""
-        if self.stage not in (Stage.WORKING, Stage.STOPPING) or not self.present <= self._ended.keys():
+        if self.stage not in (RoundStage.WORKING, RoundStage.STOPPING) or not self.present <= self._ended.keys():
             return []
         return self._conclude(now)
 
     def _when_closed(self) -> list[Act]:
-        done = self.stage is Stage.CLOSING and self.present <= self._said_bye
+        done = self.stage is RoundStage.CLOSING and self.present <= self._said_bye
         return self._be_over() if done else []
 
     def _be_over(self) -> list[Act]:
-        self.stage = Stage.OVER
-        return [Say(Closed())]
+        self.stage = RoundStage.OVER
+        return [Broadcast(JobClosed())]
 
     def _conclude(self, now: float, why: str = "") -> list[Act]:
         """Say what came of the attempt, and see to what follows."""
         if why:
-            verdict = Verdict(self._attempt, Decision.FAILED, self._history, reason=why)
+            verdict = AttemptDecision(self._attempt, NextStep.FAILED, self._history, reason=why)
         else:
             verdict = judge(self._case(), self._policy, self._chance)
         self._history, self._stop_by = verdict.history, math.inf
-        if verdict.decision is Decision.REGROUP:
-            self.stage = Stage.OVER
-            return [Say(verdict)]
-        if verdict.decision is Decision.AGAIN:
+        if verdict.decision is NextStep.RE_RENDEZVOUS:
+            self.stage = RoundStage.OVER
+            return [Broadcast(verdict)]
+        if verdict.decision is NextStep.RESTART:
             self._begin_attempt()
             self._delay = verdict.delay
-            self.stage = Stage.STARTING
-            return [Say(verdict), Reserve()]
-        self.stage = Stage.CLOSING
-        has_succeeded = verdict.decision is Decision.DONE
+            self.stage = RoundStage.STARTING
+            return [Broadcast(verdict), ReservePort()]
+        self.stage = RoundStage.CLOSING
+        has_succeeded = verdict.decision is NextStep.DONE
         self._stop_by = now + (self._exit_barrier_timeout if has_succeeded else self._node_timeout)
-        return [Close(), Say(verdict)]
+        return [CloseJob(), Broadcast(verdict)]
 
-    def _case(self) -> Case:
-        return Case(
+    def _case(self) -> AttemptSummary:
+        return AttemptSummary(
             attempt=self._attempt,
-            has_begun=self.stage in (Stage.WORKING, Stage.STOPPING),
+            has_begun=self.stage in (RoundStage.WORKING, RoundStage.STOPPING),
             history=self._history,
             cards=self._cards,
             first_ranks=self._first_ranks,

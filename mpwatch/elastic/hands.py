@@ -7,20 +7,18 @@ import socket
 from collections import deque
 
 from ..watcher.environment import reserve_port
-from ..watcher.mailbox import Mailbox, Retrial
-from ..watcher.states import CallOff, Lease, StartAgain
-from ..watcher.unit import Place
+from ..watcher.mailbox import CommandQueue, RestartCommand
+from ..watcher.states import CancelAttempt, Lease, Restart
+from ..watcher.unit import RankSetup
 from . import member as m
-from .talk.messages import Start
-
-__all__ = ["STOP_SHARE", "Hands", "News"]
+from .talk.messages import StartAttempt
 
 log = logging.getLogger("mpwatch")
-News = m.Prepare | m.Hear | m.Conclude | BaseException
+NodeNews = m.PrepareRanks | m.ReportAttempt | m.ReportJob | BaseException
 STOP_SHARE, KILL_SHARE = 0.65, 0.85  # of node_timeout: when ranks of a node that is cut off are stopped, and are killed
 
 
-class Hands:
+class LocalRanks:
     """Of one node, in all rounds.
 
     Args:
@@ -28,28 +26,28 @@ class Hands:
         node_timeout: seconds of silence after which the others may go on without this node.
     """
 
-    def __init__(self, mailbox: Mailbox, node_timeout: float) -> None:
+    def __init__(self, mailbox: CommandQueue, node_timeout: float) -> None:
         self._mailbox = mailbox
         self._node_timeout = node_timeout
-        self._news: deque[News] = deque()
-        self._ready: list[Place] | None = None  # ranks that can be started
+        self._news: deque[NodeNews] = deque()
+        self._ready: list[RankSetup] | None = None  # ranks that can be started
         self._ready_for = -1  # attempt
-        self._wanted: Start | None = None
+        self._wanted: StartAttempt | None = None
         self._starts = 0
         self._keeper: socket.socket | None = None  # of the port
 
-    def news(self) -> list[News]:
+    def news(self) -> list[NodeNews]:
         """What the caller's thread has to know, or to do, since the last time."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
-    def tell(self, news: News) -> None:
+    def tell(self, news: NodeNews) -> None:
         """The caller's thread."""
-        if isinstance(news, m.Prepare):
+        if isinstance(news, m.PrepareRanks):
             self._ready, self._wanted = None, news.start
         self._news.append(news)
         self._mailbox.alarm.ring()
 
-    def take(self, start: Start, places: list[Place]) -> None:
+    def take(self, start: StartAttempt, places: list[RankSetup]) -> None:
         """These can be started, if they are still wanted."""
         if start is self._wanted:
             self._ready, self._ready_for = places, start.attempt
@@ -81,13 +79,13 @@ class Hands:
         assert self._ready is not None
         places, self._ready = self._ready, None
         ranks = tuple(worker.rank for worker, _ in places)
-        self._mailbox.post(Retrial(StartAgain(ranks[0], generation=self._starts, ranks=ranks), places))
+        self._mailbox.post(RestartCommand(Restart(ranks[0], generation=self._starts, ranks=ranks), places))
         self._starts += 1
 
     def call_off(self, why: str) -> None:
         """Stop the ranks."""
         log.info("the ranks of this node are stopped: %s", why)
-        self._mailbox.post(CallOff())
+        self._mailbox.post(CancelAttempt())
 
     def hold(self, since: float) -> None:
         """The others knew at that time that this node is there."""

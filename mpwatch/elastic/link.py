@@ -20,28 +20,39 @@ from contextlib import closing, suppress
 from typing import Any
 from uuid import uuid4
 
+from mpwatch.elastic.meeting.errors import CancelledError, JobClosedError, StoreLostError
+from mpwatch.elastic.meeting.meetings import Round
+
 from ..errors import LaunchError
 from ..os_support.processes import await_end_of_thread
 from ..spec import WorkerSpec
-from ..watcher.machine import Machine
-from ..watcher.mailbox import Mailbox
-from ..watcher.states import Stage
-from ..watcher.states import Verdict as Fate
-from ..watcher.unit import Place
-from .chair import Chair
-from .hands import Hands, News
-from .meeting.engine import OVER, CancelledError, ClosedError, Engine, Round, StoreLostError
-from .meeting.patience import Limit
-from .meeting.store import PartOfStore
-from .member import Conclude, Member, Rejoin
-from .sitting import Sitting
-from .talk.board import Board
+from ..watcher.machine import StateMachine
+from ..watcher.mailbox import CommandQueue
+from ..watcher.states import RunStage
+from ..watcher.states import StopReason as Fate
+from ..watcher.unit import RankSetup
+from .chair import Leader
+from .hands import LocalRanks, NodeNews
+from .meeting.engine import OVER, RendezvousClient
+from .meeting.patience import Deadline
+from .meeting.store import PrefixedStore
+from .member import NodeMachine, Rejoin, ReportJob
+from .sitting import RoundRunner
+from .talk.board import StoreChannel
 from .talk.json_codec import from_json, to_json
-from .talk.messages import NO_ATTEMPT, Card, Decision, Ended, History, PublishedTerms, RefusedNode, Start, Verdict
-from .talk.seal import ForgedError, Seal, SecretError
+from .talk.messages import (
+    NO_ATTEMPT,
+    AttemptDecision,
+    AttemptReport,
+    NextStep,
+    NodeInfo,
+    PublishedTerms,
+    RefusedNode,
+    RestartHistory,
+    StartAttempt,
+)
+from .talk.seal import InvalidEntryError, SecretMismatchError, SignedJson
 from .talk.terms import terms_of, unlike
-
-__all__ = ["Link"]
 
 LEAVE_SECONDS = 2.0  # beyond the grace period in which they stop their ranks, for the others to take note of who leaves
 LINGER_SECONDS, LINGER_PAUSE = 10.0, 0.2  # for an earlier job of the same name to be gone, and between two looks
@@ -49,7 +60,7 @@ SERVER_SECONDS = 1.0  # for the node that serves the store to write the job's te
 AGAIN_LAST_CALL = 2.0  # seconds in which survivors meet anew, should not all of them come at once
 
 
-class Link:
+class NodeThread:
     """Of one node, in one run. Its methods are for other threads.
 
     Args:
@@ -58,14 +69,14 @@ class Link:
         engine: how this node meets the others. None: as the spec's rendezvous says.
     """
 
-    def __init__(self, spec: WorkerSpec[Any], run_by: float = math.inf, engine: Engine | None = None) -> None:
+    def __init__(self, spec: WorkerSpec[Any], run_by: float = math.inf, engine: RendezvousClient | None = None) -> None:
         assert spec.rendezvous is not None
         self._spec, self._rendezvous, self._run_by = spec, spec.rendezvous, run_by
-        self._engine, self._is_given = engine or Engine(spec.rendezvous), engine is not None
-        self._hands: Hands
+        self._engine, self._is_given = engine or RendezvousClient(spec.rendezvous), engine is not None
+        self._hands: LocalRanks
         self._terms = terms_of(spec)
-        self._seal = Seal(spec.rendezvous.key, spec.rendezvous.run_id)
-        self._calls: deque[Callable[[Sitting], None]] = deque()
+        self._seal = SignedJson(spec.rendezvous.key, spec.rendezvous.run_id)
+        self._calls: deque[Callable[[RoundRunner], None]] = deque()
         self._bell = threading.Event()
         self._has_concluded = False
         self._is_leaving = threading.Event()
@@ -76,33 +87,33 @@ class Link:
         """Of the rendezvous."""
         return self._engine.backend
 
-    def begin(self, mailbox: Mailbox) -> None:
+    def begin(self, mailbox: CommandQueue) -> None:
         """Meet the other nodes. The mailbox is that of the ranks' thread. Raises LaunchError."""
-        self._hands = Hands(mailbox, self._rendezvous.node_timeout)
+        self._hands = LocalRanks(mailbox, self._rendezvous.node_timeout)
         try:
             self._thread.start()
         except RuntimeError as error:  # Python is ending, or there is no room for one more
             raise LaunchError(f"the other nodes cannot be met: {error}") from error
 
-    def news(self) -> list[News]:
+    def news(self) -> list[NodeNews]:
         """What the caller's thread has to know, or to do, since the last time."""
         return self._hands.news()
 
-    def herald(self, machine: Machine) -> None:
+    def herald(self, machine: StateMachine) -> None:
         """It is clear how the attempt ends for our ranks; or all is over."""
         if machine.signum is not None:
             reason = f"it received {signal.Signals(machine.signum).name}"
             self._call(lambda sitting: sitting.do(sitting.member.leave(reason)))
         elif machine.verdict in (Fate.FAILED, Fate.TIMED_OUT):
             self._call(lambda sitting: sitting.do(sitting.member.failing()))
-        if machine.stage is Stage.JUDGING:
+        if machine.stage is RunStage.AWAITING_DECISION:
             self._call(lambda sitting: sitting.do(sitting.member.stopped()))
 
-    def prepared(self, start: Start, places: list[Place]) -> None:
+    def prepared(self, start: StartAttempt, places: list[RankSetup]) -> None:
         """The environments of the ranks have been made."""
         self._call(lambda _: self._hands.take(start, places))
 
-    def ended(self, report: Ended) -> None:
+    def ended(self, report: AttemptReport) -> None:
         """All of our ranks are gone."""
         self._call(lambda sitting: sitting.do(sitting.member.ended(report)))
 
@@ -111,7 +122,7 @@ class Link:
         self._has_concluded = True
         self._call(lambda sitting: sitting.do(sitting.member.concluded()))
 
-    def abort(self, report: Ended) -> None:
+    def abort(self, report: AttemptReport) -> None:
         """The run cannot go on here, through no fault of a rank."""
         self._call(lambda sitting: sitting.do(sitting.member.abort(report)))
 
@@ -137,7 +148,7 @@ class Link:
             self._thread.join()
             await_end_of_thread(self._thread.native_id)
 
-    def _call(self, call: Callable[[Sitting], None]) -> None:
+    def _call(self, call: Callable[[RoundRunner], None]) -> None:
         self._calls.append(call)
         self._bell.set()
 
@@ -150,7 +161,7 @@ class Link:
                     self._engine.close()
         except CancelledError:
             pass  # by `close`
-        except (LaunchError, ClosedError, StoreLostError) as error:
+        except (LaunchError, JobClosedError, StoreLostError) as error:
             self._fail(error)
         except BaseException as error:  # noqa: BLE001  an error of ours: the caller's thread raises it
             self._hands.tell(error)
@@ -160,12 +171,12 @@ class Link:
         if isinstance(error, LaunchError) and time.monotonic() >= self._run_by:
             error = LaunchError(f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had met: {error}")
         if self._hands.has_started:
-            self._hands.tell(Conclude(Verdict(NO_ATTEMPT, Decision.FAILED, History(), reason=str(error))))
+            self._hands.tell(ReportJob(AttemptDecision(NO_ATTEMPT, NextStep.FAILED, RestartHistory(), reason=str(error))))
         else:
             self._hands.tell(error if isinstance(error, LaunchError) else LaunchError(str(error)))
 
     def _meet(self) -> None:
-        rejoin = self._sit(self._enter(self._join_by()), History())
+        rejoin = self._sit(self._enter(self._join_by()), RestartHistory())
         while rejoin is not None:
             found = self._join(self._join_by(), last_call=AGAIN_LAST_CALL, enough=rejoin.nodes)
             rejoin = self._sit(found, rejoin.history)
@@ -186,13 +197,13 @@ class Link:
                 return self._join(join_by)
             except LaunchError as error:
                 raise LaunchError(f"{error}. Before that: {earlier}") if earlier else error from error.__cause__
-            except (ClosedError, StoreLostError) as error:
+            except (JobClosedError, StoreLostError) as error:
                 earlier = str(error)
                 is_lasting = self._is_given or self._engine.is_host or self._rendezvous.backend != "c10d"
                 if is_lasting or time.monotonic() > min(linger_by, join_by):
                     raise
             self._engine.close()
-            self._engine = Engine(self._rendezvous)
+            self._engine = RendezvousClient(self._rendezvous)
             if self._is_leaving.wait(LINGER_PAUSE):
                 raise CancelledError
 
@@ -202,23 +213,23 @@ class Link:
         if store is None:  # the chair will find out
             return
         if store.check([OVER]):
-            raise ClosedError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint} is over")
+            raise JobClosedError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint} is over")
         try:
             first = self._first_terms(store, place)
             why = unlike(self._terms, first.terms, platform.node(), f"{first.host}, which came first")
-        except ForgedError as error:
+        except InvalidEntryError as error:
             why = f"what the first node of the job has written cannot be read: {error}"
         if why:
             # who waits in vain for this node learns the reason, too
             store.set("refused", self._seal.close("refused", to_json(RefusedNode(platform.node(), why))))
             raise LaunchError(f"job {self._rendezvous.run_id!r} at {self._rendezvous.endpoint}: {why}")
 
-    def _first_terms(self, store: PartOfStore, place: str) -> PublishedTerms:
+    def _first_terms(self, store: PrefixedStore, place: str) -> PublishedTerms:
         """What the first node of the job has written: the one that serves the store, if one of them does, since with it
         goes the store, should it be refused. Raises ForgedError.
         """
         may_be_served = self._rendezvous.backend == "c10d" and not self._engine.is_host
-        patience = Limit(time.monotonic() + (SERVER_SECONDS if may_be_served else 0.0), self._is_leaving)
+        patience = Deadline(time.monotonic() + (SERVER_SECONDS if may_be_served else 0.0), self._is_leaving)
         is_first = self._engine.is_host
         while not store.check([place]):
             if patience.pause():
@@ -226,7 +237,7 @@ class Link:
             if is_first or store.add("came", 1) == 1:
                 published = PublishedTerms(platform.node(), self._terms)
                 store.set(place, self._seal.close(place, to_json(published)))
-            patience = Limit(time.monotonic() + self._rendezvous.node_timeout, self._is_leaving)
+            patience = Deadline(time.monotonic() + self._rendezvous.node_timeout, self._is_leaving)
             is_first = True  # should who is have been lost before it could write them
         return from_json(PublishedTerms, self._seal.open(place, store.get(place)))
 
@@ -236,7 +247,7 @@ class Link:
             return self._engine.join(deadline, last_call=last_call, enough=enough)
         except LaunchError as error:
             store = self._engine.store_of_job()
-            with suppress(StoreLostError, ForgedError):
+            with suppress(StoreLostError, InvalidEntryError):
                 if store is not None and store.check(["refused"]):
                     raise LaunchError(f"{error}. {self._who_was_refused(store.get('refused'))}") from error
             raise
@@ -245,15 +256,15 @@ class Link:
         """Raises ForgedError."""
         try:
             refused = from_json(RefusedNode, self._seal.open("refused", entry))
-        except SecretError as error:
+        except SecretMismatchError as error:
             return f"A node was refused, and what it has written is {error}"
         return f"{refused.host} was refused: {refused.reason}"
 
-    def _sit(self, found: Round, history: History) -> Rejoin | None:
+    def _sit(self, found: Round, history: RestartHistory) -> Rejoin | None:
         """Through one round. Returns how the nodes meet anew; None: they do not."""
         at = self._rendezvous
-        board = Board(found.store, self._seal, group_rank=found.group_rank, patience=at.node_timeout)
-        member = Member(
+        board = StoreChannel(found.store, self._seal, group_rank=found.group_rank, patience=at.node_timeout)
+        member = NodeMachine(
             self._card(found.group_rank, history),
             size=found.group_world_size,
             min_nodes=at.min_nodes,
@@ -262,15 +273,15 @@ class Link:
             now=time.monotonic(),
         )
         chair = self._chair(found.group_world_size) if found.group_rank == 0 else None
-        sitting = Sitting(
+        sitting = RoundRunner(
             board, member, chair, self._engine, self._hands, size=found.group_world_size, node_timeout=at.node_timeout
         )
         sitting.run(self._calls, self._bell)
         return sitting.rejoin
 
-    def _card(self, group_rank: int, history: History) -> Card:
+    def _card(self, group_rank: int, history: RestartHistory) -> NodeInfo:
         assert isinstance(self._spec.nprocs, int)
-        return Card(
+        return NodeInfo(
             group_rank=group_rank,
             host=platform.node(),
             address=self._engine.address,
@@ -283,9 +294,9 @@ class Link:
             history=history,
         )
 
-    def _chair(self, size: int) -> Chair:
+    def _chair(self, size: int) -> Leader:
         at = self._rendezvous
-        return Chair(
+        return Leader(
             size=size,
             nodes=(at.min_nodes, at.max_nodes),
             policy=self._spec.policy,

@@ -19,29 +19,27 @@ from typing import Any
 
 from .talk.messages import (
     NO_ATTEMPT,
-    Bye,
-    Card,
-    Closed,
-    Decision,
-    Ended,
-    Failing,
+    AttemptDecision,
+    AttemptFailing,
+    AttemptReport,
     FromMember,
-    Gone,
-    History,
-    Leaving,
-    Outcome,
-    Place,
-    Start,
-    Stop,
-    Stopped,
-    Verdict,
+    JobClosed,
+    LostNode,
+    NextStep,
+    NodeInfo,
+    NodeLeaving,
+    NodeOutcome,
+    RankAssignment,
+    RanksStopped,
+    RestartHistory,
+    ShutdownAck,
+    StartAttempt,
+    StopAttempt,
     Word,
 )
 
-__all__ = ["Action", "Begin", "CallOff", "Conclude", "Member", "Post", "Prepare", "Rejoin"]
 
-
-class Stage(Enum):
+class NodeStage(Enum):
     """Where a node is."""
 
     ENTERING = auto()
@@ -54,61 +52,61 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class SendToLeader:
     """Tell the chair."""
 
     message: FromMember
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare:
+class PrepareRanks:
     """Make the environments of the node's ranks, which runs the caller's code."""
 
-    start: Start
-    place: Place
+    start: StartAttempt
+    place: RankAssignment
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class StartRanks:
     """Start the ranks that were prepared."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
-class CallOff:
+class StopRanks:
     """Stop the ranks."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Hear:
+class ReportAttempt:
     """This came of the attempt; the caller wants to know, whatever follows."""
 
-    verdict: Verdict
+    verdict: AttemptDecision
 
 
 @dataclass(frozen=True, slots=True)
-class Conclude:
+class ReportJob:
     """This came of the job."""
 
-    verdict: Verdict
+    verdict: AttemptDecision
 
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
     """Meet the others anew, with this to tell them."""
 
-    history: History
+    history: RestartHistory
     nodes: int
     """So many of this round will come."""
 
 
-Action = Post | Prepare | Begin | CallOff | Hear | Conclude | Rejoin
+Action = SendToLeader | PrepareRanks | StartRanks | StopRanks | ReportAttempt | ReportJob | Rejoin
 
 
-class Member:
+class NodeMachine:
     """Of one round.
 
     Args:
@@ -120,8 +118,10 @@ class Member:
         now: seconds on the clock that all later times are of.
     """
 
-    def __init__(self, card: Card, *, size: int, min_nodes: int, max_restarts: int, node_timeout: float, now: float) -> None:
-        self.stage = Stage.ENTERING
+    def __init__(
+        self, card: NodeInfo, *, size: int, min_nodes: int, max_restarts: int, node_timeout: float, now: float
+    ) -> None:
+        self.stage = NodeStage.ENTERING
         self.history = card.history
         self.attempt = NO_ATTEMPT  # the latest that was started, as the job counts them
         self._card = card
@@ -133,18 +133,18 @@ class Member:
         self._lost = ""  # why there is no chair any more
         self._has_begun = False  # ranks of this attempt
         self._is_leaving = False
-        self._start: Start | None = None
-        self._place: Place | None = None
-        self._overdue: Verdict | None = None  # said while this node was still at work: it had been given up
+        self._start: StartAttempt | None = None
+        self._place: RankAssignment | None = None
+        self._overdue: AttemptDecision | None = None  # said while this node was still at work: it had been given up
 
     @property
     def is_over(self) -> bool:
         """Whether it has nothing more to do in this round."""
-        return self.stage is Stage.OVER
+        return self.stage is NodeStage.OVER
 
     def begin(self) -> list[Action]:
         """Its first words."""
-        return [Post(self._card)]
+        return [SendToLeader(self._card)]
 
     def see_chair(self, beat: int, now: float) -> list[Action]:
         """How often the chair has given a sign of life by now."""
@@ -162,36 +162,36 @@ class Member:
         """This node was silent for so long that the others may have gone on without it. They are told to; its ranks are
         stopped, and no others started; and when it knows what the others do, or that there is no chair, it comes back.
         """
-        if self.stage in (Stage.ENDING, Stage.OVER):
+        if self.stage in (NodeStage.ENDING, NodeStage.OVER):
             return []
         self._has_resigned = True
-        was, self.stage = self.stage, Stage.STOPPING if self._has_begun else Stage.WAITING
-        told: list[Action] = [Post(Leaving(self._card.group_rank, why))]
-        return told + ([CallOff(why)] if was is Stage.WORKING else [])
+        was, self.stage = self.stage, NodeStage.STOPPING if self._has_begun else NodeStage.WAITING
+        told: list[Action] = [SendToLeader(NodeLeaving(self._card.group_rank, why))]
+        return told + ([StopRanks(why)] if was is NodeStage.WORKING else [])
 
     def hear(self, word: Word) -> list[Action]:
         """What the chair has said."""
-        if self.stage is Stage.OVER:
+        if self.stage is NodeStage.OVER:
             return []
-        if isinstance(word, Start):
+        if isinstance(word, StartAttempt):
             return self._started(word)
-        if isinstance(word, Stop):
+        if isinstance(word, StopAttempt):
             return self._stopped(word) if word.attempt == self.attempt else []
-        if isinstance(word, Closed):
-            return self._leave() if self.stage is Stage.ENDING or self._is_leaving else []
-        return self._judged(word) if self.stage in (Stage.WAITING, Stage.ENTERING) else self._given_up(word)
+        if isinstance(word, JobClosed):
+            return self._leave() if self.stage is NodeStage.ENDING or self._is_leaving else []
+        return self._judged(word) if self.stage in (NodeStage.WAITING, NodeStage.ENTERING) else self._given_up(word)
 
-    def placed(self, place: Place) -> list[Action]:
+    def placed(self, place: RankAssignment) -> list[Action]:
         """Its ranks in the attempt that starts."""
-        if self.stage is not Stage.PREPARING or self._start is None or place.attempt != self._start.attempt:
+        if self.stage is not NodeStage.PREPARING or self._start is None or place.attempt != self._start.attempt:
             return []
         self._place = place
-        return [Prepare(self._start, place)]
+        return [PrepareRanks(self._start, place)]
 
     @property
     def wants_place(self) -> int | None:
         """Of which attempt it has yet to be told its place."""
-        is_wanted = self.stage is Stage.PREPARING and self._place is None
+        is_wanted = self.stage is NodeStage.PREPARING and self._place is None
         return self._start.attempt if is_wanted and self._start is not None else None
 
     @property
@@ -201,121 +201,125 @@ class Member:
 
     def prepared(self, attempt: int) -> list[Action]:
         """The environments of the ranks of that attempt have been made, and it is time to start them."""
-        if self.stage is not Stage.PREPARING or self._place is None or attempt != self.attempt:
+        if self.stage is not NodeStage.PREPARING or self._place is None or attempt != self.attempt:
             return []  # called off meanwhile
-        self.stage = Stage.WORKING
+        self.stage = NodeStage.WORKING
         self._has_begun = True
-        return [Begin(self.attempt)]
+        return [StartRanks(self.attempt)]
 
     def failing(self) -> list[Action]:
         """The node's ranks fail, or their time is up: known before they are gone."""
-        if self.stage is not Stage.WORKING:
+        if self.stage is not NodeStage.WORKING:
             return []
-        self.stage = Stage.STOPPING
-        return [Post(Failing(self._card.group_rank, self.attempt))]
+        self.stage = NodeStage.STOPPING
+        return [SendToLeader(AttemptFailing(self._card.group_rank, self.attempt))]
 
     def stopped(self) -> list[Action]:
         """All of the node's ranks are gone; what became of them has yet to be found out."""
-        is_at_it = self.stage in (Stage.WORKING, Stage.STOPPING)
-        return [Post(Stopped(self._card.group_rank, self.attempt))] if is_at_it else []
+        is_at_it = self.stage in (NodeStage.WORKING, NodeStage.STOPPING)
+        return [SendToLeader(RanksStopped(self._card.group_rank, self.attempt))] if is_at_it else []
 
-    def ended(self, report: Ended) -> list[Action]:
+    def ended(self, report: AttemptReport) -> list[Action]:
         """It is known what became of the node's ranks."""
-        if self.stage not in (Stage.WORKING, Stage.STOPPING):
+        if self.stage not in (NodeStage.WORKING, NodeStage.STOPPING):
             return []
         report = replace(report, group_rank=self._card.group_rank, attempt=self.attempt)
-        self.stage = Stage.WAITING
+        self.stage = NodeStage.WAITING
         self._has_begun = False
         if self._lost:
             return self._after_chair()
         if self._overdue is not None:
             return self._judged(self._overdue)
-        return [Post(report)]
+        return [SendToLeader(report)]
 
-    def abort(self, report: Ended) -> list[Action]:
+    def abort(self, report: AttemptReport) -> list[Action]:
         """This node cannot go on, through no fault of a rank; nobody need wait for it."""
         told: list[Action] = []
-        if self.stage not in (Stage.ENDING, Stage.OVER):
-            self.stage = Stage.ENDING
-            told = [Post(replace(report, group_rank=self._card.group_rank, attempt=max(self.attempt, 0)))]
+        if self.stage not in (NodeStage.ENDING, NodeStage.OVER):
+            self.stage = NodeStage.ENDING
+            told = [SendToLeader(replace(report, group_rank=self._card.group_rank, attempt=max(self.attempt, 0)))]
         return told + self.concluded()
 
     def leave(self, reason: str) -> list[Action]:
         """The node is told from outside to end: its ranks are being stopped."""
         self._is_leaving = True
-        return [] if self.stage in (Stage.ENDING, Stage.OVER) else [Post(Leaving(self._card.group_rank, reason))]
+        return (
+            []
+            if self.stage in (NodeStage.ENDING, NodeStage.OVER)
+            else [SendToLeader(NodeLeaving(self._card.group_rank, reason))]
+        )
 
     def lose_chair(self, why: str) -> list[Action]:
         """The chair is lost. The others find out as we do, and do the same."""
-        if self.stage in (Stage.OVER, Stage.ENDING):
-            self.stage = Stage.OVER  # what came of the job is known
+        if self.stage in (NodeStage.OVER, NodeStage.ENDING):
+            self.stage = NodeStage.OVER  # what came of the job is known
             return []
         if self._lost:
             return []
         self._lost = why
         if self._has_begun:
-            was_working, self.stage = self.stage is Stage.WORKING, Stage.STOPPING
-            return [CallOff(self._why_lost())] if was_working else []
+            was_working, self.stage = self.stage is NodeStage.WORKING, NodeStage.STOPPING
+            return [StopRanks(self._why_lost())] if was_working else []
         return self._after_chair()
 
     def lose_store(self, why: str) -> list[Action]:
         """The store is out of reach, which no other node makes good."""
-        if self.stage in (Stage.OVER, Stage.ENDING):
-            self.stage = Stage.OVER
+        if self.stage in (NodeStage.OVER, NodeStage.ENDING):
+            self.stage = NodeStage.OVER
             return []
         self._lost, self._size = why, 0
         if self._has_begun:
-            self.stage = Stage.STOPPING
-            return [CallOff(why)]
+            self.stage = NodeStage.STOPPING
+            return [StopRanks(why)]
         return self._after_chair()
 
-    def _started(self, word: Start) -> list[Action]:
-        if self.stage not in (Stage.ENTERING, Stage.WAITING) or self._has_resigned:
+    def _started(self, word: StartAttempt) -> list[Action]:
+        if self.stage not in (NodeStage.ENTERING, NodeStage.WAITING) or self._has_resigned:
             return []
-        self.stage = Stage.PREPARING
+        self.stage = NodeStage.PREPARING
         self.attempt, self._start, self._place = word.attempt, word, None
         return []
 
-    def _stopped(self, word: Stop) -> list[Action]:
-        if self.stage is Stage.PREPARING:
-            self.stage = Stage.WAITING
-            return [Post(Ended(self._card.group_rank, self.attempt, Outcome.STOPPED))]
-        if self.stage is Stage.WORKING:
-            self.stage = Stage.STOPPING
-            return [CallOff(word.why)]
+    def _stopped(self, word: StopAttempt) -> list[Action]:
+        if self.stage is NodeStage.PREPARING:
+            self.stage = NodeStage.WAITING
+            return [SendToLeader(AttemptReport(self._card.group_rank, self.attempt, NodeOutcome.STOPPED))]
+        if self.stage is NodeStage.WORKING:
+            self.stage = NodeStage.STOPPING
+            return [StopRanks(word.why)]
         return []
 
-    def _given_up(self, verdict: Verdict) -> list[Action]:
+    def _given_up(self, verdict: AttemptDecision) -> list[Action]:
         """The others go on without this node, which was silent for too long."""
-        if self.stage not in (Stage.PREPARING, Stage.WORKING, Stage.STOPPING):
+        if self.stage not in (NodeStage.PREPARING, NodeStage.WORKING, NodeStage.STOPPING):
             return []
-        was, self.stage = self.stage, Stage.STOPPING
+        was, self.stage = self.stage, NodeStage.STOPPING
         self._overdue = verdict
-        if was is Stage.PREPARING:
-            self.stage = Stage.WAITING
+        if was is NodeStage.PREPARING:
+            self.stage = NodeStage.WAITING
             return self._judged(verdict)
-        return [CallOff("this node was silent for too long")] if was is Stage.WORKING else []
+        return [StopRanks("this node was silent for too long")] if was is NodeStage.WORKING else []
 
-    def _judged(self, verdict: Verdict) -> list[Action]:
+    def _judged(self, verdict: AttemptDecision) -> list[Action]:
         self.history = verdict.history
-        if verdict.decision is Decision.AGAIN:
-            return [Hear(verdict)]
-        if verdict.decision is Decision.REGROUP:
-            self.stage = Stage.OVER
-            return [Hear(verdict), Rejoin(verdict.history, self._size - len(verdict.gone))]
-        self.stage = Stage.ENDING
-        return [Conclude(verdict)]
+        if verdict.decision is NextStep.RESTART:
+            return [ReportAttempt(verdict)]
+        if verdict.decision is NextStep.RE_RENDEZVOUS:
+            self.stage = NodeStage.OVER
+            return [ReportAttempt(verdict), Rejoin(verdict.history, self._size - len(verdict.gone))]
+        self.stage = NodeStage.ENDING
+        return [ReportJob(verdict)]
 
     def concluded(self) -> list[Action]:
         """What came of the job is known here, and nothing is wanted of the store any more."""
-        if self.stage is not Stage.ENDING:
+        if self.stage is not NodeStage.ENDING:
             return []
         if not self._card.serves_store and self._card.group_rank != 0:
-            self.stage = Stage.OVER
-        return [Post(Bye(self._card.group_rank))]
+            self.stage = NodeStage.OVER
+        return [SendToLeader(ShutdownAck(self._card.group_rank))]
 
     def _leave(self) -> list[Action]:
-        self.stage = Stage.OVER
+        self.stage = NodeStage.OVER
         return []
 
     def _why_lost(self) -> str:
@@ -327,23 +331,23 @@ class Member:
         history = replace(self.history, attempts=attempts)
         if not self._size:
             return self._give_up(history, reason=self._lost)
-        gone: tuple[Gone, ...] = ()
+        gone: tuple[LostNode, ...] = ()
         if self._start is not None:
-            gone = (Gone(0, self._start.host, 0, self._start.nprocs, self._lost),)
+            gone = (LostNode(0, self._start.host, 0, self._start.nprocs, self._lost),)
         remaining = self._size - 1
         if remaining < self._min_nodes:
             if history.used >= self._max_restarts:
                 few = f"{remaining} of at least {self._min_nodes} nodes remain"
                 return self._give_up(history, reason=self._why_lost(), why_not=few, gone=gone, cause=0 if gone else -1)
             history = replace(history, used=history.used + 1)
-        self.stage = Stage.OVER
+        self.stage = NodeStage.OVER
         cause = 0 if gone else -1
         left = max(0, self._max_restarts - history.used)
-        verdict = Verdict(
-            self.attempt, Decision.REGROUP, history, cause, gone=gone, reason=self._why_lost(), restarts_left=left
+        verdict = AttemptDecision(
+            self.attempt, NextStep.RE_RENDEZVOUS, history, cause, gone=gone, reason=self._why_lost(), restarts_left=left
         )
-        return [Hear(verdict), Rejoin(history, remaining)]
+        return [ReportAttempt(verdict), Rejoin(history, remaining)]
 
-    def _give_up(self, history: History, **what: Any) -> list[Action]:
-        self.stage = Stage.OVER
-        return [Conclude(Verdict(self.attempt, Decision.FAILED, history, **what))]
+    def _give_up(self, history: RestartHistory, **what: Any) -> list[Action]:
+        self.stage = NodeStage.OVER
+        return [ReportJob(AttemptDecision(self.attempt, NextStep.FAILED, history, **what))]

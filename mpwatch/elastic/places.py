@@ -5,8 +5,6 @@ from typing import Any
 from ..ranks import Worker
 from ..spec import WorkerSpec
 
-__all__ = ["workers_of"]
-
 
 def workers_of(
     spec: WorkerSpec[Any],
@@ -22,7 +20,7 @@ def workers_of(
     master_addr: str,
     master_port: int,
 ) -> tuple[Worker, ...]:
-    """The ranks of a node, of which `rank` and `role_rank` are the first. See NodesMet for the others."""
+    """The ranks of a node, of which `rank` and `role_rank` are the first. See RendezvousCompleted for the others."""
     assert isinstance(spec.nprocs, int)
     return tuple(
         Worker(

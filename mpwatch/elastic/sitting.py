@@ -13,13 +13,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
 
+from mpwatch.elastic.meeting.errors import CancelledError, StoreLostError
+
 from . import chair as c
 from . import member as m
-from .hands import Hands
-from .meeting.engine import CancelledError, Engine, StoreLostError
-from .talk.board import Board
-
-__all__ = ["Sitting"]
+from .hands import LocalRanks
+from .meeting.engine import RendezvousClient
+from .talk.board import StoreChannel
 
 POLL_SECONDS = 0.1  # how late a node hears of what the chair says, at most; and the chair of what a node does
 LIVELY_POLL_SECONDS = 0.02  # the same, while it is being talked
@@ -30,7 +30,7 @@ STALL_SECONDS = 1.0  # this node did not look at the board for so long: nobody e
 RECONSIDER_SECONDS = 1.0  # until it is asked again for newcomers, which reads the whole state of the rendezvous
 
 
-class Sitting:
+class RoundRunner:
     """Of one round.
 
     Args:
@@ -45,11 +45,11 @@ class Sitting:
 
     def __init__(
         self,
-        board: Board,
-        member: m.Member,
-        chair: c.Chair | None,
-        engine: Engine,
-        hands: Hands,
+        board: StoreChannel,
+        member: m.NodeMachine,
+        chair: c.Leader | None,
+        engine: RendezvousClient,
+        hands: LocalRanks,
         *,
         size: int,
         node_timeout: float,
@@ -69,7 +69,7 @@ class Sitting:
         self._leave_by: float | None = None
         self.rejoin: m.Rejoin | None = None  # if the nodes meet anew
 
-    def run(self, calls: deque[Callable[["Sitting"], None]], bell: Event) -> None:
+    def run(self, calls: deque[Callable[["RoundRunner"], None]], bell: Event) -> None:
         """Until this node has nothing more to do in it. What other threads call for is done as soon as the bell rings."""
         while not self._is_over():
             bell.clear()
@@ -146,7 +146,7 @@ class Sitting:
         if self._chair is not None:
             self._acts += self._chair.see_beats(self._board.beats(self._nodes), time.monotonic())
 
-    def _preside(self, chair: c.Chair, now: float) -> None:
+    def _preside(self, chair: c.Leader, now: float) -> None:
         if not self._board.is_open():
             return
         for message in self._board.inbox():
@@ -170,26 +170,26 @@ class Sitting:
             self.do(self.member.prepared(attempt))
 
     def _carry_out(self) -> None:
-        while self._actions and (self._is_lost or self._board.is_open() or not isinstance(self._actions[0], m.Post)):
+        while self._actions and (self._is_lost or self._board.is_open() or not isinstance(self._actions[0], m.SendToLeader)):
             action = self._actions.popleft()
-            if isinstance(action, m.Post):
+            if isinstance(action, m.SendToLeader):
                 if not self._is_lost:
                     self._board.post(action.message)
-            elif isinstance(action, m.Begin):
+            elif isinstance(action, m.StartRanks):
                 self._hands.start()
-            elif isinstance(action, m.CallOff):
+            elif isinstance(action, m.StopRanks):
                 self._hands.call_off(action.why)
             elif isinstance(action, m.Rejoin):
                 self.rejoin = action
             else:
                 self._hands.tell(action)
 
-    def _act(self, chair: c.Chair, act: c.Act) -> None:
-        if isinstance(act, c.Say):
+    def _act(self, chair: c.Leader, act: c.Act) -> None:
+        if isinstance(act, c.Broadcast):
             self._board.say(act.word)
-        elif isinstance(act, c.Put):
+        elif isinstance(act, c.PublishAssignments):
             self._board.put(act.places)
-        elif isinstance(act, c.Reserve):
+        elif isinstance(act, c.ReservePort):
             self._acts += chair.reserved(self._hands.reserve_port())
         else:
             self._engine.set_closed()

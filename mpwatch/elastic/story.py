@@ -15,8 +15,10 @@ from functools import partial
 from signal import Signals
 from typing import Any, TypeVar
 
+from mpwatch.watcher.pump import LAST_SECONDS
+
 from ..errors import LaunchError
-from ..events.kinds import NodesMet, Restarting
+from ..events.kinds import RendezvousCompleted, Restarting
 from ..results.model import Attempt, FailureKind, ProcessFailure, WorkerState
 from ..results.report import summary_of
 from ..results.report import verdict as words_for
@@ -24,32 +26,42 @@ from ..results.run_result import RunResult
 from ..spec import WorkerSpec
 from ..watcher.diagnosis.diagnose import find_missing_ranks, find_possible_victims, find_waiting_ranks
 from ..watcher.environment import environments_of
-from ..watcher.facts import Facts
-from ..watcher.journal import Journal
-from ..watcher.life import Life
-from ..watcher.output import LAST_SECONDS
+from ..watcher.facts import AttemptObservations
+from ..watcher.journal import EventBus
+from ..watcher.life import WatcherThread
 from ..watcher.restarts import not_worth_it
-from ..watcher.states import Settled
-from ..watcher.states import Verdict as Fate
-from ..watcher.story import Story, tell_fates
-from .hands import News
-from .link import Link
-from .member import Conclude, Prepare
+from ..watcher.states import DoNotRestart
+from ..watcher.states import StopReason as Fate
+from ..watcher.story import RunController, tell_fates
+from .hands import NodeNews
+from .link import NodeThread
+from .member import PrepareRanks, ReportJob
 from .places import workers_of
 from .talk.failures import as_many_as_fit, from_plain, to_plain
 from .talk.json_codec import MAX_INTEGER
-from .talk.messages import NO_ATTEMPT, Decision, Ended, Gone, Outcome, Place, Start, Verdict
-from .talk.seal import ForgedError
-
-__all__ = ["NodeStory"]
+from .talk.messages import (
+    NO_ATTEMPT,
+    AttemptDecision,
+    AttemptReport,
+    LostNode,
+    NextStep,
+    NodeOutcome,
+    RankAssignment,
+    StartAttempt,
+)
+from .talk.seal import InvalidEntryError
 
 log = logging.getLogger("mpwatch")
 T = TypeVar("T")
 REPORT_LIMIT, ABSENT_LIMIT = 128 * 1024, 64 * 1024  # bytes of the failures that a node tells of, and of those that may be
-OUTCOMES = {Fate.SUCCEEDED: Outcome.SUCCEEDED, Fate.TIMED_OUT: Outcome.TIMED_OUT, Fate.CALLED_OFF: Outcome.STOPPED}
+OUTCOMES = {
+    Fate.SUCCEEDED: NodeOutcome.SUCCEEDED,
+    Fate.TIMED_OUT: NodeOutcome.TIMED_OUT,
+    Fate.CANCELLED_BY_JOB: NodeOutcome.STOPPED,
+}
 
 
-class NodeStory(Story[T]):
+class MultiNodeRunController(RunController[T]):
     """Of one run, as one node sees it.
 
     Args:
@@ -58,24 +70,24 @@ class NodeStory(Story[T]):
         link: to the other nodes.
     """
 
-    def __init__(self, spec: WorkerSpec[T], journal: Journal, link: Link) -> None:
+    def __init__(self, spec: WorkerSpec[T], journal: EventBus, link: NodeThread) -> None:
         super().__init__(spec, journal)
         assert spec.rendezvous is not None
         self._rendezvous = spec.rendezvous
         self._link = link
-        self._verdict: Verdict | None = None  # on the job
-        self._heard: Verdict | None = None  # the latest
-        self._start: Start | None = None
+        self._verdict: AttemptDecision | None = None  # on the job
+        self._heard: AttemptDecision | None = None  # the latest
+        self._start: StartAttempt | None = None
         self._strangers: dict[int, ProcessFailure] = {}  # failures that other nodes know of
         self._absent: dict[int, ProcessFailure] = {}  # those of ours that may have been waited for elsewhere
-        self._untold: tuple[Facts, RunResult[T]] | None = None  # an attempt, as long as only we have judged it
+        self._untold: tuple[AttemptObservations, RunResult[T]] | None = None  # an attempt, as long as only we have judged it
 
     @property
     def is_concluded(self) -> bool:
         """Whether it is known what came of the job; else this node has left it."""
         return self._verdict is not None
 
-    def judge(self, life: Life) -> float | None:
+    def judge(self, life: WatcherThread) -> float | None:
         """Report the attempts that have ended here, follow what the other nodes decide, and start the restart that is due.
 
         See RunController. Raises LaunchError, and what `retry_if` and `env` raise.
@@ -113,27 +125,27 @@ class NodeStory(Story[T]):
         latest = self._attempts[-1] if self._attempts else None
         is_known = latest is None or (self._heard is not None and self._heard.attempt >= latest.number)
         failures = () if latest is None or is_known else _told(latest)
-        self._link.abort(Ended(0, 0, Outcome.ABORTED, failures, reason=summary_of(error)[:1000]))
+        self._link.abort(AttemptReport(0, 0, NodeOutcome.ABORTED, failures, reason=summary_of(error)[:1000]))
         self._tell_what_is_untold()
 
-    def _attend(self, life: Life, news: News) -> None:
+    def _attend(self, life: WatcherThread, news: NodeNews) -> None:
         if isinstance(news, BaseException):
             raise news
-        if isinstance(news, Prepare):
+        if isinstance(news, PrepareRanks):
             self._prepare(news.start, news.place)
             return
         verdict = self._heard = self._in_full(news.verdict)
         self._note(verdict)
-        if isinstance(news, Conclude):
+        if isinstance(news, ReportJob):
             self._conclude(life, verdict)
 
-    def _in_full(self, verdict: Verdict) -> Verdict:
+    def _in_full(self, verdict: AttemptDecision) -> AttemptDecision:
         """If the nodes could not meet anew, then what has parted them comes first."""
         if verdict.attempt == NO_ATTEMPT and self._heard is not None and self._heard.cause >= 0:
-            return replace(self._heard, decision=Decision.FAILED, why_not=verdict.reason)
+            return replace(self._heard, decision=NextStep.FAILED, why_not=verdict.reason)
         return verdict
 
-    def _prepare(self, start: Start, place: Place) -> None:
+    def _prepare(self, start: StartAttempt, place: RankAssignment) -> None:
         """Who our ranks are in the attempt that starts."""
         self._latest.clear()
         self._absent.clear()
@@ -151,29 +163,29 @@ class NodeStory(Story[T]):
         }
         workers = workers_of(self._spec, place.rank, **met)
         self.journal.ranks = [worker.rank for worker in workers]
-        self.journal.note(NodesMet, self.journal.ranks, backend=self._link.backend, **met)
+        self.journal.note(RendezvousCompleted, self.journal.ranks, backend=self._link.backend, **met)
         environments = environments_of(self._spec, workers)
         self._delayed.clear()  # an earlier restart that the nodes have called off
         self._delay(start.delay, partial(self._link.prepared, start, environments))
 
-    def _report(self, facts: Facts) -> Ended:
+    def _report(self, facts: AttemptObservations) -> AttemptReport:
         """What the other nodes are told of our ranks, now that they are gone."""
         facts.gather()
         waiting, possible_victims = find_waiting_ranks(facts), find_possible_victims(facts)
         result = self._close(facts)
         has_failed = bool(result.failures) and facts.verdict is not Fate.TIMED_OUT
         are_victims = all(failure.is_secondary or rank in waiting for rank, failure in result.failures.items())
-        may_be_missed = are_victims and facts.verdict in (Fate.FAILED, Fate.CALLED_OFF)
+        may_be_missed = are_victims and facts.verdict in (Fate.FAILED, Fate.CANCELLED_BY_JOB)
         absent = find_missing_ranks(facts, result) if may_be_missed else []
         self._absent = {failure.rank: failure for failure in absent}
         told, told_absent = _told(result), as_many_as_fit(map(to_plain, absent), ABSENT_LIMIT)
         trial = self._trial(facts, result)
         why_not = not_worth_it(self._spec.policy, trial) if has_failed and self._spec.policy.max_restarts else ""
         assert facts.verdict is not None
-        return Ended(
+        return AttemptReport(
             group_rank=0,
             attempt=0,  # both are the link's to fill in
-            outcome=Outcome.FAILED if has_failed else OUTCOMES.get(facts.verdict, Outcome.FAILED),
+            outcome=NodeOutcome.FAILED if has_failed else OUTCOMES.get(facts.verdict, NodeOutcome.FAILED),
             failures=told,
             unsaid=len(result.failures) - len(told),
             lacks_a_peer=are_victims and not waiting.isdisjoint(result.failures),
@@ -186,7 +198,7 @@ class NodeStory(Story[T]):
             step=-1 if trial.step is None else min(max(trial.step, -1), MAX_INTEGER),
         )
 
-    def _note(self, verdict: Verdict) -> None:
+    def _note(self, verdict: AttemptDecision) -> None:
         """What came of an attempt for all nodes."""
         self._strangers = self._failures_of(verdict)
         if not self._attempts or self._attempts[-1].number != verdict.attempt:
@@ -196,10 +208,10 @@ class NodeStory(Story[T]):
         cause = failures.get(verdict.cause)
         self._tell_what_is_untold(failures, cause)
         state = attempt.state if cause is None else WorkerState.FAILED
-        if cause is None and verdict.decision is Decision.REGROUP:  # to make room: who complains, does so of that
+        if cause is None and verdict.decision is NextStep.RE_RENDEZVOUS:  # to make room: who complains, does so of that
             state = WorkerState.STOPPED
         self._attempts[-1] = replace(attempt, failures=failures, root_cause=cause, state=state, reason=verdict.reason)
-        if verdict.decision in (Decision.AGAIN, Decision.REGROUP):
+        if verdict.decision in (NextStep.RESTART, NextStep.RE_RENDEZVOUS):
             self.journal.note(
                 Restarting,
                 self.journal.ranks,
@@ -210,7 +222,7 @@ class NodeStory(Story[T]):
                 reason=verdict.reason if cause is None else "",
             )
 
-    def _tell_fates(self, facts: Facts, result: RunResult[T]) -> None:
+    def _tell_fates(self, facts: AttemptObservations, result: RunResult[T]) -> None:
         """Not before it is known who failed first on all nodes."""
         self._tell_what_is_untold()
         self._untold = facts, result
@@ -228,13 +240,13 @@ class NodeStory(Story[T]):
             result = replace(result, failures=ours, worker_states=states, root_cause=cause)
         tell_fates(self.journal, facts, result)
 
-    def _conclude(self, life: Life, verdict: Verdict) -> None:
+    def _conclude(self, life: WatcherThread, verdict: AttemptDecision) -> None:
         self._verdict = verdict
-        if verdict.decision is Decision.FAILED and self._start is None:
+        if verdict.decision is NextStep.FAILED and self._start is None:
             raise LaunchError(verdict.reason)
-        life.mailbox.post(Settled(0, generation=1 << 62))
+        life.mailbox.post(DoNotRestart(0, generation=1 << 62))
 
-    def _failures_of(self, verdict: Verdict) -> dict[int, ProcessFailure]:
+    def _failures_of(self, verdict: AttemptDecision) -> dict[int, ProcessFailure]:
         """Of other nodes; and of those that are gone, one for each rank that they had."""
         found: dict[int, ProcessFailure] = {}
         if verdict.unsaid:
@@ -244,7 +256,7 @@ class NodeStory(Story[T]):
         for plain in verdict.failures:
             try:
                 failure = from_plain(plain)
-            except ForgedError as error:
+            except InvalidEntryError as error:
                 log.warning("a failure that another node tells of is dropped: %s", error)
                 continue
             if failure.rank not in self.journal.ranks:
@@ -260,7 +272,7 @@ class NodeStory(Story[T]):
             return (
                 replace(here, state=WorkerState.STOPPED, return_values={}) if here.state is WorkerState.SUCCEEDED else here
             )
-        if verdict.decision is Decision.DONE:
+        if verdict.decision is NextStep.DONE:
             return here
         failures = dict(sorted({**self._strangers, **here.failures}.items()))
         cause = failures.get(verdict.cause)
@@ -282,7 +294,7 @@ def _told(what: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any], ...]:
     return as_many_as_fit(map(to_plain, failures), REPORT_LIMIT)
 
 
-def _lost(gone: Gone, rank: int) -> ProcessFailure:
+def _lost(gone: LostNode, rank: int) -> ProcessFailure:
     return ProcessFailure(
         rank=rank,
         local_rank=rank - gone.rank,
@@ -295,7 +307,7 @@ def _lost(gone: Gone, rank: int) -> ProcessFailure:
     )
 
 
-def _nothing_yet(facts: Facts) -> RunResult[Any]:
+def _nothing_yet(facts: AttemptObservations) -> RunResult[Any]:
     """Of a run that was ended before its ranks were started."""
     why = "" if facts.signum is None else f": this process received {Signals(facts.signum).name}"
     return RunResult(state=WorkerState.STOPPED, reason=f"the run was stopped before its ranks were started{why}")

@@ -8,44 +8,44 @@ from typing import TypeVar
 from ..os_support.descriptors import standard_descriptors
 from ..results.run_result import RunResult
 from ..spec import WorkerSpec
-from ..watcher.journal import Journal
-from ..watcher.life import Life
-from ..watcher.mailbox import Errand
+from ..watcher.journal import EventBus
+from ..watcher.life import WatcherThread
+from ..watcher.mailbox import PendingCall
 from ..watcher.sending import pack_call
 from ..watcher.viewing import MakeView, no_view
-from ..watcher.watch import Visit
+from ..watcher.watch import BlockingCall
 from ..wire.payload import Call
-from .link import Link
-from .meeting.engine import Engine
-from .story import NodeStory
-
-__all__ = ["watch_with_others"]
+from .link import NodeThread
+from .meeting.engine import RendezvousClient
+from .story import MultiNodeRunController
 
 T = TypeVar("T")
 
 
-def watch_with_others(spec: WorkerSpec[T], make_view: MakeView = no_view, engine: Engine | None = None) -> RunResult[T]:
+def watch_with_others(
+    spec: WorkerSpec[T], make_view: MakeView = no_view, engine: RendezvousClient | None = None
+) -> RunResult[T]:
     """Meet the other nodes, by that engine if there is one, and run it with them to its end.
 
     Raises LaunchError, or what the host's handler raises for a signal that came during the run: KeyboardInterrupt, say.
     """
     __tracebackhide__ = True  # see mpwatch.run
     assert spec.rendezvous is not None
-    journal = Journal(spec.rendezvous.run_id, spec.observers, keep=True)
+    journal = EventBus(spec.rendezvous.run_id, spec.observers, keep=True)
     call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
     run_by = math.inf if spec.timeout is None else journal.started_at + spec.timeout
-    link = Link(spec, run_by, engine)
+    link = NodeThread(spec, run_by, engine)
     with (
         standard_descriptors(),
         closing(pack_call(call)) as payload,
-        closing(Life(spec, journal, keep=False, herald=link.herald)) as life,
+        closing(WatcherThread(spec, journal, keep=False, herald=link.herald)) as life,
         closing(link),
     ):
-        story = NodeStory(spec, journal, link)
-        visit = Visit(life, partial(story.judge, life), make_view)
+        story = MultiNodeRunController(spec, journal, link)
+        visit = BlockingCall(life, partial(story.judge, life), make_view)
         try:
             life.output.attach()
-            errand = Errand(payload, journal.started_at, spec.timeout)
+            errand = PendingCall(payload, journal.started_at, spec.timeout)
             story.begin(errand)
             link.begin(life.mailbox)
             visit.pay(errand, until=lambda: False)

@@ -11,23 +11,6 @@ from typing import Any, ClassVar
 from ..results.model import ProcessFailure, Progress, WorkerState
 from .plain import plain
 
-__all__ = [
-    "CallStarted",
-    "Event",
-    "HeartbeatLost",
-    "NodesMet",
-    "Restarting",
-    "RunEnded",
-    "RunStarted",
-    "StateChanged",
-    "WorkerEnded",
-    "WorkerFailed",
-    "WorkerReady",
-    "WorkerStarted",
-    "WorkerStopped",
-    "WorkerSucceeded",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
@@ -70,7 +53,7 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodesMet(Event):
+class RendezvousCompleted(Event):
     """The nodes of a job have met, and this node's ranks are about to be started. Before that, who they are is not known:
     earlier events of the run have no ranks. Told anew for each attempt.
     """
@@ -112,7 +95,7 @@ class CallStarted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeartbeatLost(Event):
+class HeartbeatLate(Event):
     """This rank has been silent for half as long as it may: the group is UNHEALTHY until it beats again, or has failed."""
 
     silent_seconds: float
@@ -141,7 +124,7 @@ class WorkerStopped(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerEnded(Event):
+class WorkerExited(Event):
     """This rank's process has ended, whatever became of its function."""
 
     pid: int | None

@@ -12,13 +12,13 @@ from ..results.report import blame, exit_text, failure_text, ranks_text
 from .kinds import (
     CallStarted,
     Event,
-    HeartbeatLost,
-    NodesMet,
+    HeartbeatLate,
+    RendezvousCompleted,
     Restarting,
     RunEnded,
     RunStarted,
     StateChanged,
-    WorkerEnded,
+    WorkerExited,
     WorkerFailed,
     WorkerReady,
     WorkerStarted,
@@ -26,8 +26,6 @@ from .kinds import (
     WorkerSucceeded,
 )
 from .plain import encodable
-
-__all__ = ["LogEvents"]
 
 log = logging.getLogger("mpwatch")
 ID_LENGTH = 8  # characters of a run's id: enough to tell runs apart
@@ -59,7 +57,7 @@ def _run_ended(event: RunEnded) -> str:
     return f"{event.state.name} after {_seconds(event.elapsed)}{restarts}{reason}"
 
 
-def _nodes_met(event: NodesMet) -> str:
+def _rendezvous_completed(event: RendezvousCompleted) -> str:
     node = f"node {event.group_rank} of {event.group_world_size}"
     store = f"[{event.master_addr}]" if ":" in event.master_addr else event.master_addr
     which = f", restart {event.attempt}" if event.attempt else ""
@@ -73,7 +71,7 @@ def _restarting(event: Restarting) -> str:
     return f"restarting {_who(event)}{when} (restart {event.attempt + 1}, {event.restarts_left} left){why}"
 
 
-def _heartbeat_lost(event: HeartbeatLost) -> str:
+def _heartbeat_late(event: HeartbeatLate) -> str:
     return f"{_who(event)}: silent for {_seconds(event.silent_seconds)} of the {_seconds(event.heartbeat_timeout)} it may be"
 
 
@@ -85,7 +83,7 @@ def _worker_failed(event: WorkerFailed) -> str:
     return failure_text(event.failure) + (" (the root cause)" if event.is_root_cause else "")
 
 
-def _worker_ended(event: WorkerEnded) -> str:
+def _worker_exited(event: WorkerExited) -> str:
     if event.exit_code is None:
         how = "has ended, nobody knows how"
     else:
@@ -108,16 +106,16 @@ def _seconds(number: float) -> str:
 LINES: Mapping[type[Event], tuple[int, Callable[[Any], str]]] = {
     RunStarted: (logging.INFO, _run_started),
     RunEnded: (logging.INFO, _run_ended),
-    NodesMet: (logging.INFO, _nodes_met),
+    RendezvousCompleted: (logging.INFO, _rendezvous_completed),
     StateChanged: (logging.INFO, lambda event: f"{event.before.name} -> {event.after.name}"),
     Restarting: (logging.WARNING, _restarting),
     # of half its limit: usual where all wait for one that evaluates, or writes a checkpoint
-    HeartbeatLost: (logging.INFO, _heartbeat_lost),
+    HeartbeatLate: (logging.INFO, _heartbeat_late),
     CallStarted: (logging.DEBUG, lambda event: f"{_who(event)}: a call"),
     WorkerStarted: (logging.DEBUG, _worker_started),
     WorkerReady: (logging.DEBUG, lambda event: f"{_who(event)}: ready"),
     WorkerSucceeded: (logging.DEBUG, lambda event: f"{_who(event)}: returned"),
     WorkerFailed: (logging.DEBUG, _worker_failed),
     WorkerStopped: (logging.DEBUG, lambda event: f"{_who(event)}: stopped by the watcher"),
-    WorkerEnded: (logging.DEBUG, _worker_ended),
+    WorkerExited: (logging.DEBUG, _worker_exited),
 }

@@ -8,8 +8,6 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["encodable", "plain"]
-
 BITS = 64  # of an integer; few readers hold larger ones, and Python itself does not print the largest
 TEXT_LIMIT = 1000  # characters of the text of an object that JSON knows nothing like
 

@@ -14,13 +14,13 @@ from ..results.model import FailureKind
 from .kinds import (
     CallStarted,
     Event,
-    HeartbeatLost,
-    NodesMet,
+    HeartbeatLate,
+    RendezvousCompleted,
     Restarting,
     RunEnded,
     RunStarted,
     StateChanged,
-    WorkerEnded,
+    WorkerExited,
     WorkerFailed,
     WorkerReady,
     WorkerStarted,
@@ -28,13 +28,11 @@ from .kinds import (
     WorkerSucceeded,
 )
 
-__all__ = ["Call", "Lane", "Life", "Timeline", "called_within", "timelines"]
-
 OUTCOMES: dict[type[Event], str] = {WorkerSucceeded: "succeeded", WorkerFailed: "failed", WorkerStopped: "stopped"}
 
 
 @dataclass(kw_only=True)
-class Call:
+class CallSpan:
     """A function at work in a rank."""
 
     name: str
@@ -47,16 +45,16 @@ class Call:
 
 
 @dataclass(kw_only=True)
-class Life:
+class ProcessSpan:
     """A process of a rank, from its start to its end."""
 
     attempt: int
     start: float
     pid: int | None = None
     ready: float | None = None
-    calls: list[Call] = field(default_factory=list)
+    calls: list[CallSpan] = field(default_factory=list)
     end: float | None = None
-    ended: WorkerEnded | None = None
+    ended: WorkerExited | None = None
     outcome: str = ""
 
 
@@ -64,30 +62,30 @@ class Life:
 class Lane:
     """One rank: its lives, and its waits to be started anew; and what happened to it at one instant."""
 
-    blocks: list[Life | Restarting] = field(default_factory=list)
-    marks: list[HeartbeatLost | WorkerFailed] = field(default_factory=list)
+    blocks: list[ProcessSpan | Restarting] = field(default_factory=list)
+    marks: list[HeartbeatLate | WorkerFailed] = field(default_factory=list)
     call: str = ""
     """The name of what is to be called as soon as the rank is ready, if anything is."""
 
-    def known_life(self, event: Event) -> Life | None:
+    def known_life(self, event: Event) -> ProcessSpan | None:
         """The life that this is about, if anything was told of it before."""
-        lives = [block for block in self.blocks if isinstance(block, Life)]
+        lives = [block for block in self.blocks if isinstance(block, ProcessSpan)]
         return next((life for life in reversed(lives) if life.attempt == event.attempt), None)
 
-    def life(self, event: Event) -> Life:
+    def life(self, event: Event) -> ProcessSpan:
         """The life that this is about; one that has always been, if its beginning was not told."""
         life = self.known_life(event)
         if life is None:
-            life = Life(attempt=event.attempt, start=-math.inf, ready=-math.inf)
+            life = ProcessSpan(attempt=event.attempt, start=-math.inf, ready=-math.inf)
             self.blocks.append(life)
         return life
 
     def close(self, at: float) -> None:
         """Whatever this rank was, it is no more."""
-        if self.blocks and isinstance(last := self.blocks[-1], Life) and last.end is None:
+        if self.blocks and isinstance(last := self.blocks[-1], ProcessSpan) and last.end is None:
             last.end = at
 
-    def spans(self, start: float, until: float) -> Iterator[tuple[Life | Restarting, float, float]]:
+    def spans(self, start: float, until: float) -> Iterator[tuple[ProcessSpan | Restarting, float, float]]:
         """Each life and each wait with its beginning and end, none before the end of the one before it."""
         for block, following in zip_longest(self.blocks, self.blocks[1:]):
             start = max(start, _start_of(block))
@@ -111,7 +109,7 @@ class Timeline:
     ended: RunEnded | None = None
     states: list[StateChanged] = field(default_factory=list)
     restarts: list[Restarting] = field(default_factory=list)
-    meetings: list[NodesMet] = field(default_factory=list)
+    meetings: list[RendezvousCompleted] = field(default_factory=list)
     lanes: dict[int, Lane] = field(default_factory=dict)
     """By global rank."""
     calls: int = 0
@@ -131,7 +129,7 @@ class Timeline:
     def _add_to_ranks(self, event: Event) -> None:
         if isinstance(event, Restarting):
             self.restarts.append(event)
-        if isinstance(event, NodesMet):
+        if isinstance(event, RendezvousCompleted):
             self.meetings.append(event)
         self.calls += isinstance(event, CallStarted)
         for rank in event.ranks:
@@ -141,28 +139,28 @@ class Timeline:
         match event:
             case WorkerStarted():
                 lane.close(event.monotonic)
-                lane.blocks.append(Life(attempt=event.attempt, start=event.monotonic, pid=event.pid))
+                lane.blocks.append(ProcessSpan(attempt=event.attempt, start=event.monotonic, pid=event.pid))
             case WorkerReady():
                 life = lane.life(event)
                 life.ready = event.monotonic
                 if lane.call:
-                    life.calls.append(Call(name=lane.call, start=event.monotonic))
+                    life.calls.append(CallSpan(name=lane.call, start=event.monotonic))
                 lane.call = ""
             case CallStarted():
                 lane.call = self._name_of_call()
                 last = lane.blocks[-1] if lane.blocks else None
-                if isinstance(last, Life) and last.end is None and last.ready is not None:
-                    last.calls.append(Call(name=lane.call, start=event.monotonic))
+                if isinstance(last, ProcessSpan) and last.end is None and last.ready is not None:
+                    last.calls.append(CallSpan(name=lane.call, start=event.monotonic))
                     lane.call = ""
-            case NodesMet():
+            case RendezvousCompleted():
                 lane.call = self._name_of_call() if self.calls else ""  # it is told once, and these may be other ranks
-            case HeartbeatLost():
+            case HeartbeatLate():
                 lane.marks.append(event)
             case WorkerSucceeded() | WorkerFailed() | WorkerStopped():
                 if isinstance(event, WorkerFailed):
                     lane.marks.append(event)
                 _answer(lane, event)
-            case WorkerEnded():
+            case WorkerExited():
                 life = lane.life(event)
                 life.ended, life.end, life.pid = event, event.monotonic, event.pid or life.pid
             case Restarting():
@@ -186,7 +184,7 @@ def timelines(events: Sequence[Event]) -> list[Timeline]:
     return list(found.values())
 
 
-def called_within(life: Life, start: float, end: float) -> Iterator[tuple[Call, float, float]]:
+def called_within(life: ProcessSpan, start: float, end: float) -> Iterator[tuple[CallSpan, float, float]]:
     """Each call of a life that lasted from `start` to `end`, within it and none before the end of the one before it."""
     for call, following in zip_longest(life.calls, life.calls[1:]):
         start = min(max(start, call.start), end)
@@ -210,5 +208,5 @@ def _answer(lane: Lane, event: Event) -> None:
         life.calls[-1].outcome = life.outcome
 
 
-def _start_of(block: Life | Restarting) -> float:
-    return block.start if isinstance(block, Life) else block.monotonic
+def _start_of(block: ProcessSpan | Restarting) -> float:
+    return block.start if isinstance(block, ProcessSpan) else block.monotonic

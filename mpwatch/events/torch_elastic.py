@@ -12,7 +12,7 @@ from ..results.model import ProcessFailure, WorkerState
 from ..results.report import failure_text
 from .kinds import (
     Event,
-    NodesMet,
+    RendezvousCompleted,
     Restarting,
     RunEnded,
     RunStarted,
@@ -23,8 +23,6 @@ from .kinds import (
     WorkerSucceeded,
 )
 
-__all__ = ["TorchElasticEvents"]
-
 WORKER_STATES: Mapping[type[Event], str] = {
     WorkerSucceeded: "SUCCEEDED",
     WorkerFailed: "FAILED",
@@ -34,11 +32,11 @@ RENDEZVOUS = "static"  # what torch calls it where all is known from the start: 
 
 
 @dataclass
-class _Run:
+class _RunState:
     """What is known of a run that goes on."""
 
     started: RunStarted
-    met: NodesMet | None = None
+    met: RendezvousCompleted | None = None
     """In a job of several nodes: who its ranks here are, from the latest attempt on."""
     restarts: int = 0
     restarts_left: dict[int, int] = field(default_factory=dict)
@@ -52,7 +50,7 @@ class _Run:
         """Of this node; none until the nodes have met."""
         return self.started.ranks if self.met is None else self.met.ranks
 
-    def meet(self, event: NodesMet) -> None:
+    def meet(self, event: RendezvousCompleted) -> None:
         """Nothing is known of these ranks, even if others had the same numbers; but how often it may be tried again."""
         left = self.remaining
         self.met = event
@@ -110,12 +108,12 @@ class TorchElasticEvents:
             ) from None
         self._destination = event_log_handler
         self._event, self._source, self._record, self._put_metric = TorchEvent, EventSource, record, put_metric
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, _RunState] = {}
 
     def __call__(self, event: Event) -> None:
         """Tell of this event what torch's agent would have."""
         if isinstance(event, RunStarted):
-            self._runs[event.run_id] = _Run(event)
+            self._runs[event.run_id] = _RunState(event)
         run = self._runs.get(event.run_id)
         if run is None:  # not observed from its start
             return
@@ -128,7 +126,7 @@ class TorchElasticEvents:
                 run.answers.update(dict.fromkeys(event.ranks, event))
             case StateChanged():
                 self._measure_state(run, event.after.name)
-            case NodesMet():
+            case RendezvousCompleted():
                 run.meet(event)
             case Restarting():
                 if not event.reason:  # else nothing has failed
@@ -143,7 +141,7 @@ class TorchElasticEvents:
             case _:
                 pass
 
-    def _end(self, run: _Run, event: RunEnded) -> None:
+    def _end(self, run: _RunState, event: RunEnded) -> None:
         was_closed = event.state is WorkerState.STOPPED and not event.reason  # a WorkerGroup, as it should be
         has_failed = event.state is WorkerState.FAILED
         if event.state is not WorkerState.STOPPED or was_closed:
@@ -157,10 +155,10 @@ class TorchElasticEvents:
         else:
             self._say(run, event, "SUCCEEDED")
 
-    def _measure_state(self, run: _Run, state: str) -> None:
+    def _measure_state(self, run: _RunState, state: str) -> None:
         self._measure(run, {"remaining_restarts": run.remaining, state.lower(): 1})
 
-    def _measure_run(self, run: _Run, has_failed: bool) -> None:
+    def _measure_run(self, run: _RunState, has_failed: bool) -> None:
         limit, again = run.started.max_restarts, run.restarts > 0
         self._measure(
             run,
@@ -174,13 +172,13 @@ class TorchElasticEvents:
             },
         )
 
-    def _measure(self, run: _Run, numbers: dict[str, int]) -> None:
+    def _measure(self, run: _RunState, numbers: dict[str, int]) -> None:
         for name, number in numbers.items():
             self._put_metric(f"workers.{run.started.role}.{name}", number)
 
     def _say(
         self,
-        run: _Run,
+        run: _RunState,
         event: Event,
         state: str,
         rank: int | None = None,
@@ -211,7 +209,7 @@ class TorchElasticEvents:
         )
 
 
-def _details(run: _Run, rank: int | None, failure: ProcessFailure | None) -> dict[str, Any]:
+def _details(run: _RunState, rank: int | None, failure: ProcessFailure | None) -> dict[str, Any]:
     """What torch's agent puts into "metadata", a JSON text; each number of a rank in a list of its own, as there."""
     met = run.met
     nodes, role_size, first = (

@@ -9,11 +9,9 @@ from itertools import zip_longest
 from typing import Any
 
 from ..results.report import blame, failure_text, ranks_text
-from .kinds import Event, HeartbeatLost, NodesMet, Restarting, WorkerFailed
+from .kinds import Event, HeartbeatLate, RendezvousCompleted, Restarting, WorkerFailed
 from .plain import plain
-from .timeline import Lane, Life, Timeline, called_within, timelines
-
-__all__ = ["write_chrome_trace"]
+from .timeline import Lane, ProcessSpan, Timeline, called_within, timelines
 
 GROUP_LANE = 1  # some viewers take 0 for the kernel's idle thread
 FIRST_RANK_LANE = 2
@@ -50,14 +48,14 @@ def write_chrome_trace(events: Iterable[Event], path: str | os.PathLike[str]) ->
         if not isinstance(event, Event):
             raise TypeError(f"events must be those of a run, as in `result.events`, not {event!r:.200}")
     first = min(told, key=lambda event: event.monotonic)
-    traced = [line for pid, run in enumerate(timelines(told), 1) for line in _Process(pid, run, first.monotonic).lines()]
+    traced = [line for pid, run in enumerate(timelines(told), 1) for line in _TraceWriter(pid, run, first.monotonic).lines()]
     document = {"traceEvents": traced, "displayTimeUnit": "ms", "otherData": {"seconds_since_1970_at_0": plain(first.time)}}
     text = json.dumps(document, ensure_ascii=False, allow_nan=False)
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
 
 
-class _Process:
+class _TraceWriter:
     """The lines of one run."""
 
     def __init__(self, pid: int, run: Timeline, zero: float) -> None:
@@ -107,7 +105,7 @@ class _Process:
             name, args = _of_mark(mark)
             yield self._mark(tid, name, "failure" if isinstance(mark, WorkerFailed) else "heartbeat", mark.monotonic, args)
 
-    def _life(self, tid: int, life: Life, start: float, end: float) -> Iterator[dict[str, Any]]:
+    def _life(self, tid: int, life: ProcessSpan, start: float, end: float) -> Iterator[dict[str, Any]]:
         args: dict[str, Any] = {"pid": life.pid, "attempt": life.attempt, "outcome": life.outcome or "unfinished"}
         if life.ended is not None:
             args["exit_code"] = life.ended.exit_code
@@ -150,13 +148,13 @@ def _of_wait(restart: Restarting) -> dict[str, Any]:
     return {"cause": cause, "delay": restart.delay, "restarts_left": restart.restarts_left}
 
 
-def _of_meeting(met: NodesMet) -> dict[str, Any]:
+def _of_meeting(met: RendezvousCompleted) -> dict[str, Any]:
     store = {"master_addr": met.master_addr, "master_port": met.master_port}
     return {"job": met.job, "attempt": met.attempt, "world_size": met.world_size, **store}
 
 
-def _of_mark(mark: HeartbeatLost | WorkerFailed) -> tuple[str, dict[str, Any]]:
-    if isinstance(mark, HeartbeatLost):
+def _of_mark(mark: HeartbeatLate | WorkerFailed) -> tuple[str, dict[str, Any]]:
+    if isinstance(mark, HeartbeatLate):
         return "heartbeat lost", {"silent_seconds": mark.silent_seconds, "heartbeat_timeout": mark.heartbeat_timeout}
     more = {name: value for name in TELLING if (value := getattr(mark.failure, name)) not in ("", None)}
     name = "failed first" if mark.is_root_cause else "failed"

@@ -11,8 +11,6 @@ from ..wire.sources import cell_name
 from .model import ProcessFailure, RunData, WorkerState
 from .report import attempt_rows, failed_attempts, fates, ranks_text, restarts_text, times_text, verdict
 
-__all__ = ["group_table", "table_of"]
-
 STATES = {  # of a group, for who looks at it between two calls
     WorkerState.INIT: "the ranks are starting",
     WorkerState.HEALTHY: "the ranks are there",

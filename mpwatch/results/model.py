@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from ..ranks import Worker
 from ..wire import exceptions
-from ..wire.telling import Telling
+from ..wire.telling import ExceptionEncoder
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class ProcessFailure:
         """As pickle wants it: the exception link by link, since many cannot be pickled as they are."""
         state = dict(self.__dict__)
         if self.exception is not None:
-            telling = Telling(self.exception)
+            telling = ExceptionEncoder(self.exception)
             state["exception"] = (telling.plain(), telling.details())
         return state
 

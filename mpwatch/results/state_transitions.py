@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from .model import WorkerState
 
-__all__ = ["ENDS", "TRANSITIONS", "check_change", "diagram"]
-
 _S = WorkerState
 ENDS = (_S.SUCCEEDED, _S.FAILED, _S.STOPPED)
 TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {

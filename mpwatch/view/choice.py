@@ -9,8 +9,6 @@ from .places import our_terminal
 if TYPE_CHECKING:
     from .live import Display, LiveView
 
-__all__ = ["view_for"]
-
 
 def view_for(progress: bool | None) -> "LiveView | None":
     """What the option `progress` asks for. None where nothing will be shown, whatever the ranks report."""
@@ -32,15 +30,15 @@ def _display(*, always: bool) -> "Display | None":
         from .terminal import TerminalDisplay, is_free
 
         try:
-            from .table import Rows
+            from .table import RichRenderer
         except ImportError:  # there is no rich
             always = True
         else:
             if is_free():
                 encoding = getattr(terminal, "encoding", None) or "utf-8"  # somebody's own stream may have none
-                return TerminalDisplay(terminal.fileno(), Rows(encoding), encoding)
+                return TerminalDisplay(terminal.fileno(), RichRenderer(encoding), encoding)
     if always and sys.stderr is not None:
-        from .plain import PlainDisplay
+        from .plain import LineDisplay
 
-        return PlainDisplay(sys.stderr)
+        return LineDisplay(sys.stderr)
     return None

@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ..status import RankStatus
-from .model import Picture, Tracker
-
-__all__ = ["Display", "LiveView"]
+from .model import Snapshot, Tracker
 
 WAITING_SECONDS = 1.0  # between two looks, as long as no rank has reported
 EAGER_SECONDS = 0.25  # the same, if there is something to show anyway
@@ -30,10 +28,10 @@ class Display(Protocol):
     def repair(self) -> tuple[str, bytes] | None:
         """The name of a terminal, and what gives back the rows of it that are kept; None if none are."""
 
-    def show(self, picture: Picture) -> None:
+    def show(self, picture: Snapshot) -> None:
         """Draw this one in the place of the last one."""
 
-    def leave(self, picture: Picture) -> None:
+    def leave(self, picture: Snapshot) -> None:
         """This is the last one: leave of it what is to stay, and give back what was held. It may be called again."""
 
 
@@ -55,7 +53,7 @@ class LiveView:
         self._tracker = Tracker()
         self._display: Display | None = None
         self._was_chosen = False
-        self._picture: Picture | None = None
+        self._picture: Snapshot | None = None
         self._pause = EAGER_SECONDS if is_eager else WAITING_SECONDS
 
     @property

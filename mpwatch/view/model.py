@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from ..results.model import WorkerState
 from ..status import RankStatus
 
-__all__ = ["Line", "Overall", "Picture", "Spread", "Tracker", "spread_of"]
-
 RATE_SECONDS = 10.0  # that a rate is the mean of
 CPU_SECONDS = 2.0  # the same for the use of the CPU, which the kernel counts in hundredths of a second
 A_SLOPE = 2  # points at least
@@ -22,7 +20,7 @@ SLOWEST = 3  # ranks that are named where there are too many for a line each
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class RankRow:
     """Of one rank. What is not known is None."""
 
     rank: int
@@ -51,7 +49,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overall:
+class OverallProgress:
     """How far all have come: as far as the one that is furthest behind of those at work, for the others wait for it, or will
     have to, and nothing is over before it is. While one that was started again has yet to say where it goes on nobody knows.
     Metrics are the means of those that report them.
@@ -66,11 +64,11 @@ class Overall:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Picture:
+class Snapshot:
     """All that there is to show."""
 
-    overall: Overall
-    lines: Sequence[Line]
+    overall: OverallProgress
+    lines: Sequence[RankRow]
     """By rank."""
 
     @property
@@ -81,12 +79,12 @@ class Picture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class RankSummary:
     """Of many ranks together."""
 
     steps: tuple[int, int, int] | None
     """The least, the one in the middle, the most."""
-    slowest: Sequence[Line]
+    slowest: Sequence[RankRow]
     """Those at work that are furthest behind, if not all are equally far."""
     memory: int | None
     """Of all together, in bytes; and the most of one."""
@@ -101,32 +99,34 @@ class Tracker:
     """Remembers as much of the earlier looks as the next picture needs."""
 
     def __init__(self) -> None:
-        self._lives: dict[int, _Life] = {}  # by local rank: among several nodes another one may have the rank next time
+        self._lives: dict[
+            int, _RankHistory
+        ] = {}  # by local rank: among several nodes another one may have the rank next time
 
-    def see(self, statuses: Sequence[RankStatus]) -> Picture:
+    def see(self, statuses: Sequence[RankStatus]) -> Snapshot:
         """The picture of now."""
         lines = [self._life_of(status).see(status) for status in statuses]
-        return Picture(overall=_overall(lines), lines=lines)
+        return Snapshot(overall=_overall(lines), lines=lines)
 
-    def _life_of(self, status: RankStatus) -> "_Life":
+    def _life_of(self, status: RankStatus) -> "_RankHistory":
         life = self._lives.get(status.local_rank)
         if life is None or life.pid != status.pid:  # it was started again
-            life = self._lives[status.local_rank] = _Life(status.pid, is_anew=life is not None and life.has_steps)
+            life = self._lives[status.local_rank] = _RankHistory(status.pid, is_anew=life is not None and life.has_steps)
         return life
 
 
-class _Life:
+class _RankHistory:
     """What was seen of a rank in its present life."""
 
     def __init__(self, pid: int | None, *, is_anew: bool) -> None:
         self.pid = pid
         self.has_steps = is_anew  # in this life or an earlier one
         self._is_anew = is_anew
-        self._steps = _Slope(RATE_SECONDS)
-        self._cpu = _Slope(CPU_SECONDS)
+        self._steps = _RateEstimator(RATE_SECONDS)
+        self._cpu = _RateEstimator(CPU_SECONDS)
         self._memory: int | None = None
 
-    def see(self, status: RankStatus) -> Line:
+    def see(self, status: RankStatus) -> RankRow:
         report = status.report
         if report is not None and report.step is not None:
             self._steps.add(report.at, report.step)
@@ -137,7 +137,7 @@ class _Life:
             self._memory = status.memory
         is_at_work = status.state.is_running
         silence = None if status.heartbeat_at is None else max(0.0, status.seen_at - status.heartbeat_at)
-        return Line(
+        return RankRow(
             rank=status.rank,
             state=status.state,
             restart_count=status.restart_count,
@@ -152,7 +152,7 @@ class _Life:
         )
 
 
-class _Slope:
+class _RateEstimator:
     """How fast something grows: over so many seconds, or, if it is told more seldom, from one time to the next."""
 
     def __init__(self, seconds: float) -> None:
@@ -176,13 +176,13 @@ class _Slope:
         return (last - first) / max(last_at - first_at, now - last_at)
 
 
-def spread_of(lines: Sequence[Line]) -> Spread:
+def spread_of(lines: Sequence[RankRow]) -> RankSummary:
     """What is told of ranks that are too many for a line each."""
     steps = sorted(line.step for line in lines if line.step is not None)
     at_work = sorted((line for line in lines if line.state.is_running and line.step is not None), key=_how_far)
     is_uneven = bool(at_work) and _how_far(at_work[0])[:2] != _how_far(at_work[-1])[:2]
     memory = [line.memory for line in lines if line.memory is not None]
-    return Spread(
+    return RankSummary(
         steps=(steps[0], steps[len(steps) // 2], steps[-1]) if steps else None,
         slowest=at_work[:SLOWEST] if is_uneven else [],
         memory=sum(memory) if memory else None,
@@ -192,13 +192,13 @@ def spread_of(lines: Sequence[Line]) -> Spread:
     )
 
 
-def _overall(lines: Sequence[Line]) -> Overall:
+def _overall(lines: Sequence[RankRow]) -> OverallProgress:
     counting = [line for line in lines if line.step is not None]
     hindmost = min([line for line in counting if line.state.is_running] or counting, key=_how_far, default=None)
     metrics = _means(line.metrics for line in lines)
     if hindmost is None or any(line.is_anew and _is_under_way(line) for line in lines):
-        return Overall(metrics=metrics)
-    return Overall(
+        return OverallProgress(metrics=metrics)
+    return OverallProgress(
         step=hindmost.step,
         total=hindmost.total,
         done=hindmost.done,
@@ -208,17 +208,17 @@ def _overall(lines: Sequence[Line]) -> Overall:
     )
 
 
-def _is_under_way(line: Line) -> bool:
+def _is_under_way(line: RankRow) -> bool:
     return line.state is WorkerState.INIT or line.state.is_running
 
 
-def _how_far(line: Line) -> tuple[float, int, int]:
+def _how_far(line: RankRow) -> tuple[float, int, int]:
     """Those that know how much there is to do by the fraction of it, before those that do not."""
     assert line.step is not None
     return (math.inf if line.done is None else line.done), line.step, line.rank
 
 
-def _seconds_left(line: Line) -> float | None:
+def _seconds_left(line: RankRow) -> float | None:
     if line.step is None or line.total is None or not line.rate or line.step > line.total:
         return None
     return (line.total - line.step) / line.rate

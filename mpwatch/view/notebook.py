@@ -6,10 +6,8 @@ from html import escape
 from importlib import import_module
 from typing import Any
 
-from .model import Picture
+from .model import Snapshot
 from .words import HEADING, cells, is_folded, line_of, summary
-
-__all__ = ["NotebookDisplay", "html_of"]
 
 PERIOD = 0.5
 LEFT = ' style="text-align:left"'
@@ -24,7 +22,7 @@ class NotebookDisplay:
     def __init__(self) -> None:
         self._handle: Any = None  # IPython's, of what is shown
 
-    def show(self, picture: Picture) -> None:
+    def show(self, picture: Snapshot) -> None:
         """In the place of the last one."""
         bundle = {"text/html": html_of(picture), "text/plain": line_of(picture)}
         if self._handle is None:
@@ -32,12 +30,12 @@ class NotebookDisplay:
         else:
             self._handle.update(bundle, raw=True)
 
-    def leave(self, picture: Picture) -> None:
+    def leave(self, picture: Snapshot) -> None:
         """The last one stays in the notebook."""
         self.show(picture)
 
 
-def html_of(picture: Picture) -> str:
+def html_of(picture: Snapshot) -> str:
     """The bar, what is said of all, and a row a rank, or a few of many ranks together."""
     done = picture.overall.done
     bar = f'<progress value="{done:.4f}" max="1"></progress> ' if done is not None else ""

@@ -5,8 +5,6 @@ import select
 import sys
 from typing import TextIO
 
-__all__ = ["is_foreground", "name_of", "our_terminal", "takes"]
-
 
 def our_terminal() -> TextIO | None:
     """The stream that a terminal shows which can be drawn in: it knows how, is ours, and we are in its foreground."""

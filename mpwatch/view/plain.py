@@ -4,17 +4,15 @@ that is full is not waited for.
 
 from typing import TextIO
 
-from .model import Picture
+from .model import Snapshot
 from .places import takes
 from .words import line_of
-
-__all__ = ["PlainDisplay"]
 
 PERIOD = 10.0
 LAST_SECONDS = 1.0  # for the stream to take the last line
 
 
-class PlainDisplay:
+class LineDisplay:
     """Lines on this stream."""
 
     period = PERIOD
@@ -24,15 +22,15 @@ class PlainDisplay:
         self._stream = stream
         self._said: object = None
 
-    def show(self, picture: Picture) -> None:
+    def show(self, picture: Snapshot) -> None:
         """Say it, if it is news."""
         self._say(picture, patience=0.0)
 
-    def leave(self, picture: Picture) -> None:
+    def leave(self, picture: Snapshot) -> None:
         """The same; all that was said stays."""
         self._say(picture, patience=LAST_SECONDS)
 
-    def _say(self, picture: Picture, patience: float) -> None:
+    def _say(self, picture: Snapshot, patience: float) -> None:
         overall = picture.overall
         news = (overall.step, overall.total, str(overall.metrics), picture.counts)  # as text: no NaN equals another
         if news != self._said and self._takes(patience):

@@ -17,8 +17,6 @@ newline does and leaves the cursor in its column.
 
 from collections.abc import Sequence
 
-__all__ = ["MEND", "Region", "at_line_start"]
-
 SAVE, RESTORE = "\x1b7", "\x1b8"
 INDEX = "\x1bD"
 WHOLE = f"{SAVE}\x1b[r{RESTORE}"  # everything scrolls; to say so moves the cursor
@@ -28,7 +26,7 @@ PLAIN, CLEAR_ROW, CLEAR_REST = "\x1b[0m", "\x1b[2K", "\x1b[K"
 MEND = f"\x18{PLAIN}{WRAP_ON}{RESTORE}"  # of what was cut short while it was drawn: CAN ends half a sequence
 
 
-class Region:
+class ScrollRegion:
     """What has been kept so far, of a terminal of which size."""
 
     def __init__(self) -> None:

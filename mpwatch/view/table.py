@@ -9,10 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..results.model import WorkerState
-from .model import Line, Picture
+from .model import RankRow, Snapshot
 from .words import HEADING, cells, is_folded, line_of, summary
-
-__all__ = ["Rows"]
 
 STYLES = {
     WorkerState.INIT: "dim",
@@ -31,13 +29,13 @@ TEXTS = ("state", "metrics")  # columns
 LEAST_METRICS = 8
 
 
-class Rows:
+class RichRenderer:
     """For a terminal that understands this encoding."""
 
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding
 
-    def render(self, picture: Picture, columns: int, rows: int) -> list[str]:
+    def render(self, picture: Snapshot, columns: int, rows: int) -> list[str]:
         """As much of the picture as half of the terminal has room for, with the colours that it has."""
         if rows < FEWEST_ROWS or columns < FEWEST_COLUMNS:
             return []
@@ -55,7 +53,7 @@ class Rows:
         return file.read().splitlines()
 
 
-def _shapes(picture: Picture, columns: int) -> Iterator[RenderableType]:
+def _shapes(picture: Snapshot, columns: int) -> Iterator[RenderableType]:
     """From the largest to the smallest."""
     overall = _overall(picture, columns)
     if not picture.lines:
@@ -70,7 +68,7 @@ def _shapes(picture: Picture, columns: int) -> Iterator[RenderableType]:
     yield overall
 
 
-def _overall(picture: Picture, columns: int) -> RenderableType:
+def _overall(picture: Snapshot, columns: int) -> RenderableType:
     text = Text(line_of(picture), style="bold", no_wrap=True, overflow="ellipsis")
     if picture.overall.done is None:
         return text
@@ -81,7 +79,7 @@ def _overall(picture: Picture, columns: int) -> RenderableType:
     return grid
 
 
-def _table(picture: Picture, columns: int) -> Table:
+def _table(picture: Snapshot, columns: int) -> Table:
     """With room for all columns; if there is too little, the metrics have what the others leave."""
     count = len(HEADING) if columns >= NARROW else METRICS + 1
     rows = [HEADING[:count], *(cells(line)[:count] for line in picture.lines)]
@@ -95,7 +93,7 @@ def _table(picture: Picture, columns: int) -> Table:
     return table
 
 
-def _styled(line: Line, row: tuple[str, ...]) -> list[Text]:
+def _styled(line: RankRow, row: tuple[str, ...]) -> list[Text]:
     texts = [Text(cell, overflow="ellipsis") for cell in row]  # and not markup, which the name of a metric might look like
     texts[STATE].stylize(STYLES.get(line.state, ""))
     return texts

@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from .model import Picture
+from .model import Snapshot
 from .places import is_foreground, name_of, takes
-from .region import MEND, Region, at_line_start
+from .region import MEND, ScrollRegion, at_line_start
 from .words import line_of
-
-__all__ = ["TerminalDisplay", "is_free"]
 
 PERIOD = 0.25
 GAP = 2.0  # seconds between two pictures, after which somebody else may have had the terminal: this program was stopped
@@ -26,10 +24,10 @@ LAST_SECONDS = 1.0  # for a terminal to take what puts it in order again
 _latest: "Callable[[], TerminalDisplay | None]" = lambda: None  # noqa: E731  that was made, if it is still there
 
 
-class RowsOfText(Protocol):
+class Renderer(Protocol):
     """What makes rows of a picture: table.py."""
 
-    def render(self, picture: Picture, columns: int, rows: int) -> Sequence[str]:
+    def render(self, picture: Snapshot, columns: int, rows: int) -> Sequence[str]:
         """For a terminal of that size."""
 
 
@@ -42,13 +40,13 @@ def is_free() -> bool:
 class TerminalDisplay:
     """In the terminal that this descriptor is of."""
 
-    def __init__(self, fd: int, rows: RowsOfText, encoding: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, fd: int, rows: Renderer, encoding: str, clock: Callable[[], float] = time.monotonic) -> None:
         global _latest
         self._fd = fd
         self._rows = rows
         self._encoding = encoding
         self._clock = clock
-        self._region = Region()
+        self._region = ScrollRegion()
         self._name = name_of(fd)
         self._drawn_at = clock()
         self._was_drawn = self.has_left = False
@@ -66,7 +64,7 @@ class TerminalDisplay:
         text = self._region.release()
         return (self._name, text.encode()) if text and self._name else None
 
-    def show(self, picture: Picture) -> None:
+    def show(self, picture: Snapshot) -> None:
         """In one write; nothing while this program is in the background, or the terminal takes nothing."""
         if not is_foreground(self._fd):
             self._write(self._region.release(), patience=0.0)  # else it would stay in the way of whoever is there now
@@ -82,7 +80,7 @@ class TerminalDisplay:
         self._drawn_at = now
         self._was_drawn = self._was_drawn or bool(lines)
 
-    def leave(self, picture: Picture) -> None:
+    def leave(self, picture: Snapshot) -> None:
         """The rows are everybody's again; a line stays, where the cursor is."""
         text = self._region.release()
         if self._was_drawn and is_foreground(self._fd):

@@ -5,9 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from ..events.plain import encodable
 from ..results.model import WorkerState
-from .model import Line, Overall, Picture, spread_of
-
-__all__ = ["HEADING", "cells", "is_folded", "line_of", "summary"]
+from .model import OverallProgress, RankRow, Snapshot, spread_of
 
 MOST_LINES = 16  # ranks that have a line each
 METRICS = 6  # that are shown of a rank, in the order in which it names them
@@ -27,12 +25,12 @@ HUNDRED, THOUSAND, MILLION = 100, 1000, 1_000_000
 MINUTE, HOUR, DAY = 60, 3600, 86_400
 
 
-def is_folded(picture: Picture) -> bool:
+def is_folded(picture: Snapshot) -> bool:
     """Whether there are too many ranks for a line each."""
     return len(picture.lines) > MOST_LINES
 
 
-def cells(line: Line) -> tuple[str, ...]:
+def cells(line: RankRow) -> tuple[str, ...]:
     """A rank's line, column by column."""
     return (
         str(line.rank),
@@ -46,13 +44,13 @@ def cells(line: Line) -> tuple[str, ...]:
     )
 
 
-def _state(line: Line) -> str:
+def _state(line: RankRow) -> str:
     """And in which of its lives it is, if not the first."""
     state = STATES.get(line.state, line.state.name)
     return f"{state}, restart {line.restart_count}" if line.restart_count else state
 
 
-def line_of(picture: Picture) -> str:
+def line_of(picture: Snapshot) -> str:
     """All of it in a line: how far, how fast, how long still, and how many ranks do what."""
     progress = _progress(picture.overall)
     parts = [", ".join(progress)] if progress else []
@@ -60,7 +58,7 @@ def line_of(picture: Picture) -> str:
     return "; ".join(parts)
 
 
-def _progress(overall: Overall) -> list[str]:
+def _progress(overall: OverallProgress) -> list[str]:
     """How far, how fast, how long still."""
     parts = []
     if overall.step is not None:
@@ -73,7 +71,7 @@ def _progress(overall: Overall) -> list[str]:
     return parts
 
 
-def _ranks(picture: Picture) -> str:
+def _ranks(picture: Snapshot) -> str:
     """How many ranks do what. There are none as long as the nodes of a job have yet to meet."""
     if not picture.lines:
         return "no ranks yet: waiting for the other nodes"
@@ -85,7 +83,7 @@ def _ranks(picture: Picture) -> str:
     return f"{len(picture.lines)} {word}: {', '.join(counts)}"
 
 
-def summary(picture: Picture) -> list[tuple[str, str]]:
+def summary(picture: Snapshot) -> list[tuple[str, str]]:
     """What is told of ranks that are too many for a line each: rows, each with its name."""
     spread = spread_of(picture.lines)
     rows = [("ranks", _ranks(picture))]

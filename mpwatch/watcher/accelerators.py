@@ -11,8 +11,6 @@ from importlib.machinery import PathFinder
 
 from ..os_support.hardware import gpus_may_exist
 
-__all__ = ["accelerators_of_torch", "is_cpu_only"]
-
 # A torch that is built for CPUs gets devices from these: Cambricon, Gaudi, Moore Threads, Ascend, Tecorigin, Trainium, TPU.
 PLUGINS = ("torch_mlu", "habana_frameworks", "torch_musa", "torch_npu", "torch_sdaa", "torch_neuronx", "torch_xla")
 BUILD = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*= *['\"]", re.MULTILINE)  # a line of torch/version.py that does not say None

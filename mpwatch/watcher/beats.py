@@ -11,8 +11,6 @@ from collections.abc import Iterable
 
 from .states import LATE_SECONDS, SURE_SECONDS
 
-__all__ = ["Heartbeats"]
-
 LATE = 0.5  # of the limit: who is silent for so long is late
 OFTEN = 0.1  # of it: how often all are felt while somebody is late
 

@@ -19,30 +19,28 @@ from ..os_support.cpython_private import is_importing_main
 from ..os_support.descriptors import STDERR, anonymous_file
 from ..os_support.processes import group_exists, group_members, open_pidfd
 from ..ranks import Worker
-from ..wire.messages import Kind, Message
+from ..wire.messages import Message, MessageKind
 from ..wire.payload import Payload
-from ..wire.process import Seat
+from ..wire.process import LaunchInfo
 from ..wire.shortage import with_remedy
-from ..wire.slots import SLOT, Reading, clear_slot, forget_pulse, note_interrupt, read_answer, read_beat, read_pulse
-from .gate import Gate
+from ..wire.slots import SLOT, HeartbeatSample, clear_slot, forget_pulse, note_interrupt, read_answer, read_beat, read_pulse
+from .gate import Selector
 from .guardian import Guardian
-from .line import RankLine
-from .output import Output
+from .line import RankHandle
+from .output import RankOutput
 from .process import WatchedProcess
-from .remarks import Remarks
+from .remarks import DeferredLog
 from .states import KILL_SECONDS
 
-__all__ = ["Crew"]
 
-
-class Crew:
+class ProcessPool:
     """Owns the ranks' processes and all that they need. A context manager: whoever is alive at its end is killed."""
 
-    def __init__(self, remarks: Remarks, output: Output) -> None:
+    def __init__(self, remarks: DeferredLog, output: RankOutput) -> None:
         self.remarks = remarks
         self._output = output
-        self.lines: dict[int, RankLine] = {}
-        self.gate: Gate[Any]
+        self.lines: dict[int, RankHandle] = {}
+        self.gate: Selector[Any]
         self._slots: dict[int, int] = {}  # which is whose, by rank
         self._held: dict[WatchedProcess, float] = {}  # dead since that time, but a debugger has not yet let go of them
         self._groups: dict[int, float] = {}  # of buried ranks, with helpers that were killed at that time, but not gone yet
@@ -50,7 +48,7 @@ class Crew:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             try:
-                self.gate = stack.enter_context(Gate())
+                self.gate = stack.enter_context(Selector())
                 self._slots_fd = stack.enter_context(anonymous_file("mpwatch-slots")).fileno()
                 self.guardian = stack.enter_context(closing(Guardian(self.remarks)))
                 self._stderr_fd = os.dup(STDERR)
@@ -66,14 +64,14 @@ class Crew:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def start(self, worker: Worker, env: dict[str, str]) -> RankLine:
+    def start(self, worker: Worker, env: dict[str, str]) -> RankHandle:
         """Start a rank. Raises LaunchError."""
         try:
             return self._start(worker, env)
         except (OSError, RuntimeError, AssertionError) as error:
             raise LaunchError(_why_not_started(worker, error)) from error
 
-    def _start(self, worker: Worker, env: dict[str, str]) -> RankLine:
+    def _start(self, worker: Worker, env: dict[str, str]) -> RankHandle:
         slot = self._slot_for(worker.rank)
         with ExitStack() as kept, ExitStack() as passed:
             ours, theirs = map(passed.enter_context, socket.socketpair())
@@ -84,13 +82,13 @@ class Crew:
             os.set_blocking(pipe_ours, False)
             ends = self._output.open(worker, passed)
             stderr = self._stderr_fd if ends.stderr is None else ends.stderr
-            seat = Seat(_fields_of(worker), theirs.fileno(), self._slots_fd, slot, stderr, is_captured=ends.are_ours)
+            seat = LaunchInfo(_fields_of(worker), theirs.fileno(), self._slots_fd, slot, stderr, is_captured=ends.are_ours)
             fds = [theirs.fileno(), self._slots_fd, stderr]
             process = WatchedProcess(seat, env, fds, (ends.stdout, pipe_theirs), f"mpwatch-rank-{worker.rank}")
             process.start()
             channel = socket.socket(fileno=ours.detach())
             kept.pop_all()
-        line = self.lines[worker.rank] = RankLine(worker, process, channel, pipe_ours, ends=ends, remarks=self.remarks)
+        line = self.lines[worker.rank] = RankHandle(worker, process, channel, pipe_ours, ends=ends, remarks=self.remarks)
         self.guardian.guard(process.child_pid)
         return line
 
@@ -102,21 +100,21 @@ class Crew:
             os.ftruncate(self._slots_fd, len(self._slots) * SLOT)
         return self._slots[rank]
 
-    def call(self, line: RankLine, payload: Payload) -> None:
+    def call(self, line: RankHandle, payload: Payload) -> None:
         """Send a rank its call, and what its interpreter has printed: it has its stderr now, and may wait for who reads it.
 
         Raises LaunchError.
         """
         try:
             if line.stacks.printed:
-                line.send_file(Kind.PRINTED, line.stacks.printed)
+                line.send_file(MessageKind.STARTUP_OUTPUT, line.stacks.printed)
                 line.stacks.printed = b""
             line.calls += 1
-            line.send(Kind.CALL, payload.fds, payload.body)
+            line.send(MessageKind.CALL, payload.fds, payload.body)
         except OSError as error:
             raise LaunchError(with_remedy(f"the call could not be sent to rank {line.facts.worker.rank}", error)) from error
 
-    def answer_left(self, line: RankLine) -> list[Message]:
+    def answer_left(self, line: RankHandle) -> list[Message]:
         """What a dead rank could not send any more, and has left in its black box."""
         rank = line.facts.worker.rank
         try:
@@ -125,24 +123,24 @@ class Crew:
             self.remarks.debug("the black box of rank %d: %s", rank, error)
             return []
 
-    def interrupt(self, line: RankLine) -> None:
+    def interrupt(self, line: RankHandle) -> None:
         """By SIGINT, and in the call that it is at, not in another that it may be at when the signal arrives."""
         note_interrupt(self._slots_fd, self._slots[line.facts.worker.rank], line.calls)
         line.process.signal_rank(signal.SIGINT)
 
-    def pulse_of(self, line: RankLine) -> Reading:
+    def pulse_of(self, line: RankHandle) -> HeartbeatSample:
         """When a rank was last heard of, and what it last reported."""
         return read_pulse(self._slots_fd, self._slots[line.facts.worker.rank])
 
-    def beat_of(self, line: RankLine) -> float | None:
+    def beat_of(self, line: RankHandle) -> float | None:
         """The first of that alone, which is quick."""
         return read_beat(self._slots_fd, self._slots[line.facts.worker.rank])
 
-    def forget_pulse(self, line: RankLine) -> None:
+    def forget_pulse(self, line: RankHandle) -> None:
         """What it said in an earlier call is none of the next."""
         forget_pulse(self._slots_fd, self._slots[line.facts.worker.rank])
 
-    def bury(self, line: RankLine) -> None:
+    def bury(self, line: RankHandle) -> None:
         """Reap a dead rank."""
         pid = line.process.child_pid
         del self.lines[line.facts.worker.rank]
@@ -157,7 +155,7 @@ class Crew:
             if group_exists(pid):
                 self._groups[pid] = buried_at
 
-    def abandon(self, line: RankLine) -> None:
+    def abandon(self, line: RankHandle) -> None:
         """Leave a rank that cannot be killed to the kernel."""
         line.close()
         line.process.abandon()
@@ -173,7 +171,7 @@ class Crew:
             for line in self.lines.values():
                 stack.callback(self._bury_by, deadline, line)
 
-    def _bury_by(self, deadline: float, line: RankLine) -> None:
+    def _bury_by(self, deadline: float, line: RankHandle) -> None:
         if line.process.has_ended_by(deadline):
             self.bury(line)
         else:
@@ -201,7 +199,7 @@ class Crew:
                     time.sleep(0.001)
 
 
-def _await_members(group: int, deadline: float, remarks: Remarks) -> None:
+def _await_members(group: int, deadline: float, remarks: DeferredLog) -> None:
     for pid in group_members(group):
         pidfd = open_pidfd(pid)
         if pidfd is None:

@@ -12,8 +12,6 @@ from ..spec import GroupSpec
 from ..wire.shortage import with_remedy
 from .accelerators import accelerators_of_torch, is_cpu_only
 
-__all__ = ["environments_of", "reserve_port", "workers_here"]
-
 MASTER_ADDR = "127.0.0.1"
 
 

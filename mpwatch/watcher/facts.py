@@ -10,19 +10,17 @@ from functools import partial
 from ..ranks import Worker
 from ..results.model import Progress
 from ..wire.messages import Message
-from ..wire.slots import Reading
-from .states import Verdict
-from .words import Words
-
-__all__ = ["Facts", "RankFacts"]
+from ..wire.slots import HeartbeatSample
+from .states import StopReason
+from .words import StderrTail
 
 
 @dataclass
-class RankFacts:
+class RankObservations:
     """Of one rank."""
 
     worker: Worker
-    words: Words = field(default_factory=Words)
+    words: StderrTail = field(default_factory=StderrTail)
     """What is kept of its output."""
     pid: int | None = None
     was_ready: bool = False
@@ -52,7 +50,7 @@ class RankFacts:
     """Whether it was sent DUMP_SIGNAL: a program that it becomes in that moment dies of it."""
     process_state: str = ""
     """The letter of its state when its stacks were asked for, see proc(5)."""
-    pulse: Reading = field(default_factory=partial(Reading, None, None))
+    pulse: HeartbeatSample = field(default_factory=partial(HeartbeatSample, None, None))
     """When it was last heard of, and what it last reported."""
     signals_sent: set[int] = field(default_factory=set)
     signalled_at: float = 0.0
@@ -67,14 +65,14 @@ class RankFacts:
 
 
 @dataclass(frozen=True)
-class Facts:
+class AttemptObservations:
     """Of ranks that were started together, from then on; or of a call of ranks that stay."""
 
-    ranks: Mapping[int, RankFacts]
+    ranks: Mapping[int, RankObservations]
     hostname: str
     started_at: float
     stopped_at: float | None
-    verdict: Verdict | None
+    verdict: StopReason | None
     never_ready: Iterable[int] = ()
     silent: Mapping[int, float] = field(default_factory=dict)
     """Ranks that were silent for longer than they might, with the time of the last beat."""

@@ -12,13 +12,11 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any, Generic, Self, TypeVar
 
-__all__ = ["Gate"]
-
 T = TypeVar("T")
 LONGEST_WAIT = 86_400.0  # poll(2) takes milliseconds in an int, and refuses more than 24 days
 
 
-class Gate(Generic[T]):
+class Selector(Generic[T]):
     """Descriptors, and for each what it gives when there is something to read. A context manager."""
 
     def __init__(self) -> None:

@@ -11,9 +11,7 @@ from multiprocessing import spawn
 from pathlib import Path
 
 from ..os_support.processes import open_pidfd
-from .remarks import Remarks
-
-__all__ = ["Guardian"]
+from .remarks import DeferredLog
 
 PROGRAM = Path(__file__).parent.parent / "guardian" / "program.py"
 
@@ -24,7 +22,7 @@ class Guardian:
     Raises OSError if it cannot be started.
     """
 
-    def __init__(self, remarks: Remarks) -> None:
+    def __init__(self, remarks: DeferredLog) -> None:
         self._remarks = remarks
         self._is_lost = False
         with ExitStack() as passed, ExitStack() as kept:

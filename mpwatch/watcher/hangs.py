@@ -8,10 +8,8 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
-from .facts import RankFacts
+from .facts import RankObservations
 from .stacks import frames_of
-
-__all__ = ["HELD", "away", "culprits", "culprits_of_silence", "is_waiting", "stacks_of"]
 
 # Where a rank waits for its peers: C code of torch, called from these files; or maybe, by a line like this.
 COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py")
@@ -27,7 +25,7 @@ HELD = {  # why a process does not run that is not asleep, by the letter of its 
 }
 
 
-def culprits(at_work: Mapping[int, RankFacts]) -> set[int]:
+def culprits(at_work: Mapping[int, RankObservations]) -> set[int]:
     """Of the ranks that were at work at the same moment: those that the others wait for. None if that is not certain."""
     inside = {rank: name for rank, seen in at_work.items() if (name := _collective(seen))}
     if not inside:
@@ -40,7 +38,7 @@ def culprits(at_work: Mapping[int, RankFacts]) -> set[int]:
     return {rank for rank in inside if inside[rank] != name} if is_majority else set()
 
 
-def culprits_of_silence(at_work: Mapping[int, RankFacts], silent: set[int]) -> set[int]:
+def culprits_of_silence(at_work: Mapping[int, RankObservations], silent: set[int]) -> set[int]:
     """Rather one of the silent; one that has beaten, only if all who were silent wait in one and the same collective."""
     stuck = {rank: at_work[rank] for rank in silent}
     outside = away(stuck)
@@ -50,24 +48,24 @@ def culprits_of_silence(at_work: Mapping[int, RankFacts], silent: set[int]) -> s
     return culprits(at_work) if len(names - {""}) == 1 else set()
 
 
-def away(at_work: Mapping[int, RankFacts]) -> set[int]:
+def away(at_work: Mapping[int, RankObservations]) -> set[int]:
     """Those that were certainly doing something else than waiting for peers."""
     return {rank for rank, seen in at_work.items() if _is_away(seen)}
 
 
-def is_waiting(seen: RankFacts) -> bool:
+def is_waiting(seen: RankObservations) -> bool:
     """Whether it was certainly waiting for peers."""
     return bool(_collective(seen))
 
 
-def stacks_of(seen: RankFacts) -> str:
+def stacks_of(seen: RankObservations) -> str:
     """Where it was; or why that is not known."""
     if seen.stacks:
         return seen.stacks
     return HELD.get(seen.process_state, "")
 
 
-def _is_away(seen: RankFacts) -> bool:
+def _is_away(seen: RankObservations) -> bool:
     frames = list(frames_of(seen.stacks))
     if not frames:
         return seen.process_state in HELD
@@ -76,7 +74,7 @@ def _is_away(seen: RankFacts) -> bool:
     return not may_wait and not any(_collective_in(thread) for thread in seen.stacks.split("\n\n"))
 
 
-def _collective(seen: RankFacts) -> str:
+def _collective(seen: RankObservations) -> str:
     """The function of torch.distributed that its main thread was in; empty if it was in none."""
     return _collective_in(seen.stacks.partition("\n\n")[0])
 

@@ -19,13 +19,11 @@ from ..results.model import WorkerState
 from ..results.state_transitions import ENDS, check_change
 from ..spec import GroupSpec, Observer
 
-__all__ = ["Journal"]
-
 log = logging.getLogger("mpwatch")
 MANY = 100_000  # events: some ten megabytes, of a run that is long, or has many ranks
 
 
-class Journal:
+class EventBus:
     """Of one run, or of a group in all its lives.
 
     Args:

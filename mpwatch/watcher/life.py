@@ -25,20 +25,18 @@ from ..ranks import Worker
 from ..results.model import WorkerState
 from ..spec import GroupSpec
 from .environment import environments_of, reserve_port, workers_here
-from .journal import Journal
-from .loop import EventLoop, Herald
-from .mailbox import Mailbox
-from .output import Output
-from .remarks import Remarks
-from .unit import Place
-
-__all__ = ["Life"]
+from .journal import EventBus
+from .loop import EventLoop, VerdictCallback
+from .mailbox import CommandQueue
+from .output import RankOutput
+from .remarks import DeferredLog
+from .unit import RankSetup
 
 log = logging.getLogger("mpwatch")
 THREAD_SECONDS = 1.0  # a thread needs microseconds to begin
 
 
-class Life:
+class WatcherThread:
     """Its methods are the caller's threads', one at a time; each may be called again, should an exception have come.
 
     Args:
@@ -50,7 +48,7 @@ class Life:
     """
 
     def __init__(
-        self, spec: GroupSpec, journal: Journal, *, restart_count: int = 0, keep: bool, herald: Herald = bool
+        self, spec: GroupSpec, journal: EventBus, *, restart_count: int = 0, keep: bool, herald: VerdictCallback = bool
     ) -> None:
         self._spec = spec
         self._journal = journal
@@ -59,16 +57,16 @@ class Life:
         self._herald = herald
         self._pid = os.getpid()
         with ExitStack() as stack:
-            self.mailbox = stack.enter_context(closing(Mailbox()))
-            self.remarks = Remarks(self.mailbox.alarm.ring)
+            self.mailbox = stack.enter_context(closing(CommandQueue()))
+            self.remarks = DeferredLog(self.mailbox.alarm.ring)
             self._journal.wake = self.mailbox.alarm.ring
             assert isinstance(spec.nprocs, int)  # see GroupSpec
             nprocs = None if spec.is_on_nodes else spec.nprocs
-            self.output = Output(spec.logs or default_logs(), nprocs, self.remarks)
+            self.output = RankOutput(spec.logs or default_logs(), nprocs, self.remarks)
             self._keeper: socket.socket | None = None  # of the port
             stack.callback(self._free_port)
             self._held = stack.pop_all()
-        self._places: list[Place] = []
+        self._places: list[RankSetup] = []
         self._thread: threading.Thread | None = None
         self._is_cancelled = False
         self._is_forgotten = False
@@ -89,7 +87,7 @@ class Life:
         assert isinstance(self._spec.nprocs, int)  # see GroupSpec
         self._places = self.prepare_again(range(self._spec.nprocs), self._restart_count)
 
-    def prepare_again(self, ranks: Sequence[int], restart_count: int) -> list[Place]:
+    def prepare_again(self, ranks: Sequence[int], restart_count: int) -> list[RankSetup]:
         """How these ranks are started the next time: on a new port, if it is all of them."""
         if self._keeper is None or len(ranks) == self._spec.nprocs:
             earlier, self._keeper = self._keeper, reserve_port()  # in this order, so that it is another one

@@ -11,16 +11,14 @@ from ..os_support.descriptors import MSG_NOSIGNAL, anonymous_file, map_private, 
 from ..os_support.processes import has_descriptor, state_of_process
 from ..os_support.signals import DUMP_SIGNAL
 from ..ranks import Worker
-from ..wire.messages import MAX_DESCRIPTORS, WHERE, Frames, Kind, Message, frame
+from ..wire.messages import MAX_DESCRIPTORS, WHERE, FrameDecoder, Message, MessageKind, frame
 from ..wire.shortage import with_remedy
-from .facts import RankFacts
-from .gate import Gate
+from .facts import RankObservations
+from .gate import Selector
 from .process import WatchedProcess
-from .remarks import Remarks
-from .sources import Ends
-from .stacks import StackPipe
-
-__all__ = ["RankLine"]
+from .remarks import DeferredLog
+from .sources import StdioFds
+from .stacks import StackDumpParser
 
 READ_SIZE = 1 << 18
 DRAIN_LIMIT = 1 << 26  # bytes read of one channel before the others have their turn
@@ -29,7 +27,7 @@ DRAIN_LIMIT = 1 << 26  # bytes read of one channel before the others have their 
 COPIED_UP_TO = 1 << 20
 
 
-class RankLine:
+class RankHandle:
     """Owns the watcher's ends of what connects it with a rank."""
 
     def __init__(
@@ -39,27 +37,27 @@ class RankLine:
         channel: socket.socket,
         pipe_fd: int,
         *,
-        ends: Ends,
-        remarks: Remarks,
+        ends: StdioFds,
+        remarks: DeferredLog,
     ) -> None:
         self._remarks = remarks
         self.generation = 0  # which of the rank's lives it is
         self.process = process
-        self.facts = RankFacts(worker, pid=process.child_pid, words=ends.words)
+        self.facts = RankObservations(worker, pid=process.child_pid, words=ends.words)
         self.ends = ends
-        self.stacks = StackPipe()
+        self.stacks = StackDumpParser()
         self.calls = 0  # that were sent
         self._channel = channel
-        self._frames = Frames()
+        self._frames = FrameDecoder()
         self._files: list[int] = []  # that have come over it before their messages, in order; -1 for one that was lost
         self._pipe_fd = pipe_fd
         self._far_pipe_fd = -1  # the rank's number for its end of the pipe, once it is ready
-        self._gate: Gate[Any] | None = None
+        self._gate: Selector[Any] | None = None
         self._waited_for: set[int] = set()
 
     def wait_at(
         self,
-        gate: Gate[Any],
+        gate: Selector[Any],
         on_message: Callable[[], Any],
         on_stacks: Callable[[], Any],
         on_death: Callable[[], Any],
@@ -74,10 +72,10 @@ class RankLine:
             gate.add(fd, handler)
             self._waited_for.add(fd)
 
-    def begin_call(self) -> RankFacts:
+    def begin_call(self) -> RankObservations:
         """What was seen in an earlier call is none of the next."""
         before = self.facts
-        self.facts = RankFacts(before.worker, pid=before.pid, words=before.words, was_ready=before.was_ready)
+        self.facts = RankObservations(before.worker, pid=before.pid, words=before.words, was_ready=before.was_ready)
         self.stacks.forget()
         before.words.forget()
         return self.facts
@@ -100,24 +98,24 @@ class RankLine:
         while self._files:
             _close(self._files.pop())
 
-    def send(self, kind: Kind, fds: Sequence[int] = (), body: bytes = b"") -> None:
+    def send(self, kind: MessageKind, fds: Sequence[int] = (), body: bytes = b"") -> None:
         """A few thousand bytes: they fit into the empty buffer of the channel, so this does not block. Raises OSError."""
         if self._channel.fileno() == -1:
             return
         # a rank that has closed its end, or died, is heard of otherwise
         with suppress(BrokenPipeError, ConnectionResetError):
             while len(fds) > MAX_DESCRIPTORS:
-                self._send(Kind.DESCRIPTORS, fds[:MAX_DESCRIPTORS])
+                self._send(MessageKind.DESCRIPTORS, fds[:MAX_DESCRIPTORS])
                 fds = fds[MAX_DESCRIPTORS:]
             self._send(kind, fds, body)
 
-    def send_file(self, kind: Kind, data: bytes) -> None:
+    def send_file(self, kind: MessageKind, data: bytes) -> None:
         """Any number of bytes, in a file without a name. Raises OSError."""
         with anonymous_file("mpwatch-printed") as file:
             write_all(file.fileno(), data)
             self.send(kind, [file.fileno()])
 
-    def _send(self, kind: Kind, fds: Sequence[int], body: bytes = b"") -> None:
+    def _send(self, kind: MessageKind, fds: Sequence[int], body: bytes = b"") -> None:
         data = frame(kind, body)
         if fds:
             sent = socket.send_fds(self._channel, [data], list(fds), MSG_NOSIGNAL)
@@ -154,7 +152,7 @@ class RankLine:
 
     def _take_in(self, message: Message) -> None:
         """What comes in a file is taken out at once, so that it keeps no descriptor until it is asked for."""
-        if message.kind is Kind.RETURNED and not message.body:
+        if message.kind is MessageKind.RETURNED and not message.body:
             fd = self._files.pop(0) if self._files else -1
             try:
                 message.file = _contents(fd)

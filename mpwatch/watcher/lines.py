@@ -7,15 +7,13 @@ end; what moves the cursor about is left out, since it would move it into the li
 
 import re
 
-__all__ = ["Lines", "prefixed"]
-
 LONGEST = 1 << 20  # bytes: a line that is longer is shown in pieces, since it has to be kept until its end
 OVERWRITTEN = re.compile(rb"^[^\n]*\r(?=[^\r\n])", re.MULTILINE)  # up to the last return that something follows
 RETURNS = re.compile(rb"\r{2,}")  # they do what one does
 MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
 
 
-class Lines:
+class LineAssembler:
     """Of one stream."""
 
     def __init__(self) -> None:

@@ -11,45 +11,43 @@ from collections.abc import Iterable
 from ..os_support.processes import ProcessUsage, usage_of_process
 from ..results.model import WorkerState
 from ..status import RankStatus, Report
-from ..wire.messages import Kind
-from ..wire.slots import Reading
-from .crew import Crew
-from .facts import Facts, RankFacts
-from .states import Phase
-from .unit import Unit
-
-__all__ = ["last_statuses", "statuses_of"]
+from ..wire.messages import MessageKind
+from ..wire.slots import HeartbeatSample
+from .crew import ProcessPool
+from .facts import AttemptObservations, RankObservations
+from .states import RankPhase
+from .unit import RestartGroup
 
 STATES = {
-    Phase.STARTING: WorkerState.INIT,
-    Phase.READY: WorkerState.INIT,
-    Phase.AT_WORK: WorkerState.HEALTHY,
-    Phase.STOPPING: WorkerState.STOPPED,
-    Phase.KILLED: WorkerState.STOPPED,
-    Phase.GIVEN_UP: WorkerState.STOPPED,
+    RankPhase.STARTING: WorkerState.INIT,
+    RankPhase.READY: WorkerState.INIT,
+    RankPhase.RUNNING: WorkerState.HEALTHY,
+    RankPhase.TERMINATING: WorkerState.STOPPED,
+    RankPhase.KILLED: WorkerState.STOPPED,
+    RankPhase.ABANDONED: WorkerState.STOPPED,
 }  # of a rank that has not answered; of one that has gone its end tells
 
 
-def statuses_of(units: Iterable[Unit], crew: Crew) -> list[RankStatus]:
+def statuses_of(units: Iterable[RestartGroup], crew: ProcessPool) -> list[RankStatus]:
     """Of all ranks, in order."""
     found = [_status_now(facts, unit, crew) for unit in units for facts in unit.seen.values()]
     return sorted(found, key=lambda status: status.rank)
 
 
-def last_statuses(of_all: Iterable[Facts]) -> list[RankStatus]:
+def last_statuses(of_all: Iterable[AttemptObservations]) -> list[RankStatus]:
     """Of all ranks, in order, as the run or the call has left them."""
     found = [_status_then(seen, facts.stopped_at, facts.ended_at) for facts in of_all for seen in facts.ranks.values()]
     return sorted(found, key=lambda status: status.rank)
 
 
-def _status_now(facts: RankFacts, unit: Unit, crew: Crew) -> RankStatus:
+def _status_now(facts: RankObservations, unit: RestartGroup, crew: ProcessPool) -> RankStatus:
     rank = facts.worker.rank
     line = crew.lines.get(rank)
     if line is None or line.facts is not facts:  # it has gone
         return _status_then(facts, unit.machine.stopped_at, time.monotonic())
     phase = unit.machine.roster.phases[rank]
     state = STATES.get(phase) if facts.report is None else None
-    if phase is Phase.AT_WORK and rank in unit.machine.beats.late:
+    if phase is RankPhase.RUNNING and rank in unit.machine.beats.late:
         state = WorkerState.UNHEALTHY
     state = state or _outcome(facts, unit.machine.stopped_at)
     usage = usage_of_process(facts.pid) if facts.pid is not None else None
@@ -57,21 +55,23 @@ def _status_now(facts: RankFacts, unit: Unit, crew: Crew) -> RankStatus:
     return _status(facts, state, pulse, usage, time.monotonic())  # the time last: no beat is later than that
 
 
-def _status_then(facts: RankFacts, stopped_at: float | None, now: float) -> RankStatus:
+def _status_then(facts: RankObservations, stopped_at: float | None, now: float) -> RankStatus:
     return _status(facts, _outcome(facts, stopped_at), facts.pulse, None, now)
 
 
-def _outcome(facts: RankFacts, stopped_at: float | None) -> WorkerState:
+def _outcome(facts: RankObservations, stopped_at: float | None) -> WorkerState:
     """Of a rank that has answered, or has gone. What it does after all were told to stop is no failure of its own."""
     report = facts.report
-    if report is not None and report.kind is Kind.RETURNED:
+    if report is not None and report.kind is MessageKind.RETURNED:
         return WorkerState.SUCCEEDED
     was_told = bool(facts.signals_sent) and (report is None or stopped_at is None or report.stamp >= stopped_at)
     has_ended = report is not None or facts.died_at is not None
     return WorkerState.FAILED if has_ended and not was_told else WorkerState.STOPPED
 
 
-def _status(facts: RankFacts, state: WorkerState, pulse: Reading, usage: ProcessUsage | None, now: float) -> RankStatus:
+def _status(
+    facts: RankObservations, state: WorkerState, pulse: HeartbeatSample, usage: ProcessUsage | None, now: float
+) -> RankStatus:
     report = None
     if pulse.report is not None:
         at, step, total, metrics = pulse.report

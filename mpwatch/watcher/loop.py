@@ -20,27 +20,27 @@ from ..errors import LaunchError
 from ..events.kinds import WorkerStarted
 from ..results.report import exit_text
 from ..spec import GroupSpec
-from ..wire.messages import Kind, Message
+from ..wire.messages import Message, MessageKind
 from ..wire.shortage import with_remedy
 from . import states as m
-from .crew import Crew
+from .crew import ProcessPool
 from .diagnosis.failures import is_crash, may_be_oom_kill
-from .facts import Facts
-from .gate import Gate
-from .journal import Journal
-from .line import RankLine
+from .facts import AttemptObservations
+from .gate import Selector
+from .journal import EventBus
+from .line import RankHandle
 from .looks import statuses_of
-from .machine import Machine
-from .mailbox import Errand, Look, Mailbox, Repair, Retrial
-from .oom import OomWatch
-from .order import Order
-from .output import Output
-from .remarks import Remarks
+from .machine import StateMachine
+from .mailbox import CommandQueue, PendingCall, RestartCommand, StatusRequest, TerminalRestore
+from .oom import OomDetector
+from .order import DeathClock
+from .output import RankOutput
+from .remarks import DeferredLog
 from .signatures import complaint_in
 from .stacks import tidy, with_sources
-from .unit import Place, Unit, state_of_all
+from .unit import RankSetup, RestartGroup, state_of_all
 
-Herald = Callable[[Machine], object]
+VerdictCallback = Callable[[StateMachine], object]
 
 
 class EventLoop:
@@ -60,27 +60,27 @@ class EventLoop:
     def __init__(
         self,
         spec: GroupSpec,
-        places: list[Place],
-        mailbox: Mailbox,
-        remarks: Remarks,
-        journal: Journal,
+        places: list[RankSetup],
+        mailbox: CommandQueue,
+        remarks: DeferredLog,
+        journal: EventBus,
         *,
-        output: Output,
+        output: RankOutput,
         keep: bool,
-        herald: Herald,
+        herald: VerdictCallback,
     ) -> None:
         boats = [places] if spec.policy.scope == "group" else [[place] for place in places]
-        self.units = [Unit(spec, boat, journal, keep=keep) for boat in boats]
+        self.units = [RestartGroup(spec, boat, journal, keep=keep) for boat in boats]
         self.unit_of = {rank: unit for unit in self.units for rank in unit.places}
         self.open_units = list(self.units)  # that are not over
-        self.crew = Crew(remarks, output)
+        self.crew = ProcessPool(remarks, output)
         self.mailbox = mailbox
         self.journal = journal
         self.remarks = remarks
-        self.oom = OomWatch(remarks)
+        self.oom = OomDetector(remarks)
         self.herald = herald
-        self.errand: Errand | None = None
-        self.order = Order()
+        self.errand: PendingCall | None = None
+        self.order = DeathClock()
         self._born_at = time.time()
 
     def run(self) -> None:
@@ -94,7 +94,7 @@ class EventLoop:
             self.errand.facts = [self._facts(unit, helpers_oom) for unit in self.units]
 
     @property
-    def gate(self) -> Gate[list[m.Event]]:
+    def gate(self) -> Selector[list[m.Event]]:
         """The descriptors that are waited for."""
         return self.crew.gate
 
@@ -119,7 +119,7 @@ class EventLoop:
                 events += handle()
             events = self._step(events)
 
-    def _start_rank(self, unit: Unit, rank: int) -> None:
+    def _start_rank(self, unit: RestartGroup, rank: int) -> None:
         worker, env = unit.places[rank]
         line = self.crew.start(worker, env)
         line.generation = unit.machine.generation
@@ -130,7 +130,7 @@ class EventLoop:
         except OSError as error:
             raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
 
-    def _answer_and_go_on(self, errand: Errand, unit: Unit) -> None:
+    def _answer_and_go_on(self, errand: PendingCall, unit: RestartGroup) -> None:
         for line in self.crew.lines.values():
             line.facts.pulse = self.crew.pulse_of(line)
         errand.facts = [self._facts(unit, helpers_oom="")]
@@ -144,7 +144,7 @@ class EventLoop:
         Returns what is known at once of what has been done.
         """
         now = time.monotonic()
-        to_do: list[tuple[Unit, m.Action]] = []
+        to_do: list[tuple[RestartGroup, m.Action]] = []
         touched = {unit: None for unit in self.open_units if unit.due_at <= now}
         for event in events:
             for unit in self._concerned(event):
@@ -161,31 +161,31 @@ class EventLoop:
         self._tell_state()
         return known
 
-    def _concerned(self, event: m.Event) -> Sequence[Unit]:
+    def _concerned(self, event: m.Event) -> Sequence[RestartGroup]:
         return (self._unit_of(event),) if isinstance(event, m.RankEvent) else list(self.open_units)
 
-    def _unit_of(self, event: m.RankEvent) -> Unit:
+    def _unit_of(self, event: m.RankEvent) -> RestartGroup:
         """Of several nodes the ranks are not known before they are started; there is one unit then."""
         return self.unit_of[event.rank] if len(self.units) > 1 else self.units[0]
 
-    def _handle(self, unit: Unit, event: m.Event, now: float) -> list[m.Action]:
-        if isinstance(event, m.CallAll) and not self._begin_call(unit):
+    def _handle(self, unit: RestartGroup, event: m.Event, now: float) -> list[m.Action]:
+        if isinstance(event, m.StartCall) and not self._begin_call(unit):
             return []
-        if isinstance(event, m.Died) and unit.machine.stage is m.Stage.IDLE:
+        if isinstance(event, m.Exited) and unit.machine.stage is m.RunStage.IDLE:
             facts = self.crew.lines[event.rank].facts
             how = "ended" if facts.exit_code is None else exit_text(facts.exit_code)
             text = "rank %d (pid %s) %s while there was no call; the next one starts all ranks anew"
             self.remarks.warning(text, event.rank, facts.pid, how)
         return unit.handle(event, now)
 
-    def _begin_call(self, unit: Unit) -> bool:
+    def _begin_call(self, unit: RestartGroup) -> bool:
         """False if it comes too late: a rank has been lost. The caller sees that when all have ended."""
         if not unit.places:  # who they are is not known yet
             self.errand = self._posted
             return True
         lines = [self.crew.lines[rank] for rank in unit.places if rank in self.crew.lines]
         is_whole = len(lines) == len(unit.places) and all(line.facts.died_at is None for line in lines)
-        if unit.machine.stage is not m.Stage.IDLE or not is_whole:
+        if unit.machine.stage is not m.RunStage.IDLE or not is_whole:
             return False
         self.errand = self._posted
         for line in lines:
@@ -193,31 +193,33 @@ class EventLoop:
             self.crew.forget_pulse(line)
         return True
 
-    def _look_at(self, unit: Unit) -> list[m.Event]:
+    def _look_at(self, unit: RestartGroup) -> list[m.Event]:
         """What follows from where its machine has come to."""
         before, verdict = unit.stage, unit.verdict
         unit.look_at_machine()
-        if unit.verdict is not verdict or (unit.stage is not before and unit.stage in (m.Stage.JUDGING, m.Stage.OVER)):
+        if unit.verdict is not verdict or (
+            unit.stage is not before and unit.stage in (m.RunStage.AWAITING_DECISION, m.RunStage.FINISHED)
+        ):
             self.herald(unit.machine)
-        if unit.stage is m.Stage.IDLE and self.errand is not None:
+        if unit.stage is m.RunStage.IDLE and self.errand is not None:
             self._answer_and_go_on(self.errand, unit)
-        elif unit.stage is m.Stage.JUDGING and before is not m.Stage.JUDGING:
+        elif unit.stage is m.RunStage.AWAITING_DECISION and before is not m.RunStage.AWAITING_DECISION:
             self.mailbox.ask(self._facts(unit, self.oom.judge()))
-        elif unit.stage is m.Stage.OVER and before is not m.Stage.OVER:
+        elif unit.stage is m.RunStage.FINISHED and before is not m.RunStage.FINISHED:
             self.open_units.remove(unit)
             unit.warn(self.remarks, of_run=self.errand is not None)
-            if unit.machine.verdict is not m.Verdict.SUCCEEDED:
-                return [m.StopAll()]
+            if unit.machine.verdict is not m.StopReason.SUCCEEDED:
+                return [m.Abort()]
         return []
 
     def _tell_state(self) -> None:
         self.mailbox.state = state_of_all(self.units)
         self.journal.change_state(self.mailbox.state, (worker for unit in self.units for worker in unit.workers))
 
-    def _died_in(self, events: list[m.Event]) -> list[RankLine]:
-        return [self.crew.lines[event.rank] for event in events if isinstance(event, m.Died)]
+    def _died_in(self, events: list[m.Event]) -> list[RankHandle]:
+        return [self.crew.lines[event.rank] for event in events if isinstance(event, m.Exited)]
 
-    def _do(self, unit: Unit, action: m.Action) -> list[m.Event]:
+    def _do(self, unit: RestartGroup, action: m.Action) -> list[m.Event]:
         if isinstance(action, m.StartRank):
             self.crew.await_helpers()
             self._start_rank(unit, action.rank)
@@ -226,14 +228,14 @@ class EventLoop:
         if isinstance(action, m.CallRank):
             assert self.errand is not None
             self.crew.call(line, self.errand.payload)
-        elif isinstance(action, m.EndRank):
-            line.send(Kind.END)
-        elif isinstance(action, m.LookAt):
+        elif isinstance(action, m.RequestExit):
+            line.send(MessageKind.SHUTDOWN)
+        elif isinstance(action, m.DumpStacks):
             has_died = line.facts.died_at is not None  # in this wake-up
-            return [] if has_died or line.ask_for_stacks() else [m.Looked(action.rank, generation=line.generation)]
-        elif isinstance(action, m.FeelPulse):
-            return [m.Pulse(action.rank, beat_at=self.crew.beat_of(line), generation=line.generation)]
-        elif isinstance(action, m.SignalRank):
+            return [] if has_died or line.ask_for_stacks() else [m.StackDumped(action.rank, generation=line.generation)]
+        elif isinstance(action, m.ReadHeartbeat):
+            return [m.HeartbeatRead(action.rank, beat_at=self.crew.beat_of(line), generation=line.generation)]
+        elif isinstance(action, m.SendSignal):
             if action.signum == signal.SIGINT:
                 self.crew.interrupt(line)
             else:
@@ -250,63 +252,63 @@ class EventLoop:
     def _take_mail(self) -> list[m.Event]:
         events: list[m.Event] = []
         for thing in self.mailbox.take():
-            if isinstance(thing, Errand):
+            if isinstance(thing, PendingCall):
                 self._posted = thing
-                events.append(m.CallAll(thing.started_at, thing.timeout))
-            elif isinstance(thing, Look):
+                events.append(m.StartCall(thing.started_at, thing.timeout))
+            elif isinstance(thing, StatusRequest):
                 thing.statuses = statuses_of(self.units, self.crew)
                 self.mailbox.alarm.ring()
-            elif isinstance(thing, Repair):
+            elif isinstance(thing, TerminalRestore):
                 self.crew.guardian.entrust(thing.what)
-            elif isinstance(thing, Retrial):
+            elif isinstance(thing, RestartCommand):
                 self._renew(self._unit_of(thing.event), thing.places)
                 events.append(thing.event)
             else:
                 events.append(thing)
         return events
 
-    def _hear(self, line: RankLine) -> list[m.Event]:
+    def _hear(self, line: RankHandle) -> list[m.Event]:
         events = []
         for message in line.read():
-            if message.kind is Kind.FAILING:
+            if message.kind is MessageKind.FAILING:
                 self.order.hear(message.stamp)
             events += self._understand(line, message)
         return events
 
-    def _renew(self, unit: Unit, places: list[Place]) -> None:
+    def _renew(self, unit: RestartGroup, places: list[RankSetup]) -> None:
         """Its ranks, which are started again; in a job of several nodes they may be others."""
         unit.places = {worker.rank: (worker, env) for worker, env in places}
         self.unit_of = {rank: unit for unit in self.units for rank in unit.places}
 
-    def _overhear(self, line: RankLine) -> list[m.Event]:
+    def _overhear(self, line: RankHandle) -> list[m.Event]:
         had_all = line.stacks.is_whole()
         line.overhear()
         rank, has_all = line.facts.worker.rank, line.stacks.is_whole()
-        return [m.Looked(rank, generation=line.generation)] if has_all and not had_all else []
+        return [m.StackDumped(rank, generation=line.generation)] if has_all and not had_all else []
 
-    def _understand(self, line: RankLine, message: Message) -> list[m.Event]:
+    def _understand(self, line: RankHandle, message: Message) -> list[m.Event]:
         rank, facts, life = line.facts.worker.rank, line.facts, line.generation
-        if message.kind is Kind.READY:
+        if message.kind is MessageKind.READY:
             line.becomes_ready(message.body)
             return [m.Ready(rank, generation=life)]
-        if message.kind is Kind.LINGERS:
+        if message.kind is MessageKind.EXIT_BLOCKED:
             self.unit_of[rank].lingers[rank] = message.body.decode()
-        elif message.kind is Kind.DETAILS:
+        elif message.kind is MessageKind.DETAILS:
             facts.details = message.body
-            return [m.Told(rank, generation=life)]
-        elif message.kind is Kind.FAILING:
+            return [m.DetailsReceived(rank, generation=life)]
+        elif message.kind is MessageKind.FAILING:
             facts.failing_at = message.stamp
             return [m.Failing(rank, generation=life)]
         else:
             facts.report, facts.heard_at = message, time.monotonic()
-            if message.kind is Kind.RETURNED:
+            if message.kind is MessageKind.RETURNED:
                 return [m.Returned(rank, generation=life)]
             complaint = complaint_in(message.body)
             is_secondary = complaint is not None and complaint.is_worth_waiting
             return [m.Failed(rank, is_secondary=is_secondary, generation=life)]
         return []
 
-    def _mourn(self, line: RankLine) -> list[m.Event]:
+    def _mourn(self, line: RankHandle) -> list[m.Event]:
         """A rank has ended. What it had sent comes first; what it could not send is in its black box."""
         if line.facts.died_at is not None:
             return []
@@ -319,14 +321,14 @@ class EventLoop:
             for message in self.crew.answer_left(line):
                 events += self._understand(line, message)
         self._take_leave(line)
-        return [*events, m.Died(line.facts.worker.rank, generation=line.generation)]
+        return [*events, m.Exited(line.facts.worker.rank, generation=line.generation)]
 
-    def _take_leave(self, line: RankLine) -> None:
+    def _take_leave(self, line: RankHandle) -> None:
         line.facts.pulse = self.crew.pulse_of(line)
         line.facts.stacks = with_sources(tidy(line.stacks.stacks, line.stacks.main_thread), self._born_at)
         if is_crash(line.facts.exit_code):  # else it was a forked child's
             line.facts.crash = with_sources(line.stacks.crash, self._born_at)
         line.facts.printed = line.stacks.printed_instead
 
-    def _facts(self, unit: Unit, helpers_oom: str) -> Facts:
+    def _facts(self, unit: RestartGroup, helpers_oom: str) -> AttemptObservations:
         return unit.facts(hostname=platform.node(), helpers_oom=helpers_oom)

@@ -42,10 +42,10 @@ from collections.abc import Collection, Iterable
 from ..results.model import WorkerState
 from . import states as m
 from .beats import Heartbeats
-from .states import LOOK_SECONDS, TRANSITIONS, Action, Event, IllegalEventError, Phase, RankEvent, Stage, Verdict
+from .states import LOOK_SECONDS, TRANSITIONS, Action, Event, IllegalEventError, RankEvent, RankPhase, RunStage, StopReason
 
 
-class Machine:
+class StateMachine:
     """One run of some ranks.
 
     Args:
@@ -67,7 +67,7 @@ class Machine:
         start_timeout: float = math.inf,
         heartbeat_timeout: float | None = None,
         keep: bool = False,
-        judged: Collection[Verdict] = (),
+        judged: Collection[StopReason] = (),
     ) -> None:
         self.generation = 0
         self._keep, self._judged_after = keep, judged
@@ -77,21 +77,21 @@ class Machine:
         self._heartbeat_timeout = heartbeat_timeout
         self._begin(ranks, now)
         if not self.roster.phases:
-            self.stage = Stage.JUDGING
+            self.stage = RunStage.AWAITING_DECISION
 
     def _begin(self, ranks: Iterable[int], now: float) -> None:
-        self.roster = Roster(ranks)
+        self.roster = PhaseTable(ranks)
         self.never_ready: list[int] = []
         self.lingering: list[int] = []
         self._looking: set[int] = set()
         self._start_at = now + self._start_timeout
         self._enter_call(math.inf, now)
-        self.stage = Stage.IDLE
+        self.stage = RunStage.IDLE
 
     def _enter_call(self, timeout_at: float, now: float) -> None:
-        self.stage = Stage.WORKING
+        self.stage = RunStage.RUNNING
         self.signum: int | None = None  # of the first interrupt
-        self.verdict: Verdict | None = None
+        self.verdict: StopReason | None = None
         self.stopped_at: float | None = None
         self._stage_at = math.inf  # when the stage's own time is up
         self._timeout_at = timeout_at
@@ -99,61 +99,61 @@ class Machine:
 
     @property
     def _leased_until(self) -> float:
-        if self.stage in (Stage.JUDGING, Stage.OVER):
+        if self.stage in (RunStage.AWAITING_DECISION, RunStage.FINISHED):
             return math.inf  # there are no ranks
         return self._lease.stop_at if self.is_undecided() else self._lease.kill_at
 
     @property
     def state(self) -> WorkerState:
         """Of these ranks together, as long as they are not over; what they end with is not decided here."""
-        if self.stage in (Stage.IDLE, Stage.WORKING, Stage.LAST_CALL):
-            if self.roster.count[Phase.STARTING]:
+        if self.stage in (RunStage.IDLE, RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE):
+            if self.roster.count[RankPhase.STARTING]:
                 return WorkerState.INIT
             return WorkerState.UNHEALTHY if self.beats.late else WorkerState.HEALTHY
         if not self.roster.phases:
             return WorkerState.UNKNOWN
-        has_succeeded = self.verdict is Verdict.SUCCEEDED and not self._keep
+        has_succeeded = self.verdict is StopReason.SUCCEEDED and not self._keep
         return WorkerState.HEALTHY if has_succeeded else WorkerState.UNHEALTHY
 
     @property
     def deadline(self) -> float | None:
         """When `expire` must be called at the latest; None for as long as only the user's code is waited for."""
         soonest = min(self._stage_at, self._timeout_at if self.is_undecided() else math.inf)
-        if self.roster.count[Phase.STARTING] and (self.is_undecided() or self.stage is Stage.IDLE):
+        if self.roster.count[RankPhase.STARTING] and (self.is_undecided() or self.stage is RunStage.IDLE):
             soonest = min(soonest, self._start_at)
-        if self.stage is Stage.WORKING:
+        if self.stage is RunStage.RUNNING:
             soonest = min(soonest, self.beats.due_at)
         soonest = min(soonest, self._leased_until)
         return soonest if soonest < math.inf else None
 
     def is_undecided(self) -> bool:
         """Whether a call is under way, and may still go well."""
-        return self.stage in (Stage.WORKING, Stage.LAST_CALL) and self.verdict is None
+        return self.stage in (RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE) and self.verdict is None
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """What is to be done about an event. Raises IllegalEventError for one that cannot be."""
-        if isinstance(event, m.Interrupted | m.EndAll | m.StopAll) and self.stage is Stage.JUDGING:
+        if isinstance(event, m.Interrupted | m.Shutdown | m.Abort) and self.stage is RunStage.AWAITING_DECISION:
             return self._leave_it(event)
         if isinstance(event, m.Interrupted):
             return self._interrupt(event.signum, now)
-        if isinstance(event, m.CallAll):
+        if isinstance(event, m.StartCall):
             return self._call(event, now)
-        if isinstance(event, m.CallOff):
-            return self._look(now, Verdict.CALLED_OFF) if self.is_undecided() else []
+        if isinstance(event, m.CancelAttempt):
+            return self._look(now, StopReason.CANCELLED_BY_JOB) if self.is_undecided() else []
         if isinstance(event, m.Lease):
             self._lease = event
             return []
-        if isinstance(event, m.EndAll):
+        if isinstance(event, m.Shutdown):
             return self._end_all(now)
-        if isinstance(event, m.StopAll):  # those who have returned may end
+        if isinstance(event, m.Abort):  # those who have returned may end
             self._is_wanted = False
-            return self._look(now, Verdict.INTERRUPTED) if self.is_undecided() else []
+            return self._look(now, StopReason.INTERRUPTED) if self.is_undecided() else []
         if event.generation < self.generation:
             return []
-        if isinstance(event, m.StartAgain | m.Settled):
+        if isinstance(event, m.Restart | m.DoNotRestart):
             return self._judged(event, now)
         before = self.roster.follow(event)
-        if before is Phase.AT_WORK and not isinstance(event, m.Pulse):
+        if before is RankPhase.RUNNING and not isinstance(event, m.HeartbeatRead):
             self.beats.forget(event.rank)
         return self._follow(event, before, now)
 
@@ -163,54 +163,54 @@ class Machine:
             return []
         if now >= self._leased_until:
             if self.is_undecided():
-                return self._look(now, Verdict.CALLED_OFF)
+                return self._look(now, StopReason.CANCELLED_BY_JOB)
             self._lease = m.NO_LEASE
             return self._stop(now, self.verdict) + self._kill(now)
-        if self.stage is Stage.STOPPING:
-            return self._give_up() if self.roster.count[Phase.KILLED] else self._kill(now)
-        if self.stage is Stage.ENDING:
-            self.lingering = self.roster.those(Phase.ENDING)
-        if self.stage in (Stage.ENDING, Stage.LOOKING):
+        if self.stage is RunStage.TERMINATING:
+            return self._give_up() if self.roster.count[RankPhase.KILLED] else self._kill(now)
+        if self.stage is RunStage.SHUTTING_DOWN:
+            self.lingering = self.roster.those(RankPhase.EXITING)
+        if self.stage in (RunStage.SHUTTING_DOWN, RunStage.DUMPING_STACKS):
             return self._stop(now, self.verdict)
         if self.verdict is not None:  # the time that they had is up
             return self._stop(now, self.verdict) + self._kill(now)
         if now >= self._timeout_at:
-            return self._look(now, Verdict.TIMED_OUT)
-        if now >= self._start_at and self.roster.count[Phase.STARTING]:
-            self.never_ready = self.roster.those(Phase.STARTING)
-            return self._look(now, Verdict.FAILED)
-        if self.stage is Stage.LAST_CALL:
-            return self._look(now, Verdict.FAILED)
-        return [m.FeelPulse(rank) for rank in self.beats.feel(self.roster.those(Phase.AT_WORK), now)]
+            return self._look(now, StopReason.TIMED_OUT)
+        if now >= self._start_at and self.roster.count[RankPhase.STARTING]:
+            self.never_ready = self.roster.those(RankPhase.STARTING)
+            return self._look(now, StopReason.FAILED)
+        if self.stage is RunStage.AWAITING_ROOT_CAUSE:
+            return self._look(now, StopReason.FAILED)
+        return [m.ReadHeartbeat(rank) for rank in self.beats.feel(self.roster.those(RankPhase.RUNNING), now)]
 
-    def _call(self, event: m.CallAll, now: float) -> list[Action]:
+    def _call(self, event: m.StartCall, now: float) -> list[Action]:
         timeout_at = math.inf if event.timeout is None else event.started_at + event.timeout
-        if self.stage is Stage.JUDGING and not self.roster.phases:  # who the ranks are is not known yet
+        if self.stage is RunStage.AWAITING_DECISION and not self.roster.phases:  # who the ranks are is not known yet
             self._timeout_at = timeout_at
             return []
-        if self.stage is not Stage.IDLE:
+        if self.stage is not RunStage.IDLE:
             raise m.IllegalEventError(f"{event} in stage {self.stage.name}")
         self._enter_call(timeout_at, now)
-        return [self._call_rank(rank) for rank in self.roster.those(Phase.READY)]
+        return [self._call_rank(rank) for rank in self.roster.those(RankPhase.READY)]
 
     def _call_rank(self, rank: int) -> m.CallRank:
-        self.roster.move(rank, Phase.AT_WORK)
+        self.roster.move(rank, RankPhase.RUNNING)
         return m.CallRank(rank)
 
     def _end_all(self, now: float) -> list[Action]:
         """Politely if nobody is at work, or still starting."""
         self._keep = False
-        if self.stage is Stage.IDLE and not self.roster.count[Phase.STARTING]:
-            return self._end(now, Verdict.SUCCEEDED)
-        is_under_way = self.stage in (Stage.IDLE, Stage.WORKING, Stage.LAST_CALL, Stage.LOOKING)
-        return self._stop(now, self.verdict or Verdict.INTERRUPTED) if is_under_way else []
+        if self.stage is RunStage.IDLE and not self.roster.count[RankPhase.STARTING]:
+            return self._end(now, StopReason.SUCCEEDED)
+        is_under_way = self.stage in (RunStage.IDLE, RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE, RunStage.DUMPING_STACKS)
+        return self._stop(now, self.verdict or StopReason.INTERRUPTED) if is_under_way else []
 
-    def _judged(self, event: m.StartAgain | m.Settled, now: float) -> list[Action]:
-        if self.stage is Stage.OVER:  # an interrupt came meanwhile
+    def _judged(self, event: m.Restart | m.DoNotRestart, now: float) -> list[Action]:
+        if self.stage is RunStage.FINISHED:  # an interrupt came meanwhile
             return []
-        if self.stage is not Stage.JUDGING:
+        if self.stage is not RunStage.AWAITING_DECISION:
             raise m.IllegalEventError(f"{event} in stage {self.stage.name}")
-        if isinstance(event, m.Settled) or not self._is_wanted:
+        if isinstance(event, m.DoNotRestart) or not self._is_wanted:
             self._be_over()
             return []
         return self._start_again(now, event.ranks or list(self.roster.phases))
@@ -223,173 +223,185 @@ class Machine:
         self._enter_call(timeout_at, now)
         return [m.StartRank(rank) for rank in self.roster.phases]
 
-    def _leave_it(self, event: m.Interrupted | m.EndAll | m.StopAll) -> list[Action]:
+    def _leave_it(self, event: m.Interrupted | m.Shutdown | m.Abort) -> list[Action]:
         """They are not started again."""
         self.signum = event.signum if isinstance(event, m.Interrupted) else None
         self._be_over()
         return []
 
     def _be_over(self) -> None:
-        self.stage = Stage.OVER
+        self.stage = RunStage.FINISHED
         self._stage_at = math.inf
 
-    def _follow(self, event: RankEvent, before: Phase, now: float) -> list[Action]:
-        if isinstance(event, m.Died):
+    def _follow(self, event: RankEvent, before: RankPhase, now: float) -> list[Action]:
+        if isinstance(event, m.Exited):
             return self._bury(event.rank, before, now)
-        if isinstance(event, m.Pulse):
+        if isinstance(event, m.HeartbeatRead):
             return self._listen(event, now)
-        if self.stage is Stage.LOOKING:
+        if self.stage is RunStage.DUMPING_STACKS:
             return self._see(event.rank, now)
-        if isinstance(event, m.Looked) or (isinstance(event, m.Told) and not self._keep):
+        if isinstance(event, m.StackDumped) or (isinstance(event, m.DetailsReceived) and not self._keep):
             return []  # too late; or what nobody has waited for
         if isinstance(event, m.Failing):
             self._wait_for_cause(now)
             return []
-        if self.stage is Stage.STOPPING:
+        if self.stage is RunStage.TERMINATING:
             # It missed the signal, or was allowed to go on for a while, and is now ready to be told.
-            return [m.EndRank(event.rank)] if before is Phase.STOPPING and not isinstance(event, m.Told) else []
+            return (
+                [m.RequestExit(event.rank)]
+                if before is RankPhase.TERMINATING and not isinstance(event, m.DetailsReceived)
+                else []
+            )
         if isinstance(event, m.Ready):
             return [self._call_rank(event.rank)] if self.is_undecided() else []
         if isinstance(event, m.Failed):
             return self._fail(event.is_secondary, now)
         return self._settle(now)
 
-    def _bury(self, rank: int, before: Phase, now: float) -> list[Action]:
+    def _bury(self, rank: int, before: RankPhase, now: float) -> list[Action]:
         actions: list[Action] = []
-        if self.stage is Stage.IDLE:
-            actions = self._stop(now, Verdict.FAILED)
-        elif self.stage in (Stage.WORKING, Stage.LAST_CALL):
-            lost = before in (Phase.STARTING, Phase.AT_WORK)
+        if self.stage is RunStage.IDLE:
+            actions = self._stop(now, StopReason.FAILED)
+        elif self.stage in (RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE):
+            lost = before in (RankPhase.STARTING, RankPhase.RUNNING)
             actions = self._lose(now) if lost else self._settle(now)
-        elif self.stage is Stage.LOOKING:
+        elif self.stage is RunStage.DUMPING_STACKS:
             actions = self._see(rank, now)
         if self.roster.are_gone():
             self._be_over()
             if self.verdict in self._judged_after and self.signum is None:
-                self.stage = Stage.JUDGING
+                self.stage = RunStage.AWAITING_DECISION
         return actions
 
     def _lose(self, now: float) -> list[Action]:
         """A rank has died that had not answered."""
-        return self._look(now, Verdict.FAILED) if self.verdict is None else self._stop(now, self.verdict)
+        return self._look(now, StopReason.FAILED) if self.verdict is None else self._stop(now, self.verdict)
 
     def _fail(self, is_secondary: bool, now: float) -> list[Action]:
         if not is_secondary and not self._keep:
-            return self._look(now, Verdict.FAILED)
+            return self._look(now, StopReason.FAILED)
         self._wait_for_cause(now)
         return self._settle(now)
 
     def _wait_for_cause(self, now: float) -> None:
-        if self.stage is Stage.WORKING:
-            self.stage = Stage.LAST_CALL
+        if self.stage is RunStage.RUNNING:
+            self.stage = RunStage.AWAITING_ROOT_CAUSE
             self._stage_at = now + m.LAST_CALL_SECONDS
 
     def _settle(self, now: float) -> list[Action]:
         """If nobody is at work any more, the call ends, well or badly."""
         count = self.roster.count
-        if count[Phase.STARTING] or count[Phase.AT_WORK] or (self._keep and count[Phase.BROKEN]):
+        if count[RankPhase.STARTING] or count[RankPhase.RUNNING] or (self._keep and count[RankPhase.FAILED]):
             return []
         if self._keep:
             return self._rest(now)
-        return self._look(now, Verdict.FAILED) if self.stage is Stage.LAST_CALL else self._end(now, Verdict.SUCCEEDED)
+        return (
+            self._look(now, StopReason.FAILED)
+            if self.stage is RunStage.AWAITING_ROOT_CAUSE
+            else self._end(now, StopReason.SUCCEEDED)
+        )
 
     def _rest(self, now: float) -> list[Action]:
         """All have answered, and stay for the next call; but not if one of them has died since."""
         if self.verdict is None:
-            self.verdict = Verdict.FAILED if self.stage is Stage.LAST_CALL else Verdict.SUCCEEDED
-        self.roster.move_all(Phase.DONE, to=Phase.READY)
-        self.roster.move_all(Phase.TOLD, to=Phase.READY)
-        if self.roster.count[Phase.GONE]:
+            self.verdict = StopReason.FAILED if self.stage is RunStage.AWAITING_ROOT_CAUSE else StopReason.SUCCEEDED
+        self.roster.move_all(RankPhase.RETURNED, to=RankPhase.READY)
+        self.roster.move_all(RankPhase.DETAILS_SENT, to=RankPhase.READY)
+        if self.roster.count[RankPhase.EXITED]:
             return self._end(now, self.verdict)
-        self.stage = Stage.IDLE
+        self.stage = RunStage.IDLE
         self._stage_at = math.inf
         return []
 
-    def _end(self, now: float, verdict: Verdict) -> list[Action]:
+    def _end(self, now: float, verdict: StopReason) -> list[Action]:
         """Tell all who have answered to end, and see that they do."""
-        self.stage = Stage.ENDING
+        self.stage = RunStage.SHUTTING_DOWN
         self.verdict = verdict
         self._stage_at = now + max(self._grace_period, m.END_SECONDS)
-        ranks = self.roster.move_all(Phase.DONE, to=Phase.ENDING) + self.roster.move_all(Phase.READY, to=Phase.ENDING)
-        return [m.EndRank(rank) for rank in ranks]
+        ranks = self.roster.move_all(RankPhase.RETURNED, to=RankPhase.EXITING) + self.roster.move_all(
+            RankPhase.READY, to=RankPhase.EXITING
+        )
+        return [m.RequestExit(rank) for rank in ranks]
 
-    def _listen(self, event: m.Pulse, now: float) -> list[Action]:
-        if self.stage is Stage.WORKING and self.beats.hear(event.rank, event.beat_at, now):
-            return self._look(now, Verdict.FAILED)
+    def _listen(self, event: m.HeartbeatRead, now: float) -> list[Action]:
+        if self.stage is RunStage.RUNNING and self.beats.hear(event.rank, event.beat_at, now):
+            return self._look(now, StopReason.FAILED)
         return []
 
-    def _look(self, now: float, verdict: Verdict) -> list[Action]:
+    def _look(self, now: float, verdict: StopReason) -> list[Action]:
         """Before anybody is told to stop: what are those doing who are at work?"""
         self.verdict = verdict
         self.stopped_at = now  # what ranks do from now on may be because of the look: it interrupts what they wait for
-        self._looking = set(self.roster.those(Phase.AT_WORK))
+        self._looking = set(self.roster.those(RankPhase.RUNNING))
         if not self._looking:
             return self._stop(now, verdict)
-        self.stage = Stage.LOOKING
+        self.stage = RunStage.DUMPING_STACKS
         self._stage_at = now + LOOK_SECONDS
-        return [m.LookAt(rank) for rank in sorted(self._looking)]
+        return [m.DumpStacks(rank) for rank in sorted(self._looking)]
 
     def _see(self, rank: int, now: float) -> list[Action]:
         """Something has been heard of this rank: there is nothing more to see."""
         self._looking.discard(rank)
         return [] if self._looking else self._stop(now, self.verdict)
 
-    def _stop(self, now: float, verdict: Verdict | None, soft: int = signal.SIGTERM) -> list[Action]:
+    def _stop(self, now: float, verdict: StopReason | None, soft: int = signal.SIGTERM) -> list[Action]:
         """The ladder's first rung. SIGCONT after it, since a stopped process gets nothing but SIGKILL until then."""
-        self.stage = Stage.STOPPING
+        self.stage = RunStage.TERMINATING
         self.verdict = verdict
         self.stopped_at = now if self.stopped_at is None else self.stopped_at
         self._stage_at = now + max(self._grace_period, m.LEAST_GRACE_SECONDS)
         actions: list[Action] = []
         for rank, phase in self.roster.phases.items():
             if phase in m.LIVING:
-                if phase in (Phase.DONE, Phase.BROKEN, Phase.TOLD):
-                    actions.append(m.EndRank(rank))
-                number = soft if phase is Phase.AT_WORK else signal.SIGTERM  # only a function knows what SIGINT means
-                actions += [m.SignalRank(rank, number), m.SignalRank(rank, signal.SIGCONT)]
-                self.roster.move(rank, Phase.STOPPING)
+                if phase in (RankPhase.RETURNED, RankPhase.FAILED, RankPhase.DETAILS_SENT):
+                    actions.append(m.RequestExit(rank))
+                number = soft if phase is RankPhase.RUNNING else signal.SIGTERM  # only a function knows what SIGINT means
+                actions += [m.SendSignal(rank, number), m.SendSignal(rank, signal.SIGCONT)]
+                self.roster.move(rank, RankPhase.TERMINATING)
         return actions
 
     def _kill(self, now: float) -> list[Action]:
         self._stage_at = now + m.KILL_SECONDS
-        return [m.SignalRank(rank, signal.SIGKILL) for rank in self.roster.move_all(Phase.STOPPING, to=Phase.KILLED)]
+        return [
+            m.SendSignal(rank, signal.SIGKILL) for rank in self.roster.move_all(RankPhase.TERMINATING, to=RankPhase.KILLED)
+        ]
 
     def _give_up(self) -> list[Action]:
         self._be_over()
-        return [m.GiveUp(rank) for rank in self.roster.move_all(Phase.KILLED, to=Phase.GIVEN_UP)]
+        return [m.AbandonRank(rank) for rank in self.roster.move_all(RankPhase.KILLED, to=RankPhase.ABANDONED)]
 
     def _interrupt(self, signum: int, now: float) -> list[Action]:
         """Once: the ranks may save what they have. Twice: at once. When all is over, it is for who noted it to deliver."""
-        if self.stage is Stage.OVER or (self.stage is Stage.IDLE and signum == signal.SIGINT):
+        if self.stage is RunStage.FINISHED or (self.stage is RunStage.IDLE and signum == signal.SIGINT):
             return []
         is_first, self.signum = self.signum is None, self.signum or signum
-        verdict = self.verdict or Verdict.INTERRUPTED  # all had returned, or one had failed: that stays so
-        may_stay = self._keep and self.is_undecided() and not self.roster.count[Phase.STARTING]
+        verdict = self.verdict or StopReason.INTERRUPTED  # all had returned, or one had failed: that stays so
+        may_stay = self._keep and self.is_undecided() and not self.roster.count[RankPhase.STARTING]
         if is_first and signum == signal.SIGINT and may_stay:
             return self._disturb(now)
-        if self.stage is Stage.STOPPING:
-            return self._kill(now) if self.roster.count[Phase.STOPPING] else []
+        if self.stage is RunStage.TERMINATING:
+            return self._kill(now) if self.roster.count[RankPhase.TERMINATING] else []
         soft = signal.SIGINT if signum == signal.SIGINT and is_first else signal.SIGTERM
         return self._stop(now, verdict, soft=soft) + ([] if is_first else self._kill(now))
 
     def _disturb(self, now: float) -> list[Action]:
         """The functions at work are interrupted, and have as long as ever to answer; the ranks need not end of it."""
-        self.stage = Stage.LAST_CALL
-        self.verdict = Verdict.INTERRUPTED
+        self.stage = RunStage.AWAITING_ROOT_CAUSE
+        self.verdict = StopReason.INTERRUPTED
         self.stopped_at = now
         self._stage_at = now + max(self._grace_period, m.LEAST_GRACE_SECONDS)
-        ranks = self.roster.those(Phase.AT_WORK)
-        return [m.SignalRank(rank, number) for rank in ranks for number in (signal.SIGINT, signal.SIGCONT)]
+        ranks = self.roster.those(RankPhase.RUNNING)
+        return [m.SendSignal(rank, number) for rank in ranks for number in (signal.SIGINT, signal.SIGCONT)]
 
 
-class Roster:
+class PhaseTable:
     """The phase of each rank, and the number of ranks in each phase."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self.phases = dict.fromkeys(ranks, Phase.STARTING)
-        self.count = dict.fromkeys(Phase, 0) | {Phase.STARTING: len(self.phases)}
+        self.phases = dict.fromkeys(ranks, RankPhase.STARTING)
+        self.count = dict.fromkeys(RankPhase, 0) | {RankPhase.STARTING: len(self.phases)}
 
-    def follow(self, event: RankEvent) -> Phase:
+    def follow(self, event: RankEvent) -> RankPhase:
         """Move the rank to the phase that the table gives for this event. Return the phase before.
 
         Raises IllegalEventError if the table has none.
@@ -403,18 +415,18 @@ class Roster:
             self.move(event.rank, after)
         return before
 
-    def those(self, phase: Phase) -> list[int]:
+    def those(self, phase: RankPhase) -> list[int]:
         """Return the ranks that are in this phase."""
         return [rank for rank, now_in in self.phases.items() if now_in is phase]
 
-    def move_all(self, phase: Phase, *, to: Phase) -> list[int]:
+    def move_all(self, phase: RankPhase, *, to: RankPhase) -> list[int]:
         """Move all ranks of this phase to another, and return them."""
         ranks = self.those(phase)
         for rank in ranks:
             self.move(rank, to)
         return ranks
 
-    def move(self, rank: int, to: Phase) -> None:
+    def move(self, rank: int, to: RankPhase) -> None:
         """Move a rank to another phase."""
         self.count[self.phases[rank]] -= 1
         self.count[to] += 1
@@ -422,4 +434,4 @@ class Roster:
 
     def are_gone(self) -> bool:
         """Return whether all ranks have exited."""
-        return self.count[Phase.GONE] == len(self.phases)
+        return self.count[RankPhase.EXITED] == len(self.phases)

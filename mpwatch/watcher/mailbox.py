@@ -18,13 +18,11 @@ from ..results.model import WorkerState
 from ..status import RankStatus
 from ..wire.payload import Payload
 from ..wire.shortage import with_remedy
-from .facts import Facts
-from .states import Event, StartAgain
-
-__all__ = ["Bell", "Errand", "Look", "Mailbox", "Repair", "Retrial"]
+from .facts import AttemptObservations
+from .states import Event, Restart
 
 
-class Bell:
+class WakeupPipe:
     """Readable once it has been rung. Raises LaunchError if it cannot be had."""
 
     def __init__(self) -> None:
@@ -61,67 +59,67 @@ class Bell:
             end.close()
 
 
-class Errand:
+class PendingCall:
     """One call of all ranks, and what came of it."""
 
     def __init__(self, payload: Payload, started_at: float, timeout: float | None) -> None:
         self.payload = payload
         self.started_at = started_at
         self.timeout = timeout  # seconds from then on
-        self.facts: list[Facts] = []  # of all ranks; or of each, if they are started again one by one
+        self.facts: list[AttemptObservations] = []  # of all ranks; or of each, if they are started again one by one
         self.is_done = False  # and the ranks stay; else the facts are there when all of them have ended
 
 
-class Retrial:
+class RestartCommand:
     """Ranks that are to be started again: when, and how each."""
 
-    def __init__(self, event: StartAgain, places: list[tuple[Worker, dict[str, str]]]) -> None:
+    def __init__(self, event: Restart, places: list[tuple[Worker, dict[str, str]]]) -> None:
         self.event = event
         self.places = places
 
 
-class Look:
+class StatusRequest:
     """The caller wants to know how the ranks fare now."""
 
     def __init__(self) -> None:
         self.statuses: Sequence[RankStatus] | None = None  # until it is answered, which a run that ends does not do
 
 
-class Repair:
+class TerminalRestore:
     """What puts a terminal in order, and its name; None if nothing is to be done. For the guardian, should we be killed."""
 
     def __init__(self, what: tuple[str, bytes] | None) -> None:
         self.what = what
 
 
-class Mailbox:
+class CommandQueue:
     """What both sides see. Each field is written by one of them."""
 
     def __init__(self) -> None:
         with ExitStack() as stack:
-            self.bell = stack.enter_context(closing(Bell()))
-            self.alarm = stack.enter_context(closing(Bell()))
+            self.bell = stack.enter_context(closing(WakeupPipe()))
+            self.alarm = stack.enter_context(closing(WakeupPipe()))
             self._bells = stack.pop_all()
         self.state = WorkerState.UNKNOWN  # of the ranks, for whoever asks
-        self._posted: deque[Event | Errand | Look | Repair | Retrial] = deque()
-        self._failed: deque[Facts] = deque()
+        self._posted: deque[Event | PendingCall | StatusRequest | TerminalRestore | RestartCommand] = deque()
+        self._failed: deque[AttemptObservations] = deque()
 
-    def post(self, thing: Event | Errand | Look | Repair | Retrial) -> None:
+    def post(self, thing: Event | PendingCall | StatusRequest | TerminalRestore | RestartCommand) -> None:
         """From the caller's threads, and from signal handlers."""
         self._posted.append(thing)
         self.bell.ring()
 
-    def take(self) -> list[Event | Errand | Look | Repair | Retrial]:
+    def take(self) -> list[Event | PendingCall | StatusRequest | TerminalRestore | RestartCommand]:
         """What has been posted since the last time."""
         self.bell.hush()
         return [self._posted.popleft() for _ in range(len(self._posted))]
 
-    def ask(self, facts: Facts) -> None:
+    def ask(self, facts: AttemptObservations) -> None:
         """From the watching thread: are these ranks, which have failed, worth another try?"""
         self._failed.append(facts)
         self.alarm.ring()
 
-    def asked(self) -> list[Facts]:
+    def asked(self) -> list[AttemptObservations]:
         """What has been asked since the last time."""
         return [self._failed.popleft() for _ in range(len(self._failed))]
 

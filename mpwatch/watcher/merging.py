@@ -6,16 +6,14 @@ from typing import Any, TypeVar
 from ..results.model import ProcessFailure, WorkerState
 from ..results.report import timeout_text
 from ..results.run_result import RunResult
-from .facts import Facts
-from .states import Verdict
-
-__all__ = ["merged"]
+from .facts import AttemptObservations
+from .states import StopReason
 
 T = TypeVar("T")
 V = TypeVar("V")
 
 
-def merged(parts: Sequence[tuple[Facts, RunResult[T]]], waiting: Collection[int] = ()) -> RunResult[T]:
+def merged(parts: Sequence[tuple[AttemptObservations, RunResult[T]]], waiting: Collection[int] = ()) -> RunResult[T]:
     """All of these together: values all or nothing, and of several root causes the earliest. One that ended nothing, since
     its rank was `waiting` to be started again, is the cause only if there is no other.
     """
@@ -23,7 +21,7 @@ def merged(parts: Sequence[tuple[Facts, RunResult[T]]], waiting: Collection[int]
     if len(parts) == 1:
         return results[0]
     final = [result for facts, result in parts if min(facts.ranks) not in waiting]
-    late = [(facts, result) for facts, result in parts if facts.verdict is Verdict.TIMED_OUT]
+    late = [(facts, result) for facts, result in parts if facts.verdict is StopReason.TIMED_OUT]
     failures = _together(result.failures for result in results)
     states = _together(result.worker_states for result in results)
     state = _state_of(results)
@@ -56,7 +54,7 @@ def _earliest(results: Iterable[RunResult[Any]]) -> ProcessFailure | None:
     return min(causes, key=lambda cause: cause.elapsed, default=None)
 
 
-def _timeout(late: Sequence[tuple[Facts, RunResult[T]]]) -> str:
+def _timeout(late: Sequence[tuple[AttemptObservations, RunResult[T]]]) -> str:
     if not late:
         return ""
     states = _together(result.worker_states for _, result in late)

@@ -9,16 +9,14 @@ Who speaks first may be alone or only the quickest, so what is said first is hel
 import math
 from collections.abc import Callable
 
-from .lines import Lines, prefixed
-
-__all__ = ["Mixer", "Voice"]
+from .lines import LineAssembler, prefixed
 
 HOLD_SECONDS = 0.2
 HOLD_BYTES = 1 << 16
 SHOW_SECONDS = 2.0  # until a line that has no end yet is shown, and from then to when it is shown again
 
 
-class Voice:
+class RankStream:
     """One stream of one rank.
 
     Args:
@@ -31,7 +29,7 @@ class Voice:
         self.rank = rank
         self.stream = stream
         self.prefix = prefix
-        self.lines = Lines()
+        self.lines = LineAssembler()
         self.shown = b""  # of the line that has no end yet
         self.due_at = math.inf  # when more of that is shown
 
@@ -56,7 +54,7 @@ class Voice:
         self.shown, self.due_at = b"", math.inf
 
 
-class Mixer:
+class OutputMultiplexer:
     """Of one call of the ranks.
 
     Args:
@@ -68,9 +66,9 @@ class Mixer:
         self._is_mixed = is_mixed
         self._may_be_mixed = may_be_mixed
         self._soloist: int | None = None
-        self._held: list[tuple[Voice, bytes]] = []  # nothing of one that has ended meanwhile
+        self._held: list[tuple[RankStream, bytes]] = []  # nothing of one that has ended meanwhile
         self._decide_at = math.inf
-        self._voices: dict[Voice, None] = {}  # that have spoken
+        self._voices: dict[RankStream, None] = {}  # that have spoken
         self._out: list[tuple[str, bytes]] = []
         self._in_a_line: dict[str, bool] = {}  # by stream: whether what was written ends in the midst of one
 
@@ -79,7 +77,7 @@ class Mixer:
         """When `expire` is to be called."""
         return min(self._decide_at, *(voice.due_at for voice in self._voices), math.inf)
 
-    def hear(self, voice: Voice, data: bytes, now: float) -> None:
+    def hear(self, voice: RankStream, data: bytes, now: float) -> None:
         """A rank has written this."""
         if not self._is_mixed and self._soloist not in (None, voice.rank):
             self._mix()
@@ -106,7 +104,7 @@ class Mixer:
         for voice in self._voices:
             self._end_line(voice)
 
-    def end(self, voice: Voice) -> None:
+    def end(self, voice: RankStream) -> None:
         """This stream has ended."""
         if self._held:
             self._held.append((voice, b""))
@@ -119,12 +117,12 @@ class Mixer:
         out, self._out = self._out, []
         return out
 
-    def _end_line(self, voice: Voice) -> None:
+    def _end_line(self, voice: RankStream) -> None:
         if self._is_mixed:
             self._write(voice.stream, prefixed(voice.unfinished(), voice.prefix()))
         voice.forget_line()
 
-    def _hold(self, voice: Voice, data: bytes, now: float) -> None:
+    def _hold(self, voice: RankStream, data: bytes, now: float) -> None:
         if not self._held:
             self._decide_at = now + HOLD_SECONDS
         self._held.append((voice, data))

@@ -13,10 +13,8 @@ from contextlib import ExitStack
 from typing import Self
 
 from ..os_support.cgroups import oom_kills, oom_kills_of_machine
-from .facts import RankFacts
-from .remarks import Remarks
-
-__all__ = ["OomWatch"]
+from .facts import RankObservations
+from .remarks import DeferredLog
 
 LOG = "/dev/kmsg"
 RECORD_SIZE = 8192
@@ -24,10 +22,10 @@ FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO in the kernel's so
 KILLED = re.compile(r"((?:Memory cgroup o|O)ut of memory.*?: Killed process (\d+) \(.*?\).*?anon-rss:\d+kB)")
 
 
-class OomWatch:
+class OomDetector:
     """A context manager, entered before the ranks are started: it looks at what has changed since."""
 
-    def __init__(self, remarks: Remarks) -> None:
+    def __init__(self, remarks: DeferredLog) -> None:
         self._remarks = remarks
 
     def __enter__(self) -> Self:
@@ -37,14 +35,14 @@ class OomWatch:
             self._stack.callback(os.close, self._log_fd)
         self._groups = oom_kills()
         self._machine = oom_kills_of_machine()
-        self._suspects: list[RankFacts] = []  # who have not been judged
+        self._suspects: list[RankObservations] = []  # who have not been judged
         self._others: dict[str, int] = {}  # kills that were of no rank, by counter
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def look(self, suspects: Iterable[RankFacts]) -> None:
+    def look(self, suspects: Iterable[RankObservations]) -> None:
         """These have just died of a SIGKILL that is not ours. What the counters show now is about them."""
         killed = list(suspects)
         if killed:
@@ -104,7 +102,7 @@ def _open_log() -> int | None:
     return fd
 
 
-def _read_log(fd: int, remarks: Remarks) -> list[str]:
+def _read_log(fd: int, remarks: DeferredLog) -> list[str]:
     """A line for each record: its text follows a semicolon."""
     lines: list[str] = []
     while True:

@@ -9,23 +9,21 @@ to say what it has stamped; so the death of one that was told to stop is never p
 import math
 import time
 
-from .facts import RankFacts
-
-__all__ = ["Order"]
+from .facts import RankObservations
 
 
-class Order:
+class DeathClock:
     """The deaths of one wake-up, between the stamps of what was heard before and after."""
 
     def __init__(self) -> None:
-        self._dead: list[tuple[float, RankFacts]] = []  # each with the latest that is known to have been before it
+        self._dead: list[tuple[float, RankObservations]] = []  # each with the latest that is known to have been before it
         self._latest = 0.0
 
     def look_again(self) -> None:
         """Another wake-up: nothing that is heard now says more of those who have died."""
         self._dead.clear()
 
-    def die(self, facts: RankFacts) -> None:
+    def die(self, facts: RankObservations) -> None:
         """This rank has died."""
         facts.died_at = time.monotonic()
         self._dead.append((max(self._latest, facts.signalled_at), facts))

@@ -15,18 +15,16 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 
-from ..logs import STREAMS, LogSpec, Way, in_notebook
+from ..logs import STREAMS, LogSpec, StreamRoute, in_notebook
 from ..ranks import Worker
-from .mixer import Mixer
-from .pump import LAST_SECONDS, Pump
-from .remarks import Remarks
+from .mixer import OutputMultiplexer
+from .pump import OutputThread
+from .remarks import DeferredLog
 from .sinks import sink_of
-from .sources import Ends, Opener
-
-__all__ = ["LAST_SECONDS", "Output"]
+from .sources import StdioFds, StdioOpener
 
 
-class Output:
+class RankOutput:
     """Of the ranks of one life. Made, attached, settled and closed by the caller's threads; the rest is the watching one's.
 
     Args:
@@ -35,13 +33,13 @@ class Output:
         remarks: where it is noted that something cannot be written.
     """
 
-    def __init__(self, spec: LogSpec, nprocs: int | None, remarks: Remarks) -> None:
+    def __init__(self, spec: LogSpec, nprocs: int | None, remarks: DeferredLog) -> None:
         self._spec = spec
-        self._opener = Opener(spec, platform.node())
+        self._opener = StdioOpener(spec, platform.node())
         ranks = spec.telling_ranks() if nprocs is None else range(nprocs)
         self._speakers = spec.shown_ranks(ranks)
         ways = {spec.way_of(stream, rank) for stream in STREAMS for rank in ranks}
-        self._pump = Pump(remarks) if Way.PIPE in ways else None
+        self._pump = OutputThread(remarks) if StreamRoute.PIPE in ways else None
 
     def attach(self) -> None:
         """What ranks write from now on goes to what are sys.stdout and sys.stderr now; in a notebook, to this cell."""
@@ -49,11 +47,11 @@ class Output:
             return
         may_be_mixed = self._speakers > 1
         is_mixed = self._spec.prefix or (may_be_mixed and (self._spec.prefix is not None or not in_notebook()))
-        mixer = Mixer(is_mixed=bool(is_mixed), may_be_mixed=may_be_mixed)
+        mixer = OutputMultiplexer(is_mixed=bool(is_mixed), may_be_mixed=may_be_mixed)
         sinks = {stream: sink_of(getattr(sys, stream), self._pump.gives_up.fileno()) for stream in STREAMS}
         self._pump.post(partial(self._pump.attach, mixer, sinks))
 
-    def open(self, worker: Worker, passed: ExitStack) -> Ends:
+    def open(self, worker: Worker, passed: ExitStack) -> StdioFds:
         """The streams of a rank that is about to be started. `passed` closes its ends here. Raises LaunchError, OSError and,
         if there can be no thread, RuntimeError.
         """
@@ -63,7 +61,7 @@ class Output:
             self._pump.begin()
         return ends
 
-    def end(self, ends: Ends, unsaid: bytes) -> None:
+    def end(self, ends: StdioFds, unsaid: bytes) -> None:
         """That rank is dead, with all that it had started in its process group; this has yet to be written to its stderr."""
         ends.leave(unsaid)
         if self._pump is not None:

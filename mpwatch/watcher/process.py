@@ -40,9 +40,7 @@ from ..os_support.cpython_private import (
 )
 from ..os_support.descriptors import grow_pipe
 from ..os_support.processes import open_pidfd, peek_exit
-from ..wire.process import RankProcess, Seat
-
-__all__ = ["UNKNOWN_EXIT", "WatchedProcess"]
+from ..wire.process import LaunchInfo, RankProcess
 
 RANK_PROGRAM = "mpwatch.worker.bootstrap"  # what runs in a rank; the watcher never imports it
 PIPE_SIZE = 1 << 16  # what a pipe holds where the system does not say
@@ -54,7 +52,7 @@ class WatchedProcess(RankProcess):
     """The watcher's side of a rank's process; the child gets a plain RankProcess."""
 
     def __init__(
-        self, seat: Seat, env: dict[str, str], passed_fds: list[int], output_fds: tuple[int | None, int], name: str
+        self, seat: LaunchInfo, env: dict[str, str], passed_fds: list[int], output_fds: tuple[int | None, int], name: str
     ) -> None:
         super().__init__(seat, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
         self.env = env

@@ -17,13 +17,11 @@ from ..errors import LaunchError
 from ..os_support.descriptors import write_all
 from ..os_support.processes import await_end_of_thread
 from ..wire.shortage import with_remedy
-from .mailbox import Bell
-from .mixer import Mixer
-from .remarks import Remarks
+from .mailbox import WakeupPipe
+from .mixer import OutputMultiplexer
+from .remarks import DeferredLog
 from .sinks import Sink
-from .sources import Source
-
-__all__ = ["LAST_SECONDS", "Pump"]
+from .sources import OutputPipe
 
 READ_SIZE = 44 << 10  # bytes: what is made of them stays in the caches, needs no new pages, and fits into a pipe at once
 REST_SECONDS = 0.005
@@ -32,7 +30,7 @@ LAST_SECONDS = 1.0  # for a reader that nobody has to wait for
 THREAD_SECONDS = 1.0  # for the thread to end, once it waits for nobody any more
 
 
-class Pump:
+class OutputThread:
     """`post`, `settle`, `finish` and `close` are for other threads, all else for its own. Raises LaunchError.
 
     It ends, and gives back what it held, when it is told to finish; whoever would close it may be struck by an exception.
@@ -41,11 +39,11 @@ class Pump:
         remarks: where it is noted that something cannot be written.
     """
 
-    def __init__(self, remarks: Remarks) -> None:
+    def __init__(self, remarks: DeferredLog) -> None:
         self._remarks = remarks
         with ExitStack() as stack:
-            self._bell = stack.enter_context(closing(Bell()))
-            self.gives_up = stack.enter_context(closing(Bell()))  # nobody waits any more for who reads
+            self._bell = stack.enter_context(closing(WakeupPipe()))
+            self.gives_up = stack.enter_context(closing(WakeupPipe()))  # nobody waits any more for who reads
             try:
                 self._selector = stack.enter_context(DefaultSelector())
             except OSError as error:
@@ -53,10 +51,10 @@ class Pump:
             self._held = stack.pop_all()
         self._jobs: deque[Callable[[], None]] = deque()
         self._waiting: set[threading.Event] = set()  # who would wait for ever if the thread ended meanwhile
-        self._sources: dict[int, Source] = {}  # by descriptor
+        self._sources: dict[int, OutputPipe] = {}  # by descriptor
         self._sinks: Mapping[str, Sink | None] = {}
         self._lost: set[str] = set()  # streams of the caller's that nothing can be written to
-        self._mixer = Mixer(is_mixed=True, may_be_mixed=True)
+        self._mixer = OutputMultiplexer(is_mixed=True, may_be_mixed=True)
         self._thread: threading.Thread | None = None
         self.is_over = False  # nothing more is done
         self.is_stuck = False  # whoever was waited for last did not read
@@ -113,7 +111,7 @@ class Pump:
         if not self._thread.is_alive():
             self._give_back()  # what was posted when it was over
 
-    def attach(self, mixer: Mixer, sinks: Mapping[str, Sink | None]) -> None:
+    def attach(self, mixer: OutputMultiplexer, sinks: Mapping[str, Sink | None]) -> None:
         """Another call of the ranks: mix what they write by this, and write it to these. What has come since the last one
         is that one's, and is held back no longer.
         """
@@ -123,7 +121,7 @@ class Pump:
         self._mixer, self._sinks = mixer, sinks
         self._lost.clear()
 
-    def add(self, sources: Sequence[Source]) -> None:
+    def add(self, sources: Sequence[OutputPipe]) -> None:
         """A rank is about to be started."""
         for source in sources:
             self._sources[source.pipe] = source
@@ -131,7 +129,7 @@ class Pump:
                 self._selector.register(source.pipe, EVENT_READ, source)
                 source.is_open = True
 
-    def end(self, sources: Sequence[Source], unsaid: bytes) -> None:
+    def end(self, sources: Sequence[OutputPipe], unsaid: bytes) -> None:
         """A rank has ended, and what it had started in its process group. This is left for its stderr."""
         ours = [source for source in sources if self._sources.get(source.pipe) is source]  # none after an error
         for source in ours:
@@ -178,7 +176,7 @@ class Pump:
         while self._jobs:
             self._jobs.popleft()()
 
-    def _read(self, source: Source) -> int:
+    def _read(self, source: OutputPipe) -> int:
         """One portion; how many bytes, none if there were none."""
         data = source.read(READ_SIZE) if source.is_open else None
         if data:
@@ -187,7 +185,7 @@ class Pump:
             self._wait_no_more(source)
         return len(data or b"")
 
-    def _take_in(self, source: Source, data: bytes) -> None:
+    def _take_in(self, source: OutputPipe, data: bytes) -> None:
         if source.words is not None:
             source.words.hear(data)
         if source.file is not None:
@@ -196,13 +194,13 @@ class Pump:
             self._mixer.hear(source.voice, data, time.monotonic())
             self._write_out()
 
-    def _drain(self, source: Source) -> None:
+    def _drain(self, source: OutputPipe) -> None:
         """What it holds by now. There may be a helper of the rank that writes on and on."""
         for _ in range(-(-DRAIN_LIMIT // READ_SIZE)):
             if not self._read(source):
                 break
 
-    def _finish(self, source: Source) -> None:
+    def _finish(self, source: OutputPipe) -> None:
         if source.voice is not None:
             self._mixer.end(source.voice)
             self._write_out()
@@ -210,7 +208,7 @@ class Pump:
         del self._sources[source.pipe]
         source.close()
 
-    def _wait_no_more(self, source: Source) -> None:
+    def _wait_no_more(self, source: OutputPipe) -> None:
         """Everybody has closed it; but the rank's stderr may yet get what its interpreter has printed."""
         if source.is_open:
             source.is_open = False
@@ -253,7 +251,7 @@ class Pump:
             self._lost.add(stream)
             self._remarks.warning("what the ranks print cannot be written to %s any more (%s)", stream, why)
 
-    def _write_to_file(self, source: Source, file: int, data: bytes) -> None:
+    def _write_to_file(self, source: OutputPipe, file: int, data: bytes) -> None:
         try:
             write_all(file, data)
         except OSError as error:

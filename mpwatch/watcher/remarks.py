@@ -7,12 +7,10 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["Remarks"]
-
 log = logging.getLogger("mpwatch")
 
 
-class Remarks:
+class DeferredLog:
     """`wake` has the caller's thread call `say`."""
 
     def __init__(self, wake: Callable[[], None]) -> None:

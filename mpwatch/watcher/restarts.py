@@ -11,13 +11,11 @@ from random import random
 from ..policy import PROGRAMMING_ERRORS, RestartPolicy
 from ..results.model import FailureKind, ProcessFailure
 
-__all__ = ["UNWANTED", "Account", "Decision", "Ledger", "Trial", "not_worth_it"]
-
 UNWANTED = "it is no failure that `retry_if` wants to be tried again"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class FailedAttempt:
     """What has to be known of an attempt that failed."""
 
     cause: ProcessFailure | None
@@ -35,7 +33,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class RestartDecision:
     """What is to be done: start the ranks again after a delay, or not."""
 
     delay: float | None = None
@@ -46,7 +44,7 @@ class Decision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class RestartCounters:
     """What is known of earlier attempts."""
 
     used: int = 0
@@ -58,10 +56,10 @@ class Account:
     is_new: bool = True
 
 
-NOTHING_YET = Account()
+NOTHING_YET = RestartCounters()
 
 
-class Ledger:
+class RestartBudget:
     """The restarts of some ranks, from their first start on.
 
     Args:
@@ -70,34 +68,38 @@ class Ledger:
         account: of the attempts that others have judged.
     """
 
-    def __init__(self, policy: RestartPolicy, chance: Callable[[], float] = random, account: Account = NOTHING_YET) -> None:
+    def __init__(
+        self, policy: RestartPolicy, chance: Callable[[], float] = random, account: RestartCounters = NOTHING_YET
+    ) -> None:
         self._policy = policy
         self._chance = chance
         self.account = account
 
-    def decide(self, trial: Trial) -> Decision:
+    def decide(self, trial: FailedAttempt) -> RestartDecision:
         """About this attempt, the latest. Raises whatever `retry_if` raises."""
         policy = self._policy
         if not policy.max_restarts:
-            return Decision()
+            return RestartDecision()
         self._note(trial)
         if self.account.used >= policy.max_restarts:
-            return Decision(why_not=f"all restarts are used up (max_restarts={policy.max_restarts})")
+            return RestartDecision(why_not=f"all restarts are used up (max_restarts={policy.max_restarts})")
         if policy.max_no_progress is not None and self.account.stalled >= policy.max_no_progress:
-            return Decision(why_not=self._no_progress())
+            return RestartDecision(why_not=self._no_progress())
         if why_not := not_worth_it(policy, trial) if trial.why_not is None else trial.why_not():
-            return Decision(why_not=why_not)
+            return RestartDecision(why_not=why_not)
         delay = self._delay()
         seconds_left = trial.seconds_left()
         if delay >= seconds_left:
-            return Decision(why_not=f"`timeout` leaves {max(0.0, seconds_left):.1f} s, and the delay is {delay:.1f} s")
+            return RestartDecision(
+                why_not=f"`timeout` leaves {max(0.0, seconds_left):.1f} s, and the delay is {delay:.1f} s"
+            )
         self.account = replace(self.account, used=self.account.used + 1)
-        return Decision(delay=delay, restarts_left=policy.max_restarts - self.account.used)
+        return RestartDecision(delay=delay, restarts_left=policy.max_restarts - self.account.used)
 
-    def _note(self, trial: Trial) -> None:
+    def _note(self, trial: FailedAttempt) -> None:
         known, reset_after = self.account, self._policy.reset_after
         step = -1 if trial.step is None else trial.step
-        self.account = Account(
+        self.account = RestartCounters(
             used=0 if reset_after is not None and trial.healthy_seconds >= reset_after else known.used,
             furthest=max(known.furthest, step),
             stalled=0 if step > known.furthest or known.is_new else known.stalled + 1,
@@ -117,7 +119,7 @@ class Ledger:
         return min(delay * (1 + policy.jitter * (2 * self._chance() - 1)), policy.max_delay)
 
 
-def not_worth_it(policy: RestartPolicy, trial: Trial) -> str:
+def not_worth_it(policy: RestartPolicy, trial: FailedAttempt) -> str:
     """Why the policy does not want this failure to be tried again; empty if it does. Raises whatever `retry_if` raises."""
     retry_if, cause = policy.retry_if, trial.cause
     if retry_if is None:
@@ -134,7 +136,7 @@ def not_worth_it(policy: RestartPolicy, trial: Trial) -> str:
     return "" if is_wanted else UNWANTED
 
 
-def _hopeless(trial: Trial) -> str:
+def _hopeless(trial: FailedAttempt) -> str:
     """Why it would go the same way again, as far as one can tell who knows nothing of the function."""
     cause = trial.cause
     if cause is None:

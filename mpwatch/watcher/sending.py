@@ -8,8 +8,6 @@ from ..wire import culprit
 from ..wire.payload import Call, Payload, pack, probe
 from ..wire.shortage import is_shortage, with_remedy
 
-__all__ = ["pack_call"]
-
 
 def pack_call(call: Call) -> Payload:
     """This call, ready for any number of ranks. Raises LaunchError."""

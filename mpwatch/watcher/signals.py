@@ -25,10 +25,8 @@ from typing import Any
 
 from ..os_support.processes import state_of_process
 from ..os_support.signals import handlers_in_python, set_handler
-from .mailbox import Mailbox
+from .mailbox import CommandQueue
 from .states import Interrupted
-
-__all__ = ["HostSignals"]
 
 NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -38,7 +36,7 @@ class HostSignals:
     have come in the midst of it. The thread that watches the ranks is told by mail what came.
     """
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: CommandQueue) -> None:
         self.received: list[int] = []
         self.raised: BaseException | None = None  # by a handler of the host's
         self._mailbox = mailbox

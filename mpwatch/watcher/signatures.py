@@ -11,34 +11,32 @@ from typing import NamedTuple
 
 from ..wire import exceptions
 
-__all__ = ["Complaint", "complaint_in", "complaint_of_death"]
 
-
-class Complaint(Enum):
+class PeerErrorKind(Enum):
     """What a rank says of its peers, from the certain to the vague."""
 
-    GONE = auto()  # a connection broke
-    LATE = auto()  # a peer did not come in time: the one that is missing may hang
-    MAYBE = auto()  # a connection broke, to whomever: a peer if one has gone, else it is a failure like any other
+    CONNECTION_LOST = auto()  # a connection broke
+    PEER_TIMEOUT = auto()  # a peer did not come in time: the one that is missing may hang
+    POSSIBLY_PEER = auto()  # a connection broke, to whomever: a peer if one has gone, else it is a failure like any other
     HINT = auto()  # words that one may use of a peer; worth something only beside a death in the same moment
 
     @property
     def is_worth_waiting(self) -> bool:
         """Whether the cause may be heard of later, and the ranks are not to be stopped before."""
-        return self is not Complaint.HINT
+        return self is not PeerErrorKind.HINT
 
 
 class Signature(NamedTuple):
     """What an exception of that kind looks like; all that is given must fit."""
 
-    says: Complaint
+    says: PeerErrorKind
     type_name: str  # the end of its class's name
     text: str = ""  # a part of its text, in lower case
     also: str = ""  # another part
     raised_in: str = ""  # the end of the file that the innermost frame is in
 
 
-GONE, LATE, MAYBE = Complaint.GONE, Complaint.LATE, Complaint.MAYBE
+GONE, LATE, MAYBE = PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT, PeerErrorKind.POSSIBLY_PEER
 GLOO = "gloo/transport/"
 SIGNATURES = (
     # gloo; LATE first, since pairs that timed out are also reported as closed
@@ -96,18 +94,18 @@ HINTS = re.compile(
 )
 
 
-def complaint_in(told: bytes) -> Complaint | None:
+def complaint_in(told: bytes) -> PeerErrorKind | None:
     """What a reported exception, or one that it was raised from, says of a peer. Looks at names and texts alone."""
     found = [complaint for link in exceptions.outline(told) if (complaint := _complaint_of(link)) is not None]
-    return min(found, key=lambda complaint: complaint in (Complaint.MAYBE, Complaint.HINT), default=None)
+    return min(found, key=lambda complaint: complaint in (PeerErrorKind.POSSIBLY_PEER, PeerErrorKind.HINT), default=None)
 
 
-def complaint_of_death(exit_code: int | None, stderr: str) -> Complaint | None:
+def complaint_of_death(exit_code: int | None, stderr: str) -> PeerErrorKind | None:
     """What a rank that died said of its peers on its stderr, as far as that was captured."""
     return LATE if exit_code == -signal.SIGABRT and WATCHDOG in stderr.lower() else None
 
 
-def _complaint_of(link: exceptions.Outline) -> Complaint | None:
+def _complaint_of(link: exceptions.ExceptionHeader) -> PeerErrorKind | None:
     text = link.text.lower()
     for signature in SIGNATURES:
         if (
@@ -117,4 +115,4 @@ def _complaint_of(link: exceptions.Outline) -> Complaint | None:
             and link.raised_in.endswith(signature.raised_in)
         ):
             return signature.says
-    return Complaint.HINT if HINTS.search(text) else None
+    return PeerErrorKind.HINT if HINTS.search(text) else None

@@ -18,8 +18,6 @@ from typing import IO, Any, Protocol
 
 from ..os_support.descriptors import bytes_in, pipe_size
 
-__all__ = ["Sink", "sink_of"]
-
 # These write to a descriptor what is written to them; what gzip opens has one, too, and does not.
 PLAIN = (io.BufferedWriter, io.BufferedRandom, io.FileIO)
 

@@ -5,26 +5,24 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ..errors import LaunchError
-from ..logs import AUTO_PREFIX, STREAMS, LogSpec, Way, prefix_of
+from ..logs import AUTO_PREFIX, STREAMS, LogSpec, StreamRoute, prefix_of
 from ..os_support.descriptors import grow_pipe
 from ..ranks import Worker
 from ..wire.shortage import with_remedy
-from .mixer import Voice
-from .words import Words
-
-__all__ = ["Ends", "Opener", "Source"]
+from .mixer import RankStream
+from .words import StderrTail
 
 PIPE_SIZE = 1 << 18  # bytes: room for a rank to write on while the pump is at another
 
 
-class Ends:
+class StdioFds:
     """The rank's side: its stdout and stderr, None for the caller's own, and what is kept of them."""
 
     def __init__(self) -> None:
         self.stdout: int | None = None
         self.stderr: int | None = None
-        self.words = Words()
-        self.sources: list[Source] = []
+        self.words = StderrTail()
+        self.sources: list[OutputPipe] = []
 
     @property
     def are_ours(self) -> bool:
@@ -39,10 +37,10 @@ class Ends:
                 file.write(unsaid)
 
 
-class Source:
+class OutputPipe:
     """The watcher's side of one stream that comes over a pipe. Owns its descriptors."""
 
-    def __init__(self, pipe: int, file: int | None, path: str, voice: Voice | None, words: Words | None) -> None:
+    def __init__(self, pipe: int, file: int | None, path: str, voice: RankStream | None, words: StderrTail | None) -> None:
         self.pipe = pipe
         self.file = file
         self.path = path  # of that
@@ -69,7 +67,7 @@ class Source:
         self.close_file()
 
 
-class Opener:
+class StdioOpener:
     """Opens the streams of ranks.
 
     Args:
@@ -81,27 +79,27 @@ class Opener:
         self._spec = spec
         self._host = host
 
-    def open(self, worker: Worker, passed: ExitStack) -> Ends:
+    def open(self, worker: Worker, passed: ExitStack) -> StdioFds:
         """Those of a rank that is about to be started. `passed` closes its ends here, when it has them.
 
         Raises LaunchError and OSError.
         """
-        ends = Ends()
+        ends = StdioFds()
         with ExitStack() as kept:
             ends.stdout, ends.stderr = (self._open(stream, worker, ends, kept, passed) for stream in STREAMS)
             kept.pop_all()
         return ends
 
-    def _open(self, stream: str, worker: Worker, ends: Ends, kept: ExitStack, passed: ExitStack) -> int | None:
+    def _open(self, stream: str, worker: Worker, ends: StdioFds, kept: ExitStack, passed: ExitStack) -> int | None:
         way = self._spec.way_of(stream, worker.rank)
-        if way is Way.INHERIT:
+        if way is StreamRoute.INHERIT:
             return None
-        if way is Way.NOWHERE:
+        if way is StreamRoute.DISCARD:
             return _closed_by(passed, os.open(os.devnull, os.O_WRONLY))
         file = self._open_file(stream, worker, ends.words) if self._spec.writes(stream, worker.rank) else None
         if file is not None:
-            _closed_by(passed if way is Way.FILE else kept, file)
-        if way is Way.FILE:
+            _closed_by(passed if way is StreamRoute.FILE else kept, file)
+        if way is StreamRoute.FILE:
             if stream == "stderr":
                 ends.words.unread = ends.words.files[stream]
             return file
@@ -111,14 +109,16 @@ class Opener:
         _prepare(ours)
         voice = self._voice_of(stream, worker) if self._spec.shows(stream, worker.rank) else None
         path, words = ends.words.files.get(stream, ""), ends.words if stream == "stderr" else None
-        ends.sources.append(Source(ours, file, path, voice, words))
+        ends.sources.append(OutputPipe(ours, file, path, voice, words))
         return theirs
 
-    def _voice_of(self, stream: str, worker: Worker) -> Voice:
+    def _voice_of(self, stream: str, worker: Worker) -> RankStream:
         template = AUTO_PREFIX if self._spec.prefix is None else self._spec.prefix
-        return Voice(worker.rank, stream, lambda: prefix_of(template, worker, self._host).encode(errors="backslashreplace"))
+        return RankStream(
+            worker.rank, stream, lambda: prefix_of(template, worker, self._host).encode(errors="backslashreplace")
+        )
 
-    def _open_file(self, stream: str, worker: Worker, words: Words) -> int:
+    def _open_file(self, stream: str, worker: Worker, words: StderrTail) -> int:
         folder = Path(self._spec.folder_of(worker.run_id)) / f"attempt_{worker.restart_count}" / str(worker.rank)
         path = str(folder / f"{stream}.log")
         try:

@@ -9,8 +9,6 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
-__all__ = ["StackPipe", "frames_of", "tidy", "with_sources"]
-
 CRASH = "Fatal Python error: "
 MAX_FRAMES = 100  # of a thread; faulthandler writes no more
 MAX_BYTES = 1 << 20  # a hundred threads of a hundred frames are less
@@ -23,7 +21,7 @@ MAIN_UNSEEN = "main thread not seen, for there are too many threads"
 OUR_FRAMES = "/mpwatch/worker/bootstrap.py"
 
 
-class StackPipe:
+class StackDumpParser:
     """The text of one rank's pipe, as it comes."""
 
     def __init__(self) -> None:

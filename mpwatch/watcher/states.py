@@ -8,49 +8,6 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-__all__ = [
-    "END_SECONDS",
-    "KILL_SECONDS",
-    "LAST_CALL_SECONDS",
-    "LATE_SECONDS",
-    "LEAST_GRACE_SECONDS",
-    "LIVING",
-    "LOOK_SECONDS",
-    "NO_LEASE",
-    "SURE_SECONDS",
-    "TRANSITIONS",
-    "Action",
-    "CallAll",
-    "CallOff",
-    "CallRank",
-    "Died",
-    "EndAll",
-    "EndRank",
-    "Event",
-    "Failed",
-    "Failing",
-    "FeelPulse",
-    "GiveUp",
-    "IllegalEventError",
-    "Interrupted",
-    "Lease",
-    "LookAt",
-    "Looked",
-    "Phase",
-    "Pulse",
-    "RankEvent",
-    "Ready",
-    "Returned",
-    "Settled",
-    "SignalRank",
-    "Stage",
-    "StartAgain",
-    "StartRank",
-    "StopAll",
-    "Told",
-    "Verdict",
-]
-
 LAST_CALL_SECONDS = 1.0  # how long a cause may be later than the complaints about it
 LOOK_SECONDS = 0.2  # for the stacks of all ranks together; one takes a tenth of a millisecond
 LEAST_GRACE_SECONDS = 0.2  # for a rank that has failed to send the details, whatever the grace period
@@ -60,45 +17,45 @@ LATE_SECONDS = 1.0  # called so late, the machine takes it that nothing here did
 SURE_SECONDS = 1.0  # at most, and a tenth of the limit: until silence is taken for such
 
 
-class Phase(Enum):
+class RankPhase(Enum):
     """Where a rank is."""
 
     __hash__ = object.__hash__  # Enum's own is in Python, and the machine looks up phases all the time
 
     STARTING = auto()
     READY = auto()  # it waits for a call
-    AT_WORK = auto()
-    DONE = auto()  # it has returned, and waits for the others
-    BROKEN = auto()  # it has reported a failure
-    TOLD = auto()  # and all that can be told of it, and waits for what becomes of the others
-    ENDING = auto()  # it has returned and been told to end
-    STOPPING = auto()  # it has been told to stop, by signal
+    RUNNING = auto()
+    RETURNED = auto()  # it has returned, and waits for the others
+    FAILED = auto()  # it has reported a failure
+    DETAILS_SENT = auto()  # and all that can be told of it, and waits for what becomes of the others
+    EXITING = auto()  # it has returned and been told to end
+    TERMINATING = auto()  # it has been told to stop, by signal
     KILLED = auto()
-    GONE = auto()
-    GIVEN_UP = auto()  # not even SIGKILL ended it
+    EXITED = auto()
+    ABANDONED = auto()  # not even SIGKILL ended it
 
 
-class Stage(Enum):
+class RunStage(Enum):
     """Where the run is."""
 
     IDLE = auto()
-    WORKING = auto()
-    LAST_CALL = auto()
-    LOOKING = auto()
-    ENDING = auto()
-    STOPPING = auto()
-    JUDGING = auto()
-    OVER = auto()
+    RUNNING = auto()
+    AWAITING_ROOT_CAUSE = auto()
+    DUMPING_STACKS = auto()
+    SHUTTING_DOWN = auto()
+    TERMINATING = auto()
+    AWAITING_DECISION = auto()
+    FINISHED = auto()
 
 
-class Verdict(Enum):
+class StopReason(Enum):
     """What ended the run."""
 
     SUCCEEDED = auto()
     FAILED = auto()
     TIMED_OUT = auto()
     INTERRUPTED = auto()
-    CALLED_OFF = auto()  # by other nodes
+    CANCELLED_BY_JOB = auto()  # by other nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,36 +89,36 @@ class Failed(RankEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Told(RankEvent):
+class DetailsReceived(RankEvent):
     """The rank has told all that it can of the failure that it has reported."""
 
 
 @dataclass(frozen=True, slots=True)
-class Looked(RankEvent):
+class StackDumped(RankEvent):
     """The rank's stacks have come, or cannot be had."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pulse(RankEvent):
+class HeartbeatRead(RankEvent):
     """When the rank was last heard of; None: never."""
 
     beat_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Died(RankEvent):
+class Exited(RankEvent):
     """The rank's process has ended, and everything it had sent has been handled."""
 
 
 @dataclass(frozen=True, slots=True)
-class StartAgain(RankEvent):
+class Restart(RankEvent):
     """This rank and those that are in the same boat have failed, and are worth another try."""
 
     ranks: tuple[int, ...] = ()  # these at once, instead of those that there were
 
 
 @dataclass(frozen=True, slots=True)
-class Settled(RankEvent):
+class DoNotRestart(RankEvent):
     """They are not."""
 
 
@@ -173,7 +130,7 @@ class Interrupted:
 
 
 @dataclass(frozen=True, slots=True)
-class CallAll:
+class StartCall:
     """The caller wants a function called in every rank."""
 
     started_at: float
@@ -181,17 +138,17 @@ class CallAll:
 
 
 @dataclass(frozen=True, slots=True)
-class EndAll:
+class Shutdown:
     """The caller has no more calls."""
 
 
 @dataclass(frozen=True, slots=True)
-class StopAll:
+class Abort:
     """Other ranks of the run have failed for good."""
 
 
 @dataclass(frozen=True, slots=True)
-class CallOff:
+class CancelAttempt:
     """Other nodes have ended the attempt, or nothing is heard of them."""
 
 
@@ -205,7 +162,7 @@ class Lease:
 
 NO_LEASE = Lease()
 
-Event = RankEvent | Interrupted | CallAll | EndAll | StopAll | CallOff | Lease
+Event = RankEvent | Interrupted | StartCall | Shutdown | Abort | CancelAttempt | Lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,28 +180,28 @@ class CallRank:
 
 
 @dataclass(frozen=True, slots=True)
-class EndRank:
+class RequestExit:
     """Tell the rank to end as any program does."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class LookAt:
+class DumpStacks:
     """Ask the rank for the stacks of its threads."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class FeelPulse:
+class ReadHeartbeat:
     """See when the rank was last heard of."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class SignalRank:
+class SendSignal:
     """Send the rank's process group a signal; SIGINT to the rank alone."""
 
     rank: int
@@ -252,13 +209,13 @@ class SignalRank:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class AbandonRank:
     """Wait for this rank no longer."""
 
     rank: int
 
 
-Action = StartRank | CallRank | EndRank | LookAt | FeelPulse | SignalRank | GiveUp
+Action = StartRank | CallRank | RequestExit | DumpStacks | ReadHeartbeat | SendSignal | AbandonRank
 
 
 class IllegalEventError(Exception):
@@ -266,28 +223,28 @@ class IllegalEventError(Exception):
 
 
 # A late word of a rank that is being stopped is evidence, and changes nothing.
-_STOPPED: dict[type, Phase | None] = {
-    **dict.fromkeys((Ready, Returned, Failing, Failed, Told, Looked, Pulse)),
-    Died: Phase.GONE,
+_STOPPED: dict[type, RankPhase | None] = {
+    **dict.fromkeys((Ready, Returned, Failing, Failed, DetailsReceived, StackDumped, HeartbeatRead)),
+    Exited: RankPhase.EXITED,
 }
-TRANSITIONS: dict[Phase, dict[type, Phase | None]] = {
-    Phase.STARTING: {Ready: Phase.READY, Failed: Phase.BROKEN, Died: Phase.GONE},
-    Phase.READY: {Died: Phase.GONE},
-    Phase.AT_WORK: {
-        Returned: Phase.DONE,
+TRANSITIONS: dict[RankPhase, dict[type, RankPhase | None]] = {
+    RankPhase.STARTING: {Ready: RankPhase.READY, Failed: RankPhase.FAILED, Exited: RankPhase.EXITED},
+    RankPhase.READY: {Exited: RankPhase.EXITED},
+    RankPhase.RUNNING: {
+        Returned: RankPhase.RETURNED,
         Failing: None,
-        Failed: Phase.BROKEN,
-        Looked: None,
-        Pulse: None,
-        Died: Phase.GONE,
+        Failed: RankPhase.FAILED,
+        StackDumped: None,
+        HeartbeatRead: None,
+        Exited: RankPhase.EXITED,
     },
-    Phase.DONE: {Looked: None, Died: Phase.GONE},
-    Phase.BROKEN: {Told: Phase.TOLD, Looked: None, Died: Phase.GONE},
-    Phase.TOLD: {Looked: None, Died: Phase.GONE},
-    Phase.ENDING: {Died: Phase.GONE},
-    Phase.STOPPING: _STOPPED,
-    Phase.KILLED: _STOPPED,
-    Phase.GONE: {},
-    Phase.GIVEN_UP: {},
+    RankPhase.RETURNED: {StackDumped: None, Exited: RankPhase.EXITED},
+    RankPhase.FAILED: {DetailsReceived: RankPhase.DETAILS_SENT, StackDumped: None, Exited: RankPhase.EXITED},
+    RankPhase.DETAILS_SENT: {StackDumped: None, Exited: RankPhase.EXITED},
+    RankPhase.EXITING: {Exited: RankPhase.EXITED},
+    RankPhase.TERMINATING: _STOPPED,
+    RankPhase.KILLED: _STOPPED,
+    RankPhase.EXITED: {},
+    RankPhase.ABANDONED: {},
 }
-LIVING = frozenset(Phase) - {Phase.GONE, Phase.GIVEN_UP}
+LIVING = frozenset(RankPhase) - {RankPhase.EXITED, RankPhase.ABANDONED}

@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from mpwatch.watcher.pump import LAST_SECONDS
+
 from ..events.kinds import Restarting, WorkerFailed, WorkerStopped
 from ..results.model import Attempt, WorkerState
 from ..results.report import attempts_text, summary_of, verdict
@@ -20,19 +22,18 @@ from ..results.run_result import RunResult
 from ..spec import WorkerSpec
 from ..wire.exceptions import annotate
 from .diagnosis.diagnose import diagnose
-from .facts import Facts
-from .journal import Journal
-from .life import Life
-from .mailbox import Errand, Retrial
+from .facts import AttemptObservations
+from .journal import EventBus
+from .life import WatcherThread
+from .mailbox import PendingCall, RestartCommand
 from .merging import merged
-from .output import LAST_SECONDS
-from .restarts import Ledger, Trial
-from .states import Settled, StartAgain, Verdict
+from .restarts import FailedAttempt, RestartBudget
+from .states import DoNotRestart, Restart, StopReason
 
 T = TypeVar("T")
 
 
-class Story(Generic[T]):
+class RunController(Generic[T]):
     """Of one run, from its start.
 
     Args:
@@ -40,20 +41,20 @@ class Story(Generic[T]):
         journal: where it is noted what happens.
     """
 
-    def __init__(self, spec: WorkerSpec[T], journal: Journal) -> None:
+    def __init__(self, spec: WorkerSpec[T], journal: EventBus) -> None:
         self.journal = journal
         self.started_at = journal.started_at
         self._spec = spec
-        self._errand: Errand | None = None  # once it has begun
-        self._ledgers: dict[int, Ledger] = {}  # by the first of the ranks that are started together
-        self._latest: dict[int, tuple[Facts, RunResult[T]]] = {}  # the same
+        self._errand: PendingCall | None = None  # once it has begun
+        self._ledgers: dict[int, RestartBudget] = {}  # by the first of the ranks that are started together
+        self._latest: dict[int, tuple[AttemptObservations, RunResult[T]]] = {}  # the same
         self._waiting: set[int] = set()  # those of them that are about to be started again
         self._attempts: list[Attempt] = []
         self._delayed: list[tuple[float, Callable[[], None]]] = []  # restarts, each with the time when it is due
         self._is_lost = False  # some are not started again
         self._not_restarted = ""
 
-    def begin(self, errand: Errand) -> None:
+    def begin(self, errand: PendingCall) -> None:
         """The ranks are about to be started for this."""
         self._errand = errand
         self.journal.begin(self._spec, fn=self._spec.fn_name)
@@ -63,7 +64,7 @@ class Story(Generic[T]):
         timeout = self._spec.timeout
         return math.inf if timeout is None else self.started_at + timeout - time.monotonic()
 
-    def judge(self, life: Life) -> float | None:
+    def judge(self, life: WatcherThread) -> float | None:
         """Decide about the attempts that have failed since the last call, and start the restarts that are due.
 
         Returns the seconds until the next restart is due; None if no restart waits for its delay. Raises what `retry_if`
@@ -93,10 +94,10 @@ class Story(Generic[T]):
             known = self._latest.get(min(facts.ranks))
             if known is None or known[0].attempt != facts.attempt:
                 self._close(facts)
-            if facts.verdict is Verdict.FAILED and facts.signum is not None and self._spec.policy.max_restarts:
+            if facts.verdict is StopReason.FAILED and facts.signum is not None and self._spec.policy.max_restarts:
                 self._not_restarted = self._not_restarted or "a signal to this process came before"
         together = merged(list(self._latest.values()), self._waiting)
-        has_returned = all(facts.verdict is Verdict.SUCCEEDED for facts in self._errand.facts)
+        has_returned = all(facts.verdict is StopReason.SUCCEEDED for facts in self._errand.facts)
         if has_returned and together.state is WorkerState.FAILED and self._spec.policy.max_restarts:
             self._not_restarted = "all ranks had returned, and what one returned cannot be rebuilt"
         result = replace(together, attempts=tuple(self._attempts), not_restarted=self._not_restarted)
@@ -111,7 +112,7 @@ class Story(Generic[T]):
             annotate(error, "\n".join(["raised after ranks had failed:", *attempts_text(failed)]))
         self._end(WorkerState.FAILED if isinstance(error, Exception) else WorkerState.STOPPED, summary_of(error))
 
-    def _close(self, facts: Facts) -> RunResult[T]:
+    def _close(self, facts: AttemptObservations) -> RunResult[T]:
         """An attempt is over."""
         result = diagnose_attempt(facts)
         self._latest[min(facts.ranks)] = facts, result
@@ -120,12 +121,12 @@ class Story(Generic[T]):
         self._tell_fates(facts, result)
         return result
 
-    def _tell_fates(self, facts: Facts, result: RunResult[T]) -> None:
+    def _tell_fates(self, facts: AttemptObservations, result: RunResult[T]) -> None:
         tell_fates(self.journal, facts, result)
 
-    def _decide(self, life: Life, facts: Facts, result: RunResult[T]) -> None:
+    def _decide(self, life: WatcherThread, facts: AttemptObservations, result: RunResult[T]) -> None:
         first, mailbox = min(facts.ranks), life.mailbox
-        ledger = self._ledgers.setdefault(first, Ledger(self._spec.policy))
+        ledger = self._ledgers.setdefault(first, RestartBudget(self._spec.policy))
         decision = ledger.decide(self._trial(facts, result))
         if decision.delay is None:
             self._is_lost, self._not_restarted = True, decision.why_not
@@ -133,7 +134,7 @@ class Story(Generic[T]):
         elif self._is_lost:  # or it would be, but nobody waits for it
             self._waiting.add(first)
         if decision.delay is None or self._is_lost:
-            mailbox.post(Settled(first, generation=facts.attempt))
+            mailbox.post(DoNotRestart(first, generation=facts.attempt))
             return
         places = life.prepare_again(list(facts.ranks), facts.attempt + 1)
         self.journal.note(
@@ -145,14 +146,14 @@ class Story(Generic[T]):
             restarts_left=decision.restarts_left,
         )
         self._waiting.add(first)
-        restart = Retrial(StartAgain(first, generation=facts.attempt), places)
+        restart = RestartCommand(Restart(first, generation=facts.attempt), places)
         self._delay(decision.delay, partial(mailbox.post, restart))
 
-    def _trial(self, facts: Facts, result: RunResult[Any]) -> Trial:
+    def _trial(self, facts: AttemptObservations, result: RunResult[Any]) -> FailedAttempt:
         cause = result.root_cause
         pulse = None if cause is None else facts.ranks[cause.rank].pulse
         steps = [told.step for told in result.progress.values() if told.step is not None]
-        return Trial(
+        return FailedAttempt(
             cause=cause,
             had_begun=pulse is not None and (pulse.beat_at, pulse.report) != (None, None),
             healthy_seconds=facts.healthy_seconds,
@@ -170,7 +171,7 @@ class Story(Generic[T]):
         self.journal.end(state, workers, restarts=restarts, reason=reason)
 
 
-def diagnose_attempt(facts: Facts) -> RunResult[Any]:
+def diagnose_attempt(facts: AttemptObservations) -> RunResult[Any]:
     """Diagnose an attempt that is over, and drop what only the diagnosis needs."""
     facts.gather()
     try:
@@ -179,7 +180,7 @@ def diagnose_attempt(facts: Facts) -> RunResult[Any]:
         facts.forget()
 
 
-def tell_fates(journal: Journal, facts: Facts, result: RunResult[Any]) -> None:
+def tell_fates(journal: EventBus, facts: AttemptObservations, result: RunResult[Any]) -> None:
     """What became of those that did not return; who failed first, first."""
     for rank, failure in sorted(result.failures.items(), key=lambda item: item[1] is not result.root_cause):
         journal.note(
@@ -195,7 +196,7 @@ def tell_fates(journal: Journal, facts: Facts, result: RunResult[Any]) -> None:
             journal.note(WorkerStopped, [rank], at=facts.stopped_at, attempt=facts.attempt)
 
 
-def _attempt(journal: Journal, facts: Facts, result: RunResult[Any]) -> Attempt:
+def _attempt(journal: EventBus, facts: AttemptObservations, result: RunResult[Any]) -> Attempt:
     return Attempt(
         number=facts.attempt,
         ranks=tuple(facts.ranks),

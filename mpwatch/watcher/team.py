@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mpwatch.watcher.pump import LAST_SECONDS
+
 from ..os_support.descriptors import standard_descriptors
 from ..ranks import Worker
 from ..results.model import WorkerState
@@ -18,32 +20,29 @@ from ..results.report import verdict
 from ..results.run_result import RunResult
 from ..spec import GroupSpec
 from ..wire.payload import Call
-from .facts import Facts
-from .journal import Journal
-from .life import Life
-from .mailbox import Errand
-from .output import LAST_SECONDS
+from .facts import AttemptObservations
+from .journal import EventBus
+from .life import WatcherThread
+from .mailbox import PendingCall
 from .sending import pack_call
-from .states import EndAll, Verdict
+from .states import Shutdown, StopReason
 from .story import diagnose_attempt, tell_fates
 from .viewing import MakeView, no_view
-from .watch import Visit
-
-__all__ = ["Team"]
+from .watch import BlockingCall
 
 log = logging.getLogger("mpwatch")
 LOST = "some were lost while there was no call"
 CUT_SHORT = "the last call could not be brought to its end"
 
 
-class Team:
+class PersistentRanks:
     """For one thread at a time, but for `state` and `workers`. Each call has a view of its own."""
 
     def __init__(self, spec: GroupSpec, make_view: MakeView = no_view) -> None:
         self._spec = spec
         self._make_view = make_view
-        self._journal = Journal(uuid.uuid4().hex, spec.observers, keep=False)
-        self._life: Life | None = None
+        self._journal = EventBus(uuid.uuid4().hex, spec.observers, keep=False)
+        self._life: WatcherThread | None = None
         self._restart_count = -1
         self._why = LOST  # if the ranks have to be started anew
         self._epoch = 0  # of the process group: a call that did not succeed may have left its ranks out of step
@@ -85,8 +84,8 @@ class Team:
         payload = pack_call(Call(fn, args, kwargs, self._spec.backend, self._epoch))
         self._epoch += 1  # for the next one, unless this succeeds
         try:
-            answer = None if self._life is None else self._call(self._life, Errand(payload, started_at, timeout))
-            visit, result = self._call_anew(Errand(payload, started_at, timeout)) if answer is None else answer
+            answer = None if self._life is None else self._call(self._life, PendingCall(payload, started_at, timeout))
+            visit, result = self._call_anew(PendingCall(payload, started_at, timeout)) if answer is None else answer
         finally:
             payload.close()
         visit.deliver_signals(result)
@@ -95,7 +94,7 @@ class Team:
     def close(self) -> None:
         """Have the ranks end, and wait for that. What signals came meanwhile do what they would have done."""
         if self._life is not None:
-            visit = self._visit(self._life, EndAll(), until=lambda: False)
+            visit = self._visit(self._life, Shutdown(), until=lambda: False)
             visit.raise_error()
             visit.signals.deliver()
 
@@ -103,14 +102,14 @@ class Team:
         """Have the ranks end by themselves."""
         life, self._life = self._life, None
         if life is not None and life.is_ours():
-            life.mailbox.post(EndAll())
+            life.mailbox.post(Shutdown())
             life.forget()
 
     def end_with_program(self) -> None:
         """Have the ranks end, and wait for that; nobody uses this any more."""
         life = self._life
         if life is not None and life.is_ours():
-            life.mailbox.post(EndAll())
+            life.mailbox.post(Shutdown())
             life.join()
             life.settle(LAST_SECONDS if life.output.is_stuck else None)
             life.close()
@@ -120,8 +119,8 @@ class Team:
         """Nobody will call them any more."""
         self._journal.end(WorkerState.STOPPED, self.workers, restarts=max(0, self._restart_count), reason=reason)
 
-    def _begin_life(self) -> Life:
-        life = Life(self._spec, self._journal, restart_count=self._restart_count + 1, keep=True)
+    def _begin_life(self) -> WatcherThread:
+        life = WatcherThread(self._spec, self._journal, restart_count=self._restart_count + 1, keep=True)
         try:
             life.prepare()
             life.output.attach()
@@ -133,7 +132,7 @@ class Team:
         self._life = life
         return life
 
-    def _call_anew(self, errand: Errand) -> tuple[Visit, RunResult[Any]]:
+    def _call_anew(self, errand: PendingCall) -> tuple[BlockingCall, RunResult[Any]]:
         """Start the ranks for this call. It is there before they are, so that it is told what becomes of them."""
         log.warning("all ranks are started anew: %s", self._why)
         with standard_descriptors():
@@ -141,7 +140,7 @@ class Team:
         assert answer is not None
         return answer
 
-    def _call(self, life: Life, errand: Errand) -> tuple[Visit, RunResult[Any]] | None:
+    def _call(self, life: WatcherThread, errand: PendingCall) -> tuple[BlockingCall, RunResult[Any]] | None:
         """Return None if a rank had died before the call came."""
         why, self._why = self._why, CUT_SHORT  # until it is known better
         life.output.attach()
@@ -152,7 +151,7 @@ class Team:
             visit.signals.deliver()
             return None
         (facts,) = errand.facts
-        has_succeeded = facts.verdict is Verdict.SUCCEEDED
+        has_succeeded = facts.verdict is StopReason.SUCCEEDED
         if has_succeeded:
             self._epoch -= 1
         result = visit.conclude(lambda: self._judge(facts))
@@ -163,22 +162,24 @@ class Team:
             self._why = LOST
         return visit, result
 
-    def _judge(self, facts: Facts) -> RunResult[Any]:
+    def _judge(self, facts: AttemptObservations) -> RunResult[Any]:
         result = diagnose_attempt(facts)
         tell_fates(self._journal, facts, result)
         self._journal.tell()
         return result
 
-    def _seconds_left(self, life: Life, thing: Errand | EndAll | None) -> float:
+    def _seconds_left(self, life: WatcherThread, thing: PendingCall | Shutdown | None) -> float:
         """Of the time that a call may take. The end does not wait for a reader who was waited for in vain before."""
-        if isinstance(thing, EndAll) and life.output.is_stuck:
+        if isinstance(thing, Shutdown) and life.output.is_stuck:
             return 0.0
-        if not isinstance(thing, Errand) or thing.timeout is None:
+        if not isinstance(thing, PendingCall) or thing.timeout is None:
             return math.inf
         return thing.started_at + thing.timeout - time.monotonic()
 
-    def _visit(self, life: Life, thing: Errand | EndAll | None, *, until: Callable[[], bool]) -> Visit:
-        visit = Visit(life, make_view=self._make_view)
+    def _visit(
+        self, life: WatcherThread, thing: PendingCall | Shutdown | None, *, until: Callable[[], bool]
+    ) -> BlockingCall:
+        visit = BlockingCall(life, make_view=self._make_view)
         try:
             visit.pay(thing, until=until)
             life.settle(visit.patience(self._seconds_left(life, thing)))

@@ -9,37 +9,35 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from ..events.kinds import CallStarted, Event, HeartbeatLost, WorkerEnded, WorkerReady, WorkerSucceeded
+from ..events.kinds import CallStarted, Event, HeartbeatLate, WorkerExited, WorkerReady, WorkerSucceeded
 from ..ranks import Worker
 from ..results.model import WorkerState
 from ..results.report import exit_text
 from ..spec import GroupSpec
 from . import states as m
-from .facts import Facts, RankFacts
-from .journal import Journal
-from .machine import Machine
-from .remarks import Remarks
+from .facts import AttemptObservations, RankObservations
+from .journal import EventBus
+from .machine import StateMachine
+from .remarks import DeferredLog
 
-__all__ = ["Place", "Unit", "state_of_all"]
-
-JUDGED = (m.Verdict.FAILED,)
-JUDGED_BY_NODES = (m.Verdict.FAILED, m.Verdict.SUCCEEDED, m.Verdict.TIMED_OUT, m.Verdict.CALLED_OFF)
-Place = tuple[Worker, dict[str, str]]  # who a rank is, and its whole environment
+JUDGED = (m.StopReason.FAILED,)
+JUDGED_BY_NODES = (m.StopReason.FAILED, m.StopReason.SUCCEEDED, m.StopReason.TIMED_OUT, m.StopReason.CANCELLED_BY_JOB)
+RankSetup = tuple[Worker, dict[str, str]]  # who a rank is, and its whole environment
 
 
-class Unit:
+class RestartGroup:
     """Its ranks are about to be started for the first time."""
 
-    def __init__(self, spec: GroupSpec, places: list[Place], journal: Journal, *, keep: bool) -> None:
+    def __init__(self, spec: GroupSpec, places: list[RankSetup], journal: EventBus, *, keep: bool) -> None:
         self._spec = spec
         self._journal = journal
         self.places = {worker.rank: (worker, env) for worker, env in places}
-        self.seen: dict[int, RankFacts] = {}
+        self.seen: dict[int, RankObservations] = {}
         self.lingers: dict[int, str] = {}  # what keeps a rank that has returned
         self._run_started_at = math.inf
         self._timeout: float | None = None
         self._has_noted_call = False
-        self.machine = Machine(
+        self.machine = StateMachine(
             self.places,
             now=time.monotonic(),
             grace_period=spec.grace_period,
@@ -74,21 +72,21 @@ class Unit:
 
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
         """What is to be done about an event."""
-        was_late = isinstance(event, m.Pulse) and event.rank in self.machine.beats.late
+        was_late = isinstance(event, m.HeartbeatRead) and event.rank in self.machine.beats.late
         may_go_well, life = self.machine.is_undecided(), self.machine.generation
         actions = self.machine.handle(event, now)
         if self.machine.generation > life:
             self.begin()
-        if isinstance(event, m.CallAll):
+        if isinstance(event, m.StartCall):
             self._run_started_at, self._timeout, self._has_noted_call = event.started_at, event.timeout, False
             self._note_call()
         elif isinstance(event, m.Ready):
             self._note_ready(event.rank, now)
         elif isinstance(event, m.Returned) and may_go_well:
             self._note(WorkerSucceeded, event.rank, at=self._reported_at(event.rank))
-        elif isinstance(event, m.Died):
+        elif isinstance(event, m.Exited):
             self._note_death(event.rank)
-        elif isinstance(event, m.Pulse) and event.rank in self.machine.beats.late and not was_late:
+        elif isinstance(event, m.HeartbeatRead) and event.rank in self.machine.beats.late and not was_late:
             self._note_late(event, now)
         return actions
 
@@ -100,10 +98,10 @@ class Unit:
             self.begin()
         return actions
 
-    def facts(self, *, hostname: str, helpers_oom: str) -> Facts:
+    def facts(self, *, hostname: str, helpers_oom: str) -> AttemptObservations:
         """All that is known of its ranks' last life, or last call."""
         machine, spec, now = self.machine, self._spec, time.monotonic()
-        return Facts(
+        return AttemptObservations(
             ranks=dict(self.seen),
             hostname=hostname,
             started_at=self._run_started_at,
@@ -122,7 +120,7 @@ class Unit:
             ended_at=max((seen.died_at or now for seen in self.seen.values()), default=now),
         )
 
-    def warn(self, remarks: Remarks, *, of_run: bool) -> None:
+    def warn(self, remarks: DeferredLog, *, of_run: bool) -> None:
         """About ranks that succeeded and yet did not end as they should."""
         so_far, kept = ("had returned", ". Its value is kept") if of_run else ("was told to end", "")
         for rank in self.machine.lingering:
@@ -134,7 +132,7 @@ class Unit:
             )
         for rank, facts in self.seen.items():
             by_us = -(facts.exit_code or 0) in facts.signals_sent
-            if self.machine.verdict is m.Verdict.SUCCEEDED and facts.exit_code and not by_us:
+            if self.machine.verdict is m.StopReason.SUCCEEDED and facts.exit_code and not by_us:
                 remarks.warning(f"rank %d {so_far}, and then %s{kept}", rank, exit_text(facts.exit_code))
 
     def _note(self, kind: type[Event], *ranks: int, at: float | None = None, **details: Any) -> None:
@@ -150,19 +148,19 @@ class Unit:
 
     def _note_ready(self, rank: int, now: float) -> None:
         self._note(WorkerReady, rank)
-        if not self.machine.roster.count[m.Phase.STARTING] and self._all_ready_at is None:
+        if not self.machine.roster.count[m.RankPhase.STARTING] and self._all_ready_at is None:
             self._all_ready_at = now
 
-    def _note_late(self, event: m.Pulse, now: float) -> None:
+    def _note_late(self, event: m.HeartbeatRead, now: float) -> None:
         assert event.beat_at is not None
         silence = now - event.beat_at
-        self._note(HeartbeatLost, event.rank, silent_seconds=silence, heartbeat_timeout=self._spec.heartbeat_timeout)
+        self._note(HeartbeatLate, event.rank, silent_seconds=silence, heartbeat_timeout=self._spec.heartbeat_timeout)
 
     def _note_death(self, rank: int) -> None:
         facts = self.seen[rank]
         pulse = facts.pulse
         self._note(
-            WorkerEnded,
+            WorkerExited,
             rank,
             at=facts.died_at,
             pid=facts.pid,
@@ -178,7 +176,7 @@ class Unit:
         return None if report is None else report.stamp
 
 
-def state_of_all(units: Collection[Unit]) -> WorkerState:
+def state_of_all(units: Collection[RestartGroup]) -> WorkerState:
     """A rank that is replaced while others go on makes the group unhealthy; a group that is started anew begins again."""
     states = {unit.state for unit in units}
     is_replaced = len(units) > 1 and any(unit.state is WorkerState.INIT and unit.machine.generation for unit in units)

@@ -19,9 +19,7 @@ from typing import Protocol
 
 from ..status import RankStatus
 from .looks import last_statuses
-from .mailbox import Errand, Look, Mailbox, Repair
-
-__all__ = ["MakeView", "View", "Viewing", "no_view"]
+from .mailbox import CommandQueue, PendingCall, StatusRequest, TerminalRestore
 
 log = logging.getLogger("mpwatch")
 MOST_CLOSINGS = 2
@@ -52,13 +50,13 @@ def no_view() -> None:
     """For who shows nothing."""
 
 
-class Viewing:
+class ViewDriver:
     """Of one call. For the caller's thread alone; nothing that it does raises an Exception."""
 
-    def __init__(self, make_view: MakeView, mailbox: Mailbox, errand: Errand) -> None:
+    def __init__(self, make_view: MakeView, mailbox: CommandQueue, errand: PendingCall) -> None:
         self._mailbox = mailbox
         self._errand = errand
-        self._look: Look | None = None  # that has yet to be answered
+        self._look: StatusRequest | None = None  # that has yet to be answered
         self._view: View | None = None
         self._due_at = 0.0  # when the next one is
         self._closings = 0
@@ -77,7 +75,7 @@ class Viewing:
             return
         if self._look is None:
             if time.monotonic() >= self._due_at:
-                self._look = Look()
+                self._look = StatusRequest()
                 self._mailbox.post(self._look)
         elif self._look.statuses is not None:
             statuses, self._look = self._look.statuses, None
@@ -112,7 +110,7 @@ class Viewing:
         repair = view.repair
         if repair != self._entrusted:
             self._entrusted = repair
-            self._mailbox.post(Repair(repair))
+            self._mailbox.post(TerminalRestore(repair))
 
     def _wait(self) -> None:
         if self._view is not None:

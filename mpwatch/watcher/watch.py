@@ -20,21 +20,22 @@ from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
+from mpwatch.watcher.pump import LAST_SECONDS
+
 from ..errors import make_error
 from ..os_support.descriptors import standard_descriptors
 from ..results.model import WorkerState
 from ..results.run_result import RunResult
 from ..spec import WorkerSpec
 from ..wire.payload import Call
-from .journal import Journal
-from .life import Life
-from .mailbox import Errand
-from .output import LAST_SECONDS
+from .journal import EventBus
+from .life import WatcherThread
+from .mailbox import PendingCall
 from .sending import pack_call
 from .signals import HostSignals
 from .states import Event
-from .story import Story
-from .viewing import MakeView, Viewing, no_view
+from .story import RunController
+from .viewing import MakeView, ViewDriver, no_view
 
 T = TypeVar("T")
 MOMENT_SECONDS = 0.002  # in which most calls of idle ranks are over, if they do next to nothing
@@ -47,19 +48,19 @@ def watch(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:
     Raises LaunchError, or what the host's handler raises for a signal that came during the run: KeyboardInterrupt, say.
     """
     __tracebackhide__ = True  # see mpwatch.run
-    story = Story(spec, Journal(uuid.uuid4().hex, spec.observers, keep=True))
+    story = RunController(spec, EventBus(uuid.uuid4().hex, spec.observers, keep=True))
     call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
     try:
         with (
             standard_descriptors(),
             closing(pack_call(call)) as payload,
-            closing(Life(spec, story.journal, keep=False)) as life,
+            closing(WatcherThread(spec, story.journal, keep=False)) as life,
         ):
             life.prepare()
             life.output.attach()
-            errand = Errand(payload, story.started_at, spec.timeout)
+            errand = PendingCall(payload, story.started_at, spec.timeout)
             story.begin(errand)
-            visit = Visit(life, partial(story.judge, life), make_view)
+            visit = BlockingCall(life, partial(story.judge, life), make_view)
             visit.pay(errand, until=lambda: False)
             life.settle(visit.patience(story.seconds_left()))
         visit.raise_error()
@@ -71,29 +72,31 @@ def watch(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:
     return result
 
 
-class Visit:
+class BlockingCall:
     """What one thread of the caller's does about ranks, once."""
 
-    def __init__(self, life: Life, judge: Callable[[], float | None] | None = None, make_view: MakeView = no_view) -> None:
+    def __init__(
+        self, life: WatcherThread, judge: Callable[[], float | None] | None = None, make_view: MakeView = no_view
+    ) -> None:
         self._life = life
         self._judge = judge  # decides about restarts, and returns in how many seconds it must be called again
         self._make_view = make_view
-        self._viewing: Viewing | None = None  # of a call that takes longer than a moment
+        self._viewing: ViewDriver | None = None  # of a call that takes longer than a moment
         self.signals = HostSignals(life.mailbox)
         self._has_asked = False
 
-    def pay(self, thing: Event | Errand | None, *, until: Callable[[], bool]) -> None:
+    def pay(self, thing: Event | PendingCall | None, *, until: Callable[[], bool]) -> None:
         """Post this, and wait until that holds, or all ranks have ended."""
         try:
-            if isinstance(thing, Errand) and self._life.is_watched():
+            if isinstance(thing, PendingCall) and self._life.is_watched():
                 self._ask(thing)
                 if self._is_done_soon(until):
                     return
             self.signals.take_over()
             self._ask(thing)
             self._life.begin()
-            if isinstance(thing, Errand):
-                self._viewing = Viewing(self._make_view, self._life.mailbox, thing)
+            if isinstance(thing, PendingCall):
+                self._viewing = ViewDriver(self._make_view, self._life.mailbox, thing)
             self._sleep(until)
             self._leave()
         except BaseException as error:
@@ -142,7 +145,7 @@ class Visit:
                 raise error from make_error(result)
             raise
 
-    def _ask(self, thing: Event | Errand | None) -> None:
+    def _ask(self, thing: Event | PendingCall | None) -> None:
         """Once."""
         if not self._has_asked:
             self._has_asked = True

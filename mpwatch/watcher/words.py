@@ -3,15 +3,13 @@
 import os
 from contextlib import suppress
 
-from .lines import Lines
-
-__all__ = ["Words"]
+from .lines import LineAssembler
 
 KEPT = 8192  # bytes
 LAST_LINES = 50  # C++ adds a stack of some twenty lines to the last words of an exception
 
 
-class Words:
+class StderrTail:
     """Of one rank in one life. Fed by the thread that reads its streams."""
 
     def __init__(self) -> None:
@@ -39,7 +37,7 @@ class Words:
         end, is_cut = self._end, self._is_cut
         if self.unread:
             end, is_cut = _end_of(self.unread, self._begins_at)
-        lines = Lines()
+        lines = LineAssembler()
         text = (lines.feed(end) + lines.end()).decode(errors="replace")
         return "\n".join(text.splitlines()[int(is_cut) :][-LAST_LINES:])
 

@@ -32,7 +32,7 @@ END = struct.Struct("<Q4s")
 MARK = b"mpwb"
 
 
-class Bundle:
+class PickleBundle:
     """A bundle in the making, and then made: `body`, or where that is empty, `file`, which it owns. Closed when dropped.
 
     Args:
@@ -101,7 +101,7 @@ class Bundle:
         return at, buffer.nbytes
 
 
-class Trial:
+class NullBundle:
     """In place of a bundle, where only the exception matters that pickling may raise."""
 
     def write(self, _: object) -> None:

@@ -26,8 +26,8 @@ from typing import Any
 from . import sources, values
 from .frames import traceback_of
 
-Link = dict[str, Any]  # what is told of one exception; see telling.py
-Part = dict[str, Any]  # its pickles
+ExceptionNode = dict[str, Any]  # what is told of one exception; see telling.py
+PickledParts = dict[str, Any]  # its pickles
 ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -54,7 +54,7 @@ def decode(told: bytes, details: bytes = b"") -> BaseException:
     return assemble(plain["links"], pickle.loads(details) if details else [])
 
 
-def assemble(links: list[Link], parts: Sequence[Part | None] = ()) -> BaseException:
+def assemble(links: list[ExceptionNode], parts: Sequence[PickledParts | None] = ()) -> BaseException:
     """The first of these, and what hangs on it: from its parts where there are any, else as a stand-in."""
     made: dict[int, BaseException] = {}
     for number in _members_first(links):
@@ -65,7 +65,7 @@ def assemble(links: list[Link], parts: Sequence[Part | None] = ()) -> BaseExcept
     return made[0]
 
 
-def _members_first(links: list[Link]) -> list[int]:
+def _members_first(links: list[ExceptionNode]) -> list[int]:
     """The links in an order in which a group comes after its members: it is made of them, and cannot hold itself."""
     order: list[int] = []
     waiting = [(number, False) for number in range(len(links))]
@@ -83,7 +83,7 @@ def _members_first(links: list[Link]) -> list[int]:
     return order
 
 
-def _make(link: Link, part: Part | None, members: list[BaseException]) -> BaseException:
+def _make(link: ExceptionNode, part: PickledParts | None, members: list[BaseException]) -> BaseException:
     if part is not None:
         try:
             return rebuild(link, part, members)
@@ -94,7 +94,7 @@ def _make(link: Link, part: Part | None, members: list[BaseException]) -> BaseEx
     return _stand_in(link, members)
 
 
-def rebuild(link: Link, part: Part, members: list[BaseException]) -> BaseException:
+def rebuild(link: ExceptionNode, part: PickledParts, members: list[BaseException]) -> BaseException:
     """The exception of its own class, exact or from its parts. Runs what its class defines; raises whatever that raises."""
     if part["exact"] is not None:
         error = values.loads(part["exact"])
@@ -133,7 +133,7 @@ def _new(cls: Any, args: tuple[Any, ...]) -> BaseException:
     return error
 
 
-def _stand_in(link: Link, members: list[BaseException]) -> BaseException:
+def _stand_in(link: ExceptionNode, members: list[BaseException]) -> BaseException:
     """A class of the same name and text: caught by `except` of the builtin classes that it was derived from."""
     text = link["text"]
     names = {"__module__": link["module"], "__qualname__": link["qualname"], "__str__": lambda _: text}
@@ -151,7 +151,7 @@ def _stand_in(link: Link, members: list[BaseException]) -> BaseException:
     return error
 
 
-def _connect(error: BaseException, link: Link, made: dict[int, BaseException]) -> None:
+def _connect(error: BaseException, link: ExceptionNode, made: dict[int, BaseException]) -> None:
     set_own(error, "__cause__", made.get(link["cause"]))
     set_own(error, "__context__", made.get(link["context"]))
     set_own(error, "__suppress_context__", link["suppress"])
@@ -160,31 +160,31 @@ def _connect(error: BaseException, link: Link, made: dict[int, BaseException]) -
         own(error, "__dict__")["__notes__"] = link["notes"]
 
 
-class Outline:
+class ExceptionHeader:
     """A link as it can be told without rebuilding anything."""
 
     __slots__ = ("name", "raised_in", "text")
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ExceptionNode) -> None:
         self.name: str = link["name"]
         self.text: str = link["text"]
         self.raised_in: str = link["frames"][-1][0] if link["frames"] else ""
 
 
-def outline(told: bytes) -> list[Outline]:
+def outline(told: bytes) -> list[ExceptionHeader]:
     """The exception and what it was raised from, `cause` after `cause`."""
-    links: list[Link] = marshal.loads(told)["links"]
-    chain: list[Outline] = []
+    links: list[ExceptionNode] = marshal.loads(told)["links"]
+    chain: list[ExceptionHeader] = []
     number: int | None = 0
     while number is not None and len(chain) < len(links):
-        chain.append(Outline(links[number]))
+        chain.append(ExceptionHeader(links[number]))
         number = links[number]["cause"]
     return chain
 
 
 def summary_of(told: bytes) -> str:
     """The exception's type and text."""
-    first: Link = marshal.loads(told)["links"][0]
+    first: ExceptionNode = marshal.loads(told)["links"][0]
     return f"{first['qualname']}: {first['text']}" if first["text"].strip() else str(first["qualname"])
 
 

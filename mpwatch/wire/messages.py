@@ -23,20 +23,20 @@ MARK = b"mpw1"
 MAX_DESCRIPTORS = 250  # with one message; the kernel passes at most 253 (SCM_MAX_FD)
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """What a message says."""
 
     READY = 1
     CALL = 2  # body: a bundle, or none: then the first of its descriptors is of one
     RETURNED = 3  # the same with the value
     RAISED = 4  # body: an exception told in plain data, see exceptions.py
-    UNLOADED = 5  # the same of the exception that loading the call raised
-    END = 6
-    LINGERS = 7  # body: text, what keeps the rank from ending
+    LOAD_FAILED = 5  # the same of the exception that loading the call raised
+    SHUTDOWN = 6
+    EXIT_BLOCKED = 7  # body: text, what keeps the rank from ending
     DESCRIPTORS = 8  # some of those that the next CALL needs
     FAILING = 9  # the function has just raised; what, follows
     DETAILS = 10  # body: what of the exception just told can be pickled
-    PRINTED = 11  # with a descriptor: what the rank's interpreter had printed, for it to pass on to its stderr
+    STARTUP_OUTPUT = 11  # with a descriptor: what the rank's interpreter had printed, for it to pass on to its stderr
 
 
 class Message:
@@ -44,27 +44,27 @@ class Message:
 
     __slots__ = ("body", "file", "kind", "stamp")
 
-    def __init__(self, kind: Kind, stamp: float, body: bytes) -> None:
+    def __init__(self, kind: MessageKind, stamp: float, body: bytes) -> None:
         self.kind = kind
         self.stamp = stamp
         self.body = body
         self.file: memoryview | OSError | None = None  # what came in the body's place; or why it could not be had
 
 
-def frame(kind: Kind, body: bytes = b"", stamp: float | None = None) -> bytes:
+def frame(kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bytes:
     """The bytes of a message about something that happened at this time of CLOCK_MONOTONIC; now, if none is given."""
     return HEADER.pack(MARK, kind, time.monotonic() if stamp is None else stamp, len(body)) + body
 
 
-def parse_header(head: bytes | bytearray) -> tuple[Kind, float, int]:
+def parse_header(head: bytes | bytearray) -> tuple[MessageKind, float, int]:
     """Kind, stamp and length of the body. Raises ValueError if this is no message: somebody else wrote it."""
     mark, kind, stamp, length = HEADER.unpack_from(head)
     if mark != MARK:
         raise ValueError(f"not a message of mpwatch: {bytes(head[:32])!r}")
-    return Kind(kind), stamp, length
+    return MessageKind(kind), stamp, length
 
 
-class Frames:
+class FrameDecoder:
     """Puts a stream of bytes together into messages. A message that never becomes whole is never seen."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ import pickle
 import sys
 
 from . import sources
-from .bundle import REDUCERS, Bundle, Trial, mapped, opened
+from .bundle import REDUCERS, NullBundle, PickleBundle, mapped, opened
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Payload:
     is closed when it is dropped.
     """
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: PickleBundle) -> None:
         self._copies: list[int] = []
         self._bundle = bundle
 
@@ -105,7 +105,7 @@ from_caller: dict[str, object] = {}  # in a rank: what of its `__main__` is the 
 _arrived: list[int] = []  # in a rank, while it unpacks: the descriptors that came with the call
 
 
-class _Parcel:
+class _SpawnPopenStub:
     """What multiprocessing takes for the process being spawned, while one pickle for all of them is made."""
 
     DupFd = InheritedFd
@@ -141,11 +141,11 @@ def pack(call: Call) -> Payload:
     return _pack(call, _dump)
 
 
-def _pack(call: Call, dump: Callable[[Call, Bundle], None]) -> Payload:
-    bundle = Bundle("mpwatch-call", SMALL)
+def _pack(call: Call, dump: Callable[[Call, PickleBundle], None]) -> Payload:
+    bundle = PickleBundle("mpwatch-call", SMALL)
     payload = Payload(bundle)
     try:
-        with _Parcel(payload.add_copy):
+        with _SpawnPopenStub(payload.add_copy):
             pickle.dump(_describe(sys.modules["__main__"]), bundle, protocol=5)
             dump(call, bundle)
         bundle.finish()
@@ -159,8 +159,8 @@ def probe(thing: object) -> None:
     """Pickle one thing as `pack` would, for the sake of the exception that this raises."""
     from .pickler import CallPickler
 
-    with _Parcel(lambda _: 0):
-        CallPickler(Trial(), sys.modules["__main__"]).dump(thing)
+    with _SpawnPopenStub(lambda _: 0):
+        CallPickler(NullBundle(), sys.modules["__main__"]).dump(thing)
 
 
 class PlainPickler(pickle.Pickler):
@@ -170,7 +170,7 @@ class PlainPickler(pickle.Pickler):
         bundle: where the pickle goes.
     """
 
-    def __init__(self, bundle: Bundle | Trial) -> None:
+    def __init__(self, bundle: PickleBundle | NullBundle) -> None:
         from .reducers import multiprocessing_reducers, torch_reducers
 
         # before __init__, because the C pickler reads it there
@@ -193,14 +193,14 @@ def _may_be_plain(fn: object) -> bool:
     return cloudpickle is None or not cloudpickle.list_registry_pickle_by_value()
 
 
-def _dump_plainly(call: Call, bundle: Bundle) -> None:
+def _dump_plainly(call: Call, bundle: PickleBundle) -> None:
     pickler = PlainPickler(bundle)
     pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.epoch))
     pickler.dump({})
     pickler.dump({})
 
 
-def _dump(call: Call, bundle: Bundle) -> None:
+def _dump(call: Call, bundle: PickleBundle) -> None:
     from .pickler import CallPickler
 
     pickler = CallPickler(bundle, sys.modules["__main__"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import cloudpickle
 
-from .bundle import REDUCERS, Bundle, Trial
+from .bundle import REDUCERS, NullBundle, PickleBundle
 from .reducers import Reducers, multiprocessing_reducers, torch_reducers
 
 Keeper = Callable[[PickleBuffer], bool]
@@ -75,7 +75,7 @@ class CallPickler(_ClassPickler):
         main: the caller's `__main__`.
     """
 
-    def __init__(self, bundle: Bundle | Trial, main: ModuleType) -> None:
+    def __init__(self, bundle: PickleBundle | NullBundle, main: ModuleType) -> None:
         super().__init__(bundle, bundle.keep, torch_reducers(), multiprocessing_reducers())
         self.main = vars(main)
         self.from_main: dict[str, object] = {}

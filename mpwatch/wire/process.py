@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-class Seat:
+class LaunchInfo:
     """The data that a rank is started with: its Worker, and what its descriptors are for."""
 
     __slots__ = ("channel_fd", "is_captured", "slot", "slots_fd", "stderr_fd", "worker")
@@ -39,7 +39,7 @@ class RankProcess(SpawnProcess):
         start_method: spawn makes it the child's default; None leaves the default alone.
     """
 
-    def __init__(self, seat: Seat, program: str, *, name: str, start_method: str | None) -> None:
+    def __init__(self, seat: LaunchInfo, program: str, *, name: str, start_method: str | None) -> None:
         super().__init__(name=name)
         self.seat = seat
         self.program = program

@@ -73,7 +73,7 @@ def interrupted_call(memory: mmap.mmap) -> int:
 # The black box
 
 
-class LastWords:
+class BlackBox:
     """The rank's side of the black box.
 
     Args:
@@ -113,7 +113,7 @@ def read_answer(fd: int, slot: int) -> list[Message]:
 # Heartbeats and reports
 
 
-class Reading:
+class HeartbeatSample:
     """A sample of the heartbeat memory: the time of the last heartbeat, if any, and the last report, if any."""
 
     __slots__ = ("beat_at", "report")
@@ -123,7 +123,7 @@ class Reading:
         self.report = report  # time, step, total, metrics
 
 
-class Pulse:
+class HeartbeatWriter:
     """The rank's side of the heartbeat memory.
 
     Args:
@@ -159,7 +159,7 @@ def read_beat(fd: int, slot: int) -> float | None:
     return beat or None
 
 
-def read_pulse(fd: int, slot: int) -> Reading:
+def read_pulse(fd: int, slot: int) -> HeartbeatSample:
     """Read the last heartbeat and report, in the watcher. A report that does not fit its checksum is left out."""
     for _ in range(MAX_READS):
         data = os.pread(fd, PULSE, slot * SLOT + WORDS)
@@ -167,10 +167,10 @@ def read_pulse(fd: int, slot: int) -> Reading:
         checksum, length = HEAD.unpack_from(data, BEAT.size)
         body = data[BEAT.size + HEAD.size :][:length]
         if length and crc32(body) == checksum:
-            return Reading(beat or None, _decode(body))
+            return HeartbeatSample(beat or None, _decode(body))
         if not length:
             break
-    return Reading(beat or None, None)
+    return HeartbeatSample(beat or None, None)
 
 
 def forget_pulse(fd: int, slot: int) -> None:

@@ -31,7 +31,7 @@ Reducer = Callable[[Any], Any]
 
 def reducers() -> dict[type, Reducer]:
     """How one pickler is to pickle tensors and storages; those of other devices than the CPU go as torch does it."""
-    met: dict[int, _Memory] = {}
+    met: dict[int, _StorageMemory] = {}
 
     def reduce_typed(storage: Any) -> Any:
         memory = untyped_storage_of(storage)
@@ -40,8 +40,8 @@ def reducers() -> dict[type, Reducer]:
     def reduce_untyped(storage: Any) -> Any:
         return storage.__reduce_ex__(5) if storage.device.type != "cpu" else (_itself, (met_as(storage),))
 
-    def met_as(storage: Any) -> _Memory:
-        return met.setdefault(identity_of(storage), _Memory(storage))
+    def met_as(storage: Any) -> _StorageMemory:
+        return met.setdefault(identity_of(storage), _StorageMemory(storage))
 
     return {torch.Tensor: _reduce_tensor, TypedStorage: reduce_typed, UntypedStorage: reduce_untyped}
 
@@ -79,7 +79,7 @@ def _loadable(make: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-class _Memory:
+class _StorageMemory:
     """One storage's, kept as long as the pickler knows of it. Unpickled, it is the UntypedStorage."""
 
     def __init__(self, storage: Any) -> None:

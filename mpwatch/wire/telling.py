@@ -12,7 +12,7 @@ from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 from . import sources, values
-from .exceptions import Link, Part, is_builtin, is_same_text, own, rebuild
+from .exceptions import ExceptionNode, PickledParts, is_builtin, is_same_text, own, rebuild
 from .frames import frames_of
 
 MAX_LINKS = 2000  # of causes, contexts and group members together; a graph beyond that is cut off
@@ -21,7 +21,7 @@ TOLD = {"__cause__", "__context__", "__traceback__", "__suppress_context__", "__
 TOLD_OF_GROUPS = {"exceptions", "message"}
 
 
-class Telling:
+class ExceptionEncoder:
     """An exception and all that hangs on it, in the order in which both messages tell it: itself first, then the nearest.
 
     `links` has what is told of each, in builtin types alone.
@@ -67,7 +67,7 @@ def _members(error: BaseException) -> tuple[BaseException, ...]:
     return found
 
 
-def _link_of(error: BaseException, index: dict[int, int]) -> Link:
+def _link_of(error: BaseException, index: dict[int, int]) -> ExceptionNode:
     cls = type(error)
     is_group = _is_group(error)
     return {
@@ -101,7 +101,7 @@ def _builtin_bases(cls: type) -> list[str]:
     return [base.__name__ for base in found]
 
 
-def _part_of(error: BaseException, link: Link) -> Part | None:
+def _part_of(error: BaseException, link: ExceptionNode) -> PickledParts | None:
     """The pickles that the link can be rebuilt from; None if it cannot be."""
     try:
         members = list(_members(error))
@@ -117,7 +117,7 @@ def _part_of(error: BaseException, link: Link) -> Part | None:
         return None
 
 
-def _exact(error: BaseException, link: Link, attributes: dict[str, bytes]) -> Part | None:
+def _exact(error: BaseException, link: ExceptionNode, attributes: dict[str, bytes]) -> PickledParts | None:
     """As it pickles itself, and those attributes that this leaves out: pickle knows nothing of slots."""
     data = _dumps(error)
     if data is None:
@@ -132,7 +132,7 @@ def _exact(error: BaseException, link: Link, attributes: dict[str, bytes]) -> Pa
     return part if _comes_back(error, link, part, []) else None
 
 
-def _comes_back(error: BaseException, link: Link, part: Part, members: list[BaseException]) -> bool:
+def _comes_back(error: BaseException, link: ExceptionNode, part: PickledParts, members: list[BaseException]) -> bool:
     try:
         again = rebuild(link, part, members)
     except BaseException:  # noqa: BLE001  its own code runs here, and may raise anything

@@ -10,7 +10,7 @@ import copyreg
 import pickle
 import sys
 
-from .bundle import REDUCERS, Bundle, Trial, opened
+from .bundle import REDUCERS, NullBundle, PickleBundle, opened
 from .payload import from_caller
 
 TYPE_CHECKING = False
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SMALL = 1 << 16  # bytes of a value that goes over the channel itself
 
 
-def pack(value: Any) -> Bundle:
+def pack(value: Any) -> PickleBundle:
     """Pickle a value: by reference where that is possible, else by value. Raises what pickling raises, and OSError.
 
     cloudpickle's import is paid for only by ranks that need it: those whose function came by value have it loaded.
@@ -38,7 +38,7 @@ def pack(value: Any) -> Bundle:
 
 def probe(value: Any) -> None:
     """Pickle one thing as `pack` would, for the sake of the exception that this raises."""
-    _pickler(Trial()).dump(value)
+    _pickler(NullBundle()).dump(value)
 
 
 def load(bundle: bytes | memoryview) -> Any:
@@ -70,8 +70,8 @@ def loads(data: bytes) -> Any:
     return _AnswerUnpickler(io.BytesIO(data)).load()
 
 
-def _packed(value: Any, pickler: Callable[[Bundle], pickle.Pickler]) -> Bundle:
-    bundle = Bundle("mpwatch-value", SMALL)
+def _packed(value: Any, pickler: Callable[[PickleBundle], pickle.Pickler]) -> PickleBundle:
+    bundle = PickleBundle("mpwatch-value", SMALL)
     try:
         pickler(bundle).dump(value)
         bundle.finish()
@@ -81,13 +81,13 @@ def _packed(value: Any, pickler: Callable[[Bundle], pickle.Pickler]) -> Bundle:
     return bundle
 
 
-def _plain_pickler(bundle: Bundle) -> pickle.Pickler:
+def _plain_pickler(bundle: PickleBundle) -> pickle.Pickler:
     pickler = pickle.Pickler(bundle, 5, buffer_callback=bundle.keep)
     pickler.dispatch_table = {**copyreg.dispatch_table, **REDUCERS, **_torch_reducers()}
     return pickler
 
 
-def _pickler(bundle: Bundle | Trial) -> pickle.Pickler:
+def _pickler(bundle: PickleBundle | NullBundle) -> pickle.Pickler:
     from .pickler import AnswerPickler
 
     return AnswerPickler(bundle, bundle.keep, _torch_reducers(), from_caller)

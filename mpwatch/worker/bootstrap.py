@@ -17,38 +17,38 @@ from contextlib import suppress
 
 from ..os_support.signals import die_with_writer
 from ..wire import payload, values
-from ..wire.messages import Kind
-from ..wire.process import Seat
+from ..wire.messages import MessageKind
+from ..wire.process import LaunchInfo
 from ..wire.shortage import is_shortage, with_remedy  # imported early: later there may be no descriptor to read it with
-from ..wire.slots import LastWords, Pulse, open_slot
+from ..wire.slots import BlackBox, HeartbeatWriter, open_slot
 from . import context, streams
 from .channel import Channel
-from .signals import Shelter
+from .signals import DeferredSignals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from ..wire.bundle import Bundle
+    from ..wire.bundle import PickleBundle
     from ..wire.payload import Call
-    from ..wire.telling import Telling
+    from ..wire.telling import ExceptionEncoder
 
     Sent = tuple[bytes, list[int] | None]  # a call as it came, see payload.unpack
 
 
-def main(seat: Seat) -> None:
+def main(seat: LaunchInfo) -> None:
     """Live as the rank of this seat."""
     _end_with_watcher()
     _normal_signals()
     memory = open_slot(seat.slots_fd, seat.slot)
-    shelter = Shelter(memory)
+    shelter = DeferredSignals(memory)
     shelter.enter()
     where = streams.move_stderr(seat.stderr_fd)
     if seat.is_captured:
         streams.flush_each_line()
-    channel = Channel(seat.channel_fd, LastWords(memory))
-    context.enter(seat.worker, Pulse(memory))
-    channel.send(Kind.READY, where)
+    channel = Channel(seat.channel_fd, BlackBox(memory))
+    context.enter(seat.worker, HeartbeatWriter(memory))
+    channel.send(MessageKind.READY, where)
     _serve(channel, shelter)
     shelter.end()
     _leave_process_group()
@@ -56,7 +56,7 @@ def main(seat: Seat) -> None:
     channel.let_go()
 
 
-def _serve(channel: Channel, shelter: Shelter) -> None:
+def _serve(channel: Channel, shelter: DeferredSignals) -> None:
     pid = os.getpid()
     while True:
         shelter.wait()
@@ -76,7 +76,7 @@ def _serve(channel: Channel, shelter: Shelter) -> None:
         streams.flush()
 
 
-def _end_as_fork(outcome: _Failure | tuple[Bundle, float]) -> None:
+def _end_as_fork(outcome: _Failure | tuple[PickleBundle, float]) -> None:
     """The function forked, and this is the copy: it has no say, and ends as a forked program does."""
     if isinstance(outcome, _Failure):
         from ..wire import exceptions
@@ -86,13 +86,13 @@ def _end_as_fork(outcome: _Failure | tuple[Bundle, float]) -> None:
     os._exit(1 if isinstance(outcome, _Failure) else 0)
 
 
-def _send_value(channel: Channel, value: Bundle, ended_at: float) -> None:
+def _send_value(channel: Channel, value: PickleBundle, ended_at: float) -> None:
     error = None
     try:
         if value.file is None:
-            is_sent = channel.send(Kind.RETURNED, value.body, ended_at)
+            is_sent = channel.send(MessageKind.RETURNED, value.body, ended_at)
         else:
-            is_sent = channel.send_file(Kind.RETURNED, value.file, ended_at)
+            is_sent = channel.send_file(MessageKind.RETURNED, value.file, ended_at)
         if not is_sent:
             error = _too_large(value.size)
     except OSError as refused:
@@ -100,14 +100,14 @@ def _send_value(channel: Channel, value: Bundle, ended_at: float) -> None:
     finally:
         value.close()
     if error is not None:
-        _send_failure(channel, _Failure(Kind.RAISED, error, ended_at))
+        _send_failure(channel, _Failure(MessageKind.RAISED, error, ended_at))
 
 
 def _send_failure(channel: Channel, failure: _Failure) -> None:
     """First that it failed and when, then what can be told of it, then what must be tried out: the classes of an exception
     may raise, crash or never end in their `__str__`, and worse in their pickling.
     """
-    channel.send(Kind.FAILING, stamp=failure.at)
+    channel.send(MessageKind.FAILING, stamp=failure.at)
     streams.flush_for_answer()
     channel.free_a_descriptor()  # the function may have taken all, and what tells must be imported
     try:
@@ -117,7 +117,7 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
         telling = failure.instead(RuntimeError(f"{failure.name} was raised, and could not be told: {broken!r}"))
         told = telling.plain()
     if channel.send(failure.kind, told, failure.at):
-        channel.send(Kind.DETAILS, telling.details(), failure.at)
+        channel.send(MessageKind.DETAILS, telling.details(), failure.at)
     else:
         channel.send(failure.kind, failure.instead(_too_large(len(told))).plain(), failure.at)
 
@@ -145,7 +145,7 @@ def _normal_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _outcome(sent: Sent, shelter: Shelter) -> _Failure | tuple[Bundle, float]:
+def _outcome(sent: Sent, shelter: DeferredSignals) -> _Failure | tuple[PickleBundle, float]:
     """What comes of a call: its value, pickled, and when. An interrupt meets what `_perform` does, and never this."""
     try:
         try:
@@ -155,17 +155,17 @@ def _outcome(sent: Sent, shelter: Shelter) -> _Failure | tuple[Bundle, float]:
         ended_at = time.monotonic()
         return _packed(value, ended_at)
     except _LoadError as error:
-        return _Failure(Kind.UNLOADED, error.error, time.monotonic())
+        return _Failure(MessageKind.LOAD_FAILED, error.error, time.monotonic())
     except BaseException as error:  # noqa: BLE001  a KeyboardInterrupt, a SystemExit too is an answer
         failed_at = time.monotonic()
         shelter.enter()  # it may have been an interrupt that came before the shelter was reached
-        return _Failure(Kind.RAISED, error, failed_at)
+        return _Failure(MessageKind.RAISED, error, failed_at)
 
 
 class _Failure:
     """What a call raised, and when, by CLOCK_MONOTONIC."""
 
-    def __init__(self, kind: Kind, error: BaseException, at: float) -> None:
+    def __init__(self, kind: MessageKind, error: BaseException, at: float) -> None:
         self.kind = kind
         self.error = error
         self.at = at
@@ -175,23 +175,23 @@ class _Failure:
         """The exception's type."""
         return type(self.error).__name__
 
-    def instead(self, error: BaseException) -> Telling:
+    def instead(self, error: BaseException) -> ExceptionEncoder:
         """Another one, told in its place, as if it had been raised there."""
         from ..wire.exceptions import own, set_own
 
         set_own(error, "__traceback__", own(self.error, "__traceback__"))
         return _Failure(self.kind, error, self.at).telling()
 
-    def telling(self) -> Telling:
+    def telling(self) -> ExceptionEncoder:
         """The exception as the user should see it, without our frames above the function's."""
         from ..wire.exceptions import own, set_own
-        from ..wire.telling import Telling
+        from ..wire.telling import ExceptionEncoder
 
         trace = own(self.error, "__traceback__")
         while trace is not None and _is_ours(trace):
             trace = trace.tb_next
         set_own(self.error, "__traceback__", trace)
-        return Telling(self.error)
+        return ExceptionEncoder(self.error)
 
 
 class _LoadError(Exception):
@@ -201,7 +201,7 @@ class _LoadError(Exception):
         self.error = error
 
 
-def _perform(sent: Sent, shelter: Shelter) -> object:
+def _perform(sent: Sent, shelter: DeferredSignals) -> object:
     shelter.leave()
     try:
         call = payload.unpack(*sent)
@@ -236,15 +236,15 @@ def _leave_process_group() -> None:
             backend.destroy()
 
 
-def _packed(value: object, ended_at: float) -> _Failure | tuple[Bundle, float]:
+def _packed(value: object, ended_at: float) -> _Failure | tuple[PickleBundle, float]:
     """A value that cannot be sent is a failure of when it was returned, however long it took to find out."""
     try:
         return _pack_value(value), ended_at
     except BaseException as error:  # noqa: BLE001  whatever it raises
-        return _Failure(Kind.RAISED, error, ended_at)
+        return _Failure(MessageKind.RAISED, error, ended_at)
 
 
-def _pack_value(value: object) -> Bundle:
+def _pack_value(value: object) -> PickleBundle:
     try:
         return values.pack(value)
     except MemoryError:
@@ -274,4 +274,4 @@ def _tell_what_lingers(channel: Channel) -> None:
         *([f"non-daemon processes: {', '.join(children)}"] if children else []),
     ]
     if held_by:
-        channel.send(Kind.LINGERS, "; ".join(held_by).encode())
+        channel.send(MessageKind.EXIT_BLOCKED, "; ".join(held_by).encode())

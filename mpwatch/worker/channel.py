@@ -10,14 +10,14 @@ import socket
 from io import FileIO
 
 from ..os_support.descriptors import MSG_NOSIGNAL, STDERR, receive, write_all
-from ..wire.messages import HEADER, MAX_DESCRIPTORS, Kind, frame, parse_header
-from ..wire.slots import WORDS, LastWords
+from ..wire.messages import HEADER, MAX_DESCRIPTORS, MessageKind, frame, parse_header
+from ..wire.slots import WORDS, BlackBox
 
 
 class Channel:
     """Blocking, for the rank's main thread alone."""
 
-    def __init__(self, fd: int, last_words: LastWords) -> None:
+    def __init__(self, fd: int, last_words: BlackBox) -> None:
         self._fd = fd
         self._identity = _identity(self._fd)
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=fd)
@@ -27,7 +27,7 @@ class Channel:
         self._last_words = last_words
         self._spare = -1
 
-    def send(self, kind: Kind, body: bytes = b"", stamp: float | None = None) -> bool:
+    def send(self, kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bool:
         """Send, or leave it for the watcher to find; False if there was no way to do either."""
         data = frame(kind, body, stamp)
         if self._is_ours():
@@ -38,7 +38,7 @@ class Channel:
             return True
         return self._last_words.leave(data)
 
-    def send_file(self, kind: Kind, file: FileIO, stamp: float) -> bool:
+    def send_file(self, kind: MessageKind, file: FileIO, stamp: float) -> bool:
         """The same with a file in the body's place. Raises OSError if the system does not let it pass."""
         fd = file.fileno()
         if not self._is_ours():
@@ -103,15 +103,15 @@ def _read_call(line: socket.socket) -> tuple[bytes, list[int] | None] | None:
             return None
         kind, _, length = parse_header(head)
         body = _read_exactly(line, length)
-        if kind is Kind.PRINTED:
+        if kind is MessageKind.STARTUP_OUTPUT:
             _pass_on(fds)
             fds, has_all = [], True
-        elif kind is not Kind.DESCRIPTORS:
+        elif kind is not MessageKind.DESCRIPTORS:
             break
     if not has_all:
         while fds:
             os.close(fds.pop())
-    return (body, fds if has_all else None) if kind is Kind.CALL and len(body) == length else None
+    return (body, fds if has_all else None) if kind is MessageKind.CALL and len(body) == length else None
 
 
 def _read_exactly(line: socket.socket, size: int) -> bytes:

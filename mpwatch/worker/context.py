@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from ..ranks import Worker
-    from ..wire.slots import Pulse
+    from ..wire.slots import HeartbeatWriter
 
 _fields: dict[str, Any] | None = None  # set in a rank, for as long as it lives
 _worker: Worker | None = None
-_pulse: Pulse | None = None
+_pulse: HeartbeatWriter | None = None
 
 
-def enter(fields: dict[str, Any], pulse: Pulse) -> None:
+def enter(fields: dict[str, Any], pulse: HeartbeatWriter) -> None:
     """This process is the rank that these fields of a `Worker` describe. One that it forks has a pulse that nobody feels."""
     global _fields, _pulse
     _fields = fields

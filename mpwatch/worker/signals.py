@@ -17,7 +17,7 @@ from ..os_support.signals import handlers_in_python, set_handler
 from ..wire.slots import interrupted_call
 
 
-class Shelter:
+class DeferredSignals:
     """Made, and then entered and left, by the main thread; between `enter` and `leave` no signal is felt.
 
     Args:

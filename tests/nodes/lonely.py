@@ -6,7 +6,8 @@ lonely.py ENDPOINT NODE_TIMEOUT
 import sys
 import time
 
-from mpwatch.elastic.meeting.engine import Engine, StoreLostError
+from mpwatch.elastic.meeting.engine import RendezvousClient
+from mpwatch.elastic.meeting.errors import StoreLostError
 from mpwatch.rendezvous import Rendezvous
 
 
@@ -14,7 +15,7 @@ def tell(*words):
     print(*words, flush=True)
 
 
-engine = Engine(Rendezvous(sys.argv[1], "job", (1, 2), node_timeout=float(sys.argv[2])))
+engine = RendezvousClient(Rendezvous(sys.argv[1], "job", (1, 2), node_timeout=float(sys.argv[2])))
 engine.connect(time.monotonic() + 60)
 tell("connected", engine.is_host, engine.address)
 formed = engine.join(time.monotonic() + 60, last_call=60)

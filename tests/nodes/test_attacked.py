@@ -5,7 +5,7 @@ import signal
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from mpwatch.elastic.talk.seal import Seal
+from mpwatch.elastic.talk.seal import SignedJson
 
 from . import tasks
 
@@ -53,7 +53,7 @@ def test_nor_does_what_he_says_of_a_node_that_was_refused(job):
 def write_for_the_job(job, key, body):
     host, _, port = job.terms["endpoint"].rpartition(":")
     store = PrefixStore(f"mpwatch.{job.terms['run_id']}", TCPStore(host, int(port), wait_for_workers=False))
-    store.set(key, Seal(b"", job.terms["run_id"]).close(key, body))
+    store.set(key, SignedJson(b"", job.terms["run_id"]).close(key, body))
 
 
 def test_environments_that_were_made_too_late_are_for_no_other_attempt(job):

@@ -6,10 +6,10 @@ import pytest
 from torch.distributed import HashStore
 
 from mpwatch.elastic.meeting.endpoint import Endpoint
-from mpwatch.elastic.meeting.store import Connection, PartOfStore
-from mpwatch.elastic.talk.board import Board
-from mpwatch.elastic.talk.messages import Bye, Closed, Failing, Stop
-from mpwatch.elastic.talk.seal import Seal
+from mpwatch.elastic.meeting.store import PrefixedStore, StoreConnection
+from mpwatch.elastic.talk.board import StoreChannel
+from mpwatch.elastic.talk.messages import AttemptFailing, JobClosed, ShutdownAck, StopAttempt
+from mpwatch.elastic.talk.seal import SignedJson
 
 PATIENCE = 0.05  # seconds
 FORGED = ["", "garbage", '\n{"kind":"Closed"}', "\n{}", "\n" + "[" * 100, "\n" + "x" * (2 << 20)]
@@ -17,8 +17,8 @@ FORGED = ["", "garbage", '\n{"kind":"Closed"}', "\n{}", "\n" + "[" * 100, "\n" +
 
 def boards_with(key):
     """The chair's, and that of another node."""
-    store = PartOfStore(Connection(HashStore(), [], Endpoint("host", 1)), "round")
-    boards = [Board(store, Seal(key, "job"), group_rank=rank, patience=PATIENCE) for rank in (0, 1)]
+    store = PrefixedStore(StoreConnection(HashStore(), [], Endpoint("host", 1)), "round")
+    boards = [StoreChannel(store, SignedJson(key, "job"), group_rank=rank, patience=PATIENCE) for rank in (0, 1)]
     assert all(board.is_open() for board in boards)
     return boards
 
@@ -34,8 +34,8 @@ def test_what_stands_where_the_chair_has_yet_to_speak_is_written_over(boards, fo
     node._store.set("word/1", forged)
     assert node.words() == node.words() == []
     assert [record.args[0] for record in caplog.records] == ["word/1"]
-    chair.say(Stop(0, "why"))
-    assert node.words() == [Stop(0, "why")]
+    chair.say(StopAttempt(0, "why"))
+    assert node.words() == [StopAttempt(0, "why")]
 
 
 @pytest.mark.parametrize("forged", FORGED)
@@ -45,15 +45,15 @@ def test_what_stands_where_a_node_has_yet_to_write_is_written_over(boards, forge
     node._store.set("inbox/1", forged)
     assert chair.inbox() == chair.inbox() == []
     assert [record.args[0] for record in caplog.records] == ["inbox/1"]
-    node._write("inbox/1", node._place("inbox", 1), {"kind": "Bye", "group_rank": 1})
-    assert chair.inbox() == [Bye(1)]
+    node._write("inbox/1", node._place("inbox", 1), {"kind": "ShutdownAck", "group_rank": 1})
+    assert chair.inbox() == [ShutdownAck(1)]
 
 
 def test_messages_that_were_announced_and_never_written_are_not_waited_for_and_not_remembered(boards):
     chair, node = boards
     node._store.add("inbox", 1000)
-    node.post(Bye(1))
-    assert chair.inbox() == [Bye(1)]
+    node.post(ShutdownAck(1))
+    assert chair.inbox() == [ShutdownAck(1)]
     deadline = time.monotonic() + 5.0
     while chair._holes and time.monotonic() < deadline:
         assert chair.inbox() == []
@@ -62,11 +62,11 @@ def test_messages_that_were_announced_and_never_written_are_not_waited_for_and_n
 
 def test_what_was_said_elsewhere_does_not_count_here():
     chair, node = boards_with(b"secret")
-    chair.say(Stop(0, "why"))
-    chair.say(Closed())
-    node.post(Failing(1, 0))
+    chair.say(StopAttempt(0, "why"))
+    chair.say(JobClosed())
+    node.post(AttemptFailing(1, 0))
     node._store.set("word/3", node._store.get("word/1"))
     node._store.add("inbox", 1)
     node._store.set("inbox/2", node._store.get("inbox/1"))
-    assert node.words() == [Stop(0, "why"), Closed()]
-    assert chair.inbox() == [Failing(1, 0)]
+    assert node.words() == [StopAttempt(0, "why"), JobClosed()]
+    assert chair.inbox() == [AttemptFailing(1, 0)]

@@ -20,8 +20,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import mpwatch.elastic.meeting.engine
-from mpwatch.elastic.meeting.clocks import OwnClock
-from mpwatch.elastic.meeting.engine import Engine
+from mpwatch.elastic.meeting.clocks import LocalClockBackend
+from mpwatch.elastic.meeting.engine import RendezvousClient
 from mpwatch.elastic.meeting.opening import open_store
 from mpwatch.elastic.meeting.state import MAX_BYTES, ZONE, Node, State, read, write
 from mpwatch.rendezvous import Rendezvous
@@ -87,7 +87,7 @@ def a_state(**parts):
 
 
 def clock_over(backend, told=None):
-    return OwnClock(backend, lambda: LAST_CALL, [].append if told is None else told.append)
+    return LocalClockBackend(backend, lambda: LAST_CALL, [].append if told is None else told.append)
 
 
 def seen(clock):
@@ -204,7 +204,7 @@ def engines(monkeypatch):
             return dataclasses.replace(opened, backend=OtherClock(opened.backend, ahead))
 
         monkeypatch.setattr(mpwatch.elastic.meeting.engine, "open_store", skewed)
-        made.append(Engine(terms))
+        made.append(RendezvousClient(terms))
         made[-1].connect(time.monotonic() + 10)
     yield made
     for engine in reversed(made):

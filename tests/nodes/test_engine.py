@@ -21,7 +21,8 @@ from programs import ENV
 
 from mpwatch import LaunchError
 from mpwatch.elastic.meeting import store
-from mpwatch.elastic.meeting.engine import CancelledError, ClosedError, Engine, StoreLostError
+from mpwatch.elastic.meeting.engine import RendezvousClient
+from mpwatch.elastic.meeting.errors import CancelledError, JobClosedError, StoreLostError
 from mpwatch.elastic.meeting.state import State, read
 from mpwatch.rendezvous import Rendezvous
 
@@ -49,7 +50,7 @@ def node(port):
 
     def make(nnodes=2, **options):
         terms = {"endpoint": f"127.0.0.1:{port}", "run_id": "job", "node_timeout": 60, **options}
-        engines.append(Engine(Rendezvous(terms.pop("endpoint"), terms.pop("run_id"), nnodes, **terms)))
+        engines.append(RendezvousClient(Rendezvous(terms.pop("endpoint"), terms.pop("run_id"), nnodes, **terms)))
         return engines[-1]
 
     yield make
@@ -222,7 +223,7 @@ def test_nobody_joins_a_job_that_is_over(node):
     host, guest = connected(node((1, 2)), node((1, 2)))
     join(host)
     host.set_closed()
-    with pytest.raises(ClosedError, match="closed: that job is over"):
+    with pytest.raises(JobClosedError, match="closed: that job is over"):
         guest.join(until(10))
 
 
@@ -306,7 +307,7 @@ def test_static_nodes_have_the_numbers_they_say(node):
         assert rounds[0].store.add("new in each round", 1) == 1
     assert nodes[0].waiting() == 0
     nodes[1].set_closed()
-    with pytest.raises(ClosedError):
+    with pytest.raises(JobClosedError):
         nodes[0].join(until(20))
 
 

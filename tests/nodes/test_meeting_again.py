@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from mpwatch.elastic.meeting.engine import Engine
+from mpwatch.elastic.meeting.engine import RendezvousClient
 from mpwatch.elastic.meeting.handler import LEAST_LOOK, MOST_LOOK, pause
 from mpwatch.elastic.meeting.state import read
-from mpwatch.elastic.member import Hear, Member, Rejoin
-from mpwatch.elastic.talk.messages import Card, Decision, Gone, History, Terms, Verdict
+from mpwatch.elastic.member import NodeMachine, Rejoin, ReportAttempt
+from mpwatch.elastic.talk.messages import AttemptDecision, JobConfig, LostNode, NextStep, NodeInfo, RestartHistory
 from mpwatch.errors import LaunchError
 from mpwatch.rendezvous import Rendezvous
 
@@ -31,7 +31,7 @@ def engines():
     """Three of one job that one of them would be enough for; in the end they are closed, the one that serves the store last."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    made = [Engine(Rendezvous(f"127.0.0.1:{port}", "job", (1, 4), is_host=not number)) for number in range(3)]
+    made = [RendezvousClient(Rendezvous(f"127.0.0.1:{port}", "job", (1, 4), is_host=not number)) for number in range(3)]
     for engine in made:
         engine.connect(time.monotonic() + PATIENCE)
     yield made
@@ -106,7 +106,7 @@ def test_it_looks_the_less_often_the_longer_it_has_waited_and_the_more_nodes_the
 
 
 def test_a_member_knows_how_many_of_its_round_will_come_again():
-    card = Card(1, "host", "host", 2, "default", False, 10.0, "nonce", Terms(()), History())
-    member = Member(card, size=4, min_nodes=1, max_restarts=0, node_timeout=2, now=0)
-    verdict = Verdict(0, Decision.REGROUP, History(1), gone=(Gone(3, "lost", 6, 2, "silent"),))
-    assert member.hear(verdict) == [Hear(verdict), Rejoin(History(1), nodes=3)]
+    card = NodeInfo(1, "host", "host", 2, "default", False, 10.0, "nonce", JobConfig(()), RestartHistory())
+    member = NodeMachine(card, size=4, min_nodes=1, max_restarts=0, node_timeout=2, now=0)
+    verdict = AttemptDecision(0, NextStep.RE_RENDEZVOUS, RestartHistory(1), gone=(LostNode(3, "lost", 6, 2, "silent"),))
+    assert member.hear(verdict) == [ReportAttempt(verdict), Rejoin(RestartHistory(1), nodes=3)]

@@ -6,11 +6,11 @@ import time
 import pytest
 
 from mpwatch.elastic.meeting.errors import CancelledError
-from mpwatch.elastic.meeting.patience import Limit, wait_for
+from mpwatch.elastic.meeting.patience import Deadline, wait_for
 
 
 def limit(seconds):
-    return Limit(time.monotonic() + seconds, threading.Event())
+    return Deadline(time.monotonic() + seconds, threading.Event())
 
 
 @pytest.fixture

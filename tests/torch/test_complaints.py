@@ -12,8 +12,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import mpwatch
-from mpwatch.watcher.signatures import Complaint, complaint_in
-from mpwatch.wire.telling import Telling
+from mpwatch.watcher.signatures import PeerErrorKind, complaint_in
+from mpwatch.wire.telling import ExceptionEncoder
 
 pytestmark = pytest.mark.usefixtures("_patient")
 SHORT = datetime.timedelta(seconds=0.5)
@@ -56,11 +56,11 @@ def gloo_has_no_such_device():
 
 
 EXPECTED = {
-    store_gets_what_nobody_sets: Complaint.LATE,
-    store_has_lost_its_server: Complaint.GONE,
-    store_without_a_server: Complaint.LATE,
-    store_waits_for_clients: Complaint.LATE,
-    store_s_port_is_taken: Complaint.HINT,
+    store_gets_what_nobody_sets: PeerErrorKind.PEER_TIMEOUT,
+    store_has_lost_its_server: PeerErrorKind.CONNECTION_LOST,
+    store_without_a_server: PeerErrorKind.PEER_TIMEOUT,
+    store_waits_for_clients: PeerErrorKind.PEER_TIMEOUT,
+    store_s_port_is_taken: PeerErrorKind.HINT,
     gloo_has_no_such_device: None,
 }
 
@@ -73,7 +73,7 @@ def test_what_torch_says():
             try:
                 fail()
             except RuntimeError as error:
-                found[fail.__name__] = complaint_in(Telling(error).plain())
+                found[fail.__name__] = complaint_in(ExceptionEncoder(error).plain())
         return found
 
     (found,) = mpwatch.run(complaints, 1, args=(list(EXPECTED),))

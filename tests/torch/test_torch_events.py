@@ -21,7 +21,7 @@ from streams import Story, failed, failure, moved, restarted
 
 import mpwatch
 from mpwatch import FailureKind, WorkerState
-from mpwatch.events import CallStarted, Restarting, TorchElasticEvents, WorkerEnded, WorkerFailed, WorkerSucceeded
+from mpwatch.events import CallStarted, Restarting, TorchElasticEvents, WorkerExited, WorkerFailed, WorkerSucceeded
 
 HERE = Path(__file__).parent
 STATUS = "torchelastic.worker.status."
@@ -213,7 +213,7 @@ def test_a_group_that_is_closed_has_succeeded_and_its_ranks_are_what_their_last_
 
 
 def test_a_rank_that_is_replaced_alone(told):
-    story = Story(nprocs=3).begin().tell(WorkerSucceeded, 0.9, (0,)).tell(WorkerEnded, 1.0, (1,), pid=101, exit_code=1)
+    story = Story(nprocs=3).begin().tell(WorkerSucceeded, 0.9, (0,)).tell(WorkerExited, 1.0, (1,), pid=101, exit_code=1)
     story.tell(WorkerFailed, 1.0, (1,), failure=failure(1), is_root_cause=True)
     story.tell(Restarting, 1.0, (1,), cause=failure(1), delay=0.0, restarts_left=0).started(1.0, 1, (1,))
     story.tell(WorkerSucceeded, 2.0, (1,), attempt=1).tell(WorkerSucceeded, 3.0, (2,)).becomes(WorkerState.SUCCEEDED, 3.0)

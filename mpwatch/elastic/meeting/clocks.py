@@ -15,10 +15,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 from .state import ZONE, Node, State, read, write
 
-__all__ = ["OwnClock"]
 
-
-class _Seen:
+class _ForeignTime:
     """A time that another clock has written, and since when we know it."""
 
     def __init__(self, theirs: datetime, since: float) -> None:
@@ -32,7 +30,7 @@ class _Seen:
         return self.ours
 
 
-class OwnClock(RendezvousBackend):
+class LocalClockBackend(RendezvousBackend):
     """A backend whose states have no times but those of this node's clock.
 
     Args:
@@ -47,8 +45,8 @@ class OwnClock(RendezvousBackend):
         self._backend = backend
         self._last_call = last_call
         self._on_state = on_state
-        self._beats: dict[Node, _Seen] = {}
-        self._deadline: _Seen | None = None
+        self._beats: dict[Node, _ForeignTime] = {}
+        self._deadline: _ForeignTime | None = None
 
     @property
     def name(self) -> str:
@@ -80,14 +78,14 @@ class OwnClock(RendezvousBackend):
         beats = {}
         for node, beat in state.last_heartbeats.items():
             known = self._beats.get(node)
-            beats[node] = known if known and known.theirs == beat else _Seen(beat, now)
+            beats[node] = known if known and known.theirs == beat else _ForeignTime(beat, now)
             state.last_heartbeats[node] = beats[node].told(now)
         self._beats = beats
         if state.deadline is None:
             self._deadline = None
         else:
             if self._deadline is None or self._deadline.theirs != state.deadline:
-                self._deadline = _Seen(state.deadline, now)
+                self._deadline = _ForeignTime(state.deadline, now)
             state.deadline = self._deadline.told(now, self._last_call())
         return write(state)
 

@@ -14,21 +14,7 @@ from enum import Enum, auto
 from typing import Any
 
 from ...errors import LaunchError
-from .patience import POLL_SECONDS, Limit, wait_for
-
-__all__ = [
-    "Address",
-    "Answer",
-    "Endpoint",
-    "Found",
-    "ask",
-    "is_here",
-    "is_taken",
-    "listen",
-    "look",
-    "resolve",
-    "taken",
-]
+from .patience import POLL_SECONDS, Deadline, wait_for
 
 TRY_SECONDS = 0.5  # to connect, and again to be answered: somebody may cancel, and the next try is soon
 ANSWER_SECONDS = 2.0  # for a store on this machine, before it is said to be none
@@ -62,14 +48,14 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Found:
+class Listener:
     """Who listens at the endpoint: by which address it is reached, and which of ours leads there."""
 
     host: str
     local: str
 
 
-class Answer(Enum):
+class ProbeResult(Enum):
     """What somebody who listens says to a client of torch's store."""
 
     STORE = auto()
@@ -79,7 +65,7 @@ class Answer(Enum):
     """It says what no store would."""
 
 
-def resolve(endpoint: Endpoint, limit: Limit) -> list[Address]:
+def resolve(endpoint: Endpoint, limit: Deadline) -> list[Address]:
     """The addresses of the endpoint. Raises socket.gaierror, also if it takes too long, and CancelledError."""
     try:
         return _addresses(endpoint, socket.AI_NUMERICHOST)
@@ -123,7 +109,7 @@ def listen(endpoint: Endpoint, here: Address | None) -> socket.socket:
     return socket.create_server(("", endpoint.port), backlog=socket.SOMAXCONN)
 
 
-def look(endpoint: Endpoint, addresses: list[Address], limit: Limit) -> Found | str:
+def look(endpoint: Endpoint, addresses: list[Address], limit: Deadline) -> Listener | str:
     """Return the store that listens at one of these addresses, or a text that says why none was found.
 
     Raises LaunchError if what listens there is no store, and CancelledError.
@@ -135,8 +121,8 @@ def look(endpoint: Endpoint, addresses: list[Address], limit: Limit) -> Found | 
                 connection.settimeout(limit.left(TRY_SECONDS) or POLL_SECONDS)
                 connection.connect(address)
                 answer = ask(connection, limit.left(TRY_SECONDS) or POLL_SECONDS)
-                if answer is Answer.STORE:
-                    return Found(address[0], connection.getsockname()[0])
+                if answer is ProbeResult.STORE:
+                    return Listener(address[0], connection.getsockname()[0])
                 trouble = "what listens there does not answer as a store of torch's: is the port taken by something else?"
         except ConnectionRefusedError:
             trouble = (
@@ -149,7 +135,7 @@ def look(endpoint: Endpoint, addresses: list[Address], limit: Limit) -> Found | 
                 f" the other nodes from port {endpoint.port}"
             )
         else:
-            if answer is Answer.STRANGE:
+            if answer is ProbeResult.STRANGE:
                 raise taken(endpoint)
     return trouble
 
@@ -162,7 +148,7 @@ def taken(endpoint: Endpoint) -> LaunchError:
     )
 
 
-def ask(connection: socket.socket, seconds: float) -> Answer:
+def ask(connection: socket.socket, seconds: float) -> ProbeResult:
     """Greet as torch's clients do. Raises OSError for a connection that breaks, but for one that is hung up."""
     deadline = time.monotonic() + seconds
     heard = b""
@@ -177,8 +163,8 @@ def ask(connection: socket.socket, seconds: float) -> Answer:
     except (TimeoutError, ConnectionResetError, BrokenPipeError):
         pass
     if len(heard) == NUMBER.size and 0 <= NUMBER.unpack(heard)[0] < MOST_KEYS:
-        return Answer.STORE
-    return Answer.STRANGE if heard else Answer.NOTHING
+        return ProbeResult.STORE
+    return ProbeResult.STRANGE if heard else ProbeResult.NOTHING
 
 
 def is_taken(error: OSError) -> bool:

@@ -12,13 +12,10 @@ from collections.abc import Callable
 
 from ...os_support.processes import await_end_of_thread
 from ...rendezvous import Rendezvous
-from .errors import CancelledError, ClosedError, StoreLostError
-from .meetings import Meeting, Round, StaticMeeting
-from .opening import Opened, open_store
-from .patience import Limit
-from .store import Connection, PartOfStore
-
-__all__ = ["OVER", "CancelledError", "ClosedError", "Engine", "Round", "StoreLostError", "leave_in_time"]
+from .meetings import DynamicRendezvous, Round, StaticRendezvous
+from .opening import OpenedStore, open_store
+from .patience import Deadline
+from .store import PrefixedStore, StoreConnection
 
 OVER = "over"  # a key in the store of the job
 LAST_CALL_SECONDS = 30.0  # as torch has it
@@ -28,7 +25,7 @@ CUT_SECONDS = 0.5  # for a thread to notice that
 SEE_OFF_SECONDS, SEE_OFF_POLL_SECONDS = 0.3, 0.01
 
 
-class Engine:
+class RendezvousClient:
     """The rendezvous of one node of one job.
 
     Args:
@@ -38,8 +35,8 @@ class Engine:
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
         self._cancelled = threading.Event()
-        self._opened: Opened | None = None
-        self._meeting: Meeting | StaticMeeting | None = None
+        self._opened: OpenedStore | None = None
+        self._meeting: DynamicRendezvous | StaticRendezvous | None = None
         self.is_host = False
         """Whether this process serves the store: it should leave last. False until it is connected."""
         self.backend = rendezvous.backend
@@ -55,14 +52,14 @@ class Engine:
 
         Raises LaunchError, which says what was in the way and how to mend it, and CancelledError.
         """
-        opened = open_store(self._rendezvous, Limit(deadline, self._cancelled))
+        opened = open_store(self._rendezvous, Deadline(deadline, self._cancelled))
         self._opened = opened
         self.is_host = opened.is_host
         self.address = self.address or opened.local
         if opened.backend is None:
-            self._meeting = StaticMeeting(self._rendezvous, opened)
+            self._meeting = StaticRendezvous(self._rendezvous, opened)
         else:
-            self._meeting = Meeting(self._rendezvous, opened, self.address)
+            self._meeting = DynamicRendezvous(self._rendezvous, opened, self.address)
 
     def join(self, deadline: float, *, last_call: float | None = None, enough: float = math.inf) -> Round:
         """Take part in the next round: leaves the one before. Returns when it has formed.
@@ -78,7 +75,7 @@ class Engine:
         """
         if last_call is None:
             last_call = float(self._rendezvous.options.get("last_call_timeout", LAST_CALL_SECONDS))
-        return self._connected().join(Limit(deadline, self._cancelled), last_call, enough)
+        return self._connected().join(Deadline(deadline, self._cancelled), last_call, enough)
 
     def waiting(self) -> int:
         """How many newcomers wait for the next round. Raises StoreLostError."""
@@ -90,12 +87,12 @@ class Engine:
             store.set(OVER, "1")  # for who does not want to join just now
         self._connected().set_closed()
 
-    def store_of_job(self) -> PartOfStore | None:
+    def store_of_job(self) -> PrefixedStore | None:
         """What the nodes of the job have in common before they meet, and in all rounds; None if there is nothing."""
         assert self._opened is not None, "connect() comes first"
-        return PartOfStore(self._opened.connection, f"mpwatch.{self._rendezvous.run_id}")
+        return PrefixedStore(self._opened.connection, f"mpwatch.{self._rendezvous.run_id}")
 
-    def _connected(self) -> Meeting | StaticMeeting:
+    def _connected(self) -> DynamicRendezvous | StaticRendezvous:
         assert self._meeting is not None, "connect() comes first, and nothing after close()"
         return self._meeting
 
@@ -120,14 +117,14 @@ class Engine:
         opened.connection.close()
 
 
-def _see_off_others(meeting: Meeting | StaticMeeting) -> None:
+def _see_off_others(meeting: DynamicRendezvous | StaticRendezvous) -> None:
     """Keep the store for those who are just leaving, too: torch prints a page where a store goes in the midst of a call."""
     deadline = time.monotonic() + SEE_OFF_SECONDS
     while meeting.has_others() and time.monotonic() < deadline:
         time.sleep(SEE_OFF_POLL_SECONDS)
 
 
-def leave_in_time(leave: Callable[[], object], connection: Connection) -> None:
+def leave_in_time(leave: Callable[[], object], connection: StoreConnection) -> None:
     """Tell the others, by that connection, but for no longer than it may take."""
     leaving = threading.Thread(target=leave, name="mpwatch-leave", daemon=True)
     leaving.start()

@@ -1,7 +1,5 @@
 """How a node's part in a rendezvous may end otherwise than by going on. Data; imports nothing."""
 
-__all__ = ["CancelledError", "ClosedError", "StoreLostError"]
-
 
 class StoreLostError(Exception):
     """The store in which the nodes meet cannot be reached any more, or holds what no node writes. Says what and where."""
@@ -11,5 +9,5 @@ class CancelledError(Exception):
     """`Engine.cancel()` was called while it was waiting, or before."""
 
 
-class ClosedError(Exception):
+class JobClosedError(Exception):
     """The job is over: its rendezvous has been closed for everybody."""

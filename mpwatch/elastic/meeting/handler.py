@@ -33,8 +33,6 @@ from ...torch_private import (
 from .errors import StoreLostError
 from .state import Node
 
-__all__ = ["Handler", "Terms", "make_handler", "pause"]
-
 BEATS = 3  # without which a node is dropped
 CLOSE_SECONDS = 5.0  # to close the rendezvous, should many others write at the same time
 LOOK_SHARE = 0.1  # of the time that a node has waited for a round: when it looks again, within these bounds
@@ -43,7 +41,7 @@ MOST_LOOKS = 100  # a second, of all nodes together: each reads what there is of
 ID_BITS = 62  # whoever reads it may have no more than 64, and a sign
 
 
-class Terms(RendezvousTimeout):
+class JoinTimeouts(RendezvousTimeout):
     """Torch's timeouts, of the join that is in progress: they differ from one to the next."""
 
     def __init__(self, seconds: float) -> None:
@@ -62,7 +60,7 @@ class Terms(RendezvousTimeout):
         return timedelta(seconds=self.seconds_of_last_call)
 
 
-class _Names(_NodeDescGenerator):
+class _NodeIdGenerator(_NodeDescGenerator):
     """Names nodes. By address and pid alone they would be the same for two containers of one machine, which number their
     processes each for itself.
     """
@@ -101,7 +99,7 @@ def pause(waited: float, nodes: int) -> float:
 class Handler(DynamicRendezvousHandler):
     """Torch's, without a store for the trainers, and silent about signs of life that could not be given."""
 
-    _node_desc_generator = _Names()
+    _node_desc_generator = _NodeIdGenerator()
 
     def __init__(self, node: Node, settings: Any, backend_name: str, store: Store, state_holder: Any) -> None:
         super().__init__(node, settings, backend_name, store, state_holder)
@@ -129,7 +127,7 @@ class Handler(DynamicRendezvousHandler):
             return
 
 
-class _Nowhere(Store):
+class _NullStore(Store):
     """Where torch's handler writes down, and finds, the store for the trainers that there is not."""
 
     def set(self, key: str, value: str) -> None:
@@ -140,10 +138,10 @@ class _Nowhere(Store):
         return b"1"
 
 
-NOWHERE = _Nowhere()
+NOWHERE = _NullStore()
 
 
-def make_handler(rendezvous: Rendezvous, backend: Any, address: str, terms: Terms) -> Handler:
+def make_handler(rendezvous: Rendezvous, backend: Any, address: str, terms: JoinTimeouts) -> Handler:
     """Torch's handler, over a backend, by the terms of this job."""
     settings = RendezvousSettings(
         rendezvous.run_id,

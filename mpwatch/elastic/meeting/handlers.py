@@ -26,13 +26,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from ...errors import LaunchError
 from ...rendezvous import Rendezvous
 from ...torch_private import leave_rendezvous, stop_heartbeats
-from .engine import LEAVE_SECONDS, Engine, leave_in_time
-from .errors import ClosedError, StoreLostError
+from .engine import LEAVE_SECONDS, RendezvousClient, leave_in_time
+from .errors import JobClosedError, StoreLostError
 from .meetings import Round
-from .patience import Limit, wait_for
-from .store import Connection, PartOfStore, borrowed
-
-__all__ = ["HandlerEngine"]
+from .patience import Deadline, wait_for
+from .store import PrefixedStore, StoreConnection, borrowed
 
 NEWCOMERS = (
     ". Torch's own handlers wait so for an address that only the first node of the first round has written: for nodes that"
@@ -40,7 +38,7 @@ NEWCOMERS = (
 )
 
 
-class HandlerEngine(Engine):
+class CustomHandlerClient(RendezvousClient):
     """See Engine.
 
     Args:
@@ -51,14 +49,14 @@ class HandlerEngine(Engine):
     def __init__(self, rendezvous: Rendezvous, handler: RendezvousHandler) -> None:
         super().__init__(rendezvous)
         self._handler = handler
-        self._connection: Connection | None = None  # to the store of the round
+        self._connection: StoreConnection | None = None  # to the store of the round
         self._is_in = False  # a round, or has been in one
         self.backend = handler.get_backend()
         self._who = f"job {handler.get_run_id()!r}, which meets by a rendezvous handler ({self.backend})"
 
     def connect(self, deadline: float) -> None:
         """Nothing: the handler is. Raises CancelledError."""
-        Limit(deadline, self._cancelled).left(0)
+        Deadline(deadline, self._cancelled).left(0)
 
     def join(
         self,
@@ -68,14 +66,14 @@ class HandlerEngine(Engine):
         enough: float = math.inf,  # noqa: ARG002  and counts for itself
     ) -> Round:
         """See Engine; whom it waits for is the handler's affair. Whatever else it raises, this does too."""
-        started, limit = time.monotonic(), Limit(deadline, self._cancelled)
+        started, limit = time.monotonic(), Deadline(deadline, self._cancelled)
         limit.left(0)
         self._give_back()
         self._is_in = False  # if it is given up, who carries it out sees to that
         try:
             info = wait_for(self._meet, limit, "mpwatch-rendezvous", undo=lambda _: self._withdraw())
         except (RendezvousClosedError, RendezvousGracefulExitError) as error:
-            raise ClosedError(
+            raise JobClosedError(
                 f"{self._who}: it is closed: that job is over. Another one needs a run_id of its own"
             ) from error
         except (RendezvousTimeoutError, TimeoutError) as error:
@@ -100,7 +98,7 @@ class HandlerEngine(Engine):
         silence = self._rendezvous.node_timeout / 2
         self._connection, local, self.is_host = borrowed(info.store, self._who, silence)
         self.address = self._rendezvous.local_addr or local or platform.node()
-        store = PartOfStore(self._connection, "mpwatch")
+        store = PrefixedStore(self._connection, "mpwatch")
         if store.add(f"here/{info.rank}", 1) > 1:
             raise LaunchError(
                 f"{self._who}: somebody has been node {info.rank} in this store before: the handler has numbered two nodes"
@@ -140,7 +138,7 @@ class HandlerEngine(Engine):
             except (RendezvousConnectionError, RendezvousStateError, RendezvousTimeoutError, DistError):
                 pass  # then they will miss our signs of life
 
-    def _connected_to_store(self) -> Connection:
+    def _connected_to_store(self) -> StoreConnection:
         assert self._connection is not None, "join() comes first, and nothing after close()"
         return self._connection
 

@@ -22,15 +22,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 from ...errors import LaunchError
 from ...rendezvous import Rendezvous
-from .clocks import OwnClock
-from .errors import CancelledError, ClosedError, StoreLostError
-from .handler import Handler, Terms, make_handler
-from .opening import Opened
-from .patience import Limit
+from .clocks import LocalClockBackend
+from .errors import CancelledError, JobClosedError, StoreLostError
+from .handler import Handler, JoinTimeouts, make_handler
+from .opening import OpenedStore
+from .patience import Deadline
 from .state import Node, State, read, withdraw, write
-from .store import Connection, PartOfStore
-
-__all__ = ["Meeting", "Round", "StaticMeeting"]
+from .store import PrefixedStore, StoreConnection
 
 T = TypeVar("T")
 
@@ -45,20 +43,20 @@ class Round:
     the node of group rank 0 says.
     """
 
-    store: PartOfStore
+    store: PrefixedStore
     """Of this round alone: set, get, add, check, compare_set, delete_key, from any thread. They raise StoreLostError."""
     group_rank: int
     group_world_size: int
 
 
-class _SpareError(Exception):
+class _NoRoomError(Exception):
     """The time is over for a node that the job has no room for. Torch lets these wait for ever."""
 
 
-class _Guarded(RendezvousBackend):
+class _CheckedBackend(RendezvousBackend):
     """Torch's backend, whose errors are ours."""
 
-    def __init__(self, backend: RendezvousBackend, connection: Connection) -> None:
+    def __init__(self, backend: RendezvousBackend, connection: StoreConnection) -> None:
         self._backend = backend
         self._connection = connection
 
@@ -73,7 +71,7 @@ class _Guarded(RendezvousBackend):
         return self._connection.guarded(self._backend.set_state, state, token)
 
 
-class Meeting:
+class DynamicRendezvous:
     """Nodes that come and go, by torch's dynamic rendezvous.
 
     Args:
@@ -82,20 +80,20 @@ class Meeting:
         address: by which the others reach this node.
     """
 
-    def __init__(self, rendezvous: Rendezvous, opened: Opened, address: str) -> None:
+    def __init__(self, rendezvous: Rendezvous, opened: OpenedStore, address: str) -> None:
         self._rendezvous = rendezvous
         self._opened = opened
-        self._terms = Terms(rendezvous.node_timeout / 2)
-        self._backend = _Guarded(opened.backend, opened.connection)
-        clock = OwnClock(self._backend, self._last_call, self._look)
+        self._terms = JoinTimeouts(rendezvous.node_timeout / 2)
+        self._backend = _CheckedBackend(opened.backend, opened.connection)
+        clock = LocalClockBackend(self._backend, self._last_call, self._look)
         self._handler: Handler = make_handler(rendezvous, clock, address, self._terms)
-        self._limit: Limit | None = None
+        self._limit: Deadline | None = None
         self._state = State()
         self._came = 0
         self._earlier: set[Node] = set()  # the nodes of the last round
         self._enough = math.inf
 
-    def join(self, limit: Limit, last_call: float, enough: float) -> Round:
+    def join(self, limit: Deadline, last_call: float, enough: float) -> Round:
         """See `Engine.join`."""
         started = time.monotonic()
         self._terms.deadline, self._terms.seconds_of_last_call = limit.deadline, last_call
@@ -109,12 +107,12 @@ class Meeting:
         except RendezvousStateError as error:
             raise StoreLostError(f"rendezvous at {self._opened.endpoint}: {error}") from error
         except (RendezvousClosedError, RendezvousGracefulExitError) as error:
-            raise ClosedError(
+            raise JobClosedError(
                 f"the rendezvous of job {self._rendezvous.run_id!r} at {self._opened.endpoint} is closed: that job is over."
                 " Another one needs a run_id of its own"
             ) from error
-        except (RendezvousTimeoutError, _SpareError) as error:
-            text = self._why_not(time.monotonic() - started, spare=isinstance(error, _SpareError))
+        except (RendezvousTimeoutError, _NoRoomError) as error:
+            text = self._why_not(time.monotonic() - started, spare=isinstance(error, _NoRoomError))
             self._withdraw()
             raise LaunchError(text) from error
         except CancelledError:
@@ -130,7 +128,7 @@ class Meeting:
         if node in state.participants:
             self._came = len(state.participants)
         if self._limit and not self._limit.left(1) and node in state.redundancy_list:
-            raise _SpareError
+            raise _NoRoomError
 
     def _last_call(self) -> timedelta:
         """How long a round that has enough nodes waits for more: for none, if all have come that are known to."""
@@ -148,7 +146,7 @@ class Meeting:
         # A store that outlives jobs may hold this round of an earlier job with this run_id. The first node's id is new.
         first = next(node for node, rank in self._state.participants.items() if rank == 0)
         prefix = f"mpwatch.{self._rendezvous.run_id}.{self._state.round}.{first.local_id:x}"
-        return Round(PartOfStore(self._opened.connection, prefix), info.rank, info.world_size)
+        return Round(PrefixedStore(self._opened.connection, prefix), info.rank, info.world_size)
 
     def _why_not(self, seconds: float, *, spare: bool) -> str:
         here, of = f"rendezvous of job {self._rendezvous.run_id!r} at {self._opened.endpoint}", self._rendezvous
@@ -209,22 +207,22 @@ class Meeting:
                     return
 
 
-class StaticMeeting:
+class StaticRendezvous:
     """Nodes that know their ranks. All of them have to come for each round."""
 
-    def __init__(self, rendezvous: Rendezvous, opened: Opened) -> None:
+    def __init__(self, rendezvous: Rendezvous, opened: OpenedStore) -> None:
         self._rendezvous = rendezvous
         self._opened = opened
-        self._job = PartOfStore(opened.connection, f"mpwatch.{rendezvous.run_id}")
+        self._job = PrefixedStore(opened.connection, f"mpwatch.{rendezvous.run_id}")
         self._rounds = 0
-        self._mark: tuple[PartOfStore, str] | None = None
+        self._mark: tuple[PrefixedStore, str] | None = None
 
-    def join(self, limit: Limit, *_: float) -> Round:
+    def join(self, limit: Deadline, *_: float) -> Round:
         """See `Engine.join`."""
         started = time.monotonic()
         limit.left(0)
         rank, size = self._rendezvous.options["rank"], self._rendezvous.max_nodes
-        store = PartOfStore(self._opened.connection, f"mpwatch.{self._rendezvous.run_id}.{self._rounds}")
+        store = PrefixedStore(self._opened.connection, f"mpwatch.{self._rendezvous.run_id}.{self._rounds}")
         missing = [f"here/{each}" for each in range(size)]
         if store.add(f"here/{rank}", 1) > 1:
             raise LaunchError(
@@ -235,10 +233,10 @@ class StaticMeeting:
         try:
             while missing := [key for key in missing if not store.check([key])]:
                 if self._job.check(["closed"]):
-                    raise ClosedError(f"the job at {self._opened.endpoint} is over")
+                    raise JobClosedError(f"the job at {self._opened.endpoint} is over")
                 if not limit.pause():
                     raise LaunchError(self._why_not(missing, time.monotonic() - started))
-        except (CancelledError, ClosedError, LaunchError):
+        except (CancelledError, JobClosedError, LaunchError):
             self._withdraw()
             raise
         self._rounds += 1

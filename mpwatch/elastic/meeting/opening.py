@@ -16,9 +16,9 @@ from ...rendezvous import Rendezvous
 from .endpoint import (
     ANSWER_SECONDS,
     Address,
-    Answer,
     Endpoint,
-    Found,
+    Listener,
+    ProbeResult,
     ask,
     is_here,
     is_taken,
@@ -28,20 +28,18 @@ from .endpoint import (
     taken,
 )
 from .errors import StoreLostError
-from .patience import Limit
-from .store import Connection, PartOfStore, tcp_store
-
-__all__ = ["Opened", "open_store"]
+from .patience import Deadline
+from .store import PrefixedStore, StoreConnection, tcp_store
 
 PORT = 29400
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedStore:
     """A store, and where this node stands to it."""
 
-    connection: Connection
+    connection: StoreConnection
     endpoint: Endpoint
     is_host: bool
     local: str
@@ -50,26 +48,26 @@ class Opened:
     """Torch's, for the state of the rendezvous; None for a static one, which has none."""
 
 
-def open_store(rendezvous: Rendezvous, limit: Limit) -> Opened:
+def open_store(rendezvous: Rendezvous, limit: Deadline) -> OpenedStore:
     """Raises LaunchError, at the latest when the time is over, and CancelledError."""
     endpoint = Endpoint.of(rendezvous.endpoint, PORT)
     static = rendezvous.backend == "static"
     is_host = rendezvous.options["rank"] == 0 if static else rendezvous.is_host
-    opened = _Opening(endpoint, is_host, rendezvous.node_timeout / 2).open(limit)
+    opened = _StoreOpener(endpoint, is_host, rendezvous.node_timeout / 2).open(limit)
     if static:
         return opened
-    backend = C10dRendezvousBackend(PartOfStore(opened.connection, "mpwatch"), rendezvous.run_id)
-    return Opened(opened.connection, endpoint, opened.is_host, opened.local, backend)
+    backend = C10dRendezvousBackend(PrefixedStore(opened.connection, "mpwatch"), rendezvous.run_id)
+    return OpenedStore(opened.connection, endpoint, opened.is_host, opened.local, backend)
 
 
-class _Opening:
+class _StoreOpener:
     def __init__(self, endpoint: Endpoint, is_host: bool | None, silence: float) -> None:
         self._endpoint = endpoint
         self._is_host = is_host
         self._silence = silence
         self._trouble = ""
 
-    def open(self, limit: Limit) -> Opened:
+    def open(self, limit: Deadline) -> OpenedStore:
         started = time.monotonic()
         while True:
             opened = self._try(limit)
@@ -78,7 +76,7 @@ class _Opening:
             if not limit.pause():
                 raise _too_late(self._endpoint, self._trouble, started)
 
-    def _try(self, limit: Limit) -> Opened | None:
+    def _try(self, limit: Deadline) -> OpenedStore | None:
         try:
             addresses = resolve(self._endpoint, limit)
         except gaierror as error:
@@ -93,7 +91,7 @@ class _Opening:
             self._trouble = str(error)
             return None
 
-    def _serve(self, here: Address | None, limit: Limit) -> Opened | None:
+    def _serve(self, here: Address | None, limit: Deadline) -> OpenedStore | None:
         endpoint = self._endpoint
         try:
             listener = listen(endpoint, here)
@@ -106,9 +104,9 @@ class _Opening:
             return self._join_neighbour(here, limit)
         with listener:
             connection = tcp_store(endpoint, here[1][0] if here else LOOPBACK, limit, self._silence, listener)
-        return Opened(connection, endpoint, True, endpoint.host, None)
+        return OpenedStore(connection, endpoint, True, endpoint.host, None)
 
-    def _join_neighbour(self, here: Address | None, limit: Limit) -> Opened | None:
+    def _join_neighbour(self, here: Address | None, limit: Deadline) -> OpenedStore | None:
         """Somebody on this machine serves it already: another node of the job, one hopes."""
         endpoint = self._endpoint
         if self._is_host or here is None:
@@ -123,16 +121,16 @@ class _Opening:
         except ConnectionError:  # it was about to end
             return None
         except OSError:
-            answer = Answer.NOTHING
-        if answer is not Answer.STORE:
+            answer = ProbeResult.NOTHING
+        if answer is not ProbeResult.STORE:
             raise taken(endpoint)
         return self._join([here], limit)
 
-    def _join(self, addresses: list[Address], limit: Limit) -> Opened | None:
+    def _join(self, addresses: list[Address], limit: Deadline) -> OpenedStore | None:
         found = look(self._endpoint, addresses, limit)
-        if isinstance(found, Found):
+        if isinstance(found, Listener):
             connection = tcp_store(self._endpoint, found.host, limit, self._silence)
-            return Opened(connection, self._endpoint, False, found.local, None)
+            return OpenedStore(connection, self._endpoint, False, found.local, None)
         self._trouble = found or self._trouble
         return None
 

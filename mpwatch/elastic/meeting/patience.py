@@ -8,8 +8,6 @@ from typing import Generic, NoReturn, TypeVar
 
 from .errors import CancelledError
 
-__all__ = ["Limit", "wait_for"]
-
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 0.1
 
@@ -17,7 +15,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Limit:
+class Deadline:
     """How long something may wait: until a moment of the monotonic clock, or until it is cancelled."""
 
     deadline: float
@@ -85,7 +83,7 @@ def _raising(error: Exception) -> Callable[[], NoReturn]:
 
 def wait_for(
     call: Callable[[], T],
-    limit: Limit,
+    limit: Deadline,
     name: str,
     *,
     undo: Callable[[T], object] = bool,

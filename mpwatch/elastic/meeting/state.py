@@ -14,8 +14,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousSe
 
 from ...torch_private import _NodeDesc, _remove_participant_epilogue, _RendezvousState, state_timezone
 
-__all__ = ["ZONE", "Node", "State", "read", "withdraw", "write"]
-
 Node = _NodeDesc
 State = _RendezvousState
 

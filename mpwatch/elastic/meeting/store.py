@@ -25,9 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from ...os_support.descriptors import end_silent_connection
 from .endpoint import Endpoint
 from .errors import StoreLostError
-from .patience import Limit, wait_for
-
-__all__ = ["MAX_VALUE", "Connection", "PartOfStore", "borrowed", "tcp_store"]
+from .patience import Deadline, wait_for
 
 MAX_VALUE = 8 << 20  # bytes; torch's server hangs up on who sends more
 MAKE_SECONDS = 30.0  # for a client to connect: whoever is there has just answered, but a resolver may be slow
@@ -42,7 +40,7 @@ FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _making = threading.Lock()
 
 
-class Connection:
+class StoreConnection:
     """One client of a store, for all threads of an engine.
 
     Args:
@@ -123,13 +121,13 @@ class Connection:
             self._sockets.pop().close()
 
 
-class PartOfStore(Store):
+class PrefixedStore(Store):
     """What is in the store under a prefix. Its calls raise StoreLostError, and not torch's errors.
 
     It keeps no server alive: once the connection has been closed it is of no use, whoever may hold it still.
     """
 
-    def __init__(self, connection: Connection, prefix: str) -> None:
+    def __init__(self, connection: StoreConnection, prefix: str) -> None:
         super().__init__()
         self._connection = connection
         self._prefix = prefix
@@ -172,8 +170,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def tcp_store(
-    endpoint: Endpoint, host: str, limit: Limit, silence: float, listener: socket.socket | None = None
-) -> Connection:
+    endpoint: Endpoint, host: str, limit: Deadline, silence: float, listener: socket.socket | None = None
+) -> StoreConnection:
     """Connect to the store at the endpoint; and serve it, if there is a listener, which is torch's from then on.
 
     It may take its time, since torch asks a resolver for the name of whom it connects to, and does not say so.
@@ -189,7 +187,7 @@ def tcp_store(
     """
     before: list[set[tuple[int, int]]] = []
 
-    def make() -> Connection:
+    def make() -> StoreConnection:
         with _making:
             before.append(_sockets())
             store = _made(host, endpoint.port, listener)
@@ -197,7 +195,7 @@ def tcp_store(
         store.set_timeout(timedelta(seconds=silence))
         for connection in sockets:
             end_silent_connection(connection, silence)
-        return Connection(store, sockets, endpoint)
+        return StoreConnection(store, sockets, endpoint)
 
     def look_after(late: bool) -> None:
         """It waits for an answer until its connection ends, so that has to end."""
@@ -208,7 +206,7 @@ def tcp_store(
                     connection.shutdown(socket.SHUT_RDWR)
 
     try:
-        return wait_for(make, limit, "mpwatch-connect", undo=Connection.close, meanwhile=look_after)
+        return wait_for(make, limit, "mpwatch-connect", undo=StoreConnection.close, meanwhile=look_after)
     except DistError as error:
         raise StoreLostError(f"the store at {endpoint} has hung up: {_first_line(error)}") from error
     except TimeoutError as error:
@@ -226,7 +224,7 @@ def _made(host: str, port: int, listener: socket.socket | None) -> TCPStore:
         return TCPStore(host, port, **to_it, use_libuv=False)
 
 
-def borrowed(store: Store, where: str, silence: float) -> tuple[Connection, str, bool]:
+def borrowed(store: Store, where: str, silence: float) -> tuple[StoreConnection, str, bool]:
     """A connection that somebody else has made.
 
     Args:
@@ -242,14 +240,14 @@ def borrowed(store: Store, where: str, silence: float) -> tuple[Connection, str,
     while isinstance(base, PrefixStore):
         base = base.underlying_store
     if not isinstance(base, TCPStore):
-        return Connection(store, [], where, (Exception,)), "", False  # nobody knows what its calls raise
+        return StoreConnection(store, [], where, (Exception,)), "", False  # nobody knows what its calls raise
     there = _sockets()
     sockets = _connected(there, base.port)
     for connection in sockets:
         end_silent_connection(connection, silence)
     serves = _listens(there, base.port)
     local = base.host if serves or not sockets else str(sockets[0].getsockname()[0])
-    return Connection(store, sockets, Endpoint(base.host, base.port), (Exception,)), local, serves
+    return StoreConnection(store, sockets, Endpoint(base.host, base.port), (Exception,)), local, serves
 
 
 def _sockets() -> set[tuple[int, int]]:

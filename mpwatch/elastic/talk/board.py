@@ -17,17 +17,17 @@ from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from ..meeting.store import PartOfStore
+from ..meeting.store import PrefixedStore
 from .json_codec import from_json, to_json
-from .messages import FromMember, Place, RoundName, Word, from_body, to_body
-from .seal import MAX_ENTRY, ForgedError, Seal
+from .messages import FromMember, RankAssignment, RoundName, Word, from_body, to_body
+from .seal import MAX_ENTRY, InvalidEntryError, SignedJson
 
 T = TypeVar("T")
 log = logging.getLogger("mpwatch")
 WORD_LIMIT = 4 * MAX_ENTRY  # a verdict tells of the failures of many nodes
 
 
-class Board:
+class StoreChannel:
     """Of one round, as one node sees it.
 
     Args:
@@ -37,7 +37,7 @@ class Board:
         patience: seconds that somebody may take to write what he has announced.
     """
 
-    def __init__(self, store: PartOfStore, seal: Seal, *, group_rank: int, patience: float) -> None:
+    def __init__(self, store: PrefixedStore, seal: SignedJson, *, group_rank: int, patience: float) -> None:
         self._store, self._seal = store, seal
         self.group_rank, self._patience = group_rank, patience
         self._name = ""  # of the round
@@ -99,17 +99,17 @@ class Board:
             found += word
         return found
 
-    def put(self, places: Iterable[Place]) -> None:
+    def put(self, places: Iterable[RankAssignment]) -> None:
         """For each node its own, to be found when the attempt starts."""
         for place in places:
             self._write(
                 self._key_of(place.attempt, place.group_rank), self._place("place", place.group_rank), to_body(place)
             )
 
-    def place(self, attempt: int) -> Place | None:
+    def place(self, attempt: int) -> RankAssignment | None:
         """Return the place of this node. Return None if it is not there."""
         at = self._key_of(attempt, self.group_rank)
-        found = self._message(at, self._place("place", self.group_rank), Place, MAX_ENTRY)
+        found = self._message(at, self._place("place", self.group_rank), RankAssignment, MAX_ENTRY)
         return found[0] if found else None
 
     def _key_of(self, attempt: int, group_rank: int) -> str:
@@ -126,7 +126,7 @@ class Board:
         def decode(body: dict[str, Any]) -> Any:
             message = from_body(body)
             if not isinstance(message, kinds):
-                raise ForgedError(f"a {type(message).__name__} does not belong there")
+                raise InvalidEntryError(f"a {type(message).__name__} does not belong there")
             return message
 
         message = self._entry(key, place, decode, limit)
@@ -138,7 +138,7 @@ class Board:
             return None
         try:
             return decode(self._seal.open(place, self._store.get(key), limit=limit))
-        except ForgedError as error:
+        except InvalidEntryError as error:
             if key not in self._dropped:  # the entry is read again, since its writer may come late
                 self._dropped.add(key)
                 log.warning("an entry of the rendezvous is dropped: %s: %s", key, error)

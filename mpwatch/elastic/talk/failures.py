@@ -19,11 +19,11 @@ from typing import Any, Final
 
 from ...results.model import ProcessFailure
 from ...wire import sources
-from ...wire.exceptions import Link, assemble
+from ...wire.exceptions import ExceptionNode, assemble
 from ...wire.frames import Frame
-from ...wire.telling import Telling
+from ...wire.telling import ExceptionEncoder
 from .json_codec import MAX_INTEGER, MAX_TEXT, from_json, to_json, without_controls
-from .seal import ForgedError, written
+from .seal import InvalidEntryError, written
 
 LOCAL_FIELDS: Final[Mapping[str, str]] = {
     "exception": "nodes exchange no pickles, so an ExceptionGraph of the same name is sent instead of the exception",
@@ -98,7 +98,7 @@ def to_plain(failure: ProcessFailure, *, limit: int = FAILURE_LIMIT) -> dict[str
 def from_plain(data: object) -> ProcessFailure:
     """Decode a failure, with a stand-in for its exception. Raises ForgedError naming the bad field."""
     if not isinstance(data, dict):
-        raise ForgedError(f"ProcessFailure must be a mapping, not {data!r:.80}")
+        raise InvalidEntryError(f"ProcessFailure must be a mapping, not {data!r:.80}")
     body = dict(data)
     graph = body.pop("exception", None)
     failure = from_json(ProcessFailure, body, omit=LOCAL_FIELDS)
@@ -160,7 +160,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _graph_of(error: BaseException, room: int) -> ExceptionGraph:
-    links = Telling(error).links[:MAX_LINKS]
+    links = ExceptionEncoder(error).links[:MAX_LINKS]
     kept: list[ExceptionLink] = []
     room -= _size({"links": [], "sources": {}})
     for link in links:
@@ -188,7 +188,7 @@ def _linked_to(link: ExceptionLink, count: int) -> ExceptionLink:
     )
 
 
-def _link(link: Link, room: int) -> ExceptionLink:
+def _link(link: ExceptionNode, room: int) -> ExceptionLink:
     names = {name: _name(link[name], min(MAX_NAME, room // 8)) for name in ("name", "qualname", "module")}
     bare = ExceptionLink(
         **names,
@@ -277,32 +277,32 @@ def _size(plain: object) -> int:
 
 def _rebuilt(graph: ExceptionGraph, hostname: str) -> BaseException:
     if not graph.links:
-        raise ForgedError("ExceptionGraph.links is empty")
+        raise InvalidEntryError("ExceptionGraph.links is empty")
     for number, link in enumerate(graph.links):
         _check_link(link, f"ExceptionGraph.links[{number}]", len(graph.links))
     try:
         TopologicalSorter({number: link.members for number, link in enumerate(graph.links)}).prepare()
     except CycleError:
-        raise ForgedError("ExceptionGraph.links has a group that is a member of itself") from None
+        raise InvalidEntryError("ExceptionGraph.links has a group that is a member of itself") from None
     own_names = {name: f"<{name.strip('<>')} on {hostname}>" for name in graph.sources}
     used = {frame[0] for link in graph.links for frame in link.frames}
-    links: list[Link] = []
+    links: list[ExceptionNode] = []
     for link in graph.links:
         frames = [(own_names.get(file, file), *rest) for file, *rest in link.frames]
         links.append({**asdict(link), "notes": list(link.notes), "frames": frames})
     try:
         error = assemble(links)
     except (TypeError, ValueError, OverflowError) as wrong:  # no class can have these bases, no frame has such a line
-        raise ForgedError(f"ExceptionGraph.links make no exception: {wrong}") from None
+        raise InvalidEntryError(f"ExceptionGraph.links make no exception: {wrong}") from None
     sources.remember({own_names[name]: text for name, text in graph.sources.items() if name in used})
     return error
 
 
 def _check_link(link: ExceptionLink, path: str, count: int) -> None:
     if not link.bases:
-        raise ForgedError(f"{path}.bases is empty")
+        raise InvalidEntryError(f"{path}.bases is empty")
     if unknown := set(link.bases) - BASES:  # another version of Python may have more of them
-        raise ForgedError(f"{path}.bases must be builtin exceptions, not {min(unknown)!r:.100}")
+        raise InvalidEntryError(f"{path}.bases must be builtin exceptions, not {min(unknown)!r:.100}")
     for index in (link.cause, link.context, *link.members):
         if index is not None and not 0 <= index < count:
-            raise ForgedError(f"{path} refers to exception {index} of {count}")
+            raise InvalidEntryError(f"{path} refers to exception {index} of {count}")

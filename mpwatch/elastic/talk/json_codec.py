@@ -19,7 +19,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from .seal import ForgedError
+from .seal import InvalidEntryError
 
 T = TypeVar("T")
 MAX_TEXT = 1 << 16  # characters of one text
@@ -64,7 +64,7 @@ def from_json(wanted: type[T], data: object, *, omit: Collection[str] = ()) -> T
     try:
         decoded: T = _decode(wanted, data, wanted.__name__, omit)
     except RecursionError:
-        raise ForgedError(f"{wanted.__name__} is nested too deeply") from None
+        raise InvalidEntryError(f"{wanted.__name__} is nested too deeply") from None
     return decoded
 
 
@@ -159,12 +159,12 @@ def _decode_any(data: Any, path: str) -> Any:
 def _decode_union(kinds: tuple[Any, ...], data: Any, path: str) -> Any:
     if data is None and NoneType in kinds:
         return None
-    error: ForgedError | None = None
+    error: InvalidEntryError | None = None
     for kind in kinds:
         if kind is not NoneType:
             try:
                 return _decode(kind, data, path)
-            except ForgedError as wrong:
+            except InvalidEntryError as wrong:
                 error = wrong
     raise error or _wrong(path, "null", data)
 
@@ -209,9 +209,9 @@ def _decode_fields(kind: Any, data: Any, path: str, omit: Collection[str]) -> An
         raise _wrong(path, "a mapping", data)
     names = [field.name for field in fields(kind) if field.name not in omit]
     if unknown := data.keys() - set(names):
-        raise ForgedError(f"{path} has no field {min(unknown, key=str)!r:.100}")
+        raise InvalidEntryError(f"{path} has no field {min(unknown, key=str)!r:.100}")
     if missing := [name for name in names if name not in data]:
-        raise ForgedError(f"{path}.{missing[0]} is missing")
+        raise InvalidEntryError(f"{path}.{missing[0]} is missing")
     hints = _type_hints(kind)
     return kind(**{name: _decode(hints[name], data[name], f"{path}.{name}") for name in names})
 
@@ -221,9 +221,9 @@ def _type_hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _wrong(path: str, wanted: str, data: object) -> ForgedError:
+def _wrong(path: str, wanted: str, data: object) -> InvalidEntryError:
     try:
         shown = f"{data!r:.80}"
     except (ValueError, RecursionError):  # an integer with too many digits, or a list that is nested too deeply
         shown = f"a {type(data).__name__} that is too large to show"
-    return ForgedError(f"{path} must be {wanted}, not {shown}")
+    return InvalidEntryError(f"{path} must be {wanted}, not {shown}")

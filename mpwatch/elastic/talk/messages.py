@@ -9,12 +9,12 @@ from enum import Enum
 from typing import Any, Final, get_args
 
 from .json_codec import from_json, to_json
-from .seal import ForgedError
+from .seal import InvalidEntryError
 
 NO_ATTEMPT = -1  # where it has not come to one since the nodes met, or parted
 
 
-class Outcome(Enum):
+class NodeOutcome(Enum):
     """What became of one node's ranks in an attempt."""
 
     SUCCEEDED = "SUCCEEDED"
@@ -24,17 +24,17 @@ class Outcome(Enum):
     ABORTED = "ABORTED"  # they could not be started, or the caller's own code has raised
 
 
-class Decision(Enum):
+class NextStep(Enum):
     """What follows from what became of an attempt."""
 
     DONE = "DONE"
-    AGAIN = "AGAIN"  # by the same nodes
-    REGROUP = "REGROUP"  # by others: the nodes meet anew
+    RESTART = "AGAIN"  # by the same nodes
+    RE_RENDEZVOUS = "REGROUP"  # by others: the nodes meet anew
     FAILED = "FAILED"
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class RestartHistory:
     """What the job knows of its earlier attempts, whichever node is the chair."""
 
     attempts: int = 0
@@ -48,14 +48,14 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class JobConfig:
     """What has to be the same on all nodes, as text: a mapping of what it is to its value."""
 
     items: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class NodeInfo:
     """To the chair: this node is here."""
 
     group_rank: int
@@ -66,12 +66,12 @@ class Card:
     serves_store: bool
     grace_period: float
     nonce: str
-    terms: Terms
-    history: History
+    terms: JobConfig
+    history: RestartHistory
 
 
 @dataclass(frozen=True, slots=True)
-class Failing:
+class AttemptFailing:
     """To the chair: this attempt fails on this node. Sent at once; the order in which these come is that of the failures."""
 
     group_rank: int
@@ -79,7 +79,7 @@ class Failing:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class RanksStopped:
     """To the chair: this node's ranks are gone. What became of them is found out by the caller's thread, in its own time."""
 
     group_rank: int
@@ -87,12 +87,12 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AttemptReport:
     """To the chair: what became of this node's ranks."""
 
     group_rank: int
     attempt: int
-    outcome: Outcome
+    outcome: NodeOutcome
     failures: tuple[Mapping[str, Any], ...] = ()
     """See failures.py; the node's own root cause first."""
     unsaid: int = 0
@@ -113,7 +113,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class NodeLeaving:
     """To the chair: this node ends by its own will, for this reason."""
 
     group_rank: int
@@ -121,14 +121,14 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True)
-class Bye:
+class ShutdownAck:
     """To the chair: this node knows what came of the job, and needs the store no more."""
 
     group_rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankAssignment:
     """To one node: its ranks in the attempt that starts."""
 
     group_rank: int
@@ -142,7 +142,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartAttempt:
     """To all: an attempt starts. Each node finds its Place beside it."""
 
     attempt: int
@@ -158,7 +158,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopAttempt:
     """To all: the attempt is over."""
 
     attempt: int
@@ -166,7 +166,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
+class LostNode:
     """A node that was lost, or has left, with its ranks."""
 
     group_rank: int
@@ -177,17 +177,17 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AttemptDecision:
     """To all: what came of an attempt, and what follows."""
 
     attempt: int
-    decision: Decision
-    history: History
+    decision: NextStep
+    history: RestartHistory
     cause: int = -1
     """The rank that failed first; -1 if none did."""
     failures: tuple[Mapping[str, Any], ...] = ()
     unsaid: int = 0
-    gone: tuple[Gone, ...] = ()
+    gone: tuple[LostNode, ...] = ()
     reason: str = ""
     why_not: str = ""
     timed_out: bool = False
@@ -196,7 +196,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class JobClosed:
     """To all: nobody needs the store any more."""
 
 
@@ -205,7 +205,7 @@ class PublishedTerms:
     """An entry for all nodes that want to join: the options of the node that came first."""
 
     host: str
-    terms: Terms
+    terms: JobConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +223,9 @@ class RoundName:
     name: str
 
 
-FromMember = Card | Failing | Stopped | Ended | Leaving | Bye
-Word = Start | Stop | Verdict | Closed
-Message = FromMember | Word | Place
+FromMember = NodeInfo | AttemptFailing | RanksStopped | AttemptReport | NodeLeaving | ShutdownAck
+Word = StartAttempt | StopAttempt | AttemptDecision | JobClosed
+Message = FromMember | Word | RankAssignment
 KINDS: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
@@ -239,6 +239,6 @@ def from_body(body: Mapping[str, Any]) -> Message:
     name = body.get("kind")
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise ForgedError(f"there is no message of kind {name!r:.100}")
+        raise InvalidEntryError(f"there is no message of kind {name!r:.100}")
     message: Message = from_json(kind, {name: value for name, value in body.items() if name != "kind"})
     return message

@@ -20,15 +20,15 @@ KEY_NAME = 4  # bytes
 HEADER = re.compile(rb"(?:([0-9a-f]{8}) ([0-9a-f]{64}))?")
 
 
-class ForgedError(ValueError):
+class InvalidEntryError(ValueError):
     """An entry of the store is not one that a node of this job wrote. The text says what is wrong with the entry."""
 
 
-class SecretError(ForgedError):
+class SecretMismatchError(InvalidEntryError):
     """The entry was signed with another secret than this node's, or only one of the two nodes has a secret."""
 
 
-class Seal:
+class SignedJson:
     """Sign and verify the entries of one job.
 
     Args:
@@ -63,14 +63,16 @@ class Seal:
     def open(self, place: str, data: bytes, *, limit: int = MAX_ENTRY) -> dict[str, Any]:
         """Verify an entry and return its body. Raises ForgedError, or its subclass SecretError if the secrets differ."""
         if len(data) > limit:
-            raise ForgedError(f"{size_text(len(data))}, more than the {size_text(limit)} of an entry")
+            raise InvalidEntryError(f"{size_text(len(data))}, more than the {size_text(limit)} of an entry")
         header, end, body = bytes(data).partition(b"\n")
         signed = HEADER.fullmatch(header)
         if not end or signed is None:
-            raise ForgedError(f"not an entry of mpwatch: {_shown(bytes(data))}")
+            raise InvalidEntryError(f"not an entry of mpwatch: {_shown(bytes(data))}")
         self._check_signer(signed[1])
         if not hmac.compare_digest(header, self._signature(place, body)):
-            raise ForgedError("its signature does not match: it was altered, cut off, or copied from another place or job")
+            raise InvalidEntryError(
+                "its signature does not match: it was altered, cut off, or copied from another place or job"
+            )
         return _read(body)
 
     def _signature(self, place: str, data: bytes) -> bytes:
@@ -80,11 +82,11 @@ class Seal:
 
     def _check_signer(self, key_name: bytes | None) -> None:
         if key_name is None and self._key:
-            raise SecretError("not signed, while this node has a secret: all nodes need the same one")
+            raise SecretMismatchError("not signed, while this node has a secret: all nodes need the same one")
         if key_name is not None and not self._key:
-            raise SecretError("signed, and this node has no secret: all nodes need the same one")
+            raise SecretMismatchError("signed, and this node has no secret: all nodes need the same one")
         if (key_name or b"") != self._key_name:
-            raise SecretError("signed with another secret than this node's: all nodes need the same one")
+            raise SecretMismatchError("signed with another secret than this node's: all nodes need the same one")
 
 
 def sign(key: bytes, *parts: bytes | memoryview) -> bytes:
@@ -101,9 +103,9 @@ def _read(data: bytes) -> dict[str, Any]:
     try:
         body = json.loads(data.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise ForgedError(f"not JSON: {error}: {_shown(data)}") from None
+        raise InvalidEntryError(f"not JSON: {error}: {_shown(data)}") from None
     if not isinstance(body, dict):
-        raise ForgedError(f"not a mapping: {_shown(data)}")
+        raise InvalidEntryError(f"not a mapping: {_shown(data)}")
     return body
 
 

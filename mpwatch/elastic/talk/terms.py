@@ -6,12 +6,10 @@ from typing import Any
 
 from ... import __version__
 from ...spec import WorkerSpec
-from .messages import Card, Terms
-
-__all__ = ["disagreement", "terms_of", "unlike"]
+from .messages import JobConfig, NodeInfo
 
 
-def terms_of(spec: WorkerSpec[Any]) -> Terms:
+def terms_of(spec: WorkerSpec[Any]) -> JobConfig:
     """Of this run."""
     at = spec.rendezvous
     assert at is not None
@@ -25,10 +23,10 @@ def terms_of(spec: WorkerSpec[Any]) -> Terms:
         "the version of mpwatch": __version__,
         "the version of torch": version("torch"),
     }
-    return Terms(tuple((name, str(value)) for name, value in items.items()))
+    return JobConfig(tuple((name, str(value)) for name, value in items.items()))
 
 
-def disagreement(cards: Iterable[Card]) -> str:
+def disagreement(cards: Iterable[NodeInfo]) -> str:
     """What these nodes do not agree in; empty if there is nothing."""
     cards = sorted(cards, key=lambda card: card.group_rank)
     for name, value in cards[0].terms.items:
@@ -40,7 +38,7 @@ def disagreement(cards: Iterable[Card]) -> str:
     return ""
 
 
-def unlike(ours: Terms, theirs: Terms, host: str, who: str) -> str:
+def unlike(ours: JobConfig, theirs: JobConfig, host: str, who: str) -> str:
     """What this node does not agree in with the one that came first; empty if there is nothing."""
     first = dict(theirs.items)
     for name, value in ours.items:

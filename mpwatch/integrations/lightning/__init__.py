@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar
 
 import mpwatch
 
-from .outcome import Outcome
+from .outcome import TrainerState
 
 __all__ = ["watched"]
 
@@ -73,7 +73,7 @@ def watched(strategy: S, **options: Any) -> S:
             "pass it a new one: Trainer(strategy=watched(DDPStrategy()))"
         )
     _check(options)
-    target._configure_launcher = _Attachment(target, options, launching)
+    target._configure_launcher = _LauncherFactory(target, options, launching)
     return strategy
 
 
@@ -101,7 +101,7 @@ def _check(options: dict[str, Any]) -> None:
         )
 
 
-class _Part:
+class _StrategyHook:
     """What watched() has put on a strategy: of the caller's process alone, where the strategy may be copied."""
 
     def __init__(self, strategy: Any, options: dict[str, Any], launching: ModuleType) -> None:
@@ -113,7 +113,7 @@ class _Part:
         return type(self)(copy.deepcopy(self._strategy, memo), self._options, self._launching)
 
 
-class _Attachment(_Part):
+class _LauncherFactory(_StrategyHook):
     """What Lightning calls for the strategy to choose its launcher."""
 
     def __call__(self) -> None:
@@ -132,7 +132,7 @@ class _Attachment(_Part):
         return partial, (type(self._strategy)._configure_launcher, self._strategy)
 
 
-class _Launcher(_Part):
+class _Launcher(_StrategyHook):
     """A launcher as Lightning knows it, but for `launch`."""
 
     is_interactive_compatible = True
@@ -169,7 +169,7 @@ class _TrainerLauncher(_Launcher):
             )
         # after Ctrl-C Lightning ignores SIGINT, and puts back what it has noted, which would be nothing but in the ranks
         trainer._signal_connector._original_handlers = {signal.SIGINT: signal.getsignal(signal.SIGINT)}
-        outcome: Outcome = self._run(trainer, function, args, kwargs)
+        outcome: TrainerState = self._run(trainer, function, args, kwargs)
         self._has_fit |= fits
         outcome.bring_to(trainer)
         return outcome.value
@@ -187,7 +187,7 @@ def _in_rank(*args: Any, **kwargs: Any) -> Any:
         trainer._signal_connector.register_signal_handlers = _leave_signals_alone
     _unshare([*args, *kwargs.values(), trainer and trainer.lightning_module])
     value = function(*args, **kwargs)
-    outcome = value if trainer is None else Outcome.of(trainer, value)
+    outcome = value if trainer is None else TrainerState.of(trainer, value)
     if mpwatch.current_worker().rank != 0:
         return None
     everywhere = import_module("lightning_utilities.core.apply_func").apply_to_collection

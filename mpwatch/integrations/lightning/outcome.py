@@ -7,15 +7,13 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, Self
 
-__all__ = ["Outcome"]
-
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 WHOLE = {"_state_dict_type": "full", "_save_distributed_checkpoint": False}  # what strategies that shard call it
 PLACES = ("dirpath", "best_model_path")  # of a callback that writes checkpoints: where, which it finds out in the rank
 
 
 @dataclass
-class Outcome:
+class TrainerState:
     """Where a trainer has come to in rank 0."""
 
     value: Any

@@ -17,8 +17,6 @@ from mpwatch import current_worker
 
 from .names import RANK
 
-__all__ = ["Findings", "Order", "Recipe", "finish", "module_of", "name_in_module", "prepare", "run_item", "tear_down"]
-
 # Plugins whose options are understood here, and whose work is the watcher's: coverage, processes of its own, the stack of a
 # rank that crashes, which goes into mpwatch's report; a rank alone does not try again, nor is it its own clock. Some have
 # another name where they are loaded by -p.
@@ -32,7 +30,7 @@ QUIETLY = ("-W", "ignore:Module already imported so cannot be rewritten:pytest.P
 
 
 @dataclass(frozen=True)
-class Recipe:
+class SessionConfig:
     """What a session is made from, the same in all ranks."""
 
     args: tuple[str, ...]
@@ -53,7 +51,7 @@ Name = tuple[str, ...]  # of a test in its module, with its classes; plugins cha
 
 
 @dataclass(frozen=True)
-class Order:
+class TestRequest:
     """A test that is to be run."""
 
     name: Name
@@ -64,7 +62,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Findings:
+class PassedTestData:
     """What a report tells of a test that has passed, beside what it printed."""
 
     warnings: list[WarningMessage] = field(default_factory=list)
@@ -82,25 +80,25 @@ def name_in_module(item: pytest.Item) -> Name:
     return tuple(node.name for node in chain[chain.index(module_of(item)) + 1 :])
 
 
-def prepare(recipe: Recipe) -> None:
+def prepare(recipe: SessionConfig) -> None:
     """Have a session. It may take the time of heavy imports, which is not the test's."""
     __tracebackhide__ = True
     _session(recipe)
 
 
-def run_item(recipe: Recipe, order: Order) -> Findings:
+def run_item(recipe: SessionConfig, order: TestRequest) -> PassedTestData:
     """Set up the test, call it, and tear it down. Raises whatever it, or one of its fixtures, raises."""
     __tracebackhide__ = True
     return _session(recipe).run(order)
 
 
-def _session(recipe: Recipe) -> "Session":
+def _session(recipe: SessionConfig) -> "RankSession":
     """That of this rank, which may have been started anew since it was prepared."""
     __tracebackhide__ = True
     state = current_worker().state
     if RANK not in state:
-        state[RANK] = Session(recipe)
-    session: Session = state[RANK]
+        state[RANK] = RankSession(recipe)
+    session: RankSession = state[RANK]
     return session
 
 
@@ -120,17 +118,17 @@ def finish() -> None:
         session.finish()
 
 
-class _Nowhere(io.StringIO):
+class _NullTerminal(io.StringIO):
     """A terminal that nobody reads, and that keeps nothing."""
 
     def write(self, text: str) -> int:
         return len(text)
 
 
-class Session:
+class RankSession:
     """A session of pytest, and at the same time its plugin, by which it hears what becomes of the items."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: SessionConfig) -> None:
         rank = current_worker().rank
         self._collected: list[pytest.Item] = []
         self._errors: list[str] = []
@@ -156,7 +154,7 @@ class Session:
         try:
             config._do_configure()
             if (reporter := plugins.get_plugin("terminalreporter")) is not None:  # which plugins, and pytest itself, ask
-                reporter._tw = create_terminal_writer(config, _Nowhere())
+                reporter._tw = create_terminal_writer(config, _NullTerminal())
             self._session = pytest.Session.from_config(config)
             config.hook.pytest_sessionstart(session=self._session)
             config.hook.pytest_collection(session=self._session)
@@ -166,7 +164,7 @@ class Session:
         # those that are not selected, too: which of a module's tests are, the watcher knows better
         self._items = {name_in_module(item): item for item in self._collected}
 
-    def run(self, order: Order) -> Findings:
+    def run(self, order: TestRequest) -> PassedTestData:
         __tracebackhide__ = True
         item = self._items.get(order.name)
         if item is None:
@@ -174,7 +172,7 @@ class Session:
             raise pytest.fail.Exception("\n".join([text, *self._errors]), pytrace=False)
         self._shared = order.shared
         self._calls: list[tuple[pytest.CallInfo[None], pytest.TestReport]] = []
-        self._findings = Findings(properties=item.user_properties)
+        self._findings = PassedTestData(properties=item.user_properties)
         item.user_properties.clear()  # it may be run again
         self.tear_down(but_for=item)  # the one that was to follow may have been skipped
         nextitem = item.parent if order.following is None else self._items.get(order.following, item.parent)

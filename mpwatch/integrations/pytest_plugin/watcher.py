@@ -11,9 +11,17 @@ import pytest
 from mpwatch import LaunchError, LogSpec, ProcessFailure, RunFailedError, RunResult, WorkerGroup, WorkerState
 
 from .names import MARK
-from .ranks import Findings, Order, Recipe, finish, module_of, name_in_module, prepare, run_item, tear_down
-
-__all__ = ["pytest_runtest_protocol", "run_on_ranks"]
+from .ranks import (
+    PassedTestData,
+    SessionConfig,
+    TestRequest,
+    finish,
+    module_of,
+    name_in_module,
+    prepare,
+    run_item,
+    tear_down,
+)
 
 T = TypeVar("T")
 SHARED = ("tmp_path",)  # fixtures that are made here, and are the same in all ranks
@@ -21,7 +29,7 @@ FOLDERS = "tmp_path_factory"  # the fixture that makes folders which outlive the
 OF_THE_PLUGIN = ("check", "logs", "progress")  # options that it chooses itself
 PLAIN = str | int | float | bool | None
 LENIENT = (pytest.skip.Exception, pytest.xfail.Exception)  # in a rank, they excuse no failure of another
-GROUPS = pytest.StashKey[list["Ranks"]]()  # of a module
+GROUPS = pytest.StashKey[list["ModuleGroup"]]()  # of a module
 NEXT = pytest.StashKey[pytest.Item | None]()
 
 
@@ -60,20 +68,20 @@ def _options_of(item: pytest.Item) -> dict[str, Any]:
     return options
 
 
-def _ranks_for(item: pytest.Item, options: dict[str, Any]) -> "Ranks":
+def _ranks_for(item: pytest.Item, options: dict[str, Any]) -> "ModuleGroup":
     __tracebackhide__ = True
     module = module_of(item)
     groups = module.stash.setdefault(GROUPS, [])
     for ranks in groups:
         if ranks.options == options:
             return ranks
-    ranks = Ranks(options, item, module.path)
+    ranks = ModuleGroup(options, item, module.path)
     groups.append(ranks)
     module.addfinalizer(partial(_close, groups, ranks))
     return ranks
 
 
-def _close(groups: list["Ranks"], ranks: "Ranks") -> None:
+def _close(groups: list["ModuleGroup"], ranks: "ModuleGroup") -> None:
     __tracebackhide__ = True
     groups.remove(ranks)
     _raise(*ranks.close())
@@ -122,7 +130,7 @@ def _fail(text: str) -> NoReturn:
     raise pytest.fail.Exception(text, pytrace=False) from None
 
 
-class Ranks:
+class ModuleGroup:
     """A WorkerGroup for the tests of one module that have the same options."""
 
     def __init__(self, options: dict[str, Any], item: pytest.Item, module: Path) -> None:
@@ -145,7 +153,7 @@ class Ranks:
         """The test in all ranks; what it leaves beside a failure becomes part of its report."""
         __tracebackhide__ = True
         following = item.stash.get(NEXT, None)
-        order = Order(
+        order = TestRequest(
             name=name_in_module(item),
             following=name_in_module(following) if following and module_of(following) is module_of(item) else None,
             shared={name: value for name, value in _fixtures_of(item).items() if name in SHARED},
@@ -217,11 +225,11 @@ class Ranks:
         return text.decode(errors="replace")
 
 
-def _recipe_of(config: pytest.Config, module: Path, folder: Path) -> Recipe:
+def _recipe_of(config: pytest.Config, module: Path, folder: Path) -> SessionConfig:
     # plugins that know xdist hand values to its workers that way, as pytest-randomly its seed; they are those of options
     known = {name: value for name, value in vars(config.option).items() if isinstance(value, PLAIN)}
     capture = ("--capture=no",) if config.pluginmanager.has_plugin("capture") else ()
-    return Recipe(
+    return SessionConfig(
         args=(*map(str, config.invocation_params.args), *capture),
         folder=str(config.invocation_params.dir),
         module=str(module),
@@ -231,7 +239,7 @@ def _recipe_of(config: pytest.Config, module: Path, folder: Path) -> Recipe:
     )
 
 
-def _keep(item: pytest.Item, findings: Sequence[Findings]) -> None:
+def _keep(item: pytest.Item, findings: Sequence[PassedTestData]) -> None:
     """What ranks agree on is told once."""
     warned = {str(warning): warning for each in findings for warning in each.warnings}
     for warning in warned.values():  # not issued anew, for the filters have been asked in the rank

@@ -23,12 +23,12 @@ from ...results import report as texts
 from ...results.model import FailureKind, ProcessFailure, WorkerState
 from ...results.run_result import RunResult
 from ...wire import exceptions
-from ...wire.messages import Kind
+from ...wire.messages import MessageKind
 from ...wire.values import load
-from ..facts import Facts, RankFacts
+from ..facts import AttemptObservations, RankObservations
 from ..hangs import away, culprits, culprits_of_silence, is_waiting, stacks_of
-from ..signatures import Complaint, complaint_in, complaint_of_death
-from ..states import Verdict
+from ..signatures import PeerErrorKind, complaint_in, complaint_of_death
+from ..states import StopReason
 from .failures import TimedFailure, build_hang, build_unloadable_value, find_failure, has_returned, is_before_stop
 
 Failures = dict[int, TimedFailure]  # by rank
@@ -37,12 +37,12 @@ Failures = dict[int, TimedFailure]  # by rank
 DEATH_LAG_SECONDS = 0.1
 
 
-def diagnose(attempt: Facts) -> RunResult[Any]:
+def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
     """Return the result of an attempt, or of a call, that has ended."""
     failures: Failures = {}
     values: dict[int, Any] = {}
     for rank, seen in attempt.ranks.items():
-        if attempt.verdict is Verdict.SUCCEEDED and has_returned(attempt, seen):
+        if attempt.verdict is StopReason.SUCCEEDED and has_returned(attempt, seen):
             _load_value(attempt, seen, values, failures)
         elif (failure := find_failure(attempt, seen)) is not None:
             failures[rank] = failure
@@ -55,7 +55,7 @@ def diagnose(attempt: Facts) -> RunResult[Any]:
         state=_get_overall_state(attempt.verdict, by_rank),
         return_values=values if not by_rank else {},
         failures=by_rank,
-        root_cause=None if attempt.verdict is Verdict.TIMED_OUT else first,
+        root_cause=None if attempt.verdict is StopReason.TIMED_OUT else first,
         workers=tuple(seen.worker for seen in attempt.ranks.values()),
         worker_states=states,
         progress={
@@ -70,24 +70,24 @@ def diagnose(attempt: Facts) -> RunResult[Any]:
     )
 
 
-def find_waiting_ranks(attempt: Facts) -> set[int]:
+def find_waiting_ranks(attempt: AttemptObservations) -> set[int]:
     """Return the ranks that complain of a missing peer, or were silent while they waited for one.
 
     Call this before the observations drop their payloads.
     """
     silent = {rank for rank in attempt.silent if is_waiting(attempt.ranks[rank])}
-    return silent | {rank for rank in attempt.ranks if _get_complaint(attempt, rank) is Complaint.LATE}
+    return silent | {rank for rank in attempt.ranks if _get_complaint(attempt, rank) is PeerErrorKind.PEER_TIMEOUT}
 
 
-def find_possible_victims(attempt: Facts) -> set[int]:
+def find_possible_victims(attempt: AttemptObservations) -> set[int]:
     """Return the ranks that have lost a connection, possibly one to a peer.
 
     Call this before the observations drop their payloads.
     """
-    return {rank for rank in attempt.ranks if _get_complaint(attempt, rank) is Complaint.MAYBE}
+    return {rank for rank in attempt.ranks if _get_complaint(attempt, rank) is PeerErrorKind.POSSIBLY_PEER}
 
 
-def find_missing_ranks(attempt: Facts, result: RunResult[Any]) -> list[ProcessFailure]:
+def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> list[ProcessFailure]:
     """Return the failures of the ranks to blame if ranks on other nodes timed out waiting for them.
 
     These are ranks that had not failed, and were doing something other than waiting when the watcher stopped them.
@@ -104,7 +104,7 @@ def find_missing_ranks(attempt: Facts, result: RunResult[Any]) -> list[ProcessFa
     return [build_hang(attempt, running[rank], at, texts.KEPT_OTHER_NODES_WAITING)[1] for rank in missing]
 
 
-def _get_order_of_blame(attempt: Facts, timed: TimedFailure) -> tuple[bool, bool, float]:
+def _get_order_of_blame(attempt: AttemptObservations, timed: TimedFailure) -> tuple[bool, bool, float]:
     """Return a sort key: the smallest one belongs to the root cause. See the head of this module."""
     at, failure = timed
     lag = 0.0 if _was_reported(failure) else DEATH_LAG_SECONDS
@@ -116,30 +116,30 @@ def _was_reported(failure: ProcessFailure) -> bool:
     return failure.exception is not None or failure.kind in (FailureKind.EXCEPTION, FailureKind.TIMEOUT)
 
 
-def _find_victims(attempt: Facts, failures: Failures) -> Failures:
+def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
     """Return the failures that may be complaints about a peer, marked as secondary if another failure explains them."""
     complaints = {rank: _get_complaint(attempt, rank) for rank in failures}
     deaths = [at for at, failure in failures.values() if not _was_reported(failure)]
-    causes = [at for rank, (at, _) in failures.items() if complaints[rank] in (None, Complaint.HINT)]
+    causes = [at for rank, (at, _) in failures.items() if complaints[rank] in (None, PeerErrorKind.HINT)]
     victims: Failures = {}
     for rank, (at, failure) in failures.items():
-        if complaints[rank] is Complaint.MAYBE:
+        if complaints[rank] is PeerErrorKind.POSSIBLY_PEER:
             is_victim = bool(deaths) or any(cause < at for cause in causes)
         else:
-            is_victim = complaints[rank] is Complaint.HINT and any(death - DEATH_LAG_SECONDS <= at for death in deaths)
+            is_victim = complaints[rank] is PeerErrorKind.HINT and any(death - DEATH_LAG_SECONDS <= at for death in deaths)
         if is_victim:
             victims[rank] = (at, replace(failure, is_secondary=True))
     return victims
 
 
-def _get_complaint(attempt: Facts, rank: int) -> Complaint | None:
+def _get_complaint(attempt: AttemptObservations, rank: int) -> PeerErrorKind | None:
     seen = attempt.ranks[rank]
     if seen.report is None:
         return complaint_of_death(seen.exit_code, seen.stderr)
-    return complaint_in(seen.report.body) if seen.report.kind is not Kind.RETURNED else None
+    return complaint_in(seen.report.body) if seen.report.kind is not MessageKind.RETURNED else None
 
 
-def _find_hangs(attempt: Facts, failures: Failures) -> Failures:
+def _find_hangs(attempt: AttemptObservations, failures: Failures) -> Failures:
     """Return the ranks that were silent for too long, or that kept their peers waiting until these timed out."""
     at = attempt.stopped_at
     if at is None:
@@ -148,17 +148,17 @@ def _find_hangs(attempt: Facts, failures: Failures) -> Failures:
     if attempt.silent:
         return _find_silent(attempt, running)
     complaints = {_get_complaint(attempt, rank) for rank in failures}
-    if Complaint.LATE in complaints and all(failure.is_secondary for _, failure in failures.values()):
+    if PeerErrorKind.PEER_TIMEOUT in complaints and all(failure.is_secondary for _, failure in failures.values()):
         return {rank: build_hang(attempt, running[rank], at, texts.KEPT_PEERS_UNTIL_TIMEOUT) for rank in away(running)}
     return {}
 
 
-def _get_running(attempt: Facts, failures: Failures) -> dict[int, RankFacts]:
+def _get_running(attempt: AttemptObservations, failures: Failures) -> dict[int, RankObservations]:
     """Return the ranks that were running when the watcher stopped them."""
     return {rank: seen for rank, seen in attempt.ranks.items() if _was_running(attempt, failures, rank)}
 
 
-def _was_running(attempt: Facts, failures: Failures, rank: int) -> bool:
+def _was_running(attempt: AttemptObservations, failures: Failures, rank: int) -> bool:
     """A silent rank counts even if it has returned since: its silence is why the watcher stopped the ranks."""
     if rank in failures and failures[rank][1].kind is not FailureKind.TIMEOUT:
         return False
@@ -166,7 +166,7 @@ def _was_running(attempt: Facts, failures: Failures, rank: int) -> bool:
     return rank in attempt.silent or (seen.was_ready and not has_returned(attempt, seen))
 
 
-def _find_silent(attempt: Facts, running: Mapping[int, RankFacts]) -> Failures:
+def _find_silent(attempt: AttemptObservations, running: Mapping[int, RankObservations]) -> Failures:
     """Return the silent ranks, each with the time of its last heartbeat, and the ranks for which they waited.
 
     A rank that waits for another one is its victim, even if the other one did send heartbeats.
@@ -184,7 +184,7 @@ def _find_silent(attempt: Facts, running: Mapping[int, RankFacts]) -> Failures:
     return hangs
 
 
-def _load_value(attempt: Facts, seen: RankFacts, values: dict[int, Any], failures: Failures) -> None:
+def _load_value(attempt: AttemptObservations, seen: RankObservations, values: dict[int, Any], failures: Failures) -> None:
     assert seen.report is not None
     rank, body, file = seen.worker.rank, seen.report.body, seen.report.file
     try:
@@ -198,24 +198,24 @@ def _load_value(attempt: Facts, seen: RankFacts, values: dict[int, Any], failure
         failures[rank] = build_unloadable_value(attempt, seen, seen.report.stamp, error)
 
 
-def _get_state(attempt: Facts, seen: RankFacts, has_failed: bool) -> WorkerState:
+def _get_state(attempt: AttemptObservations, seen: RankObservations, has_failed: bool) -> WorkerState:
     if has_failed:
         return WorkerState.FAILED
     return WorkerState.SUCCEEDED if has_returned(attempt, seen) else WorkerState.STOPPED
 
 
-def _get_overall_state(verdict: Verdict | None, failures: Mapping[int, ProcessFailure]) -> WorkerState:
-    if verdict is Verdict.INTERRUPTED or (verdict is Verdict.CALLED_OFF and not failures):
+def _get_overall_state(verdict: StopReason | None, failures: Mapping[int, ProcessFailure]) -> WorkerState:
+    if verdict is StopReason.INTERRUPTED or (verdict is StopReason.CANCELLED_BY_JOB and not failures):
         return WorkerState.STOPPED
-    return WorkerState.SUCCEEDED if verdict is Verdict.SUCCEEDED and not failures else WorkerState.FAILED
+    return WorkerState.SUCCEEDED if verdict is StopReason.SUCCEEDED and not failures else WorkerState.FAILED
 
 
-def _get_reason(attempt: Facts, failures: Failures, states: Mapping[int, WorkerState]) -> str:
+def _get_reason(attempt: AttemptObservations, failures: Failures, states: Mapping[int, WorkerState]) -> str:
     """Return what ended the attempt, if it was not the failure of a rank."""
-    if attempt.verdict is Verdict.TIMED_OUT:
+    if attempt.verdict is StopReason.TIMED_OUT:
         late = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
         # A rank that is not in the collective is named but not blamed: healthy ranks, too, reach one at different times.
         return texts.timeout_text(attempt.timeout or 0.0, late, culprits(_get_running(attempt, failures)))
-    if attempt.verdict is Verdict.INTERRUPTED and attempt.signum is not None:
+    if attempt.verdict is StopReason.INTERRUPTED and attempt.signum is not None:
         return texts.interrupt_text(attempt.signum)
     return ""

@@ -11,11 +11,11 @@ from ...os_support.signals import DUMP_SIGNAL
 from ...results import report as texts
 from ...results.model import FailureKind, ProcessFailure
 from ...wire import exceptions
-from ...wire.messages import Kind, Message
-from ..facts import Facts, RankFacts
+from ...wire.messages import Message, MessageKind
+from ..facts import AttemptObservations, RankObservations
 from ..hangs import stacks_of
-from ..signatures import Complaint, complaint_in, complaint_of_death
-from ..states import Verdict
+from ..signatures import PeerErrorKind, complaint_in, complaint_of_death
+from ..states import StopReason
 
 TimedFailure = tuple[float, ProcessFailure]  # the time is of CLOCK_MONOTONIC, in seconds
 CRASHES = frozenset(
@@ -23,7 +23,7 @@ CRASHES = frozenset(
 )
 
 
-def may_be_oom_kill(seen: RankFacts) -> bool:
+def may_be_oom_kill(seen: RankObservations) -> bool:
     """Whether a SIGKILL that the watcher did not send ended this rank."""
     return seen.exit_code == -signal.SIGKILL and signal.SIGKILL not in seen.signals_sent
 
@@ -33,28 +33,32 @@ def is_crash(exit_code: int | None) -> bool:
     return -(exit_code or 0) in CRASHES
 
 
-def is_before_stop(attempt: Facts, at: float) -> bool:
+def is_before_stop(attempt: AttemptObservations, at: float) -> bool:
     """Whether this time is before the watcher told the ranks to stop."""
     return attempt.stopped_at is None or at <= attempt.stopped_at
 
 
-def has_returned(attempt: Facts, seen: RankFacts) -> bool:
+def has_returned(attempt: AttemptObservations, seen: RankObservations) -> bool:
     """Whether this rank returned in time.
 
     A value that comes after the stop is no result: the function may have called `sys.exit(0)` in a signal handler.
     """
     report = seen.report
-    if report is None or report.kind is not Kind.RETURNED or not is_before_stop(attempt, report.stamp):
+    if report is None or report.kind is not MessageKind.RETURNED or not is_before_stop(attempt, report.stamp):
         return False
     # A value that was still being pickled or sent when the timeout expired is no result either.
-    return attempt.verdict is not Verdict.TIMED_OUT or seen.heard_at is None or is_before_stop(attempt, seen.heard_at)
+    return attempt.verdict is not StopReason.TIMED_OUT or seen.heard_at is None or is_before_stop(attempt, seen.heard_at)
 
 
-def find_failure(attempt: Facts, seen: RankFacts) -> TimedFailure | None:
+def find_failure(attempt: AttemptObservations, seen: RankObservations) -> TimedFailure | None:
     """Return when and how this rank failed by itself, or None if it did not fail."""
     if has_returned(attempt, seen):
         return _find_death_after_return(attempt, seen)
-    if seen.report is not None and seen.report.kind is not Kind.RETURNED and is_before_stop(attempt, seen.report.stamp):
+    if (
+        seen.report is not None
+        and seen.report.kind is not MessageKind.RETURNED
+        and is_before_stop(attempt, seen.report.stamp)
+    ):
         return _build_reported(attempt, seen, seen.report)
     if seen.worker.rank in attempt.never_ready:
         at = attempt.stopped_at or attempt.started_at
@@ -64,31 +68,35 @@ def find_failure(attempt: Facts, seen: RankFacts) -> TimedFailure | None:
         return _build_death(attempt, seen, seen.died_at)
     if seen.failing_at is not None and is_before_stop(attempt, seen.failing_at):
         return _build_unreported_exception(attempt, seen, seen.failing_at)
-    if attempt.verdict is Verdict.TIMED_OUT and attempt.stopped_at is not None:
+    if attempt.verdict is StopReason.TIMED_OUT and attempt.stopped_at is not None:
         return _build(attempt, seen, attempt.stopped_at, FailureKind.TIMEOUT, stack=stacks_of(seen))
     return None
 
 
-def build_hang(attempt: Facts, seen: RankFacts, at: float, evidence: str, *, is_secondary: bool = False) -> TimedFailure:
+def build_hang(
+    attempt: AttemptObservations, seen: RankObservations, at: float, evidence: str, *, is_secondary: bool = False
+) -> TimedFailure:
     """Build the failure of a rank that was silent for too long, or that kept its peers waiting."""
     stack = stacks_of(seen)
     return _build(attempt, seen, at, FailureKind.HANG, stack=stack, evidence=evidence, is_secondary=is_secondary)
 
 
-def build_unloadable_value(attempt: Facts, seen: RankFacts, at: float, error: BaseException) -> TimedFailure:
+def build_unloadable_value(
+    attempt: AttemptObservations, seen: RankObservations, at: float, error: BaseException
+) -> TimedFailure:
     """Build the failure of a rank whose return value raised this exception when the caller unpickled it."""
     summary = texts.summary_of(error)
     return _build(attempt, seen, at, FailureKind.EXCEPTION, exception=error, summary=summary)
 
 
-def _find_death_after_return(attempt: Facts, seen: RankFacts) -> TimedFailure | None:
+def _find_death_after_return(attempt: AttemptObservations, seen: RankObservations) -> TimedFailure | None:
     """Return the death of a rank that had returned, if other ranks were still running and may have needed it."""
     if seen.died_at is None or attempt.stopped_at is None or seen.died_at > attempt.stopped_at or not seen.exit_code:
         return None
     return _build_death(attempt, seen, seen.died_at)
 
 
-def _died_by_itself(attempt: Facts, seen: RankFacts, at: float) -> bool:
+def _died_by_itself(attempt: AttemptObservations, seen: RankObservations, at: float) -> bool:
     """Whether something other than the stop ended a rank. During the stop, this is a crash or a SIGKILL from elsewhere."""
     if is_before_stop(attempt, at):
         return True
@@ -100,13 +108,13 @@ def _died_by_itself(attempt: Facts, seen: RankFacts, at: float) -> bool:
     return number > 0 and number not in seen.signals_sent and (number in CRASHES or number == signal.SIGKILL)
 
 
-def _build_reported(attempt: Facts, seen: RankFacts, report: Message) -> TimedFailure:
+def _build_reported(attempt: AttemptObservations, seen: RankObservations, report: Message) -> TimedFailure:
     try:
         error = exceptions.decode(report.body, seen.details)
     except Exception:  # noqa: BLE001  unpickling runs the user's code; the first message needs none of the user's classes
         error = exceptions.decode(report.body)
     kind, exit_code = FailureKind.EXCEPTION, 1
-    if report.kind is Kind.UNLOADED:
+    if report.kind is MessageKind.LOAD_FAILED:
         kind = FailureKind.START
     elif issubclass(type(error), SystemExit):  # isinstance() asks the object, whose __class__ may be a property
         kind, exit_code = FailureKind.EXIT, _get_exit_status(SystemExit.__dict__["code"].__get__(error))
@@ -119,7 +127,7 @@ def _build_reported(attempt: Facts, seen: RankFacts, report: Message) -> TimedFa
         exception=error,
         summary=exceptions.summary_of(report.body),
         traceback=exceptions.text_of(report.body),
-        is_secondary=complaint_in(report.body) in (Complaint.GONE, Complaint.LATE),
+        is_secondary=complaint_in(report.body) in (PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT),
     )
 
 
@@ -128,14 +136,14 @@ def _get_exit_status(code: object) -> int:
     return (code & 0xFF) or 1 if isinstance(code, int) else 1
 
 
-def _build_unreported_exception(attempt: Facts, seen: RankFacts, at: float) -> TimedFailure:
+def _build_unreported_exception(attempt: AttemptObservations, seen: RankObservations, at: float) -> TimedFailure:
     """Build the failure of a rank that announced an exception, and never sent it."""
     ended = seen.exit_code is not None and -seen.exit_code not in seen.signals_sent
     why = texts.EXITED_BEFORE_TEXT if ended else texts.TEXT_DID_NOT_END
     return _build(attempt, seen, at, FailureKind.EXCEPTION, stack=stacks_of(seen), evidence=why)
 
 
-def _build_death(attempt: Facts, seen: RankFacts, at: float) -> TimedFailure:
+def _build_death(attempt: AttemptObservations, seen: RankObservations, at: float) -> TimedFailure:
     code = seen.exit_code
     number = -code if code is not None and code < 0 else None
     if seen.oom:
@@ -160,7 +168,7 @@ def _build_death(attempt: Facts, seen: RankFacts, at: float) -> TimedFailure:
     )
 
 
-def _find_evidence(seen: RankFacts) -> str:
+def _find_evidence(seen: RankObservations) -> str:
     if seen.failing_at is not None and seen.report is None:
         return texts.EXITED_DURING_TEXT
     if complaint_of_death(seen.exit_code, seen.stderr) is not None:
@@ -169,7 +177,7 @@ def _find_evidence(seen: RankFacts) -> str:
 
 
 def _build(
-    attempt: Facts, seen: RankFacts, at: float, kind: FailureKind, *, exit_code: int = 1, **fields: Any
+    attempt: AttemptObservations, seen: RankObservations, at: float, kind: FailureKind, *, exit_code: int = 1, **fields: Any
 ) -> TimedFailure:
     return at, ProcessFailure(
         rank=seen.worker.rank,
