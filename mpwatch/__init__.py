@@ -8,19 +8,19 @@ from importlib import import_module
 
 TYPE_CHECKING = False  # typing's own would cost every rank the import of typing
 if TYPE_CHECKING:
-    from . import events as events
-    from .api import main, run
-    from .errors import LaunchError, MpwatchError, RunFailedError, RunTimeoutError
-    from .events.kinds import Event
-    from .group import WorkerGroup
-    from .logs import LogSpec
-    from .policy import RestartPolicy
-    from .ranks import Worker
-    from .rendezvous import Rendezvous
-    from .results.model import Attempt, FailureKind, ProcessFailure, Progress, WorkerState
-    from .results.run_result import RunResult
-    from .spec import WorkerSpec
-    from .worker.context import current_worker, heartbeat, report
+    from mpwatch import events as events
+    from mpwatch.api import main, run
+    from mpwatch.errors import LaunchError, MpwatchError, RunFailedError, RunTimeoutError
+    from mpwatch.events.types import Event
+    from mpwatch.group import WorkerGroup
+    from mpwatch.options.log_spec import LogSpec
+    from mpwatch.options.rendezvous import Rendezvous
+    from mpwatch.options.restart_policy import RestartPolicy
+    from mpwatch.options.spec import WorkerSpec
+    from mpwatch.options.worker_info import Worker
+    from mpwatch.results.model import Attempt, FailureKind, ProcessFailure, Progress, WorkerState
+    from mpwatch.results.run_result import RunResult
+    from mpwatch.worker.context import current_worker, heartbeat, report
 
 __all__ = [
     "Attempt",
@@ -52,21 +52,21 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Attempt": ".results.model",
-    "Event": ".events.kinds",
+    "Event": ".events.types",
     "FailureKind": ".results.model",
     "LaunchError": ".errors",
-    "LogSpec": ".logs",
+    "LogSpec": ".options.log_spec",
     "MpwatchError": ".errors",
     "ProcessFailure": ".results.model",
     "Progress": ".results.model",
-    "Rendezvous": ".rendezvous",
-    "RestartPolicy": ".policy",
+    "Rendezvous": ".options.rendezvous",
+    "RestartPolicy": ".options.restart_policy",
     "RunFailedError": ".errors",
     "RunResult": ".results.run_result",
     "RunTimeoutError": ".errors",
-    "Worker": ".ranks",
+    "Worker": ".options.worker_info",
     "WorkerGroup": ".group",
-    "WorkerSpec": ".spec",
+    "WorkerSpec": ".options.spec",
     "WorkerState": ".results.model",
     "current_worker": ".worker.context",
     "heartbeat": ".worker.context",

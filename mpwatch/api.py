@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from .checks import check_flag
-from .errors import RunFailedError, raise_if_failed
-from .logs import LogSpec
-from .policy import RestartPolicy
-from .ranks import Worker
-from .rendezvous import Rendezvous
-from .results.run_result import RunResult
-from .spec import Nprocs, Observers, WorkerSpec
-from .view.choice import view_for
-from .watcher.watch import watch
+from mpwatch.errors import RunFailedError, raise_if_failed
+from mpwatch.live_view.select import view_for
+from mpwatch.options.log_spec import LogSpec
+from mpwatch.options.rendezvous import Rendezvous
+from mpwatch.options.restart_policy import RestartPolicy
+from mpwatch.options.spec import Nprocs, Observers, WorkerSpec
+from mpwatch.options.validation import check_flag
+from mpwatch.options.worker_info import Worker
+from mpwatch.results.run_result import RunResult
+from mpwatch.watcher.run import watch
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ def run(
     if rendezvous is None:
         result = watch(spec, partial(view_for, progress))
     else:
-        from .elastic.watch import watch_with_others  # imports torch
+        from mpwatch.multinode.run import watch_with_others  # imports torch
 
         result = watch_with_others(spec, partial(view_for, progress))
     if check:

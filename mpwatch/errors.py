@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from .results.html import table_of
-from .results.model import FailureKind, ProcessFailure, WorkerState
-from .results.report import fates_text, report, verdict
-from .results.run_result import RunResult
+from mpwatch.results.html import table_of
+from mpwatch.results.model import FailureKind, ProcessFailure, WorkerState
+from mpwatch.results.report import fates_text, report, verdict
+from mpwatch.results.run_result import RunResult
 
 TIMEOUT_EXIT_CODE = 124  # as timeout(1) has it
 

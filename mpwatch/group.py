@@ -10,17 +10,17 @@ from multiprocessing.util import Finalize
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from .checks import check_flag, check_seconds
-from .errors import raise_if_failed
-from .logs import LogSpec
-from .ranks import Worker
-from .results.html import group_table
-from .results.model import WorkerState
-from .results.report import summary_of
-from .results.run_result import RunResult
-from .spec import GroupSpec, Nprocs, Observers, check_call
-from .view.choice import view_for
-from .watcher.team import PersistentRanks
+from mpwatch.errors import raise_if_failed
+from mpwatch.live_view.select import view_for
+from mpwatch.options.log_spec import LogSpec
+from mpwatch.options.spec import GroupSpec, Nprocs, Observers, check_call
+from mpwatch.options.validation import check_flag, check_seconds
+from mpwatch.options.worker_info import Worker
+from mpwatch.results.html import group_table
+from mpwatch.results.model import WorkerState
+from mpwatch.results.report import summary_of
+from mpwatch.results.run_result import RunResult
+from mpwatch.watcher.persistent_ranks import PersistentRanks
 
 T = TypeVar("T")
 R = TypeVar("R")

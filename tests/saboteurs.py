@@ -1146,8 +1146,8 @@ def returns_much_under_a_limit_of_files():
 
 def answers_with(what):
     """In the place of its value's file, and at once ends."""
-    from mpwatch.wire.bundle import END, MARK
     from mpwatch.wire.messages import MessageKind, frame
+    from mpwatch.wire.pickling.pickle_buffers import END, MARK
 
     empty, strange, hollow = (os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in ("empty", "strange", "hollow"))
     os.write(strange, bytes(100))

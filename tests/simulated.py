@@ -7,12 +7,12 @@ import itertools
 import random
 from collections import Counter
 
-from mpwatch.elastic.chair import Broadcast, Leader, PublishAssignments, ReservePort
-from mpwatch.elastic.member import NodeMachine, PrepareRanks, Rejoin, ReportJob, SendToLeader, StartRanks, StopRanks
-from mpwatch.elastic.talk.messages import AttemptReport, JobConfig, NodeInfo, NodeOutcome, RestartHistory
-from mpwatch.policy import RestartPolicy
-from mpwatch.watcher.machine import StateMachine
-from mpwatch.watcher.states import (
+from mpwatch.multinode.leader import Broadcast, Leader, PublishAssignments, ReservePort
+from mpwatch.multinode.node_machine import NodeMachine, PrepareRanks, Rejoin, ReportJob, SendToLeader, StartRanks, StopRanks
+from mpwatch.multinode.protocol.messages import AttemptReport, JobConfig, NodeInfo, NodeOutcome, RestartHistory
+from mpwatch.options.restart_policy import RestartPolicy
+from mpwatch.watcher.machine.state_machine import StateMachine
+from mpwatch.watcher.machine.transitions import (
     CancelAttempt,
     Exited,
     Failed,

@@ -3,7 +3,7 @@
 import pytest
 
 from mpwatch import WorkerSpec
-from mpwatch.watcher.environment import environments_of, workers_here
+from mpwatch.watcher.processes.rank_environment import environments_of, workers_here
 
 CPU_BUILD = "cuda: Optional[str] = None\nhip: Optional[str] = None\nxpu: Optional[str] = None\n"
 CUDA_BUILD = CPU_BUILD.replace("cuda: Optional[str] = None", "cuda: Optional[str] = '13.0'")

@@ -10,8 +10,8 @@ from told import COMPLAINT, facts, raised, returned
 from mpwatch import WorkerState
 from mpwatch.results.state_transitions import check_change
 from mpwatch.watcher.diagnosis.diagnose import diagnose
-from mpwatch.watcher.machine import StateMachine
-from mpwatch.watcher.states import (
+from mpwatch.watcher.machine.state_machine import StateMachine
+from mpwatch.watcher.machine.transitions import (
     LIVING,
     SURE_SECONDS,
     AbandonRank,

@@ -1,8 +1,8 @@
 """Heartbeats as the pure machine hears them: who is late, who is silent, and who was only suspended."""
 
 from mpwatch import WorkerState
-from mpwatch.watcher.machine import StateMachine
-from mpwatch.watcher.states import (
+from mpwatch.watcher.machine.state_machine import StateMachine
+from mpwatch.watcher.machine.transitions import (
     LAST_CALL_SECONDS,
     LATE_SECONDS,
     DumpStacks,

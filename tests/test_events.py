@@ -31,8 +31,8 @@ from mpwatch.events import (
     WorkerSucceeded,
     write_chrome_trace,
 )
-from mpwatch.events.log import LogEvents
-from mpwatch.events.plain import plain
+from mpwatch.events.logging_observer import LogEvents
+from mpwatch.events.to_json import plain
 
 KINDS = Event.__subclasses__()
 LONE = "caf\udce9"  # a file name that is not UTF-8, as os.fsdecode has it
@@ -63,7 +63,7 @@ def test_who_asks_what_there_is_hears_of_the_observers_before_they_are_loaded():
 
 def test_the_import_of_events_is_light():
     out = python("-c", "import sys, mpwatch.events; print(*sys.modules)").stdout.split()
-    assert not {"torch", "json", "logging", "mpwatch.events.trace"} & set(out)
+    assert not {"torch", "json", "logging", "mpwatch.events.chrome_trace"} & set(out)
 
 
 def test_each_kind_has_its_name():

@@ -17,9 +17,9 @@ import saboteurs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpwatch.wire.exceptions import decode, outline, text_of
-from mpwatch.wire.frames import frames_of, traceback_of
-from mpwatch.wire.telling import ExceptionEncoder
+from mpwatch.wire.exceptions.decoder import decode, outline, text_of
+from mpwatch.wire.exceptions.encoder import ExceptionEncoder
+from mpwatch.wire.exceptions.tracebacks import frames_of, traceback_of
 
 
 def raised(error):

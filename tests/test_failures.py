@@ -141,7 +141,7 @@ def test_a_crash_leaves_its_python_stack(barrier, capfd):
     error = failing(saboteurs.crashes, barrier)
     assert "in crashes" in error.root_cause.stack
     assert "ctypes.string_at(0)" in str(error)
-    assert "bootstrap.py" not in str(error)
+    assert "worker/main.py" not in str(error)
     assert "Segmentation" not in capfd.readouterr().err
 
 

@@ -300,7 +300,7 @@ def test_the_log_says_why_ranks_are_started_anew(caplog, monkeypatch):
     with WorkerGroup(2) as group:
         assert list(group.run(end_after_an_answer, (pids_of(group),))) == [0, 0]
         with monkeypatch.context() as patch, pytest.raises(mpwatch.LaunchError, match="no room"):
-            patch.setattr("mpwatch.watcher.crew.Crew._start", raise_os_error)
+            patch.setattr("mpwatch.watcher.processes.process_pool.ProcessPool._start", raise_os_error)
             group.run(functions.rank)
         group.run(functions.rank)
     assert [text for text in caplog.messages if text.startswith("all ranks")] == [

@@ -12,7 +12,7 @@ from programs import python
 
 import mpwatch
 from mpwatch import WorkerGroup
-from mpwatch.watcher.watch import MOMENT_SECONDS
+from mpwatch.watcher.run import MOMENT_SECONDS
 
 
 def pids_of(group):
@@ -47,7 +47,7 @@ import atexit, logging, os, signal, sys, threading, time
 {first}
 import functions, mpwatch
 from mpwatch import WorkerGroup
-from mpwatch.watcher.watch import MOMENT_SECONDS
+from mpwatch.watcher.run import MOMENT_SECONDS
 def note(path): atexit.register(lambda: open(path, "w").write("ended"))
 """
 
@@ -133,12 +133,12 @@ def test_sigterm_ends_the_program_and_its_group():
 
 def test_ctrl_c_while_the_ranks_are_started_leaves_none():
     said = program(
-        "from mpwatch.watcher import crew\n"
-        "start = crew.Crew.start\n"
+        "from mpwatch.watcher.processes import process_pool\n"
+        "start = process_pool.ProcessPool.start\n"
         "def slowly(self, worker, env):\n"
         "    start(self, worker, env)\n"
         "    if worker.rank == 0: os.kill(os.getpid(), signal.SIGINT)\n"
-        "crew.Crew.start = slowly\n"
+        "process_pool.ProcessPool.start = slowly\n"
         "try: WorkerGroup(3)\n"
         "except KeyboardInterrupt: print(threading.active_count(), open('/proc/self/task/%d/children' % os.getpid()).read().split()[1:])\n"
     ).stdout

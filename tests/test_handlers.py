@@ -102,11 +102,11 @@ print(list(mpwatch.run(work, 1)), signal.set_wakeup_fd(-1))
 
 def test_a_signal_that_comes_as_a_run_ends_reaches_the_host_s_event_loop():
     said = run("""
-from mpwatch.watcher import life
-def at_the_end(*arguments, wait=life.await_end_of_thread):
+from mpwatch.watcher import watcher_thread
+def at_the_end(*arguments, wait=watcher_thread.await_end_of_thread):
     wait(*arguments)
     os.kill(os.getpid(), signal.SIGUSR1)
-life.await_end_of_thread = at_the_end
+watcher_thread.await_end_of_thread = at_the_end
 async def main():
     called = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, called.set)

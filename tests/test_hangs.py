@@ -15,8 +15,8 @@ import mpwatch
 from mpwatch import FailureKind
 from mpwatch.results.report import report
 from mpwatch.watcher.diagnosis.diagnose import diagnose
-from mpwatch.watcher.states import StopReason
-from mpwatch.wire.slots import PULSE, ROOM, SLOT, WORDS, HeartbeatSample, HeartbeatWriter, open_slot, read_pulse
+from mpwatch.watcher.machine.transitions import StopReason
+from mpwatch.wire.shared_memory import PULSE, ROOM, SLOT, WORDS, HeartbeatSample, HeartbeatWriter, open_slot, read_pulse
 
 
 def test_who_keeps_its_peers_waiting_is_to_blame():

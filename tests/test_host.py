@@ -107,7 +107,7 @@ def test_nobody_outlives_a_watcher_whose_pipes_its_ranks_have_closed(eventually)
 
 def guardian_of(pid):
     for child in children_of(pid):
-        if b"guardian/program.py" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if b"guardian/main.py" in Path(f"/proc/{child}/cmdline").read_bytes():
             return child
     raise AssertionError("no guardian")
 
@@ -239,7 +239,7 @@ def test_ctrl_c_while_a_value_is_rebuilt_here():
 def test_ctrl_c_in_the_last_moment_is_not_lost():
     code = (
         "import signal, mpwatch, saboteurs\n"
-        "from mpwatch.watcher.guardian import Guardian\n"
+        "from mpwatch.watcher.processes.guardian import Guardian\n"
         "close = Guardian.close\n"
         "Guardian.close = lambda self: (signal.raise_signal(signal.SIGINT), close(self))\n"
         "mpwatch.run(saboteurs.rank, 1)\n"
@@ -299,7 +299,7 @@ def test_every_signal_is_delivered():
     code = (
         "import os, signal, mpwatch, saboteurs\n"
         "signal.signal(signal.SIGTERM, lambda *_: print('the handler', flush=True))\n"
-        "from mpwatch.watcher.guardian import Guardian\n"
+        "from mpwatch.watcher.processes.guardian import Guardian\n"
         "close = Guardian.close\n"
         "Guardian.close = lambda self: (signal.raise_signal(2), signal.raise_signal(15), close(self))\n"
         "mpwatch.run(saboteurs.rank, 1)\n"
@@ -344,7 +344,7 @@ def test_a_host_that_ignores_sigterm_has_ranks_that_do_not():
 def test_a_host_whose_sigpipe_is_at_its_default():
     code = (
         "import os, signal, mpwatch, saboteurs\n"
-        "from mpwatch.watcher.guardian import Guardian\n"
+        "from mpwatch.watcher.processes.guardian import Guardian\n"
         "signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
         "guard = Guardian.guard\n"
         "def kill_it_first(self, pid):\n"
@@ -372,14 +372,14 @@ def test_a_rank_that_has_gone_to_another_group_does_not_outlive_a_killed_watcher
 
 def test_an_error_of_our_own_leaves_nothing(monkeypatch):
     """The leak check after each test does the rest."""
-    from mpwatch.watcher import loop
+    from mpwatch.watcher import event_loop
 
     def fail(*_):
         raise ZeroDivisionError("a bug in mpwatch")
 
     import saboteurs
 
-    monkeypatch.setattr(loop.EventLoop, "_understand", fail)
+    monkeypatch.setattr(event_loop.EventLoop, "_understand", fail)
     with pytest.raises(ZeroDivisionError):
         mpwatch.run(saboteurs.wait_to_be_stopped, 2)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from streams import failure
 
 from mpwatch import FailureKind, RestartPolicy
-from mpwatch.watcher.restarts import FailedAttempt, RestartBudget
+from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget
 
 VALUE_ERROR = failure(1)
 EXIT = failure(1, FailureKind.EXIT, exit_code=3)

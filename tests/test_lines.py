@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from mpwatch.watcher.lines import LONGEST, LineAssembler, prefixed
-from mpwatch.watcher.mixer import HOLD_BYTES, HOLD_SECONDS, SHOW_SECONDS, OutputMultiplexer, RankStream
-from mpwatch.watcher.words import KEPT, LAST_LINES, StderrTail
+from mpwatch.watcher.output.line_assembler import LONGEST, LineAssembler, prefixed
+from mpwatch.watcher.output.multiplexer import HOLD_BYTES, HOLD_SECONDS, SHOW_SECONDS, OutputMultiplexer, RankStream
+from mpwatch.watcher.output.stderr_tail import KEPT, LAST_LINES, StderrTail
 
 
 def seen(*portions):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpwatch import LogSpec, Worker, WorkerSpec
-from mpwatch.logs import StreamRoute, prefix_of
+from mpwatch.options.log_spec import StreamRoute, prefix_of
 
 ME = Worker(
     rank=3,

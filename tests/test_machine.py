@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from mpwatch.watcher.machine import StateMachine
-from mpwatch.watcher.states import (
+from mpwatch.watcher.machine.state_machine import StateMachine
+from mpwatch.watcher.machine.transitions import (
     KILL_SECONDS,
     LAST_CALL_SECONDS,
     LOOK_SECONDS,

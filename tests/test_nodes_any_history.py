@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import TIMEOUT, Node, World
 
-from mpwatch.elastic.chair import Broadcast, CloseJob
-from mpwatch.elastic.member import NodeStage, PrepareRanks
-from mpwatch.elastic.talk.messages import NO_ATTEMPT, AttemptDecision, AttemptReport, NextStep, NodeOutcome
-from mpwatch.watcher.states import Interrupted, Lease, RankPhase
+from mpwatch.multinode.leader import Broadcast, CloseJob
+from mpwatch.multinode.node_machine import NodeStage, PrepareRanks
+from mpwatch.multinode.protocol.messages import NO_ATTEMPT, AttemptDecision, AttemptReport, NextStep, NodeOutcome
+from mpwatch.watcher.machine.transitions import Interrupted, Lease, RankPhase
 
 JOIN_TIMEOUT = 120.0
 LEAVE = 12.0  # seconds that a chair which leaves waits for the others, at most

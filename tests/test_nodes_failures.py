@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from samples import other_value
 
 from mpwatch import FailureKind, ProcessFailure
-from mpwatch.elastic.talk import failures
-from mpwatch.elastic.talk.failures import FAILURE_LIMIT, LEAST_LIMIT, LOCAL_FIELDS, from_plain, to_plain
-from mpwatch.elastic.talk.seal import InvalidEntryError, SignedJson, written
+from mpwatch.multinode.protocol import failure_codec
+from mpwatch.multinode.protocol.failure_codec import FAILURE_LIMIT, LEAST_LIMIT, LOCAL_FIELDS, from_plain, to_plain
+from mpwatch.multinode.protocol.signed_json import InvalidEntryError, SignedJson, written
 
 JOB = SignedJson(b"", "job")
 SENT = {field.name for field in fields(ProcessFailure)} - LOCAL_FIELDS.keys()
@@ -185,7 +185,7 @@ def test_a_recursion_keeps_its_beginning_and_its_end():
         plain = plain_of(error)
         whole = traceback.extract_tb(error.__traceback__)
     frames = traceback.extract_tb(from_plain(plain).exception.__traceback__)
-    assert 100 < len(frames) <= failures.MAX_FRAMES < len(whole)
+    assert 100 < len(frames) <= failure_codec.MAX_FRAMES < len(whole)
     for kept, frame in ((frames[0], whole[0]), (frames[-1], whole[-1])):
         assert (kept.name, kept.lineno) == (frame.name, frame.lineno)
     assert size(plain) < FAILURE_LIMIT

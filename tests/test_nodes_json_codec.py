@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import filled
 
-from mpwatch.elastic.talk.json_codec import MAX_INTEGER, MAX_TEXT, from_json, to_json, without_controls
-from mpwatch.elastic.talk.seal import InvalidEntryError
+from mpwatch.multinode.protocol.json_codec import MAX_INTEGER, MAX_TEXT, from_json, to_json, without_controls
+from mpwatch.multinode.protocol.signed_json import InvalidEntryError
 
 
 class Color(Enum):

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from mpwatch.elastic.chair import GATHER_SHARE, Broadcast, Leader, PublishAssignments, ReservePort
-from mpwatch.elastic.chair import RoundStage as Round
-from mpwatch.elastic.judging import AttemptSummary, judge
-from mpwatch.elastic.member import NodeMachine, PrepareRanks, Rejoin, ReportJob, SendToLeader, StartRanks, StopRanks
-from mpwatch.elastic.talk.messages import (
+from mpwatch.multinode.job_decision import AttemptSummary, judge
+from mpwatch.multinode.leader import GATHER_SHARE, Broadcast, Leader, PublishAssignments, ReservePort
+from mpwatch.multinode.leader import RoundStage as Round
+from mpwatch.multinode.node_machine import NodeMachine, PrepareRanks, Rejoin, ReportJob, SendToLeader, StartRanks, StopRanks
+from mpwatch.multinode.protocol.messages import (
     NO_ATTEMPT,
     AttemptDecision,
     AttemptReport,
@@ -23,8 +23,8 @@ from mpwatch.elastic.talk.messages import (
     StopAttempt,
     to_body,
 )
-from mpwatch.elastic.talk.seal import SignedJson
-from mpwatch.policy import RestartPolicy
+from mpwatch.multinode.protocol.signed_json import SignedJson
+from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.results.model import FailureKind
 
 TIMEOUT, GRACE = 15.0, 10.0

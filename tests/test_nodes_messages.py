@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import filled
 
-from mpwatch.elastic.talk.json_codec import from_json, to_json
-from mpwatch.elastic.talk.messages import (
+from mpwatch.multinode.protocol.json_codec import from_json, to_json
+from mpwatch.multinode.protocol.messages import (
     KINDS,
     AttemptDecision,
     AttemptReport,
@@ -30,7 +30,7 @@ from mpwatch.elastic.talk.messages import (
     from_body,
     to_body,
 )
-from mpwatch.elastic.talk.seal import InvalidEntryError
+from mpwatch.multinode.protocol.signed_json import InvalidEntryError
 
 ENTRIES = [PublishedTerms, RefusedNode, RoundName]
 CARD = NodeInfo(

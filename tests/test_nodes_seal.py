@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpwatch.elastic.talk import seal
-from mpwatch.elastic.talk.seal import InvalidEntryError, SecretMismatchError, SignedJson
+from mpwatch.multinode.protocol import signed_json
+from mpwatch.multinode.protocol.signed_json import InvalidEntryError, SecretMismatchError, SignedJson
 
 PLACE = "round-7/attempt-1/inbox/3/12"
 SIGNED = SignedJson(b"secret", "job")
@@ -143,4 +143,4 @@ def test_what_is_no_json_is_not_sent(value):
     [(17, "17 bytes"), (1 << 18, "256 KiB"), ((1 << 18) + 1, "256.1 KiB"), (3 << 20, "3 MiB"), (5 << 30, "5,120 MiB")],
 )
 def test_sizes_for_people(size, shown):
-    assert seal.size_text(size) == shown
+    assert signed_json.size_text(size) == shown

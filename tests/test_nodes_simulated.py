@@ -5,7 +5,7 @@ messages a node.
 import pytest
 from simulated import TIMEOUT, World
 
-from mpwatch.elastic.talk.messages import NextStep
+from mpwatch.multinode.protocol.messages import NextStep
 
 MESSAGES_A_NODE = 11  # of a failure: told, said, heard, stopped, answered, judged, placed and found again
 

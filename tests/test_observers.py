@@ -15,15 +15,7 @@ from conftest import SPAWN
 
 import mpwatch
 from mpwatch import RestartPolicy, WorkerState
-from mpwatch.events import (
-    JsonLines,
-    Restarting,
-    RunEnded,
-    RunStarted,
-    WorkerExited,
-    WorkerFailed,
-    WorkerStarted,
-)
+from mpwatch.events import JsonLines, Restarting, RunEnded, RunStarted, WorkerExited, WorkerFailed, WorkerStarted
 
 START = ["run_started", "worker_started", "worker_started", "UNKNOWN > INIT", "call_started"]
 READY = ["worker_ready", "worker_ready", "INIT > HEALTHY"]

@@ -61,7 +61,7 @@ def test_a_rank_that_eats_all_memory(group):
 
 def test_where_the_log_may_not_be_read_the_counter_is_the_proof(group):
     program = MINE + (
-        "import mpwatch.watcher.oom as oom\n"
+        "import mpwatch.watcher.diagnosis.oom as oom\n"
         "oom.LOG = '/nowhere'\n"
         "join()\nreport(lambda: eat() if rank() == 1 else wait())\n"
         "report(lambda: os.kill(os.getpid(), 9) if rank() == 1 else wait())"

@@ -3,9 +3,9 @@
 import os
 
 from mpwatch import Worker
-from mpwatch.watcher.facts import RankObservations
-from mpwatch.watcher.gate import Selector
-from mpwatch.watcher.order import DeathClock
+from mpwatch.watcher.diagnosis.death_order import DeathClock
+from mpwatch.watcher.diagnosis.observations import RankObservations
+from mpwatch.watcher.processes.selector import Selector
 
 
 def test_the_gate_tells_in_the_order_in_which_they_became_ready():

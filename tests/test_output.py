@@ -196,8 +196,8 @@ def test_what_a_call_prints_is_there_when_it_returns(tmp_path, capfd):
 
 def test_what_is_printed_between_two_calls_is_not_lost(tmp_path, capfd, monkeypatch, eventually):
     """In a notebook it is held back for a moment, to see whether others speak; the next call may come before."""
-    monkeypatch.setattr("mpwatch.watcher.output.in_notebook", lambda: True)
-    monkeypatch.setattr("mpwatch.watcher.mixer.HOLD_SECONDS", 60.0)
+    monkeypatch.setattr("mpwatch.watcher.output.rank_output.in_notebook", lambda: True)
+    monkeypatch.setattr("mpwatch.watcher.output.multiplexer.HOLD_SECONDS", 60.0)
     event = SPAWN.Event()
     with mpwatch.WorkerGroup(2, logs=LogSpec(tmp_path)) as group:
         group.run(talkers.rank_0_says_later, (event, "between"))
@@ -287,7 +287,7 @@ def test_a_file_that_cannot_be_written_any_more(tmp_path, caplog, monkeypatch):
     def is_full(file, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("mpwatch.watcher.pump.write_all", is_full)
+    monkeypatch.setattr("mpwatch.watcher.output.output_thread.write_all", is_full)
     result = mpwatch.run(talkers.counts, 1, args=(1000,), logs=LogSpec(tmp_path))
     (record,) = caplog.records
     path = f"{result.log_dir}/attempt_0/0/stdout.log"
@@ -396,7 +396,7 @@ def test_ctrl_c_ends_a_run_whose_reader_has_stopped(counting, eventually):
 
 
 def test_an_error_of_ours_is_told_and_keeps_nobody_waiting(monkeypatch, caplog):
-    monkeypatch.setattr("mpwatch.watcher.pump.Pump._take_in", lambda *_: 1 / 0)
+    monkeypatch.setattr("mpwatch.watcher.output.output_thread.OutputThread._take_in", lambda *_: 1 / 0)
     error = failed(talkers.counts, 1, args=(20_000,), logs=LogSpec())
     assert isinstance(error.root_cause.exception, BrokenPipeError)
     said = [record.getMessage() for record in caplog.records]

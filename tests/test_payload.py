@@ -21,10 +21,10 @@ from numpy import ma
 from programs import python
 
 import mpwatch
-from mpwatch.watcher.line import COPIED_UP_TO
-from mpwatch.wire import payload, values
-from mpwatch.wire.bundle import LARGE, NullBundle, mapped
-from mpwatch.wire.payload import PlainPickler
+from mpwatch.watcher.processes.rank_handle import COPIED_UP_TO
+from mpwatch.wire.pickling import call_payload, return_values
+from mpwatch.wire.pickling.call_payload import PlainPickler
+from mpwatch.wire.pickling.pickle_buffers import LARGE, NullBundle, mapped
 
 MANY = LARGE // 8 + 1  # numbers that make a large buffer
 
@@ -36,17 +36,17 @@ def _main_of_a_rank(monkeypatch):
 
 
 def as_argument(thing):
-    packed = payload.pack(payload.Call(print, (thing,), {}, None))
+    packed = call_payload.pack(call_payload.Call(print, (thing,), {}, None))
     try:
-        return payload.unpack(packed.body, [os.dup(fd) for fd in packed.fds]).args[0]
+        return call_payload.unpack(packed.body, [os.dup(fd) for fd in packed.fds]).args[0]
     finally:
         packed.close()
 
 
 def as_value(thing):
-    packed = values.pack(thing)
+    packed = return_values.pack(thing)
     try:
-        return values.load(packed.body or mapped(packed.file.fileno()))
+        return return_values.load(packed.body or mapped(packed.file.fileno()))
     finally:
         packed.close()
 
@@ -187,7 +187,7 @@ def test_without_ctypes_a_mapping_keeps_a_descriptor(sent, monkeypatch):
 def test_what_is_small_goes_without_a_file():
     with_connections = SPAWN.Pipe()
     for args, number in ((([1, 2], "three"), 0), (with_connections, 2)):
-        packed = payload.pack(payload.Call(print, args, {}, None))
+        packed = call_payload.pack(call_payload.Call(print, args, {}, None))
         assert (len(packed.fds), bool(packed.body)) == (number, True)
         packed.close()
     for connection in with_connections:
@@ -211,7 +211,7 @@ def test_any_mixture_of_small_and_large(parts, sent):
 def test_what_is_no_bundle_is_refused():
     for data in (b"", b"x", bytes(100), b"x" * (1 << 20)):
         with pytest.raises(ValueError, match="not a bundle"):
-            values.load(data)
+            return_values.load(data)
 
 
 @both_ways
@@ -317,9 +317,9 @@ def test_a_rank_without_its_channel_leaves_what_is_not_too_large():
 
 def test_who_wants_a_module_by_value_gets_it_so():
     def as_called(fn):
-        packed = payload.pack(payload.Call(fn, (), {}, None))
+        packed = call_payload.pack(call_payload.Call(fn, (), {}, None))
         try:
-            return payload.unpack(packed.body, [os.dup(fd) for fd in packed.fds]).fn
+            return call_payload.unpack(packed.body, [os.dup(fd) for fd in packed.fds]).fn
         finally:
             packed.close()
 

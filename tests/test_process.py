@@ -16,13 +16,13 @@ from programs import ENV, python
 import mpwatch
 from mpwatch.os_support.hardware import usable_cpus
 from mpwatch.os_support.processes import peek_exit
-from mpwatch.watcher.environment import reserve_port
-from mpwatch.watcher.guardian import Guardian
-from mpwatch.watcher.process import UNKNOWN_EXIT, WatchedProcess
-from mpwatch.watcher.remarks import DeferredLog
+from mpwatch.watcher.observers.deferred_log import DeferredLog
+from mpwatch.watcher.processes.guardian import Guardian
+from mpwatch.watcher.processes.process import UNKNOWN_EXIT, WatchedProcess
+from mpwatch.watcher.processes.rank_environment import reserve_port
+from mpwatch.wire.launch import LaunchInfo
 from mpwatch.wire.messages import HEADER, WHERE, FrameDecoder, MessageKind, frame
-from mpwatch.wire.process import LaunchInfo
-from mpwatch.wire.slots import SLOT, WORDS, BlackBox, open_slot, read_answer
+from mpwatch.wire.shared_memory import SLOT, WORDS, BlackBox, open_slot, read_answer
 
 
 @pytest.fixture
@@ -97,11 +97,11 @@ def test_a_status_that_somebody_else_has_taken_is_unknown(rank):
 def test_the_guardian_kills_what_it_guards_when_its_program_dies(eventually):
     code = (
         "import os, signal, subprocess, sys\n"
-        "from mpwatch.watcher.guardian import Guardian\n"
-        "from mpwatch.watcher.remarks import Remarks\n"
+        "from mpwatch.watcher.processes.guardian import Guardian\n"
+        "from mpwatch.watcher.observers.deferred_log import DeferredLog\n"
         "wait = [sys.executable, '-S', '-c', 'import signal; signal.pause()']\n"
         "guarded, released = (subprocess.Popen(wait, process_group=0, stdout=2) for _ in range(2))\n"
-        "guardian = Guardian(Remarks(lambda: None))\n"
+        "guardian = Guardian(DeferredLog(lambda: None))\n"
         "for group in (guarded, released): guardian.guard(group.pid)\n"
         "guardian.release(released.pid)\n"
         "print(guarded.pid, released.pid, guardian._process.pid, flush=True)\n"

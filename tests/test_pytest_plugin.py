@@ -10,7 +10,7 @@ import pytest
 from conftest import PLUGIN, is_alive, shows
 
 from mpwatch import RunFailedError, WorkerGroup
-from mpwatch.integrations.pytest_plugin import ranks
+from mpwatch.integrations.pytest_plugin import rank_session
 
 pytest_plugins = "pytester"
 
@@ -318,9 +318,9 @@ def test_ranks_that_are_started_anew_after_they_were_prepared_have_a_session(tmp
     module = tmp_path / "test_it.py"
     module.write_text("def test_it():\n    assert 1 == 2\n")
     places = {"folder": str(tmp_path), "module": str(module), "scratch": str(tmp_path / "scratch")}
-    recipe = ranks.SessionConfig(args=(*PLUGIN, "--capture=no"), **places, inputs={}, markers=())
+    recipe = rank_session.SessionConfig(args=(*PLUGIN, "--capture=no"), **places, inputs={}, markers=())
     with WorkerGroup(1) as group, pytest.raises(RunFailedError) as caught:
-        group.run(ranks.run_item, (recipe, ranks.TestRequest(name=("test_it",), following=None, shared={})))
+        group.run(rank_session.run_item, (recipe, rank_session.TestRequest(name=("test_it",), following=None, shared={})))
     assert str(caught.value.__cause__).startswith("assert 1 == 2")
 
 

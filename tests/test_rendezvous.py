@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from mpwatch import Rendezvous
-from mpwatch.rendezvous import SECRET_VARIABLE
+from mpwatch.options.rendezvous import SECRET_VARIABLE
 
 
 def make(endpoint="node0:29400", run_id="job", nnodes=2, **options):

@@ -14,7 +14,7 @@ from mpwatch.os_support.signals import DUMP_SIGNAL
 from mpwatch.results.html import group_table
 from mpwatch.results.report import exit_text, ranks_text, report, where
 from mpwatch.watcher.diagnosis.diagnose import diagnose
-from mpwatch.watcher.states import StopReason
+from mpwatch.watcher.machine.transitions import StopReason
 
 
 def test_the_earliest_primary_failure_is_the_cause():

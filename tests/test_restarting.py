@@ -5,8 +5,8 @@ import signal
 import pytest
 
 from mpwatch import WorkerState
-from mpwatch.watcher.machine import StateMachine
-from mpwatch.watcher.states import (
+from mpwatch.watcher.machine.state_machine import StateMachine
+from mpwatch.watcher.machine.transitions import (
     KILL_SECONDS,
     AbandonRank,
     Abort,

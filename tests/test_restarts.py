@@ -13,7 +13,7 @@ from conftest import SPAWN, is_alive
 import mpwatch
 from mpwatch import FailureKind, RestartPolicy, WorkerState
 from mpwatch.events import Restarting, WorkerExited, WorkerStarted
-from mpwatch.watcher.crew import ProcessPool
+from mpwatch.watcher.processes.process_pool import ProcessPool
 
 
 def meetings(lives, nprocs=2):

@@ -9,7 +9,7 @@ from conftest import SPAWN
 import mpwatch
 from mpwatch import RestartPolicy, WorkerState
 from mpwatch.events import Restarting, RunEnded, WorkerFailed, WorkerReady
-from mpwatch.watcher.journal import EventBus
+from mpwatch.watcher.observers.event_bus import EventBus
 
 
 def of_kind(kind, events):

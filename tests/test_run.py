@@ -371,7 +371,15 @@ def test_a_torch_free_run_never_imports_torch_nor_cloudpickle():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     modules = set(eval(out.stdout))
-    assert not modules & {"torch", "cloudpickle", "tblib", "dataclasses", "tempfile", "mpwatch.watcher", "mpwatch.spec"}
+    assert not modules & {
+        "torch",
+        "cloudpickle",
+        "tblib",
+        "dataclasses",
+        "tempfile",
+        "mpwatch.watcher",
+        "mpwatch.options.spec",
+    }
 
 
 def test_a_host_with_blocked_signals_has_ranks_without():

@@ -313,7 +313,7 @@ def test_no_memory_for_the_interpreter_of_a_rank(tmp_path):
     starved = tmp_path / "python"
     run = f'ulimit -v 6000\nexec {sys.executable} "$@"\n'
     gone = tmp_path / "gone"  # the guardian, before the rank is: else nobody has told it anything since
-    guardian = f'case "$*" in *program.py*) ({run}); : > {gone}; exit 1;; esac\n'
+    guardian = f'case "$*" in *guardian/main.py*) ({run}); : > {gone}; exit 1;; esac\n'
     starved.write_text(f"#!/bin/sh\n{guardian}until [ -e {gone} ]; do :; done\n{run}")
     starved.chmod(0o755)
     program = "import multiprocessing\nmultiprocessing.set_executable(sys.argv[1])\nprint(attempt(nprocs=1))\n"

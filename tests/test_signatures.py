@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from mpwatch.watcher.signatures import PeerErrorKind, complaint_in
-from mpwatch.wire.telling import ExceptionEncoder
+from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, complaint_in
+from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 
 GONE, LATE, MAYBE = PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT, PeerErrorKind.POSSIBLY_PEER
 

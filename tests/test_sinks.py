@@ -20,9 +20,9 @@ from programs import ENV
 
 import mpwatch
 from mpwatch import LogSpec
-from mpwatch.watcher.mailbox import WakeupPipe
-from mpwatch.watcher.pump import OutputThread
-from mpwatch.watcher.sinks import sink_of
+from mpwatch.watcher.commands import WakeupPipe
+from mpwatch.watcher.output.output_thread import OutputThread
+from mpwatch.watcher.output.sinks import sink_of
 
 
 @pytest.fixture
@@ -99,8 +99,8 @@ def test_after_ctrl_c_the_end_of_a_group_waits_no_longer_than_its_call():
 def test_a_group_that_is_not_closed_loses_no_line_at_the_end_of_the_program(eventually):
     """However late it is read. It is more than the caller's pipe holds, and no more than that of the rank does."""
     program = (
-        "import mpwatch, mpwatch.watcher.pump, os, sys, talkers\n"
-        "mpwatch.watcher.pump.LAST_SECONDS = 0.0\n"
+        "import mpwatch, mpwatch.watcher.output.output_thread, os, sys, talkers\n"
+        "mpwatch.watcher.output.output_thread.LAST_SECONDS = 0.0\n"
         "group = mpwatch.WorkerGroup(1, logs=mpwatch.LogSpec())\n"
         "group.run(talkers.counts_at_the_end, (2000,))\n"
         "print(group.run(os.getpid)[0], file=sys.stderr)\n"

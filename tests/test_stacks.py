@@ -9,7 +9,7 @@ import saboteurs
 from programs import python
 
 import mpwatch
-from mpwatch.watcher.stacks import MAIN_UNSEEN, StackDumpParser, frames_of, tidy, with_sources
+from mpwatch.watcher.diagnosis.stack_dumps import MAIN_UNSEEN, StackDumpParser, frames_of, tidy, with_sources
 
 pytestmark = pytest.mark.usefixtures("_patient")
 SPAWN = multiprocessing.get_context("spawn")
@@ -17,7 +17,7 @@ MAIN = 0x7F00
 OTHER = 'Thread 0x0000000000001000 (most recent call first):\n  File "threading.py", line 1002 in _bootstrap\n\n'
 HEAD = "Current thread 0x0000000000007f00 (most recent call first):\n"
 FRAMES = '  File "/home/me/train.py", line 3 in step\n'
-OURS = '  File "/x/mpwatch/worker/bootstrap.py", line 9 in _call\n'
+OURS = '  File "/x/mpwatch/worker/main.py", line 9 in _call\n'
 END = '  File "<string>", line 1 in <module>\n'
 CRASH = f"Fatal Python error: Aborted\n\n{HEAD}{FRAMES}{OURS}{END}"
 

@@ -5,13 +5,13 @@ import math
 
 import pytest
 
+from mpwatch.live_view import formatting
+from mpwatch.live_view.line_display import LineDisplay
+from mpwatch.live_view.live import LiveView
+from mpwatch.live_view.model import Tracker, spread_of
+from mpwatch.live_view.notebook import NotebookDisplay, html_of
 from mpwatch.results.model import WorkerState
-from mpwatch.status import RankStatus, Report
-from mpwatch.view import words
-from mpwatch.view.live import LiveView
-from mpwatch.view.model import Tracker, spread_of
-from mpwatch.view.notebook import NotebookDisplay, html_of
-from mpwatch.view.plain import LineDisplay
+from mpwatch.results.rank_status import RankStatus, Report
 
 MB = 1_000_000
 
@@ -66,7 +66,7 @@ def test_who_begins_anew_has_no_rate_until_it_goes_on(again):
 def test_what_is_not_known_is_none():
     (line,) = Tracker().see([status()]).lines
     assert (line.step, line.total, line.rate, line.memory, line.cpu, line.silence, line.done) == (None,) * 7
-    assert words.cells(line) == ("0", "at work", "–", "–", "", "–", "–", "–")  # noqa: RUF001  dashes
+    assert formatting.cells(line) == ("0", "at work", "–", "–", "", "–", "–", "–")  # noqa: RUF001  dashes
 
 
 def test_cpu_memory_and_silence():
@@ -75,7 +75,7 @@ def test_cpu_memory_and_silence():
     seen = status(now=2.0, cpu_seconds=13.0, memory=1500 * MB, heartbeat_at=1.0, state=WorkerState.UNHEALTHY)
     (line,) = tracker.see([seen]).lines
     assert (line.cpu, line.memory, line.silence) == (1.5, 1500 * MB, 1.0)
-    assert words.cells(line)[1:] == ("late", "–", "–", "", "1.5 GB", "150 %", "1.0 s ago")  # noqa: RUF001
+    assert formatting.cells(line)[1:] == ("late", "–", "–", "", "1.5 GB", "150 %", "1.0 s ago")  # noqa: RUF001
     (line,) = tracker.see([status(now=3.0, state=WorkerState.SUCCEEDED)]).lines
     assert (line.cpu, line.memory, line.silence) == (None, 1500 * MB, None)
 
@@ -114,7 +114,7 @@ def test_ranks_that_were_numbered_anew_go_on_where_they_say():
 
 def test_as_long_as_nodes_have_yet_to_meet_there_are_no_ranks():
     picture = Tracker().see([])
-    assert words.line_of(picture) == "no ranks yet: waiting for the other nodes"
+    assert formatting.line_of(picture) == "no ranks yet: waiting for the other nodes"
     assert "<th" not in html_of(picture)
     assert "no ranks yet" in html_of(picture)
 
@@ -133,13 +133,13 @@ def test_steps_without_a_total_have_no_bar():
 def test_a_hundredth_is_full_when_it_is_done(of):
     """100 * (29 / 100) is 28.999999999999996."""
     for step in range(of + 1):
-        (progress, *_) = words.line_of(Tracker().see([status(0, step, total=of)])).split(";")
+        (progress, *_) = formatting.line_of(Tracker().see([status(0, step, total=of)])).split(";")
         assert progress == f"step {step} of {of} ({100 * step // of} %)"
 
 
 def test_it_is_not_all_done_before_it_is():
     last = Tracker().see([status(0, 10**9 - 1, total=10**9)])
-    assert "(99 %)" in words.line_of(last)
+    assert "(99 %)" in formatting.line_of(last)
 
 
 @pytest.mark.parametrize("total", [0, -1])
@@ -159,11 +159,11 @@ def test_the_line_that_sums_it_up():
     tracker = Tracker()
     tracker.see(steps_of(37, 37, 37, 37, at=0.0, total=1000))
     picture = tracker.see(steps_of(120, 119, 121, 120, at=10.0, total=1000, metrics={"loss": 0.3099}))
-    assert words.line_of(picture) == "step 119 of 1000 (11 %), 8.2 steps/s, 1 min 47 s left; loss 0.31; 4 ranks at work"
-    assert words.line_of(Tracker().see([status()])) == "1 rank at work"
+    assert formatting.line_of(picture) == "step 119 of 1000 (11 %), 8.2 steps/s, 1 min 47 s left; loss 0.31; 4 ranks at work"
+    assert formatting.line_of(Tracker().see([status()])) == "1 rank at work"
     states = [WorkerState.INIT, WorkerState.FAILED, WorkerState.STOPPED, WorkerState.STOPPED]
     picture = Tracker().see([status(rank, state=state) for rank, state in enumerate(states)])
-    assert words.line_of(picture) == "4 ranks: 1 starting, 2 stopped, 1 failed"
+    assert formatting.line_of(picture) == "4 ranks: 1 starting, 2 stopped, 1 failed"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_how_long_it_takes(seconds, text):
     tracker.see([status(step=0, at=0.0)])
     picture = tracker.see([status(step=1, at=1.0, total=None)])
     object.__setattr__(picture.overall, "seconds_left", seconds)
-    assert f", {text} left;" in words.line_of(picture)
+    assert f", {text} left;" in formatting.line_of(picture)
 
 
 @pytest.mark.parametrize(
@@ -202,28 +202,28 @@ def test_how_long_it_takes(seconds, text):
 )
 def test_numbers(value, text):
     (line,) = Tracker().see([status(step=1, metrics={"x": value})]).lines
-    assert words.cells(line)[4] == f"x {text}"
+    assert formatting.cells(line)[4] == f"x {text}"
 
 
 def test_names_of_metrics_do_nothing_to_a_terminal_or_a_page():
     names = {"\x1b[2Jloss\n": 1.0, "[red]": 2.0, "<b>": 3.0, "\ud800": 4.0, "x" * 100: 5.0, "sixth": 6.0, "seventh": 7.0}
     picture = Tracker().see([status(step=1, metrics=names)])
-    text = words.cells(picture.lines[0])[4]
+    text = formatting.cells(picture.lines[0])[4]
     assert text == f"?[2Jloss? 1, [red] 2, <b> 3, \\ud800 4, {'x' * 39}… 5, sixth 6, …"
     assert "&lt;b&gt; 3" in html_of(picture)
     assert "<b> 3" not in html_of(picture)
 
 
 def test_the_words_are_those_of_all_states():
-    assert set(words.STATES) == set(WorkerState) - {WorkerState.UNKNOWN}
+    assert set(formatting.STATES) == set(WorkerState) - {WorkerState.UNKNOWN}
 
 
 # --- many ranks
 
 
 def test_up_to_sixteen_ranks_have_a_line_each():
-    assert not words.is_folded(Tracker().see(steps_of(*range(16))))
-    assert words.is_folded(Tracker().see(steps_of(*range(17))))
+    assert not formatting.is_folded(Tracker().see(steps_of(*range(16))))
+    assert formatting.is_folded(Tracker().see(steps_of(*range(17))))
 
 
 def test_more_are_folded():
@@ -235,7 +235,7 @@ def test_more_are_folded():
     ranks += [status(rank, 500, at=10.0, state=WorkerState.SUCCEEDED, **usage) for rank in (60, 61)]
     ranks += [status(62, now=10.0, state=WorkerState.FAILED), status(63, now=10.0, **usage | {"heartbeat_at": 2.0})]
     picture = tracker.see(ranks)
-    assert words.summary(picture) == [
+    assert formatting.summary(picture) == [
         ("ranks", "64 ranks: 61 at work, 2 returned, 1 failed"),
         ("steps", "100 at least, 131 in the middle, 500 at most"),
         ("slowest", "rank 0 (100 of 100), rank 1 (101 of 100), rank 2 (102 of 100)"),
@@ -262,10 +262,10 @@ class Board:
         self.shown, self.left = [], []
 
     def show(self, picture):
-        self.shown.append(words.line_of(picture))
+        self.shown.append(formatting.line_of(picture))
 
     def leave(self, picture):
-        self.left.append(words.line_of(picture))
+        self.left.append(formatting.line_of(picture))
 
 
 def ticking(step):
@@ -349,9 +349,9 @@ def test_plain_lines_tell_of_metrics_without_steps(capsys):
 def test_a_pipe_that_nobody_reads_is_not_waited_for(monkeypatch):
     import os
 
-    from mpwatch.view import plain
+    from mpwatch.live_view import line_display
 
-    monkeypatch.setattr(plain, "LAST_SECONDS", 0.01)
+    monkeypatch.setattr(line_display, "LAST_SECONDS", 0.01)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with open(reader, "rb", buffering=0) as ours, open(writer, "w") as theirs:

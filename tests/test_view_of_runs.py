@@ -14,8 +14,8 @@ import mpwatch
 from mpwatch import WorkerState
 from mpwatch.os_support.processes import usage_of_process
 from mpwatch.results.run_result import RunResult
-from mpwatch.watcher.guardian import Guardian
-from mpwatch.watcher.signals import HostSignals
+from mpwatch.watcher.host_signals import HostSignals
+from mpwatch.watcher.processes.guardian import Guardian
 
 
 class Watcher:
@@ -142,7 +142,7 @@ def test_what_a_view_keeps_is_entrusted_to_the_guardian_as_long_as_it_does(view,
 
 
 def test_a_call_that_is_over_in_a_moment_has_none(view, monkeypatch, caplog):
-    monkeypatch.setattr("mpwatch.watcher.watch.MOMENT_SECONDS", 60.0)
+    monkeypatch.setattr("mpwatch.watcher.run.MOMENT_SECONDS", 60.0)
     unused = view(Watcher())
     with mpwatch.WorkerGroup(2) as group:
         assert [list(group.run(functions.rank)) for _ in range(3)] == [[0, 1]] * 3

@@ -18,12 +18,12 @@ from pyte.modes import DECAWM
 from screens import Emulator
 from test_view_model import status, steps_of
 
-from mpwatch.view import choice, places, terminal
-from mpwatch.view.model import Tracker
-from mpwatch.view.region import ScrollRegion, at_line_start
-from mpwatch.view.table import RichRenderer
-from mpwatch.view.terminal import TerminalDisplay
-from mpwatch.watcher.guardian import PROGRAM
+from mpwatch.live_view import select, terminal, tty
+from mpwatch.live_view.model import Tracker
+from mpwatch.live_view.rich_rows import RichRenderer
+from mpwatch.live_view.scroll_region import ScrollRegion, at_line_start
+from mpwatch.live_view.terminal import TerminalDisplay
+from mpwatch.watcher.processes.guardian import PROGRAM
 
 COLUMNS, ROWS = 40, 10
 VIEW = ["== one ==", "== two =="]
@@ -217,9 +217,9 @@ def ours():
 
 
 def test_nobody_elses_terminal_is_drawn_in(ours):
-    assert not places.is_foreground(ours.fd)
+    assert not tty.is_foreground(ours.fd)
     with open("/dev/null") as file:
-        assert not places.is_foreground(file.fileno())
+        assert not tty.is_foreground(file.fileno())
     display = TerminalDisplay(ours.fd, RichRenderer("utf-8"), "utf-8")
     display.show(Tracker().see([status(step=1)]))
     display.leave(Tracker().see([status(step=1)]))
@@ -351,10 +351,10 @@ class Tee:
 
 def test_a_stream_that_does_not_tell_its_encoding(ours, in_foreground, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(places, "is_foreground", lambda fd: in_foreground["is"])
+    monkeypatch.setattr(tty, "is_foreground", lambda fd: in_foreground["is"])
     monkeypatch.setattr(sys, "stderr", Tee(ours.fd))
     termios.tcsetwinsize(ours.fd, (ROWS, COLUMNS))
-    view = choice.view_for(None)
+    view = select.view_for(None)
     view.show([status(step=1)])
     assert b"step 1 of 100" in ours.read()
     view.close([])
@@ -370,5 +370,5 @@ def test_streams_that_are_none(monkeypatch, stream):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(sys, "stdout", stream)
-    assert choice.view_for(None) is None
-    assert choice.view_for(False) is None
+    assert select.view_for(None) is None
+    assert select.view_for(False) is None

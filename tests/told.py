@@ -4,11 +4,11 @@ import signal
 import sysconfig
 
 from mpwatch import Worker
-from mpwatch.watcher.facts import AttemptObservations, RankObservations
-from mpwatch.watcher.states import StopReason
-from mpwatch.wire import values
+from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
+from mpwatch.watcher.machine.transitions import StopReason
+from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 from mpwatch.wire.messages import Message, MessageKind
-from mpwatch.wire.telling import ExceptionEncoder
+from mpwatch.wire.pickling import return_values
 
 
 def facts(*ranks, verdict=StopReason.FAILED, stopped_at=10.0, **more):
@@ -40,7 +40,7 @@ def died(code, at=10.0, sent=()):
 
 
 def returned(value=None):
-    return {"report": Message(MessageKind.RETURNED, 1.0, values.pack(value).body), "died_at": 11.0, "exit_code": 0}
+    return {"report": Message(MessageKind.RETURNED, 1.0, return_values.pack(value).body), "died_at": 11.0, "exit_code": 0}
 
 
 STOPPED = died(-15, 10.5, sent=[signal.SIGTERM, signal.SIGCONT])

@@ -6,13 +6,13 @@ import sys
 import reporting
 
 import mpwatch
-from mpwatch.view import live, plain, terminal
+from mpwatch.live_view import line_display, live, terminal
 
 function, nprocs, gate, *more = sys.argv[1:]
 options = {name: ast.literal_eval(value) for name, _, value in (word.partition("=") for word in more if "=" in word)}
 args = [ast.literal_eval(word) for word in more if "=" not in word]
 if options.pop("hurry", False):  # as many pictures as there can be
-    terminal.PERIOD = plain.LineDisplay.period = live.WAITING_SECONDS = live.EAGER_SECONDS = 0.0
+    terminal.PERIOD = line_display.LineDisplay.period = live.WAITING_SECONDS = live.EAGER_SECONDS = 0.0
     live.SHARE = 1.0
 print("before")
 result = mpwatch.run(getattr(reporting, function), int(nprocs), args=(gate, *args), grace_period=5, **options)

@@ -5,7 +5,7 @@ The kinds of events are always loaded, the observers when they are first asked f
 
 from importlib import import_module
 
-from .kinds import (
+from mpwatch.events.types import (
     CallStarted,
     Event,
     HeartbeatLate,
@@ -24,9 +24,9 @@ from .kinds import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from .jsonl import JsonLines
-    from .torch_elastic import TorchElasticEvents
-    from .trace import write_chrome_trace
+    from mpwatch.events.chrome_trace import write_chrome_trace
+    from mpwatch.events.jsonl import JsonLines
+    from mpwatch.events.torch_elastic import TorchElasticEvents
 
 __all__ = [
     "CallStarted",

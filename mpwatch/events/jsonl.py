@@ -4,8 +4,8 @@ import errno
 import os
 from io import FileIO
 
-from ..os_support.descriptors import write_all
-from .kinds import Event
+from mpwatch.events.types import Event
+from mpwatch.os_support.descriptors import write_all
 
 # What JSON may hold as it is, but str.splitlines() takes for the end of a line.
 NOT_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from ..results.model import FailureKind
-from .kinds import (
+from mpwatch.events.types import (
     CallStarted,
     Event,
     HeartbeatLate,
@@ -27,6 +26,7 @@ from .kinds import (
     WorkerStopped,
     WorkerSucceeded,
 )
+from mpwatch.results.model import FailureKind
 
 OUTCOMES: dict[type[Event], str] = {WorkerSucceeded: "succeeded", WorkerFailed: "failed", WorkerStopped: "stopped"}
 

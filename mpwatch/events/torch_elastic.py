@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..results.model import ProcessFailure, WorkerState
-from ..results.report import failure_text
-from .kinds import (
+from mpwatch.events.types import (
     Event,
     RendezvousCompleted,
     Restarting,
@@ -22,6 +20,8 @@ from .kinds import (
     WorkerStopped,
     WorkerSucceeded,
 )
+from mpwatch.results.model import ProcessFailure, WorkerState
+from mpwatch.results.report import failure_text
 
 WORKER_STATES: Mapping[type[Event], str] = {
     WorkerSucceeded: "SUCCEEDED",

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import cache, partial
 from io import FileIO
 
-from .cpython_private import c_socket
+from mpwatch.os_support.cpython_private import c_socket
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

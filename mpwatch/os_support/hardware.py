@@ -4,7 +4,7 @@ import os
 import sys
 from glob import glob
 
-from .cgroups import cpu_quota
+from mpwatch.os_support.cgroups import cpu_quota
 
 # Each NVIDIA GPU has a node of the first kind, ROCm and WSL have one of the others. A container that may use a GPU shows it.
 GPU_NODES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")

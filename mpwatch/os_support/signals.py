@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 
-from .cpython_private import c_getsignal, c_signal
+from mpwatch.os_support.cpython_private import c_getsignal, c_signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from html import escape
 from reprlib import Repr
 from typing import Any
 
-from ..ranks import Worker
-from ..wire.sources import cell_name
-from .model import ProcessFailure, RunData, WorkerState
-from .report import attempt_rows, failed_attempts, fates, ranks_text, restarts_text, times_text, verdict
+from mpwatch.options.worker_info import Worker
+from mpwatch.results.model import ProcessFailure, RunData, WorkerState
+from mpwatch.results.report import attempt_rows, failed_attempts, fates, ranks_text, restarts_text, times_text, verdict
+from mpwatch.wire.exceptions.source_lines import cell_name
 
 STATES = {  # of a group, for who looks at it between two calls
     WorkerState.INIT: "the ranks are starting",

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
-from ..ranks import Worker
-from ..wire import exceptions
-from ..wire.telling import ExceptionEncoder
+from mpwatch.options.worker_info import Worker
+from mpwatch.wire.exceptions import decoder
+from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class ProcessFailure:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if state["exception"] is not None:
-            state = {**state, "exception": exceptions.decode(*state["exception"])}
+            state = {**state, "exception": decoder.decode(*state["exception"])}
         self.__dict__.update(state)
 
 

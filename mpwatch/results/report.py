@@ -9,9 +9,9 @@ from functools import partial
 from traceback import walk_tb
 from typing import Any
 
-from ..wire.exceptions import own
-from ..wire.sources import cell_name
-from .model import Attempt, FailureKind, ProcessFailure, Progress, RunData, WorkerState
+from mpwatch.results.model import Attempt, FailureKind, ProcessFailure, Progress, RunData, WorkerState
+from mpwatch.wire.exceptions.decoder import own
+from mpwatch.wire.exceptions.source_lines import cell_name
 
 USUAL_CAUSES = {
     signal.SIGSEGV: "an invalid memory access, usually in compiled code",

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TypeVar
 
-from ..events.kinds import Event
-from ..events.trace import write_chrome_trace
-from .html import table_of
-from .model import RunData, WorkerState
+from mpwatch.events.chrome_trace import write_chrome_trace
+from mpwatch.events.types import Event
+from mpwatch.results.html import table_of
+from mpwatch.results.model import RunData, WorkerState
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ The group changes its state as a unit, and each change is a StateChanged event. 
 
 from collections.abc import Mapping
 
-from .model import WorkerState
+from mpwatch.results.model import WorkerState
 
 _S = WorkerState
 ENDS = (_S.SUCCEEDED, _S.FAILED, _S.STOPPED)

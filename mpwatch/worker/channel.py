@@ -9,9 +9,9 @@ import select
 import socket
 from io import FileIO
 
-from ..os_support.descriptors import MSG_NOSIGNAL, STDERR, receive, write_all
-from ..wire.messages import HEADER, MAX_DESCRIPTORS, MessageKind, frame, parse_header
-from ..wire.slots import WORDS, BlackBox
+from mpwatch.os_support.descriptors import MSG_NOSIGNAL, STDERR, receive, write_all
+from mpwatch.wire.messages import HEADER, MAX_DESCRIPTORS, MessageKind, frame, parse_header
+from mpwatch.wire.shared_memory import WORDS, BlackBox
 
 
 class Channel:

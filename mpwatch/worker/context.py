@@ -11,8 +11,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from ..ranks import Worker
-    from ..wire.slots import HeartbeatWriter
+    from mpwatch.options.worker_info import Worker
+    from mpwatch.wire.shared_memory import HeartbeatWriter
 
 _fields: dict[str, Any] | None = None  # set in a rank, for as long as it lives
 _worker: Worker | None = None
@@ -47,7 +47,7 @@ def current_worker() -> Worker:
     if _worker is None:
         if _fields is None:
             raise RuntimeError("current_worker() was called outside a rank: only a function run by mpwatch has one")
-        from ..ranks import Worker
+        from mpwatch.options.worker_info import Worker
 
         _worker = Worker(**_fields)
     return _worker

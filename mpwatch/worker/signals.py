@@ -13,8 +13,8 @@ import mmap
 import signal
 from typing import Any
 
-from ..os_support.signals import handlers_in_python, set_handler
-from ..wire.slots import interrupted_call
+from mpwatch.os_support.signals import handlers_in_python, set_handler
+from mpwatch.wire.shared_memory import interrupted_call
 
 
 class DeferredSignals:

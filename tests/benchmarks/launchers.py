@@ -186,7 +186,7 @@ WARM = {"mpwatch": warm_mpwatch, "floor": warm_floor, "executor": warm_executor,
 
 
 def node_of_mpwatch(at):
-    import mpwatch.elastic.watch  # noqa: F401  as its first call does
+    import mpwatch.multinode.run  # noqa: F401  as its first call does
     from mpwatch import Rendezvous, run
 
     settings = {} if at.node_timeout is None else {"node_timeout": at.node_timeout}

@@ -132,7 +132,7 @@ def _ends(pid: int, within: float) -> bool:
 def _guardians_of(pid: int) -> list[int]:
     try:
         children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        return [child for child in children if "guardian/program.py" in _line_of(child)]
+        return [child for child in children if "guardian/main.py" in _line_of(child)]
     except OSError:  # the program has ended, or a child of it
         return []
 

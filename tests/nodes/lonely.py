@@ -6,9 +6,9 @@ lonely.py ENDPOINT NODE_TIMEOUT
 import sys
 import time
 
-from mpwatch.elastic.meeting.engine import RendezvousClient
-from mpwatch.elastic.meeting.errors import StoreLostError
-from mpwatch.rendezvous import Rendezvous
+from mpwatch.multinode.rendezvous.client import RendezvousClient
+from mpwatch.multinode.rendezvous.errors import StoreLostError
+from mpwatch.options.rendezvous import Rendezvous
 
 
 def tell(*words):

@@ -20,8 +20,8 @@ import torch.distributed.elastic.rendezvous.registry as torch_s
 from conftest import difference, state
 
 import mpwatch
-from mpwatch.elastic import Agent
-from mpwatch.elastic.meeting import clocks
+from mpwatch.multinode import Agent
+from mpwatch.multinode.rendezvous import clock_skew
 
 from . import tasks
 
@@ -60,7 +60,7 @@ def call(request, tell):
     gc.collect()
     after = _what_stays(before)
     outcome["left"] = {name: repr(difference(before[name], after[name])) for name in before if before[name] != after[name]}
-    outcome["modules"] = sorted(name for name in sys.modules if name.startswith("mpwatch.elastic"))
+    outcome["modules"] = sorted(name for name in sys.modules if name.startswith("mpwatch.multinode"))
     _write(tell, json.dumps(outcome).encode())
 
 
@@ -92,7 +92,7 @@ def skew_clock(seconds):
         def utcnow(cls):  # of which torch thinks in its versions before 2.6
             return cls.now(UTC).replace(tzinfo=None)
 
-    engine.datetime = clocks.datetime = Skewed
+    engine.datetime = clock_skew.datetime = Skewed
     time.time = lambda: true_time() + seconds
 
 

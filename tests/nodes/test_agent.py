@@ -11,7 +11,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 import mpwatch
 from mpwatch import Rendezvous, WorkerSpec
-from mpwatch.elastic import Agent
+from mpwatch.multinode import Agent
 
 from . import tasks
 from .harness import NODE_TIMEOUT
@@ -27,7 +27,7 @@ def _what_torch_keeps():
 
 
 def test_the_import_of_its_home_is_light():
-    out = python("-c", "import sys, mpwatch.elastic; print(mpwatch.elastic.__all__, 'torch' in sys.modules)").stdout
+    out = python("-c", "import sys, mpwatch.multinode; print(mpwatch.multinode.__all__, 'torch' in sys.modules)").stdout
     assert out == "['Agent', 'WorkerGroupInfo'] False\n"
 
 

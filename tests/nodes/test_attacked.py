@@ -5,7 +5,7 @@ import signal
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from mpwatch.elastic.talk.seal import SignedJson
+from mpwatch.multinode.protocol.signed_json import SignedJson
 
 from . import tasks
 

@@ -5,11 +5,11 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from mpwatch.elastic.meeting.endpoint import Endpoint
-from mpwatch.elastic.meeting.store import PrefixedStore, StoreConnection
-from mpwatch.elastic.talk.board import StoreChannel
-from mpwatch.elastic.talk.messages import AttemptFailing, JobClosed, ShutdownAck, StopAttempt
-from mpwatch.elastic.talk.seal import SignedJson
+from mpwatch.multinode.protocol.messages import AttemptFailing, JobClosed, ShutdownAck, StopAttempt
+from mpwatch.multinode.protocol.signed_json import SignedJson
+from mpwatch.multinode.protocol.store_channel import StoreChannel
+from mpwatch.multinode.rendezvous.endpoint import Endpoint
+from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection
 
 PATIENCE = 0.05  # seconds
 FORGED = ["", "garbage", '\n{"kind":"Closed"}', "\n{}", "\n" + "[" * 100, "\n" + "x" * (2 << 20)]

@@ -19,12 +19,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import mpwatch.elastic.meeting.engine
-from mpwatch.elastic.meeting.clocks import LocalClockBackend
-from mpwatch.elastic.meeting.engine import RendezvousClient
-from mpwatch.elastic.meeting.opening import open_store
-from mpwatch.elastic.meeting.state import MAX_BYTES, ZONE, Node, State, read, write
-from mpwatch.rendezvous import Rendezvous
+import mpwatch.multinode.rendezvous.client
+from mpwatch.multinode.rendezvous.client import RendezvousClient
+from mpwatch.multinode.rendezvous.clock_skew import LocalClockBackend
+from mpwatch.multinode.rendezvous.open_store import open_store
+from mpwatch.multinode.rendezvous.torch_state import MAX_BYTES, ZONE, Node, State, read, write
+from mpwatch.options.rendezvous import Rendezvous
 
 ME, OTHER = Node("here", 1, 1), Node("there", 1, 2)
 LAST_CALL = timedelta(seconds=3)
@@ -203,7 +203,7 @@ def engines(monkeypatch):
             opened = open_store(*args)
             return dataclasses.replace(opened, backend=OtherClock(opened.backend, ahead))
 
-        monkeypatch.setattr(mpwatch.elastic.meeting.engine, "open_store", skewed)
+        monkeypatch.setattr(mpwatch.multinode.rendezvous.client, "open_store", skewed)
         made.append(RendezvousClient(terms))
         made[-1].connect(time.monotonic() + 10)
     yield made

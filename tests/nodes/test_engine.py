@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from programs import ENV
 
 from mpwatch import LaunchError
-from mpwatch.elastic.meeting import store
-from mpwatch.elastic.meeting.engine import RendezvousClient
-from mpwatch.elastic.meeting.errors import CancelledError, JobClosedError, StoreLostError
-from mpwatch.elastic.meeting.state import State, read
-from mpwatch.rendezvous import Rendezvous
+from mpwatch.multinode.rendezvous import store
+from mpwatch.multinode.rendezvous.client import RendezvousClient
+from mpwatch.multinode.rendezvous.errors import CancelledError, JobClosedError, StoreLostError
+from mpwatch.multinode.rendezvous.torch_state import State, read
+from mpwatch.options.rendezvous import Rendezvous
 
 NODE = Path(__file__).parent / "lonely.py"
 SOON = 0.2  # seconds of a last call
@@ -339,7 +339,7 @@ def test_what_is_closed_keeps_nothing_alive(node, port):
 
 
 def test_who_leaves_at_the_same_time_as_the_host_has_a_store_to_say_so(node, eventually, monkeypatch, capfd):
-    monkeypatch.setattr("mpwatch.elastic.meeting.engine.SEE_OFF_SECONDS", 30.0)
+    monkeypatch.setattr("mpwatch.multinode.rendezvous.client.SEE_OFF_SECONDS", 30.0)
     host, guest = connected(node(), node())
     join(host, guest)
     with ThreadPoolExecutor(1) as pool:

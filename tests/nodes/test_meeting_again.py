@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from mpwatch.elastic.meeting.engine import RendezvousClient
-from mpwatch.elastic.meeting.handler import LEAST_LOOK, MOST_LOOK, pause
-from mpwatch.elastic.meeting.state import read
-from mpwatch.elastic.member import NodeMachine, Rejoin, ReportAttempt
-from mpwatch.elastic.talk.messages import AttemptDecision, JobConfig, LostNode, NextStep, NodeInfo, RestartHistory
 from mpwatch.errors import LaunchError
-from mpwatch.rendezvous import Rendezvous
+from mpwatch.multinode.node_machine import NodeMachine, Rejoin, ReportAttempt
+from mpwatch.multinode.protocol.messages import AttemptDecision, JobConfig, LostNode, NextStep, NodeInfo, RestartHistory
+from mpwatch.multinode.rendezvous.client import RendezvousClient
+from mpwatch.multinode.rendezvous.torch_handler import LEAST_LOOK, MOST_LOOK, pause
+from mpwatch.multinode.rendezvous.torch_state import read
+from mpwatch.options.rendezvous import Rendezvous
 
 SOON = 0.2  # seconds
 LONG = 20.0  # seconds of a last call that nobody is to wait for

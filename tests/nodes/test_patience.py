@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from mpwatch.elastic.meeting.errors import CancelledError
-from mpwatch.elastic.meeting.patience import Deadline, wait_for
+from mpwatch.multinode.rendezvous.cancellable_wait import Deadline, wait_for
+from mpwatch.multinode.rendezvous.errors import CancelledError
 
 
 def limit(seconds):

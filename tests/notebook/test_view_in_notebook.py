@@ -30,7 +30,7 @@ CELLS = {
     "definitions": """
 import mpwatch
 from multiprocessing import get_context
-from mpwatch.view import live, notebook
+from mpwatch.live_view import live, notebook
 event = get_context("spawn").Event()
 live.WAITING_SECONDS = notebook.NotebookDisplay.period = 0.01
 show = notebook.NotebookDisplay.show

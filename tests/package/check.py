@@ -15,7 +15,7 @@ dist = Path(sys.argv[1])
 subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel, sdist], check=True)
 
 in_wheel = set(zipfile.ZipFile(wheel).namelist())
-assert {"mpwatch/py.typed", "mpwatch/guardian/program.py", "mpwatch/watcher/loop.py"} <= in_wheel
+assert {"mpwatch/py.typed", "mpwatch/guardian/main.py", "mpwatch/watcher/event_loop.py"} <= in_wheel
 assert all(name.startswith(("mpwatch/", "mpwatch-")) for name in in_wheel), in_wheel
 in_sdist = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
 assert {"LICENSE", "README.md", "CHANGELOG.md", "tests/conftest.py", "examples/crash.py"} <= in_sdist

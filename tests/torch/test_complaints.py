@@ -12,8 +12,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import mpwatch
-from mpwatch.watcher.signatures import PeerErrorKind, complaint_in
-from mpwatch.wire.telling import ExceptionEncoder
+from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, complaint_in
+from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 
 pytestmark = pytest.mark.usefixtures("_patient")
 SHORT = datetime.timedelta(seconds=0.5)

@@ -23,8 +23,7 @@ from types import ModuleType
 from typing import Any, Self, TypeVar
 
 import mpwatch
-
-from .outcome import TrainerState
+from mpwatch.integrations.lightning.trainer_state import TrainerState
 
 __all__ = ["watched"]
 

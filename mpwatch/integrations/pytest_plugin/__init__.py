@@ -23,7 +23,7 @@ another that fails. What each rank printed is a section of the report; warnings 
 
 import pytest
 
-from .names import MARK, RANK
+from mpwatch.integrations.pytest_plugin.names import MARK, RANK
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,10 +36,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What is marked by now is run on ranks, unless this is one."""
     marked = [item for item in session.items if item.get_closest_marker(MARK)]
     if marked and RANK not in getattr(session.config, "workerinput", {}):
-        from . import watcher
+        from mpwatch.integrations.pytest_plugin import controller
 
         plugins = session.config.pluginmanager
-        if not plugins.is_registered(watcher):  # else this session collects once more
-            plugins.register(watcher)
+        if not plugins.is_registered(controller):  # else this session collects once more
+            plugins.register(controller)
         for item in marked:
-            watcher.run_on_ranks(item)
+            controller.run_on_ranks(item)

@@ -19,17 +19,24 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ...results import report as texts
-from ...results.model import FailureKind, ProcessFailure, WorkerState
-from ...results.run_result import RunResult
-from ...wire import exceptions
-from ...wire.messages import MessageKind
-from ...wire.values import load
-from ..facts import AttemptObservations, RankObservations
-from ..hangs import away, culprits, culprits_of_silence, is_waiting, stacks_of
-from ..signatures import PeerErrorKind, complaint_in, complaint_of_death
-from ..states import StopReason
-from .failures import TimedFailure, build_hang, build_unloadable_value, find_failure, has_returned, is_before_stop
+from mpwatch.results import report as texts
+from mpwatch.results.model import FailureKind, ProcessFailure, WorkerState
+from mpwatch.results.run_result import RunResult
+from mpwatch.watcher.diagnosis.failures import (
+    TimedFailure,
+    build_hang,
+    build_unloadable_value,
+    find_failure,
+    has_returned,
+    is_before_stop,
+)
+from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
+from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, complaint_in, complaint_of_death
+from mpwatch.watcher.diagnosis.stragglers import away, culprits, culprits_of_silence, is_waiting, stacks_of
+from mpwatch.watcher.machine.transitions import StopReason
+from mpwatch.wire.exceptions import decoder
+from mpwatch.wire.messages import MessageKind
+from mpwatch.wire.pickling.return_values import load
 
 Failures = dict[int, TimedFailure]  # by rank
 # The kernel closes the connections of a process before it reports the death: 0.2 to 4 ms before in measurements, longer on a
@@ -194,7 +201,7 @@ def _load_value(attempt: AttemptObservations, seen: RankObservations, values: di
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  unpickling runs the user's code, which may raise anything
-        exceptions.annotate(error, texts.unloadable_value_text(rank))
+        decoder.annotate(error, texts.unloadable_value_text(rank))
         failures[rank] = build_unloadable_value(attempt, seen, seen.report.stamp, error)
 
 

@@ -7,15 +7,15 @@ is certain to complain about a peer is marked here as secondary.
 import signal
 from typing import Any
 
-from ...os_support.signals import DUMP_SIGNAL
-from ...results import report as texts
-from ...results.model import FailureKind, ProcessFailure
-from ...wire import exceptions
-from ...wire.messages import Message, MessageKind
-from ..facts import AttemptObservations, RankObservations
-from ..hangs import stacks_of
-from ..signatures import PeerErrorKind, complaint_in, complaint_of_death
-from ..states import StopReason
+from mpwatch.os_support.signals import DUMP_SIGNAL
+from mpwatch.results import report as texts
+from mpwatch.results.model import FailureKind, ProcessFailure
+from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
+from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, complaint_in, complaint_of_death
+from mpwatch.watcher.diagnosis.stragglers import stacks_of
+from mpwatch.watcher.machine.transitions import StopReason
+from mpwatch.wire.exceptions import decoder
+from mpwatch.wire.messages import Message, MessageKind
 
 TimedFailure = tuple[float, ProcessFailure]  # the time is of CLOCK_MONOTONIC, in seconds
 CRASHES = frozenset(
@@ -110,9 +110,9 @@ def _died_by_itself(attempt: AttemptObservations, seen: RankObservations, at: fl
 
 def _build_reported(attempt: AttemptObservations, seen: RankObservations, report: Message) -> TimedFailure:
     try:
-        error = exceptions.decode(report.body, seen.details)
+        error = decoder.decode(report.body, seen.details)
     except Exception:  # noqa: BLE001  unpickling runs the user's code; the first message needs none of the user's classes
-        error = exceptions.decode(report.body)
+        error = decoder.decode(report.body)
     kind, exit_code = FailureKind.EXCEPTION, 1
     if report.kind is MessageKind.LOAD_FAILED:
         kind = FailureKind.START
@@ -125,8 +125,8 @@ def _build_reported(attempt: AttemptObservations, seen: RankObservations, report
         kind,
         exit_code=exit_code,
         exception=error,
-        summary=exceptions.summary_of(report.body),
-        traceback=exceptions.text_of(report.body),
+        summary=decoder.summary_of(report.body),
+        traceback=decoder.text_of(report.body),
         is_secondary=complaint_in(report.body) in (PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT),
     )
 

@@ -1,0 +1,121 @@
+"""What happens in a run, said to `logging.getLogger("mpwatch")`: the observer that every run has.
+
+Restarts are warnings, for the ranks have lost what they had; the course of a run is INFO, what becomes of each rank DEBUG. A
+failure is not logged: the caller is given it. Runs in the caller's thread.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpwatch.events.to_json import encodable
+from mpwatch.events.types import (
+    CallStarted,
+    Event,
+    HeartbeatLate,
+    RendezvousCompleted,
+    Restarting,
+    RunEnded,
+    RunStarted,
+    StateChanged,
+    WorkerExited,
+    WorkerFailed,
+    WorkerReady,
+    WorkerStarted,
+    WorkerStopped,
+    WorkerSucceeded,
+)
+from mpwatch.results.report import blame, exit_text, failure_text, ranks_text
+
+log = logging.getLogger("mpwatch")
+ID_LENGTH = 8  # characters of a run's id: enough to tell runs apart
+
+
+class LogEvents:
+    """Raises what a logging handler raises: it is code of the user's, as any observer is."""
+
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether events of this kind would be logged now. If not, nobody needs to make one for it."""
+        return kind in LINES and log.isEnabledFor(LINES[kind][0])
+
+    def __call__(self, event: Event) -> None:
+        """Log this event, in a line."""
+        if self.wants(type(event)):
+            level, line = LINES[type(event)]
+            text = " ".join(line(event).splitlines())
+            log.log(level, "run %s: %s", encodable(event.run_id)[:ID_LENGTH], encodable(text))
+
+
+def _run_started(event: RunStarted) -> str:
+    what = f"{event.fn} " if event.fn else "a WorkerGroup "
+    return f"{what}starts on {event.hostname}: {_count(event.nprocs, 'rank')} of role {event.role}"
+
+
+def _run_ended(event: RunEnded) -> str:
+    restarts = f", after {_count(event.restarts, 'restart')}" if event.restarts else ""
+    reason = f": {event.reason}" if event.reason else ""
+    return f"{event.state.name} after {_seconds(event.elapsed)}{restarts}{reason}"
+
+
+def _rendezvous_completed(event: RendezvousCompleted) -> str:
+    node = f"node {event.group_rank} of {event.group_world_size}"
+    store = f"[{event.master_addr}]" if ":" in event.master_addr else event.master_addr
+    which = f", restart {event.attempt}" if event.attempt else ""
+    return f"{node}: {_who(event)} of {event.world_size}, store at {store}:{event.master_port}{which}"
+
+
+def _restarting(event: Restarting) -> str:
+    when = f" in {_seconds(event.delay)}" if event.delay else ""
+    reason = event.reason if event.cause is None else blame(event.cause)
+    why = f": {reason}" if reason else ""
+    return f"restarting {_who(event)}{when} (restart {event.attempt + 1}, {event.restarts_left} left){why}"
+
+
+def _heartbeat_late(event: HeartbeatLate) -> str:
+    return f"{_who(event)}: silent for {_seconds(event.silent_seconds)} of the {_seconds(event.heartbeat_timeout)} it may be"
+
+
+def _worker_started(event: WorkerStarted) -> str:
+    return f"{_who(event)}: process {event.pid}" + (f", restart {event.attempt}" if event.attempt else "")
+
+
+def _worker_failed(event: WorkerFailed) -> str:
+    return failure_text(event.failure) + (" (the root cause)" if event.is_root_cause else "")
+
+
+def _worker_exited(event: WorkerExited) -> str:
+    if event.exit_code is None:
+        how = "has ended, nobody knows how"
+    else:
+        how = "was stopped" if event.was_stopped else exit_text(event.exit_code)
+    return f"{_who(event)}: process {event.pid} {how}"
+
+
+def _who(event: Event) -> str:
+    return ranks_text(event.ranks)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.1f} s"
+
+
+LINES: Mapping[type[Event], tuple[int, Callable[[Any], str]]] = {
+    RunStarted: (logging.INFO, _run_started),
+    RunEnded: (logging.INFO, _run_ended),
+    RendezvousCompleted: (logging.INFO, _rendezvous_completed),
+    StateChanged: (logging.INFO, lambda event: f"{event.before.name} -> {event.after.name}"),
+    Restarting: (logging.WARNING, _restarting),
+    # of half its limit: usual where all wait for one that evaluates, or writes a checkpoint
+    HeartbeatLate: (logging.INFO, _heartbeat_late),
+    CallStarted: (logging.DEBUG, lambda event: f"{_who(event)}: a call"),
+    WorkerStarted: (logging.DEBUG, _worker_started),
+    WorkerReady: (logging.DEBUG, lambda event: f"{_who(event)}: ready"),
+    WorkerSucceeded: (logging.DEBUG, lambda event: f"{_who(event)}: returned"),
+    WorkerFailed: (logging.DEBUG, _worker_failed),
+    WorkerStopped: (logging.DEBUG, lambda event: f"{_who(event)}: stopped by the watcher"),
+    WorkerExited: (logging.DEBUG, _worker_exited),
+}

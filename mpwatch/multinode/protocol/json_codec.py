@@ -1,0 +1,229 @@
+"""The JSON codec for everything that nodes send to one another.
+
+`to_json` encodes dataclasses by their fields. `from_json` decodes them by the type hints of those fields. A new field is
+therefore sent and checked without further code. The hints may be: dataclasses, enums, tuples, lists, mappings with str or
+int keys, unions, `Literal`, `Any` (JSON data), str, bool, int, float and None.
+
+JSON has no NaN, no infinity, and not every reader keeps integers beyond 2**53. Texts may end up on a terminal. So both
+directions refuse such numbers, `to_json` escapes control characters, and `from_json` refuses them.
+
+This module does no I/O.
+"""
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from mpwatch.multinode.protocol.signed_json import InvalidEntryError
+
+T = TypeVar("T")
+MAX_TEXT = 1 << 16  # characters of one text
+MAX_INTEGER = 1 << 53  # the largest integer that every JSON reader keeps exactly
+CONTROL_CHARACTERS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]"
+)  # includes surrogates, which UTF-8 cannot encode
+COLOR_SEQUENCES = re.compile(r"\x1b\[[0-9;:]*m")
+SCALARS: Mapping[type, str] = {
+    NoneType: "null",
+    str: f"a text of at most {MAX_TEXT} characters without control characters",
+    bool: "true or false",
+    int: f"a whole number from {-MAX_INTEGER} to {MAX_INTEGER}",
+    float: "a finite number",
+}
+
+
+def to_json(value: object, *, omit: Collection[str] = ()) -> Any:
+    """Encode a value as JSON data: dict, list, str, int, float, bool or None.
+
+    Texts lose colors and have control characters escaped. A text is cut to MAX_TEXT characters.
+
+    Args:
+        value: a dataclass instance, or anything that a field may have.
+        omit: names of fields of the outermost dataclass that are not encoded.
+
+    Raises TypeError or ValueError naming the path of the value that cannot be JSON.
+    """
+    return _encode(value, type(value).__name__, omit)
+
+
+def from_json(wanted: type[T], data: object, *, omit: Collection[str] = ()) -> T:
+    """Decode what `to_json` made of a value of the wanted type.
+
+    Args:
+        wanted: the type, most often a dataclass.
+        data: JSON data of unknown origin.
+        omit: names of fields of the outermost dataclass that are not in the data. They get their defaults.
+
+    Raises ForgedError naming the path of the first bad field, and what it must be.
+    """
+    try:
+        decoded: T = _decode(wanted, data, wanted.__name__, omit)
+    except RecursionError:
+        raise InvalidEntryError(f"{wanted.__name__} is nested too deeply") from None
+    return decoded
+
+
+def without_controls(raw: str) -> str:
+    """Remove color sequences from a text, and escape other control characters."""
+    plain = COLOR_SEQUENCES.sub("", str.__str__(raw))
+    return CONTROL_CHARACTERS.sub(lambda found: found[0].encode("unicode_escape", "backslashreplace").decode(), plain)
+
+
+def _encode(value: Any, path: str, omit: Collection[str] = ()) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, str):
+        return without_controls(value)[:MAX_TEXT]
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int | float):
+        if not _is_sendable(value):
+            raise ValueError(f"{path} must be a finite number, as an integer within {MAX_INTEGER}, not {value!r:.100}")
+        return value
+    if isinstance(value, tuple | list):
+        return [_encode(item, f"{path}[{n}]") for n, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {_encode_key(key, path): _encode(item, f"{path}[{key!r}]") for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value) if field.name not in omit]
+        return {name: _encode(getattr(value, name), f"{path}.{name}") for name in names}
+    raise TypeError(f"{path} cannot be sent to other nodes: {type(value).__name__} has no JSON encoding")
+
+
+def _is_sendable(number: float) -> bool:
+    return abs(number) <= MAX_INTEGER if isinstance(number, int) else math.isfinite(number)
+
+
+def _encode_key(key: object, path: str) -> str:
+    if isinstance(key, str):
+        return without_controls(key)
+    if isinstance(key, int) and not isinstance(key, bool):
+        return str(key)
+    raise TypeError(f"{path} cannot be sent to other nodes: its keys must be str or int, not {key!r:.100}")
+
+
+def _decode(wanted: Any, data: Any, path: str, omit: Collection[str] = ()) -> Any:
+    origin, arguments = get_origin(wanted), get_args(wanted)
+    if wanted is Any:
+        return _decode_any(data, path)
+    if wanted in SCALARS:
+        return _decode_scalar(wanted, data, path)
+    if origin in (Union, UnionType):
+        return _decode_union(arguments, data, path)
+    if origin is Literal:
+        if not any(data == choice and type(data) is type(choice) for choice in arguments):
+            raise _wrong(path, f"one of {', '.join(map(repr, arguments))}", data)
+        return data
+    if origin in (tuple, list):
+        return _decode_items(origin, arguments, data, path)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return _decode_mapping(arguments, data, path)
+    if is_dataclass(wanted):
+        return _decode_fields(wanted, data, path, omit)
+    if isinstance(wanted, type) and issubclass(wanted, Enum):
+        if not isinstance(data, str) or data not in wanted.__members__:
+            raise _wrong(path, f"one of {', '.join(wanted.__members__)}", data)
+        return wanted[data]
+    raise TypeError(f"{path} has a type that the JSON codec cannot decode: {wanted!r}")
+
+
+def _decode_scalar(wanted: Any, data: Any, path: str) -> Any:
+    if wanted is float and isinstance(data, int) and not isinstance(data, bool):
+        is_right = _is_sendable(data)
+    elif type(data) is not wanted:
+        is_right = False
+    elif wanted is str:
+        is_right = len(data) <= MAX_TEXT and not CONTROL_CHARACTERS.search(data)
+    else:
+        is_right = wanted not in (int, float) or _is_sendable(data)
+    if not is_right:
+        raise _wrong(path, SCALARS[wanted], data)
+    return float(data) if wanted is float else data
+
+
+def _decode_any(data: Any, path: str) -> Any:
+    if isinstance(data, dict):
+        return _decode_mapping((str, Any), data, path)
+    if isinstance(data, list):
+        return [_decode_any(item, f"{path}[{n}]") for n, item in enumerate(data)]
+    if type(data) not in SCALARS:
+        raise _wrong(path, "JSON data", data)
+    return _decode_scalar(type(data), data, path)
+
+
+def _decode_union(kinds: tuple[Any, ...], data: Any, path: str) -> Any:
+    if data is None and NoneType in kinds:
+        return None
+    error: InvalidEntryError | None = None
+    for kind in kinds:
+        if kind is not NoneType:
+            try:
+                return _decode(kind, data, path)
+            except InvalidEntryError as wrong:
+                error = wrong
+    raise error or _wrong(path, "null", data)
+
+
+def _decode_items(origin: Any, kinds: tuple[Any, ...], data: Any, path: str) -> Any:
+    if not isinstance(data, list):
+        raise _wrong(path, "a list", data)
+    if origin is list or kinds[-1] is ...:
+        kinds = kinds[:1] * len(data)
+    if len(data) != len(kinds):
+        raise _wrong(path, f"{len(kinds)} values", data)
+    return origin(_decode(kind, item, f"{path}[{n}]") for n, (kind, item) in enumerate(zip(kinds, data, strict=True)))
+
+
+def _decode_mapping(kinds: tuple[Any, ...], data: Any, path: str) -> dict[Any, Any]:
+    if not isinstance(data, dict):
+        raise _wrong(path, "a mapping", data)
+    key_kind, value_kind = kinds
+    decoded = {}
+    for name, item in data.items():
+        at = f"{path}[{name!r:.100}]"
+        key = _decode_key(key_kind, name, at)
+        decoded[key] = _decode(value_kind, item, at)
+    return decoded
+
+
+def _decode_key(kind: Any, name: Any, path: str) -> str | int:
+    key: str | int = _decode_scalar(str, name, f"the key of {path}")
+    if kind is str:
+        return key
+    if kind is not int:
+        raise TypeError(f"{path} has keys that the JSON codec cannot decode: {kind!r}")
+    try:
+        key = int(name)
+    except ValueError:
+        raise _wrong(f"the key of {path}", "a whole number", name) from None
+    return key
+
+
+def _decode_fields(kind: Any, data: Any, path: str, omit: Collection[str]) -> Any:
+    if not isinstance(data, dict):
+        raise _wrong(path, "a mapping", data)
+    names = [field.name for field in fields(kind) if field.name not in omit]
+    if unknown := data.keys() - set(names):
+        raise InvalidEntryError(f"{path} has no field {min(unknown, key=str)!r:.100}")
+    if missing := [name for name in names if name not in data]:
+        raise InvalidEntryError(f"{path}.{missing[0]} is missing")
+    hints = _type_hints(kind)
+    return kind(**{name: _decode(hints[name], data[name], f"{path}.{name}") for name in names})
+
+
+@cache
+def _type_hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _wrong(path: str, wanted: str, data: object) -> InvalidEntryError:
+    try:
+        shown = f"{data!r:.80}"
+    except (ValueError, RecursionError):  # an integer with too many digits, or a list that is nested too deeply
+        shown = f"a {type(data).__name__} that is too large to show"
+    return InvalidEntryError(f"{path} must be {wanted}, not {shown}")

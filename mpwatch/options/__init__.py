@@ -1,0 +1,1 @@
+"""What a user sets for a run: validated data, and nothing that acts."""

@@ -1,0 +1,269 @@
+"""The blueprint of a run: what all options end up in, validated once, then never changed."""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, Generic, Literal, TypeVar
+
+from mpwatch.events.types import Event
+from mpwatch.options.log_spec import LogSpec
+from mpwatch.options.rendezvous import Rendezvous
+from mpwatch.options.restart_policy import RestartPolicy
+from mpwatch.options.validation import as_int, check_count, check_mapping, check_seconds, is_async
+from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.hardware import gpus_may_exist, usable_cpus
+
+T = TypeVar("T")
+Nprocs = int | Literal["auto", "cpu", "gpu"]
+Observer = Callable[[Event], object]
+Observers = Observer | Iterable[Observer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """How many ranks, and under which limits: the options that hold for any function. See WorkerSpec."""
+
+    nprocs: Nprocs = "auto"
+    backend: str | None = None
+    env: Mapping[str, str] | Callable[[Worker], Mapping[str, str]] | None = None
+    timeout: float | None = None
+    heartbeat_timeout: float | None = None
+    grace_period: float = 10.0
+    start_timeout: float = 300.0
+    role: str = "default"
+    logs: LogSpec | None = None
+    on_event: Observers | None = None
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        _check_backend(self.backend)
+        _check_env(self.env)
+        if self.timeout is not None:
+            check_seconds("timeout", self.timeout, at_least="more than 0")
+        if self.heartbeat_timeout is not None:
+            check_seconds("heartbeat_timeout", self.heartbeat_timeout, at_least="more than 0")
+        check_seconds("grace_period", self.grace_period, at_least="0 or more")
+        check_seconds("start_timeout", self.start_timeout, at_least="more than 0")
+        if not isinstance(self.role, str):
+            raise TypeError(f"role must be a string, not {self.role!r}")
+        if not self.role or not self.role.isprintable():
+            raise ValueError(f"role must be a name, not {self.role!r}")
+        if self.progress is not None and not isinstance(self.progress, bool):
+            raise TypeError(f"progress must be True, False or None, not {self.progress!r:.200}")
+        object.__setattr__(self, "on_event", _observers(self.on_event))
+        object.__setattr__(self, "nprocs", _count(self.nprocs))
+        object.__setattr__(self, "logs", _logs(self.logs, None if self.is_on_nodes else self.nprocs))
+
+    @property
+    def policy(self) -> RestartPolicy:
+        """What becomes of ranks that have failed; those of a group are started anew by its next call, and not before."""
+        return RestartPolicy(0)
+
+    @property
+    def is_on_nodes(self) -> bool:
+        """Whether the ranks are a part of those of a job of several nodes."""
+        return False
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """What is told of each event."""
+        return _observers(self.on_event)
+
+    def environment_of(self, worker: Worker) -> dict[str, str]:
+        """The extra variables for this rank, checked. Raises TypeError or ValueError."""
+        extra = self.env(worker) if callable(self.env) else self.env
+        if callable(self.env):
+            check_mapping("what env() returned", extra)
+        return dict(extra or {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec(GroupSpec, Generic[T]):
+    """What to run, on how many ranks, and under which limits: the options of `mpwatch.run`, which explains them.
+
+    Raises TypeError or ValueError naming the argument and the value.
+    """
+
+    fn: Callable[..., T]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] | None = None
+    max_restarts: int | None = None
+    restart_policy: RestartPolicy | None = None
+    rendezvous: Rendezvous | None = None
+
+    def __post_init__(self) -> None:
+        check_call(self.fn, self.args, self.kwargs)
+        super().__post_init__()
+        object.__setattr__(self, "args", tuple(self.args))
+        object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
+        policy = _policy(self.max_restarts, self.restart_policy, self.backend)
+        _check_rendezvous(self.rendezvous, policy)
+        object.__setattr__(self, "restart_policy", policy)
+        object.__setattr__(self, "max_restarts", policy.max_restarts)
+
+    @property
+    def policy(self) -> RestartPolicy:
+        """What becomes of ranks that have failed."""
+        assert self.restart_policy is not None  # see above
+        return self.restart_policy
+
+    @property
+    def is_on_nodes(self) -> bool:
+        """See GroupSpec."""
+        return self.rendezvous is not None
+
+    @property
+    def fn_name(self) -> str:
+        """The function's name for messages; partials and callable objects have none of their own."""
+        return name_of(self.fn)
+
+
+def check_call(fn: object, args: object, kwargs: object) -> None:
+    """Whether that can be called in a rank. Raises TypeError naming the argument and the value."""
+    _check_fn(fn)
+    _check_args(args)
+    _check_kwargs(kwargs)
+
+
+def _policy(max_restarts: object, policy: object, backend: str | None) -> RestartPolicy:
+    """The one that holds: `max_restarts` is short for a policy that says nothing else."""
+    if policy is None:
+        return RestartPolicy(0 if max_restarts is None else check_count("max_restarts", max_restarts, at_least=0))
+    if not isinstance(policy, RestartPolicy):
+        raise TypeError(f"restart_policy must be a RestartPolicy, not {policy!r}")
+    if max_restarts not in (None, policy.max_restarts):
+        raise ValueError(
+            f"max_restarts={max_restarts!r} and restart_policy={policy!r} both say how often; put it into the policy: "
+            f"RestartPolicy({max_restarts!r}, ...)"
+        )
+    if policy.scope == "worker" and backend is not None:
+        raise ValueError(
+            f"restart_policy has scope='worker', but backend={backend!r} makes a process group, which one that is replaced"
+            " cannot join; use scope='group'"
+        )
+    return policy
+
+
+def _check_rendezvous(rendezvous: object, policy: RestartPolicy) -> None:
+    if rendezvous is None:
+        return
+    if not isinstance(rendezvous, Rendezvous):
+        raise TypeError(
+            "rendezvous must be a Rendezvous, such as Rendezvous('node0:29400', run_id='job', nnodes=2), or None, not "
+            f"{rendezvous!r:.200}"
+        )
+    if find_spec("torch") is None:
+        raise ValueError("rendezvous needs torch, which is not installed here: pip install torch")
+    if policy.scope == "worker":
+        raise ValueError(
+            "restart_policy has scope='worker', which one machine can do; over several nodes all ranks are started again"
+            " together: use scope='group'"
+        )
+
+
+def _observers(on_event: object) -> tuple[Observer, ...]:
+    if on_event is None:
+        return ()
+    observers = (on_event,) if callable(on_event) else tuple(on_event) if isinstance(on_event, Iterable) else None
+    if observers is None or not all(callable(observer) and not isinstance(observer, type) for observer in observers):
+        raise TypeError(f"on_event must be a function that takes an Event, or several of them, not {on_event!r:.200}")
+    for observer in filter(is_async, observers):
+        raise TypeError(
+            f"on_event must be an ordinary function; {name_of(observer)!r} is async def, and nobody would await it"
+        )
+    return observers
+
+
+def name_of(fn: object) -> str:
+    """What to call a callable in a message."""
+    name = getattr(fn, "__qualname__", None) or getattr(getattr(fn, "func", None), "__qualname__", None)
+    return str(name or type(fn).__qualname__)
+
+
+def _check_fn(fn: object) -> None:
+    if not callable(fn):
+        raise TypeError(f"fn must be callable, not {fn!r}")
+    if is_async(fn):
+        raise TypeError(
+            f"fn must be an ordinary function; {name_of(fn)!r} is async def, and calling it would only make a coroutine. "
+            f"Pass a function that runs it: def train(*args): return asyncio.run({name_of(fn)}(*args))"
+        )
+
+
+def _check_args(args: object) -> None:
+    if isinstance(args, str | bytes | bytearray) or not isinstance(args, Sequence):
+        raise TypeError(f"args must be a sequence of fn's positional arguments, such as (x,), not {args!r:.200}")
+
+
+def _check_kwargs(kwargs: object) -> None:
+    if kwargs is None:
+        return
+    if not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs must be a mapping of fn's keyword arguments, not {kwargs!r:.200}")
+    for name in kwargs:
+        if not isinstance(name, str):
+            raise TypeError(f"kwargs must have strings as keys, not {name!r}")
+
+
+def _check_backend(backend: object) -> None:
+    if backend is None:
+        return
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a string or None, not {backend!r}")
+    if not backend:
+        raise ValueError("backend must name a backend of torch.distributed, such as 'gloo', 'nccl' or 'auto', not ''")
+    if "torch" not in sys.modules and find_spec("torch") is None:
+        raise ValueError(f"backend={backend!r} needs torch, which is not installed here: pip install torch")
+
+
+def _check_env(env: object) -> None:
+    if env is not None and not callable(env):
+        check_mapping("env", env)
+
+
+def _logs(logs: object, world_size: object) -> LogSpec | None:
+    """`world_size` is None where it is not known yet."""
+    if logs is None:
+        return None
+    if not isinstance(logs, LogSpec):
+        raise TypeError(f"logs must be a LogSpec, such as LogSpec({str(logs)!r:.200}), or None, not {logs!r:.200}")
+    if isinstance(world_size, int):
+        logs.check_ranks(world_size)
+    return logs.from_here()
+
+
+def _count(nprocs: object) -> int:
+    if isinstance(nprocs, str):
+        return _count_named(nprocs)
+    count = as_int(nprocs)
+    if count is None:
+        raise TypeError(f"nprocs must be an int, 'gpu', 'cpu' or 'auto', not {nprocs!r}")
+    if count < 1:
+        raise ValueError(f"nprocs must be at least 1, or 'gpu', 'cpu' or 'auto', not {nprocs!r}")
+    return count
+
+
+def _count_named(nprocs: str) -> int:
+    if nprocs == "auto":
+        return _gpus() or usable_cpus()
+    if nprocs == "cpu":
+        return usable_cpus()
+    if nprocs == "gpu":
+        return _gpus() or _no_gpus()
+    raise ValueError(f"nprocs must be at least 1, or 'gpu', 'cpu' or 'auto', not {nprocs!r}")
+
+
+def _gpus() -> int:
+    if not gpus_may_exist() or ("torch" not in sys.modules and find_spec("torch") is None):
+        return 0
+    import torch  # a second; only where there may be something to count
+
+    return int(torch.cuda.device_count())
+
+
+def _no_gpus() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hint = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
+    raise ValueError(f"nprocs='gpu', but torch sees no GPU here{hint}; give a number, or 'cpu'")

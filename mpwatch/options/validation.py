@@ -1,0 +1,90 @@
+"""Whether an option is what it should be: each check raises TypeError or ValueError that names the option and the value."""
+
+import inspect
+import math
+import operator
+import os
+from collections.abc import Mapping
+from numbers import Real
+
+from mpwatch.options.worker_info import RANK_VARIABLES
+
+MAX_PORT = 65535
+
+
+def is_port(text: str) -> bool:
+    """Return whether a text is the number of a TCP port."""
+    return text.isdecimal() and 0 < int(text) <= MAX_PORT
+
+
+def check_flag(name: str, value: object) -> None:
+    """Whether that is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+
+
+def check_mapping(what: str, env: object) -> None:
+    """Whether these can be variables of an environment, and are not those that mpwatch sets."""
+    if not isinstance(env, Mapping):
+        raise TypeError(f"{what} must be a mapping of strings to strings, not {env!r:.200}")
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"{what} must map strings to strings, not {name!r} to {value!r:.200}")
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"{what} has a variable that no environment can hold: {name!r}={value!r:.200}")
+        try:
+            os.fsencode(name + value)
+        except UnicodeEncodeError:
+            raise ValueError(f"{what} has a variable that cannot be encoded: {name!r}={value!r:.200}") from None
+        if name == "MASTER_PORT" and not is_port(value):
+            raise ValueError(f"{what} must give MASTER_PORT as a TCP port, not {value!r}")
+        if name in RANK_VARIABLES:
+            raise ValueError(f"{what} may not set {name}={value!r}: it tells a rank who it is, so mpwatch sets it")
+
+
+def check_seconds(name: str, value: object, at_least: str) -> None:
+    """Whether that is a number of seconds, `at_least` "0 or more" or "more than 0"."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
+    seconds = _float(value)
+    if not math.isfinite(seconds) or seconds < 0 or (value == 0 and at_least == "more than 0"):
+        raise ValueError(f"{name} must be a number of seconds, {at_least}, not {value!r}")
+
+
+def _float(number: Real) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # an int may be as long as it likes
+        return math.inf
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Whether that is a number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number from 0 to 1, not {value!r}")
+    if not 0 <= _float(value) <= 1:
+        raise ValueError(f"{name} must be a number from 0 to 1, not {value!r}")
+
+
+def as_int(value: object) -> int | None:
+    """Convert an integer of Python or NumPy to an int. None: it is not an integer, or it is a bool."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def check_count(name: str, value: object, at_least: int) -> int:
+    """Return the number as an int. Raises TypeError or ValueError."""
+    count = as_int(value)
+    if count is None:
+        raise TypeError(f"{name} must be an int, not {value!r}")
+    if count < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, not {value!r}")
+    return count
+
+
+def is_async(fn: object) -> bool:
+    """Whether calling it only makes a coroutine, which nobody runs."""
+    call = getattr(type(fn), "__call__", None)  # noqa: B004  the method itself is wanted
+    return any(inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f) for f in (fn, call))

@@ -1,0 +1,1 @@
+"""The state machine of a group of ranks. Pure: no clock, process, pipe or signal."""

@@ -1,0 +1,1 @@
+"""What observers and the live view are given while the ranks run."""

@@ -1,0 +1,1 @@
+"""Whether, when and how ranks that failed are started again."""

@@ -1,0 +1,1 @@
+"""Exceptions with their tracebacks, from a rank to the caller."""

@@ -1,0 +1,1 @@
+"""Calls and return values as pickles, with large buffers beside them."""
