@@ -6,6 +6,8 @@ function runs, so an import of everything would be paid for once per rank.
 
 from importlib import import_module
 
+from mpwatch.version import __version__
+
 TYPE_CHECKING = False  # typing's own would cost every rank the import of typing
 if TYPE_CHECKING:
     from mpwatch import events as events
@@ -47,8 +49,6 @@ __all__ = [
     "report",
     "run",
 ]
-
-__version__ = "0.1.0"
 
 _HOME = {
     "Attempt": ".results.model",

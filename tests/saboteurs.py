@@ -1006,7 +1006,7 @@ def dies_half_way_through_a_message(barrier, pid, leaves_group, end):
         pid.value = child
     barrier.wait()
     if rank() == 1:
-        os.write(multiprocessing.current_process().seat.channel_fd, half_a_message())
+        os.write(multiprocessing.current_process().launch_info.channel_fd, half_a_message())
         end()
     wait_to_be_stopped()
 
@@ -1161,6 +1161,6 @@ def answers_with(what):
         "a file of something else": [strange],
         "a file that promises what is not there": [hollow],
     }[what]
-    with socket.socket(fileno=os.dup(multiprocessing.current_process().seat.channel_fd)) as line:
+    with socket.socket(fileno=os.dup(multiprocessing.current_process().launch_info.channel_fd)) as line:
         socket.send_fds(line, [frame(MessageKind.EXIT_BLOCKED if what == "two pipes" else MessageKind.RETURNED)], fds)
     os._exit(0)

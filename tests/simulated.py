@@ -37,7 +37,7 @@ class Round:
     def __init__(self, names):
         self.names = names  # by group rank
         self.inbox, self.words, self.places = [], [], {}
-        self.beats = Counter()
+        self.heartbeats = Counter()
 
 
 class Node:
@@ -78,11 +78,11 @@ class Node:
     def beat(self):
         if self.is_alive and not self.is_over() and not (self.chair and self.chair.is_over):
             round_, now = self.round, self.world.now
-            round_.beats[self.group_rank] += 1
-            self.do(self.member.see_chair(round_.beats[0], now))
+            round_.heartbeats[self.group_rank] += 1
+            self.do(self.member.see_chair(round_.heartbeats[0], now))
             if self.chair is not None:
                 self.act(self.chair.see_waiting(len(self.world.lobby), now))
-                self.act(self.chair.see_beats(dict(round_.beats), now))
+                self.act(self.chair.see_beats(dict(round_.heartbeats), now))
                 self.act(self.chair.expire(now))
             self.world.after(BEAT, self.beat)
 
@@ -167,7 +167,7 @@ class Node:
         self.settle(was)
 
     def can(self, rank, event):
-        phase = self.ranks.roster.phases.get(rank)
+        phase = self.ranks.phase_table.phases.get(rank)
         if phase is None or phase.name in ("EXITED", "ABANDONED"):
             return False
         if isinstance(event, Returned | Failed):
@@ -213,8 +213,8 @@ class Node:
 
     def break_rank(self, local_rank):
         if self.is_alive and self.ranks is not None and self.ranks.is_undecided():
-            rank = list(self.ranks.roster.phases)[local_rank]
-            if self.ranks.roster.phases[rank].name == "RUNNING":
+            rank = list(self.ranks.phase_table.phases)[local_rank]
+            if self.ranks.phase_table.phases[rank].name == "RUNNING":
                 self.cause = rank
                 self.world.failures += 1
                 self.feed(Exited(rank, generation=self.ranks.generation))

@@ -5,7 +5,7 @@ import signal
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from told import COMPLAINT, facts, raised, returned
+from told import COMPLAINT, observations, raised, returned
 
 from mpwatch import WorkerState
 from mpwatch.results.state_transitions import check_change
@@ -99,14 +99,14 @@ class History(RuleBasedStateMachine):
         self.seen = {rank: {"was_ready": it["was_ready"], "signals_sent": set()} for rank, it in self.seen.items()}
         self.has_answered = set()
         self.has_told = set()
-        self.beats = dict.fromkeys(self.seen)
+        self.heartbeats = dict.fromkeys(self.seen)
         self.looked_at = set()
 
     @precondition(lambda self: self.machine.stage is RunStage.IDLE)
     @rule(timeout=st.none() | st.floats(0.5, 30))
     def is_called_again(self, timeout):
         assert self.keep
-        assert set(self.machine.roster.phases.values()) == {RankPhase.READY}
+        assert set(self.machine.phase_table.phases.values()) == {RankPhase.READY}
         self.limits["timeout"] = timeout
         self.begin_a_call()
         self.tell(StartCall(self.now, timeout))
@@ -119,7 +119,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.machine.stage is RunStage.AWAITING_DECISION)
     @rule(deaths=st.integers(0, 2))
     def is_worth_another_try(self, deaths):
-        assert set(self.machine.roster.phases.values()) == {RankPhase.EXITED}
+        assert set(self.machine.phase_table.phases.values()) == {RankPhase.EXITED}
         assert self.machine.signum is None
         self.judge()
         self.deaths = deaths
@@ -139,9 +139,9 @@ class History(RuleBasedStateMachine):
     @rule(data=st.data(), kind=st.sampled_from([Ready, Returned, Failing, Failed, StackDumped, HeartbeatRead, Exited]))
     def something_comes_of_an_earlier_life(self, data, kind):
         rank = data.draw(st.sampled_from(sorted(self.seen)))
-        before = dict(self.machine.roster.phases), self.machine.stage, self.machine.deadline
+        before = dict(self.machine.phase_table.phases), self.machine.stage, self.machine.deadline
         assert self.machine.handle(kind(rank, generation=self.machine.generation - 1), self.now) == []
-        assert (dict(self.machine.roster.phases), self.machine.stage, self.machine.deadline) == before
+        assert (dict(self.machine.phase_table.phases), self.machine.stage, self.machine.deadline) == before
 
     def ready(self, rank):
         self.seen[rank]["was_ready"] = True
@@ -168,7 +168,7 @@ class History(RuleBasedStateMachine):
                 self.looked_at.add(action.rank)
         for action in actions:
             if isinstance(action, ReadHeartbeat):
-                self.tell(self.of_now(HeartbeatRead, action.rank, beat_at=self.beats[action.rank]))
+                self.tell(self.of_now(HeartbeatRead, action.rank, beat_at=self.heartbeats[action.rank]))
 
     def look_at_state(self):
         """As the group that these ranks are would tell it."""
@@ -177,7 +177,7 @@ class History(RuleBasedStateMachine):
             check_change(before, self.state)
 
     def those_in(self, *phases):
-        return [rank for rank, phase in self.machine.roster.phases.items() if phase in phases]
+        return [rank for rank, phase in self.machine.phase_table.phases.items() if phase in phases]
 
     def those_who_may_speak(self):
         return [rank for rank in self.those_in(*MUTE) if CallRank(rank) in self.sent and rank not in self.has_answered]
@@ -237,7 +237,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.those_in(RankPhase.RUNNING))
     @rule(data=st.data())
     def beats_once(self, data):
-        self.beats[data.draw(st.sampled_from(self.those_in(RankPhase.RUNNING)))] = self.now
+        self.heartbeats[data.draw(st.sampled_from(self.those_in(RankPhase.RUNNING)))] = self.now
 
     @precondition(lambda self: self.looked_at & set(self.those_in(*LIVING - {RankPhase.EXITING})))
     @rule(data=st.data())
@@ -276,20 +276,20 @@ class History(RuleBasedStateMachine):
         elif machine.deadline is None:
             assert (
                 machine.stage in (RunStage.IDLE, RunStage.AWAITING_DECISION)
-                or RankPhase.RUNNING in machine.roster.phases.values()
+                or RankPhase.RUNNING in machine.phase_table.phases.values()
             )
-            assert RankPhase.STARTING not in machine.roster.phases.values()
+            assert RankPhase.STARTING not in machine.phase_table.phases.values()
 
     @invariant()
     def no_silence_goes_unnoticed(self):
         machine = getattr(self, "machine", None)
         if machine is not None and machine.stage is RunStage.RUNNING and self.limits["heartbeat_timeout"] is not None:
-            beats = [
+            heartbeats = [
                 beat
-                for rank, beat in self.beats.items()
-                if machine.roster.phases[rank] is RankPhase.RUNNING and beat is not None
+                for rank, beat in self.heartbeats.items()
+                if machine.phase_table.phases[rank] is RankPhase.RUNNING and beat is not None
             ]
-            late = [beat for beat in beats if self.now >= beat + LIMIT]
+            late = [beat for beat in heartbeats if self.now >= beat + LIMIT]
             assert not late or machine.deadline <= max(self.now, min(late) + LIMIT + SURE_SECONDS)
 
     @invariant()
@@ -332,7 +332,7 @@ class History(RuleBasedStateMachine):
                 self.tell(self.of_now(DoNotRestart, 0))
             self.time_is_up()
         assert self.machine.stage is RunStage.FINISHED
-        assert set(self.machine.roster.phases.values()) <= {RankPhase.EXITED, RankPhase.ABANDONED}
+        assert set(self.machine.phase_table.phases.values()) <= {RankPhase.EXITED, RankPhase.ABANDONED}
         assert self.machine.verdict is not None
         assert sum(isinstance(action, AbandonRank) for action in self.sent) <= len(self.seen)
         self.judge()
@@ -342,11 +342,11 @@ class History(RuleBasedStateMachine):
         if self.is_judged:
             return
         self.is_judged = True
-        seen = facts(
+        seen = observations(
             *self.seen.values(),
             verdict=self.machine.verdict,
             stopped_at=self.machine.stopped_at,
-            silent=self.machine.beats.silent,
+            silent=self.machine.heartbeats.silent,
             never_ready=self.machine.never_ready,
             signum=self.machine.signum,
             **self.limits,

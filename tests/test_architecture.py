@@ -15,6 +15,7 @@ PACKAGE = Path(mpwatch.__file__).parent
 DATA = {"errors", "events", "options", "results"}
 # From the ground to the user's side: a module may import of its own layer and of those named, and nothing else of mpwatch.
 LAYERS = {
+    "version": set(),
     "os_support": set(),
     "guardian": set(),
     "torch_private": set(),
@@ -22,11 +23,11 @@ LAYERS = {
     "data": {"os_support", "wire"},
     "watcher": {"os_support", "wire", "data"},
     "live_view": {"data"},
-    "multinode": {"os_support", "torch_private", "wire", "data", "watcher", "live_view"},
+    "multinode": {"version", "os_support", "torch_private", "wire", "data", "watcher", "live_view"},
     "worker": {"os_support", "wire", "data"},
     "api": {"data", "live_view", "watcher", "multinode"},
     "group": {"data", "live_view", "watcher"},
-    "facade": {"api", "group", "data", "worker"},
+    "facade": {"version", "api", "group", "data", "worker"},
     "integrations": {"facade"},  # what a user could have written
 }
 

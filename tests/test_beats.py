@@ -19,10 +19,10 @@ GRACE = 10.0
 LIMIT = 10.0
 
 
-def feel(it, now, beats):
+def feel(it, now, heartbeats):
     """The pulses of these ranks are felt, and what is done then."""
-    assert it.expire(now) == [ReadHeartbeat(rank) for rank in beats]
-    *_, actions = [it.handle(HeartbeatRead(rank, beat_at=beat), now) for rank, beat in beats.items()]
+    assert it.expire(now) == [ReadHeartbeat(rank) for rank in heartbeats]
+    *_, actions = [it.handle(HeartbeatRead(rank, beat_at=beat), now) for rank, beat in heartbeats.items()]
     return actions
 
 
@@ -38,7 +38,7 @@ def test_pulses_are_felt_when_somebody_may_have_been_silent_for_half_of_the_limi
     it = with_pulses()
     assert it.deadline == 5.0
     assert feel(it, 5.0, {0: 3.0, 1: 4.0}) == []
-    assert (it.deadline, it.beats.late) == (8.0, {})
+    assert (it.deadline, it.heartbeats.late) == (8.0, {})
     assert feel(it, 8.0, {0: 7.5, 1: 7.9}) == []
     assert it.deadline == 12.5
 
@@ -47,19 +47,19 @@ def test_a_rank_that_is_late_makes_the_group_unhealthy_until_it_beats_again():
     it = with_pulses()
     assert it.state is WorkerState.HEALTHY
     assert feel(it, 5.0, {0: 0.0, 1: 4.0}) == []
-    assert (it.beats.late, it.state) == ({0: 0.0}, WorkerState.UNHEALTHY)
+    assert (it.heartbeats.late, it.state) == ({0: 0.0}, WorkerState.UNHEALTHY)
     assert it.deadline == 6.0  # all are felt oftener now
     assert feel(it, 6.0, {0: 0.0, 1: 5.9}) == []
     assert it.state is WorkerState.UNHEALTHY
     assert feel(it, 7.0, {0: 6.5, 1: 6.9}) == []
-    assert (it.beats.late, it.state, it.deadline) == ({}, WorkerState.HEALTHY, 11.5)
+    assert (it.heartbeats.late, it.state, it.deadline) == ({}, WorkerState.HEALTHY, 11.5)
 
 
 def test_a_late_rank_that_returns_is_late_no_more():
     it = with_pulses()
     feel(it, 5.0, {0: 0.0, 1: 4.0})
     it.handle(Returned(0), 5.5)
-    assert (it.beats.late, it.state) == ({}, WorkerState.HEALTHY)
+    assert (it.heartbeats.late, it.state) == ({}, WorkerState.HEALTHY)
 
 
 def test_a_late_rank_is_felt_again_no_later_than_it_is_silent():
@@ -71,11 +71,11 @@ def test_a_late_rank_is_felt_again_no_later_than_it_is_silent():
 def test_silence_is_a_failure_when_it_has_been_seen_twice_and_all_are_looked_at():
     it = with_pulses()
     assert feel(it, 5.0, {0: 0.0, 1: 0.1}) == []
-    it.beats.due_at = 10.1  # as if they had been felt until then
+    it.heartbeats.due_at = 10.1  # as if they had been felt until then
     assert feel(it, 10.1, {0: 0.0, 1: 0.1}) == []
     assert it.deadline == 11.1
     assert feel(it, 11.1, {0: 0.0, 1: 0.1}) == [DumpStacks(0), DumpStacks(1)]
-    assert (it.beats.silent, it.verdict, it.stopped_at) == ({0: 0.0, 1: 0.1}, StopReason.FAILED, 11.1)
+    assert (it.heartbeats.silent, it.verdict, it.stopped_at) == ({0: 0.0, 1: 0.1}, StopReason.FAILED, 11.1)
     assert it.state is WorkerState.UNHEALTHY
 
 
@@ -84,7 +84,7 @@ def test_a_rank_that_beats_again_was_not_silent():
     assert feel(it, 5.0, {0: -5.0, 1: 4.0}) == []
     assert it.deadline == 6.0
     assert feel(it, 6.0, {0: 5.2, 1: 5.2}) == []
-    assert (it.beats.silent, it.deadline) == ({}, 10.2)
+    assert (it.heartbeats.silent, it.deadline) == ({}, 10.2)
 
 
 def test_a_rank_that_has_never_beaten_is_felt_again_and_has_no_limit():

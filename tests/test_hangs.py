@@ -9,7 +9,7 @@ import time
 import pytest
 import saboteurs
 from programs import ENV
-from told import COMPLAINT, IN_TORCH, LIBRARY, STOPPED, TIMED_OUT, at, facts, raised, returned
+from told import COMPLAINT, IN_TORCH, LIBRARY, STOPPED, TIMED_OUT, at, observations, raised, returned
 
 import mpwatch
 from mpwatch import FailureKind
@@ -21,23 +21,23 @@ from mpwatch.wire.shared_memory import PULSE, ROOM, SLOT, WORDS, HeartbeatSample
 
 def test_who_keeps_its_peers_waiting_is_to_blame():
     here, waiting = {**STOPPED, "stacks": at("load", 12, "sleep(60)")}, {**STOPPED, "stacks": f"{IN_TORCH}\n    work.wait()"}
-    result = diagnose(facts(raised(TIMED_OUT, 9.0), waiting, here))
+    result = diagnose(observations(raised(TIMED_OUT, 9.0), waiting, here))
     assert (result.root_cause.rank, result.root_cause.kind, set(result.failures)) == (2, FailureKind.HANG, {0, 2})
     assert result.root_cause.stack == at("load", 12, "sleep(60)")
     words = "rank 2 kept its peers waiting until they timed out: still at work (train.py:12 in load: sleep(60))"
     assert report(result).startswith(words)
-    assert diagnose(facts(raised(TIMED_OUT, 9.0), here, raised(COMPLAINT, 9.1))).root_cause.rank == 1
+    assert diagnose(observations(raised(TIMED_OUT, 9.0), here, raised(COMPLAINT, 9.1))).root_cause.rank == 1
     suspended = {**STOPPED, "process_state": "T"}
-    assert diagnose(facts(raised(TIMED_OUT, 9.0), suspended)).root_cause.kind is FailureKind.HANG
+    assert diagnose(observations(raised(TIMED_OUT, 9.0), suspended)).root_cause.kind is FailureKind.HANG
 
 
 def test_nobody_is_blamed_for_a_hang_who_may_be_waiting_or_was_not_seen():
     waiting = [f"{IN_TORCH}\n    work.wait()", at("step", 3, "handle.wait()"), at("step", 3, "loss.item()"), at("step", 3)]
     for other in (*({**STOPPED, "stacks": stacks} for stacks in waiting), STOPPED, returned()):
-        result = diagnose(facts(raised(TIMED_OUT, 9.0), other))
+        result = diagnose(observations(raised(TIMED_OUT, 9.0), other))
         assert (result.root_cause.rank, result.root_cause.is_secondary) == (0, True)
     here = {**STOPPED, "stacks": at("load", 12, "sleep(60)")}
-    assert diagnose(facts(raised(TIMED_OUT, 9.0), here, raised(ValueError("x"), 9.5))).root_cause.rank == 2
+    assert diagnose(observations(raised(TIMED_OUT, 9.0), here, raised(ValueError("x"), 9.5))).root_cause.rank == 2
 
 
 WAITS = {**STOPPED, "stacks": f"{IN_TORCH}\n    work.wait()"}
@@ -69,7 +69,7 @@ WAITS_IN_A_THREAD = {**STOPPED, "stacks": f"{at('step', 3, 'future.result()')}\n
 
 
 def silent(*ranks, beats, **more):
-    return diagnose(facts(*ranks, silent=beats, heartbeat_timeout=5.0, **more))
+    return diagnose(observations(*ranks, silent=beats, heartbeat_timeout=5.0, **more))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_silent_rank_that_returns_in_the_same_moment_has_ended_the_run_all_the
 
 def test_a_timeout_says_who_was_missing_and_blames_nobody():
     """In the midst of sound work, too, some are at a collective before others."""
-    result = diagnose(facts(WAITS, LOADS, WAITS, verdict=StopReason.TIMED_OUT, timeout=10.0))
+    result = diagnose(observations(WAITS, LOADS, WAITS, verdict=StopReason.TIMED_OUT, timeout=10.0))
     assert report(result).splitlines() == [
         "the run did not end within timeout=10 s: ranks 0-2 had not returned, and rank 1 not in the collective that others waited in",
         "  ranks 0, 2: still at work (c10d.py:3 in all_reduce: work.wait())",
@@ -146,7 +146,7 @@ def test_a_timeout_says_who_was_missing_and_blames_nobody():
 
 def test_a_value_that_was_on_its_way_when_time_was_up_has_not_come():
     on_its_way = {**returned(), "heard_at": 10.5}
-    result = diagnose(facts(on_its_way, {**returned(), "heard_at": 9.0}, verdict=StopReason.TIMED_OUT, timeout=10.0))
+    result = diagnose(observations(on_its_way, {**returned(), "heard_at": 9.0}, verdict=StopReason.TIMED_OUT, timeout=10.0))
     assert report(result).startswith("the run did not end within timeout=10 s: rank 0 had not returned")
     assert [failure.kind for failure in result.failures.values()] == [FailureKind.TIMEOUT]
 
@@ -165,13 +165,13 @@ def box():
 
 
 def test_a_pulse_is_what_was_left_last(box):
-    pulse = HeartbeatWriter(open_slot(os.dup(box), 1))
+    heartbeat = HeartbeatWriter(open_slot(os.dup(box), 1))
     assert (read_pulse(box, 1).beat_at, read_pulse(box, 1).report) == (None, None)
-    pulse.beat()
+    heartbeat.beat()
     first = read_pulse(box, 1)
     assert (first.report, time.monotonic() - first.beat_at < 60) == (None, True)
-    pulse.report(3, None, {"loss": 0.1})
-    pulse.beat()
+    heartbeat.report(3, None, {"loss": 0.1})
+    heartbeat.beat()
     last = read_pulse(box, 1)
     assert last.report[1:] == (3, None, {"loss": 0.1})
     assert first.beat_at <= last.report[0] <= last.beat_at
@@ -187,9 +187,9 @@ def test_a_report_that_is_half_written_is_none(box):
 
 
 def test_a_report_has_its_room(box):
-    pulse = HeartbeatWriter(open_slot(os.dup(box), 0))
+    heartbeat = HeartbeatWriter(open_slot(os.dup(box), 0))
     with pytest.raises(ValueError, match=rf"300 metrics that take \d+ bytes; there is room for {ROOM}"):
-        pulse.report(1, 2, {f"metric {n}": 0.5 for n in range(300)})
+        heartbeat.report(1, 2, {f"metric {n}": 0.5 for n in range(300)})
 
 
 def test_outside_a_rank_nothing_is_reported():

@@ -157,7 +157,7 @@ def test_the_ladder_is_climbed_once_and_ends_in_giving_up():
     assert it.deadline == 1.0 + GRACE + KILL_SECONDS
     it.handle(Exited(0), 11.5)
     assert it.expire(1.0 + GRACE + KILL_SECONDS) == [AbandonRank(1)]
-    assert (it.stage, it.roster.phases[1], it.deadline) == (RunStage.FINISHED, RankPhase.ABANDONED, None)
+    assert (it.stage, it.phase_table.phases[1], it.deadline) == (RunStage.FINISHED, RankPhase.ABANDONED, None)
 
 
 def test_a_complaint_waits_for_its_cause():

@@ -140,7 +140,7 @@ class Frail(Node):
 
     @property
     def has_ranks(self):
-        phases = () if self.ranks is None else self.ranks.roster.phases.values()
+        phases = () if self.ranks is None else self.ranks.phase_table.phases.values()
         if not self.is_alive or self.asleep_until + STOPPED_WITHIN > self.world.now:
             return False
         return any(phase not in (RankPhase.EXITED, RankPhase.ABANDONED) for phase in phases)

@@ -43,7 +43,7 @@ def rank():
     if not process._closed:
         process.kill()
         wait([process.sentinel])
-        process.bury()
+        process.reap()
     os.close(box)
     os.close(stacks)
 
@@ -78,7 +78,7 @@ def test_a_death_is_seen_before_it_is_reaped(rank):
     assert process.exitcode == -signal.SIGTERM
     multiprocessing.active_children()  # has a look at every child, and must not take this one
     assert peek_exit(pid) == -signal.SIGTERM
-    process.bury()
+    process.reap()
     with pytest.raises(ChildProcessError):
         peek_exit(pid)
 
@@ -91,7 +91,7 @@ def test_a_status_that_somebody_else_has_taken_is_unknown(rank):
     assert process.exitcode == UNKNOWN_EXIT
     assert not process.exit_is_known()
     process.signal_group(signal.SIGTERM)
-    process.bury()
+    process.reap()
 
 
 def test_the_guardian_kills_what_it_guards_when_its_program_dies(eventually):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from told import COMPLAINT, IN_TORCH, LIBRARY, STOPPED, at, died, facts, raised, returned
+from told import COMPLAINT, IN_TORCH, LIBRARY, STOPPED, at, died, observations, raised, returned
 
 from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, WorkerState
 from mpwatch.os_support.signals import DUMP_SIGNAL
@@ -18,14 +18,14 @@ from mpwatch.watcher.machine.transitions import StopReason
 
 
 def test_the_earliest_primary_failure_is_the_cause():
-    result = diagnose(facts(raised(ValueError("late"), 9.9), raised(ValueError("early"), 9.8), STOPPED))
+    result = diagnose(observations(raised(ValueError("late"), 9.9), raised(ValueError("early"), 9.8), STOPPED))
     assert result.root_cause.rank == 1
     assert set(result.failures) == {0, 1}
     assert result.worker_states[2] is WorkerState.STOPPED
 
 
 def test_class_comes_before_time():
-    result = diagnose(facts(raised(COMPLAINT, 1.0), raised(ValueError("cause"), 9.0), died(-9, 9.5)))
+    result = diagnose(observations(raised(COMPLAINT, 1.0), raised(ValueError("cause"), 9.0), died(-9, 9.5)))
     assert result.root_cause.rank == 1
     assert result.failures[0].is_secondary
     assert not result.failures[2].is_secondary
@@ -34,53 +34,53 @@ def test_class_comes_before_time():
 def test_a_complaint_that_an_exception_was_raised_from_makes_it_secondary():
     error = RuntimeError("training failed")
     error.__cause__ = COMPLAINT
-    result = diagnose(facts(raised(error, 1.0), died(-9)))
+    result = diagnose(observations(raised(error, 1.0), died(-9)))
     assert result.root_cause.rank == 1
 
 
 def test_a_report_after_the_stop_is_a_consequence_of_it():
-    result = diagnose(facts(raised(ValueError("cause"), 9.0), raised(KeyboardInterrupt(), 10.1), STOPPED))
+    result = diagnose(observations(raised(ValueError("cause"), 9.0), raised(KeyboardInterrupt(), 10.1), STOPPED))
     assert set(result.failures) == {0}
 
 
 @pytest.mark.parametrize(("code", "failed"), [(-9, True), (-11, True), (-15, False), (3, False), (0, False)])
 def test_a_death_while_being_stopped_is_the_rank_s_own_only_if_we_cannot_have_caused_it(code, failed):
-    result = diagnose(facts(raised(ValueError("x"), 9.0), died(code, 10.2, sent=[signal.SIGTERM])))
+    result = diagnose(observations(raised(ValueError("x"), 9.0), died(code, 10.2, sent=[signal.SIGTERM])))
     assert (1 in result.failures) == failed
-    assert 1 not in diagnose(facts(raised(ValueError("x"), 9.0), died(-9, 20.2, sent=[9, 15]))).failures
+    assert 1 not in diagnose(observations(raised(ValueError("x"), 9.0), died(-9, 20.2, sent=[9, 15]))).failures
 
 
 def test_a_program_that_a_rank_became_as_it_was_looked_at_died_of_that():
     looked_at = {**died(-DUMP_SIGNAL, 10.01), "was_asked": True}
-    assert set(diagnose(facts(looked_at, raised(ValueError("x"), 9.9))).failures) == {1}
-    assert set(diagnose(facts(died(-DUMP_SIGNAL, 10.01), raised(ValueError("x"), 9.9))).failures) == {0, 1}
+    assert set(diagnose(observations(looked_at, raised(ValueError("x"), 9.9))).failures) == {1}
+    assert set(diagnose(observations(died(-DUMP_SIGNAL, 10.01), raised(ValueError("x"), 9.9))).failures) == {0, 1}
 
 
 def test_a_crash_of_a_rank_that_is_being_stopped_is_no_cause():
-    result = diagnose(facts(raised(COMPLAINT, 9.0), died(-6, 10.2, sent=[signal.SIGTERM])))
+    result = diagnose(observations(raised(COMPLAINT, 9.0), died(-6, 10.2, sent=[signal.SIGTERM])))
     assert result.root_cause.rank == 0
     assert set(result.failures) == {0, 1}
 
 
 def test_a_rank_that_was_killed_after_it_had_returned_may_be_the_cause():
     gone = {**returned(), "died_at": 5.0, "exit_code": -9}
-    result = diagnose(facts(gone, raised(COMPLAINT, 6.0)))
+    result = diagnose(observations(gone, raised(COMPLAINT, 6.0)))
     assert result.root_cause.rank == 0
-    assert diagnose(facts(gone, returned(), verdict=StopReason.SUCCEEDED, stopped_at=None)).failures == {}
+    assert diagnose(observations(gone, returned(), verdict=StopReason.SUCCEEDED, stopped_at=None)).failures == {}
 
 
 def test_a_user_s_own_words_are_no_complaint():
-    result = diagnose(facts(raised(RuntimeError("timed out waiting for the data server"), 9.0), STOPPED))
+    result = diagnose(observations(raised(RuntimeError("timed out waiting for the data server"), 9.0), STOPPED))
     assert not result.root_cause.is_secondary
 
 
 def test_a_text_of_many_lines_takes_one_line_here():
-    result = diagnose(facts(raised(ValueError("first\nsecond"), 9.0), raised(ValueError("a\nb"), 9.5)))
+    result = diagnose(observations(raised(ValueError("first\nsecond"), 9.0), raised(ValueError("a\nb"), 9.5)))
     assert report(result).splitlines() == ["rank 0 failed first: ValueError: first …", "  rank 1: ValueError: a …"]
 
 
 def test_two_that_died_before_anything_was_done_are_both_failures():
-    result = diagnose(facts(died(7), died(7), STOPPED))
+    result = diagnose(observations(died(7), died(7), STOPPED))
     assert set(result.failures) == {0, 1}
 
 
@@ -107,7 +107,7 @@ def test_two_that_died_before_anything_was_done_are_both_failures():
 )
 def test_kinds_and_verdicts(what, kind, exit_code, text):
     was_ready = what.pop("was_ready", True)
-    given = facts(what)
+    given = observations(what)
     given.ranks[0].was_ready = was_ready
     result = diagnose(given)
     assert (result.root_cause.kind, result.root_cause.exit_code) == (kind, exit_code)
@@ -115,19 +115,19 @@ def test_kinds_and_verdicts(what, kind, exit_code, text):
 
 
 def test_ranks_that_never_came_up():
-    result = diagnose(facts(returned(), STOPPED, never_ready=[1], start_timeout=300.0))
+    result = diagnose(observations(returned(), STOPPED, never_ready=[1], start_timeout=300.0))
     assert result.root_cause.kind is FailureKind.START
     assert "was not ready after 300 s" in report(result)
 
 
 def test_a_success():
-    result = diagnose(facts(returned(1), returned(2), verdict=StopReason.SUCCEEDED, stopped_at=None))
+    result = diagnose(observations(returned(1), returned(2), verdict=StopReason.SUCCEEDED, stopped_at=None))
     assert list(result) == [1, 2]
     assert result.state is WorkerState.SUCCEEDED
 
 
 def test_an_interrupt():
-    result = diagnose(facts(STOPPED, returned(), verdict=StopReason.INTERRUPTED, signum=signal.SIGTERM))
+    result = diagnose(observations(STOPPED, returned(), verdict=StopReason.INTERRUPTED, signum=signal.SIGTERM))
     assert result.state is WorkerState.STOPPED
     assert report(result).splitlines() == [
         "the run was stopped: this process received SIGTERM",
@@ -140,7 +140,7 @@ def test_equal_fates_are_one_line_at_512_ranks():
     ranks = [STOPPED] * 512
     ranks[100] = raised(ValueError("x"), 9.0)
     ranks[200] = ranks[300] = raised(COMPLAINT, 9.5)
-    text = report(diagnose(facts(*ranks)))
+    text = report(diagnose(observations(*ranks)))
     assert len(text.splitlines()) == 3
     assert "ranks 200, 300: a victim of rank 100: RuntimeError" in text
     assert "ranks 0-99, 101-199, 201-299, 301-511: stopped by the watcher" in text
@@ -176,7 +176,7 @@ def test_where_a_rank_was(stacks, words):
 def test_ranks_are_grouped_by_where_they_were():
     ranks = [{**STOPPED, "stacks": at("step", 88 if rank % 2 else 12)} for rank in range(8)]
     ranks[3] = raised(ValueError("x"), 9.0)
-    error = RunFailedError(diagnose(facts(*ranks)))
+    error = RunFailedError(diagnose(observations(*ranks)))
     assert str(error).splitlines() == [
         "rank 3 failed first: ValueError: x",
         "  ranks 0, 2, 4, 6: stopped by the watcher (train.py:12 in step)",
@@ -187,15 +187,15 @@ def test_ranks_are_grouped_by_where_they_were():
 
 def test_many_groups_are_counted():
     ranks = [raised(ValueError("x"), 9.0), *({**STOPPED, "stacks": at("step", line)} for line in range(1, 512))]
-    lines = report(diagnose(facts(*ranks))).splitlines()
+    lines = report(diagnose(observations(*ranks))).splitlines()
     assert len(lines) == 32
     assert lines[-1] == "  and 481 more groups of ranks: see .failures and .stacks"
 
 
 def test_victims_are_called_so_if_there_is_a_cause():
-    result = diagnose(facts(raised(COMPLAINT, 1.0), raised(ValueError("x"), 9.0)))
+    result = diagnose(observations(raised(COMPLAINT, 1.0), raised(ValueError("x"), 9.0)))
     assert "  rank 0: a victim of rank 1: RuntimeError: [gloo/" in report(result)
-    alone = diagnose(facts(raised(COMPLAINT, 1.0), raised(COMPLAINT, 2.0), returned()))
+    alone = diagnose(observations(raised(COMPLAINT, 1.0), raised(COMPLAINT, 2.0), returned()))
     verdict, other, ended = report(alone).splitlines()
     assert verdict.startswith(
         "no rank was seen to fail by itself; the first to complain of a peer: rank 0: RuntimeError: [gloo/"
@@ -218,7 +218,7 @@ def test_victims_are_called_so_if_there_is_a_cause():
 )
 def test_out_of_memory(what, kind, words):
     was_ready = what.pop("was_ready", True)
-    given = facts({**died(-9), **what})
+    given = observations({**died(-9), **what})
     given.ranks[0].was_ready = was_ready
     result = diagnose(given)
     assert (result.root_cause.kind, result.root_cause.exit_code, result.root_cause.signal) == (kind, 137, 9)
@@ -227,7 +227,7 @@ def test_out_of_memory(what, kind, words):
 
 def test_details_that_do_not_come_out_here_cost_the_class_and_nothing_else():
     broken = {**raised(ValueError("x"), 9.0), "details": b"garbage"}
-    result = diagnose(facts(broken))
+    result = diagnose(observations(broken))
     assert isinstance(result.root_cause.exception, ValueError)
     assert report(result) == "rank 0 failed first: ValueError: x"
 
@@ -235,13 +235,13 @@ def test_details_that_do_not_come_out_here_cost_the_class_and_nothing_else():
 @pytest.mark.parametrize(("code", "why"), [(-9, "making its text did not end"), (3, "it ended before its text was made")])
 def test_an_exception_that_was_announced_and_never_told(code, why):
     silent = {"failing_at": 9.0, **died(code, 20.0, sent=[signal.SIGTERM, signal.SIGKILL])}
-    result = diagnose(facts(silent, STOPPED))
+    result = diagnose(observations(silent, STOPPED))
     assert result.root_cause.kind is FailureKind.EXCEPTION
     assert report(result).startswith(f"rank 0 failed first: raised an exception that could not be sent ({why})")
 
 
 def test_the_end_of_what_was_printed_is_told():
-    given = facts({**died(1), "printed": "".join(f"line {n}\n" for n in range(100))})
+    given = observations({**died(1), "printed": "".join(f"line {n}\n" for n in range(100))})
     given.ranks[0].was_ready = False
     lines = report(diagnose(given)).splitlines()
     assert lines[1:3] == ["  what it printed:", "    line 88"]
@@ -249,10 +249,10 @@ def test_the_end_of_what_was_printed_is_told():
 
 
 def test_the_table_of_a_notebook():
-    good = diagnose(facts(returned("<b>"), returned([1] * 1000), verdict=StopReason.SUCCEEDED, stopped_at=None))
+    good = diagnose(observations(returned("<b>"), returned([1] * 1000), verdict=StopReason.SUCCEEDED, stopped_at=None))
     assert "&lt;b&gt;" in good._repr_html_()
     assert len(good._repr_html_()) < 1000
-    bad = diagnose(facts(raised(ValueError("<script>"), 9.0), {**STOPPED, "stacks": at("<module>", 3)}))
+    bad = diagnose(observations(raised(ValueError("<script>"), 9.0), {**STOPPED, "stacks": at("<module>", 3)}))
     html = RunFailedError(bad)._repr_html_()
     assert html == bad._repr_html_()
     assert "<script>" not in html
@@ -264,13 +264,15 @@ def test_the_table_of_a_notebook():
 
 
 def test_a_table_of_very_many_values():
-    many = diagnose(facts(*[returned(n) for n in range(512)], verdict=StopReason.SUCCEEDED, stopped_at=None))._repr_html_()
+    many = diagnose(
+        observations(*[returned(n) for n in range(512)], verdict=StopReason.SUCCEEDED, stopped_at=None)
+    )._repr_html_()
     assert many.count("<tr>") == 33
     assert "480 more" in many
 
 
 def test_the_table_of_a_group():
-    ranks = diagnose(facts(STOPPED, STOPPED, STOPPED)).workers
+    ranks = diagnose(observations(STOPPED, STOPPED, STOPPED)).workers
     html = group_table(WorkerState.HEALTHY, ranks, None)
     assert "<b>WorkerGroup of ranks 0-2</b>" in html
     assert "HEALTHY: the ranks are there" in html
@@ -286,7 +288,7 @@ def test_cells_are_called_what_ipython_calls_them(monkeypatch):
     compiler = SimpleNamespace(format_code_name=lambda file: ("Cell", "In[7]") if file == "/home/me/train.py" else None)
     shell = SimpleNamespace(compile=compiler)
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    bad = diagnose(facts(raised(ValueError("bad"), 9.0), {**STOPPED, "stacks": at("train", 3)}))
+    bad = diagnose(observations(raised(ValueError("bad"), 9.0), {**STOPPED, "stacks": at("train", 3)}))
     assert "(Cell In[7]:3 in train" in report(bad)
     shell.compile = None  # of another kind
     assert "(train.py:3 in train" in report(bad)
@@ -307,7 +309,7 @@ def test_exit_text():
 
 @pytest.mark.parametrize("kind", [RunFailedError, RunTimeoutError])
 def test_every_error_pickles(kind):
-    error = kind(diagnose(facts(raised(ValueError("x", lambda: None), 9.0), STOPPED)))
+    error = kind(diagnose(observations(raised(ValueError("x", lambda: None), 9.0), STOPPED)))
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is kind
     assert str(back).splitlines()[1:] == str(error).splitlines()[1:]

@@ -46,13 +46,15 @@ def at_work(n=2, timeout=None, **more):
 
 
 def become_ready(it, now):
-    for rank in list(it.roster.phases):
+    for rank in list(it.phase_table.phases):
         assert it.handle(Ready(rank, generation=it.generation), now) == [CallRank(rank)]
 
 
 def die(it, now):
     for rank in (
-        it.roster.those(RankPhase.TERMINATING) + it.roster.those(RankPhase.KILLED) + it.roster.those(RankPhase.RUNNING)
+        it.phase_table.those(RankPhase.TERMINATING)
+        + it.phase_table.those(RankPhase.KILLED)
+        + it.phase_table.those(RankPhase.RUNNING)
     ):
         it.handle(Exited(rank, generation=it.generation), now)
 
@@ -71,7 +73,7 @@ def failed(n=2, **more):
 
 def started_again(it, now):
     generation = it.generation
-    assert it.handle(Restart(0, generation=generation), now) == [StartRank(rank) for rank in it.roster.phases]
+    assert it.handle(Restart(0, generation=generation), now) == [StartRank(rank) for rank in it.phase_table.phases]
     assert (it.stage, it.generation) == (RunStage.RUNNING, generation + 1)
 
 
@@ -109,7 +111,7 @@ def test_what_comes_of_an_earlier_life_changes_nothing():
     )
     for late in (*events, Restart(0)):
         assert it.handle(late, 2.0) == []
-    assert set(it.roster.phases.values()) == {RankPhase.STARTING}
+    assert set(it.phase_table.phases.values()) == {RankPhase.STARTING}
     assert it.stage is RunStage.RUNNING
 
 
@@ -200,7 +202,7 @@ def test_ranks_that_cannot_be_killed_are_not_started_again():
 def test_a_new_generation_has_done_nothing_wrong_yet():
     it = failed(1, heartbeat_timeout=10.0)
     started_again(it, 7.0)
-    assert (it.beats.silent, it.beats.late, it.never_ready, it.lingering, it.deadline) == ({}, {}, [], [], 12.0)
+    assert (it.heartbeats.silent, it.heartbeats.late, it.never_ready, it.lingering, it.deadline) == ({}, {}, [], [], 12.0)
     become_ready(it, 8.0)
     assert it.expire(12.0) == [ReadHeartbeat(0)]
 
@@ -258,7 +260,7 @@ def test_two_hundred_restarts():
     it = at_work(8)
     for n in range(200):
         it.handle(Exited(3, generation=n), float(n))
-        for rank in it.roster.those(RankPhase.RUNNING):
+        for rank in it.phase_table.those(RankPhase.RUNNING):
             it.handle(StackDumped(rank, generation=n), float(n))
         die(it, float(n))
         started_again(it, float(n))

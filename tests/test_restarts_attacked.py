@@ -128,11 +128,11 @@ def test_who_is_struck_as_the_end_is_told_tells_it_all_the_same(monkeypatch):
     """By what a handler of the host's raises, which has its signals back by then."""
     told, tell = [], EventBus.tell
 
-    def strike(journal):
-        if journal.state is WorkerState.SUCCEEDED:
+    def strike(event_bus):
+        if event_bus.state is WorkerState.SUCCEEDED:
             monkeypatch.setattr(EventBus, "tell", tell)
             raise KeyboardInterrupt
-        tell(journal)
+        tell(event_bus)
 
     monkeypatch.setattr(EventBus, "tell", strike)
     with pytest.raises(KeyboardInterrupt):

@@ -29,7 +29,7 @@ from mpwatch.watcher.output.sinks import sink_of
 def given_up():
     """No reader is waited for."""
     with closing(WakeupPipe()) as bell:
-        bell.ring()
+        bell.wake()
         yield bell.fileno()
 
 

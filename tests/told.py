@@ -11,7 +11,7 @@ from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.pickling import return_values
 
 
-def facts(*ranks, verdict=StopReason.FAILED, stopped_at=10.0, **more):
+def observations(*ranks, verdict=StopReason.FAILED, stopped_at=10.0, **more):
     seen = {}
     for rank, what in enumerate(ranks):
         worker = Worker(

@@ -48,7 +48,7 @@ __all__ = [
     "write_chrome_trace",
 ]
 
-_HOME = {"JsonLines": ".jsonl", "TorchElasticEvents": ".torch_elastic", "write_chrome_trace": ".trace"}
+_HOME = {"JsonLines": ".jsonl", "TorchElasticEvents": ".torch_elastic", "write_chrome_trace": ".chrome_trace"}
 
 
 def __getattr__(name: str) -> object:

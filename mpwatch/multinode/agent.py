@@ -86,7 +86,7 @@ class Agent(Generic[T]):
         spec = self._group.spec
         self._group = WorkerGroupInfo(spec=spec)
         watched = replace(spec, on_event=(self._observe, *spec.observers))
-        result = watch_with_others(watched, partial(view_for, spec.progress), self._engine())
+        result = watch_with_others(watched, partial(view_for, spec.progress), self._client())
         if check:
             raise_if_failed(result)
         return result
@@ -95,7 +95,7 @@ class Agent(Generic[T]):
         """This node's ranks, as they are now. From any thread, and from an `on_event` of the run."""
         return self._group
 
-    def _engine(self) -> RendezvousClient | None:
+    def _client(self) -> RendezvousClient | None:
         rendezvous = self._group.spec.rendezvous
         assert rendezvous is not None
         return None if self._rdzv_handler is None else CustomHandlerClient(rendezvous, self._rdzv_handler)

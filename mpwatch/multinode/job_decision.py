@@ -131,13 +131,13 @@ def _innocence(end: AttemptReport) -> int:
 def _after_failure(
     case: AttemptSummary, root: AttemptReport, policy: RestartPolicy, chance: Callable[[], float]
 ) -> AttemptDecision:
-    trial = FailedAttempt(
+    failed_attempt = FailedAttempt(
         cause=None,
         why_not=lambda: root.why_not,
         healthy_seconds=root.healthy_seconds,
         step=max((end.step for end in case.ended.values() if end.step >= 0), default=None),
     )
-    return _tried_again(case, policy, chance, trial, cause=_cause(root), reason=root.reason)
+    return _tried_again(case, policy, chance, failed_attempt, cause=_cause(root), reason=root.reason)
 
 
 def _cause(end: AttemptReport) -> int:
@@ -169,17 +169,17 @@ def _tried_again(
     case: AttemptSummary,
     policy: RestartPolicy,
     chance: Callable[[], float],
-    trial: FailedAttempt,
+    failed_attempt: FailedAttempt,
     *,
     cause: int,
     reason: str,
 ) -> AttemptDecision:
     """Or not, as the policy has it."""
     known = case.history
-    account = RestartCounters(used=known.used, furthest=known.furthest, stalled=known.stalled, is_new=not known.attempts)
-    ledger = RestartBudget(policy, chance, account)
-    decision = ledger.decide(trial)
-    history = replace(known, used=ledger.account.used, furthest=ledger.account.furthest, stalled=ledger.account.stalled)
+    counters = RestartCounters(used=known.used, furthest=known.furthest, stalled=known.stalled, is_new=not known.attempts)
+    budget = RestartBudget(policy, chance, counters)
+    decision = budget.decide(failed_attempt)
+    history = replace(known, used=budget.counters.used, furthest=budget.counters.furthest, stalled=budget.counters.stalled)
     case = replace(case, history=history)
     if decision.delay is None:
         return _verdict(case, NextStep.FAILED, cause=cause, reason=reason, why_not=decision.why_not)

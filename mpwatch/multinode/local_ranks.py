@@ -26,8 +26,8 @@ class LocalRanks:
         node_timeout: seconds of silence after which the others may go on without this node.
     """
 
-    def __init__(self, mailbox: CommandQueue, node_timeout: float) -> None:
-        self._mailbox = mailbox
+    def __init__(self, commands: CommandQueue, node_timeout: float) -> None:
+        self._commands = commands
         self._node_timeout = node_timeout
         self._news: deque[NodeNews] = deque()
         self._ready: list[RankSetup] | None = None  # ranks that can be started
@@ -45,12 +45,12 @@ class LocalRanks:
         if isinstance(news, m.PrepareRanks):
             self._ready, self._wanted = None, news.start
         self._news.append(news)
-        self._mailbox.alarm.ring()
+        self._commands.caller_wakeup.wake()
 
-    def take(self, start: StartAttempt, places: list[RankSetup]) -> None:
+    def take(self, start: StartAttempt, setups: list[RankSetup]) -> None:
         """These can be started, if they are still wanted."""
         if start is self._wanted:
-            self._ready, self._ready_for = places, start.attempt
+            self._ready, self._ready_for = setups, start.attempt
 
     def ready_for(self) -> int | None:
         """Of which attempt there are ranks that may be started now. It may have been called off since."""
@@ -77,17 +77,17 @@ class LocalRanks:
     def start(self) -> None:
         """Start them."""
         assert self._ready is not None
-        places, self._ready = self._ready, None
-        ranks = tuple(worker.rank for worker, _ in places)
-        self._mailbox.post(RestartCommand(Restart(ranks[0], generation=self._starts, ranks=ranks), places))
+        setups, self._ready = self._ready, None
+        ranks = tuple(worker.rank for worker, _ in setups)
+        self._commands.post(RestartCommand(Restart(ranks[0], generation=self._starts, ranks=ranks), setups))
         self._starts += 1
 
     def call_off(self, why: str) -> None:
         """Stop the ranks."""
         log.info("the ranks of this node are stopped: %s", why)
-        self._mailbox.post(CancelAttempt())
+        self._commands.post(CancelAttempt())
 
     def hold(self, since: float) -> None:
         """The others knew at that time that this node is there."""
         stop_at, kill_at = (since + share * self._node_timeout for share in (STOP_SHARE, KILL_SHARE))
-        self._mailbox.post(Lease(stop_at, kill_at))
+        self._commands.post(Lease(stop_at, kill_at))

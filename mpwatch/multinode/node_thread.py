@@ -68,11 +68,11 @@ class NodeThread:
         engine: how this node meets the others. None: as the spec's rendezvous says.
     """
 
-    def __init__(self, spec: WorkerSpec[Any], run_by: float = math.inf, engine: RendezvousClient | None = None) -> None:
+    def __init__(self, spec: WorkerSpec[Any], run_by: float = math.inf, client: RendezvousClient | None = None) -> None:
         assert spec.rendezvous is not None
         self._spec, self._rendezvous, self._run_by = spec, spec.rendezvous, run_by
-        self._engine, self._is_given = engine or RendezvousClient(spec.rendezvous), engine is not None
-        self._hands: LocalRanks
+        self._client, self._is_given = client or RendezvousClient(spec.rendezvous), client is not None
+        self._local_ranks: LocalRanks
         self._terms = terms_of(spec)
         self._seal = SignedJson(spec.rendezvous.key, spec.rendezvous.run_id)
         self._calls: deque[Callable[[RoundRunner], None]] = deque()
@@ -84,11 +84,11 @@ class NodeThread:
     @property
     def backend(self) -> str:
         """Of the rendezvous."""
-        return self._engine.backend
+        return self._client.backend
 
-    def begin(self, mailbox: CommandQueue) -> None:
+    def begin(self, commands: CommandQueue) -> None:
         """Meet the other nodes. The mailbox is that of the ranks' thread. Raises LaunchError."""
-        self._hands = LocalRanks(mailbox, self._rendezvous.node_timeout)
+        self._local_ranks = LocalRanks(commands, self._rendezvous.node_timeout)
         try:
             self._thread.start()
         except RuntimeError as error:  # Python is ending, or there is no room for one more
@@ -96,34 +96,34 @@ class NodeThread:
 
     def news(self) -> list[NodeNews]:
         """What the caller's thread has to know, or to do, since the last time."""
-        return self._hands.news()
+        return self._local_ranks.news()
 
-    def herald(self, machine: StateMachine) -> None:
+    def on_verdict(self, machine: StateMachine) -> None:
         """It is clear how the attempt ends for our ranks; or all is over."""
         if machine.signum is not None:
             reason = f"it received {signal.Signals(machine.signum).name}"
-            self._call(lambda sitting: sitting.do(sitting.member.leave(reason)))
+            self._call(lambda round_runner: round_runner.do(round_runner.node_machine.leave(reason)))
         elif machine.verdict in (Fate.FAILED, Fate.TIMED_OUT):
-            self._call(lambda sitting: sitting.do(sitting.member.failing()))
+            self._call(lambda round_runner: round_runner.do(round_runner.node_machine.failing()))
         if machine.stage is RunStage.AWAITING_DECISION:
-            self._call(lambda sitting: sitting.do(sitting.member.stopped()))
+            self._call(lambda round_runner: round_runner.do(round_runner.node_machine.stopped()))
 
-    def prepared(self, start: StartAttempt, places: list[RankSetup]) -> None:
+    def prepared(self, start: StartAttempt, setups: list[RankSetup]) -> None:
         """The environments of the ranks have been made."""
-        self._call(lambda _: self._hands.take(start, places))
+        self._call(lambda _: self._local_ranks.take(start, setups))
 
     def ended(self, report: AttemptReport) -> None:
         """All of our ranks are gone."""
-        self._call(lambda sitting: sitting.do(sitting.member.ended(report)))
+        self._call(lambda round_runner: round_runner.do(round_runner.node_machine.ended(report)))
 
     def conclude(self) -> None:
         """What came of the job is known here: the others need not wait for this node any more."""
         self._has_concluded = True
-        self._call(lambda sitting: sitting.do(sitting.member.concluded()))
+        self._call(lambda round_runner: round_runner.do(round_runner.node_machine.concluded()))
 
     def abort(self, report: AttemptReport) -> None:
         """The run cannot go on here, through no fault of a rank."""
-        self._call(lambda sitting: sitting.do(sitting.member.abort(report)))
+        self._call(lambda round_runner: round_runner.do(round_runner.node_machine.abort(report)))
 
     def close(self) -> None:
         """Take leave of the others, and wait for that; for no longer, if something is thrown meanwhile."""
@@ -139,8 +139,8 @@ class NodeThread:
     def leave(self, seconds: float) -> None:
         """Take leave, within so much time: that is how long the others may take to take note of it."""
         self._is_leaving.set()
-        self._engine.cancel()
-        self._call(lambda sitting: sitting.leave(seconds))
+        self._client.cancel()
+        self._call(lambda round_runner: round_runner.leave(seconds))
 
     def _await_end(self) -> None:
         if self._thread.native_id is not None:
@@ -153,26 +153,28 @@ class NodeThread:
 
     def _carry_out(self) -> None:
         try:
-            with closing(self._hands):
+            with closing(self._local_ranks):
                 try:
                     self._meet()
                 finally:
-                    self._engine.close()
+                    self._client.close()
         except CancelledError:
             pass  # by `close`
         except (LaunchError, JobClosedError, StoreLostError) as error:
             self._fail(error)
         except BaseException as error:  # noqa: BLE001  an error of ours: the caller's thread raises it
-            self._hands.tell(error)
+            self._local_ranks.tell(error)
 
     def _fail(self, error: Exception) -> None:
         """The nodes cannot meet, or not anew. There are no ranks meanwhile."""
         if isinstance(error, LaunchError) and time.monotonic() >= self._run_by:
             error = LaunchError(f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had met: {error}")
-        if self._hands.has_started:
-            self._hands.tell(ReportJob(AttemptDecision(NO_ATTEMPT, NextStep.FAILED, RestartHistory(), reason=str(error))))
+        if self._local_ranks.has_started:
+            self._local_ranks.tell(
+                ReportJob(AttemptDecision(NO_ATTEMPT, NextStep.FAILED, RestartHistory(), reason=str(error)))
+            )
         else:
-            self._hands.tell(error if isinstance(error, LaunchError) else LaunchError(str(error)))
+            self._local_ranks.tell(error if isinstance(error, LaunchError) else LaunchError(str(error)))
 
     def _meet(self) -> None:
         rejoin = self._sit(self._enter(self._join_by()), RestartHistory())
@@ -191,24 +193,24 @@ class NodeThread:
         earlier = ""
         while True:
             try:
-                self._engine.connect(join_by)
+                self._client.connect(join_by)
                 self._agree()
                 return self._join(join_by)
             except LaunchError as error:
                 raise LaunchError(f"{error}. Before that: {earlier}") if earlier else error from error.__cause__
             except (JobClosedError, StoreLostError) as error:
                 earlier = str(error)
-                is_lasting = self._is_given or self._engine.is_host or self._rendezvous.backend != "c10d"
+                is_lasting = self._is_given or self._client.is_host or self._rendezvous.backend != "c10d"
                 if is_lasting or time.monotonic() > min(linger_by, join_by):
                     raise
-            self._engine.close()
-            self._engine = RendezvousClient(self._rendezvous)
+            self._client.close()
+            self._client = RendezvousClient(self._rendezvous)
             if self._is_leaving.wait(LINGER_PAUSE):
                 raise CancelledError
 
     def _agree(self) -> None:
         """That this is a node of the job is seen before it joins, and before the others wait for it. Raises LaunchError."""
-        store, place = self._engine.store_of_job(), "terms"
+        store, place = self._client.store_of_job(), "terms"
         if store is None:  # the chair will find out
             return
         if store.check([OVER]):
@@ -227,9 +229,9 @@ class NodeThread:
         """What the first node of the job has written: the one that serves the store, if one of them does, since with it
         goes the store, should it be refused. Raises ForgedError.
         """
-        may_be_served = self._rendezvous.backend == "c10d" and not self._engine.is_host
+        may_be_served = self._rendezvous.backend == "c10d" and not self._client.is_host
         patience = Deadline(time.monotonic() + (SERVER_SECONDS if may_be_served else 0.0), self._is_leaving)
-        is_first = self._engine.is_host
+        is_first = self._client.is_host
         while not store.check([place]):
             if patience.pause():
                 continue
@@ -243,9 +245,9 @@ class NodeThread:
     def _join(self, deadline: float, *, last_call: float | None = None, enough: float = math.inf) -> Round:
         """Meet the others. Raises LaunchError, and says also whom the job has refused."""
         try:
-            return self._engine.join(deadline, last_call=last_call, enough=enough)
+            return self._client.join(deadline, last_call=last_call, enough=enough)
         except LaunchError as error:
-            store = self._engine.store_of_job()
+            store = self._client.store_of_job()
             with suppress(StoreLostError, InvalidEntryError):
                 if store is not None and store.check(["refused"]):
                     raise LaunchError(f"{error}. {self._who_was_refused(store.get('refused'))}") from error
@@ -262,8 +264,8 @@ class NodeThread:
     def _sit(self, found: Round, history: RestartHistory) -> Rejoin | None:
         """Through one round. Returns how the nodes meet anew; None: they do not."""
         at = self._rendezvous
-        board = StoreChannel(found.store, self._seal, group_rank=found.group_rank, patience=at.node_timeout)
-        member = NodeMachine(
+        channel = StoreChannel(found.store, self._seal, group_rank=found.group_rank, patience=at.node_timeout)
+        node_machine = NodeMachine(
             self._card(found.group_rank, history),
             size=found.group_world_size,
             min_nodes=at.min_nodes,
@@ -271,29 +273,35 @@ class NodeThread:
             node_timeout=at.node_timeout,
             now=time.monotonic(),
         )
-        chair = self._chair(found.group_world_size) if found.group_rank == 0 else None
-        sitting = RoundRunner(
-            board, member, chair, self._engine, self._hands, size=found.group_world_size, node_timeout=at.node_timeout
+        leader = self._leader(found.group_world_size) if found.group_rank == 0 else None
+        round_runner = RoundRunner(
+            channel,
+            node_machine,
+            leader,
+            self._client,
+            self._local_ranks,
+            size=found.group_world_size,
+            node_timeout=at.node_timeout,
         )
-        sitting.run(self._calls, self._bell)
-        return sitting.rejoin
+        round_runner.run(self._calls, self._bell)
+        return round_runner.rejoin
 
     def _card(self, group_rank: int, history: RestartHistory) -> NodeInfo:
         assert isinstance(self._spec.nprocs, int)
         return NodeInfo(
             group_rank=group_rank,
             host=platform.node(),
-            address=self._engine.address,
+            address=self._client.address,
             nprocs=self._spec.nprocs,
             role=self._spec.role,
-            serves_store=self._engine.is_host,
+            serves_store=self._client.is_host,
             grace_period=float(self._spec.grace_period),
             nonce=uuid4().hex,
             terms=self._terms,
             history=history,
         )
 
-    def _chair(self, size: int) -> Leader:
+    def _leader(self, size: int) -> Leader:
         at = self._rendezvous
         return Leader(
             size=size,

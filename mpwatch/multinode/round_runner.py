@@ -44,17 +44,17 @@ class RoundRunner:
 
     def __init__(
         self,
-        board: StoreChannel,
-        member: m.NodeMachine,
-        chair: c.Leader | None,
-        engine: RendezvousClient,
-        hands: LocalRanks,
+        channel: StoreChannel,
+        node_machine: m.NodeMachine,
+        leader: c.Leader | None,
+        client: RendezvousClient,
+        local_ranks: LocalRanks,
         *,
         size: int,
         node_timeout: float,
     ) -> None:
-        self._board, self.member, self._chair = board, member, chair
-        self._engine, self._hands = engine, hands
+        self._channel, self.node_machine, self._leader = channel, node_machine, leader
+        self._client, self._local_ranks = client, local_ranks
         self._nodes = range(size)
         self._lively_until = time.monotonic() + LIVELY_SECONDS
         self._least_poll = size / MOST_POLLS
@@ -62,7 +62,7 @@ class RoundRunner:
         self._lost_after = node_timeout - 2 * self._interval  # of silence: from then on the others may go on without us
         self._next_beat = self._next_look = 0.0
         self._looked_at = time.monotonic()
-        self._actions: deque[m.Action] = deque(member.begin())
+        self._actions: deque[m.Action] = deque(node_machine.begin())
         self._acts: deque[c.Act] = deque()
         self._is_lost = False  # the store
         self._leave_by: float | None = None
@@ -100,8 +100,8 @@ class RoundRunner:
     def _is_over(self) -> bool:
         if self._leave_by is not None and (self._is_lost or time.monotonic() >= self._leave_by):
             return True
-        has_heirs = self._chair is None or self._chair.is_over or self._is_lost
-        is_needed = not self.member.is_over and (self._leave_by is None or self.member.serves_store)
+        has_heirs = self._leader is None or self._leader.is_over or self._is_lost
+        is_needed = not self.node_machine.is_over and (self._leave_by is None or self.node_machine.serves_store)
         return has_heirs and not is_needed and not self._actions
 
     def _step(self) -> None:
@@ -112,9 +112,9 @@ class RoundRunner:
             return
         self._give_sign(now)
         self._carry_out()
-        if self._chair is not None:
-            self._preside(self._chair, now)
-        if self._board.is_open():
+        if self._leader is not None:
+            self._preside(self._leader, now)
+        if self._channel.is_open():
             self._listen()
         self._carry_out()
 
@@ -122,79 +122,81 @@ class RoundRunner:
         gap, self._looked_at = now - self._looked_at, now
         if gap <= STALL_SECONDS:
             return
-        self.member.forgive(gap)
-        if self._chair is not None:
-            self._chair.forgive(gap)
+        self.node_machine.forgive(gap)
+        if self._leader is not None:
+            self._leader.forgive(gap)
         if gap <= self._lost_after:
             return
         why = f"it was silent for {gap:.1f} s"
-        if self._chair is None:
-            self.do(self.member.resign(why))
-        elif not self._chair.is_closing:
-            self._acts += self._chair.resign(why)
-            self.do(self.member.lose_chair(why))
+        if self._leader is None:
+            self.do(self.node_machine.resign(why))
+        elif not self._leader.is_closing:
+            self._acts += self._leader.resign(why)
+            self.do(self.node_machine.lose_chair(why))
 
     def _give_sign(self, now: float) -> None:
-        has_resigned = self._chair is not None and self._chair.is_over  # or there is nothing more to come
+        has_resigned = self._leader is not None and self._leader.is_over  # or there is nothing more to come
         if now < self._next_beat or has_resigned:
             return
         self._next_beat = now + self._interval
-        self._board.beat()
-        self._hands.hold(now)
-        self.do(self.member.see_chair(self._board.beats([0])[0], time.monotonic()))
-        if self._chair is not None:
-            self._acts += self._chair.see_beats(self._board.beats(self._nodes), time.monotonic())
+        self._channel.beat()
+        self._local_ranks.hold(now)
+        self.do(self.node_machine.see_chair(self._channel.beats([0])[0], time.monotonic()))
+        if self._leader is not None:
+            self._acts += self._leader.see_beats(self._channel.beats(self._nodes), time.monotonic())
 
-    def _preside(self, chair: c.Leader, now: float) -> None:
-        if not self._board.is_open():
+    def _preside(self, leader: c.Leader, now: float) -> None:
+        if not self._channel.is_open():
             return
-        for message in self._board.inbox():
-            self._acts += chair.hear(message, now)
-        if now >= self._next_look and not chair.is_over:
+        for message in self._channel.inbox():
+            self._acts += leader.hear(message, now)
+        if now >= self._next_look and not leader.is_over:
             self._next_look = now + RECONSIDER_SECONDS
             with suppress(CancelledError):  # this node is leaving: newcomers will find others
-                self._acts += chair.see_waiting(self._engine.waiting(), now)
-        self._acts += chair.expire(now)
+                self._acts += leader.see_waiting(self._client.waiting(), now)
+        self._acts += leader.expire(now)
         self._stir(bool(self._acts))
         while self._acts:
-            self._act(chair, self._acts.popleft())
+            self._act(leader, self._acts.popleft())
 
     def _listen(self) -> None:
-        for word in self._board.words():
-            self.do(self.member.hear(word))
-        attempt = self.member.wants_place
-        if attempt is not None and (place := self._board.place(attempt)) is not None:
-            self.do(self.member.placed(place))
-        if (attempt := self._hands.ready_for()) is not None:
-            self.do(self.member.prepared(attempt))
+        for word in self._channel.words():
+            self.do(self.node_machine.hear(word))
+        attempt = self.node_machine.wants_place
+        if attempt is not None and (place := self._channel.place(attempt)) is not None:
+            self.do(self.node_machine.placed(place))
+        if (attempt := self._local_ranks.ready_for()) is not None:
+            self.do(self.node_machine.prepared(attempt))
 
     def _carry_out(self) -> None:
-        while self._actions and (self._is_lost or self._board.is_open() or not isinstance(self._actions[0], m.SendToLeader)):
+        while self._actions and (
+            self._is_lost or self._channel.is_open() or not isinstance(self._actions[0], m.SendToLeader)
+        ):
             action = self._actions.popleft()
             if isinstance(action, m.SendToLeader):
                 if not self._is_lost:
-                    self._board.post(action.message)
+                    self._channel.post(action.message)
             elif isinstance(action, m.StartRanks):
-                self._hands.start()
+                self._local_ranks.start()
             elif isinstance(action, m.StopRanks):
-                self._hands.call_off(action.why)
+                self._local_ranks.call_off(action.why)
             elif isinstance(action, m.Rejoin):
                 self.rejoin = action
             else:
-                self._hands.tell(action)
+                self._local_ranks.tell(action)
 
-    def _act(self, chair: c.Leader, act: c.Act) -> None:
+    def _act(self, leader: c.Leader, act: c.Act) -> None:
         if isinstance(act, c.Broadcast):
-            self._board.say(act.word)
+            self._channel.say(act.word)
         elif isinstance(act, c.PublishAssignments):
-            self._board.put(act.places)
+            self._channel.put(act.places)
         elif isinstance(act, c.ReservePort):
-            self._acts += chair.reserved(self._hands.reserve_port())
+            self._acts += leader.reserved(self._local_ranks.reserve_port())
         else:
-            self._engine.set_closed()
+            self._client.set_closed()
 
     def _lose_store(self, why: str) -> None:
         if not self._is_lost:
             self._is_lost = True
-            self.do(self.member.lose_store(why))
+            self.do(self.node_machine.lose_store(why))
             self._carry_out()

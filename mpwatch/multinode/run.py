@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def watch_with_others(
-    spec: WorkerSpec[T], make_view: MakeView = no_view, engine: RendezvousClient | None = None
+    spec: WorkerSpec[T], make_view: MakeView = no_view, client: RendezvousClient | None = None
 ) -> RunResult[T]:
     """Meet the other nodes, by that engine if there is one, and run it with them to its end.
 
@@ -31,33 +31,33 @@ def watch_with_others(
     """
     __tracebackhide__ = True  # see mpwatch.run
     assert spec.rendezvous is not None
-    journal = EventBus(spec.rendezvous.run_id, spec.observers, keep=True)
+    event_bus = EventBus(spec.rendezvous.run_id, spec.observers, keep=True)
     call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
-    run_by = math.inf if spec.timeout is None else journal.started_at + spec.timeout
-    link = NodeThread(spec, run_by, engine)
+    run_by = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout
+    node_thread = NodeThread(spec, run_by, client)
     with (
         standard_descriptors(),
         closing(pack_call(call)) as payload,
-        closing(WatcherThread(spec, journal, keep=False, herald=link.herald)) as life,
-        closing(link),
+        closing(WatcherThread(spec, event_bus, keep=False, on_verdict=node_thread.on_verdict)) as watcher_thread,
+        closing(node_thread),
     ):
-        story = MultiNodeRunController(spec, journal, link)
-        visit = BlockingCall(life, partial(story.judge, life), make_view)
+        controller = MultiNodeRunController(spec, event_bus, node_thread)
+        blocking_call = BlockingCall(watcher_thread, partial(controller.judge, watcher_thread), make_view)
         try:
-            life.output.attach()
-            errand = PendingCall(payload, journal.started_at, spec.timeout)
-            story.begin(errand)
-            link.begin(life.mailbox)
-            visit.pay(errand, until=lambda: False)
-            life.settle(visit.patience(story.seconds_left()))
-            visit.raise_error()
-            result = visit.conclude(story.result)
-            if story.is_concluded:
-                link.conclude()
-            elif len(visit.signals.received) > 1:  # somebody is in a hurry
-                link.leave(0.0)
+            watcher_thread.output.attach()
+            pending_call = PendingCall(payload, event_bus.started_at, spec.timeout)
+            controller.begin(pending_call)
+            node_thread.begin(watcher_thread.commands)
+            blocking_call.execute(pending_call, until=lambda: False)
+            watcher_thread.settle(blocking_call.patience(controller.seconds_left()))
+            blocking_call.raise_error()
+            result = blocking_call.build_result(controller.result)
+            if controller.is_concluded:
+                node_thread.conclude()
+            elif len(blocking_call.signals.received) > 1:  # somebody is in a hurry
+                node_thread.leave(0.0)
         except BaseException as error:
-            story.fail(error)
+            controller.fail(error)
             raise
-    visit.deliver_signals(result)
+    blocking_call.deliver_signals(result)
     return result

@@ -47,7 +47,7 @@ from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.output_thread import LAST_SECONDS
 from mpwatch.watcher.processes.rank_environment import environments_of
 from mpwatch.watcher.restarts.restart_budget import not_worth_it
-from mpwatch.watcher.restarts.run_controller import RunController, tell_fates
+from mpwatch.watcher.restarts.run_controller import RunController, publish_outcomes
 from mpwatch.watcher.watcher_thread import WatcherThread
 
 log = logging.getLogger("mpwatch")
@@ -69,11 +69,11 @@ class MultiNodeRunController(RunController[T]):
         link: to the other nodes.
     """
 
-    def __init__(self, spec: WorkerSpec[T], journal: EventBus, link: NodeThread) -> None:
-        super().__init__(spec, journal)
+    def __init__(self, spec: WorkerSpec[T], event_bus: EventBus, node_thread: NodeThread) -> None:
+        super().__init__(spec, event_bus)
         assert spec.rendezvous is not None
         self._rendezvous = spec.rendezvous
-        self._link = link
+        self._node_thread = node_thread
         self._verdict: AttemptDecision | None = None  # on the job
         self._heard: AttemptDecision | None = None  # the latest
         self._start: StartAttempt | None = None
@@ -86,17 +86,17 @@ class MultiNodeRunController(RunController[T]):
         """Whether it is known what came of the job; else this node has left it."""
         return self._verdict is not None
 
-    def judge(self, life: WatcherThread) -> float | None:
+    def judge(self, watcher_thread: WatcherThread) -> float | None:
         """Report the attempts that have ended here, follow what the other nodes decide, and start the restart that is due.
 
         See RunController. Raises LaunchError, and what `retry_if` and `env` raise.
         """
         try:
-            for facts in life.mailbox.asked():
-                life.output.catch_up(LAST_SECONDS)
-                self._link.ended(self._report(facts))
-            for news in self._link.news():
-                self._attend(life, news)
+            for observations in watcher_thread.commands.take_decision_requests():
+                watcher_thread.output.catch_up(LAST_SECONDS)
+                self._node_thread.ended(self._report(observations))
+            for news in self._node_thread.news():
+                self._attend(watcher_thread, news)
             return self._run_due()
         except Exception as error:
             self._abort(error)  # first: the ranks' thread is now told to end, as by a signal, which the others would believe
@@ -104,15 +104,15 @@ class MultiNodeRunController(RunController[T]):
 
     def result(self) -> RunResult[T]:
         """What came of the job, as this node knows it."""
-        assert self._errand is not None
-        (facts,) = self._errand.facts
-        if facts.ranks and facts.attempt not in {attempt.number for attempt in self._attempts}:
-            self._close(facts)  # they were interrupted, which nobody judges
-        here = next((result for _, result in self._latest.values()), _nothing_yet(facts))
+        assert self._pending_call is not None
+        (observations,) = self._pending_call.observations
+        if observations.ranks and observations.attempt not in {attempt.number for attempt in self._attempts}:
+            self._close(observations)  # they were interrupted, which nobody judges
+        here = next((result for _, result in self._latest.values()), _nothing_yet(observations))
         self._tell_what_is_untold()
         result = replace(self._of_job(here), attempts=tuple(self._attempts))
         self._end(result.state, "" if result.state is WorkerState.SUCCEEDED else words_for(result))
-        return replace(result, events=tuple(self.journal.events))
+        return replace(result, events=tuple(self.event_bus.events))
 
     def fail(self, error: BaseException) -> None:
         """Something else than a rank has failed."""
@@ -124,10 +124,10 @@ class MultiNodeRunController(RunController[T]):
         latest = self._attempts[-1] if self._attempts else None
         is_known = latest is None or (self._heard is not None and self._heard.attempt >= latest.number)
         failures = () if latest is None or is_known else _told(latest)
-        self._link.abort(AttemptReport(0, 0, NodeOutcome.ABORTED, failures, reason=summary_of(error)[:1000]))
+        self._node_thread.abort(AttemptReport(0, 0, NodeOutcome.ABORTED, failures, reason=summary_of(error)[:1000]))
         self._tell_what_is_untold()
 
-    def _attend(self, life: WatcherThread, news: NodeNews) -> None:
+    def _attend(self, watcher_thread: WatcherThread, news: NodeNews) -> None:
         if isinstance(news, BaseException):
             raise news
         if isinstance(news, PrepareRanks):
@@ -136,7 +136,7 @@ class MultiNodeRunController(RunController[T]):
         verdict = self._heard = self._in_full(news.verdict)
         self._note(verdict)
         if isinstance(news, ReportJob):
-            self._conclude(life, verdict)
+            self._conclude(watcher_thread, verdict)
 
     def _in_full(self, verdict: AttemptDecision) -> AttemptDecision:
         """If the nodes could not meet anew, then what has parted them comes first."""
@@ -161,30 +161,30 @@ class MultiNodeRunController(RunController[T]):
             "master_port": start.master_port,
         }
         workers = workers_of(self._spec, place.rank, **met)
-        self.journal.ranks = [worker.rank for worker in workers]
-        self.journal.note(RendezvousCompleted, self.journal.ranks, backend=self._link.backend, **met)
+        self.event_bus.ranks = [worker.rank for worker in workers]
+        self.event_bus.publish(RendezvousCompleted, self.event_bus.ranks, backend=self._node_thread.backend, **met)
         environments = environments_of(self._spec, workers)
         self._delayed.clear()  # an earlier restart that the nodes have called off
-        self._delay(start.delay, partial(self._link.prepared, start, environments))
+        self._delay(start.delay, partial(self._node_thread.prepared, start, environments))
 
-    def _report(self, facts: AttemptObservations) -> AttemptReport:
+    def _report(self, observations: AttemptObservations) -> AttemptReport:
         """What the other nodes are told of our ranks, now that they are gone."""
-        facts.gather()
-        waiting, possible_victims = find_waiting_ranks(facts), find_possible_victims(facts)
-        result = self._close(facts)
-        has_failed = bool(result.failures) and facts.verdict is not Fate.TIMED_OUT
+        observations.collect_stderr()
+        waiting, possible_victims = find_waiting_ranks(observations), find_possible_victims(observations)
+        result = self._close(observations)
+        has_failed = bool(result.failures) and observations.verdict is not Fate.TIMED_OUT
         are_victims = all(failure.is_secondary or rank in waiting for rank, failure in result.failures.items())
-        may_be_missed = are_victims and facts.verdict in (Fate.FAILED, Fate.CANCELLED_BY_JOB)
-        absent = find_missing_ranks(facts, result) if may_be_missed else []
+        may_be_missed = are_victims and observations.verdict in (Fate.FAILED, Fate.CANCELLED_BY_JOB)
+        absent = find_missing_ranks(observations, result) if may_be_missed else []
         self._absent = {failure.rank: failure for failure in absent}
         told, told_absent = _told(result), as_many_as_fit(map(to_plain, absent), ABSENT_LIMIT)
-        trial = self._trial(facts, result)
-        why_not = not_worth_it(self._spec.policy, trial) if has_failed and self._spec.policy.max_restarts else ""
-        assert facts.verdict is not None
+        failed_attempt = self._failed_attempt(observations, result)
+        why_not = not_worth_it(self._spec.policy, failed_attempt) if has_failed and self._spec.policy.max_restarts else ""
+        assert observations.verdict is not None
         return AttemptReport(
             group_rank=0,
             attempt=0,  # both are the link's to fill in
-            outcome=NodeOutcome.FAILED if has_failed else OUTCOMES.get(facts.verdict, NodeOutcome.FAILED),
+            outcome=NodeOutcome.FAILED if has_failed else OUTCOMES.get(observations.verdict, NodeOutcome.FAILED),
             failures=told,
             unsaid=len(result.failures) - len(told),
             lacks_a_peer=are_victims and not waiting.isdisjoint(result.failures),
@@ -193,8 +193,8 @@ class MultiNodeRunController(RunController[T]):
             absent_unsaid=len(absent) - len(told_absent),
             why_not=why_not[:1000],
             reason=result.reason[:1000],
-            healthy_seconds=max(0.0, facts.healthy_seconds),
-            step=-1 if trial.step is None else min(max(trial.step, -1), MAX_INTEGER),
+            healthy_seconds=max(0.0, observations.healthy_seconds),
+            step=-1 if failed_attempt.step is None else min(max(failed_attempt.step, -1), MAX_INTEGER),
         )
 
     def _note(self, verdict: AttemptDecision) -> None:
@@ -211,9 +211,9 @@ class MultiNodeRunController(RunController[T]):
             state = WorkerState.STOPPED
         self._attempts[-1] = replace(attempt, failures=failures, root_cause=cause, state=state, reason=verdict.reason)
         if verdict.decision in (NextStep.RESTART, NextStep.RE_RENDEZVOUS):
-            self.journal.note(
+            self.event_bus.publish(
                 Restarting,
-                self.journal.ranks,
+                self.event_bus.ranks,
                 attempt=verdict.attempt,
                 cause=cause,
                 delay=verdict.delay,
@@ -221,10 +221,10 @@ class MultiNodeRunController(RunController[T]):
                 reason=verdict.reason if cause is None else "",
             )
 
-    def _tell_fates(self, facts: AttemptObservations, result: RunResult[T]) -> None:
+    def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
         """Not before it is known who failed first on all nodes."""
         self._tell_what_is_untold()
-        self._untold = facts, result
+        self._untold = observations, result
 
     def _tell_what_is_untold(
         self, failures: Mapping[int, ProcessFailure] | None = None, cause: ProcessFailure | None = None
@@ -232,18 +232,18 @@ class MultiNodeRunController(RunController[T]):
         """As all nodes have judged it; if they have not, as we have."""
         if self._untold is None:
             return
-        (facts, result), self._untold = self._untold, None
+        (observations, result), self._untold = self._untold, None
         if failures is not None:
-            ours = {rank: failures[rank] for rank in facts.ranks if rank in failures}
+            ours = {rank: failures[rank] for rank in observations.ranks if rank in failures}
             states = {**result.worker_states, **dict.fromkeys(ours, WorkerState.FAILED)}
             result = replace(result, failures=ours, worker_states=states, root_cause=cause)
-        tell_fates(self.journal, facts, result)
+        publish_outcomes(self.event_bus, observations, result)
 
-    def _conclude(self, life: WatcherThread, verdict: AttemptDecision) -> None:
+    def _conclude(self, watcher_thread: WatcherThread, verdict: AttemptDecision) -> None:
         self._verdict = verdict
         if verdict.decision is NextStep.FAILED and self._start is None:
             raise LaunchError(verdict.reason)
-        life.mailbox.post(DoNotRestart(0, generation=1 << 62))
+        watcher_thread.commands.post(DoNotRestart(0, generation=1 << 62))
 
     def _failures_of(self, verdict: AttemptDecision) -> dict[int, ProcessFailure]:
         """Of other nodes; and of those that are gone, one for each rank that they had."""
@@ -258,7 +258,7 @@ class MultiNodeRunController(RunController[T]):
             except InvalidEntryError as error:
                 log.warning("a failure that another node tells of is dropped: %s", error)
                 continue
-            if failure.rank not in self.journal.ranks:
+            if failure.rank not in self.event_bus.ranks:
                 found[failure.rank] = failure
             elif failure.rank in self._absent:  # as the others have found out
                 found[failure.rank] = self._absent[failure.rank]
@@ -306,7 +306,7 @@ def _lost(gone: LostNode, rank: int) -> ProcessFailure:
     )
 
 
-def _nothing_yet(facts: AttemptObservations) -> RunResult[Any]:
+def _nothing_yet(observations: AttemptObservations) -> RunResult[Any]:
     """Of a run that was ended before its ranks were started."""
-    why = "" if facts.signum is None else f": this process received {Signals(facts.signum).name}"
+    why = "" if observations.signum is None else f": this process received {Signals(observations.signum).name}"
     return RunResult(state=WorkerState.STOPPED, reason=f"the run was stopped before its ranks were started{why}")

@@ -3,7 +3,7 @@
 The watcher creates these objects in the caller's process. This module does no I/O. It imports `wire` only to pickle
 exceptions. The modules that make text, HTML and traces need only these types. `RunResult` is built on top of them:
 
-    model  <--  events.kinds  <--  events.trace  <--  run_result
+    model  <--  events.types  <--  events.chrome_trace  <--  run_result
     model  <--  report        <--  html          <--  run_result
 """
 

@@ -38,16 +38,16 @@ class WakeupPipe:
         return self._pair[0].fileno()
 
     @property
-    def button(self) -> int:
+    def write_fd(self) -> int:
         """The descriptor to write to: a byte rings."""
         return self._pair[1].fileno()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """From any thread."""
         with suppress(OSError):  # full: who looks is told all; closed: nobody listens any more
             self._pair[1].send(b"\0")
 
-    def hush(self) -> bytes:
+    def drain(self) -> bytes:
         """What was written to ring it since the last time; nothing if it has not been."""
         with suppress(OSError):
             return self._pair[0].recv(4096)
@@ -66,16 +66,16 @@ class PendingCall:
         self.payload = payload
         self.started_at = started_at
         self.timeout = timeout  # seconds from then on
-        self.facts: list[AttemptObservations] = []  # of all ranks; or of each, if they are started again one by one
+        self.observations: list[AttemptObservations] = []  # of all ranks; or of each, if they are started again one by one
         self.is_done = False  # and the ranks stay; else the facts are there when all of them have ended
 
 
 class RestartCommand:
     """Ranks that are to be started again: when, and how each."""
 
-    def __init__(self, event: Restart, places: list[tuple[Worker, dict[str, str]]]) -> None:
+    def __init__(self, event: Restart, setups: list[tuple[Worker, dict[str, str]]]) -> None:
         self.event = event
-        self.places = places
+        self.setups = setups
 
 
 class StatusRequest:
@@ -97,9 +97,9 @@ class CommandQueue:
 
     def __init__(self) -> None:
         with ExitStack() as stack:
-            self.bell = stack.enter_context(closing(WakeupPipe()))
-            self.alarm = stack.enter_context(closing(WakeupPipe()))
-            self._bells = stack.pop_all()
+            self.watcher_wakeup = stack.enter_context(closing(WakeupPipe()))
+            self.caller_wakeup = stack.enter_context(closing(WakeupPipe()))
+            self._wakeups = stack.pop_all()
         self.state = WorkerState.UNKNOWN  # of the ranks, for whoever asks
         self._posted: deque[Event | PendingCall | StatusRequest | TerminalRestore | RestartCommand] = deque()
         self._failed: deque[AttemptObservations] = deque()
@@ -107,22 +107,22 @@ class CommandQueue:
     def post(self, thing: Event | PendingCall | StatusRequest | TerminalRestore | RestartCommand) -> None:
         """From the caller's threads, and from signal handlers."""
         self._posted.append(thing)
-        self.bell.ring()
+        self.watcher_wakeup.wake()
 
     def take(self) -> list[Event | PendingCall | StatusRequest | TerminalRestore | RestartCommand]:
         """What has been posted since the last time."""
-        self.bell.hush()
+        self.watcher_wakeup.drain()
         return [self._posted.popleft() for _ in range(len(self._posted))]
 
-    def ask(self, facts: AttemptObservations) -> None:
+    def ask(self, observations: AttemptObservations) -> None:
         """From the watching thread: are these ranks, which have failed, worth another try?"""
-        self._failed.append(facts)
-        self.alarm.ring()
+        self._failed.append(observations)
+        self.caller_wakeup.wake()
 
-    def asked(self) -> list[AttemptObservations]:
+    def take_decision_requests(self) -> list[AttemptObservations]:
         """What has been asked since the last time."""
         return [self._failed.popleft() for _ in range(len(self._failed))]
 
     def close(self) -> None:
         """Give the descriptors back."""
-        self._bells.close()
+        self._wakeups.close()

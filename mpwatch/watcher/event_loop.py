@@ -60,83 +60,88 @@ class EventLoop:
     def __init__(
         self,
         spec: GroupSpec,
-        places: list[RankSetup],
-        mailbox: CommandQueue,
-        remarks: DeferredLog,
-        journal: EventBus,
+        setups: list[RankSetup],
+        commands: CommandQueue,
+        deferred_log: DeferredLog,
+        event_bus: EventBus,
         *,
         output: RankOutput,
         keep: bool,
-        herald: VerdictCallback,
+        on_verdict: VerdictCallback,
     ) -> None:
-        boats = [places] if spec.policy.scope == "group" else [[place] for place in places]
-        self.units = [RestartGroup(spec, boat, journal, keep=keep) for boat in boats]
-        self.unit_of = {rank: unit for unit in self.units for rank in unit.places}
-        self.open_units = list(self.units)  # that are not over
-        self.crew = ProcessPool(remarks, output)
-        self.mailbox = mailbox
-        self.journal = journal
-        self.remarks = remarks
-        self.oom = OomDetector(remarks)
-        self.herald = herald
-        self.errand: PendingCall | None = None
-        self.order = DeathClock()
+        setups_of_groups = [setups] if spec.policy.scope == "group" else [[setup] for setup in setups]
+        self.groups = [RestartGroup(spec, setups, event_bus, keep=keep) for setups in setups_of_groups]
+        self.group_of = {rank: group for group in self.groups for rank in group.setups}
+        self.open_groups = list(self.groups)  # that are not over
+        self.pool = ProcessPool(deferred_log, output)
+        self.commands = commands
+        self.event_bus = event_bus
+        self.deferred_log = deferred_log
+        self.oom = OomDetector(deferred_log)
+        self.on_verdict = on_verdict
+        self.pending_call: PendingCall | None = None
+        self.death_clock = DeathClock()
         self._born_at = time.time()
 
     def run(self) -> None:
         """Start the ranks, and wait and act until none is left. Raises LaunchError."""
         with self.oom:
-            with self.crew:
+            with self.pool:
                 self._start()
                 self._run_until_over()
             helpers_oom = self.oom.judge()
-        if self.errand is not None:  # the ranks have ended with this call
-            self.errand.facts = [self._facts(unit, helpers_oom) for unit in self.units]
+        if self.pending_call is not None:  # the ranks have ended with this call
+            self.pending_call.observations = [self._observe(group, helpers_oom) for group in self.groups]
 
     @property
-    def gate(self) -> Selector[list[m.Event]]:
+    def selector(self) -> Selector[list[m.Event]]:
         """The descriptors that are waited for."""
-        return self.crew.gate
+        return self.pool.selector
 
     def _start(self) -> None:
-        for unit in self.units:
-            for rank in unit.places:
-                self._start_rank(unit, rank)
-        self._tell_state()
-        self.mailbox.alarm.ring()
+        for group in self.groups:
+            for rank in group.setups:
+                self._start_rank(group, rank)
+        self._publish_state()
+        self.commands.caller_wakeup.wake()
         try:
-            self.gate.add(self.mailbox.bell.fileno(), self._take_mail)
+            self.selector.add(self.commands.watcher_wakeup.fileno(), self._take_commands)
         except OSError as error:
             raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
 
     def _run_until_over(self) -> None:
-        events = self._step(self._take_mail())
-        while self.open_units:
-            deadline = min(unit.due_at for unit in self.open_units)
+        events = self._step(self._take_commands())
+        while self.open_groups:
+            deadline = min(group.due_at for group in self.open_groups)
             patience = 0.0 if events else None if deadline == math.inf else deadline - time.monotonic()
-            self.order.look_again()
-            for handle in self.gate.wait(patience):
+            self.death_clock.look_again()
+            for handle in self.selector.wait(patience):
                 events += handle()
             events = self._step(events)
 
-    def _start_rank(self, unit: RestartGroup, rank: int) -> None:
-        worker, env = unit.places[rank]
-        line = self.crew.start(worker, env)
-        line.generation = unit.machine.generation
-        unit.seen[rank] = line.facts
-        self.journal.note(WorkerStarted, [rank], attempt=worker.restart_count, pid=line.facts.pid)
+    def _start_rank(self, group: RestartGroup, rank: int) -> None:
+        worker, env = group.setups[rank]
+        handle = self.pool.start(worker, env)
+        handle.generation = group.machine.generation
+        group.observed[rank] = handle.observations
+        self.event_bus.publish(WorkerStarted, [rank], attempt=worker.restart_count, pid=handle.observations.pid)
         try:
-            line.wait_at(self.gate, partial(self._hear, line), partial(self._overhear, line), partial(self._mourn, line))
+            handle.wait_at(
+                self.selector,
+                partial(self._on_message, handle),
+                partial(self._on_stack_data, handle),
+                partial(self._on_exit, handle),
+            )
         except OSError as error:
             raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
 
-    def _answer_and_go_on(self, errand: PendingCall, unit: RestartGroup) -> None:
-        for line in self.crew.lines.values():
-            line.facts.pulse = self.crew.pulse_of(line)
-        errand.facts = [self._facts(unit, helpers_oom="")]
-        errand.is_done = True
-        self.errand = None
-        self.mailbox.alarm.ring()
+    def _answer_and_go_on(self, pending_call: PendingCall, group: RestartGroup) -> None:
+        for handle in self.pool.handles.values():
+            handle.observations.heartbeat = self.pool.pulse_of(handle)
+        pending_call.observations = [self._observe(group, helpers_oom="")]
+        pending_call.is_done = True
+        self.pending_call = None
+        self.commands.caller_wakeup.wake()
 
     def _step(self, events: list[m.Event]) -> list[m.Event]:
         """All events of one wake-up first, then what is to be done: a death that has been seen was none of our doing.
@@ -145,190 +150,190 @@ class EventLoop:
         """
         now = time.monotonic()
         to_do: list[tuple[RestartGroup, m.Action]] = []
-        touched = {unit: None for unit in self.open_units if unit.due_at <= now}
+        touched = {group: None for group in self.open_groups if group.due_at <= now}
         for event in events:
-            for unit in self._concerned(event):
-                touched[unit] = None
-                to_do += [(unit, action) for action in self._handle(unit, event, now)]
-        self.oom.look(line.facts for line in self._died_in(events) if may_be_oom_kill(line.facts))
-        for unit in touched:
-            to_do += [(unit, action) for action in unit.expire(now)]
-        known = [event for unit, action in to_do for event in self._do(unit, action)]
-        for line in self._died_in(events):
-            self.crew.bury(line)
-        for unit in touched:
-            known += self._look_at(unit)
-        self._tell_state()
+            for group in self._concerned(event):
+                touched[group] = None
+                to_do += [(group, action) for action in self._handle(group, event, now)]
+        self.oom.look(handle.observations for handle in self._died_in(events) if may_be_oom_kill(handle.observations))
+        for group in touched:
+            to_do += [(group, action) for action in group.expire(now)]
+        known = [event for group, action in to_do for event in self._do(group, action)]
+        for handle in self._died_in(events):
+            self.pool.reap(handle)
+        for group in touched:
+            known += self._look_at(group)
+        self._publish_state()
         return known
 
     def _concerned(self, event: m.Event) -> Sequence[RestartGroup]:
-        return (self._unit_of(event),) if isinstance(event, m.RankEvent) else list(self.open_units)
+        return (self._group_of(event),) if isinstance(event, m.RankEvent) else list(self.open_groups)
 
-    def _unit_of(self, event: m.RankEvent) -> RestartGroup:
+    def _group_of(self, event: m.RankEvent) -> RestartGroup:
         """Of several nodes the ranks are not known before they are started; there is one unit then."""
-        return self.unit_of[event.rank] if len(self.units) > 1 else self.units[0]
+        return self.group_of[event.rank] if len(self.groups) > 1 else self.groups[0]
 
-    def _handle(self, unit: RestartGroup, event: m.Event, now: float) -> list[m.Action]:
-        if isinstance(event, m.StartCall) and not self._begin_call(unit):
+    def _handle(self, group: RestartGroup, event: m.Event, now: float) -> list[m.Action]:
+        if isinstance(event, m.StartCall) and not self._begin_call(group):
             return []
-        if isinstance(event, m.Exited) and unit.machine.stage is m.RunStage.IDLE:
-            facts = self.crew.lines[event.rank].facts
-            how = "ended" if facts.exit_code is None else exit_text(facts.exit_code)
+        if isinstance(event, m.Exited) and group.machine.stage is m.RunStage.IDLE:
+            observations = self.pool.handles[event.rank].observations
+            how = "ended" if observations.exit_code is None else exit_text(observations.exit_code)
             text = "rank %d (pid %s) %s while there was no call; the next one starts all ranks anew"
-            self.remarks.warning(text, event.rank, facts.pid, how)
-        return unit.handle(event, now)
+            self.deferred_log.warning(text, event.rank, observations.pid, how)
+        return group.handle(event, now)
 
-    def _begin_call(self, unit: RestartGroup) -> bool:
+    def _begin_call(self, group: RestartGroup) -> bool:
         """False if it comes too late: a rank has been lost. The caller sees that when all have ended."""
-        if not unit.places:  # who they are is not known yet
-            self.errand = self._posted
+        if not group.setups:  # who they are is not known yet
+            self.pending_call = self._posted
             return True
-        lines = [self.crew.lines[rank] for rank in unit.places if rank in self.crew.lines]
-        is_whole = len(lines) == len(unit.places) and all(line.facts.died_at is None for line in lines)
-        if unit.machine.stage is not m.RunStage.IDLE or not is_whole:
+        handles = [self.pool.handles[rank] for rank in group.setups if rank in self.pool.handles]
+        is_whole = len(handles) == len(group.setups) and all(handle.observations.died_at is None for handle in handles)
+        if group.machine.stage is not m.RunStage.IDLE or not is_whole:
             return False
-        self.errand = self._posted
-        for line in lines:
-            unit.seen[line.facts.worker.rank] = line.begin_call()
-            self.crew.forget_pulse(line)
+        self.pending_call = self._posted
+        for handle in handles:
+            group.observed[handle.observations.worker.rank] = handle.begin_call()
+            self.pool.forget_pulse(handle)
         return True
 
-    def _look_at(self, unit: RestartGroup) -> list[m.Event]:
+    def _look_at(self, group: RestartGroup) -> list[m.Event]:
         """What follows from where its machine has come to."""
-        before, verdict = unit.stage, unit.verdict
-        unit.look_at_machine()
-        if unit.verdict is not verdict or (
-            unit.stage is not before and unit.stage in (m.RunStage.AWAITING_DECISION, m.RunStage.FINISHED)
+        before, verdict = group.stage, group.verdict
+        group.look_at_machine()
+        if group.verdict is not verdict or (
+            group.stage is not before and group.stage in (m.RunStage.AWAITING_DECISION, m.RunStage.FINISHED)
         ):
-            self.herald(unit.machine)
-        if unit.stage is m.RunStage.IDLE and self.errand is not None:
-            self._answer_and_go_on(self.errand, unit)
-        elif unit.stage is m.RunStage.AWAITING_DECISION and before is not m.RunStage.AWAITING_DECISION:
-            self.mailbox.ask(self._facts(unit, self.oom.judge()))
-        elif unit.stage is m.RunStage.FINISHED and before is not m.RunStage.FINISHED:
-            self.open_units.remove(unit)
-            unit.warn(self.remarks, of_run=self.errand is not None)
-            if unit.machine.verdict is not m.StopReason.SUCCEEDED:
+            self.on_verdict(group.machine)
+        if group.stage is m.RunStage.IDLE and self.pending_call is not None:
+            self._answer_and_go_on(self.pending_call, group)
+        elif group.stage is m.RunStage.AWAITING_DECISION and before is not m.RunStage.AWAITING_DECISION:
+            self.commands.ask(self._observe(group, self.oom.judge()))
+        elif group.stage is m.RunStage.FINISHED and before is not m.RunStage.FINISHED:
+            self.open_groups.remove(group)
+            group.warn(self.deferred_log, of_run=self.pending_call is not None)
+            if group.machine.verdict is not m.StopReason.SUCCEEDED:
                 return [m.Abort()]
         return []
 
-    def _tell_state(self) -> None:
-        self.mailbox.state = state_of_all(self.units)
-        self.journal.change_state(self.mailbox.state, (worker for unit in self.units for worker in unit.workers))
+    def _publish_state(self) -> None:
+        self.commands.state = state_of_all(self.groups)
+        self.event_bus.change_state(self.commands.state, (worker for group in self.groups for worker in group.workers))
 
     def _died_in(self, events: list[m.Event]) -> list[RankHandle]:
-        return [self.crew.lines[event.rank] for event in events if isinstance(event, m.Exited)]
+        return [self.pool.handles[event.rank] for event in events if isinstance(event, m.Exited)]
 
-    def _do(self, unit: RestartGroup, action: m.Action) -> list[m.Event]:
+    def _do(self, group: RestartGroup, action: m.Action) -> list[m.Event]:
         if isinstance(action, m.StartRank):
-            self.crew.await_helpers()
-            self._start_rank(unit, action.rank)
+            self.pool.await_helpers()
+            self._start_rank(group, action.rank)
             return []
-        line = self.crew.lines[action.rank]
+        handle = self.pool.handles[action.rank]
         if isinstance(action, m.CallRank):
-            assert self.errand is not None
-            self.crew.call(line, self.errand.payload)
+            assert self.pending_call is not None
+            self.pool.call(handle, self.pending_call.payload)
         elif isinstance(action, m.RequestExit):
-            line.send(MessageKind.SHUTDOWN)
+            handle.send(MessageKind.SHUTDOWN)
         elif isinstance(action, m.DumpStacks):
-            has_died = line.facts.died_at is not None  # in this wake-up
-            return [] if has_died or line.ask_for_stacks() else [m.StackDumped(action.rank, generation=line.generation)]
+            has_died = handle.observations.died_at is not None  # in this wake-up
+            return [] if has_died or handle.ask_for_stacks() else [m.StackDumped(action.rank, generation=handle.generation)]
         elif isinstance(action, m.ReadHeartbeat):
-            return [m.HeartbeatRead(action.rank, beat_at=self.crew.beat_of(line), generation=line.generation)]
+            return [m.HeartbeatRead(action.rank, beat_at=self.pool.beat_of(handle), generation=handle.generation)]
         elif isinstance(action, m.SendSignal):
             if action.signum == signal.SIGINT:
-                self.crew.interrupt(line)
+                self.pool.interrupt(handle)
             else:
-                line.process.signal_group(action.signum)
-            line.facts.signals_sent.add(action.signum)
-            line.facts.signalled_at = line.facts.signalled_at or time.monotonic()
+                handle.process.signal_group(action.signum)
+            handle.observations.signals_sent.add(action.signum)
+            handle.observations.signalled_at = handle.observations.signalled_at or time.monotonic()
         else:
             text = "rank %d (pid %s) cannot be killed, not even by SIGKILL: left behind"
-            self.remarks.warning(text, action.rank, line.facts.pid)
-            self._take_leave(line)
-            self.crew.abandon(line)
+            self.deferred_log.warning(text, action.rank, handle.observations.pid)
+            self._finish_observations(handle)
+            self.pool.abandon(handle)
         return []
 
-    def _take_mail(self) -> list[m.Event]:
+    def _take_commands(self) -> list[m.Event]:
         events: list[m.Event] = []
-        for thing in self.mailbox.take():
+        for thing in self.commands.take():
             if isinstance(thing, PendingCall):
                 self._posted = thing
                 events.append(m.StartCall(thing.started_at, thing.timeout))
             elif isinstance(thing, StatusRequest):
-                thing.statuses = statuses_of(self.units, self.crew)
-                self.mailbox.alarm.ring()
+                thing.statuses = statuses_of(self.groups, self.pool)
+                self.commands.caller_wakeup.wake()
             elif isinstance(thing, TerminalRestore):
-                self.crew.guardian.entrust(thing.what)
+                self.pool.guardian.entrust(thing.what)
             elif isinstance(thing, RestartCommand):
-                self._renew(self._unit_of(thing.event), thing.places)
+                self._renew(self._group_of(thing.event), thing.setups)
                 events.append(thing.event)
             else:
                 events.append(thing)
         return events
 
-    def _hear(self, line: RankHandle) -> list[m.Event]:
+    def _on_message(self, handle: RankHandle) -> list[m.Event]:
         events = []
-        for message in line.read():
+        for message in handle.read():
             if message.kind is MessageKind.FAILING:
-                self.order.hear(message.stamp)
-            events += self._understand(line, message)
+                self.death_clock.hear(message.stamp)
+            events += self._handle_message(handle, message)
         return events
 
-    def _renew(self, unit: RestartGroup, places: list[RankSetup]) -> None:
+    def _renew(self, group: RestartGroup, setups: list[RankSetup]) -> None:
         """Its ranks, which are started again; in a job of several nodes they may be others."""
-        unit.places = {worker.rank: (worker, env) for worker, env in places}
-        self.unit_of = {rank: unit for unit in self.units for rank in unit.places}
+        group.setups = {worker.rank: (worker, env) for worker, env in setups}
+        self.group_of = {rank: group for group in self.groups for rank in group.setups}
 
-    def _overhear(self, line: RankHandle) -> list[m.Event]:
-        had_all = line.stacks.is_whole()
-        line.overhear()
-        rank, has_all = line.facts.worker.rank, line.stacks.is_whole()
-        return [m.StackDumped(rank, generation=line.generation)] if has_all and not had_all else []
+    def _on_stack_data(self, handle: RankHandle) -> list[m.Event]:
+        had_all = handle.stacks.is_whole()
+        handle.read_stack_pipe()
+        rank, has_all = handle.observations.worker.rank, handle.stacks.is_whole()
+        return [m.StackDumped(rank, generation=handle.generation)] if has_all and not had_all else []
 
-    def _understand(self, line: RankHandle, message: Message) -> list[m.Event]:
-        rank, facts, life = line.facts.worker.rank, line.facts, line.generation
+    def _handle_message(self, handle: RankHandle, message: Message) -> list[m.Event]:
+        rank, observations, generation = handle.observations.worker.rank, handle.observations, handle.generation
         if message.kind is MessageKind.READY:
-            line.becomes_ready(message.body)
-            return [m.Ready(rank, generation=life)]
+            handle.becomes_ready(message.body)
+            return [m.Ready(rank, generation=generation)]
         if message.kind is MessageKind.EXIT_BLOCKED:
-            self.unit_of[rank].lingers[rank] = message.body.decode()
+            self.group_of[rank].lingers[rank] = message.body.decode()
         elif message.kind is MessageKind.DETAILS:
-            facts.details = message.body
-            return [m.DetailsReceived(rank, generation=life)]
+            observations.details = message.body
+            return [m.DetailsReceived(rank, generation=generation)]
         elif message.kind is MessageKind.FAILING:
-            facts.failing_at = message.stamp
-            return [m.Failing(rank, generation=life)]
+            observations.failing_at = message.stamp
+            return [m.Failing(rank, generation=generation)]
         else:
-            facts.report, facts.heard_at = message, time.monotonic()
+            observations.report, observations.heard_at = message, time.monotonic()
             if message.kind is MessageKind.RETURNED:
-                return [m.Returned(rank, generation=life)]
+                return [m.Returned(rank, generation=generation)]
             complaint = complaint_in(message.body)
             is_secondary = complaint is not None and complaint.is_worth_waiting
-            return [m.Failed(rank, is_secondary=is_secondary, generation=life)]
+            return [m.Failed(rank, is_secondary=is_secondary, generation=generation)]
         return []
 
-    def _mourn(self, line: RankHandle) -> list[m.Event]:
+    def _on_exit(self, handle: RankHandle) -> list[m.Event]:
         """A rank has ended. What it had sent comes first; what it could not send is in its black box."""
-        if line.facts.died_at is not None:
+        if handle.observations.died_at is not None:
             return []
-        events = self._hear(line)
-        line.overhear()
-        self.order.die(line.facts)
-        code = line.process.poll()
-        line.facts.exit_code = code if line.process.exit_is_known() else None
-        if line.facts.report is None:
-            for message in self.crew.answer_left(line):
-                events += self._understand(line, message)
-        self._take_leave(line)
-        return [*events, m.Exited(line.facts.worker.rank, generation=line.generation)]
+        events = self._on_message(handle)
+        handle.read_stack_pipe()
+        self.death_clock.die(handle.observations)
+        code = handle.process.poll()
+        handle.observations.exit_code = code if handle.process.exit_is_known() else None
+        if handle.observations.report is None:
+            for message in self.pool.read_black_box(handle):
+                events += self._handle_message(handle, message)
+        self._finish_observations(handle)
+        return [*events, m.Exited(handle.observations.worker.rank, generation=handle.generation)]
 
-    def _take_leave(self, line: RankHandle) -> None:
-        line.facts.pulse = self.crew.pulse_of(line)
-        line.facts.stacks = with_sources(tidy(line.stacks.stacks, line.stacks.main_thread), self._born_at)
-        if is_crash(line.facts.exit_code):  # else it was a forked child's
-            line.facts.crash = with_sources(line.stacks.crash, self._born_at)
-        line.facts.printed = line.stacks.printed_instead
+    def _finish_observations(self, handle: RankHandle) -> None:
+        handle.observations.heartbeat = self.pool.pulse_of(handle)
+        handle.observations.stacks = with_sources(tidy(handle.stacks.stacks, handle.stacks.main_thread), self._born_at)
+        if is_crash(handle.observations.exit_code):  # else it was a forked child's
+            handle.observations.crash = with_sources(handle.stacks.crash, self._born_at)
+        handle.observations.printed = handle.stacks.printed_instead
 
-    def _facts(self, unit: RestartGroup, helpers_oom: str) -> AttemptObservations:
-        return unit.facts(hostname=platform.node(), helpers_oom=helpers_oom)
+    def _observe(self, group: RestartGroup, helpers_oom: str) -> AttemptObservations:
+        return group.observations(hostname=platform.node(), helpers_oom=helpers_oom)

@@ -36,11 +36,11 @@ class HostSignals:
     have come in the midst of it. The thread that watches the ranks is told by mail what came.
     """
 
-    def __init__(self, mailbox: CommandQueue) -> None:
+    def __init__(self, commands: CommandQueue) -> None:
         self.received: list[int] = []
         self.raised: BaseException | None = None  # by a handler of the host's
-        self._mailbox = mailbox
-        self._alarm = mailbox.alarm
+        self._commands = commands
+        self._caller_wakeup = commands.caller_wakeup
         self._handlers: dict[int, Any] = {}
         self._hosts_fds: list[int] = []  # the wake-up descriptor that the host had
         self._pid = os.getpid()
@@ -61,7 +61,7 @@ class HostSignals:
         self._may_speak = True
         with suppress(IndexError):  # a handler may come in between, and tell all
             while True:
-                self._mailbox.post(Interrupted(self._untold.pop(0)))
+                self._commands.post(Interrupted(self._untold.pop(0)))
 
     def take_over(self) -> None:
         """From now on no handler raises. Nothing if that was tried before."""
@@ -72,7 +72,7 @@ class HostSignals:
             return
         set_waker = partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
         # one call of C, for the reason given in os_support.descriptors.anonymous_file
-        self._hosts_fds.extend(map(set_waker, [self._alarm.button]))
+        self._hosts_fds.extend(map(set_waker, [self._caller_wakeup.write_fd]))
         handlers = handlers_in_python()
         self._handlers = handlers | dict.fromkeys(_that_end_us(handlers), signal.SIG_DFL)
         for number in self._handlers:
@@ -80,15 +80,15 @@ class HostSignals:
 
     def sleep(self, seconds: float | None = None) -> None:
         """Until a signal has come, or somebody else rings the alarm; no longer than that, if it is said."""
-        wait([self._alarm.fileno()], seconds)
+        wait([self._caller_wakeup.fileno()], seconds)
         self._pass_on()
 
     def doze(self, deadline: float) -> bool:
         """The same, and no longer than to that time of CLOCK_MONOTONIC; False when that is over."""
         patience = deadline - time.monotonic()
-        if patience <= 0 or not wait([self._alarm.fileno()], patience):
+        if patience <= 0 or not wait([self._caller_wakeup.fileno()], patience):
             return False
-        self._alarm.hush()
+        self._caller_wakeup.drain()
         return True
 
     def give_back(self) -> None:
@@ -114,7 +114,7 @@ class HostSignals:
 
     def _pass_on(self) -> None:
         """What has woken us and is none of the noted ones is the host's wake-up descriptor's, too."""
-        foreign = bytes(number for number in self._alarm.hush() if number and number not in self.received)
+        foreign = bytes(number for number in self._caller_wakeup.drain() if number and number not in self.received)
         if foreign and self._hosts_fds[0] != -1:
             with suppress(OSError):  # it is closed, or blocked
                 os.write(self._hosts_fds[0], foreign)  # full: the host has not looked for a while, and is woken already

@@ -24,7 +24,7 @@ from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, no_view
 from mpwatch.watcher.output.output_thread import LAST_SECONDS
 from mpwatch.watcher.pack_call import pack_call
-from mpwatch.watcher.restarts.run_controller import diagnose_attempt, tell_fates
+from mpwatch.watcher.restarts.run_controller import diagnose_attempt, publish_outcomes
 from mpwatch.watcher.run import BlockingCall
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.pickling.call_payload import Call
@@ -40,8 +40,8 @@ class PersistentRanks:
     def __init__(self, spec: GroupSpec, make_view: MakeView = no_view) -> None:
         self._spec = spec
         self._make_view = make_view
-        self._journal = EventBus(uuid.uuid4().hex, spec.observers, keep=False)
-        self._life: WatcherThread | None = None
+        self._event_bus = EventBus(uuid.uuid4().hex, spec.observers, keep=False)
+        self._watcher_thread: WatcherThread | None = None
         self._restart_count = -1
         self._why = LOST  # if the ranks have to be started anew
         self._epoch = 0  # of the process group: a call that did not succeed may have left its ranks out of step
@@ -50,26 +50,26 @@ class PersistentRanks:
     @property
     def state(self) -> WorkerState:
         """INIT, HEALTHY, or UNHEALTHY if the ranks have to be started anew."""
-        life = self._life
-        if life is None:
+        watcher_thread = self._watcher_thread
+        if watcher_thread is None:
             return WorkerState.UNHEALTHY
-        return life.mailbox.state if life.has_started() else WorkerState.INIT
+        return watcher_thread.commands.state if watcher_thread.has_started() else WorkerState.INIT
 
     @property
     def has_ranks(self) -> bool:
         """Whether there are any that have to be ended."""
-        return self._life is not None
+        return self._watcher_thread is not None
 
     def start(self) -> None:
         """Start the ranks. Raises LaunchError."""
         with standard_descriptors():
-            life = self._begin_life()
-            self._journal.begin(self._spec, fn="")
-            visit = self._visit(life, None, until=life.has_started)
-        if visit.signals.received or visit.signals.raised is not None:
+            watcher_thread = self._start_watcher_thread()
+            self._event_bus.begin(self._spec, fn="")
+            blocking_call = self._block(watcher_thread, None, until=watcher_thread.has_started)
+        if blocking_call.signals.received or blocking_call.signals.raised is not None:
             self.close()
-        visit.raise_error()
-        visit.signals.deliver()
+        blocking_call.raise_error()
+        blocking_call.signals.deliver()
 
     def call(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], timeout: float | None
@@ -83,107 +83,111 @@ class PersistentRanks:
         payload = pack_call(Call(fn, args, kwargs, self._spec.backend, self._epoch))
         self._epoch += 1  # for the next one, unless this succeeds
         try:
-            answer = None if self._life is None else self._call(self._life, PendingCall(payload, started_at, timeout))
-            visit, result = self._call_anew(PendingCall(payload, started_at, timeout)) if answer is None else answer
+            answer = (
+                None
+                if self._watcher_thread is None
+                else self._call(self._watcher_thread, PendingCall(payload, started_at, timeout))
+            )
+            blocking_call, result = self._call_anew(PendingCall(payload, started_at, timeout)) if answer is None else answer
         finally:
             payload.close()
-        visit.deliver_signals(result)
+        blocking_call.deliver_signals(result)
         return result
 
     def close(self) -> None:
         """Have the ranks end, and wait for that. What signals came meanwhile do what they would have done."""
-        if self._life is not None:
-            visit = self._visit(self._life, Shutdown(), until=lambda: False)
-            visit.raise_error()
-            visit.signals.deliver()
+        if self._watcher_thread is not None:
+            blocking_call = self._block(self._watcher_thread, Shutdown(), until=lambda: False)
+            blocking_call.raise_error()
+            blocking_call.signals.deliver()
 
     def forget(self) -> None:
         """Have the ranks end by themselves."""
-        life, self._life = self._life, None
-        if life is not None and life.is_ours():
-            life.mailbox.post(Shutdown())
-            life.forget()
+        watcher_thread, self._watcher_thread = self._watcher_thread, None
+        if watcher_thread is not None and watcher_thread.is_ours():
+            watcher_thread.commands.post(Shutdown())
+            watcher_thread.forget()
 
     def end_with_program(self) -> None:
         """Have the ranks end, and wait for that; nobody uses this any more."""
-        life = self._life
-        if life is not None and life.is_ours():
-            life.mailbox.post(Shutdown())
-            life.join()
-            life.settle(LAST_SECONDS if life.output.is_stuck else None)
-            life.close()
-            self._life, self._why = None, "the program is ending"
+        watcher_thread = self._watcher_thread
+        if watcher_thread is not None and watcher_thread.is_ours():
+            watcher_thread.commands.post(Shutdown())
+            watcher_thread.join()
+            watcher_thread.settle(LAST_SECONDS if watcher_thread.output.is_stuck else None)
+            watcher_thread.close()
+            self._watcher_thread, self._why = None, "the program is ending"
 
     def tell_end(self, reason: str = "") -> None:
         """Nobody will call them any more."""
-        self._journal.end(WorkerState.STOPPED, self.workers, restarts=max(0, self._restart_count), reason=reason)
+        self._event_bus.end(WorkerState.STOPPED, self.workers, restarts=max(0, self._restart_count), reason=reason)
 
-    def _begin_life(self) -> WatcherThread:
-        life = WatcherThread(self._spec, self._journal, restart_count=self._restart_count + 1, keep=True)
+    def _start_watcher_thread(self) -> WatcherThread:
+        watcher_thread = WatcherThread(self._spec, self._event_bus, restart_count=self._restart_count + 1, keep=True)
         try:
-            life.prepare()
-            life.output.attach()
+            watcher_thread.prepare()
+            watcher_thread.output.attach()
         except BaseException:
-            life.close()
+            watcher_thread.close()
             raise
         self._restart_count += 1
-        self.workers = life.workers
-        self._life = life
-        return life
+        self.workers = watcher_thread.workers
+        self._watcher_thread = watcher_thread
+        return watcher_thread
 
-    def _call_anew(self, errand: PendingCall) -> tuple[BlockingCall, RunResult[Any]]:
+    def _call_anew(self, pending_call: PendingCall) -> tuple[BlockingCall, RunResult[Any]]:
         """Start the ranks for this call. It is there before they are, so that it is told what becomes of them."""
         log.warning("all ranks are started anew: %s", self._why)
         with standard_descriptors():
-            answer = self._call(self._begin_life(), errand)
+            answer = self._call(self._start_watcher_thread(), pending_call)
         assert answer is not None
         return answer
 
-    def _call(self, life: WatcherThread, errand: PendingCall) -> tuple[BlockingCall, RunResult[Any]] | None:
+    def _call(self, watcher_thread: WatcherThread, pending_call: PendingCall) -> tuple[BlockingCall, RunResult[Any]] | None:
         """Return None if a rank had died before the call came."""
         why, self._why = self._why, CUT_SHORT  # until it is known better
-        life.output.attach()
-        visit = self._visit(life, errand, until=lambda: errand.is_done)
-        visit.raise_error()
-        if not errand.facts:
+        watcher_thread.output.attach()
+        blocking_call = self._block(watcher_thread, pending_call, until=lambda: pending_call.is_done)
+        blocking_call.raise_error()
+        if not pending_call.observations:
             self._why = why
-            visit.signals.deliver()
+            blocking_call.signals.deliver()
             return None
-        (facts,) = errand.facts
-        has_succeeded = facts.verdict is StopReason.SUCCEEDED
+        (observations,) = pending_call.observations
+        has_succeeded = observations.verdict is StopReason.SUCCEEDED
         if has_succeeded:
             self._epoch -= 1
-        result = visit.conclude(lambda: self._judge(facts))
-        if self._life is None:
+        result = blocking_call.build_result(lambda: self._judge(observations))
+        if self._watcher_thread is None:
             how = "some ended after they had returned" if has_succeeded else verdict(result)
             self._why = f"not all came through the last call: {how}"
-        elif not visit.signals.received:  # which may have come too late for the call, and are at work
+        elif not blocking_call.signals.received:  # which may have come too late for the call, and are at work
             self._why = LOST
-        return visit, result
+        return blocking_call, result
 
-    def _judge(self, facts: AttemptObservations) -> RunResult[Any]:
-        result = diagnose_attempt(facts)
-        tell_fates(self._journal, facts, result)
-        self._journal.tell()
+    def _judge(self, observations: AttemptObservations) -> RunResult[Any]:
+        result = diagnose_attempt(observations)
+        publish_outcomes(self._event_bus, observations, result)
+        self._event_bus.dispatch()
         return result
 
-    def _seconds_left(self, life: WatcherThread, thing: PendingCall | Shutdown | None) -> float:
+    def _seconds_left(self, watcher_thread: WatcherThread, thing: PendingCall | Shutdown | None) -> float:
         """Of the time that a call may take. The end does not wait for a reader who was waited for in vain before."""
-        if isinstance(thing, Shutdown) and life.output.is_stuck:
+        if isinstance(thing, Shutdown) and watcher_thread.output.is_stuck:
             return 0.0
         if not isinstance(thing, PendingCall) or thing.timeout is None:
             return math.inf
         return thing.started_at + thing.timeout - time.monotonic()
 
-    def _visit(
-        self, life: WatcherThread, thing: PendingCall | Shutdown | None, *, until: Callable[[], bool]
+    def _block(
+        self, watcher_thread: WatcherThread, thing: PendingCall | Shutdown | None, *, until: Callable[[], bool]
     ) -> BlockingCall:
-        visit = BlockingCall(life, make_view=self._make_view)
+        blocking_call = BlockingCall(watcher_thread, make_view=self._make_view)
         try:
-            visit.pay(thing, until=until)
-            life.settle(visit.patience(self._seconds_left(life, thing)))
+            blocking_call.execute(thing, until=until)
+            watcher_thread.settle(blocking_call.patience(self._seconds_left(watcher_thread, thing)))
         finally:
-            if life.is_over:
-                life.close()
-                self._life = None
-        return visit
+            if watcher_thread.is_over:
+                watcher_thread.close()
+                self._watcher_thread = None
+        return blocking_call

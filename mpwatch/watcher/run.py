@@ -47,27 +47,27 @@ def watch(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:
     Raises LaunchError, or what the host's handler raises for a signal that came during the run: KeyboardInterrupt, say.
     """
     __tracebackhide__ = True  # see mpwatch.run
-    story = RunController(spec, EventBus(uuid.uuid4().hex, spec.observers, keep=True))
+    controller = RunController(spec, EventBus(uuid.uuid4().hex, spec.observers, keep=True))
     call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
     try:
         with (
             standard_descriptors(),
             closing(pack_call(call)) as payload,
-            closing(WatcherThread(spec, story.journal, keep=False)) as life,
+            closing(WatcherThread(spec, controller.event_bus, keep=False)) as watcher_thread,
         ):
-            life.prepare()
-            life.output.attach()
-            errand = PendingCall(payload, story.started_at, spec.timeout)
-            story.begin(errand)
-            visit = BlockingCall(life, partial(story.judge, life), make_view)
-            visit.pay(errand, until=lambda: False)
-            life.settle(visit.patience(story.seconds_left()))
-        visit.raise_error()
-        result = visit.conclude(story.result)
+            watcher_thread.prepare()
+            watcher_thread.output.attach()
+            pending_call = PendingCall(payload, controller.started_at, spec.timeout)
+            controller.begin(pending_call)
+            blocking_call = BlockingCall(watcher_thread, partial(controller.judge, watcher_thread), make_view)
+            blocking_call.execute(pending_call, until=lambda: False)
+            watcher_thread.settle(blocking_call.patience(controller.seconds_left()))
+        blocking_call.raise_error()
+        result = blocking_call.build_result(controller.result)
     except BaseException as error:
-        story.fail(error)
+        controller.fail(error)
         raise
-    visit.deliver_signals(result)
+    blocking_call.deliver_signals(result)
     return result
 
 
@@ -75,27 +75,27 @@ class BlockingCall:
     """What one thread of the caller's does about ranks, once."""
 
     def __init__(
-        self, life: WatcherThread, judge: Callable[[], float | None] | None = None, make_view: MakeView = no_view
+        self, watcher_thread: WatcherThread, judge: Callable[[], float | None] | None = None, make_view: MakeView = no_view
     ) -> None:
-        self._life = life
+        self._watcher_thread = watcher_thread
         self._judge = judge  # decides about restarts, and returns in how many seconds it must be called again
         self._make_view = make_view
         self._viewing: ViewDriver | None = None  # of a call that takes longer than a moment
-        self.signals = HostSignals(life.mailbox)
+        self.signals = HostSignals(watcher_thread.commands)
         self._has_asked = False
 
-    def pay(self, thing: Event | PendingCall | None, *, until: Callable[[], bool]) -> None:
+    def execute(self, thing: Event | PendingCall | None, *, until: Callable[[], bool]) -> None:
         """Post this, and wait until that holds, or all ranks have ended."""
         try:
-            if isinstance(thing, PendingCall) and self._life.is_watched():
+            if isinstance(thing, PendingCall) and self._watcher_thread.is_watched():
                 self._ask(thing)
                 if self._is_done_soon(until):
                     return
             self.signals.take_over()
             self._ask(thing)
-            self._life.begin()
+            self._watcher_thread.begin()
             if isinstance(thing, PendingCall):
-                self._viewing = ViewDriver(self._make_view, self._life.mailbox, thing)
+                self._viewing = ViewDriver(self._make_view, self._watcher_thread.commands, thing)
             self._sleep(until)
             self._leave()
         except BaseException as error:
@@ -108,7 +108,7 @@ class BlockingCall:
     def raise_error(self) -> None:
         """What went wrong, other than in a rank. Signals do then what they would have done."""
         raised, self.signals.raised = self.signals.raised, None
-        failed, self._life.error = self._life.error, None
+        failed, self._watcher_thread.error = self._watcher_thread.error, None
         try:
             if error := raised or failed:
                 raise error
@@ -116,7 +116,7 @@ class BlockingCall:
             self.signals.deliver()
             raise
 
-    def conclude(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
+    def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
         """What came of it."""
         try:
             return make()
@@ -149,7 +149,7 @@ class BlockingCall:
         if not self._has_asked:
             self._has_asked = True
             if thing is not None:
-                self._life.mailbox.post(thing)
+                self._watcher_thread.commands.post(thing)
             self.signals.speak_up()
 
     def _is_done_soon(self, until: Callable[[], bool]) -> bool:
@@ -160,13 +160,13 @@ class BlockingCall:
         while not until():
             if not self.signals.doze(deadline):
                 return False
-        self._life.attend()
+        self._watcher_thread.attend()
         return True
 
     def _sleep(self, until: Callable[[], bool]) -> None:
         """Not by joining the thread: that has the fault that signals.py tells of."""
         seconds = self._attend()  # to what was heard in the first moment
-        while not (until() or self._life.is_over):
+        while not (until() or self._watcher_thread.is_over):
             self.signals.sleep(seconds)
             seconds = self._attend()
 
@@ -174,7 +174,7 @@ class BlockingCall:
         """Run what belongs to the caller's thread. Returns the seconds until the next call; None: at the next wake-up."""
         self.signals.is_in_users_code = True
         try:
-            self._life.attend()
+            self._watcher_thread.attend()
             waits = [None if self._judge is None else self._judge()]
             if self._viewing is not None:
                 self._viewing.attend()
@@ -187,10 +187,10 @@ class BlockingCall:
         """The host is as it was."""
         if self._viewing is not None:
             self._viewing.close()
-        if self._life.is_over:
-            self._life.join()
+        if self._watcher_thread.is_over:
+            self._watcher_thread.join()
         self.signals.give_back()
-        self._life.attend()
+        self._watcher_thread.attend()
 
     def _abort(self, number: int, until: Callable[[], bool]) -> None:
         """Something has been thrown at us. Stop the ranks as by that signal and leave, and let nothing that is thrown
@@ -203,20 +203,20 @@ class BlockingCall:
                 if must_stop:
                     self._stop(number, until)
                 self._leave()
-                if must_stop and not self._life.has_begun():  # or not any more; else they have answered, and stay
-                    self._life.close()
+                if must_stop and not self._watcher_thread.has_begun():  # or not any more; else they have answered, and stay
+                    self._watcher_thread.close()
             except BaseException:  # noqa: BLE001, S112  the first one is raised; this one has hurried the ranks
                 continue
             return
 
     def _is_waited_for(self, until: Callable[[], bool]) -> bool:
         """False for ranks that are idle: a call was about to be posted, or has been answered."""
-        return not self._life.has_begun() or (self._has_asked and not until())
+        return not self._watcher_thread.has_begun() or (self._has_asked and not until())
 
     def _stop(self, number: int, until: Callable[[], bool]) -> None:
-        self._life.cancel()
+        self._watcher_thread.cancel()
         self.signals.take_over()
         self.signals.tell(number)
         self.signals.speak_up()
-        if self._life.has_begun():
+        if self._watcher_thread.has_begun():
             self._sleep(until if number == signal.SIGINT else lambda: False)

@@ -48,25 +48,25 @@ class WatcherThread:
     """
 
     def __init__(
-        self, spec: GroupSpec, journal: EventBus, *, restart_count: int = 0, keep: bool, herald: VerdictCallback = bool
+        self, spec: GroupSpec, event_bus: EventBus, *, restart_count: int = 0, keep: bool, on_verdict: VerdictCallback = bool
     ) -> None:
         self._spec = spec
-        self._journal = journal
+        self._event_bus = event_bus
         self._restart_count = restart_count
         self._keep = keep
-        self._herald = herald
+        self._on_verdict = on_verdict
         self._pid = os.getpid()
         with ExitStack() as stack:
-            self.mailbox = stack.enter_context(closing(CommandQueue()))
-            self.remarks = DeferredLog(self.mailbox.alarm.ring)
-            self._journal.wake = self.mailbox.alarm.ring
+            self.commands = stack.enter_context(closing(CommandQueue()))
+            self.deferred_log = DeferredLog(self.commands.caller_wakeup.wake)
+            self._event_bus.wake = self.commands.caller_wakeup.wake
             assert isinstance(spec.nprocs, int)  # see GroupSpec
             nprocs = None if spec.is_on_nodes else spec.nprocs
-            self.output = RankOutput(spec.logs or default_logs(), nprocs, self.remarks)
+            self.output = RankOutput(spec.logs or default_logs(), nprocs, self.deferred_log)
             self._keeper: socket.socket | None = None  # of the port
             stack.callback(self._free_port)
             self._held = stack.pop_all()
-        self._places: list[RankSetup] = []
+        self._setups: list[RankSetup] = []
         self._thread: threading.Thread | None = None
         self._is_cancelled = False
         self._is_forgotten = False
@@ -76,7 +76,7 @@ class WatcherThread:
     @property
     def workers(self) -> tuple[Worker, ...]:
         """Who the ranks are, once they are prepared."""
-        return tuple(worker for worker, _ in self._places)
+        return tuple(worker for worker, _ in self._setups)
 
     def is_ours(self) -> bool:
         """False in a process that this program has forked."""
@@ -85,7 +85,7 @@ class WatcherThread:
     def prepare(self) -> None:
         """What runs code of the user's runs it here, in the caller's thread: the `env` function."""
         assert isinstance(self._spec.nprocs, int)  # see GroupSpec
-        self._places = self.prepare_again(range(self._spec.nprocs), self._restart_count)
+        self._setups = self.prepare_again(range(self._spec.nprocs), self._restart_count)
 
     def prepare_again(self, ranks: Sequence[int], restart_count: int) -> list[RankSetup]:
         """How these ranks are started the next time: on a new port, if it is all of them."""
@@ -94,7 +94,7 @@ class WatcherThread:
             if earlier is not None:
                 earlier.close()
         port = self._keeper.getsockname()[1]
-        run_id = self._journal.run_id
+        run_id = self._event_bus.run_id
         workers = workers_here(self._spec, ranks, port, run_id=run_id, restart_count=restart_count)
         return environments_of(self._spec, workers)
 
@@ -104,14 +104,14 @@ class WatcherThread:
 
     def attend(self) -> None:
         """Say what is to be said, in the caller's thread."""
-        self.remarks.say()
-        self._journal.tell()
+        self.deferred_log.say()
+        self._event_bus.dispatch()
 
     def settle(self, seconds: float | None) -> None:
         """Wait until what the ranks have printed by now is where it belongs, and say what is to be said of that."""
         if not self.output.settle(seconds):
             log.warning("not all that the ranks have printed could be shown: nobody reads it")
-        self.remarks.say()
+        self.deferred_log.say()
 
     def begin(self) -> None:
         """Start the thread, which starts the ranks. Nothing if it has been started. Raises LaunchError."""
@@ -129,7 +129,7 @@ class WatcherThread:
 
     def has_started(self) -> bool:
         """Whether there is a process for each rank."""
-        return self.mailbox.state is not WorkerState.UNKNOWN
+        return self.commands.state is not WorkerState.UNKNOWN
 
     def cancel(self) -> None:
         """Let nothing begin that has not begun."""
@@ -173,19 +173,19 @@ class WatcherThread:
             if not self._is_cancelled:
                 EventLoop(
                     self._spec,
-                    self._places,
-                    self.mailbox,
-                    self.remarks,
-                    self._journal,
+                    self._setups,
+                    self.commands,
+                    self.deferred_log,
+                    self._event_bus,
                     output=self.output,
                     keep=self._keep,
-                    herald=self._herald,
+                    on_verdict=self._on_verdict,
                 ).run()
         except BaseException as error:  # noqa: BLE001  it is the caller's to raise
             self.error = error
         finally:
             self.output.finish()
             self.is_over = True
-            self.mailbox.alarm.ring()
+            self.commands.caller_wakeup.wake()
             if self._is_forgotten:
                 self.close()

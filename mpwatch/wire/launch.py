@@ -39,12 +39,12 @@ class RankProcess(SpawnProcess):
         start_method: spawn makes it the child's default; None leaves the default alone.
     """
 
-    def __init__(self, seat: LaunchInfo, program: str, *, name: str, start_method: str | None) -> None:
+    def __init__(self, launch_info: LaunchInfo, program: str, *, name: str, start_method: str | None) -> None:
         super().__init__(name=name)
-        self.seat = seat
+        self.launch_info = launch_info
         self.program = program
         self._start_method: Any = start_method  # read by spawn; typeshed: str
 
     def run(self) -> None:
         """Run the program."""
-        import_module(self.program).main(self.seat)
+        import_module(self.program).main(self.launch_info)

@@ -39,35 +39,35 @@ if TYPE_CHECKING:
     Sent = tuple[bytes, list[int] | None]  # a call as it came, see payload.unpack
 
 
-def main(seat: LaunchInfo) -> None:
+def main(launch_info: LaunchInfo) -> None:
     """Live as the rank of this seat."""
     _end_with_watcher()
     _normal_signals()
-    memory = open_slot(seat.slots_fd, seat.slot)
-    shelter = DeferredSignals(memory)
-    shelter.enter()
-    where = stdio.move_stderr(seat.stderr_fd)
-    if seat.is_captured:
+    memory = open_slot(launch_info.slots_fd, launch_info.slot)
+    deferred_signals = DeferredSignals(memory)
+    deferred_signals.enter()
+    where = stdio.move_stderr(launch_info.stderr_fd)
+    if launch_info.is_captured:
         stdio.flush_each_line()
-    channel = Channel(seat.channel_fd, BlackBox(memory))
-    context.enter(seat.worker, HeartbeatWriter(memory))
+    channel = Channel(launch_info.channel_fd, BlackBox(memory))
+    context.enter(launch_info.worker, HeartbeatWriter(memory))
     channel.send(MessageKind.READY, where)
-    _serve(channel, shelter)
-    shelter.end()
+    _serve(channel, deferred_signals)
+    deferred_signals.end()
     _leave_process_group()
     _tell_what_lingers(channel)
     channel.let_go()
 
 
-def _serve(channel: Channel, shelter: DeferredSignals) -> None:
+def _serve(channel: Channel, deferred_signals: DeferredSignals) -> None:
     pid = os.getpid()
     while True:
-        shelter.wait()
+        deferred_signals.wait()
         sent = channel.receive_call()
         if sent is None:
             return
         channel.keep_a_descriptor()
-        outcome = _outcome(sent, shelter)
+        outcome = _outcome(sent, deferred_signals)
         if os.getpid() != pid:
             _end_as_fork(outcome)
         if isinstance(outcome, _Failure):
@@ -84,7 +84,7 @@ def _end_as_fork(outcome: _Failure | tuple[PickleBundle, float]) -> None:
     if isinstance(outcome, _Failure):
         from mpwatch.wire.exceptions import decoder
 
-        sys.stderr.write(decoder.text_of(outcome.telling().plain()))
+        sys.stderr.write(decoder.text_of(outcome.encoder().plain()))
     stdio.flush()
     os._exit(1 if isinstance(outcome, _Failure) else 0)
 
@@ -114,13 +114,13 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
     stdio.flush_for_answer()
     channel.free_a_descriptor()  # the function may have taken all, and what tells must be imported
     try:
-        telling = failure.telling()
-        told = telling.plain()
+        encoder = failure.encoder()
+        told = encoder.plain()
     except BaseException as broken:  # noqa: BLE001  memory has run out, or an error of ours
-        telling = failure.instead(RuntimeError(f"{failure.name} was raised, and could not be told: {broken!r}"))
-        told = telling.plain()
+        encoder = failure.instead(RuntimeError(f"{failure.name} was raised, and could not be told: {broken!r}"))
+        told = encoder.plain()
     if channel.send(failure.kind, told, failure.at):
-        channel.send(MessageKind.DETAILS, telling.details(), failure.at)
+        channel.send(MessageKind.DETAILS, encoder.details(), failure.at)
     else:
         channel.send(failure.kind, failure.instead(_too_large(len(told))).plain(), failure.at)
 
@@ -148,20 +148,20 @@ def _normal_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
-def _outcome(sent: Sent, shelter: DeferredSignals) -> _Failure | tuple[PickleBundle, float]:
+def _outcome(sent: Sent, deferred_signals: DeferredSignals) -> _Failure | tuple[PickleBundle, float]:
     """What comes of a call: its value, pickled, and when. An interrupt meets what `_perform` does, and never this."""
     try:
         try:
-            value = _perform(sent, shelter)
+            value = _perform(sent, deferred_signals)
         finally:
-            shelter.enter()
+            deferred_signals.enter()
         ended_at = time.monotonic()
         return _packed(value, ended_at)
     except _LoadError as error:
         return _Failure(MessageKind.LOAD_FAILED, error.error, time.monotonic())
     except BaseException as error:  # noqa: BLE001  a KeyboardInterrupt, a SystemExit too is an answer
         failed_at = time.monotonic()
-        shelter.enter()  # it may have been an interrupt that came before the shelter was reached
+        deferred_signals.enter()  # it may have been an interrupt that came before the shelter was reached
         return _Failure(MessageKind.RAISED, error, failed_at)
 
 
@@ -183,9 +183,9 @@ class _Failure:
         from mpwatch.wire.exceptions.decoder import own, set_own
 
         set_own(error, "__traceback__", own(self.error, "__traceback__"))
-        return _Failure(self.kind, error, self.at).telling()
+        return _Failure(self.kind, error, self.at).encoder()
 
-    def telling(self) -> ExceptionEncoder:
+    def encoder(self) -> ExceptionEncoder:
         """The exception as the user should see it, without our frames above the function's."""
         from mpwatch.wire.exceptions.decoder import own, set_own
         from mpwatch.wire.exceptions.encoder import ExceptionEncoder
@@ -204,8 +204,8 @@ class _LoadError(Exception):
         self.error = error
 
 
-def _perform(sent: Sent, shelter: DeferredSignals) -> object:
-    shelter.leave()
+def _perform(sent: Sent, deferred_signals: DeferredSignals) -> object:
+    deferred_signals.leave()
     try:
         call = call_payload.unpack(*sent)
     except BaseException as error:  # noqa: BLE001  the caller's own modules are imported there

@@ -96,7 +96,7 @@ def table(name, rounds, rows):
         title = f"  {says}"
         lines.append(f"{title:60s} {'least':>9s} {'most':>9s}   mpwatch is")
         lines += [_line(row, unit) for row in rows if row.figure == figure]
-        lines += [f"      {text}" for row in rows if row.figure == figure for text in _remarks(row, rounds)]
+        lines += [f"      {text}" for row in rows if row.figure == figure for text in _deferred_log(row, rounds)]
     return lines
 
 
@@ -114,7 +114,7 @@ def _line(row, unit):
     return line
 
 
-def _remarks(row, rounds):
+def _deferred_log(row, rounds):
     if row.figure == "slope":
         medians = by_ranks(rounds, row.launcher, "whole").items()
         yield f"{row.launcher}: " + ", ".join(f"{ranks} in {with_unit(whole, 's')}" for ranks, whole in medians)

@@ -166,7 +166,7 @@ def _graph_of(error: BaseException, room: int) -> ExceptionGraph:
     for link in links:
         if kept and room < LEAST_LINK:
             break
-        sent = _link(link, room // 2 if kept else room * 2 // 3)  # nearer exceptions get more room
+        sent = _node_thread(link, room // 2 if kept else room * 2 // 3)  # nearer exceptions get more room
         room -= _size(to_json(sent)) + 1
         kept.append(sent)
     found: dict[str, str] = {}
@@ -188,7 +188,7 @@ def _linked_to(link: ExceptionLink, count: int) -> ExceptionLink:
     )
 
 
-def _link(link: ExceptionNode, room: int) -> ExceptionLink:
+def _node_thread(link: ExceptionNode, room: int) -> ExceptionLink:
     names = {name: _name(link[name], min(MAX_NAME, room // 8)) for name in ("name", "qualname", "module")}
     bare = ExceptionLink(
         **names,

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from typing import Any
 
-from mpwatch import __version__
 from mpwatch.multinode.protocol.messages import JobConfig, NodeInfo
 from mpwatch.options.spec import WorkerSpec
+from mpwatch.version import __version__
 
 
 def terms_of(spec: WorkerSpec[Any]) -> JobConfig:

@@ -23,16 +23,16 @@ class DeathClock:
         """Another wake-up: nothing that is heard now says more of those who have died."""
         self._dead.clear()
 
-    def die(self, facts: RankObservations) -> None:
+    def die(self, observations: RankObservations) -> None:
         """This rank has died."""
-        facts.died_at = time.monotonic()
-        self._dead.append((max(self._latest, facts.signalled_at), facts))
+        observations.died_at = time.monotonic()
+        self._dead.append((max(self._latest, observations.signalled_at), observations))
 
     def hear(self, stamp: float) -> None:
         """A rank says that something happened at this time. It said so right then."""
         limit = stamp
-        for earliest, facts in reversed(self._dead):
-            assert facts.died_at is not None
-            facts.died_at = max(earliest, min(facts.died_at, math.nextafter(limit, 0.0)))
-            limit = min(limit, facts.died_at)
+        for earliest, observations in reversed(self._dead):
+            assert observations.died_at is not None
+            observations.died_at = max(earliest, min(observations.died_at, math.nextafter(limit, 0.0)))
+            limit = min(limit, observations.died_at)
         self._latest = max(self._latest, stamp)

@@ -48,29 +48,29 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
     """Return the result of an attempt, or of a call, that has ended."""
     failures: Failures = {}
     values: dict[int, Any] = {}
-    for rank, seen in attempt.ranks.items():
-        if attempt.verdict is StopReason.SUCCEEDED and has_returned(attempt, seen):
-            _load_value(attempt, seen, values, failures)
-        elif (failure := find_failure(attempt, seen)) is not None:
+    for rank, observed in attempt.ranks.items():
+        if attempt.verdict is StopReason.SUCCEEDED and has_returned(attempt, observed):
+            _load_value(attempt, observed, values, failures)
+        elif (failure := find_failure(attempt, observed)) is not None:
             failures[rank] = failure
     failures |= _find_victims(attempt, failures)
     failures |= _find_hangs(attempt, failures)
     first = min(failures.values(), key=partial(_get_order_of_blame, attempt), default=(0.0, None))[1]
     by_rank = {rank: failure for rank, (_, failure) in sorted(failures.items())}
-    states = {rank: _get_state(attempt, seen, rank in by_rank) for rank, seen in attempt.ranks.items()}
+    states = {rank: _get_state(attempt, observed, rank in by_rank) for rank, observed in attempt.ranks.items()}
     return RunResult(
         state=_get_overall_state(attempt.verdict, by_rank),
         return_values=values if not by_rank else {},
         failures=by_rank,
         root_cause=None if attempt.verdict is StopReason.TIMED_OUT else first,
-        workers=tuple(seen.worker for seen in attempt.ranks.values()),
+        workers=tuple(observed.worker for observed in attempt.ranks.values()),
         worker_states=states,
         progress={
             rank: progress
-            for rank, seen in attempt.ranks.items()
-            if (progress := seen.progress(attempt.started_at)) is not None
+            for rank, observed in attempt.ranks.items()
+            if (progress := observed.progress(attempt.started_at)) is not None
         },
-        stacks={rank: text for rank, seen in attempt.ranks.items() if (text := stacks_of(seen))},
+        stacks={rank: text for rank, observed in attempt.ranks.items() if (text := stacks_of(observed))},
         reason=_get_reason(attempt, failures, states),
         helpers_oom=attempt.helpers_oom if by_rank else "",
         log_dir=attempt.log_dir,
@@ -103,9 +103,9 @@ def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> 
     if at is None:
         return []
     running = {
-        rank: seen
-        for rank, seen in attempt.ranks.items()
-        if rank not in result.failures and seen.was_ready and not has_returned(attempt, seen)
+        rank: observed
+        for rank, observed in attempt.ranks.items()
+        if rank not in result.failures and observed.was_ready and not has_returned(attempt, observed)
     }
     missing = sorted(away(running))
     return [build_hang(attempt, running[rank], at, texts.KEPT_OTHER_NODES_WAITING)[1] for rank in missing]
@@ -140,10 +140,10 @@ def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
 
 
 def _get_complaint(attempt: AttemptObservations, rank: int) -> PeerErrorKind | None:
-    seen = attempt.ranks[rank]
-    if seen.report is None:
-        return complaint_of_death(seen.exit_code, seen.stderr)
-    return complaint_in(seen.report.body) if seen.report.kind is not MessageKind.RETURNED else None
+    observed = attempt.ranks[rank]
+    if observed.report is None:
+        return complaint_of_death(observed.exit_code, observed.stderr)
+    return complaint_in(observed.report.body) if observed.report.kind is not MessageKind.RETURNED else None
 
 
 def _find_hangs(attempt: AttemptObservations, failures: Failures) -> Failures:
@@ -162,15 +162,15 @@ def _find_hangs(attempt: AttemptObservations, failures: Failures) -> Failures:
 
 def _get_running(attempt: AttemptObservations, failures: Failures) -> dict[int, RankObservations]:
     """Return the ranks that were running when the watcher stopped them."""
-    return {rank: seen for rank, seen in attempt.ranks.items() if _was_running(attempt, failures, rank)}
+    return {rank: observed for rank, observed in attempt.ranks.items() if _was_running(attempt, failures, rank)}
 
 
 def _was_running(attempt: AttemptObservations, failures: Failures, rank: int) -> bool:
     """A silent rank counts even if it has returned since: its silence is why the watcher stopped the ranks."""
     if rank in failures and failures[rank][1].kind is not FailureKind.TIMEOUT:
         return False
-    seen = attempt.ranks[rank]
-    return rank in attempt.silent or (seen.was_ready and not has_returned(attempt, seen))
+    observed = attempt.ranks[rank]
+    return rank in attempt.silent or (observed.was_ready and not has_returned(attempt, observed))
 
 
 def _find_silent(attempt: AttemptObservations, running: Mapping[int, RankObservations]) -> Failures:
@@ -191,9 +191,11 @@ def _find_silent(attempt: AttemptObservations, running: Mapping[int, RankObserva
     return hangs
 
 
-def _load_value(attempt: AttemptObservations, seen: RankObservations, values: dict[int, Any], failures: Failures) -> None:
-    assert seen.report is not None
-    rank, body, file = seen.worker.rank, seen.report.body, seen.report.file
+def _load_value(
+    attempt: AttemptObservations, observed: RankObservations, values: dict[int, Any], failures: Failures
+) -> None:
+    assert observed.report is not None
+    rank, body, file = observed.worker.rank, observed.report.body, observed.report.file
     try:
         if isinstance(file, OSError):
             raise file
@@ -202,13 +204,13 @@ def _load_value(attempt: AttemptObservations, seen: RankObservations, values: di
         raise
     except BaseException as error:  # noqa: BLE001  unpickling runs the user's code, which may raise anything
         decoder.annotate(error, texts.unloadable_value_text(rank))
-        failures[rank] = build_unloadable_value(attempt, seen, seen.report.stamp, error)
+        failures[rank] = build_unloadable_value(attempt, observed, observed.report.stamp, error)
 
 
-def _get_state(attempt: AttemptObservations, seen: RankObservations, has_failed: bool) -> WorkerState:
+def _get_state(attempt: AttemptObservations, observed: RankObservations, has_failed: bool) -> WorkerState:
     if has_failed:
         return WorkerState.FAILED
-    return WorkerState.SUCCEEDED if has_returned(attempt, seen) else WorkerState.STOPPED
+    return WorkerState.SUCCEEDED if has_returned(attempt, observed) else WorkerState.STOPPED
 
 
 def _get_overall_state(verdict: StopReason | None, failures: Mapping[int, ProcessFailure]) -> WorkerState:

@@ -23,9 +23,9 @@ CRASHES = frozenset(
 )
 
 
-def may_be_oom_kill(seen: RankObservations) -> bool:
+def may_be_oom_kill(observed: RankObservations) -> bool:
     """Whether a SIGKILL that the watcher did not send ended this rank."""
-    return seen.exit_code == -signal.SIGKILL and signal.SIGKILL not in seen.signals_sent
+    return observed.exit_code == -signal.SIGKILL and signal.SIGKILL not in observed.signals_sent
 
 
 def is_crash(exit_code: int | None) -> bool:
@@ -38,79 +38,88 @@ def is_before_stop(attempt: AttemptObservations, at: float) -> bool:
     return attempt.stopped_at is None or at <= attempt.stopped_at
 
 
-def has_returned(attempt: AttemptObservations, seen: RankObservations) -> bool:
+def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bool:
     """Whether this rank returned in time.
 
     A value that comes after the stop is no result: the function may have called `sys.exit(0)` in a signal handler.
     """
-    report = seen.report
+    report = observed.report
     if report is None or report.kind is not MessageKind.RETURNED or not is_before_stop(attempt, report.stamp):
         return False
     # A value that was still being pickled or sent when the timeout expired is no result either.
-    return attempt.verdict is not StopReason.TIMED_OUT or seen.heard_at is None or is_before_stop(attempt, seen.heard_at)
+    return (
+        attempt.verdict is not StopReason.TIMED_OUT
+        or observed.heard_at is None
+        or is_before_stop(attempt, observed.heard_at)
+    )
 
 
-def find_failure(attempt: AttemptObservations, seen: RankObservations) -> TimedFailure | None:
+def find_failure(attempt: AttemptObservations, observed: RankObservations) -> TimedFailure | None:
     """Return when and how this rank failed by itself, or None if it did not fail."""
-    if has_returned(attempt, seen):
-        return _find_death_after_return(attempt, seen)
+    if has_returned(attempt, observed):
+        return _find_death_after_return(attempt, observed)
     if (
-        seen.report is not None
-        and seen.report.kind is not MessageKind.RETURNED
-        and is_before_stop(attempt, seen.report.stamp)
+        observed.report is not None
+        and observed.report.kind is not MessageKind.RETURNED
+        and is_before_stop(attempt, observed.report.stamp)
     ):
-        return _build_reported(attempt, seen, seen.report)
-    if seen.worker.rank in attempt.never_ready:
+        return _build_reported(attempt, observed, observed.report)
+    if observed.worker.rank in attempt.never_ready:
         at = attempt.stopped_at or attempt.started_at
         why = texts.not_ready_text(attempt.start_timeout)
-        return _build(attempt, seen, at, FailureKind.START, evidence=why, stderr=seen.printed or seen.stderr)
-    if seen.report is None and seen.died_at is not None and _died_by_itself(attempt, seen, seen.died_at):
-        return _build_death(attempt, seen, seen.died_at)
-    if seen.failing_at is not None and is_before_stop(attempt, seen.failing_at):
-        return _build_unreported_exception(attempt, seen, seen.failing_at)
+        return _build(attempt, observed, at, FailureKind.START, evidence=why, stderr=observed.printed or observed.stderr)
+    if observed.report is None and observed.died_at is not None and _died_by_itself(attempt, observed, observed.died_at):
+        return _build_death(attempt, observed, observed.died_at)
+    if observed.failing_at is not None and is_before_stop(attempt, observed.failing_at):
+        return _build_unreported_exception(attempt, observed, observed.failing_at)
     if attempt.verdict is StopReason.TIMED_OUT and attempt.stopped_at is not None:
-        return _build(attempt, seen, attempt.stopped_at, FailureKind.TIMEOUT, stack=stacks_of(seen))
+        return _build(attempt, observed, attempt.stopped_at, FailureKind.TIMEOUT, stack=stacks_of(observed))
     return None
 
 
 def build_hang(
-    attempt: AttemptObservations, seen: RankObservations, at: float, evidence: str, *, is_secondary: bool = False
+    attempt: AttemptObservations, observed: RankObservations, at: float, evidence: str, *, is_secondary: bool = False
 ) -> TimedFailure:
     """Build the failure of a rank that was silent for too long, or that kept its peers waiting."""
-    stack = stacks_of(seen)
-    return _build(attempt, seen, at, FailureKind.HANG, stack=stack, evidence=evidence, is_secondary=is_secondary)
+    stack = stacks_of(observed)
+    return _build(attempt, observed, at, FailureKind.HANG, stack=stack, evidence=evidence, is_secondary=is_secondary)
 
 
 def build_unloadable_value(
-    attempt: AttemptObservations, seen: RankObservations, at: float, error: BaseException
+    attempt: AttemptObservations, observed: RankObservations, at: float, error: BaseException
 ) -> TimedFailure:
     """Build the failure of a rank whose return value raised this exception when the caller unpickled it."""
     summary = texts.summary_of(error)
-    return _build(attempt, seen, at, FailureKind.EXCEPTION, exception=error, summary=summary)
+    return _build(attempt, observed, at, FailureKind.EXCEPTION, exception=error, summary=summary)
 
 
-def _find_death_after_return(attempt: AttemptObservations, seen: RankObservations) -> TimedFailure | None:
+def _find_death_after_return(attempt: AttemptObservations, observed: RankObservations) -> TimedFailure | None:
     """Return the death of a rank that had returned, if other ranks were still running and may have needed it."""
-    if seen.died_at is None or attempt.stopped_at is None or seen.died_at > attempt.stopped_at or not seen.exit_code:
+    if (
+        observed.died_at is None
+        or attempt.stopped_at is None
+        or observed.died_at > attempt.stopped_at
+        or not observed.exit_code
+    ):
         return None
-    return _build_death(attempt, seen, seen.died_at)
+    return _build_death(attempt, observed, observed.died_at)
 
 
-def _died_by_itself(attempt: AttemptObservations, seen: RankObservations, at: float) -> bool:
+def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at: float) -> bool:
     """Whether something other than the stop ended a rank. During the stop, this is a crash or a SIGKILL from elsewhere."""
     if is_before_stop(attempt, at):
         return True
-    number = -(seen.exit_code or 0)
-    if seen.was_asked and number == DUMP_SIGNAL:
+    number = -(observed.exit_code or 0)
+    if observed.was_asked and number == DUMP_SIGNAL:
         return False
-    if not seen.signals_sent:
+    if not observed.signals_sent:
         return True  # the watcher was still dumping its stacks
-    return number > 0 and number not in seen.signals_sent and (number in CRASHES or number == signal.SIGKILL)
+    return number > 0 and number not in observed.signals_sent and (number in CRASHES or number == signal.SIGKILL)
 
 
-def _build_reported(attempt: AttemptObservations, seen: RankObservations, report: Message) -> TimedFailure:
+def _build_reported(attempt: AttemptObservations, observed: RankObservations, report: Message) -> TimedFailure:
     try:
-        error = decoder.decode(report.body, seen.details)
+        error = decoder.decode(report.body, observed.details)
     except Exception:  # noqa: BLE001  unpickling runs the user's code; the first message needs none of the user's classes
         error = decoder.decode(report.body)
     kind, exit_code = FailureKind.EXCEPTION, 1
@@ -120,7 +129,7 @@ def _build_reported(attempt: AttemptObservations, seen: RankObservations, report
         kind, exit_code = FailureKind.EXIT, _get_exit_status(SystemExit.__dict__["code"].__get__(error))
     return _build(
         attempt,
-        seen,
+        observed,
         report.stamp,
         kind,
         exit_code=exit_code,
@@ -136,19 +145,19 @@ def _get_exit_status(code: object) -> int:
     return (code & 0xFF) or 1 if isinstance(code, int) else 1
 
 
-def _build_unreported_exception(attempt: AttemptObservations, seen: RankObservations, at: float) -> TimedFailure:
+def _build_unreported_exception(attempt: AttemptObservations, observed: RankObservations, at: float) -> TimedFailure:
     """Build the failure of a rank that announced an exception, and never sent it."""
-    ended = seen.exit_code is not None and -seen.exit_code not in seen.signals_sent
+    ended = observed.exit_code is not None and -observed.exit_code not in observed.signals_sent
     why = texts.EXITED_BEFORE_TEXT if ended else texts.TEXT_DID_NOT_END
-    return _build(attempt, seen, at, FailureKind.EXCEPTION, stack=stacks_of(seen), evidence=why)
+    return _build(attempt, observed, at, FailureKind.EXCEPTION, stack=stacks_of(observed), evidence=why)
 
 
-def _build_death(attempt: AttemptObservations, seen: RankObservations, at: float) -> TimedFailure:
-    code = seen.exit_code
+def _build_death(attempt: AttemptObservations, observed: RankObservations, at: float) -> TimedFailure:
+    code = observed.exit_code
     number = -code if code is not None and code < 0 else None
-    if seen.oom:
+    if observed.oom:
         kind = FailureKind.OOM
-    elif not seen.was_ready:
+    elif not observed.was_ready:
         kind = FailureKind.START
     elif number is not None:
         kind = FailureKind.SIGNAL
@@ -156,38 +165,44 @@ def _build_death(attempt: AttemptObservations, seen: RankObservations, at: float
         kind = FailureKind.EXIT if code else FailureKind.LOST
     return _build(
         attempt,
-        seen,
+        observed,
         at,
         kind,
         exit_code=128 + number if number is not None else code or 1,
         signal=number,
-        stack=seen.crash,
-        stderr=seen.printed or seen.stderr,
-        evidence=_find_evidence(seen),
-        is_secondary=complaint_of_death(code, seen.stderr) is not None,
+        stack=observed.crash,
+        stderr=observed.printed or observed.stderr,
+        evidence=_find_evidence(observed),
+        is_secondary=complaint_of_death(code, observed.stderr) is not None,
     )
 
 
-def _find_evidence(seen: RankObservations) -> str:
-    if seen.failing_at is not None and seen.report is None:
+def _find_evidence(observed: RankObservations) -> str:
+    if observed.failing_at is not None and observed.report is None:
         return texts.EXITED_DURING_TEXT
-    if complaint_of_death(seen.exit_code, seen.stderr) is not None:
+    if complaint_of_death(observed.exit_code, observed.stderr) is not None:
         return texts.NCCL_WATCHDOG
-    return seen.oom or (texts.likely_oom_text(seen.likely_oom) if seen.likely_oom else "")
+    return observed.oom or (texts.likely_oom_text(observed.likely_oom) if observed.likely_oom else "")
 
 
 def _build(
-    attempt: AttemptObservations, seen: RankObservations, at: float, kind: FailureKind, *, exit_code: int = 1, **fields: Any
+    attempt: AttemptObservations,
+    observed: RankObservations,
+    at: float,
+    kind: FailureKind,
+    *,
+    exit_code: int = 1,
+    **fields: Any,
 ) -> TimedFailure:
     return at, ProcessFailure(
-        rank=seen.worker.rank,
-        local_rank=seen.worker.local_rank,
-        pid=seen.pid,
+        rank=observed.worker.rank,
+        local_rank=observed.worker.local_rank,
+        pid=observed.pid,
         hostname=attempt.hostname,
-        group_rank=seen.worker.group_rank if seen.worker.group_world_size > 1 else None,
+        group_rank=observed.worker.group_rank if observed.worker.group_world_size > 1 else None,
         kind=kind,
         exit_code=exit_code,
         elapsed=at - attempt.started_at,
-        log_files=dict(seen.words.files),
-        **{"stderr": seen.stderr, **fields},
+        log_files=dict(observed.stderr_tail.files),
+        **{"stderr": observed.stderr, **fields},
     )

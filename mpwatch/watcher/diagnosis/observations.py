@@ -20,7 +20,7 @@ class RankObservations:
     """Of one rank."""
 
     worker: Worker
-    words: StderrTail = field(default_factory=StderrTail)
+    stderr_tail: StderrTail = field(default_factory=StderrTail)
     """What is kept of its output."""
     pid: int | None = None
     was_ready: bool = False
@@ -50,7 +50,7 @@ class RankObservations:
     """Whether it was sent DUMP_SIGNAL: a program that it becomes in that moment dies of it."""
     process_state: str = ""
     """The letter of its state when its stacks were asked for, see proc(5)."""
-    pulse: HeartbeatSample = field(default_factory=partial(HeartbeatSample, None, None))
+    heartbeat: HeartbeatSample = field(default_factory=partial(HeartbeatSample, None, None))
     """When it was last heard of, and what it last reported."""
     signals_sent: set[int] = field(default_factory=set)
     signalled_at: float = 0.0
@@ -58,9 +58,9 @@ class RankObservations:
 
     def progress(self, started_at: float) -> Progress | None:
         """What it last reported, in a run that was started at this time."""
-        if self.pulse.report is None:
+        if self.heartbeat.report is None:
             return None
-        at, step, total, metrics = self.pulse.report
+        at, step, total, metrics = self.heartbeat.report
         return Progress(step=step, total=total, metrics=metrics, elapsed=at - started_at)
 
 
@@ -99,15 +99,15 @@ class AttemptObservations:
         """From when all of them were ready, to the failure."""
         return 0.0 if self.all_ready_at is None or self.stopped_at is None else self.stopped_at - self.all_ready_at
 
-    def gather(self) -> None:
+    def collect_stderr(self) -> None:
         """What the ranks have printed by now, in the end."""
-        for seen in self.ranks.values():
-            seen.stderr = seen.words.last_lines()
+        for observed in self.ranks.values():
+            observed.stderr = observed.stderr_tail.last_lines()
 
     def forget(self) -> None:
         """What the ranks have sent, which may be large: who watched them, and has it, goes with the garbage some time. That
         they did, and when, is still to be shown.
         """
-        for seen in self.ranks.values():
-            if seen.report is not None:
-                seen.report = Message(seen.report.kind, seen.report.stamp, b"")
+        for observed in self.ranks.values():
+            if observed.report is not None:
+                observed.report = Message(observed.report.kind, observed.report.stamp, b"")

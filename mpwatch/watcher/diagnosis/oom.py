@@ -25,8 +25,8 @@ KILLED = re.compile(r"((?:Memory cgroup o|O)ut of memory.*?: Killed process (\d+
 class OomDetector:
     """A context manager, entered before the ranks are started: it looks at what has changed since."""
 
-    def __init__(self, remarks: DeferredLog) -> None:
-        self._remarks = remarks
+    def __init__(self, deferred_log: DeferredLog) -> None:
+        self._deferred_log = deferred_log
 
     def __enter__(self) -> Self:
         self._stack = ExitStack()
@@ -47,13 +47,13 @@ class OomDetector:
         killed = list(suspects)
         if killed:
             file, risen = self._risen()
-            for facts in killed:
+            for observations in killed:
                 if risen >= len(killed):
-                    facts.oom = _counted(file, risen)
+                    observations.oom = _counted(file, risen)
                 elif risen > 0:
-                    facts.likely_oom = _counted(file, risen)
+                    observations.likely_oom = _counted(file, risen)
                 elif not self._groups and oom_kills_of_machine() > self._machine:
-                    facts.likely_oom = "it struck on this machine during the run"
+                    observations.likely_oom = "it struck on this machine during the run"
             self._note_others(file, risen - len(killed))
             self._suspects += killed
 
@@ -64,12 +64,12 @@ class OomDetector:
         file, risen = self._risen()
         self._note_others(file, risen)
         if self._suspects and self._log_fd is not None:
-            logged = _killed_by(_read_log(self._log_fd, self._remarks))
-            for facts in self._suspects:
-                if facts.oom and facts.pid not in logged:
+            logged = _killed_by(_read_log(self._log_fd, self._deferred_log))
+            for observations in self._suspects:
+                if observations.oom and observations.pid not in logged:
                     self._note_others(file, 1)
-                facts.oom = logged.get(facts.pid or 0, "")
-                facts.likely_oom = ""
+                observations.oom = logged.get(observations.pid or 0, "")
+                observations.likely_oom = ""
         others, self._others, self._suspects = self._others, {}, []
         return "; ".join(_counted(file, times) for file, times in others.items())
 
@@ -102,14 +102,14 @@ def _open_log() -> int | None:
     return fd
 
 
-def _read_log(fd: int, remarks: DeferredLog) -> list[str]:
+def _read_log(fd: int, deferred_log: DeferredLog) -> list[str]:
     """A line for each record: its text follows a semicolon."""
     lines: list[str] = []
     while True:
         try:
             record = os.read(fd, RECORD_SIZE)
         except BrokenPipeError:  # some were overwritten before we read them
-            remarks.debug("the kernel's log is longer than what it keeps")
+            deferred_log.debug("the kernel's log is longer than what it keeps")
             continue
         except OSError:
             return lines

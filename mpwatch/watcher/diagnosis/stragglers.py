@@ -27,7 +27,7 @@ HELD = {  # why a process does not run that is not asleep, by the letter of its 
 
 def culprits(at_work: Mapping[int, RankObservations]) -> set[int]:
     """Of the ranks that were at work at the same moment: those that the others wait for. None if that is not certain."""
-    inside = {rank: name for rank, seen in at_work.items() if (name := _collective(seen))}
+    inside = {rank: name for rank, observed in at_work.items() if (name := _collective(observed))}
     if not inside:
         return set()
     outside = away(at_work)
@@ -44,39 +44,39 @@ def culprits_of_silence(at_work: Mapping[int, RankObservations], silent: set[int
     outside = away(stuck)
     if found := culprits(stuck) or (outside if len(outside) < len(stuck) else set()):
         return found
-    names = {_collective(seen) for seen in stuck.values()}
+    names = {_collective(observed) for observed in stuck.values()}
     return culprits(at_work) if len(names - {""}) == 1 else set()
 
 
 def away(at_work: Mapping[int, RankObservations]) -> set[int]:
     """Those that were certainly doing something else than waiting for peers."""
-    return {rank for rank, seen in at_work.items() if _is_away(seen)}
+    return {rank for rank, observed in at_work.items() if _is_away(observed)}
 
 
-def is_waiting(seen: RankObservations) -> bool:
+def is_waiting(observed: RankObservations) -> bool:
     """Whether it was certainly waiting for peers."""
-    return bool(_collective(seen))
+    return bool(_collective(observed))
 
 
-def stacks_of(seen: RankObservations) -> str:
+def stacks_of(observed: RankObservations) -> str:
     """Where it was; or why that is not known."""
-    if seen.stacks:
-        return seen.stacks
-    return HELD.get(seen.process_state, "")
+    if observed.stacks:
+        return observed.stacks
+    return HELD.get(observed.process_state, "")
 
 
-def _is_away(seen: RankObservations) -> bool:
-    frames = list(frames_of(seen.stacks))
+def _is_away(observed: RankObservations) -> bool:
+    frames = list(frames_of(observed.stacks))
     if not frames:
-        return seen.process_state in HELD
+        return observed.process_state in HELD
     file, _, line = frames[0]
     may_wait = not line or WAITING_LINE.search(line) or any(part in file for part in (*PLUMBING, *PERHAPS))
-    return not may_wait and not any(_collective_in(thread) for thread in seen.stacks.split("\n\n"))
+    return not may_wait and not any(_collective_in(thread) for thread in observed.stacks.split("\n\n"))
 
 
-def _collective(seen: RankObservations) -> str:
+def _collective(observed: RankObservations) -> str:
     """The function of torch.distributed that its main thread was in; empty if it was in none."""
-    return _collective_in(seen.stacks.partition("\n\n")[0])
+    return _collective_in(observed.stacks.partition("\n\n")[0])
 
 
 def _collective_in(thread: str) -> str:

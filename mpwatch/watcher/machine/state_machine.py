@@ -86,14 +86,14 @@ class StateMachine:
         self._start_timeout, self._grace_period = start_timeout, grace_period
         self._heartbeat_timeout = heartbeat_timeout
         self._begin(ranks, now)
-        if not self.roster.phases:
+        if not self.phase_table.phases:
             self.stage = RunStage.AWAITING_DECISION
 
     def _begin(self, ranks: Iterable[int], now: float) -> None:
-        self.roster = PhaseTable(ranks)
+        self.phase_table = PhaseTable(ranks)
         self.never_ready: list[int] = []
         self.lingering: list[int] = []
-        self._looking: set[int] = set()
+        self._dumping: set[int] = set()
         self._start_at = now + self._start_timeout
         self._enter_call(math.inf, now)
         self.stage = RunStage.IDLE
@@ -105,7 +105,7 @@ class StateMachine:
         self.stopped_at: float | None = None
         self._stage_at = math.inf  # when the stage's own time is up
         self._timeout_at = timeout_at
-        self.beats = Heartbeats(self._heartbeat_timeout, now)
+        self.heartbeats = Heartbeats(self._heartbeat_timeout, now)
 
     @property
     def _leased_until(self) -> float:
@@ -117,10 +117,10 @@ class StateMachine:
     def state(self) -> WorkerState:
         """Of these ranks together, as long as they are not over; what they end with is not decided here."""
         if self.stage in (RunStage.IDLE, RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE):
-            if self.roster.count[RankPhase.STARTING]:
+            if self.phase_table.count[RankPhase.STARTING]:
                 return WorkerState.INIT
-            return WorkerState.UNHEALTHY if self.beats.late else WorkerState.HEALTHY
-        if not self.roster.phases:
+            return WorkerState.UNHEALTHY if self.heartbeats.late else WorkerState.HEALTHY
+        if not self.phase_table.phases:
             return WorkerState.UNKNOWN
         has_succeeded = self.verdict is StopReason.SUCCEEDED and not self._keep
         return WorkerState.HEALTHY if has_succeeded else WorkerState.UNHEALTHY
@@ -129,10 +129,10 @@ class StateMachine:
     def deadline(self) -> float | None:
         """When `expire` must be called at the latest; None for as long as only the user's code is waited for."""
         soonest = min(self._stage_at, self._timeout_at if self.is_undecided() else math.inf)
-        if self.roster.count[RankPhase.STARTING] and (self.is_undecided() or self.stage is RunStage.IDLE):
+        if self.phase_table.count[RankPhase.STARTING] and (self.is_undecided() or self.stage is RunStage.IDLE):
             soonest = min(soonest, self._start_at)
         if self.stage is RunStage.RUNNING:
-            soonest = min(soonest, self.beats.due_at)
+            soonest = min(soonest, self.heartbeats.due_at)
         soonest = min(soonest, self._leased_until)
         return soonest if soonest < math.inf else None
 
@@ -149,7 +149,7 @@ class StateMachine:
         if isinstance(event, m.StartCall):
             return self._call(event, now)
         if isinstance(event, m.CancelAttempt):
-            return self._look(now, StopReason.CANCELLED_BY_JOB) if self.is_undecided() else []
+            return self._dump_stacks_then_stop(now, StopReason.CANCELLED_BY_JOB) if self.is_undecided() else []
         if isinstance(event, m.Lease):
             self._lease = event
             return []
@@ -157,14 +157,14 @@ class StateMachine:
             return self._end_all(now)
         if isinstance(event, m.Abort):  # those who have returned may end
             self._is_wanted = False
-            return self._look(now, StopReason.INTERRUPTED) if self.is_undecided() else []
+            return self._dump_stacks_then_stop(now, StopReason.INTERRUPTED) if self.is_undecided() else []
         if event.generation < self.generation:
             return []
         if isinstance(event, m.Restart | m.DoNotRestart):
             return self._judged(event, now)
-        before = self.roster.follow(event)
+        before = self.phase_table.follow(event)
         if before is RankPhase.RUNNING and not isinstance(event, m.HeartbeatRead):
-            self.beats.forget(event.rank)
+            self.heartbeats.forget(event.rank)
         return self._follow(event, before, now)
 
     def expire(self, now: float) -> list[Action]:
@@ -173,44 +173,44 @@ class StateMachine:
             return []
         if now >= self._leased_until:
             if self.is_undecided():
-                return self._look(now, StopReason.CANCELLED_BY_JOB)
+                return self._dump_stacks_then_stop(now, StopReason.CANCELLED_BY_JOB)
             self._lease = m.NO_LEASE
             return self._stop(now, self.verdict) + self._kill(now)
         if self.stage is RunStage.TERMINATING:
-            return self._give_up() if self.roster.count[RankPhase.KILLED] else self._kill(now)
+            return self._give_up() if self.phase_table.count[RankPhase.KILLED] else self._kill(now)
         if self.stage is RunStage.SHUTTING_DOWN:
-            self.lingering = self.roster.those(RankPhase.EXITING)
+            self.lingering = self.phase_table.those(RankPhase.EXITING)
         if self.stage in (RunStage.SHUTTING_DOWN, RunStage.DUMPING_STACKS):
             return self._stop(now, self.verdict)
         if self.verdict is not None:  # the time that they had is up
             return self._stop(now, self.verdict) + self._kill(now)
         if now >= self._timeout_at:
-            return self._look(now, StopReason.TIMED_OUT)
-        if now >= self._start_at and self.roster.count[RankPhase.STARTING]:
-            self.never_ready = self.roster.those(RankPhase.STARTING)
-            return self._look(now, StopReason.FAILED)
+            return self._dump_stacks_then_stop(now, StopReason.TIMED_OUT)
+        if now >= self._start_at and self.phase_table.count[RankPhase.STARTING]:
+            self.never_ready = self.phase_table.those(RankPhase.STARTING)
+            return self._dump_stacks_then_stop(now, StopReason.FAILED)
         if self.stage is RunStage.AWAITING_ROOT_CAUSE:
-            return self._look(now, StopReason.FAILED)
-        return [m.ReadHeartbeat(rank) for rank in self.beats.feel(self.roster.those(RankPhase.RUNNING), now)]
+            return self._dump_stacks_then_stop(now, StopReason.FAILED)
+        return [m.ReadHeartbeat(rank) for rank in self.heartbeats.feel(self.phase_table.those(RankPhase.RUNNING), now)]
 
     def _call(self, event: m.StartCall, now: float) -> list[Action]:
         timeout_at = math.inf if event.timeout is None else event.started_at + event.timeout
-        if self.stage is RunStage.AWAITING_DECISION and not self.roster.phases:  # who the ranks are is not known yet
+        if self.stage is RunStage.AWAITING_DECISION and not self.phase_table.phases:  # who the ranks are is not known yet
             self._timeout_at = timeout_at
             return []
         if self.stage is not RunStage.IDLE:
             raise m.IllegalEventError(f"{event} in stage {self.stage.name}")
         self._enter_call(timeout_at, now)
-        return [self._call_rank(rank) for rank in self.roster.those(RankPhase.READY)]
+        return [self._call_rank(rank) for rank in self.phase_table.those(RankPhase.READY)]
 
     def _call_rank(self, rank: int) -> m.CallRank:
-        self.roster.move(rank, RankPhase.RUNNING)
+        self.phase_table.move(rank, RankPhase.RUNNING)
         return m.CallRank(rank)
 
     def _end_all(self, now: float) -> list[Action]:
         """Politely if nobody is at work, or still starting."""
         self._keep = False
-        if self.stage is RunStage.IDLE and not self.roster.count[RankPhase.STARTING]:
+        if self.stage is RunStage.IDLE and not self.phase_table.count[RankPhase.STARTING]:
             return self._end(now, StopReason.SUCCEEDED)
         is_under_way = self.stage in (RunStage.IDLE, RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE, RunStage.DUMPING_STACKS)
         return self._stop(now, self.verdict or StopReason.INTERRUPTED) if is_under_way else []
@@ -223,7 +223,7 @@ class StateMachine:
         if isinstance(event, m.DoNotRestart) or not self._is_wanted:
             self._be_over()
             return []
-        return self._start_again(now, event.ranks or list(self.roster.phases))
+        return self._start_again(now, event.ranks or list(self.phase_table.phases))
 
     def _start_again(self, now: float, ranks: Iterable[int]) -> list[Action]:
         """The next generation, for the same call, which has as much time left as the last one has left it."""
@@ -231,7 +231,7 @@ class StateMachine:
         timeout_at = self._timeout_at
         self._begin(ranks, now)
         self._enter_call(timeout_at, now)
-        return [m.StartRank(rank) for rank in self.roster.phases]
+        return [m.StartRank(rank) for rank in self.phase_table.phases]
 
     def _leave_it(self, event: m.Interrupted | m.Shutdown | m.Abort) -> list[Action]:
         """They are not started again."""
@@ -245,11 +245,11 @@ class StateMachine:
 
     def _follow(self, event: RankEvent, before: RankPhase, now: float) -> list[Action]:
         if isinstance(event, m.Exited):
-            return self._bury(event.rank, before, now)
+            return self._on_exit(event.rank, before, now)
         if isinstance(event, m.HeartbeatRead):
             return self._listen(event, now)
         if self.stage is RunStage.DUMPING_STACKS:
-            return self._see(event.rank, now)
+            return self._on_stack_dumped(event.rank, now)
         if isinstance(event, m.StackDumped) or (isinstance(event, m.DetailsReceived) and not self._keep):
             return []  # too late; or what nobody has waited for
         if isinstance(event, m.Failing):
@@ -268,7 +268,7 @@ class StateMachine:
             return self._fail(event.is_secondary, now)
         return self._settle(now)
 
-    def _bury(self, rank: int, before: RankPhase, now: float) -> list[Action]:
+    def _on_exit(self, rank: int, before: RankPhase, now: float) -> list[Action]:
         actions: list[Action] = []
         if self.stage is RunStage.IDLE:
             actions = self._stop(now, StopReason.FAILED)
@@ -276,8 +276,8 @@ class StateMachine:
             lost = before in (RankPhase.STARTING, RankPhase.RUNNING)
             actions = self._lose(now) if lost else self._settle(now)
         elif self.stage is RunStage.DUMPING_STACKS:
-            actions = self._see(rank, now)
-        if self.roster.are_gone():
+            actions = self._on_stack_dumped(rank, now)
+        if self.phase_table.are_gone():
             self._be_over()
             if self.verdict in self._judged_after and self.signum is None:
                 self.stage = RunStage.AWAITING_DECISION
@@ -285,11 +285,11 @@ class StateMachine:
 
     def _lose(self, now: float) -> list[Action]:
         """A rank has died that had not answered."""
-        return self._look(now, StopReason.FAILED) if self.verdict is None else self._stop(now, self.verdict)
+        return self._dump_stacks_then_stop(now, StopReason.FAILED) if self.verdict is None else self._stop(now, self.verdict)
 
     def _fail(self, is_secondary: bool, now: float) -> list[Action]:
         if not is_secondary and not self._keep:
-            return self._look(now, StopReason.FAILED)
+            return self._dump_stacks_then_stop(now, StopReason.FAILED)
         self._wait_for_cause(now)
         return self._settle(now)
 
@@ -300,13 +300,13 @@ class StateMachine:
 
     def _settle(self, now: float) -> list[Action]:
         """If nobody is at work any more, the call ends, well or badly."""
-        count = self.roster.count
+        count = self.phase_table.count
         if count[RankPhase.STARTING] or count[RankPhase.RUNNING] or (self._keep and count[RankPhase.FAILED]):
             return []
         if self._keep:
             return self._rest(now)
         return (
-            self._look(now, StopReason.FAILED)
+            self._dump_stacks_then_stop(now, StopReason.FAILED)
             if self.stage is RunStage.AWAITING_ROOT_CAUSE
             else self._end(now, StopReason.SUCCEEDED)
         )
@@ -315,9 +315,9 @@ class StateMachine:
         """All have answered, and stay for the next call; but not if one of them has died since."""
         if self.verdict is None:
             self.verdict = StopReason.FAILED if self.stage is RunStage.AWAITING_ROOT_CAUSE else StopReason.SUCCEEDED
-        self.roster.move_all(RankPhase.RETURNED, to=RankPhase.READY)
-        self.roster.move_all(RankPhase.DETAILS_SENT, to=RankPhase.READY)
-        if self.roster.count[RankPhase.EXITED]:
+        self.phase_table.move_all(RankPhase.RETURNED, to=RankPhase.READY)
+        self.phase_table.move_all(RankPhase.DETAILS_SENT, to=RankPhase.READY)
+        if self.phase_table.count[RankPhase.EXITED]:
             return self._end(now, self.verdict)
         self.stage = RunStage.IDLE
         self._stage_at = math.inf
@@ -328,31 +328,31 @@ class StateMachine:
         self.stage = RunStage.SHUTTING_DOWN
         self.verdict = verdict
         self._stage_at = now + max(self._grace_period, m.END_SECONDS)
-        ranks = self.roster.move_all(RankPhase.RETURNED, to=RankPhase.EXITING) + self.roster.move_all(
+        ranks = self.phase_table.move_all(RankPhase.RETURNED, to=RankPhase.EXITING) + self.phase_table.move_all(
             RankPhase.READY, to=RankPhase.EXITING
         )
         return [m.RequestExit(rank) for rank in ranks]
 
     def _listen(self, event: m.HeartbeatRead, now: float) -> list[Action]:
-        if self.stage is RunStage.RUNNING and self.beats.hear(event.rank, event.beat_at, now):
-            return self._look(now, StopReason.FAILED)
+        if self.stage is RunStage.RUNNING and self.heartbeats.hear(event.rank, event.beat_at, now):
+            return self._dump_stacks_then_stop(now, StopReason.FAILED)
         return []
 
-    def _look(self, now: float, verdict: StopReason) -> list[Action]:
+    def _dump_stacks_then_stop(self, now: float, verdict: StopReason) -> list[Action]:
         """Before anybody is told to stop: what are those doing who are at work?"""
         self.verdict = verdict
         self.stopped_at = now  # what ranks do from now on may be because of the look: it interrupts what they wait for
-        self._looking = set(self.roster.those(RankPhase.RUNNING))
-        if not self._looking:
+        self._dumping = set(self.phase_table.those(RankPhase.RUNNING))
+        if not self._dumping:
             return self._stop(now, verdict)
         self.stage = RunStage.DUMPING_STACKS
         self._stage_at = now + LOOK_SECONDS
-        return [m.DumpStacks(rank) for rank in sorted(self._looking)]
+        return [m.DumpStacks(rank) for rank in sorted(self._dumping)]
 
-    def _see(self, rank: int, now: float) -> list[Action]:
+    def _on_stack_dumped(self, rank: int, now: float) -> list[Action]:
         """Something has been heard of this rank: there is nothing more to see."""
-        self._looking.discard(rank)
-        return [] if self._looking else self._stop(now, self.verdict)
+        self._dumping.discard(rank)
+        return [] if self._dumping else self._stop(now, self.verdict)
 
     def _stop(self, now: float, verdict: StopReason | None, soft: int = signal.SIGTERM) -> list[Action]:
         """The ladder's first rung. SIGCONT after it, since a stopped process gets nothing but SIGKILL until then."""
@@ -361,24 +361,25 @@ class StateMachine:
         self.stopped_at = now if self.stopped_at is None else self.stopped_at
         self._stage_at = now + max(self._grace_period, m.LEAST_GRACE_SECONDS)
         actions: list[Action] = []
-        for rank, phase in self.roster.phases.items():
+        for rank, phase in self.phase_table.phases.items():
             if phase in m.LIVING:
                 if phase in (RankPhase.RETURNED, RankPhase.FAILED, RankPhase.DETAILS_SENT):
                     actions.append(m.RequestExit(rank))
                 number = soft if phase is RankPhase.RUNNING else signal.SIGTERM  # only a function knows what SIGINT means
                 actions += [m.SendSignal(rank, number), m.SendSignal(rank, signal.SIGCONT)]
-                self.roster.move(rank, RankPhase.TERMINATING)
+                self.phase_table.move(rank, RankPhase.TERMINATING)
         return actions
 
     def _kill(self, now: float) -> list[Action]:
         self._stage_at = now + m.KILL_SECONDS
         return [
-            m.SendSignal(rank, signal.SIGKILL) for rank in self.roster.move_all(RankPhase.TERMINATING, to=RankPhase.KILLED)
+            m.SendSignal(rank, signal.SIGKILL)
+            for rank in self.phase_table.move_all(RankPhase.TERMINATING, to=RankPhase.KILLED)
         ]
 
     def _give_up(self) -> list[Action]:
         self._be_over()
-        return [m.AbandonRank(rank) for rank in self.roster.move_all(RankPhase.KILLED, to=RankPhase.ABANDONED)]
+        return [m.AbandonRank(rank) for rank in self.phase_table.move_all(RankPhase.KILLED, to=RankPhase.ABANDONED)]
 
     def _interrupt(self, signum: int, now: float) -> list[Action]:
         """Once: the ranks may save what they have. Twice: at once. When all is over, it is for who noted it to deliver."""
@@ -386,21 +387,21 @@ class StateMachine:
             return []
         is_first, self.signum = self.signum is None, self.signum or signum
         verdict = self.verdict or StopReason.INTERRUPTED  # all had returned, or one had failed: that stays so
-        may_stay = self._keep and self.is_undecided() and not self.roster.count[RankPhase.STARTING]
+        may_stay = self._keep and self.is_undecided() and not self.phase_table.count[RankPhase.STARTING]
         if is_first and signum == signal.SIGINT and may_stay:
-            return self._disturb(now)
+            return self._interrupt_calls(now)
         if self.stage is RunStage.TERMINATING:
-            return self._kill(now) if self.roster.count[RankPhase.TERMINATING] else []
+            return self._kill(now) if self.phase_table.count[RankPhase.TERMINATING] else []
         soft = signal.SIGINT if signum == signal.SIGINT and is_first else signal.SIGTERM
         return self._stop(now, verdict, soft=soft) + ([] if is_first else self._kill(now))
 
-    def _disturb(self, now: float) -> list[Action]:
+    def _interrupt_calls(self, now: float) -> list[Action]:
         """The functions at work are interrupted, and have as long as ever to answer; the ranks need not end of it."""
         self.stage = RunStage.AWAITING_ROOT_CAUSE
         self.verdict = StopReason.INTERRUPTED
         self.stopped_at = now
         self._stage_at = now + max(self._grace_period, m.LEAST_GRACE_SECONDS)
-        ranks = self.roster.those(RankPhase.RUNNING)
+        ranks = self.phase_table.those(RankPhase.RUNNING)
         return [m.SendSignal(rank, number) for rank in ranks for number in (signal.SIGINT, signal.SIGCONT)]
 
 

@@ -51,7 +51,7 @@ class EventBus:
         """Whether anybody wants to know of events of this kind."""
         return self._keep or self._is_observed(kind)
 
-    def note(
+    def publish(
         self, kind: type[Event], ranks: Iterable[int], *, at: float | None = None, attempt: int = 0, **details: Any
     ) -> None:
         """Something has happened to these ranks, at this time of CLOCK_MONOTONIC, or now."""
@@ -72,7 +72,7 @@ class EventBus:
         self._has_begun = True
         if not spec.is_on_nodes:
             self.ranks = range(spec.nprocs)
-        self.note(
+        self.publish(
             RunStarted,
             self.ranks,
             at=self.started_at,
@@ -91,13 +91,13 @@ class EventBus:
             elapsed = time.monotonic() - self.started_at
             attempt = _latest(workers)
             self._has_ended = True
-            self.note(
+            self.publish(
                 RunEnded, self.ranks, attempt=attempt, state=self.state, elapsed=elapsed, restarts=restarts, reason=reason
             )
         try:
-            self.tell()
+            self.dispatch()
         finally:
-            self.tell()  # the rest, if an observer has thrown something that is not its own failure
+            self.dispatch()  # the rest, if an observer has thrown something that is not its own failure
 
     def wall_time(self, at: float) -> float:
         """In seconds since 1970, what was this on CLOCK_MONOTONIC."""
@@ -108,9 +108,9 @@ class EventBus:
         if after is not self.state:
             check_change(self.state, after)
             before, self.state = self.state, after  # first: who is struck here does not come from an end to another
-            self.note(StateChanged, self.ranks, attempt=_latest(workers), before=before, after=after)
+            self.publish(StateChanged, self.ranks, attempt=_latest(workers), before=before, after=after)
 
-    def tell(self) -> None:
+    def dispatch(self) -> None:
         """Tell the observers what has been noted."""
         while self._untold:
             event = self._untold.popleft()

@@ -28,62 +28,66 @@ STATES = {
 }  # of a rank that has not answered; of one that has gone its end tells
 
 
-def statuses_of(units: Iterable[RestartGroup], crew: ProcessPool) -> list[RankStatus]:
+def statuses_of(groups: Iterable[RestartGroup], pool: ProcessPool) -> list[RankStatus]:
     """Of all ranks, in order."""
-    found = [_status_now(facts, unit, crew) for unit in units for facts in unit.seen.values()]
+    found = [_status_now(observations, group, pool) for group in groups for observations in group.observed.values()]
     return sorted(found, key=lambda status: status.rank)
 
 
 def last_statuses(of_all: Iterable[AttemptObservations]) -> list[RankStatus]:
     """Of all ranks, in order, as the run or the call has left them."""
-    found = [_status_then(seen, facts.stopped_at, facts.ended_at) for facts in of_all for seen in facts.ranks.values()]
+    found = [
+        _status_then(observed, observations.stopped_at, observations.ended_at)
+        for observations in of_all
+        for observed in observations.ranks.values()
+    ]
     return sorted(found, key=lambda status: status.rank)
 
 
-def _status_now(facts: RankObservations, unit: RestartGroup, crew: ProcessPool) -> RankStatus:
-    rank = facts.worker.rank
-    line = crew.lines.get(rank)
-    if line is None or line.facts is not facts:  # it has gone
-        return _status_then(facts, unit.machine.stopped_at, time.monotonic())
-    phase = unit.machine.roster.phases[rank]
-    state = STATES.get(phase) if facts.report is None else None
-    if phase is RankPhase.RUNNING and rank in unit.machine.beats.late:
+def _status_now(observations: RankObservations, group: RestartGroup, pool: ProcessPool) -> RankStatus:
+    rank = observations.worker.rank
+    handle = pool.handles.get(rank)
+    if handle is None or handle.observations is not observations:  # it has gone
+        return _status_then(observations, group.machine.stopped_at, time.monotonic())
+    phase = group.machine.phase_table.phases[rank]
+    state = STATES.get(phase) if observations.report is None else None
+    if phase is RankPhase.RUNNING and rank in group.machine.heartbeats.late:
         state = WorkerState.UNHEALTHY
-    state = state or _outcome(facts, unit.machine.stopped_at)
-    usage = usage_of_process(facts.pid) if facts.pid is not None else None
-    pulse = crew.pulse_of(line)
-    return _status(facts, state, pulse, usage, time.monotonic())  # the time last: no beat is later than that
+    state = state or _outcome(observations, group.machine.stopped_at)
+    usage = usage_of_process(observations.pid) if observations.pid is not None else None
+    heartbeat = pool.pulse_of(handle)
+    return _status(observations, state, heartbeat, usage, time.monotonic())  # the time last: no beat is later than that
 
 
-def _status_then(facts: RankObservations, stopped_at: float | None, now: float) -> RankStatus:
-    return _status(facts, _outcome(facts, stopped_at), facts.pulse, None, now)
+def _status_then(observations: RankObservations, stopped_at: float | None, now: float) -> RankStatus:
+    return _status(observations, _outcome(observations, stopped_at), observations.heartbeat, None, now)
 
 
-def _outcome(facts: RankObservations, stopped_at: float | None) -> WorkerState:
+def _outcome(observations: RankObservations, stopped_at: float | None) -> WorkerState:
     """Of a rank that has answered, or has gone. What it does after all were told to stop is no failure of its own."""
-    report = facts.report
+    report = observations.report
     if report is not None and report.kind is MessageKind.RETURNED:
         return WorkerState.SUCCEEDED
-    was_told = bool(facts.signals_sent) and (report is None or stopped_at is None or report.stamp >= stopped_at)
-    has_ended = report is not None or facts.died_at is not None
+    was_told = bool(observations.signals_sent) and (report is None or stopped_at is None or report.stamp >= stopped_at)
+    has_ended = report is not None or observations.died_at is not None
     return WorkerState.FAILED if has_ended and not was_told else WorkerState.STOPPED
 
 
 def _status(
-    facts: RankObservations, state: WorkerState, pulse: HeartbeatSample, usage: ProcessUsage | None, now: float
+    observations: RankObservations, state: WorkerState, heartbeat: HeartbeatSample, usage: ProcessUsage | None, now: float
 ) -> RankStatus:
     report = None
-    if pulse.report is not None:
-        at, step, total, metrics = pulse.report
+    if heartbeat.report is not None:
+        at, step, total, metrics = heartbeat.report
         report = Report(at=at, step=step, total=total, metrics=metrics)
     return RankStatus(
-        rank=facts.worker.rank,
-        local_rank=facts.worker.local_rank,
+        rank=observations.worker.rank,
+        local_rank=observations.worker.local_rank,
         state=state,
-        restart_count=facts.worker.restart_count,
-        pid=facts.pid,
+        restart_count=observations.worker.restart_count,
+        pid=observations.pid,
         report=report,
-        heartbeat_at=pulse.beat_at if pulse.beat_at != math.inf else None,
+        heartbeat_at=heartbeat.beat_at if heartbeat.beat_at != math.inf else None,
         memory=usage.memory if usage is not None else None,
         cpu_seconds=usage.cpu_seconds if usage is not None else None,
         seen_at=now,

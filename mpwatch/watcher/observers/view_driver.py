@@ -53,9 +53,9 @@ def no_view() -> None:
 class ViewDriver:
     """Of one call. For the caller's thread alone; nothing that it does raises an Exception."""
 
-    def __init__(self, make_view: MakeView, mailbox: CommandQueue, errand: PendingCall) -> None:
-        self._mailbox = mailbox
-        self._errand = errand
+    def __init__(self, make_view: MakeView, commands: CommandQueue, pending_call: PendingCall) -> None:
+        self._commands = commands
+        self._pending_call = pending_call
         self._look: StatusRequest | None = None  # that has yet to be answered
         self._view: View | None = None
         self._due_at = 0.0  # when the next one is
@@ -76,7 +76,7 @@ class ViewDriver:
         if self._look is None:
             if time.monotonic() >= self._due_at:
                 self._look = StatusRequest()
-                self._mailbox.post(self._look)
+                self._commands.post(self._look)
         elif self._look.statuses is not None:
             statuses, self._look = self._look.statuses, None
             self._guard(lambda: self._show(statuses))
@@ -102,7 +102,7 @@ class ViewDriver:
             self._wait()
 
     def _finish(self, view: View) -> None:
-        view.close(last_statuses(self._errand.facts))
+        view.close(last_statuses(self._pending_call.observations))
         self._entrust(view)
 
     def _entrust(self, view: View) -> None:
@@ -110,7 +110,7 @@ class ViewDriver:
         repair = view.repair
         if repair != self._entrusted:
             self._entrusted = repair
-            self._mailbox.post(TerminalRestore(repair))
+            self._commands.post(TerminalRestore(repair))
 
     def _wait(self) -> None:
         if self._view is not None:

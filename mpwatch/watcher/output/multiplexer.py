@@ -65,89 +65,89 @@ class OutputMultiplexer:
     def __init__(self, *, is_mixed: bool, may_be_mixed: bool) -> None:
         self._is_mixed = is_mixed
         self._may_be_mixed = may_be_mixed
-        self._soloist: int | None = None
+        self._only_rank: int | None = None
         self._held: list[tuple[RankStream, bytes]] = []  # nothing of one that has ended meanwhile
         self._decide_at = math.inf
-        self._voices: dict[RankStream, None] = {}  # that have spoken
+        self._rank_streams: dict[RankStream, None] = {}  # that have spoken
         self._out: list[tuple[str, bytes]] = []
         self._in_a_line: dict[str, bool] = {}  # by stream: whether what was written ends in the midst of one
 
     @property
     def due_at(self) -> float:
         """When `expire` is to be called."""
-        return min(self._decide_at, *(voice.due_at for voice in self._voices), math.inf)
+        return min(self._decide_at, *(rank_stream.due_at for rank_stream in self._rank_streams), math.inf)
 
-    def hear(self, voice: RankStream, data: bytes, now: float) -> None:
+    def hear(self, rank_stream: RankStream, data: bytes, now: float) -> None:
         """A rank has written this."""
-        if not self._is_mixed and self._soloist not in (None, voice.rank):
+        if not self._is_mixed and self._only_rank not in (None, rank_stream.rank):
             self._mix()
-        self._voices[voice] = None
+        self._rank_streams[rank_stream] = None
         if self._is_mixed:
-            self._write(voice.stream, prefixed(voice.complete(data, now), voice.prefix()))
-        elif self._soloist is None and self._may_be_mixed:
-            self._hold(voice, data, now)
+            self._write(rank_stream.stream, prefixed(rank_stream.complete(data, now), rank_stream.prefix()))
+        elif self._only_rank is None and self._may_be_mixed:
+            self._hold(rank_stream, data, now)
         else:
-            voice.lines.feed(data)
-            self._write(voice.stream, data)
+            rank_stream.lines.feed(data)
+            self._write(rank_stream.stream, data)
 
     def expire(self, now: float) -> None:
         """A time has come."""
         if self._decide_at <= now:
             self._decide(now)
-        for voice in self._voices:
-            if voice.due_at <= now:
-                self._write(voice.stream, prefixed(voice.unfinished(), voice.prefix()))
+        for rank_stream in self._rank_streams:
+            if rank_stream.due_at <= now:
+                self._write(rank_stream.stream, prefixed(rank_stream.unfinished(), rank_stream.prefix()))
 
     def pause(self, now: float) -> None:
         """The ranks have answered, or ended: what stands on their lines is all there will be for now."""
         self._decide(now)
-        for voice in self._voices:
-            self._end_line(voice)
+        for rank_stream in self._rank_streams:
+            self._end_line(rank_stream)
 
-    def end(self, voice: RankStream) -> None:
+    def end(self, rank_stream: RankStream) -> None:
         """This stream has ended."""
         if self._held:
-            self._held.append((voice, b""))
+            self._held.append((rank_stream, b""))
         else:
-            self._voices.pop(voice, None)
-            self._end_line(voice)
+            self._rank_streams.pop(rank_stream, None)
+            self._end_line(rank_stream)
 
     def take(self) -> list[tuple[str, bytes]]:
         """What is to be written by now, to which stream."""
         out, self._out = self._out, []
         return out
 
-    def _end_line(self, voice: RankStream) -> None:
+    def _end_line(self, rank_stream: RankStream) -> None:
         if self._is_mixed:
-            self._write(voice.stream, prefixed(voice.unfinished(), voice.prefix()))
-        voice.forget_line()
+            self._write(rank_stream.stream, prefixed(rank_stream.unfinished(), rank_stream.prefix()))
+        rank_stream.forget_line()
 
-    def _hold(self, voice: RankStream, data: bytes, now: float) -> None:
+    def _hold(self, rank_stream: RankStream, data: bytes, now: float) -> None:
         if not self._held:
             self._decide_at = now + HOLD_SECONDS
-        self._held.append((voice, data))
+        self._held.append((rank_stream, data))
         is_much = sum(len(held) for _, held in self._held) > HOLD_BYTES
-        if is_much or voice.rank != self._held[0][0].rank:
+        if is_much or rank_stream.rank != self._held[0][0].rank:
             self._decide(now)
 
     def _decide(self, now: float) -> None:
         """Whether the first speaker is alone."""
         held, self._held, self._decide_at = self._held, [], math.inf
-        if len({voice.rank for voice, data in held if data}) > 1:
+        if len({rank_stream.rank for rank_stream, data in held if data}) > 1:
             self._is_mixed = True
         elif held:
-            self._soloist = held[0][0].rank
-        for voice, data in held:
+            self._only_rank = held[0][0].rank
+        for rank_stream, data in held:
             if data:
-                self.hear(voice, data, now)
+                self.hear(rank_stream, data, now)
             else:
-                self.end(voice)
+                self.end(rank_stream)
 
     def _mix(self) -> None:
         """Somebody else speaks. A line that the first one is in the midst of is left, and shown again when whole."""
         self._is_mixed = True
-        for voice in self._voices:
-            voice.shown = voice.lines.rest
+        for rank_stream in self._rank_streams:
+            rank_stream.shown = rank_stream.lines.rest
         for stream, is_open in self._in_a_line.items():
             if is_open:
                 self._write(stream, b"\n")

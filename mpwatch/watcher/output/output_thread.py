@@ -39,11 +39,11 @@ class OutputThread:
         remarks: where it is noted that something cannot be written.
     """
 
-    def __init__(self, remarks: DeferredLog) -> None:
-        self._remarks = remarks
+    def __init__(self, deferred_log: DeferredLog) -> None:
+        self._deferred_log = deferred_log
         with ExitStack() as stack:
-            self._bell = stack.enter_context(closing(WakeupPipe()))
-            self.gives_up = stack.enter_context(closing(WakeupPipe()))  # nobody waits any more for who reads
+            self._watcher_wakeup = stack.enter_context(closing(WakeupPipe()))
+            self.stop_waiting_for_reader = stack.enter_context(closing(WakeupPipe()))  # nobody waits any more for who reads
             try:
                 self._selector = stack.enter_context(DefaultSelector())
             except OSError as error:
@@ -54,7 +54,7 @@ class OutputThread:
         self._sources: dict[int, OutputPipe] = {}  # by descriptor
         self._sinks: Mapping[str, Sink | None] = {}
         self._lost: set[str] = set()  # streams of the caller's that nothing can be written to
-        self._mixer = OutputMultiplexer(is_mixed=True, may_be_mixed=True)
+        self._multiplexer = OutputMultiplexer(is_mixed=True, may_be_mixed=True)
         self._thread: threading.Thread | None = None
         self.is_over = False  # nothing more is done
         self.is_stuck = False  # whoever was waited for last did not read
@@ -71,7 +71,7 @@ class OutputThread:
     def post(self, job: Callable[[], None]) -> None:
         """Have this done."""
         self._jobs.append(job)
-        self._bell.ring()
+        self._watcher_wakeup.wake()
 
     def settle(self, seconds: float | None) -> bool:
         """Wait until all that the ranks have written by now is where it belongs. False if that was not in time."""
@@ -103,7 +103,7 @@ class OutputThread:
             if not self.is_stuck:
                 self.settle(LAST_SECONDS)
         finally:  # it ends, even if this is struck by another Ctrl-C
-            self.gives_up.ring()
+            self.stop_waiting_for_reader.wake()
             self.finish()
         self._thread.join(THREAD_SECONDS)
         if self._thread.native_id is not None:
@@ -111,14 +111,14 @@ class OutputThread:
         if not self._thread.is_alive():
             self._give_back()  # what was posted when it was over
 
-    def attach(self, mixer: OutputMultiplexer, sinks: Mapping[str, Sink | None]) -> None:
+    def attach(self, multiplexer: OutputMultiplexer, sinks: Mapping[str, Sink | None]) -> None:
         """Another call of the ranks: mix what they write by this, and write it to these. What has come since the last one
         is that one's, and is held back no longer.
         """
-        self._mixer.pause(time.monotonic())
+        self._multiplexer.pause(time.monotonic())
         self._write_out()
         self._close_sinks()
-        self._mixer, self._sinks = mixer, sinks
+        self._multiplexer, self._sinks = multiplexer, sinks
         self._lost.clear()
 
     def add(self, sources: Sequence[OutputPipe]) -> None:
@@ -133,7 +133,7 @@ class OutputThread:
         """A rank has ended, and what it had started in its process group. This is left for its stderr."""
         ours = [source for source in sources if self._sources.get(source.pipe) is source]  # none after an error
         for source in ours:
-            if source.words is not None and unsaid:
+            if source.stderr_tail is not None and unsaid:
                 self._take_in(source, unsaid)
             self._drain(source)
         for source in ours:
@@ -141,25 +141,25 @@ class OutputThread:
 
     def _run(self) -> None:
         try:
-            self._selector.register(self._bell, EVENT_READ)
+            self._selector.register(self._watcher_wakeup, EVENT_READ)
             while not self.is_over:
                 self._turn()
         except BaseException as error:  # noqa: BLE001  an error of ours: the ranks are to hear of it, and not to wait for ever
-            self._remarks.warning("what the ranks print is lost from here on: %r", error)
+            self._deferred_log.warning("what the ranks print is lost from here on: %r", error)
         finally:
             self._give_back()
 
     def _turn(self) -> None:
-        due_at = self._mixer.due_at
+        due_at = self._multiplexer.due_at
         patience = None if due_at == math.inf else max(0.0, due_at - time.monotonic())
         sizes = [0]
         for key, _ in self._selector.select(patience):
-            if key.fileobj is self._bell:
-                self._bell.hush()
+            if key.fileobj is self._watcher_wakeup:
+                self._watcher_wakeup.drain()
             elif (source := self._sources.get(key.fd)) is not None and source is key.data:  # not ended by a job
                 sizes.append(self._read(source))
             self._do_jobs()
-        self._mixer.expire(time.monotonic())
+        self._multiplexer.expire(time.monotonic())
         self._write_out()
         if 0 < max(sizes) < READ_SIZE:
             self._rest()
@@ -168,8 +168,8 @@ class OutputThread:
         """Let more come, if what came was little: who prints line by line would wake us up for each, which costs either side
         more than to print it. What is posted is done at once.
         """
-        if wait([self._bell.fileno()], REST_SECONDS):
-            self._bell.hush()
+        if wait([self._watcher_wakeup.fileno()], REST_SECONDS):
+            self._watcher_wakeup.drain()
             self._do_jobs()
 
     def _do_jobs(self) -> None:
@@ -186,12 +186,12 @@ class OutputThread:
         return len(data or b"")
 
     def _take_in(self, source: OutputPipe, data: bytes) -> None:
-        if source.words is not None:
-            source.words.hear(data)
+        if source.stderr_tail is not None:
+            source.stderr_tail.hear(data)
         if source.file is not None:
             self._write_to_file(source, source.file, data)
-        if source.voice is not None:
-            self._mixer.hear(source.voice, data, time.monotonic())
+        if source.rank_stream is not None:
+            self._multiplexer.hear(source.rank_stream, data, time.monotonic())
             self._write_out()
 
     def _drain(self, source: OutputPipe) -> None:
@@ -201,8 +201,8 @@ class OutputThread:
                 break
 
     def _finish(self, source: OutputPipe) -> None:
-        if source.voice is not None:
-            self._mixer.end(source.voice)
+        if source.rank_stream is not None:
+            self._multiplexer.end(source.rank_stream)
             self._write_out()
         self._wait_no_more(source)
         del self._sources[source.pipe]
@@ -227,14 +227,14 @@ class OutputThread:
         """What has been written by now."""
         for source in list(self._sources.values()):
             self._drain(source)
-        self._mixer.pause(time.monotonic())
+        self._multiplexer.pause(time.monotonic())
         self._write_out()
         for stream, sink in self._sinks.items():
             if sink is not None:
                 self._try(stream, sink.flush)
 
     def _write_out(self) -> None:
-        for stream, data in self._mixer.take():
+        for stream, data in self._multiplexer.take():
             sink = self._sinks.get(stream)
             if sink is not None:
                 self._try(stream, partial(sink.write, data))
@@ -249,14 +249,14 @@ class OutputThread:
             why = f"{type(error).__name__}: {error}"
         if why:
             self._lost.add(stream)
-            self._remarks.warning("what the ranks print cannot be written to %s any more (%s)", stream, why)
+            self._deferred_log.warning("what the ranks print cannot be written to %s any more (%s)", stream, why)
 
     def _write_to_file(self, source: OutputPipe, file: int, data: bytes) -> None:
         try:
             write_all(file, data)
         except OSError as error:
             source.close_file()
-            self._remarks.warning("%s is not complete: %s", source.path, error)
+            self._deferred_log.warning("%s is not complete: %s", source.path, error)
 
     def _give_back(self) -> None:
         self.is_over = True

@@ -21,7 +21,7 @@ class StdioFds:
     def __init__(self) -> None:
         self.stdout: int | None = None
         self.stderr: int | None = None
-        self.words = StderrTail()
+        self.stderr_tail = StderrTail()
         self.sources: list[OutputPipe] = []
 
     @property
@@ -31,21 +31,23 @@ class StdioFds:
 
     def leave(self, unsaid: bytes) -> None:
         """What the rank's interpreter has printed, and the rank has never taken over. Where its stderr is a file alone."""
-        if unsaid and self.words.unread:
+        if unsaid and self.stderr_tail.unread:
             # the disk may be full: a rank that never started has it in its report, too
-            with suppress(OSError), open(self.words.unread, "ab") as file:
+            with suppress(OSError), open(self.stderr_tail.unread, "ab") as file:
                 file.write(unsaid)
 
 
 class OutputPipe:
     """The watcher's side of one stream that comes over a pipe. Owns its descriptors."""
 
-    def __init__(self, pipe: int, file: int | None, path: str, voice: RankStream | None, words: StderrTail | None) -> None:
+    def __init__(
+        self, pipe: int, file: int | None, path: str, rank_stream: RankStream | None, stderr_tail: StderrTail | None
+    ) -> None:
         self.pipe = pipe
         self.file = file
         self.path = path  # of that
-        self.voice = voice  # None: nobody hears it
-        self.words = words  # None: it is stdout
+        self.rank_stream = rank_stream  # None: nobody hears it
+        self.stderr_tail = stderr_tail  # None: it is stdout
         self.is_open = False  # something may come
 
     def read(self, size: int) -> bytes | None:
@@ -84,32 +86,32 @@ class StdioOpener:
 
         Raises LaunchError and OSError.
         """
-        ends = StdioFds()
+        stdio = StdioFds()
         with ExitStack() as kept:
-            ends.stdout, ends.stderr = (self._open(stream, worker, ends, kept, passed) for stream in STREAMS)
+            stdio.stdout, stdio.stderr = (self._open(stream, worker, stdio, kept, passed) for stream in STREAMS)
             kept.pop_all()
-        return ends
+        return stdio
 
-    def _open(self, stream: str, worker: Worker, ends: StdioFds, kept: ExitStack, passed: ExitStack) -> int | None:
+    def _open(self, stream: str, worker: Worker, stdio: StdioFds, kept: ExitStack, passed: ExitStack) -> int | None:
         way = self._spec.way_of(stream, worker.rank)
         if way is StreamRoute.INHERIT:
             return None
         if way is StreamRoute.DISCARD:
             return _closed_by(passed, os.open(os.devnull, os.O_WRONLY))
-        file = self._open_file(stream, worker, ends.words) if self._spec.writes(stream, worker.rank) else None
+        file = self._open_file(stream, worker, stdio.stderr_tail) if self._spec.writes(stream, worker.rank) else None
         if file is not None:
             _closed_by(passed if way is StreamRoute.FILE else kept, file)
         if way is StreamRoute.FILE:
             if stream == "stderr":
-                ends.words.unread = ends.words.files[stream]
+                stdio.stderr_tail.unread = stdio.stderr_tail.files[stream]
             return file
         ours, theirs = os.pipe()
         _closed_by(kept, ours)
         _closed_by(passed, theirs)
         _prepare(ours)
-        voice = self._voice_of(stream, worker) if self._spec.shows(stream, worker.rank) else None
-        path, words = ends.words.files.get(stream, ""), ends.words if stream == "stderr" else None
-        ends.sources.append(OutputPipe(ours, file, path, voice, words))
+        rank_stream = self._voice_of(stream, worker) if self._spec.shows(stream, worker.rank) else None
+        path, stderr_tail = stdio.stderr_tail.files.get(stream, ""), stdio.stderr_tail if stream == "stderr" else None
+        stdio.sources.append(OutputPipe(ours, file, path, rank_stream, stderr_tail))
         return theirs
 
     def _voice_of(self, stream: str, worker: Worker) -> RankStream:
@@ -118,7 +120,7 @@ class StdioOpener:
             worker.rank, stream, lambda: prefix_of(template, worker, self._host).encode(errors="backslashreplace")
         )
 
-    def _open_file(self, stream: str, worker: Worker, words: StderrTail) -> int:
+    def _open_file(self, stream: str, worker: Worker, stderr_tail: StderrTail) -> int:
         folder = Path(self._spec.folder_of(worker.run_id)) / f"attempt_{worker.restart_count}" / str(worker.rank)
         path = str(folder / f"{stream}.log")
         try:
@@ -127,7 +129,7 @@ class StdioOpener:
         except OSError as error:
             what = f"the {stream} of rank {worker.rank} cannot be written to {path!r} (see logs)"
             raise LaunchError(with_remedy(what, error)) from error
-        words.files[stream] = path
+        stderr_tail.files[stream] = path
         return fd
 
 

@@ -33,13 +33,13 @@ class RankOutput:
         remarks: where it is noted that something cannot be written.
     """
 
-    def __init__(self, spec: LogSpec, nprocs: int | None, remarks: DeferredLog) -> None:
+    def __init__(self, spec: LogSpec, nprocs: int | None, deferred_log: DeferredLog) -> None:
         self._spec = spec
         self._opener = StdioOpener(spec, platform.node())
         ranks = spec.telling_ranks() if nprocs is None else range(nprocs)
         self._speakers = spec.shown_ranks(ranks)
         ways = {spec.way_of(stream, rank) for stream in STREAMS for rank in ranks}
-        self._pump = OutputThread(remarks) if StreamRoute.PIPE in ways else None
+        self._pump = OutputThread(deferred_log) if StreamRoute.PIPE in ways else None
 
     def attach(self) -> None:
         """What ranks write from now on goes to what are sys.stdout and sys.stderr now; in a notebook, to this cell."""
@@ -47,25 +47,25 @@ class RankOutput:
             return
         may_be_mixed = self._speakers > 1
         is_mixed = self._spec.prefix or (may_be_mixed and (self._spec.prefix is not None or not in_notebook()))
-        mixer = OutputMultiplexer(is_mixed=bool(is_mixed), may_be_mixed=may_be_mixed)
-        sinks = {stream: sink_of(getattr(sys, stream), self._pump.gives_up.fileno()) for stream in STREAMS}
-        self._pump.post(partial(self._pump.attach, mixer, sinks))
+        multiplexer = OutputMultiplexer(is_mixed=bool(is_mixed), may_be_mixed=may_be_mixed)
+        sinks = {stream: sink_of(getattr(sys, stream), self._pump.stop_waiting_for_reader.fileno()) for stream in STREAMS}
+        self._pump.post(partial(self._pump.attach, multiplexer, sinks))
 
     def open(self, worker: Worker, passed: ExitStack) -> StdioFds:
         """The streams of a rank that is about to be started. `passed` closes its ends here. Raises LaunchError, OSError and,
         if there can be no thread, RuntimeError.
         """
-        ends = self._opener.open(worker, passed)
+        stdio = self._opener.open(worker, passed)
         if self._pump is not None:
-            self._pump.post(partial(self._pump.add, ends.sources))
+            self._pump.post(partial(self._pump.add, stdio.sources))
             self._pump.begin()
-        return ends
+        return stdio
 
-    def end(self, ends: StdioFds, unsaid: bytes) -> None:
+    def end(self, stdio: StdioFds, unsaid: bytes) -> None:
         """That rank is dead, with all that it had started in its process group; this has yet to be written to its stderr."""
-        ends.leave(unsaid)
+        stdio.leave(unsaid)
         if self._pump is not None:
-            self._pump.post(partial(self._pump.end, ends.sources, unsaid))
+            self._pump.post(partial(self._pump.end, stdio.sources, unsaid))
 
     def settle(self, seconds: float | None) -> bool:
         """Wait until all that has been written by now is where it belongs. False if it did not come to that in time."""

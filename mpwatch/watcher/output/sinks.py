@@ -35,7 +35,7 @@ class Sink(Protocol):
         """Give back what was taken."""
 
 
-def sink_of(stream: IO[str] | None, gives_up: int) -> Sink | None:
+def sink_of(stream: IO[str] | None, stop_waiting_for_reader: int) -> Sink | None:
     """One for a stream of the caller's, as it is now; None if nothing can be written to it.
 
     Args:
@@ -49,7 +49,7 @@ def sink_of(stream: IO[str] | None, gives_up: int) -> Sink | None:
             return None
         if isinstance(stream, io.TextIOWrapper) and isinstance(stream.buffer, PLAIN):
             stream.flush()  # what was printed before comes before
-            return _FileSink(stream, gives_up)
+            return _FileSink(stream, stop_waiting_for_reader)
     except (OSError, ValueError):  # it is detached, or in memory; nobody reads it, or there is no room for one more
         pass
     return _TextSink(stream, copy_context())
@@ -62,9 +62,9 @@ class _FileSink:
     piece: nobody comes between the parts of a line. A pipe promises that for a page; one that is empty has room for more.
     """
 
-    def __init__(self, stream: io.TextIOWrapper, gives_up: int) -> None:
+    def __init__(self, stream: io.TextIOWrapper, stop_waiting_for_reader: int) -> None:
         self._poll = select.poll()
-        self._poll.register(gives_up, select.POLLIN)
+        self._poll.register(stop_waiting_for_reader, select.POLLIN)
         self._file, self._blocks, self._portion = _open_again(stream.fileno())
         self._room_if_empty = 0 if self._blocks else pipe_size(self._file.fileno()) * 3 // 4
         self._poll.register(self._file, select.POLLOUT)

@@ -22,8 +22,8 @@ class Guardian:
     Raises OSError if it cannot be started.
     """
 
-    def __init__(self, remarks: DeferredLog) -> None:
-        self._remarks = remarks
+    def __init__(self, deferred_log: DeferredLog) -> None:
+        self._deferred_log = deferred_log
         self._is_lost = False
         with ExitStack() as passed, ExitStack() as kept:
             self._line, theirs = socket.socketpair()
@@ -65,7 +65,7 @@ class Guardian:
         except OSError as error:
             if not self._is_lost:
                 text = "the guardian is gone (%s): should this process be killed, its ranks may outlive it"
-                self._remarks.warning(text, error)
+                self._deferred_log.warning(text, error)
             self._is_lost = True
 
     def close(self) -> None:

@@ -52,9 +52,14 @@ class WatchedProcess(RankProcess):
     """The watcher's side of a rank's process; the child gets a plain RankProcess."""
 
     def __init__(
-        self, seat: LaunchInfo, env: dict[str, str], passed_fds: list[int], output_fds: tuple[int | None, int], name: str
+        self,
+        launch_info: LaunchInfo,
+        env: dict[str, str],
+        passed_fds: list[int],
+        output_fds: tuple[int | None, int],
+        name: str,
     ) -> None:
-        super().__init__(seat, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
+        super().__init__(launch_info, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
         self.env = env
         self.passed_fds = passed_fds
         self.output_fds = output_fds  # its stdout and stderr; None: those of this program
@@ -105,13 +110,13 @@ class WatchedProcess(RankProcess):
         """False if the status was lost: SIGCHLD is ignored in this program, or another part of it waits for any child."""
         return self.child.status_known
 
-    def bury(self) -> bool:
+    def reap(self) -> bool:
         """Once it has ended: kill what is left of its group, reap it, close what is open. False if a debugger holds it, so
         that it cannot be reaped yet.
 
         Not `close()`: another thread may be waiting for it in `join()`, as multiprocessing does at the program's end.
         """
-        if not self.child.bury():
+        if not self.child.reap():
             return False
         self.child.close()
         forget_child(self)
@@ -132,7 +137,7 @@ class _RankPopen(Popen):
 
     def __init__(self, process_obj: WatchedProcess) -> None:
         self._lock = threading.Lock()
-        self._buried = False
+        self._is_reaped = False
         self.status_known = True
         super().__init__(process_obj)
 
@@ -193,24 +198,24 @@ class _RankPopen(Popen):
 
     def signal_group(self, number: int) -> None:
         with self._lock:
-            if not self._buried:
+            if not self._is_reaped:
                 _signal_group(self.pid, number)
 
     def signal_rank(self, number: int) -> None:
         with self._lock, suppress(ProcessLookupError, PermissionError):
-            if not self._buried:
+            if not self._is_reaped:
                 os.kill(self.pid, number)
 
     def _send_signal(self, sig: int) -> None:  # what terminate() and kill() of a Process do
         self.signal_group(sig)
 
     def close(self) -> None:
-        if self._buried:  # until then its descriptors are waited on
+        if self._is_reaped:  # until then its descriptors are waited on
             super().close()
 
-    def bury(self) -> bool:
+    def reap(self) -> bool:
         with self._lock:
-            if self._buried:
+            if self._is_reaped:
                 return True
             _signal_group(self.pid, signal.SIGKILL)
             try:
@@ -220,7 +225,7 @@ class _RankPopen(Popen):
                 self.returncode = os.waitstatus_to_exitcode(status)
             except ChildProcessError:
                 self.returncode = UNKNOWN_EXIT if self.returncode is None else self.returncode
-            self._buried = True
+            self._is_reaped = True
             self._child.returncode = self.returncode  # else subprocess would wait for it, too
             return True
 
@@ -234,8 +239,8 @@ class _RankPopen(Popen):
     def abandon(self) -> None:
         """Leave it to subprocess, which reaps whoever was left to it each time that it starts a process."""
         with self._lock:
-            if not self._buried:
-                self._buried = True
+            if not self._is_reaped:
+                self._is_reaped = True
                 reap_later(self._child)
 
 

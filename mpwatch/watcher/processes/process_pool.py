@@ -45,11 +45,11 @@ from mpwatch.wire.shared_memory import (
 class ProcessPool:
     """Owns the ranks' processes and all that they need. A context manager: whoever is alive at its end is killed."""
 
-    def __init__(self, remarks: DeferredLog, output: RankOutput) -> None:
-        self.remarks = remarks
+    def __init__(self, deferred_log: DeferredLog, output: RankOutput) -> None:
+        self.deferred_log = deferred_log
         self._output = output
-        self.lines: dict[int, RankHandle] = {}
-        self.gate: Selector[Any]
+        self.handles: dict[int, RankHandle] = {}
+        self.selector: Selector[Any]
         self._slots: dict[int, int] = {}  # which is whose, by rank
         self._held: dict[WatchedProcess, float] = {}  # dead since that time, but a debugger has not yet let go of them
         self._groups: dict[int, float] = {}  # of buried ranks, with helpers that were killed at that time, but not gone yet
@@ -57,9 +57,9 @@ class ProcessPool:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             try:
-                self.gate = stack.enter_context(Selector())
+                self.selector = stack.enter_context(Selector())
                 self._slots_fd = stack.enter_context(anonymous_file("mpwatch-slots")).fileno()
-                self.guardian = stack.enter_context(closing(Guardian(self.remarks)))
+                self.guardian = stack.enter_context(closing(Guardian(self.deferred_log)))
                 self._stderr_fd = os.dup(STDERR)
                 stack.callback(os.close, self._stderr_fd)
             except OSError as error:
@@ -89,17 +89,21 @@ class ProcessPool:
             kept.callback(os.close, pipe_ours)
             passed.callback(os.close, pipe_theirs)
             os.set_blocking(pipe_ours, False)
-            ends = self._output.open(worker, passed)
-            stderr = self._stderr_fd if ends.stderr is None else ends.stderr
-            seat = LaunchInfo(_fields_of(worker), theirs.fileno(), self._slots_fd, slot, stderr, is_captured=ends.are_ours)
+            stdio = self._output.open(worker, passed)
+            stderr = self._stderr_fd if stdio.stderr is None else stdio.stderr
+            launch_info = LaunchInfo(
+                _fields_of(worker), theirs.fileno(), self._slots_fd, slot, stderr, is_captured=stdio.are_ours
+            )
             fds = [theirs.fileno(), self._slots_fd, stderr]
-            process = WatchedProcess(seat, env, fds, (ends.stdout, pipe_theirs), f"mpwatch-rank-{worker.rank}")
+            process = WatchedProcess(launch_info, env, fds, (stdio.stdout, pipe_theirs), f"mpwatch-rank-{worker.rank}")
             process.start()
             channel = socket.socket(fileno=ours.detach())
             kept.pop_all()
-        line = self.lines[worker.rank] = RankHandle(worker, process, channel, pipe_ours, ends=ends, remarks=self.remarks)
+        handle = self.handles[worker.rank] = RankHandle(
+            worker, process, channel, pipe_ours, stdio=stdio, deferred_log=self.deferred_log
+        )
         self.guardian.guard(process.child_pid)
-        return line
+        return handle
 
     def _slot_for(self, rank: int) -> int:
         if rank in self._slots:  # it has lived before
@@ -109,91 +113,93 @@ class ProcessPool:
             os.ftruncate(self._slots_fd, len(self._slots) * SLOT)
         return self._slots[rank]
 
-    def call(self, line: RankHandle, payload: Payload) -> None:
+    def call(self, handle: RankHandle, payload: Payload) -> None:
         """Send a rank its call, and what its interpreter has printed: it has its stderr now, and may wait for who reads it.
 
         Raises LaunchError.
         """
         try:
-            if line.stacks.printed:
-                line.send_file(MessageKind.STARTUP_OUTPUT, line.stacks.printed)
-                line.stacks.printed = b""
-            line.calls += 1
-            line.send(MessageKind.CALL, payload.fds, payload.body)
+            if handle.stacks.printed:
+                handle.send_file(MessageKind.STARTUP_OUTPUT, handle.stacks.printed)
+                handle.stacks.printed = b""
+            handle.calls += 1
+            handle.send(MessageKind.CALL, payload.fds, payload.body)
         except OSError as error:
-            raise LaunchError(with_remedy(f"the call could not be sent to rank {line.facts.worker.rank}", error)) from error
+            raise LaunchError(
+                with_remedy(f"the call could not be sent to rank {handle.observations.worker.rank}", error)
+            ) from error
 
-    def answer_left(self, line: RankHandle) -> list[Message]:
+    def read_black_box(self, handle: RankHandle) -> list[Message]:
         """What a dead rank could not send any more, and has left in its black box."""
-        rank = line.facts.worker.rank
+        rank = handle.observations.worker.rank
         try:
             return read_answer(self._slots_fd, self._slots[rank])
         except ValueError as error:  # its own memory has been overwritten
-            self.remarks.debug("the black box of rank %d: %s", rank, error)
+            self.deferred_log.debug("the black box of rank %d: %s", rank, error)
             return []
 
-    def interrupt(self, line: RankHandle) -> None:
+    def interrupt(self, handle: RankHandle) -> None:
         """By SIGINT, and in the call that it is at, not in another that it may be at when the signal arrives."""
-        note_interrupt(self._slots_fd, self._slots[line.facts.worker.rank], line.calls)
-        line.process.signal_rank(signal.SIGINT)
+        note_interrupt(self._slots_fd, self._slots[handle.observations.worker.rank], handle.calls)
+        handle.process.signal_rank(signal.SIGINT)
 
-    def pulse_of(self, line: RankHandle) -> HeartbeatSample:
+    def pulse_of(self, handle: RankHandle) -> HeartbeatSample:
         """When a rank was last heard of, and what it last reported."""
-        return read_pulse(self._slots_fd, self._slots[line.facts.worker.rank])
+        return read_pulse(self._slots_fd, self._slots[handle.observations.worker.rank])
 
-    def beat_of(self, line: RankHandle) -> float | None:
+    def beat_of(self, handle: RankHandle) -> float | None:
         """The first of that alone, which is quick."""
-        return read_beat(self._slots_fd, self._slots[line.facts.worker.rank])
+        return read_beat(self._slots_fd, self._slots[handle.observations.worker.rank])
 
-    def forget_pulse(self, line: RankHandle) -> None:
+    def forget_pulse(self, handle: RankHandle) -> None:
         """What it said in an earlier call is none of the next."""
-        forget_pulse(self._slots_fd, self._slots[line.facts.worker.rank])
+        forget_pulse(self._slots_fd, self._slots[handle.observations.worker.rank])
 
-    def bury(self, line: RankHandle) -> None:
+    def reap(self, handle: RankHandle) -> None:
         """Reap a dead rank."""
-        pid = line.process.child_pid
-        del self.lines[line.facts.worker.rank]
-        buried_at = time.monotonic()
+        pid = handle.process.child_pid
+        del self.handles[handle.observations.worker.rank]
+        reaped_at = time.monotonic()
         try:
-            line.close()
+            handle.close()
         finally:  # even if the host has closed descriptors that are none of its own
-            if not line.process.bury():
-                self._held[line.process] = buried_at
-            self._output.end(line.ends, line.stacks.unsaid)
+            if not handle.process.reap():
+                self._held[handle.process] = reaped_at
+            self._output.end(handle.stdio, handle.stacks.unsaid)
             self.guardian.release(pid)
             if group_exists(pid):
-                self._groups[pid] = buried_at
+                self._groups[pid] = reaped_at
 
-    def abandon(self, line: RankHandle) -> None:
+    def abandon(self, handle: RankHandle) -> None:
         """Leave a rank that cannot be killed to the kernel."""
-        line.close()
-        line.process.abandon()
-        self._output.end(line.ends, line.stacks.unsaid)
-        del self.lines[line.facts.worker.rank]
+        handle.close()
+        handle.process.abandon()
+        self._output.end(handle.stdio, handle.stacks.unsaid)
+        del self.handles[handle.observations.worker.rank]
 
     def _kill_all(self) -> None:
         """For the ranks that are left when something has gone wrong on our side."""
-        for line in self.lines.values():
-            line.process.signal_group(signal.SIGKILL)
+        for handle in self.handles.values():
+            handle.process.signal_group(signal.SIGKILL)
         deadline = time.monotonic() + KILL_SECONDS
         with ExitStack() as stack:  # one that fails does not keep the others from being buried
-            for line in self.lines.values():
-                stack.callback(self._bury_by, deadline, line)
+            for handle in self.handles.values():
+                stack.callback(self._reap_by, deadline, handle)
 
-    def _bury_by(self, deadline: float, line: RankHandle) -> None:
-        if line.process.has_ended_by(deadline):
-            self.bury(line)
+    def _reap_by(self, deadline: float, handle: RankHandle) -> None:
+        if handle.process.has_ended_by(deadline):
+            self.reap(handle)
         else:
-            self.abandon(line)
+            self.abandon(handle)
 
     def _await_debuggers(self) -> None:
         """A debugger that does not look keeps a dead rank from being reaped."""
         for process, died_at in self._held.items():
-            while not (buried := process.bury()) and time.monotonic() < died_at + KILL_SECONDS:
+            while not (is_reaped := process.reap()) and time.monotonic() < died_at + KILL_SECONDS:
                 pass  # it waits a while itself
-            if not buried:
+            if not is_reaped:
                 pid = process.child_pid
-                self.remarks.warning("%s (pid %d) is dead, but held by a debugger: left behind", process.name, pid)
+                self.deferred_log.warning("%s (pid %d) is dead, but held by a debugger: left behind", process.name, pid)
                 process.abandon()
 
     def await_helpers(self) -> None:
@@ -202,20 +208,20 @@ class ProcessPool:
             group, killed_at = self._groups.popitem()
             deadline = killed_at + KILL_SECONDS
             try:
-                _await_members(group, deadline, self.remarks)
+                _await_members(group, deadline, self.deferred_log)
             except OSError:  # there are no descriptors left to look at /proc, or to wait, with
                 while group_exists(group) and time.monotonic() < deadline:
                     time.sleep(0.001)
 
 
-def _await_members(group: int, deadline: float, remarks: DeferredLog) -> None:
+def _await_members(group: int, deadline: float, deferred_log: DeferredLog) -> None:
     for pid in group_members(group):
         pidfd = open_pidfd(pid)
         if pidfd is None:
             continue
         try:
             if not wait([pidfd], max(0.0, deadline - time.monotonic())):
-                remarks.warning("process %d, started by a rank, has not yet gone although it has been killed", pid)
+                deferred_log.warning("process %d, started by a rank, has not yet gone although it has been killed", pid)
         finally:
             os.close(pidfd)
 

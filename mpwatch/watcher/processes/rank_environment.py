@@ -62,14 +62,14 @@ def environments_of(spec: GroupSpec, workers: Iterable[Worker]) -> list[tuple[Wo
     Raises TypeError or ValueError for what the caller's `env` function returns, and whatever it raises.
     """
     accelerators = accelerators_of_torch()
-    places = []
+    setups = []
     for worker in workers:
         extra = spec.environment_of(worker)
         # a caller may know a better address: what the rank is told and what it finds are the same
         address, port = extra.get("MASTER_ADDR", worker.master_addr), int(extra.get("MASTER_PORT", worker.master_port))
         known = replace(worker, master_addr=address, master_port=port)
-        places.append((known, _environment_of(known, extra, spec.policy.max_restarts, accelerators)))
-    return places
+        setups.append((known, _environment_of(known, extra, spec.policy.max_restarts, accelerators)))
+    return setups
 
 
 def _environment_of(worker: Worker, extra: dict[str, str], max_restarts: int, accelerators: set[str]) -> dict[str, str]:

@@ -37,14 +37,14 @@ class RankHandle:
         channel: socket.socket,
         pipe_fd: int,
         *,
-        ends: StdioFds,
-        remarks: DeferredLog,
+        stdio: StdioFds,
+        deferred_log: DeferredLog,
     ) -> None:
-        self._remarks = remarks
+        self._deferred_log = deferred_log
         self.generation = 0  # which of the rank's lives it is
         self.process = process
-        self.facts = RankObservations(worker, pid=process.child_pid, words=ends.words)
-        self.ends = ends
+        self.observations = RankObservations(worker, pid=process.child_pid, stderr_tail=stdio.stderr_tail)
+        self.stdio = stdio
         self.stacks = StackDumpParser()
         self.calls = 0  # that were sent
         self._channel = channel
@@ -52,38 +52,40 @@ class RankHandle:
         self._files: list[int] = []  # that have come over it before their messages, in order; -1 for one that was lost
         self._pipe_fd = pipe_fd
         self._far_pipe_fd = -1  # the rank's number for its end of the pipe, once it is ready
-        self._gate: Selector[Any] | None = None
+        self._selector: Selector[Any] | None = None
         self._waited_for: set[int] = set()
 
     def wait_at(
         self,
-        gate: Selector[Any],
+        selector: Selector[Any],
         on_message: Callable[[], Any],
         on_stacks: Callable[[], Any],
         on_death: Callable[[], Any],
     ) -> None:
         """Have the gate call these when there is something to read."""
-        self._gate = gate
+        self._selector = selector
         for fd, handler in (
             (self._channel.fileno(), on_message),
             (self._pipe_fd, on_stacks),
             (self.process.child.sentinel, on_death),
         ):
-            gate.add(fd, handler)
+            selector.add(fd, handler)
             self._waited_for.add(fd)
 
     def begin_call(self) -> RankObservations:
         """What was seen in an earlier call is none of the next."""
-        before = self.facts
-        self.facts = RankObservations(before.worker, pid=before.pid, words=before.words, was_ready=before.was_ready)
+        before = self.observations
+        self.observations = RankObservations(
+            before.worker, pid=before.pid, stderr_tail=before.stderr_tail, was_ready=before.was_ready
+        )
         self.stacks.forget()
-        before.words.forget()
-        return self.facts
+        before.stderr_tail.forget()
+        return self.observations
 
     def _wait_no_more(self, fd: int) -> None:
-        if fd in self._waited_for and self._gate is not None:
+        if fd in self._waited_for and self._selector is not None:
             self._waited_for.remove(fd)
-            self._gate.remove(fd)
+            self._selector.remove(fd)
 
     def close(self) -> None:
         """Give the descriptors back; the process is the crew's to bury."""
@@ -146,7 +148,7 @@ class RankHandle:
         except BlockingIOError:
             pass
         except (OSError, ValueError) as error:  # reset by a dead rank, or written to by somebody who is none
-            self._remarks.debug("channel of rank %d closed: %s", self.facts.worker.rank, error)
+            self._deferred_log.debug("channel of rank %d closed: %s", self.observations.worker.rank, error)
             self._close_channel()
         return messages
 
@@ -164,8 +166,8 @@ class RankHandle:
     def becomes_ready(self, where: bytes) -> None:
         """It has a stderr of its own from now on, and the pipe is for stacks."""
         self._far_pipe_fd, main_thread = WHERE.unpack(where)
-        self.overhear()
-        self.facts.was_ready = True
+        self.read_stack_pipe()
+        self.observations.was_ready = True
         self.stacks.becomes_ready(main_thread)
 
     def ask_for_stacks(self) -> bool:
@@ -175,18 +177,18 @@ class RankHandle:
         state = state_of_process(self.process.child_pid)
         if state is None or DUMP_SIGNAL is None:
             return False
-        self.facts.process_state = state.letter
+        self.observations.process_state = state.letter
         if state.letter in "TtZX" or not state.catches(DUMP_SIGNAL):
             return False
         if not has_descriptor(self.process.child_pid, self._far_pipe_fd, self._pipe_fd):
             return False
-        self.overhear()
+        self.read_stack_pipe()
         self.stacks.ask()
-        self.facts.was_asked = True
+        self.observations.was_asked = True
         self.process.signal_rank(DUMP_SIGNAL)
         return True
 
-    def overhear(self) -> None:
+    def read_stack_pipe(self) -> None:
         """What has come over the stack pipe."""
         with suppress(BlockingIOError):
             for _ in range(DRAIN_LIMIT // READ_SIZE):

@@ -20,8 +20,8 @@ def merged(parts: Sequence[tuple[AttemptObservations, RunResult[T]]], waiting: C
     results = [result for _, result in parts]
     if len(parts) == 1:
         return results[0]
-    final = [result for facts, result in parts if min(facts.ranks) not in waiting]
-    late = [(facts, result) for facts, result in parts if facts.verdict is StopReason.TIMED_OUT]
+    final = [result for observations, result in parts if min(observations.ranks) not in waiting]
+    late = [(observations, result) for observations, result in parts if observations.verdict is StopReason.TIMED_OUT]
     failures = _together(result.failures for result in results)
     states = _together(result.worker_states for result in results)
     state = _state_of(results)

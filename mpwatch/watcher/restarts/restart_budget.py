@@ -69,61 +69,61 @@ class RestartBudget:
     """
 
     def __init__(
-        self, policy: RestartPolicy, chance: Callable[[], float] = random, account: RestartCounters = NOTHING_YET
+        self, policy: RestartPolicy, chance: Callable[[], float] = random, counters: RestartCounters = NOTHING_YET
     ) -> None:
         self._policy = policy
         self._chance = chance
-        self.account = account
+        self.counters = counters
 
-    def decide(self, trial: FailedAttempt) -> RestartDecision:
+    def decide(self, failed_attempt: FailedAttempt) -> RestartDecision:
         """About this attempt, the latest. Raises whatever `retry_if` raises."""
         policy = self._policy
         if not policy.max_restarts:
             return RestartDecision()
-        self._note(trial)
-        if self.account.used >= policy.max_restarts:
+        self._note(failed_attempt)
+        if self.counters.used >= policy.max_restarts:
             return RestartDecision(why_not=f"all restarts are used up (max_restarts={policy.max_restarts})")
-        if policy.max_no_progress is not None and self.account.stalled >= policy.max_no_progress:
+        if policy.max_no_progress is not None and self.counters.stalled >= policy.max_no_progress:
             return RestartDecision(why_not=self._no_progress())
-        if why_not := not_worth_it(policy, trial) if trial.why_not is None else trial.why_not():
+        if why_not := not_worth_it(policy, failed_attempt) if failed_attempt.why_not is None else failed_attempt.why_not():
             return RestartDecision(why_not=why_not)
         delay = self._delay()
-        seconds_left = trial.seconds_left()
+        seconds_left = failed_attempt.seconds_left()
         if delay >= seconds_left:
             return RestartDecision(
                 why_not=f"`timeout` leaves {max(0.0, seconds_left):.1f} s, and the delay is {delay:.1f} s"
             )
-        self.account = replace(self.account, used=self.account.used + 1)
-        return RestartDecision(delay=delay, restarts_left=policy.max_restarts - self.account.used)
+        self.counters = replace(self.counters, used=self.counters.used + 1)
+        return RestartDecision(delay=delay, restarts_left=policy.max_restarts - self.counters.used)
 
-    def _note(self, trial: FailedAttempt) -> None:
-        known, reset_after = self.account, self._policy.reset_after
-        step = -1 if trial.step is None else trial.step
-        self.account = RestartCounters(
-            used=0 if reset_after is not None and trial.healthy_seconds >= reset_after else known.used,
+    def _note(self, failed_attempt: FailedAttempt) -> None:
+        known, reset_after = self.counters, self._policy.reset_after
+        step = -1 if failed_attempt.step is None else failed_attempt.step
+        self.counters = RestartCounters(
+            used=0 if reset_after is not None and failed_attempt.healthy_seconds >= reset_after else known.used,
             furthest=max(known.furthest, step),
             stalled=0 if step > known.furthest or known.is_new else known.stalled + 1,
             is_new=False,
         )
 
     def _no_progress(self) -> str:
-        furthest, stalled = self.account.furthest, self.account.stalled
+        furthest, stalled = self.counters.furthest, self.counters.stalled
         how_far = f"no step beyond {furthest} was reported" if furthest >= 0 else "no step was reported"
         times = f"{stalled} restarts in a row" if stalled > 1 else "the last restart"
         return f"{how_far} after {times} (max_no_progress={self._policy.max_no_progress})"
 
     def _delay(self) -> float:
         policy = self._policy
-        doublings = min(self.account.used, 1000)  # 2.0**1024 is no float
+        doublings = min(self.counters.used, 1000)  # 2.0**1024 is no float
         delay = min(policy.delay * 2.0**doublings, policy.max_delay)
         return min(delay * (1 + policy.jitter * (2 * self._chance() - 1)), policy.max_delay)
 
 
-def not_worth_it(policy: RestartPolicy, trial: FailedAttempt) -> str:
+def not_worth_it(policy: RestartPolicy, failed_attempt: FailedAttempt) -> str:
     """Why the policy does not want this failure to be tried again; empty if it does. Raises whatever `retry_if` raises."""
-    retry_if, cause = policy.retry_if, trial.cause
+    retry_if, cause = policy.retry_if, failed_attempt.cause
     if retry_if is None:
-        return _hopeless(trial)
+        return _hopeless(failed_attempt)
     if cause is None:
         return ""
     if causes := policy.causes:
@@ -136,15 +136,15 @@ def not_worth_it(policy: RestartPolicy, trial: FailedAttempt) -> str:
     return "" if is_wanted else UNWANTED
 
 
-def _hopeless(trial: FailedAttempt) -> str:
+def _hopeless(failed_attempt: FailedAttempt) -> str:
     """Why it would go the same way again, as far as one can tell who knows nothing of the function."""
-    cause = trial.cause
+    cause = failed_attempt.cause
     if cause is None:
         return ""
     if cause.kind is FailureKind.START:
         return "it never came to call the function (`retry_if` can allow for that)"
     is_programming = cause.exception is not None and issubclass(type(cause.exception), PROGRAMMING_ERRORS)
-    if is_programming and not trial.had_begun:
+    if is_programming and not failed_attempt.had_begun:
         name = type(cause.exception).__qualname__
         return f"{name} before the first heartbeat or report is taken for an error in the code (`retry_if` can allow for it)"
     return ""

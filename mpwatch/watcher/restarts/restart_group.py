@@ -28,17 +28,17 @@ RankSetup = tuple[Worker, dict[str, str]]  # who a rank is, and its whole enviro
 class RestartGroup:
     """Its ranks are about to be started for the first time."""
 
-    def __init__(self, spec: GroupSpec, places: list[RankSetup], journal: EventBus, *, keep: bool) -> None:
+    def __init__(self, spec: GroupSpec, setups: list[RankSetup], event_bus: EventBus, *, keep: bool) -> None:
         self._spec = spec
-        self._journal = journal
-        self.places = {worker.rank: (worker, env) for worker, env in places}
-        self.seen: dict[int, RankObservations] = {}
+        self._event_bus = event_bus
+        self.setups = {worker.rank: (worker, env) for worker, env in setups}
+        self.observed: dict[int, RankObservations] = {}
         self.lingers: dict[int, str] = {}  # what keeps a rank that has returned
         self._run_started_at = math.inf
         self._timeout: float | None = None
         self._has_noted_call = False
         self.machine = StateMachine(
-            self.places,
+            self.setups,
             now=time.monotonic(),
             grace_period=spec.grace_period,
             start_timeout=spec.start_timeout,
@@ -50,7 +50,7 @@ class RestartGroup:
 
     def begin(self) -> None:
         """Another life of its ranks; or of others."""
-        self.seen.clear()
+        self.observed.clear()
         self.lingers.clear()
         self._began_at = time.monotonic()
         self._all_ready_at: float | None = None
@@ -60,7 +60,7 @@ class RestartGroup:
     @property
     def workers(self) -> list[Worker]:
         """Who its ranks are; the next ones, if it has been decided that they are started again."""
-        return [worker for worker, _ in self.places.values()]
+        return [worker for worker, _ in self.setups.values()]
 
     def look_at_machine(self) -> None:
         """What has become of it, in the words of others."""
@@ -72,10 +72,10 @@ class RestartGroup:
 
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
         """What is to be done about an event."""
-        was_late = isinstance(event, m.HeartbeatRead) and event.rank in self.machine.beats.late
-        may_go_well, life = self.machine.is_undecided(), self.machine.generation
+        was_late = isinstance(event, m.HeartbeatRead) and event.rank in self.machine.heartbeats.late
+        may_go_well, generation = self.machine.is_undecided(), self.machine.generation
         actions = self.machine.handle(event, now)
-        if self.machine.generation > life:
+        if self.machine.generation > generation:
             self.begin()
         if isinstance(event, m.StartCall):
             self._run_started_at, self._timeout, self._has_noted_call = event.started_at, event.timeout, False
@@ -86,69 +86,69 @@ class RestartGroup:
             self._note(WorkerSucceeded, event.rank, at=self._reported_at(event.rank))
         elif isinstance(event, m.Exited):
             self._note_death(event.rank)
-        elif isinstance(event, m.HeartbeatRead) and event.rank in self.machine.beats.late and not was_late:
+        elif isinstance(event, m.HeartbeatRead) and event.rank in self.machine.heartbeats.late and not was_late:
             self._note_late(event, now)
         return actions
 
     def expire(self, now: float) -> list[m.Action]:
         """What is to be done if a deadline has come."""
-        life = self.machine.generation
+        generation = self.machine.generation
         actions = self.machine.expire(now)
-        if self.machine.generation > life:
+        if self.machine.generation > generation:
             self.begin()
         return actions
 
-    def facts(self, *, hostname: str, helpers_oom: str) -> AttemptObservations:
+    def observations(self, *, hostname: str, helpers_oom: str) -> AttemptObservations:
         """All that is known of its ranks' last life, or last call."""
         machine, spec, now = self.machine, self._spec, time.monotonic()
         return AttemptObservations(
-            ranks=dict(self.seen),
+            ranks=dict(self.observed),
             hostname=hostname,
             started_at=self._run_started_at,
             stopped_at=machine.stopped_at,
             verdict=machine.verdict,
             never_ready=machine.never_ready,
-            silent=machine.beats.silent,
+            silent=machine.heartbeats.silent,
             heartbeat_timeout=spec.heartbeat_timeout,
             timeout=self._timeout,
             start_timeout=spec.start_timeout,
             signum=machine.signum,
             helpers_oom=helpers_oom,
-            log_dir=spec.logs.folder_of(self._journal.run_id) if spec.logs is not None else "",
+            log_dir=spec.logs.folder_of(self._event_bus.run_id) if spec.logs is not None else "",
             began_at=self._began_at,
             all_ready_at=self._all_ready_at,
-            ended_at=max((seen.died_at or now for seen in self.seen.values()), default=now),
+            ended_at=max((observed.died_at or now for observed in self.observed.values()), default=now),
         )
 
-    def warn(self, remarks: DeferredLog, *, of_run: bool) -> None:
+    def warn(self, deferred_log: DeferredLog, *, of_run: bool) -> None:
         """About ranks that succeeded and yet did not end as they should."""
         so_far, kept = ("had returned", ". Its value is kept") if of_run else ("was told to end", "")
         for rank in self.machine.lingering:
-            remarks.warning(
+            deferred_log.warning(
                 f"rank %d {so_far} but was still there %g s later (%s); stopped{kept}",
                 rank,
                 self._spec.grace_period,
                 self.lingers.get(rank) or "an exit hook or a finaliser that does not end",
             )
-        for rank, facts in self.seen.items():
-            by_us = -(facts.exit_code or 0) in facts.signals_sent
-            if self.machine.verdict is m.StopReason.SUCCEEDED and facts.exit_code and not by_us:
-                remarks.warning(f"rank %d {so_far}, and then %s{kept}", rank, exit_text(facts.exit_code))
+        for rank, observations in self.observed.items():
+            by_us = -(observations.exit_code or 0) in observations.signals_sent
+            if self.machine.verdict is m.StopReason.SUCCEEDED and observations.exit_code and not by_us:
+                deferred_log.warning(f"rank %d {so_far}, and then %s{kept}", rank, exit_text(observations.exit_code))
 
     def _note(self, kind: type[Event], *ranks: int, at: float | None = None, **details: Any) -> None:
-        attempt = self.seen[ranks[0]].worker.restart_count
-        self._journal.note(kind, ranks, at=at, attempt=attempt, **details)
+        attempt = self.observed[ranks[0]].worker.restart_count
+        self._event_bus.publish(kind, ranks, at=at, attempt=attempt, **details)
 
     def _note_call(self) -> None:
         """Once; if it was there before it was known who the ranks are, then when they are about to be started."""
-        if self.places and self._run_started_at < math.inf and not self._has_noted_call:
+        if self.setups and self._run_started_at < math.inf and not self._has_noted_call:
             self._has_noted_call = True
             attempt = next(iter(self.workers)).restart_count
-            self._journal.note(CallStarted, self.places, attempt=attempt)
+            self._event_bus.publish(CallStarted, self.setups, attempt=attempt)
 
     def _note_ready(self, rank: int, now: float) -> None:
         self._note(WorkerReady, rank)
-        if not self.machine.roster.count[m.RankPhase.STARTING] and self._all_ready_at is None:
+        if not self.machine.phase_table.count[m.RankPhase.STARTING] and self._all_ready_at is None:
             self._all_ready_at = now
 
     def _note_late(self, event: m.HeartbeatRead, now: float) -> None:
@@ -157,29 +157,29 @@ class RestartGroup:
         self._note(HeartbeatLate, event.rank, silent_seconds=silence, heartbeat_timeout=self._spec.heartbeat_timeout)
 
     def _note_death(self, rank: int) -> None:
-        facts = self.seen[rank]
-        pulse = facts.pulse
+        observations = self.observed[rank]
+        heartbeat = observations.heartbeat
         self._note(
             WorkerExited,
             rank,
-            at=facts.died_at,
-            pid=facts.pid,
-            exit_code=facts.exit_code,
-            heartbeat_at=pulse.beat_at if pulse.beat_at != math.inf else None,
-            progress=facts.progress(self._run_started_at),
-            reported_at=pulse.report[0] if pulse.report is not None else None,
-            was_stopped=-(facts.exit_code or 0) in facts.signals_sent,
+            at=observations.died_at,
+            pid=observations.pid,
+            exit_code=observations.exit_code,
+            heartbeat_at=heartbeat.beat_at if heartbeat.beat_at != math.inf else None,
+            progress=observations.progress(self._run_started_at),
+            reported_at=heartbeat.report[0] if heartbeat.report is not None else None,
+            was_stopped=-(observations.exit_code or 0) in observations.signals_sent,
         )
 
     def _reported_at(self, rank: int) -> float | None:
-        report = self.seen[rank].report
+        report = self.observed[rank].report
         return None if report is None else report.stamp
 
 
-def state_of_all(units: Collection[RestartGroup]) -> WorkerState:
+def state_of_all(groups: Collection[RestartGroup]) -> WorkerState:
     """A rank that is replaced while others go on makes the group unhealthy; a group that is started anew begins again."""
-    states = {unit.state for unit in units}
-    is_replaced = len(units) > 1 and any(unit.state is WorkerState.INIT and unit.machine.generation for unit in units)
+    states = {group.state for group in groups}
+    is_replaced = len(groups) > 1 and any(group.state is WorkerState.INIT and group.machine.generation for group in groups)
     if WorkerState.UNHEALTHY in states or is_replaced:
         return WorkerState.UNHEALTHY
     return next((state for state in (WorkerState.UNKNOWN, WorkerState.INIT) if state in states), WorkerState.HEALTHY)

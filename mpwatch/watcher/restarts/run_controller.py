@@ -40,12 +40,12 @@ class RunController(Generic[T]):
         journal: where it is noted what happens.
     """
 
-    def __init__(self, spec: WorkerSpec[T], journal: EventBus) -> None:
-        self.journal = journal
-        self.started_at = journal.started_at
+    def __init__(self, spec: WorkerSpec[T], event_bus: EventBus) -> None:
+        self.event_bus = event_bus
+        self.started_at = event_bus.started_at
         self._spec = spec
-        self._errand: PendingCall | None = None  # once it has begun
-        self._ledgers: dict[int, RestartBudget] = {}  # by the first of the ranks that are started together
+        self._pending_call: PendingCall | None = None  # once it has begun
+        self._budgets: dict[int, RestartBudget] = {}  # by the first of the ranks that are started together
         self._latest: dict[int, tuple[AttemptObservations, RunResult[T]]] = {}  # the same
         self._waiting: set[int] = set()  # those of them that are about to be started again
         self._attempts: list[Attempt] = []
@@ -53,25 +53,25 @@ class RunController(Generic[T]):
         self._is_lost = False  # some are not started again
         self._not_restarted = ""
 
-    def begin(self, errand: PendingCall) -> None:
+    def begin(self, pending_call: PendingCall) -> None:
         """The ranks are about to be started for this."""
-        self._errand = errand
-        self.journal.begin(self._spec, fn=self._spec.fn_name)
+        self._pending_call = pending_call
+        self.event_bus.begin(self._spec, fn=self._spec.fn_name)
 
     def seconds_left(self) -> float:
         """Of the run's time."""
         timeout = self._spec.timeout
         return math.inf if timeout is None else self.started_at + timeout - time.monotonic()
 
-    def judge(self, life: WatcherThread) -> float | None:
+    def judge(self, watcher_thread: WatcherThread) -> float | None:
         """Decide about the attempts that have failed since the last call, and start the restarts that are due.
 
         Returns the seconds until the next restart is due; None if no restart waits for its delay. Raises what `retry_if`
         and `env` raise, and LaunchError.
         """
-        for facts in life.mailbox.asked():
-            life.output.catch_up(LAST_SECONDS)
-            self._decide(life, facts, self._close(facts))
+        for observations in watcher_thread.commands.take_decision_requests():
+            watcher_thread.output.catch_up(LAST_SECONDS)
+            self._decide(watcher_thread, observations, self._close(observations))
         return self._run_due()
 
     def _delay(self, seconds: float, restart: Callable[[], None]) -> None:
@@ -88,21 +88,25 @@ class RunController(Generic[T]):
 
     def result(self) -> RunResult[T]:
         """What came of all ranks."""
-        assert self._errand is not None
-        for facts in self._errand.facts:
-            known = self._latest.get(min(facts.ranks))
-            if known is None or known[0].attempt != facts.attempt:
-                self._close(facts)
-            if facts.verdict is StopReason.FAILED and facts.signum is not None and self._spec.policy.max_restarts:
+        assert self._pending_call is not None
+        for observations in self._pending_call.observations:
+            known = self._latest.get(min(observations.ranks))
+            if known is None or known[0].attempt != observations.attempt:
+                self._close(observations)
+            if (
+                observations.verdict is StopReason.FAILED
+                and observations.signum is not None
+                and self._spec.policy.max_restarts
+            ):
                 self._not_restarted = self._not_restarted or "a signal to this process came before"
         together = merged(list(self._latest.values()), self._waiting)
-        has_returned = all(facts.verdict is StopReason.SUCCEEDED for facts in self._errand.facts)
+        has_returned = all(observations.verdict is StopReason.SUCCEEDED for observations in self._pending_call.observations)
         if has_returned and together.state is WorkerState.FAILED and self._spec.policy.max_restarts:
             self._not_restarted = "all ranks had returned, and what one returned cannot be rebuilt"
         result = replace(together, attempts=tuple(self._attempts), not_restarted=self._not_restarted)
         reason = "" if result.state is WorkerState.SUCCEEDED else verdict(result)
         self._end(result.state, reason)
-        return replace(result, events=tuple(self.journal.events))
+        return replace(result, events=tuple(self.event_bus.events))
 
     def fail(self, error: BaseException) -> None:
         """Something else than a rank has failed: the ranks could not be started, or something was thrown at the caller."""
@@ -111,96 +115,100 @@ class RunController(Generic[T]):
             annotate(error, "\n".join(["raised after ranks had failed:", *attempts_text(failed)]))
         self._end(WorkerState.FAILED if isinstance(error, Exception) else WorkerState.STOPPED, summary_of(error))
 
-    def _close(self, facts: AttemptObservations) -> RunResult[T]:
+    def _close(self, observations: AttemptObservations) -> RunResult[T]:
         """An attempt is over."""
-        result = diagnose_attempt(facts)
-        self._latest[min(facts.ranks)] = facts, result
-        self._waiting.discard(min(facts.ranks))
-        self._attempts.append(_attempt(self.journal, facts, result))
-        self._tell_fates(facts, result)
+        result = diagnose_attempt(observations)
+        self._latest[min(observations.ranks)] = observations, result
+        self._waiting.discard(min(observations.ranks))
+        self._attempts.append(_attempt(self.event_bus, observations, result))
+        self._publish_outcomes(observations, result)
         return result
 
-    def _tell_fates(self, facts: AttemptObservations, result: RunResult[T]) -> None:
-        tell_fates(self.journal, facts, result)
+    def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
+        publish_outcomes(self.event_bus, observations, result)
 
-    def _decide(self, life: WatcherThread, facts: AttemptObservations, result: RunResult[T]) -> None:
-        first, mailbox = min(facts.ranks), life.mailbox
-        ledger = self._ledgers.setdefault(first, RestartBudget(self._spec.policy))
-        decision = ledger.decide(self._trial(facts, result))
+    def _decide(self, watcher_thread: WatcherThread, observations: AttemptObservations, result: RunResult[T]) -> None:
+        first, commands = min(observations.ranks), watcher_thread.commands
+        budget = self._budgets.setdefault(first, RestartBudget(self._spec.policy))
+        decision = budget.decide(self._failed_attempt(observations, result))
         if decision.delay is None:
             self._is_lost, self._not_restarted = True, decision.why_not
             self._delayed.clear()
         elif self._is_lost:  # or it would be, but nobody waits for it
             self._waiting.add(first)
         if decision.delay is None or self._is_lost:
-            mailbox.post(DoNotRestart(first, generation=facts.attempt))
+            commands.post(DoNotRestart(first, generation=observations.attempt))
             return
-        places = life.prepare_again(list(facts.ranks), facts.attempt + 1)
-        self.journal.note(
+        setups = watcher_thread.prepare_again(list(observations.ranks), observations.attempt + 1)
+        self.event_bus.publish(
             Restarting,
-            facts.ranks,
-            attempt=facts.attempt,
+            observations.ranks,
+            attempt=observations.attempt,
             cause=result.root_cause,
             delay=decision.delay,
             restarts_left=decision.restarts_left,
         )
         self._waiting.add(first)
-        restart = RestartCommand(Restart(first, generation=facts.attempt), places)
-        self._delay(decision.delay, partial(mailbox.post, restart))
+        restart = RestartCommand(Restart(first, generation=observations.attempt), setups)
+        self._delay(decision.delay, partial(commands.post, restart))
 
-    def _trial(self, facts: AttemptObservations, result: RunResult[Any]) -> FailedAttempt:
+    def _failed_attempt(self, observations: AttemptObservations, result: RunResult[Any]) -> FailedAttempt:
         cause = result.root_cause
-        pulse = None if cause is None else facts.ranks[cause.rank].pulse
+        heartbeat = None if cause is None else observations.ranks[cause.rank].heartbeat
         steps = [told.step for told in result.progress.values() if told.step is not None]
         return FailedAttempt(
             cause=cause,
-            had_begun=pulse is not None and (pulse.beat_at, pulse.report) != (None, None),
-            healthy_seconds=facts.healthy_seconds,
+            had_begun=heartbeat is not None and (heartbeat.beat_at, heartbeat.report) != (None, None),
+            healthy_seconds=observations.healthy_seconds,
             step=max(steps, default=None),
             seconds_left=self.seconds_left,
         )
 
     def _end(self, state: WorkerState, reason: str) -> None:
-        seen = {first: facts for first, (facts, _) in self._latest.items()}
-        if self._errand is not None:
+        observed = {first: observations for first, (observations, _) in self._latest.items()}
+        if self._pending_call is not None:
             # of lives that nobody has judged, too
-            seen |= {min(facts.ranks): facts for facts in self._errand.facts if facts.ranks}
-        workers = [of_rank.worker for facts in seen.values() for of_rank in facts.ranks.values()]
-        restarts = sum(facts.attempt for facts in seen.values())
-        self.journal.end(state, workers, restarts=restarts, reason=reason)
+            observed |= {
+                min(observations.ranks): observations
+                for observations in self._pending_call.observations
+                if observations.ranks
+            }
+        workers = [of_rank.worker for observations in observed.values() for of_rank in observations.ranks.values()]
+        restarts = sum(observations.attempt for observations in observed.values())
+        self.event_bus.end(state, workers, restarts=restarts, reason=reason)
 
 
-def diagnose_attempt(facts: AttemptObservations) -> RunResult[Any]:
+def diagnose_attempt(observations: AttemptObservations) -> RunResult[Any]:
     """Diagnose an attempt that is over, and drop what only the diagnosis needs."""
-    facts.gather()
+    observations.collect_stderr()
     try:
-        return diagnose(facts)
+        return diagnose(observations)
     finally:
-        facts.forget()
+        observations.forget()
 
 
-def tell_fates(journal: EventBus, facts: AttemptObservations, result: RunResult[Any]) -> None:
+def publish_outcomes(event_bus: EventBus, observations: AttemptObservations, result: RunResult[Any]) -> None:
     """What became of those that did not return; who failed first, first."""
     for rank, failure in sorted(result.failures.items(), key=lambda item: item[1] is not result.root_cause):
-        journal.note(
+        event_bus.publish(
             WorkerFailed,
             [rank],
-            at=facts.started_at + failure.elapsed,
-            attempt=facts.attempt,
+            at=observations.started_at + failure.elapsed,
+            attempt=observations.attempt,
             failure=failure,
             is_root_cause=failure is result.root_cause,
         )
     for rank, state in result.worker_states.items():
         if state is WorkerState.STOPPED:
-            journal.note(WorkerStopped, [rank], at=facts.stopped_at, attempt=facts.attempt)
+            event_bus.publish(WorkerStopped, [rank], at=observations.stopped_at, attempt=observations.attempt)
 
 
-def _attempt(journal: EventBus, facts: AttemptObservations, result: RunResult[Any]) -> Attempt:
+def _attempt(event_bus: EventBus, observations: AttemptObservations, result: RunResult[Any]) -> Attempt:
     return Attempt(
-        number=facts.attempt,
-        ranks=tuple(facts.ranks),
-        started_at=journal.wall_time(facts.began_at),
-        elapsed=facts.ended_at - facts.began_at,
+        number=observations.attempt,
+        ranks=tuple(observations.ranks),
+        started_at=event_bus.wall_time(observations.began_at),
+        elapsed=observations.ended_at - observations.began_at,
         state=result.state,
         failures=result.failures,
         root_cause=result.root_cause,
