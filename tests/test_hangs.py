@@ -107,7 +107,7 @@ def test_the_culprit_is_not_where_the_others_wait(ranks, beats, blamed, victims)
 
 
 def test_a_silent_rank_is_told_with_what_it_last_reported():
-    there = {**LOADS, "pulse": HeartbeatSample(4.5, (4.5, 120, 500, {"loss": 0.5}))}
+    there = {**LOADS, "heartbeat": HeartbeatSample(4.5, (4.5, 120, 500, {"loss": 0.5}))}
     result = silent(WAITS, there, beats={0: 4.0, 1: 4.5})
     assert report(result).splitlines() == [
         "rank 1 was silent for 5.5 s (heartbeat_timeout=5), at step 120 of 500: still at work (train.py:12 in load: sleep(60))",
