@@ -116,12 +116,12 @@ def test_what_a_policy_names(retry_if, causes):
         (
             {"max_restarts": 1, "restart_policy": RestartPolicy(2)},
             ValueError,
-            r"max_restarts=1 and restart_policy=.* both say how often",
+            r"max_restarts=1 and restart_policy=.* both set the number of restarts",
         ),
         (
             {"max_restarts": 0, "restart_policy": RestartPolicy(2)},
             ValueError,
-            r"put it into the policy: RestartPolicy\(0, \.\.\.\)",
+            r"set it in the policy only: RestartPolicy\(0, \.\.\.\)",
         ),
         (
             {"restart_policy": RestartPolicy(scope="worker"), "backend": "gloo"},

@@ -42,15 +42,15 @@ def test_nnodes_is_a_number_or_a_range():
         ({"options": [1]}, TypeError, "options must be a mapping with strings as keys"),
         ({"options": {"last_call_timeout": "soon"}}, TypeError, r"options\['last_call_timeout'\] must be .* not 'soon'"),
         ({"options": {"last_call_timeout": -1}}, ValueError, r"options\['last_call_timeout'\] must be .* not -1"),
-        ({"options": {"last_cal_timeout": 1}}, ValueError, r"no other options .* not \['last_cal_timeout'\]"),
+        ({"options": {"last_cal_timeout": 1}}, ValueError, r"no options except .* not \['last_cal_timeout'\]"),
         ({"backend": "static"}, ValueError, r"needs the number of this node: options=\{'rank': 0\}"),
         ({"backend": "static", "options": {"rank": 2}}, ValueError, r"options\['rank'\] must be below nnodes=2, not 2"),
         (
             {"backend": "static", "options": {"rank": 0, "timeout": 5}},
             ValueError,
-            "than 'last_call_timeout' and 'rank', not",
+            "except 'last_call_timeout' and 'rank', not",
         ),
-        ({"backend": "static", "nnodes": (1, 2), "options": {"rank": 0}}, ValueError, "nnodes must be a number"),
+        ({"backend": "static", "nnodes": (1, 2), "options": {"rank": 0}}, ValueError, "nnodes must be one number"),
     ],
 )
 def test_bad_input_is_named(options, error, text, monkeypatch):

@@ -1,6 +1,6 @@
-"""What happens in a run, as data, and observers of it: see `on_event` of `mpwatch.run`.
+"""Events of a run, and observers of events. See `on_event` of `mpwatch.run`.
 
-The kinds of events are always loaded, the observers when they are first asked for.
+The classes of events are always loaded. An observer is loaded at its first use.
 """
 
 from importlib import import_module

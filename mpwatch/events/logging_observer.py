@@ -1,7 +1,7 @@
-"""What happens in a run, said to `logging.getLogger("mpwatch")`: the observer that every run has.
+"""`LogEvents`: the observer of every run. It logs events to `logging.getLogger("mpwatch")`, in the caller's thread.
 
-Restarts are warnings, for the ranks have lost what they had; the course of a run is INFO, what becomes of each rank DEBUG. A
-failure is not logged: the caller is given it. Runs in the caller's thread.
+A restart is a WARNING, since the ranks lose their state. The course of a run is INFO, and events of single ranks are DEBUG.
+The final failure is not logged, since the caller gets it as an exception.
 """
 
 import logging
@@ -28,18 +28,18 @@ from mpwatch.events.types import (
 from mpwatch.results.report import blame, exit_text, failure_text, ranks_text
 
 log = logging.getLogger("mpwatch")
-ID_LENGTH = 8  # characters of a run's id: enough to tell runs apart
+ID_LENGTH = 8  # characters of the run_id that are logged, enough to distinguish runs
 
 
 class LogEvents:
-    """Raises what a logging handler raises: it is code of the user's, as any observer is."""
+    """Log events. An exception of a logging handler is raised, as that of any observer."""
 
     def wants(self, kind: type[Event]) -> bool:
-        """Whether events of this kind would be logged now. If not, nobody needs to make one for it."""
+        """Return whether an event of this kind would be logged now."""
         return kind in LINES and log.isEnabledFor(LINES[kind][0])
 
     def __call__(self, event: Event) -> None:
-        """Log this event, in a line."""
+        """Log one event in one line."""
         if self.wants(type(event)):
             level, line = LINES[type(event)]
             text = " ".join(line(event).splitlines())
@@ -72,7 +72,7 @@ def _restarting(event: Restarting) -> str:
 
 
 def _heartbeat_late(event: HeartbeatLate) -> str:
-    return f"{_who(event)}: silent for {_seconds(event.silent_seconds)} of the {_seconds(event.heartbeat_timeout)} it may be"
+    return f"{_who(event)}: silent for {_seconds(event.silent_seconds)} of {_seconds(event.heartbeat_timeout)} allowed"
 
 
 def _worker_started(event: WorkerStarted) -> str:
@@ -85,7 +85,7 @@ def _worker_failed(event: WorkerFailed) -> str:
 
 def _worker_exited(event: WorkerExited) -> str:
     if event.exit_code is None:
-        how = "has ended, nobody knows how"
+        how = "has exited with unknown status"
     else:
         how = "was stopped" if event.was_stopped else exit_text(event.exit_code)
     return f"{_who(event)}: process {event.pid} {how}"
@@ -109,7 +109,7 @@ LINES: Mapping[type[Event], tuple[int, Callable[[Any], str]]] = {
     RendezvousCompleted: (logging.INFO, _rendezvous_completed),
     StateChanged: (logging.INFO, lambda event: f"{event.before.name} -> {event.after.name}"),
     Restarting: (logging.WARNING, _restarting),
-    # of half its limit: usual where all wait for one that evaluates, or writes a checkpoint
+    # INFO: half of the limit passes often, for example while ranks wait for one that evaluates or writes a checkpoint
     HeartbeatLate: (logging.INFO, _heartbeat_late),
     CallStarted: (logging.DEBUG, lambda event: f"{_who(event)}: a call"),
     WorkerStarted: (logging.DEBUG, _worker_started),

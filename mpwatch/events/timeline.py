@@ -1,8 +1,8 @@
-"""When which rank lived, was called and waited, put together from a run's events: what trace.py draws. Pure.
+"""Timelines of runs, built from events: when each rank was started, called, waited and exited. Pure.
 
-Events come in the order in which they became known, which is not that of their times, and some may be missing: a run was cut
-off, or somebody kept only a part. What is made of them is ordered all the same: the spans of a rank follow one another, and
-a call lies within its rank's life.
+chrome_trace.py writes what this module builds. Events come in the order in which the watcher learned of them, which is not
+the order of their times. Some events may be missing, for example if the caller kept only a part. The result is ordered
+all the same: the spans of a rank follow one another, and a call lies within the span of its process.
 """
 
 import math
@@ -33,15 +33,14 @@ OUTCOMES: dict[type[Event], str] = {WorkerSucceeded: "succeeded", WorkerFailed: 
 
 @dataclass(kw_only=True)
 class CallSpan:
-    """A function at work in a rank."""
+    """A call of a function in one rank. All times are seconds of CLOCK_MONOTONIC."""
 
     name: str
     start: float
-    """This and all other times: by CLOCK_MONOTONIC, in seconds."""
     end: float | None = None
-    """None if it is not known: it lasted until the next call, or as long as the process."""
+    """None: not known. The call is then shown until the next call or the end of the process."""
     outcome: str = ""
-    """One of OUTCOMES; empty if it is not known."""
+    """One of OUTCOMES. Empty: not known."""
 
 
 @dataclass(kw_only=True)
@@ -60,33 +59,33 @@ class ProcessSpan:
 
 @dataclass(kw_only=True)
 class Lane:
-    """One rank: its lives, and its waits to be started anew; and what happened to it at one instant."""
+    """One rank: its processes, its waits for a restart, and marks for what happened at one instant."""
 
     blocks: list[ProcessSpan | Restarting] = field(default_factory=list)
     marks: list[HeartbeatLate | WorkerFailed] = field(default_factory=list)
     call: str = ""
-    """The name of what is to be called as soon as the rank is ready, if anything is."""
+    """Name of the call that begins when the rank is ready. Empty: there is none."""
 
-    def known_life(self, event: Event) -> ProcessSpan | None:
-        """The life that this is about, if anything was told of it before."""
-        lives = [block for block in self.blocks if isinstance(block, ProcessSpan)]
-        return next((life for life in reversed(lives) if life.attempt == event.attempt), None)
+    def find_process(self, event: Event) -> ProcessSpan | None:
+        """Return the process that an event belongs to. None: no earlier event named it."""
+        processes = [block for block in self.blocks if isinstance(block, ProcessSpan)]
+        return next((process for process in reversed(processes) if process.attempt == event.attempt), None)
 
-    def life(self, event: Event) -> ProcessSpan:
-        """The life that this is about; one that has always been, if its beginning was not told."""
-        life = self.known_life(event)
-        if life is None:
-            life = ProcessSpan(attempt=event.attempt, start=-math.inf, ready=-math.inf)
-            self.blocks.append(life)
-        return life
+    def find_or_add_process(self, event: Event) -> ProcessSpan:
+        """Return the process that an event belongs to. If its start is not among the events, it began before all of them."""
+        process = self.find_process(event)
+        if process is None:
+            process = ProcessSpan(attempt=event.attempt, start=-math.inf, ready=-math.inf)
+            self.blocks.append(process)
+        return process
 
     def close(self, at: float) -> None:
-        """Whatever this rank was, it is no more."""
+        """End the process that is still open."""
         if self.blocks and isinstance(last := self.blocks[-1], ProcessSpan) and last.end is None:
             last.end = at
 
     def spans(self, start: float, until: float) -> Iterator[tuple[ProcessSpan | Restarting, float, float]]:
-        """Each life and each wait with its beginning and end, none before the end of the one before it."""
+        """Yield each process and each wait with its start and end. None starts before the end of the previous one."""
         for block, following in zip_longest(self.blocks, self.blocks[1:]):
             start = max(start, _start_of(block))
             limit = until if following is None else min(until, _start_of(following))
@@ -104,18 +103,18 @@ class Timeline:
 
     run_id: str
     until: float
-    """The time of the last event: what is not known to have ended was still going on then."""
+    """Time of the last event. A span without a known end is shown until then."""
     started: RunStarted | None = None
     ended: RunEnded | None = None
     states: list[StateChanged] = field(default_factory=list)
     restarts: list[Restarting] = field(default_factory=list)
-    meetings: list[RendezvousCompleted] = field(default_factory=list)
+    rendezvous: list[RendezvousCompleted] = field(default_factory=list)
     lanes: dict[int, Lane] = field(default_factory=dict)
     """By global rank."""
     calls: int = 0
 
     def add(self, event: Event) -> None:
-        """Take the next event."""
+        """Add the next event."""
         match event:
             case RunStarted():
                 self.started = event
@@ -130,7 +129,7 @@ class Timeline:
         if isinstance(event, Restarting):
             self.restarts.append(event)
         if isinstance(event, RendezvousCompleted):
-            self.meetings.append(event)
+            self.rendezvous.append(event)
         self.calls += isinstance(event, CallStarted)
         for rank in event.ranks:
             self._add_to_lane(self.lanes.setdefault(rank, Lane()), event)
@@ -141,10 +140,10 @@ class Timeline:
                 lane.close(event.monotonic)
                 lane.blocks.append(ProcessSpan(attempt=event.attempt, start=event.monotonic, pid=event.pid))
             case WorkerReady():
-                life = lane.life(event)
-                life.ready = event.monotonic
+                process = lane.find_or_add_process(event)
+                process.ready = event.monotonic
                 if lane.call:
-                    life.calls.append(CallSpan(name=lane.call, start=event.monotonic))
+                    process.calls.append(CallSpan(name=lane.call, start=event.monotonic))
                 lane.call = ""
             case CallStarted():
                 lane.call = self._name_of_call()
@@ -153,21 +152,25 @@ class Timeline:
                     last.calls.append(CallSpan(name=lane.call, start=event.monotonic))
                     lane.call = ""
             case RendezvousCompleted():
-                lane.call = self._name_of_call() if self.calls else ""  # it is told once, and these may be other ranks
+                lane.call = (
+                    self._name_of_call() if self.calls else ""
+                )  # the event CallStarted comes once, and these may be other ranks
             case HeartbeatLate():
                 lane.marks.append(event)
             case WorkerSucceeded() | WorkerFailed() | WorkerStopped():
                 if isinstance(event, WorkerFailed):
                     lane.marks.append(event)
-                _answer(lane, event)
+                _end_call(lane, event)
             case WorkerExited():
-                life = lane.life(event)
-                life.ended, life.end, life.pid = event, event.monotonic, event.pid or life.pid
+                process = lane.find_or_add_process(event)
+                process.ended, process.end, process.pid = event, event.monotonic, event.pid or process.pid
             case Restarting():
                 lane.close(event.monotonic)
                 lane.blocks.append(event)
-                lane.call = self._name_of_call() if self.calls else ""  # it is made again, of ranks too that had returned
-            case _:  # of a later version
+                lane.call = (
+                    self._name_of_call() if self.calls else ""
+                )  # the call is made again, also in ranks that had returned
+            case _:  # an event of a later version
                 pass
 
     def _name_of_call(self) -> str:
@@ -175,7 +178,7 @@ class Timeline:
 
 
 def timelines(events: Sequence[Event]) -> list[Timeline]:
-    """One for each run that these events are of, in the order of their first ones."""
+    """Build one timeline for each run, in the order of their first events."""
     found: dict[str, Timeline] = {}
     for event in events:
         timeline = found.setdefault(event.run_id, Timeline(run_id=event.run_id, until=event.monotonic))
@@ -184,9 +187,12 @@ def timelines(events: Sequence[Event]) -> list[Timeline]:
     return list(found.values())
 
 
-def called_within(life: ProcessSpan, start: float, end: float) -> Iterator[tuple[CallSpan, float, float]]:
-    """Each call of a life that lasted from `start` to `end`, within it and none before the end of the one before it."""
-    for call, following in zip_longest(life.calls, life.calls[1:]):
+def calls_within(process: ProcessSpan, start: float, end: float) -> Iterator[tuple[CallSpan, float, float]]:
+    """Yield each call of a process with its start and end.
+
+    `start` and `end` bound the process. No call starts before the end of the previous one.
+    """
+    for call, following in zip_longest(process.calls, process.calls[1:]):
         start = min(max(start, call.start), end)
         limit = end if following is None else min(end, following.start)
         call_end = max(start, min(end, limit if call.end is None else call.end))
@@ -194,18 +200,17 @@ def called_within(life: ProcessSpan, start: float, end: float) -> Iterator[tuple
         start = call_end
 
 
-def _answer(lane: Lane, event: Event) -> None:
+def _end_call(lane: Lane, event: Event) -> None:
     lane.call = ""
-    life = lane.known_life(event)
-    if life is None:
-        return  # it could not be started
-    life.outcome = OUTCOMES[type(event)]
-    if life.calls and life.calls[-1].end is None:
-        is_silent = isinstance(event, WorkerFailed) and event.failure.kind is FailureKind.HANG
-        life.calls[-1].end = (
-            None if is_silent else event.monotonic
-        )  # it failed when it was last heard of, and was there still
-        life.calls[-1].outcome = life.outcome
+    process = lane.find_process(event)
+    if process is None:
+        return  # the process could not be started
+    process.outcome = OUTCOMES[type(event)]
+    if process.calls and process.calls[-1].end is None:
+        # The time of a hang is that of the last heartbeat. The process still ran then, so the call has no known end.
+        hangs = isinstance(event, WorkerFailed) and event.failure.kind is FailureKind.HANG
+        process.calls[-1].end = None if hangs else event.monotonic
+        process.calls[-1].outcome = process.outcome
 
 
 def _start_of(block: ProcessSpan | Restarting) -> float:

@@ -1,4 +1,4 @@
-"""Any value of an event as plain data that JSON can hold, strictly: what every reader of JSON and of UTF-8 understands."""
+"""`to_json`: convert any value of an event to data that every reader of strict JSON and UTF-8 understands."""
 
 import math
 import operator
@@ -8,26 +8,28 @@ from enum import Enum
 from numbers import Integral, Real
 from typing import Any
 
-BITS = 64  # of an integer; few readers hold larger ones, and Python itself does not print the largest
-TEXT_LIMIT = 1000  # characters of the text of an object that JSON knows nothing like
+MAX_BITS = 64  # of an integer: few readers accept larger ones, and Python refuses to print very large ones
+TEXT_LIMIT = 1000  # characters of the repr of an object that has no JSON equivalent
 
 
-def plain(value: Any) -> Any:
-    """Names for enums and for the types of exceptions, dicts for dataclasses, the numbers of Python for those of NumPy; text
-    for numbers that JSON has none for, and for whatever else there is.
+def to_json(value: Any) -> Any:
+    """Convert a value to data for JSON.
+
+    An enum and the type of an exception become their names, a dataclass becomes a dict, and a number of NumPy becomes a
+    number of Python. A number that JSON lacks, and any other object, becomes a text.
     """
     try:
-        return _plain(value)
+        return _to_json(value)
     except Exception:  # noqa: BLE001  the value's own code: a number that cannot say how large it is
         return _text_of(value)
 
 
 def encodable(text: str) -> str:
-    """What no encoding can say (half of a surrogate pair, as in a file name that is not UTF-8) is said by its number."""
+    """Escape lone surrogates, which UTF-8 cannot encode. They occur in file names that are not UTF-8."""
     return str.__str__(text).encode(errors="backslashreplace").decode()
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Enum):
@@ -36,23 +38,23 @@ def _plain(value: Any) -> Any:
         return encodable(value)
     if isinstance(value, Integral):
         whole = int(operator.index(value))
-        return whole if whole.bit_length() < BITS else hex(whole)
+        return whole if whole.bit_length() < MAX_BITS else hex(whole)
     if isinstance(value, Real):
         number = float.__float__(float(value))
         return number if math.isfinite(number) else str(number)
-    if isinstance(value, BaseException):  # its text and its traceback are beside it
+    if isinstance(value, BaseException):  # the event has its text and traceback in other fields
         return _name_of(type(value))
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: to_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {_key(key): plain(item) for key, item in value.items()}
+        return {_key_to_json(key): to_json(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        return [plain(item) for item in value]
+        return [to_json(item) for item in value]
     return _text_of(value)
 
 
-def _key(key: Any) -> str:
-    name = plain(key)
+def _key_to_json(key: Any) -> str:
+    name = to_json(key)
     return name if isinstance(name, str) else str(name)
 
 
@@ -64,5 +66,5 @@ def _name_of(cls: type) -> str:
 def _text_of(value: Any) -> str:
     try:
         return encodable(repr(value)[:TEXT_LIMIT])
-    except Exception:  # noqa: BLE001  the value's own code
+    except Exception:  # noqa: BLE001  __repr__ of the value may raise anything
         return f"<{type(value).__qualname__}>"

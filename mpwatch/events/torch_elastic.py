@@ -1,6 +1,6 @@
-"""`TorchElasticEvents`: tells torch.distributed.elastic's handlers of events and of metrics what they know from its agent.
+"""`TorchElasticEvents`: an observer that records events and metrics with the handlers of torch.distributed.elastic.
 
-Runs in the caller's thread; imports torch when it is made.
+It runs in the caller's thread. It imports torch when an instance is made.
 """
 
 import json
@@ -28,30 +28,30 @@ WORKER_STATES: Mapping[type[Event], str] = {
     WorkerFailed: "FAILED",
     WorkerStopped: "TERMINATED",
 }
-RENDEZVOUS = "static"  # what torch calls it where all is known from the start: on one machine
+RENDEZVOUS = "static"  # torch's name for a rendezvous whose members are known from the start, as on one machine
 
 
 @dataclass
 class _RunState:
-    """What is known of a run that goes on."""
+    """The state of a run that has not ended."""
 
     started: RunStarted
     met: RendezvousCompleted | None = None
-    """In a job of several nodes: who its ranks here are, from the latest attempt on."""
+    """The latest rendezvous of a job of several nodes. None: one node, or the nodes have not met yet."""
     restarts: int = 0
     restarts_left: dict[int, int] = field(default_factory=dict)
-    """By rank, of those that were restarted."""
+    """By rank; only ranks that were restarted."""
     pids: dict[int, int] = field(default_factory=dict)
     answers: dict[int, Event] = field(default_factory=dict)
-    """By rank: the last thing that became of its function, in its present life."""
+    """By rank: the outcome of the function in the current attempt."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of this node; none until the nodes have met."""
+        """The ranks of this node. Empty until the nodes have met."""
         return self.started.ranks if self.met is None else self.met.ranks
 
     def meet(self, event: RendezvousCompleted) -> None:
-        """Nothing is known of these ranks, even if others had the same numbers; but how often it may be tried again."""
+        """Start over with the ranks of a new attempt, and keep the number of restarts left."""
         left = self.remaining
         self.met = event
         self.restarts_left = dict.fromkeys(event.ranks, left)
@@ -60,31 +60,37 @@ class _RunState:
 
     @property
     def remaining(self) -> int:
-        """Restarts: of the group, or of the rank that has the fewest."""
+        """Restarts left: of the group, or of the rank with the fewest."""
         return min(self.restarts_left.values(), default=self.started.max_restarts)
 
 
 class TorchElasticEvents:
-    """Records events and metrics as torch's elastic agent does, for handlers that were written for it.
+    """Record events and metrics as torch's elastic agent does, for handlers that were written for that agent.
 
-    For the `on_event` of `mpwatch.run` and `WorkerGroup`; one may observe several, at once too. Events
-    (`torch.distributed.elastic.events`) go to the handler that is registered as `event_log_handler`:
+    Pass an instance as `on_event` to `mpwatch.run` or `WorkerGroup`. One instance may observe several runs at the same time.
 
-    - `torchelastic.worker.status.START` for each start of a rank; at the end of the run SUCCEEDED, FAILED or TERMINATED for
-      each rank. As with torch's agent, nothing is said of the ranks of an attempt that is followed by another: FAILED is
-      final.
-    - With source AGENT, at the end: FAILED if the run was interrupted, or failed though no rank did, or only some of other
-      nodes. Otherwise SUCCEEDED, also after ranks have failed: it is not about them but, as with torch's agent, about who
-      watched them.
+    Events (`torch.distributed.elastic.events`) go to the registered handler that `event_log_handler` names:
 
-    In a job of several nodes each tells of its own ranks; `run_id`, `rdzv_backend`, and who they are, are then the job's.
+    - `torchelastic.worker.status.START` is recorded for each start of a rank.
+    - SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. Ranks that are restarted get no such
+      event, as with torch's agent: FAILED is final.
+    - One event with source AGENT is recorded at the end. It is FAILED if the run was interrupted. It is also FAILED if
+      the run failed and no rank of this node did. Otherwise it is SUCCEEDED, even if ranks failed: as with torch's agent,
+      it is about the watcher.
 
-    Metrics (`torch.distributed.elastic.metrics`, group "torchelastic") are named `workers.<role>.`: the state of the group
-    and `remaining_restarts` at each change, `failed` also for an attempt that is followed by another (but for one that ends
-    since other nodes have come, which is no retry, as with torch's agent); and at the end, unless the run was interrupted,
-    `run_total`, `run_(success|failed)_(with|no)_retries` and `flakiness`.
+    In a job of several nodes each node records the events of its own ranks, with `run_id` and `rdzv_backend` of the job.
 
-    Raises ImportError if there is no torch, and ValueError if there is no such handler.
+    Metrics (`torch.distributed.elastic.metrics`, group "torchelastic") have names that begin with `workers.<role>.`:
+
+    - The state of the group and `remaining_restarts` are recorded at each change. `failed` is also recorded for an attempt
+      that is followed by a restart, except if nodes joined: that is no retry, as with torch's agent.
+    - `run_total`, `run_(success|failed)_(with|no)_retries` and `flakiness` are recorded at the end, unless the run was
+      interrupted.
+
+    Args:
+        event_log_handler: name of a handler in torch.distributed.elastic.events.handlers, such as "null" or "console".
+
+    Raises ImportError if torch cannot be imported, and ValueError if the handler is not registered.
     """
 
     def __init__(self, event_log_handler: str = "null") -> None:
@@ -96,32 +102,32 @@ class TorchElasticEvents:
             from torch.distributed.elastic.metrics.api import put_metric
         except ImportError as error:
             raise ImportError(
-                "TorchElasticEvents hands events to torch.distributed.elastic, which cannot be imported here: "
-                f"{error}. Install torch, or observe the run by JsonLines or a function of your own."
+                "TorchElasticEvents needs torch.distributed.elastic, which cannot be imported here: "
+                f"{error}. Install torch, or use JsonLines or a function of your own as observer."
             ) from error
         try:
             get_logging_handler(event_log_handler)
         except KeyError:
             raise ValueError(
-                "event_log_handler must be registered in torch.distributed.elastic.events.handlers, as 'null' and "
-                f"'console' are, and {event_log_handler!r} is not"
+                f"event_log_handler {event_log_handler!r} is not registered in torch.distributed.elastic.events.handlers; "
+                "register it, or use 'null' or 'console'"
             ) from None
         self._destination = event_log_handler
         self._event, self._source, self._record, self._put_metric = TorchEvent, EventSource, record, put_metric
         self._runs: dict[str, _RunState] = {}
 
     def __call__(self, event: Event) -> None:
-        """Tell of this event what torch's agent would have."""
+        """Record what torch's agent would record for this event."""
         if isinstance(event, RunStarted):
             self._runs[event.run_id] = _RunState(event)
         run = self._runs.get(event.run_id)
-        if run is None:  # not observed from its start
+        if run is None:  # this observer did not see its start
             return
         match event:
             case WorkerStarted():
                 run.pids.update(dict.fromkeys(event.ranks, event.pid))
                 for rank in event.ranks:
-                    self._say(run, event, "START", rank)
+                    self._record_event(run, event, "START", rank)
             case WorkerSucceeded() | WorkerFailed() | WorkerStopped():
                 run.answers.update(dict.fromkeys(event.ranks, event))
             case StateChanged():
@@ -129,7 +135,7 @@ class TorchElasticEvents:
             case RendezvousCompleted():
                 run.meet(event)
             case Restarting():
-                if not event.reason:  # else nothing has failed
+                if not event.reason:  # with a reason: no rank has failed
                     self._measure_state(run, WorkerState.FAILED.name)
                     run.restarts += 1
                 for rank in event.ranks:
@@ -142,18 +148,20 @@ class TorchElasticEvents:
                 pass
 
     def _end(self, run: _RunState, event: RunEnded) -> None:
-        was_closed = event.state is WorkerState.STOPPED and not event.reason  # a WorkerGroup, as it should be
+        was_closed = event.state is WorkerState.STOPPED and not event.reason  # the normal end of a WorkerGroup
         has_failed = event.state is WorkerState.FAILED
         if event.state is not WorkerState.STOPPED or was_closed:
             self._measure_run(run, has_failed)
         for rank in run.ranks:
             answer = run.answers.get(rank)
-            self._say(run, event, WORKER_STATES[type(answer)] if answer is not None else "TERMINATED", rank, answer=answer)
+            self._record_event(
+                run, event, WORKER_STATES[type(answer)] if answer is not None else "TERMINATED", rank, answer=answer
+            )
         no_rank_failed = not any(isinstance(answer, WorkerFailed) for answer in run.answers.values())
         if (has_failed and no_rank_failed) or (event.state is WorkerState.STOPPED and not was_closed):
-            self._say(run, event, "FAILED", raw_error=event.reason)
+            self._record_event(run, event, "FAILED", raw_error=event.reason)
         else:
-            self._say(run, event, "SUCCEEDED")
+            self._record_event(run, event, "SUCCEEDED")
 
     def _measure_state(self, run: _RunState, state: str) -> None:
         self._measure(run, {"remaining_restarts": run.remaining, state.lower(): 1})
@@ -176,7 +184,7 @@ class TorchElasticEvents:
         for name, number in numbers.items():
             self._put_metric(f"workers.{run.started.role}.{name}", number)
 
-    def _say(
+    def _record_event(
         self,
         run: _RunState,
         event: Event,
@@ -210,7 +218,7 @@ class TorchElasticEvents:
 
 
 def _details(run: _RunState, rank: int | None, failure: ProcessFailure | None) -> dict[str, Any]:
-    """What torch's agent puts into "metadata", a JSON text; each number of a rank in a list of its own, as there."""
+    """Return the content of "metadata" as torch's agent has it. Each number of a rank is in a list of its own, as there."""
     met = run.met
     nodes, role_size, first = (
         (1, run.started.nprocs, 0) if met is None else (met.group_world_size, met.role_world_size, met.role_rank)
@@ -227,7 +235,7 @@ def _details(run: _RunState, rank: int | None, failure: ProcessFailure | None) -
 
 
 def _raw_error(failed: WorkerFailed) -> str:
-    """As the error file of a rank under torch's agent; for a rank that did not raise, too."""
+    """Return the content of a rank's error file under torch's agent. Ranks that did not raise have one, too."""
     failure = failed.failure
     return json.dumps(
         {

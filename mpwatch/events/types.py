@@ -1,51 +1,55 @@
-"""What can happen in a run, as it is told to observers: frozen data, one class for each kind of event.
+"""The events of a run: frozen data, one class for each kind.
 
-Made by the watcher, in the caller's process. Times of one run are consistent with each other: `time` is derived from
-`monotonic`, and does not jump when somebody sets the clock.
+The watcher makes events and hands them to observers. The times of one run are consistent: `time` is derived from
+`monotonic`, so it does not jump when the system clock is set.
+
+To add an event: add a class here, publish it with `EventBus.publish`, and give it a line in logging_observer.py.
 """
 
 import re
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from mpwatch.events.to_json import plain
+from mpwatch.events.to_json import to_json
 from mpwatch.results.model import ProcessFailure, Progress, WorkerState
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened in a run; the base of all kinds."""
+    """The base class of all events."""
 
     time: float
-    """When it happened, in seconds since 1970 (UTC)."""
+    """When it happened: seconds since 1970 (UTC)."""
     monotonic: float
-    """The same by CLOCK_MONOTONIC, in seconds; comparable with all others of this machine, those of the ranks included."""
+    """When it happened: seconds of CLOCK_MONOTONIC. All processes of a machine share this clock."""
     run_id: str
-    """Of the run; or of the WorkerGroup, in all its calls."""
+    """Identifier of the run, or of the WorkerGroup for all its calls."""
     ranks: tuple[int, ...]
-    """Global ranks that it is about, in order."""
+    """The global ranks concerned, in ascending order."""
     attempt: int = 0
-    """How often these ranks had been started anew before; 0 for the first time."""
+    """How many times these ranks were restarted before. 0: they were started for the first time."""
 
     name: ClassVar[str]
-    """Of the kind: "worker_started" for WorkerStarted, and so on."""
+    """The name of the kind: "worker_started" for WorkerStarted, and so on."""
 
     def __init_subclass__(cls) -> None:
         cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data that JSON can hold: `event` is the name; states and kinds of failure are their names, an
-        exception is its type (`summary` and `traceback` are beside it), and numbers that JSON lacks ("nan", "inf") are text.
+        """Return the event as data for JSON.
+
+        `event` is the name of the kind. A state or a kind of failure becomes its name. An exception becomes the name of its
+        type; `summary` and `traceback` hold its text. A number that JSON lacks becomes a text: "nan", "inf".
         """
-        return {"event": self.name} | {field.name: plain(getattr(self, field.name)) for field in fields(self)}
+        return {"event": self.name} | {field.name: to_json(getattr(self, field.name)) for field in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """The run begins: the ranks are about to be started."""
+    """The run begins. The ranks are started next."""
 
     fn: str
-    """The function's name; of a WorkerGroup: empty."""
+    """Name of the function. Empty for a WorkerGroup."""
     role: str
     nprocs: int
     max_restarts: int
@@ -54,64 +58,76 @@ class RunStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousCompleted(Event):
-    """The nodes of a job have met, and this node's ranks are about to be started. Before that, who they are is not known:
-    earlier events of the run have no ranks. Told anew for each attempt.
+    """The nodes of a job have met. The ranks of this node are started next.
+
+    There is one such event for each attempt. Events before the first one have no ranks, since they are not assigned yet.
     """
 
     job: str
-    """The run_id of the Rendezvous, which all nodes have in common; that of the events is this node's own."""
+    """`Rendezvous.run_id`."""
     backend: str
-    """Of the rendezvous: "c10d", ..."""
+    """Backend of the rendezvous: "c10d", "static", or that of a custom handler."""
     group_rank: int
-    """Of this node."""
+    """Index of this node, from 0."""
     group_world_size: int
-    """How many nodes there are."""
+    """Number of nodes."""
     world_size: int
     role_rank: int
-    """Of the first of these ranks, among those of their role."""
+    """Rank of the first of these ranks among the ranks of the same role."""
     role_world_size: int
     master_addr: str
-    """Address and port that rank 0 can serve a store on: new ones for each attempt."""
+    """Address where rank 0 can serve a store."""
     master_port: int
+    """Port where rank 0 can serve a store. It is a new one for each attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStarted(Event):
-    """There is a process for this rank."""
+    """The process of this rank was started."""
 
     pid: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReady(Event):
-    """This rank's interpreter can be called."""
+    """The interpreter of this rank has started and waits for a call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallStarted(Event):
-    """A function is called in these ranks, in each as soon as it is ready. One event for all of them, or, with
-    scope="worker", one for each; once in a run, however often they are started again.
+    """A function is called in these ranks, in each as soon as it is ready.
+
+    There is one event for all ranks, or with scope="worker" one for each rank. A restart causes no further event.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatLate(Event):
-    """This rank has been silent for half as long as it may: the group is UNHEALTHY until it beats again, or has failed."""
+    """This rank sent no heartbeat for half of `heartbeat_timeout`.
+
+    The group is UNHEALTHY until the next heartbeat of the rank, or until the rank has failed.
+    """
 
     silent_seconds: float
+    """Seconds since the last heartbeat."""
     heartbeat_timeout: float
     """The limit, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSucceeded(Event):
-    """This rank's function has returned. WorkerFailed may follow: it is killed while others need it, say."""
+    """The function of this rank has returned.
+
+    WorkerFailed may follow, for example if the rank is killed while other ranks still need it.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed(Event):
-    """This rank has failed, for itself or as a victim. Told when all ranks have been stopped and it is known who failed
-    first; `time` is when it failed: for a silent rank, when it was last heard of.
+    """This rank has failed, by itself or as a victim of another rank.
+
+    The event is published when all ranks are stopped and the root cause is known. `time` is the time of the failure. For a
+    rank that hangs, it is the time of its last heartbeat.
     """
 
     failure: ProcessFailure
@@ -120,43 +136,43 @@ class WorkerFailed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStopped(Event):
-    """This rank was stopped by the watcher, since another had failed or the run was interrupted."""
+    """The watcher stopped this rank, since another rank had failed or the run was interrupted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerExited(Event):
-    """This rank's process has ended, whatever became of its function."""
+    """The process of this rank has exited."""
 
     pid: int | None
     exit_code: int | None
-    """As multiprocessing has it, negative for a signal; None if it is not known."""
+    """Exit code as in multiprocessing: negative for a signal. None: not known."""
     heartbeat_at: float | None = None
-    """When it was last heard of, by CLOCK_MONOTONIC; None if it has never beaten, or its function had returned."""
+    """Time of the last heartbeat, by CLOCK_MONOTONIC. None: there was no heartbeat, or the function had returned."""
     progress: Progress | None = None
-    """What it last reported."""
+    """The last `mpwatch.report()` of the rank."""
     reported_at: float | None = None
-    """When it did, by CLOCK_MONOTONIC."""
+    """Time of that report, by CLOCK_MONOTONIC."""
     was_stopped: bool = False
-    """Whether the watcher had sent it the signal that it died of."""
+    """Whether the watcher had sent the signal that ended the process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restarting(Event):
-    """These ranks, all or one, have failed or were stopped; they are gone, and are started anew after the delay."""
+    """These ranks have failed or were stopped, and have exited. They are restarted after the delay."""
 
     cause: ProcessFailure | None
-    """What failed first in them."""
+    """The first failure of these ranks."""
     delay: float
-    """Seconds until they are started."""
+    """Seconds until the restart."""
     restarts_left: int
-    """How often that may happen again."""
+    """How many more restarts the policy allows."""
     reason: str = ""
-    """In a job of several nodes, if no rank failed: why, such as that other nodes have come."""
+    """Why the ranks are restarted if no rank failed. This happens with several nodes, for example when a node joins."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateChanged(Event):
-    """The state of the group has changed. See mpwatch/results/state_transitions.py for which changes there are."""
+    """The state of the group has changed. mpwatch/results/state_transitions.py lists the possible changes."""
 
     before: WorkerState
     after: WorkerState
@@ -164,13 +180,13 @@ class StateChanged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
-    """All is over, and nothing of the ranks is left."""
+    """The run has ended, and no process of it is left."""
 
     state: WorkerState
     """SUCCEEDED, FAILED or STOPPED."""
     elapsed: float
     """Seconds since RunStarted."""
     restarts: int
-    """How often ranks were started anew."""
+    """Number of restarts."""
     reason: str
-    """What went wrong, in a line; empty after a success."""
+    """What went wrong, in one line. Empty after a success."""

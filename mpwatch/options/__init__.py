@@ -1,1 +1,1 @@
-"""What a user sets for a run: validated data, and nothing that acts."""
+"""The options of a run. This is validated data; nothing here starts or watches a process."""

@@ -1,4 +1,4 @@
-"""Where the ranks' stdout and stderr go: LogSpec, and its meaning for one stream of one rank. Pure, except `in_notebook`."""
+"""`LogSpec`: where the stdout and stderr of the ranks go. Pure, except `in_notebook`."""
 
 import operator
 import os
@@ -19,46 +19,49 @@ AUTO_PREFIX = "[{rank}] "
 FIELDS = ("rank", "local_rank", "role", "host", "time")
 
 Ranks = Literal["all", "none"] | int | Collection[int]
-# Any: by what stands in a literal mapping, mypy would take its values for collections of anything, since strings are such
+# Any: mypy would infer collections from the strings in a literal mapping, since a string is a collection.
 Choice = Ranks | Literal["inherit"] | Mapping[str, Any]
 
 
 class StreamRoute(Enum):
-    """How what a rank writes to one of its streams leaves it."""
+    """Where the descriptor of one stream of one rank leads."""
 
-    INHERIT = auto()  # by the caller's own descriptor
-    PIPE = auto()  # to the watcher, which passes it on, or keeps the last lines of it
+    INHERIT = auto()  # to where the caller's own descriptor leads
+    PIPE = auto()  # to the watcher, which forwards the output or keeps its last lines
     FILE = auto()  # straight into a file
-    DISCARD = auto()
+    DISCARD = auto()  # to /dev/null
 
 
 @dataclass(frozen=True)
 class LogSpec:
-    """Where ranks' stdout and stderr go: to files, to the caller, to both, or nowhere. The option `logs` of `mpwatch.run`.
+    """Where the stdout and stderr of the ranks go: to files, to the caller, to both, or nowhere. The option `logs` of `run`.
 
-    It holds for the descriptors 1 and 2, so for what compiled code and programs that a rank starts write, too; and from the
-    first line on. Python's own stdout, and that of C, are flushed at the end of each line.
+    A LogSpec holds for the descriptors 1 and 2, from the first line. It also covers the output of compiled code and of
+    programs that a rank starts. In a rank, the stdout of Python and of C is flushed at the end of each line.
 
-        LogSpec("logs")                    all to files, and to the caller
-        LogSpec("logs", show="none")       all to files
-        LogSpec("logs", show=0)            all to files, and what rank 0 writes to the caller
+        LogSpec("logs")                    all output goes to files and to the caller
+        LogSpec("logs", show="none")       all output goes to files
+        LogSpec("logs", show=0)            all output goes to files, the output of rank 0 also to the caller
         LogSpec("logs", show={"stdout": 0, "stderr": "all"})
-        LogSpec(show=0)                    the others are not heard
-        LogSpec(show="inherit")            as if there were no LogSpec: the ranks have the caller's own stdout and stderr
+        LogSpec(show=0)                    only the output of rank 0 is shown
+        LogSpec(show="inherit")            the ranks have the caller's own stdout and stderr, as without a LogSpec
 
-    Each of `show` and `files` is "all", "none", a rank, or several of them; or a mapping from "stdout" and "stderr" to one
-    of these, in which a stream that is left out has none.
+    `show` and `files` choose ranks: "all", "none", one rank, or a collection of ranks. Each may also be a mapping from
+    "stdout" and "stderr" to such a choice. A stream that the mapping leaves out has the choice "none".
 
     Args:
-        dir: the folder for files, made if need be: `<dir>/<run_id>/attempt_<n>/<rank>/stdout.log` and `stderr.log`, with
-            each byte as it was written; n is `restart_count`. None: there are no files.
-        show: whose lines are written to the caller's stdout and stderr: `sys.stdout` and `sys.stderr` as they are when the
-            call is made. Lines stay whole. One that carriage returns overwrite, such as a progress bar, is shown as it is in
-            the end, and every two seconds until then. "inherit": the ranks write there themselves, each when it likes.
-        files: whose output goes to files, if there is a `dir`.
-        prefix: what each line that is shown begins with, with any of {rank}, {local_rank}, {role}, {host} and {time} (or
-            {time:%H:%M:%S}, as strftime has it). None: "[{rank}] " if more than one rank is shown; in a notebook, if more
-            than one has written something. What a single one writes is passed on as it comes, carriage returns and all.
+        dir: the folder for log files: `<dir>/<run_id>/attempt_<n>/<rank>/stdout.log` and `stderr.log`, where n is
+            `restart_count`. Folders are made if they are missing. A file has the bytes as the rank wrote them.
+            None: no files.
+        show: the ranks whose lines are written to the caller's stdout and stderr. These are `sys.stdout` and `sys.stderr` at
+            the time of the call. Lines stay whole. A line that is overwritten with carriage returns, such as a progress bar,
+            is shown every two seconds, and in its final state. "inherit": the ranks write to the caller's descriptors
+            themselves.
+        files: the ranks whose output goes to files, if `dir` is set.
+        prefix: a template for the beginning of each shown line. Its fields are {rank}, {local_rank}, {role}, {host} and
+            {time}; {time:%H:%M:%S} has a format of strftime. None: "[{rank}] " if more than one rank is shown. In a notebook
+            None means "[{rank}] " only once more than one rank has written something. The output of a single rank is
+            forwarded as it comes, carriage returns included.
 
     Raises TypeError or ValueError naming the argument and the value.
     """
@@ -75,39 +78,40 @@ class LogSpec:
             choice = getattr(self, name)
             _check_streams(name, choice)
             for stream in STREAMS:
-                _check_ranks(name, _of_stream(choice, stream), may_inherit=name == "show")
+                _check_ranks(name, _choice_for(choice, stream), may_inherit=name == "show")
         for stream in STREAMS:
-            if self.inherits(stream) and self.dir is not None and _of_stream(self.files, stream) != "none":
+            if self.inherits(stream) and self.dir is not None and _choice_for(self.files, stream) != "none":
                 raise ValueError(
-                    f"logs: show='inherit' gives the ranks the caller's own {stream}, so that nothing of it can go to files;"
-                    " use show='all', or leave it out of `files`"
+                    f"logs: show='inherit' gives the ranks the caller's own {stream}, so its output cannot go to files;"
+                    f" use show='all', or leave {stream} out of `files`"
                 )
         _check_prefix(self.prefix)
 
-    def from_here(self) -> "LogSpec":
-        """The same, wherever this program goes meanwhile."""
-        with suppress(FileNotFoundError):  # it is in a folder that is no more; where the files should be is found out later
+    def with_absolute_dir(self) -> "LogSpec":
+        """Return this LogSpec with an absolute `dir`, so that a later chdir() does not move the files."""
+        # FileNotFoundError: the current folder was deleted. The error is reported when the first file is opened.
+        with suppress(FileNotFoundError):
             return self if self.dir is None else replace(self, dir=os.path.abspath(self.dir))
         return self
 
-    def folder_of(self, run_id: str) -> str:
-        """Of the files of a run; empty if there are none."""
+    def folder_of_run(self, run_id: str) -> str:
+        """Return the folder for the files of a run. It is empty if there are no files."""
         return "" if self.dir is None else os.path.join(self.dir, run_id)
 
     def inherits(self, stream: str) -> bool:
-        """Whether the ranks have the caller's own stream."""
-        return _of_stream(self.show, stream) == "inherit"
+        """Return whether the ranks have the caller's own stream."""
+        return _choice_for(self.show, stream) == "inherit"
 
     def shows(self, stream: str, rank: int) -> bool:
-        """Whether the watcher passes that on to the caller."""
-        return _is_among(rank, _of_stream(self.show, stream))
+        """Return whether the watcher forwards this stream of this rank to the caller."""
+        return _is_among(rank, _choice_for(self.show, stream))
 
     def writes(self, stream: str, rank: int) -> bool:
-        """Whether that goes to a file."""
-        return self.dir is not None and _is_among(rank, _of_stream(self.files, stream))
+        """Return whether this stream of this rank goes to a file."""
+        return self.dir is not None and _is_among(rank, _choice_for(self.files, stream))
 
-    def way_of(self, stream: str, rank: int) -> StreamRoute:
-        """How that leaves the rank. The last lines of stderr are always kept, for the report of a failure."""
+    def route_of(self, stream: str, rank: int) -> StreamRoute:
+        """Return where this stream of this rank leads. The watcher always keeps the last lines of stderr for its report."""
         if self.inherits(stream):
             return StreamRoute.INHERIT
         if self.shows(stream, rank):
@@ -116,28 +120,28 @@ class LogSpec:
             return StreamRoute.FILE
         return StreamRoute.PIPE if stream == "stderr" else StreamRoute.DISCARD
 
-    def shown_ranks(self, ranks: Iterable[int]) -> int:
-        """How many of these may be heard."""
+    def count_shown_ranks(self, ranks: Iterable[int]) -> int:
+        """Count the ranks of which at least one stream is shown."""
         return sum(any(self.shows(stream, rank) for stream in STREAMS) for rank in ranks)
 
-    def telling_ranks(self) -> list[int]:
-        """Ranks that stand for all, where it is not known how many there will be: those that are named, and two others."""
-        choices = [_of_stream(choice, stream) for choice in (self.show, self.files) for stream in STREAMS]
-        named = {rank for choice in choices for rank in _named(choice)}
+    def representative_ranks(self) -> list[int]:
+        """Return ranks that represent all ranks when their number is not known yet: the named ranks and two others."""
+        choices = [_choice_for(choice, stream) for choice in (self.show, self.files) for stream in STREAMS]
+        named = {rank for choice in choices for rank in _ranks_named_in(choice)}
         beyond = max(named, default=-1) + 1
         return sorted(named | {beyond, beyond + 1})
 
     def check_ranks(self, nprocs: int) -> None:
-        """Raises ValueError for a rank that there is none of."""
+        """Raise ValueError if `show` or `files` names a rank that does not exist."""
         for name in ("show", "files"):
             for stream in STREAMS:
-                for rank in _named(_of_stream(getattr(self, name), stream)):
+                for rank in _ranks_named_in(_choice_for(getattr(self, name), stream)):
                     if rank >= nprocs:
                         raise ValueError(f"logs: {name} names rank {rank}, but nprocs={nprocs}: ranks are 0 to {nprocs - 1}")
 
 
 def in_notebook() -> bool:
-    """Return whether a Jupyter kernel runs this program. IPython in a terminal is no notebook."""
+    """Return whether a Jupyter kernel runs this program. IPython in a terminal is not a notebook."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_ipython is not None and getattr(get_ipython(), "kernel", None) is not None
 
@@ -147,8 +151,8 @@ def default_logs() -> LogSpec:
     return LogSpec() if in_notebook() else LogSpec(show="inherit")
 
 
-def prefix_of(template: str, worker: Worker, host: str) -> str:
-    """What a line of this rank that comes now begins with."""
+def format_prefix(template: str, worker: Worker, host: str) -> str:
+    """Return the beginning of a line that this rank writes now."""
     return _fill_in(template, rank=worker.rank, local_rank=worker.local_rank, role=worker.role, host=host)
 
 
@@ -157,21 +161,21 @@ def _fill_in(template: str, **who: object) -> str:
 
 
 class _Now:
-    """The time of day, in the format that the template asks for."""
+    """The time of day, formatted as the template asks."""
 
     def __format__(self, form: str) -> str:
         return time.strftime(form or "%H:%M:%S")
 
 
-def _of_stream(choice: Choice, stream: str) -> Ranks | Literal["inherit"]:
+def _choice_for(choice: Choice, stream: str) -> Ranks | Literal["inherit"]:
     return choice.get(stream, "none") if isinstance(choice, Mapping) else choice
 
 
 def _is_among(rank: int, ranks: Ranks | Literal["inherit"]) -> bool:
-    return ranks == "all" if isinstance(ranks, str) else rank in _named(ranks)
+    return ranks == "all" if isinstance(ranks, str) else rank in _ranks_named_in(ranks)
 
 
-def _named(ranks: Ranks | Literal["inherit"]) -> Iterator[int]:
+def _ranks_named_in(ranks: Ranks | Literal["inherit"]) -> Iterator[int]:
     if isinstance(ranks, Collection):
         yield from () if isinstance(ranks, str) else map(operator.index, ranks)
     else:
@@ -193,10 +197,10 @@ def _check_streams(name: str, choice: object) -> None:
 
 
 def _check_ranks(name: str, ranks: object, *, may_inherit: bool) -> None:
-    words = ("all", "none", "inherit") if may_inherit else ("all", "none")
+    choices = ("all", "none", "inherit") if may_inherit else ("all", "none")
     if isinstance(ranks, str):
-        if ranks not in words:
-            raise ValueError(f"logs: {name} must be one of {', '.join(map(repr, words))}, or ranks, not {ranks!r}")
+        if ranks not in choices:
+            raise ValueError(f"logs: {name} must be one of {', '.join(map(repr, choices))}, or ranks, not {ranks!r}")
         return
     if isinstance(ranks, bytes | Mapping) or not (isinstance(ranks, Collection) or hasattr(ranks, "__index__")):
         raise TypeError(f"logs: {name} must be 'all', 'none', a rank or several of them, not {ranks!r}")

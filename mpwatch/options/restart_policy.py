@@ -1,4 +1,4 @@
-"""`RestartPolicy`: whether ranks that have failed are started anew, which of them, and when. Data, validated once."""
+"""`RestartPolicy`: after which failures ranks are restarted, which ranks, how often and when. Validated data."""
 
 from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 from mpwatch.options.validation import check_count, check_fraction, check_seconds, is_async
 from mpwatch.results.model import FailureKind, ProcessFailure
 
-# What a function raises because of how it is written, and would raise again: tried again only if it had come some way.
+# An error in the code would be raised again. After such an error ranks are restarted only if they had made progress.
 PROGRAMMING_ERRORS = (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError)
 Cause = type[BaseException] | FailureKind
 RetryIf = Cause | Collection[Cause] | Callable[[ProcessFailure], bool]
@@ -15,33 +15,35 @@ RetryIf = Cause | Collection[Cause] | Callable[[ProcessFailure], bool]
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """What happens when a rank has failed: the `restart_policy` of `mpwatch.run`.
+    """What happens after a rank has failed. This is the option `restart_policy` of `mpwatch.run`.
 
     Raises TypeError or ValueError naming the argument and the value.
     """
 
     max_restarts: int = 3
-    """How often the group may be started anew; with scope="worker", each rank for itself."""
+    """How many times all ranks may be restarted. With scope="worker": how many times each rank may be restarted."""
     _: KW_ONLY
     scope: Literal["group", "worker"] = "group"
-    """"group": all ranks are stopped and started again, which collectives need. "worker": only the rank that failed is
-    replaced, for ranks that do not talk to one another."""
+    """"group": all ranks are stopped and restarted together. Ranks that use collectives need this. "worker": only the rank
+    that failed is restarted. This is for ranks that do not communicate."""
     delay: float = 0.0
-    """Seconds before the first restart; twice as long before each further one."""
+    """Seconds before the first restart. The delay doubles before each further restart."""
     max_delay: float = 60.0
-    """Seconds that a delay never exceeds."""
+    """The longest delay, in seconds."""
     jitter: float = 0.1
-    """Fraction by which each delay is made longer or shorter at random, from 0 to 1."""
+    """A fraction from 0 to 1: each delay is made longer or shorter at random, by at most this fraction."""
     retry_if: RetryIf | None = None
-    """Which failures are worth another try, judged by the one that came first: exception types, FailureKinds, a collection
-    of them, or a function from ProcessFailure to bool, called in the caller's thread. None: all but START, and but
-    programming errors (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError) that a rank
-    raises before its first heartbeat or report. A LaunchError, a timeout and an interrupt always end the run. While
-    the function runs, signals wait, but for a second Ctrl-C."""
+    """After which failures ranks are restarted. The first failure of the attempt decides. The value is an exception type, a
+    FailureKind, a collection of these, or a function from ProcessFailure to bool. The function is called in the caller's
+    thread. While it runs, signals are deferred, except a second Ctrl-C.
+
+    None: ranks are restarted after every failure, with two exceptions. One is FailureKind.START. The other is a programming
+    error (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError) that a rank raises before
+    its first heartbeat or report. A LaunchError, a timeout and an interrupt always end the run."""
     reset_after: float | None = None
-    """Seconds after which ranks that were healthy get all their restarts back, and the first delay. None: never."""
+    """If all ranks were healthy for this many seconds, restarts and delays are counted from the start again. None: never."""
     max_no_progress: int | None = None
-    """Give up when so many restarts in a row reached no `report(step=...)` beyond the furthest before. None: no limit."""
+    """End the run after this many restarts in a row that reached no new highest `report(step=...)`. None: no limit."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_restarts", check_count("max_restarts", self.max_restarts, at_least=0))
@@ -59,7 +61,7 @@ class RestartPolicy:
 
     @property
     def causes(self) -> frozenset[Cause]:
-        """What `retry_if` names; empty if it is a function, or None."""
+        """The exception types and FailureKinds in `retry_if`. Empty if `retry_if` is a function or None."""
         if self.retry_if is None:
             return frozenset()
         if isinstance(self.retry_if, Collection) and not isinstance(self.retry_if, type):
@@ -82,4 +84,6 @@ def _check_retry_if(retry_if: object) -> None:
     elif not callable(retry_if) or isinstance(retry_if, type):
         raise TypeError(f"retry_if must be {what}, not {retry_if!r:.200}")
     elif is_async(retry_if):
-        raise TypeError(f"retry_if must be an ordinary function; {retry_if!r:.200} is async def, and nobody would await it")
+        raise TypeError(
+            f"retry_if must be an ordinary function; {retry_if!r:.200} is async def, and mpwatch would not await it"
+        )

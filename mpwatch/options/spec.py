@@ -1,4 +1,7 @@
-"""The blueprint of a run: what all options end up in, validated once, then never changed."""
+"""`WorkerSpec` and `GroupSpec`: all options of a run or a WorkerGroup, validated once and then frozen.
+
+To add an option of `mpwatch.run`: add a parameter to `api.run` and a field with its check here.
+"""
 
 import os
 import sys
@@ -13,7 +16,7 @@ from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.validation import as_int, check_count, check_mapping, check_seconds, is_async
 from mpwatch.options.worker_info import Worker
-from mpwatch.os_support.hardware import gpus_may_exist, usable_cpus
+from mpwatch.os_support.hardware import count_usable_cpus, may_have_gpus
 
 T = TypeVar("T")
 Nprocs = int | Literal["auto", "cpu", "gpu"]
@@ -23,7 +26,7 @@ Observers = Observer | Iterable[Observer]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """How many ranks, and under which limits: the options that hold for any function. See WorkerSpec."""
+    """The options that do not depend on the function: number of ranks, limits, output, observers. See WorkerSpec."""
 
     nprocs: Nprocs = "auto"
     backend: str | None = None
@@ -52,27 +55,27 @@ class GroupSpec:
             raise ValueError(f"role must be a name, not {self.role!r}")
         if self.progress is not None and not isinstance(self.progress, bool):
             raise TypeError(f"progress must be True, False or None, not {self.progress!r:.200}")
-        object.__setattr__(self, "on_event", _observers(self.on_event))
-        object.__setattr__(self, "nprocs", _count(self.nprocs))
-        object.__setattr__(self, "logs", _logs(self.logs, None if self.is_on_nodes else self.nprocs))
+        object.__setattr__(self, "on_event", _as_observers(self.on_event))
+        object.__setattr__(self, "nprocs", _resolve_nprocs(self.nprocs))
+        object.__setattr__(self, "logs", _resolve_logs(self.logs, None if self.is_multi_node else self.nprocs))
 
     @property
     def policy(self) -> RestartPolicy:
-        """What becomes of ranks that have failed; those of a group are started anew by its next call, and not before."""
+        """The restart policy. A WorkerGroup restarts ranks only at its next call, so its policy allows no restart."""
         return RestartPolicy(0)
 
     @property
-    def is_on_nodes(self) -> bool:
-        """Whether the ranks are a part of those of a job of several nodes."""
+    def is_multi_node(self) -> bool:
+        """Whether these ranks are part of a job of several nodes."""
         return False
 
     @property
     def observers(self) -> tuple[Observer, ...]:
-        """What is told of each event."""
-        return _observers(self.on_event)
+        """The functions that are called with each event."""
+        return _as_observers(self.on_event)
 
-    def environment_of(self, worker: Worker) -> dict[str, str]:
-        """The extra variables for this rank, checked. Raises TypeError or ValueError."""
+    def extra_env_of(self, worker: Worker) -> dict[str, str]:
+        """Return the extra environment variables of this rank. Raises TypeError or ValueError if they are bad."""
         extra = self.env(worker) if callable(self.env) else self.env
         if callable(self.env):
             check_mapping("what env() returned", extra)
@@ -81,7 +84,7 @@ class GroupSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec(GroupSpec, Generic[T]):
-    """What to run, on how many ranks, and under which limits: the options of `mpwatch.run`, which explains them.
+    """All options of `mpwatch.run`, which documents them.
 
     Raises TypeError or ValueError naming the argument and the value.
     """
@@ -98,50 +101,50 @@ class WorkerSpec(GroupSpec, Generic[T]):
         super().__post_init__()
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
-        policy = _policy(self.max_restarts, self.restart_policy, self.backend)
+        policy = _resolve_policy(self.max_restarts, self.restart_policy, self.backend)
         _check_rendezvous(self.rendezvous, policy)
         object.__setattr__(self, "restart_policy", policy)
         object.__setattr__(self, "max_restarts", policy.max_restarts)
 
     @property
     def policy(self) -> RestartPolicy:
-        """What becomes of ranks that have failed."""
-        assert self.restart_policy is not None  # see above
+        """The restart policy."""
+        assert self.restart_policy is not None  # __post_init__ sets it
         return self.restart_policy
 
     @property
-    def is_on_nodes(self) -> bool:
-        """See GroupSpec."""
+    def is_multi_node(self) -> bool:
+        """Whether these ranks are part of a job of several nodes."""
         return self.rendezvous is not None
 
     @property
     def fn_name(self) -> str:
-        """The function's name for messages; partials and callable objects have none of their own."""
+        """The name of the function, for messages."""
         return name_of(self.fn)
 
 
 def check_call(fn: object, args: object, kwargs: object) -> None:
-    """Whether that can be called in a rank. Raises TypeError naming the argument and the value."""
+    """Check a function and its arguments. Raises TypeError, which names the argument and the value."""
     _check_fn(fn)
     _check_args(args)
     _check_kwargs(kwargs)
 
 
-def _policy(max_restarts: object, policy: object, backend: str | None) -> RestartPolicy:
-    """The one that holds: `max_restarts` is short for a policy that says nothing else."""
+def _resolve_policy(max_restarts: object, policy: object, backend: str | None) -> RestartPolicy:
+    """Return the policy. `max_restarts` is short for `RestartPolicy(max_restarts)`."""
     if policy is None:
         return RestartPolicy(0 if max_restarts is None else check_count("max_restarts", max_restarts, at_least=0))
     if not isinstance(policy, RestartPolicy):
         raise TypeError(f"restart_policy must be a RestartPolicy, not {policy!r}")
     if max_restarts not in (None, policy.max_restarts):
         raise ValueError(
-            f"max_restarts={max_restarts!r} and restart_policy={policy!r} both say how often; put it into the policy: "
-            f"RestartPolicy({max_restarts!r}, ...)"
+            f"max_restarts={max_restarts!r} and restart_policy={policy!r} both set the number of restarts; set it "
+            f"in the policy only: RestartPolicy({max_restarts!r}, ...)"
         )
     if policy.scope == "worker" and backend is not None:
         raise ValueError(
-            f"restart_policy has scope='worker', but backend={backend!r} makes a process group, which one that is replaced"
-            " cannot join; use scope='group'"
+            f"restart_policy has scope='worker', but backend={backend!r} makes a process group, which a restarted"
+            " rank cannot join; use scope='group'"
         )
     return policy
 
@@ -158,12 +161,12 @@ def _check_rendezvous(rendezvous: object, policy: RestartPolicy) -> None:
         raise ValueError("rendezvous needs torch, which is not installed here: pip install torch")
     if policy.scope == "worker":
         raise ValueError(
-            "restart_policy has scope='worker', which one machine can do; over several nodes all ranks are started again"
+            "restart_policy has scope='worker', which works on one machine only; on several nodes all ranks are restarted"
             " together: use scope='group'"
         )
 
 
-def _observers(on_event: object) -> tuple[Observer, ...]:
+def _as_observers(on_event: object) -> tuple[Observer, ...]:
     if on_event is None:
         return ()
     observers = (on_event,) if callable(on_event) else tuple(on_event) if isinstance(on_event, Iterable) else None
@@ -171,13 +174,13 @@ def _observers(on_event: object) -> tuple[Observer, ...]:
         raise TypeError(f"on_event must be a function that takes an Event, or several of them, not {on_event!r:.200}")
     for observer in filter(is_async, observers):
         raise TypeError(
-            f"on_event must be an ordinary function; {name_of(observer)!r} is async def, and nobody would await it"
+            f"on_event must be an ordinary function; {name_of(observer)!r} is async def, and mpwatch would not await it"
         )
     return observers
 
 
 def name_of(fn: object) -> str:
-    """What to call a callable in a message."""
+    """Return the name of a callable for messages. A partial has the name of its function, an object that of its class."""
     name = getattr(fn, "__qualname__", None) or getattr(getattr(fn, "func", None), "__qualname__", None)
     return str(name or type(fn).__qualname__)
 
@@ -223,20 +226,20 @@ def _check_env(env: object) -> None:
         check_mapping("env", env)
 
 
-def _logs(logs: object, world_size: object) -> LogSpec | None:
-    """`world_size` is None where it is not known yet."""
+def _resolve_logs(logs: object, world_size: object) -> LogSpec | None:
+    """Check `logs`. `world_size` is None if it is not known yet."""
     if logs is None:
         return None
     if not isinstance(logs, LogSpec):
         raise TypeError(f"logs must be a LogSpec, such as LogSpec({str(logs)!r:.200}), or None, not {logs!r:.200}")
     if isinstance(world_size, int):
         logs.check_ranks(world_size)
-    return logs.from_here()
+    return logs.with_absolute_dir()
 
 
-def _count(nprocs: object) -> int:
+def _resolve_nprocs(nprocs: object) -> int:
     if isinstance(nprocs, str):
-        return _count_named(nprocs)
+        return _resolve_named_nprocs(nprocs)
     count = as_int(nprocs)
     if count is None:
         raise TypeError(f"nprocs must be an int, 'gpu', 'cpu' or 'auto', not {nprocs!r}")
@@ -245,25 +248,25 @@ def _count(nprocs: object) -> int:
     return count
 
 
-def _count_named(nprocs: str) -> int:
+def _resolve_named_nprocs(nprocs: str) -> int:
     if nprocs == "auto":
-        return _gpus() or usable_cpus()
+        return _count_gpus() or count_usable_cpus()
     if nprocs == "cpu":
-        return usable_cpus()
+        return count_usable_cpus()
     if nprocs == "gpu":
-        return _gpus() or _no_gpus()
+        return _count_gpus() or _raise_no_gpus()
     raise ValueError(f"nprocs must be at least 1, or 'gpu', 'cpu' or 'auto', not {nprocs!r}")
 
 
-def _gpus() -> int:
-    if not gpus_may_exist() or ("torch" not in sys.modules and find_spec("torch") is None):
+def _count_gpus() -> int:
+    if not may_have_gpus() or ("torch" not in sys.modules and find_spec("torch") is None):
         return 0
-    import torch  # a second; only where there may be something to count
+    import torch  # this takes a second, so it is imported only where there may be a GPU
 
     return int(torch.cuda.device_count())
 
 
-def _no_gpus() -> int:
+def _raise_no_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     hint = f" (CUDA_VISIBLE_DEVICES is {visible!r})" if visible is not None else ""
     raise ValueError(f"nprocs='gpu', but torch sees no GPU here{hint}; give a number, or 'cpu'")

@@ -1,4 +1,4 @@
-"""Whether an option is what it should be: each check raises TypeError or ValueError that names the option and the value."""
+"""Checks of option values. Each check raises TypeError or ValueError, which names the option and the value."""
 
 import inspect
 import math
@@ -18,13 +18,13 @@ def is_port(text: str) -> bool:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Whether that is True or False."""
+    """Check that a value is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
 def check_mapping(what: str, env: object) -> None:
-    """Whether these can be variables of an environment, and are not those that mpwatch sets."""
+    """Check that a value maps names of environment variables to strings, and sets none of the variables of mpwatch."""
     if not isinstance(env, Mapping):
         raise TypeError(f"{what} must be a mapping of strings to strings, not {env!r:.200}")
     for name, value in env.items():
@@ -39,11 +39,11 @@ def check_mapping(what: str, env: object) -> None:
         if name == "MASTER_PORT" and not is_port(value):
             raise ValueError(f"{what} must give MASTER_PORT as a TCP port, not {value!r}")
         if name in RANK_VARIABLES:
-            raise ValueError(f"{what} may not set {name}={value!r}: it tells a rank who it is, so mpwatch sets it")
+            raise ValueError(f"{what} may not set {name}={value!r}: it is the identity of a rank, so mpwatch sets it")
 
 
 def check_seconds(name: str, value: object, at_least: str) -> None:
-    """Whether that is a number of seconds, `at_least` "0 or more" or "more than 0"."""
+    """Check that a value is a number of seconds. `at_least` is "0 or more" or "more than 0"."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds, not {value!r}")
     seconds = _float(value)
@@ -54,12 +54,12 @@ def check_seconds(name: str, value: object, at_least: str) -> None:
 def _float(number: Real) -> float:
     try:
         return float(number)
-    except OverflowError:  # an int may be as long as it likes
+    except OverflowError:  # an int has no upper limit
         return math.inf
 
 
 def check_fraction(name: str, value: object) -> None:
-    """Whether that is a number from 0 to 1."""
+    """Check that a value is a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number from 0 to 1, not {value!r}")
     if not 0 <= _float(value) <= 1:
@@ -75,7 +75,7 @@ def as_int(value: object) -> int | None:
 
 
 def check_count(name: str, value: object, at_least: int) -> int:
-    """Return the number as an int. Raises TypeError or ValueError."""
+    """Check that a value is an integer of at least `at_least`, and return it as an int."""
     count = as_int(value)
     if count is None:
         raise TypeError(f"{name} must be an int, not {value!r}")
@@ -85,6 +85,6 @@ def check_count(name: str, value: object, at_least: int) -> int:
 
 
 def is_async(fn: object) -> bool:
-    """Whether calling it only makes a coroutine, which nobody runs."""
+    """Return whether a call of this function only makes a coroutine, which mpwatch would not run."""
     call = getattr(type(fn), "__call__", None)  # noqa: B004  the method itself is wanted
     return any(inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f) for f in (fn, call))

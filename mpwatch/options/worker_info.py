@@ -1,9 +1,13 @@
-"""Who a rank is: a `Worker`, and the variables that say the same. Both sides make one, the rank when it is asked for."""
+"""`Worker`: the identity of a rank, and the environment variables that hold it.
+
+The watcher makes a Worker for each rank. A rank makes its own when `current_worker()` is called for the first time.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-# What tells a rank who it is. MASTER_ADDR and MASTER_PORT are not here: a caller may know a better address.
+# The variables that hold the identity of a rank. A caller may not set them. MASTER_ADDR and MASTER_PORT are not among them,
+# since a caller may know a better address.
 RANK_VARIABLES = frozenset(
     {
         "RANK",
@@ -26,25 +30,33 @@ RANK_VARIABLES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """Who a rank is. In a rank `current_worker()` gives its own; the result of a run has them all."""
+    """The identity of a rank. In a rank `current_worker()` returns it; `RunResult.workers` has those of all ranks."""
 
     rank: int
     """Global rank, from 0 to world_size - 1."""
     local_rank: int
-    """Rank on this machine, from 0; usually the index of the GPU to use."""
+    """Rank on this machine, from 0. It is usually the index of the GPU to use."""
     world_size: int
+    """Number of ranks, on all machines."""
     local_world_size: int
+    """Number of ranks on this machine."""
     group_rank: int = 0
-    """Number of this machine among those of the run."""
+    """Index of this machine among the machines of the run, from 0."""
     group_world_size: int = 1
+    """Number of machines."""
     role: str = "default"
+    """The option `role`."""
     role_rank: int
+    """Rank among the ranks of the same role."""
     role_world_size: int
+    """Number of ranks of the same role."""
     restart_count: int = 0
+    """How many times this rank was restarted."""
     run_id: str
+    """Identifier of the run: 32 hexadecimal digits, or `Rendezvous.run_id`."""
     master_addr: str
-    """Address that rank 0 can serve a rendezvous store on."""
+    """Address of the machine of rank 0, where it can serve a store of torch.distributed."""
     master_port: int
-    """TCP port reserved for it: nobody else is given it while the run lasts."""
+    """TCP port reserved for that store. No other program is given this port during the run."""
     state: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """For the function's own use; lives as long as the rank."""
+    """A dict for the function's own use. It exists as long as the process of the rank."""

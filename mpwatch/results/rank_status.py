@@ -1,6 +1,6 @@
-"""How each rank fares at one moment, as the watcher sees it, for who shows that. Frozen data, and no I/O.
+"""The status of a rank at one moment, for the live view. Frozen data, without I/O.
 
-Times are of CLOCK_MONOTONIC, in seconds.
+Times are seconds of CLOCK_MONOTONIC.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from mpwatch.results.model import WorkerState
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What a rank last said by `mpwatch.report()`."""
+class RankReport:
+    """The last `mpwatch.report()` of a rank."""
 
     at: float
-    """When it did."""
+    """When the rank called it."""
     step: int | None = None
     total: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -22,23 +22,23 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """Of one rank."""
+    """The status of one rank."""
 
     rank: int
     """Global rank."""
     local_rank: int
     state: WorkerState
-    """INIT until its function is called; HEALTHY at work, or UNHEALTHY if late with its heartbeat; then SUCCEEDED, FAILED,
-    or STOPPED by the watcher."""
+    """INIT until the function is called. While it runs: HEALTHY, or UNHEALTHY if the heartbeat is late. Then SUCCEEDED,
+    FAILED, or STOPPED if the watcher stopped the rank."""
     restart_count: int = 0
     pid: int | None = None
-    report: Report | None = None
-    """None if it has made none."""
+    report: RankReport | None = None
+    """None: the rank has not called `report()`."""
     heartbeat_at: float | None = None
-    """When it was last heard of; None if it has never beaten, or its function has returned."""
+    """Time of the last heartbeat. None: there was no heartbeat yet, or the function has returned."""
     memory: int | None = None
-    """Bytes of it that are in memory, those that it shares with others included; None if nobody knows."""
+    """Resident memory in bytes, shared pages included. None: not known."""
     cpu_seconds: float | None = None
-    """CPU time that it has used since it was started."""
+    """CPU time that the process has used. None: not known."""
     seen_at: float
-    """When all that was so."""
+    """When this status was read."""
