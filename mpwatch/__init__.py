@@ -1,14 +1,14 @@
-"""Run a Python function on N processes, watched: see `run`, `main` and the README.
+"""Run a Python function on N processes, watched. See `run`, `main` and the README.
 
-The public names, each loaded from its module when it is first asked for. A rank imports this package before its
-function runs, so an import of everything would be paid for once per rank.
+This module is the facade: it has the public names. Each name is loaded at its first use, since every rank imports this
+package before its function runs.
 """
 
 from importlib import import_module
 
 from mpwatch.version import __version__
 
-TYPE_CHECKING = False  # typing's own would cost every rank the import of typing
+TYPE_CHECKING = False  # a rank must not pay for the import of typing
 if TYPE_CHECKING:
     from mpwatch import events as events
     from mpwatch.api import main, run
@@ -77,7 +77,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
-    if name == "events":  # mpwatch.events.JsonLines(...), before anything else has loaded it
+    if name == "events":  # so that mpwatch.events.JsonLines(...) works without an import of its own
         return import_module(".events", __name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,8 @@
-"""`run` and `main`: make a WorkerSpec of the options, have the watcher run it, and raise an error if a rank failed."""
+"""`run` and `main`: make a WorkerSpec of the options, run it, and raise an error if a rank failed.
+
+The layers from here to the process of a rank: `run_single_node` (watcher/run.py), `BlockingCall`, `WatcherThread`,
+`EventLoop`, `ProcessPool`, and the process. ARCHITECTURE.md shows them.
+"""
 
 import sys
 import traceback
@@ -7,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mpwatch.errors import RunFailedError, raise_if_failed
-from mpwatch.live_view.select import view_for
+from mpwatch.live_view.select import select_view
 from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
@@ -15,7 +19,7 @@ from mpwatch.options.spec import Nprocs, Observers, WorkerSpec
 from mpwatch.options.validation import check_flag
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.run_result import RunResult
-from mpwatch.watcher.run import watch
+from mpwatch.watcher.run import run_single_node
 
 T = TypeVar("T")
 
@@ -41,57 +45,57 @@ def run(
     rendezvous: Rendezvous | None = None,
     check: bool = True,
 ) -> RunResult[T]:
-    """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them to their end, and return what they returned.
+    """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
 
-    Every rank is a child of this process. On the first failure the others are stopped, and when this returns or raises,
-    all of them, and what they started in their process groups, are dead and reaped.
+    Every rank is a child of this process. At the first failure the other ranks are stopped. When `run` returns or raises,
+    every rank, and every process that a rank started in its process group, is dead and reaped.
 
     Args:
-        fn: any callable that can be sent: a function of a module, a script, a notebook cell; a lambda, closure, partial,
-            bound method or callable object. `__main__` is not imported again, and needs no guard.
-        nprocs: number of ranks; "gpu": one a GPU; "cpu": one a CPU that this process may use; "auto": GPUs if there are
-            any, else CPUs.
-        args: positional arguments, the same for every rank; who a rank is, it asks of `current_worker()`, of the
-            environment (RANK, LOCAL_RANK, WORLD_SIZE, ...) or of torch.distributed.
+        fn: any callable that can be pickled by cloudpickle: a function of a module, a script or a notebook cell, a lambda,
+            closure, partial, bound method or callable object. `__main__` is not imported again, and needs no guard.
+        nprocs: number of ranks. "gpu": one for each GPU. "cpu": one for each CPU that this process may use. "auto": "gpu" if
+            there is a GPU, else "cpu".
+        args: positional arguments, the same for every rank. A rank learns its identity from `current_worker()`, from the
+            environment (RANK, LOCAL_RANK, WORLD_SIZE, ...) or from torch.distributed.
         kwargs: keyword arguments.
-        backend: of torch.distributed ("gloo", "nccl", ...; "auto": nccl with GPUs, else gloo): the default process group
-            is made before fn is called and destroyed after it. None: fn does as it likes.
-        env: extra environment variables for the ranks, or a function that gives them for a Worker.
-        timeout: seconds for the whole run, restarts included, then RunTimeoutError. None: no limit.
-        heartbeat_timeout: seconds that a rank may go without `mpwatch.heartbeat()` or `mpwatch.report()`, from its first one
-            on; then it hangs, and has failed (FailureKind.HANG). None: no limit.
-        grace_period: seconds that a rank has between SIGTERM and SIGKILL when it is stopped, and for ending by itself
-            after it has returned.
-        start_timeout: seconds that an interpreter may take to start; a rank that takes longer has failed, too
+        backend: backend of torch.distributed: "gloo", "nccl", ...; "auto" is nccl with GPUs, else gloo. The default process
+            group is made before fn is called and destroyed after it. None: no process group is made.
+        env: extra environment variables for the ranks, or a function that returns them for a Worker.
+        timeout: limit for the whole run in seconds, restarts included. None: no limit.
+        heartbeat_timeout: seconds without `mpwatch.heartbeat()` or `mpwatch.report()`, counted from the rank's first one. A
+            rank that exceeds this limit has failed (FailureKind.HANG). None: no limit.
+        grace_period: seconds between SIGTERM and SIGKILL when a rank is stopped. A rank that has returned has the same time
+            to exit.
+        start_timeout: limit in seconds for the start of an interpreter. A rank that exceeds it has failed
             (FailureKind.START).
-        max_restarts: how often all ranks are started again after a failure: short for RestartPolicy(max_restarts). None:
-            never, unless restart_policy says otherwise.
-        restart_policy: how often, which ranks, after which failures and delays, see RestartPolicy. A rank has to resume by
-            itself, from its last checkpoint; `current_worker().restart_count` says which time it is.
+        max_restarts: how many times all ranks are restarted after a failure. It is short for RestartPolicy(max_restarts).
+            None: 0, unless restart_policy sets another number.
+        restart_policy: after which failures, how often and with which delays ranks are restarted. See RestartPolicy. The
+            function must resume by itself, for example from a checkpoint; `current_worker().restart_count` counts restarts.
         role: name of this kind of worker.
-        logs: where the ranks' stdout and stderr go: see LogSpec. None: they have the caller's own; in a notebook they are
-            captured, and shown in the cell that runs.
-        on_event: a function, or several, called in this thread with each `mpwatch.Event`; one that raises is dropped.
-            While it runs, signals wait, but for a second Ctrl-C.
-        progress: a live view of what the ranks `report()`: None: in a terminal or a notebook, once one of them has reported;
-            True: from the start, and as plain lines on stderr where there is neither; False: never.
-        rendezvous: where the nodes of a job meet, for ranks on several machines: each makes the same call, and `nprocs` is
-            how many ranks this one has. See Rendezvous. None: this machine alone.
+        logs: where stdout and stderr of the ranks go. See LogSpec. None: to the caller's stdout and stderr. In a notebook
+            None means that the output is captured and shown in the calling cell.
+        on_event: a function or several functions, called in this thread with each `mpwatch.Event`. A function that raises
+            is dropped. While it runs, signals are deferred, except a second Ctrl-C.
+        progress: live view of the `report()` calls of the ranks. None: shown in a terminal or a notebook, from the first
+            report. True: shown from the start; without terminal and notebook as lines on stderr. False: never shown.
+        rendezvous: for ranks on several machines: how the nodes find one another. See Rendezvous. Each node makes the same
+            call, and `nprocs` is its own number of ranks. None: this machine alone.
         check: False: return the result of a failed run instead of raising.
 
     Returns:
-        The values by rank: `result[3]` is rank 3's, iterating gives them in order. Of a job of several nodes each has those
-        of its own ranks, by global rank.
+        The return values by rank: `result[3]` is that of rank 3, and iteration yields them in the order of ranks. In a job
+        of several nodes each node gets the values of its own ranks, by global rank.
 
     Raises:
-        RunFailedError: a rank failed; raised from that rank's own exception. A rank that ended without returning failed.
-        RunTimeoutError: `timeout` ran out.
-        LaunchError: the ranks could not be started; none is left. With `rendezvous`: or the nodes have not met in
-            `join_timeout`, or before `timeout` ran out.
-        TypeError, ValueError: an argument is not what it should be.
-        KeyboardInterrupt: Ctrl-C; the ranks got it too, and had grace_period seconds to end.
+        RunFailedError: a rank failed. `__cause__` is the rank's own exception. A rank that exits without returning failed.
+        RunTimeoutError: `timeout` was exceeded.
+        LaunchError: the ranks could not be started; none is left. With `rendezvous`: the nodes have not met within
+            `join_timeout` or `timeout`.
+        TypeError, ValueError: an argument is not valid.
+        KeyboardInterrupt: Ctrl-C. The ranks received SIGINT, too, and had grace_period seconds to exit.
     """
-    __tracebackhide__ = True  # of IPython and pytest: what they show of an error is the user's own code
+    __tracebackhide__ = True  # IPython and pytest then show the user's frames only
     check_flag("check", check)
     spec = WorkerSpec(
         fn=fn,
@@ -113,31 +117,35 @@ def run(
         rendezvous=rendezvous,
     )
     if rendezvous is None:
-        result = watch(spec, partial(view_for, progress))
+        result = run_single_node(spec, partial(select_view, progress))
     else:
-        from mpwatch.multinode.run import watch_with_others  # imports torch
+        from mpwatch.multinode.run import run_multi_node  # imports torch
 
-        result = watch_with_others(spec, partial(view_for, progress))
+        result = run_multi_node(spec, partial(select_view, progress))
     if check:
         raise_if_failed(result)
     return result
 
 
 def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunResult[T]:
-    """As `run`, for a program that is nothing but the run: if a rank fails, the program ends with that rank's status.
+    """Call `run`; if a rank fails, print the report on stderr and exit with the status of that rank.
 
-    The report goes to stderr, and the exit status is the failed rank's own: that of sys.exit or os._exit, 128 + n for
-    signal n, 1 for an exception, 124 for a timeout. In a job of several nodes it is, on each of them, that of the rank that
-    failed first, wherever that was: schedulers keep the status of one node, and that is then the one that says why. (Under
-    torchrun it is 1.) A node that is ended by a signal dies of it.
+    This is for a program that consists of the run only. The exit status is that of the rank which failed first: the status
+    of sys.exit or os._exit, 128 + n for signal n, 1 for an exception, 124 for a timeout. In a job of several nodes every
+    node exits with this status, on whichever node that rank was, since schedulers keep the status of one node only. (Under
+    torchrun it is 1.) A node that receives a terminating signal dies of this signal.
 
     Args:
         fn: see `run`.
         nprocs: see `run`.
-        options: those of `run`, but for `check`.
+        options: the other options of `run`, except `check`.
+
+    Returns:
+        The result of `run`.
 
     Raises:
         SystemExit: a rank failed.
+        LaunchError, TypeError, ValueError, KeyboardInterrupt: see `run`.
     """
     if "check" in options:
         raise TypeError("main() has no option 'check': a failure always ends the program; use run()")

@@ -1,4 +1,4 @@
-"""`WorkerGroup`: ranks that stay, for as many calls as one likes."""
+"""`WorkerGroup`: ranks that stay alive for any number of calls."""
 
 import os
 import threading
@@ -11,14 +11,14 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from mpwatch.errors import raise_if_failed
-from mpwatch.live_view.select import view_for
+from mpwatch.live_view.select import select_view
 from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.spec import GroupSpec, Nprocs, Observers, check_call
 from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.html import group_table
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import summary_of
+from mpwatch.results.report import summarize_exception
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.persistent_ranks import PersistentRanks
 
@@ -27,35 +27,37 @@ R = TypeVar("R")
 
 
 class WorkerGroup:
-    """`nprocs` processes that stay, and in which functions can be called, one after another, each in all of them.
+    """`nprocs` processes that stay alive. Each call runs a function in all of them.
 
-    A call costs a fraction of a millisecond, not a start-up: modules stay imported, `current_worker().state` keeps what a
-    function puts there, and so does the process group of `backend`. The ranks are started when the group is made; use it
-    in a `with` statement, or `close` it. One that is forgotten ends with its last reference, or with the program.
+    A call takes about a millisecond, since no process is started for it. Imported modules, `current_worker().state` and the
+    process group of `backend` are kept between calls. The ranks are started when the group is made. Use the group in a
+    `with` statement, or `close` it. The ranks of a group that was not closed are ended with its last reference, or at the
+    end of the program.
 
-    It may be made in one thread and used in another. Calls take turns.
+    A group may be made in one thread and used in another. Calls from several threads run one after another.
 
     Args:
         nprocs: number of ranks, as for `mpwatch.run`, like all options.
-        backend: of torch.distributed: the default process group is made before the first function is called, and kept. It
-            is made anew after a call that failed, since the ranks may be out of step.
-        env: extra environment variables for the ranks, or a function that gives them for a Worker.
-        timeout: seconds for each call, unless `run` is given another limit, then RunTimeoutError. None: no limit.
-        heartbeat_timeout: seconds that a rank may go without `mpwatch.heartbeat()` or `mpwatch.report()` in a call, from its
-            first one on. None: no limit.
-        grace_period: seconds that a rank has between SIGTERM and SIGKILL when it is stopped, for answering when it is
-            interrupted by Ctrl-C, and for ending after `close`.
-        start_timeout: seconds that an interpreter may take to start.
+        backend: backend of torch.distributed. The default process group is made before the first call and kept. After a call
+            that failed a new one is made, since the ranks may be in different collectives.
+        env: extra environment variables for the ranks, or a function that returns them for a Worker.
+        timeout: limit for each call in seconds, unless `run` sets another one. None: no limit.
+        heartbeat_timeout: seconds without `mpwatch.heartbeat()` or `mpwatch.report()` in a call, counted from the rank's
+            first one. None: no limit.
+        grace_period: seconds between SIGTERM and SIGKILL when a rank is stopped. A rank has the same time to answer after
+            Ctrl-C, and to exit after `close`.
+        start_timeout: limit in seconds for the start of an interpreter.
         role: name of this kind of worker.
-        logs: where the ranks' stdout and stderr go: see LogSpec. None: they have the caller's own; in a notebook they are
-            captured, and shown in the cell that runs.
-        on_event: a function, or several, called with each `mpwatch.Event` by the thread that waits for a call, or `close`.
-        progress: a live view of each call, as for `mpwatch.run`.
+        logs: where stdout and stderr of the ranks go. See LogSpec. None: to the caller's stdout and stderr. In a notebook
+            None means that the output is captured and shown in the calling cell.
+        on_event: a function or several functions, called with each `mpwatch.Event` in the thread that waits for a call or
+            for `close`.
+        progress: live view of each call, as for `mpwatch.run`.
         check: False: `run` returns the result of a failed call instead of raising.
 
     Raises:
         LaunchError: the ranks could not be started; none is left.
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: an argument is not valid.
     """
 
     def __init__(
@@ -90,19 +92,19 @@ class WorkerGroup:
             progress=progress,
         )
         self._pid = os.getpid()
-        self._turn = threading.RLock()  # other threads wait for it
-        self._call = threading.Lock()  # for which its own thread would wait for ever
+        self._lock = threading.RLock()  # calls of other threads wait for it
+        self._call_lock = threading.Lock()  # not reentrant, so that a call within a call of the same thread is noticed
         self._is_closed = False
-        self._team = PersistentRanks(self._spec, partial(view_for, progress))
-        # Multiprocessing, which would wait for the ranks for ever, calls this first; in processes of its own, too, which
-        # know no atexit.
-        self._at_end = Finalize(None, self._team.end_with_program, exitpriority=10)
-        self._finalizer = weakref.finalize(self, _forget, self._team, self._at_end, self._pid)
+        self._ranks = PersistentRanks(self._spec, partial(select_view, progress))
+        # At the end of a program multiprocessing joins its children without a limit. It runs this finalizer before, also in
+        # processes of multiprocessing, which do not run atexit functions.
+        self._at_end = Finalize(None, self._ranks.shut_down_at_exit, exitpriority=10)
+        self._finalizer = weakref.finalize(self, _end_unclosed_group, self._ranks, self._at_end, self._pid)
         self._finalizer.atexit = False
         try:
-            self._team.start()
+            self._ranks.start()
         except BaseException as error:
-            self._close(summary_of(error))
+            self._close(summarize_exception(error))
             raise
 
     def run(
@@ -113,30 +115,30 @@ class WorkerGroup:
         *,
         timeout: float | None = None,
     ) -> RunResult[T]:
-        """Call `fn(*args, **kwargs)` in every rank, and return what they returned: as `mpwatch.run`, but the ranks stay.
+        """Call `fn(*args, **kwargs)` in every rank and return the results, as `mpwatch.run` does. The ranks stay alive.
 
-        If a rank raises, the others may finish within a second, and if they do, all stay as they are. Those that do not
-        are stopped, as they are when a rank dies or hangs; then the next call starts all ranks anew, without what
-        `current_worker().state` held, and logs a warning that says why. A rank that dies between two calls is noticed
-        when it happens, with the same consequence.
+        If a rank raises, the other ranks have one second to finish. If all of them finish, all ranks stay alive. Otherwise,
+        and if a rank dies or hangs, all ranks are stopped. The next call then restarts all ranks, without the content of
+        `current_worker().state`, and logs a warning with the reason. The watcher notices at once if a rank dies between two
+        calls, with the same consequence.
 
         Args:
             fn: see `mpwatch.run`.
             args: positional arguments, the same for every rank.
             kwargs: keyword arguments.
-            timeout: seconds for this call, then RunTimeoutError. None: what the group has been given for each.
+            timeout: limit for this call in seconds. None: the group's own `timeout`.
 
         Returns:
-            The values by rank.
+            The return values by rank.
 
         Raises:
-            RunFailedError: a rank failed; raised from that rank's own exception.
-            RunTimeoutError: `timeout` ran out.
-            LaunchError: the function or its arguments cannot be sent, and the ranks are as they were; or the ranks had to
-                be started anew, and could not be.
-            TypeError, ValueError: an argument is not what it should be.
-            RuntimeError: the group is closed, or is that of another process, or this is called from within a call of it.
-            KeyboardInterrupt: Ctrl-C; the ranks got it too, and stay if all of them answered within grace_period.
+            RunFailedError: a rank failed. `__cause__` is the rank's own exception.
+            RunTimeoutError: `timeout` was exceeded.
+            LaunchError: the function or its arguments cannot be pickled; the ranks stay alive. Or the ranks had to be
+                restarted and could not be.
+            TypeError, ValueError: an argument is not valid.
+            RuntimeError: the group is closed, or belongs to another process, or this call is made within a call of the group.
+            KeyboardInterrupt: Ctrl-C. The ranks received SIGINT, too, and stay alive if all answered within grace_period.
         """
         __tracebackhide__ = True  # as in mpwatch.run
         check_call(fn, args, kwargs)
@@ -144,39 +146,41 @@ class WorkerGroup:
             timeout = self._spec.timeout
         else:
             check_seconds("timeout", timeout, at_least="more than 0")
-        return self._in_turn("run", partial(self._run, fn, tuple(args), dict(kwargs or {}), timeout))
+        return self._run_exclusively("run", partial(self._run, fn, tuple(args), dict(kwargs or {}), timeout))
 
     def close(self) -> None:
-        """End the ranks, as any Python program ends, and wait for that. Nothing if they have been ended.
+        """Ask the ranks to exit as any Python program exits, and wait for that. A second `close` does nothing.
 
-        One that does not end within `grace_period` is stopped. Raises RuntimeError in a process that is not the group's.
+        A rank that does not exit within `grace_period` is stopped. Raises RuntimeError in a process that does not own the
+        group.
         """
-        self._in_turn("close", self._close)
+        self._run_exclusively("close", self._close)
 
     @property
     def state(self) -> WorkerState:
-        """INIT until all ranks are ready, then HEALTHY; UNHEALTHY if they must be started anew, which the next call does, or
-        while one is late with its heartbeat; STOPPED once the group is closed.
+        """INIT until all ranks are ready, then HEALTHY. STOPPED after `close`.
+
+        UNHEALTHY: the next call must restart the ranks, or the heartbeat of a rank is late.
         """
-        return WorkerState.STOPPED if self._is_closed else self._team.state
+        return WorkerState.STOPPED if self._is_closed else self._ranks.state
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """Who the ranks are; `restart_count` says how often they have been started anew."""
-        return self._team.workers
+        """The identities of the ranks. Their `restart_count` is the number of restarts."""
+        return self._ranks.workers
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if os.getpid() == self._pid:  # and this is not a fork that leaves the block, too
+        if os.getpid() == self._pid:  # not a fork that leaves the `with` block, too
             self.close()
 
     def __repr__(self) -> str:
         return f"<WorkerGroup {self.state.name}: {self._spec.nprocs} ranks>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows for the group."""
         return group_table(self.state, self.workers, self._spec.backend)
 
     def _run(
@@ -185,7 +189,7 @@ class WorkerGroup:
         __tracebackhide__ = True
         if self._is_closed:
             raise RuntimeError("this WorkerGroup is closed; make another one")
-        result = self._team.call(fn, args, kwargs, timeout)
+        result = self._ranks.call(fn, args, kwargs, timeout)
         if self._check:
             raise_if_failed(result)
         return result
@@ -193,29 +197,31 @@ class WorkerGroup:
     def _close(self, reason: str = "") -> None:
         self._is_closed = True
         try:
-            self._team.close()
+            self._ranks.close()
         finally:
-            if not self._team.has_ranks:  # else something was thrown before that began: they have yet to be ended
+            if not self._ranks.has_ranks:  # otherwise an exception came before they were asked to exit
                 self._finalizer.detach()
                 self._at_end.cancel()
-                self._team.tell_end(reason)
+                self._ranks.publish_run_ended(reason)
 
-    def _in_turn(self, what: str, do: Callable[[], R]) -> R:
+    def _run_exclusively(self, method: str, action: Callable[[], R]) -> R:
         __tracebackhide__ = True
         if os.getpid() != self._pid:
             raise RuntimeError(
-                f"{what}() was called in a fork of the process that the WorkerGroup belongs to; make one there"
+                f"{method}() was called in a fork of the process that owns this WorkerGroup; make another group in the fork"
             )
-        with self._turn:
-            if self._call.locked():
-                raise RuntimeError(f"{what}() was called by something that a call of the same WorkerGroup has called")
-            with self._call:
-                return do()
+        with self._lock:
+            if self._call_lock.locked():
+                raise RuntimeError(
+                    f"{method}() was called within a call of the same WorkerGroup; call it when that call has returned"
+                )
+            with self._call_lock:
+                return action()
 
 
-def _forget(team: PersistentRanks, at_end: Finalize, pid: int) -> None:
-    if os.getpid() == pid:  # and this is not the end of a fork
+def _end_unclosed_group(ranks: PersistentRanks, at_end: Finalize, pid: int) -> None:
+    if os.getpid() == pid:  # not at the end of a fork
         at_end.cancel()
-        team.forget()
-        # last, since it is raised where warnings are errors
-        warnings.warn("a WorkerGroup was not closed; its ranks are told to end", ResourceWarning, stacklevel=2)
+        ranks.shut_down_in_background()
+        # This comes last, since it raises where warnings are errors.
+        warnings.warn("a WorkerGroup was not closed; its ranks are asked to exit", ResourceWarning, stacklevel=2)
