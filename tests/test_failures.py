@@ -40,7 +40,7 @@ TABLE = {
     saboteurs.is_killed: (SIGNAL, 137, None, "rank 1 was killed by SIGKILL (not sent by mpwatch"),
     saboteurs.is_terminated: (SIGNAL, 143, None, "rank 1 was killed by SIGTERM (not sent by mpwatch"),
     saboteurs.crashes: (SIGNAL, 139, None, "rank 1 was killed by SIGSEGV (an invalid memory access"),
-    saboteurs.aborts: (SIGNAL, 134, None, "rank 1 was killed by SIGABRT (compiled code gave up"),
+    saboteurs.aborts: (SIGNAL, 134, None, "rank 1 was killed by SIGABRT (compiled code called abort()"),
     saboteurs.reads_beyond_the_end_of_a_file: (SIGNAL, 135, None, "rank 1 was killed by SIGBUS (a memory error"),
     saboteurs.divides_by_zero_in_c: (SIGNAL, 136, None, "rank 1 was killed by SIGFPE (an arithmetic error"),
     saboteurs.executes_an_unknown_instruction: (SIGNAL, 132, None, "rank 1 was killed by SIGILL (an instruction"),
@@ -196,7 +196,7 @@ def test_a_peer_s_complaint_is_no_cause_even_if_it_comes_first(barrier):
 
 def test_complaints_alone_are_said_to_be_complaints(barrier):
     error = failing(saboteurs.complains_of_a_peer, barrier)
-    assert str(error).startswith("no rank was seen to fail by itself; the first to complain of a peer: rank 1:")
+    assert str(error).startswith("no rank was seen to fail by itself; the first to report a lost or late peer: rank 1:")
 
 
 def test_ranks_deaf_to_sigterm_are_killed_after_the_grace_period(barrier):
@@ -287,7 +287,7 @@ def test_an_exception_without_an_end_to_its_text_is_told_as_one(barrier):
     assert time.monotonic() - start < 20
     root = caught.value.root_cause
     assert (root.rank, root.kind, root.exception) == (1, EXCEPTION, None)
-    assert "raised an exception that could not be sent (making its text did not end" in str(caught.value)
+    assert "raised an exception that could not be sent (the text was not made in time" in str(caught.value)
     assert "in __str__" in root.stack
 
 

@@ -9,42 +9,81 @@ import time
 import pytest
 import saboteurs
 from programs import ENV
-from told import COMPLAINT, IN_TORCH, LIBRARY, STOPPED, TIMED_OUT, at, observations, raised, returned
+from told import (
+    CONNECTION_LOST_ERROR,
+    IN_TORCH,
+    LIBRARY,
+    PEER_TIMEOUT_ERROR,
+    STOPPED_RANK,
+    make_observations,
+    rank_that_raised,
+    rank_that_returned,
+    stack_in,
+)
 
 import mpwatch
 from mpwatch import FailureKind
-from mpwatch.results.report import report
+from mpwatch.results.report import format_report
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.machine.transitions import StopReason
-from mpwatch.wire.shared_memory import PULSE, ROOM, SLOT, WORDS, HeartbeatSample, HeartbeatWriter, open_slot, read_pulse
+from mpwatch.wire.shared_memory import (
+    BLACK_BOX_SIZE,
+    HEARTBEAT_SIZE,
+    MAX_REPORT_SIZE,
+    SLOT_SIZE,
+    HeartbeatSample,
+    HeartbeatWriter,
+    open_slot,
+    read_heartbeat,
+)
 
 
 def test_who_keeps_its_peers_waiting_is_to_blame():
-    here, waiting = {**STOPPED, "stacks": at("load", 12, "sleep(60)")}, {**STOPPED, "stacks": f"{IN_TORCH}\n    work.wait()"}
-    result = diagnose(observations(raised(TIMED_OUT, 9.0), waiting, here))
+    here, waiting = (
+        {**STOPPED_RANK, "stacks": stack_in("load", 12, "sleep(60)")},
+        {**STOPPED_RANK, "stacks": f"{IN_TORCH}\n    work.wait()"},
+    )
+    result = diagnose(make_observations(rank_that_raised(PEER_TIMEOUT_ERROR, 9.0), waiting, here))
     assert (result.root_cause.rank, result.root_cause.kind, set(result.failures)) == (2, FailureKind.HANG, {0, 2})
-    assert result.root_cause.stack == at("load", 12, "sleep(60)")
+    assert result.root_cause.stack == stack_in("load", 12, "sleep(60)")
     words = "rank 2 kept its peers waiting until they timed out: still at work (train.py:12 in load: sleep(60))"
-    assert report(result).startswith(words)
-    assert diagnose(observations(raised(TIMED_OUT, 9.0), here, raised(COMPLAINT, 9.1))).root_cause.rank == 1
-    suspended = {**STOPPED, "process_state": "T"}
-    assert diagnose(observations(raised(TIMED_OUT, 9.0), suspended)).root_cause.kind is FailureKind.HANG
+    assert format_report(result).startswith(words)
+    assert (
+        diagnose(
+            make_observations(rank_that_raised(PEER_TIMEOUT_ERROR, 9.0), here, rank_that_raised(CONNECTION_LOST_ERROR, 9.1))
+        ).root_cause.rank
+        == 1
+    )
+    suspended = {**STOPPED_RANK, "process_state": "T"}
+    assert (
+        diagnose(make_observations(rank_that_raised(PEER_TIMEOUT_ERROR, 9.0), suspended)).root_cause.kind is FailureKind.HANG
+    )
 
 
 def test_nobody_is_blamed_for_a_hang_who_may_be_waiting_or_was_not_seen():
-    waiting = [f"{IN_TORCH}\n    work.wait()", at("step", 3, "handle.wait()"), at("step", 3, "loss.item()"), at("step", 3)]
-    for other in (*({**STOPPED, "stacks": stacks} for stacks in waiting), STOPPED, returned()):
-        result = diagnose(observations(raised(TIMED_OUT, 9.0), other))
+    waiting = [
+        f"{IN_TORCH}\n    work.wait()",
+        stack_in("step", 3, "handle.wait()"),
+        stack_in("step", 3, "loss.item()"),
+        stack_in("step", 3),
+    ]
+    for other in (*({**STOPPED_RANK, "stacks": stacks} for stacks in waiting), STOPPED_RANK, rank_that_returned()):
+        result = diagnose(make_observations(rank_that_raised(PEER_TIMEOUT_ERROR, 9.0), other))
         assert (result.root_cause.rank, result.root_cause.is_secondary) == (0, True)
-    here = {**STOPPED, "stacks": at("load", 12, "sleep(60)")}
-    assert diagnose(observations(raised(TIMED_OUT, 9.0), here, raised(ValueError("x"), 9.5))).root_cause.rank == 2
+    here = {**STOPPED_RANK, "stacks": stack_in("load", 12, "sleep(60)")}
+    assert (
+        diagnose(
+            make_observations(rank_that_raised(PEER_TIMEOUT_ERROR, 9.0), here, rank_that_raised(ValueError("x"), 9.5))
+        ).root_cause.rank
+        == 2
+    )
 
 
-WAITS = {**STOPPED, "stacks": f"{IN_TORCH}\n    work.wait()"}
-MAY_WAIT = {**STOPPED, "stacks": at("step", 3, "handle.wait()")}
-WAITS_ELSEWHERE = {**STOPPED, "stacks": f"{IN_TORCH.replace('all_reduce', 'barrier')}\n    work.wait()"}
-LOADS = {**STOPPED, "stacks": at("load", 12, "sleep(60)")}
-UNSEEN = STOPPED
+WAITS = {**STOPPED_RANK, "stacks": f"{IN_TORCH}\n    work.wait()"}
+MAY_WAIT = {**STOPPED_RANK, "stacks": stack_in("step", 3, "handle.wait()")}
+WAITS_ELSEWHERE = {**STOPPED_RANK, "stacks": f"{IN_TORCH.replace('all_reduce', 'barrier')}\n    work.wait()"}
+LOADS = {**STOPPED_RANK, "stacks": stack_in("load", 12, "sleep(60)")}
+UNSEEN = STOPPED_RANK
 TORCH = f"{LIBRARY}/torch"
 USER = '  File "/home/me/train.py", line 3 in step\n    step()'
 
@@ -52,7 +91,7 @@ USER = '  File "/home/me/train.py", line 3 in step\n    step()'
 def inside(file, function, line="run()"):
     """In this function of torch, called by the user's."""
     return {
-        **STOPPED,
+        **STOPPED_RANK,
         "stacks": f'Thread 0x1 (most recent call first):\n  File "{file}", line 9 in {function}\n    {line}\n{USER}',
     }
 
@@ -60,23 +99,23 @@ def inside(file, function, line="run()"):
 IN_BACKWARD = inside(f"{TORCH}/autograd/graph.py", "_engine_run_backward")
 IN_BUFFERS = inside(f"{TORCH}/nn/parallel/distributed.py", "_distributed_broadcast_coalesced")
 FUNCTIONAL = {
-    **STOPPED,
+    **STOPPED_RANK,
     "stacks": IN_TORCH.replace("\n", f'\n  File "{TORCH}/_ops.py", line 9 in __call__\n    self._op()\n', 1),
 }
 SENDS, RECEIVES = (inside(f"{TORCH}/distributed/distributed_c10d.py", name) for name in ("send", "recv"))
 WRITES = inside(f"{TORCH}/distributed/checkpoint/filesystem.py", "_write_item")
-WAITS_IN_A_THREAD = {**STOPPED, "stacks": f"{at('step', 3, 'future.result()')}\n\n{IN_TORCH}"}
+WAITS_IN_A_THREAD = {**STOPPED_RANK, "stacks": f"{stack_in('step', 3, 'future.result()')}\n\n{IN_TORCH}"}
 
 
 def silent(*ranks, beats, **more):
-    return diagnose(observations(*ranks, silent=beats, heartbeat_timeout=5.0, **more))
+    return diagnose(make_observations(*ranks, silent_ranks=beats, heartbeat_timeout=5.0, **more))
 
 
 @pytest.mark.parametrize(
     ("ranks", "beats", "blamed", "victims"),
     [
         ([WAITS, LOADS, WAITS], {0: 4.0, 1: 4.5, 2: 4.2}, {1}, {0, 2}),  # the one that is not in the collective
-        ([WAITS, {**STOPPED, "process_state": "T"}], {0: 4.0, 1: 4.5}, {1}, {0}),
+        ([WAITS, {**STOPPED_RANK, "process_state": "T"}], {0: 4.0, 1: 4.5}, {1}, {0}),
         ([WAITS, WAITS, WAITS_ELSEWHERE], {0: 4.0, 1: 4.5, 2: 5.0}, {2}, {0, 1}),  # it is in another one than most
         ([WAITS, LOADS], {0: 4.0}, {1}, {0}),  # even if it has beaten all the time, or never
         ([WAITS, LOADS, LOADS], {0: 4.0, 2: 4.0}, {2}, {0}),  # of two that are away, the silent one
@@ -85,8 +124,8 @@ def silent(*ranks, beats, **more):
         ([WAITS, MAY_WAIT], {0: 4.0, 1: 4.5}, {0, 1}, set()),  # not certain
         ([WAITS, UNSEEN], {0: 4.0}, {0}, set()),
         ([WAITS, WAITS, WAITS_ELSEWHERE, UNSEEN], {0: 4.0, 1: 4.0, 2: 4.0}, {2}, {0, 1}),
-        ([WAITS, {**STOPPED, "process_state": "D"}], {0: 4.0, 1: 4.5}, {1}, {0}),
-        ([WAITS, {**STOPPED, "process_state": "t"}], {0: 4.0, 1: 4.5}, {1}, {0}),
+        ([WAITS, {**STOPPED_RANK, "process_state": "D"}], {0: 4.0, 1: 4.5}, {1}, {0}),
+        ([WAITS, {**STOPPED_RANK, "process_state": "t"}], {0: 4.0, 1: 4.5}, {1}, {0}),
         ([IN_BACKWARD, LOADS, IN_BACKWARD], {0: 4.0, 1: 4.5, 2: 4.2}, {1}, {0, 2}),  # DistributedDataParallel
         ([IN_BUFFERS, LOADS], {0: 4.0, 1: 4.5}, {1}, {0}),
         ([FUNCTIONAL, LOADS], {0: 4.0, 1: 4.5}, {1}, {0}),
@@ -95,7 +134,7 @@ def silent(*ranks, beats, **more):
         ([WAITS_IN_A_THREAD, LOADS], {0: 4.0, 1: 4.5}, {1}, {0}),
         ([WAITS, WAITS_ELSEWHERE, LOADS], {0: 4.0, 1: 4.5}, {0, 1}, set()),  # rank 2 beats, and has nothing to do with it
         ([LOADS, LOADS], {1: 4.0}, {1}, set()),  # nobody waits for anybody
-        ([WAITS, returned()], {0: 4.0}, {0}, set()),
+        ([WAITS, rank_that_returned()], {0: 4.0}, {0}, set()),
     ],
 )
 def test_the_culprit_is_not_where_the_others_wait(ranks, beats, blamed, victims):
@@ -109,7 +148,7 @@ def test_the_culprit_is_not_where_the_others_wait(ranks, beats, blamed, victims)
 def test_a_silent_rank_is_told_with_what_it_last_reported():
     there = {**LOADS, "heartbeat": HeartbeatSample(4.5, (4.5, 120, 500, {"loss": 0.5}))}
     result = silent(WAITS, there, beats={0: 4.0, 1: 4.5})
-    assert report(result).splitlines() == [
+    assert format_report(result).splitlines() == [
         "rank 1 was silent for 5.5 s (heartbeat_timeout=5), at step 120 of 500: still at work (train.py:12 in load: sleep(60))",
         "  rank 0: a victim of rank 1: was silent for 6.0 s (heartbeat_timeout=5): still at work (c10d.py:3 in all_reduce: work.wait())",
     ]
@@ -122,20 +161,20 @@ def test_of_several_silent_ranks_the_first_to_fall_silent_is_the_cause():
 
 
 def test_an_exception_beside_a_silence_is_what_happened():
-    result = silent(raised(ValueError("x"), 9.9), LOADS, beats={1: 4.0})
+    result = silent(rank_that_raised(ValueError("x"), 9.9), LOADS, beats={1: 4.0})
     assert set(result.failures) == {0, 1}
 
 
 def test_a_silent_rank_that_returns_in_the_same_moment_has_ended_the_run_all_the_same():
-    result = silent(returned(), returned(), beats={1: 4.0})
+    result = silent(rank_that_returned(), rank_that_returned(), beats={1: 4.0})
     assert (result.root_cause.rank, result.root_cause.kind) == (1, FailureKind.HANG)
     assert result.worker_states[0] is mpwatch.WorkerState.SUCCEEDED
 
 
 def test_a_timeout_says_who_was_missing_and_blames_nobody():
     """In the midst of sound work, too, some are at a collective before others."""
-    result = diagnose(observations(WAITS, LOADS, WAITS, verdict=StopReason.TIMED_OUT, timeout=10.0))
-    assert report(result).splitlines() == [
+    result = diagnose(make_observations(WAITS, LOADS, WAITS, stop_reason=StopReason.TIMED_OUT, timeout=10.0))
+    assert format_report(result).splitlines() == [
         "the run did not end within timeout=10 s: ranks 0-2 had not returned, and rank 1 not in the collective that others waited in",
         "  ranks 0, 2: still at work (c10d.py:3 in all_reduce: work.wait())",
         "  rank 1: still at work (train.py:12 in load: sleep(60))",
@@ -145,51 +184,55 @@ def test_a_timeout_says_who_was_missing_and_blames_nobody():
 
 
 def test_a_value_that_was_on_its_way_when_time_was_up_has_not_come():
-    on_its_way = {**returned(), "heard_at": 10.5}
-    result = diagnose(observations(on_its_way, {**returned(), "heard_at": 9.0}, verdict=StopReason.TIMED_OUT, timeout=10.0))
-    assert report(result).startswith("the run did not end within timeout=10 s: rank 0 had not returned")
+    on_its_way = {**rank_that_returned(), "report_received_at": 10.5}
+    result = diagnose(
+        make_observations(
+            on_its_way, {**rank_that_returned(), "report_received_at": 9.0}, stop_reason=StopReason.TIMED_OUT, timeout=10.0
+        )
+    )
+    assert format_report(result).startswith("the run did not end within timeout=10 s: rank 0 had not returned")
     assert [failure.kind for failure in result.failures.values()] == [FailureKind.TIMEOUT]
 
 
 def test_512_ranks_that_were_silent_for_nearly_the_same_time_are_a_few_lines():
     beats = {rank: 4.0 + rank / 1000 for rank in range(512)}
-    assert len(report(silent(*[WAITS] * 511, LOADS, beats=beats)).splitlines()) == 2
+    assert len(format_report(silent(*[WAITS] * 511, LOADS, beats=beats)).splitlines()) == 2
 
 
 @pytest.fixture
 def box():
     fd = os.memfd_create("mpwatch-test")
-    os.ftruncate(fd, 2 * SLOT)
+    os.ftruncate(fd, 2 * SLOT_SIZE)
     yield fd
     os.close(fd)
 
 
 def test_a_pulse_is_what_was_left_last(box):
     heartbeat = HeartbeatWriter(open_slot(os.dup(box), 1))
-    assert (read_pulse(box, 1).beat_at, read_pulse(box, 1).report) == (None, None)
-    heartbeat.beat()
-    first = read_pulse(box, 1)
+    assert (read_heartbeat(box, 1).beat_at, read_heartbeat(box, 1).report) == (None, None)
+    heartbeat.write_heartbeat()
+    first = read_heartbeat(box, 1)
     assert (first.report, time.monotonic() - first.beat_at < 60) == (None, True)
-    heartbeat.report(3, None, {"loss": 0.1})
-    heartbeat.beat()
-    last = read_pulse(box, 1)
+    heartbeat.write_report(3, None, {"loss": 0.1})
+    heartbeat.write_heartbeat()
+    last = read_heartbeat(box, 1)
     assert last.report[1:] == (3, None, {"loss": 0.1})
     assert first.beat_at <= last.report[0] <= last.beat_at
-    assert read_pulse(box, 0).beat_at is None
+    assert read_heartbeat(box, 0).beat_at is None
 
 
 def test_a_report_that_is_half_written_is_none(box):
-    HeartbeatWriter(open_slot(os.dup(box), 0)).report(3, 4, {"loss": 0.1})
-    os.pwrite(box, b"x", WORDS + 20)
-    assert read_pulse(box, 0).report is None
-    os.pwrite(box, b"\xff" * PULSE, WORDS)  # somebody wrote over it
-    assert read_pulse(box, 0).report is None
+    HeartbeatWriter(open_slot(os.dup(box), 0)).write_report(3, 4, {"loss": 0.1})
+    os.pwrite(box, b"x", BLACK_BOX_SIZE + 20)
+    assert read_heartbeat(box, 0).report is None
+    os.pwrite(box, b"\xff" * HEARTBEAT_SIZE, BLACK_BOX_SIZE)  # somebody wrote over it
+    assert read_heartbeat(box, 0).report is None
 
 
 def test_a_report_has_its_room(box):
     heartbeat = HeartbeatWriter(open_slot(os.dup(box), 0))
-    with pytest.raises(ValueError, match=rf"300 metrics that take \d+ bytes; there is room for {ROOM}"):
-        heartbeat.report(1, 2, {f"metric {n}": 0.5 for n in range(300)})
+    with pytest.raises(ValueError, match=rf"300 metrics that take \d+ bytes; there is room for {MAX_REPORT_SIZE}"):
+        heartbeat.write_report(1, 2, {f"metric {n}": 0.5 for n in range(300)})
 
 
 def test_outside_a_rank_nothing_is_reported():

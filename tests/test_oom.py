@@ -35,7 +35,7 @@ def is_removed(folder):
 @pytest.fixture
 def group(eventually):
     """The folder of a group whose members may use LIMIT bytes together."""
-    parents = [Path(file).parent for file in cgroups.oom_kills()]
+    parents = [Path(file).parent for file in cgroups.count_oom_kills()]
     for parent in parents:
         folder = parent / f"mpwatch-test-{os.getpid()}"
         try:
@@ -62,7 +62,7 @@ def test_a_rank_that_eats_all_memory(group):
 def test_where_the_log_may_not_be_read_the_counter_is_the_proof(group):
     program = MINE + (
         "import mpwatch.watcher.diagnosis.oom as oom\n"
-        "oom.LOG = '/nowhere'\n"
+        "oom.KERNEL_LOG = '/nowhere'\n"
         "join()\nreport(lambda: eat() if rank() == 1 else wait())\n"
         "report(lambda: os.kill(os.getpid(), 9) if rank() == 1 else wait())"
     )
@@ -85,7 +85,7 @@ def test_a_helper_that_is_killed_is_told_of(group):
     kind, verdict, more, *_ = python("-c", program, group).stdout.splitlines()
     assert kind == "EXCEPTION 1 1"
     assert "my worker ended with -9" in verdict
-    assert more.startswith(f"  the kernel's out-of-memory killer struck here, if not at a rank: oom_kill in {group}/")
+    assert more.startswith(f"  the kernel's out-of-memory killer killed a process that is no rank: oom_kill in {group}/")
 
 
 def test_counters_are_read_as_both_versions_write_them(tmp_path):

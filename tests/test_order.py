@@ -36,23 +36,23 @@ def rank():
 
 def test_a_death_is_before_what_is_heard_after_it_and_after_what_was_heard_before_it():
     order, first, second = DeathClock(), rank(), rank()
-    order.look_again()
-    order.hear(3.0)
-    order.die(first)
-    order.hear(5.0)
-    order.die(second)
-    order.hear(4.0)  # was on its way for a while
+    order.start_wakeup()
+    order.record_message(3.0)
+    order.record_death(first)
+    order.record_message(5.0)
+    order.record_death(second)
+    order.record_message(4.0)  # was on its way for a while
     assert 3.0 <= first.died_at < 4.0
     assert second.died_at == 5.0
-    order.look_again()
-    order.hear(1.0)
+    order.start_wakeup()
+    order.record_message(1.0)
     assert first.died_at >= 3.0
 
 
 def test_the_death_of_a_rank_that_was_told_to_stop_is_no_earlier_than_that():
     """Another one had raised before, and was slow to say so."""
     order, stopped = DeathClock(), rank()
-    stopped.signalled_at = 4.0
-    order.die(stopped)
-    order.hear(3.0)
+    stopped.first_signal_at = 4.0
+    order.record_death(stopped)
+    order.record_message(3.0)
     assert stopped.died_at == 4.0

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, complaint_in
+from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_exception
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 
 GONE, LATE, MAYBE = PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT, PeerErrorKind.POSSIBLY_PEER
@@ -17,7 +17,7 @@ GONE, LATE, MAYBE = PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT, P
 def complaint_of(fail):
     with pytest.raises(BaseException) as caught:
         fail()
-    return complaint_in(ExceptionEncoder(caught.value).plain())
+    return classify_exception(ExceptionEncoder(caught.value).plain())
 
 
 def multiprocessing_peer_is_gone():
@@ -79,7 +79,7 @@ def barrier_is_broken():
 )
 def test_a_peer_that_has_gone(fail, complaint):
     assert complaint_of(fail) is complaint
-    assert complaint.is_worth_waiting
+    assert complaint.should_wait_for_cause
 
 
 def input_ends():
@@ -96,7 +96,7 @@ def connection_is_refused():
 @pytest.mark.parametrize("fail", [input_ends, connection_is_refused], ids=lambda fail: fail.__name__)
 def test_what_nobody_is_to_wait_for(fail):
     complaint = complaint_of(fail)
-    assert complaint is None or not complaint.is_worth_waiting
+    assert complaint is None or not complaint.should_wait_for_cause
 
 
 class DistBackendError(RuntimeError):
@@ -122,11 +122,11 @@ def test_texts_of_nccl(text, complaint):
 
 @pytest.mark.parametrize("text", ["cannot pickle (TypeError: a lock)", "the pipeline has 3 stages", "presets", "typeof x"])
 def test_a_word_within_another_is_no_hint(text):
-    assert complaint_in(ExceptionEncoder(ValueError(text)).plain()) is None
+    assert classify_exception(ExceptionEncoder(ValueError(text)).plain()) is None
 
 
 @pytest.mark.parametrize(
     "text", ["lost my peer", "Broken pipe", "BrokenPipeError", "EOFError: ", "ConnectionResetError", "peers gone"]
 )
 def test_words_that_one_may_use_of_a_peer_are_hints(text):
-    assert complaint_in(ExceptionEncoder(ValueError(text)).plain()) is PeerErrorKind.HINT
+    assert classify_exception(ExceptionEncoder(ValueError(text)).plain()) is PeerErrorKind.HINT

@@ -9,7 +9,13 @@ import saboteurs
 from programs import python
 
 import mpwatch
-from mpwatch.watcher.diagnosis.stack_dumps import MAIN_UNSEEN, StackDumpParser, frames_of, tidy, with_sources
+from mpwatch.watcher.diagnosis.stack_dumps import (
+    MAIN_THREAD_MISSING,
+    StackDumpParser,
+    add_source_lines,
+    format_stacks,
+    parse_frames,
+)
 
 pytestmark = pytest.mark.usefixtures("_patient")
 SPAWN = multiprocessing.get_context("spawn")
@@ -24,8 +30,8 @@ CRASH = f"Fatal Python error: Aborted\n\n{HEAD}{FRAMES}{OURS}{END}"
 
 def pipe_with(text):
     pipe = StackDumpParser()
-    pipe.becomes_ready(MAIN)
-    pipe.ask()
+    pipe.mark_ready(MAIN)
+    pipe.start_dump()
     pipe.feed(text.encode())
     return pipe
 
@@ -33,59 +39,59 @@ def pipe_with(text):
 def test_what_is_said_before_it_is_ready_is_no_stack():
     pipe = StackDumpParser()
     pipe.feed(b"no licence\n" * (1 << 17))  # more than is kept
-    assert (pipe.printed_instead[:11], pipe.stacks, pipe.crash) == ("no licence\n", "", "")
-    pipe.becomes_ready(MAIN)
-    assert pipe.printed[:11] == b"no licence\n"
-    assert pipe.printed.endswith(b"the rest was cut off]\n")
-    pipe.ask()
+    assert (pipe.failed_startup_output[:11], pipe.dump, pipe.crash_stack) == ("no licence\n", "", "")
+    pipe.mark_ready(MAIN)
+    assert pipe.startup_output[:11] == b"no licence\n"
+    assert pipe.startup_output.endswith(b"the rest was cut off]\n")
+    pipe.start_dump()
     pipe.feed((HEAD + END).encode())
-    assert (pipe.printed_instead, pipe.stacks) == ("", (HEAD + END).strip())
+    assert (pipe.failed_startup_output, pipe.dump) == ("", (HEAD + END).strip())
 
 
 def test_what_nobody_has_asked_for_is_no_answer():
     pipe = StackDumpParser()
-    pipe.becomes_ready(MAIN)
+    pipe.mark_ready(MAIN)
     pipe.feed((HEAD + FRAMES + END).encode())
-    assert (pipe.is_whole(), pipe.stacks) == (False, "")
-    pipe.ask()
-    assert (pipe.is_whole(), pipe.stacks) == (False, "")
+    assert (pipe.is_complete(), pipe.dump) == (False, "")
+    pipe.start_dump()
+    assert (pipe.is_complete(), pipe.dump) == (False, "")
     pipe.feed((HEAD + END).encode())
-    assert (pipe.is_whole(), pipe.stacks) == (True, (HEAD + END).strip())
+    assert (pipe.is_complete(), pipe.dump) == (True, (HEAD + END).strip())
 
 
 def test_it_is_whole_when_the_last_frame_of_the_main_thread_has_come():
     text = OTHER + HEAD + FRAMES + END
-    assert [n for n in range(len(text) + 1) if pipe_with(text[:n]).is_whole()] == [len(text)]
+    assert [n for n in range(len(text) + 1) if pipe_with(text[:n]).is_complete()] == [len(text)]
 
 
 def test_a_main_thread_of_very_many_frames_has_no_known_end():
-    assert not pipe_with(HEAD + 99 * FRAMES).is_whole()
-    assert pipe_with(HEAD + 100 * FRAMES).is_whole()  # some versions say "..." then, some do not
+    assert not pipe_with(HEAD + 99 * FRAMES).is_complete()
+    assert pipe_with(HEAD + 100 * FRAMES).is_complete()  # some versions say "..." then, some do not
 
 
 def test_of_more_than_a_hundred_threads_the_main_one_is_not_seen():
     pipe = pipe_with(OTHER + OTHER + "...\n")
-    assert pipe.is_whole()
-    first, *others = tidy(pipe.stacks, MAIN).split("\n\n")
-    assert first == MAIN_UNSEEN
+    assert pipe.is_complete()
+    first, *others = format_stacks(pipe.dump, MAIN).split("\n\n")
+    assert first == MAIN_THREAD_MISSING
     assert others[0] == OTHER.strip()
-    assert list(frames_of(tidy(pipe.stacks, MAIN))) == []
+    assert list(parse_frames(format_stacks(pipe.dump, MAIN))) == []
 
 
 def test_a_crash_comes_after_the_stacks():
     pipe = pipe_with(OTHER + HEAD + FRAMES + END + CRASH)
-    assert pipe.stacks.endswith("in <module>")
-    assert pipe.crash.splitlines()[0] == "Fatal Python error: Aborted"
-    assert pipe.crash.endswith("line 3 in step")
+    assert pipe.dump.endswith("in <module>")
+    assert pipe.crash_stack.splitlines()[0] == "Fatal Python error: Aborted"
+    assert pipe.crash_stack.endswith("line 3 in step")
 
 
 def test_the_main_thread_is_told_first_and_from_the_function_on():
-    text = tidy(OTHER + HEAD + FRAMES + OURS + END, MAIN)
+    text = format_stacks(OTHER + HEAD + FRAMES + OURS + END, MAIN)
     assert text == (HEAD + FRAMES + "\n" + OTHER).strip()
-    assert next(frames_of(text)) == ("/home/me/train.py", "step", "")
-    assert tidy(HEAD + OURS + END, MAIN) == ""
-    assert list(frames_of("")) == []
-    assert next(frames_of(f"{HEAD}  Garbage-collecting\n{FRAMES}    step()\n  File")) == (
+    assert next(parse_frames(text)) == ("/home/me/train.py", "step", "")
+    assert format_stacks(HEAD + OURS + END, MAIN) == ""
+    assert list(parse_frames("")) == []
+    assert next(parse_frames(f"{HEAD}  Garbage-collecting\n{FRAMES}    step()\n  File")) == (
         "/home/me/train.py",
         "step",
         "step()",
@@ -96,15 +102,16 @@ def test_frames_show_their_source(tmp_path):
     (tmp_path / "program.py").write_text("first\n    second()\n")
     frame = f'  File "{tmp_path}/program.py", line 2 in f'
     assert (
-        with_sources(f"{HEAD}{frame}\n{FRAMES}", since=time.time() + 1) == f"{HEAD}{frame}\n    second()\n{FRAMES}".strip()
+        add_source_lines(f"{HEAD}{frame}\n{FRAMES}", since=time.time() + 1)
+        == f"{HEAD}{frame}\n    second()\n{FRAMES}".strip()
     )
     changed = f"{HEAD}{frame}\n{FRAMES}".strip()  # since then: what is there now is not what the rank was doing
-    assert with_sources(f"{HEAD}{frame}\n{FRAMES}", since=time.time() - 60) == changed
+    assert add_source_lines(f"{HEAD}{frame}\n{FRAMES}", since=time.time() - 60) == changed
 
 
 def test_a_thread_that_floods_the_pipe_is_cut_off():
     pipe = pipe_with("x" * (3 << 20))
-    assert len(pipe.stacks) == 1 << 20
+    assert len(pipe.dump) == 1 << 20
 
 
 def error_of(fn, *args, nprocs=2, **options):
@@ -268,7 +275,7 @@ def test_a_dump_that_nobody_asked_for_is_nobody_s_answer():
 
 def test_a_rank_with_very_many_threads():
     error = error_of(saboteurs.fails_beside, saboteurs.waits_with_very_many_threads, SPAWN.Value("i", 0))
-    assert "rank 0: stopped by the watcher (main thread not seen, for there are too many threads)" in str(error)
+    assert "rank 0: stopped by the watcher (main thread not seen: there are too many threads)" in str(error)
 
 
 def test_what_a_look_makes_a_rank_do_is_not_its_own_doing():

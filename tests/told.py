@@ -11,7 +11,7 @@ from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.pickling import return_values
 
 
-def observations(*ranks, verdict=StopReason.FAILED, stopped_at=10.0, **more):
+def make_observations(*ranks, stop_reason=StopReason.FAILED, stopped_at=10.0, **more):
     seen = {}
     for rank, what in enumerate(ranks):
         worker = Worker(
@@ -26,28 +26,30 @@ def observations(*ranks, verdict=StopReason.FAILED, stopped_at=10.0, **more):
             master_port=1,
         )
         seen[rank] = RankObservations(worker, pid=100 + rank, **{"was_ready": True, **what})
-    return AttemptObservations(ranks=seen, hostname="here", started_at=0.0, stopped_at=stopped_at, verdict=verdict, **more)
+    return AttemptObservations(
+        ranks=seen, hostname="here", run_started_at=0.0, stopped_at=stopped_at, stop_reason=stop_reason, **more
+    )
 
 
-def raised(error, at):
+def rank_that_raised(error, at):
     telling = ExceptionEncoder(error)
     report = Message(MessageKind.RAISED, at, telling.plain())
     return {"report": report, "details": telling.details(), "died_at": 11.0, "exit_code": -15}
 
 
-def died(code, at=10.0, sent=()):
+def rank_that_died(code, at=10.0, sent=()):
     return {"died_at": at, "exit_code": code, "signals_sent": set(sent)}
 
 
-def returned(value=None):
+def rank_that_returned(value=None):
     return {"report": Message(MessageKind.RETURNED, 1.0, return_values.pack(value).body), "died_at": 11.0, "exit_code": 0}
 
 
-STOPPED = died(-15, 10.5, sent=[signal.SIGTERM, signal.SIGCONT])
-COMPLAINT = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+STOPPED_RANK = rank_that_died(-15, 10.5, sent=[signal.SIGTERM, signal.SIGCONT])
+CONNECTION_LOST_ERROR = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
 
 
-def at(function, line, source="", thread="Current thread 0x1"):
+def stack_in(function, line, source="", thread="Current thread 0x1"):
     """A stack of one thread in this function of train.py."""
     stack = f'{thread} (most recent call first):\n  File "/home/me/train.py", line {line} in {function}'
     return stack + (f"\n    {source}" if source else "")
@@ -55,4 +57,4 @@ def at(function, line, source="", thread="Current thread 0x1"):
 
 LIBRARY = sysconfig.get_path("purelib")
 IN_TORCH = f'Thread 0x1 (most recent call first):\n  File "{LIBRARY}/torch/distributed/c10d.py", line 3 in all_reduce'
-TIMED_OUT = RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation")
+PEER_TIMEOUT_ERROR = RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation")

@@ -1,4 +1,7 @@
-"""What a notebook shows of a result and of a group: a small table, as HTML. Pure, but for the names of its cells."""
+"""Makes the HTML tables that a notebook shows for a result, an error and a WorkerGroup. Runs in the caller's process.
+
+Pure, except that the names of notebook cells are read from IPython.
+"""
 
 import re
 from collections.abc import Sequence
@@ -8,80 +11,90 @@ from typing import Any
 
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.model import ProcessFailure, RunData, WorkerState
-from mpwatch.results.report import attempt_rows, failed_attempts, fates, ranks_text, restarts_text, times_text, verdict
+from mpwatch.results.report import (
+    format_ranks,
+    format_restarts,
+    format_times,
+    format_verdict,
+    group_fates,
+    make_attempt_rows,
+    select_failed_attempts,
+)
 from mpwatch.wire.exceptions.source_lines import cell_name
 
-STATES = {  # of a group, for who looks at it between two calls
+STATES = {  # of a WorkerGroup between two calls
     WorkerState.INIT: "the ranks are starting",
-    WorkerState.HEALTHY: "the ranks are there",
-    WorkerState.UNHEALTHY: "not all ranks are well; if they are lost, the next call starts all of them anew",
+    WorkerState.HEALTHY: "the ranks are ready",
+    WorkerState.UNHEALTHY: "not all ranks are healthy; if ranks are lost, the next call restarts all of them",
     WorkerState.STOPPED: "closed",
 }
-FRAME = re.compile(r'^  File "(.+)"(?=, line \d)', re.MULTILINE)
-TEXT_LIMIT = 100_000  # characters of a traceback
-ROWS = 32  # values of ranks that are shown; more are counted
+FILE_OF_FRAME = re.compile(r'^  File "(.+)"(?=, line \d)', re.MULTILINE)  # in a traceback or a stack
+TEXT_LIMIT = 100_000  # characters of a traceback or a stack
+ROWS = 32  # return values that are shown; further ones are counted
 _short = Repr()
 _short.maxstring = _short.maxother = 80
 
 
-def table_of(result: RunData[Any]) -> str:
-    """The values by rank; or the verdict, what became of whom, and of each attempt, and the traceback or stack of the
-    failure.
+def make_result_table(result: RunData[Any]) -> str:
+    """Return the table of a result, as HTML.
+
+    After a success: the values by rank. After a failure: the verdict, what happened to the other ranks, the failed attempts,
+    and the traceback or stack of the root cause.
     """
     if result.state is WorkerState.SUCCEEDED:
-        rows = [(f"rank {rank}", _repr(value)) for rank, value in list(result.return_values.items())[:ROWS]]
+        rows = [(f"rank {rank}", _get_short_repr(value)) for rank, value in list(result.return_values.items())[:ROWS]]
         more = len(result.return_values) - len(rows)
-        restarts = f", {text}" if (text := restarts_text(result)) else ""
+        restarts = f", {text}" if (text := format_restarts(result)) else ""
         return _table(
             f"{len(result.workers)} ranks succeeded{restarts}", [*rows, *([("…", f"{more} more")] if more else [])]
         )
     root = result.root_cause
-    rows = [(ranks_text(ranks), fate) for fate, ranks in fates(result).items()]
-    if text := restarts_text(result):
+    rows = [(format_ranks(ranks), fate) for fate, ranks in group_fates(result).items()]
+    if text := format_restarts(result):
         rows.append(("all", text))
-    rows += attempt_rows(failed_attempts(result))
-    return _table(verdict(result), rows) + (_unfolding(root) if root is not None else "")
+    rows += make_attempt_rows(select_failed_attempts(result))
+    return _table(format_verdict(result), rows) + (_make_foldable_text(root) if root is not None else "")
 
 
-def group_table(state: WorkerState, workers: Sequence[Worker], backend: str | None) -> str:
-    """How the ranks of a WorkerGroup are, and how often they have been started anew."""
+def make_group_table(state: WorkerState, workers: Sequence[Worker], backend: str | None) -> str:
+    """Return the table of a WorkerGroup, as HTML: its state, and how often its ranks were restarted."""
     restarts = max((worker.restart_count for worker in workers), default=0)
     rows = [
         ("state", f"{state.name}: {STATES[state]}"),
-        ("started anew", times_text(restarts) if restarts else "never"),
+        ("restarts", format_times(restarts) if restarts else "never"),
         *([("backend", backend)] if backend else []),
     ]
-    return _table(f"WorkerGroup of {ranks_text(worker.rank for worker in workers)}", rows)
+    return _table(f"WorkerGroup of {format_ranks(worker.rank for worker in workers)}", rows)
 
 
-def _repr(value: object) -> str:
+def _get_short_repr(value: object) -> str:
     try:
         return _short.repr(value)
-    except BaseException:  # noqa: BLE001  the value's own code, and reprlib goes by the names of classes
+    except BaseException:  # noqa: BLE001  __repr__ is the user's code, and reprlib trusts the names of classes
         return f"<{type(value).__qualname__}>"
 
 
 def _table(caption: str, rows: list[tuple[str, str]]) -> str:
     body = "".join(
-        f'<tr><th style="text-align:left">{_html(who)}</th><td style="text-align:left">{_html(what)}</td></tr>'
-        for who, what in rows
+        f'<tr><th style="text-align:left">{_escape(name)}</th><td style="text-align:left">{_escape(value)}</td></tr>'
+        for name, value in rows
     )
-    return f'<table><caption style="text-align:left"><b>{_html(caption)}</b></caption><tbody>{body}</tbody></table>'
+    return f'<table><caption style="text-align:left"><b>{_escape(caption)}</b></caption><tbody>{body}</tbody></table>'
 
 
-def _unfolding(failure: ProcessFailure) -> str:
-    text = FRAME.sub(_frame, failure.traceback or failure.stack or failure.stderr)
+def _make_foldable_text(failure: ProcessFailure) -> str:
+    text = FILE_OF_FRAME.sub(_name_cell, failure.traceback or failure.stack or failure.stderr)
     name = "traceback" if failure.traceback else "Python stack" if failure.stack else "what it printed"
     if len(text) > TEXT_LIMIT:
         text = f"{text[: TEXT_LIMIT // 2]}\n[...]\n{text[-TEXT_LIMIT // 2 :]}"
-    return f"<details><summary>{name} of rank {failure.rank}</summary><pre>{_html(text)}</pre></details>" if text else ""
+    return f"<details><summary>{name} of rank {failure.rank}</summary><pre>{_escape(text)}</pre></details>" if text else ""
 
 
-def _frame(match: re.Match[str]) -> str:
+def _name_cell(match: re.Match[str]) -> str:
     cell = cell_name(match[1])
     return f"  {cell}" if cell else match[0]
 
 
-def _html(text: str) -> str:
-    """Escaped; and what no encoding can say is said by its number."""
+def _escape(text: str) -> str:
+    """Escape a text for HTML. Surrogates, which cannot be encoded, become backslash escapes."""
     return escape(text.encode(errors="backslashreplace").decode())

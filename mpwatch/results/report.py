@@ -1,4 +1,15 @@
-"""The words for what came of a run: a pure function of the result, called when somebody wants to read it."""
+"""Makes the text of reports: the verdict, the other ranks, the attempts. Runs in the caller's thread.
+
+`format_report` is the entry point. All text is made from the data of model.py, when it is asked for. Pure.
+
+A report looks like this:
+
+    rank 1 failed first: ValueError: x (train.py:88 in step)      the verdict
+      its logs: ...                                               details of the root cause
+      ranks 0, 2: stopped by the watcher (train.py:12 in step)    the fates of the other ranks, grouped
+      started again twice, and then no more: max_restarts=2       restarts
+        first start, 1.2 s: rank 3 was killed by SIGKILL          failed attempts
+"""
 
 import os
 import re
@@ -10,7 +21,8 @@ from traceback import walk_tb
 from typing import Any
 
 from mpwatch.results.model import Attempt, FailureKind, ProcessFailure, Progress, RunData, WorkerState
-from mpwatch.wire.exceptions.decoder import own
+from mpwatch.results.stack_frames import parse_frames
+from mpwatch.wire.exceptions.decoder import get_builtin_attribute
 from mpwatch.wire.exceptions.source_lines import cell_name
 
 USUAL_CAUSES = {
@@ -18,7 +30,7 @@ USUAL_CAUSES = {
     signal.SIGBUS: "a memory error, often a full /dev/shm",
     signal.SIGFPE: "an arithmetic error in compiled code",
     signal.SIGILL: "an instruction this CPU does not have",
-    signal.SIGABRT: "compiled code gave up: see its last words on stderr",
+    signal.SIGABRT: "compiled code called abort(): see the end of stderr",
     signal.SIGKILL: "not sent by mpwatch: the out-of-memory killer, or somebody's kill -9",
     signal.SIGTERM: "not sent by mpwatch: somebody's kill, or a job scheduler",
 }
@@ -26,140 +38,145 @@ SUMMARIES = {
     WorkerState.SUCCEEDED: "had returned",
     WorkerState.STOPPED: "stopped by the watcher",
 }
-FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 STACK_LINES = 24  # of the stack of a crash: a dozen frames, each with its line of source
-PRINTED_LINES = 12
+PRINTED_LINES = 12  # of the end of stderr
 ATTEMPT_LINES = 30
-FATE_LINES = 30  # groups of ranks; more are counted
-HERE = os.path.dirname(os.path.dirname(__file__))  # the package mpwatch
-LIBRARIES = (HERE, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen ")  # where no user's code is
-SMALL_DIFFERENCES = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)|(?<=silent for )[\d.]+")  # "peer [10.0.0.1]:4711", "host<4711>"
-OURS = {  # what a rank does in our own code, by the file of the outermost frame
-    "/wire/payload.py": "while it loaded its call",
-    "/worker/backend.py": "while it joined its process group",
+FATE_LINES = 30  # groups of ranks; further groups are counted
+TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
+SOURCE_LIMIT = 100  # characters of a line of source
+MANY_SECONDS = 100  # durations of this length and more are printed without tenths
+PACKAGE_FOLDER = os.path.dirname(os.path.dirname(__file__))  # of mpwatch
+LIBRARIES = (PACKAGE_FOLDER, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen ")  # no user's code
+# Parts in which texts of equal fates may differ: "peer [10.0.0.1]:4711", "host<4711>", "silent for 5.1 s".
+SMALL_DIFFERENCES = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)|(?<=silent for )[\d.]+")
+# What a rank does outside of its function, by the file of the outermost frame. The first match counts.
+PHASES_BY_FILE = {
+    "/wire/pickling/call_payload.py": "while it loaded its call",
+    "/worker/process_group.py": "while it joined its process group",
     "/worker/channel.py": "while it sent its answer",
     "/wire/": "while it made its answer",
 }
-TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
-SOURCE_LIMIT = 100  # of a line of source
-MANY_SECONDS = 100  # durations of this length and more are printed without tenths
 # Evidence of failures, as phrases that follow the name of the rank or what happened to it.
 KEPT_PEERS_WAITING = "kept its peers waiting"
 KEPT_PEERS_UNTIL_TIMEOUT = "kept its peers waiting until they timed out"
 KEPT_OTHER_NODES_WAITING = "kept its peers on other nodes waiting"
-EXITED_BEFORE_TEXT = "it ended before its text was made"
-TEXT_DID_NOT_END = "making its text did not end"
-EXITED_DURING_TEXT = "its function had raised an exception, and it ended while the exception's text was made"
+EXITED_BEFORE_TEXT = "the rank ended before the text was made"
+TEXT_DID_NOT_END = "the text was not made in time"
+EXITED_DURING_TEXT = "its function had raised an exception, and the rank ended while the exception's text was made"
 NCCL_WATCHDOG = "NCCL's watchdog: a peer did not come to a collective in time"
 
 
-def report(result: RunData[Any]) -> str:
-    """The whole story: the verdict in the first line, then a line for each other group of ranks with the same fate."""
-    groups = [f"  {line}" for line in fates_text(result)]
-    restarts = [f"  {text}"] if (text := restarts_text(result)) else []
-    restarts += attempts_text(failed_attempts(result))
-    return "\n".join([verdict(result), *_details(result), *groups, *restarts])
+def format_report(result: RunData[Any]) -> str:
+    """Return the whole report: the verdict in the first line, then details, fates and attempts."""
+    groups = [f"  {line}" for line in format_fates(result)]
+    restarts = [f"  {text}"] if (text := format_restarts(result)) else []
+    restarts += format_attempts(select_failed_attempts(result))
+    return "\n".join([format_verdict(result), *_format_details(result), *groups, *restarts])
 
 
-def restarts_text(result: RunData[Any]) -> str:
-    """How often it was tried, and why not once more; empty if there is nothing to say of that."""
+def format_restarts(result: RunData[Any]) -> str:
+    """Return how often ranks were started again, and why not once more. Empty for a run without restarts."""
     if not result.restarts:
         return f"not started again: {result.not_restarted}" if result.not_restarted else ""
-    return f"started again {times_text(result.restarts)}" + (
+    return f"started again {format_times(result.restarts)}" + (
         f", and then no more: {result.not_restarted}" if result.not_restarted else ""
     )
 
 
-def times_text(count: int) -> str:
-    """`once`, or `3 times`."""
+def format_times(count: int) -> str:
+    """Return `once` or `3 times`."""
     return "once" if count == 1 else f"{count} times"
 
 
-def failed_attempts(result: RunData[Any]) -> list[Attempt]:
-    """Those that the story of a run with restarts consists of."""
-    return [attempt for attempt in result.attempts if result.restarts and _has_a_story(attempt, result)]
+def select_failed_attempts(result: RunData[Any]) -> list[Attempt]:
+    """Return the attempts that a report lists. Empty for a run without restarts."""
+    return [attempt for attempt in result.attempts if result.restarts and _is_worth_reporting(attempt, result)]
 
 
-def _has_a_story(attempt: Attempt, result: RunData[Any]) -> bool:
-    """Of its own; ranks that are watched each for itself were all ended by the same timeout or signal, say."""
+def _is_worth_reporting(attempt: Attempt, result: RunData[Any]) -> bool:
+    """Whether an attempt ended for a reason of its own.
+
+    If each rank is restarted alone, one timeout or signal ends many attempts. It is reported once, for the run.
+    """
     is_of_all = len(attempt.ranks) == len(result.workers)
     return attempt.root_cause is not None or (is_of_all and bool(attempt.reason))
 
 
-def attempts_text(attempts: Iterable[Attempt]) -> list[str]:
-    """What failed first in each of these, in a line each."""
-    return [f"    {which}: {what}" if which else f"    {what}" for which, what in attempt_rows(attempts)]
+def format_attempts(attempts: Iterable[Attempt]) -> list[str]:
+    """Return one line for each attempt: what failed first."""
+    return [f"    {which}: {what}" if which else f"    {what}" for which, what in make_attempt_rows(attempts)]
 
 
-def attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
-    """Which attempt it was, and what failed first in it; of very many the first and the last, and a row without a name."""
-    rows = [(_name(attempt), verdict(attempt)) for attempt in attempts]
+def make_attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
+    """Return the name and the verdict of each attempt. Of very many, return the first and the last, and one row that counts
+    the others.
+    """
+    rows = [(_name_attempt(attempt), format_verdict(attempt)) for attempt in attempts]
     more = len(rows) - ATTEMPT_LINES
     if more > 0:
         rows[ATTEMPT_LINES // 2 : -ATTEMPT_LINES // 2] = [("", f"and {more} more: see .attempts")]
     return rows
 
 
-def _name(attempt: Attempt) -> str:
+def _name_attempt(attempt: Attempt) -> str:
     name = f"restart {attempt.number}" if attempt.number else "first start"
     return f"{name}, {attempt.elapsed:.1f} s"
 
 
-def verdict(result: RunData[Any] | Attempt) -> str:
-    """Which rank failed first, and why; or what else ended the run."""
-    return result.reason if result.root_cause is None else blame(result.root_cause)
+def format_verdict(result: RunData[Any] | Attempt) -> str:
+    """Return which rank failed first and why, or what else ended the run."""
+    return result.reason if result.root_cause is None else format_root_cause(result.root_cause)
 
 
-def blame(root: ProcessFailure) -> str:
-    """That this is the failure that came first, and what it was."""
+def format_root_cause(root: ProcessFailure) -> str:
+    """Return the verdict for this root cause."""
     if root.is_secondary:
-        return f"no rank was seen to fail by itself; the first to complain of a peer: {_who(root)}: {_what(root)}"
+        return f"no rank was seen to fail by itself; the first to report a lost or late peer: {format_failure(root)}"
     if root.kind is FailureKind.EXCEPTION:
-        return f"{_who(root)} failed first: {_what(root)}"
-    return f"{_who(root)} {_what(root)}"
+        return f"{_name_rank(root)} failed first: {_describe_failure(root)}"
+    return f"{_name_rank(root)} {_describe_failure(root)}"
 
 
-def _who(failure: ProcessFailure) -> str:
-    """Which rank it is; in a job of several nodes also where."""
+def _name_rank(failure: ProcessFailure) -> str:
+    """Return the rank, and in a job of several nodes also its node."""
     node = "" if failure.group_rank is None else f" on node {failure.group_rank} ({failure.hostname})"
     return f"rank {failure.rank}{node}"
 
 
-def failure_text(failure: ProcessFailure) -> str:
-    """Which rank failed, and what happened to it."""
-    return f"{_who(failure)}: {_what(failure)}"
+def format_failure(failure: ProcessFailure) -> str:
+    """Return which rank failed, and what happened to it."""
+    return f"{_name_rank(failure)}: {_describe_failure(failure)}"
 
 
-def fates(result: RunData[Any]) -> dict[str, list[int]]:
-    """What became of the other ranks: those with the same fate together; first those that failed for themselves.
+def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
+    """Return what happened to the ranks other than the root cause: each text with its ranks. Ranks that failed come first.
 
-    Those that differ only in the port of the peer they lost, or in how long they were silent, are told by the words of the
-    first.
+    Texts that differ only in the port of a peer or in the seconds of silence are one group, with the text of its first rank.
     """
     found: dict[str, tuple[str, list[int]]] = {}
-    for rank, state in sorted(result.worker_states.items(), key=partial(_rank_of_interest, result)):
+    for rank, state in sorted(result.worker_states.items(), key=partial(_get_fate_order, result)):
         failure = result.failures.get(rank)
         if failure is None or failure is not result.root_cause:
-            fate = _fate(result, rank, failure, state)
+            fate = _describe_fate(result, rank, failure, state)
             found.setdefault(SMALL_DIFFERENCES.sub("", fate), (fate, []))[1].append(rank)
     return dict(found.values())
 
 
-def fates_text(result: RunData[Any]) -> list[str]:
-    """The same in lines, which are counted where there are too many."""
-    groups = [f"{ranks_text(ranks)}: {fate}" for fate, ranks in fates(result).items()]
+def format_fates(result: RunData[Any]) -> list[str]:
+    """Return a line for each group of ranks with the same fate. If there are too many, the last line counts the others."""
+    groups = [f"{format_ranks(ranks)}: {fate}" for fate, ranks in group_fates(result).items()]
     if len(groups) > FATE_LINES:
         groups[FATE_LINES:] = [f"and {len(groups) - FATE_LINES} more groups of ranks: see .failures and .stacks"]
     return groups
 
 
-def _rank_of_interest(result: RunData[Any], item: tuple[int, WorkerState]) -> tuple[bool, int]:
+def _get_fate_order(result: RunData[Any], item: tuple[int, WorkerState]) -> tuple[bool, int]:
     failure = result.failures.get(item[0])
     return failure is None or failure.is_secondary, item[0]
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
-    """`rank 3`, or `ranks 0-2, 4-7`, however many there are."""
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return `rank 3`, or `ranks 0-2, 4-7`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
@@ -170,42 +187,42 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"{word} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def timeout_text(timeout: float, late: Iterable[int], missing: Collection[int] = ()) -> str:
-    """Say that the timeout expired for the ranks in `late`. Those in `missing` were not in the collective of the others."""
-    absent = f", and {ranks_text(missing)} not in the collective that others waited in" if missing else ""
-    return f"the run did not end within timeout={timeout:g} s: {ranks_text(late)} had not returned{absent}"
+def format_timeout(timeout: float, late: Iterable[int], missing: Collection[int] = ()) -> str:
+    """Return that the timeout expired for the ranks `late`. The ranks `missing` were not in the collective of the others."""
+    absent = f", and {format_ranks(missing)} not in the collective that others waited in" if missing else ""
+    return f"the run did not end within timeout={timeout:g} s: {format_ranks(late)} had not returned{absent}"
 
 
-def interrupt_text(number: int) -> str:
-    """Say that a signal to this process stopped the run."""
+def format_interrupt(number: int) -> str:
+    """Return that a signal to this process stopped the run."""
     return f"the run was stopped: this process received {signal.Signals(number).name}"
 
 
-def silence_text(seconds: float, heartbeat_timeout: float | None, progress: Progress | None) -> str:
-    """Say how long a rank sent no heartbeat, and which step it last reported, as a phrase that follows its name."""
+def format_silence(seconds: float, heartbeat_timeout: float | None, progress: Progress | None) -> str:
+    """Return how long a rank sent no heartbeat, and its last reported step, as a phrase that follows the rank's name."""
     text = f"{seconds:.1f}" if seconds < MANY_SECONDS else f"{seconds:.0f}"
     step = "" if progress is None or progress.step is None else f", at step {progress.step}"
     of = f" of {progress.total}" if step and progress is not None and progress.total is not None else ""
     return f"was silent for {text} s (heartbeat_timeout={heartbeat_timeout:g}){step}{of}"
 
 
-def not_ready_text(start_timeout: float) -> str:
-    """Say that an interpreter took longer than `start_timeout` to start."""
+def format_not_ready(start_timeout: float) -> str:
+    """Return that an interpreter took longer than `start_timeout` to start."""
     return f"its interpreter was not ready after {start_timeout:g} s"
 
 
-def likely_oom_text(clue: str) -> str:
-    """Say why the out-of-memory killer probably killed a rank, where there is no proof."""
+def format_likely_oom(clue: str) -> str:
+    """Return why the out-of-memory killer probably killed a rank, if there is no proof."""
     return f"likely the out-of-memory killer: {clue}"
 
 
-def unloadable_value_text(rank: int) -> str:
-    """Say where an exception was raised that no rank raised: the note for a return value that cannot be unpickled."""
+def format_unloadable_value(rank: int) -> str:
+    """Return the note for an exception that unpickling a return value raised in the caller."""
     return f"raised here, in the caller, while the return value of rank {rank} was rebuilt"
 
 
-def _details(result: RunData[Any]) -> list[str]:
-    """What belongs to the verdict and is longer than a line."""
+def _format_details(result: RunData[Any]) -> list[str]:
+    """Return the lines that belong to the verdict: stack, stderr and logs of the root cause, and killed helpers."""
     root, lines = result.root_cause, []
     if root is not None and root.kind in (FailureKind.SIGNAL, FailureKind.LOST, FailureKind.OOM) and root.stack:
         frames = [f"  {line}" for line in root.stack.splitlines() if line.startswith(("  File ", "    "))]
@@ -219,65 +236,67 @@ def _details(result: RunData[Any]) -> list[str]:
     elif result.log_dir:
         lines.append(f"  logs: {result.log_dir}")
     if result.helpers_oom:
-        lines.append(f"  the kernel's out-of-memory killer struck here, if not at a rank: {result.helpers_oom}")
+        lines.append(f"  the kernel's out-of-memory killer killed a process that is no rank: {result.helpers_oom}")
     return lines
 
 
-def _fate(result: RunData[Any], rank: int, failure: ProcessFailure | None, state: WorkerState) -> str:
+def _describe_fate(result: RunData[Any], rank: int, failure: ProcessFailure | None, state: WorkerState) -> str:
     if failure is None:
-        return SUMMARIES[state] + (where(result.stacks.get(rank, "")) if state is WorkerState.STOPPED else "")
+        return SUMMARIES[state] + (format_location(result.stacks.get(rank, "")) if state is WorkerState.STOPPED else "")
     root = result.root_cause
     if failure.is_secondary and root is not None and not root.is_secondary:
-        return f"a victim of rank {root.rank}: {_what(failure)}"
-    return _what(failure)
+        return f"a victim of rank {root.rank}: {_describe_failure(failure)}"
+    return _describe_failure(failure)
 
 
-def where(stacks: str) -> str:
-    """Where the first thread of a stack is, as a phrase to follow another: ` in all_reduce (train.py:88 in step: ...)`."""
-    lines = stacks.partition("\n\n")[0].splitlines()
-    frames = [(frame, lines[n + 1 : n + 2]) for n, line in enumerate(lines) if (frame := FRAME.match(line))]
+def format_location(stacks: str) -> str:
+    """Return where the first thread of a stack was, as a phrase: ` in all_reduce (train.py:88 in step: ...)`.
+
+    The phrase names the innermost function, and the innermost frame of the user's own code. If there are no stacks, it is
+    the line that says why, or empty.
+    """
+    frames = list(parse_frames(stacks))
     if not frames:
+        lines = stacks.partition("\n\n")[0].splitlines()
         return f" ({lines[0]})" if len(lines) == 1 else ""
-    outermost = frames[-1][0][1]
-    for file, doing in OURS.items():
-        if outermost.startswith(HERE + file):
-            return f" {doing}"
-    frame, source = frames[_first_of_user(frame[1] for frame, _ in frames)]
-    inner = frames[0][0][3] if frame is not frames[0][0] else ""
-    line = source[0].strip() if source and source[0].startswith("    ") else ""
-    text = f": {line[:SOURCE_LIMIT]}" if line else ""
-    return f"{f' in {inner}' if inner else ''} ({_base(frame[1])}:{frame[2]} in {frame[3]}{text})"
+    for file, activity in PHASES_BY_FILE.items():
+        if frames[-1].file.startswith(PACKAGE_FOLDER + file):
+            return f" {activity}"
+    frame = frames[_find_user_frame(frame.file for frame in frames)]
+    function = f" in {frames[0].function}" if frame is not frames[0] else ""
+    source = f": {frame.source[:SOURCE_LIMIT]}" if frame.source else ""
+    return f"{function} ({_format_file_name(frame.file)}:{frame.line} in {frame.function}{source})"
 
 
-def _what(failure: ProcessFailure) -> str:
-    """What happened to a rank, as a phrase that follows its name."""
+def _describe_failure(failure: ProcessFailure) -> str:
+    """Return what happened to a rank, as a phrase that follows its name."""
     if failure.kind is FailureKind.SIGNAL:
-        return _killed(failure.signal, failure.evidence)
+        return _describe_signal(failure.signal, failure.evidence)
     if failure.kind is FailureKind.OOM:
         return f"was killed by the kernel's out-of-memory killer ({failure.evidence})"
     if failure.kind is FailureKind.EXCEPTION:
-        return _raised(failure)
+        return _describe_exception(failure)
     if failure.kind is FailureKind.START:
-        return _not_started(failure)
+        return _describe_start_failure(failure)
     if failure.kind is FailureKind.HANG:
-        return f"{failure.evidence or 'hung'}: still at work{where(failure.stack)}"
+        return f"{failure.evidence or 'hung'}: still at work{format_location(failure.stack)}"
     if failure.kind is FailureKind.TIMEOUT:
-        return f"still at work{where(failure.stack)}"
-    if failure.kind is FailureKind.LOST and failure.pid is None and failure.evidence:  # with the node that it was on
+        return f"still at work{format_location(failure.stack)}"
+    if failure.kind is FailureKind.LOST and failure.pid is None and failure.evidence:  # its node was lost
         return f"was lost: {failure.evidence}"
-    because = failure.evidence or (_raised(failure) if failure.exception else "")
+    because = failure.evidence or (_describe_exception(failure) if failure.exception else "")
     if failure.kind is FailureKind.EXIT:
         return f"ended with exit code {failure.exit_code} and no result" + (f" ({because})" if because else "")
-    usual = "os._exit(0), os.exec*(), or its exit status was taken by somebody else"
+    usual = "os._exit(0), os.exec*(), or other code in this program took its exit status"
     return f"ended without returning a result ({because or usual})"
 
 
-def exit_text(code: int) -> str:
-    """How a process ended, from its exit code as multiprocessing has it (negative: the signal), after "it"."""
-    return _killed(-code) if code < 0 else f"ended with exit code {code}"
+def format_exit(code: int) -> str:
+    """Return how a process ended, as a phrase. `code` is negative for a signal, as in multiprocessing."""
+    return _describe_signal(-code) if code < 0 else f"ended with exit code {code}"
 
 
-def _killed(number: int | None, evidence: str = "") -> str:
+def _describe_signal(number: int | None, evidence: str = "") -> str:
     try:
         name = signal.Signals(number or 0)
     except ValueError:  # a real-time signal has no name
@@ -286,29 +305,29 @@ def _killed(number: int | None, evidence: str = "") -> str:
     return f"was killed by {name.name}" + (f" ({cause})" if cause else "")
 
 
-def _not_started(failure: ProcessFailure) -> str:
+def _describe_start_failure(failure: ProcessFailure) -> str:
     if failure.signal is not None:
-        return f"never started: it {_killed(failure.signal, failure.evidence)}"
+        return f"never started: it {_describe_signal(failure.signal, failure.evidence)}"
     if failure.evidence:
         return f"never started: {failure.evidence}"
     if failure.exception is not None:
         hint = "; a rank imports what the function needs with the caller's sys.path, from where the caller found it"
         lacks = isinstance(failure.exception, ImportError | AttributeError)
-        return f"could not load the call: {_raised(failure)}{hint if lacks else ''}"
+        return f"could not load the call: {_describe_exception(failure)}{hint if lacks else ''}"
     return f"never started: its interpreter ended with exit code {failure.exit_code}"
 
 
-def _raised(failure: ProcessFailure) -> str:
-    """Each rank has one line here; the whole text is in the exception and its traceback."""
+def _describe_exception(failure: ProcessFailure) -> str:
+    """Return the first line of the exception's text, and where it was raised."""
     if failure.exception is None:
         return "raised an exception that could not be sent" + (f" ({failure.evidence})" if failure.evidence else "")
-    text = (failure.summary or summary_of(failure.exception)).strip()
+    text = (failure.summary or summarize_exception(failure.exception)).strip()
     line = text.partition("\n")[0]
-    return line[:TEXT_LIMIT] + (" …" if line[:TEXT_LIMIT] != text else "") + _raised_in(failure.exception)
+    return line[:TEXT_LIMIT] + (" …" if line[:TEXT_LIMIT] != text else "") + _format_raise_location(failure.exception)
 
 
-def summary_of(error: BaseException) -> str:
-    """The type and the text of an exception that was raised here."""
+def summarize_exception(error: BaseException) -> str:
+    """Return the type and the text of an exception that was raised in this process."""
     try:
         text = str(error).strip()
     except BaseException as broken:  # noqa: BLE001  the class's own code, which may even exit
@@ -316,19 +335,21 @@ def summary_of(error: BaseException) -> str:
     return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
 
 
-def _raised_in(error: BaseException) -> str:
-    """The innermost frame of the user's own code; of any code, if there is none."""
-    frames = [(trace.f_code.co_filename, line, trace.f_code.co_name) for trace, line in walk_tb(own(error, "__traceback__"))]
+def _format_raise_location(error: BaseException) -> str:
+    """Return the innermost frame of the user's own code, or of any code if there is none."""
+    trace = get_builtin_attribute(error, "__traceback__")
+    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(trace)]
     if not frames:
         return ""
     frames.reverse()
-    path, line, name = frames[_first_of_user(path for path, _, _ in frames)]
-    return f" ({_base(path)}:{line} in {name})"
+    path, line, name = frames[_find_user_frame(path for path, _, _ in frames)]
+    return f" ({_format_file_name(path)}:{line} in {name})"
 
 
-def _first_of_user(files: Iterable[str]) -> int:
-    """Which of these frames, innermost first, is of the user's own code: rather of a file than of a string, which may be
-    what a dataclass was made of. The innermost, if none is.
+def _find_user_frame(files: Iterable[str]) -> int:
+    """Return the index of the innermost frame of the user's own code, or 0 if there is none. `files` begins innermost.
+
+    Files are preferred to strings such as `<string>`, which may be the generated methods of a dataclass.
     """
     own_code = [
         (n, file) for n, file in enumerate(files) if not file.startswith(LIBRARIES) and "/site-packages/" not in file
@@ -337,5 +358,5 @@ def _first_of_user(files: Iterable[str]) -> int:
     return next(iter(in_files), own_code[0][0] if own_code else 0)
 
 
-def _base(path: str) -> str:
+def _format_file_name(path: str) -> str:
     return cell_name(path) or path.rpartition("/")[2].replace("\n", "\\n")

@@ -1,4 +1,8 @@
-"""`RunResult`: the data of a run, its events, and the ways to show them in Python, in a notebook and in Perfetto."""
+"""`RunResult`: what `mpwatch.run` returns.
+
+There are two classes to avoid an import cycle: the modules that make text, HTML and traces take the data (`RunData` of
+model.py), and `RunResult`, which adds the events and the methods that call those modules, imports them.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +11,7 @@ from typing import TypeVar
 
 from mpwatch.events.chrome_trace import write_chrome_trace
 from mpwatch.events.types import Event
-from mpwatch.results.html import table_of
+from mpwatch.results.html import make_result_table
 from mpwatch.results.model import RunData, WorkerState
 
 T = TypeVar("T")
@@ -21,7 +25,7 @@ class RunResult(RunData[T]):
     """
 
     events: tuple[Event, ...] = ()
-    """The latest 100,000 events of the run, in the order in which the watcher learned of them. Always empty for a call of a
+    """The latest 100,000 events of the run, in the order in which the watcher noticed them. Always empty for a call of a
     WorkerGroup: see its `on_event`."""
 
     def to_chrome_trace(self, path: str | PathLike[str]) -> None:
@@ -49,7 +53,7 @@ class RunResult(RunData[T]):
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
-        return table_of(self)
+        return make_result_table(self)
 
     def __repr__(self) -> str:
         return f"<RunResult {self.state.name}: {len(self.workers)} ranks, {len(self.failures)} failures>"

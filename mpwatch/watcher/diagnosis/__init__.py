@@ -1,1 +1,5 @@
-"""Decides which rank failed first and why, from what the watcher observed. Runs in the caller's thread."""
+"""Decides which rank failed first and why, from what the watcher observed.
+
+The event loop, in the watcher thread, fills in the observations (observations.py). When an attempt has ended, the caller's
+thread runs the diagnosis (diagnose.py).
+"""

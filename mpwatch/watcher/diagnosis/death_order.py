@@ -1,9 +1,15 @@
-"""When a rank died, as closely as it can be told. Pure.
+"""Estimates when a rank died. Runs in the watcher thread. Pure, except for reading the clock.
 
-A rank stamps what it says; a death has no stamp. What is known of it: it came after what was heard before it, and, since the
-gate tells descriptors in the order in which they became ready, before what is heard after it in the same wake-up. So a rank
-that raised because another had died is later than that death, however long the watcher took to look. But a rank may be slow
-to say what it has stamped; so the death of one that was told to stop is never put before that.
+A rank puts a time stamp on its messages. A death has no time stamp: the watcher only knows when it noticed the death. The
+selector returns descriptors in the order in which they became ready. So two limits are known:
+
+- a rank died after the messages that the watcher read before the death;
+- a rank died before the messages that the watcher read after the death in the same wake-up.
+
+Example: a rank raises because another rank died. Its message is later than that death, even if the watcher wakes up late.
+
+A message may also arrive long after its time stamp. So the death of a rank is never put before the first signal that the
+watcher sent to it.
 """
 
 import math
@@ -13,26 +19,26 @@ from mpwatch.watcher.diagnosis.observations import RankObservations
 
 
 class DeathClock:
-    """The deaths of one wake-up, between the stamps of what was heard before and after."""
+    """Sets `died_at` of the ranks that died in the current wake-up of the event loop."""
 
     def __init__(self) -> None:
-        self._dead: list[tuple[float, RankObservations]] = []  # each with the latest that is known to have been before it
-        self._latest = 0.0
+        self._deaths: list[tuple[float, RankObservations]] = []  # of this wake-up: the earliest possible time, and the rank
+        self._latest_stamp = 0.0
 
-    def look_again(self) -> None:
-        """Another wake-up: nothing that is heard now says more of those who have died."""
-        self._dead.clear()
+    def start_wakeup(self) -> None:
+        """Begin a new wake-up. Messages that are read from now on do not change the times of earlier deaths."""
+        self._deaths.clear()
 
-    def die(self, observations: RankObservations) -> None:
-        """This rank has died."""
-        observations.died_at = time.monotonic()
-        self._dead.append((max(self._latest, observations.signalled_at), observations))
+    def record_death(self, observed: RankObservations) -> None:
+        """Set the time of a death to now. `record_message` may move it to an earlier time."""
+        observed.died_at = time.monotonic()
+        self._deaths.append((max(self._latest_stamp, observed.first_signal_at), observed))
 
-    def hear(self, stamp: float) -> None:
-        """A rank says that something happened at this time. It said so right then."""
+    def record_message(self, stamp: float) -> None:
+        """Move the deaths of this wake-up before this message. `stamp` is the time at which the rank sent it."""
         limit = stamp
-        for earliest, observations in reversed(self._dead):
-            assert observations.died_at is not None
-            observations.died_at = max(earliest, min(observations.died_at, math.nextafter(limit, 0.0)))
-            limit = min(limit, observations.died_at)
-        self._latest = max(self._latest, stamp)
+        for earliest, observed in reversed(self._deaths):
+            assert observed.died_at is not None
+            observed.died_at = max(earliest, min(observed.died_at, math.nextafter(limit, 0.0)))
+            limit = min(limit, observed.died_at)
+        self._latest_stamp = max(self._latest_stamp, stamp)

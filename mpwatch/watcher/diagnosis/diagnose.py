@@ -1,17 +1,17 @@
 """Decides which rank failed first and why: observations in, a RunResult out. Runs in the caller's thread.
 
-Exceptions and values are unpickled here, which runs the user's code. It happens last, when no rank waits for the watcher.
-Apart from that, and from reading the source lines of stacks, the diagnosis is pure.
+Of several failures, the root cause is chosen by these rules. A rule decides only where the rules before it leave a tie:
 
-The order of blame:
+1. A failure before the watcher began to stop the ranks comes before a failure after it.
+2. A failure of the rank's own comes before a secondary failure, which only says that a peer was lost or late
+   (peer_errors.py). The times do not matter here: a rank that is about to fail often closes its connections first.
+3. The earlier failure comes first. The time of an exception is when the rank caught it. For the time of a death see
+   death_order.py.
 
-1. A failure before the watcher stopped the ranks comes before a failure after it.
-2. A rank's own failure comes before a complaint about a peer, whatever the times say. A rank that is about to fail often
-   closes its connections first.
-3. Otherwise the earlier failure comes first. A rank takes the time of an exception in its `except` block. For the times of
-   deaths see order.py.
+If all failures are secondary and say that a peer was late, the rank that was missing is to blame: see stragglers.py.
 
-If the ranks only complain that a peer is missing, the missing peer is to blame: see hangs.py.
+Exceptions and return values are unpickled here, which runs the user's code. No rank waits for the watcher at that time.
+Apart from that, the diagnosis is pure.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,14 @@ from mpwatch.watcher.diagnosis.failures import (
     is_before_stop,
 )
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
-from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, complaint_in, complaint_of_death
-from mpwatch.watcher.diagnosis.stragglers import away, culprits, culprits_of_silence, is_waiting, stacks_of
+from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_death, classify_exception
+from mpwatch.watcher.diagnosis.stragglers import (
+    find_cause_of_silence,
+    find_ranks_outside_collectives,
+    find_stragglers,
+    get_stacks_or_state,
+    is_in_collective,
+)
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.wire.exceptions import decoder
 from mpwatch.wire.messages import MessageKind
@@ -40,7 +46,7 @@ from mpwatch.wire.pickling.return_values import load
 
 Failures = dict[int, TimedFailure]  # by rank
 # The kernel closes the connections of a process before it reports the death: 0.2 to 4 ms before in measurements, longer on a
-# busy machine. The watcher may hear of a death this much later than of the failures that it caused.
+# busy machine. So the watcher may notice a death this much later than the failures that the death caused.
 DEATH_LAG_SECONDS = 0.1
 
 
@@ -49,7 +55,7 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
     failures: Failures = {}
     values: dict[int, Any] = {}
     for rank, observed in attempt.ranks.items():
-        if attempt.verdict is StopReason.SUCCEEDED and has_returned(attempt, observed):
+        if attempt.stop_reason is StopReason.SUCCEEDED and has_returned(attempt, observed):
             _load_value(attempt, observed, values, failures)
         elif (failure := find_failure(attempt, observed)) is not None:
             failures[rank] = failure
@@ -59,18 +65,18 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
     by_rank = {rank: failure for rank, (_, failure) in sorted(failures.items())}
     states = {rank: _get_state(attempt, observed, rank in by_rank) for rank, observed in attempt.ranks.items()}
     return RunResult(
-        state=_get_overall_state(attempt.verdict, by_rank),
+        state=_get_overall_state(attempt.stop_reason, by_rank),
         return_values=values if not by_rank else {},
         failures=by_rank,
-        root_cause=None if attempt.verdict is StopReason.TIMED_OUT else first,
+        root_cause=None if attempt.stop_reason is StopReason.TIMED_OUT else first,
         workers=tuple(observed.worker for observed in attempt.ranks.values()),
         worker_states=states,
         progress={
             rank: progress
             for rank, observed in attempt.ranks.items()
-            if (progress := observed.progress(attempt.started_at)) is not None
+            if (progress := observed.get_progress(attempt.run_started_at)) is not None
         },
-        stacks={rank: text for rank, observed in attempt.ranks.items() if (text := stacks_of(observed))},
+        stacks={rank: text for rank, observed in attempt.ranks.items() if (text := get_stacks_or_state(observed))},
         reason=_get_reason(attempt, failures, states),
         helpers_oom=attempt.helpers_oom if by_rank else "",
         log_dir=attempt.log_dir,
@@ -78,26 +84,26 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
 
 
 def find_waiting_ranks(attempt: AttemptObservations) -> set[int]:
-    """Return the ranks that complain of a missing peer, or were silent while they waited for one.
+    """Return the ranks that timed out waiting for a peer, or that were silent while they waited in a collective.
 
-    Call this before the observations drop their payloads.
+    Call this before `drop_payloads`.
     """
-    silent = {rank for rank in attempt.silent if is_waiting(attempt.ranks[rank])}
-    return silent | {rank for rank in attempt.ranks if _get_complaint(attempt, rank) is PeerErrorKind.PEER_TIMEOUT}
+    silent = {rank for rank in attempt.silent_ranks if is_in_collective(attempt.ranks[rank])}
+    return silent | {rank for rank in attempt.ranks if _get_peer_error(attempt, rank) is PeerErrorKind.PEER_TIMEOUT}
 
 
 def find_possible_victims(attempt: AttemptObservations) -> set[int]:
-    """Return the ranks that have lost a connection, possibly one to a peer.
+    """Return the ranks that lost a connection, possibly to a peer.
 
-    Call this before the observations drop their payloads.
+    Call this before `drop_payloads`.
     """
-    return {rank for rank in attempt.ranks if _get_complaint(attempt, rank) is PeerErrorKind.POSSIBLY_PEER}
+    return {rank for rank in attempt.ranks if _get_peer_error(attempt, rank) is PeerErrorKind.POSSIBLY_PEER}
 
 
 def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> list[ProcessFailure]:
     """Return the failures of the ranks to blame if ranks on other nodes timed out waiting for them.
 
-    These are ranks that had not failed, and were doing something other than waiting when the watcher stopped them.
+    These ranks had not failed, and were not waiting in a collective when the watcher stopped them.
     """
     at = attempt.stopped_at
     if at is None:
@@ -107,88 +113,8 @@ def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> 
         for rank, observed in attempt.ranks.items()
         if rank not in result.failures and observed.was_ready and not has_returned(attempt, observed)
     }
-    missing = sorted(away(running))
+    missing = sorted(find_ranks_outside_collectives(running))
     return [build_hang(attempt, running[rank], at, texts.KEPT_OTHER_NODES_WAITING)[1] for rank in missing]
-
-
-def _get_order_of_blame(attempt: AttemptObservations, timed: TimedFailure) -> tuple[bool, bool, float]:
-    """Return a sort key: the smallest one belongs to the root cause. See the head of this module."""
-    at, failure = timed
-    lag = 0.0 if _was_reported(failure) else DEATH_LAG_SECONDS
-    return not is_before_stop(attempt, at - lag), failure.is_secondary, at
-
-
-def _was_reported(failure: ProcessFailure) -> bool:
-    """Whether the time of this failure is known without waiting for a death."""
-    return failure.exception is not None or failure.kind in (FailureKind.EXCEPTION, FailureKind.TIMEOUT)
-
-
-def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
-    """Return the failures that may be complaints about a peer, marked as secondary if another failure explains them."""
-    complaints = {rank: _get_complaint(attempt, rank) for rank in failures}
-    deaths = [at for at, failure in failures.values() if not _was_reported(failure)]
-    causes = [at for rank, (at, _) in failures.items() if complaints[rank] in (None, PeerErrorKind.HINT)]
-    victims: Failures = {}
-    for rank, (at, failure) in failures.items():
-        if complaints[rank] is PeerErrorKind.POSSIBLY_PEER:
-            is_victim = bool(deaths) or any(cause < at for cause in causes)
-        else:
-            is_victim = complaints[rank] is PeerErrorKind.HINT and any(death - DEATH_LAG_SECONDS <= at for death in deaths)
-        if is_victim:
-            victims[rank] = (at, replace(failure, is_secondary=True))
-    return victims
-
-
-def _get_complaint(attempt: AttemptObservations, rank: int) -> PeerErrorKind | None:
-    observed = attempt.ranks[rank]
-    if observed.report is None:
-        return complaint_of_death(observed.exit_code, observed.stderr)
-    return complaint_in(observed.report.body) if observed.report.kind is not MessageKind.RETURNED else None
-
-
-def _find_hangs(attempt: AttemptObservations, failures: Failures) -> Failures:
-    """Return the ranks that were silent for too long, or that kept their peers waiting until these timed out."""
-    at = attempt.stopped_at
-    if at is None:
-        return {}
-    running = _get_running(attempt, failures)
-    if attempt.silent:
-        return _find_silent(attempt, running)
-    complaints = {_get_complaint(attempt, rank) for rank in failures}
-    if PeerErrorKind.PEER_TIMEOUT in complaints and all(failure.is_secondary for _, failure in failures.values()):
-        return {rank: build_hang(attempt, running[rank], at, texts.KEPT_PEERS_UNTIL_TIMEOUT) for rank in away(running)}
-    return {}
-
-
-def _get_running(attempt: AttemptObservations, failures: Failures) -> dict[int, RankObservations]:
-    """Return the ranks that were running when the watcher stopped them."""
-    return {rank: observed for rank, observed in attempt.ranks.items() if _was_running(attempt, failures, rank)}
-
-
-def _was_running(attempt: AttemptObservations, failures: Failures, rank: int) -> bool:
-    """A silent rank counts even if it has returned since: its silence is why the watcher stopped the ranks."""
-    if rank in failures and failures[rank][1].kind is not FailureKind.TIMEOUT:
-        return False
-    observed = attempt.ranks[rank]
-    return rank in attempt.silent or (observed.was_ready and not has_returned(attempt, observed))
-
-
-def _find_silent(attempt: AttemptObservations, running: Mapping[int, RankObservations]) -> Failures:
-    """Return the silent ranks, each with the time of its last heartbeat, and the ranks for which they waited.
-
-    A rank that waits for another one is its victim, even if the other one did send heartbeats.
-    """
-    assert attempt.stopped_at is not None
-    stopped_at, silent = attempt.stopped_at, set(attempt.silent.keys() & running.keys())
-    to_blame = culprits_of_silence(running, silent) or silent
-    hangs: Failures = {}
-    for rank in silent:
-        last_beat, progress = attempt.silent[rank], attempt.ranks[rank].progress(attempt.started_at)
-        why = texts.silence_text(stopped_at - last_beat, attempt.heartbeat_timeout, progress)
-        hangs[rank] = build_hang(attempt, running[rank], last_beat, why, is_secondary=rank not in to_blame)
-    for rank in to_blame - silent:
-        hangs[rank] = build_hang(attempt, running[rank], stopped_at, texts.KEPT_PEERS_WAITING)
-    return hangs
 
 
 def _load_value(
@@ -203,8 +129,97 @@ def _load_value(
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  unpickling runs the user's code, which may raise anything
-        decoder.annotate(error, texts.unloadable_value_text(rank))
+        decoder.add_note(error, texts.format_unloadable_value(rank))
         failures[rank] = build_unloadable_value(attempt, observed, observed.report.stamp, error)
+
+
+def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
+    """Return the failures that another failure explains, marked as secondary.
+
+    These are failures that may be related to a peer: a broken connection (POSSIBLY_PEER), or a text about a peer (HINT).
+    """
+    peer_errors = {rank: _get_peer_error(attempt, rank) for rank in failures}
+    deaths = [at for at, failure in failures.values() if not _was_reported(failure)]
+    causes = [at for rank, (at, _) in failures.items() if peer_errors[rank] in (None, PeerErrorKind.HINT)]
+    victims: Failures = {}
+    for rank, (at, failure) in failures.items():
+        if peer_errors[rank] is PeerErrorKind.POSSIBLY_PEER:
+            is_victim = bool(deaths) or any(cause < at for cause in causes)
+        else:
+            is_victim = peer_errors[rank] is PeerErrorKind.HINT and any(death - DEATH_LAG_SECONDS <= at for death in deaths)
+        if is_victim:
+            victims[rank] = (at, replace(failure, is_secondary=True))
+    return victims
+
+
+def _get_peer_error(attempt: AttemptObservations, rank: int) -> PeerErrorKind | None:
+    observed = attempt.ranks[rank]
+    if observed.report is None:
+        return classify_death(observed.exit_code, observed.stderr)
+    return classify_exception(observed.report.body) if observed.report.kind is not MessageKind.RETURNED else None
+
+
+def _was_reported(failure: ProcessFailure) -> bool:
+    """Whether the failure's time does not depend on when the watcher noticed a death."""
+    return failure.exception is not None or failure.kind in (FailureKind.EXCEPTION, FailureKind.TIMEOUT)
+
+
+def _find_hangs(attempt: AttemptObservations, failures: Failures) -> Failures:
+    """Return the hangs: ranks that were silent for too long, or that kept their peers waiting until these timed out."""
+    at = attempt.stopped_at
+    if at is None:
+        return {}
+    running = _get_running(attempt, failures)
+    if attempt.silent_ranks:
+        return _find_silent_ranks(attempt, running)
+    peer_errors = {_get_peer_error(attempt, rank) for rank in failures}
+    if PeerErrorKind.PEER_TIMEOUT in peer_errors and all(failure.is_secondary for _, failure in failures.values()):
+        return {
+            rank: build_hang(attempt, running[rank], at, texts.KEPT_PEERS_UNTIL_TIMEOUT)
+            for rank in find_ranks_outside_collectives(running)
+        }
+    return {}
+
+
+def _find_silent_ranks(attempt: AttemptObservations, running: Mapping[int, RankObservations]) -> Failures:
+    """Return the hangs of the silent ranks, at the time of the last heartbeat, and of the ranks for which they waited.
+
+    A rank that waits for another rank is its victim, even if the other rank sent heartbeats.
+    """
+    assert attempt.stopped_at is not None
+    stopped_at, silent = attempt.stopped_at, set(attempt.silent_ranks.keys() & running.keys())
+    to_blame = find_cause_of_silence(running, silent) or silent
+    hangs: Failures = {}
+    for rank in silent:
+        last_beat, progress = attempt.silent_ranks[rank], attempt.ranks[rank].get_progress(attempt.run_started_at)
+        why = texts.format_silence(stopped_at - last_beat, attempt.heartbeat_timeout, progress)
+        hangs[rank] = build_hang(attempt, running[rank], last_beat, why, is_secondary=rank not in to_blame)
+    for rank in to_blame - silent:
+        hangs[rank] = build_hang(attempt, running[rank], stopped_at, texts.KEPT_PEERS_WAITING)
+    return hangs
+
+
+def _get_running(attempt: AttemptObservations, failures: Failures) -> dict[int, RankObservations]:
+    """Return the ranks that were running when the watcher stopped them."""
+    return {rank: observed for rank, observed in attempt.ranks.items() if _was_running(attempt, failures, rank)}
+
+
+def _was_running(attempt: AttemptObservations, failures: Failures, rank: int) -> bool:
+    """Whether the rank was running when the watcher stopped the ranks.
+
+    A silent rank counts even if it has returned since: its silence is the reason for the stop.
+    """
+    if rank in failures and failures[rank][1].kind is not FailureKind.TIMEOUT:
+        return False
+    observed = attempt.ranks[rank]
+    return rank in attempt.silent_ranks or (observed.was_ready and not has_returned(attempt, observed))
+
+
+def _get_order_of_blame(attempt: AttemptObservations, timed: TimedFailure) -> tuple[bool, bool, float]:
+    """Return a sort key. The failure with the smallest key is the root cause: see the head of this module."""
+    at, failure = timed
+    lag = 0.0 if _was_reported(failure) else DEATH_LAG_SECONDS
+    return not is_before_stop(attempt, at - lag), failure.is_secondary, at
 
 
 def _get_state(attempt: AttemptObservations, observed: RankObservations, has_failed: bool) -> WorkerState:
@@ -213,18 +228,18 @@ def _get_state(attempt: AttemptObservations, observed: RankObservations, has_fai
     return WorkerState.SUCCEEDED if has_returned(attempt, observed) else WorkerState.STOPPED
 
 
-def _get_overall_state(verdict: StopReason | None, failures: Mapping[int, ProcessFailure]) -> WorkerState:
-    if verdict is StopReason.INTERRUPTED or (verdict is StopReason.CANCELLED_BY_JOB and not failures):
+def _get_overall_state(stop_reason: StopReason | None, failures: Mapping[int, ProcessFailure]) -> WorkerState:
+    if stop_reason is StopReason.INTERRUPTED or (stop_reason is StopReason.CANCELLED_BY_JOB and not failures):
         return WorkerState.STOPPED
-    return WorkerState.SUCCEEDED if verdict is StopReason.SUCCEEDED and not failures else WorkerState.FAILED
+    return WorkerState.SUCCEEDED if stop_reason is StopReason.SUCCEEDED and not failures else WorkerState.FAILED
 
 
 def _get_reason(attempt: AttemptObservations, failures: Failures, states: Mapping[int, WorkerState]) -> str:
     """Return what ended the attempt, if it was not the failure of a rank."""
-    if attempt.verdict is StopReason.TIMED_OUT:
+    if attempt.stop_reason is StopReason.TIMED_OUT:
         late = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
-        # A rank that is not in the collective is named but not blamed: healthy ranks, too, reach one at different times.
-        return texts.timeout_text(attempt.timeout or 0.0, late, culprits(_get_running(attempt, failures)))
-    if attempt.verdict is StopReason.INTERRUPTED and attempt.signum is not None:
-        return texts.interrupt_text(attempt.signum)
+        # A rank that is not in the collective is named, but not blamed: healthy ranks, too, reach it at different times.
+        return texts.format_timeout(attempt.timeout or 0.0, late, find_stragglers(_get_running(attempt, failures)))
+    if attempt.stop_reason is StopReason.INTERRUPTED and attempt.signum is not None:
+        return texts.format_interrupt(attempt.signum)
     return ""

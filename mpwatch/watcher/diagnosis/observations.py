@@ -1,6 +1,7 @@
-"""What the watcher saw, before anybody judges it: data, filled in by the loop and read by the diagnosis.
+"""What the watcher observed of each rank and of an attempt. Data only.
 
-Times are of CLOCK_MONOTONIC, in seconds.
+The event loop writes it, in the watcher thread. The diagnosis reads it, in the caller's thread, when the attempt has ended.
+All times are seconds of CLOCK_MONOTONIC.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,96 +18,102 @@ from mpwatch.wire.shared_memory import HeartbeatSample
 
 @dataclass
 class RankObservations:
-    """Of one rank."""
+    """What the watcher observed of one rank, during one attempt or one call."""
 
     worker: Worker
     stderr_tail: StderrTail = field(default_factory=StderrTail)
-    """What is kept of its output."""
+    """Keeps the last lines of the rank's stderr."""
     pid: int | None = None
     was_ready: bool = False
-    failing_at: float | None = None
-    """When it said that its function had raised; what, is in the report."""
+    raised_at: float | None = None
+    """When the rank's function raised, by the rank's FAILING message. The exception itself follows in `report`."""
     report: Message | None = None
-    heard_at: float | None = None
-    """When that report came here, which is later."""
+    """The rank's answer: RETURNED, RAISED or LOAD_FAILED."""
+    report_received_at: float | None = None
+    """When the watcher received `report`. This is later than the time stamp of the message."""
     details: bytes = b""
-    """What of a reported exception can be pickled."""
+    """The pickled parts of a reported exception."""
     died_at: float | None = None
     exit_code: int | None = None
-    """As multiprocessing has it, negative for a signal; None if it is not known."""
-    oom: str = ""
-    """The proof that the kernel's out-of-memory killer killed it."""
-    likely_oom: str = ""
-    """What makes that likely, where it cannot be proved."""
+    """As in multiprocessing: negative for a signal. None: not known."""
+    oom_proof: str = ""
+    """Text that proves that the kernel's out-of-memory killer killed the rank."""
+    oom_hint: str = ""
+    """Text that makes this likely, if there is no proof."""
     stacks: str = ""
-    """Where its threads were just before it was told to stop, in faulthandler's words, with lines of source."""
-    crash: str = ""
-    """The Python stack at the moment of a crash, the same way."""
-    printed: str = ""
-    """What its interpreter printed instead of becoming ready."""
+    """The stacks of all threads just before the watcher stopped the rank, in faulthandler's format, with source lines."""
+    crash_stack: str = ""
+    """The Python stack at the moment of a crash, in the same format."""
+    startup_output: str = ""
+    """What the interpreter printed, if the rank never became ready."""
     stderr: str = ""
-    """The last lines of its stderr, if that was captured."""
-    was_asked: bool = False
-    """Whether it was sent DUMP_SIGNAL: a program that it becomes in that moment dies of it."""
+    """The last lines of the rank's stderr, if the watcher reads it."""
+    was_asked_for_stacks: bool = False
+    """Whether the watcher sent DUMP_SIGNAL. A program that the rank executes at that moment dies of this signal."""
     process_state: str = ""
-    """The letter of its state when its stacks were asked for, see proc(5)."""
+    """The letter of the process state when the watcher asked for stacks, see proc(5)."""
     heartbeat: HeartbeatSample = field(default_factory=partial(HeartbeatSample, None, None))
-    """When it was last heard of, and what it last reported."""
+    """The last heartbeat and the last `mpwatch.report()`."""
     signals_sent: set[int] = field(default_factory=set)
-    signalled_at: float = 0.0
-    """When the first of them was sent."""
+    """The signals that the watcher sent to the rank."""
+    first_signal_at: float = 0.0
+    """When the watcher sent the first of them."""
 
-    def progress(self, started_at: float) -> Progress | None:
-        """What it last reported, in a run that was started at this time."""
+    def get_progress(self, run_started_at: float) -> Progress | None:
+        """Return the rank's last `mpwatch.report()`, with its time counted from the start of the run."""
         if self.heartbeat.report is None:
             return None
         at, step, total, metrics = self.heartbeat.report
-        return Progress(step=step, total=total, metrics=metrics, elapsed=at - started_at)
+        return Progress(step=step, total=total, metrics=metrics, elapsed=at - run_started_at)
 
 
 @dataclass(frozen=True)
 class AttemptObservations:
-    """Of ranks that were started together, from then on; or of a call of ranks that stay."""
+    """What the watcher observed of the ranks of a restart group, during one attempt or one call of a WorkerGroup."""
 
     ranks: Mapping[int, RankObservations]
     hostname: str
-    started_at: float
+    run_started_at: float
+    """When the run began. `attempt_started_at` is when these ranks were started."""
     stopped_at: float | None
-    verdict: StopReason | None
+    """When the watcher began to stop the ranks."""
+    stop_reason: StopReason | None
     never_ready: Iterable[int] = ()
-    silent: Mapping[int, float] = field(default_factory=dict)
-    """Ranks that were silent for longer than they might, with the time of the last beat."""
+    """Ranks that were not ready within `start_timeout`."""
+    silent_ranks: Mapping[int, float] = field(default_factory=dict)
+    """Ranks that sent no heartbeat within `heartbeat_timeout`, each with the time of its last heartbeat."""
     timeout: float | None = None
     heartbeat_timeout: float | None = None
     start_timeout: float = 0.0
     signum: int | None = None
+    """The signal to the host program that stopped the run."""
     log_dir: str = ""
     helpers_oom: str = ""
-    """What shows that the out-of-memory killer struck, if it was none of the ranks."""
-
-    began_at: float = 0.0
-    """When they were started; `started_at` is when the run was."""
+    """Text that shows that the out-of-memory killer killed processes other than the ranks."""
+    attempt_started_at: float = 0.0
     all_ready_at: float | None = None
+    """When the last rank became ready."""
     ended_at: float = 0.0
 
     @property
     def attempt(self) -> int:
-        """How often these ranks had been started before."""
+        """The number of this attempt: how often these ranks had been started before."""
         return next(iter(self.ranks.values())).worker.restart_count
 
     @property
     def healthy_seconds(self) -> float:
-        """From when all of them were ready, to the failure."""
+        """The time from when all ranks were ready to the failure."""
         return 0.0 if self.all_ready_at is None or self.stopped_at is None else self.stopped_at - self.all_ready_at
 
     def collect_stderr(self) -> None:
-        """What the ranks have printed by now, in the end."""
+        """Read the last lines of stderr of all ranks."""
         for observed in self.ranks.values():
             observed.stderr = observed.stderr_tail.last_lines()
 
-    def forget(self) -> None:
-        """What the ranks have sent, which may be large: who watched them, and has it, goes with the garbage some time. That
-        they did, and when, is still to be shown.
+    def drop_payloads(self) -> None:
+        """Free the bodies of the ranks' answers, which may be large.
+
+        The observations may live much longer than the attempt. Kind and time of each answer stay: the live view needs them.
         """
         for observed in self.ranks.values():
             if observed.report is not None:

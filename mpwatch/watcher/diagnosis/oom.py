@@ -1,9 +1,17 @@
-"""Whether the kernel's out-of-memory killer killed a rank: proved, likely, or not known. Reads what the kernel tells.
+"""Finds out whether the kernel's out-of-memory (OOM) killer killed a rank. Runs in the watcher thread.
 
-Where this program may read the kernel's log, and sees the kernel's own pids, that names whom it has killed, and nobody else
-was. Where it may not (in most containers), the counter of the memory group speaks: the kernel counts before it kills. A rise
-by as many as have just died of a SIGKILL that is not ours is taken for proof; it is likely if fewer were counted, or if
-they were counted for the machine alone.
+A rank that died of a SIGKILL that the watcher did not send is a *suspect*. There are two sources of evidence:
+
+1. The kernel's log, /dev/kmsg. It names the pid of each process that the OOM killer killed. If the log can be read, it alone
+   decides: a suspect that the log names is proved to be killed for memory, and no other suspect is. The log can be read only
+   with the necessary rights, and only if this process sees the kernel's own pids. In most containers it cannot be read.
+2. The counter `oom_kill` of this process's memory cgroup. The kernel increments it before it kills. It is used if the log
+   cannot be read:
+   - the counter rose by at least the number of suspects of one wake-up: proof for each of them;
+   - it rose by less: the OOM killer is likely the cause;
+   - there is no such counter, but the one of the whole machine (/proc/vmstat) rose: likely.
+
+Kills that the counter shows beyond the suspects were of other processes of the memory cgroup, such as a DataLoader's worker.
 """
 
 import os
@@ -12,18 +20,22 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Self
 
-from mpwatch.os_support.cgroups import oom_kills, oom_kills_of_machine
+from mpwatch.os_support.cgroups import count_oom_kills, count_oom_kills_of_machine
 from mpwatch.watcher.diagnosis.observations import RankObservations
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 
-LOG = "/dev/kmsg"
-RECORD_SIZE = 8192
-FIRST_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO in the kernel's sources: pids in it are those of the log
+KERNEL_LOG = "/dev/kmsg"
+RECORD_SIZE = 8192  # bytes
+# The PID namespace whose pids are those of the log: PROC_PID_INIT_INO in the kernel's sources.
+FIRST_PID_NAMESPACE = "pid:[4026531836]"
 KILLED = re.compile(r"((?:Memory cgroup o|O)ut of memory.*?: Killed process (\d+) \(.*?\).*?anon-rss:\d+kB)")
 
 
 class OomDetector:
-    """A context manager, entered before the ranks are started: it looks at what has changed since."""
+    """Compares the evidence of OOM kills with that of an earlier moment.
+
+    Use it as a context manager, and enter it before the ranks are started.
+    """
 
     def __init__(self, deferred_log: DeferredLog) -> None:
         self._deferred_log = deferred_log
@@ -33,69 +45,74 @@ class OomDetector:
         self._log_fd = _open_log()
         if self._log_fd is not None:
             self._stack.callback(os.close, self._log_fd)
-        self._groups = oom_kills()
-        self._machine = oom_kills_of_machine()
-        self._suspects: list[RankObservations] = []  # who have not been judged
-        self._others: dict[str, int] = {}  # kills that were of no rank, by counter
+        self._group_counts = count_oom_kills()
+        self._machine_count = count_oom_kills_of_machine()
+        self._suspects: list[RankObservations] = []  # not yet looked up in the log
+        self._other_kills: dict[str, int] = {}  # kills of processes that are no ranks, by the counter's file
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def look(self, suspects: Iterable[RankObservations]) -> None:
-        """These have just died of a SIGKILL that is not ours. What the counters show now is about them."""
-        killed = list(suspects)
-        if killed:
-            file, risen = self._risen()
-            for observations in killed:
-                if risen >= len(killed):
-                    observations.oom = _counted(file, risen)
-                elif risen > 0:
-                    observations.likely_oom = _counted(file, risen)
-                elif not self._groups and oom_kills_of_machine() > self._machine:
-                    observations.likely_oom = "it struck on this machine during the run"
-            self._note_others(file, risen - len(killed))
-            self._suspects += killed
+    def add_suspects(self, suspects: Iterable[RankObservations]) -> None:
+        """Record the suspects of one wake-up, and what the counters show now.
 
-    def judge(self) -> str:
-        """When ranks have ended: whom the log names, if it can be read. Returns what shows that others than ranks were hit,
-        since the last time.
+        Call this right after the deaths, so that the rise of the counters belongs to these ranks.
         """
-        file, risen = self._risen()
-        self._note_others(file, risen)
+        killed = list(suspects)
+        if not killed:
+            return
+        file, rise = self._read_rise()
+        for observed in killed:
+            if rise >= len(killed):
+                observed.oom_proof = _describe_rise(file, rise)
+            elif rise > 0:
+                observed.oom_hint = _describe_rise(file, rise)
+            elif not self._group_counts and count_oom_kills_of_machine() > self._machine_count:
+                observed.oom_hint = "it killed a process on this machine during the run"
+        self._count_other_kills(file, rise - len(killed))
+        self._suspects += killed
+
+    def resolve_suspects(self) -> str:
+        """Look up the suspects in the kernel's log, if it can be read. Call this when ranks have ended.
+
+        Return text that shows that processes other than the ranks were killed since the last call, or an empty text.
+        """
+        file, rise = self._read_rise()
+        self._count_other_kills(file, rise)
         if self._suspects and self._log_fd is not None:
-            logged = _killed_by(_read_log(self._log_fd, self._deferred_log))
-            for observations in self._suspects:
-                if observations.oom and observations.pid not in logged:
-                    self._note_others(file, 1)
-                observations.oom = logged.get(observations.pid or 0, "")
-                observations.likely_oom = ""
-        others, self._others, self._suspects = self._others, {}, []
-        return "; ".join(_counted(file, times) for file, times in others.items())
+            logged = _find_kills(_read_log(self._log_fd, self._deferred_log))
+            for observed in self._suspects:
+                if observed.oom_proof and observed.pid not in logged:
+                    self._count_other_kills(file, 1)
+                observed.oom_proof = logged.get(observed.pid or 0, "")
+                observed.oom_hint = ""
+        others, self._other_kills, self._suspects = self._other_kills, {}, []
+        return "; ".join(_describe_rise(file, times) for file, times in others.items())
 
-    def _risen(self) -> tuple[str, int]:
-        """The counter of our group that has risen most since the last look, and by how much."""
-        now = oom_kills()
-        rises = [(count - self._groups.get(file, count), file) for file, count in now.items()]
-        self._groups = now
-        risen, file = max(rises, default=(0, ""))
-        return file, risen
+    def _read_rise(self) -> tuple[str, int]:
+        """Return the counter that rose most since the last call of this method, and by how much it rose."""
+        now = count_oom_kills()
+        rises = [(count - self._group_counts.get(file, count), file) for file, count in now.items()]
+        self._group_counts = now
+        rise, file = max(rises, default=(0, ""))
+        return file, rise
 
-    def _note_others(self, file: str, times: int) -> None:
+    def _count_other_kills(self, file: str, times: int) -> None:
         if times > 0:
-            self._others[file] = self._others.get(file, 0) + times
+            self._other_kills[file] = self._other_kills.get(file, 0) + times
 
 
-def _counted(file: str, times: int) -> str:
+def _describe_rise(file: str, times: int) -> str:
     return f"oom_kill in {file} rose by {times} during the run"
 
 
 def _open_log() -> int | None:
-    """The kernel's log from now on; None if it may not be read, or is about other pids than ours."""
+    """Open the kernel's log at its end. Return None if it cannot be read, or if this process does not see its pids."""
     try:
         if os.readlink("/proc/self/ns/pid") != FIRST_PID_NAMESPACE:
             return None
-        fd = os.open(LOG, os.O_RDONLY | os.O_NONBLOCK)
+        fd = os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
     os.lseek(fd, 0, os.SEEK_END)
@@ -103,19 +120,19 @@ def _open_log() -> int | None:
 
 
 def _read_log(fd: int, deferred_log: DeferredLog) -> list[str]:
-    """A line for each record: its text follows a semicolon."""
+    """Return the new records of the kernel's log, without their prefix, which ends with a semicolon."""
     lines: list[str] = []
     while True:
         try:
             record = os.read(fd, RECORD_SIZE)
-        except BrokenPipeError:  # some were overwritten before we read them
-            deferred_log.debug("the kernel's log is longer than what it keeps")
+        except BrokenPipeError:  # the kernel overwrote records before they were read
+            deferred_log.debug("records of the kernel's log were overwritten before mpwatch read them")
             continue
         except OSError:
             return lines
         lines.append(record.decode(errors="replace").partition(";")[2])
 
 
-def _killed_by(lines: Iterable[str]) -> dict[int, str]:
-    """By pid, what is said of those that were killed for memory."""
+def _find_kills(lines: Iterable[str]) -> dict[int, str]:
+    """Return the log's text about each process that was killed for memory, by pid."""
     return {int(match[2]): match[1] for line in lines if (match := KILLED.search(line))}

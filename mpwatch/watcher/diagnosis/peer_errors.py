@@ -1,7 +1,10 @@
-"""What it looks like when a rank only says that a peer has gone, or has not come: the signatures, as data in one place.
+"""Recognises failures that are only the consequence of another rank's failure: the rank lost a peer, or waited for one.
 
-Such a failure is a consequence, whatever its time: a rank that is about to fail often closes its connections first. Texts
-of gloo, TCPStore and sockets were seen in runs, those of NCCL read in sources; those of UCC and MPI have not been tried.
+The patterns are data, in the table below. Pure.
+
+Such a failure is secondary even if it comes first: a rank that is about to fail often closes its connections before.
+The texts of gloo, TCPStore and sockets were observed in runs. Those of NCCL were read in its sources. Those of UCC and MPI
+are untested.
 """
 
 import re
@@ -13,106 +16,109 @@ from mpwatch.wire.exceptions import decoder
 
 
 class PeerErrorKind(Enum):
-    """What a rank says of its peers, from the certain to the vague."""
+    """How a failure may be related to a peer, from certain to vague."""
 
-    CONNECTION_LOST = auto()  # a connection broke
-    PEER_TIMEOUT = auto()  # a peer did not come in time: the one that is missing may hang
-    POSSIBLY_PEER = auto()  # a connection broke, to whomever: a peer if one has gone, else it is a failure like any other
-    HINT = auto()  # words that one may use of a peer; worth something only beside a death in the same moment
+    CONNECTION_LOST = auto()  # a connection to a peer broke
+    PEER_TIMEOUT = auto()  # a peer did not come in time; that peer may hang
+    POSSIBLY_PEER = auto()  # a connection broke, to a peer or to another program; secondary only if another rank failed
+    HINT = auto()  # the text has words that are used of peers; secondary only if another rank died at the same moment
 
     @property
-    def is_worth_waiting(self) -> bool:
-        """Whether the cause may be heard of later, and the ranks are not to be stopped before."""
+    def should_wait_for_cause(self) -> bool:
+        """Whether the watcher should wait for the root cause before it stops the ranks."""
         return self is not PeerErrorKind.HINT
 
 
-class Signature(NamedTuple):
-    """What an exception of that kind looks like; all that is given must fit."""
+class PeerErrorPattern(NamedTuple):
+    """A pattern for exceptions. All fields that are given must match."""
 
-    says: PeerErrorKind
-    type_name: str  # the end of its class's name
-    text: str = ""  # a part of its text, in lower case
-    also: str = ""  # another part
-    raised_in: str = ""  # the end of the file that the innermost frame is in
+    kind: PeerErrorKind
+    type_name: str  # the class name ends with this
+    text: str = ""  # the exception's text, in lower case, contains this
+    second_text: str = ""  # and this
+    raised_in: str = ""  # the file of the innermost frame ends with this
 
 
-GONE, LATE, MAYBE = PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT, PeerErrorKind.POSSIBLY_PEER
+LOST, TIMEOUT, POSSIBLY = PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT, PeerErrorKind.POSSIBLY_PEER
 GLOO = "gloo/transport/"
-SIGNATURES = (
-    # gloo; LATE first, since pairs that timed out are also reported as closed
-    Signature(LATE, "RuntimeError", GLOO, "timed out waiting"),
-    Signature(LATE, "RuntimeError", GLOO, "timeout"),
-    Signature(GONE, "RuntimeError", GLOO, "connection closed by peer"),
-    Signature(GONE, "RuntimeError", GLOO, "connection reset by peer"),
-    Signature(GONE, "RuntimeError", GLOO, "connection refused"),
-    Signature(GONE, "RuntimeError", GLOO, "broken pipe"),
-    Signature(GONE, "RuntimeError", GLOO, "socket closed"),
-    Signature(LATE, "RuntimeError", "connectfullmesh failed", "timed out"),
-    Signature(GONE, "RuntimeError", "connectfullmesh failed"),
-    Signature(LATE, "RuntimeError", "failed to pass monitoredbarrier"),
-    Signature(LATE, "RuntimeError", "successfully reached monitoredbarrier"),
+PATTERNS = (
+    # gloo. TIMEOUT comes first: gloo also reports connections that timed out as closed.
+    PeerErrorPattern(TIMEOUT, "RuntimeError", GLOO, "timed out waiting"),
+    PeerErrorPattern(TIMEOUT, "RuntimeError", GLOO, "timeout"),
+    PeerErrorPattern(LOST, "RuntimeError", GLOO, "connection closed by peer"),
+    PeerErrorPattern(LOST, "RuntimeError", GLOO, "connection reset by peer"),
+    PeerErrorPattern(LOST, "RuntimeError", GLOO, "connection refused"),
+    PeerErrorPattern(LOST, "RuntimeError", GLOO, "broken pipe"),
+    PeerErrorPattern(LOST, "RuntimeError", GLOO, "socket closed"),
+    PeerErrorPattern(TIMEOUT, "RuntimeError", "connectfullmesh failed", "timed out"),
+    PeerErrorPattern(LOST, "RuntimeError", "connectfullmesh failed"),
+    PeerErrorPattern(TIMEOUT, "RuntimeError", "failed to pass monitoredbarrier"),
+    PeerErrorPattern(TIMEOUT, "RuntimeError", "successfully reached monitoredbarrier"),
     # TCPStore
-    Signature(LATE, "DistStoreError", "wait timeout after"),
-    Signature(LATE, "DistStoreError", "timed out after"),
-    Signature(LATE, "DistNetworkError", "has timed out after"),
-    Signature(GONE, "DistNetworkError", "recvvalue failed"),
-    Signature(GONE, "DistNetworkError", "sendbytes failed"),
-    Signature(GONE, "DistNetworkError", "connection"),
-    Signature(GONE, "DistNetworkError", "broken pipe"),
-    Signature(GONE, "DistNetworkError", "failed to connect"),
+    PeerErrorPattern(TIMEOUT, "DistStoreError", "wait timeout after"),
+    PeerErrorPattern(TIMEOUT, "DistStoreError", "timed out after"),
+    PeerErrorPattern(TIMEOUT, "DistNetworkError", "has timed out after"),
+    PeerErrorPattern(LOST, "DistNetworkError", "recvvalue failed"),
+    PeerErrorPattern(LOST, "DistNetworkError", "sendbytes failed"),
+    PeerErrorPattern(LOST, "DistNetworkError", "connection"),
+    PeerErrorPattern(LOST, "DistNetworkError", "broken pipe"),
+    PeerErrorPattern(LOST, "DistNetworkError", "failed to connect"),
     # NCCL
-    Signature(LATE, "DistBackendError", "watchdog caught collective operation timeout"),
-    Signature(LATE, "DistBackendError", "socket timeout"),
-    Signature(LATE, "DistBackendError", "wait timeout after"),
-    Signature(GONE, "DistBackendError", "remote process exited or there was a network error"),
-    Signature(GONE, "DistBackendError", "remote process exiting prematurely"),
-    Signature(GONE, "DistBackendError", "unexpected exit of a remote peer"),
-    Signature(GONE, "DistBackendError", "nccl communicator was aborted"),
-    Signature(GONE, "DistBackendError", "connection closed by"),
+    PeerErrorPattern(TIMEOUT, "DistBackendError", "watchdog caught collective operation timeout"),
+    PeerErrorPattern(TIMEOUT, "DistBackendError", "socket timeout"),
+    PeerErrorPattern(TIMEOUT, "DistBackendError", "wait timeout after"),
+    PeerErrorPattern(LOST, "DistBackendError", "remote process exited or there was a network error"),
+    PeerErrorPattern(LOST, "DistBackendError", "remote process exiting prematurely"),
+    PeerErrorPattern(LOST, "DistBackendError", "unexpected exit of a remote peer"),
+    PeerErrorPattern(LOST, "DistBackendError", "nccl communicator was aborted"),
+    PeerErrorPattern(LOST, "DistBackendError", "connection closed by"),
     # UCC over UCX
-    Signature(GONE, "Error", "ucc", "connection reset by remote peer"),
-    Signature(GONE, "Error", "ucc", "endpoint timeout"),
-    # MPI with fault tolerance (ULFM); without it the launcher kills everybody
-    Signature(GONE, "", "mpi_err_proc_failed"),
-    Signature(GONE, "", "mpi_err_revoked"),
-    # multiprocessing's connections and barriers, asyncio's streams, and plain sockets
-    Signature(GONE, "EOFError", raised_in="multiprocessing/connection.py"),
-    Signature(GONE, "BrokenPipeError", raised_in="multiprocessing/connection.py"),
-    Signature(GONE, "ConnectionResetError", raised_in="multiprocessing/connection.py"),
-    Signature(LATE, "BrokenBarrierError"),
-    Signature(MAYBE, "IncompleteReadError", raised_in="asyncio/streams.py"),
-    Signature(MAYBE, "BrokenPipeError"),
-    Signature(MAYBE, "ConnectionResetError"),
-    Signature(MAYBE, "ConnectionAbortedError"),
+    PeerErrorPattern(LOST, "Error", "ucc", "connection reset by remote peer"),
+    PeerErrorPattern(LOST, "Error", "ucc", "endpoint timeout"),
+    # MPI with fault tolerance (ULFM). Without it, the launcher kills all processes.
+    PeerErrorPattern(LOST, "", "mpi_err_proc_failed"),
+    PeerErrorPattern(LOST, "", "mpi_err_revoked"),
+    # connections and barriers of multiprocessing, streams of asyncio, and sockets
+    PeerErrorPattern(LOST, "EOFError", raised_in="multiprocessing/connection.py"),
+    PeerErrorPattern(LOST, "BrokenPipeError", raised_in="multiprocessing/connection.py"),
+    PeerErrorPattern(LOST, "ConnectionResetError", raised_in="multiprocessing/connection.py"),
+    PeerErrorPattern(TIMEOUT, "BrokenBarrierError"),
+    PeerErrorPattern(POSSIBLY, "IncompleteReadError", raised_in="asyncio/streams.py"),
+    PeerErrorPattern(POSSIBLY, "BrokenPipeError"),
+    PeerErrorPattern(POSSIBLY, "ConnectionResetError"),
+    PeerErrorPattern(POSSIBLY, "ConnectionAbortedError"),
 )
-WATCHDOG = (
-    "watchdog caught collective operation timeout"  # NCCL's, in a thread of its own, which ends the process by SIGABRT
-)
-HINTS = re.compile(
+# The thread of NCCL's watchdog prints this, and then ends the process with SIGABRT.
+NCCL_WATCHDOG_TEXT = "watchdog caught collective operation timeout"
+# Whole words only: "peer" occurs in "TypeError", and "pipe" in "pipeline".
+HINT_WORDS = re.compile(
     r"\bpeers?\b|connection|connect\b|disconnect|socket|\b(broken)?pipe(error)?\b|\beof(error)?\b|end of file|"
-    r"\breset\b|\blost\b|\bclosed\b|unreachable"  # as words: there is a peer in every TypeError, a pipe in a pipeline
+    r"\breset\b|\blost\b|\bclosed\b|unreachable"
 )
 
 
-def complaint_in(told: bytes) -> PeerErrorKind | None:
-    """What a reported exception, or one that it was raised from, says of a peer. Looks at names and texts alone."""
-    found = [complaint for link in decoder.outline(told) if (complaint := _complaint_of(link)) is not None]
-    return min(found, key=lambda complaint: complaint in (PeerErrorKind.POSSIBLY_PEER, PeerErrorKind.HINT), default=None)
+def classify_exception(encoded: bytes) -> PeerErrorKind | None:
+    """Return the most certain kind of peer error in a reported exception and its causes; None if there is none.
+
+    This reads class names and texts only. It unpickles nothing.
+    """
+    kinds = [kind for header in decoder.read_cause_chain(encoded) if (kind := _classify_header(header)) is not None]
+    return min(kinds, key=lambda kind: kind in (PeerErrorKind.POSSIBLY_PEER, PeerErrorKind.HINT), default=None)
 
 
-def complaint_of_death(exit_code: int | None, stderr: str) -> PeerErrorKind | None:
-    """What a rank that died said of its peers on its stderr, as far as that was captured."""
-    return LATE if exit_code == -signal.SIGABRT and WATCHDOG in stderr.lower() else None
+def classify_death(exit_code: int | None, stderr: str) -> PeerErrorKind | None:
+    """Return PEER_TIMEOUT if NCCL's watchdog ended the rank, by the last lines of its stderr; else None."""
+    return TIMEOUT if exit_code == -signal.SIGABRT and NCCL_WATCHDOG_TEXT in stderr.lower() else None
 
 
-def _complaint_of(link: decoder.ExceptionHeader) -> PeerErrorKind | None:
-    text = link.text.lower()
-    for signature in SIGNATURES:
+def _classify_header(header: decoder.ExceptionHeader) -> PeerErrorKind | None:
+    text = header.text.lower()
+    for pattern in PATTERNS:
         if (
-            link.name.endswith(signature.type_name)
-            and signature.text in text
-            and signature.also in text
-            and link.raised_in.endswith(signature.raised_in)
+            header.name.endswith(pattern.type_name)
+            and pattern.text in text
+            and pattern.second_text in text
+            and header.raised_in.endswith(pattern.raised_in)
         ):
-            return signature.says
-    return PeerErrorKind.HINT if HINTS.search(text) else None
+            return pattern.kind
+    return PeerErrorKind.HINT if HINT_WORDS.search(text) else None

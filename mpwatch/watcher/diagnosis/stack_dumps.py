@@ -1,141 +1,143 @@
-"""What comes from a rank by its first stderr: the words of an interpreter that is not ready yet, then Python stacks.
+"""Parses what a rank writes into its stack pipe, and formats stacks for the report.
 
-Pure: bytes in, text out, but for `with_sources`. The stacks are in faulthandler's words, innermost frame first.
+The pipe is the rank's stderr while the interpreter starts. When the rank is ready, only faulthandler writes into it:
+
+- the stacks of all threads, when the watcher asks for them;
+- the stack of the crashing thread, on a crash.
+
+Both list the innermost frame first. The worker's side is worker/stdio.py.
+
+Runs in the watcher thread. Pure, except for `add_source_lines`, which reads source files.
 """
 
 import linecache
 import os
 import re
-from collections.abc import Iterator
-from itertools import pairwise
 
-CRASH = "Fatal Python error: "
-MAX_FRAMES = 100  # of a thread; faulthandler writes no more
-MAX_BYTES = 1 << 20  # a hundred threads of a hundred frames are less
-CUT = b"\n[mpwatch: the interpreter printed more than this before the rank was ready; the rest was cut off]\n"
-HEAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
-FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-OUTERMOST = '  File "<string>", line 1 in <module>\n'  # how a spawned interpreter begins
-MORE_THREADS = "\n...\n"  # after the hundredth thread; the oldest, which is the main thread, comes last
-MAIN_UNSEEN = "main thread not seen, for there are too many threads"
-OUR_FRAMES = "/mpwatch/worker/main.py"
+from mpwatch.results.stack_frames import FRAME_LINE
+
+CRASH_HEAD = "Fatal Python error: "
+THREAD_HEAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
+MAX_FRAMES = 100  # faulthandler writes no more frames of a thread
+MAX_BYTES = 1 << 20  # more than a hundred threads of a hundred frames each
+CUT_NOTE = b"\n[mpwatch: the interpreter printed more than this before the rank was ready; the rest was cut off]\n"
+OUTERMOST_FRAME = '  File "<string>", line 1 in <module>\n'  # of the main thread of a spawned interpreter
+MORE_THREADS = "\n...\n"  # after a hundred threads faulthandler stops; the main thread is the oldest and would be the last
+MAIN_THREAD_MISSING = "main thread not seen: there are too many threads"
+RANK_MAIN_FILE = "/mpwatch/worker/main.py"
 
 
 class StackDumpParser:
-    """The text of one rank's pipe, as it comes."""
+    """Collects the text of one rank's stack pipe."""
 
     def __init__(self) -> None:
         self._data = bytearray()
-        self._asked_at: int | None = None
-        self.printed = b""  # by the interpreter, before it became ready
-        self.main_thread = 0
+        self._dump_start: int | None = None  # where in `_data` the requested stacks begin
+        self.startup_output = b""  # what the interpreter printed before the rank was ready
+        self.main_thread = 0  # the identifier of the rank's main thread; 0 until the rank is ready
 
     def feed(self, data: bytes) -> None:
-        """More of it."""
+        """Add what was read from the pipe."""
         self._data += data[: MAX_BYTES - len(self._data)]
 
-    def becomes_ready(self, main_thread: int) -> None:
-        """From here on it is stacks."""
+    def mark_ready(self, main_thread: int) -> None:
+        """Note that the rank is ready: what came before is output of the interpreter, what follows are stacks."""
         self.main_thread = main_thread
-        self.printed = bytes(self._data) + (CUT if len(self._data) == MAX_BYTES else b"")
+        self.startup_output = bytes(self._data) + (CUT_NOTE if len(self._data) == MAX_BYTES else b"")
         self._data.clear()
 
-    def forget(self) -> None:
-        """What has come of a rank that is ready; what it printed before stays."""
+    def start_dump(self) -> None:
+        """Note that the watcher asks the rank for stacks: what follows is the answer."""
+        self._dump_start = len(self._data)
+
+    def discard_dump(self) -> None:
+        """Forget the stacks of an earlier call. The output of the interpreter stays."""
         if self.main_thread:
             self._data.clear()
-            self._asked_at = None
+            self._dump_start = None
 
-    def ask(self) -> None:
-        """From here on it is what the rank has been asked for."""
-        self._asked_at = len(self._data)
+    def is_complete(self) -> bool:
+        """Whether the requested stacks of all threads have come.
 
-    @property
-    def unsaid(self) -> bytes:
-        """What the rank's interpreter has printed, if nobody has passed that on to its stderr."""
-        return self.printed if self.main_thread else bytes(self._data)
-
-    @property
-    def printed_instead(self) -> str:
-        """What a rank has printed that did not become ready."""
-        return "" if self.main_thread else self._text()
-
-    @property
-    def stacks(self) -> str:
-        """All threads, when the rank was asked for them; or what has come of that."""
-        return self._asked().partition(CRASH)[0].strip("\n")
-
-    @property
-    def crash(self) -> str:
-        """The thread that crashed last; it may be one of a child that the rank has forked."""
-        said = self._text()
-        found = said.rfind(CRASH)
-        return _from_the_function(said[found:]) if found >= 0 else ""
-
-    def is_whole(self) -> bool:
-        """Whether all threads have come. The main thread is the last, unless there are more threads than are written; it has
-        a known end, or all frames that are written.
+        faulthandler writes the main thread last. It is complete when its outermost frame has come, or MAX_FRAMES frames. If
+        there are too many threads, MORE_THREADS comes instead of the main thread.
         """
-        said = self._asked()
-        heads = list(HEAD.finditer(said))
-        if not heads or not said.endswith("\n"):
+        text = self._get_dump_text()
+        heads = list(THREAD_HEAD.finditer(text))
+        if not heads or not text.endswith("\n"):
             return False
-        if said.endswith(MORE_THREADS):
+        if text.endswith(MORE_THREADS):
             return True
         is_main = int(heads[-1][1], 16) == self.main_thread
-        return is_main and (said.endswith(OUTERMOST) or said.count("\n  File ", heads[-1].end()) >= MAX_FRAMES)
+        return is_main and (text.endswith(OUTERMOST_FRAME) or text.count("\n  File ", heads[-1].end()) >= MAX_FRAMES)
 
-    def _asked(self) -> str:
-        return "" if self._asked_at is None else self._text(self._asked_at)
+    @property
+    def dump(self) -> str:
+        """The requested stacks, as far as they have come."""
+        return self._get_dump_text().partition(CRASH_HEAD)[0].strip("\n")
 
-    def _text(self, start: int = 0) -> str:
+    @property
+    def crash_stack(self) -> str:
+        """The stack of the last crash, without mpwatch's frames. A child that the rank forked may have written it."""
+        text = self._get_text()
+        start = text.rfind(CRASH_HEAD)
+        return _cut_at_rank_main(text[start:]) if start >= 0 else ""
+
+    @property
+    def unforwarded_output(self) -> bytes:
+        """Output of the interpreter that the rank itself has not written to its own stderr."""
+        return self.startup_output if self.main_thread else bytes(self._data)
+
+    @property
+    def failed_startup_output(self) -> str:
+        """What the interpreter printed, if the rank never became ready; else empty."""
+        return "" if self.main_thread else self._get_text()
+
+    def _get_dump_text(self) -> str:
+        return "" if self._dump_start is None else self._get_text(self._dump_start)
+
+    def _get_text(self, start: int = 0) -> str:
         return bytes(self._data[start:]).decode(errors="replace")
 
 
-def tidy(stacks: str, main_thread: int) -> str:
-    """The main thread first, which runs the function, and without the frames that called it."""
-    blocks = [block for block in stacks.split("\n\n") if "\n" in block]  # not a head alone
-    is_main = {block: bool((head := HEAD.match(block)) and int(head[1], 16) == main_thread) for block in blocks}
-    mine = [_from_the_function(block) for block in blocks if is_main[block]]
+def format_stacks(stacks: str, main_thread: int) -> str:
+    """Put the main thread first, which runs the function, and cut the frames of mpwatch that called the function."""
+    blocks = [block for block in stacks.split("\n\n") if "\n" in block]  # a head alone has no frames
+    is_main = {block: bool((head := THREAD_HEAD.match(block)) and int(head[1], 16) == main_thread) for block in blocks}
+    main_blocks = [_cut_at_rank_main(block) for block in blocks if is_main[block]]
     others = [block for block in blocks if not is_main[block]]
-    if others and not mine:
-        mine = [MAIN_UNSEEN]
-    return "\n\n".join([block for block in mine if "\n" in block or block is MAIN_UNSEEN] + others)
+    if others and not main_blocks:
+        main_blocks = [MAIN_THREAD_MISSING]
+    return "\n\n".join([block for block in main_blocks if "\n" in block or block is MAIN_THREAD_MISSING] + others)
 
 
-def _from_the_function(block: str) -> str:
-    lines = block.splitlines()
-    ours = next((number for number, line in enumerate(lines) if OUR_FRAMES in line), len(lines))
-    return "\n".join(lines[:ours])
+def add_source_lines(stacks: str, started_at: float) -> str:
+    """Add the line of source after each frame, if there is one.
 
-
-def frames_of(stack: str) -> Iterator[tuple[str, str, str]]:
-    """File, function and line of source of each frame of the first thread of a stack with its sources, innermost first."""
-    lines = [*stack.partition("\n\n")[0].splitlines(), ""]
-    for line, after in pairwise(lines):
-        if frame := FRAME.match(line):
-            yield frame[1], frame[3], after.strip() if after.startswith("    ") else ""
-
-
-def with_sources(stack: str, since: float) -> str:
-    """Each frame followed by its line of source, where there is one to be found. Not from files that were changed after this
-    time of the wall clock: a line of them is not what the rank was doing.
+    Files that were changed after `started_at` (seconds since 1970) are left out: the rank runs an earlier version of them.
     """
     lines = []
-    for line in stack.splitlines():
+    for line in stacks.splitlines():
         lines.append(line)
-        frame = FRAME.match(line)
-        source = _source_of(frame[1], int(frame[2]), since) if frame else ""
+        match = FRAME_LINE.match(line)
+        source = _read_source_line(match[1], int(match[2]), started_at) if match else ""
         if source:
             lines.append(f"    {source}")
     return "\n".join(lines)
 
 
-def _source_of(file: str, line: int, since: float) -> str:
+def _cut_at_rank_main(block: str) -> str:
+    """Return the stack without the frames from the rank's main module outwards."""
+    lines = block.splitlines()
+    end = next((number for number, line in enumerate(lines) if RANK_MAIN_FILE in line), len(lines))
+    return "\n".join(lines[:end])
+
+
+def _read_source_line(file: str, line: int, started_at: float) -> str:
     try:
-        if os.path.exists(file) and os.path.getmtime(file) > since:
+        if os.path.exists(file) and os.path.getmtime(file) > started_at:
             return ""
-        linecache.checkcache(file)  # it may have changed since this program last looked
+        linecache.checkcache(file)  # the file may have changed since the host program read it
         return linecache.getline(file, line).strip()
-    except (ValueError, OSError):  # a name that no file can have, or one that has just been removed
+    except (ValueError, OSError):  # a name that no file can have, or a file that was removed at this moment
         return ""

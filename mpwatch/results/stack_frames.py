@@ -1,0 +1,29 @@
+"""Reads the frames of a stack in faulthandler's format. Pure.
+
+A line of source may follow the line of a frame, indented by four blanks: see `add_source_lines` of stack_dumps.py.
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+FRAME_LINE = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+
+class StackFrame(NamedTuple):
+    """One frame of a stack."""
+
+    file: str
+    line: int
+    function: str
+    source: str  # the line of source; empty if there is none
+
+
+def parse_frames(stacks: str) -> Iterator[StackFrame]:
+    """Yield the frames of the first thread, innermost first."""
+    lines = [*stacks.partition("\n\n")[0].splitlines(), ""]
+    for line, following in pairwise(lines):
+        if match := FRAME_LINE.match(line):
+            source = following.strip() if following.startswith("    ") else ""
+            yield StackFrame(match[1], int(match[2]), match[3], source)
