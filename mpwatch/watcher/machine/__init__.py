@@ -1,1 +1,1 @@
-"""The state machine of a group of ranks. Pure: no clock, process, pipe or signal."""
+"""The state machine of a restart group. Pure: it has no clock, process, pipe or signal. Begin with transitions.py."""

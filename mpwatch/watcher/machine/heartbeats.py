@@ -1,71 +1,75 @@
-"""Whose heartbeat is late, and whose is lost: the part of the machine that listens to pulses. Pure.
+"""Which heartbeats are late, and which ranks were silent for too long: a part of the state machine. Pure.
 
-While ranks are at work their pulses are felt whenever one of them may have been silent for half of `heartbeat_timeout`, and
-is late then, and oftener as long as one is; one that has never beaten has no limit, and is looked at again after that time,
-so that none of its beats can grow old unseen. If one is silent for all of it, all are felt a second time a little later: who
-was only suspended beats again, and who waits for the silent one is silent by then, too.
+All heartbeats of running ranks are read at the same time. The first reading is due after half of `heartbeat_timeout`. The
+next one is due when a rank may have been silent for half of the limit, and more often while one is late.
+
+A rank that was silent for the whole limit has not failed yet: all heartbeats are read a second time a little later. A
+rank that was only suspended has sent a heartbeat by then. Ranks that wait for a hanging rank are silent by then, too.
+
+A rank that has never sent a heartbeat has no limit.
 """
 
 import math
 from collections.abc import Iterable
 
-from mpwatch.watcher.machine.transitions import LATE_SECONDS, SURE_SECONDS
+from mpwatch.watcher.machine.transitions import CONFIRM_SECONDS, SUSPENDED_SECONDS
 
-LATE = 0.5  # of the limit: who is silent for so long is late
-OFTEN = 0.1  # of it: how often all are felt while somebody is late
+LATE_SHARE = 0.5  # of the limit: a rank that has been silent for so long is late
+RECHECK_SHARE = 0.1  # of the limit: the time between two readings while a rank is late
 
 
 class Heartbeats:
-    """Of some ranks in one call.
+    """The heartbeats of all ranks during one call.
 
     Args:
-        limit: seconds that a rank which has beaten once may be silent, or None.
-        now: seconds on the clock that all times are of.
+        limit: seconds that a rank may be silent after its first heartbeat; None: without limit.
+        now: seconds on the clock of all times here.
     """
 
     def __init__(self, limit: float | None, now: float) -> None:
         self._limit = math.inf if limit is None else limit
-        self._unfelt: set[int] = set()
-        self._is_second_time = False
-        self.due_at = now + self._limit * LATE  # when they are felt next
-        self.late: dict[int, float] = {}  # ranks that have been silent for a while, with their last beats
-        self.silent: dict[int, float] = {}  # those of them that were so for too long
+        self._unread: set[int] = set()
+        self._is_second_reading = False
+        self.due_at = now + self._limit * LATE_SHARE  # when the next reading is due
+        self.late_ranks: dict[int, float] = {}  # late ranks, with the times of their last heartbeats
+        self.silent_ranks: dict[int, float] = {}  # ranks that were silent for the whole limit, with the same
 
-    def feel(self, ranks: Iterable[int], now: float) -> list[int]:
-        """Of these ranks, all at work, whose pulse is to be felt now."""
-        nothing_ran = now > self.due_at + LATE_SECONDS  # neither this program nor its ranks
-        self.due_at = now + self._limit * (1 if nothing_ran else LATE)
-        self._unfelt = set() if nothing_ran else set(ranks)
-        if not self._unfelt:
-            self._is_second_time = False
-        return sorted(self._unfelt)
+    def begin_reading(self, ranks: Iterable[int], now: float) -> list[int]:
+        """Return the ranks, of these running ones, whose heartbeats must be read now."""
+        # A reading that is so late means that neither this program nor its ranks ran: nobody is to blame for silence.
+        was_suspended = now > self.due_at + SUSPENDED_SECONDS
+        self.due_at = now + self._limit * (1 if was_suspended else LATE_SHARE)
+        self._unread = set() if was_suspended else set(ranks)
+        if not self._unread:
+            self._is_second_reading = False
+        return sorted(self._unread)
 
-    def hear(self, rank: int, beat_at: float | None, now: float) -> bool:
-        """When this rank was last heard of. True if it is sure now, with all of them felt, that some are silent."""
-        self._unfelt.discard(rank)
+    def add(self, rank: int, beat_at: float | None, now: float) -> bool:
+        """Add the time of a rank's last heartbeat. Return True if all were read twice, and `silent_ranks` is certain."""
+        self._unread.discard(rank)
         if beat_at is not None:
-            self._note(rank, beat_at, now)
-        if self._unfelt:
+            self._update(rank, beat_at, now)
+        if self._unread:
             return False
-        if self.silent and self._is_second_time:
+        if self.silent_ranks and self._is_second_reading:
             return True
-        self._is_second_time = bool(self.silent)
-        if self.silent:
-            self.due_at = now + min(SURE_SECONDS, self._limit * OFTEN)
-            self.silent.clear()
+        self._is_second_reading = bool(self.silent_ranks)
+        if self.silent_ranks:
+            self.due_at = now + min(CONFIRM_SECONDS, self._limit * RECHECK_SHARE)
+            self.silent_ranks.clear()
         return False
 
-    def forget(self, rank: int) -> None:
-        """It is not at work any more."""
-        self.late.pop(rank, None)
+    def remove(self, rank: int) -> None:
+        """Remove a rank that is no longer running from the late ones."""
+        self.late_ranks.pop(rank, None)
 
-    def _note(self, rank: int, beat_at: float, now: float) -> None:
-        self.late.pop(rank, None)
-        late_at, lost_at = beat_at + self._limit * LATE, beat_at + self._limit
+    def _update(self, rank: int, beat_at: float, now: float) -> None:
+        self.late_ranks.pop(rank, None)
+        late_at, silent_at = beat_at + self._limit * LATE_SHARE, beat_at + self._limit
         if late_at > now:
             self.due_at = min(self.due_at, late_at)
             return
-        self.late[rank] = beat_at
-        self.due_at = min(self.due_at, lost_at, now + self._limit * OFTEN)
-        if lost_at <= now:
-            self.silent[rank] = beat_at
+        self.late_ranks[rank] = beat_at
+        self.due_at = min(self.due_at, silent_at, now + self._limit * RECHECK_SHARE)
+        if silent_at <= now:
+            self.silent_ranks[rank] = beat_at

@@ -1,69 +1,115 @@
-"""What can happen in a run, and what can be done about it, as data: the vocabulary of the machine (machine.py).
+"""The state machine's tables: phases of a rank, stages of a run, events, actions and legal transitions. Pure data.
 
-Each rank is in one Phase, and TRANSITIONS says which events are legal there and where they lead; everything that a rank can
-go through is in that table. The run as a whole is in one Stage.
+Read this file first. state_machine.py applies it, and nothing else changes the state of a run.
+
+Rules:
+
+1. Each rank is in one `RankPhase`. `TRANSITIONS` lists the events that are legal in each phase, and the next phase.
+2. An event that is not in the table raises IllegalEventError with the event and the phase. It is an error in mpwatch.
+3. All ranks of a machine together are in one `RunStage`. The methods of StateMachine change it, as in the second drawing.
+4. Each event of a rank carries a `generation`: which start of the rank it belongs to, from 0. The machine ignores events of
+   an earlier generation, since that process no longer matters.
+5. The machine has no clock, pid, pipe or signal. Events and times come in, actions go out.
+
+Theory of operation. The event loop turns each message, exit, signal and command into an `Event`, and passes it to
+`StateMachine.handle`. It calls `StateMachine.handle_deadline` no later than at `StateMachine.deadline`. Both return the
+`Action`s that the event loop then executes.
+
+The phases of a rank, with the events and the actions that change them:
+
+    STARTING -- Ready --> READY -- CallRank --> RUNNING -- Returned --> RETURNED -- RequestExit --> EXITING
+        |                                          |
+        `---------- Failed: cannot start ----------`------ Failed ----> FAILED -- DetailsReceived --> DETAILS_SENT
+
+    each phase above ---------- SIGTERM or SIGINT ---> TERMINATING -- SIGKILL --> KILLED -- KILL_SECONDS later --> ABANDONED
+    each phase except ABANDONED --------- Exited ---> EXITED
+
+The stages of a run:
+
+    IDLE --- StartCall ---> RUNNING
+    RUNNING --- every rank has returned ---> SHUTTING_DOWN --- all have exited ---> the end
+    RUNNING --- a rank fails, `timeout` or `start_timeout` expires ---> DUMPING_STACKS
+    RUNNING --- a rank reports a secondary failure, or has not reported yet what it raised ---> AWAITING_ROOT_CAUSE
+    AWAITING_ROOT_CAUSE --- a rank fails by itself, or ROOT_CAUSE_WAIT_SECONDS later ---> DUMPING_STACKS
+    DUMPING_STACKS --- all stacks are there, or STACK_DUMP_SECONDS later ---> TERMINATING --- all have exited ---> the end
+    SHUTTING_DOWN --- `grace_period` later ---> TERMINATING
+    each stage above --- Interrupted ---> TERMINATING
+
+    the end is FINISHED; or AWAITING_DECISION, if the ranks may be restarted
+    AWAITING_DECISION --- Restart ---> RUNNING, in the next generation
+    AWAITING_DECISION --- DoNotRestart, Interrupted, Shutdown or Abort ---> FINISHED
+
+Ranks of a WorkerGroup (`keep_ranks`) stay after a call, which changes this:
+
+    RUNNING --- every rank has returned ---> IDLE
+    RUNNING --- a rank raises ---> AWAITING_ROOT_CAUSE --- every rank has returned or raised ---> IDLE
+    RUNNING --- SIGINT, which the ranks receive too ---> AWAITING_ROOT_CAUSE --- every rank has returned or raised ---> IDLE
+    IDLE --- a rank exits ---> TERMINATING
+    IDLE --- Shutdown ---> SHUTTING_DOWN
+
+In a job of several nodes the machine begins in AWAITING_DECISION without ranks. All nodes together decide what follows.
 """
 
 import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-LAST_CALL_SECONDS = 1.0  # how long a cause may be later than the complaints about it
-LOOK_SECONDS = 0.2  # for the stacks of all ranks together; one takes a tenth of a millisecond
-LEAST_GRACE_SECONDS = 0.2  # for a rank that has failed to send the details, whatever the grace period
-KILL_SECONDS = 0.8  # from SIGKILL to giving up, a second together with the look: who takes longer sleeps in the kernel
-END_SECONDS = 1.0  # a rank that has returned may take at least so long to end, whatever the grace period
-LATE_SECONDS = 1.0  # called so late, the machine takes it that nothing here did run, neither this program nor its ranks
-SURE_SECONDS = 1.0  # at most, and a tenth of the limit: until silence is taken for such
+ROOT_CAUSE_WAIT_SECONDS = 1.0  # how much later than a secondary failure its root cause may be reported
+STACK_DUMP_SECONDS = 0.2  # for the stacks of all ranks together; the stacks of one rank take 0.1 ms
+MIN_GRACE_SECONDS = 0.2  # so that a failed rank can send the details of its exception, however short the grace period is
+KILL_SECONDS = 0.8  # from SIGKILL to AbandonRank; a process that takes longer sleeps in the kernel. With the dump: 1 s
+EXIT_SECONDS = 1.0  # the least time for a rank to exit after it has returned, however short the grace period is
+SUSPENDED_SECONDS = 1.0  # a deadline missed by so much means that the whole machine was suspended, ranks included
+CONFIRM_SECONDS = 1.0  # at most, and a tenth of the limit: from the first to the second reading of a silent rank's heartbeat
 
 
 class RankPhase(Enum):
-    """Where a rank is."""
+    """Where one rank is."""
 
-    __hash__ = object.__hash__  # Enum's own is in Python, and the machine looks up phases all the time
+    __hash__ = object.__hash__  # Enum.__hash__ is written in Python, and the machine looks up phases all the time
 
     STARTING = auto()
-    READY = auto()  # it waits for a call
+    READY = auto()  # waits for a call
     RUNNING = auto()
-    RETURNED = auto()  # it has returned, and waits for the others
-    FAILED = auto()  # it has reported a failure
-    DETAILS_SENT = auto()  # and all that can be told of it, and waits for what becomes of the others
-    EXITING = auto()  # it has returned and been told to end
-    TERMINATING = auto()  # it has been told to stop, by signal
-    KILLED = auto()
+    RETURNED = auto()  # the function has returned; the rank waits for the others
+    FAILED = auto()  # has reported a failure; the details of the exception are on their way
+    DETAILS_SENT = auto()  # has reported a failure with all details; the rank waits for the others
+    EXITING = auto()  # was asked to exit after it had returned
+    TERMINATING = auto()  # was stopped by SIGTERM or SIGINT
+    KILLED = auto()  # was stopped by SIGKILL
     EXITED = auto()
-    ABANDONED = auto()  # not even SIGKILL ended it
+    ABANDONED = auto()  # did not exit after SIGKILL
 
 
 class RunStage(Enum):
-    """Where the run is."""
+    """Where the ranks of one machine are together."""
 
-    IDLE = auto()
+    IDLE = auto()  # no call is running: the ranks start, or wait for a call
     RUNNING = auto()
-    AWAITING_ROOT_CAUSE = auto()
-    DUMPING_STACKS = auto()
-    SHUTTING_DOWN = auto()
-    TERMINATING = auto()
-    AWAITING_DECISION = auto()
+    AWAITING_ROOT_CAUSE = auto()  # a rank has failed, and another one may be the root cause
+    DUMPING_STACKS = auto()  # the ranks that are running send their stacks before they are stopped
+    SHUTTING_DOWN = auto()  # all ranks have returned, and were asked to exit
+    TERMINATING = auto()  # all ranks were stopped by a signal
+    AWAITING_DECISION = auto()  # there are no processes; the caller's thread decides whether to restart the ranks
     FINISHED = auto()
 
 
 class StopReason(Enum):
-    """What ended the run."""
+    """What ended the call or the attempt."""
 
     SUCCEEDED = auto()
     FAILED = auto()
     TIMED_OUT = auto()
     INTERRUPTED = auto()
-    CANCELLED_BY_JOB = auto()  # by other nodes
+    CANCELLED_BY_JOB = auto()  # other nodes have ended the attempt, or this node has not heard of them for too long
 
 
 @dataclass(frozen=True, slots=True)
 class RankEvent:
-    """Something that a rank has done. What comes of an earlier life of it changes nothing any more."""
+    """An event of one rank. The machine ignores events of earlier generations."""
 
     rank: int
-    generation: int = field(default=0, kw_only=True)  # which of its lives, from 0
+    generation: int = field(default=0, kw_only=True)  # which start of the rank, from 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,63 +124,63 @@ class Returned(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class Failing(RankEvent):
-    """The rank's function has raised; what, is being told."""
+    """The rank's function has raised. The report of the exception follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed(RankEvent):
-    """The rank has reported a failure; a secondary one is only a complaint that a peer has gone."""
+    """The rank has reported a failure. A secondary failure only reports that a peer was lost."""
 
     is_secondary: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DetailsReceived(RankEvent):
-    """The rank has told all that it can of the failure that it has reported."""
+    """The rank has sent the details of the failure that it reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackDumped(RankEvent):
-    """The rank's stacks have come, or cannot be had."""
+    """The rank has sent its stacks, or cannot send them."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatRead(RankEvent):
-    """When the rank was last heard of; None: never."""
+    """The answer to ReadHeartbeat: the time of the rank's last heartbeat, or None if it has never sent one."""
 
     beat_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Exited(RankEvent):
-    """The rank's process has ended, and everything it had sent has been handled."""
+    """The rank's process has exited, and all messages that it had sent were handled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restart(RankEvent):
-    """This rank and those that are in the same boat have failed, and are worth another try."""
+    """Restart the ranks of this machine. `rank` is the first of them."""
 
-    ranks: tuple[int, ...] = ()  # these at once, instead of those that there were
+    ranks: tuple[int, ...] = ()  # the ranks to start; empty: the same as before. In a job of several nodes they may change
 
 
 @dataclass(frozen=True, slots=True)
 class DoNotRestart(RankEvent):
-    """They are not."""
+    """Do not restart the ranks of this machine. `rank` is the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The watcher has got a signal."""
+    """The watcher has received a signal."""
 
     signum: int
 
 
 @dataclass(frozen=True, slots=True)
 class StartCall:
-    """The caller wants a function called in every rank."""
+    """The caller wants to call a function in every rank."""
 
     started_at: float
-    timeout: float | None = None  # seconds from then on
+    timeout: float | None = None  # seconds from `started_at`
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +190,23 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Other ranks of the run have failed for good."""
+    """The run has failed, since ranks of another restart group will not be restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelAttempt:
-    """Other nodes have ended the attempt, or nothing is heard of them."""
+    """Other nodes have ended the attempt, or this node has not heard of them for too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The other nodes know that this one is there. They may give it up later, and go on without it."""
+    """In a job of several nodes: how long this node may keep its ranks without hearing from the other nodes.
 
-    stop_at: float = math.inf  # if nothing more is heard: when the ranks are to be stopped
-    kill_at: float = math.inf  # and when none may be left
+    Each contact with the other nodes renews the lease. When it has run out, the other nodes go on without this node.
+    """
+
+    stop_at: float = math.inf  # when the ranks must be stopped
+    kill_at: float = math.inf  # when ranks that are still there must be killed
 
 
 NO_LEASE = Lease()
@@ -181,28 +230,28 @@ class CallRank:
 
 @dataclass(frozen=True, slots=True)
 class RequestExit:
-    """Tell the rank to end as any program does."""
+    """Ask the rank to exit as any program does."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class DumpStacks:
-    """Ask the rank for the stacks of its threads."""
+    """Ask the rank for the stacks of its threads. StackDumped is the answer."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReadHeartbeat:
-    """See when the rank was last heard of."""
+    """Read the time of the rank's last heartbeat. HeartbeatRead is the answer."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class SendSignal:
-    """Send the rank's process group a signal; SIGINT to the rank alone."""
+    """Send a signal to the rank's process group; SIGINT to the rank's process alone."""
 
     rank: int
     signum: int
@@ -210,7 +259,7 @@ class SendSignal:
 
 @dataclass(frozen=True, slots=True)
 class AbandonRank:
-    """Wait for this rank no longer."""
+    """Stop waiting for the rank's process, which SIGKILL did not end."""
 
     rank: int
 
@@ -219,14 +268,16 @@ Action = StartRank | CallRank | RequestExit | DumpStacks | ReadHeartbeat | SendS
 
 
 class IllegalEventError(Exception):
-    """The loop has told the machine something that cannot be: an error in mpwatch."""
+    """An event that is not legal in the present phase or stage. It is an error in mpwatch."""
 
 
-# A late word of a rank that is being stopped is evidence, and changes nothing.
-_STOPPED: dict[type, RankPhase | None] = {
+# What a rank still sends while it is being stopped is evidence for the diagnosis. It does not change the phase.
+_WHILE_STOPPING: dict[type, RankPhase | None] = {
     **dict.fromkeys((Ready, Returned, Failing, Failed, DetailsReceived, StackDumped, HeartbeatRead)),
     Exited: RankPhase.EXITED,
 }
+
+# For each phase the legal events, and the phase that follows. None: the phase stays the same.
 TRANSITIONS: dict[RankPhase, dict[type, RankPhase | None]] = {
     RankPhase.STARTING: {Ready: RankPhase.READY, Failed: RankPhase.FAILED, Exited: RankPhase.EXITED},
     RankPhase.READY: {Exited: RankPhase.EXITED},
@@ -242,9 +293,9 @@ TRANSITIONS: dict[RankPhase, dict[type, RankPhase | None]] = {
     RankPhase.FAILED: {DetailsReceived: RankPhase.DETAILS_SENT, StackDumped: None, Exited: RankPhase.EXITED},
     RankPhase.DETAILS_SENT: {StackDumped: None, Exited: RankPhase.EXITED},
     RankPhase.EXITING: {Exited: RankPhase.EXITED},
-    RankPhase.TERMINATING: _STOPPED,
-    RankPhase.KILLED: _STOPPED,
+    RankPhase.TERMINATING: _WHILE_STOPPING,
+    RankPhase.KILLED: _WHILE_STOPPING,
     RankPhase.EXITED: {},
     RankPhase.ABANDONED: {},
 }
-LIVING = frozenset(RankPhase) - {RankPhase.EXITED, RankPhase.ABANDONED}
+ALIVE_PHASES = frozenset(RankPhase) - {RankPhase.EXITED, RankPhase.ABANDONED}

@@ -1,1 +1,1 @@
-"""What observers and the live view are given while the ranks run."""
+"""What observers, the log and the live view receive while the ranks run."""

@@ -1,6 +1,6 @@
-"""What is to be logged of a run: noted by its thread, logged by the caller's, at once.
+"""Log records of a run: queued in the watcher thread or the output thread, logged in the caller's thread.
 
-A logging handler is code of the user's. It may want a lock that the caller holds, or raise; neither may hold up the run.
+A logging handler is code of the user. It may wait for a lock that the caller holds, or raise. Neither may delay the run.
 """
 
 import logging
@@ -11,26 +11,29 @@ log = logging.getLogger("mpwatch")
 
 
 class DeferredLog:
-    """`wake` has the caller's thread call `say`."""
+    """The queue of log records. `wake` makes the caller's thread call `emit`."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._unsaid: deque[tuple[int, str, tuple[object, ...]]] = deque()
+        self._records: deque[tuple[int, str, tuple[object, ...]]] = deque()
 
     def warning(self, text: str, *args: object) -> None:
-        """To be logged as a warning."""
-        self._note(logging.WARNING, text, args)
+        """Queue a warning. Any thread may call it."""
+        self._queue(logging.WARNING, text, args)
 
     def debug(self, text: str, *args: object) -> None:
-        """To be logged for who looks for a fault of ours."""
-        self._note(logging.DEBUG, text, args)
+        """Queue a record that helps to find an error in mpwatch. Any thread may call it."""
+        self._queue(logging.DEBUG, text, args)
 
-    def say(self) -> None:
-        """Log what has been noted. Raises what a handler does, and goes on from there next time."""
-        while self._unsaid:
-            level, text, args = self._unsaid.popleft()
+    def emit(self) -> None:
+        """Log the queued records, in the caller's thread.
+
+        Raises what a handler raises. The next call goes on with the next record.
+        """
+        while self._records:
+            level, text, args = self._records.popleft()
             log.log(level, text, *args)
 
-    def _note(self, level: int, text: str, args: tuple[object, ...]) -> None:
-        self._unsaid.append((level, text, args))
+    def _queue(self, level: int, text: str, args: tuple[object, ...]) -> None:
+        self._records.append((level, text, args))
         self._wake()

@@ -1,7 +1,9 @@
-"""What happens in a run, noted in either thread as events, and told to the observers in the caller's.
+"""The events of a run: published in any thread, dispatched to the observers in the caller's thread.
 
-An observer is code of the user's. It may be slow, or want a lock that the caller holds: that holds up nothing but itself.
-One that raises is logged once and dropped.
+    watcher thread, caller's thread --- publish ---> queue --- dispatch, in the caller's thread ---> observers, log, result
+
+An observer is code of the user. It may be slow, or wait for a lock that the caller holds. That delays only the caller's
+thread, not the ranks. An observer that raises is logged once and dropped.
 """
 
 import logging
@@ -17,60 +19,73 @@ from mpwatch.events.types import Event, RunEnded, RunStarted, StateChanged
 from mpwatch.options.spec import GroupSpec, Observer
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.model import WorkerState
-from mpwatch.results.state_transitions import ENDS, check_change
+from mpwatch.results.state_transitions import ENDS, check_transition
 
 log = logging.getLogger("mpwatch")
-MANY = 100_000  # events: some ten megabytes, of a run that is long, or has many ranks
+MAX_EVENTS = 100_000  # about 10 MB. A run that is long or has many ranks keeps only the latest events
 
 
 class EventBus:
-    """Of one run, or of a group in all its lives.
+    """The events of one run, or of a WorkerGroup until it is closed.
 
     Args:
-        run_id: of the events.
-        observers: who is told.
-        keep: whether all events are kept, for the result.
+        run_id: the run_id of the events.
+        observers: functions that receive each event.
+        keep_events: whether to keep all events, for the result.
     """
 
-    def __init__(self, run_id: str, observers: Iterable[Observer], *, keep: bool) -> None:
+    def __init__(self, run_id: str, observers: Iterable[Observer], *, keep_events: bool) -> None:
         self.run_id = run_id
         self.started_at = time.monotonic()
-        self.events: deque[Event] = deque(maxlen=MANY)  # that were told, if they are kept: the latest
-        self.wake: Callable[[], object] = bool  # has the caller's thread call `tell`; so far there is nobody to wake up
-        self.state = WorkerState.UNKNOWN  # of all ranks together, as it was told
+        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)  # that were dispatched, if they are kept
+        self.wake: Callable[[], object] = bool  # makes the caller's thread call `dispatch`; WatcherThread sets it
+        self.state = WorkerState.UNKNOWN  # of all ranks together, as of the last StateChanged
         self._log = LogEvents()
         self._observers: list[Observer] = [self._log, *observers]
-        self._keep = keep
-        self._untold: deque[Event] = deque()
+        self._keep_events = keep_events
+        self._queue: deque[Event] = deque()  # events that have not been dispatched
         self._wall_clock = time.time() - self.started_at
         self.ranks: Sequence[int] = ()  # of this node
-        self._has_begun = False
+        self._has_started = False
         self._has_ended = False
 
     def wants(self, kind: type[Event]) -> bool:
-        """Whether anybody wants to know of events of this kind."""
-        return self._keep or self._is_observed(kind)
+        """Return whether events of this kind are observed, logged or kept."""
+        return self._keep_events or self._is_observed(kind)
 
     def publish(
         self, kind: type[Event], ranks: Iterable[int], *, at: float | None = None, attempt: int = 0, **details: Any
     ) -> None:
-        """Something has happened to these ranks, at this time of CLOCK_MONOTONIC, or now."""
+        """Queue an event of these ranks, and wake up the caller's thread. Any thread may call it.
+
+        Args:
+            kind: class of the event.
+            ranks: the ranks of the event.
+            at: when it happened, in seconds of CLOCK_MONOTONIC; None: now.
+            attempt: number of the attempt.
+            details: the other fields of the event.
+        """
         if not self.wants(kind):
             return
         at = time.monotonic() if at is None else at
         when = {"time": self.wall_time(at), "monotonic": at}
-        self._untold.append(kind(run_id=self.run_id, ranks=tuple(ranks), attempt=attempt, **when, **details))
+        self._queue.append(kind(run_id=self.run_id, ranks=tuple(ranks), attempt=attempt, **when, **details))
         if self._is_observed(kind):
             self.wake()
 
     def _is_observed(self, kind: type[Event]) -> bool:
         return len(self._observers) > 1 or self._log.wants(kind)
 
-    def begin(self, spec: GroupSpec, *, fn: str) -> None:
-        """The ranks are about to be started, for this function, or, if it is empty, for any number of calls."""
+    def publish_run_started(self, spec: GroupSpec, *, fn: str) -> None:
+        """Publish that the ranks are about to be started.
+
+        Args:
+            spec: options of the run or the WorkerGroup.
+            fn: name of the function; empty for a WorkerGroup, which can be called several times.
+        """
         assert isinstance(spec.nprocs, int)  # see GroupSpec
-        self._has_begun = True
-        if not spec.is_on_nodes:
+        self._has_started = True
+        if not spec.is_multi_node:
             self.ranks = range(spec.nprocs)
         self.publish(
             RunStarted,
@@ -83,13 +98,17 @@ class EventBus:
             hostname=platform.node(),
         )
 
-    def end(self, state: WorkerState, workers: Collection[Worker], *, restarts: int, reason: str) -> None:
-        """All is over. The first time that this is said counts; whoever is struck on the way out says it again."""
-        if self._has_begun and not self._has_ended:
-            if self.state not in ENDS:  # else that was all that it came to the first time
+    def publish_run_ended(self, state: WorkerState, workers: Collection[Worker], *, restarts: int, reason: str) -> None:
+        """Publish that the run has ended, and dispatch all events.
+
+        Only the first call publishes. A second call comes from the handling of an exception that was raised during the first
+        one. It dispatches the events that are left.
+        """
+        if self._has_started and not self._has_ended:
+            if self.state not in ENDS:  # otherwise an exception came after the change of the state, in the first call
                 self.change_state(state, workers)
             elapsed = time.monotonic() - self.started_at
-            attempt = _latest(workers)
+            attempt = _latest_attempt(workers)
             self._has_ended = True
             self.publish(
                 RunEnded, self.ranks, attempt=attempt, state=self.state, elapsed=elapsed, restarts=restarts, reason=reason
@@ -97,40 +116,40 @@ class EventBus:
         try:
             self.dispatch()
         finally:
-            self.dispatch()  # the rest, if an observer has thrown something that is not its own failure
-
-    def wall_time(self, at: float) -> float:
-        """In seconds since 1970, what was this on CLOCK_MONOTONIC."""
-        return self._wall_clock + at
+            self.dispatch()  # the rest, if an observer has raised KeyboardInterrupt or SystemExit
 
     def change_state(self, after: WorkerState, workers: Iterable[Worker]) -> None:
-        """All ranks together are in this state now."""
+        """Set the state of all ranks together, and publish StateChanged if it is a new one. Raises ValueError."""
         if after is not self.state:
-            check_change(self.state, after)
-            before, self.state = self.state, after  # first: who is struck here does not come from an end to another
-            self.publish(StateChanged, self.ranks, attempt=_latest(workers), before=before, after=after)
+            check_transition(self.state, after)
+            before, self.state = self.state, after  # first: after an exception here, no second final state can follow
+            self.publish(StateChanged, self.ranks, attempt=_latest_attempt(workers), before=before, after=after)
+
+    def wall_time(self, at: float) -> float:
+        """Convert a time of CLOCK_MONOTONIC into seconds since 1970."""
+        return self._wall_clock + at
 
     def dispatch(self) -> None:
-        """Tell the observers what has been noted."""
-        while self._untold:
-            event = self._untold.popleft()
-            if self._keep:
+        """Call the observers for each queued event. Only the caller's thread may call it."""
+        while self._queue:
+            event = self._queue.popleft()
+            if self._keep_events:
                 self.events.append(event)
-            self._tell_each(self._observers, event)
+            self._notify(self._observers, event)
 
-    def _tell_each(self, observers: Sequence[Observer], event: Event) -> None:
+    def _notify(self, observers: Sequence[Observer], event: Event) -> None:
         for n, observer in enumerate(observers):
             try:
                 observer(event)
             except Exception as error:
                 self._observers = [other for other in self._observers if other is not observer]
-                with suppress(Exception):  # it may have been the log
-                    text = "the observer %r has failed at %r; it is told nothing more"
+                with suppress(Exception):  # a logging handler may raise, too
+                    text = "the observer %r failed at the event %r; it receives no more events"
                     log.exception(text, observer, event.name, exc_info=error)
-            except BaseException:  # it wants the program to end, which is no reason to tell the others less
-                self._tell_each(observers[n + 1 :], event)
+            except BaseException:  # it ends the program. The other observers receive the event first
+                self._notify(observers[n + 1 :], event)
                 raise
 
 
-def _latest(workers: Iterable[Worker]) -> int:
+def _latest_attempt(workers: Iterable[Worker]) -> int:
     return max((worker.restart_count for worker in workers), default=0)

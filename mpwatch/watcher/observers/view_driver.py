@@ -1,13 +1,12 @@
-"""The live view of a run, if there is one, as the caller's thread serves it while it waits: now and then the ranks' thread
-is asked how they fare, and what it answers is shown.
+"""The driver of the live view. It runs in the caller's thread while that waits for a call, if there is a view.
 
-    caller's thread    a look is due --> post a Look --> sleep until it is answered --> show --> sleep until the next is due
-    thread of the life                       `--> statuses_of --> alarm --^
+    caller's thread --- an update is due: post a StatusRequest ---> watcher thread: current_statuses
+                    <--- wake-up: show the statuses, sleep until the next update is due ---'
 
-A view in a terminal keeps some of its rows. What gives them back is entrusted to the guardian, should we be killed.
+A view in a terminal reserves some rows. The guardian knows what text gives them back, in case the watcher is killed.
 
-A view calls code that is not ours (rich, IPython) and writes to what may be slow or gone. One that raises is logged and
-dropped; it never fails a run. Where there is no view, nobody asks and nobody wakes up.
+A view runs code of others (rich, IPython), and writes to a terminal that may be slow or gone. A view that raises is logged
+once and dropped. It never fails a run. Without a view there are no requests and no wake-ups.
 """
 
 import logging
@@ -19,111 +18,114 @@ from typing import Protocol
 
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.watcher.commands import CommandQueue, PendingCall, StatusRequest, TerminalRestore
-from mpwatch.watcher.observers.status_snapshot import last_statuses
+from mpwatch.watcher.observers.status_snapshot import final_statuses
 
 log = logging.getLogger("mpwatch")
-MOST_CLOSINGS = 2
+MAX_CLOSES = 2
 
 
 class View(Protocol):
-    """What shows the ranks, from when a call is waited for until it is over. Each method may raise anything."""
+    """A display of the ranks, from the start of a call to its end. Each method may raise anything."""
 
     @property
     def period(self) -> float:
-        """Seconds until it wants to see them again; infinite if it does not."""
+        """Seconds to the next update; infinite: the view needs no more updates."""
 
     @property
-    def repair(self) -> tuple[str, bytes] | None:
-        """The name of a terminal, and what puts it in order again; None if there is nothing to be put in order."""
+    def terminal_restore(self) -> tuple[str, bytes] | None:
+        """The path of a terminal, and the bytes that restore it; None: there is nothing to restore."""
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
-        """This is how they fare, in order of their ranks."""
+        """Show the present statuses, which are sorted by rank."""
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """This is how they fared in the end; empty if nobody knows. Nothing more is shown. It may be called again."""
+        """Show the final statuses, sorted by rank; they are empty if they are not known. It may be called twice."""
 
 
 MakeView = Callable[[], View | None]
 
 
 def no_view() -> None:
-    """For who shows nothing."""
+    """Return None: a MakeView for calls without a view."""
 
 
 class ViewDriver:
-    """Of one call. For the caller's thread alone; nothing that it does raises an Exception."""
+    """The driver of the view of one call. Only the caller's thread uses it. Its methods raise no Exception."""
 
     def __init__(self, make_view: MakeView, commands: CommandQueue, pending_call: PendingCall) -> None:
         self._commands = commands
         self._pending_call = pending_call
-        self._look: StatusRequest | None = None  # that has yet to be answered
+        self._request: StatusRequest | None = None  # that has not been answered
         self._view: View | None = None
-        self._due_at = 0.0  # when the next one is
-        self._closings = 0
-        self._entrusted: tuple[str, bytes] | None = None
-        self._guard(lambda: self._begin(make_view))
+        self._due_at = 0.0  # when the next update is due
+        self._close_count = 0
+        self._posted_restore: tuple[str, bytes] | None = None
+        self._guard(lambda: self._open_view(make_view))
 
-    def patience(self) -> float | None:
-        """How long one may sleep; None: until somebody rings the alarm, as who answers does."""
-        if self._view is None or self._look is not None or self._due_at == math.inf:
+    def seconds_to_next_update(self) -> float | None:
+        """Return how long the caller's thread may sleep; None: until a wake-up, such as the answer to a request."""
+        if self._view is None or self._request is not None or self._due_at == math.inf:
             return None
         return max(0.0, self._due_at - time.monotonic())
 
-    def attend(self) -> None:
-        """Show what has been answered, and ask if it is time to."""
+    def update(self) -> None:
+        """Show the statuses that have come, or request them if an update is due."""
         if self._view is None:
             return
-        if self._look is None:
+        if self._request is None:
             if time.monotonic() >= self._due_at:
-                self._look = StatusRequest()
-                self._commands.post(self._look)
-        elif self._look.statuses is not None:
-            statuses, self._look = self._look.statuses, None
+                self._request = StatusRequest()
+                self._commands.post(self._request)
+        elif self._request.statuses is not None:
+            statuses, self._request = self._request.statuses, None
             self._guard(lambda: self._show(statuses))
 
     def close(self) -> None:
-        """The call is over, or is given up. Called again, should an exception have come in the midst of it: that is tried
-        once more, for a terminal has to be put in order, and then no more, for it may be the view itself that throws.
+        """Close the view, since the call is over or an exception ends it.
+
+        It is called again if an exception, such as KeyboardInterrupt, interrupts it. The second call closes the view once
+        more, because the terminal must be restored. A third call does not, because the view itself may be what raises.
         """
         view = self._view
-        self._closings += 1
-        if view is not None and self._closings <= MOST_CLOSINGS:
-            self._guard(lambda: self._finish(view))
+        self._close_count += 1
+        if view is not None and self._close_count <= MAX_CLOSES:
+            self._guard(lambda: self._close_view(view))
         self._view = None
 
-    def _begin(self, make_view: MakeView) -> None:
+    def _open_view(self, make_view: MakeView) -> None:
         self._view = make_view()
-        self._wait()
+        self._schedule_update()
 
     def _show(self, statuses: Sequence[RankStatus]) -> None:
         if self._view is not None:
             self._view.show(statuses)
-            self._entrust(self._view)
-            self._wait()
+            self._post_restore(self._view)
+            self._schedule_update()
 
-    def _finish(self, view: View) -> None:
-        view.close(last_statuses(self._pending_call.observations))
-        self._entrust(view)
+    def _close_view(self, view: View) -> None:
+        view.close(final_statuses(self._pending_call.observations))
+        self._post_restore(view)
 
-    def _entrust(self, view: View) -> None:
-        """The guardian knows what it would have to put in order."""
-        repair = view.repair
-        if repair != self._entrusted:
-            self._entrusted = repair
-            self._commands.post(TerminalRestore(repair))
-
-    def _wait(self) -> None:
+    def _schedule_update(self) -> None:
         if self._view is not None:
             self._due_at = time.monotonic() + self._view.period
 
+    def _post_restore(self, view: View) -> None:
+        """Send the guardian what restores the terminal, if that has changed."""
+        terminal_restore = view.terminal_restore
+        if terminal_restore != self._posted_restore:
+            self._posted_restore = terminal_restore
+            self._commands.post(TerminalRestore(terminal_restore))
+
     def _guard(self, do: Callable[[], None]) -> None:
+        """Call `do`. If it raises an Exception, drop the view and log a warning."""
         try:
             do()
         except Exception as error:
             view, self._view = self._view, None
-            with suppress(Exception):  # it leaves what it holds
+            with suppress(Exception):  # so that the view releases its rows of the terminal, if it still can
                 if view is not None:
                     view.close(())
-                    self._entrust(view)
-            with suppress(Exception):  # it may have been the log
-                log.warning("the live view has failed; the run goes on without it", exc_info=error)
+                    self._post_restore(view)
+            with suppress(Exception):  # a logging handler may raise, too
+                log.warning("the live view failed; the run goes on without it", exc_info=error)

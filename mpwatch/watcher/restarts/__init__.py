@@ -1,1 +1,1 @@
-"""Whether, when and how ranks that failed are started again."""
+"""Whether, when and how failed ranks are restarted."""

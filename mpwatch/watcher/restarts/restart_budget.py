@@ -1,6 +1,6 @@
-"""Whether ranks that have failed are started again, and when: a RestartPolicy at work, on the failures of one run. Pure.
+"""The application of a RestartPolicy to the failures of one run: whether ranks are restarted, and after which delay. Pure.
 
-It has no clock and no chance of its own: times are handed in, and a source of random numbers.
+It has no clock and no source of random numbers: the caller passes the times and such a source.
 """
 
 import math
@@ -11,121 +11,132 @@ from random import random
 from mpwatch.options.restart_policy import PROGRAMMING_ERRORS, RestartPolicy
 from mpwatch.results.model import FailureKind, ProcessFailure
 
-UNWANTED = "it is no failure that `retry_if` wants to be tried again"
+NOT_IN_RETRY_IF = "`retry_if` does not allow a restart after this failure"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedAttempt:
-    """What has to be known of an attempt that failed."""
+    """What a decision about a failed attempt needs to know."""
 
     cause: ProcessFailure | None
-    """What failed first."""
-    had_begun: bool = False
-    """Whether that rank had sent a heartbeat or a report."""
+    """The root cause."""
+    had_heartbeat: bool = False
+    """Whether the rank that failed first had sent a heartbeat or a report."""
     healthy_seconds: float = 0.0
-    """From when all ranks were ready to the failure."""
+    """The time from when all ranks were ready to the failure."""
     step: int | None = None
-    """The furthest that a rank has reported."""
+    """The highest step that a rank has reported."""
     seconds_left: Callable[[], float] = lambda: math.inf
-    """Of the run's `timeout`, when this is called: `retry_if` may take its time."""
-    why_not: Callable[[], str] | None = None
-    """Why it is not worth another try, if somebody else knows who has seen the cause; empty if it is."""
+    """Returns how many seconds of the run's `timeout` are left. It is called after `retry_if`, which may take long."""
+    no_restart_reason: Callable[[], str] | None = None
+    """Returns why the failure is not worth a restart, or an empty text. None: the rules of the policy decide that.
+
+    In a job of several nodes, the node of the failed rank has applied these rules already."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartDecision:
-    """What is to be done: start the ranks again after a delay, or not."""
+    """Whether to restart the ranks."""
 
     delay: float | None = None
-    """In seconds; None: not again."""
+    """Seconds before the restart; None: the ranks are not restarted."""
     restarts_left: int = 0
-    why_not: str = ""
-    """Empty also if nobody has asked for restarts."""
+    no_restart_reason: str = ""
+    """Empty if the ranks are restarted, or if the policy has max_restarts=0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RestartCounters:
     """What is known of earlier attempts."""
 
-    used: int = 0
-    """Restarts, since they were last given back."""
-    furthest: int = -1
-    """Step."""
-    stalled: int = 0
-    """Attempts in a row that came no further; the first one cannot."""
-    is_new: bool = True
+    restarts_used: int = 0
+    """Restarts since the first start, or since `reset_after` has set the count to 0."""
+    furthest_step: int = -1
+    """The highest step that a rank has reported."""
+    stalled_attempts: int = 0
+    """The number of attempts in a row that reached no new highest step. The first attempt never counts."""
+    is_first_attempt: bool = True
 
 
-NOTHING_YET = RestartCounters()
+NO_ATTEMPTS = RestartCounters()
 
 
 class RestartBudget:
-    """The restarts of some ranks, from their first start on.
+    """The restarts that a restart group has used and has left.
 
     Args:
-        policy: how often, and which failures.
-        chance: gives a number from 0 to 1, for the jitter.
-        account: of the attempts that others have judged.
+        policy: how many restarts, and after which failures.
+        rng: returns a random number from 0 to 1, for the jitter.
+        counters: what is known of earlier attempts.
     """
 
     def __init__(
-        self, policy: RestartPolicy, chance: Callable[[], float] = random, counters: RestartCounters = NOTHING_YET
+        self, policy: RestartPolicy, rng: Callable[[], float] = random, counters: RestartCounters = NO_ATTEMPTS
     ) -> None:
         self._policy = policy
-        self._chance = chance
+        self._rng = rng
         self.counters = counters
 
     def decide(self, failed_attempt: FailedAttempt) -> RestartDecision:
-        """About this attempt, the latest. Raises whatever `retry_if` raises."""
+        """Decide whether to restart after the latest attempt. Raises what `retry_if` raises."""
         policy = self._policy
         if not policy.max_restarts:
             return RestartDecision()
-        self._note(failed_attempt)
-        if self.counters.used >= policy.max_restarts:
-            return RestartDecision(why_not=f"all restarts are used up (max_restarts={policy.max_restarts})")
-        if policy.max_no_progress is not None and self.counters.stalled >= policy.max_no_progress:
-            return RestartDecision(why_not=self._no_progress())
-        if why_not := not_worth_it(policy, failed_attempt) if failed_attempt.why_not is None else failed_attempt.why_not():
-            return RestartDecision(why_not=why_not)
-        delay = self._delay()
+        self._count(failed_attempt)
+        if self.counters.restarts_used >= policy.max_restarts:
+            return RestartDecision(no_restart_reason=f"all restarts are used up (max_restarts={policy.max_restarts})")
+        if policy.max_no_progress is not None and self.counters.stalled_attempts >= policy.max_no_progress:
+            return RestartDecision(no_restart_reason=self._describe_no_progress())
+        if failed_attempt.no_restart_reason is None:
+            reason = find_no_restart_reason(policy, failed_attempt)
+        else:
+            reason = failed_attempt.no_restart_reason()
+        if reason:
+            return RestartDecision(no_restart_reason=reason)
+        delay = self._compute_delay()
         seconds_left = failed_attempt.seconds_left()
         if delay >= seconds_left:
             return RestartDecision(
-                why_not=f"`timeout` leaves {max(0.0, seconds_left):.1f} s, and the delay is {delay:.1f} s"
+                no_restart_reason=f"`timeout` leaves {max(0.0, seconds_left):.1f} s, and the delay is {delay:.1f} s"
             )
-        self.counters = replace(self.counters, used=self.counters.used + 1)
-        return RestartDecision(delay=delay, restarts_left=policy.max_restarts - self.counters.used)
+        self.counters = replace(self.counters, restarts_used=self.counters.restarts_used + 1)
+        return RestartDecision(delay=delay, restarts_left=policy.max_restarts - self.counters.restarts_used)
 
-    def _note(self, failed_attempt: FailedAttempt) -> None:
+    def _count(self, failed_attempt: FailedAttempt) -> None:
         known, reset_after = self.counters, self._policy.reset_after
         step = -1 if failed_attempt.step is None else failed_attempt.step
+        was_healthy = reset_after is not None and failed_attempt.healthy_seconds >= reset_after
+        has_progressed = step > known.furthest_step or known.is_first_attempt
         self.counters = RestartCounters(
-            used=0 if reset_after is not None and failed_attempt.healthy_seconds >= reset_after else known.used,
-            furthest=max(known.furthest, step),
-            stalled=0 if step > known.furthest or known.is_new else known.stalled + 1,
-            is_new=False,
+            restarts_used=0 if was_healthy else known.restarts_used,
+            furthest_step=max(known.furthest_step, step),
+            stalled_attempts=0 if has_progressed else known.stalled_attempts + 1,
+            is_first_attempt=False,
         )
 
-    def _no_progress(self) -> str:
-        furthest, stalled = self.counters.furthest, self.counters.stalled
+    def _describe_no_progress(self) -> str:
+        furthest, stalled = self.counters.furthest_step, self.counters.stalled_attempts
         how_far = f"no step beyond {furthest} was reported" if furthest >= 0 else "no step was reported"
         times = f"{stalled} restarts in a row" if stalled > 1 else "the last restart"
         return f"{how_far} after {times} (max_no_progress={self._policy.max_no_progress})"
 
-    def _delay(self) -> float:
+    def _compute_delay(self) -> float:
         policy = self._policy
-        doublings = min(self.counters.used, 1000)  # 2.0**1024 is no float
+        doublings = min(self.counters.restarts_used, 1000)  # 2.0**1024 raises OverflowError
         delay = min(policy.delay * 2.0**doublings, policy.max_delay)
-        return min(delay * (1 + policy.jitter * (2 * self._chance() - 1)), policy.max_delay)
+        return min(delay * (1 + policy.jitter * (2 * self._rng() - 1)), policy.max_delay)
 
 
-def not_worth_it(policy: RestartPolicy, failed_attempt: FailedAttempt) -> str:
-    """Why the policy does not want this failure to be tried again; empty if it does. Raises whatever `retry_if` raises."""
+def find_no_restart_reason(policy: RestartPolicy, failed_attempt: FailedAttempt) -> str:
+    """Return why the policy does not allow a restart after this failure; an empty text if it does.
+
+    Raises what `retry_if` raises.
+    """
     retry_if, cause = policy.retry_if, failed_attempt.cause
-    if retry_if is None:
-        return _hopeless(failed_attempt)
     if cause is None:
         return ""
+    if retry_if is None:
+        return _find_default_reason(cause, had_heartbeat=failed_attempt.had_heartbeat)
     if causes := policy.causes:
         kinds = {wanted for wanted in causes if isinstance(wanted, FailureKind)}
         types = tuple(wanted for wanted in causes if isinstance(wanted, type))
@@ -133,18 +144,18 @@ def not_worth_it(policy: RestartPolicy, failed_attempt: FailedAttempt) -> str:
     else:
         assert callable(retry_if)
         is_wanted = bool(retry_if(cause))
-    return "" if is_wanted else UNWANTED
+    return "" if is_wanted else NOT_IN_RETRY_IF
 
 
-def _hopeless(failed_attempt: FailedAttempt) -> str:
-    """Why it would go the same way again, as far as one can tell who knows nothing of the function."""
-    cause = failed_attempt.cause
-    if cause is None:
-        return ""
+def _find_default_reason(cause: ProcessFailure, *, had_heartbeat: bool) -> str:
+    """Return why the failure would come again, without `retry_if`: the interpreter did not start, or the code is wrong."""
     if cause.kind is FailureKind.START:
-        return "it never came to call the function (`retry_if` can allow for that)"
-    is_programming = cause.exception is not None and issubclass(type(cause.exception), PROGRAMMING_ERRORS)
-    if is_programming and not failed_attempt.had_begun:
+        return "the rank failed before it called the function (to restart nevertheless, set `retry_if`)"
+    is_programming_error = cause.exception is not None and issubclass(type(cause.exception), PROGRAMMING_ERRORS)
+    if is_programming_error and not had_heartbeat:
         name = type(cause.exception).__qualname__
-        return f"{name} before the first heartbeat or report is taken for an error in the code (`retry_if` can allow for it)"
+        return (
+            f"{name} before the first heartbeat or report counts as an error in the code"
+            " (to restart nevertheless, set `retry_if`)"
+        )
     return ""

@@ -1,7 +1,7 @@
-"""Ranks that are in the same boat: started, called, stopped and started again together. All ranks, or each for itself.
+"""The ranks that are started, called, stopped and restarted together: all ranks, or one rank each with scope="worker".
 
-A unit has the machine that decides about its ranks, knows how each is started, what was seen of it, and notes in the journal
-what happens to it. It does nothing to them: that is the loop's.
+It runs in the watcher thread. A RestartGroup has the state machine of its ranks, their environments and what was observed of
+them, and it publishes their events. It does nothing to the processes: the event loop executes the machine's actions.
 """
 
 import math
@@ -13,173 +13,189 @@ from mpwatch.events.types import CallStarted, Event, HeartbeatLate, WorkerExited
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import exit_text
+from mpwatch.results.report import format_exit
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.state_machine import StateMachine
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 
-JUDGED = (m.StopReason.FAILED,)
-JUDGED_BY_NODES = (m.StopReason.FAILED, m.StopReason.SUCCEEDED, m.StopReason.TIMED_OUT, m.StopReason.CANCELLED_BY_JOB)
-RankSetup = tuple[Worker, dict[str, str]]  # who a rank is, and its whole environment
+# The stop reasons after which the caller's thread decides about a restart. On several nodes all nodes decide together, and
+# local ranks that have returned may be restarted since a rank of another node has failed.
+DECIDE_AFTER = (m.StopReason.FAILED,)
+DECIDE_AFTER_ON_NODES = (
+    m.StopReason.FAILED,
+    m.StopReason.SUCCEEDED,
+    m.StopReason.TIMED_OUT,
+    m.StopReason.CANCELLED_BY_JOB,
+)
+RankSetup = tuple[Worker, dict[str, str]]  # what a rank is, and its whole environment
 
 
 class RestartGroup:
-    """Its ranks are about to be started for the first time."""
+    """The ranks of one restart group, from their first start to the end of the run.
 
-    def __init__(self, spec: GroupSpec, setups: list[RankSetup], event_bus: EventBus, *, keep: bool) -> None:
+    Args:
+        spec: options of the run or the WorkerGroup.
+        setups: the ranks, each with its environment; empty if they are not known before the first restart.
+        event_bus: where events are published.
+        keep_ranks: whether the ranks stay after a call, for the next call.
+    """
+
+    def __init__(self, spec: GroupSpec, setups: list[RankSetup], event_bus: EventBus, *, keep_ranks: bool) -> None:
         self._spec = spec
         self._event_bus = event_bus
         self.setups = {worker.rank: (worker, env) for worker, env in setups}
         self.observed: dict[int, RankObservations] = {}
-        self.lingers: dict[int, str] = {}  # what keeps a rank that has returned
+        self.exit_blockers: dict[int, str] = {}  # by rank: what keeps a rank that has returned from exiting
         self._run_started_at = math.inf
         self._timeout: float | None = None
-        self._has_noted_call = False
+        self._has_published_call = False
         self.machine = StateMachine(
             self.setups,
             now=time.monotonic(),
             grace_period=spec.grace_period,
             start_timeout=spec.start_timeout,
             heartbeat_timeout=spec.heartbeat_timeout,
-            keep=keep,
-            judged=JUDGED_BY_NODES if spec.is_on_nodes else JUDGED if spec.policy.max_restarts else (),
+            keep_ranks=keep_ranks,
+            decide_after=DECIDE_AFTER_ON_NODES if spec.is_multi_node else DECIDE_AFTER if spec.policy.max_restarts else (),
         )
-        self.begin()
+        self._begin_generation()
 
-    def begin(self) -> None:
-        """Another life of its ranks; or of others."""
+    def _begin_generation(self) -> None:
         self.observed.clear()
-        self.lingers.clear()
-        self._began_at = time.monotonic()
+        self.exit_blockers.clear()
+        self._attempt_started_at = time.monotonic()
         self._all_ready_at: float | None = None
-        self._note_call()
-        self.look_at_machine()
+        self._publish_call_started()
+        self.read_machine()
 
     @property
     def workers(self) -> list[Worker]:
-        """Who its ranks are; the next ones, if it has been decided that they are started again."""
+        """The Worker of each rank: of the next start, once a restart was decided."""
         return [worker for worker, _ in self.setups.values()]
 
-    def look_at_machine(self) -> None:
-        """What has become of it, in the words of others."""
+    def read_machine(self) -> None:
+        """Copy the state of the machine, so that the event loop can compare it with the next one."""
         self.stage = self.machine.stage
-        self.verdict = self.machine.verdict
+        self.stop_reason = self.machine.stop_reason
         self.state = self.machine.state
         deadline = self.machine.deadline
         self.due_at = math.inf if deadline is None else deadline
 
     def handle(self, event: m.Event, now: float) -> list[m.Action]:
-        """What is to be done about an event."""
-        was_late = isinstance(event, m.HeartbeatRead) and event.rank in self.machine.heartbeats.late
-        may_go_well, generation = self.machine.is_undecided(), self.machine.generation
+        """Pass an event to the machine, and publish what it means. Return the machine's actions."""
+        was_late = isinstance(event, m.HeartbeatRead) and event.rank in self.machine.heartbeats.late_ranks
+        was_running, generation = self.machine.is_call_running(), self.machine.generation
         actions = self.machine.handle(event, now)
         if self.machine.generation > generation:
-            self.begin()
+            self._begin_generation()
         if isinstance(event, m.StartCall):
-            self._run_started_at, self._timeout, self._has_noted_call = event.started_at, event.timeout, False
-            self._note_call()
+            self._run_started_at, self._timeout, self._has_published_call = event.started_at, event.timeout, False
+            self._publish_call_started()
         elif isinstance(event, m.Ready):
-            self._note_ready(event.rank, now)
-        elif isinstance(event, m.Returned) and may_go_well:
-            self._note(WorkerSucceeded, event.rank, at=self._reported_at(event.rank))
+            self._publish(WorkerReady, event.rank)
+            if not self.machine.phase_table.counts[m.RankPhase.STARTING] and self._all_ready_at is None:
+                self._all_ready_at = now
+        elif isinstance(event, m.Returned) and was_running:
+            self._publish(WorkerSucceeded, event.rank, at=self._get_report_time(event.rank))
         elif isinstance(event, m.Exited):
-            self._note_death(event.rank)
-        elif isinstance(event, m.HeartbeatRead) and event.rank in self.machine.heartbeats.late and not was_late:
-            self._note_late(event, now)
+            self._publish_exited(event.rank)
+        elif isinstance(event, m.HeartbeatRead) and event.rank in self.machine.heartbeats.late_ranks and not was_late:
+            self._publish_late(event, now)
         return actions
 
-    def expire(self, now: float) -> list[m.Action]:
-        """What is to be done if a deadline has come."""
-        generation = self.machine.generation
-        actions = self.machine.expire(now)
-        if self.machine.generation > generation:
-            self.begin()
-        return actions
+    def handle_deadline(self, now: float) -> list[m.Action]:
+        """Pass the time to the machine. Return its actions; none if its deadline has not come."""
+        return self.machine.handle_deadline(now)
 
     def observations(self, *, hostname: str, helpers_oom: str) -> AttemptObservations:
-        """All that is known of its ranks' last life, or last call."""
+        """Return what was observed of the ranks since their last start; of ranks that stay, during the last call."""
         machine, spec, now = self.machine, self._spec, time.monotonic()
         return AttemptObservations(
             ranks=dict(self.observed),
             hostname=hostname,
-            started_at=self._run_started_at,
+            run_started_at=self._run_started_at,
             stopped_at=machine.stopped_at,
-            verdict=machine.verdict,
+            stop_reason=machine.stop_reason,
             never_ready=machine.never_ready,
-            silent=machine.heartbeats.silent,
+            silent_ranks=machine.heartbeats.silent_ranks,
             heartbeat_timeout=spec.heartbeat_timeout,
             timeout=self._timeout,
             start_timeout=spec.start_timeout,
             signum=machine.signum,
             helpers_oom=helpers_oom,
-            log_dir=spec.logs.folder_of(self._event_bus.run_id) if spec.logs is not None else "",
-            began_at=self._began_at,
+            log_dir=spec.logs.folder_of_run(self._event_bus.run_id) if spec.logs is not None else "",
+            attempt_started_at=self._attempt_started_at,
             all_ready_at=self._all_ready_at,
             ended_at=max((observed.died_at or now for observed in self.observed.values()), default=now),
         )
 
-    def warn(self, deferred_log: DeferredLog, *, of_run: bool) -> None:
-        """About ranks that succeeded and yet did not end as they should."""
-        so_far, kept = ("had returned", ". Its value is kept") if of_run else ("was told to end", "")
-        for rank in self.machine.lingering:
+    def log_exit_problems(self, deferred_log: DeferredLog, *, of_run: bool) -> None:
+        """Log a warning for each rank that succeeded, but did not exit in time or failed while it exited.
+
+        Args:
+            deferred_log: where to log.
+            of_run: True: the ranks exit after a call. False: idle ranks of a WorkerGroup exit.
+        """
+        what_was, value_kept = ("had returned", ". Its value is kept") if of_run else ("was asked to exit", "")
+        for rank in self.machine.overdue_exits:
             deferred_log.warning(
-                f"rank %d {so_far} but was still there %g s later (%s); stopped{kept}",
+                f"rank %d {what_was} but was still running %g s later (%s); mpwatch stopped it{value_kept}",
                 rank,
                 self._spec.grace_period,
-                self.lingers.get(rank) or "an exit hook or a finaliser that does not end",
+                self.exit_blockers.get(rank) or "an exit hook or a finaliser that does not end",
             )
-        for rank, observations in self.observed.items():
-            by_us = -(observations.exit_code or 0) in observations.signals_sent
-            if self.machine.verdict is m.StopReason.SUCCEEDED and observations.exit_code and not by_us:
-                deferred_log.warning(f"rank %d {so_far}, and then %s{kept}", rank, exit_text(observations.exit_code))
+        for rank, observed in self.observed.items():
+            was_signalled = -(observed.exit_code or 0) in observed.signals_sent
+            if self.machine.stop_reason is m.StopReason.SUCCEEDED and observed.exit_code and not was_signalled:
+                deferred_log.warning(f"rank %d {what_was}, and then %s{value_kept}", rank, format_exit(observed.exit_code))
 
-    def _note(self, kind: type[Event], *ranks: int, at: float | None = None, **details: Any) -> None:
+    def _publish(self, kind: type[Event], *ranks: int, at: float | None = None, **details: Any) -> None:
         attempt = self.observed[ranks[0]].worker.restart_count
         self._event_bus.publish(kind, ranks, at=at, attempt=attempt, **details)
 
-    def _note_call(self) -> None:
-        """Once; if it was there before it was known who the ranks are, then when they are about to be started."""
-        if self.setups and self._run_started_at < math.inf and not self._has_noted_call:
-            self._has_noted_call = True
+    def _publish_call_started(self) -> None:
+        """Publish CallStarted once for each call. If the ranks are not known yet, that is when they are first started."""
+        if self.setups and self._run_started_at < math.inf and not self._has_published_call:
+            self._has_published_call = True
             attempt = next(iter(self.workers)).restart_count
             self._event_bus.publish(CallStarted, self.setups, attempt=attempt)
 
-    def _note_ready(self, rank: int, now: float) -> None:
-        self._note(WorkerReady, rank)
-        if not self.machine.phase_table.count[m.RankPhase.STARTING] and self._all_ready_at is None:
-            self._all_ready_at = now
-
-    def _note_late(self, event: m.HeartbeatRead, now: float) -> None:
+    def _publish_late(self, event: m.HeartbeatRead, now: float) -> None:
         assert event.beat_at is not None
         silence = now - event.beat_at
-        self._note(HeartbeatLate, event.rank, silent_seconds=silence, heartbeat_timeout=self._spec.heartbeat_timeout)
+        self._publish(HeartbeatLate, event.rank, silent_seconds=silence, heartbeat_timeout=self._spec.heartbeat_timeout)
 
-    def _note_death(self, rank: int) -> None:
-        observations = self.observed[rank]
-        heartbeat = observations.heartbeat
-        self._note(
+    def _publish_exited(self, rank: int) -> None:
+        observed = self.observed[rank]
+        heartbeat = observed.heartbeat
+        self._publish(
             WorkerExited,
             rank,
-            at=observations.died_at,
-            pid=observations.pid,
-            exit_code=observations.exit_code,
+            at=observed.died_at,
+            pid=observed.pid,
+            exit_code=observed.exit_code,
             heartbeat_at=heartbeat.beat_at if heartbeat.beat_at != math.inf else None,
-            progress=observations.progress(self._run_started_at),
+            progress=observed.get_progress(self._run_started_at),
             reported_at=heartbeat.report[0] if heartbeat.report is not None else None,
-            was_stopped=-(observations.exit_code or 0) in observations.signals_sent,
+            was_stopped=-(observed.exit_code or 0) in observed.signals_sent,
         )
 
-    def _reported_at(self, rank: int) -> float | None:
+    def _get_report_time(self, rank: int) -> float | None:
         report = self.observed[rank].report
         return None if report is None else report.stamp
 
 
 def state_of_all(groups: Collection[RestartGroup]) -> WorkerState:
-    """A rank that is replaced while others go on makes the group unhealthy; a group that is started anew begins again."""
+    """Return the state of all ranks of this node together.
+
+    A rank that is restarted while others go on (scope="worker") makes it UNHEALTHY. A restart of all ranks makes it INIT.
+    """
     states = {group.state for group in groups}
-    is_replaced = len(groups) > 1 and any(group.state is WorkerState.INIT and group.machine.generation for group in groups)
-    if WorkerState.UNHEALTHY in states or is_replaced:
+    is_rank_restarting = len(groups) > 1 and any(
+        group.state is WorkerState.INIT and group.machine.generation for group in groups
+    )
+    if WorkerState.UNHEALTHY in states or is_rank_restarting:
         return WorkerState.UNHEALTHY
     return next((state for state in (WorkerState.UNKNOWN, WorkerState.INIT) if state in states), WorkerState.HEALTHY)

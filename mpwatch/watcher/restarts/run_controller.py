@@ -1,9 +1,13 @@
-"""What the caller's thread makes of a run while it goes on, and in the end: attempts are judged, and a result comes of them.
+"""The control of one run, in the caller's thread: diagnose attempts, decide about restarts, delay them, build the result.
 
-    watcher thread  --- ranks have failed, all are reaped ---> judge: which rank failed first? restart?
-                    <--- restart, when the delay is over ------'  or do not restart
+    watcher thread --- all ranks of a group have exited ---> handle_ended_attempts: diagnose, then decide
+                   <--- RestartCommand, after the delay ----'
+                   <--- DoNotRestart, at once --------------'
 
-Code of the user's runs here: exceptions are rebuilt, `retry_if` and `env` are called. What they raise ends the run.
+This is the only place where a restart is delayed: see `_schedule_restart` and `_run_due_restarts`. MultiNodeRunController
+inherits these methods for a job of several nodes. restart_budget.py computes the delay.
+
+Code of the user runs here: exceptions are unpickled, and `retry_if` and `env` are called. What they raise ends the run.
 """
 
 import math
@@ -16,130 +20,78 @@ from typing import Any, Generic, TypeVar
 from mpwatch.events.types import Restarting, WorkerFailed, WorkerStopped
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.model import Attempt, WorkerState
-from mpwatch.results.report import attempts_text, summary_of, verdict
+from mpwatch.results.report import format_attempts, format_verdict, summarize_exception
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import PendingCall, RestartCommand
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import DoNotRestart, Restart, StopReason
 from mpwatch.watcher.observers.event_bus import EventBus
-from mpwatch.watcher.output.output_thread import LAST_SECONDS
-from mpwatch.watcher.restarts.merge_results import merged
+from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
+from mpwatch.watcher.restarts.merge_results import merge_results
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget
 from mpwatch.watcher.watcher_thread import WatcherThread
-from mpwatch.wire.exceptions.decoder import annotate
+from mpwatch.wire.exceptions.decoder import add_note
 
 T = TypeVar("T")
 
 
 class RunController(Generic[T]):
-    """Of one run, from its start.
+    """The controller of one run, from its start. Restart groups are named by the first of their ranks.
 
     Args:
-        spec: what is run.
-        journal: where it is noted what happens.
+        spec: what to run.
+        event_bus: where events are published.
     """
 
     def __init__(self, spec: WorkerSpec[T], event_bus: EventBus) -> None:
         self.event_bus = event_bus
         self.started_at = event_bus.started_at
         self._spec = spec
-        self._pending_call: PendingCall | None = None  # once it has begun
-        self._budgets: dict[int, RestartBudget] = {}  # by the first of the ranks that are started together
-        self._latest: dict[int, tuple[AttemptObservations, RunResult[T]]] = {}  # the same
-        self._waiting: set[int] = set()  # those of them that are about to be started again
+        self._pending_call: PendingCall | None = None  # None until the ranks are about to be started
+        self._budgets: dict[int, RestartBudget] = {}  # by restart group
+        self._last_attempts: dict[int, tuple[AttemptObservations, RunResult[T]]] = {}  # by restart group
+        self._awaiting_restart: set[int] = set()  # restart groups whose last attempt has failed, and does not end the run
         self._attempts: list[Attempt] = []
-        self._delayed: list[tuple[float, Callable[[], None]]] = []  # restarts, each with the time when it is due
-        self._is_lost = False  # some are not started again
-        self._not_restarted = ""
+        self._delayed_restarts: list[tuple[float, Callable[[], None]]] = []  # each with the time when it is due
+        self._has_failed = False  # a restart group will not be restarted
+        self._no_restart_reason = ""
 
     def begin(self, pending_call: PendingCall) -> None:
-        """The ranks are about to be started for this."""
+        """Publish that the run has started. Call it just before the ranks are started."""
         self._pending_call = pending_call
-        self.event_bus.begin(self._spec, fn=self._spec.fn_name)
+        self.event_bus.publish_run_started(self._spec, fn=self._spec.fn_name)
 
     def seconds_left(self) -> float:
-        """Of the run's time."""
+        """Return how much of the run's `timeout` is left; infinite without a timeout."""
         timeout = self._spec.timeout
         return math.inf if timeout is None else self.started_at + timeout - time.monotonic()
 
-    def judge(self, watcher_thread: WatcherThread) -> float | None:
+    def handle_ended_attempts(self, watcher_thread: WatcherThread) -> float | None:
         """Decide about the attempts that have failed since the last call, and start the restarts that are due.
 
-        Returns the seconds until the next restart is due; None if no restart waits for its delay. Raises what `retry_if`
+        Return the seconds until the next restart is due; None if no restart waits for its delay. Raises what `retry_if`
         and `env` raise, and LaunchError.
         """
         for observations in watcher_thread.commands.take_decision_requests():
-            watcher_thread.output.catch_up(LAST_SECONDS)
-            self._decide(watcher_thread, observations, self._close(observations))
-        return self._run_due()
-
-    def _delay(self, seconds: float, restart: Callable[[], None]) -> None:
-        """Have `judge` call `restart` when this many seconds have passed."""
-        self._delayed.append((time.monotonic() + seconds, restart))
-
-    def _run_due(self) -> float | None:
-        now = time.monotonic()
-        due = [restart for due_at, restart in self._delayed if due_at <= now]
-        self._delayed = [(due_at, restart) for due_at, restart in self._delayed if due_at > now]
-        for restart in due:
-            restart()
-        return min((due_at - now for due_at, _ in self._delayed), default=None)
-
-    def result(self) -> RunResult[T]:
-        """What came of all ranks."""
-        assert self._pending_call is not None
-        for observations in self._pending_call.observations:
-            known = self._latest.get(min(observations.ranks))
-            if known is None or known[0].attempt != observations.attempt:
-                self._close(observations)
-            if (
-                observations.verdict is StopReason.FAILED
-                and observations.signum is not None
-                and self._spec.policy.max_restarts
-            ):
-                self._not_restarted = self._not_restarted or "a signal to this process came before"
-        together = merged(list(self._latest.values()), self._waiting)
-        has_returned = all(observations.verdict is StopReason.SUCCEEDED for observations in self._pending_call.observations)
-        if has_returned and together.state is WorkerState.FAILED and self._spec.policy.max_restarts:
-            self._not_restarted = "all ranks had returned, and what one returned cannot be rebuilt"
-        result = replace(together, attempts=tuple(self._attempts), not_restarted=self._not_restarted)
-        reason = "" if result.state is WorkerState.SUCCEEDED else verdict(result)
-        self._end(result.state, reason)
-        return replace(result, events=tuple(self.event_bus.events))
-
-    def fail(self, error: BaseException) -> None:
-        """Something else than a rank has failed: the ranks could not be started, or something was thrown at the caller."""
-        failed = [attempt for attempt in self._attempts if attempt.root_cause is not None]
-        if failed and isinstance(error, Exception):
-            annotate(error, "\n".join(["raised after ranks had failed:", *attempts_text(failed)]))
-        self._end(WorkerState.FAILED if isinstance(error, Exception) else WorkerState.STOPPED, summary_of(error))
-
-    def _close(self, observations: AttemptObservations) -> RunResult[T]:
-        """An attempt is over."""
-        result = diagnose_attempt(observations)
-        self._latest[min(observations.ranks)] = observations, result
-        self._waiting.discard(min(observations.ranks))
-        self._attempts.append(_attempt(self.event_bus, observations, result))
-        self._publish_outcomes(observations, result)
-        return result
-
-    def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
-        publish_outcomes(self.event_bus, observations, result)
+            watcher_thread.output.drain_ended_ranks(LAST_DRAIN_SECONDS)
+            self._decide(watcher_thread, observations, self._end_attempt(observations))
+        return self._run_due_restarts()
 
     def _decide(self, watcher_thread: WatcherThread, observations: AttemptObservations, result: RunResult[T]) -> None:
+        """Decide whether to restart a restart group that has failed, and have it done."""
         first, commands = min(observations.ranks), watcher_thread.commands
         budget = self._budgets.setdefault(first, RestartBudget(self._spec.policy))
-        decision = budget.decide(self._failed_attempt(observations, result))
+        decision = budget.decide(self._build_failed_attempt(observations, result))
         if decision.delay is None:
-            self._is_lost, self._not_restarted = True, decision.why_not
-            self._delayed.clear()
-        elif self._is_lost:  # or it would be, but nobody waits for it
-            self._waiting.add(first)
-        if decision.delay is None or self._is_lost:
+            self._has_failed, self._no_restart_reason = True, decision.no_restart_reason
+            self._delayed_restarts.clear()
+        elif self._has_failed:  # another group has ended the run already, and not this one, which could be restarted
+            self._awaiting_restart.add(first)
+        if decision.delay is None or self._has_failed:
             commands.post(DoNotRestart(first, generation=observations.attempt))
             return
-        setups = watcher_thread.prepare_again(list(observations.ranks), observations.attempt + 1)
+        setups = watcher_thread.prepare_restart(list(observations.ranks), observations.attempt + 1)
         self.event_bus.publish(
             Restarting,
             observations.ranks,
@@ -148,26 +100,95 @@ class RunController(Generic[T]):
             delay=decision.delay,
             restarts_left=decision.restarts_left,
         )
-        self._waiting.add(first)
+        self._awaiting_restart.add(first)
         restart = RestartCommand(Restart(first, generation=observations.attempt), setups)
-        self._delay(decision.delay, partial(commands.post, restart))
+        self._schedule_restart(decision.delay, partial(commands.post, restart))
 
-    def _failed_attempt(self, observations: AttemptObservations, result: RunResult[Any]) -> FailedAttempt:
+    def _build_failed_attempt(self, observations: AttemptObservations, result: RunResult[Any]) -> FailedAttempt:
         cause = result.root_cause
         heartbeat = None if cause is None else observations.ranks[cause.rank].heartbeat
-        steps = [told.step for told in result.progress.values() if told.step is not None]
+        steps = [progress.step for progress in result.progress.values() if progress.step is not None]
         return FailedAttempt(
             cause=cause,
-            had_begun=heartbeat is not None and (heartbeat.beat_at, heartbeat.report) != (None, None),
+            had_heartbeat=heartbeat is not None and (heartbeat.beat_at, heartbeat.report) != (None, None),
             healthy_seconds=observations.healthy_seconds,
             step=max(steps, default=None),
             seconds_left=self.seconds_left,
         )
 
-    def _end(self, state: WorkerState, reason: str) -> None:
-        observed = {first: observations for first, (observations, _) in self._latest.items()}
-        if self._pending_call is not None:
-            # of lives that nobody has judged, too
+    def _schedule_restart(self, seconds: float, restart: Callable[[], None]) -> None:
+        """Have `handle_ended_attempts` call `restart` when this many seconds have passed."""
+        self._delayed_restarts.append((time.monotonic() + seconds, restart))
+
+    def _run_due_restarts(self) -> float | None:
+        """Start the restarts that are due. Return the seconds until the next one; None if there is none."""
+        now = time.monotonic()
+        due = [restart for due_at, restart in self._delayed_restarts if due_at <= now]
+        self._delayed_restarts = [(due_at, restart) for due_at, restart in self._delayed_restarts if due_at > now]
+        for restart in due:
+            restart()
+        return min((due_at - now for due_at, _ in self._delayed_restarts), default=None)
+
+    def _end_attempt(self, observations: AttemptObservations) -> RunResult[T]:
+        """Diagnose an attempt that is over, record it and publish what became of its ranks."""
+        result = diagnose_attempt(observations)
+        self._last_attempts[min(observations.ranks)] = observations, result
+        self._awaiting_restart.discard(min(observations.ranks))
+        attempt = Attempt(
+            number=observations.attempt,
+            ranks=tuple(observations.ranks),
+            started_at=self.event_bus.wall_time(observations.attempt_started_at),
+            elapsed=observations.ended_at - observations.attempt_started_at,
+            state=result.state,
+            failures=result.failures,
+            root_cause=result.root_cause,
+            reason=result.reason,
+        )
+        self._attempts.append(attempt)
+        self._publish_outcomes(observations, result)
+        return result
+
+    def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
+        publish_outcomes(self.event_bus, observations, result)
+
+    def build_result(self) -> RunResult[T]:
+        """Return the result of the run, and publish that the run has ended. Call it when all ranks have exited."""
+        assert self._pending_call is not None
+        for observations in self._pending_call.observations:
+            known = self._last_attempts.get(min(observations.ranks))
+            if known is None or known[0].attempt != observations.attempt:
+                self._end_attempt(observations)
+            if (
+                observations.stop_reason is StopReason.FAILED
+                and observations.signum is not None
+                and self._spec.policy.max_restarts
+            ):
+                self._no_restart_reason = self._no_restart_reason or "this process received a signal"
+        merged = merge_results(list(self._last_attempts.values()), self._awaiting_restart)
+        have_all_returned = all(
+            observations.stop_reason is StopReason.SUCCEEDED for observations in self._pending_call.observations
+        )
+        if have_all_returned and merged.state is WorkerState.FAILED and self._spec.policy.max_restarts:
+            self._no_restart_reason = "all ranks had returned, but a return value cannot be unpickled"
+        result = replace(merged, attempts=tuple(self._attempts), not_restarted=self._no_restart_reason)
+        reason = "" if result.state is WorkerState.SUCCEEDED else format_verdict(result)
+        self._publish_run_ended(result.state, reason)
+        return replace(result, events=tuple(self.event_bus.events))
+
+    def end_with_error(self, error: BaseException) -> None:
+        """Publish that the run has ended with an error that is not the failure of a rank.
+
+        It may be a LaunchError, or an exception in the caller's thread. A note of the exception names the earlier failures.
+        """
+        failed = [attempt for attempt in self._attempts if attempt.root_cause is not None]
+        if failed and isinstance(error, Exception):
+            add_note(error, "\n".join(["raised after ranks had failed:", *format_attempts(failed)]))
+        state = WorkerState.FAILED if isinstance(error, Exception) else WorkerState.STOPPED
+        self._publish_run_ended(state, summarize_exception(error))
+
+    def _publish_run_ended(self, state: WorkerState, reason: str) -> None:
+        observed = {first: observations for first, (observations, _) in self._last_attempts.items()}
+        if self._pending_call is not None:  # also of attempts that were not diagnosed, since an error ended the run
             observed |= {
                 min(observations.ranks): observations
                 for observations in self._pending_call.observations
@@ -175,7 +196,7 @@ class RunController(Generic[T]):
             }
         workers = [of_rank.worker for observations in observed.values() for of_rank in observations.ranks.values()]
         restarts = sum(observations.attempt for observations in observed.values())
-        self.event_bus.end(state, workers, restarts=restarts, reason=reason)
+        self.event_bus.publish_run_ended(state, workers, restarts=restarts, reason=reason)
 
 
 def diagnose_attempt(observations: AttemptObservations) -> RunResult[Any]:
@@ -184,16 +205,16 @@ def diagnose_attempt(observations: AttemptObservations) -> RunResult[Any]:
     try:
         return diagnose(observations)
     finally:
-        observations.forget()
+        observations.drop_payloads()
 
 
 def publish_outcomes(event_bus: EventBus, observations: AttemptObservations, result: RunResult[Any]) -> None:
-    """What became of those that did not return; who failed first, first."""
+    """Publish which ranks failed, the root cause first, and which ranks were stopped."""
     for rank, failure in sorted(result.failures.items(), key=lambda item: item[1] is not result.root_cause):
         event_bus.publish(
             WorkerFailed,
             [rank],
-            at=observations.started_at + failure.elapsed,
+            at=observations.run_started_at + failure.elapsed,
             attempt=observations.attempt,
             failure=failure,
             is_root_cause=failure is result.root_cause,
@@ -201,16 +222,3 @@ def publish_outcomes(event_bus: EventBus, observations: AttemptObservations, res
     for rank, state in result.worker_states.items():
         if state is WorkerState.STOPPED:
             event_bus.publish(WorkerStopped, [rank], at=observations.stopped_at, attempt=observations.attempt)
-
-
-def _attempt(event_bus: EventBus, observations: AttemptObservations, result: RunResult[Any]) -> Attempt:
-    return Attempt(
-        number=observations.attempt,
-        ranks=tuple(observations.ranks),
-        started_at=event_bus.wall_time(observations.began_at),
-        elapsed=observations.ended_at - observations.began_at,
-        state=result.state,
-        failures=result.failures,
-        root_cause=result.root_cause,
-        reason=result.reason,
-    )
