@@ -1,11 +1,12 @@
 """The private names of torch that mpwatch uses. Read this file first when a new version of torch breaks a test.
 
-Beside each name stand what breaks if it goes, and the versions of torch that have it. The source of four versions was read:
-2.4, 2.6, 2.9 and 2.13.
+The comment or docstring of each name says what breaks if it goes, and which versions of torch have it. The source of four
+versions was read: 2.4, 2.6, 2.9 and 2.13.
 
-This module imports torch. Import it only where torch is needed anyway: in `elastic/`, and in `wire/storages.py`, which is
-imported once a tensor may be pickled or unpickled. The names of torch's rendezvous are imported when they are first used,
-because the import of `torch.distributed.elastic.rendezvous` loads the entry points of other packages.
+This module imports torch. Import it only where torch is needed anyway: in `multinode/rendezvous/`, and in
+`wire/pickling/torch_storages.py`, which is imported when a tensor may be pickled or unpickled. The names of torch's
+rendezvous are imported when they are first used, because the import of `torch.distributed.elastic.rendezvous` loads the
+entry points of other packages.
 """
 
 import threading
@@ -19,7 +20,7 @@ import torch._tensor
 import torch._utils
 import torch.storage
 
-# Tensors: wire/storages.py.
+# Tensors: wire/pickling/torch_storages.py.
 
 # `Tensor.__reduce_ex__` returns this function for the newer types (float8, uint16). If it goes, no tensor can be pickled.
 # All four versions have it.
@@ -30,8 +31,8 @@ rebuild_tensor_v3: Any = torch._utils._rebuild_tensor_v3
 rebuild_from_type_v2: Any = torch._tensor._rebuild_from_type_v2
 
 
-def untyped_storage_of(storage: Any) -> Any:
-    """Return the untyped storage below a TypedStorage, and any other object as it is.
+def get_untyped_storage(storage: Any) -> Any:
+    """Return the untyped storage of a TypedStorage. Return any other object unchanged.
 
     `_untyped_storage`: other attributes of a TypedStorage warn that it is deprecated. If it goes, no TypedStorage can be
     pickled. All four versions have it.
@@ -39,15 +40,15 @@ def untyped_storage_of(storage: Any) -> Any:
     return getattr(storage, "_untyped_storage", storage)
 
 
-def identity_of(storage: Any) -> int:
-    """Return a number that is the same for all Python objects over the same storage.
+def get_storage_id(storage: Any) -> int:
+    """Return a number that identifies a storage. All Python objects for the same storage have the same number.
 
     `_cdata`: the address of the C++ object. If it goes, no tensor can be pickled. All four versions have it.
     """
     return int(storage._cdata)
 
 
-def typed_storage(storage: Any, dtype: Any) -> Any:
+def make_typed_storage(storage: Any, dtype: Any) -> Any:
     """Build a TypedStorage over an untyped storage.
 
     `_internal`: keeps torch from warning that TypedStorage is deprecated. If the argument goes, no tensor can be unpickled.
@@ -57,7 +58,7 @@ def typed_storage(storage: Any, dtype: Any) -> Any:
     return make(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-# The rendezvous: elastic/meeting/.
+# The rendezvous: multinode/rendezvous/.
 
 DYNAMIC_RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 
@@ -65,33 +66,33 @@ DYNAMIC_RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    # Torch's decision what a node does next. `_Executor` in handler.py looks for SYNC, which means "wait". If it goes,
-    # `Handler` can use torch's executor, and a node sees a new round up to a second later. All four versions have it.
+    # What torch decides that a node does next. `_Executor` in torch_handler.py looks for SYNC, which means "wait". If it
+    # goes, `Handler` can use torch's executor, and a node sees a new round up to a second later. All four versions have it.
     _Action = dynamic_rendezvous._Action
 
-    # The argument of torch's decision. `_Executor` in handler.py makes one after each wait. If it goes: see `_Action`. All
-    # four versions have it.
+    # The argument of that decision. `_Executor` in torch_handler.py makes one after each wait. If it goes: see `_Action`.
+    # All four versions have it.
     _RendezvousContext = dynamic_rendezvous._RendezvousContext
 
-    # Carries out an operation on the state. `_Executor` in handler.py overrides `run`, uses `_node`, `_settings` and
+    # Carries out an operation on the state. `_Executor` in torch_handler.py overrides `run`, uses `_node`, `_settings` and
     # `_state_holder`, and sets `_state`. If one goes: see `_Action`. All four versions have all of them.
     _DistributedRendezvousOpExecutor = dynamic_rendezvous._DistributedRendezvousOpExecutor
 
-    # Keeps a handler's state in step with the backend. handler.py makes one, and sets its `_cache_duration` to 0. If the
-    # class goes, `DynamicRendezvousHandler.from_backend` is the public way to make a handler. If the attribute goes, a
+    # Keeps a handler's state in step with the backend. torch_handler.py makes one, and sets its `_cache_duration` to 0. If
+    # the class goes, `DynamicRendezvousHandler.from_backend` is the public way to make a handler. If the attribute goes, a
     # node may act on a state that is a second old. All four versions have both.
     _BackendRendezvousStateHolder = dynamic_rendezvous._BackendRendezvousStateHolder
 
-    # Names the nodes. `_Names` in handler.py overrides `generate`. If it goes, `_Names` needs no base class. All four
-    # versions have it.
+    # Names the nodes. `_NodeIdGenerator` in torch_handler.py overrides `generate`. If it goes, `_NodeIdGenerator` needs no
+    # base class. All four versions have it.
     _NodeDescGenerator = dynamic_rendezvous._NodeDescGenerator
 
-    # A node in the state that all nodes share. state.py unpickles this class and `_RendezvousState`, and no others of
+    # A node in the state that all nodes share. torch_state.py unpickles this class and `_RendezvousState`, and no others of
     # torch. If one goes or gets other fields, each state is refused and no node can join. All four versions have both.
     _NodeDesc = dynamic_rendezvous._NodeDesc
     _RendezvousState = dynamic_rendezvous._RendezvousState
 
-    # Numbers the other participants again when one is removed. If it goes, state.py cannot take a node out of a round
+    # Numbers the other participants again when one is removed. If it goes, torch_state.py cannot take a node out of a round
     # that is forming, and the others wait until its heartbeat expires. All four versions have it.
     _remove_participant_epilogue = dynamic_rendezvous._remove_participant_epilogue
 else:
@@ -102,7 +103,8 @@ else:
         return getattr(import_module(DYNAMIC_RENDEZVOUS), name)
 
 
-# `Handler` in elastic/meeting/handler.py is a subclass of the public DynamicRendezvousHandler. Private members that it
+# `Handler` in multinode/rendezvous/torch_handler.py is a subclass of the public DynamicRendezvousHandler. Private members
+# that it
 # - reads: `_this_node`, the node itself in the state. If it goes, a node cannot leave a round. All four versions have it.
 # - sets: `_op_executor`. If it goes: see `_Action`. All four versions have it.
 # - overrides: `_node_desc_generator`. If it goes, mpwatch passes its own node to the handler all the same. All four versions
@@ -125,8 +127,9 @@ def state_timezone() -> tzinfo | None:
 def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> threading.Thread | None:
     """Stop the heartbeats of a node. Return the thread that sent them, or None if there was none.
 
-    `_stop_heartbeats`: if it goes, a node that has left still looks alive to the other nodes. `_keep_alive_timer` and its
-    `_thread`: if they go, the caller cannot wait until the kernel has removed the thread. All four versions have them.
+    `_stop_heartbeats`: if it goes, the other nodes believe for a while that a node that has left is alive.
+    `_keep_alive_timer` and its `_thread`: if they go, the caller cannot wait until the kernel has removed the thread. All
+    four versions have them.
     """
     timer = handler._keep_alive_timer
     thread = None if timer is None else timer._thread

@@ -1,4 +1,4 @@
-"""An exception over the wire, within one process: what goes in comes out, link by link."""
+"""An exception over the wire, within one process: what goes in comes out, node by node."""
 
 import asyncio
 import copyreg
@@ -17,9 +17,9 @@ import saboteurs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpwatch.wire.exceptions.decoder import decode, outline, text_of
+from mpwatch.wire.exceptions.decoder import decode_exception, read_cause_chain, read_traceback_text
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
-from mpwatch.wire.exceptions.tracebacks import frames_of, traceback_of
+from mpwatch.wire.exceptions.tracebacks import build_traceback, read_frames
 
 
 def raised(error):
@@ -30,8 +30,8 @@ def raised(error):
 
 
 def through(error):
-    telling = ExceptionEncoder(error)
-    return decode(telling.plain(), telling.details())
+    encoder = ExceptionEncoder(error)
+    return decode_exception(encoder.plain(), encoder.details())
 
 
 class NeedsNew(Exception):
@@ -148,7 +148,7 @@ def test_the_chain_its_flags_and_notes():
     assert back.__cause__.__notes__ == ["of the cause"]
 
 
-def test_one_link_that_cannot_be_pickled_does_not_take_the_rest_along():
+def test_one_node_that_cannot_be_pickled_does_not_take_the_rest_along():
     first, second = RefusesToPickle("first"), ValueError("second")
     second.__context__ = first
     first.lock = threading.Lock()
@@ -167,9 +167,9 @@ def test_a_cycle():
 def test_a_chain_of_300_and_a_traceback_of_1000_frames():
     error = None
     for number in range(300):
-        link = ValueError(number)
-        link.__cause__ = error
-        error = link
+        node = ValueError(number)
+        node.__cause__ = error
+        error = node
     back, length = through(error), 0
     while back is not None:
         back, length = back.__cause__, length + 1
@@ -225,7 +225,7 @@ def test_frames_with_a_position_that_cannot_be_compiled_come_back_without_column
     trace = caught_trace(divide, 1, 0)
     for lasti, line in ((trace.tb_lasti, 7), (1 << 20, trace.tb_lineno), (-1, trace.tb_lineno)):
         made = types.TracebackType(None, trace.tb_frame, lasti, line)
-        (back,) = walk_trace(traceback_of(frames_of(made)))
+        (back,) = walk_trace(build_traceback(read_frames(made)))
         assert back.tb_lineno == back.tb_frame.f_lineno == line
         assert position(back) == (line, line, None, None)
 
@@ -238,8 +238,8 @@ def caught_trace(fn, *args):
 
 def test_what_can_be_told_without_rebuilding():
     data = ExceptionEncoder(raised(RefusesToPickle("text"))).plain()
-    assert [(link.name, link.text) for link in outline(data)] == [("RefusesToPickle", "text")]
-    assert "RefusesToPickle: text" in text_of(data)
+    assert [(node.name, node.text) for node in read_cause_chain(data)] == [("RefusesToPickle", "text")]
+    assert "RefusesToPickle: text" in read_traceback_text(data)
 
 
 def test_the_host_s_copyreg_is_left_alone():
@@ -333,21 +333,21 @@ def shape(error, seen=()):
 @given(TREES)
 def test_any_tree_keeps_its_shape(error):
     assert shape(through(error)) == shape(error)
-    assert shape(decode(ExceptionEncoder(error).plain())) == shape(error)
+    assert shape(decode_exception(ExceptionEncoder(error).plain())) == shape(error)
     assert shape(through(through(error))) == shape(error)
 
 
 def test_what_crosses_is_plain_but_for_the_pickles_inside():
-    telling = ExceptionEncoder(raised(saboteurs.PickyError(7, detail="x")))
-    (link,), (part,) = marshal.loads(telling.plain())["links"], pickle.loads(telling.details())
-    assert {type(value) for value in link.values()} <= {str, list, bool, int, type(None)}
+    encoder = ExceptionEncoder(raised(saboteurs.PickyError(7, detail="x")))
+    (node,), (part,) = marshal.loads(encoder.plain())["nodes"], pickle.loads(encoder.details())
+    assert {type(value) for value in node.values()} <= {str, list, bool, int, type(None)}
     assert {type(value) for value in part.values()} <= {bytes, list, dict, type(None)}
 
 
 def test_without_details_there_are_stand_ins_of_the_same_shape():
     error = raised(saboteurs.PickyError(7, detail="x"))
     error.__cause__ = raised(OSError(2, "No such file", "path"))
-    back = decode(ExceptionEncoder(error).plain())
+    back = decode_exception(ExceptionEncoder(error).plain())
     assert (type(back).__name__, str(back)) == ("PickyError", str(error))
     assert isinstance(back.__cause__, OSError)
     assert str(back.__cause__) == str(error.__cause__)
@@ -372,7 +372,7 @@ class SpeaksError(Exception):
 def test_texts_that_are_no_plain_strings():
     error = raised(SpeaksError())
     error.add_note(Spoken("note"))
-    back = decode(ExceptionEncoder(error).plain())
+    back = decode_exception(ExceptionEncoder(error).plain())
     assert (type(back).__name__, str(back), back.__notes__) == ("SpeaksError", "text", ["note"])
     assert type(back.__notes__[0]) is str
 
@@ -460,7 +460,7 @@ def test_frames_tell_a_debugger_what_it_asks_for():
 
 @pytest.mark.parametrize(("first", "line"), [(1, 1), (5, 3), (1, 100_000), (70, 6), (10, 0)])
 def test_any_line_of_any_function(first, line):
-    (trace,) = walk_trace(traceback_of([("file.py", "f", "A.f", first, line, "module", False, None)]))
+    (trace,) = walk_trace(build_traceback([("file.py", "f", "A.f", first, line, "module", False, None)]))
     assert (trace.tb_lineno, trace.tb_frame.f_lineno) == (line, line)
     assert trace.tb_frame.f_globals["__name__"] == "module"
 
@@ -522,12 +522,12 @@ def test_a_module_that_loads_what_it_is_asked_for_is_not_asked(monkeypatch):
 
 def test_a_stand_in_for_a_class_that_says_it_is_a_builtin():
     error = raised(pytest.fail.Exception("why"))
-    back = decode(ExceptionEncoder(error).plain())
+    back = decode_exception(ExceptionEncoder(error).plain())
     assert (type(back).__name__, str(back), type(back).__bases__) == ("Failed", "why", (BaseException,))
 
 
 @pytest.mark.parametrize("cls", [SyntaxError, IndentationError])
 def test_a_stand_in_of_a_syntax_error_is_printed_with_its_text(cls):
-    back = decode(ExceptionEncoder(cls("bad", ("file.py", 3, 5, "text", 3, 6))).plain())
+    back = decode_exception(ExceptionEncoder(cls("bad", ("file.py", 3, 5, "text", 3, 6))).plain())
     assert str(back) == "bad (file.py, line 3)"
     assert traceback.format_exception(back) == [f"{cls.__name__}: bad (file.py, line 3)\n"]

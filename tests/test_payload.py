@@ -21,12 +21,12 @@ from numpy import ma
 from programs import python
 
 import mpwatch
-from mpwatch.watcher.processes.rank_handle import COPIED_UP_TO
+from mpwatch.watcher.processes.rank_handle import MAX_COPY_SIZE
 from mpwatch.wire.pickling import call_payload, return_values
 from mpwatch.wire.pickling.call_payload import PlainPickler
-from mpwatch.wire.pickling.pickle_buffers import LARGE, NullBundle, mapped
+from mpwatch.wire.pickling.pickle_buffers import MIN_BUFFER_SIZE, NullBundle, map_bundle
 
-MANY = LARGE // 8 + 1  # numbers that make a large buffer
+MANY = MIN_BUFFER_SIZE // 8 + 1  # numbers that make a large buffer
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def as_argument(thing):
 def as_value(thing):
     packed = return_values.pack(thing)
     try:
-        return return_values.load(packed.body or mapped(packed.file.fileno()))
+        return return_values.load(packed.body or map_bundle(packed.file.fileno()))
     finally:
         packed.close()
 
@@ -65,7 +65,7 @@ both_ways = pytest.mark.parametrize("sent", [as_argument, as_value])
 ARRAYS = {
     "C order": np.arange(2.0 * MANY).reshape(2, -1),
     "Fortran order": np.asfortranarray(np.arange(2.0 * MANY).reshape(2, -1)),
-    "of bytes": np.arange(3 * LARGE, dtype="uint8"),
+    "of bytes": np.arange(3 * MIN_BUFFER_SIZE, dtype="uint8"),
     "of numbers in another order of bytes": np.arange(MANY, dtype=">i8"),
     "structured": np.zeros(MANY, dtype=[("a", "i4"), ("b", "f8", (2,))]),
     "complex": np.full(MANY, 1 + 2j),
@@ -132,7 +132,7 @@ def test_a_memoryview_that_python_itself_cannot_make_is_refused_before_it_is_sen
 
 @both_ways
 def test_what_was_one_object_is_one(sent):
-    array, view = np.zeros(MANY), memoryview(bytearray(LARGE))
+    array, view = np.zeros(MANY), memoryview(bytearray(MIN_BUFFER_SIZE))
     first, (second,), third, fourth = sent((array, [array], view, view))
     assert first is second
     assert third is fourth
@@ -164,7 +164,7 @@ def test_a_finaliser_in_a_cycle_may_look_at_what_came(sent):
             seen.append(self.view[5])
 
     node = Node()
-    node.me, node.view = node, sent(memoryview(bytes(range(256)) * LARGE))
+    node.me, node.view = node, sent(memoryview(bytes(range(256)) * MIN_BUFFER_SIZE))
     del node
     gc.collect()
     assert seen == [5]
@@ -175,8 +175,8 @@ def test_without_ctypes_a_mapping_keeps_a_descriptor(sent, monkeypatch):
     """As in a Python that was built without libffi."""
     monkeypatch.setitem(sys.modules, "ctypes", None)
     open_before = descriptors()
-    came = sent(memoryview(bytearray(LARGE)))
-    assert came.nbytes == LARGE
+    came = sent(memoryview(bytearray(MIN_BUFFER_SIZE)))
+    assert came.nbytes == MIN_BUFFER_SIZE
     came[3] = 1
     kept = sys.version_info < (3, 13)
     assert len(descriptors()) == len(open_before) + kept
@@ -195,9 +195,11 @@ def test_what_is_small_goes_without_a_file():
 
 
 PARTS = st.one_of(
-    st.sampled_from([0, 1, 100, LARGE - 1, LARGE, LARGE + 1, 3 * LARGE]).map(lambda size: np.arange(size, dtype="uint8")),
-    st.sampled_from([0, 1, 7000, LARGE - 1, LARGE, 3 * LARGE]).map(bytes),
-    st.sampled_from([1, 7000, LARGE, 3 * LARGE]).map(lambda size: "é" * size),
+    st.sampled_from([0, 1, 100, MIN_BUFFER_SIZE - 1, MIN_BUFFER_SIZE, MIN_BUFFER_SIZE + 1, 3 * MIN_BUFFER_SIZE]).map(
+        lambda size: np.arange(size, dtype="uint8")
+    ),
+    st.sampled_from([0, 1, 7000, MIN_BUFFER_SIZE - 1, MIN_BUFFER_SIZE, 3 * MIN_BUFFER_SIZE]).map(bytes),
+    st.sampled_from([1, 7000, MIN_BUFFER_SIZE, 3 * MIN_BUFFER_SIZE]).map(lambda size: "é" * size),
 )
 
 
@@ -216,7 +218,7 @@ def test_what_is_no_bundle_is_refused():
 
 @both_ways
 def test_nothing_is_kept_of_what_could_not_be_sent(sent):
-    data = bytearray(LARGE)
+    data = bytearray(MIN_BUFFER_SIZE)
     with pytest.raises(TypeError):
         sent([memoryview(data), saboteurs.Unpicklable()])
     data.append(1)  # it would raise if a buffer of it were held
@@ -236,7 +238,7 @@ def test_each_rank_may_write_to_its_own_view_of_the_same_memory(barrier):
 
 def test_results_are_the_caller_s_to_write_to():
     before, open_before = mappings(), descriptors()
-    result = mpwatch.run(functools.partial(np.full, COPIED_UP_TO // 8), 3, args=(1.5,))
+    result = mpwatch.run(functools.partial(np.full, MAX_COPY_SIZE // 8), 3, args=(1.5,))
     assert descriptors() == open_before
     first, second, third = result
     first[:] = 0
@@ -289,7 +291,7 @@ def test_neither_arguments_nor_results_pass_through_the_watcher_s_heap():
     ("what", "text"),
     [
         ("nothing", "Too many open files"),
-        ("a pipe", "could not be taken in"),
+        ("a pipe", "could not receive its return value"),
         ("an empty file", "not a bundle"),
         ("a file of something else", "not a bundle"),
         ("a file that promises what is not there", "invalid load key"),

@@ -1,1 +1,1 @@
-"""What crosses between watcher and rank; imported on both sides, so light: no dataclasses, no typing at run time."""
+"""The data that crosses between the watcher and a rank: messages, shared memory, pickles and exceptions."""

@@ -1,46 +1,55 @@
-"""The messages between watcher and rank, and their framing. Pure: bytes in, messages out.
+"""The messages between the watcher and a rank, and their framing. This module does no I/O.
 
-    watcher                                    rank
-       | <-------------- READY ----------------- |   it can be called
-       | --- [PRINTED], DESCRIPTORS ..., CALL -> |   what and with what: see payload.py
-       | <--- [FAILING,] RETURNED | RAISED | --- |   exactly one answer a call; FAILING before one that takes longer
-       |              UNLOADED, then [DETAILS]   |   to tell, DETAILS after it: see exceptions.py
-       | ---------------- END -----------------> |   or the watcher's end is closed
-       | <------------- LINGERS ---------------- |   only if something keeps it from ending
+    watcher                                             rank
+       | <----------------- READY ---------------------- |   the rank can be called
+       | --- [STARTUP_OUTPUT] -------------------------> |   once, before the first call
+       | --- [DESCRIPTORS ...] CALL -------------------> |   one call: see pickling/call_payload.py
+       | <-- RETURNED ---------------------------------- |   the answer, if the function returned
+       | <-- FAILING, RAISED | LOAD_FAILED, [DETAILS] -- |   the answer, if not: see exceptions/encoder.py
+       | ----------------- SHUTDOWN -------------------> |   or the watcher closes its end of the channel
+       | <-------------- [EXIT_BLOCKED] ---------------- |   only if threads or processes keep the rank from exiting
 
-A frame is a header and a body. A call or an answer that is large has none, and comes with the descriptor of a file instead,
-see bundle.py. The header carries a time of CLOCK_MONOTONIC, which all processes of a machine share,
-so that what happened in different ranks can be put in order.
+A rank sends exactly one answer to each call: RETURNED, RAISED or LOAD_FAILED.
+
+A message is sent as a frame: a header and a body. A large call or return value travels in a file. Then the body is empty,
+and the descriptor of the file is sent with the frame (see pickling/pickle_buffers.py).
+
+The header carries a time of CLOCK_MONOTONIC. All processes of a machine share that clock, so the watcher can
+order the events of different ranks.
 """
 
 import enum
 import struct
 import time
 
-HEADER = struct.Struct("<4sBdQ")  # mark, kind, stamp, length of the body
-WHERE = struct.Struct("<iQ")  # the body of READY: the descriptor for stacks, and the main thread's identity in them
-MARK = b"mpw1"
-MAX_DESCRIPTORS = 250  # with one message; the kernel passes at most 253 (SCM_MAX_FD)
+HEADER = struct.Struct("<4sBdQ")  # magic number, kind, time, length of the body
+READY_BODY = struct.Struct("<iQ")  # the descriptor for stack dumps, and the main thread's identity in these dumps
+MAGIC = b"mpw1"
+MAX_DESCRIPTORS = 250  # in one message; the kernel passes at most 253 (SCM_MAX_FD)
 
 
 class MessageKind(enum.IntEnum):
-    """What a message says."""
+    """The kind of a message. A comment says what the body holds; without a comment the body is empty."""
 
-    READY = 1
-    CALL = 2  # body: a bundle, or none: then the first of its descriptors is of one
-    RETURNED = 3  # the same with the value
-    RAISED = 4  # body: an exception told in plain data, see exceptions.py
-    LOAD_FAILED = 5  # the same of the exception that loading the call raised
+    READY = 1  # READY_BODY
+    CALL = 2  # a pickle bundle; if it is empty, the first descriptor is the bundle's file
+    RETURNED = 3  # a pickle bundle with the return value; if it is empty, a descriptor is the bundle's file
+    RAISED = 4  # an encoded exception: the "plain" message of exceptions/encoder.py
+    LOAD_FAILED = 5  # the same for an exception that was raised while the rank unpickled the call
     SHUTDOWN = 6
-    EXIT_BLOCKED = 7  # body: text, what keeps the rank from ending
-    DESCRIPTORS = 8  # some of those that the next CALL needs
-    FAILING = 9  # the function has just raised; what, follows
-    DETAILS = 10  # body: what of the exception just told can be pickled
-    STARTUP_OUTPUT = 11  # with a descriptor: what the rank's interpreter had printed, for it to pass on to its stderr
+    EXIT_BLOCKED = 7  # text: the threads and processes that keep the rank from exiting
+    DESCRIPTORS = 8  # empty; some of the descriptors of the next CALL
+    FAILING = 9  # empty; the function has just raised. RAISED or LOAD_FAILED follows
+    DETAILS = 10  # the pickled parts of the exception just sent: the "details" message of exceptions/encoder.py
+    STARTUP_OUTPUT = 11  # empty; its descriptor holds the interpreter's early output, which the rank writes to its stderr
 
 
 class Message:
-    """One message as it was sent."""
+    """A received message.
+
+    `stamp` is the time in its header. `file` holds the content that came in a file instead of the body, or the error that
+    kept the watcher from reading that file.
+    """
 
     __slots__ = ("body", "file", "kind", "stamp")
 
@@ -48,33 +57,30 @@ class Message:
         self.kind = kind
         self.stamp = stamp
         self.body = body
-        self.file: memoryview | OSError | None = None  # what came in the body's place; or why it could not be had
+        self.file: memoryview | OSError | None = None
 
 
-def frame(kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bytes:
-    """The bytes of a message about something that happened at this time of CLOCK_MONOTONIC; now, if none is given."""
-    return HEADER.pack(MARK, kind, time.monotonic() if stamp is None else stamp, len(body)) + body
+def encode_frame(kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bytes:
+    """Return the bytes of a message about an event at this time of CLOCK_MONOTONIC (default: now)."""
+    return HEADER.pack(MAGIC, kind, time.monotonic() if stamp is None else stamp, len(body)) + body
 
 
 def parse_header(head: bytes | bytearray) -> tuple[MessageKind, float, int]:
-    """Kind, stamp and length of the body. Raises ValueError if this is no message: somebody else wrote it."""
-    mark, kind, stamp, length = HEADER.unpack_from(head)
-    if mark != MARK:
+    """Return the kind, the time and the length of the body. Raises ValueError for bytes that mpwatch did not write."""
+    magic, kind, stamp, length = HEADER.unpack_from(head)
+    if magic != MAGIC:
         raise ValueError(f"not a message of mpwatch: {bytes(head[:32])!r}")
     return MessageKind(kind), stamp, length
 
 
 class FrameDecoder:
-    """Puts a stream of bytes together into messages. A message that never becomes whole is never seen."""
+    """Builds messages from a stream of bytes. An incomplete message is never returned."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that these bytes complete.
-
-        Raises ValueError if this is no stream of messages.
-        """
+        """Return the messages that these bytes complete. Raises ValueError if the stream contains anything else."""
         self._buffer += data
         messages = []
         while len(self._buffer) >= HEADER.size:

@@ -1,18 +1,18 @@
-"""Share memory between the watcher and each rank. It needs no channel, and it outlives the rank.
+"""The memory that the watcher shares with each rank. It needs no channel, and it is still there when the rank is dead.
 
     one anonymous file for all ranks of a run:  [ slot of rank 0 ][ slot of rank 1 ]...
-    a slot:        [ black box ][ heartbeat memory ][ number of the interrupted call ]
-    black box:     [ frame ][ frame ][ zeros ]
-    heartbeats:    [ time of the last one ][ checksum, length ][ last report: time, step, total, metrics ]
+    a slot:            [ black box ][ heartbeat memory ][ number of the interrupted call ]
+    black box:         [ frame ][ frame ][ zeros ]
+    heartbeat memory:  [ time of the last heartbeat ][ checksum, length ][ last report: time, step, total, metrics ]
 
-- The black box holds answers that cannot go over the channel. An answer is made of frames (messages.py). The header of a
-  frame is written last, so a frame that was cut off does not count. The watcher reads the box once the rank is dead.
+- The black box holds the messages of a rank that has lost its channel. The rank writes the header of a frame (messages.py)
+  last, so an incomplete frame does not count. The watcher reads the black box when the rank is dead.
 - A heartbeat is one store of eight bytes. A rank can send heartbeats in its innermost loop, from any thread. The watcher
-  reads them at any time. A report that is being written has a wrong checksum, and the watcher reads it again.
-- The call's number, counted from 1, is that of the latest call that the watcher has interrupted. A signal does not say
-  which call it is meant for, and it can arrive just after that call was answered.
+  can read them at any time. While the rank writes a report, its checksum is wrong, and the watcher reads the report again.
+- The number of the interrupted call says which call the watcher's last interrupt was meant for. Calls are counted from 1.
+  A signal carries no such number, and it can arrive just after the rank has answered that call.
 
-A rank maps its slot and closes the descriptor: code that closes every descriptor (a daemon) does not lose a mapping.
+A rank maps its slot and closes the descriptor. User code can close every descriptor (as a daemon does), but not a mapping.
 """
 
 from __future__ import annotations
@@ -26,55 +26,57 @@ from binascii import crc32
 
 from mpwatch.wire.messages import HEADER, Message, parse_header
 
-SLOT = 1 << 20  # bytes; only pages that are written take memory
-PULSE = 4096  # bytes of the heartbeat memory
-NUMBER = struct.Struct("Q")
-WORDS = SLOT - PULSE - NUMBER.size  # bytes of the black box; the heartbeat memory follows
+# All sizes are in bytes.
+SLOT_SIZE = 1 << 20  # only pages that are written take memory
+HEARTBEAT_SIZE = 4096
+CALL_NUMBER = struct.Struct("Q")
+BLACK_BOX_SIZE = SLOT_SIZE - HEARTBEAT_SIZE - CALL_NUMBER.size
 
-BEAT = struct.Struct("d")  # of CLOCK_MONOTONIC; 0: none yet. Native byte order, because it is copied in one store
-HEAD = struct.Struct("=II")  # checksum and length of the report
-REPORT = struct.Struct("=dqqH")  # time, step, total, number of metrics
+# CLOCK_MONOTONIC; 0: no heartbeat yet; infinity: no heartbeat will follow. Native byte order: one store.
+HEARTBEAT_TIME = struct.Struct("d")
+REPORT_HEADER = struct.Struct("=II")  # checksum and length of the report
+REPORT_START = struct.Struct("=dqqH")  # time, step, total, number of metrics
 METRIC = struct.Struct("=dH")  # value, length of the name; the name follows
-NO_COUNT = -(1 << 63)
-ROOM = PULSE - BEAT.size - HEAD.size  # bytes of a report
-MAX_READS = 100  # writing a report takes less than a microsecond
+MAX_REPORT_SIZE = HEARTBEAT_SIZE - HEARTBEAT_TIME.size - REPORT_HEADER.size
+NO_COUNT = -(1 << 63)  # a step or total of None
+MAX_READS = 100  # attempts to read a complete report; writing one takes less than a microsecond
 ENCODING = ("utf-8", "surrogatepass")
 
-# The slot
+# --- The slot ---
 
 
 def open_slot(fd: int, slot: int) -> mmap.mmap:
-    """Map this rank's slot, in the rank, and close the descriptor. Raises OSError."""
+    """In the rank: map its slot and close the descriptor. Raises OSError."""
     try:
-        return mmap.mmap(fd, SLOT, offset=slot * SLOT)
+        return mmap.mmap(fd, SLOT_SIZE, offset=slot * SLOT_SIZE)
     finally:
         os.close(fd)
 
 
 def clear_slot(fd: int, slot: int) -> None:
-    """Clear the slot of a dead rank, in the watcher, for the next rank. Pages that were never written stay holes."""
-    zeros = bytes(WORDS)
-    if os.pread(fd, WORDS, slot * SLOT) != zeros:
-        os.pwrite(fd, zeros, slot * SLOT)
-    os.pwrite(fd, bytes(SLOT - WORDS), slot * SLOT + WORDS)
+    """In the watcher: clear the slot of a dead rank for the next rank. Pages that were never written take no memory."""
+    zeros = bytes(BLACK_BOX_SIZE)
+    if os.pread(fd, BLACK_BOX_SIZE, slot * SLOT_SIZE) != zeros:
+        os.pwrite(fd, zeros, slot * SLOT_SIZE)
+    os.pwrite(fd, bytes(SLOT_SIZE - BLACK_BOX_SIZE), slot * SLOT_SIZE + BLACK_BOX_SIZE)
 
 
-def note_interrupt(fd: int, slot: int, call: int) -> None:
-    """Write the number of the call to be interrupted, in the watcher, before it sends the signal."""
-    os.pwrite(fd, NUMBER.pack(call), (slot + 1) * SLOT - NUMBER.size)
+def record_interrupt(fd: int, slot: int, call: int) -> None:
+    """In the watcher: write the number of the call to be interrupted, before the signal is sent."""
+    os.pwrite(fd, CALL_NUMBER.pack(call), (slot + 1) * SLOT_SIZE - CALL_NUMBER.size)
 
 
-def interrupted_call(memory: mmap.mmap) -> int:
-    """Read the number of the interrupted call, in the rank. It is 0 if there was none."""
-    number: int = NUMBER.unpack_from(memory, SLOT - NUMBER.size)[0]
+def read_interrupted_call(memory: mmap.mmap) -> int:
+    """In the rank: return the number of the last call that the watcher interrupted; 0 if there was none."""
+    number: int = CALL_NUMBER.unpack_from(memory, SLOT_SIZE - CALL_NUMBER.size)[0]
     return number
 
 
-# The black box
+# --- The black box ---
 
 
 class BlackBox:
-    """The rank's side of the black box.
+    """In the rank: the writer of its black box.
 
     Args:
         memory: the rank's slot.
@@ -84,10 +86,10 @@ class BlackBox:
         self._memory = memory
         self._used = 0
 
-    def leave(self, frame: bytes) -> bool:
-        """Append a frame. Return False if there is no room for it."""
+    def append(self, frame: bytes) -> bool:
+        """Write a frame behind the others. Return False if there is no room for it."""
         start, end = self._used, self._used + len(frame)
-        if end > WORDS:
+        if end > BLACK_BOX_SIZE:
             return False
         body = start + HEADER.size
         self._memory[body:end] = frame[HEADER.size :]
@@ -96,25 +98,25 @@ class BlackBox:
         return True
 
 
-def read_answer(fd: int, slot: int) -> list[Message]:
-    """Read the black box of a dead rank, in the watcher. Raises ValueError if its content was overwritten."""
+def read_black_box(fd: int, slot: int) -> list[Message]:
+    """In the watcher: read the messages of a dead rank. Raises ValueError if the rank has overwritten them."""
     messages = []
-    at, end = slot * SLOT, slot * SLOT + WORDS
+    at, end = slot * SLOT_SIZE, slot * SLOT_SIZE + BLACK_BOX_SIZE
     while len(head := os.pread(fd, min(HEADER.size, end - at), at)) == HEADER.size and any(head):
         kind, stamp, length = parse_header(head)
         at += HEADER.size
         messages.append(Message(kind, stamp, os.pread(fd, min(length, end - at), at)))
         at += length
         if at > end:
-            raise ValueError(f"a message of {length} bytes in a slot of {SLOT}")
+            raise ValueError(f"a message of {length} bytes in a slot of {SLOT_SIZE}")
     return messages
 
 
-# Heartbeats and reports
+# --- Heartbeats and reports ---
 
 
 class HeartbeatSample:
-    """A sample of the heartbeat memory: the time of the last heartbeat, if any, and the last report, if any."""
+    """The heartbeat memory at one moment: the time of the last heartbeat, if any, and the last report, if any."""
 
     __slots__ = ("beat_at", "report")
 
@@ -124,7 +126,7 @@ class HeartbeatSample:
 
 
 class HeartbeatWriter:
-    """The rank's side of the heartbeat memory.
+    """In the rank: the writer of its heartbeats and reports.
 
     Args:
         memory: the rank's slot.
@@ -133,55 +135,59 @@ class HeartbeatWriter:
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
 
-    def beat(self) -> None:
-        """Write a heartbeat."""
-        BEAT.pack_into(self._memory, WORDS, time.monotonic())
+    def write_heartbeat(self) -> None:
+        HEARTBEAT_TIME.pack_into(self._memory, BLACK_BOX_SIZE, time.monotonic())
 
-    def rest(self) -> None:
-        """Write that no heartbeat follows: the function has returned. A rank without any heartbeat stays without."""
-        if BEAT.unpack_from(self._memory, WORDS)[0]:
-            BEAT.pack_into(self._memory, WORDS, math.inf)
+    def stop(self) -> None:
+        """Write that no heartbeat will follow, because the function has returned.
 
-    def report(self, step: int | None, total: int | None, metrics: dict[str, float]) -> None:
-        """Write a report, which is a heartbeat, too. Raises ValueError if there is no room for it."""
+        Nothing is written if the rank has sent no heartbeat at all.
+        """
+        if HEARTBEAT_TIME.unpack_from(self._memory, BLACK_BOX_SIZE)[0]:
+            HEARTBEAT_TIME.pack_into(self._memory, BLACK_BOX_SIZE, math.inf)
+
+    def write_report(self, step: int | None, total: int | None, metrics: dict[str, float]) -> None:
+        """Write a report; it counts as a heartbeat. Raises ValueError if the report is too large."""
         now = time.monotonic()
-        body = _encode(now, step, total, metrics)
-        if len(body) > ROOM:
-            raise ValueError(f"report() got {len(metrics)} metrics that take {len(body)} bytes; there is room for {ROOM}")
-        # in one slice, so that no other thread of this process writes in between
-        record = BEAT.pack(now) + HEAD.pack(crc32(body), len(body)) + body
-        self._memory[WORDS : WORDS + len(record)] = record
+        body = _encode_report(now, step, total, metrics)
+        if len(body) > MAX_REPORT_SIZE:
+            raise ValueError(
+                f"report() got {len(metrics)} metrics that take {len(body)} bytes; there is room for {MAX_REPORT_SIZE}"
+            )
+        # One slice assignment, so no other thread of this process can write in between.
+        record = HEARTBEAT_TIME.pack(now) + REPORT_HEADER.pack(crc32(body), len(body)) + body
+        self._memory[BLACK_BOX_SIZE : BLACK_BOX_SIZE + len(record)] = record
 
 
-def read_beat(fd: int, slot: int) -> float | None:
-    """Read the time of the last heartbeat, in the watcher."""
-    (beat,) = BEAT.unpack(os.pread(fd, BEAT.size, slot * SLOT + WORDS))
-    return beat or None
+def read_heartbeat_time(fd: int, slot: int) -> float | None:
+    """In the watcher: return the time of the last heartbeat; None if there was none."""
+    (heartbeat_at,) = HEARTBEAT_TIME.unpack(os.pread(fd, HEARTBEAT_TIME.size, slot * SLOT_SIZE + BLACK_BOX_SIZE))
+    return heartbeat_at or None
 
 
-def read_pulse(fd: int, slot: int) -> HeartbeatSample:
-    """Read the last heartbeat and report, in the watcher. A report that does not fit its checksum is left out."""
+def read_heartbeat(fd: int, slot: int) -> HeartbeatSample:
+    """In the watcher: return the last heartbeat and report. A report with a wrong checksum is left out."""
     for _ in range(MAX_READS):
-        data = os.pread(fd, PULSE, slot * SLOT + WORDS)
-        (beat,) = BEAT.unpack_from(data)
-        checksum, length = HEAD.unpack_from(data, BEAT.size)
-        body = data[BEAT.size + HEAD.size :][:length]
+        data = os.pread(fd, HEARTBEAT_SIZE, slot * SLOT_SIZE + BLACK_BOX_SIZE)
+        (heartbeat_at,) = HEARTBEAT_TIME.unpack_from(data)
+        checksum, length = REPORT_HEADER.unpack_from(data, HEARTBEAT_TIME.size)
+        body = data[HEARTBEAT_TIME.size + REPORT_HEADER.size :][:length]
         if length and crc32(body) == checksum:
-            return HeartbeatSample(beat or None, _decode(body))
+            return HeartbeatSample(heartbeat_at or None, _decode_report(body))
         if not length:
             break
-    return HeartbeatSample(beat or None, None)
+    return HeartbeatSample(heartbeat_at or None, None)
 
 
-def forget_pulse(fd: int, slot: int) -> None:
-    """Clear the heartbeat memory of an idle rank, in the watcher."""
-    os.pwrite(fd, bytes(BEAT.size + HEAD.size), slot * SLOT + WORDS)
+def clear_heartbeat(fd: int, slot: int) -> None:
+    """In the watcher: clear the heartbeat memory of an idle rank."""
+    os.pwrite(fd, bytes(HEARTBEAT_TIME.size + REPORT_HEADER.size), slot * SLOT_SIZE + BLACK_BOX_SIZE)
 
 
-def _encode(at: float, step: int | None, total: int | None, metrics: dict[str, float]) -> bytes:
+def _encode_report(at: float, step: int | None, total: int | None, metrics: dict[str, float]) -> bytes:
     try:
         counts = [NO_COUNT if count is None else count for count in (step, total)]
-        parts = [REPORT.pack(at, *counts, len(metrics))]
+        parts = [REPORT_START.pack(at, *counts, len(metrics))]
         for name, value in metrics.items():
             text = name.encode(*ENCODING)
             parts += (METRIC.pack(value, len(text)), text)
@@ -190,10 +196,10 @@ def _encode(at: float, step: int | None, total: int | None, metrics: dict[str, f
     return b"".join(parts)
 
 
-def _decode(body: bytes) -> tuple[float, int | None, int | None, dict[str, float]] | None:
+def _decode_report(body: bytes) -> tuple[float, int | None, int | None, dict[str, float]] | None:
     try:
-        at, step, total, count = REPORT.unpack_from(body)
-        metrics, end = {}, REPORT.size
+        at, step, total, count = REPORT_START.unpack_from(body)
+        metrics, end = {}, REPORT_START.size
         for _ in range(count):
             value, length = METRIC.unpack_from(body, end)
             end += METRIC.size + length

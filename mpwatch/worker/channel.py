@@ -1,7 +1,8 @@
-"""A rank's end of the line to the watcher. Runs in a rank.
+"""The rank's end of the channel to the watcher. Runs in the rank's main thread.
 
-The descriptor is a number that user code can close, and that the next file it opens then gets. So each use first looks
-whether the number still means our socket; an answer that cannot be sent is left in memory (wire/slots.py).
+User code can close the channel's descriptor by its number. The next file that it opens then gets that number. So the channel
+checks before each use that the number still refers to its socket. An answer that cannot be sent goes into the black box
+(wire/shared_memory.py).
 """
 
 import os
@@ -9,102 +10,108 @@ import select
 import socket
 from io import FileIO
 
-from mpwatch.os_support.descriptors import MSG_NOSIGNAL, STDERR, receive, write_all
-from mpwatch.wire.messages import HEADER, MAX_DESCRIPTORS, MessageKind, frame, parse_header
-from mpwatch.wire.shared_memory import WORDS, BlackBox
+from mpwatch.os_support.descriptors import MSG_NOSIGNAL, STDERR, receive_with_fds, write_all
+from mpwatch.wire.messages import HEADER, MAX_DESCRIPTORS, MessageKind, encode_frame, parse_header
+from mpwatch.wire.shared_memory import BLACK_BOX_SIZE, BlackBox
 
 
 class Channel:
-    """Blocking, for the rank's main thread alone."""
+    """A blocking channel. Only the rank's main thread may use it.
 
-    def __init__(self, fd: int, last_words: BlackBox) -> None:
+    Args:
+        fd: the descriptor of a connected Unix socket.
+        black_box: receives what can no longer be sent.
+    """
+
+    def __init__(self, fd: int, black_box: BlackBox) -> None:
         self._fd = fd
-        self._identity = _identity(self._fd)
-        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=fd)
-        os.set_inheritable(self._fd, False)  # a program that the rank executes has no part in this
+        self._identity = _read_identity(self._fd)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=fd)
+        os.set_inheritable(self._fd, False)  # a program that the rank executes must not keep it open
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
-        self._last_words = last_words
-        self._spare = -1
+        self._black_box = black_box
+        self._reserved_fd = -1
 
     def send(self, kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bool:
-        """Send, or leave it for the watcher to find; False if there was no way to do either."""
-        data = frame(kind, body, stamp)
-        if self._is_ours():
+        """Send a message, or write it into the black box. Return False if neither is possible."""
+        data = encode_frame(kind, body, stamp)
+        if self._is_open():
             try:
                 write_all(self._fd, data)
-            except OSError:  # the watcher has gone, or has heard enough
+            except OSError:  # the watcher is dead, or has closed the channel
                 return False
             return True
-        return self._last_words.leave(data)
+        return self._black_box.append(data)
 
     def send_file(self, kind: MessageKind, file: FileIO, stamp: float) -> bool:
-        """The same with a file in the body's place. Raises OSError if the system does not let it pass."""
+        """Send a message with a file instead of a body, as `send` does. Raises OSError if the file cannot be passed."""
         fd = file.fileno()
-        if not self._is_ours():
-            return self._last_words.leave(frame(kind, os.pread(fd, WORDS, 0), stamp))  # which is too much if it is cut off
+        if not self._is_open():
+            content = os.pread(fd, BLACK_BOX_SIZE, 0)  # so much that `append` refuses it, if the file is longer
+            return self._black_box.append(encode_frame(kind, content, stamp))
         try:
-            socket.send_fds(self._line, [frame(kind, stamp=stamp)], [fd], MSG_NOSIGNAL)
+            socket.send_fds(self._socket, [encode_frame(kind, stamp=stamp)], [fd], MSG_NOSIGNAL)
         except (BrokenPipeError, ConnectionResetError):
             return False
         return True
 
     def receive_call(self) -> tuple[bytes, list[int] | None] | None:
-        """The next call, as payload.unpack takes it; None once there will be no more calls."""
-        if not self._is_ours():
+        """Wait for a call. Return the arguments for `call_payload.unpack`; None if there will be no more calls."""
+        if not self._is_open():
             return None
         try:
-            # not in recvmsg(2): who sleeps there is also woken when the watcher has read what was sent
+            # Not in recvmsg(2): a process that sleeps there also wakes up when the watcher has read what the rank sent.
             self._poll.poll()
-            return _read_call(self._line)
+            return _read_call(self._socket)
         except OSError:
             return None
 
-    def let_go(self) -> None:
-        """No more calls. The number stays, with whoever has it by now: nothing that is closed with an object."""
-        self._line.detach()
+    def detach(self) -> None:
+        """Leave the descriptor open, for the kernel to close at exit: its number may belong to a file of the user by now."""
+        self._socket.detach()
 
-    def keep_a_descriptor(self) -> None:
-        """Have one more than is needed, for when the function has taken all."""
-        if self._spare == -1:
-            self._spare = os.dup(self._fd)
+    def reserve_fd(self) -> None:
+        """Open a spare descriptor. The function may use up all others, and an answer needs one."""
+        if self._reserved_fd == -1:
+            self._reserved_fd = os.dup(self._fd)
 
-    def free_a_descriptor(self) -> None:
-        """Give up the one that was kept. It may have been closed meanwhile, and its number be a file's."""
-        if self._spare != -1 and _is_still(self._spare, self._identity):
-            os.close(self._spare)
-        self._spare = -1
+    def release_reserved_fd(self) -> None:
+        """Close the spare descriptor, unless user code has closed it and its number belongs to a file by now."""
+        if self._reserved_fd != -1 and _has_identity(self._reserved_fd, self._identity):
+            os.close(self._reserved_fd)
+        self._reserved_fd = -1
 
-    def _is_ours(self) -> bool:
-        return _is_still(self._fd, self._identity)
+    def _is_open(self) -> bool:
+        return _has_identity(self._fd, self._identity)
 
 
-def _is_still(fd: int, identity: tuple[int, int]) -> bool:
+def _has_identity(fd: int, identity: tuple[int, int]) -> bool:
     try:
-        return _identity(fd) == identity
+        return _read_identity(fd) == identity
     except OSError:
         return False
 
 
-def _identity(fd: int) -> tuple[int, int]:
+def _read_identity(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
 
 
-def _read_call(line: socket.socket) -> tuple[bytes, list[int] | None] | None:
+def _read_call(channel: socket.socket) -> tuple[bytes, list[int] | None] | None:
     fds: list[int] = []
     has_all = True
     while True:
-        head, more, is_cut = receive(line, HEADER.size, MAX_DESCRIPTORS)
+        head, more, is_cut = receive_with_fds(channel, HEADER.size, MAX_DESCRIPTORS)
         fds += more
         has_all &= not is_cut
-        head += _read_exactly(line, HEADER.size - len(head)) if head else b""
+        head += _read_exactly(channel, HEADER.size - len(head)) if head else b""
         if len(head) < HEADER.size:
             return None
         kind, _, length = parse_header(head)
-        body = _read_exactly(line, length)
+        body = _read_exactly(channel, length)
         if kind is MessageKind.STARTUP_OUTPUT:
-            _pass_on(fds)
+            _write_startup_output(fds)
             fds, has_all = [], True
         elif kind is not MessageKind.DESCRIPTORS:
             break
@@ -114,20 +121,23 @@ def _read_call(line: socket.socket) -> tuple[bytes, list[int] | None] | None:
     return (body, fds if has_all else None) if kind is MessageKind.CALL and len(body) == length else None
 
 
-def _read_exactly(line: socket.socket, size: int) -> bytes:
-    """So many bytes, or fewer if no more will come."""
+def _read_exactly(channel: socket.socket, size: int) -> bytes:
+    """Read `size` bytes, or fewer if the channel ends."""
     data = b""
-    while len(data) < size and (more := line.recv(size - len(data))):
+    while len(data) < size and (more := channel.recv(size - len(data))):
         data += more
     return data
 
 
-def _pass_on(fds: list[int]) -> None:
-    """What this interpreter had printed before it had a stderr: it is the rank that waits if nobody reads there."""
+def _write_startup_output(fds: list[int]) -> None:
+    """Write to stderr what the interpreter printed before it had that stderr.
+
+    The rank does it, and not the watcher, because writing blocks if nobody reads.
+    """
     for fd in fds:
         with open(fd, "rb") as file:
             file.seek(0)
             try:
                 write_all(STDERR, file.read())
-            except OSError:  # nobody will read it
+            except OSError:  # stderr is closed
                 continue

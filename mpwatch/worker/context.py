@@ -1,5 +1,6 @@
-"""Who this rank is and how it fares, for the function that runs in it. Runs in a rank; imported by anybody, so it imports
-nothing heavy.
+"""What the function can ask and report in a rank: `current_worker`, `heartbeat`, `report`.
+
+Runs in a rank. Every user of mpwatch imports it, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -14,39 +15,40 @@ if TYPE_CHECKING:
     from mpwatch.options.worker_info import Worker
     from mpwatch.wire.shared_memory import HeartbeatWriter
 
-_fields: dict[str, Any] | None = None  # set in a rank, for as long as it lives
+_fields: dict[str, Any] | None = None  # of this rank's Worker; None outside a rank
 _worker: Worker | None = None
-_pulse: HeartbeatWriter | None = None
+_heartbeats: HeartbeatWriter | None = None
 
 
-def enter(fields: dict[str, Any], pulse: HeartbeatWriter) -> None:
-    """This process is the rank that these fields of a `Worker` describe. One that it forks has a pulse that nobody feels."""
-    global _fields, _pulse
+def set_rank(fields: dict[str, Any], heartbeats: HeartbeatWriter) -> None:
+    """Make this process the rank with these fields of a `Worker`. A process that it forks sends no heartbeats."""
+    global _fields, _heartbeats
     _fields = fields
-    _pulse = pulse
-    os.register_at_fork(after_in_child=_lose_pulse)
+    _heartbeats = heartbeats
+    os.register_at_fork(after_in_child=_disable_heartbeats)
 
 
-def _lose_pulse() -> None:
-    global _pulse
-    _pulse = None
+def _disable_heartbeats() -> None:
+    global _heartbeats
+    _heartbeats = None
 
 
-def function_has_returned() -> None:
-    """From here on the rank cannot say any more that it gets on."""
-    if _pulse is not None:
-        _pulse.rest()
+def stop_heartbeats() -> None:
+    """Stop the heartbeats, because the function has returned."""
+    if _heartbeats is not None:
+        _heartbeats.stop()
 
 
 def current_worker() -> Worker:
-    """The rank this code runs in: its rank, local_rank, world_size and so on, and `state`, a dict of its own.
+    """Return the Worker of the rank in which this code runs: its rank, local_rank, world_size and so on.
 
-    The same object at every call, in every thread. Raises RuntimeError outside a rank.
+    `state` is a dict for the function's own use. Every call returns the same object, in every thread. Raises RuntimeError
+    outside a rank.
     """
     global _worker
     if _worker is None:
         if _fields is None:
-            raise RuntimeError("current_worker() was called outside a rank: only a function run by mpwatch has one")
+            raise RuntimeError("current_worker() was called outside a rank; call it in a function that mpwatch runs")
         from mpwatch.options.worker_info import Worker
 
         _worker = Worker(**_fields)
@@ -54,41 +56,43 @@ def current_worker() -> Worker:
 
 
 def heartbeat() -> None:
-    """Say that this rank gets on with its work. From the first one on, `heartbeat_timeout` holds for it.
+    """Report to the watcher that this rank makes progress. `heartbeat_timeout` applies from the first heartbeat on.
 
-    Costs less than a microsecond, in any thread. Does nothing outside a rank, and in a process that a rank has forked.
+    It takes less than a microsecond and works in any thread. It does nothing outside a rank, or in a process that a rank
+    has forked.
     """
-    if _pulse is not None:
-        _pulse.beat()
+    if _heartbeats is not None:
+        _heartbeats.write_heartbeat()
 
 
 def report(*, step: int | None = None, total: int | None = None, **metrics: float) -> None:
-    """Say how far this rank has come; a heartbeat, too. The last one is in `RunResult.progress`, also if the rank fails.
+    """Report the progress of this rank. The last report is in `RunResult.progress`, even if the rank fails.
 
-    Costs a few microseconds, in any thread. Does nothing outside a rank, and in a process that a rank has forked.
+    A report counts as a heartbeat. It takes a few microseconds and works in any thread. It does nothing outside a rank, or
+    in a process that a rank has forked.
 
     Args:
         step: number of steps done.
         total: number of steps to do.
-        metrics: numbers, by name: of Python, or arrays and tensors of one element (a GPU is waited for).
+        metrics: numbers by name. Arrays and tensors with one element count as numbers; one on a GPU makes this call wait.
 
-    Raises TypeError for what is no number, ValueError for what takes more than about 4,000 bytes.
+    Raises TypeError for a value that is not a number, ValueError for a report of more than about 4,000 bytes.
     """
-    if _pulse is not None:
-        numbers = {name: value if type(value) is float else _number(name, value) for name, value in metrics.items()}
-        _pulse.report(_count("step", step), _count("total", total), numbers)
+    if _heartbeats is not None:
+        numbers = {name: value if type(value) is float else _to_float(name, value) for name, value in metrics.items()}
+        _heartbeats.write_report(_to_int("step", step), _to_int("total", total), numbers)
 
 
-def _number(name: str, value: Any) -> float:
+def _to_float(name: str, value: Any) -> float:
     try:
         if isinstance(value, str | bytes):
-            raise TypeError("text is no number")
-        return float(value.item() if hasattr(value, "item") else value)  # of NumPy, or a tensor
-    except Exception as error:  # noqa: BLE001  whatever its class raises
+            raise TypeError("text is not a number")
+        return float(value.item() if hasattr(value, "item") else value)  # an array or a tensor
+    except Exception as error:  # noqa: BLE001  from the code of its class
         raise TypeError(f"report() takes numbers; {name} is a {type(value).__qualname__} ({error})") from None
 
 
-def _count(name: str, value: object) -> int | None:
+def _to_int(name: str, value: object) -> int | None:
     try:
         return None if value is None else operator.index(value)  # type: ignore[arg-type]
     except TypeError:

@@ -1,27 +1,30 @@
-"""The process group that `backend` asks for: made before the function, and destroyed after it or kept. Runs in a rank."""
+"""Initialise and destroy the torch process group of the option `backend`. Runs in a rank.
+
+It is initialised before the function runs. It is destroyed after the function, or kept for the next calls.
+"""
 
 from typing import Any
 
 from mpwatch.worker.context import current_worker
 
-# The store that the groups are made over. Rank 0 serves it, and the others may need it for as long as they run, so it
-# must not go with a group but with the rank, which the watcher keeps until all have answered.
+# The store of all process groups. Rank 0 serves it, and the other ranks may need it until they have answered. So it lives as
+# long as the rank, and not only as long as a group. The watcher lets no rank exit until all ranks have answered.
 _store: Any = None
-_epoch: int | None = None  # of the group that was made last, or tried
-_made = 0  # how many there were before it in that epoch; the same in all ranks, whatever became of earlier ones
+_epoch: int | None = None  # of the last group, even if its initialisation failed
+_group_number = 0  # of the last group within its epoch; the same in all ranks, even if earlier groups failed in some
 
 
 def init(backend: str, epoch: int | None) -> None:
-    """Join the default process group, unless that of this epoch is still there. Raises whatever torch raises.
+    """Join the default process group, unless the one of this epoch still exists. Raises what torch raises.
 
     Args:
-        backend: of torch.distributed, or "auto": nccl with GPUs, else gloo.
-        epoch: see `payload.Call`.
+        backend: a backend of torch.distributed, or "auto": nccl if there are GPUs, else gloo.
+        epoch: see `Call` in wire/pickling/call_payload.py.
     """
-    global _epoch, _made
+    global _epoch, _group_number
     import torch
 
-    dist: Any = torch.distributed  # its stubs do not have all
+    dist: Any = torch.distributed  # torch's stubs are incomplete
     if dist.is_initialized():
         if epoch is not None and epoch == _epoch:
             return
@@ -31,21 +34,21 @@ def init(backend: str, epoch: int | None) -> None:
     worker = current_worker()
     if torch.cuda.is_available() and "nccl" in backend:
         torch.cuda.set_device(worker.local_rank % torch.cuda.device_count())
-    _epoch, _made = epoch, _made + 1 if epoch == _epoch else 0
-    # with names of its own: what another group has left there is none of this one's
-    store = dist.PrefixStore(f"mpwatch/{epoch}/{_made}", _make_store(dist))
+    _epoch, _group_number = epoch, _group_number + 1 if epoch == _epoch else 0
+    # A prefix of its own separates this group's keys from those that other groups have left.
+    store = dist.PrefixStore(f"mpwatch/{epoch}/{_group_number}", _get_store(dist))
     dist.init_process_group(backend, store=store, rank=worker.rank, world_size=worker.world_size)
 
 
 def destroy() -> None:
-    """Leave the default process group, unless the function did so itself. Raises whatever torch raises."""
+    """Destroy the default process group, unless the function has done so. Raises what torch raises."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _make_store(dist: Any) -> Any:
+def _get_store(dist: Any) -> Any:
     global _store
     if _store is None:
         worker = current_worker()

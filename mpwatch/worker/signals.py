@@ -1,75 +1,78 @@
-"""Signals in a rank: the function meets them as it likes, and they never disturb what the rank does around it.
+"""Signals in a rank: the function sees them as in any program, and they never disturb the rank's own code.
 
-    the function runs         its own handlers, or the defaults
-    its answer is made        noted: a SIGTERM takes effect as soon as the answer is sent, the others are too late
-    waiting for a call        SIGTERM ends the rank, whatever handler a function has left; a SIGINT is noted, and meets the
-                              function that is called next if it is meant for that, whose call may be on its way
+    what the rank does          what a signal does
+    run the function            the function's own handler runs, or the default action
+    pickle and send an answer   deferred: SIGTERM takes effect when the answer is sent; other signals come too late
+    wait for a call             SIGTERM ends the rank, even if a function has set a handler for it. SIGINT is deferred: it
+                                reaches the function of the next call, if the watcher meant that call (it may be on its way)
 
-That holds for SIGINT and SIGTERM, and for whatever else has a handler in Python, such as a timer that raises. By handlers
-and not by a signal mask: a mask is a thread's own, and the kernel gives a signal to any thread that takes it.
+This holds for SIGINT, SIGTERM and every other signal that has a handler in Python, such as a timer whose handler raises.
+It is done with handlers. A signal mask would not do: it belongs to one thread, and the kernel gives a signal to any thread
+that does not block it.
 """
 
 import mmap
 import signal
 from typing import Any
 
-from mpwatch.os_support.signals import handlers_in_python, set_handler
-from mpwatch.wire.shared_memory import interrupted_call
+from mpwatch.os_support.signals import list_python_handlers, set_handler
+from mpwatch.wire.shared_memory import read_interrupted_call
 
 
 class DeferredSignals:
-    """Made, and then entered and left, by the main thread; between `enter` and `leave` no signal is felt.
+    """Defers signals between `defer` and `restore`. Only the main thread may create and use it.
 
     Args:
-        memory: the rank's slot, where the watcher says which call an interrupt of its is meant for.
+        memory: the rank's slot. In it the watcher writes which call an interrupt is meant for.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
-        self._call = 0  # the one that is waited for, or under way
-        self._functions: dict[int, Any] = {}  # the handlers to be put back
-        self._noted: set[int] = set()
+        self._call = 0  # the number of the running call, or of the next one
+        self._handlers: dict[int, Any] = {}  # to be restored
+        self._deferred: set[int] = set()
 
-    def enter(self) -> None:
-        """Note them from now on. Nothing if they are noted already."""
-        handlers = handlers_in_python()
+    def defer(self) -> None:
+        """Defer signals from now on. A second call changes nothing, except that it defers signals with new handlers."""
+        handlers = list_python_handlers()
         for always in (signal.SIGINT, signal.SIGTERM):
-            if always not in handlers and (default := signal.getsignal(always)) is not None:  # None: C code's own
+            if always not in handlers and (default := signal.getsignal(always)) is not None:  # None: a handler in C
                 handlers[always] = default
         for number, handler in handlers.items():
-            if handler != self._note:
-                self._functions[number] = handler
-                set_handler(number, self._note)
+            if handler != self._record:
+                self._handlers[number] = handler
+                set_handler(number, self._record)
 
-    def wait(self) -> None:
-        """SIGTERM ends the rank from now on, and does so now if it has come. A SIGINT may be meant for the next call."""
+    def prepare_for_call(self) -> None:
+        """Let SIGTERM end the rank from now on, at once if one was deferred. Keep a deferred SIGINT for the next call."""
         self._call += 1
-        # Python loses one that comes between its last look and the new handler; blocked, it waits, and meets the default.
+        # Python loses a signal that comes between its last check and the change of the handler. A blocked signal is not
+        # lost: the kernel keeps it, and its default action ends the rank.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         set_handler(signal.SIGTERM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if signal.SIGTERM in self._noted:
+        if signal.SIGTERM in self._deferred:
             signal.raise_signal(signal.SIGTERM)
 
-    def leave(self) -> None:
-        """Give the function its handlers back. One that raises may do so from here."""
-        interrupt = self._functions.pop(signal.SIGINT, None)
-        self._restore()
+    def restore(self) -> None:
+        """Restore the function's handlers. A handler for a deferred SIGINT runs here, and may raise."""
+        interrupt = self._handlers.pop(signal.SIGINT, None)
+        self._restore_handlers()
         if interrupt is not None:
             set_handler(signal.SIGINT, interrupt)
-            is_meant = signal.SIGINT in self._noted and interrupted_call(self._memory) == self._call
-            self._noted.clear()
-            if is_meant:
+            is_for_this_call = signal.SIGINT in self._deferred and read_interrupted_call(self._memory) == self._call
+            self._deferred.clear()
+            if is_for_this_call:
                 signal.raise_signal(signal.SIGINT)
 
-    def end(self) -> None:
-        """There will be no more calls: signals may reach what still has to end, but not those that have come before."""
-        self._functions.pop(signal.SIGTERM, None)
-        self._restore()
+    def restore_for_exit(self) -> None:
+        """Restore the handlers after the last call, except for SIGTERM, which ends the rank. Drop deferred signals."""
+        self._handlers.pop(signal.SIGTERM, None)
+        self._restore_handlers()
 
-    def _restore(self) -> None:
-        while self._functions:
-            set_handler(*self._functions.popitem())
+    def _restore_handlers(self) -> None:
+        while self._handlers:
+            set_handler(*self._handlers.popitem())
 
-    def _note(self, number: int, _: object) -> None:
-        self._noted.add(number)
+    def _record(self, number: int, _: object) -> None:
+        self._deferred.add(number)

@@ -1,1 +1,1 @@
-"""Exceptions with their tracebacks, from a rank to the caller."""
+"""Carry an exception with its traceback from a rank to the caller: encoder.py in the rank, decoder.py in the watcher."""

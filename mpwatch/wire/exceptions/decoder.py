@@ -1,19 +1,16 @@
-"""An exception over the wire: type, arguments, attributes, cause, context, notes, members and frames.
+"""Decode an exception that encoder.py has encoded. Runs in the watcher; the encoder uses it to try out its pickles.
 
-An exception is a graph, and a single part of it that cannot be pickled must not take the rest along. So the rank
-(telling.py) walks the graph into a flat list of links that point at one another by index, and sends it twice:
+`decode_exception` rebuilds each node of the exception graph in the best way that works:
 
-    plain      names, texts, notes, frames, the shape of the graph: marshalled, so nothing but plain builtin values
-    details    for each link what of it can be pickled, after `rebuild` has been tried with it, there and then
+    exact      unpickle the exception as a whole
+    rebuilt    unpickle its class, and those of its arguments and attributes that could be pickled; then create it
+    stand-in   create a class of the same name, derived from the same builtin classes, with the same text
 
-The watcher first knows that, where and why the rank has failed, and only then does the rank run what the exceptions'
-classes define, which may raise, exit, crash or never end. `decode` (in the watcher) makes of each link the best it can:
+Then it sets what every exception has: cause, context, notes and the traceback (tracebacks.py).
 
-    exact      the exception as it pickles itself
-    rebuilt    its class, and those of its arguments and attributes that survive
-    stand-in   a class of the same name, derived from the same builtin classes, with the same text
+The `read_...` functions get texts from the message "plain" without rebuilding anything, so they run no code of the user.
 
-Imports nothing of mpwatch but values.py, sources.py and frames.py.
+Of mpwatch, this module imports only source_lines, tracebacks and return_values.
 """
 
 import builtins
@@ -24,88 +21,94 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpwatch.wire.exceptions import source_lines
-from mpwatch.wire.exceptions.tracebacks import traceback_of
+from mpwatch.wire.exceptions.tracebacks import build_traceback
 from mpwatch.wire.pickling import return_values
 
-ExceptionNode = dict[str, Any]  # what is told of one exception; see telling.py
-PickledParts = dict[str, Any]  # its pickles
-ADDRESS = re.compile(r"0x[0-9a-f]+")
+ExceptionNode = dict[str, Any]  # one exception in the message "plain"; for its keys see `_encode_node` in encoder.py
+PickledParts = dict[str, Any]  # the pickles of one exception; for its keys see `_pickle_parts` in encoder.py
+MEMORY_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
-def own(error: BaseException, name: str) -> Any:
-    """What every exception has (`__cause__` and the like), whatever its class says instead."""
+def get_builtin_attribute(error: BaseException, name: str) -> Any:
+    """Read an attribute that every exception has (such as `__cause__`), even if its class overrides it."""
     return BaseException.__dict__[name].__get__(error)
 
 
-def set_own(error: BaseException, name: str, value: object) -> None:
-    """Set it, whatever its class says to that."""
+def set_builtin_attribute(error: BaseException, name: str, value: object) -> None:
+    """Set an attribute that every exception has, even if its class overrides it."""
     BaseException.__dict__[name].__set__(error, value)
 
 
-def annotate(error: BaseException, note: str) -> None:
-    """As its `add_note`, which a class may forbid (a frozen dataclass)."""
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note. Unlike its own `add_note`, it also works for a class that forbids attributes (a frozen dataclass)."""
     notes = getattr(error, "__notes__", None)
     BaseException.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else ()), note])
 
 
-def decode(told: bytes, details: bytes = b"") -> BaseException:
-    """The exception that was told. Whatever its parts do when they are rebuilt, it comes back somehow."""
-    plain = marshal.loads(told)
-    source_lines.remember(plain["sources"])
-    return assemble(plain["links"], pickle.loads(details) if details else [])
+def decode_exception(plain: bytes, details: bytes = b"") -> BaseException:
+    """Rebuild an exception from its messages. It raises nothing that the exceptions' classes raise, except
+    KeyboardInterrupt.
+
+    Args:
+        plain: a message of `ExceptionEncoder`.
+        details: the other one; without it, the result is a stand-in.
+    """
+    content = marshal.loads(plain)
+    source_lines.add_to_linecache(content["sources"])
+    return build_graph(content["nodes"], pickle.loads(details) if details else [])
 
 
-def assemble(links: list[ExceptionNode], parts: Sequence[PickledParts | None] = ()) -> BaseException:
-    """The first of these, and what hangs on it: from its parts where there are any, else as a stand-in."""
-    made: dict[int, BaseException] = {}
-    for number in _members_first(links):
-        members = [made[member] for member in links[number]["members"] if member in made]
-        made[number] = _make(links[number], parts[number] if parts else None, members)
-    for number, error in made.items():
-        _connect(error, links[number], made)
-    return made[0]
+def build_graph(nodes: list[ExceptionNode], parts: Sequence[PickledParts | None] = ()) -> BaseException:
+    """Build all exceptions of a graph, and return that of the first node. A node without parts becomes a stand-in."""
+    built: dict[int, BaseException] = {}
+    for number in _order_members_first(nodes):
+        members = [built[member] for member in nodes[number]["members"] if member in built]
+        built[number] = _build_exception(nodes[number], parts[number] if parts else None, members)
+    for number, error in built.items():
+        _set_references(error, nodes[number], built)
+    return built[0]
 
 
-def _members_first(links: list[ExceptionNode]) -> list[int]:
-    """The links in an order in which a group comes after its members: it is made of them, and cannot hold itself."""
+def _order_members_first(nodes: list[ExceptionNode]) -> list[int]:
+    """Return the nodes' numbers; each group comes after its members, which its constructor needs."""
     order: list[int] = []
-    waiting = [(number, False) for number in range(len(links))]
+    waiting = [(number, False) for number in range(len(nodes))]
     done = set()
     while waiting:
-        number, ready = waiting.pop()
+        number, has_members = waiting.pop()
         if number in done:
             continue
-        if ready:
+        if has_members:
             done.add(number)
             order.append(number)
         else:
             waiting.append((number, True))
-            waiting += [(member, False) for member in links[number]["members"]]
+            waiting += [(member, False) for member in nodes[number]["members"]]
     return order
 
 
-def _make(link: ExceptionNode, part: PickledParts | None, members: list[BaseException]) -> BaseException:
-    if part is not None:
+def _build_exception(node: ExceptionNode, parts: PickledParts | None, members: list[BaseException]) -> BaseException:
+    if parts is not None:
         try:
-            return rebuild(link, part, members)
+            return rebuild_from_pickles(node, parts, members)
         except KeyboardInterrupt:
             raise
-        except BaseException:  # noqa: BLE001, S110  it worked in the rank, and the classes here may be others
+        except BaseException:  # noqa: BLE001, S110  it worked in the rank, but the classes here may differ
             pass
-    return _stand_in(link, members)
+    return _build_stand_in(node, members)
 
 
-def rebuild(link: ExceptionNode, part: PickledParts, members: list[BaseException]) -> BaseException:
-    """The exception of its own class, exact or from its parts. Runs what its class defines; raises whatever that raises."""
-    if part["exact"] is not None:
-        error = return_values.loads(part["exact"])
+def rebuild_from_pickles(node: ExceptionNode, parts: PickledParts, members: list[BaseException]) -> BaseException:
+    """Create the exception with its own class: "exact" or "rebuilt". Runs code of that class, and raises what it raises."""
+    if parts["exact"] is not None:
+        error = return_values.loads(parts["exact"])
         if not isinstance(error, BaseException):
-            raise TypeError(f"its pickle makes {error!r}")
+            raise TypeError(f"its pickle contains {error!r}")
     else:
-        # without __init__, which may want arguments that nobody knows any more
-        args = (link["message"], members) if members else tuple(return_values.loads(arg) for arg in part["args"])
-        error = _new(return_values.loads(part["class"]), args)
-    for name, data in part["attributes"].items():
+        # without __init__, whose arguments are not known
+        args = (node["message"], members) if members else tuple(return_values.loads(arg) for arg in parts["args"])
+        error = _construct(return_values.loads(parts["class"]), args)
+    for name, data in parts["attributes"].items():
         try:
             setattr(error, name, return_values.loads(data))
         except Exception:  # noqa: BLE001, S112  a read-only slot
@@ -113,83 +116,83 @@ def rebuild(link: ExceptionNode, part: PickledParts, members: list[BaseException
     return error
 
 
-def is_builtin(cls: type) -> bool:
-    """Whether Python has it; a class may say so, as pytest's Skipped does, to be shown without its module."""
+def is_builtin_class(cls: type) -> bool:
+    """Return whether a class is builtin. Its `__module__` is no proof: pytest's Skipped claims to be builtin."""
     return getattr(builtins, cls.__name__, None) is cls
 
 
-def is_same_text(one: str, other: str) -> bool:
-    """But for addresses, which reprs of functions and objects have in them."""
-    return ADDRESS.sub("", one) == ADDRESS.sub("", other)
+def has_same_text(one: str, other: str) -> bool:
+    """Return whether two texts are equal, except for memory addresses, which reprs contain."""
+    return MEMORY_ADDRESS.sub("", one) == MEMORY_ADDRESS.sub("", other)
 
 
-def _new(cls: Any, args: tuple[Any, ...]) -> BaseException:
+def _construct(cls: Any, args: tuple[Any, ...]) -> BaseException:
     try:
         error: object = cls.__new__(cls, *args)
-    except Exception:  # noqa: BLE001  a __new__ of its own: go round it, to that of the nearest builtin class
-        base = next(base for base in cls.__mro__ if is_builtin(base))
+    except Exception:  # noqa: BLE001  its own __new__ raised: call that of the nearest builtin class
+        base = next(base for base in cls.__mro__ if is_builtin_class(base))
         error = base.__new__(cls, *args)
     if not isinstance(error, BaseException):
-        raise TypeError(f"{cls!r} makes no exceptions")
+        raise TypeError(f"{cls!r} does not create exceptions")
     return error
 
 
-def _stand_in(link: ExceptionNode, members: list[BaseException]) -> BaseException:
-    """A class of the same name and text: caught by `except` of the builtin classes that it was derived from."""
-    text = link["text"]
-    names = {"__module__": link["module"], "__qualname__": link["qualname"], "__str__": lambda _: text}
-    bases = tuple(getattr(builtins, name) for name in link["bases"])
+def _build_stand_in(node: ExceptionNode, members: list[BaseException]) -> BaseException:
+    """Create an exception of a new class with the same name and text. `except` of the same builtin classes catches it."""
+    text = node["text"]
+    names = {"__module__": node["module"], "__qualname__": node["qualname"], "__str__": lambda _: text}
+    bases = tuple(getattr(builtins, name) for name in node["bases"])
     if members:
-        group: BaseException = type(link["name"], bases, names)(link["message"], members)
+        group: BaseException = type(node["name"], bases, names)(node["message"], members)
         return group
-    if any(issubclass(base, BaseExceptionGroup) for base in bases):  # its members were cut off
+    if any(issubclass(base, BaseExceptionGroup) for base in bases):  # its members were left out, see MAX_NODES
         bases = (Exception if issubclass(bases[0], Exception) else BaseException,)
-    cls: Any = type(link["name"], bases, names)
+    cls: Any = type(node["name"], bases, names)
     error: BaseException = cls.__new__(cls)
     error.args = (text,)
     if isinstance(error, SyntaxError):
-        error.msg = text  # who prints a traceback takes this, and not what __str__ says
+        error.msg = text  # a traceback shows `msg`, not __str__()
     return error
 
 
-def _connect(error: BaseException, link: ExceptionNode, made: dict[int, BaseException]) -> None:
-    set_own(error, "__cause__", made.get(link["cause"]))
-    set_own(error, "__context__", made.get(link["context"]))
-    set_own(error, "__suppress_context__", link["suppress"])
-    set_own(error, "__traceback__", traceback_of(link["frames"]))
-    if link["notes"]:
-        own(error, "__dict__")["__notes__"] = link["notes"]
+def _set_references(error: BaseException, node: ExceptionNode, built: dict[int, BaseException]) -> None:
+    set_builtin_attribute(error, "__cause__", built.get(node["cause"]))
+    set_builtin_attribute(error, "__context__", built.get(node["context"]))
+    set_builtin_attribute(error, "__suppress_context__", node["suppress"])
+    set_builtin_attribute(error, "__traceback__", build_traceback(node["frames"]))
+    if node["notes"]:
+        get_builtin_attribute(error, "__dict__")["__notes__"] = node["notes"]
 
 
 class ExceptionHeader:
-    """A link as it can be told without rebuilding anything."""
+    """The name and text of one exception, and the file in which it was raised (empty if unknown)."""
 
     __slots__ = ("name", "raised_in", "text")
 
-    def __init__(self, link: ExceptionNode) -> None:
-        self.name: str = link["name"]
-        self.text: str = link["text"]
-        self.raised_in: str = link["frames"][-1][0] if link["frames"] else ""
+    def __init__(self, node: ExceptionNode) -> None:
+        self.name: str = node["name"]
+        self.text: str = node["text"]
+        self.raised_in: str = node["frames"][-1][0] if node["frames"] else ""
 
 
-def outline(told: bytes) -> list[ExceptionHeader]:
-    """The exception and what it was raised from, `cause` after `cause`."""
-    links: list[ExceptionNode] = marshal.loads(told)["links"]
+def read_cause_chain(plain: bytes) -> list[ExceptionHeader]:
+    """Return the headers of an exception, of its cause, of the cause's cause and so on."""
+    nodes: list[ExceptionNode] = marshal.loads(plain)["nodes"]
     chain: list[ExceptionHeader] = []
     number: int | None = 0
-    while number is not None and len(chain) < len(links):
-        chain.append(ExceptionHeader(links[number]))
-        number = links[number]["cause"]
+    while number is not None and len(chain) < len(nodes):
+        chain.append(ExceptionHeader(nodes[number]))
+        number = nodes[number]["cause"]
     return chain
 
 
-def summary_of(told: bytes) -> str:
-    """The exception's type and text."""
-    first: ExceptionNode = marshal.loads(told)["links"][0]
+def read_summary(plain: bytes) -> str:
+    """Return the exception's type and text."""
+    first: ExceptionNode = marshal.loads(plain)["nodes"][0]
     return f"{first['qualname']}: {first['text']}" if first["text"].strip() else str(first["qualname"])
 
 
-def text_of(told: bytes) -> str:
-    """The traceback as the rank would have printed it."""
-    text: str = marshal.loads(told)["traceback"]
+def read_traceback_text(plain: bytes) -> str:
+    """Return the traceback as the rank would have printed it."""
+    text: str = marshal.loads(plain)["traceback"]
     return text

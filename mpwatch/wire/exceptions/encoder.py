@@ -1,8 +1,17 @@
-"""An exception taken apart, for exceptions.py to put together again. Runs in the rank, or wherever a failure is pickled.
+"""Encode an exception for the watcher. Runs in the rank, and in any process that pickles a failure.
 
-`Telling.plain` runs nothing of the exceptions' own classes but `__str__` and `__notes__`, each guarded.
-`Telling.details` pickles, and tries out what it has pickled: a class that exits or crashes there takes this process with
-it, but not what has been told.
+An exception is a node of a graph: it refers to its cause, its context and the members of a group. `ExceptionEncoder` lists
+all nodes of the graph and makes two messages of them. In both, a node is known by its index in that list.
+
+    plain      for each node: names, texts, notes, frames, and the indices of the nodes that it refers to. Then the printed
+               traceback, and source lines that are in no file. All are builtin values, encoded by marshal.
+    details    for each node: `PickledParts`, the pickles from which decoder.py can rebuild it. None if it cannot be rebuilt.
+
+`plain` is sent first. It runs nothing that the exceptions' classes define, except `__str__` and `__notes__`, and it catches
+whatever these raise. `details` pickles each node and tries to rebuild it. That runs code of the classes, which may raise,
+exit, crash or hang. The watcher then already has `plain`, so it knows that the rank failed, where and why.
+
+A part that cannot be pickled is left out. It does not affect the other parts.
 """
 
 import marshal
@@ -12,186 +21,215 @@ from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 from mpwatch.wire.exceptions import source_lines
-from mpwatch.wire.exceptions.decoder import ExceptionNode, PickledParts, is_builtin, is_same_text, own, rebuild
-from mpwatch.wire.exceptions.tracebacks import frames_of
+from mpwatch.wire.exceptions.decoder import (
+    ExceptionNode,
+    PickledParts,
+    get_builtin_attribute,
+    has_same_text,
+    is_builtin_class,
+    rebuild_from_pickles,
+)
+from mpwatch.wire.exceptions.tracebacks import read_frames
 from mpwatch.wire.pickling import return_values
 
-MAX_LINKS = 2000  # of causes, contexts and group members together; a graph beyond that is cut off
-MAX_TEXT = 1 << 20  # characters of one text; what is longer is cut off
-TOLD = {"__cause__", "__context__", "__traceback__", "__suppress_context__", "__class__", "__dict__", "__notes__", "args"}
-TOLD_OF_GROUPS = {"exceptions", "message"}
+MAX_NODES = 2000  # causes, contexts and group members together; more nodes are left out
+MAX_TEXT = 1 << 20  # characters of one text; a longer text is cut
+# These attributes are not pickled one by one: the plain message has them, or they are rebuilt with the exception.
+ENCODED_ATTRIBUTES = {
+    "__cause__",
+    "__context__",
+    "__traceback__",
+    "__suppress_context__",
+    "__class__",
+    "__dict__",
+    "__notes__",
+    "args",
+}
+ENCODED_GROUP_ATTRIBUTES = {"exceptions", "message"}
 
 
 class ExceptionEncoder:
-    """An exception and all that hangs on it, in the order in which both messages tell it: itself first, then the nearest.
+    """The encoder of one exception and of all exceptions that it refers to.
 
-    `links` has what is told of each, in builtin types alone.
+    `nodes` lists them breadth-first, the exception itself first. Each is a dictionary of builtin values.
     """
 
     def __init__(self, error: BaseException) -> None:
         found: dict[int, BaseException] = {}
         waiting = [error]
-        while waiting and len(found) < MAX_LINKS:
-            met = waiting.pop(0)
-            if id(met) not in found:
-                found[id(met)] = met
-                waiting += _neighbours(met)
+        while waiting and len(found) < MAX_NODES:
+            exception = waiting.pop(0)
+            if id(exception) not in found:
+                found[id(exception)] = exception
+                waiting += _get_neighbours(exception)
         self._errors = list(found.values())
         index = {key: number for number, key in enumerate(found)}
-        self.links = [_link_of(met, index) for met in self._errors]
+        self.nodes = [_encode_node(exception, index) for exception in self._errors]
 
     def plain(self) -> bytes:
-        """What happened, where, and how the exceptions hang together."""
-        files = {frame[0] for link in self.links for frame in link["frames"]}
-        told = {"links": self.links, "traceback": _printed(self._errors[0]), "sources": source_lines.of_files(files)}
-        return marshal.dumps(told)
+        """Encode the message "plain"."""
+        files = {frame[0] for node in self.nodes for frame in node["frames"]}
+        sources = source_lines.collect_for_files(files)
+        return marshal.dumps({"nodes": self.nodes, "traceback": _format_traceback(self._errors[0]), "sources": sources})
 
     def details(self) -> bytes:
-        """What of each can be pickled and rebuilt."""
-        parts = [_part_of(error, link) for error, link in zip(self._errors, self.links, strict=True)]
+        """Encode the message "details"."""
+        parts = [_pickle_parts(error, node) for error, node in zip(self._errors, self.nodes, strict=True)]
         return pickle.dumps(parts, protocol=5)
 
 
-def _neighbours(error: BaseException) -> list[BaseException]:
-    near = [own(error, "__cause__"), own(error, "__context__"), *_members(error)]
-    return [e for e in near if e is not None]
+def _get_neighbours(error: BaseException) -> list[BaseException]:
+    neighbours = [
+        get_builtin_attribute(error, "__cause__"),
+        get_builtin_attribute(error, "__context__"),
+        *_get_members(error),
+    ]
+    return [neighbour for neighbour in neighbours if neighbour is not None]
 
 
 def _is_group(error: BaseException) -> bool:
-    return issubclass(type(error), BaseExceptionGroup)  # isinstance() asks the object, which may have its own answer
+    return issubclass(type(error), BaseExceptionGroup)  # isinstance() would ask the object, which can override the answer
 
 
-def _members(error: BaseException) -> tuple[BaseException, ...]:
-    found: tuple[BaseException, ...] = ()
+def _get_members(error: BaseException) -> tuple[BaseException, ...]:
+    members: tuple[BaseException, ...] = ()
     if _is_group(error):
-        found = BaseExceptionGroup.__dict__["exceptions"].__get__(error)
-    return found
+        members = BaseExceptionGroup.__dict__["exceptions"].__get__(error)
+    return members
 
 
-def _link_of(error: BaseException, index: dict[int, int]) -> ExceptionNode:
+def _encode_node(error: BaseException, index: dict[int, int]) -> ExceptionNode:
     cls = type(error)
     is_group = _is_group(error)
     return {
-        "name": _name(cls, "__name__"),
-        "qualname": _name(cls, "__qualname__"),
-        "module": _exact_text(lambda: cls.__module__),
-        "bases": _builtin_bases(cls),
-        "text": _text(error),
-        "message": _exact_text(lambda: BaseExceptionGroup.__dict__["message"].__get__(error)) if is_group else "",
-        "notes": _notes(error),
-        "frames": frames_of(own(error, "__traceback__")),
-        "cause": index.get(id(own(error, "__cause__"))),
-        "context": index.get(id(own(error, "__context__"))),
-        "suppress": own(error, "__suppress_context__"),
-        "members": [index[id(member)] for member in _members(error) if id(member) in index],
+        "name": _get_class_name(cls, "__name__"),
+        "qualname": _get_class_name(cls, "__qualname__"),
+        "module": _get_plain_text(lambda: cls.__module__),
+        "bases": _find_builtin_bases(cls),
+        "text": _get_text(error),
+        "message": _get_plain_text(lambda: BaseExceptionGroup.__dict__["message"].__get__(error)) if is_group else "",
+        "notes": _get_notes(error),
+        "frames": read_frames(get_builtin_attribute(error, "__traceback__")),
+        "cause": index.get(id(get_builtin_attribute(error, "__cause__"))),
+        "context": index.get(id(get_builtin_attribute(error, "__context__"))),
+        "suppress": get_builtin_attribute(error, "__suppress_context__"),
+        "members": [index[id(member)] for member in _get_members(error) if id(member) in index],
     }
 
 
-def _name(cls: type, name: str) -> str:
-    text: str = type.__dict__[name].__get__(cls)  # a metaclass may say something else
+def _get_class_name(cls: type, name: str) -> str:
+    text: str = type.__dict__[name].__get__(cls)  # a metaclass can override the attribute
     return str.__str__(text)
 
 
-def _builtin_bases(cls: type) -> list[str]:
-    """The nearest builtin exceptions that it is derived from, none of them derived from another."""
+def _find_builtin_bases(cls: type) -> list[str]:
+    """Return the nearest builtin exceptions among its base classes. None of them is derived from another."""
     found: list[type] = []
     for base in cls.__mro__:
-        is_ancestor = is_builtin(base) and issubclass(base, BaseException)
+        is_ancestor = is_builtin_class(base) and issubclass(base, BaseException)
         if is_ancestor and not any(issubclass(other, base) for other in found):
             found.append(base)
     return [base.__name__ for base in found]
 
 
-def _part_of(error: BaseException, link: ExceptionNode) -> PickledParts | None:
-    """The pickles that the link can be rebuilt from; None if it cannot be."""
+def _pickle_parts(error: BaseException, node: ExceptionNode) -> PickledParts | None:
+    """Return the pickles from which this exception can be rebuilt; None if it cannot be rebuilt."""
     try:
-        members = list(_members(error))
-        attributes = {name: data for name, value in _attributes(error) if (data := _dumps_back(value)) is not None}
+        members = list(_get_members(error))
+        attributes = {
+            name: data for name, value in _iterate_attributes(error) if (data := _try_pickle_and_load(value)) is not None
+        }
         if not members:
-            exact = _exact(error, link, attributes)
+            exact = _pickle_whole(error, node, attributes)
             if exact is not None:
                 return exact
-        args = [_dumps_back(arg) or return_values.dumps(_repr(arg)) for arg in own(error, "args")] if not members else []
-        parts = {"exact": None, "class": _dumps_back(type(error)), "args": args, "attributes": attributes}
-        return parts if parts["class"] is not None and _comes_back(error, link, parts, members) else None
-    except BaseException:  # noqa: BLE001  of a class that overrides what every exception has
+        args = get_builtin_attribute(error, "args") if not members else ()
+        parts = {
+            "exact": None,
+            "class": _try_pickle_and_load(type(error)),
+            "args": [_try_pickle_and_load(arg) or return_values.dumps(_get_repr(arg)) for arg in args],
+            "attributes": attributes,
+        }
+        return parts if parts["class"] is not None and _can_be_rebuilt(error, node, parts, members) else None
+    except BaseException:  # noqa: BLE001  from a class that overrides what every exception has
         return None
 
 
-def _exact(error: BaseException, link: ExceptionNode, attributes: dict[str, bytes]) -> PickledParts | None:
-    """As it pickles itself, and those attributes that this leaves out: pickle knows nothing of slots."""
-    data = _dumps(error)
+def _pickle_whole(error: BaseException, node: ExceptionNode, attributes: dict[str, bytes]) -> PickledParts | None:
+    """Return the exception's own pickle, and the attributes that it lacks (pickle ignores slots)."""
+    data = _try_pickle(error)
     if data is None:
         return None
     bare = {"exact": data, "attributes": {}}
     try:
-        again = rebuild(link, bare, [])
-        missing = {name: kept for name, kept in attributes.items() if _dumps(getattr(again, name, _nothing)) != kept}
-    except BaseException:  # noqa: BLE001  its own code runs here, and may raise anything
+        rebuilt = rebuild_from_pickles(node, bare, [])
+        lost = {name: kept for name, kept in attributes.items() if _try_pickle(getattr(rebuilt, name, _missing)) != kept}
+    except BaseException:  # noqa: BLE001  from the code of its class
         return None
-    part = {**bare, "attributes": missing}
-    return part if _comes_back(error, link, part, []) else None
+    parts = {**bare, "attributes": lost}
+    return parts if _can_be_rebuilt(error, node, parts, []) else None
 
 
-def _comes_back(error: BaseException, link: ExceptionNode, part: PickledParts, members: list[BaseException]) -> bool:
+def _can_be_rebuilt(error: BaseException, node: ExceptionNode, parts: PickledParts, members: list[BaseException]) -> bool:
     try:
-        again = rebuild(link, part, members)
-    except BaseException:  # noqa: BLE001  its own code runs here, and may raise anything
+        rebuilt = rebuild_from_pickles(node, parts, members)
+    except BaseException:  # noqa: BLE001  from the code of its class
         return False
-    if type(again) is not type(error):
+    if type(rebuilt) is not type(error):
         return False
-    if is_same_text(_text(again), link["text"]):
+    if has_same_text(_get_text(rebuilt), node["text"]):
         return True
-    # a set among its arguments prints in another order
-    return type(error).__str__ is BaseException.__str__ and len(own(again, "args")) == len(own(error, "args"))
+    # a set among its arguments may be printed in another order
+    has_default_text = type(error).__str__ is BaseException.__str__
+    return has_default_text and len(get_builtin_attribute(rebuilt, "args")) == len(get_builtin_attribute(error, "args"))
 
 
-def _nothing() -> None:
-    """No attribute has this for its value."""
+def _missing() -> None:
+    """Stand for an attribute that is missing. No attribute has this function as its value."""
 
 
-def _dumps(value: Any) -> bytes | None:
+def _try_pickle(value: Any) -> bytes | None:
     try:
         return return_values.dumps(value)
-    except BaseException:  # noqa: BLE001  whatever a class does in __reduce__, sys.exit() included: this part is left out
+    except BaseException:  # noqa: BLE001  a __reduce__ can do anything, even sys.exit()
         return None
 
 
-def _dumps_back(value: Any) -> bytes | None:
-    """A pickle that can be undone; None if there is none."""
-    data = _dumps(value)
+def _try_pickle_and_load(value: Any) -> bytes | None:
+    """Return a pickle that can be loaded; None if there is none."""
+    data = _try_pickle(value)
     if data is not None:
         try:
             return_values.loads(data)
-        except BaseException:  # noqa: BLE001  what it is made of cannot be rebuilt
+        except BaseException:  # noqa: BLE001  from the code of its class
             return None
     return data
 
 
-def _exact_text(make: Callable[[], Any]) -> str:
-    """A string proper, whatever a class makes of it: a class of strings would be its own to pickle."""
+def _get_plain_text(read: Callable[[], Any]) -> str:
+    """Return the text as a plain `str`, cut to MAX_TEXT. marshal refuses subclasses of `str`."""
     try:
-        text = make()
+        text = read()
         return str.__str__(text)[:MAX_TEXT] if isinstance(text, str) else ""
     except BaseException:  # noqa: BLE001
         return ""
 
 
-def _text(error: BaseException) -> str:
+def _get_text(error: BaseException) -> str:
     try:
         return str.__str__(str(error))[:MAX_TEXT]
-    except BaseException as broken:  # noqa: BLE001
-        return f"<its __str__ raised {type(broken).__name__}>"
+    except BaseException as error_in_str:  # noqa: BLE001
+        return f"<its __str__ raised {type(error_in_str).__name__}>"
 
 
-def _repr(value: Any) -> str:
+def _get_repr(value: Any) -> str:
     try:
         return str.__str__(repr(value))[:MAX_TEXT]
     except BaseException:  # noqa: BLE001
         return f"<{type(value).__qualname__}>"
 
 
-def _notes(error: BaseException) -> list[str]:
+def _get_notes(error: BaseException) -> list[str]:
     try:
         notes = getattr(error, "__notes__", ())
         return [str.__str__(note)[:MAX_TEXT] for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
@@ -199,25 +237,25 @@ def _notes(error: BaseException) -> list[str]:
         return []
 
 
-def _attributes(error: BaseException) -> Iterator[tuple[str, Any]]:
-    """What is in its __dict__, and in the slots of its classes, builtin (SystemExit.code, OSError.filename) and own."""
-    told = TOLD | TOLD_OF_GROUPS if _is_group(error) else TOLD
-    yield from ((name, value) for name, value in own(error, "__dict__").items() if name not in told)
+def _iterate_attributes(error: BaseException) -> Iterator[tuple[str, Any]]:
+    """Return the attributes in its __dict__, and those in slots: of builtin classes (OSError.filename) and of others."""
+    encoded = ENCODED_ATTRIBUTES | ENCODED_GROUP_ATTRIBUTES if _is_group(error) else ENCODED_ATTRIBUTES
+    yield from ((name, value) for name, value in get_builtin_attribute(error, "__dict__").items() if name not in encoded)
     for base in type(error).__mro__:
         for name, descriptor in vars(base).items():
-            if isinstance(descriptor, MemberDescriptorType | GetSetDescriptorType) and name not in told:
+            if isinstance(descriptor, MemberDescriptorType | GetSetDescriptorType) and name not in encoded:
                 try:
-                    if (value := getattr(error, name)) is not None:  # OSError tells an unset filename2 from one that is None
+                    if (value := getattr(error, name)) is not None:  # OSError distinguishes an unset filename2 from None
                         yield name, value
-                except BaseException:  # noqa: BLE001, S112  an empty slot
+                except BaseException:  # noqa: BLE001, S112  a slot without a value
                     continue
 
 
-def _printed(error: BaseException) -> str:
+def _format_traceback(error: BaseException) -> str:
     import traceback
 
     try:
         text = "".join(traceback.format_exception(error))
-    except BaseException as broken:  # noqa: BLE001  a __str__ or a __notes__ that raises
-        return f"(its traceback could not be printed: {type(broken).__name__})"
+    except BaseException as raised:  # noqa: BLE001  from a __str__ or a __notes__
+        return f"(its traceback could not be printed: {type(raised).__name__})"
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]}\n[...]\n{text[-MAX_TEXT // 2 :]}"

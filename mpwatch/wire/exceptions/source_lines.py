@@ -1,8 +1,10 @@
-"""Source lines that no file has: of notebook cells, of a program on stdin, of generated code. Runs on both sides.
+"""Send source lines that are in no file: those of notebook cells, of a program on stdin, of generated code.
 
-Whoever shows a traceback asks `linecache` for the lines. A rank has no cells, and the caller has no code that a rank has
-generated; so the call brings the sources of its functions along, an exception those of its frames, and either side keeps
-what it did not have. Nothing that it has is replaced.
+A traceback is printed with the lines that the module `linecache` finds. A rank does not have the notebook's cells, and the
+caller does not have code that a rank has generated. So a call carries the sources of its functions, and an exception carries
+the sources of its frames. The receiver adds to `linecache` what it lacks. It never replaces a source that it has.
+
+Runs in the watcher and in the ranks. `linecache.cache` is described in os_support/cpython_private.py.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ if TYPE_CHECKING:
     from types import CodeType
 
 STDIN = "<stdin>"
-COMMAND = "<string>"  # of `python -c`, but also of anything that is executed from a string: nobody knows which
-LIMIT = 1 << 20  # characters of all sources that go along with one thing
+COMMAND = "<string>"  # the name for `python -c`, and for any other code from a string; the two cannot be distinguished
+MAX_SIZE = 1 << 20  # characters of all sources that one call or one exception carries
 
 
-def of_files(names: Iterable[str]) -> dict[str, str]:
-    """What `linecache` knows of those that are no files."""
+def collect_for_files(names: Iterable[str]) -> dict[str, str]:
+    """Return the sources that `linecache` has for names of which no file exists."""
     import linecache
 
     found: dict[str, str] = {}
@@ -29,70 +31,70 @@ def of_files(names: Iterable[str]) -> dict[str, str]:
         if name != COMMAND and not os.path.exists(name):
             try:
                 text = "".join(linecache.getlines(name))
-            except ValueError:  # a name that no file can have
+            except ValueError:  # not a valid file name
                 continue
-            if text and len(text) + sum(map(len, found.values())) <= LIMIT:
+            if text and len(text) + sum(map(len, found.values())) <= MAX_SIZE:
                 found[name] = text
     return found
 
 
-def of_code(codes: Iterable[CodeType]) -> dict[str, str]:
-    """The same for the files that this code is of, and also for `python < program`."""
-    wanted = list(codes)
-    found = of_files({code.co_filename for code in wanted})
-    ours = [code for code in wanted if code.co_filename == STDIN]
-    if ours and STDIN not in found:
-        text = _program_on_stdin()
-        if text and _contains(text, ours):
+def collect_for_code(codes: Iterable[CodeType]) -> dict[str, str]:
+    """Return these sources for the files of this code, and also that of a program on stdin (`python < program`)."""
+    all_code = list(codes)
+    found = collect_for_files({code.co_filename for code in all_code})
+    on_stdin = [code for code in all_code if code.co_filename == STDIN]
+    if on_stdin and STDIN not in found:
+        text = _read_program_on_stdin()
+        if text and _contains(text, on_stdin):
             found[STDIN] = text
     return found
 
 
 def cell_name(file: str) -> str:
-    """What IPython calls the cell that it has compiled as this file: `Cell In[3]`; empty for any other, or elsewhere."""
+    """Return IPython's name for the cell that it compiled as this file: `Cell In[3]`. Empty if it is not a cell."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     name_of = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)  # in IPython 8 and newer
     return " ".join(name_of(file) or ())
 
 
-def take_over(sources: Mapping[str, str]) -> None:
-    """In a rank: these, and not the command that its interpreter was started with (which newer Pythons remember)."""
+def add_in_rank(sources: Mapping[str, str]) -> None:
+    """In a rank: add these sources, and remove that of the interpreter's own `-c` command (newer Pythons keep it)."""
     if "linecache" in sys.modules:
         sys.modules["linecache"].cache.pop(COMMAND, None)
-    remember(sources)
+    add_to_linecache(sources)
 
 
-def remember(sources: Mapping[str, str]) -> None:
-    """Let `linecache` find these, unless it finds something already."""
+def add_to_linecache(sources: Mapping[str, str]) -> None:
+    """Add these sources to `linecache`, except where it has a source already."""
     if sources:
         import linecache
 
         for name, text in sources.items():
             if not linecache.getlines(name):
-                # no time of change: it is not looked for on disk again
+                # without a modification time, linecache does not look for a file again
                 linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 
-def _program_on_stdin() -> str:
-    """If it is a file; what came through a pipe is gone."""
+def _read_program_on_stdin() -> str:
+    """Return the program if stdin is a file, else an empty text: a pipe cannot be read again."""
     try:
         size = os.fstat(0).st_size
-        return os.pread(0, min(size, LIMIT), 0).decode()
+        return os.pread(0, min(size, MAX_SIZE), 0).decode()
     except (OSError, ValueError):
         return ""
 
 
 def _contains(text: str, wanted: list[CodeType]) -> bool:
-    """Whether this is really where all the code is from: what was read may have begun elsewhere."""
+    """Return whether all of this code comes from this text. The file may have been read from another position."""
     try:
-        there = set(_codes_in(compile(text, STDIN, "exec", dont_inherit=True)))
+        found = set(_iterate_codes(compile(text, STDIN, "exec", dont_inherit=True)))
     except (SyntaxError, ValueError, RecursionError):
         return False
-    return there.issuperset(wanted)
+    return found.issuperset(wanted)
 
 
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
+def _iterate_codes(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, type(code)):
-            yield from _codes_in(constant)
+            yield from _iterate_codes(constant)

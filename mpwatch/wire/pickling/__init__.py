@@ -1,1 +1,1 @@
-"""Calls and return values as pickles, with large buffers beside them."""
+"""Pickle calls and return values, with large buffers beside the pickles."""

@@ -1,19 +1,19 @@
-"""Pickle a call once for all ranks, and unpickle it in each: the function, its arguments, what they use of `__main__`.
+"""Pickle a call once for all ranks, and unpickle it in each rank.
 
-    bundle:       [ about __main__ ][ fn, args, kwargs, ... ][ names to set in __main__ ]...[ {} ][ sources ]
-                                     `---------------------- pickles with one memo -------------------------'
-    descriptors:  of the bundle's file, if it has one (bundle.py); then of the connections and shared tensors in the call
+    bundle:       [ description of __main__ ][ fn, args, kwargs, ... ][ definitions for __main__ ]...[ {} ][ sources ]
+                                             `------------------ pickles with one memo -------------------------'
+    descriptors:  of the bundle's file, if it has one (pickle_buffers.py); then of connections and shared tensors in the call
 
-A rank does not import `__main__`. Functions and classes of `__main__` are pickled by value (pickler.py). The rank sets them
-in its own `__main__`, whose dictionary *is* the globals of these functions. So plain pickle, torch.save and DataLoader
-workers find there what they look up by name.
+Functions and classes of `__main__`: a rank does not import `__main__`, so they are pickled by value (pickler.py). The rank
+sets them in its own `__main__`. The dictionary of that module *is* the globals of these functions. So plain pickle,
+torch.save and DataLoader workers find them there by name.
 
-Most calls use functions of modules, which pickle sends by name. `PlainPickler` sends these without cloudpickle, whose
-import (25 ms) takes longer than all other work of the watcher. It raises if it meets anything of `__main__`; then
-pickler.py sends the call, which is always right.
+Fast path: most calls use functions of modules, which pickle sends by name. `PlainPickler` sends these without cloudpickle,
+whose import (25 ms) takes longer than all other work of the watcher. It raises if it meets anything of `__main__`. Then the
+pickler of pickler.py sends the call; it works for every call.
 
-Some objects pickle only while multiprocessing spawns a process: locks, queues, connections, tensors in shared memory.
-`_Parcel` stands in for the process being spawned, and duplicates their descriptors.
+Locks, queues, connections and tensors in shared memory can be pickled only while multiprocessing spawns a process.
+`_SpawnPopenStub` stands in for that process, and duplicates their descriptors.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ import pickle
 import sys
 
 from mpwatch.wire.exceptions import source_lines
-from mpwatch.wire.pickling.pickle_buffers import REDUCERS, NullBundle, PickleBundle, mapped, opened
+from mpwatch.wire.pickling.pickle_buffers import VIEW_REDUCERS, NullBundle, PickleBundle, map_bundle, open_bundle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Any, Self
 
-# Bytes of a call that goes over the channel itself: sending it must not block, and some systems' sockets hold 8 KiB.
-SMALL = 7 << 10
+# Bytes. A call up to this size is sent over the channel itself. That must not block, and some systems' sockets hold 8 KiB.
+MAX_INLINE_SIZE = 7 << 10
 
 
 class Call:
-    """What a rank is asked to do."""
+    """A function call for a rank."""
 
     __slots__ = ("args", "backend", "epoch", "fn", "kwargs")
 
@@ -52,72 +52,80 @@ class Call:
         self.fn = fn
         self.args = args
         self.kwargs = kwargs
-        self.backend = backend  # of the process group that is there while fn runs
-        self.epoch = epoch  # that group is kept for as long as this stays the same; None: for this call alone
+        self.backend = backend  # of the process group that exists while fn runs; None: no process group
+        self.epoch = epoch  # the process group is kept while the epoch stays the same; None: it is for this call only
 
 
 class Payload:
-    """A packed call: owns its bundle, and the descriptors within the arguments. Close it when no rank needs it any more; it
-    is closed when it is dropped.
+    """A packed call. It owns its bundle, and duplicates of the descriptors in the arguments.
+
+    Close it when no rank needs it any more. It closes itself when it is garbage-collected.
     """
 
     def __init__(self, bundle: PickleBundle) -> None:
-        self._copies: list[int] = []
+        self._fds: list[int] = []
         self._bundle = bundle
 
     @property
     def body(self) -> bytes:
-        """What a rank needs to `unpack` it."""
+        """The body of the message; empty if the bundle is in a file."""
         return self._bundle.body
 
     @property
     def fds(self) -> list[int]:
-        """The descriptors that it needs for that."""
+        """The descriptors that a rank needs to unpack the call."""
         file = self._bundle.file
-        return [*([] if file is None else [file.fileno()]), *self._copies]
+        return [*([] if file is None else [file.fileno()]), *self._fds]
 
-    def add_copy(self, fd: int) -> int:
-        """Keep a copy of ours of this descriptor: the caller may close its own before the last rank has started."""
-        self._copies.extend(map(os.dup, [fd]))  # one call of C, as in os_support.descriptors.anonymous_file
-        return len(self._copies) - 1
+    def duplicate_fd(self, fd: int) -> int:
+        """Keep a duplicate of this descriptor, and return its index.
+
+        The caller may close the original before the last rank has started.
+        """
+        self._fds.extend(map(os.dup, [fd]))  # one call of C: no signal handler can run in between and leak it
+        return len(self._fds) - 1
 
     def close(self) -> None:
-        """Give the descriptors back."""
-        while self._copies:
-            os.close(self._copies.pop())
+        while self._fds:
+            os.close(self._fds.pop())
         self._bundle.close()
 
     __del__ = close
 
 
 class InheritedFd:
-    """A descriptor of the caller's within a payload: `detach` gives the rank's own copy of it."""
+    """A placeholder for a descriptor in the arguments. In the rank, `detach` returns the descriptor itself."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
     def detach(self) -> int:
-        """The rank's descriptor; whoever asks owns it."""
-        return os.dup(_arrived[self.index])
+        """Return a new descriptor; the caller must close it."""
+        return os.dup(_received_fds[self.index])
 
 
-from_caller: dict[str, object] = {}  # in a rank: what of its `__main__` is the caller's own, by name
-_arrived: list[int] = []  # in a rank, while it unpacks: the descriptors that came with the call
+caller_definitions: dict[
+    str, object
+] = {}  # in a rank: functions and classes that came from the caller's `__main__`, by name
+_received_fds: list[int] = []  # in a rank, during `unpack`: the descriptors of placeholders
 
 
 class _SpawnPopenStub:
-    """What multiprocessing takes for the process being spawned, while one pickle for all of them is made."""
+    """The object that multiprocessing takes for the process being spawned, while the pickle for all ranks is made.
+
+    What multiprocessing expects of it is described in os_support/cpython_private.py.
+    """
 
     DupFd = InheritedFd
 
-    def __init__(self, add_copy: Callable[[int], int]) -> None:
-        self._add_copy = add_copy
+    def __init__(self, duplicate_fd: Callable[[int], int]) -> None:
+        self._add_copy = duplicate_fd
 
     def __enter__(self) -> Self:
         from multiprocessing import context
 
         set_spawning_popen: Any = context.set_spawning_popen
-        set_spawning_popen(self)  # of this thread
+        set_spawning_popen(self)  # for this thread only
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -130,23 +138,23 @@ class _SpawnPopenStub:
 
 
 def pack(call: Call) -> Payload:
-    """Pickle a call. Raises whatever pickling raises, and OSError; nothing is left open then."""
-    if _may_be_plain(call.fn):
+    """Pickle a call. Raises OSError and whatever pickling raises; then all descriptors are closed."""
+    if _can_try_plain_pickler(call.fn):
         try:
-            return _pack(call, _dump_plainly)
+            return _pack(call, _dump_plain)
         except (OSError, MemoryError):
             raise
-        except Exception:  # noqa: BLE001, S110  it uses __main__, or cannot be pickled at all; then _dump raises again
+        except Exception:  # noqa: BLE001, S110  it uses __main__, or cannot be pickled; then _dump_with_main raises
             pass
-    return _pack(call, _dump)
+    return _pack(call, _dump_with_main)
 
 
 def _pack(call: Call, dump: Callable[[Call, PickleBundle], None]) -> Payload:
-    bundle = PickleBundle("mpwatch-call", SMALL)
+    bundle = PickleBundle("mpwatch-call", MAX_INLINE_SIZE)
     payload = Payload(bundle)
     try:
-        with _SpawnPopenStub(payload.add_copy):
-            pickle.dump(_describe(sys.modules["__main__"]), bundle, protocol=5)
+        with _SpawnPopenStub(payload.duplicate_fd):
+            pickle.dump(_describe_main(sys.modules["__main__"]), bundle, protocol=5)
             dump(call, bundle)
         bundle.finish()
     except BaseException:
@@ -155,105 +163,105 @@ def _pack(call: Call, dump: Callable[[Call, PickleBundle], None]) -> Payload:
     return payload
 
 
-def probe(thing: object) -> None:
-    """Pickle one thing as `pack` would, for the sake of the exception that this raises."""
+def probe(obj: object) -> None:
+    """Pickle an object as `pack` would, and discard the pickle. Raises what pickling raises."""
     from mpwatch.wire.pickling.pickler import CallPickler
 
     with _SpawnPopenStub(lambda _: 0):
-        CallPickler(NullBundle(), sys.modules["__main__"]).dump(thing)
+        CallPickler(NullBundle(), sys.modules["__main__"]).dump(obj)
 
 
 class PlainPickler(pickle.Pickler):
     """Pickles functions and classes by name, and raises for those of `__main__`.
 
     Args:
-        bundle: where the pickle goes.
+        bundle: receives the pickle.
     """
 
     def __init__(self, bundle: PickleBundle | NullBundle) -> None:
         from mpwatch.wire.pickling.reducers import multiprocessing_reducers, torch_reducers
 
-        # before __init__, because the C pickler reads it there
-        self.dispatch_table = {**multiprocessing_reducers(), **copyreg.dispatch_table, **REDUCERS, **torch_reducers()}
-        super().__init__(bundle, 5, buffer_callback=bundle.keep)
+        # before __init__, where the C pickler reads it
+        self.dispatch_table = {**multiprocessing_reducers(), **copyreg.dispatch_table, **VIEW_REDUCERS, **torch_reducers()}
+        super().__init__(bundle, 5, buffer_callback=bundle.keep_buffer)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Raise for functions and classes of `__main__`, and for their instances. Called by pickle for each object."""
+        """Raise for functions and classes of `__main__`, and for instances of these. Pickle calls this for each object."""
         if getattr(obj, "__module__", None) == "__main__":
-            # Nobody sees this text. It has no repr of the object, because that could run the user's code.
+            # The text is never shown. It has no repr of the object, because a repr can run the user's code.
             raise pickle.PicklingError("of __main__")
         return NotImplemented
 
 
-def _may_be_plain(fn: object) -> bool:
-    """Whether `PlainPickler` may be able to send a call of this function."""
+def _can_try_plain_pickler(fn: object) -> bool:
+    """Return whether `PlainPickler` may be able to pickle a call of this function."""
     if getattr(fn, "__module__", None) == "__main__":
         return False
     cloudpickle = sys.modules.get("cloudpickle")
     return cloudpickle is None or not cloudpickle.list_registry_pickle_by_value()
 
 
-def _dump_plainly(call: Call, bundle: PickleBundle) -> None:
+def _dump_plain(call: Call, bundle: PickleBundle) -> None:
     pickler = PlainPickler(bundle)
     pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.epoch))
     pickler.dump({})
     pickler.dump({})
 
 
-def _dump(call: Call, bundle: PickleBundle) -> None:
+def _dump_with_main(call: Call, bundle: PickleBundle) -> None:
     from mpwatch.wire.pickling.pickler import CallPickler
 
     pickler = CallPickler(bundle, sys.modules["__main__"])
     pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.epoch))
     sent: set[str] = set()
-    while new := {name: thing for name, thing in pickler.from_main.items() if name not in sent}:
-        pickler.dump(new)  # which may bring more along
+    while new := {name: definition for name, definition in pickler.main_definitions.items() if name not in sent}:
+        pickler.dump(new)  # can add more definitions
         sent |= new.keys()
     pickler.dump({})
-    pickler.dump(source_lines.of_code(pickler.codes) if pickler.codes else {})
+    pickler.dump(source_lines.collect_for_code(pickler.codes) if pickler.codes else {})
 
 
-def _describe(main: Any) -> dict[str, Any]:
-    """What a rank's `__main__` must say of itself, so that a DataLoader's workers find the script again."""
+def _describe_main(main: Any) -> dict[str, Any]:
+    """Return the attributes of `__main__` by which the workers of a DataLoader find the script."""
     about = {"__package__": getattr(main, "__package__", None), "__doc__": getattr(main, "__doc__", None)}
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name is not None:
         about["spec"] = spec.name
     path = getattr(main, "__file__", None)
-    # '<stdin>' is no file that a worker could read, and it would die of the attempt
+    # A worker fails if it cannot read this file; '<stdin>' is none.
     if path is not None and os.path.exists(path):
         about["__file__"] = os.path.abspath(path)
     return about
 
 
 def unpack(body: bytes, fds: list[int] | None) -> Call:
-    """In a rank: the call that came so; the descriptors are closed. Raises whatever unpickling raises, and OSError.
+    """In a rank: unpickle a call, and close its descriptors. Raises OSError and whatever unpickling raises.
 
     Args:
         body: of the message.
-        fds: the descriptors that came with it; None if they could not be taken in.
+        fds: the descriptors that came with the message; None if the rank could not receive them.
     """
     if fds is None:
         raise OSError(errno.EMFILE, "the descriptors of the call could not be taken in; see `ulimit -n`")
     try:
-        _arrived[:] = fds if body else fds[1:]
-        stream, buffers = opened(body or mapped(fds[0]))
+        _received_fds[:] = fds if body else fds[1:]
+        stream, buffers = open_bundle(body or map_bundle(fds[0]))
         main = sys.modules["__main__"]
-        _introduce(main, pickle.load(stream))
+        _set_up_main(main, pickle.load(stream))
         unpickler = pickle.Unpickler(stream, buffers=buffers)
         fn, args, kwargs, backend, epoch = unpickler.load()
         while names := unpickler.load():
             vars(main).update(names)
-            from_caller.update(names)
-        source_lines.take_over(unpickler.load())
+            caller_definitions.update(names)
+        source_lines.add_in_rank(unpickler.load())
         return Call(fn, args, kwargs, backend, epoch)
     finally:
-        _arrived.clear()
+        _received_fds.clear()
         for fd in fds:
             os.close(fd)
 
 
-def _introduce(main: Any, about: dict[str, Any]) -> None:
+def _set_up_main(main: Any, about: dict[str, Any]) -> None:
     spec = about.pop("spec", None)
     if spec is not None:
         from importlib.machinery import ModuleSpec

@@ -1,11 +1,13 @@
-"""Pickles and their large buffers, for another process: bytes while they are small, else an anonymous file.
+"""Pickle bundles: pickles and their large buffers, as bytes if they are small, else in an anonymous file.
 
-    [ pickle ][ pickle ]...  [ buffer ]  [ buffer ]...  [ place of each buffer ][ their number, mark ]
-                             `-- each on pages of its own --'
+    [ pickle ][ pickle ]...  [ buffer ]  [ buffer ]...  [ position of each buffer ][ number of buffers, magic number ]
+                             `-- each begins a new page
 
-Pickle writes straight into it. Who gets the file maps it, and what is made of the buffers (arrays, tensors, memoryviews) has
-its memory there: the pages are the same for all who have them until somebody writes to his, and are given back when
-nobody has any. Runs on both sides, and imports nothing that small bundles do not need.
+The sender lets pickle write directly into the bundle. The receiver maps the file. Unpickled arrays, tensors and memoryviews
+have their memory in that mapping. All receivers share its pages; a write copies the page and is seen only by the process
+that wrote. A page is freed when no process uses it.
+
+Runs in the watcher and in the ranks. The imports that only large bundles need are in functions.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import mmap
 import os
 import struct
 
-from mpwatch.os_support.descriptors import anonymous_file, map_private, write_all
+from mpwatch.os_support.descriptors import map_private, open_anonymous_file, write_all
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,50 +25,53 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-# Bytes from which on a buffer goes beside the pickle: what it then takes, a page and a half on average and its share of a
-# mapping, is little against a copy for each rank. No more than pickle's frames (64 KiB), beyond which it would write a
-# PickleBuffer itself, which has no length.
-LARGE = 1 << 16
-PLACE = struct.Struct("<QQ")  # offset, size
-END = struct.Struct("<Q4s")
-MARK = b"mpwb"
+# Bytes. A buffer of this size or more is written beside the pickle. Its overhead (on average a page and a half, and
+# its share of a mapping) is small compared with one copy for each rank. It must not exceed the size of pickle's frames (64
+# KiB): pickle would write a larger PickleBuffer itself, as an object that has no length.
+MIN_BUFFER_SIZE = 1 << 16
+BUFFER_POSITION = struct.Struct("<QQ")  # offset, size
+TRAILER = struct.Struct("<Q4s")  # number of buffers, magic number
+MAGIC = b"mpwb"
 
 
 class PickleBundle:
-    """A bundle in the making, and then made: `body`, or where that is empty, `file`, which it owns. Closed when dropped.
+    """A bundle that pickle writes to, and that `finish` completes. Then it is in `body` or, if that is empty, in `file`.
+
+    The bundle owns its file, and closes it when it is garbage-collected.
+
 
     Args:
-        name: of the file, for whoever looks into /proc.
-        limit: bytes up to which it has no file, if it has no large buffers.
+        name: the name of the file in /proc.
+        limit: a bundle without large buffers has no file up to this number of bytes.
     """
 
     def __init__(self, name: str, limit: int) -> None:
         self.file: io.FileIO | None = None
-        self._buffers: list[memoryview] = []  # to be written after the pickles
+        self._buffers: list[memoryview] = []  # written after the pickles
         self.body = b""
         self._name = name
         self._limit = limit
         self._small = bytearray()
 
     def write(self, data: bytes | bytearray) -> None:
-        """For pickle, which comes with frames of 64 KiB, and with large bytes as they are. Raises OSError."""
+        """Write bytes; pickle calls it. Raises OSError."""
         if self.file is None and len(self._small) + len(data) <= self._limit:
             self._small += data
         else:
-            write_all(self._spilt(), data)
+            write_all(self._open_file(), data)
 
-    def keep(self, buffer: pickle.PickleBuffer) -> bool:
-        """For pickle: whether it shall write this buffer itself, as it does with small ones."""
+    def keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        """Return whether pickle shall write this buffer itself; pickle calls it. The bundle takes the large ones."""
         raw = buffer.raw()
-        if raw.nbytes < LARGE:
+        if raw.nbytes < MIN_BUFFER_SIZE:
             return True
         self._buffers.append(raw)
         return False
 
     def finish(self) -> None:
-        """After the last pickle. Raises OSError."""
-        places = [self._add(buffer) for buffer in self._buffers]
-        end = b"".join(PLACE.pack(*place) for place in places) + END.pack(len(places), MARK)
+        """Complete the bundle after the last pickle. Raises OSError."""
+        places = [self._write_buffer(buffer) for buffer in self._buffers]
+        end = b"".join(BUFFER_POSITION.pack(*place) for place in places) + TRAILER.pack(len(places), MAGIC)
         self._buffers.clear()
         if self.file is None:
             self.body = bytes(self._small + end)
@@ -75,26 +80,26 @@ class PickleBundle:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size in bytes."""
         return len(self.body) if self.file is None else os.fstat(self.file.fileno()).st_size
 
     def close(self) -> None:
-        """Give the file back, and let go of what was to be written."""
+        """Close the file, and release the buffers."""
         if self.file is not None:
             self.file.close()
         self._buffers.clear()
 
     __del__ = close
 
-    def _spilt(self) -> int:
+    def _open_file(self) -> int:
         if self.file is None:
-            self.file = anonymous_file(self._name)
+            self.file = open_anonymous_file(self._name)
             write_all(self.file.fileno(), self._small)
             self._small.clear()
         return self.file.fileno()
 
-    def _add(self, buffer: memoryview) -> tuple[int, int]:
-        fd = self._spilt()
+    def _write_buffer(self, buffer: memoryview) -> tuple[int, int]:
+        fd = self._open_file()
         at = -(-os.lseek(fd, 0, os.SEEK_CUR) // mmap.PAGESIZE) * mmap.PAGESIZE
         os.lseek(fd, at, os.SEEK_SET)
         write_all(fd, buffer)
@@ -102,59 +107,59 @@ class PickleBundle:
 
 
 class NullBundle:
-    """In place of a bundle, where only the exception matters that pickling may raise."""
+    """A replacement for a bundle that discards what it gets. It shows whether pickling raises an exception."""
 
     def write(self, _: object) -> None:
-        """For pickle."""
+        """Discard bytes; pickle calls it."""
 
-    def keep(self, buffer: pickle.PickleBuffer) -> bool:
-        """For pickle."""
-        buffer.raw()
+    def keep_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        buffer.raw()  # raises for a buffer that is not contiguous
         return False
 
 
-def mapped(fd: int) -> memoryview:
-    """The bundle in this file, for `opened`. Raises OSError.
+def map_bundle(fd: int) -> memoryview:
+    """Map the bundle in this file, for `open_bundle`. Raises OSError.
 
-    Without buffers it is mapped as Python does it, which costs no import; that keeps a descriptor for as long.
+    A bundle without buffers is mapped by the module mmap. That needs no further import, but keeps a descriptor open until
+    the bundle is unpickled.
     """
     size = os.fstat(fd).st_size
-    number, _ = END.unpack(os.pread(fd, END.size, size - END.size))
+    number, _ = TRAILER.unpack(os.pread(fd, TRAILER.size, size - TRAILER.size))
     return map_private(fd, size) if number else memoryview(mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ))
 
 
-def opened(bundle: bytes | memoryview) -> tuple[Reader | io.BytesIO, list[memoryview]]:
-    """What pickle reads the pickles from, and the buffers for it. Raises ValueError if this is no bundle."""
+def open_bundle(bundle: bytes | memoryview) -> tuple[BundleReader | io.BytesIO, list[memoryview]]:
+    """Return a file-like object for pickle to read from, and the buffers. Raises ValueError if this is not a bundle."""
     data = memoryview(bundle)
-    number, mark = END.unpack(data[-END.size :]) if len(data) >= END.size else (0, b"")
-    if mark != MARK:
+    number, mark = TRAILER.unpack(data[-TRAILER.size :]) if len(data) >= TRAILER.size else (0, b"")
+    if mark != MAGIC:
         raise ValueError("not a bundle of mpwatch")
     if not number and isinstance(bundle, bytes):
         return io.BytesIO(bundle), []
     if number and data.readonly:  # it is short and was copied, or came through a black box, see slots.py
         data = memoryview(bytearray(data))
-    places = data[len(data) - END.size - number * PLACE.size : len(data) - END.size]
-    return Reader(data), [data[at : at + size] for at, size in PLACE.iter_unpack(places)]
+    places = data[len(data) - TRAILER.size - number * BUFFER_POSITION.size : len(data) - TRAILER.size]
+    return BundleReader(data), [data[at : at + size] for at, size in BUFFER_POSITION.iter_unpack(places)]
 
 
-class Reader:
-    """A file over bytes in memory. An mmap is one, too, but without `readinto` a large object would be copied twice."""
+class BundleReader:
+    """A file-like object over memory. An mmap object is one, too, but it has no `readinto`: pickle would copy twice."""
 
     def __init__(self, data: memoryview) -> None:
         self._rest = data
 
     def read(self, size: int) -> bytes:
-        """So many bytes, or what there is."""
+        """Read up to `size` bytes."""
         return bytes(self._take(size))
 
-    def readinto(self, room: memoryview) -> int:
-        """The same into memory that is there."""
-        taken = self._take(len(room))
-        room[: len(taken)] = taken
+    def readinto(self, target: memoryview) -> int:
+        """Fill this memory as far as there are bytes. Return their number."""
+        taken = self._take(len(target))
+        target[: len(taken)] = taken
         return len(taken)
 
     def readline(self) -> bytes:
-        """Pickle wants to have it, and does not use it: there are no lines in protocol 5."""
+        """Raise NotImplementedError. Pickle requires this method, but protocol 5 has no lines."""
         raise NotImplementedError
 
     def _take(self, size: int) -> memoryview:
@@ -169,14 +174,14 @@ def _reduce_view(view: memoryview) -> Any:
         raise TypeError("cannot pickle a memoryview that is not contiguous; pass a copy of it")
     try:
         memoryview(bytes(view.itemsize)).cast(view.format)  # type: ignore[call-overload]
-    except ValueError:  # of ctypes, say, or of several values together
+    except ValueError:  # a format of ctypes, for example, or one of several values
         raise TypeError(f"cannot pickle a memoryview of the format {view.format!r}; pass what it is a view of") from None
-    return _view, (pickle.PickleBuffer(view), view.format, view.shape)
+    return _rebuild_view, (pickle.PickleBuffer(view), view.format, view.shape)
 
 
-def _view(buffer: bytes | bytearray | memoryview, form: Any, shape: tuple[int, ...]) -> memoryview:
+def _rebuild_view(buffer: bytes | bytearray | memoryview, form: Any, shape: tuple[int, ...]) -> memoryview:
     view = memoryview(buffer)
-    return view.cast(form, shape) if view.nbytes else view  # there is no cast of nothing
+    return view.cast(form, shape) if view.nbytes else view  # an empty view cannot be cast
 
 
-REDUCERS: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_view}  # how to pickle what pickle cannot
+VIEW_REDUCERS: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_view}  # pickle has no reducer for it

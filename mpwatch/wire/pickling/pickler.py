@@ -1,4 +1,7 @@
-"""cloudpickle's pickler, and what multiprocessing and torch know how to send: calls in the watcher, answers in a rank."""
+"""Picklers based on cloudpickle: `CallPickler` for calls in the watcher, `AnswerPickler` for return values in a rank.
+
+They also use the reducers that multiprocessing and torch have registered (reducers.py).
+"""
 
 import functools
 import sys
@@ -11,126 +14,130 @@ from typing import Any
 
 import cloudpickle
 
-from mpwatch.wire.pickling.pickle_buffers import REDUCERS, NullBundle, PickleBundle
+from mpwatch.wire.pickling.pickle_buffers import VIEW_REDUCERS, NullBundle, PickleBundle
 from mpwatch.wire.pickling.reducers import Reducers, multiprocessing_reducers, torch_reducers
 
-Keeper = Callable[[PickleBuffer], bool]
-CACHED = type(functools.lru_cache(len))  # what the decorator makes; it has no public name
+BufferCallback = Callable[[PickleBuffer], bool]
+LRU_CACHE_TYPE = type(functools.lru_cache(len))  # the class of a decorated function; it has no public name
 
 
 class _ClassPickler(cloudpickle.Pickler):
-    """cloudpickle's, with what it forgets of a class that goes by value: its qualified name, and that it has slots.
+    """cloudpickle's pickler. It also keeps the qualified name and the slots of a class that is pickled by value.
 
     Args:
-        stream: where the pickle goes.
-        keep: takes its large buffers, see bundle.py; None: there they go with the rest.
-        first: reducers that come before cloudpickle's own.
-        last: those that come after.
+        stream: receives the pickle.
+        keep: takes large buffers, see pickle_buffers.py; None: the pickle contains them.
+        first: reducers that precede those of cloudpickle.
+        last: reducers that follow them.
     """
 
-    def __init__(self, stream: Any, keep: Keeper | None, first: Reducers, last: Reducers | None = None) -> None:
-        # before __init__, which is when the C pickler looks for it
+    def __init__(self, stream: Any, keep: BufferCallback | None, first: Reducers, last: Reducers | None = None) -> None:
+        # before __init__, where the C pickler reads it
         own: Any = cloudpickle.Pickler.dispatch_table
-        self.dispatch_table = ChainMap(first, REDUCERS, own, last or {})
+        self.dispatch_table = ChainMap(first, VIEW_REDUCERS, own, last or {})
         super().__init__(stream, protocol=5, buffer_callback=keep)
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and reduced is not NotImplemented:
-            if (home := _true_home(obj)) is not None:
-                return getattr, (home, obj.__qualname__)
-            _, made_of, *state = reduced  # no state for NoneType and the like
+            if (module := _find_defining_module(obj)) is not None:
+                return getattr, (module, obj.__qualname__)
+            _, make_args, *state = reduced  # NoneType, for example, has no state
             if state:
                 attributes, _ = state[0]
                 attributes["__qualname__"] = obj.__qualname__
                 if vars(obj).get("__slots__") and not issubclass(obj, Enum):
-                    _move_slots(attributes, made_of)
+                    _move_slots(attributes, make_args)
         return reduced
 
 
-def _true_home(cls: type) -> ModuleType | None:
-    """The module in which a class is found although it names another: pytest's Skipped says that it is a builtin."""
+def _find_defining_module(cls: type) -> ModuleType | None:
+    """Return the module that defines a class whose `__module__` is wrong: pytest's Skipped claims to be builtin."""
     for base in cls.__mro__[1:]:
-        home = sys.modules.get(base.__module__)
-        # not by getattr(): a module that loads what it is asked for is not to begin with that here
-        if home is not None and base.__module__ != "__main__" and vars(home).get(cls.__qualname__) is cls:
-            return home
+        module = sys.modules.get(base.__module__)
+        # not by getattr(), which could make a module load something
+        if module is not None and base.__module__ != "__main__" and vars(module).get(cls.__qualname__) is cls:
+            return module
     return None
 
 
-def _move_slots(attributes: dict[str, Any], made_of: tuple[Any, ...]) -> None:
-    """Slots must be there when the class is made; set later they are a mere attribute."""
-    _, _, _, namespace, *_ = made_of
+def _move_slots(attributes: dict[str, Any], make_args: tuple[Any, ...]) -> None:
+    """Move `__slots__` to the namespace that the class is created with. Set later, it would be an ordinary attribute."""
+    _, _, _, namespace, *_ = make_args
     namespace["__slots__"] = attributes.pop("__slots__")
     for name in [name for name, value in attributes.items() if isinstance(value, MemberDescriptorType)]:
         del attributes[name]
 
 
 class CallPickler(_ClassPickler):
-    """Pickles functions and classes of `__main__` by value, once, and remembers them in `from_main`; the code of all that
-    goes by value in `codes`.
+    """Pickles functions and classes of `__main__` by value, each once.
+
+    Afterwards `main_definitions` has those that are pickled by value although `__main__` has a name for them. `codes` has
+    the code of all functions that are pickled by value.
 
     Args:
-        bundle: where the pickle goes.
+        bundle: receives the pickle.
         main: the caller's `__main__`.
     """
 
     def __init__(self, bundle: PickleBundle | NullBundle, main: ModuleType) -> None:
-        super().__init__(bundle, bundle.keep, torch_reducers(), multiprocessing_reducers())
+        super().__init__(bundle, bundle.keep_buffer, torch_reducers(), multiprocessing_reducers())
         self.main = vars(main)
-        self.from_main: dict[str, object] = {}
+        self.main_definitions: dict[str, object] = {}
         self.codes: list[CodeType] = []
         self.globals_ref[id(self.main)] = _MainGlobals()
 
     def reducer_override(self, obj: Any) -> Any:
-        """Called by pickle for each object; notes what goes by value although it has a name in `__main__`."""
-        if isinstance(obj, CACHED) and obj.__module__ == "__main__":
+        """Record functions and classes that are pickled by value. Pickle calls this for each object."""
+        if isinstance(obj, LRU_CACHE_TYPE) and obj.__module__ == "__main__":
             return self._reduce_cached(obj)
         reduced = super().reducer_override(obj)
         if isinstance(obj, FunctionType) and reduced is not NotImplemented:
             self.codes.append(obj.__code__)
-        top = None if reduced is NotImplemented else _home(obj, self.main)
+        top = None if reduced is NotImplemented else _find_in_main(obj, self.main)
         if top is not None:
-            self.from_main[top] = self.main[top]
+            self.main_definitions[top] = self.main[top]
         return reduced
 
     def _reduce_cached(self, obj: Any) -> Any:
-        """A function under lru_cache pickles itself as a name, which the rank does not have yet."""
+        """Pickle a function under lru_cache by value. Its own pickle is a name that the rank does not have yet."""
         name = obj.__qualname__
         if self.main.get(name) is obj:
-            self.from_main[name] = obj
-        return _cached, (obj.__wrapped__, obj.cache_parameters())
+            self.main_definitions[name] = obj
+        return _rebuild_cached, (obj.__wrapped__, obj.cache_parameters())
 
 
-def _cached(fn: Any, parameters: dict[str, Any]) -> Any:
+def _rebuild_cached(fn: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(fn)
 
 
 class AnswerPickler(_ClassPickler):
-    """In a rank: pickles by name the functions and classes that came from the caller's `__main__`.
+    """In a rank: pickles functions and classes that came from the caller's `__main__` by name.
 
     Args:
-        stream: where the pickle goes.
+        stream: receives the pickle.
         keep: see `_ClassPickler`.
         first: see `_ClassPickler`.
-        from_caller: these functions and classes, by name.
+        caller_definitions: these functions and classes, by name.
     """
 
-    def __init__(self, stream: Any, keep: Keeper | None, first: Reducers, from_caller: Mapping[str, object]) -> None:
+    def __init__(
+        self, stream: Any, keep: BufferCallback | None, first: Reducers, caller_definitions: Mapping[str, object]
+    ) -> None:
         super().__init__(stream, keep, first)
-        self.from_caller = from_caller
+        self.caller_definitions = caller_definitions
 
     def reducer_override(self, obj: Any) -> Any:
-        """Called by pickle for each object."""
+        """Choose between name and value. Pickle calls this for each object."""
         main = vars(sys.modules["__main__"])
-        home = _home(obj, main)
-        if home is not None and main[home] is self.from_caller.get(home):
-            return NotImplemented  # plain pickle's way: by name
+        name = _find_in_main(obj, main)
+        if name is not None and main[name] is self.caller_definitions.get(name):
+            return NotImplemented  # pickle then sends it by name
         return super().reducer_override(obj)
 
 
-def _home(obj: Any, main: dict[str, Any]) -> str | None:
-    """The name of the top level of `__main__` under which plain pickle finds this function or class, if it does."""
+def _find_in_main(obj: Any, main: dict[str, Any]) -> str | None:
+    """Return the top-level name in `__main__` under which pickle finds this function or class; None if it does not."""
     if not isinstance(obj, type | FunctionType) or obj.__module__ != "__main__":
         return None
     top, *rest = obj.__qualname__.split(".")
@@ -141,7 +148,7 @@ def _home(obj: Any, main: dict[str, Any]) -> str | None:
 
 
 class _MainGlobals(dict[str, Any]):
-    """Where cloudpickle would make new globals for functions of `__main__`, the rank's own are taken."""
+    """The globals of functions of `__main__`. Where cloudpickle would create new ones in a rank, it gets the rank's own."""
 
     def __reduce__(self) -> Any:
         return vars, (sys.modules["__main__"],)

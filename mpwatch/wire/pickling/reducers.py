@@ -1,42 +1,44 @@
-"""How things go that pickle alone cannot send, or not well: what multiprocessing and torch have registered for spawn.
+"""The reducers that multiprocessing and torch have registered for spawned processes: how to pickle sockets, tensors and
+others.
 
-Runs in the watcher; imports nothing that is not loaded.
+Runs in the watcher. Imports nothing that is not loaded already.
 """
 
 from collections.abc import Callable
-from multiprocessing import reduction
 from typing import Any
+
+from mpwatch.os_support.cpython_private import get_spawn_reducers
 
 Reducer = Callable[[Any], Any]
 Reducers = dict[type, Reducer]
 
-# By exact type; typeshed does not know it.
-REGISTERED: Reducers = reduction.ForkingPickler._extra_reducers  # type: ignore[attr-defined]
-
 
 def multiprocessing_reducers() -> Reducers:
-    """For connections, sockets and the like: what multiprocessing registered for spawn, torch's part left out."""
-    return {kind: how for kind, how in _registered() if not _is_torch(kind)}
+    """Return the reducers for connections, sockets and others that are not torch's."""
+    return {cls: reducer for cls, reducer in _copy_registered() if not _is_of_torch(cls)}
 
 
 def torch_reducers() -> Reducers:
-    """Torch's own move every CPU tensor into shared memory, the caller's own; here only those that are there go so."""
-    theirs = {kind: how for kind, how in _registered() if _is_torch(kind)}
-    if not theirs:
+    """Return the reducers for torch's classes. They share only tensors that are in shared memory already.
+
+    torch's own reducers would move every CPU tensor of the caller into shared memory.
+    """
+    registered = {cls: reducer for cls, reducer in _copy_registered() if _is_of_torch(cls)}
+    if not registered:
         return {}
     from mpwatch.wire.pickling.torch_storages import reducers, share_or_copy
 
-    ours = reducers()
-    return {kind: share_or_copy(how, ours.get(kind, _plainly)) for kind, how in theirs.items()}
+    copying = reducers()
+    return {cls: share_or_copy(reducer, copying.get(cls, _reduce_plain)) for cls, reducer in registered.items()}
 
 
-def _registered() -> list[tuple[type, Reducer]]:
-    return list(REGISTERED.items())  # at once: another thread of the caller's may be importing torch
+def _copy_registered() -> list[tuple[type, Reducer]]:
+    return list(get_spawn_reducers().items())  # one call of C: another thread of the caller may be importing torch
 
 
-def _is_torch(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
+def _is_of_torch(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "torch"
 
 
-def _plainly(obj: Any) -> Any:
+def _reduce_plain(obj: Any) -> Any:
     return obj.__reduce_ex__(5)

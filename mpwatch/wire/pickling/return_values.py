@@ -1,7 +1,7 @@
-"""What a rank sends back: its value, in a bundle; parts of exceptions, in bytes. Packed in the rank, loaded by the watcher.
+"""Pickle what a rank sends back: its return value as a bundle, and parts of exceptions as bytes. The watcher unpickles both.
 
-What came from the caller's `__main__` with the call goes back by its name, so that it comes out as the caller's own; what
-else only cloudpickle can send goes by value.
+A function or class that came from the caller's `__main__` is sent back by name. So the caller gets its own object back.
+Others that only cloudpickle can pickle are sent by value.
 """
 
 from __future__ import annotations
@@ -10,45 +10,46 @@ import copyreg
 import pickle
 import sys
 
-from mpwatch.wire.pickling.call_payload import from_caller
-from mpwatch.wire.pickling.pickle_buffers import REDUCERS, NullBundle, PickleBundle, opened
+from mpwatch.wire.pickling.call_payload import caller_definitions
+from mpwatch.wire.pickling.pickle_buffers import VIEW_REDUCERS, NullBundle, PickleBundle, open_bundle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-SMALL = 1 << 16  # bytes of a value that goes over the channel itself
+MAX_INLINE_SIZE = 1 << 16  # bytes; a value up to this size is sent over the channel itself
 
 
 def pack(value: Any) -> PickleBundle:
-    """Pickle a value: by reference where that is possible, else by value. Raises what pickling raises, and OSError.
+    """Pickle a value. Raises OSError and what pickling raises.
 
-    cloudpickle's import is paid for only by ranks that need it: those whose function came by value have it loaded.
+    A rank that has not loaded cloudpickle tries plain pickle first, because that import takes time. A rank whose function
+    was sent by value has it loaded.
     """
     if "cloudpickle" not in sys.modules:
         try:
-            return _packed(value, _plain_pickler)
-        except OSError:  # the bundle's
+            return _pack(value, _make_plain_pickler)
+        except OSError:  # of the bundle
             raise
-        except Exception:  # noqa: BLE001, S110  whatever plain pickle cannot do, cloudpickle tries next and raises its own
+        except Exception:  # noqa: BLE001, S110  then cloudpickle is tried, and its exception is raised
             pass
-    return _packed(value, _pickler)
+    return _pack(value, _make_pickler)
 
 
 def probe(value: Any) -> None:
-    """Pickle one thing as `pack` would, for the sake of the exception that this raises."""
-    _pickler(NullBundle()).dump(value)
+    """Pickle an object as `pack` would, and discard the pickle. Raises what pickling raises."""
+    _make_pickler(NullBundle()).dump(value)
 
 
 def load(bundle: bytes | memoryview) -> Any:
-    """The value again. Raises what unpickling raises, and runs what the value's classes define."""
-    stream, buffers = opened(bundle)
+    """In the watcher: unpickle a value. It runs code of the value's classes, and raises what they raise."""
+    stream, buffers = open_bundle(bundle)
     return _AnswerUnpickler(stream, buffers=buffers).load()
 
 
 def dumps(part: Any) -> bytes:
-    """The same of a part of an exception, which is small."""
+    """Pickle a part of an exception. Raises what pickling raises."""
     if "cloudpickle" not in sys.modules:
         try:
             return pickle.dumps(part, protocol=5)
@@ -59,19 +60,19 @@ def dumps(part: Any) -> bytes:
     from mpwatch.wire.pickling.pickler import AnswerPickler
 
     stream = io.BytesIO()
-    AnswerPickler(stream, None, {}, from_caller).dump(part)
+    AnswerPickler(stream, None, {}, caller_definitions).dump(part)
     return stream.getvalue()
 
 
 def loads(data: bytes) -> Any:
-    """That part again. Raises what unpickling raises, and runs what its classes define."""
+    """Unpickle a part of an exception. It runs code of its classes, and raises what they raise."""
     import io
 
     return _AnswerUnpickler(io.BytesIO(data)).load()
 
 
-def _packed(value: Any, pickler: Callable[[PickleBundle], pickle.Pickler]) -> PickleBundle:
-    bundle = PickleBundle("mpwatch-value", SMALL)
+def _pack(value: Any, pickler: Callable[[PickleBundle], pickle.Pickler]) -> PickleBundle:
+    bundle = PickleBundle("mpwatch-value", MAX_INLINE_SIZE)
     try:
         pickler(bundle).dump(value)
         bundle.finish()
@@ -81,20 +82,20 @@ def _packed(value: Any, pickler: Callable[[PickleBundle], pickle.Pickler]) -> Pi
     return bundle
 
 
-def _plain_pickler(bundle: PickleBundle) -> pickle.Pickler:
-    pickler = pickle.Pickler(bundle, 5, buffer_callback=bundle.keep)
-    pickler.dispatch_table = {**copyreg.dispatch_table, **REDUCERS, **_torch_reducers()}
+def _make_plain_pickler(bundle: PickleBundle) -> pickle.Pickler:
+    pickler = pickle.Pickler(bundle, 5, buffer_callback=bundle.keep_buffer)
+    pickler.dispatch_table = {**copyreg.dispatch_table, **VIEW_REDUCERS, **_get_torch_reducers()}
     return pickler
 
 
-def _pickler(bundle: PickleBundle | NullBundle) -> pickle.Pickler:
+def _make_pickler(bundle: PickleBundle | NullBundle) -> pickle.Pickler:
     from mpwatch.wire.pickling.pickler import AnswerPickler
 
-    return AnswerPickler(bundle, bundle.keep, _torch_reducers(), from_caller)
+    return AnswerPickler(bundle, bundle.keep_buffer, _get_torch_reducers(), caller_definitions)
 
 
-def _torch_reducers() -> dict[type, Callable[[Any], Any]]:
-    """For tensors, if there can be any."""
+def _get_torch_reducers() -> dict[type, Callable[[Any], Any]]:
+    """Return the reducers for tensors; empty if torch is not loaded, because there are no tensors then."""
     if "torch.storage" not in sys.modules:
         return {}
     from mpwatch.wire.pickling.torch_storages import reducers
@@ -103,23 +104,23 @@ def _torch_reducers() -> dict[type, Callable[[Any], Any]]:
 
 
 class _AnswerUnpickler(pickle.Unpickler):
-    """A class that went to the rank by value comes back as the very same class (cloudpickle keeps track of it).
+    """An unpickler that leaves the caller's classes as they are.
 
-    But cloudpickle would also give it the attributes that it had in the rank, and methods whose globals are not the
-    caller's: the caller's class must stay as it is.
+    cloudpickle finds the caller's own class for a class that went to the rank by value. But then it would set the attributes
+    that the class had in the rank, and methods whose globals are not the caller's.
     """
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "cloudpickle.cloudpickle" and name in ("_make_skeleton_class", "_make_skeleton_enum"):
             from cloudpickle import cloudpickle
 
-            # looked up before the first class is made
+            # read before the first class is created
             self.known = set(cloudpickle._DYNAMIC_CLASS_TRACKER_BY_CLASS)
         if module == "cloudpickle.cloudpickle" and name == "_class_setstate":
-            return self._set_up_if_new
+            return self._set_state_if_new
         return super().find_class(module, name)
 
-    def _set_up_if_new(self, cls: type, state: Any) -> type:
+    def _set_state_if_new(self, cls: type, state: Any) -> type:
         from cloudpickle import cloudpickle
 
         if cls not in self.known:

@@ -1,9 +1,10 @@
-"""Torch's tensors in a bundle: the memory that they are views of goes as a buffer, once, whoever looks into it.
+"""Pickle torch's tensors: the memory of a storage goes into the bundle as one buffer, however many tensors view it.
 
-A tensor pickles as a view of its storage, and makes an object for that each time it is asked. Here all objects for the same
-memory lead to one `_Memory`, which pickle writes once: tied weights stay tied, and a slice stays a slice of its whole.
+A tensor pickles as a view of its storage, and creates a new Python object for the storage each time. Here all objects for
+the same memory lead to one `_StorageMemory`, which pickle writes once. So tied weights stay tied, and a slice stays a view
+of its tensor.
 
-Imports torch, so it is imported only where torch is loaded, or where a tensor has come.
+Imports torch. Import this module only where torch is loaded, or where a tensor is unpickled.
 """
 
 import ctypes
@@ -14,9 +15,15 @@ from typing import Any
 import torch
 import torch.storage
 
-from mpwatch.torch_private import identity_of, rebuild_from_type_v2, rebuild_tensor_v3, typed_storage, untyped_storage_of
+from mpwatch.torch_private import (
+    get_storage_id,
+    get_untyped_storage,
+    make_typed_storage,
+    rebuild_from_type_v2,
+    rebuild_tensor_v3,
+)
 
-# its stubs do not say of what types their arguments are
+# torch's stubs have no types for their arguments
 TypedStorage: Any = torch.storage.TypedStorage
 UntypedStorage: Any = torch.storage.UntypedStorage
 
@@ -24,18 +31,20 @@ Reducer = Callable[[Any], Any]
 
 
 def reducers() -> dict[type, Reducer]:
-    """How one pickler is to pickle tensors and storages; those of other devices than the CPU go as torch does it."""
-    met: dict[int, _StorageMemory] = {}
+    """Return reducers for one pickler. Tensors and storages on other devices than the CPU are pickled by torch's own way."""
+    memories: dict[int, _StorageMemory] = {}
 
     def reduce_typed(storage: Any) -> Any:
-        memory = untyped_storage_of(storage)
-        return storage.__reduce_ex__(5) if memory.device.type != "cpu" else (_typed, (met_as(memory), storage.dtype))
+        untyped = get_untyped_storage(storage)
+        if untyped.device.type != "cpu":
+            return storage.__reduce_ex__(5)
+        return _rebuild_typed, (get_memory(untyped), storage.dtype)
 
     def reduce_untyped(storage: Any) -> Any:
-        return storage.__reduce_ex__(5) if storage.device.type != "cpu" else (_itself, (met_as(storage),))
+        return storage.__reduce_ex__(5) if storage.device.type != "cpu" else (_rebuild_untyped, (get_memory(storage),))
 
-    def met_as(storage: Any) -> _StorageMemory:
-        return met.setdefault(identity_of(storage), _StorageMemory(storage))
+    def get_memory(storage: Any) -> _StorageMemory:
+        return memories.setdefault(get_storage_id(storage), _StorageMemory(storage))
 
     return {torch.Tensor: _reduce_tensor, TypedStorage: reduce_typed, UntypedStorage: reduce_untyped}
 
@@ -50,55 +59,55 @@ def share_or_copy(share: Reducer, copy: Reducer) -> Reducer:
 
 
 def _is_shared(obj: Any) -> bool:
-    memory = untyped_storage_of(obj)
+    storage = get_untyped_storage(obj)
     try:
-        return bool(memory.is_shared() or memory.is_cuda)
-    except (AttributeError, NotImplementedError):  # events; sparse tensors, which are made of several
+        return bool(storage.is_shared() or storage.is_cuda)
+    except (AttributeError, NotImplementedError):  # events; sparse tensors, which consist of several tensors
         return True
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    make, args, *more = tensor.__reduce_ex__(5)
-    return make, _loadable(make, args), *more
+    rebuild, args, *state = tensor.__reduce_ex__(5)
+    return rebuild, _make_loadable(rebuild, args), *state
 
 
-def _loadable(make: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What torch makes it of, but that it cannot load what it makes of one of its newer types (float8, uint16)."""
-    if make is rebuild_tensor_v3:
+def _make_loadable(rebuild: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace arguments that torch cannot load again: those for its newer types (float8, uint16)."""
+    if rebuild is rebuild_tensor_v3:
         storage, *rest = args
-        args = (_typed(storage, torch.uint8), *rest)  # where it looks for a typed one, of whatever type
-    elif make is rebuild_from_type_v2:  # of one with attributes of its own
-        make_it, kind, its_args, *state = args
-        args = (make_it, kind, _loadable(make_it, its_args), *state)
+        args = (_rebuild_typed(storage, torch.uint8), *rest)  # torch wants a typed storage here; any type will do
+    elif rebuild is rebuild_from_type_v2:  # a tensor with attributes of its own
+        inner_rebuild, cls, inner_args, *state = args
+        args = (inner_rebuild, cls, _make_loadable(inner_rebuild, inner_args), *state)
     return args
 
 
 class _StorageMemory:
-    """One storage's, kept as long as the pickler knows of it. Unpickled, it is the UntypedStorage."""
+    """The memory of one storage. It keeps the storage alive while the pickler exists. It unpickles as an UntypedStorage."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
 
     def __reduce__(self) -> Any:
         size = self._storage.nbytes()
-        if size == 0:  # it has no address
-            return _storage, (b"",)
+        if size == 0:  # an empty storage has no address
+            return _rebuild_storage, (b"",)
         block: Any = (ctypes.c_ubyte * size).from_address(self._storage.data_ptr())
-        block.owner = self._storage  # the buffer is written after the pickle
-        return _storage, (PickleBuffer(block),)
+        block.owner = self._storage  # keeps the memory alive: the buffer is written after the pickle
+        return _rebuild_storage, (PickleBuffer(block),)
 
 
-def _storage(buffer: bytes | bytearray | memoryview) -> Any:
+def _rebuild_storage(buffer: bytes | bytearray | memoryview) -> Any:
     if not buffer:
         return UntypedStorage(0)
-    found = torch.frombuffer(buffer, dtype=torch.uint8)
-    # what came within the pickle is copied, so that it can be resized as it could where it comes from
-    return (found if isinstance(buffer, memoryview) else found.clone()).untyped_storage()
+    tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+    # A buffer from within the pickle is copied: a storage with memory of its own can be resized.
+    return (tensor if isinstance(buffer, memoryview) else tensor.clone()).untyped_storage()
 
 
-def _typed(storage: Any, dtype: Any) -> Any:
-    return typed_storage(storage, dtype)
+def _rebuild_typed(storage: Any, dtype: Any) -> Any:
+    return make_typed_storage(storage, dtype)
 
 
-def _itself(storage: Any) -> Any:
+def _rebuild_untyped(storage: Any) -> Any:
     return storage

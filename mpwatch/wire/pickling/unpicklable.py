@@ -1,8 +1,10 @@
-"""Which part of something cannot be pickled, as a path that a user recognises. Runs on either side, after a failure.
+"""Find the part of an object that cannot be pickled, as a path that a user recognises: "args[0].model.lock".
 
-Walks from the object that failed to those it is made of, as pickle does, and into each that fails alone, until nothing
-inside is to blame but the thing itself. In a cycle (a trainer, its parts, and the trainer that each of them knows) each
-fails alone; what fails for no other reason than that is not blamed while there is something else.
+Runs in the watcher or in a rank, after a failure. The search goes from the object to its parts, as pickle does. It descends
+into a part that cannot be pickled by itself, and ends at an object whose parts can all be pickled.
+
+Cycles: if a trainer has a callback that has the trainer, neither can be pickled by itself. An object that leads back to
+one on the path is blamed only if the search finds no other.
 """
 
 import functools
@@ -12,60 +14,60 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 MAX_DEPTH = 30
-MAX_PROBES = 20_000  # seconds of looking; then the path ends where it has come to
-Part = tuple[str, Any]  # how the part is reached, after the path so far; the part
+MAX_PROBES = 20_000  # parts to try, which take seconds; then the result is the innermost object so far
+Part = tuple[str, Any]  # what the part adds to the path; the part itself
 
 
-def find(path: str, thing: Any, dumps: Callable[[Any], object]) -> tuple[str, Any]:
-    """The path to the innermost part of `thing` that `dumps` refuses, and that part.
+def find_unpicklable(path: str, thing: Any, dumps: Callable[[Any], object]) -> tuple[str, Any]:
+    """Return the path to the innermost part that cannot be pickled, and that part.
 
     Args:
-        path: what to call `thing`, for example "args[0]".
-        thing: something that `dumps` raised for.
+        path: the name of `thing`, for example "args[0]".
+        thing: an object for which `dumps` raises.
         dumps: pickles one object, or raises.
     """
-    found = _Search(dumps, {id(thing): thing}, iter(range(MAX_PROBES))).innermost(path, thing, MAX_DEPTH)
+    found = _Search(dumps, {id(thing): thing}, iter(range(MAX_PROBES))).find_innermost(path, thing, MAX_DEPTH)
     return found.path, found.thing
 
 
 class _Found(NamedTuple):
     path: str
     thing: Any
-    is_sure: bool  # False: it contains what it is a part of, which may be all that is wrong with it
+    is_sure: bool  # False: it leads back to an object on the path, which may be the only reason
 
 
 @dataclass
 class _Search:
     dumps: Callable[[Any], object]
-    refused: dict[int, Any]  # by id: what has been looked into
+    refused: dict[int, Any]  # by id: objects that `dumps` raised for
     probes: Iterator[int]
 
-    def innermost(self, path: str, thing: Any, depth: int) -> _Found:
-        suspect = None
+    def find_innermost(self, path: str, thing: Any, depth: int) -> _Found:
+        unsure = None
         leads_back = False
-        for (step, part), _ in zip(_parts(thing), self.probes, strict=False):
+        for (step, part), _ in zip(_iterate_parts(thing), self.probes, strict=False):
             if id(part) in self.refused:
                 leads_back = True
-            elif depth and not _works(part, self.dumps):
+            elif depth and not _can_be_pickled(part, self.dumps):
                 self.refused[id(part)] = part
-                found = self.innermost(path + step, part, depth - 1)
+                found = self.find_innermost(path + step, part, depth - 1)
                 if found.is_sure:
                     return found
-                suspect = suspect or found
-        return suspect or _Found(path, thing, is_sure=not leads_back)
+                unsure = unsure or found
+        return unsure or _Found(path, thing, is_sure=not leads_back)
 
 
-def _works(part: Any, dumps: Callable[[Any], object]) -> bool:
+def _can_be_pickled(part: Any, dumps: Callable[[Any], object]) -> bool:
     try:
         dumps(part)
-    except Exception:  # noqa: BLE001  that it fails is what we ask
+    except Exception:  # noqa: BLE001  any exception answers the question
         return False
     return True
 
 
-def _parts(thing: Any) -> Iterator[Part]:
+def _iterate_parts(thing: Any) -> Iterator[Part]:
     if isinstance(thing, types.FunctionType):
-        yield from _parts_of_function(thing)
+        yield from _iterate_function_parts(thing)
     elif isinstance(thing, types.MethodType):
         yield f", a method of {type(thing.__self__).__qualname__}: self", thing.__self__
         yield "", thing.__func__
@@ -83,16 +85,16 @@ def _parts(thing: Any) -> Iterator[Part]:
     elif isinstance(thing, type):
         yield from ((f".{name}", part) for name, part in vars(thing).items() if not name.startswith("__"))
     else:
-        yield from _parts_of_instance(thing)
+        yield from _iterate_instance_parts(thing)
 
 
-def _parts_of_function(fn: types.FunctionType) -> Iterator[Part]:
+def _iterate_function_parts(fn: types.FunctionType) -> Iterator[Part]:
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=False):
         try:
             yield f" closes over {name!r}", cell.cell_contents
-        except ValueError:  # an empty cell
+        except ValueError:  # the cell is empty
             continue
-    for name in _names(fn.__code__):
+    for name in _iterate_global_names(fn.__code__):
         if name in fn.__globals__:
             yield f" uses the global {name!r}", fn.__globals__[name]
     yield from ((f" has the default [{i}]", value) for i, value in enumerate(fn.__defaults__ or ()))
@@ -100,15 +102,15 @@ def _parts_of_function(fn: types.FunctionType) -> Iterator[Part]:
     yield from ((f".{name}", value) for name, value in vars(fn).items())
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """The global names in a function and in those defined in it."""
+def _iterate_global_names(code: types.CodeType) -> Iterator[str]:
+    """Return the global names in a function and in its inner functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from _iterate_global_names(constant)
 
 
-def _parts_of_instance(thing: Any) -> Iterator[Part]:
+def _iterate_instance_parts(thing: Any) -> Iterator[Part]:
     yield from ((f".{name}", value) for name, value in getattr(thing, "__dict__", {}).items())
     for kind in type(thing).__mro__:
         for name, slot in vars(kind).items():
