@@ -1,4 +1,4 @@
-"""What ranks do that are watched live. A light module: every rank imports it."""
+"""Functions for ranks in tests of the live view. A light module: every rank imports it."""
 
 import os
 import signal
@@ -13,15 +13,15 @@ def rank():
     return mpwatch.current_worker().rank
 
 
-def one_step_then_wait(event, **metrics):
-    """Each has come one step further than the one before it."""
+def report_one_step_and_wait(event, **metrics):
+    """Report step 1 in rank 0, step 2 in rank 1, and so on. Then wait."""
     mpwatch.report(step=rank() + 1, total=10, **metrics)
     event.wait()
     mpwatch.report(step=10, total=10, **metrics)
     return rank()
 
 
-def raises_when_seen(event):
+def raise_after_event(event):
     mpwatch.report(step=1)
     event.wait()
     if rank() == 1:
@@ -29,50 +29,50 @@ def raises_when_seen(event):
     threading.Event().wait()
 
 
-def dies_once_when_seen(event):
+def die_once_after_event(event):
     mpwatch.report(step=5 + mpwatch.current_worker().restart_count)
     event.wait()
     if not mpwatch.current_worker().restart_count:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def is_silent_until_seen(event):
+def be_silent_until_event(event):
     mpwatch.heartbeat()
     event.wait()
 
 
-def prints_while_it_reports(gate, width):
-    """Lines of many lengths, until the gate is closed. Returns how many."""
+def print_and_report(fifo, width):
+    """Print lines of different lengths until the FIFO is closed. Return how many."""
     count = 0
-    with through(gate) as door:
-        while is_open(door):
+    with open_fifo(fifo) as fd:
+        while has_writer(fd):
             print(f"<{rank()} {count} {'=' * (count % width)}>", flush=True)
             count += 1
             mpwatch.report(step=count, total=1_000_000, loss=1 / count)
-            time.sleep(0.001)  # an emulator of terminals in Python reads no faster
+            time.sleep(0.001)  # the terminal emulator of the tests reads no faster
     return count
 
 
-def waits_at_the_gate(gate, step):
-    with through(gate) as door:
+def report_and_wait_for_fifo(fifo, step):
+    with open_fifo(fifo) as fd:
         mpwatch.report(step=step, total=8, loss=0.5)
-        os.set_blocking(door, True)
-        os.read(door, 1)
+        os.set_blocking(fd, True)
+        os.read(fd, 1)
     mpwatch.report(step=8, total=8, loss=0.25)
 
 
 @contextmanager
-def through(gate):
-    """A pipe with a name, or a file: there is nothing to be read, and no end, until it is closed."""
-    door = os.open(gate, os.O_RDONLY | os.O_NONBLOCK)
+def open_fifo(fifo):
+    """Open a FIFO for reading. Reading it blocks until the test closes the FIFO's writing end. A file ends at once."""
+    fd = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        yield door
+        yield fd
     finally:
-        os.close(door)
+        os.close(fd)
 
 
-def is_open(door):
+def has_writer(fd):
     try:
-        return bool(os.read(door, 1))
+        return bool(os.read(fd, 1))
     except BlockingIOError:
         return True

@@ -1,4 +1,4 @@
-"""A run from end to end, when something goes wrong in a rank: a table of saboteurs, and what must be said of each."""
+"""Runs from end to end in which a rank fails: a table of saboteur functions, and the expected report for each."""
 
 import multiprocessing
 import os
@@ -59,7 +59,7 @@ TABLE = {
 @pytest.mark.usefixtures("_patient")
 @pytest.mark.parametrize("nprocs", [3, 8])
 @pytest.mark.parametrize("saboteur", TABLE, ids=lambda saboteur: saboteur.__name__)
-def test_the_first_failure_is_told(saboteur, nprocs, barrier):
+def test_the_first_failure_is_reported(saboteur, nprocs, barrier):
     kind, exit_code, exception, text = TABLE[saboteur]
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(saboteurs.only_rank_1, nprocs, args=(saboteur, barrier))
@@ -83,7 +83,7 @@ def test_the_first_failure_is_told(saboteur, nprocs, barrier):
 
 
 @pytest.mark.usefixtures("_patient")
-def test_ranks_at_the_same_place_are_one_line_of_the_report():
+def test_ranks_at_the_same_location_share_a_line_of_the_report():
     with pytest.raises(mpwatch.RunFailedError) as caught:
         pids = SPAWN.Array("i", 8)
         args = (saboteurs.raises_value_error, pids)
@@ -111,7 +111,7 @@ def frames_of(error):
     return found
 
 
-def test_frames_are_the_rank_s_own_and_start_at_its_function(barrier):
+def test_frames_are_those_of_the_rank_and_begin_at_its_function(barrier):
     error = failing(saboteurs.raises_value_error, barrier)
     frames = frames_of(error.__cause__)
     assert [name for _, name, _ in frames] == ["only_rank_1", "raises_value_error"]
@@ -129,7 +129,7 @@ def test_cause_notes_and_members_survive(barrier):
     assert group.exceptions[1].exceptions[0].filename == "file"
 
 
-def test_attributes_survive_without_those_that_cannot(barrier):
+def test_attributes_survive_except_those_that_cannot_be_pickled(barrier):
     error = failing(saboteurs.raises_with_a_lock, barrier).__cause__
     assert error.code == 3
     assert not hasattr(error, "lock")
@@ -145,12 +145,12 @@ def test_a_crash_leaves_its_python_stack(barrier, capfd):
     assert "Segmentation" not in capfd.readouterr().err
 
 
-def test_nothing_is_written_into_files_that_took_the_place_of_our_descriptors(caplog):
+def test_nothing_is_written_into_files_that_replaced_descriptors_of_mpwatch(caplog):
     assert list(mpwatch.run(saboteurs.replaces_descriptors_and_returns, 2)) == [0, 1]
     assert caplog.text == ""
 
 
-def test_a_value_that_cannot_be_rebuilt_here_fails_its_rank():
+def test_a_value_that_cannot_be_unpickled_is_a_failure_of_its_rank():
     with pytest.raises(mpwatch.RunFailedError, match="rank 0 failed first: LookupError: not here") as caught:
         mpwatch.run(saboteurs.returns_what_cannot_be_rebuilt, 1)
     assert "while the return value of rank 0 was rebuilt" in caught.value.__cause__.__notes__[0]
@@ -187,31 +187,31 @@ def test_a_module_that_a_rank_cannot_import(tmp_path, monkeypatch):
     assert caught.value.root_cause.kind is FailureKind.START
 
 
-def test_a_peer_s_complaint_is_no_cause_even_if_it_comes_first(barrier):
+def test_a_peer_error_is_not_the_cause_even_if_it_comes_first(barrier):
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(saboteurs.complains_before_its_peer_fails, 3, args=(barrier, SPAWN.Event()))
     assert caught.value.root_cause.rank == 1
     assert type(caught.value.__cause__) is ValueError
 
 
-def test_complaints_alone_are_said_to_be_complaints(barrier):
+def test_a_report_without_a_primary_failure_says_so(barrier):
     error = failing(saboteurs.complains_of_a_peer, barrier)
     assert str(error).startswith("no rank was seen to fail by itself; the first to report a lost or late peer: rank 1:")
 
 
-def test_ranks_deaf_to_sigterm_are_killed_after_the_grace_period(barrier):
+def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(barrier):
     start = time.monotonic()
     with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first"):
         mpwatch.run(saboteurs.ignores_sigterm, 3, args=(barrier,), grace_period=0.3)
     assert 0.3 < time.monotonic() - start < 5
 
 
-def test_a_stopped_rank_is_woken_to_end(barrier):
+def test_a_suspended_rank_is_continued_so_that_it_can_end(barrier):
     with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first"):
         mpwatch.run(saboteurs.stops_itself, 3, args=(barrier, SPAWN.Value("i", 0)), grace_period=60)
 
 
-def test_helpers_go_with_their_ranks(barrier):
+def test_helpers_are_killed_with_their_ranks(barrier):
     pids = SPAWN.Array("i", 3)
     with pytest.raises(mpwatch.RunFailedError, match="rank 1 was killed by SIGKILL"):
         mpwatch.run(saboteurs.starts_a_helper, 3, args=(barrier, pids))
@@ -226,7 +226,7 @@ def test_a_forked_child_that_holds_all_descriptors_delays_nothing(barrier):
         with pytest.raises(mpwatch.RunFailedError, match="rank 1 was killed by SIGKILL"):
             mpwatch.run(saboteurs.forks_a_child_that_waits, 3, args=(pid, barrier))
         assert time.monotonic() - start < 30
-        assert is_alive(pid.value)  # it had left the rank's group on purpose
+        assert is_alive(pid.value)  # it had left the process group of the rank
     finally:
         os.kill(pid.value, signal.SIGKILL)
 
@@ -251,7 +251,7 @@ def test_timeout():
 
 @pytest.mark.usefixtures("_patient")
 @pytest.mark.parametrize("ending", ["exit 0", "exit 1", "raise"])
-def test_a_timeout_is_one_whatever_ranks_do_about_sigterm(ending):
+def test_a_timeout_stays_a_timeout_however_ranks_handle_sigterm(ending):
     with pytest.raises(mpwatch.RunTimeoutError) as caught:
         mpwatch.run(saboteurs.ends_at_sigterm, 2, args=(ending,), timeout=0.7)
     verdict, late = str(caught.value).splitlines()
@@ -262,17 +262,17 @@ def test_a_timeout_is_one_whatever_ranks_do_about_sigterm(ending):
 
 @pytest.mark.usefixtures("_patient")
 @pytest.mark.parametrize("ending", ["exit 0", "exit 1", "raise"])
-def test_a_rank_that_ends_because_it_was_told_to_is_stopped(ending, barrier, capfd):
+def test_a_rank_that_ends_because_of_sigterm_counts_as_stopped(ending, barrier, capfd):
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(saboteurs.ends_at_sigterm, 3, args=(ending, barrier))
-    for others in str(caught.value).splitlines()[1:]:  # a line or two: one may not have left the barrier yet
+    for others in str(caught.value).splitlines()[1:]:  # one or two lines: a rank may still be in the barrier
         assert re.match(r"  ranks? [02](, 2)?: stopped by the watcher .*\(saboteurs\.py:", others)
     assert set(caught.value.failures) == {1}
     out, err = capfd.readouterr()
     assert (out.count("told to stop"), err) == (2, "")
 
 
-def test_a_failure_counts_from_when_it_happened_not_from_when_it_was_packed(barrier):
+def test_the_time_of_a_failure_is_when_it_happened_not_when_it_was_pickled(barrier):
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(saboteurs.fails_first_but_is_slow_to_tell, 3, args=(barrier, SPAWN.Event(), SPAWN.Event()))
     assert caught.value.root_cause.rank == 0
@@ -280,7 +280,7 @@ def test_a_failure_counts_from_when_it_happened_not_from_when_it_was_packed(barr
 
 
 @pytest.mark.usefixtures("_patient")
-def test_an_exception_without_an_end_to_its_text_is_told_as_one(barrier):
+def test_an_exception_whose_str_never_returns_is_reported(barrier):
     start = time.monotonic()
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(saboteurs.only_rank_1, 3, args=(saboteurs.raises_what_never_tells, barrier), grace_period=0.3)
@@ -291,14 +291,14 @@ def test_an_exception_without_an_end_to_its_text_is_told_as_one(barrier):
     assert "in __str__" in root.stack
 
 
-def test_a_rank_that_ends_as_its_exception_is_told(barrier):
+def test_a_rank_that_exits_while_its_exception_is_pickled(barrier):
     error = failing(saboteurs.raises_what_exits_as_text, barrier)
     assert (error.root_cause.rank, error.root_cause.kind, error.exit_code) == (1, EXIT, 5)
     assert "had raised an exception" in str(error)
 
 
 @pytest.mark.parametrize("saboteur", [saboteurs.raises_what_exits_when_rebuilt, saboteurs.raises_what_never_comes_back])
-def test_what_would_harm_whoever_rebuilds_it_is_tried_in_the_rank(saboteur, barrier):
+def test_an_exception_that_harms_the_process_that_unpickles_it_is_tried_in_the_rank(saboteur, barrier):
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(saboteurs.only_rank_1, 3, args=(saboteur, barrier), grace_period=0.3)
     error = caught.value.root_cause.exception
@@ -315,51 +315,51 @@ def test_what_would_harm_whoever_rebuilds_it_is_tried_in_the_rank(saboteur, barr
     assert frames_of(error)[-1][1] == saboteur.__name__
 
 
-def test_a_rank_without_descriptors_can_still_tell(barrier):
+def test_a_rank_without_free_descriptors_can_report_its_exception(barrier):
     error = failing(saboteurs.takes_all_descriptors_and_raises, barrier)
     assert isinstance(error.__cause__, OSError)
     assert "Too many open files" in str(error)
 
 
 @pytest.mark.parametrize("grace_period", [0, 0.0])
-def test_without_grace_the_exception_comes_whole(grace_period):
+def test_without_a_grace_period_the_exception_arrives_complete(grace_period):
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(saboteurs.rank_0_raises_what_the_others_lack, 3, grace_period=grace_period)
     assert (type(caught.value.__cause__), caught.value.__cause__.code) == (saboteurs.PickyError, 7)
 
 
-def test_a_timer_of_the_function_does_not_disturb_the_telling(barrier):
+def test_a_timer_of_the_function_does_not_disturb_the_report_of_its_exception(barrier):
     error = failing(saboteurs.is_woken_as_its_failure_is_told, barrier)
     assert "rank 1 failed first: WokenAsItIsToldError: the batch is bad (saboteurs.py:" in str(error)
 
 
 @pytest.mark.parametrize("how", [saboteurs.is_killed, saboteurs.crashes], ids=lambda how: how.__name__)
-def test_whoever_says_that_it_has_lost_a_peer_is_its_victim(how, barrier):
-    """The kernel closes the connections of a process before it says that it has ended."""
+def test_a_rank_that_lost_its_peer_is_a_victim(how, barrier):
+    """The kernel closes the connections of a process before it reports that the process has ended."""
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(saboteurs.loses_its_peer, 3, args=(barrier, how))
     assert caught.value.root_cause.rank == 1, str(caught.value)
     assert all(failure.is_secondary for rank, failure in caught.value.failures.items() if rank != 1)
 
 
-def test_a_connection_to_somebody_else_makes_nobody_a_victim():
+def test_a_lost_connection_to_another_program_makes_no_victim():
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(saboteurs.breaks_a_connection_of_its_own, 2, args=(SPAWN.Barrier(2), SPAWN.Event()))
     assert str(caught.value).startswith("rank 0 failed first: ToldBrokenPipeError: broken")
     assert "victim" not in str(caught.value)
 
 
-def test_signals_do_not_disturb_the_telling(barrier):
+def test_signals_do_not_disturb_the_report_of_an_exception(barrier):
     error = failing(saboteurs.raises_what_is_interrupted_as_it_is_told, barrier)
     assert type(error.__cause__) is saboteurs.InterruptsItsTellingError
 
 
-def test_a_forked_copy_that_raises_says_so_itself(capfd):
+def test_a_forked_child_that_raises_prints_its_own_traceback(capfd):
     assert list(mpwatch.run(saboteurs.forks_and_the_copy_raises, 1)) == [1]
     assert "ValueError: the batch is bad" in capfd.readouterr().err
 
 
-def test_the_news_is_quick():
+def test_a_failure_is_noticed_quickly():
     """Not a benchmark: a bound that waiting for the interpreters to wind down would break."""
     waits = []
     for _ in range(5):
@@ -371,13 +371,13 @@ def test_the_news_is_quick():
 
 
 @pytest.mark.parametrize("name", saboteurs.STRANGE)
-def test_an_exception_that_resists_is_told_all_the_same(name, barrier):
+def test_an_exception_that_resists_inspection_is_reported(name, barrier):
     error = failing(saboteurs.raises_something_strange, barrier, more=(name,))
     root = error.root_cause
     assert (root.rank, root.kind) == (1, EXCEPTION)
     assert type(root.exception).__name__ in type(saboteurs.STRANGE[name]()).__name__
     assert "rank 1 failed first: " in str(error)
-    if name != "own note":  # which ends whoever pickles it
+    if name != "own note":  # which exits in the process that pickles it
         assert str(pickle.loads(pickle.dumps(error))).splitlines()[1:] == str(error).splitlines()[1:]
 
 
@@ -393,7 +393,7 @@ def test_only_none_and_0_are_successful_codes_of_sys_exit(code, barrier):
     assert isinstance(error.__cause__, SystemExit)
 
 
-def test_a_broken_stdout_costs_no_value():
+def test_a_broken_stdout_does_not_lose_the_value():
     assert list(mpwatch.run(saboteurs.breaks_stdout_and_returns, 2)) == [0, 1]
 
 
@@ -402,9 +402,9 @@ def test_a_value_that_exits_when_it_is_pickled_is_a_failure(barrier):
     assert "its return value cannot be sent back" in str(error)
 
 
-def test_a_large_answer_without_descriptors_says_why_it_is_lost(barrier):
+def test_a_large_value_that_cannot_be_sent_is_reported_with_the_reason(barrier):
     error = failing(saboteurs.closes_descriptors_and_returns_much, barrier)
-    assert "bytes could not be sent: the rank's code has closed or replaced the descriptors" in str(error)
+    assert "bytes could not be sent: the function closed or replaced descriptors" in str(error)
 
 
 def test_main_returns_what_run_returns():

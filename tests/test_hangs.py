@@ -1,4 +1,4 @@
-"""Ranks that say nothing any more, or keep the others waiting: heartbeats, reports, and who is blamed."""
+"""Ranks that send no heartbeat, or keep the others waiting in a collective: heartbeats, reports, and the root cause."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ from mpwatch.wire.shared_memory import (
 )
 
 
-def test_who_keeps_its_peers_waiting_is_to_blame():
+def test_a_rank_that_kept_its_peers_waiting_is_the_cause():
     here, waiting = (
         {**STOPPED_RANK, "stacks": stack_in("load", 12, "sleep(60)")},
         {**STOPPED_RANK, "stacks": f"{IN_TORCH}\n    work.wait()"},
@@ -46,8 +46,8 @@ def test_who_keeps_its_peers_waiting_is_to_blame():
     result = diagnose(make_observations(rank_that_raised(PEER_TIMEOUT_ERROR, 9.0), waiting, here))
     assert (result.root_cause.rank, result.root_cause.kind, set(result.failures)) == (2, FailureKind.HANG, {0, 2})
     assert result.root_cause.stack == stack_in("load", 12, "sleep(60)")
-    words = "rank 2 kept its peers waiting until they timed out: still at work (train.py:12 in load: sleep(60))"
-    assert format_report(result).startswith(words)
+    text = "rank 2 kept its peers waiting until they timed out: still at work (train.py:12 in load: sleep(60))"
+    assert format_report(result).startswith(text)
     assert (
         diagnose(
             make_observations(rank_that_raised(PEER_TIMEOUT_ERROR, 9.0), here, rank_that_raised(CONNECTION_LOST_ERROR, 9.1))
@@ -60,7 +60,7 @@ def test_who_keeps_its_peers_waiting_is_to_blame():
     )
 
 
-def test_nobody_is_blamed_for_a_hang_who_may_be_waiting_or_was_not_seen():
+def test_a_rank_that_may_be_waiting_or_has_no_stacks_is_not_blamed():
     waiting = [
         f"{IN_TORCH}\n    work.wait()",
         stack_in("step", 3, "handle.wait()"),
@@ -116,9 +116,9 @@ def silent(*ranks, beats, **more):
     [
         ([WAITS, LOADS, WAITS], {0: 4.0, 1: 4.5, 2: 4.2}, {1}, {0, 2}),  # the one that is not in the collective
         ([WAITS, {**STOPPED_RANK, "process_state": "T"}], {0: 4.0, 1: 4.5}, {1}, {0}),
-        ([WAITS, WAITS, WAITS_ELSEWHERE], {0: 4.0, 1: 4.5, 2: 5.0}, {2}, {0, 1}),  # it is in another one than most
-        ([WAITS, LOADS], {0: 4.0}, {1}, {0}),  # even if it has beaten all the time, or never
-        ([WAITS, LOADS, LOADS], {0: 4.0, 2: 4.0}, {2}, {0}),  # of two that are away, the silent one
+        ([WAITS, WAITS, WAITS_ELSEWHERE], {0: 4.0, 1: 4.5, 2: 5.0}, {2}, {0, 1}),  # it is in another one than the majority
+        ([WAITS, LOADS], {0: 4.0}, {1}, {0}),  # even if it sent heartbeats all the time, or never
+        ([WAITS, LOADS, LOADS], {0: 4.0, 2: 4.0}, {2}, {0}),  # of two outside, the silent one
         ([WAITS, WAITS_ELSEWHERE], {0: 4.0, 1: 4.5}, {0, 1}, set()),  # no majority
         ([WAITS, MAY_WAIT, LOADS], {0: 4.0, 1: 4.5}, {2}, {0, 1}),
         ([WAITS, MAY_WAIT], {0: 4.0, 1: 4.5}, {0, 1}, set()),  # not certain
@@ -132,12 +132,17 @@ def silent(*ranks, beats, **more):
         ([SENDS, RECEIVES, RECEIVES], {0: 4.0, 1: 4.0, 2: 4.0}, {0, 1, 2}, set()),  # one sends, and most receive
         ([WAITS, WRITES], {0: 4.0, 1: 4.5}, {1}, {0}),  # a checkpoint
         ([WAITS_IN_A_THREAD, LOADS], {0: 4.0, 1: 4.5}, {1}, {0}),
-        ([WAITS, WAITS_ELSEWHERE, LOADS], {0: 4.0, 1: 4.5}, {0, 1}, set()),  # rank 2 beats, and has nothing to do with it
-        ([LOADS, LOADS], {1: 4.0}, {1}, set()),  # nobody waits for anybody
+        (
+            [WAITS, WAITS_ELSEWHERE, LOADS],
+            {0: 4.0, 1: 4.5},
+            {0, 1},
+            set(),
+        ),  # rank 2 sends heartbeats, and the silent ranks are in different collectives
+        ([LOADS, LOADS], {1: 4.0}, {1}, set()),  # no rank waits
         ([WAITS, rank_that_returned()], {0: 4.0}, {0}, set()),
     ],
 )
-def test_the_culprit_is_not_where_the_others_wait(ranks, beats, blamed, victims):
+def test_the_rank_outside_of_the_collective_is_blamed(ranks, beats, blamed, victims):
     result = silent(*ranks, beats=beats)
     assert {rank for rank, failure in result.failures.items() if not failure.is_secondary} == blamed
     assert {rank for rank, failure in result.failures.items() if failure.is_secondary} == victims
@@ -145,7 +150,7 @@ def test_the_culprit_is_not_where_the_others_wait(ranks, beats, blamed, victims)
     assert result.root_cause.rank in blamed
 
 
-def test_a_silent_rank_is_told_with_what_it_last_reported():
+def test_a_silent_rank_is_reported_with_its_last_step():
     there = {**LOADS, "heartbeat": HeartbeatSample(4.5, (4.5, 120, 500, {"loss": 0.5}))}
     result = silent(WAITS, there, beats={0: 4.0, 1: 4.5})
     assert format_report(result).splitlines() == [
@@ -156,23 +161,23 @@ def test_a_silent_rank_is_told_with_what_it_last_reported():
     assert (result.root_cause.elapsed, result.root_cause.stack) == (4.5, LOADS["stacks"])
 
 
-def test_of_several_silent_ranks_the_first_to_fall_silent_is_the_cause():
+def test_of_several_silent_ranks_the_one_with_the_earliest_heartbeat_is_the_cause():
     assert silent(LOADS, LOADS, LOADS, beats={0: 4.0, 1: 3.5, 2: 4.2}).root_cause.rank == 1
 
 
-def test_an_exception_beside_a_silence_is_what_happened():
+def test_an_exception_and_a_silence_are_both_failures():
     result = silent(rank_that_raised(ValueError("x"), 9.9), LOADS, beats={1: 4.0})
     assert set(result.failures) == {0, 1}
 
 
-def test_a_silent_rank_that_returns_in_the_same_moment_has_ended_the_run_all_the_same():
+def test_a_silent_rank_that_returns_at_the_same_moment_is_still_the_cause():
     result = silent(rank_that_returned(), rank_that_returned(), beats={1: 4.0})
     assert (result.root_cause.rank, result.root_cause.kind) == (1, FailureKind.HANG)
     assert result.worker_states[0] is mpwatch.WorkerState.SUCCEEDED
 
 
-def test_a_timeout_says_who_was_missing_and_blames_nobody():
-    """In the midst of sound work, too, some are at a collective before others."""
+def test_a_timeout_names_the_missing_rank_and_blames_none():
+    """In a healthy run, too, ranks reach a collective at different times."""
     result = diagnose(make_observations(WAITS, LOADS, WAITS, stop_reason=StopReason.TIMED_OUT, timeout=10.0))
     assert format_report(result).splitlines() == [
         "the run did not end within timeout=10 s: ranks 0-2 had not returned, and rank 1 not in the collective that others waited in",
@@ -183,7 +188,7 @@ def test_a_timeout_says_who_was_missing_and_blames_nobody():
     assert result.root_cause is None
 
 
-def test_a_value_that_was_on_its_way_when_time_was_up_has_not_come():
+def test_a_value_that_arrives_after_the_timeout_does_not_count():
     on_its_way = {**rank_that_returned(), "report_received_at": 10.5}
     result = diagnose(
         make_observations(
@@ -200,48 +205,48 @@ def test_512_ranks_that_were_silent_for_nearly_the_same_time_are_a_few_lines():
 
 
 @pytest.fixture
-def box():
+def memory():
     fd = os.memfd_create("mpwatch-test")
     os.ftruncate(fd, 2 * SLOT_SIZE)
     yield fd
     os.close(fd)
 
 
-def test_a_pulse_is_what_was_left_last(box):
-    heartbeat = HeartbeatWriter(open_slot(os.dup(box), 1))
-    assert (read_heartbeat(box, 1).beat_at, read_heartbeat(box, 1).report) == (None, None)
+def test_a_heartbeat_sample_has_the_last_heartbeat_and_report(memory):
+    heartbeat = HeartbeatWriter(open_slot(os.dup(memory), 1))
+    assert (read_heartbeat(memory, 1).beat_at, read_heartbeat(memory, 1).report) == (None, None)
     heartbeat.write_heartbeat()
-    first = read_heartbeat(box, 1)
+    first = read_heartbeat(memory, 1)
     assert (first.report, time.monotonic() - first.beat_at < 60) == (None, True)
     heartbeat.write_report(3, None, {"loss": 0.1})
     heartbeat.write_heartbeat()
-    last = read_heartbeat(box, 1)
+    last = read_heartbeat(memory, 1)
     assert last.report[1:] == (3, None, {"loss": 0.1})
     assert first.beat_at <= last.report[0] <= last.beat_at
-    assert read_heartbeat(box, 0).beat_at is None
+    assert read_heartbeat(memory, 0).beat_at is None
 
 
-def test_a_report_that_is_half_written_is_none(box):
-    HeartbeatWriter(open_slot(os.dup(box), 0)).write_report(3, 4, {"loss": 0.1})
-    os.pwrite(box, b"x", BLACK_BOX_SIZE + 20)
-    assert read_heartbeat(box, 0).report is None
-    os.pwrite(box, b"\xff" * HEARTBEAT_SIZE, BLACK_BOX_SIZE)  # somebody wrote over it
-    assert read_heartbeat(box, 0).report is None
+def test_a_half_written_report_is_ignored(memory):
+    HeartbeatWriter(open_slot(os.dup(memory), 0)).write_report(3, 4, {"loss": 0.1})
+    os.pwrite(memory, b"x", BLACK_BOX_SIZE + 20)
+    assert read_heartbeat(memory, 0).report is None
+    os.pwrite(memory, b"\xff" * HEARTBEAT_SIZE, BLACK_BOX_SIZE)  # overwritten by other code
+    assert read_heartbeat(memory, 0).report is None
 
 
-def test_a_report_has_its_room(box):
-    heartbeat = HeartbeatWriter(open_slot(os.dup(box), 0))
+def test_the_size_of_a_report_is_limited(memory):
+    heartbeat = HeartbeatWriter(open_slot(os.dup(memory), 0))
     with pytest.raises(ValueError, match=rf"300 metrics that take \d+ bytes; there is room for {MAX_REPORT_SIZE}"):
         heartbeat.write_report(1, 2, {f"metric {n}": 0.5 for n in range(300)})
 
 
-def test_outside_a_rank_nothing_is_reported():
+def test_heartbeat_and_report_do_nothing_outside_a_rank():
     mpwatch.heartbeat()
     mpwatch.report(step=1, total=2, loss=0.5)
 
 
-def test_what_is_no_number_is_refused():
-    def try_it():
+def test_report_accepts_numbers_only():
+    def report_wrong_values():
         errors = []
         for wrong in ({"loss": "low"}, {"loss": None}, {"loss": "3"}, {"step": 1.5}, {"total": "many"}):
             try:
@@ -250,11 +255,11 @@ def test_what_is_no_number_is_refused():
                 errors.append(str(error))
         return errors
 
-    (errors,) = mpwatch.run(try_it, 1)
+    (errors,) = mpwatch.run(report_wrong_values, 1)
     assert errors == [
-        "report() takes numbers; loss is a str (text is no number)",
+        "report() takes numbers; loss is a str (text is not a number)",
         "report() takes numbers; loss is a NoneType (float() argument must be a string or a real number, not 'NoneType')",
-        "report() takes numbers; loss is a str (text is no number)",
+        "report() takes numbers; loss is a str (text is not a number)",
         "report() takes step as an int, not a float",
         "report() takes total as an int, not a str",
     ]
@@ -299,7 +304,7 @@ def test_a_silent_rank_is_a_failure_with_all_stacks(saboteur, barrier):
     assert time.monotonic() - began < 20
 
 
-def test_a_rank_that_has_never_beaten_has_no_limit():
+def test_a_rank_that_never_sent_a_heartbeat_has_no_limit():
     def work():
         if mpwatch.current_worker().rank == 0:
             mpwatch.heartbeat()
@@ -312,7 +317,7 @@ def test_a_rank_that_has_never_beaten_has_no_limit():
 
 class SlowToPickle:
     def __reduce__(self):
-        signal.sigtimedwait([], 0.6)  # longer than the limit, where nobody can beat any more
+        signal.sigtimedwait([], 0.6)  # longer than the limit; no heartbeat is sent here
         return str, ("at last",)
 
 
@@ -324,13 +329,13 @@ def test_a_rank_that_has_returned_is_not_silent():
     assert list(mpwatch.run(work, 1, heartbeat_timeout=0.1)) == ["at last"]
 
 
-def test_beats_of_a_forked_helper_are_not_the_rank_s():
+def test_heartbeats_of_a_forked_helper_do_not_count():
     with pytest.raises(mpwatch.RunFailedError, match="was silent for"):
         mpwatch.run(saboteurs.has_its_heart_in_a_fork, 1, heartbeat_timeout=0.2)
 
 
-def test_a_watcher_that_was_suspended_with_its_ranks_blames_nobody():
-    """As a container that is paused: all have been silent, and none is to blame."""
+def test_a_watcher_that_was_suspended_with_its_ranks_blames_none():
+    """Like a paused container: all ranks were silent, and none is to blame."""
     code = "import mpwatch, saboteurs\nprint(list(mpwatch.run(saboteurs.beats_until_told, 2, heartbeat_timeout=1.0)))\n"
     program = subprocess.Popen(
         [sys.executable, "-c", code], env=ENV, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True

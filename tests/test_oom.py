@@ -1,4 +1,4 @@
-"""The kernel's out-of-memory killer: real kills, in a memory group of the test's own."""
+"""The kernel's out-of-memory killer: real kills, in a memory cgroup that the test creates."""
 
 import os
 from functools import partial
@@ -10,11 +10,11 @@ from programs import python
 from mpwatch.os_support import cgroups
 
 LIMIT = 150 << 20
-MINE = """
+PROGRAM = """
 import os, signal, subprocess, sys, time
 import mpwatch
-def join(): open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-def eat(): return [bytearray(range(256)) * (1 << 12) for _ in range(400)]
+def join_group(): open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
+def use_memory(): return [bytearray(range(256)) * (1 << 12) for _ in range(400)]
 def wait(): signal.pause()
 def report(fn, nprocs=2):
     result = mpwatch.run(fn, nprocs, check=False)
@@ -34,7 +34,7 @@ def is_removed(folder):
 
 @pytest.fixture
 def group(eventually):
-    """The folder of a group whose members may use LIMIT bytes together."""
+    """Create a memory cgroup whose members may use LIMIT bytes together. The value is its folder."""
     parents = [Path(file).parent for file in cgroups.count_oom_kills()]
     for parent in parents:
         folder = parent / f"mpwatch-test-{os.getpid()}"
@@ -49,21 +49,21 @@ def group(eventually):
             eventually(partial(is_removed, folder))  # multiprocessing's resource tracker ends after its program
             return
         folder.rmdir()
-    pytest.skip("no memory group can be made here: that takes root, and a hierarchy that is delegated to us")
+    pytest.skip("no memory cgroup can be created here: it takes root, and a writable hierarchy")
 
 
-def test_a_rank_that_eats_all_memory(group):
-    program = MINE + "join()\nreport(lambda: eat() if rank() == 1 else wait())"
+def test_a_rank_that_uses_all_memory(group):
+    program = PROGRAM + "join_group()\nreport(lambda: use_memory() if rank() == 1 else wait())"
     kind, verdict, *_ = python("-c", program, group).stdout.splitlines()
     assert kind == "OOM 1 137"
     assert verdict.startswith("rank 1 was killed by the kernel's out-of-memory killer (")
 
 
-def test_where_the_log_may_not_be_read_the_counter_is_the_proof(group):
-    program = MINE + (
+def test_the_counter_is_the_proof_if_the_log_cannot_be_read(group):
+    program = PROGRAM + (
         "import mpwatch.watcher.diagnosis.oom as oom\n"
         "oom.KERNEL_LOG = '/nowhere'\n"
-        "join()\nreport(lambda: eat() if rank() == 1 else wait())\n"
+        "join_group()\nreport(lambda: use_memory() if rank() == 1 else wait())\n"
         "report(lambda: os.kill(os.getpid(), 9) if rank() == 1 else wait())"
     )
     kind, verdict, _, second_kind, second, *_ = python("-c", program, group).stdout.splitlines()
@@ -74,13 +74,13 @@ def test_where_the_log_may_not_be_read_the_counter_is_the_proof(group):
     assert "or somebody's kill -9" in second
 
 
-def test_a_helper_that_is_killed_is_told_of(group):
-    program = MINE + (
+def test_a_killed_helper_is_reported(group):
+    program = PROGRAM + (
         "helper = [sys.executable, '-c', 'x = [bytearray(range(256)) * (1 << 12) for _ in range(400)]']\n"
         "def train():\n"
         "    if rank() == 1: raise RuntimeError(f'my worker ended with {subprocess.call(helper)}')\n"
         "    wait()\n"
-        "join()\nreport(train)"
+        "join_group()\nreport(train)"
     )
     kind, verdict, more, *_ = python("-c", program, group).stdout.splitlines()
     assert kind == "EXCEPTION 1 1"
@@ -88,9 +88,9 @@ def test_a_helper_that_is_killed_is_told_of(group):
     assert more.startswith(f"  the kernel's out-of-memory killer killed a process that is no rank: oom_kill in {group}/")
 
 
-def test_counters_are_read_as_both_versions_write_them(tmp_path):
+def test_counters_of_both_cgroup_versions(tmp_path):
     (tmp_path / "v1").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
     (tmp_path / "v2").write_text("low 0\nhigh 0\nmax 7\noom 2\noom_kill 3\noom_group_kill 0\n")
-    assert cgroups._field(str(tmp_path / "v1"), "oom_kill") == 3
-    assert cgroups._field(str(tmp_path / "v2"), "oom_kill") == 3
-    assert cgroups._field(str(tmp_path / "none"), "oom_kill") is None
+    assert cgroups._read_field(str(tmp_path / "v1"), "oom_kill") == 3
+    assert cgroups._read_field(str(tmp_path / "v2"), "oom_kill") == 3
+    assert cgroups._read_field(str(tmp_path / "none"), "oom_kill") is None

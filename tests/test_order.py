@@ -1,4 +1,4 @@
-"""Who was first, when everything is heard of at once: the gate's order, and what it says of deaths."""
+"""The order of events that the watcher notices in one wake-up: the selector's clock, and the times of deaths."""
 
 import os
 
@@ -8,51 +8,51 @@ from mpwatch.watcher.diagnosis.observations import RankObservations
 from mpwatch.watcher.processes.selector import Selector
 
 
-def test_the_gate_tells_in_the_order_in_which_they_became_ready():
+def test_the_selector_returns_descriptors_in_the_order_in_which_they_became_ready():
     pipes = [os.pipe() for _ in range(8)]
-    with Selector() as gate:
+    with Selector() as selector:
         for number, (read_end, _) in enumerate(pipes):
-            gate.add(read_end, lambda number=number: number)
+            selector.add(read_end, lambda number=number: number)
         for number in (3, 7, 0, 5):
             os.write(pipes[number][1], b"x")
-        assert [handler() for handler in gate.wait(0)] == [3, 7, 0, 5]
-        gate.remove(pipes[7][0])
-        assert {handler() for handler in gate.wait(0)} == {3, 0, 5}
+        assert [handler() for handler in selector.wait(0)] == [3, 7, 0, 5]
+        selector.remove(pipes[7][0])
+        assert {handler() for handler in selector.wait(0)} == {3, 0, 5}
     for fds in pipes:
         for fd in fds:
             os.close(fd)
 
 
-def test_the_gate_waits_no_longer_than_it_is_told():
-    with Selector() as gate:
-        assert gate.wait(0) == []
-        assert gate.wait(-1) == []
+def test_the_selector_does_not_wait_longer_than_asked():
+    with Selector() as selector:
+        assert selector.wait(0) == []
+        assert selector.wait(-1) == []
 
 
-def rank():
+def observe_rank():
     ranks = {"rank": 0, "local_rank": 0, "world_size": 1, "local_world_size": 1, "role_rank": 0, "role_world_size": 1}
     return RankObservations(Worker(**ranks, run_id="test", master_addr="localhost", master_port=1))
 
 
-def test_a_death_is_before_what_is_heard_after_it_and_after_what_was_heard_before_it():
-    order, first, second = DeathClock(), rank(), rank()
-    order.start_wakeup()
-    order.record_message(3.0)
-    order.record_death(first)
-    order.record_message(5.0)
-    order.record_death(second)
-    order.record_message(4.0)  # was on its way for a while
+def test_a_death_is_between_the_messages_read_before_and_after_it():
+    clock, first, second = DeathClock(), observe_rank(), observe_rank()
+    clock.start_wakeup()
+    clock.record_message(3.0)
+    clock.record_death(first)
+    clock.record_message(5.0)
+    clock.record_death(second)
+    clock.record_message(4.0)  # arrives late
     assert 3.0 <= first.died_at < 4.0
     assert second.died_at == 5.0
-    order.start_wakeup()
-    order.record_message(1.0)
+    clock.start_wakeup()
+    clock.record_message(1.0)
     assert first.died_at >= 3.0
 
 
-def test_the_death_of_a_rank_that_was_told_to_stop_is_no_earlier_than_that():
-    """Another one had raised before, and was slow to say so."""
-    order, stopped = DeathClock(), rank()
+def test_the_death_of_a_stopped_rank_is_not_before_the_first_signal():
+    """Another rank had raised before, and its message arrives late."""
+    clock, stopped = DeathClock(), observe_rank()
     stopped.first_signal_at = 4.0
-    order.record_death(stopped)
-    order.record_message(3.0)
+    clock.record_death(stopped)
+    clock.record_message(3.0)
     assert stopped.died_at == 4.0

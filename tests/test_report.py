@@ -1,5 +1,6 @@
-"""What is said of a run, and who is blamed: pure, from facts."""
+"""The diagnosis and the report of an attempt: pure functions of observations."""
 
+import os
 import pickle
 import signal
 import sys
@@ -22,8 +23,9 @@ from told import (
 from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, WorkerState
 from mpwatch.os_support.signals import DUMP_SIGNAL
 from mpwatch.results.html import make_group_table
-from mpwatch.results.report import format_exit, format_location, format_ranks, format_report
+from mpwatch.results.report import PACKAGE_FOLDER, PHASES_BY_FILE, format_exit, format_location, format_ranks, format_report
 from mpwatch.watcher.diagnosis.diagnose import diagnose
+from mpwatch.watcher.diagnosis.stack_dumps import RANK_MAIN_FILE
 from mpwatch.watcher.machine.transitions import StopReason
 
 
@@ -38,7 +40,7 @@ def test_the_earliest_primary_failure_is_the_cause():
     assert result.worker_states[2] is WorkerState.STOPPED
 
 
-def test_class_comes_before_time():
+def test_a_secondary_failure_is_not_the_cause_even_if_it_is_earlier():
     result = diagnose(
         make_observations(
             rank_that_raised(CONNECTION_LOST_ERROR, 1.0), rank_that_raised(ValueError("cause"), 9.0), rank_that_died(-9, 9.5)
@@ -49,14 +51,14 @@ def test_class_comes_before_time():
     assert not result.failures[2].is_secondary
 
 
-def test_a_complaint_that_an_exception_was_raised_from_makes_it_secondary():
+def test_an_exception_raised_from_a_lost_connection_is_secondary():
     error = RuntimeError("training failed")
     error.__cause__ = CONNECTION_LOST_ERROR
     result = diagnose(make_observations(rank_that_raised(error, 1.0), rank_that_died(-9)))
     assert result.root_cause.rank == 1
 
 
-def test_a_report_after_the_stop_is_a_consequence_of_it():
+def test_an_exception_after_the_stop_is_no_failure():
     result = diagnose(
         make_observations(
             rank_that_raised(ValueError("cause"), 9.0), rank_that_raised(KeyboardInterrupt(), 10.1), STOPPED_RANK
@@ -66,7 +68,7 @@ def test_a_report_after_the_stop_is_a_consequence_of_it():
 
 
 @pytest.mark.parametrize(("code", "failed"), [(-9, True), (-11, True), (-15, False), (3, False), (0, False)])
-def test_a_death_while_being_stopped_is_the_rank_s_own_only_if_we_cannot_have_caused_it(code, failed):
+def test_a_death_during_the_stop_is_a_failure_only_if_the_watcher_cannot_have_caused_it(code, failed):
     result = diagnose(
         make_observations(rank_that_raised(ValueError("x"), 9.0), rank_that_died(code, 10.2, sent=[signal.SIGTERM]))
     )
@@ -79,15 +81,15 @@ def test_a_death_while_being_stopped_is_the_rank_s_own_only_if_we_cannot_have_ca
     )
 
 
-def test_a_program_that_a_rank_became_as_it_was_looked_at_died_of_that():
-    looked_at = {**rank_that_died(-DUMP_SIGNAL, 10.01), "was_asked_for_stacks": True}
-    assert set(diagnose(make_observations(looked_at, rank_that_raised(ValueError("x"), 9.9))).failures) == {1}
+def test_a_program_that_a_rank_executed_and_that_died_of_the_dump_signal_is_no_failure():
+    dumped = {**rank_that_died(-DUMP_SIGNAL, 10.01), "was_asked_for_stacks": True}
+    assert set(diagnose(make_observations(dumped, rank_that_raised(ValueError("x"), 9.9))).failures) == {1}
     assert set(
         diagnose(make_observations(rank_that_died(-DUMP_SIGNAL, 10.01), rank_that_raised(ValueError("x"), 9.9))).failures
     ) == {0, 1}
 
 
-def test_a_crash_of_a_rank_that_is_being_stopped_is_no_cause():
+def test_a_crash_during_the_stop_is_a_failure_but_not_the_cause():
     result = diagnose(
         make_observations(rank_that_raised(CONNECTION_LOST_ERROR, 9.0), rank_that_died(-6, 10.2, sent=[signal.SIGTERM]))
     )
@@ -105,21 +107,21 @@ def test_a_rank_that_was_killed_after_it_had_returned_may_be_the_cause():
     )
 
 
-def test_a_user_s_own_words_are_no_complaint():
+def test_a_user_s_own_timeout_text_is_no_peer_error():
     result = diagnose(
         make_observations(rank_that_raised(RuntimeError("timed out waiting for the data server"), 9.0), STOPPED_RANK)
     )
     assert not result.root_cause.is_secondary
 
 
-def test_a_text_of_many_lines_takes_one_line_here():
+def test_a_text_of_several_lines_takes_one_line_of_the_report():
     result = diagnose(
         make_observations(rank_that_raised(ValueError("first\nsecond"), 9.0), rank_that_raised(ValueError("a\nb"), 9.5))
     )
     assert format_report(result).splitlines() == ["rank 0 failed first: ValueError: first …", "  rank 1: ValueError: a …"]
 
 
-def test_two_that_died_before_anything_was_done_are_both_failures():
+def test_two_ranks_that_died_before_the_stop_are_both_failures():
     result = diagnose(make_observations(rank_that_died(7), rank_that_died(7), STOPPED_RANK))
     assert set(result.failures) == {0, 1}
 
@@ -164,7 +166,7 @@ def test_kinds_and_verdicts(what, kind, exit_code, text):
     assert text in format_report(result).splitlines()[0]
 
 
-def test_ranks_that_never_came_up():
+def test_a_rank_that_was_never_ready():
     result = diagnose(make_observations(rank_that_returned(), STOPPED_RANK, never_ready=[1], start_timeout=300.0))
     assert result.root_cause.kind is FailureKind.START
     assert "was not ready after 300 s" in format_report(result)
@@ -190,7 +192,7 @@ def test_an_interrupt():
     ]
 
 
-def test_equal_fates_are_one_line_at_512_ranks():
+def test_equal_fates_share_a_line_at_512_ranks():
     ranks = [STOPPED_RANK] * 512
     ranks[100] = rank_that_raised(ValueError("x"), 9.0)
     ranks[200] = ranks[300] = rank_that_raised(CONNECTION_LOST_ERROR, 9.5)
@@ -201,11 +203,10 @@ def test_equal_fates_are_one_line_at_512_ranks():
 
 
 FROM_STEP = " in all_reduce (train.py:88 in step: dist.all_reduce(x))"
-IN_FROM_STEP = " in all_reduce (train.py:88 in step: dist.all_reduce(x))"
 
 
 @pytest.mark.parametrize(
-    ("stacks", "words"),
+    ("stacks", "phrase"),
     [
         (stack_in("step", 88, "time.sleep(60)"), " (train.py:88 in step: time.sleep(60))"),
         (stack_in("step", 88), " (train.py:88 in step)"),
@@ -223,8 +224,8 @@ IN_FROM_STEP = " in all_reduce (train.py:88 in step: dist.all_reduce(x))"
         ("", ""),
     ],
 )
-def test_where_a_rank_was(stacks, words):
-    assert format_location(stacks) == words
+def test_format_location(stacks, phrase):
+    assert format_location(stacks) == phrase
 
 
 def test_ranks_are_grouped_by_where_they_were():
@@ -249,7 +250,7 @@ def test_many_groups_are_counted():
     assert lines[-1] == "  and 481 more groups of ranks: see .failures and .stacks"
 
 
-def test_victims_are_called_so_if_there_is_a_cause():
+def test_secondary_failures_are_called_victims_if_there_is_a_cause():
     result = diagnose(
         make_observations(rank_that_raised(CONNECTION_LOST_ERROR, 1.0), rank_that_raised(ValueError("x"), 9.0))
     )
@@ -268,7 +269,7 @@ def test_victims_are_called_so_if_there_is_a_cause():
 
 
 @pytest.mark.parametrize(
-    ("what", "kind", "words"),
+    ("what", "kind", "text"),
     [
         ({"oom_proof": "proof"}, FailureKind.OOM, "rank 0 was killed by the kernel's out-of-memory killer (proof)"),
         (
@@ -283,16 +284,16 @@ def test_victims_are_called_so_if_there_is_a_cause():
         ),
     ],
 )
-def test_out_of_memory(what, kind, words):
+def test_out_of_memory(what, kind, text):
     was_ready = what.pop("was_ready", True)
     given = make_observations({**rank_that_died(-9), **what})
     given.ranks[0].was_ready = was_ready
     result = diagnose(given)
     assert (result.root_cause.kind, result.root_cause.exit_code, result.root_cause.signal) == (kind, 137, 9)
-    assert format_report(result).startswith(words)
+    assert format_report(result).startswith(text)
 
 
-def test_details_that_do_not_come_out_here_cost_the_class_and_nothing_else():
+def test_an_exception_whose_details_cannot_be_unpickled_is_reported():
     broken = {**rank_that_raised(ValueError("x"), 9.0), "details": b"garbage"}
     result = diagnose(make_observations(broken))
     assert isinstance(result.root_cause.exception, ValueError)
@@ -302,14 +303,14 @@ def test_details_that_do_not_come_out_here_cost_the_class_and_nothing_else():
 @pytest.mark.parametrize(
     ("code", "why"), [(-9, "the text was not made in time"), (3, "the rank ended before the text was made")]
 )
-def test_an_exception_that_was_announced_and_never_told(code, why):
+def test_an_exception_that_was_announced_but_never_sent(code, why):
     silent = {"raised_at": 9.0, **rank_that_died(code, 20.0, sent=[signal.SIGTERM, signal.SIGKILL])}
     result = diagnose(make_observations(silent, STOPPED_RANK))
     assert result.root_cause.kind is FailureKind.EXCEPTION
     assert format_report(result).startswith(f"rank 0 failed first: raised an exception that could not be sent ({why})")
 
 
-def test_the_end_of_what_was_printed_is_told():
+def test_the_end_of_the_startup_output_is_reported():
     given = make_observations({**rank_that_died(1), "startup_output": "".join(f"line {n}\n" for n in range(100))})
     given.ranks[0].was_ready = False
     lines = format_report(diagnose(given)).splitlines()
@@ -317,7 +318,7 @@ def test_the_end_of_what_was_printed_is_told():
     assert lines[-1] == "    line 99"
 
 
-def test_the_table_of_a_notebook():
+def test_the_html_table_of_a_result():
     good = diagnose(
         make_observations(
             rank_that_returned("<b>"), rank_that_returned([1] * 1000), stop_reason=StopReason.SUCCEEDED, stopped_at=None
@@ -338,7 +339,7 @@ def test_the_table_of_a_notebook():
     assert "__repr__" not in RunResult(WorkerState.STOPPED, reason="why")._repr_html_()
 
 
-def test_a_table_of_very_many_values():
+def test_the_html_table_of_very_many_values():
     many = diagnose(
         make_observations(*[rank_that_returned(n) for n in range(512)], stop_reason=StopReason.SUCCEEDED, stopped_at=None)
     )._repr_html_()
@@ -346,7 +347,7 @@ def test_a_table_of_very_many_values():
     assert "480 more" in many
 
 
-def test_the_table_of_a_group():
+def test_the_html_table_of_a_group():
     ranks = diagnose(make_observations(STOPPED_RANK, STOPPED_RANK, STOPPED_RANK)).workers
     html = make_group_table(WorkerState.HEALTHY, ranks, None)
     assert "<b>WorkerGroup of ranks 0-2</b>" in html
@@ -359,7 +360,7 @@ def test_the_table_of_a_group():
     assert ">gloo<" in html
 
 
-def test_cells_are_called_what_ipython_calls_them(monkeypatch):
+def test_notebook_cells_have_the_names_that_ipython_gives_them(monkeypatch):
     compiler = SimpleNamespace(format_code_name=lambda file: ("Cell", "In[7]") if file == "/home/me/train.py" else None)
     shell = SimpleNamespace(compile=compiler)
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
@@ -375,11 +376,11 @@ def test_cells_are_called_what_ipython_calls_them(monkeypatch):
     ("ranks", "text"),
     [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([5, 0, 2, 1], "ranks 0-2, 5"), ([0, 2], "ranks 0, 2")],
 )
-def test_ranks_text(ranks, text):
+def test_format_ranks(ranks, text):
     assert format_ranks(ranks) == text
 
 
-def test_exit_text():
+def test_format_exit():
     assert format_exit(3) == "ended with exit code 3"
     assert format_exit(-11).startswith("was killed by SIGSEGV")
 
@@ -393,7 +394,7 @@ def test_every_error_pickles(kind):
     assert back.root_cause.exception.args[0] == "x"
 
 
-def test_states_say_whether_they_run():
+def test_is_running():
     assert {state for state in WorkerState if state.is_running} == {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
 
 
@@ -401,3 +402,16 @@ def test_a_failure_and_a_result_can_be_made_by_users():
     failure = ProcessFailure(rank=0, local_rank=0, pid=1, hostname="h", kind=FailureKind.LOST, exit_code=1)
     result = RunResult(WorkerState.FAILED, failures={0: failure}, root_cause=failure)
     assert "rank 0 ended without" in str(RunFailedError(result))
+
+
+def test_files_of_mpwatch_that_reports_recognise_exist():
+    """A renamed module would silently lose its phrase, or show its frames as the user's."""
+    files = [PACKAGE_FOLDER + file for file in PHASES_BY_FILE] + [f"{PACKAGE_FOLDER}/../{RANK_MAIN_FILE}"]
+    assert [file for file in files if not os.path.exists(file)] == []
+
+
+def test_format_location_of_a_rank_outside_of_its_function():
+    file = f"{PACKAGE_FOLDER}/worker/process_group.py"
+    assert format_location(f'Thread 0x1 (most recent call first):\n  File "{file}", line 2 in f') == (
+        " while it joined its process group"
+    )

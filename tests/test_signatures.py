@@ -1,4 +1,4 @@
-"""What is a complaint about a peer and what is not: real errors of sockets and connections, and texts of libraries."""
+"""Which exceptions are peer errors: real errors of sockets and connections, and texts of libraries."""
 
 import asyncio
 import multiprocessing
@@ -11,30 +11,30 @@ import pytest
 from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_exception
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 
-GONE, LATE, MAYBE = PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT, PeerErrorKind.POSSIBLY_PEER
+LOST, TIMEOUT, POSSIBLY = PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT, PeerErrorKind.POSSIBLY_PEER
 
 
-def complaint_of(fail):
+def classify(fail):
     with pytest.raises(BaseException) as caught:
         fail()
     return classify_exception(ExceptionEncoder(caught.value).plain())
 
 
-def multiprocessing_peer_is_gone():
+def read_from_closed_pipe():
     ours, theirs = multiprocessing.Pipe()
     theirs.close()
     with ours:
         ours.recv()
 
 
-def multiprocessing_peer_does_not_read():
+def write_to_closed_pipe():
     ours, theirs = multiprocessing.Pipe()
     theirs.close()
     with ours:
         ours.send_bytes(b"x")
 
 
-def socket_is_reset():
+def read_from_reset_socket():
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
         peer, _ = server.accept()
         client.sendall(b"unread")
@@ -43,14 +43,14 @@ def socket_is_reset():
         client.recv(1)
 
 
-def socket_is_broken():
+def write_to_closed_socket():
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours:
         ours.sendall(b"x")
 
 
-def stream_ends():
+def read_from_ended_stream():
     async def read():
         reader = asyncio.StreamReader()
         reader.feed_eof()
@@ -59,74 +59,77 @@ def stream_ends():
     asyncio.run(read())
 
 
-def barrier_is_broken():
+def wait_at_aborted_barrier():
     barrier = threading.Barrier(2)
     barrier.abort()
     barrier.wait()
 
 
 @pytest.mark.parametrize(
-    ("fail", "complaint"),
+    ("fail", "kind"),
     [
-        (multiprocessing_peer_is_gone, GONE),
-        (multiprocessing_peer_does_not_read, GONE),
-        (socket_is_reset, MAYBE),
-        (socket_is_broken, MAYBE),
-        (stream_ends, MAYBE),
-        (barrier_is_broken, LATE),
+        (read_from_closed_pipe, LOST),
+        (write_to_closed_pipe, LOST),
+        (read_from_reset_socket, POSSIBLY),
+        (write_to_closed_socket, POSSIBLY),
+        (read_from_ended_stream, POSSIBLY),
+        (wait_at_aborted_barrier, TIMEOUT),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_peer_that_has_gone(fail, complaint):
-    assert complaint_of(fail) is complaint
-    assert complaint.should_wait_for_cause
+def test_a_lost_peer(fail, kind):
+    assert classify(fail) is kind
+    assert kind.should_wait_for_cause
 
 
-def input_ends():
+def read_from_ended_input():
     with open(os.devnull) as nothing:
         raise EOFError(nothing.read())
 
 
-def connection_is_refused():
+def connect_to_closed_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
     socket.create_connection(address).close()
 
 
-@pytest.mark.parametrize("fail", [input_ends, connection_is_refused], ids=lambda fail: fail.__name__)
-def test_what_nobody_is_to_wait_for(fail):
-    complaint = complaint_of(fail)
-    assert complaint is None or not complaint.should_wait_for_cause
+@pytest.mark.parametrize("fail", [read_from_ended_input, connect_to_closed_port], ids=lambda fail: fail.__name__)
+def test_an_error_that_is_no_reason_to_wait_for_a_cause(fail):
+    kind = classify(fail)
+    assert kind is None or not kind.should_wait_for_cause
 
 
 class DistBackendError(RuntimeError):
-    """As torch's; its texts are those of NCCL, which needs GPUs."""
+    """Has the name of torch's class. Its texts are those of NCCL, which needs GPUs."""
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "kind"),
     [
-        ("NCCL error in: x.cpp:77, remote process exited or there was a network error, NCCL version 2.26.2", GONE),
-        ("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.", GONE),
-        ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=BROADCAST) ran for ...", LATE),
-        ("[0] is setting up NCCL communicator ... store->get('0') got error: wait timeout after 600000ms, keys: ...", LATE),
+        ("NCCL error in: x.cpp:77, remote process exited or there was a network error, NCCL version 2.26.2", LOST),
+        ("ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.", LOST),
+        ("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=BROADCAST) ran for ...", TIMEOUT),
+        (
+            "[0] is setting up NCCL communicator ... store->get('0') got error: wait timeout after 600000ms, keys: ...",
+            TIMEOUT,
+        ),
         ("NCCL error in: x.cpp:77, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.26.2", None),
     ],
 )
-def test_texts_of_nccl(text, complaint):
+def test_texts_of_nccl(text, kind):
     def fail():
         raise DistBackendError(text)
 
-    assert complaint_of(fail) is complaint
+    assert classify(fail) is kind
 
 
 @pytest.mark.parametrize("text", ["cannot pickle (TypeError: a lock)", "the pipeline has 3 stages", "presets", "typeof x"])
-def test_a_word_within_another_is_no_hint(text):
+def test_part_of_a_word_is_no_hint(text):
     assert classify_exception(ExceptionEncoder(ValueError(text)).plain()) is None
 
 
 @pytest.mark.parametrize(
     "text", ["lost my peer", "Broken pipe", "BrokenPipeError", "EOFError: ", "ConnectionResetError", "peers gone"]
 )
-def test_words_that_one_may_use_of_a_peer_are_hints(text):
+def test_words_about_peers_are_hints(text):
     assert classify_exception(ExceptionEncoder(ValueError(text)).plain()) is PeerErrorKind.HINT

@@ -1,4 +1,4 @@
-"""Facts as the watcher collects them, for the diagnosis to judge."""
+"""Make observations, as the event loop collects them, for tests of the diagnosis."""
 
 import signal
 import sysconfig
@@ -32,9 +32,9 @@ def make_observations(*ranks, stop_reason=StopReason.FAILED, stopped_at=10.0, **
 
 
 def rank_that_raised(error, at):
-    telling = ExceptionEncoder(error)
-    report = Message(MessageKind.RAISED, at, telling.plain())
-    return {"report": report, "details": telling.details(), "died_at": 11.0, "exit_code": -15}
+    encoder = ExceptionEncoder(error)
+    report = Message(MessageKind.RAISED, at, encoder.plain())
+    return {"report": report, "details": encoder.details(), "died_at": 11.0, "exit_code": -15}
 
 
 def rank_that_died(code, at=10.0, sent=()):
@@ -50,7 +50,7 @@ CONNECTION_LOST_ERROR = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connectio
 
 
 def stack_in(function, line, source="", thread="Current thread 0x1"):
-    """A stack of one thread in this function of train.py."""
+    """Return the stack of one thread in this function of train.py."""
     stack = f'{thread} (most recent call first):\n  File "/home/me/train.py", line {line} in {function}'
     return stack + (f"\n    {source}" if source else "")
 

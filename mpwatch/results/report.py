@@ -7,7 +7,7 @@ A report looks like this:
     rank 1 failed first: ValueError: x (train.py:88 in step)      the verdict
       its logs: ...                                               details of the root cause
       ranks 0, 2: stopped by the watcher (train.py:12 in step)    the fates of the other ranks, grouped
-      started again twice, and then no more: max_restarts=2       restarts
+      started again 2 times, and then no more: ...                restarts
         first start, 1.2 s: rank 3 was killed by SIGKILL          failed attempts
 """
 
@@ -75,7 +75,7 @@ def format_report(result: RunData[Any]) -> str:
 
 
 def format_restarts(result: RunData[Any]) -> str:
-    """Return how often ranks were started again, and why not once more. Empty for a run without restarts."""
+    """Return how often ranks were started again, and why not once more. Empty if neither is known."""
     if not result.restarts:
         return f"not started again: {result.not_restarted}" if result.not_restarted else ""
     return f"started again {format_times(result.restarts)}" + (
@@ -311,7 +311,7 @@ def _describe_start_failure(failure: ProcessFailure) -> str:
     if failure.evidence:
         return f"never started: {failure.evidence}"
     if failure.exception is not None:
-        hint = "; a rank imports what the function needs with the caller's sys.path, from where the caller found it"
+        hint = "; a rank uses the caller's sys.path, and imports modules from where the caller found them"
         lacks = isinstance(failure.exception, ImportError | AttributeError)
         return f"could not load the call: {_describe_exception(failure)}{hint if lacks else ''}"
     return f"never started: its interpreter ended with exit code {failure.exit_code}"
