@@ -86,7 +86,7 @@ def barrier(request):
 @pytest.fixture
 def _patient(monkeypatch):
     """However loaded this machine is, the stacks of all ranks come before they are stopped."""
-    monkeypatch.setattr("mpwatch.watcher.machine.state_machine.LOOK_SECONDS", 60.0)
+    monkeypatch.setattr("mpwatch.watcher.machine.state_machine.STACK_DUMP_SECONDS", 60.0)
 
 
 @pytest.fixture(autouse=True)
