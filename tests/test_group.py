@@ -1,4 +1,4 @@
-"""Ranks that stay: what a WorkerGroup keeps, what it does without, and what it leaves behind."""
+"""WorkerGroup: what its ranks keep between calls, when they are restarted, and what is left at the end."""
 
 import logging
 import os
@@ -22,14 +22,14 @@ def put(value):
     mpwatch.current_worker().state["value"] = value
 
 
-def who():
-    """What tells one life of a rank from another."""
+def identify():
+    """Return what differs between two starts of a rank."""
     worker = mpwatch.current_worker()
     return os.getpid(), worker.rank, worker.restart_count, worker.state.get("value")
 
 
 def pids_of(group):
-    return [pid for pid, *_ in group.run(who)]
+    return [pid for pid, *_ in group.run(identify)]
 
 
 def raise_in(ranks, text="bad"):
@@ -54,10 +54,10 @@ def kill_1_while_others_wait(barrier):
     saboteurs.wait_to_be_stopped()
 
 
-def test_ranks_stay_and_so_does_what_they_keep():
+def test_ranks_and_their_state_stay_between_calls():
     with WorkerGroup(3) as group:
         group.run(put, args=(5,))
-        first, second = list(group.run(who)), list(group.run(who))
+        first, second = list(group.run(identify)), list(group.run(identify))
         assert first == second
         assert [(rank, count, value) for _, rank, count, value in first] == [(0, 0, 5), (1, 0, 5), (2, 0, 5)]
         assert list(group.run(functions.double, (3,), {"plus": 1})) == [7, 7, 7]
@@ -81,23 +81,25 @@ def test_a_group_that_is_never_called():
 
 
 @pytest.mark.parametrize("ranks", [{1}, {0, 1, 2}], ids=["one", "all"])
-def test_ranks_that_raise_by_themselves_stay(ranks, caplog):
+def test_ranks_stay_if_some_raise_and_the_others_return(ranks, caplog):
     with WorkerGroup(3) as group:
         group.run(put, args=(5,))
-        before = list(group.run(who))
+        before = list(group.run(identify))
         for text in ("first", "second"):
             with pytest.raises(mpwatch.RunFailedError) as caught:
                 group.run(raise_in, (ranks, text))
             assert str(caught.value.__cause__) == text
-            assert caught.value.__cause__.detail == {"rank": caught.value.root_cause.rank}  # all of it has come
+            assert caught.value.__cause__.detail == {
+                "rank": caught.value.root_cause.rank
+            }  # all of the exception has been received
             assert set(caught.value.failures) == ranks
-        assert list(group.run(who)) == before
+        assert list(group.run(identify)) == before
         assert group.state is WorkerState.HEALTHY
     assert not caplog.records
 
 
 @pytest.mark.parametrize("fail", [raise_in_1_while_others_wait, kill_1_while_others_wait], ids=["raises", "dies"])
-def test_ranks_that_cannot_be_spared_are_started_anew(fail, barrier, caplog):
+def test_ranks_are_restarted_if_one_has_to_be_stopped(fail, barrier, caplog):
     with WorkerGroup(3) as group:
         group.run(put, args=(5,))
         before = pids_of(group)
@@ -107,12 +109,12 @@ def test_ranks_that_cannot_be_spared_are_started_anew(fail, barrier, caplog):
         assert caught.value.result.worker_states[0] is WorkerState.STOPPED
         assert group.state is WorkerState.UNHEALTHY
         assert not any(is_alive(pid) for pid in before)
-        assert [tuple(it)[1:] for it in group.run(who)] == [(0, 1, None), (1, 1, None), (2, 1, None)]
+        assert [tuple(it)[1:] for it in group.run(identify)] == [(0, 1, None), (1, 1, None), (2, 1, None)]
         assert [worker.restart_count for worker in group.workers] == [1, 1, 1]
         assert group.state is WorkerState.HEALTHY
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert record.message.startswith("all ranks are started anew: not all came through the last call: rank 1 ")
+    assert record.message.startswith("all ranks are restarted: not all of them survived the last call: rank 1 ")
 
 
 def test_a_rank_that_dies_between_two_calls_is_noticed(caplog, eventually):
@@ -120,15 +122,15 @@ def test_a_rank_that_dies_between_two_calls_is_noticed(caplog, eventually):
         before = pids_of(group)
         os.kill(before[2], signal.SIGKILL)
         eventually(lambda: group.state is WorkerState.UNHEALTHY)
-        eventually(lambda: not any(is_alive(pid) for pid in before))  # nobody has called anything
-        assert [count for _, _, count, _ in group.run(who)] == [1, 1, 1]
-    lost, anew = (record.message for record in caplog.records)
+        eventually(lambda: not any(is_alive(pid) for pid in before))  # without a call
+        assert [count for _, _, count, _ in group.run(identify)] == [1, 1, 1]
+    lost, restarted = (record.message for record in caplog.records)
     assert lost.startswith(f"rank 2 (pid {before[2]}) was killed by SIGKILL")
-    assert anew == "all ranks are started anew: some were lost while there was no call"
+    assert restarted == "all ranks are restarted: a rank was lost while no call was running"
 
 
-def test_a_rank_that_dies_as_a_call_is_made_is_no_reason_to_wait():
-    """Whether it is taken for the call's failure or not depends on who is first; the group goes on either way."""
+def test_a_rank_that_dies_as_a_call_is_made_does_not_block_the_call():
+    """If the call comes before the death is seen, the call fails; else it restarts the ranks. The group goes on either way."""
     with WorkerGroup(2, check=False) as group:
         for _ in range(5):
             victim = pids_of(group)[1]
@@ -138,7 +140,7 @@ def test_a_rank_that_dies_as_a_call_is_made_is_no_reason_to_wait():
             assert list(group.run(functions.rank)) == [0, 1]
 
 
-def test_what_cannot_be_sent_harms_nobody():
+def test_a_call_that_cannot_be_sent_leaves_the_ranks_as_they_were():
     with WorkerGroup(2) as group:
         before = pids_of(group)
         with pytest.raises(mpwatch.LaunchError, match=r"args\[0\].*lock"):
@@ -165,7 +167,7 @@ def test_ranks_that_cannot_be_started_leave_nothing():
         WorkerGroup(2, env=lambda worker: {"X": str(1 / worker.rank)})
 
 
-def test_ranks_that_do_not_come_up_are_told_of_at_the_call(eventually):
+def test_a_call_reports_ranks_that_could_not_start(eventually):
     with WorkerGroup(2, env={"PYTHONHOME": "/nonexistent"}) as group:
         eventually(lambda: group.state is WorkerState.UNHEALTHY)
         with pytest.raises(mpwatch.RunFailedError) as caught:
@@ -188,7 +190,7 @@ def test_a_call_may_have_a_timeout_of_its_own():
                 group.run(abs, (-1,), timeout=bad)
 
 
-def test_a_timeout_is_a_call_s():
+def test_each_call_has_the_whole_timeout():
     with WorkerGroup(2, timeout=1.0, grace_period=0) as group:
         for _ in range(2):
             with pytest.raises(mpwatch.RunTimeoutError):
@@ -204,14 +206,14 @@ def wait_longer_than_a_heartbeat_may_be_away(event):
     event.wait(1.0)
 
 
-def test_a_pulse_is_a_call_s():
+def test_heartbeats_and_reports_belong_to_one_call():
     with WorkerGroup(2, heartbeat_timeout=0.3) as group:
         assert [progress.step for progress in group.run(beat_and_report, (7,)).progress.values()] == [7, 7]
         result = group.run(wait_longer_than_a_heartbeat_may_be_away, (SPAWN.Event(),))
         assert result.progress == {}
 
 
-def test_failed_results_can_be_had_without_raising():
+def test_check_false_returns_a_failed_result():
     with WorkerGroup(2, check=False) as group:
         result = group.run(raise_in, ({1},))
         assert result.state is WorkerState.FAILED
@@ -240,29 +242,29 @@ def test_a_call_from_within_a_call_is_refused():
     with WorkerGroup(1) as group:
         with pytest.raises(mpwatch.LaunchError) as caught:
             group.run(functions.double, (CallsAgain(group),))
-        assert "run() was called by something that a call of the same WorkerGroup has called" in str(caught.value)
+        assert "run() was called within a call of the same WorkerGroup" in str(caught.value)
         assert list(group.run(functions.rank)) == [0]
 
 
 def test_the_example():
-    said = python(str(Path(__file__).parent.parent / "examples" / "warm_group.py")).stdout
-    assert said == "points by rank: [1000, 1000, 1000, 1000]\ny = 3.0 x + 2.0\n"
+    output = python(str(Path(__file__).parent.parent / "examples" / "warm_group.py")).stdout
+    assert output == "points by rank: [1000, 1000, 1000, 1000]\ny = 3.0 x + 2.0\n"
 
 
 def leave_a_thread(event):
     threading.Thread(target=event.wait).start()
 
 
-def test_who_does_not_end_is_told_of_and_stopped(caplog):
+def test_a_rank_that_does_not_exit_is_logged_and_stopped(caplog):
     with WorkerGroup(2, grace_period=0) as group:
         group.run(leave_a_thread, (SPAWN.Event(),))
-    said = [record.message for record in caplog.records]
-    assert len(said) == 2
-    assert all("was still there" in text and "non-daemon threads: Thread-" in text for text in said)
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == 2
+    assert all("was still running" in text and "non-daemon threads: Thread-" in text for text in messages)
 
 
-def test_an_idle_group_costs_nothing(eventually):
-    """Its thread waits, and is woken by nothing."""
+def test_an_idle_group_uses_no_cpu_time(eventually):
+    """The watcher thread waits, and nothing wakes it up."""
     with WorkerGroup(2) as group:
         group.run(functions.rank)
         (thread,) = (thread for thread in threading.enumerate() if thread.name == "mpwatch")
@@ -280,11 +282,11 @@ def test_an_idle_group_costs_nothing(eventually):
 
 class DiesOnceItIsSent:
     def __reduce__(self):
-        os.kill(os.getpid(), signal.SIGTERM)  # takes effect when the answer has gone
+        os.kill(os.getpid(), signal.SIGTERM)  # takes effect when the return value has been sent
         return int, ()
 
 
-def end_after_an_answer(pids):
+def die_after_returning(pids):
     if functions.rank() == 1:
         return DiesOnceItIsSent()
     while is_alive(pids[1]):
@@ -296,14 +298,14 @@ def raise_os_error(*_):
     raise OSError("no room")
 
 
-def test_the_log_says_why_ranks_are_started_anew(caplog, monkeypatch):
+def test_the_log_gives_the_reason_for_a_restart(caplog, monkeypatch):
     with WorkerGroup(2) as group:
-        assert list(group.run(end_after_an_answer, (pids_of(group),))) == [0, 0]
+        assert list(group.run(die_after_returning, (pids_of(group),))) == [0, 0]
         with monkeypatch.context() as patch, pytest.raises(mpwatch.LaunchError, match="no room"):
             patch.setattr("mpwatch.watcher.processes.process_pool.ProcessPool._start", raise_os_error)
             group.run(functions.rank)
         group.run(functions.rank)
     assert [text for text in caplog.messages if text.startswith("all ranks")] == [
-        "all ranks are started anew: not all came through the last call: some ended after they had returned",
-        "all ranks are started anew: the last call could not be brought to its end",
+        "all ranks are restarted: not all of them survived the last call: a rank ended after it had returned",
+        "all ranks are restarted: the last call was aborted",
     ]

@@ -1,4 +1,4 @@
-"""Handlers of the host's own that run while it waits for its ranks: what they do, raise, change, fork and log."""
+"""The host's own signal handlers during a run: handlers that raise, set other handlers, fork or log."""
 
 import subprocess
 import sys
@@ -9,8 +9,8 @@ from programs import ENV
 BEGIN = """
 import asyncio, faulthandler, logging, os, signal, sys, threading
 import functions, mpwatch, saboteurs
-def strike(*_):
-    raise TimeoutError("struck")
+def raise_timeout(*_):
+    raise TimeoutError("raised")
 def state():
     descriptor = signal.set_wakeup_fd(-1)
     if descriptor != -1: signal.set_wakeup_fd(descriptor)
@@ -26,9 +26,9 @@ def run(program):
     return done
 
 
-def test_what_a_handler_raises_stops_the_run_and_comes_out_of_it():
-    said = run("""
-signal.signal(signal.SIGALRM, strike)
+def test_an_exception_of_a_handler_stops_the_run_and_is_raised():
+    output = run("""
+signal.signal(signal.SIGALRM, raise_timeout)
 mpwatch.run(functions.rank, 1)
 before = state()
 for seconds in [n / 100 for n in range(1, 20)]:
@@ -37,18 +37,18 @@ for seconds in [n / 100 for n in range(1, 20)]:
     except TimeoutError as error: print(error)
     assert state() == before
 """).stdout
-    assert said == "struck\n" * 19
+    assert output == "raised\n" * 19
 
 
-def test_a_storm_of_handlers_that_raise_leaves_nothing():
+def test_many_handlers_that_raise_in_a_row_leave_nothing():
     run("""
 left = 0
-def storm(*_):
+def raise_again(*_):
     global left
     if left:
         left -= 1
         raise TimeoutError
-signal.signal(signal.SIGALRM, storm)
+signal.signal(signal.SIGALRM, raise_again)
 mpwatch.run(functions.rank, 1)
 before = state()
 for interval in (2e-5, 1e-4, 1e-3) * 5:
@@ -63,29 +63,29 @@ for interval in (2e-5, 1e-4, 1e-3) * 5:
 """)
 
 
-def test_a_handler_that_raises_nothing_disturbs_nothing():
-    said = run("""
+def test_a_handler_that_does_not_raise_does_not_disturb_the_run():
+    output = run("""
 from multiprocessing.connection import Connection
 start, end = (Connection(fd) for fd in os.pipe())
 def work(end):
-    told = []
-    signal.signal(signal.SIGUSR1, lambda *_: told.append(1))
+    received = []
+    signal.signal(signal.SIGUSR1, lambda *_: received.append(1))
     end.send(os.getpid())
     os.kill(os.getppid(), signal.SIGUSR1)
-    while not told: signal.sigtimedwait([], 0.01)
-    return "told"
+    while not received: signal.sigtimedwait([], 0.01)
+    return "received"
 def relay(*_):
     print(threading.current_thread().name)
     os.kill(start.recv(), signal.SIGUSR1)
 signal.signal(signal.SIGUSR1, relay)
 print(list(mpwatch.run(work, 1, args=(end,))))
 """).stdout
-    assert said == "MainThread\n['told']\n"
+    assert output == "MainThread\n['received']\n"
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_a_host_whose_wake_up_descriptor_is_closed(when):
-    said = run(f"""
+    output = run(f"""
 read, write = os.pipe()
 os.set_blocking(write, False)
 signal.set_wakeup_fd(write)
@@ -97,16 +97,16 @@ def work():
     return 1
 print(list(mpwatch.run(work, 1)), signal.set_wakeup_fd(-1))
 """).stdout
-    assert said.startswith("[1] ")
+    assert output.startswith("[1] ")
 
 
-def test_a_signal_that_comes_as_a_run_ends_reaches_the_host_s_event_loop():
-    said = run("""
+def test_a_signal_at_the_end_of_a_run_reaches_the_host_s_event_loop():
+    output = run("""
 from mpwatch.watcher import watcher_thread
-def at_the_end(*arguments, wait=watcher_thread.await_end_of_thread):
+def at_the_end(*arguments, wait=watcher_thread.wait_for_thread_exit):
     wait(*arguments)
     os.kill(os.getpid(), signal.SIGUSR1)
-watcher_thread.await_end_of_thread = at_the_end
+watcher_thread.wait_for_thread_exit = at_the_end
 async def main():
     called = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, called.set)
@@ -115,10 +115,10 @@ async def main():
     print("called")
 asyncio.run(main())
 """).stdout
-    assert said == "called\n"
+    assert output == "called\n"
 
 
-def test_what_c_code_handles_is_left_to_it():
+def test_signals_that_c_code_handles_are_left_alone():
     done = run("""
 faulthandler.register(signal.SIGTERM, chain=False)
 mpwatch.run(functions.rank, 1)
@@ -129,8 +129,8 @@ print("still here")
     assert "most recent call first" in done.stderr
 
 
-def test_a_handler_that_sets_another_one_has_set_it():
-    said = run("""
+def test_a_handler_that_the_host_sets_during_a_run_stays():
+    output = run("""
 def later(*_): pass
 signal.signal(signal.SIGUSR1, lambda *_: signal.signal(signal.SIGTERM, later))
 def work():
@@ -138,15 +138,15 @@ def work():
 mpwatch.run(work, 1)
 print(signal.getsignal(signal.SIGTERM) is later)
 """).stdout
-    assert said == "True\n"
+    assert output == "True\n"
 
 
-def test_a_copy_made_by_a_handler_does_not_wait_for_ranks_that_are_not_its_own():
-    said = run("""
+def test_a_child_forked_by_a_handler_does_not_wait_for_the_ranks():
+    output = run("""
 parent = os.getpid()
 pids = []
-def copy(*_): pids.append(os.fork())
-signal.signal(signal.SIGUSR1, copy)
+def fork(*_): pids.append(os.fork())
+signal.signal(signal.SIGUSR1, fork)
 def work():
     os.kill(os.getppid(), signal.SIGUSR1)
     return 1
@@ -156,12 +156,12 @@ except RuntimeError as error:
     os._exit(7 if os.getpid() != parent and "forked" in str(error) else 8)
 print(values, os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]))
 """).stdout
-    assert said == "[1] 7\n"
+    assert output == "[1] 7\n"
 
 
 def test_warnings_are_logged_in_the_caller_s_thread():
-    """A logging handler may want what the caller holds."""
-    said = run("""
+    """A logging handler may need a lock that the caller holds."""
+    output = run("""
 lock = threading.RLock()
 class Handler(logging.Handler):
     def emit(self, record):
@@ -170,10 +170,10 @@ logging.getLogger("mpwatch").addHandler(Handler())
 import atexit
 with lock: mpwatch.run(lambda: atexit.register(os._exit, 3) and None, 1)
 """).stdout
-    assert said == "MainThread rank 0 had returned, and then ended with exit code 3. Its value is kept\n"
+    assert output == "MainThread rank 0 had returned, and then ended with exit code 3. Its value is kept\n"
 
 
-def test_a_run_that_is_stopped_says_nothing_of_what_it_did_itself():
+def test_a_stopped_run_does_not_log_the_signals_that_it_sent():
     done = run("""
 import atexit
 def work():
@@ -185,11 +185,11 @@ except KeyboardInterrupt: print("interrupted")
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
 
 
-def test_a_thread_that_outlives_the_main_one_can_run():
-    said = run("""
+def test_a_run_in_a_thread_that_outlives_the_main_thread():
+    output = run("""
 def late():
     threading.main_thread().join()
     print(list(mpwatch.run(functions.rank, 2)), flush=True)
 threading.Thread(target=late).start()
 """).stdout
-    assert said == "[0, 1]\n"
+    assert output == "[0, 1]\n"

@@ -1,4 +1,4 @@
-"""What the watching process goes through: signals, death, and how it is left."""
+"""The process of the watcher: what signals and its death do to the ranks, and that a run leaves it unchanged."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from programs import ENV
 
 import mpwatch
 
-# The ranks leave a mark once all are at work, with the pids of themselves and of a helper of each.
+# When the ranks run, each prints its own pid and the pid of a helper that it has started.
 PROGRAM = """
 import os, pathlib, signal, subprocess, sys, threading, time
 import mpwatch, saboteurs
@@ -21,7 +21,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run und
 def work():
     {in_rank}
     helper = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", "import signal; signal.pause()"], os.environ)
-    os.write(1, f"at work {{os.getpid()}} {{helper}}\\n".encode())
+    os.write(1, f"running {{os.getpid()}} {{helper}}\\n".encode())
     saboteurs.wait_to_be_stopped()
 
 def before(): return (signal.getsignal(2), signal.getsignal(15), signal.getsignal(1), signal.set_wakeup_fd(-1))
@@ -40,7 +40,7 @@ PATIENT_RUN = "mpwatch.run(work, 2, grace_period=60)"
 
 
 class Program:
-    """A program at work, of which the pids are known."""
+    """A running program whose pids are known."""
 
     def __init__(self, call=RUN, in_rank="", in_host=""):
         code = PROGRAM.format(call=call, in_rank=in_rank, in_host=in_host)
@@ -52,7 +52,7 @@ class Program:
             text=True,
             start_new_session=True,
         )
-        self.pids = [int(pid) for _ in range(2) for pid in self.process.stdout.readline().split()[2:]]
+        self.pids = [int(pid) for _ in range(2) for pid in self.process.stdout.readline().split()[1:]]
         assert len(self.pids) == 4, self.process.stderr.read()
 
     def signal(self, number, *, group=False):
@@ -71,7 +71,7 @@ def alive(pids):
 
 
 @pytest.mark.parametrize("where", ["main thread", "thread"])
-def test_nobody_outlives_a_killed_watcher(where, eventually):
+def test_no_rank_outlives_a_killed_watcher(where, eventually):
     thread = "thread = threading.Thread(target=lambda: mpwatch.run(work, 2)); thread.start(); thread.join()"
     program = Program(call=thread if where == "thread" else RUN)
     program.signal(signal.SIGKILL)
@@ -79,8 +79,8 @@ def test_nobody_outlives_a_killed_watcher(where, eventually):
     eventually(lambda: not alive(program.pids), seconds=1.0)
 
 
-def test_nobody_outlives_a_watcher_that_has_forked(eventually):
-    """A copy of the watcher's program holds every pipe open; the guardian must not be fooled."""
+def test_no_rank_outlives_a_watcher_that_has_forked(eventually):
+    """A fork of the watcher's program holds every pipe open. The guardian must end the ranks all the same."""
     fork = "threading.Timer(0, lambda: os.fork() or (signal.alarm(2), signal.pause(), os._exit(0))).start()"
     program = Program(in_rank="", in_host=fork.replace("Timer(0,", "Timer(0.2,"))
     program.signal(signal.SIGKILL)
@@ -88,8 +88,8 @@ def test_nobody_outlives_a_watcher_that_has_forked(eventually):
     program.end()
 
 
-def test_nobody_outlives_a_watcher_that_has_lost_its_guardian(eventually):
-    """The kernel's way alone."""
+def test_no_rank_outlives_a_watcher_that_has_lost_its_guardian(eventually):
+    """The kernel alone ends the ranks."""
     program = Program()
     os.kill(guardian_of(program.process.pid), signal.SIGKILL)
     program.signal(signal.SIGKILL)
@@ -97,8 +97,8 @@ def test_nobody_outlives_a_watcher_that_has_lost_its_guardian(eventually):
     eventually(lambda: not alive(program.pids), seconds=1.0)
 
 
-def test_nobody_outlives_a_watcher_whose_pipes_its_ranks_have_closed(eventually):
-    """The guardian's way alone."""
+def test_no_rank_outlives_a_watcher_whose_pipes_the_ranks_have_closed(eventually):
+    """The guardian alone ends the ranks."""
     program = Program(in_rank="os.closerange(3, 4096)")
     program.signal(signal.SIGKILL)
     program.end()
@@ -116,7 +116,7 @@ def children_of(pid):
     return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
 
 
-def test_ctrl_c_is_a_keyboard_interrupt_and_makes_no_noise():
+def test_ctrl_c_raises_keyboard_interrupt_and_prints_one_traceback():
     program = Program()
     program.signal(signal.SIGINT, group=True)
     status, _, err, seconds = program.end()
@@ -136,11 +136,11 @@ def test_ctrl_c_reaches_the_functions_so_that_they_can_save():
 
 
 def test_ctrl_c_twice_ends_ranks_that_ignore_the_first():
-    deaf = "signal.signal(2, lambda *_: os.write(1, b'heard\\n')); signal.signal(15, signal.SIG_IGN)"
-    program = Program(call=PATIENT_RUN, in_rank=deaf)
+    ignoring = "signal.signal(2, lambda *_: os.write(1, b'received\\n')); signal.signal(15, signal.SIG_IGN)"
+    program = Program(call=PATIENT_RUN, in_rank=ignoring)
     program.signal(signal.SIGINT)
-    for word in ("heard", "heard"):
-        assert word in program.process.stdout.readline()
+    for _ in range(2):
+        assert "received" in program.process.stdout.readline()
     program.signal(signal.SIGINT)
     status, _, _, seconds = program.end()
     assert status == -signal.SIGINT
@@ -178,7 +178,7 @@ def test_nohup_is_respected():
 
 @pytest.mark.parametrize("moment", range(12))
 def test_a_signal_at_any_moment_of_the_start_leaves_nothing(moment):
-    """From the first rank's start to the last one's ready; a process group of its own shows whoever is left."""
+    """From the start of the first rank until the last one is ready. An environment variable marks all processes of the run."""
     code = (
         "import os, sys, threading, time, mpwatch, saboteurs\n"
         "os.write(1, b'go\\n')\n"
@@ -236,7 +236,7 @@ def test_ctrl_c_while_a_value_is_rebuilt_here():
     assert err.endswith("KeyboardInterrupt\n")
 
 
-def test_ctrl_c_in_the_last_moment_is_not_lost():
+def test_ctrl_c_at_the_end_of_a_run_is_not_lost():
     code = (
         "import signal, mpwatch, saboteurs\n"
         "from mpwatch.watcher.processes.guardian import Guardian\n"
@@ -254,7 +254,7 @@ def test_ctrl_c_while_a_failed_run_is_stopped_keeps_the_failure(eventually):
     program = Program(call=PATIENT_RUN, in_rank=fail)
     ranks = program.pids[::2]
     os.kill(ranks[0], signal.SIGUSR1)
-    eventually(lambda: len(alive(ranks)) == 1)  # it has been told to end, and the other one ignores SIGTERM
+    eventually(lambda: len(alive(ranks)) == 1)  # the failed rank has ended, and the other one ignores SIGTERM
     program.signal(signal.SIGINT)
     status, _, err, seconds = program.end()
     assert status == -signal.SIGINT
@@ -263,13 +263,13 @@ def test_ctrl_c_while_a_failed_run_is_stopped_keeps_the_failure(eventually):
     assert seconds < 4
 
 
-def announce_and_wait(is_there):
-    is_there.set()
-    while True:  # not a single pause, which may begin just after the signal has come
+def set_event_and_wait(started):
+    started.set()
+    while True:  # not signal.pause(), which may begin just after the signal has come
         time.sleep(0.01)
 
 
-def test_a_child_that_the_host_forks_meanwhile_has_its_own_signals(barrier):
+def test_a_child_that_the_host_forks_during_a_run_has_its_own_signals(barrier):
     import multiprocessing
     import threading
 
@@ -279,10 +279,10 @@ def test_a_child_that_the_host_forks_meanwhile_has_its_own_signals(barrier):
 
     def fork_and_terminate():
         forked = multiprocessing.get_context("fork")
-        is_there = forked.Event()  # Python forgets signals that reach a child before its first instruction
-        child = forked.Process(target=announce_and_wait, args=(is_there,))
+        started = forked.Event()  # Python forgets signals that reach a child before its first instruction
+        child = forked.Process(target=set_event_and_wait, args=(started,))
         child.start()
-        is_there.wait()
+        started.wait()
         child.terminate()
         child.join()
         codes.append(child.exitcode)
@@ -309,7 +309,7 @@ def test_every_signal_is_delivered():
     assert done.stdout == "the handler\n"
 
 
-def test_strangers_may_close_the_processes(barrier):
+def test_other_code_may_close_the_processes(barrier):
     import multiprocessing
     import threading
 
@@ -328,7 +328,7 @@ def test_strangers_may_close_the_processes(barrier):
     thread.join()
 
 
-def test_a_host_that_ignores_sigterm_has_ranks_that_do_not():
+def test_ranks_do_not_ignore_sigterm_if_the_host_does():
     import saboteurs
 
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -341,7 +341,7 @@ def test_a_host_that_ignores_sigterm_has_ranks_that_do_not():
         signal.signal(signal.SIGTERM, handler)
 
 
-def test_a_host_whose_sigpipe_is_at_its_default():
+def test_sigpipe_at_its_default_does_not_end_the_host():
     code = (
         "import os, signal, mpwatch, saboteurs\n"
         "from mpwatch.watcher.processes.guardian import Guardian\n"
@@ -366,12 +366,14 @@ def test_a_rank_that_has_gone_to_another_group_does_not_outlive_a_killed_watcher
         eventually(lambda: not alive(ranks), seconds=1.0)
     finally:
         for pid in helpers:
-            os.kill(pid, signal.SIGKILL)  # they had left with their ranks, on purpose
+            os.kill(
+                pid, signal.SIGKILL
+            )  # they are in the host's process group, like their ranks, so mpwatch does not kill them
     program.end()
 
 
-def test_an_error_of_our_own_leaves_nothing(monkeypatch):
-    """The leak check after each test does the rest."""
+def test_an_error_in_mpwatch_leaves_nothing(monkeypatch):
+    """The leak check after each test looks for what is left."""
     from mpwatch.watcher import event_loop
 
     def fail(*_):
@@ -379,17 +381,17 @@ def test_an_error_of_our_own_leaves_nothing(monkeypatch):
 
     import saboteurs
 
-    monkeypatch.setattr(event_loop.EventLoop, "_understand", fail)
+    monkeypatch.setattr(event_loop.EventLoop, "_handle_message", fail)
     with pytest.raises(ZeroDivisionError):
         mpwatch.run(saboteurs.wait_to_be_stopped, 2)
 
 
-@pytest.mark.parametrize(("what", "often", "in_chaos"), [("run", 53, 1), ("group", 211, 1), ("printing", 1499, 29)])
-def test_an_exception_at_any_bytecode_leaves_nothing(what, often, in_chaos):
-    """At some of them here; `tox -e chaos` throws at every one, but for output that is captured, which is slow to trace."""
-    stride = str(in_chaos if "MPWATCH_TEST_THOROUGHLY" in os.environ else often)
+@pytest.mark.parametrize(("what", "stride", "chaos_stride"), [("run", 53, 1), ("group", 211, 1), ("printing", 1499, 29)])
+def test_an_exception_at_any_bytecode_leaves_nothing(what, stride, chaos_stride):
+    """Throw at some bytecodes. `tox -e chaos` throws at all, except with captured output, which is slow to trace."""
+    stride = chaos_stride if "MPWATCH_TEST_THOROUGHLY" in os.environ else stride
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parent / "anywhere.py"), what, "1", stride],
+        [sys.executable, "-W", "ignore", str(Path(__file__).parent / "anywhere.py"), what, "1", str(stride)],
         env=ENV,
         capture_output=True,
         text=True,
@@ -397,4 +399,4 @@ def test_an_exception_at_any_bytecode_leaves_nothing(what, often, in_chaos):
     )
     (line,) = done.stdout.splitlines()
     thrown, of = (int(word) for word in line.split() if word.isdigit())
-    assert thrown > 0.9 * (of // int(stride)), line
+    assert thrown > 0.9 * (of // stride), line

@@ -1,4 +1,4 @@
-"""What a rank makes of the caller's `__main__`, for every way there is to run a program."""
+"""The caller's `__main__` in a rank, for each way to run a program."""
 
 import os
 import pty
@@ -213,7 +213,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("way", ["script", "module"])
-def test_workers_of_a_rank_find_the_classes_of_the_script(tmp_path, way):
+def test_processes_of_a_rank_find_the_classes_of_the_script(tmp_path, way):
     (tmp_path / "program.py").write_text(WORKERS)
     python(*(["program.py"] if way == "script" else ["-m", "program"]), cwd=tmp_path)
 

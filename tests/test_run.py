@@ -1,4 +1,4 @@
-"""A run from end to end, when nothing goes wrong in the ranks."""
+"""End to end: runs in which no rank fails."""
 
 import asyncio
 import functools
@@ -52,7 +52,7 @@ def test_anything_callable(fn, args, kwargs):
     assert list(mpwatch.run(fn, 1, args=args, kwargs=kwargs)) == [7]
 
 
-def test_closures_and_what_they_define():
+def test_closures_and_classes_defined_in_a_function():
     base = 5
 
     class Local:
@@ -71,12 +71,12 @@ def test_values_that_only_cloudpickle_can_send():
     assert function(1) == 2
 
 
-def test_the_environment_is_there_before_any_module(tmp_path, monkeypatch):
-    (tmp_path / "looks.py").write_text("import os\nSEEN = dict(os.environ)\ndef look(): return SEEN\n")
+def test_the_environment_is_set_before_any_import(tmp_path, monkeypatch):
+    (tmp_path / "environment.py").write_text("import os\nSEEN = dict(os.environ)\ndef get(): return SEEN\n")
     monkeypatch.syspath_prepend(tmp_path)
-    import looks
+    import environment
 
-    seen = mpwatch.run(looks.look, 2, role="trainer", env={"MORE": "yes"})
+    seen = mpwatch.run(environment.get, 2, role="trainer", env={"MORE": "yes"})
     first, second = ({name: env.get(name) for name in [*functions.VARIABLES, "MORE"]} for env in seen)
     assert first.pop("MASTER_PORT").isdigit()
     assert len(first.pop("TORCHELASTIC_RUN_ID")) > 8
@@ -106,21 +106,21 @@ def test_env_may_be_a_function_of_the_worker(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("RANK", "12")  # left by an outer launcher
     result = mpwatch.run(
-        functions.my_environment, 2, env=lambda worker: {"ROLE_X": "x", "MASTER_ADDR": f"host{worker.rank}"}
+        functions.get_environment, 2, env=lambda worker: {"ROLE_X": "x", "MASTER_ADDR": f"host{worker.rank}"}
     )
     assert [env["MASTER_ADDR"] for env in result] == ["host0", "host1"]
     assert [env["RANK"] for env in result] == ["0", "1"]
     assert [env["OMP_NUM_THREADS"] for env in result] == ["7", "7"]
 
 
-def test_who_a_rank_is():
-    def who():
+def test_current_worker_describes_the_rank():
+    def describe():
         worker = mpwatch.current_worker()
         worker.state["seen"] = True
         assert mpwatch.current_worker() is worker
         return worker, mpwatch.current_worker().state
 
-    result = mpwatch.run(who, 2, role="actor")
+    result = mpwatch.run(describe, 2, role="actor")
     for rank, (worker, state) in enumerate(result):
         assert worker == result.workers[rank]
         assert (worker.rank, worker.local_rank, worker.world_size, worker.role) == (rank, rank, 2, "actor")
@@ -130,11 +130,11 @@ def test_who_a_rank_is():
 
 
 def test_ranks_are_processes_of_multiprocessing():
-    def look():
+    def describe():
         me, parent = multiprocessing.current_process(), multiprocessing.parent_process()
         return me.name, parent.pid, parent.is_alive(), os.getppid(), os.getpgrp() == os.getpid(), sys.stdin.read()
 
-    name, parent, alive, ppid, leads_group, stdin = mpwatch.run(look, 1)[0]
+    name, parent, alive, ppid, leads_group, stdin = mpwatch.run(describe, 1)[0]
     assert name == "mpwatch-rank-0"
     assert parent == ppid == os.getpid()
     assert alive
@@ -142,7 +142,7 @@ def test_ranks_are_processes_of_multiprocessing():
     assert stdin == ""
 
 
-def test_what_multiprocessing_can_share_is_shared():
+def test_objects_of_multiprocessing_are_shared():
     mine, theirs = SPAWN.Pipe()
     queue, lock, event, value = SPAWN.SimpleQueue(), SPAWN.Lock(), SPAWN.Event(), SPAWN.Value("i", 0)
 
@@ -200,7 +200,7 @@ def test_under_asyncio():
     assert list(asyncio.run(program())) == [0, 1]
 
 
-def test_a_thread_that_has_ended_leaves_its_ranks_no_worse():
+def test_a_run_in_a_thread_that_has_ended():
     results = []
     thread = threading.Thread(target=lambda: results.append(mpwatch.run(functions.rank, 2)))
     thread.start()
@@ -213,8 +213,8 @@ def test_sys_exit_0_is_a_success_without_a_value(saboteur):
     assert list(mpwatch.run(saboteur, 2)) == [None, None]
 
 
-def test_ranks_end_as_programs_do(tmp_path):
-    def leave(path):
+def test_ranks_run_exit_hooks_and_wait_for_threads(tmp_path):
+    def register_hooks(path):
         import atexit
 
         thread = threading.Thread(
@@ -223,17 +223,17 @@ def test_ranks_end_as_programs_do(tmp_path):
         thread.start()
         atexit.register((path / f"atexit-{functions.rank()}").touch)
 
-    mpwatch.run(leave, 2, args=(tmp_path,))
+    mpwatch.run(register_hooks, 2, args=(tmp_path,))
     assert {path.name for path in tmp_path.iterdir()} == {"thread-0", "thread-1", "atexit-0", "atexit-1"}
 
 
-def test_a_rank_that_lingers_is_named(caplog):
+def test_a_rank_that_does_not_exit_is_named(caplog):
     result = mpwatch.run(saboteurs.leaves_a_thread, 2, grace_period=0.2)
     assert list(result) == [0, 1]
-    assert "rank 0 had returned but was still there 0.2 s later (non-daemon threads: forgotten prefetcher)" in caplog.text
+    assert "rank 0 had returned but was still running 0.2 s later (non-daemon threads: forgotten prefetcher)" in caplog.text
 
 
-def test_a_forked_copy_has_no_say():
+def test_a_forked_child_of_a_rank_sends_no_value():
     result = mpwatch.run(saboteurs.forks_and_both_return, 2)
     assert list(result) == [False, False]
 
@@ -256,13 +256,13 @@ def test_limits_of_any_length():
     assert list(mpwatch.run(functions.rank, 2, timeout=3e9, grace_period=1e9)) == [0, 1]
 
 
-def test_no_grace_period_is_no_haste_after_a_success(caplog, tmp_path):
-    def leave(path):
+def test_exit_hooks_run_after_a_success_without_a_grace_period(caplog, tmp_path):
+    def register_hook(path):
         import atexit
 
         atexit.register((path / str(functions.rank())).touch)
 
-    mpwatch.run(leave, 2, args=(tmp_path,), grace_period=0)
+    mpwatch.run(register_hook, 2, args=(tmp_path,), grace_period=0)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
     assert caplog.text == ""
 
@@ -279,7 +279,7 @@ def test_the_timeout_is_for_the_whole_run_start_included():
 
 
 def test_other_threads_may_join_the_ranks(barrier):
-    """As multiprocessing does at the end of the program: it must neither keep us from stopping them nor be disturbed."""
+    """Multiprocessing does so at the end of the program. The join must not keep the watcher from stopping the ranks."""
     joined = []
 
     def join():
@@ -297,7 +297,7 @@ def test_other_threads_may_join_the_ranks(barrier):
     assert joined
 
 
-def test_an_answer_leaves_the_caller_s_classes_as_they_are():
+def test_a_return_value_does_not_change_the_caller_s_classes():
     class Config:
         total = 1
 
@@ -318,7 +318,7 @@ class AttributeDict(dict):
     __getattr__ = dict.get
 
 
-def test_values_that_answer_to_every_name():
+def test_values_that_have_every_attribute():
     assert mpwatch.run(lambda: AttributeDict(a=1), 1)[0] == {"a": 1}
 
 
@@ -332,7 +332,7 @@ def test_more_descriptors_than_one_message_takes():
         connection.close()
 
 
-def test_a_port_of_the_caller_s_choice_is_what_the_worker_says():
+def test_a_port_from_env_is_the_worker_s_master_port():
     def port():
         return os.environ["MASTER_PORT"], mpwatch.current_worker().master_port
 
@@ -340,7 +340,7 @@ def test_a_port_of_the_caller_s_choice_is_what_the_worker_says():
 
 
 def test_nothing_grows_over_many_runs():
-    """Every fourth of them fails. The check after each test does the rest."""
+    """Every fourth run fails. The leak check after each test looks for the rest."""
     for n in range(8 + conftest.RUNS):
         if n == 8:
             gc.collect()
@@ -382,13 +382,13 @@ def test_a_torch_free_run_never_imports_torch_nor_cloudpickle():
     }
 
 
-def test_a_host_with_blocked_signals_has_ranks_without():
-    def look():
+def test_ranks_start_with_unblocked_signals():
+    def read_mask():
         return signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
     try:
-        assert mpwatch.run(look, 1)[0] == set()
+        assert mpwatch.run(read_mask, 1)[0] == set()
         assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask | {signal.SIGTERM, signal.SIGUSR1}
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -1,4 +1,4 @@
-"""What cannot be sent is refused before any rank is started, and its path is named."""
+"""A call that cannot be sent raises before any rank is started, and the error names the part that cannot be pickled."""
 
 import functools
 import threading
@@ -54,14 +54,14 @@ def local_user(thing):
         (lambda default=lock: default, (), {}, r"has the default \[0\], a _thread.lock"),
     ],
 )
-def test_the_culprit_is_named(fn, args, kwargs, text):
+def test_the_part_that_cannot_be_sent_is_named(fn, args, kwargs, text):
     with pytest.raises(mpwatch.LaunchError, match=text) as caught:
         mpwatch.run(fn, 2, args=args, kwargs=kwargs)
     assert "create it inside the function" in str(caught.value)
     assert isinstance(caught.value.__cause__, TypeError)
 
 
-def test_something_that_contains_itself():
+def test_an_argument_that_contains_itself():
     loop = [lock]
     loop.append(loop)
     with pytest.raises(mpwatch.LaunchError, match=r"args\[0\]\[0\], a _thread.lock"):
@@ -78,7 +78,7 @@ class Odd(Part):
         raise TypeError("never sent")
 
 
-def test_parts_that_know_the_whole_are_not_blamed_for_another():
+def test_parts_that_refer_to_the_whole_are_not_blamed():
     whole = Holder(None)
     whole.first, whole.second = Part(whole), Part(whole)
     whole.second.thing = lock
@@ -90,8 +90,8 @@ def test_parts_that_know_the_whole_are_not_blamed_for_another():
         mpwatch.run(print, 2, args=(whole,))
 
 
-def test_what_cannot_be_sent_twice_leaves_no_descriptor():
-    """A connection whose descriptor had been copied before the lock was met; the leak check does the rest."""
+def test_a_second_failed_attempt_to_send_leaves_no_descriptor():
+    """The connection's descriptor is duplicated before the lock fails to pickle. The leak check looks for the duplicate."""
     import multiprocessing
 
     ours, theirs = multiprocessing.get_context("spawn").Pipe()

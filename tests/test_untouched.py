@@ -1,4 +1,4 @@
-"""The host is as it was before: after a success, a failure, a timeout, a launch that failed, Ctrl-C; and it can fork."""
+"""A run leaves the host process unchanged: after a success, failure, timeout, failed launch, Ctrl-C; and the host can fork."""
 
 import faulthandler
 import gc
@@ -25,7 +25,7 @@ import mpwatch
 
 
 def everything():
-    """What of this process `conftest.state` does not look at, and a library might change."""
+    """Return the state of this process that a library might change, `conftest.state` included."""
     return {
         **state(),
         "hooks": (sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook),
@@ -140,7 +140,7 @@ def is_terminated():
     assert received == [signal.SIGTERM]
 
 
-ENDINGS = (
+OUTCOMES = (
     succeeds,
     fails,
     dies,
@@ -153,26 +153,28 @@ ENDINGS = (
 )
 
 
-def name(ending):
-    return ending.__name__
+def name(outcome):
+    return outcome.__name__
 
 
-@pytest.mark.parametrize("ending", ENDINGS, ids=name)
-def test_the_host_is_as_it_was(ending):
+@pytest.mark.parametrize("outcome", OUTCOMES, ids=name)
+def test_a_run_leaves_the_host_unchanged(outcome):
     before = everything()
-    ending()
+    outcome()
     after = everything()
     assert is_unchanged(before, after), {key: (before[key], after[key]) for key in before if before[key] != after[key]}
 
 
-@pytest.mark.parametrize("ending", [ending for ending in ENDINGS if ending not in (is_interrupted, is_terminated)], ids=name)
-def test_the_host_is_as_it_was_when_a_thread_of_it_ran(ending):
+@pytest.mark.parametrize(
+    "outcome", [outcome for outcome in OUTCOMES if outcome not in (is_interrupted, is_terminated)], ids=name
+)
+def test_a_run_in_a_thread_leaves_the_host_unchanged(outcome):
     """Off the main thread, where Python delivers no signals."""
     before, errors = everything(), []
 
     def run():
         try:
-            ending()
+            outcome()
         except BaseException as error:
             errors.append(error)
 
@@ -185,7 +187,7 @@ def test_the_host_is_as_it_was_when_a_thread_of_it_ran(ending):
 
 
 @pytest.fixture
-def _own_ways(tmp_path, monkeypatch):
+def _unusual_settings(tmp_path, monkeypatch):
     """A host with settings of its own, each unlike the default."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -211,11 +213,11 @@ def _own_ways(tmp_path, monkeypatch):
     os.close(writer)
 
 
-@pytest.mark.usefixtures("_own_ways")
-@pytest.mark.parametrize("ending", [succeeds, fails, times_out, cannot_be_started], ids=name)
-def test_what_the_host_has_set_stays_set(ending):
+@pytest.mark.usefixtures("_unusual_settings")
+@pytest.mark.parametrize("outcome", [succeeds, fails, times_out, cannot_be_started], ids=name)
+def test_settings_of_the_host_stay(outcome):
     before = everything()
-    ending()
+    outcome()
     after = everything()
     timers = before.pop("timers"), after.pop("timers")
     assert is_unchanged(before, after), {key: (before[key], after[key]) for key in before if before[key] != after[key]}
@@ -248,7 +250,7 @@ def fork():
 
 
 @pytest.mark.parametrize("after", ["rank", "raises_value_error", "is_killed"])
-def test_a_fork_after_a_run_is_a_program_that_works(after):
+def test_a_fork_after_a_run_works(after):
     program = FORKED + (
         "try: mpwatch.run(getattr(saboteurs, sys.argv[1]), 2)\n"
         "except mpwatch.RunFailedError: pass\n"
@@ -258,17 +260,17 @@ def test_a_fork_after_a_run_is_a_program_that_works(after):
     assert python("-c", program, after).stdout == "the child is done\n[0, 1]\n"
 
 
-def test_a_fork_while_a_run_is_going_on_is_a_program_that_works():
-    """By another thread. The copy holds the run's descriptors, and no more of it: the run ends while the copy lives."""
+def test_a_fork_during_a_run_works():
+    """Another thread forks. The child holds the run's descriptors; the run must end while the child lives."""
     program = FORKED + (
         "import multiprocessing, signal\n"
         "barrier = multiprocessing.get_context('spawn').Barrier(3)\n"
         "codes = []\n"
-        "def fork_meanwhile():\n"
+        "def fork_during_the_run():\n"
         "    barrier.wait()\n"
         "    codes.append(fork())\n"
         "    barrier.wait()\n"
-        "thread = threading.Thread(target=fork_meanwhile)\n"
+        "thread = threading.Thread(target=fork_during_the_run)\n"
         "thread.start()\n"
         "print(list(mpwatch.run(saboteurs.waits_twice_at, 2, args=(barrier,))))\n"
         "thread.join()\n"
@@ -279,10 +281,10 @@ def test_a_fork_while_a_run_is_going_on_is_a_program_that_works():
     assert done.stderr == ""
 
 
-def test_a_copy_of_the_host_delays_no_verdict():
-    """Forked while a run goes on, it lives on with every descriptor of the run."""
+def test_a_fork_of_the_host_does_not_delay_the_failure():
+    """The child is forked during a run, and keeps every descriptor of the run open."""
     barrier = multiprocessing.get_context("spawn").Barrier(3)
-    copies = []
+    children = []
 
     def fork():
         barrier.wait()
@@ -291,7 +293,7 @@ def test_a_copy_of_the_host_delays_no_verdict():
             signal.alarm(60)
             signal.pause()
             os._exit(0)
-        copies.append(pid)
+        children.append(pid)
         barrier.wait()
 
     thread = threading.Thread(target=fork)
@@ -301,6 +303,6 @@ def test_a_copy_of_the_host_delays_no_verdict():
         mpwatch.run(saboteurs.waits_twice_at_and_is_killed, 2, args=(barrier,), grace_period=30)
     seconds = time.monotonic() - start
     thread.join()
-    os.kill(copies[0], signal.SIGKILL)
-    os.waitpid(copies[0], 0)
+    os.kill(children[0], signal.SIGKILL)
+    os.waitpid(children[0], 0)
     assert seconds < 10

@@ -1,16 +1,23 @@
-"""Between the caller's threads and the thread that watches the ranks: what is asked, and what has come of it.
+"""What crosses between the caller's threads and the watcher thread: commands in one direction, answers in the other.
 
-    caller's thread --- post: a call, a signal, the end ---> bell: the watching thread wakes up and takes it
-                    <--- alarm: the caller wakes up and looks --- what has changed, what it has to judge, how the ranks fare
+    caller's thread --- post: a command, watcher_wakeup.wake() ---------------> watcher thread: take
+    caller's thread <-- an answer in a field, caller_wakeup.wake() ------------ watcher thread
 
-A bell is a pair of sockets. It can be waited for together with other descriptors, may be rung by anybody at any time, a
-signal handler too, and keeps the ring until it is heard.
+    command           answer
+    PendingCall       its `observations` and `is_done`
+    StatusRequest     its `statuses`
+    RestartCommand    none; it is itself the answer to what the watcher thread has passed to `request_decision`
+    TerminalRestore   none
+    machine events    none: Interrupted, Shutdown, DoNotRestart, CancelAttempt, Lease
+
+Each side waits for its WakeupPipe, and then looks at the queues and the fields. Each field is written by one side only.
 """
 
 import socket
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.worker_info import Worker
@@ -23,9 +30,14 @@ from mpwatch.wire.resource_errors import with_remedy
 
 
 class WakeupPipe:
-    """Readable once it has been rung. Raises LaunchError if it cannot be had."""
+    """A pair of sockets that wakes up the thread that waits for it.
+
+    A thread can wait for it together with other descriptors. Any thread and any signal handler can call `wake` at any time.
+    It stays readable until `drain`, so a wake-up that comes before the wait is not lost.
+    """
 
     def __init__(self) -> None:
+        """Raise LaunchError if there is no descriptor left."""
         try:
             self._pair = socket.socketpair()  # objects that close themselves, unlike the ends of os.pipe()
         except OSError as error:
@@ -34,95 +46,102 @@ class WakeupPipe:
             end.setblocking(False)
 
     def fileno(self) -> int:
-        """What to wait on."""
+        """Return the descriptor to wait for."""
         return self._pair[0].fileno()
 
     @property
     def write_fd(self) -> int:
-        """The descriptor to write to: a byte rings."""
+        """The descriptor for `signal.set_wakeup_fd`: any byte written to it wakes up the reader."""
         return self._pair[1].fileno()
 
     def wake(self) -> None:
-        """From any thread."""
-        with suppress(OSError):  # full: who looks is told all; closed: nobody listens any more
+        with suppress(OSError):  # full: the reader is about to wake up anyway; closed: there is no reader any more
             self._pair[1].send(b"\0")
 
     def drain(self) -> bytes:
-        """What was written to ring it since the last time; nothing if it has not been."""
+        """Return the bytes that were written since the last call: a zero for each `wake`, a number for each signal."""
         with suppress(OSError):
             return self._pair[0].recv(4096)
         return b""
 
     def close(self) -> None:
-        """Give the descriptors back."""
         for end in self._pair:
             end.close()
 
 
+@dataclass(eq=False)
 class PendingCall:
-    """One call of all ranks, and what came of it."""
+    """One call of all ranks, and its answer."""
 
-    def __init__(self, payload: Payload, started_at: float, timeout: float | None) -> None:
-        self.payload = payload
-        self.started_at = started_at
-        self.timeout = timeout  # seconds from then on
-        self.observations: list[AttemptObservations] = []  # of all ranks; or of each, if they are started again one by one
-        self.is_done = False  # and the ranks stay; else the facts are there when all of them have ended
+    payload: Payload
+    started_at: float
+    """In seconds of CLOCK_MONOTONIC."""
+    timeout: float | None
+    """Seconds from `started_at` on."""
+    observations: list[AttemptObservations] = field(default_factory=list)
+    """One for each restart group, as soon as the call has ended. Empty if a rank had been lost before the call came."""
+    is_done: bool = False
+    """Whether the call has ended and the ranks stay. If the ranks end with the call, only `observations` are set."""
 
 
+@dataclass(eq=False)
 class RestartCommand:
-    """Ranks that are to be started again: when, and how each."""
+    """Start the ranks of a restart group again."""
 
-    def __init__(self, event: Restart, setups: list[tuple[Worker, dict[str, str]]]) -> None:
-        self.event = event
-        self.setups = setups
+    event: Restart
+    setups: list[tuple[Worker, dict[str, str]]]
+    """Each rank with its environment."""
 
 
+@dataclass(eq=False)
 class StatusRequest:
-    """The caller wants to know how the ranks fare now."""
+    """Take the status of every rank now."""
 
-    def __init__(self) -> None:
-        self.statuses: Sequence[RankStatus] | None = None  # until it is answered, which a run that ends does not do
+    statuses: Sequence[RankStatus] | None = None
+    """None until the request is answered. It is never answered if the run ends before."""
 
 
+@dataclass(eq=False)
 class TerminalRestore:
-    """What puts a terminal in order, and its name; None if nothing is to be done. For the guardian, should we be killed."""
+    """Have the guardian put a terminal in order if the watcher is killed."""
 
-    def __init__(self, what: tuple[str, bytes] | None) -> None:
-        self.what = what
+    restore: tuple[str, bytes] | None
+    """The name of the terminal, and the bytes to write to it. None if nothing is to be restored."""
+
+
+Command = Event | PendingCall | StatusRequest | TerminalRestore | RestartCommand
 
 
 class CommandQueue:
-    """What both sides see. Each field is written by one of them."""
+    """The queues between the caller's threads and the watcher thread, and the wake-up pipe of each side."""
 
     def __init__(self) -> None:
         with ExitStack() as stack:
             self.watcher_wakeup = stack.enter_context(closing(WakeupPipe()))
             self.caller_wakeup = stack.enter_context(closing(WakeupPipe()))
             self._wakeups = stack.pop_all()
-        self.state = WorkerState.UNKNOWN  # of the ranks, for whoever asks
-        self._posted: deque[Event | PendingCall | StatusRequest | TerminalRestore | RestartCommand] = deque()
-        self._failed: deque[AttemptObservations] = deque()
+        self.state = WorkerState.UNKNOWN  # of all ranks together; written by the watcher thread
+        self._commands: deque[Command] = deque()
+        self._decision_requests: deque[AttemptObservations] = deque()
 
-    def post(self, thing: Event | PendingCall | StatusRequest | TerminalRestore | RestartCommand) -> None:
-        """From the caller's threads, and from signal handlers."""
-        self._posted.append(thing)
+    def post(self, command: Command) -> None:
+        """Send a command to the watcher thread. The caller's threads and signal handlers call this."""
+        self._commands.append(command)
         self.watcher_wakeup.wake()
 
-    def take(self) -> list[Event | PendingCall | StatusRequest | TerminalRestore | RestartCommand]:
-        """What has been posted since the last time."""
+    def take(self) -> list[Command]:
+        """Return the commands that were posted since the last call. The watcher thread calls this."""
         self.watcher_wakeup.drain()
-        return [self._posted.popleft() for _ in range(len(self._posted))]
+        return [self._commands.popleft() for _ in range(len(self._commands))]
 
-    def ask(self, observations: AttemptObservations) -> None:
-        """From the watching thread: are these ranks, which have failed, worth another try?"""
-        self._failed.append(observations)
+    def request_decision(self, observations: AttemptObservations) -> None:
+        """Ask the caller's thread whether the ranks of a failed attempt are restarted. The watcher thread calls this."""
+        self._decision_requests.append(observations)
         self.caller_wakeup.wake()
 
     def take_decision_requests(self) -> list[AttemptObservations]:
-        """What has been asked since the last time."""
-        return [self._failed.popleft() for _ in range(len(self._failed))]
+        """Return the attempts to decide about that have come since the last call. The caller's thread calls this."""
+        return [self._decision_requests.popleft() for _ in range(len(self._decision_requests))]
 
     def close(self) -> None:
-        """Give the descriptors back."""
         self._wakeups.close()

@@ -1,12 +1,26 @@
-"""The watcher itself: starts the ranks, waits once for everything, and does what the machine says. In a thread of its own.
+"""The loop of the watcher thread: start the ranks, wait for events, hand them to the state machines, execute their actions.
 
-    ranks started -+-> wait(pidfds, channels, stacks, mailbox; deadline) -+-> facts of each call
-                   |        what the system says  ->  events              |
-                   `--------- actions  <-  machine  <---------------------'
+Runs in the watcher thread (watcher_thread.py). No code of the user's runs here.
 
-Guarantees: when `EventLoop.run` returns or raises, nothing of the ranks is left (see crew.py). A message is read before the
-death that followed it. Nothing blocks but the one wait, which has the machine's deadline; and, before ranks are started
-again, that for what they had started, which has been killed, and has KILL_SECONDS to go. No code of the user's runs here.
+    commands of the caller ----.
+    channels: messages --------+--> Selector.wait(deadline) --> events --> StateMachine of each RestartGroup
+    stack pipes: stack dumps --+              ^                                       |
+    pidfds: exits -------------'              |                                    actions
+                                              |                                       |
+          ranks: start, call, signal, dump stacks, request exit <---------------------'
+
+    answers to the caller: state, statuses, observations of each attempt (commands.py), events (event_bus.py), log records
+
+Guarantees:
+
+- Every rank is dead and reaped when `EventLoop.run` returns or raises. One exception: a rank that not even SIGKILL ends is
+  left to the kernel, with a warning (process_pool.py).
+- A message is read before the death that followed it: `_on_exit` first reads what is left in the rank's channel.
+- The loop waits in one place, `Selector.wait`, until the earliest deadline of the state machines. There is one other wait:
+  before ranks are restarted, for processes that the earlier ranks had started. These have been killed, and the wait ends
+  KILL_SECONDS after that.
+- All events of one wake-up are handled before the first action is executed. So a death that is seen in the same wake-up is
+  not taken for a consequence of that action.
 """
 
 import math
@@ -19,23 +33,21 @@ from functools import partial
 from mpwatch.errors import LaunchError
 from mpwatch.events.types import WorkerStarted
 from mpwatch.options.spec import GroupSpec
-from mpwatch.results.report import exit_text
+from mpwatch.results.report import format_exit
 from mpwatch.watcher.commands import CommandQueue, PendingCall, RestartCommand, StatusRequest, TerminalRestore
 from mpwatch.watcher.diagnosis.death_order import DeathClock
 from mpwatch.watcher.diagnosis.failures import is_crash, may_be_oom_kill
-from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.diagnosis.oom import OomDetector
-from mpwatch.watcher.diagnosis.peer_errors import complaint_in
-from mpwatch.watcher.diagnosis.stack_dumps import tidy, with_sources
+from mpwatch.watcher.diagnosis.peer_errors import classify_exception
+from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, format_stacks
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.state_machine import StateMachine
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
-from mpwatch.watcher.observers.status_snapshot import statuses_of
+from mpwatch.watcher.observers.status_snapshot import current_statuses
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.process_pool import ProcessPool
 from mpwatch.watcher.processes.rank_handle import RankHandle
-from mpwatch.watcher.processes.selector import Selector
 from mpwatch.watcher.restarts.restart_group import RankSetup, RestartGroup, state_of_all
 from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.resource_errors import with_remedy
@@ -44,17 +56,17 @@ VerdictCallback = Callable[[StateMachine], object]
 
 
 class EventLoop:
-    """Starts the ranks and watches them until none is left.
+    """The event loop of one run, or of a WorkerGroup until its ranks are lost.
 
     Args:
         spec: options of the run or the WorkerGroup.
-        places: the ranks, each with its environment.
-        mailbox: what the caller wants, and what it is answered.
-        remarks: log records, which the caller's thread emits.
-        journal: events, which the caller's thread hands to the observers.
+        setups: the ranks, each with its environment. Empty on several nodes, where a RestartCommand brings them.
+        commands: commands of the caller's threads, and the answers.
+        deferred_log: log records, which the caller's thread emits.
+        event_bus: events, which the caller's thread passes to the observers.
         output: where stdout and stderr of the ranks go.
-        keep: True: the ranks stay after a call, for the next call.
-        herald: called in this thread as soon as it is clear how an attempt ends, and when the last attempt has ended.
+        keep_ranks: True: the ranks stay after a call, for the next call.
+        on_verdict: called in this thread as soon as it is clear how an attempt ends, and when the last attempt has ended.
     """
 
     def __init__(
@@ -66,68 +78,57 @@ class EventLoop:
         event_bus: EventBus,
         *,
         output: RankOutput,
-        keep: bool,
+        keep_ranks: bool,
         on_verdict: VerdictCallback,
     ) -> None:
         setups_of_groups = [setups] if spec.policy.scope == "group" else [[setup] for setup in setups]
-        self.groups = [RestartGroup(spec, setups, event_bus, keep=keep) for setups in setups_of_groups]
-        self.group_of = {rank: group for group in self.groups for rank in group.setups}
-        self.open_groups = list(self.groups)  # that are not over
-        self.pool = ProcessPool(deferred_log, output)
-        self.commands = commands
-        self.event_bus = event_bus
-        self.deferred_log = deferred_log
-        self.oom = OomDetector(deferred_log)
-        self.on_verdict = on_verdict
-        self.pending_call: PendingCall | None = None
-        self.death_clock = DeathClock()
-        self._born_at = time.time()
+        self._groups = [RestartGroup(spec, setups, event_bus, keep_ranks=keep_ranks) for setups in setups_of_groups]
+        self._group_by_rank = {rank: group for group in self._groups for rank in group.setups}
+        self._unfinished_groups = list(self._groups)
+        self._pool = ProcessPool(deferred_log, output)
+        self._commands = commands
+        self._event_bus = event_bus
+        self._deferred_log = deferred_log
+        self._oom = OomDetector(deferred_log)
+        self._on_verdict = on_verdict
+        self._posted_call: PendingCall | None = None  # the latest call; it may come too late to be started
+        self._pending_call: PendingCall | None = None  # the call that the ranks are executing
+        self._death_clock = DeathClock()
+        self._hostname = platform.node()
+        self._wall_started_at = time.time()  # source files that are newer are not quoted in stack dumps
 
     def run(self) -> None:
-        """Start the ranks, and wait and act until none is left. Raises LaunchError."""
-        with self.oom:
-            with self.pool:
-                self._start()
-                self._run_until_over()
-            helpers_oom = self.oom.judge()
-        if self.pending_call is not None:  # the ranks have ended with this call
-            self.pending_call.observations = [self._observe(group, helpers_oom) for group in self.groups]
+        """Start the ranks, and handle events until no rank is left. Raises LaunchError."""
+        with self._oom:
+            with self._pool:
+                self._start_all_ranks()
+                self._handle_events_until_finished()
+            helpers_oom = self._oom.resolve_suspects()
+        if self._pending_call is not None:  # the ranks have ended with this call
+            self._pending_call.observations = [
+                group.observations(hostname=self._hostname, helpers_oom=helpers_oom) for group in self._groups
+            ]
 
-    @property
-    def selector(self) -> Selector[list[m.Event]]:
-        """The descriptors that are waited for."""
-        return self.pool.selector
-
-    def _start(self) -> None:
-        for group in self.groups:
+    def _start_all_ranks(self) -> None:
+        for group in self._groups:
             for rank in group.setups:
                 self._start_rank(group, rank)
         self._publish_state()
-        self.commands.caller_wakeup.wake()
+        self._commands.caller_wakeup.wake()
         try:
-            self.selector.add(self.commands.watcher_wakeup.fileno(), self._take_commands)
+            self._pool.selector.add(self._commands.watcher_wakeup.fileno(), self._take_commands)
         except OSError as error:
             raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
 
-    def _run_until_over(self) -> None:
-        events = self._step(self._take_commands())
-        while self.open_groups:
-            deadline = min(group.due_at for group in self.open_groups)
-            patience = 0.0 if events else None if deadline == math.inf else deadline - time.monotonic()
-            self.death_clock.look_again()
-            for handle in self.selector.wait(patience):
-                events += handle()
-            events = self._step(events)
-
     def _start_rank(self, group: RestartGroup, rank: int) -> None:
         worker, env = group.setups[rank]
-        handle = self.pool.start(worker, env)
+        handle = self._pool.start(worker, env)
         handle.generation = group.machine.generation
         group.observed[rank] = handle.observations
-        self.event_bus.publish(WorkerStarted, [rank], attempt=worker.restart_count, pid=handle.observations.pid)
+        self._event_bus.publish(WorkerStarted, [rank], attempt=worker.restart_count, pid=handle.observations.pid)
         try:
-            handle.wait_at(
-                self.selector,
+            handle.register(
+                self._pool.selector,
                 partial(self._on_message, handle),
                 partial(self._on_stack_data, handle),
                 partial(self._on_exit, handle),
@@ -135,205 +136,229 @@ class EventLoop:
         except OSError as error:
             raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
 
-    def _answer_and_go_on(self, pending_call: PendingCall, group: RestartGroup) -> None:
-        for handle in self.pool.handles.values():
-            handle.observations.heartbeat = self.pool.pulse_of(handle)
-        pending_call.observations = [self._observe(group, helpers_oom="")]
-        pending_call.is_done = True
-        self.pending_call = None
-        self.commands.caller_wakeup.wake()
+    def _handle_events_until_finished(self) -> None:
+        events = self._handle_events(self._take_commands())
+        while self._unfinished_groups:
+            deadline = min(group.due_at for group in self._unfinished_groups)
+            seconds = 0.0 if events else None if deadline == math.inf else deadline - time.monotonic()
+            self._death_clock.start_wakeup()
+            for read_events in self._pool.selector.wait(seconds):
+                events += read_events()
+            events = self._handle_events(events)
 
-    def _step(self, events: list[m.Event]) -> list[m.Event]:
-        """All events of one wake-up first, then what is to be done: a death that has been seen was none of our doing.
-
-        Returns what is known at once of what has been done.
-        """
-        now = time.monotonic()
-        to_do: list[tuple[RestartGroup, m.Action]] = []
-        touched = {group: None for group in self.open_groups if group.due_at <= now}
-        for event in events:
-            for group in self._concerned(event):
-                touched[group] = None
-                to_do += [(group, action) for action in self._handle(group, event, now)]
-        self.oom.look(handle.observations for handle in self._died_in(events) if may_be_oom_kill(handle.observations))
-        for group in touched:
-            to_do += [(group, action) for action in group.expire(now)]
-        known = [event for group, action in to_do for event in self._do(group, action)]
-        for handle in self._died_in(events):
-            self.pool.reap(handle)
-        for group in touched:
-            known += self._look_at(group)
-        self._publish_state()
-        return known
-
-    def _concerned(self, event: m.Event) -> Sequence[RestartGroup]:
-        return (self._group_of(event),) if isinstance(event, m.RankEvent) else list(self.open_groups)
-
-    def _group_of(self, event: m.RankEvent) -> RestartGroup:
-        """Of several nodes the ranks are not known before they are started; there is one unit then."""
-        return self.group_of[event.rank] if len(self.groups) > 1 else self.groups[0]
-
-    def _handle(self, group: RestartGroup, event: m.Event, now: float) -> list[m.Action]:
-        if isinstance(event, m.StartCall) and not self._begin_call(group):
-            return []
-        if isinstance(event, m.Exited) and group.machine.stage is m.RunStage.IDLE:
-            observations = self.pool.handles[event.rank].observations
-            how = "ended" if observations.exit_code is None else exit_text(observations.exit_code)
-            text = "rank %d (pid %s) %s while there was no call; the next one starts all ranks anew"
-            self.deferred_log.warning(text, event.rank, observations.pid, how)
-        return group.handle(event, now)
-
-    def _begin_call(self, group: RestartGroup) -> bool:
-        """False if it comes too late: a rank has been lost. The caller sees that when all have ended."""
-        if not group.setups:  # who they are is not known yet
-            self.pending_call = self._posted
-            return True
-        handles = [self.pool.handles[rank] for rank in group.setups if rank in self.pool.handles]
-        is_whole = len(handles) == len(group.setups) and all(handle.observations.died_at is None for handle in handles)
-        if group.machine.stage is not m.RunStage.IDLE or not is_whole:
-            return False
-        self.pending_call = self._posted
-        for handle in handles:
-            group.observed[handle.observations.worker.rank] = handle.begin_call()
-            self.pool.forget_pulse(handle)
-        return True
-
-    def _look_at(self, group: RestartGroup) -> list[m.Event]:
-        """What follows from where its machine has come to."""
-        before, verdict = group.stage, group.verdict
-        group.look_at_machine()
-        if group.verdict is not verdict or (
-            group.stage is not before and group.stage in (m.RunStage.AWAITING_DECISION, m.RunStage.FINISHED)
-        ):
-            self.on_verdict(group.machine)
-        if group.stage is m.RunStage.IDLE and self.pending_call is not None:
-            self._answer_and_go_on(self.pending_call, group)
-        elif group.stage is m.RunStage.AWAITING_DECISION and before is not m.RunStage.AWAITING_DECISION:
-            self.commands.ask(self._observe(group, self.oom.judge()))
-        elif group.stage is m.RunStage.FINISHED and before is not m.RunStage.FINISHED:
-            self.open_groups.remove(group)
-            group.warn(self.deferred_log, of_run=self.pending_call is not None)
-            if group.machine.verdict is not m.StopReason.SUCCEEDED:
-                return [m.Abort()]
-        return []
-
-    def _publish_state(self) -> None:
-        self.commands.state = state_of_all(self.groups)
-        self.event_bus.change_state(self.commands.state, (worker for group in self.groups for worker in group.workers))
-
-    def _died_in(self, events: list[m.Event]) -> list[RankHandle]:
-        return [self.pool.handles[event.rank] for event in events if isinstance(event, m.Exited)]
-
-    def _do(self, group: RestartGroup, action: m.Action) -> list[m.Event]:
-        if isinstance(action, m.StartRank):
-            self.pool.await_helpers()
-            self._start_rank(group, action.rank)
-            return []
-        handle = self.pool.handles[action.rank]
-        if isinstance(action, m.CallRank):
-            assert self.pending_call is not None
-            self.pool.call(handle, self.pending_call.payload)
-        elif isinstance(action, m.RequestExit):
-            handle.send(MessageKind.SHUTDOWN)
-        elif isinstance(action, m.DumpStacks):
-            has_died = handle.observations.died_at is not None  # in this wake-up
-            return [] if has_died or handle.ask_for_stacks() else [m.StackDumped(action.rank, generation=handle.generation)]
-        elif isinstance(action, m.ReadHeartbeat):
-            return [m.HeartbeatRead(action.rank, beat_at=self.pool.beat_of(handle), generation=handle.generation)]
-        elif isinstance(action, m.SendSignal):
-            if action.signum == signal.SIGINT:
-                self.pool.interrupt(handle)
-            else:
-                handle.process.signal_group(action.signum)
-            handle.observations.signals_sent.add(action.signum)
-            handle.observations.signalled_at = handle.observations.signalled_at or time.monotonic()
-        else:
-            text = "rank %d (pid %s) cannot be killed, not even by SIGKILL: left behind"
-            self.deferred_log.warning(text, action.rank, handle.observations.pid)
-            self._finish_observations(handle)
-            self.pool.abandon(handle)
-        return []
+    # ---- what is read in a wake-up, as events
 
     def _take_commands(self) -> list[m.Event]:
         events: list[m.Event] = []
-        for thing in self.commands.take():
-            if isinstance(thing, PendingCall):
-                self._posted = thing
-                events.append(m.StartCall(thing.started_at, thing.timeout))
-            elif isinstance(thing, StatusRequest):
-                thing.statuses = statuses_of(self.groups, self.pool)
-                self.commands.caller_wakeup.wake()
-            elif isinstance(thing, TerminalRestore):
-                self.pool.guardian.entrust(thing.what)
-            elif isinstance(thing, RestartCommand):
-                self._renew(self._group_of(thing.event), thing.setups)
-                events.append(thing.event)
+        for command in self._commands.take():
+            if isinstance(command, PendingCall):
+                self._posted_call = command
+                events.append(m.StartCall(command.started_at, command.timeout))
+            elif isinstance(command, StatusRequest):
+                command.statuses = current_statuses(self._groups, self._pool)
+                self._commands.caller_wakeup.wake()
+            elif isinstance(command, TerminalRestore):
+                self._pool.guardian.set_terminal_restore(command.restore)
+            elif isinstance(command, RestartCommand):
+                self._replace_setups(self._group_of(command.event), command.setups)
+                events.append(command.event)
             else:
-                events.append(thing)
+                events.append(command)
         return events
+
+    def _replace_setups(self, group: RestartGroup, setups: list[RankSetup]) -> None:
+        """Set the ranks of the next start. On several nodes they may be other ranks than before."""
+        group.setups = {worker.rank: (worker, env) for worker, env in setups}
+        self._group_by_rank = {rank: group for group in self._groups for rank in group.setups}
 
     def _on_message(self, handle: RankHandle) -> list[m.Event]:
         events = []
-        for message in handle.read():
+        for message in handle.read_messages():
             if message.kind is MessageKind.FAILING:
-                self.death_clock.hear(message.stamp)
+                self._death_clock.record_message(message.stamp)
             events += self._handle_message(handle, message)
         return events
 
-    def _renew(self, group: RestartGroup, setups: list[RankSetup]) -> None:
-        """Its ranks, which are started again; in a job of several nodes they may be others."""
-        group.setups = {worker.rank: (worker, env) for worker, env in setups}
-        self.group_of = {rank: group for group in self.groups for rank in group.setups}
-
-    def _on_stack_data(self, handle: RankHandle) -> list[m.Event]:
-        had_all = handle.stacks.is_whole()
-        handle.read_stack_pipe()
-        rank, has_all = handle.observations.worker.rank, handle.stacks.is_whole()
-        return [m.StackDumped(rank, generation=handle.generation)] if has_all and not had_all else []
-
     def _handle_message(self, handle: RankHandle, message: Message) -> list[m.Event]:
-        rank, observations, generation = handle.observations.worker.rank, handle.observations, handle.generation
+        rank, observed, generation = handle.observations.worker.rank, handle.observations, handle.generation
         if message.kind is MessageKind.READY:
-            handle.becomes_ready(message.body)
+            handle.on_ready(message.body)
             return [m.Ready(rank, generation=generation)]
         if message.kind is MessageKind.EXIT_BLOCKED:
-            self.group_of[rank].lingers[rank] = message.body.decode()
+            self._group_by_rank[rank].exit_blockers[rank] = message.body.decode()
         elif message.kind is MessageKind.DETAILS:
-            observations.details = message.body
+            observed.details = message.body
             return [m.DetailsReceived(rank, generation=generation)]
         elif message.kind is MessageKind.FAILING:
-            observations.failing_at = message.stamp
+            observed.raised_at = message.stamp
             return [m.Failing(rank, generation=generation)]
         else:
-            observations.report, observations.heard_at = message, time.monotonic()
+            observed.report, observed.report_received_at = message, time.monotonic()
             if message.kind is MessageKind.RETURNED:
                 return [m.Returned(rank, generation=generation)]
-            complaint = complaint_in(message.body)
-            is_secondary = complaint is not None and complaint.is_worth_waiting
+            peer_error = classify_exception(message.body)
+            is_secondary = peer_error is not None and peer_error.should_wait_for_cause
             return [m.Failed(rank, is_secondary=is_secondary, generation=generation)]
         return []
 
+    def _on_stack_data(self, handle: RankHandle) -> list[m.Event]:
+        was_complete = handle.stacks.is_complete()
+        handle.read_stack_pipe()
+        if was_complete or not handle.stacks.is_complete():
+            return []
+        return [m.StackDumped(handle.observations.worker.rank, generation=handle.generation)]
+
     def _on_exit(self, handle: RankHandle) -> list[m.Event]:
-        """A rank has ended. What it had sent comes first; what it could not send is in its black box."""
-        if handle.observations.died_at is not None:
+        """Read everything that the dead rank has sent, and then its exit code.
+
+        If there is no report among it, the rank has left in its black box what it could not send.
+        """
+        observed = handle.observations
+        if observed.died_at is not None:
             return []
         events = self._on_message(handle)
         handle.read_stack_pipe()
-        self.death_clock.die(handle.observations)
-        code = handle.process.poll()
-        handle.observations.exit_code = code if handle.process.exit_is_known() else None
-        if handle.observations.report is None:
-            for message in self.pool.read_black_box(handle):
+        self._death_clock.record_death(observed)
+        observed.exit_code = handle.process.read_exit_code()
+        if observed.report is None:
+            for message in self._pool.read_black_box(handle):
                 events += self._handle_message(handle, message)
         self._finish_observations(handle)
-        return [*events, m.Exited(handle.observations.worker.rank, generation=handle.generation)]
+        return [*events, m.Exited(observed.worker.rank, generation=handle.generation)]
 
     def _finish_observations(self, handle: RankHandle) -> None:
-        handle.observations.heartbeat = self.pool.pulse_of(handle)
-        handle.observations.stacks = with_sources(tidy(handle.stacks.stacks, handle.stacks.main_thread), self._born_at)
-        if is_crash(handle.observations.exit_code):  # else it was a forked child's
-            handle.observations.crash = with_sources(handle.stacks.crash, self._born_at)
-        handle.observations.printed = handle.stacks.printed_instead
+        observed, stacks = handle.observations, handle.stacks
+        observed.heartbeat = self._pool.read_heartbeat(handle)
+        observed.stacks = add_source_lines(format_stacks(stacks.dump, stacks.main_thread), self._wall_started_at)
+        if is_crash(observed.exit_code):  # else a child that the rank had forked has crashed
+            observed.crash_stack = add_source_lines(stacks.crash_stack, self._wall_started_at)
+        observed.startup_output = stacks.failed_startup_output
 
-    def _observe(self, group: RestartGroup, helpers_oom: str) -> AttemptObservations:
-        return group.observations(hostname=platform.node(), helpers_oom=helpers_oom)
+    # ---- what follows: state machines, actions, changes of state
+
+    def _handle_events(self, events: list[m.Event]) -> list[m.Event]:
+        """Hand all events of one wake-up to the state machines, and then execute their actions.
+
+        Return the events that the actions have caused at once.
+        """
+        now = time.monotonic()
+        actions: list[tuple[RestartGroup, m.Action]] = []
+        touched = {group: None for group in self._unfinished_groups if group.due_at <= now}
+        for event in events:
+            for group in self._groups_of(event):
+                touched[group] = None
+                actions += [(group, action) for action in self._handle_event(group, event, now)]
+        died = [self._pool.handles[event.rank] for event in events if isinstance(event, m.Exited)]
+        self._oom.add_suspects(handle.observations for handle in died if may_be_oom_kill(handle.observations))
+        for group in touched:
+            actions += [(group, action) for action in group.handle_deadline(now)]
+        new_events = [event for group, action in actions for event in self._execute(group, action)]
+        for handle in died:
+            self._pool.reap(handle)
+        for group in touched:
+            new_events += self._handle_stage_change(group)
+        self._publish_state()
+        return new_events
+
+    def _groups_of(self, event: m.Event) -> Sequence[RestartGroup]:
+        return (self._group_of(event),) if isinstance(event, m.RankEvent) else list(self._unfinished_groups)
+
+    def _group_of(self, event: m.RankEvent) -> RestartGroup:
+        """Return the rank's group. On several nodes there is one group, and its ranks are not known before they start."""
+        return self._group_by_rank[event.rank] if len(self._groups) > 1 else self._groups[0]
+
+    def _handle_event(self, group: RestartGroup, event: m.Event, now: float) -> list[m.Action]:
+        if isinstance(event, m.StartCall) and not self._start_call(group):
+            return []
+        if isinstance(event, m.Exited) and group.machine.stage is m.RunStage.IDLE:
+            observed = self._pool.handles[event.rank].observations
+            how = "ended" if observed.exit_code is None else format_exit(observed.exit_code)
+            text = "rank %d (pid %s) %s while no call was running; the next call restarts all ranks"
+            self._deferred_log.warning(text, event.rank, observed.pid, how)
+        return group.handle(event, now)
+
+    def _start_call(self, group: RestartGroup) -> bool:
+        """Prepare the ranks for the posted call. Return False if the call comes too late, since a rank has been lost.
+
+        The caller sees that a call came too late when all ranks have ended: the call has no observations.
+        """
+        if not group.setups:  # on several nodes, before the first round: the ranks are not known yet
+            self._pending_call = self._posted_call
+            return True
+        handles = [self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles]
+        is_whole = len(handles) == len(group.setups) and all(handle.observations.died_at is None for handle in handles)
+        if group.machine.stage is not m.RunStage.IDLE or not is_whole:
+            return False
+        self._pending_call = self._posted_call
+        for handle in handles:
+            group.observed[handle.observations.worker.rank] = handle.reset_observations()
+            self._pool.clear_heartbeat(handle)
+        return True
+
+    def _execute(self, group: RestartGroup, action: m.Action) -> list[m.Event]:
+        """Execute an action, and return the events that it causes at once."""
+        if isinstance(action, m.StartRank):
+            self._pool.wait_for_helpers()
+            self._start_rank(group, action.rank)
+            return []
+        handle = self._pool.handles[action.rank]
+        observed = handle.observations
+        if isinstance(action, m.CallRank):
+            assert self._pending_call is not None
+            self._pool.send_call(handle, self._pending_call.payload)
+        elif isinstance(action, m.RequestExit):
+            handle.send(MessageKind.SHUTDOWN)
+        elif isinstance(action, m.DumpStacks):
+            has_died = observed.died_at is not None  # in this wake-up
+            if not has_died and not handle.request_stack_dump():
+                return [m.StackDumped(action.rank, generation=handle.generation)]
+        elif isinstance(action, m.ReadHeartbeat):
+            return [
+                m.HeartbeatRead(action.rank, beat_at=self._pool.read_heartbeat_time(handle), generation=handle.generation)
+            ]
+        elif isinstance(action, m.SendSignal):
+            if action.signum == signal.SIGINT:
+                self._pool.interrupt_call(handle)
+            else:
+                handle.process.send_signal_to_group(action.signum)
+            observed.signals_sent.add(action.signum)
+            observed.first_signal_at = observed.first_signal_at or time.monotonic()
+        else:
+            text = "rank %d (pid %s) cannot be killed, not even by SIGKILL: left behind"
+            self._deferred_log.warning(text, action.rank, observed.pid)
+            self._finish_observations(handle)
+            self._pool.abandon(handle)
+        return []
+
+    def _handle_stage_change(self, group: RestartGroup) -> list[m.Event]:
+        """Do what follows from the stage that the group's machine has reached. Return the event for the other groups."""
+        before, stop_reason = group.stage, group.stop_reason
+        group.read_machine()
+        if group.stop_reason is not stop_reason or (
+            group.stage is not before and group.stage in (m.RunStage.AWAITING_DECISION, m.RunStage.FINISHED)
+        ):
+            self._on_verdict(group.machine)
+        if group.stage is m.RunStage.IDLE and self._pending_call is not None:
+            self._finish_call(self._pending_call, group)
+        elif group.stage is m.RunStage.AWAITING_DECISION and before is not m.RunStage.AWAITING_DECISION:
+            helpers_oom = self._oom.resolve_suspects()
+            self._commands.request_decision(group.observations(hostname=self._hostname, helpers_oom=helpers_oom))
+        elif group.stage is m.RunStage.FINISHED and before is not m.RunStage.FINISHED:
+            self._unfinished_groups.remove(group)
+            group.log_exit_problems(self._deferred_log, of_run=self._pending_call is not None)
+            if group.machine.stop_reason is not m.StopReason.SUCCEEDED:
+                return [m.Abort()]
+        return []
+
+    def _finish_call(self, pending_call: PendingCall, group: RestartGroup) -> None:
+        """Answer a call after which the ranks stay."""
+        for handle in self._pool.handles.values():
+            handle.observations.heartbeat = self._pool.read_heartbeat(handle)
+        pending_call.observations = [group.observations(hostname=self._hostname, helpers_oom="")]
+        pending_call.is_done = True
+        self._pending_call = None
+        self._commands.caller_wakeup.wake()
+
+    def _publish_state(self) -> None:
+        self._commands.state = state_of_all(self._groups)
+        self._event_bus.change_state(self._commands.state, (worker for group in self._groups for worker in group.workers))

@@ -1,16 +1,22 @@
-"""What the host's signals do during a run. For its length no handler raises anything in the caller's thread:
+"""Take over the host's signals for the length of a run. Runs in the caller's thread.
 
-- SIGINT, SIGTERM and SIGHUP are noted, tell the run to stop, and are delivered again when all is over (but a second SIGINT
-  is raised where code of the user's runs meanwhile: an observer, or what decides about a restart);
-- for any other signal the host's handler is called at once, as ever; what it raises tells the run to stop, and is raised
-  when all is over.
+During a run no handler raises an exception in the caller's thread:
 
-Signals that the host ignores, or that something other than Python handles, are left alone; off the main thread, where
-Python delivers none, so are all.
+- SIGINT, SIGTERM and SIGHUP are deferred. The watcher thread gets an Interrupted event at once, and stops the run. The
+  host's own handler gets the signal when the run is over. One exception: a second SIGINT raises KeyboardInterrupt at once
+  while user code runs in the caller's thread (an observer, `retry_if`, `env`).
+- For any other signal the host's handler is called at once. If the handler raises, the run is stopped as by SIGTERM, and
+  the exception is raised when the run is over.
 
-    kernel ---> C handler, in any thread ---> alarm: the caller's thread wakes up ---> Python's handler, `tell` ---> bell
+A signal that the host ignores, or that C code handles, is left alone. Off the main thread nothing is changed, since Python
+runs signal handlers in the main thread only.
 
-A thread that sleeps on a lock would not do: a signal that comes just before it falls asleep does not wake it.
+    kernel ---> C handler, in any thread ---> caller_wakeup: wakes up the caller's thread
+                                                    |
+                                                    `--> Python's handler ---> Interrupted ---> watcher_wakeup
+
+The caller's thread waits for a descriptor, not for a lock: a signal that comes just before a thread waits for a lock does
+not wake that thread.
 """
 
 import os
@@ -23,131 +29,148 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-from mpwatch.os_support.processes import state_of_process
-from mpwatch.os_support.signals import handlers_in_python, set_handler
+from mpwatch.os_support.processes import read_process_state
+from mpwatch.os_support.signals import list_python_handlers, set_handler
 from mpwatch.watcher.commands import CommandQueue
 from mpwatch.watcher.machine.transitions import Interrupted
 
-NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class HostSignals:
-    """The caller's thread takes the signals over, sleeps, and gives them back; each can be done again, should an exception
-    have come in the midst of it. The thread that watches the ranks is told by mail what came.
+    """The signals of the host program during one blocking call.
+
+    An exception may interrupt any method between two bytecodes. Each method can then be called again.
     """
 
     def __init__(self, commands: CommandQueue) -> None:
-        self.received: list[int] = []
-        self.raised: BaseException | None = None  # by a handler of the host's
+        self.received: list[int] = []  # deferred signals that are still to be delivered to the host's handlers
+        self.handler_error: BaseException | None = None  # the first exception that a handler of the host raised
+        self.is_taken_over = False
+        self.is_in_user_code = False  # which may take any time
         self._commands = commands
         self._caller_wakeup = commands.caller_wakeup
-        self._handlers: dict[int, Any] = {}
-        self._hosts_fds: list[int] = []  # the wake-up descriptor that the host had
+        self._host_handlers: dict[int, Any] = {}
+        self._host_wakeup_fds: list[int] = []  # the wake-up descriptor that the host had, once it has been replaced
         self._pid = os.getpid()
-        self._untold: list[int] = []
-        self._may_speak = False
-        self.are_taken_over = False
-        self.is_in_users_code = False  # an observer's, say, which may take for ever
-
-    def tell(self, number: int) -> None:
-        """Have the run do what it does when this signal comes, which itself has been dealt with elsewhere."""
-        if os.getpid() == self._pid:  # and not a child that the host has forked
-            self._untold.append(number)
-            if self._may_speak:
-                self.speak_up()
-
-    def speak_up(self) -> None:
-        """What is to be stopped has been posted. Before that, idle ranks would have been told, and it would have begun."""
-        self._may_speak = True
-        with suppress(IndexError):  # a handler may come in between, and tell all
-            while True:
-                self._commands.post(Interrupted(self._untold.pop(0)))
+        self._unposted: list[int] = []
+        self._may_post = False
 
     def take_over(self) -> None:
-        """From now on no handler raises. Nothing if that was tried before."""
-        if self.are_taken_over:
+        """Replace the host's handlers and its wake-up descriptor. Do nothing if that has been tried before."""
+        if self.is_taken_over:
             return
-        self.are_taken_over = True
+        self.is_taken_over = True
         if threading.current_thread() is not threading.main_thread():
             return
-        set_waker = partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
-        # one call of C, for the reason given in os_support.descriptors.anonymous_file
-        self._hosts_fds.extend(map(set_waker, [self._caller_wakeup.write_fd]))
-        handlers = handlers_in_python()
-        self._handlers = handlers | dict.fromkeys(_that_end_us(handlers), signal.SIG_DFL)
-        for number in self._handlers:
-            set_handler(number, self._note if number in NOTED else self._call)
+        set_wakeup_fd = partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
+        # one call of C, for the reason given in os_support.descriptors.open_anonymous_file
+        self._host_wakeup_fds.extend(map(set_wakeup_fd, [self._caller_wakeup.write_fd]))
+        handlers = list_python_handlers()
+        self._host_handlers = handlers | dict.fromkeys(_list_terminating_signals(handlers), signal.SIG_DFL)
+        for signum in self._host_handlers:
+            set_handler(signum, self._defer_signal if signum in DEFERRED_SIGNALS else self._call_host_handler)
 
-    def sleep(self, seconds: float | None = None) -> None:
-        """Until a signal has come, or somebody else rings the alarm; no longer than that, if it is said."""
+    def start_posting(self) -> None:
+        """Post an Interrupted event for each signal so far, and from now on for each signal when it comes.
+
+        The command that starts the work is posted before. Otherwise idle ranks would be interrupted, and the work would
+        start after that.
+        """
+        self._may_post = True
+        with suppress(IndexError):  # a signal handler may come in between and post the rest
+            while True:
+                self._commands.post(Interrupted(self._unposted.pop(0)))
+
+    def post_interrupt(self, signum: int) -> None:
+        """Have the watcher thread act as on this signal, which the host's handler does not get."""
+        if os.getpid() == self._pid:  # this is not a child that the host has forked
+            self._unposted.append(signum)
+            if self._may_post:
+                self.start_posting()
+
+    def wait_for_wakeup(self, seconds: float | None = None) -> None:
+        """Wait until a signal or the watcher thread wakes up this thread, and `seconds` at most. None: no limit."""
         wait([self._caller_wakeup.fileno()], seconds)
-        self._pass_on()
+        self._forward_wakeups()
 
-    def doze(self, deadline: float) -> bool:
-        """The same, and no longer than to that time of CLOCK_MONOTONIC; False when that is over."""
-        patience = deadline - time.monotonic()
-        if patience <= 0 or not wait([self._caller_wakeup.fileno()], patience):
+    def wait_for_wakeup_until(self, deadline: float) -> bool:
+        """Wait as `wait_for_wakeup` does, before the signals are taken over.
+
+        Return False when `deadline` (CLOCK_MONOTONIC) has passed.
+        """
+        seconds = deadline - time.monotonic()
+        if seconds <= 0 or not wait([self._caller_wakeup.fileno()], seconds):
             return False
         self._caller_wakeup.drain()
         return True
 
-    def give_back(self) -> None:
-        """Handlers and wake-up descriptor are the host's own again, but for handlers that it has set meanwhile."""
-        still_ours = [number for number, handler in handlers_in_python().items() if handler in (self._note, self._call)]
-        for number in still_ours:
-            set_handler(number, self._handlers[number])
-        if self._hosts_fds:
+    def restore(self) -> None:
+        """Give the host its handlers and its wake-up descriptor back. A handler that it has set meanwhile stays."""
+        ours = (self._defer_signal, self._call_host_handler)
+        replaced = [signum for signum, handler in list_python_handlers().items() if handler in ours]
+        for signum in replaced:
+            set_handler(signum, self._host_handlers[signum])
+        if self._host_wakeup_fds:
             try:
-                signal.set_wakeup_fd(self._hosts_fds[0])
-            except (OSError, ValueError):  # the host has closed it, or made it block: it wakes nobody
+                signal.set_wakeup_fd(self._host_wakeup_fds[0])
+            except (OSError, ValueError):  # the host has closed it, or made it blocking: it wakes up nobody
                 signal.set_wakeup_fd(-1)
-            self._pass_on()
+            self._forward_wakeups()
 
-    def deliver(self) -> None:
-        """Let each signal do what it would have done; SIGINT usually raises KeyboardInterrupt."""
+    def deliver_received(self) -> None:
+        """Deliver each deferred signal to the host's handler. For SIGINT that handler usually raises KeyboardInterrupt."""
         while self.received:
-            number = self.received.pop(0)
+            signum = self.received.pop(0)
             try:
-                signal.raise_signal(number)
+                signal.raise_signal(signum)
             finally:
-                self.deliver()
+                self.deliver_received()
 
-    def _pass_on(self) -> None:
-        """What has woken us and is none of the noted ones is the host's wake-up descriptor's, too."""
-        foreign = bytes(number for number in self._caller_wakeup.drain() if number and number not in self.received)
-        if foreign and self._hosts_fds[0] != -1:
-            with suppress(OSError):  # it is closed, or blocked
-                os.write(self._hosts_fds[0], foreign)  # full: the host has not looked for a while, and is woken already
+    def _forward_wakeups(self) -> None:
+        """Write the numbers of signals that are not deferred to the host's wake-up descriptor, too."""
+        forwarded = bytes(signum for signum in self._caller_wakeup.drain() if signum and signum not in self.received)
+        if forwarded and self._host_wakeup_fds[0] != -1:
+            with suppress(OSError):  # closed, or full: then the host has not read it for a while, and is woken already
+                os.write(self._host_wakeup_fds[0], forwarded)
 
-    def _note(self, number: int, _: object) -> None:
-        """The handler of those that stop the run."""
+    def _defer_signal(self, signum: int, _: object) -> None:
+        """The handler of DEFERRED_SIGNALS."""
         if os.getpid() == self._pid:
-            is_urgent = number == signal.SIGINT and number in self.received
-            self.received.append(number)
-            self.tell(number)
-            if is_urgent and self.is_in_users_code:
+            is_urgent = signum == signal.SIGINT and signum in self.received
+            self.received.append(signum)
+            self.post_interrupt(signum)
+            if is_urgent and self.is_in_user_code:
                 raise KeyboardInterrupt
             return
-        # A child that the host has forked meanwhile, by another thread: the run is none of its business.
-        self.give_back()
-        signal.raise_signal(number)
+        # This is a child that another thread of the host has forked. The run is not the child's.
+        self.restore()
+        signal.raise_signal(signum)
 
-    def _call(self, number: int, frame: object) -> None:
-        """The handler of all others."""
+    def _call_host_handler(self, signum: int, frame: object) -> None:
+        """The handler of all other signals."""
         try:
-            self._handlers[number](number, frame)
+            self._host_handlers[signum](signum, frame)
         except BaseException as error:
             if os.getpid() != self._pid:
                 raise
-            if self.raised is None:
-                self.raised = error
-            self.tell(signal.SIGTERM)
+            if self.handler_error is None:
+                self.handler_error = error
+            self.post_interrupt(signal.SIGTERM)
         if os.getpid() != self._pid:
-            raise RuntimeError("a signal handler has forked a process that waits for its ranks; the copy must end there")
+            raise RuntimeError(
+                "a signal handler has forked this process during a run; the ranks belong to the parent, so the child must "
+                "not return from the handler: end it there with os._exit()"
+            )
 
 
-def _that_end_us(handlers: Collection[int]) -> list[int]:
-    """Those of the noted ones that would end the program. Python takes what C code handles for that, too."""
-    default = [number for number in NOTED if number not in handlers and signal.getsignal(number) is signal.SIG_DFL]
-    state = state_of_process(os.getpid()) if default else None
-    return [number for number in default if state is None or not state.catches(number)]
+def _list_terminating_signals(python_handlers: Collection[int]) -> list[int]:
+    """Return the deferred signals that would end the program.
+
+    `signal.getsignal` returns SIG_DFL also for a signal that C code handles; the kernel knows which signals are caught.
+    """
+    default = [
+        signum for signum in DEFERRED_SIGNALS if signum not in python_handlers and signal.getsignal(signum) is signal.SIG_DFL
+    ]
+    state = read_process_state(os.getpid()) if default else None
+    return [signum for signum in default if state is None or not state.catches(signum)]

@@ -1,4 +1,4 @@
-"""Packs a call, and says of one that cannot be sent which part of it is to blame."""
+"""Pack a call for the ranks. If it cannot be sent, find the part that cannot be pickled and name it in the error."""
 
 from typing import Any
 
@@ -6,26 +6,26 @@ from mpwatch.errors import LaunchError
 from mpwatch.options.spec import name_of
 from mpwatch.wire.pickling import unpicklable
 from mpwatch.wire.pickling.call_payload import Call, Payload, pack, probe
-from mpwatch.wire.resource_errors import is_shortage, with_remedy
+from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 
 
 def pack_call(call: Call) -> Payload:
-    """This call, ready for any number of ranks. Raises LaunchError."""
+    """Return the call as a payload that can be sent to any number of ranks. Raises LaunchError."""
     try:
         return pack(call)
     except Exception as error:
-        raise LaunchError(_why_not_sent(call, error)) from error
+        raise LaunchError(_explain_failure(call, error)) from error
 
 
-def _why_not_sent(call: Call, error: Exception) -> str:
-    if is_shortage(error):  # which is nobody's fault, and would befall whatever is tried out now
+def _explain_failure(call: Call, error: Exception) -> str:
+    if is_resource_shortage(error):  # no argument is to blame, and each one that is tried now would fail, too
         return with_remedy("the call could not be packed", error)
     candidates: list[tuple[str, Any]] = [(f"fn {name_of(call.fn)!r}", call.fn)]
     candidates += [(f"args[{i}]", arg) for i, arg in enumerate(call.args)]
     candidates += [(f"kwargs[{name!r}]", value) for name, value in call.kwargs.items()]
-    for name, thing in candidates:
-        if not _can_be_sent(thing):
-            path, part = unpicklable.find(name, thing, probe)
+    for name, value in candidates:
+        if not _can_be_sent(value):
+            path, part = unpicklable.find_unpicklable(name, value, probe)
             kind = f"{type(part).__module__}.{type(part).__qualname__}"
             return (
                 f"{path}, a {kind}, which cannot be sent to the ranks ({type(error).__name__}: {error}); "
@@ -34,9 +34,9 @@ def _why_not_sent(call: Call, error: Exception) -> str:
     return f"the call cannot be sent to the ranks: {type(error).__name__}: {error}"
 
 
-def _can_be_sent(thing: Any) -> bool:
+def _can_be_sent(value: Any) -> bool:
     try:
-        probe(thing)
-    except Exception:  # noqa: BLE001  that it fails is what we ask
+        probe(value)
+    except Exception:  # noqa: BLE001  any failure means no
         return False
     return True

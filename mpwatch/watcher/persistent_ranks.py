@@ -1,7 +1,9 @@
-"""Ranks that stay: one life of them after another, each for as many calls as it lasts.
+"""The ranks of a WorkerGroup: they stay between calls; a call restarts them if one was lost. Runs in the caller's threads.
 
-A life ends when a rank is lost, or could not be spared; the next call begins another. A loss is noticed when it happens, by
-the thread of that life, which sleeps meanwhile.
+    start --> call --> call --> ... a rank is lost, or has to be stopped ... --> call: restart, then call --> ... --> close
+
+Each restart has a WatcherThread of its own. While there is no call that thread waits; so it notices a lost rank at once, and
+stops the others. The next call then starts all ranks again.
 """
 
 import logging
@@ -13,16 +15,16 @@ from typing import Any
 
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
-from mpwatch.os_support.descriptors import standard_descriptors
+from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import verdict
+from mpwatch.results.report import format_verdict
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import PendingCall
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import Shutdown, StopReason
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, no_view
-from mpwatch.watcher.output.output_thread import LAST_SECONDS
+from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.restarts.run_controller import diagnose_attempt, publish_outcomes
 from mpwatch.watcher.run import BlockingCall
@@ -30,103 +32,107 @@ from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.pickling.call_payload import Call
 
 log = logging.getLogger("mpwatch")
-LOST = "some were lost while there was no call"
-CUT_SHORT = "the last call could not be brought to its end"
+LOST_WHILE_IDLE = "a rank was lost while no call was running"
+CALL_ABORTED = "the last call was aborted"
 
 
 class PersistentRanks:
-    """For one thread at a time, but for `state` and `workers`. Each call has a view of its own."""
+    """The ranks of one WorkerGroup.
+
+    One thread at a time may call the methods; any thread may read `state` and `workers`. Each call has its own live view.
+    """
 
     def __init__(self, spec: GroupSpec, make_view: MakeView = no_view) -> None:
         self._spec = spec
         self._make_view = make_view
-        self._event_bus = EventBus(uuid.uuid4().hex, spec.observers, keep=False)
+        self._event_bus = EventBus(uuid.uuid4().hex, spec.observers, keep_events=False)
         self._watcher_thread: WatcherThread | None = None
         self._restart_count = -1
-        self._why = LOST  # if the ranks have to be started anew
-        self._epoch = 0  # of the process group: a call that did not succeed may have left its ranks out of step
+        self._restart_reason = LOST_WHILE_IDLE  # for the log, if the next call has to restart the ranks
+        self._epoch = 0  # of the process group, which is made again after a call that failed: ranks may be out of step
         self.workers: tuple[Worker, ...] = ()
 
     @property
     def state(self) -> WorkerState:
-        """INIT, HEALTHY, or UNHEALTHY if the ranks have to be started anew."""
+        """INIT, HEALTHY, or UNHEALTHY if the next call has to restart the ranks."""
         watcher_thread = self._watcher_thread
         if watcher_thread is None:
             return WorkerState.UNHEALTHY
-        return watcher_thread.commands.state if watcher_thread.has_started() else WorkerState.INIT
+        return watcher_thread.commands.state if watcher_thread.has_started_ranks() else WorkerState.INIT
 
     @property
     def has_ranks(self) -> bool:
-        """Whether there are any that have to be ended."""
+        """Whether there are ranks that have to be ended."""
         return self._watcher_thread is not None
 
     def start(self) -> None:
         """Start the ranks. Raises LaunchError."""
-        with standard_descriptors():
-            watcher_thread = self._start_watcher_thread()
-            self._event_bus.begin(self._spec, fn="")
-            blocking_call = self._block(watcher_thread, None, until=watcher_thread.has_started)
-        if blocking_call.signals.received or blocking_call.signals.raised is not None:
+        with open_standard_descriptors():
+            watcher_thread = self._make_watcher_thread()
+            self._event_bus.publish_run_started(self._spec, fn="")
+            blocking_call = self._execute(watcher_thread, None, until=watcher_thread.has_started_ranks)
+        if blocking_call.signals.received or blocking_call.signals.handler_error is not None:
             self.close()
         blocking_call.raise_error()
-        blocking_call.signals.deliver()
+        blocking_call.signals.deliver_received()
 
     def call(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], timeout: float | None
     ) -> RunResult[Any]:
-        """Call a function in every rank.
+        """Call a function in every rank. Restart the ranks before if one of them was lost.
 
         Raises LaunchError, or what the host's handler raises for a signal that came during the call.
         """
         __tracebackhide__ = True  # see mpwatch.run
         started_at = time.monotonic()
         payload = pack_call(Call(fn, args, kwargs, self._spec.backend, self._epoch))
-        self._epoch += 1  # for the next one, unless this succeeds
+        self._epoch += 1  # for the next call, unless this one succeeds
         try:
-            answer = (
-                None
-                if self._watcher_thread is None
-                else self._call(self._watcher_thread, PendingCall(payload, started_at, timeout))
-            )
-            blocking_call, result = self._call_anew(PendingCall(payload, started_at, timeout)) if answer is None else answer
+            answer = None
+            if self._watcher_thread is not None:
+                answer = self._call(self._watcher_thread, PendingCall(payload, started_at, timeout))
+            if answer is None:
+                answer = self._restart_and_call(PendingCall(payload, started_at, timeout))
         finally:
             payload.close()
+        blocking_call, result = answer
         blocking_call.deliver_signals(result)
         return result
 
     def close(self) -> None:
-        """Have the ranks end, and wait for that. What signals came meanwhile do what they would have done."""
+        """Have the ranks end, and wait for that. Then deliver the signals that have come meanwhile."""
         if self._watcher_thread is not None:
-            blocking_call = self._block(self._watcher_thread, Shutdown(), until=lambda: False)
+            blocking_call = self._execute(self._watcher_thread, Shutdown(), until=lambda: False)
             blocking_call.raise_error()
-            blocking_call.signals.deliver()
+            blocking_call.signals.deliver_received()
 
-    def forget(self) -> None:
-        """Have the ranks end by themselves."""
+    def shut_down_in_background(self) -> None:
+        """Have the ranks end, and do not wait for that. This is for a WorkerGroup that nobody refers to any more."""
         watcher_thread, self._watcher_thread = self._watcher_thread, None
-        if watcher_thread is not None and watcher_thread.is_ours():
+        if watcher_thread is not None and watcher_thread.belongs_to_this_process():
             watcher_thread.commands.post(Shutdown())
-            watcher_thread.forget()
+            watcher_thread.close_when_finished()
 
-    def end_with_program(self) -> None:
-        """Have the ranks end, and wait for that; nobody uses this any more."""
+    def shut_down_at_exit(self) -> None:
+        """Have the ranks end, and wait for that. This is for the end of the program, without observers and live view."""
         watcher_thread = self._watcher_thread
-        if watcher_thread is not None and watcher_thread.is_ours():
+        if watcher_thread is not None and watcher_thread.belongs_to_this_process():
             watcher_thread.commands.post(Shutdown())
             watcher_thread.join()
-            watcher_thread.settle(LAST_SECONDS if watcher_thread.output.is_stuck else None)
+            watcher_thread.drain_output(LAST_DRAIN_SECONDS if watcher_thread.output.is_reader_stalled else None)
             watcher_thread.close()
-            self._watcher_thread, self._why = None, "the program is ending"
+            self._watcher_thread, self._restart_reason = None, "the program is ending"
 
-    def tell_end(self, reason: str = "") -> None:
-        """Nobody will call them any more."""
-        self._event_bus.end(WorkerState.STOPPED, self.workers, restarts=max(0, self._restart_count), reason=reason)
+    def publish_run_ended(self, reason: str = "") -> None:
+        """Publish that there will be no more calls."""
+        restarts = max(0, self._restart_count)
+        self._event_bus.publish_run_ended(WorkerState.STOPPED, self.workers, restarts=restarts, reason=reason)
 
-    def _start_watcher_thread(self) -> WatcherThread:
-        watcher_thread = WatcherThread(self._spec, self._event_bus, restart_count=self._restart_count + 1, keep=True)
+    def _make_watcher_thread(self) -> WatcherThread:
+        watcher_thread = WatcherThread(self._spec, self._event_bus, restart_count=self._restart_count + 1, keep_ranks=True)
         try:
             watcher_thread.prepare()
-            watcher_thread.output.attach()
+            watcher_thread.output.use_current_streams()
         except BaseException:
             watcher_thread.close()
             raise
@@ -135,59 +141,63 @@ class PersistentRanks:
         self._watcher_thread = watcher_thread
         return watcher_thread
 
-    def _call_anew(self, pending_call: PendingCall) -> tuple[BlockingCall, RunResult[Any]]:
-        """Start the ranks for this call. It is there before they are, so that it is told what becomes of them."""
-        log.warning("all ranks are started anew: %s", self._why)
-        with standard_descriptors():
-            answer = self._call(self._start_watcher_thread(), pending_call)
+    def _restart_and_call(self, pending_call: PendingCall) -> tuple[BlockingCall, RunResult[Any]]:
+        """Start the ranks for this call. The call is posted before they start, so a failure to start is its failure."""
+        log.warning("all ranks are restarted: %s", self._restart_reason)
+        with open_standard_descriptors():
+            answer = self._call(self._make_watcher_thread(), pending_call)
         assert answer is not None
         return answer
 
     def _call(self, watcher_thread: WatcherThread, pending_call: PendingCall) -> tuple[BlockingCall, RunResult[Any]] | None:
         """Return None if a rank had died before the call came."""
-        why, self._why = self._why, CUT_SHORT  # until it is known better
-        watcher_thread.output.attach()
-        blocking_call = self._block(watcher_thread, pending_call, until=lambda: pending_call.is_done)
+        earlier_reason, self._restart_reason = self._restart_reason, CALL_ABORTED  # until the call has ended
+        watcher_thread.output.use_current_streams()
+        blocking_call = self._execute(watcher_thread, pending_call, until=lambda: pending_call.is_done)
         blocking_call.raise_error()
         if not pending_call.observations:
-            self._why = why
-            blocking_call.signals.deliver()
+            self._restart_reason = earlier_reason
+            blocking_call.signals.deliver_received()
             return None
         (observations,) = pending_call.observations
-        has_succeeded = observations.verdict is StopReason.SUCCEEDED
+        has_succeeded = observations.stop_reason is StopReason.SUCCEEDED
         if has_succeeded:
             self._epoch -= 1
-        result = blocking_call.build_result(lambda: self._judge(observations))
+        result = blocking_call.build_result(lambda: self._diagnose(observations))
         if self._watcher_thread is None:
-            how = "some ended after they had returned" if has_succeeded else verdict(result)
-            self._why = f"not all came through the last call: {how}"
-        elif not blocking_call.signals.received:  # which may have come too late for the call, and are at work
-            self._why = LOST
+            why = "a rank ended after it had returned" if has_succeeded else format_verdict(result)
+            self._restart_reason = f"not all of them survived the last call: {why}"
+        elif not blocking_call.signals.received:  # a signal may reach the ranks after the call, and end them
+            self._restart_reason = LOST_WHILE_IDLE
         return blocking_call, result
 
-    def _judge(self, observations: AttemptObservations) -> RunResult[Any]:
+    def _diagnose(self, observations: AttemptObservations) -> RunResult[Any]:
         result = diagnose_attempt(observations)
         publish_outcomes(self._event_bus, observations, result)
         self._event_bus.dispatch()
         return result
 
-    def _seconds_left(self, watcher_thread: WatcherThread, thing: PendingCall | Shutdown | None) -> float:
-        """Of the time that a call may take. The end does not wait for a reader who was waited for in vain before."""
-        if isinstance(thing, Shutdown) and watcher_thread.output.is_stuck:
-            return 0.0
-        if not isinstance(thing, PendingCall) or thing.timeout is None:
-            return math.inf
-        return thing.started_at + thing.timeout - time.monotonic()
-
-    def _block(
-        self, watcher_thread: WatcherThread, thing: PendingCall | Shutdown | None, *, until: Callable[[], bool]
+    def _execute(
+        self, watcher_thread: WatcherThread, command: PendingCall | Shutdown | None, *, until: Callable[[], bool]
     ) -> BlockingCall:
         blocking_call = BlockingCall(watcher_thread, make_view=self._make_view)
         try:
-            blocking_call.execute(thing, until=until)
-            watcher_thread.settle(blocking_call.patience(self._seconds_left(watcher_thread, thing)))
+            blocking_call.execute(command, until=until)
+            watcher_thread.drain_output(blocking_call.drain_timeout(_seconds_left(watcher_thread, command)))
         finally:
-            if watcher_thread.is_over:
+            if watcher_thread.is_finished:
                 watcher_thread.close()
                 self._watcher_thread = None
         return blocking_call
+
+
+def _seconds_left(watcher_thread: WatcherThread, command: PendingCall | Shutdown | None) -> float:
+    """Return the time left to wait for the reader of the output: the rest of the call's timeout; infinite if it has none.
+
+    A Shutdown does not wait for a reader that has let an earlier wait time out.
+    """
+    if isinstance(command, Shutdown) and watcher_thread.output.is_reader_stalled:
+        return 0.0
+    if not isinstance(command, PendingCall) or command.timeout is None:
+        return math.inf
+    return command.started_at + command.timeout - time.monotonic()

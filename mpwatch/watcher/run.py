@@ -1,14 +1,21 @@
-"""The caller's side of a run: it posts what it wants to the thread that watches the ranks (life.py), and waits for it.
+"""Run a function on the ranks of one node, and BlockingCall: how a thread of the caller's waits for the watcher thread.
 
-    take the signals over --> post --> wait --> give the signals back --> rebuild what came --> return
-    post --> wait for a moment --> return, or take the signals over, and so on         (ranks that are there)
+Runs in the caller's thread. From `mpwatch.run()` to the process of a rank:
 
-While it waits it tells the observers (journal.py), and serves the live view, if there is one (viewing.py).
+    api.run -> run_single_node -> BlockingCall.execute -> WatcherThread -> EventLoop.run -> ProcessPool.start -> process
 
-Handlers do not raise while the caller waits (signals.py), but in that moment: a Ctrl-C is passed on to the ranks then, too.
-If something else is thrown into the caller's thread, the ranks are stopped as by SIGTERM (at once, if it happens again), and
-it leaves `pay` when nothing of them is left; but if they have yet to be asked, or have answered, they stay as they are. Off
-the main thread Python notices it when the wait is over.
+A BlockingCall posts a command and waits until it is done:
+
+    start of the ranks:       take the signals over -> post -> start the thread -> wait -> restore the signals
+    call of ranks that wait:  post -> wait 2 ms -> done, or else: take the signals over -> wait -> restore the signals
+
+While it waits, the caller's thread runs all code that is not the watcher's: observers, logging handlers, decisions about
+restarts, and the live view.
+
+Signal handlers do not raise while it waits (host_signals.py), except in the first 2 ms of a call. A Ctrl-C in these 2 ms is
+passed on to the ranks, too. Any other exception that is thrown into the caller's thread stops the ranks as SIGTERM does, and
+a second exception stops them at once. `execute` re-raises when all ranks are dead. Idle ranks stay alive: those that have
+not been called yet, or have answered. Off the main thread, Python raises such an exception only when the wait is over.
 """
 
 import math
@@ -22,201 +29,221 @@ from typing import Any, TypeVar
 
 from mpwatch.errors import make_error
 from mpwatch.options.spec import WorkerSpec
-from mpwatch.os_support.descriptors import standard_descriptors
+from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
 from mpwatch.results.run_result import RunResult
-from mpwatch.watcher.commands import PendingCall
+from mpwatch.watcher.commands import Command, PendingCall
 from mpwatch.watcher.host_signals import HostSignals
-from mpwatch.watcher.machine.transitions import Event
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, ViewDriver, no_view
-from mpwatch.watcher.output.output_thread import LAST_SECONDS
+from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.restarts.run_controller import RunController
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.pickling.call_payload import Call
 
 T = TypeVar("T")
-MOMENT_SECONDS = 0.002  # in which most calls of idle ranks are over, if they do next to nothing
-MANY = 1000  # things are not thrown at one wait; if they were, an error of ours would be among them
+QUICK_CALL_SECONDS = 0.002  # most calls of idle ranks that do next to nothing are done by then
+MAX_INTERRUPTIONS = 1000  # of one abort; more exceptions than that are an error of mpwatch
 
 
-def watch(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:
-    """Run a function on all ranks, and show the progress. Return when every rank is dead.
+def run_single_node(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:
+    """Run a function on all ranks and show their progress. Return when every rank is dead.
 
-    Raises LaunchError, or what the host's handler raises for a signal that came during the run: KeyboardInterrupt, say.
+    Raises LaunchError, or what the host's handler raises for a signal that came during the run, such as KeyboardInterrupt.
     """
     __tracebackhide__ = True  # see mpwatch.run
-    controller = RunController(spec, EventBus(uuid.uuid4().hex, spec.observers, keep=True))
+    controller = RunController(spec, EventBus(uuid.uuid4().hex, spec.observers, keep_events=True))
     call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
     try:
         with (
-            standard_descriptors(),
+            open_standard_descriptors(),
             closing(pack_call(call)) as payload,
-            closing(WatcherThread(spec, controller.event_bus, keep=False)) as watcher_thread,
+            closing(WatcherThread(spec, controller.event_bus, keep_ranks=False)) as watcher_thread,
         ):
             watcher_thread.prepare()
-            watcher_thread.output.attach()
+            watcher_thread.output.use_current_streams()
             pending_call = PendingCall(payload, controller.started_at, spec.timeout)
             controller.begin(pending_call)
-            blocking_call = BlockingCall(watcher_thread, partial(controller.judge, watcher_thread), make_view)
+            blocking_call = BlockingCall(
+                watcher_thread, partial(controller.handle_ended_attempts, watcher_thread), make_view
+            )
             blocking_call.execute(pending_call, until=lambda: False)
-            watcher_thread.settle(blocking_call.patience(controller.seconds_left()))
+            watcher_thread.drain_output(blocking_call.drain_timeout(controller.seconds_left()))
         blocking_call.raise_error()
-        result = blocking_call.build_result(controller.result)
+        result = blocking_call.build_result(controller.build_result)
     except BaseException as error:
-        controller.fail(error)
+        controller.end_with_error(error)
         raise
     blocking_call.deliver_signals(result)
     return result
 
 
 class BlockingCall:
-    """What one thread of the caller's does about ranks, once."""
+    """One wait of a caller's thread for the watcher thread. It is used once.
+
+    Args:
+        watcher_thread: the thread that the command is for.
+        handle_ended_attempts: decides about restarts. It returns the seconds until its next call; None: no limit.
+        make_view: makes the live view of a call that takes longer than QUICK_CALL_SECONDS.
+    """
 
     def __init__(
-        self, watcher_thread: WatcherThread, judge: Callable[[], float | None] | None = None, make_view: MakeView = no_view
+        self,
+        watcher_thread: WatcherThread,
+        handle_ended_attempts: Callable[[], float | None] | None = None,
+        make_view: MakeView = no_view,
     ) -> None:
         self._watcher_thread = watcher_thread
-        self._judge = judge  # decides about restarts, and returns in how many seconds it must be called again
+        self._handle_ended_attempts = handle_ended_attempts
         self._make_view = make_view
-        self._viewing: ViewDriver | None = None  # of a call that takes longer than a moment
+        self._view_driver: ViewDriver | None = None
         self.signals = HostSignals(watcher_thread.commands)
-        self._has_asked = False
+        self._is_posted = False
 
-    def execute(self, thing: Event | PendingCall | None, *, until: Callable[[], bool]) -> None:
-        """Post this, and wait until that holds, or all ranks have ended."""
+    def execute(self, command: Command | None, *, until: Callable[[], bool]) -> None:
+        """Post the command, start the watcher thread if it has not been started, and wait.
+
+        Return when `until` holds, or when all ranks are dead.
+        """
         try:
-            if isinstance(thing, PendingCall) and self._watcher_thread.is_watched():
-                self._ask(thing)
-                if self._is_done_soon(until):
+            if isinstance(command, PendingCall) and self._watcher_thread.is_running():
+                self._post_once(command)
+                if self._is_quickly_done(until):
                     return
             self.signals.take_over()
-            self._ask(thing)
-            self._watcher_thread.begin()
-            if isinstance(thing, PendingCall):
-                self._viewing = ViewDriver(self._make_view, self._watcher_thread.commands, thing)
-            self._sleep(until)
-            self._leave()
+            self._post_once(command)
+            self._watcher_thread.start()
+            if isinstance(command, PendingCall):
+                self._view_driver = ViewDriver(self._make_view, self._watcher_thread.commands, command)
+            self._wait(until)
+            self._restore_host()
         except BaseException as error:
-            # Ctrl-C in the first moment: the host's handler has raised it
-            is_interrupt = isinstance(error, KeyboardInterrupt) and not self.signals.are_taken_over
+            # a Ctrl-C before the signals were taken over: the host's handler has raised it
+            is_interrupt = isinstance(error, KeyboardInterrupt) and not self.signals.is_taken_over
             self._abort(signal.SIGINT if is_interrupt else signal.SIGTERM, until)
-            self.signals.deliver()
+            self.signals.deliver_received()
             raise
 
+    def drain_timeout(self, seconds_left: float) -> float | None:
+        """Return how long to wait for the reader of the ranks' output. None: no limit.
+
+        There is a limit if the run has a timeout, of which `seconds_left` are left, or if a signal has come.
+        """
+        if self.signals.received or self.signals.handler_error is not None:
+            return LAST_DRAIN_SECONDS
+        return None if seconds_left == math.inf else max(LAST_DRAIN_SECONDS, seconds_left)
+
     def raise_error(self) -> None:
-        """What went wrong, other than in a rank. Signals do then what they would have done."""
-        raised, self.signals.raised = self.signals.raised, None
-        failed, self._watcher_thread.error = self._watcher_thread.error, None
+        """Raise what a handler of the host or the watcher thread has raised. Deliver the deferred signals before."""
+        handler_error, self.signals.handler_error = self.signals.handler_error, None
+        watcher_error, self._watcher_thread.error = self._watcher_thread.error, None
         try:
-            if error := raised or failed:
+            if error := handler_error or watcher_error:
                 raise error
         except BaseException:
-            self.signals.deliver()
+            self.signals.deliver_received()
             raise
 
     def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
-        """What came of it."""
+        """Return `make()`. If it raises, deliver the deferred signals before."""
         try:
             return make()
         except BaseException:
-            self.signals.deliver()
+            self.signals.deliver_received()
             raise
 
-    def patience(self, seconds_left: float) -> float | None:
-        """How long who reads what the ranks have printed is waited for: for ever, unless somebody wants an end."""
-        if self.signals.received or self.signals.raised is not None:
-            return LAST_SECONDS
-        return None if seconds_left == math.inf else max(LAST_SECONDS, seconds_left)
-
     def deliver_signals(self, result: RunResult[Any]) -> None:
-        """Deliver the signals that came during the call to the host's handlers. SIGINT usually raises KeyboardInterrupt.
+        """Deliver the deferred signals to the host's handlers. For SIGINT they usually raise KeyboardInterrupt.
 
-        Call this last, when everything is cleaned up, and outside an `except` block: the only history of a KeyboardInterrupt
-        is the failure of the run.
+        Call this last, when everything is cleaned up, and outside an `except` block: a KeyboardInterrupt then has no other
+        cause or context than the failure of the run.
         """
         __tracebackhide__ = True  # see mpwatch.run
         try:
-            self.signals.deliver()
+            self.signals.deliver_received()
         except BaseException as error:
             if result.state is WorkerState.FAILED:
                 raise error from make_error(result)
             raise
 
-    def _ask(self, thing: Event | PendingCall | None) -> None:
-        """Once."""
-        if not self._has_asked:
-            self._has_asked = True
-            if thing is not None:
-                self._watcher_thread.commands.post(thing)
-            self.signals.speak_up()
+    def _post_once(self, command: Command | None) -> None:
+        if not self._is_posted:
+            self._is_posted = True
+            if command is not None:
+                self._watcher_thread.commands.post(command)
+            self.signals.start_posting()
 
-    def _is_done_soon(self, until: Callable[[], bool]) -> bool:
-        """Within a moment, for which the signals are left as they are: to take them over and to give them back is a quarter
-        of what a short call costs. One that comes is felt at once, or when the moment is over.
+    def _is_quickly_done(self, until: Callable[[], bool]) -> bool:
+        """Wait QUICK_CALL_SECONDS for the call, with the host's own signal handlers.
+
+        To take the signals over and to restore them takes a quarter of the time of a short call. A signal handler runs at
+        once, or when this time is over.
         """
-        deadline = time.monotonic() + MOMENT_SECONDS
+        deadline = time.monotonic() + QUICK_CALL_SECONDS
         while not until():
-            if not self.signals.doze(deadline):
+            if not self.signals.wait_for_wakeup_until(deadline):
                 return False
-        self._watcher_thread.attend()
+        self._watcher_thread.emit_logs_and_events()
         return True
 
-    def _sleep(self, until: Callable[[], bool]) -> None:
-        """Not by joining the thread: that has the fault that signals.py tells of."""
-        seconds = self._attend()  # to what was heard in the first moment
-        while not (until() or self._watcher_thread.is_over):
-            self.signals.sleep(seconds)
-            seconds = self._attend()
+    def _wait(self, until: Callable[[], bool]) -> None:
+        """Wait for wake-ups. `Thread.join` would not do: it waits for a lock, see host_signals.py."""
+        seconds = self._run_callbacks()  # for what has come before the signals were taken over
+        while not (until() or self._watcher_thread.is_finished):
+            self.signals.wait_for_wakeup(seconds)
+            seconds = self._run_callbacks()
 
-    def _attend(self) -> float | None:
-        """Run what belongs to the caller's thread. Returns the seconds until the next call; None: at the next wake-up."""
-        self.signals.is_in_users_code = True
+    def _run_callbacks(self) -> float | None:
+        """Run what belongs to the caller's thread: logging, observers, decisions about restarts, and the live view.
+
+        Return the seconds until the next call; None: at the next wake-up.
+        """
+        self.signals.is_in_user_code = True
         try:
-            self._watcher_thread.attend()
-            waits = [None if self._judge is None else self._judge()]
-            if self._viewing is not None:
-                self._viewing.attend()
-                waits.append(self._viewing.patience())
+            self._watcher_thread.emit_logs_and_events()
+            waits = [None if self._handle_ended_attempts is None else self._handle_ended_attempts()]
+            if self._view_driver is not None:
+                self._view_driver.update()
+                waits.append(self._view_driver.seconds_to_next_update())
             return min((seconds for seconds in waits if seconds is not None), default=None)
         finally:
-            self.signals.is_in_users_code = False
+            self.signals.is_in_user_code = False
 
-    def _leave(self) -> None:
-        """The host is as it was."""
-        if self._viewing is not None:
-            self._viewing.close()
-        if self._watcher_thread.is_over:
+    def _restore_host(self) -> None:
+        if self._view_driver is not None:
+            self._view_driver.close()
+        if self._watcher_thread.is_finished:
             self._watcher_thread.join()
-        self.signals.give_back()
-        self._watcher_thread.attend()
+        self.signals.restore()
+        self._watcher_thread.emit_logs_and_events()
 
-    def _abort(self, number: int, until: Callable[[], bool]) -> None:
-        """Something has been thrown at us. Stop the ranks as by that signal and leave, and let nothing that is thrown
-        meanwhile prevent it.
+    def _abort(self, signum: int, until: Callable[[], bool]) -> None:
+        """Stop the ranks as on this signal, and restore the host, after an exception in the caller's thread.
+
+        A further exception does not prevent that: everything is tried again.
         """
-        must_stop, self._judge = False, None
-        for _ in range(MANY):
+        must_stop, self._handle_ended_attempts = False, None
+        for _ in range(MAX_INTERRUPTIONS):
             try:
-                must_stop = must_stop or self._is_waited_for(until)
+                must_stop = must_stop or self._must_stop_ranks(until)
                 if must_stop:
-                    self._stop(number, until)
-                self._leave()
-                if must_stop and not self._watcher_thread.has_begun():  # or not any more; else they have answered, and stay
+                    self._stop_ranks(signum, until)
+                self._restore_host()
+                if must_stop and not self._watcher_thread.is_alive():  # else the ranks have answered, and stay
                     self._watcher_thread.close()
-            except BaseException:  # noqa: BLE001, S112  the first one is raised; this one has hurried the ranks
+            except BaseException:  # noqa: BLE001, S112  the first one is re-raised; this one has made the ranks stop sooner
                 continue
             return
 
-    def _is_waited_for(self, until: Callable[[], bool]) -> bool:
-        """False for ranks that are idle: a call was about to be posted, or has been answered."""
-        return not self._watcher_thread.has_begun() or (self._has_asked and not until())
+    def _must_stop_ranks(self, until: Callable[[], bool]) -> bool:
+        """Return False for ranks that are idle: their call has not been posted yet, or has been answered."""
+        return not self._watcher_thread.is_alive() or (self._is_posted and not until())
 
-    def _stop(self, number: int, until: Callable[[], bool]) -> None:
-        self._watcher_thread.cancel()
+    def _stop_ranks(self, signum: int, until: Callable[[], bool]) -> None:
+        self._watcher_thread.cancel_start()
         self.signals.take_over()
-        self.signals.tell(number)
-        self.signals.speak_up()
-        if self._watcher_thread.has_begun():
-            self._sleep(until if number == signal.SIGINT else lambda: False)
+        self.signals.post_interrupt(signum)
+        self.signals.start_posting()
+        if self._watcher_thread.is_alive():
+            self._wait(until if signum == signal.SIGINT else lambda: False)

@@ -1,12 +1,14 @@
-"""The life of some ranks, from their start to their end, and the thread that watches them meanwhile.
+"""The watcher thread: it runs the event loop that starts, watches and reaps the ranks.
 
-    caller's thread    prepare --> begin --> post calls, signals, the end -----------------> close
-                                     |               |        ^                                ^
-    thread of the life               `--> EventLoop.run ------' answers -----------> is over --'
+    caller's thread    prepare --> start --> post commands ----------------------------> join --> close
+                                     |            |            ^                          ^
+    watcher thread                   `--> EventLoop.run -------'-- answers ---> is_finished, wake-up
 
-Python may throw an exception into a thread between any two bytecodes: a signal handler that raises, in the main one, or
-`PyThreadState_SetAsyncExc`. One that struck while a rank is being started or reaped would leave it behind. Nobody knows of
-this thread, so nothing is thrown into what starts, watches and reaps.
+Why a thread of its own: Python may throw an exception into a thread between any two bytecodes. In the main thread a signal
+handler may raise; in any thread of the host `PyThreadState_SetAsyncExc` may. If a rank is just being started or reaped, such
+an exception would leave it behind. No other code knows of the watcher thread, so nothing is thrown into it.
+
+No code of the user's runs in the watcher thread.
 """
 
 import logging
@@ -22,38 +24,47 @@ from mpwatch.errors import LaunchError
 from mpwatch.options.log_spec import default_logs
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
-from mpwatch.os_support.processes import await_end_of_thread
+from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import WorkerState
 from mpwatch.watcher.commands import CommandQueue
 from mpwatch.watcher.event_loop import EventLoop, VerdictCallback
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.rank_output import RankOutput
-from mpwatch.watcher.processes.rank_environment import environments_of, reserve_port, workers_here
+from mpwatch.watcher.processes.rank_environment import build_environments, build_workers, reserve_port
 from mpwatch.watcher.restarts.restart_group import RankSetup
 
 log = logging.getLogger("mpwatch")
-THREAD_SECONDS = 1.0  # a thread needs microseconds to begin
+THREAD_START_SECONDS = 1.0  # a thread needs microseconds to start
 
 
 class WatcherThread:
-    """Its methods are the caller's threads', one at a time; each may be called again, should an exception have come.
+    """The watcher thread of one run, or of a WorkerGroup until its ranks are lost, and what it shares with the caller.
+
+    The caller's threads call the methods, one thread at a time. An exception may interrupt any method; it can then be called
+    again.
 
     Args:
-        spec: how many ranks, and under which limits.
-        journal: of the run or the group that all its lives are of.
-        restart_count: how many there were before.
-        keep: whether the ranks stay after a call. Then the program may end without having closed this.
-        herald: is told, in the thread, as soon as it is clear how an attempt ends.
+        spec: number of ranks, and the limits.
+        event_bus: of the run or the WorkerGroup.
+        restart_count: how often the ranks of the WorkerGroup were restarted before.
+        keep_ranks: True: the ranks stay after a call. The program may then end without closing this.
+        on_verdict: called in the watcher thread as soon as it is clear how an attempt ends.
     """
 
     def __init__(
-        self, spec: GroupSpec, event_bus: EventBus, *, restart_count: int = 0, keep: bool, on_verdict: VerdictCallback = bool
+        self,
+        spec: GroupSpec,
+        event_bus: EventBus,
+        *,
+        restart_count: int = 0,
+        keep_ranks: bool,
+        on_verdict: VerdictCallback = bool,
     ) -> None:
         self._spec = spec
         self._event_bus = event_bus
         self._restart_count = restart_count
-        self._keep = keep
+        self._keep_ranks = keep_ranks
         self._on_verdict = on_verdict
         self._pid = os.getpid()
         with ExitStack() as stack:
@@ -61,114 +72,62 @@ class WatcherThread:
             self.deferred_log = DeferredLog(self.commands.caller_wakeup.wake)
             self._event_bus.wake = self.commands.caller_wakeup.wake
             assert isinstance(spec.nprocs, int)  # see GroupSpec
-            nprocs = None if spec.is_on_nodes else spec.nprocs
+            nprocs = None if spec.is_multi_node else spec.nprocs
             self.output = RankOutput(spec.logs or default_logs(), nprocs, self.deferred_log)
-            self._keeper: socket.socket | None = None  # of the port
-            stack.callback(self._free_port)
-            self._held = stack.pop_all()
+            self._port_socket: socket.socket | None = None  # keeps MASTER_PORT reserved
+            stack.callback(self._release_port)
+            self._resources = stack.pop_all()
         self._setups: list[RankSetup] = []
         self._thread: threading.Thread | None = None
         self._is_cancelled = False
-        self._is_forgotten = False
-        self.is_over = False
-        self.error: BaseException | None = None
+        self._closes_itself = False
+        self.is_finished = False  # no rank is left, and none will be started
+        self.error: BaseException | None = None  # what the event loop raised
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """Who the ranks are, once they are prepared."""
+        """The ranks, as soon as `prepare` has been called."""
         return tuple(worker for worker, _ in self._setups)
 
-    def is_ours(self) -> bool:
-        """False in a process that this program has forked."""
-        return os.getpid() == self._pid
-
     def prepare(self) -> None:
-        """What runs code of the user's runs it here, in the caller's thread: the `env` function."""
+        """Prepare the first start of all ranks. This calls the user's `env` function, in the caller's thread."""
         assert isinstance(self._spec.nprocs, int)  # see GroupSpec
-        self._setups = self.prepare_again(range(self._spec.nprocs), self._restart_count)
+        self._setups = self.prepare_restart(range(self._spec.nprocs), self._restart_count)
 
-    def prepare_again(self, ranks: Sequence[int], restart_count: int) -> list[RankSetup]:
-        """How these ranks are started the next time: on a new port, if it is all of them."""
-        if self._keeper is None or len(ranks) == self._spec.nprocs:
-            earlier, self._keeper = self._keeper, reserve_port()  # in this order, so that it is another one
+    def prepare_restart(self, ranks: Sequence[int], restart_count: int) -> list[RankSetup]:
+        """Return these ranks with their environments for the next start. If all ranks start, they get a new MASTER_PORT."""
+        if self._port_socket is None or len(ranks) == self._spec.nprocs:
+            # the new port is reserved before the old one is released, so the two differ
+            earlier, self._port_socket = self._port_socket, reserve_port()
             if earlier is not None:
                 earlier.close()
-        port = self._keeper.getsockname()[1]
+        port = self._port_socket.getsockname()[1]
         run_id = self._event_bus.run_id
-        workers = workers_here(self._spec, ranks, port, run_id=run_id, restart_count=restart_count)
-        return environments_of(self._spec, workers)
+        workers = build_workers(self._spec, ranks, port, run_id=run_id, restart_count=restart_count)
+        return build_environments(self._spec, workers)
 
-    def _free_port(self) -> None:
-        if self._keeper is not None:
-            self._keeper.close()
+    def _release_port(self) -> None:
+        if self._port_socket is not None:
+            self._port_socket.close()
 
-    def attend(self) -> None:
-        """Say what is to be said, in the caller's thread."""
-        self.deferred_log.say()
-        self._event_bus.dispatch()
+    def start(self) -> None:
+        """Start the thread, which starts the ranks. Do nothing if it has been started. Raises LaunchError.
 
-    def settle(self, seconds: float | None) -> None:
-        """Wait until what the ranks have printed by now is where it belongs, and say what is to be said of that."""
-        if not self.output.settle(seconds):
-            log.warning("not all that the ranks have printed could be shown: nobody reads it")
-        self.deferred_log.say()
-
-    def begin(self) -> None:
-        """Start the thread, which starts the ranks. Nothing if it has been started. Raises LaunchError."""
+        If Python can start no thread, the event loop of a run runs in the caller's thread.
+        """
         if self._thread is not None:
             return
-        self._thread = threading.Thread(target=self._carry_out, name="mpwatch", daemon=self._keep)
+        self._thread = threading.Thread(target=self._run, name="mpwatch", daemon=self._keep_ranks)
         try:
             self._thread.start()
         except RuntimeError as error:  # Python is ending, or there is no room for one more
             self._thread = None
-            self.is_over = self._keep
-            if self._keep:
+            self.is_finished = self._keep_ranks
+            if self._keep_ranks:
                 raise LaunchError(f"the ranks cannot be watched: {error}") from error
-            self._carry_out()
+            self._run()
 
-    def has_started(self) -> bool:
-        """Whether there is a process for each rank."""
-        return self.commands.state is not WorkerState.UNKNOWN
-
-    def cancel(self) -> None:
-        """Let nothing begin that has not begun."""
-        self._is_cancelled = True
-        set_spawning_popen(None)  # if packing a call was cut short
-
-    def is_watched(self) -> bool:
-        """Whether the thread is at work, for sure."""
-        return self._thread is not None and not self.is_over
-
-    def has_begun(self) -> bool:
-        """Whether the thread is at work. If its start was interrupted, it may be about to be, and sees that it is late."""
-        deadline = time.monotonic() + THREAD_SECONDS
-        thread = self._thread
-        while thread in threading.enumerate() and not thread.is_alive() and time.monotonic() < deadline:
-            os.sched_yield()
-        return thread is not None and thread.is_alive()
-
-    def join(self) -> None:
-        """Until the thread has ended, which has nothing more to do."""
-        if self._thread is not None and self._thread.native_id is not None:
-            self._thread.join()
-            await_end_of_thread(self._thread.native_id)
-
-    def close(self) -> None:
-        """Give back what it held; when it is over, or has never begun, and now never will."""
-        self.is_over = True
-        try:
-            self.output.close()
-        finally:
-            self._held.close()
-
-    def forget(self) -> None:
-        """Nobody will close it: the thread does so when all ranks have ended."""
-        self._is_forgotten = True
-        if self.is_over:
-            self.close()
-
-    def _carry_out(self) -> None:
+    def _run(self) -> None:
         try:
             if not self._is_cancelled:
                 EventLoop(
@@ -178,14 +137,70 @@ class WatcherThread:
                     self.deferred_log,
                     self._event_bus,
                     output=self.output,
-                    keep=self._keep,
+                    keep_ranks=self._keep_ranks,
                     on_verdict=self._on_verdict,
                 ).run()
-        except BaseException as error:  # noqa: BLE001  it is the caller's to raise
+        except BaseException as error:  # noqa: BLE001  the caller's thread raises it
             self.error = error
         finally:
-            self.output.finish()
-            self.is_over = True
+            self.output.stop_when_drained()
+            self.is_finished = True
             self.commands.caller_wakeup.wake()
-            if self._is_forgotten:
+            if self._closes_itself:
                 self.close()
+
+    def emit_logs_and_events(self) -> None:
+        """Emit the deferred log records and call the observers. Both may run the user's code, in the caller's thread."""
+        self.deferred_log.emit()
+        self._event_bus.dispatch()
+
+    def drain_output(self, seconds: float | None) -> None:
+        """Wait until everything that the ranks have printed so far is written. Log a warning after `seconds`."""
+        if not self.output.drain_all(seconds):
+            log.warning("the output of the ranks is incomplete: the reader of stdout or stderr did not read it in time")
+        self.deferred_log.emit()
+
+    def has_started_ranks(self) -> bool:
+        """Return whether every rank has a process."""
+        return self.commands.state is not WorkerState.UNKNOWN
+
+    def is_running(self) -> bool:
+        """Return whether the event loop can take a command. This is quicker than `is_alive`."""
+        return self._thread is not None and not self.is_finished
+
+    def is_alive(self) -> bool:
+        """Return whether the thread is alive. If its start was interrupted, wait until it has come up."""
+        deadline = time.monotonic() + THREAD_START_SECONDS
+        thread = self._thread
+        while thread in threading.enumerate() and not thread.is_alive() and time.monotonic() < deadline:
+            os.sched_yield()
+        return thread is not None and thread.is_alive()
+
+    def belongs_to_this_process(self) -> bool:
+        """Return False in a process that the host has forked."""
+        return os.getpid() == self._pid
+
+    def cancel_start(self) -> None:
+        """Keep the ranks from being started if the event loop does not run yet."""
+        self._is_cancelled = True
+        set_spawning_popen(None)  # an exception may have interrupted the pickling of a call, which sets it
+
+    def join(self) -> None:
+        """Wait until the thread has ended. Call this when `is_finished`, or when the end has been posted."""
+        if self._thread is not None and self._thread.native_id is not None:
+            self._thread.join()
+            wait_for_thread_exit(self._thread.native_id)
+
+    def close(self) -> None:
+        """Release all resources. Call this when `is_finished`, or when the thread has not been started and never will be."""
+        self.is_finished = True
+        try:
+            self.output.close()
+        finally:
+            self._resources.close()
+
+    def close_when_finished(self) -> None:
+        """Have the watcher thread call `close` when all ranks have ended."""
+        self._closes_itself = True
+        if self.is_finished:
+            self.close()
