@@ -1,10 +1,10 @@
-"""A program: throws an exception into mpwatch at one of its bytecodes after another, and says where that left something.
+"""A program: raises an exception at one bytecode of mpwatch after another, and prints where that leaked something.
 
-    python anywhere.py WHAT FIRST STRIDE       WHAT: run (of a function), or group (made, called
-                                               twice, closed); or printing, with output that is captured
+    python anywhere.py WHAT FIRST STRIDE       WHAT: run (one run), group (create a group, call
+                                               it twice, close it), or printing (with captured output)
 
-Only the caller's thread is thrown at, as Python does it. A bytecode without a line is left out: CPython itself keeps the
-frame for ever if a tracer raises there.
+The exception is raised only in the caller's thread, as Python does it. Bytecodes without a line are left out: CPython never
+releases the frame if a tracer raises there.
 """
 
 import gc
@@ -18,18 +18,18 @@ from multiprocessing import resource_tracker
 import functions
 
 import mpwatch
-from mpwatch.os_support.processes import await_end_of_thread
+from mpwatch.os_support.processes import wait_for_thread_exit
 
 PACKAGE = os.path.dirname(mpwatch.__file__)
 EVENT = "line" if sys.version_info[:2] == (3, 12) else "opcode"  # which that version does not trace
 
 
 class ThrownError(BaseException):
-    """From nowhere, as far as mpwatch can tell."""
+    """The exception that is raised. mpwatch does not know it."""
 
 
 class Thrower:
-    """Counts bytecodes, and throws at one of them."""
+    """Counts bytecodes, and raises at one of them."""
 
     def __init__(self, at):
         self.at = at
@@ -57,7 +57,7 @@ class Thrower:
         return self._step
 
 
-def state():
+def read_process_state():
     descriptors = {}
     for entry in os.listdir("/proc/self/fd"):
         if os.path.exists(path := f"/proc/self/fd/{entry}"):
@@ -79,44 +79,46 @@ def run():
     mpwatch.run(functions.rank, 1)
 
 
-def printing():
+def run_with_captured_output():
     mpwatch.run(functions.rank, 1, logs=mpwatch.LogSpec())
-    group(logs=mpwatch.LogSpec())
+    run_group(logs=mpwatch.LogSpec())
 
 
-def group(**options):
+def run_group(**options):
     try:
         with mpwatch.WorkerGroup(1, **options) as ranks:
             ranks.run(functions.rank)
             ranks.run(functions.rank)
-    except RuntimeError as error:  # it struck as a lock was about to be released, where Python itself throws nothing
+    except RuntimeError as error:  # raised just before a lock is released, where Python itself raises nothing
         raise error.__context__ from None
 
 
-def throw(what, at):
-    """Where it was thrown, or None if it was not."""
+def throw_at(what, at):
+    """Return where the exception was raised; None if it was not."""
     with Thrower(at):
         try:
             what()
         except ThrownError as thrown:
             return str(thrown)
-        except mpwatch.RunFailedError as error:  # it struck while a value was rebuilt, and nobody can tell it from that
+        except (
+            mpwatch.RunFailedError
+        ) as error:  # raised while a value was unpickled: mpwatch reports it as a failure of that
             return str(error.__cause__) if isinstance(error.__cause__, ThrownError) else None
     return None
 
 
-def await_forgotten():
-    """A group that was being made, or closed, may be left to the garbage collector; its ranks end by themselves then."""
-    collect()
+def wait_for_dropped_groups():
+    """Wait for a group that was not fully created or closed: the garbage collector deletes it, and then its ranks exit."""
+    collect_garbage()
     for thread in threading.enumerate():
         if thread.name.startswith("mpwatch"):
             thread.join(10.0)
-            await_end_of_thread(thread.native_id, 10.0)
-    collect()  # what the threads had
+            wait_for_thread_exit(thread.native_id, 10.0)
+    collect_garbage()  # objects that the threads held
 
 
-def collect():
-    with suppress(BufferError):  # CPython may stumble over views of views that are garbage together
+def collect_garbage():
+    with suppress(BufferError):  # CPython can raise it for views of views that are collected together
         gc.collect()
 
 
@@ -125,12 +127,12 @@ def main(what, first, stride):
     what()
     with Thrower(0) as counter:
         what()
-    thrown, before = 0, state()
+    thrown, before = 0, read_process_state()
     for at in range(first, counter.count, stride):
-        where = throw(what, at)
+        where = throw_at(what, at)
         thrown += where is not None
-        await_forgotten()
-        after = state()
+        wait_for_dropped_groups()
+        after = read_process_state()
         for name in before:
             if before[name] != after[name]:
                 print(f"bytecode {at}, {where}: {name}: {before[name]} -> {after[name]}")
@@ -139,4 +141,4 @@ def main(what, first, stride):
 
 
 if __name__ == "__main__":
-    main({"run": run, "group": group, "printing": printing}[sys.argv[1]], *map(int, sys.argv[2:]))
+    main({"run": run, "group": run_group, "printing": run_with_captured_output}[sys.argv[1]], *map(int, sys.argv[2:]))

@@ -1,4 +1,4 @@
-"""What ranks do when all goes well. A light module: every rank of many tests imports it."""
+"""Functions for ranks that succeed. It must import little: every rank of many tests imports it."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ def rank():
     return mpwatch.current_worker().rank
 
 
-def my_environment():
+def get_environment():
     return {name: os.environ.get(name) for name in VARIABLES}
 
 
@@ -41,20 +41,20 @@ def modules():
     return sorted(sys.modules)
 
 
-def length_of_argv():
+def count_arguments():
     return len(sys.argv)
 
 
-def adds_one(tensor, views):
+def add_one(tensor, views):
     tensor += 1
     return tensor, views
 
 
-def writes_its_rank(array, barrier):
-    """Returns what it then sees, where that memory comes from, and the descriptors that it has of that."""
+def write_rank(array, barrier):
+    """Return the array's values, the inodes of its memory, and the descriptors that are open for that memory."""
     array[:] = rank()
     barrier.wait()
     with open("/proc/self/maps") as lines:
         inodes = {line.split()[4] for line in lines if "mpwatch-call" in line}
-    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    return set(array.tolist()), inodes, [link for link in links if "mpwatch-call" in os.path.realpath(link)]
+    paths = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return set(array.tolist()), inodes, [link for link in paths if "mpwatch-call" in os.path.realpath(link)]

@@ -1,4 +1,4 @@
-"""An exception over the wire, within one process: what goes in comes out, node by node."""
+"""Encode and decode exceptions within one process: each node of the graph must come back."""
 
 import asyncio
 import copyreg
@@ -22,14 +22,14 @@ from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 from mpwatch.wire.exceptions.tracebacks import build_traceback, read_frames
 
 
-def raised(error):
+def raise_and_catch(error):
     try:
         raise error
     except BaseException as caught:
         return caught
 
 
-def through(error):
+def round_trip(error):
     encoder = ExceptionEncoder(error)
     return decode_exception(encoder.plain(), encoder.details())
 
@@ -99,7 +99,7 @@ EXACT = [
 
 @pytest.mark.parametrize("error", EXACT, ids=lambda error: type(error).__name__)
 def test_type_text_and_attributes(error):
-    back = through(raised(error))
+    back = round_trip(raise_and_catch(error))
     assert type(back) is type(error)
     assert str(back) == str(error)
     assert vars(back) == vars(error)
@@ -112,8 +112,8 @@ def test_type_text_and_attributes(error):
     [RefusesToPickle("text"), ExitsWhenPickled("text"), RecursesWhenRebuilt("text"), NoText("text")],
     ids=lambda error: type(error).__name__,
 )
-def test_what_resists_is_rebuilt(error):
-    back = through(raised(error))
+def test_exceptions_that_cannot_be_pickled_are_rebuilt(error):
+    back = round_trip(raise_and_catch(error))
     assert type(back) is type(error)
     assert back.args == ("text",)
 
@@ -124,7 +124,7 @@ def test_a_class_that_cannot_be_sent_has_a_stand_in():
     class Bound(KeyError):
         held = lock
 
-    back = through(raised(Bound("gone")))
+    back = round_trip(raise_and_catch(Bound("gone")))
     assert type(back) is not Bound
     assert (type(back).__name__, str(back)) == ("Bound", "'gone'")
     with pytest.raises(KeyError):
@@ -141,7 +141,7 @@ def test_the_chain_its_flags_and_notes():
 
     with pytest.raises(ValueError, match="b") as caught:
         fail()
-    back = through(caught.value)
+    back = round_trip(caught.value)
     assert isinstance(back.__cause__, KeyError)
     assert back.__suppress_context__
     assert back.__cause__ is back.__context__
@@ -152,14 +152,14 @@ def test_one_node_that_cannot_be_pickled_does_not_take_the_rest_along():
     first, second = RefusesToPickle("first"), ValueError("second")
     second.__context__ = first
     first.lock = threading.Lock()
-    back = through(second)
+    back = round_trip(second)
     assert (str(back), str(back.__context__)) == ("second", "first")
 
 
 def test_a_cycle():
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__cause__ = second, first
-    back = through(first)
+    back = round_trip(first)
     assert str(back.__cause__) == "second"
     assert back.__cause__.__cause__ is back
 
@@ -170,21 +170,21 @@ def test_a_chain_of_300_and_a_traceback_of_1000_frames():
         node = ValueError(number)
         node.__cause__ = error
         error = node
-    back, length = through(error), 0
+    back, length = round_trip(error), 0
     while back is not None:
         back, length = back.__cause__, length + 1
     assert length == 300
     with pytest.raises(RecursionError) as caught:
         saboteurs.recurses()
-    frames = traceback.extract_tb(through(caught.value).__traceback__)
+    frames = traceback.extract_tb(round_trip(caught.value).__traceback__)
     assert len(frames) == len(traceback.extract_tb(caught.value.__traceback__)) > 500
 
 
 def test_groups_with_members_that_have_chains_of_their_own():
-    member = raised(OSError(2, "inner", "path"))
+    member = raise_and_catch(OSError(2, "inner", "path"))
     member.__cause__ = ValueError("deep")
-    group = raised(BaseExceptionGroup("all", [KeyboardInterrupt(), ExceptionGroup("some", [member])]))
-    back = through(group)
+    group = raise_and_catch(BaseExceptionGroup("all", [KeyboardInterrupt(), ExceptionGroup("some", [member])]))
+    back = round_trip(group)
     assert type(back) is BaseExceptionGroup
     assert back.message == "all"
     assert isinstance(back.exceptions[0], KeyboardInterrupt)
@@ -211,40 +211,42 @@ def frames_without_columns():
 def test_frames_are_printed_as_in_the_rank_carets_included(fn):
     with pytest.raises((ValueError, ZeroDivisionError)) as caught:
         fn()
-    back = through(caught.value)
+    back = round_trip(caught.value)
     assert traceback.format_exception(back) == traceback.format_exception(caught.value)
-    assert [position(mine) for mine in walk(caught.value)] == [position(theirs) for theirs in walk(back)]
+    assert [position(mine) for mine in iterate_error_traceback(caught.value)] == [
+        position(theirs) for theirs in iterate_error_traceback(back)
+    ]
 
 
 def position(trace):
-    """Of the instruction that raised, as the traceback module reads it."""
+    """Return the position of the instruction that raised, as the traceback module reads it."""
     return list(trace.tb_frame.f_code.co_positions())[trace.tb_lasti // 2]
 
 
 def test_frames_with_a_position_that_cannot_be_compiled_come_back_without_columns():
-    trace = caught_trace(divide, 1, 0)
+    trace = catch_traceback(divide, 1, 0)
     for lasti, line in ((trace.tb_lasti, 7), (1 << 20, trace.tb_lineno), (-1, trace.tb_lineno)):
         made = types.TracebackType(None, trace.tb_frame, lasti, line)
-        (back,) = walk_trace(build_traceback(read_frames(made)))
+        (back,) = iterate_traceback(build_traceback(read_frames(made)))
         assert back.tb_lineno == back.tb_frame.f_lineno == line
         assert position(back) == (line, line, None, None)
 
 
-def caught_trace(fn, *args):
+def catch_traceback(fn, *args):
     with pytest.raises(ZeroDivisionError) as caught:
         fn(*args)
     return caught.tb.tb_next
 
 
-def test_what_can_be_told_without_rebuilding():
-    data = ExceptionEncoder(raised(RefusesToPickle("text"))).plain()
+def test_headers_are_read_without_rebuilding():
+    data = ExceptionEncoder(raise_and_catch(RefusesToPickle("text"))).plain()
     assert [(node.name, node.text) for node in read_cause_chain(data)] == [("RefusesToPickle", "text")]
     assert "RefusesToPickle: text" in read_traceback_text(data)
 
 
 def test_the_host_s_copyreg_is_left_alone():
     before = dict(copyreg.dispatch_table)
-    through(raised(ValueError("x")))
+    round_trip(raise_and_catch(ValueError("x")))
     assert copyreg.dispatch_table == before
 
 
@@ -281,10 +283,12 @@ LEAVES = st.sampled_from(
     ]
 )
 TREES = st.recursive(
-    st.builds(lambda kind, text: raised(kind(text)), LEAVES, st.text(max_size=5)),
+    st.builds(lambda kind, text: raise_and_catch(kind(text)), LEAVES, st.text(max_size=5)),
     lambda inner: st.one_of(
         st.builds(
-            lambda text, members: raised(BaseExceptionGroup(text, members)), st.text(max_size=5), st.lists(inner, min_size=1)
+            lambda text, members: raise_and_catch(BaseExceptionGroup(text, members)),
+            st.text(max_size=5),
+            st.lists(inner, min_size=1),
         ),
         st.builds(lambda error, cause: chain(error, cause=cause), inner, inner),
         st.builds(lambda error, context: chain(error, context=context), inner, inner),
@@ -310,8 +314,8 @@ def text(error):
         return f"<its __str__ raised {type(broken).__name__}>"
 
 
-def shape(error, seen=()):
-    """What must survive: type names, texts, the form of the graph, innermost frames."""
+def describe_graph(error, seen=()):
+    """Return what must survive: type names, texts, the form of the graph, innermost frames."""
     if error is None or id(error) in seen:
         return None
     seen = (*seen, id(error))
@@ -322,31 +326,31 @@ def shape(error, seen=()):
         error.message if members else re.sub(r"0x[0-9a-f]+", "", text(error)),
         getattr(error, "__notes__", None),
         (frames[-1].filename, frames[-1].name, frames[-1].lineno) if frames else None,
-        shape(error.__cause__, seen),
-        shape(error.__context__, seen),
+        describe_graph(error.__cause__, seen),
+        describe_graph(error.__context__, seen),
         error.__suppress_context__,
-        [shape(member, seen) for member in members],
+        [describe_graph(member, seen) for member in members],
     )
 
 
 @settings(max_examples=200, deadline=None)
 @given(TREES)
 def test_any_tree_keeps_its_shape(error):
-    assert shape(through(error)) == shape(error)
-    assert shape(decode_exception(ExceptionEncoder(error).plain())) == shape(error)
-    assert shape(through(through(error))) == shape(error)
+    assert describe_graph(round_trip(error)) == describe_graph(error)
+    assert describe_graph(decode_exception(ExceptionEncoder(error).plain())) == describe_graph(error)
+    assert describe_graph(round_trip(round_trip(error))) == describe_graph(error)
 
 
-def test_what_crosses_is_plain_but_for_the_pickles_inside():
-    encoder = ExceptionEncoder(raised(saboteurs.PickyError(7, detail="x")))
+def test_messages_contain_only_builtin_values_and_pickles():
+    encoder = ExceptionEncoder(raise_and_catch(saboteurs.PickyError(7, detail="x")))
     (node,), (part,) = marshal.loads(encoder.plain())["nodes"], pickle.loads(encoder.details())
     assert {type(value) for value in node.values()} <= {str, list, bool, int, type(None)}
     assert {type(value) for value in part.values()} <= {bytes, list, dict, type(None)}
 
 
 def test_without_details_there_are_stand_ins_of_the_same_shape():
-    error = raised(saboteurs.PickyError(7, detail="x"))
-    error.__cause__ = raised(OSError(2, "No such file", "path"))
+    error = raise_and_catch(saboteurs.PickyError(7, detail="x"))
+    error.__cause__ = raise_and_catch(OSError(2, "No such file", "path"))
     back = decode_exception(ExceptionEncoder(error).plain())
     assert (type(back).__name__, str(back)) == ("PickyError", str(error))
     assert isinstance(back.__cause__, OSError)
@@ -370,7 +374,7 @@ class SpeaksError(Exception):
 
 
 def test_texts_that_are_no_plain_strings():
-    error = raised(SpeaksError())
+    error = raise_and_catch(SpeaksError())
     error.add_note(Spoken("note"))
     back = decode_exception(ExceptionEncoder(error).plain())
     assert (type(back).__name__, str(back), back.__notes__) == ("SpeaksError", "text", ["note"])
@@ -408,11 +412,11 @@ class BothError(KeyError, AttributeError):
     [OwnCauseError, OwnEverythingError, OwnNotesError, OwnMessageError, MixedError, BothError],
     ids=lambda cls: cls.__name__,
 )
-def test_classes_that_say_something_else_of_themselves(cls):
-    """By what Python itself knows of every exception."""
+def test_classes_that_override_builtin_attributes(cls):
+    """The encoder reads the attributes of BaseException instead."""
     error = cls("x", [ValueError("y")]) if issubclass(cls, ExceptionGroup) else cls("x")
     BaseException.__dict__["__cause__"].__set__(error, ValueError("cause"))
-    back = through(error)
+    back = round_trip(error)
     assert type(back).__name__ == cls.__name__
     assert str(BaseException.__dict__["__cause__"].__get__(back)) == "cause"
     assert all(issubclass(type(back), base) for base in cls.__mro__ if base.__module__ == "builtins")
@@ -421,7 +425,7 @@ def test_classes_that_say_something_else_of_themselves(cls):
 def test_a_set_among_the_arguments_may_come_back_in_another_order():
     words = set(map(str, range(200)))
     words -= set(map(str, range(100)))
-    back = through(raised(RuntimeError("missing", words)))
+    back = round_trip(raise_and_catch(RuntimeError("missing", words)))
     assert type(back) is RuntimeError
     assert back.args == ("missing", words)
 
@@ -432,25 +436,27 @@ class ExitsWhenLoaded:
 
 
 def test_an_attribute_that_exits_when_it_is_loaded_takes_nothing_along():
-    error = raised(saboteurs.PickyError(7, detail="x"))
+    error = raise_and_catch(saboteurs.PickyError(7, detail="x"))
     error.trouble = ExitsWhenLoaded()
-    back = through(error)
+    back = round_trip(error)
     assert type(back) is saboteurs.PickyError
     assert (back.code, back.detail, hasattr(back, "trouble")) == (7, "x", False)
 
 
-def test_what_the_pickle_of_an_exception_has_is_not_sent_twice():
-    error = raised(ValueError("x"))
+def test_attributes_in_the_pickle_are_not_sent_twice():
+    error = raise_and_catch(ValueError("x"))
     error.data = bytes(100_000)
     assert len(ExceptionEncoder(error).details()) < 150_000
-    group = raised(saboteurs.nested_group(100))
+    group = raise_and_catch(saboteurs.nested_group(100))
     assert len(ExceptionEncoder(group).details()) < 100_000
 
 
-def test_frames_tell_a_debugger_what_it_asks_for():
+def test_frames_have_the_attributes_that_a_debugger_reads():
     with pytest.raises(ValueError, match="batch") as caught:
         saboteurs.raises_value_error()
-    for mine, theirs in zip(walk(caught.value), walk(through(caught.value)), strict=True):
+    for mine, theirs in zip(
+        iterate_error_traceback(caught.value), iterate_error_traceback(round_trip(caught.value)), strict=True
+    ):
         for name in ("co_filename", "co_name", "co_qualname", "co_firstlineno"):
             assert getattr(mine.tb_frame.f_code, name) == getattr(theirs.tb_frame.f_code, name)
         assert mine.tb_lineno == theirs.tb_lineno == theirs.tb_frame.f_lineno
@@ -460,25 +466,25 @@ def test_frames_tell_a_debugger_what_it_asks_for():
 
 @pytest.mark.parametrize(("first", "line"), [(1, 1), (5, 3), (1, 100_000), (70, 6), (10, 0)])
 def test_any_line_of_any_function(first, line):
-    (trace,) = walk_trace(build_traceback([("file.py", "f", "A.f", first, line, "module", False, None)]))
+    (trace,) = iterate_traceback(build_traceback([("file.py", "f", "A.f", first, line, "module", False, None)]))
     assert (trace.tb_lineno, trace.tb_frame.f_lineno) == (line, line)
     assert trace.tb_frame.f_globals["__name__"] == "module"
 
 
-def walk_trace(trace):
+def iterate_traceback(trace):
     while trace is not None:
         yield trace
         trace = trace.tb_next
 
 
-def walk(error):
-    return list(walk_trace(error.__traceback__))
+def iterate_error_traceback(error):
+    return list(iterate_traceback(error.__traceback__))
 
 
 def test_a_very_long_text_is_cut():
-    error = raised(ValueError("x" * (3 << 20)))
+    error = raise_and_catch(ValueError("x" * (3 << 20)))
     assert len(ExceptionEncoder(error).plain()) < 4 << 20
-    assert len(str(through(error))) == 3 << 20
+    assert len(str(round_trip(error))) == 3 << 20
 
 
 def test_a_frame_that_hides_itself_is_hidden_still():
@@ -490,22 +496,22 @@ def test_a_frame_that_hides_itself_is_hidden_still():
         try:
             helper(hide)
         except ValueError as error:
-            back = through(error)
-        return [dict(trace.tb_frame.f_locals) for trace in walk_trace(back.__traceback__)]
+            back = round_trip(error)
+        return [dict(trace.tb_frame.f_locals) for trace in iterate_traceback(back.__traceback__)]
 
     assert flags(True) == [{}, {"__tracebackhide__": True}]
     assert flags(False) == flags(str) == [{}, {}]
 
 
 @pytest.mark.parametrize("outcome", [pytest.skip, pytest.fail, pytest.xfail])
-def test_a_class_that_says_it_is_a_builtin_comes_back_as_itself(outcome):
-    error = raised(outcome.Exception("why", pytrace=False))
-    back = through(error)
+def test_a_class_that_claims_to_be_builtin_comes_back_as_itself(outcome):
+    error = raise_and_catch(outcome.Exception("why", pytrace=False))
+    back = round_trip(error)
     assert type(back) is outcome.Exception
     assert (back.msg, back.pytrace) == ("why", False)
 
 
-def test_a_module_that_loads_what_it_is_asked_for_is_not_asked(monkeypatch):
+def test_a_module_with_lazy_attributes_loads_none(monkeypatch):
     def load(name):
         raise RuntimeError(f"{name} cannot be loaded")
 
@@ -517,11 +523,11 @@ def test_a_module_that_loads_what_it_is_asked_for_is_not_asked(monkeypatch):
     class Local(lazy.Base):
         pass
 
-    assert type(through(raised(Local("text")))) is Local
+    assert type(round_trip(raise_and_catch(Local("text")))) is Local
 
 
-def test_a_stand_in_for_a_class_that_says_it_is_a_builtin():
-    error = raised(pytest.fail.Exception("why"))
+def test_a_stand_in_for_a_class_that_claims_to_be_builtin():
+    error = raise_and_catch(pytest.fail.Exception("why"))
     back = decode_exception(ExceptionEncoder(error).plain())
     assert (type(back).__name__, str(back), type(back).__bases__) == ("Failed", "why", (BaseException,))
 

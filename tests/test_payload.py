@@ -1,4 +1,4 @@
-"""What goes to ranks and comes back: whole, without copies, to each its own; and its memory goes with the last of it."""
+"""Arguments and return values: they arrive complete, without copies, each rank writes to its own, and memory is freed."""
 
 import ctypes
 import functools
@@ -30,12 +30,12 @@ MANY = MIN_BUFFER_SIZE // 8 + 1  # numbers that make a large buffer
 
 
 @pytest.fixture(autouse=True)
-def _main_of_a_rank(monkeypatch):
-    """Which `unpack` writes to."""
+def _fresh_main_module(monkeypatch):
+    """`unpack` writes to the module `__main__`."""
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
 
 
-def as_argument(thing):
+def send_as_argument(thing):
     packed = call_payload.pack(call_payload.Call(print, (thing,), {}, None))
     try:
         return call_payload.unpack(packed.body, [os.dup(fd) for fd in packed.fds]).args[0]
@@ -43,7 +43,7 @@ def as_argument(thing):
         packed.close()
 
 
-def as_value(thing):
+def send_as_value(thing):
     packed = return_values.pack(thing)
     try:
         return return_values.load(packed.body or map_bundle(packed.file.fileno()))
@@ -51,17 +51,17 @@ def as_value(thing):
         packed.close()
 
 
-def mappings():
-    """Where what mpwatch has packed lies in this process."""
+def list_mappings():
+    """Return the address ranges of mapped bundles in this process."""
     lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:mpwatch-" in line]
     return [range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in lines]
 
 
 def is_mapped(array):
-    return any(array.__array_interface__["data"][0] in mapping for mapping in mappings())
+    return any(array.__array_interface__["data"][0] in mapping for mapping in list_mappings())
 
 
-both_ways = pytest.mark.parametrize("sent", [as_argument, as_value])
+both_ways = pytest.mark.parametrize("sent", [send_as_argument, send_as_value])
 ARRAYS = {
     "C order": np.arange(2.0 * MANY).reshape(2, -1),
     "Fortran order": np.asfortranarray(np.arange(2.0 * MANY).reshape(2, -1)),
@@ -96,7 +96,7 @@ def test_an_array_comes_whole_and_writable(sent, kind):
 
 
 @both_ways
-def test_what_was_read_only_stays_so(sent):
+def test_read_only_memory_stays_read_only(sent):
     for size in (3, MANY):
         array = np.zeros(size)
         array.flags.writeable = False
@@ -124,14 +124,14 @@ def test_a_memoryview_with_gaps_cannot_be_sent(sent):
 
 @both_ways
 @pytest.mark.parametrize("items", [np.zeros(3, complex), np.zeros(3, ">i4"), (ctypes.c_int * MANY)()])
-def test_a_memoryview_that_python_itself_cannot_make_is_refused_before_it_is_sent(sent, items):
-    """Not when it is loaded, where nobody knows what it was."""
+def test_a_memoryview_of_an_unsupported_format_is_refused_when_it_is_pickled(sent, items):
+    """The unpickling process could not name the object."""
     with pytest.raises(TypeError, match=r"cannot pickle a memoryview of the format '[Z><]"):
         sent(memoryview(items))
 
 
 @both_ways
-def test_what_was_one_object_is_one(sent):
+def test_identical_objects_stay_identical(sent):
     array, view = np.zeros(MANY), memoryview(bytearray(MIN_BUFFER_SIZE))
     first, (second,), third, fourth = sent((array, [array], view, view))
     assert first is second
@@ -142,21 +142,21 @@ def test_what_was_one_object_is_one(sent):
 
 @both_ways
 def test_it_takes_memory_until_the_last_array_is_gone_and_no_descriptor(sent):
-    before, open_before = mappings(), descriptors()
+    before, open_before = list_mappings(), descriptors()
     first, second = sent([np.zeros(MANY), np.zeros(MANY)])
     row = second[3:]
-    assert len(mappings()) == len(before) + 1
+    assert len(list_mappings()) == len(before) + 1
     assert descriptors() == open_before
     del first, second
-    assert len(mappings()) == len(before) + 1
+    assert len(list_mappings()) == len(before) + 1
     row[:] = 1
     del row
-    assert mappings() == before
+    assert list_mappings() == before
 
 
 @both_ways
 def test_a_finaliser_in_a_cycle_may_look_at_what_came(sent):
-    """What is told of the end of a mapping's object would be told before that."""
+    """A weakref callback of the mapping would run before the finalizer."""
     seen = []
 
     class Node:
@@ -184,7 +184,7 @@ def test_without_ctypes_a_mapping_keeps_a_descriptor(sent, monkeypatch):
     assert descriptors() == open_before
 
 
-def test_what_is_small_goes_without_a_file():
+def test_small_calls_need_no_file():
     with_connections = SPAWN.Pipe()
     for args, number in ((([1, 2], "three"), 0), (with_connections, 2)):
         packed = call_payload.pack(call_payload.Call(print, args, {}, None))
@@ -204,20 +204,20 @@ PARTS = st.one_of(
 
 
 @settings(max_examples=60, deadline=None)
-@given(parts=st.lists(PARTS, max_size=6), sent=st.sampled_from([as_argument, as_value]))
+@given(parts=st.lists(PARTS, max_size=6), sent=st.sampled_from([send_as_argument, send_as_value]))
 def test_any_mixture_of_small_and_large(parts, sent):
     for came, part in zip(sent(parts), parts, strict=True):
         np.testing.assert_array_equal(came, part)
 
 
-def test_what_is_no_bundle_is_refused():
+def test_bytes_that_are_not_a_bundle_are_refused():
     for data in (b"", b"x", bytes(100), b"x" * (1 << 20)):
         with pytest.raises(ValueError, match="not a bundle"):
             return_values.load(data)
 
 
 @both_ways
-def test_nothing_is_kept_of_what_could_not_be_sent(sent):
+def test_buffers_are_released_if_pickling_fails(sent):
     data = bytearray(MIN_BUFFER_SIZE)
     with pytest.raises(TypeError):
         sent([memoryview(data), saboteurs.Unpicklable()])
@@ -229,7 +229,7 @@ def test_nothing_is_kept_of_what_could_not_be_sent(sent):
 
 def test_each_rank_may_write_to_its_own_view_of_the_same_memory(barrier):
     array = np.full(MANY, 7.0)
-    came = mpwatch.run(functions.writes_its_rank, 3, args=(array, barrier)).return_values
+    came = mpwatch.run(functions.write_rank, 3, args=(array, barrier)).return_values
     assert [came[rank][0] for rank in range(3)] == [{0.0}, {1.0}, {2.0}]
     assert len(set.union(*(inodes for _, inodes, _ in came.values()))) == 1
     assert not any(links for _, _, links in came.values())
@@ -237,34 +237,34 @@ def test_each_rank_may_write_to_its_own_view_of_the_same_memory(barrier):
 
 
 def test_results_are_the_caller_s_to_write_to():
-    before, open_before = mappings(), descriptors()
+    before, open_before = list_mappings(), descriptors()
     result = mpwatch.run(functools.partial(np.full, MAX_COPY_SIZE // 8), 3, args=(1.5,))
     assert descriptors() == open_before
     first, second, third = result
     first[:] = 0
     assert set(second) == {1.5}
-    assert len(mappings()) == len(before) + 3
+    assert len(list_mappings()) == len(before) + 3
     del result, first, second
     assert third[5] == 1.5
     del third
-    assert mappings() == before
+    assert list_mappings() == before
 
 
 def test_short_results_take_no_mapping():
-    """Of which a process has 65,530."""
-    before = mappings()
+    """A process may have only 65,530 mappings."""
+    before = list_mappings()
     came = mpwatch.run(functools.partial(np.full, MANY), 1, args=(1.5,))[0]
-    assert mappings() == before
+    assert list_mappings() == before
     came += 1
     assert set(came) == {2.5}
 
 
-def test_what_came_of_a_failed_run_is_not_kept():
-    before = mappings()
+def test_values_of_a_failed_run_are_not_kept():
+    before = list_mappings()
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(saboteurs.returns_much_but_rank_1_fails, 2)
     assert caught.value.root_cause.rank == 1
-    assert mappings() == before
+    assert list_mappings() == before
 
 
 MEMORY = """
@@ -297,8 +297,8 @@ def test_neither_arguments_nor_results_pass_through_the_watcher_s_heap():
         ("a file that promises what is not there", "invalid load key"),
     ],
 )
-def test_a_strange_file_in_the_place_of_a_value(what, text):
-    """Whoever writes to the channel that is ours, harms his rank alone."""
+def test_an_invalid_file_instead_of_a_value(what, text):
+    """A rank that writes to mpwatch's channel harms only itself."""
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(saboteurs.answers_with, 1, args=(what,))
     root = caught.value.root_cause
@@ -311,13 +311,13 @@ def test_more_files_than_messages():
         mpwatch.run(saboteurs.answers_with, 1, args=("two pipes",))
 
 
-def test_a_rank_without_its_channel_leaves_what_is_not_too_large():
+def test_a_rank_without_its_channel_leaves_a_small_value_in_the_black_box():
     came = mpwatch.run(saboteurs.closes_descriptors_and_returns, 1, args=(np.arange(float(MANY)),))[0]
     assert came[-1] == MANY - 1
     came[:] = 0
 
 
-def test_who_wants_a_module_by_value_gets_it_so():
+def test_a_module_registered_for_pickling_by_value_is_pickled_by_value():
     def as_called(fn):
         packed = call_payload.pack(call_payload.Call(fn, (), {}, None))
         try:
@@ -333,20 +333,20 @@ def test_who_wants_a_module_by_value_gets_it_so():
         cloudpickle.unregister_pickle_by_value(functions)
 
 
-def test_what_is_of_main_goes_by_value_even_if_the_function_does_not():
-    said = python(
+def test_objects_of_main_are_sent_by_value_even_if_the_function_is_not():
+    printed = python(
         "-c",
         "import mpwatch\nclass Thing: pass\nresult = mpwatch.run(type, 1, args=(Thing(),))\nprint(result[0] is Thing)\n",
     ).stdout
-    assert said == "True\n"
+    assert printed == "True\n"
 
 
-def test_whether_a_call_is_plain_is_found_out_without_a_repr():
+def test_plain_pickler_calls_no_repr():
     class Shy:
         __module__ = "__main__"
 
         def __repr__(self):
-            raise AssertionError("nobody has asked to see it")
+            raise AssertionError("repr was called")
 
     with pytest.raises(pickle.PicklingError, match="of __main__"):
         PlainPickler(NullBundle()).dump(Shy())

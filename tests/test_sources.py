@@ -7,7 +7,7 @@ from programs import HERE, python
 
 import mpwatch
 from mpwatch.wire.exceptions import source_lines
-from mpwatch.wire.exceptions.decoder import decode
+from mpwatch.wire.exceptions.decoder import decode_exception
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 
 PROGRAM = """\
@@ -57,7 +57,7 @@ def test_what_is_not_of_the_program_on_stdin_is_not_taken_for_it(tmp_path):
         "from mpwatch.wire.exceptions import source_lines\n"
         "def f(): pass\n"
         "exec(compile('def g():\\n    return 2', '<stdin>', 'exec'))\n"
-        "print(len(source_lines.of_code([f.__code__])), len(source_lines.of_code([f.__code__, g.__code__])))\n"
+        "print(len(source_lines.collect_for_code([f.__code__])), len(source_lines.collect_for_code([f.__code__, g.__code__])))\n"
     )
     with script.open() as file:
         assert python(stdin=file).stdout == "1 0\n"
@@ -88,7 +88,7 @@ def test_code_that_a_rank_has_generated():
 
 def test_what_is_known_is_not_replaced():
     linecache.cache["<ours>"] = (4, None, ["ours"], "<ours>")
-    source_lines.remember({"<ours>": "theirs", __file__: "theirs"})
+    source_lines.add_to_linecache({"<ours>": "theirs", __file__: "theirs"})
     assert linecache.getline("<ours>", 1) == "ours"
     assert linecache.getline(__file__, 1).startswith('"""Lines of source')
     del linecache.cache["<ours>"]
@@ -102,9 +102,9 @@ def test_files_are_not_sent():
 
 def test_what_is_too_long_is_left_out():
     linecache.cache["<long>"] = (4, None, ["x" * (2 << 20)], "<long>")
-    assert source_lines.of_files(["<long>"]) == {}
+    assert source_lines.collect_for_files(["<long>"]) == {}
     del linecache.cache["<long>"]
     code = compile("1 / 0", "<none>", "exec")
     with pytest.raises(ZeroDivisionError) as caught:
         exec(code)
-    assert decode(ExceptionEncoder(caught.value).plain()).__traceback__ is not None
+    assert decode_exception(ExceptionEncoder(caught.value).plain()).__traceback__ is not None

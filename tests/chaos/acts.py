@@ -17,7 +17,7 @@ from board import Board
 from histories import History
 
 import mpwatch
-from mpwatch.wire.messages import MessageKind, frame
+from mpwatch.wire.messages import MessageKind, encode_frame
 
 SECONDS = 600  # as good as for ever: the harness has long ended it
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM)
@@ -272,7 +272,7 @@ def forks_and_waits(cue):
 
 def send_half_a_message():
     channel = next(thing for thing in gc.get_objects() if type(thing).__name__ == "Channel" and hasattr(thing, "_fd"))
-    os.write(channel._fd, frame(MessageKind.RAISED, bytes(1000))[:500])
+    os.write(channel._fd, encode_frame(MessageKind.RAISED, bytes(1000))[:500])
 
 
 def is_killed_within_a_message(cue):

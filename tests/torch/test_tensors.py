@@ -1,4 +1,4 @@
-"""Tensors as arguments and values: their memory is mapped, and who shared it there shares it here."""
+"""Tensors as arguments and return values: their memory is mapped, and tensors that shared memory share it again."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import functions
-from test_payload import as_argument, as_value, both_ways, mappings
+from test_payload import both_ways, list_mappings, send_as_argument, send_as_value
 
 import mpwatch
 
@@ -20,13 +20,13 @@ MANY = 1 << 15
 
 
 @pytest.fixture(autouse=True)
-def _main_of_a_rank(monkeypatch):
-    """Which `unpack` writes to."""
+def _fresh_main_module(monkeypatch):
+    """`unpack` writes to the module `__main__`."""
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
 
 
 def is_mapped(tensor):
-    return any(tensor.data_ptr() in mapping for mapping in mappings())
+    return any(tensor.data_ptr() in mapping for mapping in list_mappings())
 
 
 TYPES = (
@@ -65,7 +65,7 @@ def test_a_tensor_with_an_attribute(sent, dtype):
 
 @both_ways
 @pytest.mark.parametrize("size", [2, MANY])
-def test_what_shared_memory_shares_it(sent, size):
+def test_tensors_that_shared_memory_share_it(sent, size):
     whole = torch.zeros(2 * size)
     came, again, half, column, twin = sent([whole, whole, whole[size:], whole.view(2, -1)[:, 1], whole.detach()])
     assert again is came
@@ -81,7 +81,7 @@ def test_a_small_tensor_can_be_resized_as_before(sent):
 
 
 @both_ways
-def test_modules_keep_tied_weights_and_what_is_known_of_them(sent):
+def test_modules_keep_tied_weights_and_references_to_them(sent):
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
@@ -105,7 +105,7 @@ def test_modules_keep_tied_weights_and_what_is_known_of_them(sent):
 
 @both_ways
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_tensors_made_of_several(sent):
+def test_tensors_that_consist_of_several_tensors(sent):
     sparse = torch.eye(300).to_sparse()
     assert torch.equal(sent(sparse).to_dense(), sparse.to_dense())
     rows = torch.eye(300).to_sparse_csr()
@@ -115,7 +115,7 @@ def test_tensors_made_of_several(sent):
 
 
 @both_ways
-@pytest.mark.filterwarnings("ignore")  # torch says that it will go
+@pytest.mark.filterwarnings("ignore")  # torch warns that quantization is deprecated
 def test_a_quantized_tensor(sent):
     quantized = torch.quantize_per_tensor(torch.arange(float(4 * MANY)), 0.5, 10, torch.quint8)
     assert torch.equal(sent(quantized).int_repr(), quantized.int_repr())
@@ -123,31 +123,31 @@ def test_a_quantized_tensor(sent):
 
 @both_ways
 def test_the_memory_of_a_tensor_goes_with_it(sent):
-    before = mappings()
+    before = list_mappings()
     came = sent(torch.zeros(MANY))
     row = came[5:]
     del came
-    assert len(mappings()) == len(before) + 1
+    assert len(list_mappings()) == len(before) + 1
     del row
-    assert mappings() == before
+    assert list_mappings() == before
 
 
 def test_arguments_in_shared_memory_stay_there():
     shared = torch.zeros(MANY).share_memory_()
     descriptors = len(os.listdir("/proc/self/fd"))
-    came = as_argument(shared)
+    came = send_as_argument(shared)
     assert came.is_shared()
     came.fill_(2)
     assert set(shared.tolist()) == {2.0}
-    assert not as_value(shared).is_shared()
+    assert not send_as_value(shared).is_shared()
     del came
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_to_a_rank_and_back():
-    """One, since its import of torch is what takes time."""
+    """One rank is enough: importing torch takes time."""
     tensor = torch.ones(MANY)
-    came, (first, second) = mpwatch.run(functions.adds_one, 1, args=(tensor, (tensor[1:], tensor[:3])))[0]
+    came, (first, second) = mpwatch.run(functions.add_one, 1, args=(tensor, (tensor[1:], tensor[:3])))[0]
     assert set(first.tolist()) == {2.0}
     came.fill_(7)
     assert second.tolist() == [7.0] * 3
