@@ -1,9 +1,9 @@
-"""When ranks are told to use CPUs: where torch can find nothing else, told by its files and the nodes of devices."""
+"""Tests of ACCELERATE_USE_CPU: a rank gets it if torch's files and the device files show that there is no accelerator."""
 
 import pytest
 
 from mpwatch import WorkerSpec
-from mpwatch.watcher.processes.rank_environment import environments_of, workers_here
+from mpwatch.watcher.processes.rank_environment import build_environments, build_workers
 
 CPU_BUILD = "cuda: Optional[str] = None\nhip: Optional[str] = None\nxpu: Optional[str] = None\n"
 CUDA_BUILD = CPU_BUILD.replace("cuda: Optional[str] = None", "cuda: Optional[str] = '13.0'")
@@ -14,11 +14,11 @@ OLD_CUDA_BUILD = "cuda = '12.1'\nhip = None\n"
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """One that has such a torch, so many GPUs, and these packages."""
+    """Make a machine with this build of torch, this number of GPUs and these packages."""
 
     def make(build, gpus=0, packages=()):
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.setattr("mpwatch.os_support.hardware.GPU_NODES", (f"{tmp_path}/nvidia[0-9]*",))
+        monkeypatch.setattr("mpwatch.os_support.hardware.GPU_DEVICE_FILES", (f"{tmp_path}/nvidia[0-9]*",))
         for name in ("ACCELERATE_USE_CPU", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
             monkeypatch.delenv(name, raising=False)
         for name in ("torch", *packages):
@@ -32,33 +32,33 @@ def machine(tmp_path, monkeypatch):
 
 
 def use_cpu(nprocs=2, env=None):
-    """What accelerate finds in each rank."""
+    """Return ACCELERATE_USE_CPU of each rank."""
     spec = WorkerSpec(fn=print, nprocs=nprocs, env=env)
-    places = environments_of(spec, workers_here(spec, range(nprocs), 29500, run_id="test", restart_count=0))
-    return [env.get("ACCELERATE_USE_CPU") for _, env in places]
+    setups = build_environments(spec, build_workers(spec, range(nprocs), 29500, run_id="test", restart_count=0))
+    return [env.get("ACCELERATE_USE_CPU") for _, env in setups]
 
 
 @pytest.mark.parametrize("build", [CPU_BUILD, CUDA_BUILD, HIP_BUILD, OLD_CUDA_BUILD], ids=["cpu", "cuda", "hip", "old cuda"])
-def test_there_are_no_gpus(machine, build):
+def test_ranks_use_cpus_on_a_machine_without_gpus(machine, build):
     machine(build)
     assert use_cpu() == ["true", "true"]
 
 
 @pytest.mark.parametrize("build", [CUDA_BUILD, HIP_BUILD, OLD_CUDA_BUILD], ids=["cuda", "hip", "old cuda"])
-def test_there_are_gpus(machine, build):
+def test_ranks_may_use_gpus_on_a_machine_with_gpus(machine, build):
     machine(build, gpus=2)
     assert use_cpu() == [None, None]
     assert use_cpu(env={"CUDA_VISIBLE_DEVICES": "1,0"}) == [None, None]
     assert use_cpu(env={"CUDA_VISIBLE_DEVICES": "GPU-f1d5"}) == [None, None]
 
 
-def test_a_torch_for_cpus_does_not_see_gpus(machine):
+def test_a_cpu_build_of_torch_uses_no_gpus(machine):
     machine(CPU_BUILD, gpus=2)
     assert use_cpu() == ["true", "true"]
 
 
 @pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
-def test_gpus_may_be_hidden(machine, monkeypatch, hidden):
+def test_ranks_use_cpus_if_all_gpus_are_hidden(machine, monkeypatch, hidden):
     machine(CUDA_BUILD, gpus=2)
     assert use_cpu(env={"CUDA_VISIBLE_DEVICES": hidden}) == ["true", "true"]
     assert use_cpu(env=lambda worker: {"HIP_VISIBLE_DEVICES": hidden if worker.rank else "0"}) == [None, "true"]
@@ -66,36 +66,36 @@ def test_gpus_may_be_hidden(machine, monkeypatch, hidden):
     assert use_cpu() == ["true", "true"]
 
 
-def test_other_accelerators_are_not_kept_from_being_used(machine):
+def test_ranks_may_use_other_accelerators(machine):
     machine(XPU_BUILD)
     assert use_cpu() == [None, None]
 
 
-def test_a_torch_for_cpus_may_have_a_plugin(machine):
+def test_a_cpu_build_of_torch_may_use_the_devices_of_a_plugin(machine):
     machine(CPU_BUILD, packages=("torch_npu",))
     assert use_cpu(env={"CUDA_VISIBLE_DEVICES": ""}) == [None, None]
 
 
-def test_what_the_user_has_set_stays(machine, monkeypatch):
+def test_a_value_of_the_user_is_kept(machine, monkeypatch):
     machine(CPU_BUILD)
     assert use_cpu(env={"ACCELERATE_USE_CPU": "no"}) == ["no", "no"]
     monkeypatch.setenv("ACCELERATE_USE_CPU", "0")
     assert use_cpu() == ["0", "0"]
 
 
-def test_a_single_rank_is_left_to_itself(machine):
+def test_a_single_rank_gets_no_value(machine):
     machine(CPU_BUILD)
     assert use_cpu(nprocs=1) == [None]
 
 
-def test_a_torch_whose_version_is_in_odd_bytes_is_read(machine, tmp_path):
+def test_a_version_file_that_is_not_utf8_is_read(machine, tmp_path):
     machine(CPU_BUILD, gpus=2)
     with tmp_path.joinpath("torch", "version.py").open("ab") as file:
         file.write(b"# \xff\n")
     assert use_cpu() == ["true", "true"]
 
 
-def test_a_torch_that_does_not_say_may_use_gpus(machine, tmp_path):
+def test_a_torch_without_a_version_file_may_use_gpus(machine, tmp_path):
     machine("", gpus=1)
     tmp_path.joinpath("torch", "version.py").unlink()
     assert use_cpu() == [None, None]

@@ -1,4 +1,4 @@
-"""One real rank's process, and one real guardian: tier two, without the loop."""
+"""Tests of one real rank process and one real guardian, without the event loop."""
 
 import multiprocessing
 import os
@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 
 import functions
@@ -14,87 +16,106 @@ from conftest import is_alive
 from programs import ENV, python
 
 import mpwatch
-from mpwatch.os_support.hardware import usable_cpus
-from mpwatch.os_support.processes import peek_exit
+from mpwatch.os_support.hardware import count_usable_cpus
+from mpwatch.os_support.processes import peek_exit_code
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.processes.guardian import Guardian
-from mpwatch.watcher.processes.process import UNKNOWN_EXIT, WatchedProcess
+from mpwatch.watcher.processes.process import UNKNOWN_EXIT, RankPopen
 from mpwatch.watcher.processes.rank_environment import reserve_port
 from mpwatch.wire.launch import LaunchInfo
-from mpwatch.wire.messages import HEADER, WHERE, FrameDecoder, MessageKind, frame
-from mpwatch.wire.shared_memory import SLOT, WORDS, BlackBox, open_slot, read_answer
+from mpwatch.wire.messages import HEADER, READY_BODY, FrameDecoder, MessageKind, encode_frame
+from mpwatch.wire.shared_memory import BLACK_BOX_SIZE, SLOT_SIZE, BlackBox, open_slot, read_black_box
 
 
 @pytest.fixture
 def rank():
-    """A rank that has said READY and waits for a call; its channel."""
+    """The process of a rank that is ready and waits for a call, and its channel."""
     ours, theirs = socket.socketpair()
-    box, stacks = os.memfd_create("mpwatch-test"), os.memfd_create("stacks")
-    os.ftruncate(box, SLOT)
-    seat = LaunchInfo({}, theirs.fileno(), box, 0, 1, is_captured=False)
-    process = WatchedProcess(seat, dict(os.environ), [theirs.fileno(), box], (None, stacks), "a-rank")
-    process.start()
+    slots, stacks = os.memfd_create("mpwatch-test"), os.memfd_create("stacks")
+    os.ftruncate(slots, SLOT_SIZE)
+    launch_info = LaunchInfo({}, theirs.fileno(), slots, 0, 1, is_captured=False)
+    fds = [theirs.fileno(), slots]
+    process = RankPopen.start(launch_info, name="a-rank", env=dict(os.environ), stdout=None, stderr=stacks, passed_fds=fds)
     theirs.close()
     with ours:
         (ready,) = FrameDecoder().feed(ours.recv(1000))
         assert ready.kind is MessageKind.READY
-        assert len(ready.body) == WHERE.size
+        assert len(ready.body) == READY_BODY.size
         yield process, ours
-    if not process._closed:
-        process.kill()
-        wait([process.sentinel])
-        process.reap()
-    os.close(box)
+    process.kill()
+    process.wait()
+    process.reap()
+    os.close(slots)
     os.close(stacks)
 
 
-def test_it_is_a_process_of_multiprocessing_and_leads_a_group(rank):
+def child_of_multiprocessing(pid):
+    (child,) = (child for child in multiprocessing.active_children() if child.pid == pid)
+    return child
+
+
+def test_a_rank_is_a_process_of_multiprocessing_and_leads_a_group(rank):
     process, _ = rank
-    assert process in multiprocessing.active_children()
-    assert process.is_alive()
-    assert os.getpgid(process.pid) == process.pid
-    assert isinstance(process, multiprocessing.context.SpawnProcess)
+    child = child_of_multiprocessing(process.pid)
+    assert child.name == "a-rank"
+    assert child.is_alive()
+    assert os.getpgid(child.pid) == child.pid
+    assert isinstance(child, multiprocessing.context.SpawnProcess)
 
 
-def test_it_ends_when_told_and_when_the_channel_closes(rank):
+def test_a_rank_exits_when_the_watcher_sends_shutdown(rank):
     process, channel = rank
-    channel.sendall(frame(MessageKind.SHUTDOWN))
+    channel.sendall(encode_frame(MessageKind.SHUTDOWN))
     assert wait([process.sentinel], 20)
-    assert process.exitcode == 0
+    assert process.read_exit_code() == 0
 
 
-def test_it_ends_when_the_channel_closes(rank):
+def test_a_rank_exits_when_the_channel_closes(rank):
     process, channel = rank
     channel.close()
     assert wait([process.sentinel], 20)
-    assert process.exitcode == 0
+    assert process.read_exit_code() == 0
 
 
-def test_a_death_is_seen_before_it_is_reaped(rank):
+def test_another_thread_can_join_a_rank_while_the_watcher_reaps_it(rank):
+    process, channel = rank
+    child = child_of_multiprocessing(process.pid)
+    with ThreadPoolExecutor() as threads:
+        joined = threads.submit(child.join)
+        channel.close()
+        assert process.wait_for_exit(time.monotonic() + 20)
+        assert process.reap()
+        joined.result(20)
+    assert child.exitcode == 0
+    assert child not in multiprocessing.active_children()
+
+
+def test_a_dead_rank_stays_a_zombie_until_it_is_reaped(rank):
     process, _ = rank
-    pid = process.pid
-    process.terminate()
+    child = child_of_multiprocessing(process.pid)
+    child.terminate()
     wait([process.sentinel])
-    assert process.exitcode == -signal.SIGTERM
-    multiprocessing.active_children()  # has a look at every child, and must not take this one
-    assert peek_exit(pid) == -signal.SIGTERM
+    assert child.exitcode == -signal.SIGTERM
+    multiprocessing.active_children()  # polls every child, and must not reap this one
+    assert peek_exit_code(process.pid) == -signal.SIGTERM
     process.reap()
     with pytest.raises(ChildProcessError):
-        peek_exit(pid)
+        peek_exit_code(process.pid)
 
 
-def test_a_status_that_somebody_else_has_taken_is_unknown(rank):
+def test_the_exit_code_of_a_rank_that_other_code_has_reaped_is_unknown(rank):
     process, _ = rank
+    child = child_of_multiprocessing(process.pid)
     process.kill()
     wait([process.sentinel])
     os.waitpid(process.pid, 0)
-    assert process.exitcode == UNKNOWN_EXIT
-    assert not process.exit_is_known()
-    process.signal_group(signal.SIGTERM)
+    assert child.exitcode == UNKNOWN_EXIT
+    assert process.read_exit_code() is None
+    process.send_signal_to_group(signal.SIGTERM)
     process.reap()
 
 
-def test_the_guardian_kills_what_it_guards_when_its_program_dies(eventually):
+def test_the_guardian_kills_guarded_groups_when_its_program_dies(eventually):
     code = (
         "import os, signal, subprocess, sys\n"
         "from mpwatch.watcher.processes.guardian import Guardian\n"
@@ -119,43 +140,43 @@ def test_the_guardian_kills_what_it_guards_when_its_program_dies(eventually):
         os.kill(released, signal.SIGKILL)
 
 
-def test_a_guardian_that_is_closed_is_gone():
+def test_closing_a_guardian_kills_no_group():
     guardian = Guardian(DeferredLog(lambda: None))
-    guardian.guard(os.getpid())  # not to be killed by it: closing is no death
+    guardian.guard(os.getpid())
     guardian.close()
 
 
 def test_the_black_box_keeps_whole_frames_or_none():
-    box = os.memfd_create("mpwatch-test")
-    os.ftruncate(box, 2 * SLOT)
-    words = BlackBox(open_slot(os.dup(box), 1))
-    assert read_answer(box, 1) == []
-    assert words.leave(frame(MessageKind.RAISED, b"first"))
-    assert not words.leave(frame(MessageKind.DETAILS, bytes(SLOT)))
-    assert words.leave(frame(MessageKind.DETAILS, b"second"))
-    assert [(message.kind, message.body) for message in read_answer(box, 1)] == [
+    slots = os.memfd_create("mpwatch-test")
+    os.ftruncate(slots, 2 * SLOT_SIZE)
+    black_box = BlackBox(open_slot(os.dup(slots), 1))
+    assert read_black_box(slots, 1) == []
+    assert black_box.append(encode_frame(MessageKind.RAISED, b"first"))
+    assert not black_box.append(encode_frame(MessageKind.DETAILS, bytes(SLOT_SIZE)))
+    assert black_box.append(encode_frame(MessageKind.DETAILS, b"second"))
+    assert [(message.kind, message.body) for message in read_black_box(slots, 1)] == [
         (MessageKind.RAISED, b"first"),
         (MessageKind.DETAILS, b"second"),
     ]
-    assert read_answer(box, 0) == []
-    os.close(box)
+    assert read_black_box(slots, 0) == []
+    os.close(slots)
 
 
-def test_a_black_box_may_be_full_and_what_has_been_overwritten_is_refused():
-    box = os.memfd_create("mpwatch-test")
-    os.ftruncate(box, SLOT)
-    words = BlackBox(open_slot(os.dup(box), 0))
-    assert words.leave(frame(MessageKind.RETURNED, bytes(WORDS - HEADER.size)))
-    assert [len(message.body) for message in read_answer(box, 0)] == [WORDS - HEADER.size]
-    for garbage in (b"x" * 100, HEADER.pack(b"mpw1", MessageKind.RETURNED, 0.0, 2 * SLOT)):
-        os.pwrite(box, garbage, 0)
+def test_a_full_black_box_is_read_and_an_overwritten_one_is_refused():
+    slots = os.memfd_create("mpwatch-test")
+    os.ftruncate(slots, SLOT_SIZE)
+    black_box = BlackBox(open_slot(os.dup(slots), 0))
+    assert black_box.append(encode_frame(MessageKind.RETURNED, bytes(BLACK_BOX_SIZE - HEADER.size)))
+    assert [len(message.body) for message in read_black_box(slots, 0)] == [BLACK_BOX_SIZE - HEADER.size]
+    for garbage in (b"x" * 100, HEADER.pack(b"mpw1", MessageKind.RETURNED, 0.0, 2 * SLOT_SIZE)):
+        os.pwrite(slots, garbage, 0)
         with pytest.raises(ValueError, match=r"not a message|a message of"):
-            read_answer(box, 0)
-    os.close(box)
+            read_black_box(slots, 0)
+    os.close(slots)
 
 
-def test_frames_come_in_any_pieces_and_garbage_is_refused():
-    data = frame(MessageKind.READY) + frame(MessageKind.RETURNED, b"x" * 1000)
+def test_frames_are_decoded_from_any_pieces_and_garbage_is_refused():
+    data = encode_frame(MessageKind.READY) + encode_frame(MessageKind.RETURNED, b"x" * 1000)
     frames = FrameDecoder()
     messages = [message for byte in data for message in frames.feed(bytes([byte]))]
     assert [(message.kind, len(message.body)) for message in messages] == [
@@ -166,9 +187,9 @@ def test_frames_come_in_any_pieces_and_garbage_is_refused():
         frames.feed(b"something else, and long enough")
 
 
-def test_a_reserved_port_is_given_to_nobody_who_asks_for_any():
-    with reserve_port() as keeper:
-        port = keeper.getsockname()[1]
+def test_the_kernel_gives_a_reserved_port_to_no_program_that_asks_for_any_port():
+    with reserve_port() as reserved:
+        port = reserved.getsockname()[1]
         for _ in range(2000):
             with socket.socket() as other:
                 other.bind(("", 0))
@@ -179,15 +200,16 @@ def test_a_reserved_port_is_given_to_nobody_who_asks_for_any():
             server.listen()
 
 
-def test_a_long_command_line_is_handed_on(monkeypatch):
-    """More than a pipe holds by default: to write it must not wait for the child."""
+def test_a_rank_gets_a_long_command_line(monkeypatch):
+    """It is longer than a pipe's default size. The watcher must not wait for the child to read it."""
     monkeypatch.setattr(sys, "argv", ["x" * 100] * 3000)
-    assert mpwatch.run(functions.length_of_argv, 2)[1] == 3000
+    assert mpwatch.run(functions.count_arguments, 2)[1] == 3000
 
 
-def test_usable_cpus_follow_the_affinity():
+def test_count_usable_cpus_follows_the_affinity():
     code = (
-        "import os; os.sched_setaffinity(0, {0}); from mpwatch.os_support.hardware import usable_cpus; print(usable_cpus())"
+        "import os; os.sched_setaffinity(0, {0})\n"
+        "from mpwatch.os_support.hardware import count_usable_cpus; print(count_usable_cpus())"
     )
     assert python("-c", code).stdout == "1\n"
-    assert usable_cpus() >= 1
+    assert count_usable_cpus() >= 1

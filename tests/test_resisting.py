@@ -1,4 +1,4 @@
-"""Ranks that resist: none of them delays the verdict for longer than it must, and none outlives the run."""
+"""Tests of ranks that resist being stopped: they delay the end of the run by a bounded time, and do not outlive it."""
 
 import logging
 import os
@@ -14,18 +14,18 @@ from saboteurs import SiblingFails, dies_at, raises_at, returns
 
 import mpwatch
 from mpwatch import FailureKind
-from mpwatch.os_support.processes import group_members, peek_exit
+from mpwatch.os_support.processes import group_members, peek_exit_code
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
-GRACE = 0.3  # where it must be waited for
-LONG = 30.0  # where it need not
-SOON = 6.0  # however loaded this machine is
-BOUND = 1.0  # what a run may take longer than its grace period
+GRACE = 0.3  # grace period of runs that last until its end
+LONG = 30.0  # grace period of runs that end earlier
+SOON = 6.0  # enough for a run with a long grace period, even on a loaded machine
+BOUND = 1.0  # a run may take so much longer than its grace period
 SLACK = 0.5  # for a loaded machine
 
 
 class Outcome:
-    """Of a run whose rank 0 resists: its verdict, and how long it took from the failure on."""
+    """The outcome of a run whose rank 0 resists, and how many seconds the run took after the failure."""
 
     def __init__(self, grace, fn, *args, before=()):
         at = SPAWN.Value("d", 0.0)
@@ -37,7 +37,7 @@ class Outcome:
             self.root, self.text = error.root_cause, str(error)
         self.seconds = time.monotonic() - at.value
 
-    def is_of(self, rank):
+    def assert_value_error_of(self, rank):
         expected = (rank, FailureKind.EXCEPTION)
         assert (self.root.rank, self.root.kind) == expected, self.text
         assert type(self.root.exception) is ValueError
@@ -49,7 +49,7 @@ def resist(prepare, ending, grace):
     return outcome
 
 
-PREPARED = (
+RESISTING = (
     saboteurs.ignores_all_signals,
     saboteurs.handles_all_signals_by_doing_nothing,
     saboteurs.blocks_all_signals,
@@ -63,19 +63,19 @@ PREPARED = (
     saboteurs.tries_to_lead_a_session,
     saboteurs.has_a_helper_that_ignores_all_signals,
 )
-DEAF = (
+WITHOUT_SIGTERM = (
     saboteurs.ignores_all_signals,
     saboteurs.handles_all_signals_by_doing_nothing,
     saboteurs.blocks_all_signals,
     saboteurs.never_ends_at_exit_and_blocks_all_signals,
 )
-LINGERING = (
+BLOCKED_AT_EXIT = (
     saboteurs.never_ends_at_exit,
     saboteurs.never_ends_at_exit_and_blocks_all_signals,
     saboteurs.stops_itself_at_exit,
     saboteurs.has_a_thread_that_does_not_end,
 )
-WAITING = {  # and whether it takes a SIGKILL
+WAITING = {  # whether SIGKILL is needed
     saboteurs.stops_itself_for_good: False,
     saboteurs.is_stuck_in_c: False,
     saboteurs.is_stuck_in_c_and_handles_sigterm: True,
@@ -87,51 +87,51 @@ def name(value):
     return getattr(value, "__name__", None)
 
 
-@pytest.mark.parametrize("prepare", PREPARED, ids=name)
-def test_its_sibling_fails(prepare):
-    grace = GRACE if prepare in DEAF else LONG
+@pytest.mark.parametrize("prepare", RESISTING, ids=name)
+def test_sibling_of_a_resisting_rank_fails(prepare):
+    grace = GRACE if prepare in WITHOUT_SIGTERM else LONG
     outcome = resist(prepare, SiblingFails(), grace)
-    outcome.is_of(1)
-    assert outcome.seconds < (grace + BOUND if prepare in DEAF else SOON)
+    outcome.assert_value_error_of(1)
+    assert outcome.seconds < (grace + BOUND if prepare in WITHOUT_SIGTERM else SOON)
 
 
 @pytest.mark.parametrize("waiting", WAITING, ids=name)
-def test_its_sibling_fails_while_it_cannot_be_reached(waiting):
+def test_sibling_of_a_stuck_rank_fails(waiting):
     grace = GRACE if WAITING[waiting] else LONG
     outcome = resist(saboteurs.does_nothing, SiblingFails(waiting), grace)
-    outcome.is_of(1)
+    outcome.assert_value_error_of(1)
     assert outcome.seconds < (grace + BOUND if WAITING[waiting] else SOON)
 
 
-@pytest.mark.parametrize("prepare", PREPARED, ids=name)
-def test_it_fails_itself(prepare):
-    stays = prepare is saboteurs.never_ends_at_exit_and_blocks_all_signals
-    grace = GRACE if stays else LONG
+@pytest.mark.parametrize("prepare", RESISTING, ids=name)
+def test_a_resisting_rank_raises(prepare):
+    needs_sigkill = prepare is saboteurs.never_ends_at_exit_and_blocks_all_signals
+    grace = GRACE if needs_sigkill else LONG
     outcome = resist(prepare, raises_at, grace)
-    outcome.is_of(0)
-    assert outcome.seconds < (grace + BOUND if stays else SOON)
+    outcome.assert_value_error_of(0)
+    assert outcome.seconds < (grace + BOUND if needs_sigkill else SOON)
 
 
-@pytest.mark.parametrize("prepare", PREPARED, ids=name)
-def test_it_dies(prepare):
+@pytest.mark.parametrize("prepare", RESISTING, ids=name)
+def test_a_resisting_rank_is_killed(prepare):
     outcome = resist(prepare, dies_at, LONG)
     assert (outcome.root.rank, outcome.root.kind, outcome.root.exit_code) == (0, FailureKind.SIGNAL, 137), outcome.text
     assert outcome.seconds < SOON
 
 
-@pytest.mark.parametrize("prepare", PREPARED, ids=name)
-def test_it_returns(prepare, caplog):
-    """Its value is kept; who does not end then has `grace_period`, a second at least, and is named."""
-    lingers = prepare in LINGERING
-    outcome = resist(prepare, returns, GRACE if lingers else LONG)
+@pytest.mark.parametrize("prepare", RESISTING, ids=name)
+def test_a_resisting_rank_returns(prepare, caplog):
+    """Its value is kept. If it does not exit within `grace_period`, at least a second, the log names it."""
+    is_blocked = prepare in BLOCKED_AT_EXIT
+    outcome = resist(prepare, returns, GRACE if is_blocked else LONG)
     assert outcome.values == [0, 1]
-    assert outcome.seconds < (1.0 + GRACE + BOUND if lingers else SOON)
-    assert ("rank 0 had returned but was still there" in caplog.text) == lingers
+    assert outcome.seconds < (1.0 + GRACE + BOUND if is_blocked else SOON)
+    assert ("rank 0 had returned but was still running" in caplog.text) == is_blocked
 
 
 @pytest.mark.parametrize("leaves_group", [False, True], ids=["in its group", "in a session of its own"])
 @pytest.mark.parametrize("end", [saboteurs.is_killed, saboteurs.vanishes_with_7], ids=name)
-def test_half_a_message_and_a_helper_that_holds_the_line(end, leaves_group):
+def test_half_a_message_and_a_helper_that_holds_the_channel(end, leaves_group):
     pid, barrier = SPAWN.Value("i", 0), SPAWN.Barrier(2)
     start = time.monotonic()
     with pytest.raises(mpwatch.RunFailedError) as caught:
@@ -140,7 +140,7 @@ def test_half_a_message_and_a_helper_that_holds_the_line(end, leaves_group):
     seconds = time.monotonic() - start
     is_left = is_alive(pid.value)
     if leaves_group:
-        os.kill(pid.value, signal.SIGKILL)  # it had left on purpose
+        os.kill(pid.value, signal.SIGKILL)  # it had left the rank's group on purpose
     expected = (1, FailureKind.SIGNAL) if end is saboteurs.is_killed else (1, FailureKind.EXIT)
     assert (caught.value.root_cause.rank, caught.value.root_cause.kind) == expected
     assert is_left == leaves_group
@@ -161,50 +161,50 @@ def freezer(eventually):
 
 
 def test_a_rank_that_not_even_sigkill_ends(freezer, caplog, eventually):
-    """As in uninterruptible sleep. It is named and left to the kernel; when it can end, it does, and is reaped."""
+    """It behaves like a rank in uninterruptible sleep. The log names it. Later it can end, and is reaped."""
     outcome = Outcome(GRACE, saboteurs.fails_beside_a_frozen_rank, before=(str(freezer),))
     pid = outcome.pid.value
-    outcome.is_of(1)
+    outcome.assert_value_error_of(1)
     assert GRACE + BOUND - 0.3 < outcome.seconds < GRACE + BOUND + SLACK
     assert f"rank 0 (pid {pid}) cannot be killed, not even by SIGKILL: left behind" in caplog.text
     assert "rank 0: stopped by the watcher" in outcome.text
     assert is_alive(pid)
     (freezer / "freezer.state").write_text("THAWED")
     eventually(lambda: not is_alive(pid))
-    mpwatch.run(saboteurs.rank, 1)  # which starts a process, and then subprocess reaps whoever was left to it
+    mpwatch.run(saboteurs.rank, 1)  # starts a process: then subprocess reaps the processes in its list
     assert not Path(f"/proc/{pid}").exists()
 
 
-def held(looks, ending):
-    outcome = Outcome(GRACE, saboteurs.fails_beside_one_that_is_held, looks, ending)
+def run_with_debugger(is_awake, ending):
+    outcome = Outcome(GRACE, saboteurs.fails_beside_one_that_is_held, is_awake, ending)
     tracer = outcome.pid.value
     os.kill(tracer, signal.SIGKILL)
     return outcome
 
 
-def test_a_rank_held_by_a_debugger_that_does_not_look(caplog, eventually):
-    """The kernel tells the debugger of a death first, and the watcher only when that one has taken note."""
-    outcome = held(False, SiblingFails())
-    outcome.is_of(1)
+def test_a_rank_whose_debugger_does_not_wait_for_it(caplog, eventually):
+    """The kernel reports a death to the debugger first, and to the watcher when the debugger has read the report."""
+    outcome = run_with_debugger(False, SiblingFails())
+    outcome.assert_value_error_of(1)
     assert outcome.seconds < GRACE + BOUND + SLACK
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert "rank-0 (pid " in record.getMessage()
-    assert "held by a debugger: left behind" in record.getMessage()
+    assert "is dead, but a debugger holds it" in record.getMessage()
     pid = record.args[1]
-    eventually(lambda: peek_exit(pid) is not None)
+    eventually(lambda: peek_exit_code(pid) is not None)
     subprocess.run(["true"], check=True)
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_rank_that_is_killed_under_a_debugger_that_looks(caplog):
-    outcome = held(True, dies_at)
+def test_a_rank_that_is_killed_under_an_awake_debugger(caplog):
+    outcome = run_with_debugger(True, dies_at)
     assert (outcome.root.rank, outcome.root.kind, outcome.root.exit_code) == (0, FailureKind.SIGNAL, 137), outcome.text
     assert outcome.seconds < BOUND
     assert caplog.text == ""
 
 
-def test_a_rank_under_a_debugger_that_looks_is_stopped_as_any_other(caplog):
-    outcome = held(True, SiblingFails())
-    outcome.is_of(1)
+def test_a_rank_under_an_awake_debugger_is_stopped_as_usual(caplog):
+    outcome = run_with_debugger(True, SiblingFails())
+    outcome.assert_value_error_of(1)
     assert outcome.seconds < GRACE + BOUND
     assert caplog.text == ""

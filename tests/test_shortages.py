@@ -1,6 +1,7 @@
-"""The host is short of something: a launch that fails says of what, a run under way keeps its verdict, and nothing is left.
+"""Tests of shortages on the host: descriptors, processes, memory, folders, exit codes of children.
 
-Each test makes the shortage, in a program of its own where it would harm the tests.
+The error of a failed launch names the resource. A running run still reports the root cause. Nothing is left behind. A test
+that would harm the other tests makes its shortage in a program of its own.
 """
 
 import os
@@ -21,16 +22,16 @@ import mpwatch
 
 PIDS = Path("/sys/fs/cgroup/pids")
 IMPORTS = "import os, resource, signal, sys, threading, conftest, functions, saboteurs, witness\nfrom witness import attempt, limit\n"
-OTHER_USER = 1_000_000_000 + os.getpid()  # whose processes are those of one test
+OTHER_USER = 1_000_000_000 + os.getpid()  # has no other processes than those of one test
 
 
-def lines_of(program, *args, within=()):
-    """What a program prints that has `witness` at hand."""
+def run_program(program, *args, within=()):
+    """Run a program that can use `witness`, and return the lines that it prints."""
     return python("-c", IMPORTS + program, *args, within=within).stdout.splitlines()
 
 
-def needs(*command, why):
-    """Skip where such a command does not work, for that is what the test is made with."""
+def skip_unless_works(*command, why):
+    """Skip the test if a command that it needs does not work here."""
     try:
         done = subprocess.run([*command, "true"], capture_output=True, check=False, timeout=20)
     except FileNotFoundError:
@@ -39,11 +40,11 @@ def needs(*command, why):
         pytest.skip(f"{why}: {done.stderr.decode().strip()}")
 
 
-def another_user():
-    """What makes a program one of a user who has no others, is under all limits, and may read what the tests are made of."""
+def command_of_other_user():
+    """Return a command that runs a program as a user without other processes, with all limits, who may read the tests."""
     caps = "+dac_override,+dac_read_search"
     within = ("setpriv", f"--reuid={OTHER_USER}", "--clear-groups", f"--inh-caps=-all,{caps}", f"--ambient-caps=-all,{caps}")
-    needs(*within, why="no other user can be made here: that takes root, and setpriv")
+    skip_unless_works(*within, why="no other user can be made here: that takes root, and setpriv")
     return within
 
 
@@ -51,31 +52,31 @@ def another_user():
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-def test_every_step_of_a_launch_may_lack_a_descriptor(is_captured, tmp_path):
-    """From none that is left to as many as it takes: there is no step in between that fails in another way."""
+def test_every_step_of_a_launch_without_descriptors_raises_launch_error(is_captured, tmp_path):
+    """The number of free descriptors grows from zero until the run succeeds."""
     logs = mpwatch.LogSpec(tmp_path) if is_captured else None
     for spare in range(60):
-        came = witness.attempt(short=partial(witness.leave_descriptors, spare), logs=logs)
-        if came == "values [0, 1]":
+        line = witness.attempt(short=partial(witness.leave_descriptors, spare), logs=logs)
+        if line == "values [0, 1]":
             break
-        assert came.startswith("LaunchError "), came
-        assert "Too many open files" in came
-        assert "ulimit -n" in came
+        assert line.startswith("LaunchError "), line
+        assert "Too many open files" in line
+        assert "ulimit -n" in line
     assert 10 < spare < (60 if is_captured else 40)
 
 
-def test_many_ranks_lack_descriptors_however_many_have_been_started():
+def test_descriptors_run_out_after_some_ranks_have_been_started():
     for spare in range(30, 90, 7):
         with pytest.raises(mpwatch.LaunchError, match=r"rank \d+ could not be started: .*Too many open files"):
-            relief = witness.leave_descriptors(spare)
+            restore_limit = witness.leave_descriptors(spare)
             try:
                 mpwatch.run(saboteurs.rank, 32)
             finally:
-                relief()
+                restore_limit()
 
 
 def test_a_first_run_without_descriptors_blames_no_argument():
-    """What packs a call is imported at the first run."""
+    """The first run imports the modules that pack a call."""
     program = (
         "import os, resource, signal, saboteurs\n"
         "from mpwatch import LaunchError, run\n"
@@ -83,37 +84,39 @@ def test_a_first_run_without_descriptors_blames_no_argument():
         "try: run(saboteurs.rank, 2, args=('x',))\n"
         "except LaunchError as error: print(error)\n"
     )
-    said = python("-c", program).stdout
-    assert said.startswith("the call could not be packed: OSError: [Errno 24] Too many open files"), said
-    assert "ulimit -n" in said
+    output = python("-c", program).stdout
+    assert output.startswith("the call could not be packed: OSError: [Errno 24] Too many open files"), output
+    assert "ulimit -n" in output
 
 
-def test_a_call_with_descriptors_of_its_own_may_lack_them():
-    """Each connection takes one for as long as the payload is kept."""
+def test_descriptors_run_out_for_the_descriptors_of_a_call():
+    """Each connection in the arguments needs a descriptor until the payload is closed."""
     ours, theirs = SPAWN.Pipe()
     with ours, theirs:
         for spare in range(2):
             args = (functions.Adder(theirs), ours)
-            came = witness.attempt(print, short=partial(witness.leave_descriptors, spare), args=args)
-            assert came.startswith("LaunchError the call could not be packed: OSError: [Errno 24]"), came
-            assert "args[" not in came
+            line = witness.attempt(print, short=partial(witness.leave_descriptors, spare), args=args)
+            assert line.startswith("LaunchError the call could not be packed: OSError: [Errno 24]"), line
+            assert "args[" not in line
 
 
-HELD = """
+IN_FLIGHT = """
 import array, socket
 line = socket.socketpair()
 resource.setrlimit(resource.RLIMIT_NOFILE, (50, 100))
-for _ in range(2):  # nobody takes them out
+for _ in range(2):  # no process receives them
     socket.send_fds(line[0], [b"x"], [0] * 30)
 print(attempt(len, args=(bytes(10_000),)))
 for end in line: end.close()
 """
 
 
-def test_more_descriptors_on_their_way_than_a_user_may_have():
-    (said,) = lines_of(HELD, within=another_user())
-    assert re.match(r"LaunchError the call could not be sent to rank [01]: OSError: \[Errno 109\] Too many references", said)
-    assert said.endswith("raise the limit of open files (`ulimit -n`), or torch's sharing strategy 'file_system'")
+def test_more_descriptors_in_flight_than_a_user_may_have():
+    (output,) = run_program(IN_FLIGHT, within=command_of_other_user())
+    assert re.match(
+        r"LaunchError the call could not be sent to rank [01]: OSError: \[Errno 109\] Too many references", output
+    )
+    assert output.endswith("raise the limit of open files (`ulimit -n`), or use torch's sharing strategy 'file_system'")
 
 
 NO_ROOM = """
@@ -135,11 +138,11 @@ except RunFailedError as error:
 """
 
 
-def test_a_rank_may_lack_room_for_the_descriptors_of_its_call():
-    """The caller has more than its limit allows now, which is the limit that its ranks get."""
-    said, *_ = lines_of(NO_ROOM)
-    assert said.startswith("START rank 0 could not load the call: OSError: [Errno 24] the descriptors of the call"), said
-    assert "see `ulimit -n`" in said
+def test_a_rank_has_no_room_for_the_descriptors_of_its_call():
+    """The caller has more descriptors than its lowered limit allows. Its ranks inherit the limit."""
+    output, *_ = run_program(NO_ROOM)
+    assert output.startswith("START rank 0 could not load the call: OSError: [Errno 24] the descriptors of the call"), output
+    assert "see `ulimit -n`" in output
 
 
 LATER = """
@@ -160,39 +163,39 @@ for ending, soft in [words.split("/") for words in sys.argv[1:]]:
 """
 
 
-def test_a_run_under_way_needs_no_more_descriptors():
-    """Not for answers, not for verdicts, and not to see that helpers have gone."""
+def test_a_running_run_needs_no_more_descriptors():
+    """Neither for answers, nor for a diagnosis, nor to wait for the end of helpers."""
     endings = {
         "rank": "values [0, 1, 2]",
         "raises_picky": "EXCEPTION rank 1 failed first: PickyError: code 7: two arguments (saboteurs.py:",
         "is_killed": "SIGNAL rank 1 was killed by SIGKILL",
         "is_killed_beside_a_helper": "SIGNAL rank 1 was killed by SIGKILL",
     }
-    said = [line for line in lines_of(LATER, *(f"{ending}/5" for ending in endings)) if not line.startswith("  ")]
-    assert len(said) == len(endings), said
-    for line, expected in zip(said, endings.values(), strict=True):
+    output = [line for line in run_program(LATER, *(f"{ending}/5" for ending in endings)) if not line.startswith("  ")]
+    assert len(output) == len(endings), output
+    for line, expected in zip(output, endings.values(), strict=True):
         assert line.startswith(expected)
 
 
 @pytest.mark.parametrize("what", ["without_descriptors", "under_a_limit_of_files"])
-def test_a_rank_that_can_make_no_file_for_its_value_says_why(what):
+def test_a_rank_that_cannot_open_a_file_for_its_return_value(what):
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(getattr(saboteurs, f"returns_much_{what}"), 1)
-    said = str(caught.value.root_cause.exception)
-    assert said.startswith("the return value could not be packed: OSError: [Errno "), said
-    assert ("`ulimit -n`" if what == "without_descriptors" else "`ulimit -f`") in said
+    output = str(caught.value.root_cause.exception)
+    assert output.startswith("the return value could not be packed: OSError: [Errno "), output
+    assert ("`ulimit -n`" if what == "without_descriptors" else "`ulimit -f`") in output
 
 
-def test_a_large_value_takes_a_descriptor_here_for_a_moment():
-    said, *_ = lines_of(LATER, "returns_much/5")
-    why = r"OSError: its return value could not be taken in: OSError: \[Errno 24\] Too many open files; raise the limit of open"
-    assert re.match(rf"EXCEPTION rank \d failed first: {why} files \(`ulimit -n`\)", said), said
+def test_the_watcher_needs_a_descriptor_to_receive_a_large_value():
+    output, *_ = run_program(LATER, "returns_much/5")
+    why = r"OSError: the watcher could not receive its return value: OSError: \[Errno 24\] Too many open files; raise the limit of open"
+    assert re.match(rf"EXCEPTION rank \d failed first: {why} files \(`ulimit -n`\)", output), output
 
 
-def test_where_nothing_can_be_waited_for_any_more_nothing_is_left():
-    """poll(2) itself refuses where the limit is below the number of what it is given."""
-    said, *_ = lines_of(LATER, "is_killed_beside_a_helper/0")
-    assert said == "OSError(22, 'Invalid argument')"
+def test_nothing_is_left_if_poll_fails():
+    """poll(2) fails if it gets more descriptors than the limit of open files."""
+    output, *_ = run_program(LATER, "is_killed_beside_a_helper/0")
+    assert output == "OSError(22, 'Invalid argument')"
 
 
 # --------------------------------------------------------------------------------------------------------- processes
@@ -232,20 +235,20 @@ def pids_group(eventually):
     eventually(is_removed)  # multiprocessing's resource tracker ends after its program
 
 
-def check_processes(said):
-    assert said[0].startswith(f"LaunchError the ranks cannot be watched: {MANY}"), said
-    assert said[1].startswith(f"LaunchError the ranks cannot be watched: {MANY}")
-    assert said[2].startswith(f"LaunchError rank 0 could not be started: {MANY}")
-    assert said[3].startswith(f"LaunchError rank 1 could not be started: {MANY}")
-    assert said[4:] == ["values [0, 1]"] * 2
+def check_processes(output):
+    assert output[0].startswith(f"LaunchError the ranks cannot be watched: {MANY}"), output
+    assert output[1].startswith(f"LaunchError the ranks cannot be watched: {MANY}")
+    assert output[2].startswith(f"LaunchError rank 0 could not be started: {MANY}")
+    assert output[3].startswith(f"LaunchError rank 1 could not be started: {MANY}")
+    assert output[4:] == ["values [0, 1]"] * 2
 
 
 def test_a_container_with_room_for_some_processes(pids_group):
-    check_processes(lines_of(PROCESSES, str(pids_group)))
+    check_processes(run_program(PROCESSES, str(pids_group)))
 
 
 def test_a_user_with_room_for_some_processes():
-    check_processes(lines_of(PROCESSES, "of user", within=another_user()))
+    check_processes(run_program(PROCESSES, "of user", within=command_of_other_user()))
 
 
 FIRST = """
@@ -261,9 +264,9 @@ for room in range(6):
 
 
 def test_a_first_run_with_room_for_some_processes(pids_group):
-    """multiprocessing's resource tracker is started by the first that gets so far, and stays."""
-    said = python("-c", "import os, sys, functions\n" + FIRST, str(pids_group)).stdout.splitlines()
-    launches, left = said[::2], said[1::2]
+    """The first run that can start multiprocessing's resource tracker does so, and the tracker stays."""
+    output = python("-c", "import os, sys, functions\n" + FIRST, str(pids_group)).stdout.splitlines()
+    launches, left = output[::2], output[1::2]
     assert [text.partition(":")[0] for text in launches] == [
         "the ranks cannot be watched",
         "the ranks cannot be watched",
@@ -287,15 +290,15 @@ short = lambda: limit(resource.RLIMIT_AS, used() + size)
 """
 
 
-def test_no_memory_for_the_payload_is_not_the_argument_s_fault():
-    (said,) = lines_of(LITTLE + "print(attempt(len, args=(data,), short=short))", "40", "text")
-    assert said.startswith("LaunchError the call could not be packed: there is not enough memory; free some"), said
-    assert "args[" not in said
-    assert "bytes" not in said
+def test_no_memory_for_the_payload_blames_no_argument():
+    (output,) = run_program(LITTLE + "print(attempt(len, args=(data,), short=short))", "40", "text")
+    assert output.startswith("LaunchError the call could not be packed: there is not enough memory; free some"), output
+    assert "args[" not in output
+    assert "bytes" not in output
 
 
 def test_no_memory_for_the_call_in_a_rank():
-    """The caller had enough, and lowered its limit, which its ranks get."""
+    """The caller has enough memory, then lowers its limit. Its ranks inherit the limit."""
     program = LITTLE + (
         "from mpwatch import RunFailedError, run\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used() + (600 << 20), -1))\n"
@@ -303,23 +306,25 @@ def test_no_memory_for_the_call_in_a_rank():
         "try: run(len, 2, args=(data,), env=env)\n"
         "except RunFailedError as error: print(error.root_cause.kind.name, type(error.__cause__).__name__, error)\n"
     )
-    said, *_ = lines_of(program, "0", "bytes")
-    assert said.startswith("START MemoryError rank "), said
-    assert "could not load the call: MemoryError" in said
+    output, *_ = run_program(program, "0", "bytes")
+    assert output.startswith("START MemoryError rank "), output
+    assert "could not load the call: MemoryError" in output
 
 
 def test_no_memory_for_the_interpreter_of_a_rank(tmp_path):
-    """Nor for the guardian's."""
+    """There is no memory for the guardian's interpreter either."""
     starved = tmp_path / "python"
     run = f'ulimit -v 6000\nexec {sys.executable} "$@"\n'
-    gone = tmp_path / "gone"  # the guardian, before the rank is: else nobody has told it anything since
+    gone = tmp_path / "gone"  # the rank waits until the guardian is gone, so that the watcher notices it
     guardian = f'case "$*" in *guardian/main.py*) ({run}); : > {gone}; exit 1;; esac\n'
     starved.write_text(f"#!/bin/sh\n{guardian}until [ -e {gone} ]; do :; done\n{run}")
     starved.chmod(0o755)
     program = "import multiprocessing\nmultiprocessing.set_executable(sys.argv[1])\nprint(attempt(nprocs=1))\n"
     done = python("-c", IMPORTS + program, str(starved))
     assert done.stdout.startswith("START rank 0 never started: its interpreter ended with exit code "), done
-    assert "memory" in done.stdout.lower() or "failed to map" in done.stdout  # in the loader's words, or the interpreter's
+    assert (
+        "memory" in done.stdout.lower() or "failed to map" in done.stdout
+    )  # a message of the loader, or of the interpreter
     assert "the guardian is gone" in done.stderr
 
 
@@ -329,32 +334,36 @@ RETURNED = LITTLE + "print(attempt(FN, 1, args=(150 << 20,), short=short))"
 @pytest.mark.parametrize(
     ("size", "why"),
     [
-        (180, "OSError: its return value could not be taken in: OSError: [Errno 12] Cannot allocate memory"),
+        (180, "OSError: the watcher could not receive its return value: OSError: [Errno 12] Cannot allocate memory"),
         (250, "MemoryError"),
     ],
 )
-def test_no_memory_here_for_what_a_rank_returns(size, why):
-    """For the file that it comes in, or for what is made of that."""
-    said, *_ = lines_of(RETURNED.replace("FN", "bytes"), str(size), "none")
-    assert said.startswith(f"EXCEPTION rank 0 failed first: {why}"), said
+def test_the_watcher_has_no_memory_for_a_return_value(size, why):
+    """There is none for the mapping of its file, or for the unpickled value."""
+    output, *_ = run_program(RETURNED.replace("FN", "bytes"), str(size), "none")
+    assert output.startswith(f"EXCEPTION rank 0 failed first: {why}"), output
 
 
-def test_no_memory_to_pack_what_a_rank_returns_is_not_its_type_s_fault():
-    said, *_ = lines_of(RETURNED.replace("FN", "'x'.ljust"), "250", "none")
-    assert said.startswith("EXCEPTION rank 0 failed first: MemoryError: there is not enough memory to pack the return value")
-    assert "is of type" not in said
-    assert "return plain data instead" not in said
+def test_no_memory_to_pack_a_return_value_does_not_blame_its_type():
+    output, *_ = run_program(RETURNED.replace("FN", "'x'.ljust"), "250", "none")
+    assert output.startswith(
+        "EXCEPTION rank 0 failed first: MemoryError: there is not enough memory to pack the return value"
+    )
+    assert "is of type" not in output
+    assert "return plain data instead" not in output
 
 
 @pytest.mark.parametrize(
     ("size", "what"), [(100_000, "the call could not be packed"), (1_000_000, "rank 0 could not be started")]
 )
-def test_files_in_memory_have_the_limit_of_files(size, what):
-    """RLIMIT_FSIZE; Python has SIGXFSZ ignored."""
+def test_the_limit_of_file_sizes_counts_for_files_in_memory(size, what):
+    """Python ignores SIGXFSZ, so a write beyond RLIMIT_FSIZE fails with EFBIG."""
     program = "print(attempt(len, args=(bytes(500_000),), short=lambda: limit(resource.RLIMIT_FSIZE, int(sys.argv[1]))))"
-    (said,) = lines_of(program, str(size))
-    assert said.startswith(f"LaunchError {what}: OSError: [Errno 27] File too large; raise the limit of file sizes"), said
-    assert "args[" not in said
+    (output,) = run_program(program, str(size))
+    assert output.startswith(f"LaunchError {what}: OSError: [Errno 27] File too large; raise the limit of file sizes"), (
+        output
+    )
+    assert "args[" not in output
 
 
 # ------------------------------------------------------------------------------------ shared memory, temporary folders
@@ -365,9 +374,9 @@ READ_ONLY = "mount --bind /tmp /tmp && mount -o remount,ro,bind /tmp && "
 
 
 @pytest.mark.parametrize("mount", [FULL, READ_ONLY, FULL + READ_ONLY], ids=["/dev/shm full", "/tmp read-only", "both"])
-def test_neither_shared_memory_nor_temporary_files_are_needed(mount):
+def test_runs_need_neither_dev_shm_nor_a_temporary_folder(mount):
     within = (*IN_NAMESPACE, mount + 'exec "$@"', "sh")
-    needs(*within, why="no mounts of its own can be made here")
+    skip_unless_works(*within, why="no mounts of its own can be made here")
     program = (
         "import tempfile\n"
         "if '/dev/shm' in sys.argv[1]:\n"
@@ -376,23 +385,23 @@ def test_neither_shared_memory_nor_temporary_files_are_needed(mount):
         "print(attempt(len, args=(bytes(1 << 20),)))\n"
         "print(attempt(saboteurs.raises_value_error, 1))\n"
     )
-    fine, failed, *_ = lines_of(program, mount, within=within)
+    fine, failed, *_ = run_program(program, mount, within=within)
     assert fine == "values [1048576, 1048576]"
     assert failed.startswith("EXCEPTION rank 0 failed first: ValueError: the batch is bad")
 
 
 @pytest.mark.parametrize("folder", [None, "/nowhere/at/all", "/proc/self"], ids=["unset", "not there", "read-only"])
-def test_the_temporary_folder_may_be_any(folder):
+def test_runs_do_not_depend_on_the_temporary_folder(folder):
     env = {name: value for name, value in ENV.items() if name not in ("TMPDIR", "TEMP", "TMP", "HOME")}
     env |= {} if folder is None else {"TMPDIR": folder}
     assert python("-c", IMPORTS + "print(attempt())", env=env).stdout == "values [0, 1]\n"
 
 
-def test_a_folder_that_has_been_removed_is_said_to_be():
+def test_the_error_names_a_removed_working_directory():
     program = "import tempfile\nos.chdir(tempfile.mkdtemp())\nos.rmdir(os.getcwd())\nfrom mpwatch import run\nrun(functions.rank, 1)"
     done = python("-c", IMPORTS + program, check=False)
     assert "LaunchError: rank 0 could not be started: FileNotFoundError" in done.stderr
-    assert "does the folder that this program runs in" in done.stderr
+    assert "check that the current folder of this program" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------ the status of dead children
@@ -407,7 +416,7 @@ PREPARE = {
         "threading.Thread(target=reap, daemon=True).start()\n"
     ),
 }
-VERDICTS = {  # by which ends without a result are told from each other where their status is lost: by none
+VERDICTS = {  # the first one: if every exit code is lost. The others: if other code sometimes reaps a rank first
     "rank": ("values [0, 1]",),
     "raises_picky": ("EXCEPTION rank 0 failed first: PickyError: code 7: two arguments",),
     "exits_with_3": ("EXIT rank 0 ended with exit code 3 and no result",),
@@ -430,10 +439,10 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("prepare", PREPARE)
-def test_whose_children_s_status_is_lost_is_told_what_there_is_to_tell(prepare):
-    said = [line for line in lines_of(PREPARE[prepare] + STATUSES, *VERDICTS) if line[:1].isalpha()]
-    assert len(said) == len(VERDICTS) + 1, said
-    for line, (name, verdicts) in zip(said, VERDICTS.items(), strict=False):
+def test_a_host_that_loses_the_exit_codes_of_its_children(prepare):
+    output = [line for line in run_program(PREPARE[prepare] + STATUSES, *VERDICTS) if line[:1].isalpha()]
+    assert len(output) == len(VERDICTS) + 1, output
+    for line, (name, verdicts) in zip(output, VERDICTS.items(), strict=False):
         allowed = verdicts if prepare == "reaped by others" else verdicts[:1]
         assert line.startswith(allowed), name
-    assert said[-1] == "KeyboardInterrupt"
+    assert output[-1] == "KeyboardInterrupt"

@@ -1,1 +1,1 @@
-"""What runs in the guardian: a small process of its own for each run, which outlives a watcher that is killed."""
+"""The code of the guardian process. Each run starts one. It outlives a watcher that is killed, and kills the ranks then."""

@@ -1,18 +1,25 @@
-r"""Kills the process groups of a run whose watcher has died, and gives a terminal back that it had a live view in. A script,
-run by a bare interpreter: standard library only.
+r"""The guardian: a process of one run that outlives a killed watcher, kills the ranks and restores the terminal.
 
-    watcher --- "+1234\n" a rank has started, "-1234\n" it is dead and reaped ---> guardian
-                "=1b5b72 /dev/pts/0\n" what puts that terminal in order, "=\n" it is
+A script for a bare interpreter (`-I -S`): it imports the standard library only. watcher/processes/guardian.py starts it.
 
-The second of two ways; the first is the kernel's (die_with_writer in os_support), which a rank arranges for itself. This one
-needs nothing of the rank, so it is there from the rank's start, and reaches one that has closed the pipe, has gone to
-another group or has become another program; and it asks no more of the system than processes and sockets. (The kernel's
-death signal for children follows the thread that made the rank, and not the process. A watching thread in the rank would
-not run while C code holds the GIL or the rank is stopped.)
+    watcher --- socket pair: one line for each order ---> guardian --- SIGKILL, when the watcher is gone ---> ranks
 
-The line keeps what was sent on it after the sender's death, so a group is under guard from the moment it was written,
-even if this program has not yet started to read. A copy of the line in a forked child of the watcher's program would keep
-it open: where there are pidfds, the watcher's own is waited for as well.
+    "+1234\n"                 a rank has started: kill process group 1234 if the watcher dies
+    "-1234\n"                 that rank is dead and reaped: do not kill its group
+    "=1b5b72 /dev/pts/0\n"    a live view is on this terminal: write these bytes (hexadecimal) to it if the watcher dies
+    "=\n"                     no terminal needs restoring
+
+There are two ways to kill the ranks of a dead watcher. A rank arranges the first one itself: the kernel kills its group when
+the watcher's end of spawn's pipe is closed (`die_with_writer` in os_support/signals.py). The guardian is the second one. It
+needs nothing of the rank, so it works from the rank's start. It also works for a rank that has closed the pipe, has joined
+another process group or has become another program. It needs only processes and sockets from the system.
+
+Two other ways were rejected. The kernel's death signal for children (PR_SET_PDEATHSIG) follows the thread that started the
+rank, not the process. A thread in the rank would not run while C code holds the GIL, or while the rank is stopped.
+
+A socket keeps the bytes that were sent before the sender died. So a group is guarded as soon as its order is written, even
+if the guardian has not started to read. A forked child of the host program may keep a copy of the socket open: where the
+system has pidfds, the guardian also waits for the watcher's pidfd.
 """
 
 import os
@@ -20,67 +27,72 @@ import select
 import signal
 import sys
 
-TRIES, TRY_SECONDS = 10, 0.1  # for a terminal that takes nothing at the moment
+TRIES, TRY_SECONDS = 10, 0.1  # for a terminal that accepts no output at the moment
 
 
-def main(line: int, watcher: int | None = None) -> None:
-    """Read until the watcher has gone, then kill what is still under guard."""
-    os.set_blocking(line, False)
+def main(orders: int, watcher: int | None = None) -> None:
+    """Read orders until the watcher is gone. Then kill the guarded groups and restore the terminal.
+
+    Args:
+        orders: descriptor of the socket.
+        watcher: pidfd of the watcher; None: the system has none.
+    """
+    os.set_blocking(orders, False)
     groups: set[int] = set()
-    repair = rest = b""
+    restore = rest = b""
     poll = select.poll()
-    poll.register(line, select.POLLIN)
+    poll.register(orders, select.POLLIN)
     if watcher is not None:
         poll.register(watcher, select.POLLIN)
-    gone = False
-    while not gone:
-        gone = any(fd == watcher for fd, _ in poll.poll())
-        data = read_all(line)
-        gone = gone or data is None
-        *words, rest = (rest + (data or b"")).split(b"\n")
-        for word in words:
-            if word[:1] == b"=":
-                repair = word[1:]
+    is_watcher_gone = False
+    while not is_watcher_gone:
+        is_watcher_gone = any(fd == watcher for fd, _ in poll.poll())
+        data = read_available(orders)
+        is_watcher_gone = is_watcher_gone or data is None
+        *lines, rest = (rest + (data or b"")).split(b"\n")
+        for line in lines:
+            if line[:1] == b"=":
+                restore = line[1:]
             else:
-                (groups.add if word[:1] == b"+" else groups.discard)(int(word[1:]))
+                (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
     for group in groups:
-        for kill in (os.kill, os.killpg):  # the rank itself may have gone to another group
+        for kill in (os.kill, os.killpg):  # the rank itself may have joined another group
             try:
                 kill(group, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
-                pass  # it ended together with the watcher
-    if repair:
+                pass  # it has ended together with the watcher
+    if restore:
         try:
-            put_in_order(*repair.split(b" ", 1))
+            restore_terminal(*restore.split(b" ", 1))
         except OSError:
-            pass  # the terminal has gone, too
+            pass  # the terminal is gone, too
 
 
-def put_in_order(text: bytes, terminal: bytes) -> None:
-    """Write this, in hexadecimal digits, to the terminal of that name, in one go."""
-    fd = os.open(terminal, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
-    for _ in range(TRIES):
-        if poll.poll(TRY_SECONDS * 1000):
-            try:
-                os.write(fd, bytes.fromhex(text.decode()))
-                return
-            except BlockingIOError:
-                pass  # somebody else was writing
-
-
-def read_all(line: int) -> bytes | None:
-    """What has come by now; None if that is nothing, for ever."""
+def read_available(orders: int) -> bytes | None:
+    """Return the bytes that have arrived; None at the end of the stream."""
     data = b""
     while True:
         try:
-            more = os.read(line, 65536)
+            more = os.read(orders, 65536)
         except BlockingIOError:
             return data
         if not more:
             return data or None
         data += more
+
+
+def restore_terminal(data: bytes, path: bytes) -> None:
+    """Write the data, given in hexadecimal digits, to the terminal with this path."""
+    fd = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    for _ in range(TRIES):
+        if poll.poll(TRY_SECONDS * 1000):
+            try:
+                os.write(fd, bytes.fromhex(data.decode()))  # all at once, so that no other output gets in between
+                return
+            except BlockingIOError:
+                pass  # another process filled the terminal's buffer first
 
 
 if __name__ == "__main__":

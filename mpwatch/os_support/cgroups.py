@@ -1,6 +1,7 @@
 """Linux control groups of this process: its CPU quota, and how many processes the kernel has killed for memory.
 
-Reads files under /proc and /sys. Where there are none, each function returns "not known". Runs in the watcher.
+Reads files under /proc and /sys. Where these files are missing, each function returns the value that means "not known". Runs
+in the watcher.
 """
 
 import os
@@ -12,13 +13,13 @@ GROUPS = "/proc/self/cgroup"
 COUNTERS = ("memory.events", "memory.oom_control")
 
 
-def cpu_quota() -> int | None:
+def read_cpu_quota() -> int | None:
     """Return the smallest `cpu.max` (v2) of this process's group and its parents, rounded up; None if there is none."""
     quotas = []
-    for own in _folders("", "cgroup2"):
+    for own in _find_folders("", "cgroup2"):
         folder = own
         while folder.startswith("/sys/fs/cgroup"):
-            text = _read(f"{folder}/cpu.max")  # missing in the root group, and without the cpu controller
+            text = _read_file(f"{folder}/cpu.max")  # missing in the root group, and without the cpu controller
             if text and not text.startswith("max"):
                 quota, period = map(int, text.split())
                 quotas.append(-(-quota // period))
@@ -26,31 +27,34 @@ def cpu_quota() -> int | None:
     return min(quotas, default=None)
 
 
-def oom_kills() -> dict[str, int]:
-    """Count the processes of this one's memory group that the kernel has killed for memory, by the file that says so."""
+def count_oom_kills() -> dict[str, int]:
+    """Count the processes of this process's memory group that the kernel has killed for memory. The keys are its files."""
     found = {}
-    for folder in (*_folders("memory", "cgroup"), *_folders("", "cgroup2")):
+    for folder in (*_find_folders("memory", "cgroup"), *_find_folders("", "cgroup2")):
         for name in COUNTERS:
-            count = _field(f"{folder}/{name}", "oom_kill")
+            count = _read_field(f"{folder}/{name}", "oom_kill")
             if count is not None:
                 found[f"{folder}/{name}"] = count
     return found
 
 
-def oom_kills_of_machine() -> int:
-    """Count the same for the whole machine, groups outside this container included; 0 if it is not known."""
-    return _field("/proc/vmstat", "oom_kill") or 0
+def count_oom_kills_of_machine() -> int:
+    """Count the processes of the whole machine that the kernel has killed for memory; 0 if the count is not known.
+
+    The whole machine includes the groups outside this container.
+    """
+    return _read_field("/proc/vmstat", "oom_kill") or 0
 
 
-def _folders(controller: str, kind: str) -> Iterator[str]:
+def _find_folders(controller: str, kind: str) -> Iterator[str]:
     """Find the folders of this process's group in the hierarchy of this controller; v2 has one hierarchy for all.
 
-    In a container its own group may be the root of the mount, whatever path the kernel gives.
+    In a container, this process's group may be the root of the mount, whatever path the kernel reports.
     """
-    path = next((path for controllers, path in _groups() if controller in controllers), None)
+    path = next((path for controllers, path in _read_groups() if controller in controllers), None)
     if path is None:
         return
-    for line in _read(MOUNTS).splitlines():
+    for line in _read_file(MOUNTS).splitlines():
         mount, _, rest = line.partition(" - ")
         root, point = mount.split()[3:5]
         words = rest.split()
@@ -62,18 +66,18 @@ def _folders(controller: str, kind: str) -> Iterator[str]:
                     break
 
 
-def _groups() -> Iterator[tuple[list[str], str]]:
-    for line in _read(GROUPS).splitlines():
+def _read_groups() -> Iterator[tuple[list[str], str]]:
+    for line in _read_file(GROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
         yield controllers.split(","), path
 
 
-def _field(file: str, name: str) -> int | None:
-    words = (line.split() for line in _read(file).splitlines())
+def _read_field(file: str, name: str) -> int | None:
+    words = (line.split() for line in _read_file(file).splitlines())
     return next((int(pair[1]) for pair in words if len(pair) == 2 and pair[0] == name), None)  # noqa: PLR2004  a name, a number
 
 
-def _read(file: str) -> str:
+def _read_file(file: str) -> str:
     try:
         with open(file) as text:
             return text.read()

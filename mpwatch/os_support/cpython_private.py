@@ -1,18 +1,29 @@
-"""Names of CPython's private API that mpwatch uses. Each comment says what it is for, and what breaks if it goes.
+"""Names of CPython's private API that mpwatch uses. The comments say what each name is for, and what breaks without it.
 
-All were seen in CPython 3.11, 3.12 and 3.13. Runs in the watcher and in the ranks.
+All of them exist in CPython 3.11, 3.12 and 3.13. Runs in the watcher and in the ranks.
 
-Some methods must be overridden in a subclass, so they are not here but in watcher/process.py:
+Some methods must be overridden in a subclass, so they are not here but in watcher/processes/process.py:
 
 - `multiprocessing.Process._Popen` starts the process. Without it `Process.start` would start an ordinary spawned process: no
   process group, no environment of its own.
-- `multiprocessing.popen_spawn_posix.Popen._launch` runs the new interpreter. Without it, the same.
+- `multiprocessing.popen_spawn_posix.Popen._launch` runs the new interpreter. Without it, the same happens.
 - `multiprocessing.popen_fork.Popen._send_signal` is what `Process.terminate` and `Process.kill` call. Without it these would
   not reach the processes that a rank has started.
 
-watcher/process.py also uses names that have no underscore but are not documented: `popen_spawn_posix.Popen`,
+watcher/processes/process.py also uses names that have no underscore but are not documented: `popen_spawn_posix.Popen`,
 `context.set_spawning_popen`, `reduction.dump`, `resource_tracker.getfd` and `spawn.get_command_line`. Without one of them no
 rank can be started.
+
+mpwatch/wire uses these details of CPython where they are needed:
+
+- launch.py sets `multiprocessing.Process._start_method`, which becomes the default start method in the child. Without it
+  that of a rank may differ from that of the host program.
+- pickling/call_payload.py passes an object of its own to `context.set_spawning_popen`. multiprocessing pickles a descriptor
+  as `popen.DupFd(popen.duplicate_for_child(fd))`. Without these names no lock, queue or connection can be in a call.
+- exceptions/source_lines.py reads and writes `linecache.cache`. Without it a traceback has no source lines of code that is
+  in no file (notebook cells).
+- exceptions/tracebacks.py takes the entry `tb_lasti // 2` of `co_positions()`: one entry for each instruction of two bytes.
+  If that changes, tracebacks of ranks have no carets, or wrong ones.
 """
 
 from __future__ import annotations
@@ -32,17 +43,17 @@ mp_process: Any = process
 mp_spawn: Any = spawn
 mp_util: Any = util
 
-# The module socket replaces these numbers by enums, and their arithmetic runs in Python. If it goes: take the module socket.
+# The module socket replaces these numbers by enums, and their arithmetic runs in Python. Replacement: the module socket.
 c_socket: Any = _socket
 
-# The module signal converts each number and handler to an enum and back. If they go: take signal's own functions.
+# The module signal converts each number and handler to an enum and back. Replacement: the functions of the module signal.
 c_getsignal = _signal.getsignal
 c_signal = _signal.signal
 
 
-def original_dir() -> str | None:
+def get_original_dir() -> str | None:
     """Return the folder in which the program was started."""
-    # Spawn gives it to the child for the "" in sys.path. If it goes: a program that has changed its folder since its start
+    # Spawn gives it to the child for the "" in sys.path. Without it: a program that has changed its folder since its start
     # finds other modules in its ranks.
     folder: str | None = mp_process.ORIGINAL_DIR
     return folder
@@ -50,47 +61,57 @@ def original_dir() -> str | None:
 
 def is_importing_main() -> bool:
     """Return whether this process was spawned and is still importing `__main__`."""
-    # For the message of a LaunchError. If it goes: the message no longer names `if __name__ == "__main__":` as the remedy.
+    # For the message of a LaunchError. Without it: the message no longer names `if __name__ == "__main__":` as the remedy.
     return bool(getattr(mp_process.current_process(), "_inheriting", False))
 
 
 def check_not_importing_main() -> None:
     """Raise RuntimeError in a process that was spawned and is still importing `__main__`."""
-    # If it goes: such a process starts ranks for each import of its main module, and never ends. Use `is_importing_main`.
+    # Without it: such a process starts ranks for each import of its main module, and never ends. Use `is_importing_main`.
     mp_spawn._check_not_importing_main()
 
 
-def logging_of_multiprocessing() -> dict[str, Any]:
+def get_logging_setup() -> dict[str, Any]:
     """Return the part of spawn's preparation data that sets up multiprocessing's own logger in the child."""
-    # If it goes: `multiprocessing.log_to_stderr()` has no effect in ranks.
+    # Without it: `multiprocessing.log_to_stderr()` has no effect in ranks.
     level = {} if mp_util._logger is None else {"log_level": mp_util._logger.getEffectiveLevel()}
     return {"log_to_stderr": mp_util._log_to_stderr, **level}
 
 
-def popen_of(child: BaseProcess) -> Any:
+def get_popen(child: BaseProcess) -> Any:
     """Return the Popen object of a process that `start` has made."""
-    # The watcher keeps it, because the user may close any process in multiprocessing.active_children(). If it goes: keep the
+    # The watcher keeps it, because the user may close any process in multiprocessing.active_children(). Without it: keep the
     # object that `_Popen` returns.
     return vars(child)["_popen"]
 
 
 def forget_child(child: BaseProcess) -> None:
     """Take a process out of multiprocessing.active_children(), and out of those that the program joins at its end."""
-    # Process.close() does the same, but breaks a join() of another thread. If it goes: dead ranks stay in active_children(),
+    # Process.close() does the same, but breaks a join() of another thread. Without it: dead ranks stay in active_children(),
     # and the program waits at its end for a rank that cannot be killed.
     mp_process._children.discard(child)
 
 
 def reap_later(child: subprocess.Popen[bytes]) -> None:
     """Have subprocess reap this child whenever it starts another one."""
-    # For a rank that cannot be killed or reaped now. If it goes: the rank stays a zombie until this program ends.
+    # For a rank that cannot be killed or reaped now. Without it: the rank stays a zombie until this program ends.
     import subprocess
 
     left_behind: Any = subprocess
     left_behind._active.append(child)
 
 
-def fds_finalizer(owner: object, fds: set[int]) -> Any:
+def get_spawn_reducers() -> dict[type, Any]:
+    """Return the reducers that multiprocessing and torch have registered for spawned processes, by exact type."""
+    # Without it: `copyreg.dispatch_table` alone is used, and no connection, socket or shared tensor can be in a call.
+    from multiprocessing.reduction import ForkingPickler
+
+    pickler: Any = ForkingPickler  # typeshed does not have the attribute
+    reducers: dict[type, Any] = pickler._extra_reducers
+    return reducers
+
+
+def make_fds_finalizer(owner: object, fds: set[int]) -> Any:
     """Return a finalizer that closes these descriptors when it is called, or when the owner is collected."""
-    # multiprocessing's Popen.close() calls it. If it goes: weakref.finalize does the same.
+    # multiprocessing's Popen.close() calls it. Without it: weakref.finalize does the same.
     return mp_util.Finalize(owner, mp_util.close_fds, fds)

@@ -28,10 +28,10 @@ LINE_BUFFERED = 1  # _IOLBF of stdio.h, on Linux, macOS and the BSDs
 MAP_FIXED = 0x10  # of mmap(2), on Linux, macOS and the BSDs; the mmap module does not export it
 
 
-def anonymous_file(name: str) -> FileIO:
-    """Create an empty file that has no name in any folder and goes with its last descriptor.
+def open_anonymous_file(name: str) -> FileIO:
+    """Create an empty file that has no name in any folder and disappears with its last descriptor.
 
-    It is a memfd where there are any, because /dev/shm has a limit of its own. Raises OSError.
+    The file is a memfd where the system has memfds, because /dev/shm has a size limit of its own. Raises OSError.
     """
     if hasattr(os, "memfd_create"):
         # One call of C: a signal handler that raised between two bytecodes would leak the descriptor.
@@ -58,8 +58,8 @@ def seal(fd: int) -> None:
 def map_private(fd: int, size: int) -> memoryview:
     """Map the first `size` bytes of a file, writable. A write copies its page and is seen by this process alone.
 
-    The mapping goes with the last view of it. It needs no open descriptor, except in a Python before 3.13 without ctypes.
-    Raises OSError.
+    The mapping ends with the last view of it. The mapping needs no open descriptor, except in a Python before 3.13 without
+    ctypes. Raises OSError.
     """
     import mmap
 
@@ -91,7 +91,7 @@ def _libc() -> Any:
     return libc
 
 
-def pipe_size(fd: int) -> int:
+def read_pipe_size(fd: int) -> int:
     """Return how many bytes this pipe holds (Linux); 0 if it is not a pipe, or the size is unknown."""
     import fcntl
 
@@ -102,20 +102,20 @@ def pipe_size(fd: int) -> int:
 
 
 def grow_pipe(fd: int, size: int) -> int:
-    """Make a pipe hold `size` bytes, if it holds fewer and the user may have so many. Return what it holds; 0: unknown.
+    """Grow a pipe to `size` bytes, as far as the user's limits allow. Return how many bytes it holds now; 0: unknown.
 
     Raises OSError.
     """
     import fcntl
 
-    holds = pipe_size(fd)
+    holds = read_pipe_size(fd)
     if 0 < holds < size:
         with suppress(PermissionError):  # more than pipe-max-size, or pipe-user-pages-soft for all pipes of a user
             return fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size)
     return holds
 
 
-def bytes_in(pipe: int) -> int:
+def count_unread_bytes(pipe: int) -> int:
     """Return how many bytes of a pipe are unread. Raises OSError."""
     import fcntl
     import termios
@@ -132,13 +132,13 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
         rest = rest[os.write(fd, rest) :]
 
 
-def receive(line: socket.socket, size: int, most: int) -> tuple[bytes, list[int], bool]:
-    """Receive bytes and descriptors (room for about `most`). True: descriptors were lost, for this process had no room.
+def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[bytes, list[int], bool]:
+    """Receive bytes and about `max_fds` descriptors. Raises OSError.
 
-    Raises OSError.
+    Return the bytes, the descriptors, and whether descriptors were lost because this process may not open so many.
     """
-    room = c_socket.CMSG_SPACE(most * SIZE_OF_INT)
-    data, ancillary, flags, _ = line.recvmsg(size, room, MSG_CMSG_CLOEXEC)
+    room = c_socket.CMSG_SPACE(max_fds * SIZE_OF_INT)
+    data, ancillary, flags, _ = channel.recvmsg(size, room, MSG_CMSG_CLOEXEC)
     fds: list[int] = []
     for level, kind, numbers in ancillary:
         if (level, kind) == (c_socket.SOL_SOCKET, c_socket.SCM_RIGHTS):
@@ -146,10 +146,10 @@ def receive(line: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
     return data, fds, bool(flags & c_socket.MSG_CTRUNC)
 
 
-def end_silent_connection(connection: socket.socket, seconds: float) -> None:
-    """Have the kernel end a TCP connection after so many whole seconds of silence from its other end.
+def end_connection_after_silence(connection: socket.socket, seconds: float) -> None:
+    """Have the kernel end a TCP connection when its other end has been silent for this many seconds, at least 1.
 
-    Without TCP_USER_TIMEOUT it ends later if sent data is unconfirmed. Raises OSError.
+    A system without TCP_USER_TIMEOUT ends it later if the other end has not confirmed some data. Raises OSError.
     """
     whole = max(1, int(seconds))
     every = max(1, whole // 4)
@@ -166,7 +166,7 @@ def end_silent_connection(connection: socket.socket, seconds: float) -> None:
 
 
 @contextmanager
-def standard_descriptors() -> Iterator[None]:
+def open_standard_descriptors() -> Iterator[None]:
     """Open /dev/null as 0, 1 or 2 where one of them is closed.
 
     Otherwise the next file that the program opens gets that number, and a child process takes it for a standard stream.
@@ -191,8 +191,8 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-def c_stdout_by_lines() -> Callable[[], object]:
-    """Flush C's stdout at the end of each line, if it is known by that name. Return a function that flushes it at once.
+def line_buffer_c_stdout() -> Callable[[], object]:
+    """Make C's stdout line-buffered, if the C library exports `stdout`. Return a function that flushes it at once.
 
     That function flushes no other stream: it would wait for the lock of a stream on which a thread waits for input.
     """

@@ -31,7 +31,7 @@ class ProcessUsage:
         self.cpu_seconds = cpu_seconds
 
 
-def state_of_process(pid: int) -> ProcessState | None:
+def read_process_state(pid: int) -> ProcessState | None:
     """Read the state of a process. None: there is no /proc, or no such process."""
     try:
         with FileIO(f"/proc/{pid}/status") as file:  # closes itself if a signal handler raises here
@@ -42,7 +42,7 @@ def state_of_process(pid: int) -> ProcessState | None:
     return ProcessState(letter.decode(), int(caught, 16))
 
 
-def usage_of_process(pid: int) -> ProcessUsage | None:
+def read_process_usage(pid: int) -> ProcessUsage | None:
     """Read the usage of a process. None: there is no /proc, or no such process. A zombie uses no memory."""
     try:
         with FileIO(f"/proc/{pid}/stat") as file:
@@ -54,7 +54,7 @@ def usage_of_process(pid: int) -> ProcessUsage | None:
 
 
 def has_descriptor(pid: int, fd: int, of: int) -> bool:
-    """Return whether descriptor `fd` of another process is the same file or pipe as `of` here. False: it cannot be known."""
+    """Return whether descriptor `fd` of another process is the same file or pipe as `of` here. False: it is unknown."""
     try:
         there, here = os.stat(f"/proc/{pid}/fd/{fd}"), os.fstat(of)
     except OSError:
@@ -63,9 +63,10 @@ def has_descriptor(pid: int, fd: int, of: int) -> bool:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Open a descriptor that becomes readable when this child ends (Linux 5.3). None: there is none.
+    """Open a descriptor that becomes readable when this child ends (Linux 5.3). None: the system has no pidfds.
 
-    A child that other code has reaped (SIGCHLD ignored) has none, because its number may belong to another process.
+    A child that other code has reaped (SIGCHLD ignored) has no pidfd either, because its number may belong to another
+    process.
     """
     if not hasattr(os, "pidfd_open"):
         return None
@@ -77,7 +78,7 @@ def open_pidfd(pid: int) -> int | None:
         raise
 
 
-def peek_exit(pid: int, *, block: bool = False) -> int | None:
+def peek_exit_code(pid: int, *, block: bool = False) -> int | None:
     """Return the exit code of an ended child (negative: the signal), None while it runs. The child stays a zombie.
 
     Raises ChildProcessError if the code is lost: other code has reaped the child, or SIGCHLD is ignored.
@@ -103,7 +104,7 @@ def group_exists(pgid: int) -> bool:
 
 
 def group_members(pgid: int) -> list[int]:
-    """Find the pids of a process group in /proc; none where there is no /proc. Raises OSError."""
+    """Find the pids of a process group in /proc; an empty list where there is no /proc. Raises OSError."""
     found = []
     for entry in os.listdir("/proc") if sys.platform == "linux" else ():
         if entry.isdigit():
@@ -115,7 +116,7 @@ def group_members(pgid: int) -> list[int]:
     return found
 
 
-def await_end_of_thread(native_id: int, seconds: float = THREAD_EXIT_SECONDS) -> None:
+def wait_for_thread_exit(native_id: int, seconds: float = THREAD_EXIT_SECONDS) -> None:
     """Wait until the kernel has forgotten a thread, some microseconds after it could be joined.
 
     Python 3.12 asks the kernel for the number of threads when a program forks, and warns if there are several.

@@ -24,7 +24,7 @@ def set_handler(number: int, handler: Any) -> None:
     c_signal(number, handler if callable(handler) else int(handler))
 
 
-def handlers_in_python() -> dict[int, Any]:
+def list_python_handlers() -> dict[int, Any]:
     """Return the signals that have a handler in Python.
 
     As fast as `set_handler`: the signal module would convert each number to an enum and back.

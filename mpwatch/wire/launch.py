@@ -1,6 +1,7 @@
-"""A rank as a multiprocessing.Process of the spawn context, and the data that it is started with.
+"""The multiprocessing.Process of a rank, and the data that a rank is started with.
 
-The watcher pickles a RankProcess and starts it (watcher/process.py). In the child, spawn's `_bootstrap` calls `run`.
+The watcher pickles a RankProcess and starts it (watcher/processes/process.py). In the child, spawn's `_bootstrap` calls
+`run`.
 """
 
 from __future__ import annotations
@@ -14,37 +15,36 @@ if TYPE_CHECKING:
 
 
 class LaunchInfo:
-    """The data that a rank is started with: its Worker, and what its descriptors are for."""
+    """The data that a rank is started with: the fields of its Worker, and the numbers of its descriptors."""
 
     __slots__ = ("channel_fd", "is_captured", "slot", "slots_fd", "stderr_fd", "worker")
 
     def __init__(
         self, worker: dict[str, object], channel_fd: int, slots_fd: int, slot: int, stderr_fd: int, *, is_captured: bool
     ) -> None:
-        self.worker = worker  # its fields; importing the class takes time, and many ranks never need it
+        self.worker = worker  # its fields: importing the class takes time, and many ranks never need it
         self.channel_fd = channel_fd
-        self.slots_fd = slots_fd
-        self.slot = slot  # number of the rank's slot in that file, see slots.py
-        self.stderr_fd = stderr_fd  # becomes stderr once the rank is ready, see worker/streams.py
-        self.is_captured = is_captured  # whether output goes to files or to the watcher
+        self.slots_fd = slots_fd  # the memory file, see shared_memory.py
+        self.slot = slot  # number of the rank's slot in that file
+        self.stderr_fd = stderr_fd  # becomes stderr when the rank is ready, see worker/stdio.py
+        self.is_captured = is_captured  # whether the output goes to files or to the watcher
 
 
 class RankProcess(SpawnProcess):
-    """The rank's process, as the child sees it.
+    """The process of a rank. The watcher starts it as a subclass that overrides `_Popen`; the child has this class.
 
     Args:
-        seat: passed to the program.
-        program: module whose `main` the rank runs. It is a name, because the watcher never imports that module.
+        launch_info: the argument of the program's `main`.
+        program: name of the module whose `main` the rank runs. It is a name, because the watcher never imports that module.
         name: of the process.
-        start_method: spawn makes it the child's default; None leaves the default alone.
+        start_method: the child's default start method; None: Python's default.
     """
 
     def __init__(self, launch_info: LaunchInfo, program: str, *, name: str, start_method: str | None) -> None:
         super().__init__(name=name)
         self.launch_info = launch_info
         self.program = program
-        self._start_method: Any = start_method  # read by spawn; typeshed: str
+        self._start_method: Any = start_method  # spawn sets it in the child; typeshed says: str
 
     def run(self) -> None:
-        """Run the program."""
         import_module(self.program).main(self.launch_info)

@@ -1,1 +1,1 @@
-"""The processes of the ranks, and what starts, signals, waits for and reaps them."""
+"""The processes of the ranks: how the watcher starts them, sends them signals, waits for them and reaps them."""

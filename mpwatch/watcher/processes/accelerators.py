@@ -1,7 +1,8 @@
-"""Whether torch may find a GPU, or another accelerator, in a rank. Told without torch, whose import would take a second.
+"""Finds out whether torch may find a GPU or another accelerator in a rank. Runs in the watcher.
 
-It errs on one side only: where it says that there is none, there is none. (The GPU of a Mac is not counted: no backend of
-torch.distributed, and so none of accelerate's, knows it.)
+It reads files and does not import torch, which would take a second. It errs on one side only: if it finds no accelerator,
+torch finds none either. The GPU of a Mac does not count: no backend of torch.distributed supports it, so accelerate does not
+use it with several processes.
 """
 
 import os
@@ -9,35 +10,38 @@ import re
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
 
-from mpwatch.os_support.hardware import gpus_may_exist
+from mpwatch.os_support.hardware import may_have_gpus
 
-# A torch that is built for CPUs gets devices from these: Cambricon, Gaudi, Moore Threads, Ascend, Tecorigin, Trainium, TPU.
-PLUGINS = ("torch_mlu", "habana_frameworks", "torch_musa", "torch_npu", "torch_sdaa", "torch_neuronx", "torch_xla")
-BUILD = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*= *['\"]", re.MULTILINE)  # a line of torch/version.py that does not say None
-# As torch reads them: what is neither a device's number nor its name ends the list, so "", "-1" and "NoDevFiles" hide all.
-VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-A_DEVICE = re.compile(r"\s*(\d|GPU-|MIG-)")
+# Packages that add devices to a torch built for CPUs: Cambricon, Gaudi, Moore Threads, Ascend, Tecorigin, Trainium, TPU.
+DEVICE_PLUGINS = ("torch_mlu", "habana_frameworks", "torch_musa", "torch_npu", "torch_sdaa", "torch_neuronx", "torch_xla")
+# A line of torch/version.py whose value is not None.
+GPU_BUILD = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*= *['\"]", re.MULTILINE)
+# torch ends the list of devices at an entry that is neither a device's number nor its name, so "", "-1" and "NoDevFiles"
+# hide all devices.
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+DEVICE_ENTRY = re.compile(r"\s*(\d|GPU-|MIG-)")
 
 
-def accelerators_of_torch() -> set[str]:
-    """What there may be on this machine that the installed torch can use: "gpu", "other", both or nothing."""
-    builds = _builds_of_torch()
-    found = {"gpu"} if builds - {"xpu"} and gpus_may_exist() else set()
-    return found | ({"other"} if "xpu" in builds or any(map(PathFinder.find_spec, PLUGINS)) else set())
+def find_torch_accelerators() -> set[str]:
+    """Return the kinds of accelerators that this machine may have and the installed torch can use: "gpu" and "other"."""
+    builds = _read_torch_builds()
+    found = {"gpu"} if builds - {"xpu"} and may_have_gpus() else set()
+    return found | ({"other"} if "xpu" in builds or any(map(PathFinder.find_spec, DEVICE_PLUGINS)) else set())
 
 
 def is_cpu_only(found: set[str], env: Mapping[str, str]) -> bool:
-    """Whether a process with this environment can use none of these."""
-    return not found or (found == {"gpu"} and not all(A_DEVICE.match(env[name]) for name in VISIBLE if name in env))
+    """Return whether a process with this environment can use none of the accelerators that were found."""
+    are_gpus_visible = all(DEVICE_ENTRY.match(env[name]) for name in VISIBLE_DEVICES if name in env)
+    return not found or (found == {"gpu"} and not are_gpus_visible)
 
 
-def _builds_of_torch() -> set[str]:
-    """The kinds of GPU that the installed torch was built for; those of NVIDIA if nobody can tell."""
+def _read_torch_builds() -> set[str]:
+    """Return the kinds of GPU that the installed torch was built for. If that is unknown, return NVIDIA's."""
     spec = PathFinder.find_spec("torch")
     for folder in (spec and spec.submodule_search_locations) or ():
         try:
             with open(os.path.join(folder, "version.py"), encoding="utf-8", errors="replace") as file:
-                return set(BUILD.findall(file.read()))
-        except OSError:  # an arrangement of its own
+                return set(GPU_BUILD.findall(file.read()))
+        except OSError:  # torch was installed in an unusual way
             continue
     return {"cuda"}

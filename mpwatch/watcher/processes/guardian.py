@@ -1,5 +1,7 @@
-"""The watcher's end of the guardian: starts it, tells it which process groups to kill, and which terminal to put in order,
-should the watcher die.
+"""Starts the guardian process and sends it its orders. Runs in the watcher thread.
+
+The orders say which process groups the guardian kills, and which terminal it restores, if this program is killed. Their
+format is in guardian/main.py.
 """
 
 import os
@@ -17,23 +19,23 @@ PROGRAM = Path(__file__).parents[2] / "guardian" / "main.py"
 
 
 class Guardian:
-    """From its making on, every group that is put under guard dies with this process. Close it when all are reaped.
+    """The guardian of one run. If this program dies, the guardian kills every process group that was passed to `guard`.
 
-    Raises OSError if it cannot be started.
+    Close it when all ranks are reaped. The constructor raises OSError if the guardian cannot be started.
     """
 
     def __init__(self, deferred_log: DeferredLog) -> None:
         self._deferred_log = deferred_log
-        self._is_lost = False
+        self._is_gone = False
         with ExitStack() as passed, ExitStack() as kept:
-            self._line, theirs = socket.socketpair()
-            passed.enter_context(theirs)
-            kept.enter_context(self._line)
-            self._line.settimeout(1.0)  # should somebody have stopped it
-            us = open_pidfd(os.getpid())
-            if us is not None:
-                passed.callback(os.close, us)
-            fds = [theirs.fileno()] if us is None else [theirs.fileno(), us]
+            self._socket, guardian_end = socket.socketpair()
+            passed.enter_context(guardian_end)
+            kept.enter_context(self._socket)
+            self._socket.settimeout(1.0)  # the guardian may have been stopped by SIGSTOP
+            own_pidfd = open_pidfd(os.getpid())
+            if own_pidfd is not None:
+                passed.callback(os.close, own_pidfd)
+            fds = [guardian_end.fileno()] if own_pidfd is None else [guardian_end.fileno(), own_pidfd]
             self._process = subprocess.Popen(
                 [os.fsdecode(spawn.get_executable()), "-I", "-S", str(PROGRAM), *map(str, fds)],
                 stdin=subprocess.DEVNULL,
@@ -41,35 +43,39 @@ class Guardian:
                 stderr=subprocess.DEVNULL,
                 cwd="/",
                 pass_fds=fds,
-                start_new_session=True,  # what kills our process group or takes our terminal leaves it alive
+                start_new_session=True,  # it survives a signal to this program's group, and the loss of its terminal
             )
             kept.pop_all()
 
     def guard(self, pgid: int) -> None:
-        """This group is not to outlive us."""
-        self._tell(b"+%d\n" % pgid)
+        """Have the guardian kill this process group if this program dies."""
+        self._send(b"+%d\n" % pgid)
 
     def release(self, pgid: int) -> None:
-        """This group is dead, and its number may soon be somebody else's."""
-        self._tell(b"-%d\n" % pgid)
+        """Withdraw `guard`, because the group is dead and its number may soon belong to another group."""
+        self._send(b"-%d\n" % pgid)
 
-    def entrust(self, repair: tuple[str, bytes] | None) -> None:
-        """This is to be written to the terminal of that name, which has a view in it; None: it has none any more."""
-        terminal, text = repair or ("", b"")
-        self._tell(b"=%s\n" % (text.hex().encode() + b" " + os.fsencode(terminal) if repair else b""))
+    def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
+        """Have the guardian restore a terminal if this program dies.
 
-    def _tell(self, line: bytes) -> None:
+        Args:
+            restore: the terminal's path, and the bytes to write to it; None: no terminal needs restoring any more.
+        """
+        path, data = restore or ("", b"")
+        self._send(b"=%s\n" % (data.hex().encode() + b" " + os.fsencode(path) if restore else b""))
+
+    def _send(self, line: bytes) -> None:
         try:
-            # not a pipe: the host's SIGPIPE may be at its default, and would end it
-            self._line.send(line, getattr(socket, "MSG_NOSIGNAL", 0))
+            # A write to a pipe could end the host program: its SIGPIPE may have the default action.
+            self._socket.send(line, getattr(socket, "MSG_NOSIGNAL", 0))
         except OSError as error:
-            if not self._is_lost:
-                text = "the guardian is gone (%s): should this process be killed, its ranks may outlive it"
+            if not self._is_gone:
+                text = "the guardian is gone (%s): if this process is killed, its ranks may keep running; kill them then"
                 self._deferred_log.warning(text, error)
-            self._is_lost = True
+            self._is_gone = True
 
     def close(self) -> None:
-        """End it; nothing is under guard any more. Waits for it, which takes no time: it is killed."""
-        self._line.close()
+        """Kill the guardian and reap it. No group is guarded any more."""
+        self._socket.close()
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()

@@ -1,16 +1,25 @@
-"""One rank's process, as the watcher holds it: start, sentinel, signals, burial.
+"""The process of one rank: start it, send it signals, read its exit code, reap it. Runs in the watcher.
 
-A multiprocessing.Process of the spawn context in all that a caller can see, started with three differences:
+    ProcessPool.start -> RankPopen.start -> multiprocessing.Process.start -> RankPopen._launch -> subprocess.Popen
 
-- `__main__` is not imported again in the child, and asking for the start method does not fix the host's;
-- the child is the leader of a process group of its own from before its first instruction, so that what it starts can be
-  stopped with it, and it has its environment, an empty stdin and a stderr of its own from then on too;
-- its sentinel is a pidfd where there are such. Spawn's own is a pipe that any forked grandchild keeps open.
+Where is SIGTERM sent after the first failure? machine/state_machine.py decides and returns the action SendSignal.
+event_loop.py executes the action. `RankPopen.send_signal_to_group` calls killpg. SIGKILL takes the same way. SIGINT goes to
+the rank alone (`ProcessPool.interrupt_call`).
 
-Overrides private methods of multiprocessing: `Process._Popen`, `Popen._launch` and `Popen._send_signal`. The docstring of
-os_support/cpython_private.py says what breaks if they go.
+A rank is an ordinary multiprocessing.Process of the spawn context: it is in `multiprocessing.active_children()`, and any
+thread may join it. Its start differs from spawn's in three points:
 
-Guarantee: a rank stays a zombie, so that its number is nobody else's, until its group has been killed; then it is reaped.
+- The child does not import `__main__` again. The start does not fix the host program's start method.
+- The child leads a process group of its own from before its first instruction, so a signal reaches the processes that it has
+  started. From then on it also has its environment, an empty stdin, and its stdout and stderr.
+- Its sentinel is a pidfd where the system has pidfds. Spawn's sentinel is a pipe, and a forked grandchild keeps that pipe
+  open.
+
+Guarantee: a dead rank stays a zombie until its process group has been killed, so no other process gets its pid. Then it is
+reaped.
+
+This module overrides private methods of multiprocessing: `Process._Popen`, `Popen._launch` and `Popen._send_signal`. The
+docstring of os_support/cpython_private.py says what breaks without them.
 """
 
 import errno
@@ -22,141 +31,109 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from multiprocessing import current_process, get_start_method, reduction, resource_tracker, spawn
 from multiprocessing.connection import wait
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
-from typing import Any
+from typing import Any, Self
 
 from mpwatch.os_support.cpython_private import (
     check_not_importing_main,
-    fds_finalizer,
     forget_child,
-    logging_of_multiprocessing,
-    original_dir,
-    popen_of,
+    get_logging_setup,
+    get_original_dir,
+    get_popen,
+    make_fds_finalizer,
     reap_later,
 )
 from mpwatch.os_support.descriptors import grow_pipe
-from mpwatch.os_support.processes import open_pidfd, peek_exit
+from mpwatch.os_support.processes import open_pidfd, peek_exit_code
 from mpwatch.wire.launch import LaunchInfo, RankProcess
 
-RANK_PROGRAM = "mpwatch.worker.main"  # what runs in a rank; the watcher never imports it
-PIPE_SIZE = 1 << 16  # what a pipe holds where the system does not say
-UNKNOWN_EXIT = 255  # the exit code of a child whose status somebody else has taken
-TRACER_SECONDS = 0.05  # a debugger that is awake has taken note of a death in less
+RANK_PROGRAM = "mpwatch.worker.main"  # the module that runs in a rank; the watcher never imports it
+DEFAULT_PIPE_SIZE = 1 << 16  # bytes that a pipe holds where the system does not report the size
+UNKNOWN_EXIT = 255  # the exit code of a child that other code has reaped
+# Linux reports a death to a debugger first, and to the parent when the debugger has read the report. One that is awake needs
+# less time than this.
+DEBUGGER_SECONDS = 0.05
+POLL_SECONDS = 0.001
 
 
-class WatchedProcess(RankProcess):
-    """The watcher's side of a rank's process; the child gets a plain RankProcess."""
+class RankPopen(Popen):
+    """The operating system's side of a rank's process: pid, sentinel, signals, exit code, reaping.
 
-    def __init__(
-        self,
-        launch_info: LaunchInfo,
-        env: dict[str, str],
-        passed_fds: list[int],
-        output_fds: tuple[int | None, int],
-        name: str,
-    ) -> None:
-        super().__init__(launch_info, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
-        self.env = env
-        self.passed_fds = passed_fds
-        self.output_fds = output_fds  # its stdout and stderr; None: those of this program
+    `start` makes one. Any thread of the host program may call the methods of multiprocessing's Popen: `poll`, `wait`,
+    `terminate`, `kill` and `close`. Only the watcher thread calls the other ones.
 
-    @staticmethod
-    def _Popen(process_obj: Any) -> "_RankPopen":  # noqa: N802  multiprocessing's name for it
-        return _RankPopen(process_obj)
-
-    def __reduce__(self) -> Any:
-        state = {name: value for name, value in vars(self).items() if name not in ("env", "passed_fds", "output_fds")}
-        return RankProcess.__new__, (RankProcess,), state
-
-    def start(self) -> None:
-        """Start the rank. Raises OSError, RuntimeError, AssertionError."""
-        super().start()
-        # Ours, whatever a stranger does with the Process that multiprocessing.active_children() shows to everybody.
-        self.child: _RankPopen = popen_of(self)
-        self.child_pid = self.child.pid
-
-    def poll(self) -> int | None:
-        """The exit code, now that it has ended, as multiprocessing has it; UNKNOWN_EXIT if it was lost, see `exit_is_known`.
-
-        None if a debugger holds it: the kernel tells that one first, and the parent when it has taken note.
-        """
-        until = time.monotonic() + TRACER_SECONDS
-        while (code := self.child.poll()) is None and time.monotonic() < until:
-            time.sleep(0.001)
-        return code
-
-    def has_ended_by(self, deadline: float) -> bool:
-        """Whether it ends by that time of CLOCK_MONOTONIC."""
-        try:
-            return bool(wait([self.child.sentinel], max(0.0, deadline - time.monotonic())))
-        except OSError:  # so short of memory, or with so low a limit of open files, that nothing can be waited for
-            while (code := self.child.poll()) is None and time.monotonic() < deadline:
-                time.sleep(0.001)
-            return code is not None
-
-    def signal_group(self, number: int) -> None:
-        """Send a signal to the rank and whatever it has started in its process group."""
-        self.child.signal_group(number)
-
-    def signal_rank(self, number: int) -> None:
-        """Send a signal to the rank alone: an interrupt, since it decides what that means to what it has started."""
-        self.child.signal_rank(number)
-
-    def exit_is_known(self) -> bool:
-        """False if the status was lost: SIGCHLD is ignored in this program, or another part of it waits for any child."""
-        return self.child.status_known
-
-    def reap(self) -> bool:
-        """Once it has ended: kill what is left of its group, reap it, close what is open. False if a debugger holds it, so
-        that it cannot be reaped yet.
-
-        Not `close()`: another thread may be waiting for it in `join()`, as multiprocessing does at the program's end.
-        """
-        if not self.child.reap():
-            return False
-        self.child.close()
-        forget_child(self)
-        return True
-
-    def abandon(self) -> None:
-        """It cannot be killed, or not be reaped. The end of the program, which joins all children, must not wait for it."""
-        self.child.abandon()
-        self.child.close()
-        forget_child(self)
-
-
-class _RankPopen(Popen):
-    """What Process does its work with. `poll` may be called by any thread that starts another process."""
+    Attributes:
+        name: of the multiprocessing.Process.
+        pid: of the rank. It is also the number of its process group.
+        sentinel: descriptor that becomes readable when the rank ends.
+    """
 
     pid: int
     returncode: int | None
 
-    def __init__(self, process_obj: WatchedProcess) -> None:
+    @classmethod
+    def start(
+        cls,
+        launch_info: LaunchInfo,
+        *,
+        name: str,
+        env: dict[str, str],
+        stdout: int | None,
+        stderr: int,
+        passed_fds: list[int],
+    ) -> Self:
+        """Start a rank. Raises OSError, RuntimeError, AssertionError.
+
+        Args:
+            launch_info: what the rank needs to know first.
+            name: of its multiprocessing.Process.
+            env: the whole environment of the rank.
+            stdout: descriptor that becomes the rank's stdout; None: this program's stdout.
+            stderr: descriptor that becomes the rank's stderr.
+            passed_fds: descriptors that the rank has under the same numbers.
+        """
+        launch = partial(cls, env=env, stdout=stdout, stderr=stderr, passed_fds=passed_fds)
+        process = _WatchedProcess(launch_info, name, launch)
+        process.start()
+        # Kept here, because the host program may close any Process that multiprocessing.active_children() returns.
+        popen: Self = get_popen(process)
+        return popen
+
+    def __init__(
+        self, process: "_WatchedProcess", *, env: dict[str, str], stdout: int | None, stderr: int, passed_fds: list[int]
+    ) -> None:
+        self.name = process.name
+        self._process = process
+        self._env = env
+        self._stdout = stdout
+        self._stderr = stderr
+        self._passed_fds = passed_fds
         self._lock = threading.Lock()
         self._is_reaped = False
-        self.status_known = True
-        super().__init__(process_obj)
+        self._is_exit_code_known = True
+        super().__init__(process)  # calls `_launch`
 
-    def _launch(self, process_obj: WatchedProcess) -> None:
-        tracker_fd = _resource_tracker_fd()
-        data = self._pickle(process_obj)
+    def _launch(self, process: "_WatchedProcess") -> None:
+        tracker_fd = _get_resource_tracker_fd()
+        data = self._pickle(process)
         with ExitStack() as stack:
             child_r, parent_w = os.pipe()
             stack.callback(os.close, parent_w)
-            stdout, stderr = process_obj.output_fds
             try:
-                _fill(parent_w, data)
+                _fill_pipe(parent_w, data)
                 self._child = subprocess.Popen(
                     spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r),
                     stdin=subprocess.DEVNULL,
-                    stdout=stdout,
-                    stderr=stderr,
-                    env=process_obj.env,
-                    pass_fds=[child_r, tracker_fd, *process_obj.passed_fds],
+                    stdout=self._stdout,
+                    stderr=self._stderr,
+                    env=self._env,
+                    pass_fds=[child_r, tracker_fd, *self._passed_fds],
                     process_group=0,
                 )
             finally:
@@ -167,107 +144,162 @@ class _RankPopen(Popen):
             pidfd = open_pidfd(self.pid)
             if pidfd is not None:
                 stack.callback(os.close, pidfd)
-            # The child's parent_process() watches the pipe, so it stays open; its reader's end is also a sentinel.
+            # The pipe stays open, because parent_process() in the child watches it. Without a pidfd it is also the sentinel.
             self.sentinel = parent_w if pidfd is None else pidfd
-            self.finalizer = fds_finalizer(self, {parent_w, self.sentinel})
+            self.finalizer = make_fds_finalizer(self, {parent_w, self.sentinel})
             stack.pop_all()
 
-    def _pickle(self, process_obj: WatchedProcess) -> bytes:
+    def _pickle(self, process: "_WatchedProcess") -> bytes:
         data = io.BytesIO()
         set_spawning_popen(self)
         try:
-            pickle.dump(_preparation_data(process_obj), data)
-            reduction.dump(process_obj, data)
+            pickle.dump(_make_preparation_data(process), data)
+            reduction.dump(process, data)
         finally:
             set_spawning_popen(None)
         return data.getvalue()
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """The exit code once the rank has ended. It is looked at, not taken: see `bury`."""
+        """Return the exit code; UNKNOWN_EXIT if it is lost; None while the rank runs. A dead rank stays a zombie."""
         if self.returncode is not None:
             return self.returncode
         try:
-            # without the lock: another thread may join the process, and must not keep us from stopping it
-            code, known = peek_exit(self.pid, block=not flag & os.WNOHANG), True
+            # Without the lock: another thread may join the rank meanwhile, and must not keep the watcher from stopping it.
+            code, is_known = peek_exit_code(self.pid, block=not flag & os.WNOHANG), True
         except ChildProcessError:
-            code, known = UNKNOWN_EXIT, False
+            code, is_known = UNKNOWN_EXIT, False
         with self._lock:
             if self.returncode is None:
-                self.returncode, self.status_known = code, known
+                self._is_exit_code_known, self.returncode = is_known, code
             return self.returncode
 
-    def signal_group(self, number: int) -> None:
+    def read_exit_code(self) -> int | None:
+        """Return the exit code of a rank whose sentinel is readable. None: it is not known.
+
+        A debugger can delay it for longer than this waits. It is lost if SIGCHLD is ignored in this program, or if other
+        code of this program has reaped the rank.
+        """
+        deadline = time.monotonic() + DEBUGGER_SECONDS
+        while (code := self.poll()) is None and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return code if self._is_exit_code_known else None
+
+    def wait_for_exit(self, deadline: float) -> bool:
+        """Wait for the end of the rank, until this time of CLOCK_MONOTONIC at most. Return whether the rank has ended."""
+        try:
+            return bool(wait([self.sentinel], max(0.0, deadline - time.monotonic())))
+        except OSError:  # too little memory, or too low a limit of open files, to wait for anything
+            while (code := self.poll()) is None and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+            return code is not None
+
+    def send_signal_to_group(self, number: int) -> None:
+        """Send a signal to the rank and to the processes that it has started in its process group."""
         with self._lock:
             if not self._is_reaped:
-                _signal_group(self.pid, number)
+                self._signal_group(number)
 
-    def signal_rank(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the rank alone."""
         with self._lock, suppress(ProcessLookupError, PermissionError):
             if not self._is_reaped:
                 os.kill(self.pid, number)
 
-    def _send_signal(self, sig: int) -> None:  # what terminate() and kill() of a Process do
-        self.signal_group(sig)
+    def _send_signal(self, sig: int) -> None:  # what terminate() and kill() of a Process call
+        self.send_signal_to_group(sig)
 
-    def close(self) -> None:
-        if self._is_reaped:  # until then its descriptors are waited on
-            super().close()
+    def _signal_group(self, number: int) -> None:
+        # PermissionError: this user may signal no process of the group, such as a setuid helper.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(self.pid) != self.pid:  # the rank has joined another group
+                os.kill(self.pid, number)
 
     def reap(self) -> bool:
-        with self._lock:
-            if self._is_reaped:
-                return True
-            _signal_group(self.pid, signal.SIGKILL)
-            try:
-                ended, status = self._reap()
-                if not ended:
-                    return False
-                self.returncode = os.waitstatus_to_exitcode(status)
-            except ChildProcessError:
-                self.returncode = UNKNOWN_EXIT if self.returncode is None else self.returncode
-            self._is_reaped = True
-            self._child.returncode = self.returncode  # else subprocess would wait for it, too
-            return True
+        """Kill the processes left in the group of a dead rank, reap the rank and close its descriptors.
 
-    def _reap(self) -> tuple[int, int]:
-        """At once as a rule: it has ended. Not if it is traced, or if its sentinel is no pidfd."""
-        until = time.monotonic() + TRACER_SECONDS
-        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and time.monotonic() < until:
-            time.sleep(0.001)
+        Return False, with the rank still a zombie, if a debugger holds it.
+        """
+        with self._lock:
+            if not self._is_reaped:
+                self._signal_group(signal.SIGKILL)
+                try:
+                    is_ended, status = self._wait_for_status()
+                    if not is_ended:
+                        return False
+                    self.returncode = os.waitstatus_to_exitcode(status)
+                except ChildProcessError:
+                    self.returncode = UNKNOWN_EXIT if self.returncode is None else self.returncode
+                self._is_reaped = True
+                self._child.returncode = self.returncode  # otherwise subprocess would wait for this pid, too
+        self._release()
+        return True
+
+    def _wait_for_status(self) -> tuple[int, int]:
+        """Return the pair of waitpid. It waits only for a debugger, or if the sentinel is not a pidfd."""
+        deadline = time.monotonic() + DEBUGGER_SECONDS
+        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0] and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
         return ended
 
     def abandon(self) -> None:
-        """Leave it to subprocess, which reaps whoever was left to it each time that it starts a process."""
+        """Give up a rank that cannot be killed or reaped. At its end, the program joins all children except this one.
+
+        subprocess reaps the rank, once it is dead, whenever it starts another process.
+        """
         with self._lock:
             if not self._is_reaped:
                 self._is_reaped = True
                 reap_later(self._child)
+        self._release()
+
+    def _release(self) -> None:
+        # Not Process.close(): another thread may be in join(), as multiprocessing is at the end of the program.
+        self.close()
+        forget_child(self._process)
+
+    def close(self) -> None:
+        """Close the descriptors of a reaped rank. Those of a running rank stay open, because the watcher waits on them."""
+        if self._is_reaped:
+            super().close()
 
 
-def _fill(pipe: int, data: bytes) -> None:
-    """All of it, before there is a reader: who writes later waits for the child, or for ever if it dies meanwhile."""
+class _WatchedProcess(RankProcess):
+    """The multiprocessing.Process of a rank in the watcher. In the rank it is a plain RankProcess."""
+
+    def __init__(self, launch_info: LaunchInfo, name: str, launch: Callable[[Any], RankPopen]) -> None:
+        super().__init__(launch_info, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
+        self._launch = launch
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> RankPopen:  # noqa: N802  multiprocessing's name for it
+        return process_obj._launch(process_obj)  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> Any:
+        state = {name: value for name, value in vars(self).items() if name != "_launch"}
+        return RankProcess.__new__, (RankProcess,), state
+
+
+def _fill_pipe(pipe: int, data: bytes) -> None:
+    """Write all data before the pipe has a reader. A later write would wait for the child.
+
+    That wait would never end if the child died meanwhile.
+    """
     os.set_blocking(pipe, False)
-    room = grow_pipe(pipe, len(data)) or PIPE_SIZE
-    if room < len(data) or os.write(pipe, data) < len(data):
+    size = grow_pipe(pipe, len(data)) or DEFAULT_PIPE_SIZE
+    if size < len(data) or os.write(pipe, data) < len(data):
         raise OSError(
             errno.EMSGSIZE,
-            f"sys.argv and sys.path take {len(data)} bytes, and a pipe holds {room} here; shorten them, or see "
+            f"sys.argv and sys.path take {len(data)} bytes, and a pipe holds {size} here; shorten them, or see "
             "/proc/sys/fs/pipe-max-size and pipe-user-pages-soft",
         )
     os.set_blocking(pipe, True)
 
 
-def _signal_group(pid: int, number: int) -> None:
-    # PermissionError: nobody in it may be signalled by us, such as a setuid helper
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
-    with suppress(ProcessLookupError, PermissionError):
-        if os.getpgid(pid) != pid:  # it has gone to another group
-            os.kill(pid, number)
-
-
-def _resource_tracker_fd() -> Any:
-    """The host's resource tracker, started by its first user. Starting it would unblock signals in this thread."""
+def _get_resource_tracker_fd() -> Any:
+    """Return a descriptor of the host program's resource tracker. Its first user starts it."""
+    # Starting it unblocks signals in this thread.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         return resource_tracker.getfd()
@@ -275,19 +307,19 @@ def _resource_tracker_fd() -> Any:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _preparation_data(rank: WatchedProcess) -> dict[str, Any]:
-    """What spawn tells a child before anything else, without the import of `__main__` and without the start method.
+def _make_preparation_data(process: RankProcess) -> dict[str, Any]:
+    """Return what spawn sends a child first, without the import of `__main__` and without the start method.
 
-    Raises RuntimeError in a process that is itself still being spawned, as spawn does.
+    Raises RuntimeError in a process that was spawned and is still importing `__main__`, as spawn does.
     """
     check_not_importing_main()
-    here = original_dir()
+    original_dir = get_original_dir()
     return {
-        "name": rank.name,
+        "name": process.name,
         "authkey": current_process().authkey,
-        "sys_path": [here if entry == "" and here is not None else entry for entry in sys.path],
+        "sys_path": [original_dir if entry == "" and original_dir is not None else entry for entry in sys.path],
         "sys_argv": sys.argv,
-        "orig_dir": here,
+        "orig_dir": original_dir,
         "dir": os.getcwd(),
-        **logging_of_multiprocessing(),
+        **get_logging_setup(),
     }

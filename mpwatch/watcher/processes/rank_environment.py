@@ -1,4 +1,16 @@
-"""What a rank finds in its environment, and the port that is reserved for its rendezvous."""
+"""Builds the environment of each rank, and reserves the port of their rendezvous. Runs in the watcher.
+
+A rank's environment has four parts. A later part replaces variables of an earlier one.
+
+1. The environment of this program.
+2. Defaults, only where this program does not set them: OMP_NUM_THREADS, TORCH_NCCL_ASYNC_ERROR_HANDLING.
+3. The variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_NAME,
+   ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
+   TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. Also NODE_RANK, with the value of GROUP_RANK.
+4. The user's `env` option.
+
+If there are several ranks and torch can find no accelerator, ACCELERATE_USE_CPU=true is added, unless it is set.
+"""
 
 import os
 import socket
@@ -8,36 +20,36 @@ from dataclasses import replace
 from mpwatch.errors import LaunchError
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
-from mpwatch.os_support.hardware import usable_cpus
-from mpwatch.watcher.processes.accelerators import accelerators_of_torch, is_cpu_only
+from mpwatch.os_support.hardware import count_usable_cpus
+from mpwatch.watcher.processes.accelerators import find_torch_accelerators, is_cpu_only
 from mpwatch.wire.resource_errors import with_remedy
 
 MASTER_ADDR = "127.0.0.1"
 
 
 def reserve_port() -> socket.socket:
-    """A socket that keeps its port for the ranks for as long as it is open.
+    """Return a socket that reserves its port for the ranks while it is open. Raises LaunchError.
 
-    It is bound but does not listen: with SO_REUSEADDR on both, a store of torch's can then listen on the same port,
-    while the kernel gives it to nobody who asks for any port. Raises LaunchError.
+    The socket is bound but does not listen, and has SO_REUSEADDR. So torch's store, which sets SO_REUSEADDR too, can listen
+    on the same port. The kernel does not give the port to a program that asks for any free port.
     """
     try:
-        keeper = socket.socket()
+        reserved = socket.socket()
     except OSError as error:
-        raise LaunchError(with_remedy("no socket for MASTER_PORT could be had", error)) from error
+        raise LaunchError(with_remedy("no socket could be opened to reserve MASTER_PORT", error)) from error
     try:
-        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        keeper.bind(("", 0))
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("", 0))
     except OSError as error:
-        keeper.close()
-        raise LaunchError(with_remedy("no port for MASTER_PORT could be reserved", error)) from error
-    return keeper
+        reserved.close()
+        raise LaunchError(with_remedy("no port could be reserved for MASTER_PORT", error)) from error
+    return reserved
 
 
-def workers_here(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: str, restart_count: int) -> list[Worker]:
-    """These ranks of a run on this machine alone."""
+def build_workers(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: str, restart_count: int) -> list[Worker]:
+    """Return the Workers of these ranks, in a run on a single node."""
     nprocs = spec.nprocs
-    assert isinstance(nprocs, int)  # whatever the caller gave, see GroupSpec
+    assert isinstance(nprocs, int)  # GroupSpec has resolved what the user passed
     return [
         Worker(
             rank=rank,
@@ -56,26 +68,27 @@ def workers_here(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: st
     ]
 
 
-def environments_of(spec: GroupSpec, workers: Iterable[Worker]) -> list[tuple[Worker, dict[str, str]]]:
-    """These ranks, each with its whole environment.
+def build_environments(spec: GroupSpec, workers: Iterable[Worker]) -> list[tuple[Worker, dict[str, str]]]:
+    """Return each Worker with the whole environment of its rank.
 
-    Raises TypeError or ValueError for what the caller's `env` function returns, and whatever it raises.
+    The user's `env` may set MASTER_ADDR and MASTER_PORT. The returned Workers have these values, too. Raises what the
+    user's `env` function raises, and TypeError or ValueError if it returns a wrong value.
     """
-    accelerators = accelerators_of_torch()
+    accelerators = find_torch_accelerators()
     setups = []
     for worker in workers:
-        extra = spec.environment_of(worker)
-        # a caller may know a better address: what the rank is told and what it finds are the same
+        extra = spec.extra_env_of(worker)
         address, port = extra.get("MASTER_ADDR", worker.master_addr), int(extra.get("MASTER_PORT", worker.master_port))
         known = replace(worker, master_addr=address, master_port=port)
-        setups.append((known, _environment_of(known, extra, spec.policy.max_restarts, accelerators)))
+        setups.append((known, _build_rank_environment(known, extra, spec.policy.max_restarts, accelerators)))
     return setups
 
 
-def _environment_of(worker: Worker, extra: dict[str, str], max_restarts: int, accelerators: set[str]) -> dict[str, str]:
-    """The whole environment of a rank: the caller's, who the rank is, and what the `env` option adds."""
+def _build_rank_environment(
+    worker: Worker, extra: dict[str, str], max_restarts: int, accelerators: set[str]
+) -> dict[str, str]:
     env = dict(os.environ)
-    env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // worker.local_world_size)))
+    env.setdefault("OMP_NUM_THREADS", str(max(1, count_usable_cpus() // worker.local_world_size)))
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     env |= {
         "RANK": str(worker.rank),
@@ -83,7 +96,7 @@ def _environment_of(worker: Worker, extra: dict[str, str], max_restarts: int, ac
         "WORLD_SIZE": str(worker.world_size),
         "LOCAL_WORLD_SIZE": str(worker.local_world_size),
         "GROUP_RANK": str(worker.group_rank),
-        "NODE_RANK": str(worker.group_rank),  # what Composer, Ray and accelerate read
+        "NODE_RANK": str(worker.group_rank),  # Composer, Ray and accelerate read this name
         "GROUP_WORLD_SIZE": str(worker.group_world_size),
         "ROLE_NAME": worker.role,
         "ROLE_RANK": str(worker.role_rank),
@@ -93,10 +106,10 @@ def _environment_of(worker: Worker, extra: dict[str, str], max_restarts: int, ac
         "TORCHELASTIC_RUN_ID": worker.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(worker.restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store, also inside a job of torchrun
+        "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store, even inside a job of torchrun
     }
     env |= extra
     if worker.world_size > 1 and is_cpu_only(accelerators, env):
-        # without it, in ranks that have no GPU, accelerate takes each for the only process, and so does transformers
+        # Without it, accelerate and transformers treat a rank without a GPU as the only process.
         env.setdefault("ACCELERATE_USE_CPU", "true")
     return env

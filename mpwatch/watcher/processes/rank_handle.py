@@ -1,4 +1,9 @@
-"""One rank as the watcher has it: its process, its channel, its stack pipe, and what was seen of it."""
+"""The handle of one rank: its process, its channel, its stack pipe and its observations. Runs in the watcher thread.
+
+watcher <--- channel (socket pair): messages, and descriptors of files ---> rank
+watcher <--- stack pipe: stderr until the rank is ready, then stack dumps --- rank
+watcher <--- sentinel of the process: it is readable when the rank is dead
+"""
 
 import errno
 import os
@@ -8,103 +13,115 @@ from contextlib import suppress
 from typing import Any
 
 from mpwatch.options.worker_info import Worker
-from mpwatch.os_support.descriptors import MSG_NOSIGNAL, anonymous_file, map_private, receive, seal, write_all
-from mpwatch.os_support.processes import has_descriptor, state_of_process
+from mpwatch.os_support.descriptors import MSG_NOSIGNAL, map_private, open_anonymous_file, receive_with_fds, seal, write_all
+from mpwatch.os_support.processes import has_descriptor, read_process_state
 from mpwatch.os_support.signals import DUMP_SIGNAL
 from mpwatch.watcher.diagnosis.observations import RankObservations
 from mpwatch.watcher.diagnosis.stack_dumps import StackDumpParser
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.pipes import StdioFds
-from mpwatch.watcher.processes.process import WatchedProcess
+from mpwatch.watcher.processes.process import RankPopen
 from mpwatch.watcher.processes.selector import Selector
-from mpwatch.wire.messages import MAX_DESCRIPTORS, WHERE, FrameDecoder, Message, MessageKind, frame
+from mpwatch.wire.messages import MAX_DESCRIPTORS, READY_BODY, FrameDecoder, Message, MessageKind, encode_frame
 from mpwatch.wire.resource_errors import with_remedy
 
 READ_SIZE = 1 << 18
-DRAIN_LIMIT = 1 << 26  # bytes read of one channel before the others have their turn
-# Bytes up to which a value in a file is copied. That is quicker than the page faults of a mapping, and a process has no more
-# than 65,530 mappings (vm.max_map_count): the caller may keep as many values of a group, and then start no thread any more.
-COPIED_UP_TO = 1 << 20
+DRAIN_LIMIT = 1 << 26  # bytes that the watcher reads from one channel before it reads from the others
+# A return value in a file is copied up to this number of bytes, and mapped above it. A copy is faster than the page faults
+# of a mapping. Also, a process has at most 65,530 mappings (vm.max_map_count): a caller that kept so many return values of a
+# group could not start a thread.
+MAX_COPY_SIZE = 1 << 20
 
 
 class RankHandle:
-    """Owns the watcher's ends of what connects it with a rank."""
+    """A rank's process and the watcher's ends of the connections to it.
+
+    Attributes:
+        generation: which start of the rank this is, from 0.
+        observations: what the watcher has observed of the rank in the current call.
+        calls_sent: number of the current call, counted from 1.
+    """
 
     def __init__(
         self,
         worker: Worker,
-        process: WatchedProcess,
+        process: RankPopen,
         channel: socket.socket,
-        pipe_fd: int,
+        stack_pipe: int,
         *,
         stdio: StdioFds,
         deferred_log: DeferredLog,
     ) -> None:
         self._deferred_log = deferred_log
-        self.generation = 0  # which of the rank's lives it is
+        self.generation = 0
         self.process = process
-        self.observations = RankObservations(worker, pid=process.child_pid, stderr_tail=stdio.stderr_tail)
+        self.observations = RankObservations(worker, pid=process.pid, stderr_tail=stdio.stderr_tail)
         self.stdio = stdio
         self.stacks = StackDumpParser()
-        self.calls = 0  # that were sent
+        self.calls_sent = 0
         self._channel = channel
         self._frames = FrameDecoder()
-        self._files: list[int] = []  # that have come over it before their messages, in order; -1 for one that was lost
-        self._pipe_fd = pipe_fd
-        self._far_pipe_fd = -1  # the rank's number for its end of the pipe, once it is ready
+        # Descriptors of files that have arrived before the end of their message, in order; -1 for one that was lost.
+        self._files: list[int] = []
+        self._stack_pipe = stack_pipe
+        self._rank_stack_fd = -1  # the rank's descriptor of its end of the stack pipe; -1 until the rank is ready
         self._selector: Selector[Any] | None = None
-        self._waited_for: set[int] = set()
+        self._registered_fds: set[int] = set()
 
-    def wait_at(
+    def register(
         self,
         selector: Selector[Any],
         on_message: Callable[[], Any],
-        on_stacks: Callable[[], Any],
-        on_death: Callable[[], Any],
+        on_stack_data: Callable[[], Any],
+        on_exit: Callable[[], Any],
     ) -> None:
-        """Have the gate call these when there is something to read."""
+        """Let the selector return these handlers when there is something to read, and when the rank ends. Raises OSError."""
         self._selector = selector
         for fd, handler in (
             (self._channel.fileno(), on_message),
-            (self._pipe_fd, on_stacks),
-            (self.process.child.sentinel, on_death),
+            (self._stack_pipe, on_stack_data),
+            (self.process.sentinel, on_exit),
         ):
             selector.add(fd, handler)
-            self._waited_for.add(fd)
+            self._registered_fds.add(fd)
 
-    def begin_call(self) -> RankObservations:
-        """What was seen in an earlier call is none of the next."""
+    def reset_observations(self) -> RankObservations:
+        """Start the observations of a new call, and return them."""
         before = self.observations
         self.observations = RankObservations(
             before.worker, pid=before.pid, stderr_tail=before.stderr_tail, was_ready=before.was_ready
         )
-        self.stacks.forget()
-        before.stderr_tail.forget()
+        self.stacks.discard_dump()
+        before.stderr_tail.clear()
         return self.observations
 
-    def _wait_no_more(self, fd: int) -> None:
-        if fd in self._waited_for and self._selector is not None:
-            self._waited_for.remove(fd)
+    def _unregister(self, fd: int) -> None:
+        if fd in self._registered_fds and self._selector is not None:
+            self._registered_fds.remove(fd)
             self._selector.remove(fd)
 
     def close(self) -> None:
-        """Give the descriptors back; the process is the crew's to bury."""
+        """Close the watcher's ends. The pool reaps the process."""
         self._close_channel()
-        for fd in list(self._waited_for):
-            self._wait_no_more(fd)
-        os.close(self._pipe_fd)
+        for fd in list(self._registered_fds):
+            self._unregister(fd)
+        os.close(self._stack_pipe)
 
     def _close_channel(self) -> None:
-        self._wait_no_more(self._channel.fileno())
+        self._unregister(self._channel.fileno())
         self._channel.close()
         while self._files:
             _close(self._files.pop())
 
     def send(self, kind: MessageKind, fds: Sequence[int] = (), body: bytes = b"") -> None:
-        """A few thousand bytes: they fit into the empty buffer of the channel, so this does not block. Raises OSError."""
+        """Send a message of at most a few thousand bytes, and these descriptors. Raises OSError.
+
+        It never blocks, because such a message fits into the empty buffer of the channel. A message to a dead rank is
+        dropped.
+        """
         if self._channel.fileno() == -1:
             return
-        # a rank that has closed its end, or died, is heard of otherwise
+        # The watcher learns of a dead rank from the sentinel. A live rank that has closed its end is left to the timeouts.
         with suppress(BrokenPipeError, ConnectionResetError):
             while len(fds) > MAX_DESCRIPTORS:
                 self._send(MessageKind.DESCRIPTORS, fds[:MAX_DESCRIPTORS])
@@ -112,99 +129,101 @@ class RankHandle:
             self._send(kind, fds, body)
 
     def send_file(self, kind: MessageKind, data: bytes) -> None:
-        """Any number of bytes, in a file without a name. Raises OSError."""
-        with anonymous_file("mpwatch-printed") as file:
+        """Send any number of bytes, in an anonymous file. Raises OSError."""
+        with open_anonymous_file("mpwatch-message") as file:
             write_all(file.fileno(), data)
             self.send(kind, [file.fileno()])
 
     def _send(self, kind: MessageKind, fds: Sequence[int], body: bytes = b"") -> None:
-        data = frame(kind, body)
+        data = encode_frame(kind, body)
         if fds:
             sent = socket.send_fds(self._channel, [data], list(fds), MSG_NOSIGNAL)
         else:
             sent = self._channel.send(data, MSG_NOSIGNAL)
         if sent < len(data):
-            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))  # a system whose sockets hold less
+            raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))  # on a system with smaller socket buffers
 
-    def read(self) -> list[Message]:
-        """What has come over the channel. Closes it if there will be no more."""
+    def read_messages(self) -> list[Message]:
+        """Read the messages that have arrived. At the end of the channel, or after an error, close it."""
         messages: list[Message] = []
         if self._channel.fileno() == -1:
             return messages
         try:
             for _ in range(DRAIN_LIMIT // READ_SIZE):
-                data, files, is_cut = receive(self._channel, READ_SIZE, 1)
+                data, files, is_cut = receive_with_fds(self._channel, READ_SIZE, 1)
                 self._files += files or [-1] * is_cut
                 if not data:
                     self._close_channel()
                     break
                 for message in self._frames.feed(data):
-                    self._take_in(message)
+                    self._read_returned_file(message)
                     messages.append(message)
                 if len(self._files) > 1:
                     raise ValueError("more files than messages")
-                if len(data) < READ_SIZE and not files:  # there was no more; a file ends what is read at once
+                if len(data) < READ_SIZE and not files:  # nothing is left; a read also ends after a descriptor
                     break
         except BlockingIOError:
             pass
-        except (OSError, ValueError) as error:  # reset by a dead rank, or written to by somebody who is none
+        except (OSError, ValueError) as error:  # a dead rank has reset it, or another program has written to it
             self._deferred_log.debug("channel of rank %d closed: %s", self.observations.worker.rank, error)
             self._close_channel()
         return messages
 
-    def _take_in(self, message: Message) -> None:
-        """What comes in a file is taken out at once, so that it keeps no descriptor until it is asked for."""
+    def _read_returned_file(self, message: Message) -> None:
+        """Read a return value that came in a file. The watcher does so at once, so that no descriptor stays open."""
         if message.kind is MessageKind.RETURNED and not message.body:
             fd = self._files.pop(0) if self._files else -1
             try:
-                message.file = _contents(fd)
-            except (OSError, ImportError, MemoryError) as error:  # ImportError: no descriptor for a module's file
-                message.file = OSError(with_remedy("its return value could not be taken in", error))
+                message.file = _read_file(fd)
+            except (OSError, ImportError, MemoryError) as error:  # ImportError: no descriptor to open a module's file
+                message.file = OSError(with_remedy("the watcher could not receive its return value", error))
             finally:
                 _close(fd)
 
-    def becomes_ready(self, where: bytes) -> None:
-        """It has a stderr of its own from now on, and the pipe is for stacks."""
-        self._far_pipe_fd, main_thread = WHERE.unpack(where)
+    def on_ready(self, body: bytes) -> None:
+        """Note that the rank is ready: from now on it has its final stderr, and writes only stacks to the stack pipe."""
+        self._rank_stack_fd, main_thread = READY_BODY.unpack(body)
         self.read_stack_pipe()
         self.observations.was_ready = True
-        self.stacks.becomes_ready(main_thread)
+        self.stacks.mark_ready(main_thread)
 
-    def ask_for_stacks(self) -> bool:
-        """Have the rank write its stacks. False if it will not: it is stopped, or is another program by now, or has closed
-        its end of the pipe, and may have opened something else in its place.
+    def request_stack_dump(self) -> bool:
+        """Ask the rank for the stacks of its threads. Return False if it cannot write them.
+
+        It cannot if it is stopped or has become another program. It also cannot if it has closed its end of the stack pipe:
+        the stacks would go to the file that now has that descriptor.
         """
-        state = state_of_process(self.process.child_pid)
+        state = read_process_state(self.process.pid)
         if state is None or DUMP_SIGNAL is None:
             return False
         self.observations.process_state = state.letter
         if state.letter in "TtZX" or not state.catches(DUMP_SIGNAL):
             return False
-        if not has_descriptor(self.process.child_pid, self._far_pipe_fd, self._pipe_fd):
+        if not has_descriptor(self.process.pid, self._rank_stack_fd, self._stack_pipe):
             return False
         self.read_stack_pipe()
-        self.stacks.ask()
-        self.observations.was_asked = True
-        self.process.signal_rank(DUMP_SIGNAL)
+        self.stacks.start_dump()
+        self.observations.was_asked_for_stacks = True
+        self.process.send_signal(DUMP_SIGNAL)
         return True
 
     def read_stack_pipe(self) -> None:
-        """What has come over the stack pipe."""
+        """Read what has arrived in the stack pipe."""
         with suppress(BlockingIOError):
             for _ in range(DRAIN_LIMIT // READ_SIZE):
-                data = os.read(self._pipe_fd, READ_SIZE)
+                data = os.read(self._stack_pipe, READ_SIZE)
                 if not data:
-                    self._wait_no_more(self._pipe_fd)
+                    self._unregister(self._stack_pipe)
                     break
                 self.stacks.feed(data)
 
 
-def _contents(fd: int) -> memoryview:
+def _read_file(fd: int) -> memoryview:
     if fd == -1:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     seal(fd)
     size = os.fstat(fd).st_size
-    return map_private(fd, size) if size > COPIED_UP_TO else memoryview(os.pread(fd, size, 0))
+    return map_private(fd, size) if size > MAX_COPY_SIZE else memoryview(os.pread(fd, size, 0))
 
 
 def _close(fd: int) -> None:
