@@ -1,10 +1,9 @@
-"""Makes docs/live_view.svg: runs examples/live_view.py in a terminal of its own, and takes a picture of what that shows.
+"""Make docs/live_view.svg: run examples/live_view.py in a pseudo-terminal and save an image of its screen.
 
     python docs/live_view.py [PATH [STEPS [PERCENT]]]
 
-Nothing in it is drawn by hand: the program writes to a pseudo-terminal, an emulator of terminals (pyte) makes a screen of
-that, and rich an SVG of the screen, when so much per cent is done. It takes half a minute, and wants what the extra `test`
-has.
+The program writes to a pseudo-terminal, and a terminal emulator (pyte) computes the screen. When PERCENT of the steps are
+done, rich saves the screen as SVG. This takes half a minute and needs the packages of the extra `test`.
 """
 
 import io
@@ -26,42 +25,42 @@ from screens import Program
 
 PROGRAM = ROOT / "examples" / "live_view.py"
 COLUMNS, ROWS = 100, 13
-COLOURS = {"brown": "yellow"}  # as pyte calls them, and rich
+PYTE_COLOURS = {"brown": "yellow"}  # pyte's names of colours, and rich's
 
 
 def run(steps: int, percent: int) -> list[Text]:
-    """What the screen shows when so much is done."""
+    """Return the rows of the screen when so many per cent are done."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLORTERM": "truecolor"}
     with Program(str(PROGRAM), str(steps), env=env, columns=COLUMNS, rows=ROWS) as program:
-        if not program.read_until(partial(is_the_moment, percent)):
-            raise SystemExit("\n".join(["the program has ended before that:", *program.emulator.rows()]))
+        if not program.read_until(partial(is_complete, percent)):
+            raise SystemExit("\n".join([f"the program ended before {percent} % were done:", *program.emulator.rows()]))
         screen = program.emulator.screen
-        return [text_of([screen.buffer[row][column] for column in range(COLUMNS)]) for row in range(ROWS)]
+        return [row_text([screen.buffer[row][column] for column in range(COLUMNS)]) for row in range(ROWS)]
 
 
-def is_the_moment(percent: int, rows: list[str]) -> bool:
-    """Whether the view is there as a whole, and shows that enough is done."""
-    done = re.search(r"step \d+ of \d+ \((\d+) %\).*; loss .*; 4 ranks at work", "\n".join(rows[-6:-5]))
-    return done is not None and int(done[1]) >= percent and all("at work" in row and "ago" in row for row in rows[-4:])
+def is_complete(percent: int, rows: list[str]) -> bool:
+    """Whether the view is drawn completely and shows that enough steps are done."""
+    done = re.search(r"step \d+ of \d+ \((\d+) %\).*; loss .*; 4 ranks running", "\n".join(rows[-6:-5]))
+    return done is not None and int(done[1]) >= percent and all("running" in row and "ago" in row for row in rows[-4:])
 
 
-def text_of(cells: list[object]) -> Text:
-    """A row of the screen."""
+def row_text(cells: list[object]) -> Text:
+    """Return a row of the screen as rich text."""
     text = Text()
-    for style, same in groupby(cells, key=style_of):
+    for style, same in groupby(cells, key=cell_style):
         text.append("".join(cell.data for cell in same), style)
     return text
 
 
-def style_of(cell: object) -> Style:
-    """How a cell is drawn."""
-    name = COLOURS.get(cell.fg, cell.fg)
+def cell_style(cell: object) -> Style:
+    """Return the style of a cell."""
+    name = PYTE_COLOURS.get(cell.fg, cell.fg)
     colour = f"#{name}" if re.fullmatch("[0-9a-f]{6}", name) else name.replace("bright", "bright_")
     return Style(color=colour, bold=cell.bold)
 
 
 def main(path: str = str(ROOT / "docs" / "live_view.svg"), steps: str = "1000", percent: str = "60") -> None:
-    """Save the picture."""
+    """Save the image."""
     rows = run(int(steps), int(percent))
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     for row in rows:

@@ -1,4 +1,4 @@
-"""A terminal for programs that tests run: a pseudo-terminal with a size of its own, and an emulator that reads it."""
+"""A terminal for programs that tests run: a pseudo-terminal of a given size, and an emulator that reads its output."""
 
 import fcntl
 import os
@@ -13,13 +13,13 @@ from contextlib import suppress
 
 import pyte
 
-# Makes the terminal that its stdin is of its own, as a login does, and becomes the program.
+# Makes the terminal of its stdin its controlling terminal, as a login does, and executes the program.
 LOGIN = "import os, sys; os.login_tty(0); os.execvp(sys.argv[1], sys.argv[1:])"
-LONG = 60.0  # seconds, in which a program must have ended
+TIMEOUT = 60.0  # seconds
 
 
 class Emulator:
-    """What a terminal shows that is given these bytes, and what has scrolled out of it."""
+    """Emulates a terminal: its screen, and the rows that have scrolled out of the screen."""
 
     def __init__(self, columns, rows):
         self.screen = pyte.HistoryScreen(columns, rows, history=100_000)
@@ -30,14 +30,14 @@ class Emulator:
         return self
 
     def rows(self):
-        """Of the screen, from the top."""
+        """Return the rows of the screen, from the top."""
         return [line.rstrip() for line in self.screen.display]
 
-    def everything(self):
-        """What has scrolled out of it, and the screen."""
+    def all_rows(self):
+        """Return the rows that have scrolled out, and the rows of the screen."""
         columns = range(self.screen.columns)
-        gone = ["".join(line[n].data for n in columns).rstrip() for line in self.screen.history.top]
-        return gone + self.rows()
+        scrolled_out = ["".join(line[n].data for n in columns).rstrip() for line in self.screen.history.top]
+        return scrolled_out + self.rows()
 
     @property
     def cursor(self):
@@ -45,15 +45,15 @@ class Emulator:
 
 
 class Program:
-    """`python ARGS` in a terminal of that size. A context manager."""
+    """Runs `python ARGS` in a terminal of this size. A context manager."""
 
     def __init__(self, *args, env, columns=100, rows=30):
-        self.ours, theirs = pty.openpty()
+        self.controller_fd, terminal_fd = pty.openpty()
         self.resize(columns, rows)
         self.emulator = Emulator(columns, rows)
         command = [sys.executable, "-c", LOGIN, sys.executable, *args]
-        self.process = subprocess.Popen(command, stdin=theirs, env={**env, "TERM": "xterm-256color"})
-        os.close(theirs)
+        self.process = subprocess.Popen(command, stdin=terminal_fd, env={**env, "TERM": "xterm-256color"})
+        os.close(terminal_fd)
 
     def __enter__(self):
         return self
@@ -62,30 +62,30 @@ class Program:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        os.close(self.ours)
+        os.close(self.controller_fd)
 
     def resize(self, columns, rows):
-        fcntl.ioctl(self.ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        fcntl.ioctl(self.controller_fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def type(self, data):
-        os.write(self.ours, data)
+        os.write(self.controller_fd, data)
 
-    def read_until(self, is_there=lambda rows: False):
-        """Have the emulator show what comes until its rows are so, or the program has ended. Returns whether they are."""
-        deadline = time.monotonic() + LONG
+    def read_until(self, condition=lambda rows: False):
+        """Feed the emulator until the condition on its rows holds. Return False if the program ended before."""
+        deadline = time.monotonic() + TIMEOUT
         with selectors.DefaultSelector() as selector:
-            selector.register(self.ours, selectors.EVENT_READ)
-            while not is_there(self.emulator.rows()):
-                assert selector.select(max(0.0, deadline - time.monotonic())), "it did not happen"
+            selector.register(self.controller_fd, selectors.EVENT_READ)
+            while not condition(self.emulator.rows()):
+                assert selector.select(max(0.0, deadline - time.monotonic())), "the condition did not become true"
                 data = b""
-                with suppress(OSError):  # EIO: nobody has the terminal any more
-                    data = os.read(self.ours, 1 << 16)
+                with suppress(OSError):  # EIO: no process has the terminal open
+                    data = os.read(self.controller_fd, 1 << 16)
                 if not data:
                     return False
                 self.emulator.feed(data)
         return True
 
     def end(self):
-        """Its exit status."""
+        """Wait until the program has ended. Return its exit status."""
         self.read_until()
-        return self.process.wait(LONG)
+        return self.process.wait(TIMEOUT)

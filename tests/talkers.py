@@ -1,4 +1,4 @@
-"""What ranks print, in every way that there is."""
+"""Functions for ranks that print: by Python, by C, from other processes, and shortly before they end."""
 
 import atexit
 import ctypes
@@ -16,18 +16,18 @@ def rank():
     return mpwatch.current_worker().rank
 
 
-def says(out="", err=""):
-    """With the rank in it; without newlines of its own."""
+def print_text(out="", err=""):
+    """Print these texts with the rank filled in, without newlines."""
     sys.stdout.write(out.format(rank()))
     sys.stderr.write(err.format(rank()))
 
 
-def says_hello():
-    says("out {}\n", "err {}\n")
+def print_hello():
+    print_text("out {}\n", "err {}\n")
 
 
-def says_hello_in_every_way():
-    """The same line by Python, by C, by a program that it starts, and by the descriptor."""
+def print_in_every_way():
+    """Print by Python, by C, by a program that it starts, and by the descriptor."""
     print("python")
     libc = ctypes.CDLL(None)
     libc.puts(b"c")
@@ -37,8 +37,8 @@ def says_hello_in_every_way():
     os.write(1, b"\xff descriptor\n")
 
 
-def says_while_c_reads():
-    """Another thread reads a stream of C, to which nothing ever comes, and has its lock."""
+def print_while_c_reads():
+    """Print while another thread holds the lock of a C stream: it reads from the stream, and nothing ever comes."""
     libc = ctypes.CDLL(None)
     libc.fdopen.restype = ctypes.c_void_p
     libc.getc.argtypes = libc.ftrylockfile.argtypes = libc.funlockfile.argtypes = (ctypes.c_void_p,)
@@ -47,37 +47,37 @@ def says_while_c_reads():
     threading.Thread(target=libc.getc, args=(stream,), daemon=True).start()
     while libc.ftrylockfile(stream) == 0:
         libc.funlockfile(stream)
-    libc.printf(b"said")
+    libc.printf(b"printed")
 
 
-def has_a_stdout_that_exits():
-    class Exits(io.StringIO):
+def install_stdout_that_exits():
+    class ExitingStdout(io.StringIO):
         def flush(self):
             raise SystemExit(3)
 
-    sys.stdout = Exits()
+    sys.stdout = ExitingStdout()
     return rank()
 
 
-def says_in_c(text):
+def print_in_c(text):
     ctypes.CDLL(None).printf(text)
 
 
-def says_hello_when_interrupted(is_at_work):
+def print_hello_when_interrupted(is_running):
     try:
-        is_at_work.set()
+        is_running.set()
         threading.Event().wait()
     except KeyboardInterrupt:
-        says_hello()
+        print_hello()
 
 
-def counts_at_the_end(lines):
-    """Of its interpreter."""
-    atexit.register(counts, lines)
+def print_lines_at_exit(lines):
+    """Print lines when the interpreter exits."""
+    atexit.register(print_lines, lines)
 
 
-def counts(lines, width=100):
-    """Lines that can be told apart, as fast as it can."""
+def print_lines(lines, width=100):
+    """Print numbered lines as fast as possible. Return their number."""
     me = rank()
     block = 100
     for first in range(0, lines, block):
@@ -86,37 +86,39 @@ def counts(lines, width=100):
     return lines
 
 
-def counts_and_marks(lines, written):
-    """A line at a time, and how many it has written is there for all to see."""
+def print_and_count_lines(lines, written):
+    """Print one line at a time and store the number of lines in shared memory."""
     for n in range(lines):
         os.write(1, f"{n}".ljust(999, ".").encode() + b"\n")
         written.value = n + 1
 
 
-def speaks_and_is_killed(number=signal.SIGKILL):
-    print("last words")
+def print_and_kill_itself(number=signal.SIGKILL):
+    print("last line")
     print("without an end", end="", flush=True)
     sys.stderr.write("oh\nno\n")
     os.kill(os.getpid(), number)
 
 
-def speaks_in_c_and_crashes():
-    ctypes.CDLL(None).puts(b"last words of c")
+def print_in_c_and_crash():
+    ctypes.CDLL(None).puts(b"last line of c")
     ctypes.string_at(0)
 
 
-def only_rank_1_fails(barrier, what, *args):
-    says("", "rank {} works\n")
+def fail_in_rank_1(barrier, function, *args):
+    print_text("", "rank {} works\n")
     barrier.wait()
     if rank() == 1:
-        what(*args)
+        function(*args)
     threading.Event().wait()
 
 
-def gives_up_as_nccl_does(barrier):
-    """What ProcessGroupNCCL writes, and how it ends the process; the other rank is busy with something else."""
+def abort_as_nccl_does(barrier):
+    """Print what ProcessGroupNCCL prints, and abort. The other rank is in a loop outside of the collective."""
     os.write(2, b"terminate called after throwing an instance of 'c10::DistBackendError'\n")
-    os.write(2, b"  what(): [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)\n")
+    os.write(
+        2, b"  function(): [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)\n"
+    )
     me = rank()
     barrier.wait()
     if me == 0:
@@ -125,51 +127,51 @@ def gives_up_as_nccl_does(barrier):
         me += 1
 
 
-def complains_and_raises():
+def print_to_stderr_and_raise():
     sys.stderr.write("a warning\n" * 3 + "10%\r20%\n")
     raise ValueError("bad")
 
 
-def leaves_a_daemon(pids):
-    """A process that holds stdout and stderr, in a session of its own, so that nobody stops it with the rank."""
+def start_daemon(pids):
+    """Start a process that keeps stdout and stderr open. It has its own session, so it is not stopped with the rank."""
     daemon = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
     pids[rank()] = daemon.pid
-    daemon.returncode = 0  # it is not to be waited for
+    daemon.returncode = 0  # it must not be waited for
     print("daemon started")
 
 
-def fails_in_its_first_life():
+def fail_in_first_generation():
     me = mpwatch.current_worker()
-    print("life", me.restart_count)
+    print("generation", me.restart_count)
     if me.rank == 1 and not me.restart_count:
         raise ValueError("bad")
 
 
-def rank_0_says_later(event, text):
-    """By a thread, when the call may have returned."""
+def print_later_in_rank_0(event, text):
+    """Print from a thread, possibly after the call has returned."""
 
-    def wait_and_say():
+    def wait_and_print():
         event.wait()
         print(text)
 
     if rank() == 0:
-        threading.Thread(target=wait_and_say, daemon=True).start()
+        threading.Thread(target=wait_and_print, daemon=True).start()
 
 
-def takes_its_time_for_a_line(other_lives_again):
-    """Rank 1 fails, and is started again, while rank 0 is in the midst of a line."""
+def print_half_a_line_during_restart(is_restarted):
+    """Rank 1 fails and is restarted while rank 0 has printed half a line."""
     me = mpwatch.current_worker()
     if me.rank == 0:
         print("begun, ", end="", flush=True)
-        other_lives_again.wait()
+        is_restarted.wait()
         print("and ended")
     elif me.restart_count:
-        other_lives_again.wait()
+        is_restarted.wait()
     else:
         raise ValueError("bad")
 
 
-def is_bars(steps):
+def show_progress_bar(steps):
     from tqdm import tqdm
 
     for _ in tqdm(range(steps), desc=f"bar {rank()}", mininterval=0):

@@ -1,21 +1,21 @@
-"""What the bytes of a stream look like as lines, and how the lines of several ranks are put together. No clock, no pipe."""
+"""LineAssembler, OutputMultiplexer and StderrTail. No clock, no pipe."""
 
 import math
 
 import pytest
 
-from mpwatch.watcher.output.line_assembler import LONGEST, LineAssembler, prefixed
+from mpwatch.watcher.output.line_assembler import MAX_LINE_BYTES, LineAssembler, add_prefix
 from mpwatch.watcher.output.multiplexer import HOLD_BYTES, HOLD_SECONDS, SHOW_SECONDS, OutputMultiplexer, RankStream
-from mpwatch.watcher.output.stderr_tail import KEPT, LAST_LINES, StderrTail
+from mpwatch.watcher.output.stderr_tail import TAIL_BYTES, TAIL_LINES, StderrTail
 
 
-def seen(*portions):
-    lines = LineAssembler()
-    return b"".join(map(lines.feed, portions)) + lines.end()
+def assemble(*portions):
+    assembler = LineAssembler()
+    return b"".join(map(assembler.feed, portions)) + assembler.flush()
 
 
 @pytest.mark.parametrize(
-    ("written", "read"),
+    ("written", "expected"),
     [
         (b"a\nb\n", b"a\nb\n"),
         (b"a\n\nb", b"a\n\nb\n"),
@@ -32,157 +32,157 @@ def seen(*portions):
         (b"\xff\xfe\n", b"\xff\xfe\n"),
     ],
 )
-def test_lines_are_as_a_terminal_shows_them_however_they_come(written, read):
-    assert seen(written) == read
-    assert seen(*(bytes([byte]) for byte in written)) == read
+def test_lines_are_as_a_terminal_shows_them(written, expected):
+    assert assemble(written) == expected
+    assert assemble(*(bytes([byte]) for byte in written)) == expected
 
 
-def test_a_bar_that_is_written_again_and_again_takes_no_memory():
-    lines = LineAssembler()
+def test_updates_of_a_progress_bar_take_no_memory():
+    assembler = LineAssembler()
     for percent in range(100_000):
-        assert lines.feed(b"\r%d%%" % percent) == b""
-    assert lines.rest == b"99999%"
-    assert len(lines._rest) < 10
+        assert assembler.feed(b"\r%d%%" % percent) == b""
+    assert assembler.unfinished_line == b"99999%"
+    assert len(assembler._unfinished) < 10
 
 
-def test_returns_take_no_time_and_no_memory():
-    """If each were looked at from each one before it, this would take minutes."""
-    lines = LineAssembler()
+def test_repeated_carriage_returns_take_no_time_and_no_memory():
+    """With a quadratic algorithm, this would take minutes."""
+    assembler = LineAssembler()
     for _ in range(30):
-        assert lines.feed(b"\r" * (1 << 15)) == b""
-    assert len(lines._rest) < 2
-    assert lines.feed(b"end\r\r\n") == b"end\n"
+        assert assembler.feed(b"\r" * (1 << 15)) == b""
+    assert len(assembler._unfinished) < 2
+    assert assembler.feed(b"end\r\r\n") == b"end\n"
 
 
-def test_a_line_without_an_end_is_shown_in_pieces():
-    lines = LineAssembler()
-    portion = b"x" * (LONGEST // 2)
-    assert [len(lines.feed(portion)) for _ in range(4)] == [0, 0, 3 * LONGEST // 2 + 1, 0]
+def test_a_very_long_line_is_split():
+    assembler = LineAssembler()
+    portion = b"x" * (MAX_LINE_BYTES // 2)
+    assert [len(assembler.feed(portion)) for _ in range(4)] == [0, 0, 3 * MAX_LINE_BYTES // 2 + 1, 0]
 
 
-def test_prefixes():
-    assert prefixed(b"a\n\nb\n", b"> ") == b"> a\n> \n> b\n"
-    assert prefixed(b"", b"> ") == b""
-    assert prefixed(b"a\n", b"") == b"a\n"
+def test_add_prefix():
+    assert add_prefix(b"a\n\nb\n", b"> ") == b"> a\n> \n> b\n"
+    assert add_prefix(b"", b"> ") == b""
+    assert add_prefix(b"a\n", b"") == b"a\n"
 
 
-class Heard:
-    """A mixer, with a clock of its own, and what has been written so far."""
+class MultiplexerDriver:
+    """An OutputMultiplexer with a simulated clock. Its methods return the bytes that are to be written."""
 
-    def __init__(self, *, is_mixed=False, may_be_mixed=True):
-        self.mixer = OutputMultiplexer(is_mixed=is_mixed, may_be_mixed=may_be_mixed)
-        self.voices = {}
+    def __init__(self, *, is_line_mode=False, has_several_ranks=True):
+        self.multiplexer = OutputMultiplexer(is_line_mode=is_line_mode, has_several_ranks=has_several_ranks)
+        self.rank_streams = {}
         self.now = 100.0
 
-    def voice(self, rank, stream="stdout"):
-        return self.voices.setdefault((rank, stream), RankStream(rank, stream, lambda: b"[%d] " % rank))
+    def rank_stream(self, rank, stream="stdout"):
+        return self.rank_streams.setdefault((rank, stream), RankStream(rank, stream, lambda: b"[%d] " % rank))
 
-    def hear(self, rank, data, stream="stdout"):
-        self.mixer.hear(self.voice(rank, stream), data, self.now)
-        return self.taken()
+    def feed(self, rank, data, stream="stdout"):
+        self.multiplexer.feed(self.rank_stream(rank, stream), data, self.now)
+        return self.take()
 
-    def after(self, seconds):
+    def advance(self, seconds):
         self.now += seconds
-        self.mixer.expire(self.now)
-        return self.taken()
+        self.multiplexer.write_due(self.now)
+        return self.take()
 
-    def pause(self):
-        self.mixer.pause(self.now)
-        return self.taken()
+    def flush(self):
+        self.multiplexer.flush(self.now)
+        return self.take()
 
-    def end(self, rank):
-        self.mixer.end(self.voice(rank))
-        return self.taken()
+    def end_stream(self, rank):
+        self.multiplexer.end_stream(self.rank_stream(rank))
+        return self.take()
 
-    def taken(self):
-        return b"".join(data for _, data in self.mixer.take())
-
-
-def test_who_is_alone_is_passed_on_as_it_comes():
-    heard = Heard()
-    assert heard.hear(0, b"a\n\r10%") == b""
-    assert heard.mixer.due_at == heard.now + HOLD_SECONDS
-    assert heard.after(HOLD_SECONDS) == b"a\n\r10%"
-    assert heard.mixer.due_at == math.inf
-    assert heard.hear(0, b"\r20%") == b"\r20%"
-    assert heard.hear(0, b"oh", stream="stderr") == b"oh"
-    assert heard.pause() == b""
+    def take(self):
+        return b"".join(data for _, data in self.multiplexer.take_pending())
 
 
-def test_a_rank_that_is_known_to_be_the_only_one_waits_for_nobody():
-    assert Heard(may_be_mixed=False).hear(0, b"\r1") == b"\r1"
+def test_one_rank_is_in_passthrough_mode_after_a_moment():
+    driver = MultiplexerDriver()
+    assert driver.feed(0, b"a\n\r10%") == b""
+    assert driver.multiplexer.due_at == driver.now + HOLD_SECONDS
+    assert driver.advance(HOLD_SECONDS) == b"a\n\r10%"
+    assert driver.multiplexer.due_at == math.inf
+    assert driver.feed(0, b"\r20%") == b"\r20%"
+    assert driver.feed(0, b"oh", stream="stderr") == b"oh"
+    assert driver.flush() == b""
 
 
-def test_ranks_that_speak_at_about_the_same_time_have_prefixes_from_the_first_line_on():
-    heard = Heard()
-    assert heard.hear(0, b"a\n") == b""
-    assert heard.hear(1, b"b\nc") == b"[0] a\n[1] b\n"
-    assert heard.pause() == b"[1] c\n"
+def test_the_only_shown_rank_is_in_passthrough_mode_at_once():
+    assert MultiplexerDriver(has_several_ranks=False).feed(0, b"\r1") == b"\r1"
 
 
-def test_who_has_ended_meanwhile_is_heard_with_the_others():
-    heard = Heard()
-    assert heard.hear(0, b"a\nb") == heard.end(0) == b""
-    assert heard.hear(1, b"c\n") == b"[0] a\n[0] b\n[1] c\n"
+def test_ranks_that_print_at_the_same_time_have_prefixes_from_the_first_line_on():
+    driver = MultiplexerDriver()
+    assert driver.feed(0, b"a\n") == b""
+    assert driver.feed(1, b"b\nc") == b"[0] a\n[1] b\n"
+    assert driver.flush() == b"[1] c\n"
 
 
-def test_who_speaks_much_is_not_held_back():
-    assert len(Heard().hear(0, b"x" * (HOLD_BYTES + 1))) == HOLD_BYTES + 1
+def test_a_stream_that_ends_while_held_back():
+    driver = MultiplexerDriver()
+    assert driver.feed(0, b"a\nb") == driver.end_stream(0) == b""
+    assert driver.feed(1, b"c\n") == b"[0] a\n[0] b\n[1] c\n"
 
 
-def test_a_line_that_another_rank_breaks_into_is_shown_again_whole():
-    heard = Heard()
-    heard.hear(0, b"a\nbe")
-    assert heard.after(1) == b"a\nbe"
-    assert heard.hear(1, b"c\n") == b"\n[1] c\n"
-    assert heard.hear(0, b"gun\n") == b"[0] begun\n"
+def test_much_output_is_not_held_back():
+    assert len(MultiplexerDriver().feed(0, b"x" * (HOLD_BYTES + 1))) == HOLD_BYTES + 1
 
 
-def test_a_bar_among_others_is_shown_now_and_then_and_in_the_end():
-    heard = Heard(is_mixed=True)
-    assert heard.hear(0, b"\r10%") == b""
-    assert heard.hear(1, b"b\n") == b"[1] b\n"
-    assert heard.after(SHOW_SECONDS) == b"[0] 10%\n"
-    assert heard.after(SHOW_SECONDS) == b""
-    assert heard.hear(0, b"\r20%") == heard.hear(0, b"\r30%") == b""
-    assert heard.after(SHOW_SECONDS) == b"[0] 30%\n"
-    assert heard.hear(0, b"\r100%\n") == b"[0] 100%\n"
-    assert heard.after(SHOW_SECONDS) == b""
+def test_a_line_interrupted_by_another_rank_is_shown_again_complete():
+    driver = MultiplexerDriver()
+    driver.feed(0, b"a\nbe")
+    assert driver.advance(1) == b"a\nbe"
+    assert driver.feed(1, b"c\n") == b"\n[1] c\n"
+    assert driver.feed(0, b"gun\n") == b"[0] begun\n"
 
 
-def test_a_line_that_was_shown_before_its_end_is_not_shown_again():
-    heard = Heard(is_mixed=True)
-    heard.hear(0, b"loading ...")
-    assert heard.after(SHOW_SECONDS) == b"[0] loading ...\n"
-    assert heard.hear(0, b"\nloaded\n") == b"[0] loaded\n"
-    heard.hear(0, b"again")
-    assert heard.after(SHOW_SECONDS) == b"[0] again\n"
-    assert heard.pause() == b""
+def test_a_progress_bar_in_line_mode_is_shown_every_two_seconds_and_at_its_end():
+    driver = MultiplexerDriver(is_line_mode=True)
+    assert driver.feed(0, b"\r10%") == b""
+    assert driver.feed(1, b"b\n") == b"[1] b\n"
+    assert driver.advance(SHOW_SECONDS) == b"[0] 10%\n"
+    assert driver.advance(SHOW_SECONDS) == b""
+    assert driver.feed(0, b"\r20%") == driver.feed(0, b"\r30%") == b""
+    assert driver.advance(SHOW_SECONDS) == b"[0] 30%\n"
+    assert driver.feed(0, b"\r100%\n") == b"[0] 100%\n"
+    assert driver.advance(SHOW_SECONDS) == b""
 
 
-def test_what_comes_after_a_pause_is_another_line():
-    heard = Heard(is_mixed=True)
-    heard.hear(0, b"a")
-    assert heard.pause() == b"[0] a\n"
-    assert heard.hear(0, b"b\n") == b"[0] b\n"
+def test_an_unfinished_line_that_was_shown_is_not_repeated():
+    driver = MultiplexerDriver(is_line_mode=True)
+    driver.feed(0, b"loading ...")
+    assert driver.advance(SHOW_SECONDS) == b"[0] loading ...\n"
+    assert driver.feed(0, b"\nloaded\n") == b"[0] loaded\n"
+    driver.feed(0, b"again")
+    assert driver.advance(SHOW_SECONDS) == b"[0] again\n"
+    assert driver.flush() == b""
 
 
-def test_streams_keep_their_order():
-    heard = Heard(is_mixed=True)
+def test_output_after_flush_begins_a_new_line():
+    driver = MultiplexerDriver(is_line_mode=True)
+    driver.feed(0, b"a")
+    assert driver.flush() == b"[0] a\n"
+    assert driver.feed(0, b"b\n") == b"[0] b\n"
+
+
+def test_stdout_and_stderr_keep_their_order():
+    driver = MultiplexerDriver(is_line_mode=True)
     for stream, data in (("stdout", b"a\n"), ("stderr", b"b\n"), ("stdout", b"c\n")):
-        heard.mixer.hear(heard.voice(0, stream), data, heard.now)
-    assert heard.mixer.take() == [("stdout", b"[0] a\n"), ("stderr", b"[0] b\n"), ("stdout", b"[0] c\n")]
-    assert heard.mixer.take() == []
+        driver.multiplexer.feed(driver.rank_stream(0, stream), data, driver.now)
+    assert driver.multiplexer.take_pending() == [("stdout", b"[0] a\n"), ("stderr", b"[0] b\n"), ("stdout", b"[0] c\n")]
+    assert driver.multiplexer.take_pending() == []
 
 
-def test_the_last_words():
-    words = StderrTail()
-    assert words.last_lines() == ""
-    words.hear(b"\xff one\n10%\r20%")
-    assert words.last_lines() == "\ufffd one\n20%"
-    words.hear(b"\n" + b"".join(b"line %d\n" % n for n in range(100)))
-    assert words.last_lines().splitlines() == [f"line {n}" for n in range(100 - LAST_LINES, 100)]
-    words.hear(b"x" * 2 * KEPT + b"\nend\n")
-    assert words.last_lines() == "end"  # of the line before it there is but the end
-    words.forget()
-    assert words.last_lines() == ""
+def test_stderr_tail():
+    stderr_tail = StderrTail()
+    assert stderr_tail.last_lines() == ""
+    stderr_tail.feed(b"\xff one\n10%\r20%")
+    assert stderr_tail.last_lines() == "\ufffd one\n20%"
+    stderr_tail.feed(b"\n" + b"".join(b"line %d\n" % n for n in range(100)))
+    assert stderr_tail.last_lines().splitlines() == [f"line {n}" for n in range(100 - TAIL_LINES, 100)]
+    stderr_tail.feed(b"x" * 2 * TAIL_BYTES + b"\nend\n")
+    assert stderr_tail.last_lines() == "end"  # the line before is incomplete
+    stderr_tail.clear()
+    assert stderr_tail.last_lines() == ""

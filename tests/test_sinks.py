@@ -1,4 +1,4 @@
-"""What writes to the caller's streams: to such as are no plain files, when nobody reads, and when somebody else writes, too."""
+"""Sinks for the caller's streams: streams that are not plain files, readers that do not read, and other writers."""
 
 import contextlib
 import fcntl
@@ -22,19 +22,19 @@ import mpwatch
 from mpwatch import LogSpec
 from mpwatch.watcher.commands import WakeupPipe
 from mpwatch.watcher.output.output_thread import OutputThread
-from mpwatch.watcher.output.sinks import sink_of
+from mpwatch.watcher.output.sinks import open_sink
 
 
 @pytest.fixture
-def given_up():
-    """No reader is waited for."""
-    with closing(WakeupPipe()) as bell:
-        bell.wake()
-        yield bell.fileno()
+def stop_fd():
+    """A descriptor by which sinks wait for no reader."""
+    with closing(WakeupPipe()) as wakeup:
+        wakeup.wake()
+        yield wakeup.fileno()
 
 
 def fill(fd):
-    """Until there is room for nothing more."""
+    """Write until the pipe or socket is full."""
     os.set_blocking(fd, False)
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -45,64 +45,66 @@ def fill(fd):
     os.set_blocking(fd, True)
 
 
-def test_a_stream_that_packs_what_is_written_to_it(tmp_path):
+def test_a_gzip_stream(tmp_path):
     path = tmp_path / "packed"
     with gzip.open(path, "wt") as packed, contextlib.redirect_stdout(packed):
         print("before")
-        mpwatch.run(talkers.says_hello, 1, logs=LogSpec())
+        mpwatch.run(talkers.print_hello, 1, logs=LogSpec())
         print("after")
     assert gzip.open(path, "rt").read() == "before\nout 0\nafter\n"
 
 
-def test_a_stream_that_has_been_detached(caplog):
+def test_a_detached_stream(caplog):
     stream = io.TextIOWrapper(io.BytesIO())
     stream.detach()
     with contextlib.redirect_stdout(stream):
-        mpwatch.run(talkers.says_hello, 1, logs=LogSpec())
+        mpwatch.run(talkers.print_hello, 1, logs=LogSpec())
     (record,) = caplog.records
-    assert "cannot be written to stdout any more (ValueError: underlying buffer has been detached)" in record.getMessage()
+    assert (
+        "can no longer be written to stdout: its rest is dropped (ValueError: underlying buffer has been detached)"
+        in record.getMessage()
+    )
 
 
-def test_ctrl_c_again_and_again_leaves_nothing(monkeypatch, eventually):
-    """It strikes whenever a reader is waited for."""
+def test_repeated_ctrl_c_leaves_no_thread(monkeypatch, eventually):
+    """A KeyboardInterrupt is raised in every wait for the reader."""
 
-    def strike(*_):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(OutputThread, "settle", strike)
-    reads, writes = os.pipe()
-    with open(reads, "rb", 0), open(writes, "w") as stream, contextlib.redirect_stdout(stream):
-        fill(writes)
+    monkeypatch.setattr(OutputThread, "drain_all", interrupt)
+    read_fd, write_fd = os.pipe()
+    with open(read_fd, "rb", 0), open(write_fd, "w") as stream, contextlib.redirect_stdout(stream):
+        fill(write_fd)
         with pytest.raises(KeyboardInterrupt):
-            mpwatch.run(talkers.says_hello, 1, logs=LogSpec())
+            mpwatch.run(talkers.print_hello, 1, logs=LogSpec())
         eventually(lambda: "mpwatch-output" not in {thread.name for thread in threading.enumerate()})
 
 
-def test_after_ctrl_c_the_end_of_a_group_waits_no_longer_than_its_call():
-    """For who does not read."""
-    is_at_work = SPAWN.Event()
+def test_after_ctrl_c_a_group_does_not_wait_again_for_the_reader():
+    is_running = SPAWN.Event()
 
     def interrupt():
-        is_at_work.wait()
+        is_running.wait()
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
-    reads, writes = os.pipe()
-    with open(reads, "rb", 0), open(writes, "w") as stream, contextlib.redirect_stdout(stream):
-        fill(writes)
+    read_fd, write_fd = os.pipe()
+    with open(read_fd, "rb", 0), open(write_fd, "w") as stream, contextlib.redirect_stdout(stream):
+        fill(write_fd)
         with pytest.raises(KeyboardInterrupt), mpwatch.WorkerGroup(1, logs=LogSpec()) as group:
             thread.start()
-            group.run(talkers.says_hello_when_interrupted, (is_at_work,))
+            group.run(talkers.print_hello_when_interrupted, (is_running,))
     thread.join()
 
 
-def test_a_group_that_is_not_closed_loses_no_line_at_the_end_of_the_program(eventually):
-    """However late it is read. It is more than the caller's pipe holds, and no more than that of the rank does."""
+def test_a_group_that_is_not_closed_loses_no_line_at_exit(eventually):
+    """The reader reads late. The output is larger than the caller's pipe, and fits into the pipe of the rank."""
     program = (
         "import mpwatch, mpwatch.watcher.output.output_thread, os, sys, talkers\n"
-        "mpwatch.watcher.output.output_thread.LAST_SECONDS = 0.0\n"
+        "mpwatch.watcher.output.output_thread.LAST_DRAIN_SECONDS = 0.0\n"
         "group = mpwatch.WorkerGroup(1, logs=mpwatch.LogSpec())\n"
-        "group.run(talkers.counts_at_the_end, (2000,))\n"
+        "group.run(talkers.print_lines_at_exit, (2000,))\n"
         "print(group.run(os.getpid)[0], file=sys.stderr)\n"
     )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -113,33 +115,33 @@ def test_a_group_that_is_not_closed_loses_no_line_at_the_end_of_the_program(even
     assert process.returncode == 0
 
 
-def test_a_socket_that_is_full_is_not_written_to(given_up):
-    """It cannot be opened anew, and to write to it would block, for as long as nobody reads."""
+def test_a_full_socket_is_not_written_to(stop_fd):
+    """A socket cannot be opened a second time, and a write to it would block as long as there is no reader."""
     ours, theirs = socket.socketpair()
     with ours, theirs, open(theirs.detach(), "w") as stream:
         fill(stream.fileno())
-        with closing(sink_of(stream, given_up)) as sink:
+        with closing(open_sink(stream, stop_fd)) as sink:
             assert sink.write(b"a line\n") is False
 
 
-def test_who_writes_to_the_same_pipe_comes_between_lines(given_up):
+def test_another_writer_of_the_same_pipe_comes_between_lines(stop_fd):
     line = b"x" * 999 + b"\n"
-    reads, writes = os.pipe()
-    with open(reads, "rb", 0) as ours, open(writes, "w") as stream:
+    read_fd, write_fd = os.pipe()
+    with open(read_fd, "rb", 0) as ours, open(write_fd, "w") as stream:
         size = fcntl.fcntl(ours, fcntl.F_GETPIPE_SZ)
         fill(stream.fileno())
         ours.read(select.PIPE_BUF * 2)
-        with closing(sink_of(stream, given_up)) as sink:
+        with closing(open_sink(stream, stop_fd)) as sink:
             assert sink.write(line * 100) is False
-        os.set_blocking(reads, False)
+        os.set_blocking(read_fd, False)
         assert ours.read(size).lstrip(b".") == line * 8
 
 
-def test_a_line_that_is_longer_than_what_a_pipe_takes_in_one_piece(tmp_path):
+def test_a_line_longer_than_an_atomic_write(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     data = b"a\n" + b"x" * (3 * select.PIPE_BUF) + b"\nb\n"
-    with closing(WakeupPipe()) as bell, open(path, "r+b", 0) as reads, open(path, "w") as stream:
-        with closing(sink_of(stream, bell.fileno())) as sink:
+    with closing(WakeupPipe()) as wakeup, open(path, "r+b", 0) as reader, open(path, "w") as stream:
+        with closing(open_sink(stream, wakeup.fileno())) as sink:
             assert sink.write(data) is True
-        assert reads.read(1 << 16) == data
+        assert reader.read(1 << 16) == data

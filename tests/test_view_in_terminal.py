@@ -15,36 +15,36 @@ from screens import Program
 
 
 @pytest.fixture
-def gate(tmp_path):
-    """Ranks that read from it go on when it is closed."""
-    path = str(tmp_path / "gate")
+def fifo(tmp_path):
+    """A FIFO: ranks that read from it go on when it is closed."""
+    path = str(tmp_path / "fifo")
     os.mkfifo(path)
-    with open(os.open(path, os.O_RDWR), "wb", buffering=0) as door:
-        door.path = path
-        yield door
+    with open(os.open(path, os.O_RDWR), "wb", buffering=0) as file:
+        file.path = path
+        yield file
 
 
-def watched(*args, env=ENV, **more):
+def start_program(*args, env=ENV, **more):
     env = {name: value for name, value in env.items() if name != "PYTHONUNBUFFERED"}
     return Program(str(HERE / "watched.py"), *map(str, args), env=env, **more)
 
 
-def test_what_ranks_print_is_whole_and_apart_from_the_view(gate):
-    with watched("prints_while_it_reports", 3, gate.path, 100, "hurry=True", columns=110, rows=20) as program:
+def test_printed_lines_are_whole_and_not_mixed_with_the_view(fifo):
+    with start_program("print_and_report", 3, fifo.path, 100, "hurry=True", columns=110, rows=20) as program:
         seen = []
 
-        def is_enough(rows):
-            is_drawn = "rank" in rows[-4] and all(row[:4].strip() for row in rows[-3:])  # and not half of it, so far
+        def has_enough_drawings(rows):
+            is_drawn = "rank" in rows[-4] and all(row[:4].strip() for row in rows[-3:])  # the drawing is complete
             if is_drawn and (not seen or seen[-1] != rows[-4:]):
                 seen.append(rows[-4:])
             return len(seen) > 20
 
-        assert program.read_until(is_enough)
+        assert program.read_until(has_enough_drawings)
         for rows in seen:
             assert [row.split()[0] for row in rows] == ["rank", "0", "1", "2"]
-        gate.close()
+        fifo.close()
         assert program.end() == 0
-        printed = [row for row in program.emulator.everything() if row]
+        printed = [row for row in program.emulator.all_rows() if row]
     assert printed[0] == "before"
     after = re.fullmatch(r"after (\d+) (\d+) (\d+)", printed.pop())
     assert re.fullmatch(r"mpwatch: step \d+ of 1000000 \(0 %\); loss [\d.e-]+; 3 ranks returned", printed.pop())
@@ -54,40 +54,40 @@ def test_what_ranks_print_is_whole_and_apart_from_the_view(gate):
     assert len(printed) == 1 + sum(map(int, after.groups()))
 
 
-def has_reported(step):
-    return lambda rows: any(f"step {step} of 8" in row for row in rows) and sum("at work" in row for row in rows[-3:]) == 3
+def shows_step(step):
+    return lambda rows: any(f"step {step} of 8" in row for row in rows) and sum("running" in row for row in rows[-3:]) == 3
 
 
-def test_a_run_in_a_terminal_that_changes_its_size(gate):
-    with watched("waits_at_the_gate", 3, gate.path, 3, "hurry=True") as program:
-        assert program.read_until(has_reported(3))
+def test_a_run_in_a_terminal_that_changes_its_size(fifo):
+    with start_program("report_and_wait_for_fifo", 3, fifo.path, 3, "hurry=True") as program:
+        assert program.read_until(shows_step(3))
         rows = program.emulator.rows()
         assert rows[0] == "before"
         assert not any(rows[1:-5])
         program.emulator.screen.resize(40, 120)
         program.resize(120, 40)
-        assert program.read_until(lambda rows: has_reported(3)(rows) and program.emulator.screen.margins == (0, 34))
-        assert sum("at work" in row for row in program.emulator.rows()) == 4
-        gate.close()
+        assert program.read_until(lambda rows: shows_step(3)(rows) and program.emulator.screen.margins == (0, 34))
+        assert sum("running" in row for row in program.emulator.rows()) == 4
+        fifo.close()
         assert program.end() == 0
         last = "mpwatch: step 8 of 8 (100 %); loss 0.25; 3 ranks returned"
-        assert [row for row in program.emulator.everything() if row] == ["before", last, "after None None None"]
+        assert [row for row in program.emulator.all_rows() if row] == ["before", last, "after None None None"]
         assert program.emulator.screen.margins is None
 
 
-def test_without_being_asked_it_is_there_once_a_rank_reports(gate):
-    with watched("waits_at_the_gate", 3, gate.path, 5, "hurry=True") as program:
-        assert program.read_until(has_reported(5))
+def test_by_default_the_view_appears_when_a_rank_reports(fifo):
+    with start_program("report_and_wait_for_fifo", 3, fifo.path, 5, "hurry=True") as program:
+        assert program.read_until(shows_step(5))
         program.type(b"\x03")
         assert program.end() == -signal.SIGINT
-        rows = [row for row in program.emulator.everything() if row]
+        rows = [row for row in program.emulator.all_rows() if row]
         assert rows[-1] == "KeyboardInterrupt"
         assert "mpwatch: step 5 of 8 (62 %); loss 0.5; 3 ranks stopped" in rows
         assert not any("━" in row for row in rows)
         assert program.emulator.screen.margins is None
 
 
-# Starts a program, as a shell does, and goes on when that has ended.
+# Starts a program as a shell does, and goes on when it has ended.
 SHELL = """
 import subprocess, sys
 program = subprocess.Popen(sys.argv[1:])
@@ -97,40 +97,42 @@ input("next")
 """
 
 
-def test_the_terminal_is_given_back_though_the_program_was_killed(gate):
-    command = [sys.executable, str(HERE / "watched.py"), "waits_at_the_gate", "3", gate.path, "5", "hurry=True"]
+def test_the_terminal_is_restored_after_the_program_was_killed(fifo):
+    command = [sys.executable, str(HERE / "watched.py"), "report_and_wait_for_fifo", "3", fifo.path, "5", "hurry=True"]
     with Program("-c", SHELL, *command, env=ENV) as program:
-        assert program.read_until(has_reported(5))
+        assert program.read_until(shows_step(5))
         pid = program.emulator.rows()[0]
         os.kill(int(pid), signal.SIGKILL)
         assert program.read_until(lambda rows: "next" in rows and program.emulator.screen.margins is None)
-        assert [row for row in program.emulator.everything() if row] == [pid, "before", "next"]
+        assert [row for row in program.emulator.all_rows() if row] == [pid, "before", "next"]
 
 
-def test_not_if_it_is_not_wanted(gate):
-    gate.close()
-    with watched("waits_at_the_gate", 2, "/dev/null", 5, "progress=False") as program:
+def test_no_view_with_progress_false(fifo):
+    fifo.close()
+    with start_program("report_and_wait_for_fifo", 2, "/dev/null", 5, "progress=False") as program:
         assert program.end() == 0
-        assert [row for row in program.emulator.everything() if row] == ["before", "after None None"]
+        assert [row for row in program.emulator.all_rows() if row] == ["before", "after None None"]
 
 
-def test_the_report_of_a_failure_comes_below(gate):
-    with watched("waits_at_the_gate", 3, gate.path, "'three'", "progress=True") as program:
+def test_the_report_of_a_failure_is_printed_below(fifo):
+    with start_program("report_and_wait_for_fifo", 3, fifo.path, "'three'", "progress=True") as program:
         assert program.end() == 1
-        rows = [row for row in program.emulator.everything() if row]
+        rows = [row for row in program.emulator.all_rows() if row]
         assert "TypeError: report() takes step as an int, not a str" in rows
         assert program.emulator.screen.margins is None
 
 
 @pytest.mark.parametrize("progress", ["None", "True"])
-def test_a_terminal_where_rich_is_not_installed(gate, tmp_path, progress):
+def test_a_terminal_where_rich_is_not_installed(fifo, tmp_path, progress):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['rich'] = sys.modules['rich.console'] = None")
     env = {**ENV, "PYTHONPATH": os.pathsep.join([str(tmp_path), ENV["PYTHONPATH"]])}
-    with watched("waits_at_the_gate", 3, gate.path, 5, f"progress={progress}", "hurry=True", env=env) as program:
-        assert program.read_until(lambda rows: any("mpwatch: step 5" in row and "3 ranks at work" in row for row in rows))
-        gate.close()
+    with start_program(
+        "report_and_wait_for_fifo", 3, fifo.path, 5, f"progress={progress}", "hurry=True", env=env
+    ) as program:
+        assert program.read_until(lambda rows: any("mpwatch: step 5" in row and "3 ranks running" in row for row in rows))
+        fifo.close()
         assert program.end() == 0
-        rows = [row for row in program.emulator.everything() if row]
+        rows = [row for row in program.emulator.all_rows() if row]
     assert rows[0] == "before"
     assert rows[1].startswith("mpwatch: ")
     assert rows[-2:] == ["mpwatch: step 8 of 8 (100 %); loss 0.25; 3 ranks returned", "after None None None"]

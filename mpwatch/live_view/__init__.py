@@ -1,1 +1,13 @@
-"""The live view of the ranks, in the caller's process: in a terminal, in a notebook, or as plain lines."""
+"""The live view of the ranks. All of it runs in the caller's thread, except that the guardian may restore a terminal.
+
+    ViewDriver (watcher/observers) --- statuses of the ranks ---> LiveView (live.py)
+                                                                      |  model.py: rates, overall progress -> Snapshot
+                                                                      v
+                                                           Display.show(snapshot): one of
+        TerminalDisplay (terminal.py)       the last rows of a terminal (rich_rows.py, scroll_region.py)
+        NotebookDisplay (notebook.py)       an HTML table in the cell that runs
+        LineDisplay     (line_display.py)   a line on stderr now and then
+
+select.py decides whether there is a view and which display it uses. formatting.py has the texts of all displays. tty.py asks
+the system about terminals.
+"""

@@ -1,47 +1,46 @@
-"""The live view where nothing can be drawn over: a line on a stream, now and then, if there is something new to say. A pipe
-that is full is not waited for.
+"""The live view as lines on a stream, where nothing can be drawn over: a line now and then, if something has changed.
+
+If the stream is a full pipe, the line is skipped.
 """
 
 from typing import TextIO
 
-from mpwatch.live_view.formatting import line_of
+from mpwatch.live_view.formatting import format_overall
 from mpwatch.live_view.model import Snapshot
-from mpwatch.live_view.tty import takes
+from mpwatch.live_view.tty import is_writable
 
 PERIOD = 10.0
-LAST_SECONDS = 1.0  # for the stream to take the last line
+LAST_LINE_SECONDS = 1.0  # for the stream to have room for the last line
 
 
 class LineDisplay:
-    """Lines on this stream."""
+    """Writes lines to this stream."""
 
     period = PERIOD
-    repair = None  # nothing of anybody's is kept
+    terminal_restore = None  # no rows are reserved
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._said: object = None
+        self._last_written: object = None
 
-    def show(self, picture: Snapshot) -> None:
-        """Say it, if it is news."""
-        self._say(picture, patience=0.0)
+    def show(self, snapshot: Snapshot) -> None:
+        self._write_if_changed(snapshot, timeout=0.0)
 
-    def leave(self, picture: Snapshot) -> None:
-        """The same; all that was said stays."""
-        self._say(picture, patience=LAST_SECONDS)
+    def close(self, snapshot: Snapshot) -> None:
+        self._write_if_changed(snapshot, timeout=LAST_LINE_SECONDS)
 
-    def _say(self, picture: Snapshot, patience: float) -> None:
-        overall = picture.overall
-        news = (overall.step, overall.total, str(overall.metrics), picture.counts)  # as text: no NaN equals another
-        if news != self._said and self._takes(patience):
-            self._said = news
-            self._stream.write(f"mpwatch: {line_of(picture)}\n")  # in one piece, so that nothing comes between
+    def _write_if_changed(self, snapshot: Snapshot, timeout: float) -> None:
+        overall = snapshot.overall
+        content = (overall.step, overall.total, str(overall.metrics), snapshot.counts)  # as text: NaN does not equal NaN
+        if content != self._last_written and self._has_room(timeout):
+            self._last_written = content
+            self._stream.write(f"mpwatch: {format_overall(snapshot)}\n")  # one write, so that the line stays whole
             self._stream.flush()
 
-    def _takes(self, seconds: float) -> bool:
-        """Whether a line finds room, within so long: a pipe that takes something takes a page."""
+    def _has_room(self, timeout: float) -> bool:
+        """Whether the stream has room for a line within so many seconds. A writable pipe has room for PIPE_BUF bytes."""
         try:
             fd = self._stream.fileno()
-        except (AttributeError, OSError, ValueError):  # it is not of the system
+        except (AttributeError, OSError, ValueError):  # not a stream of the operating system
             return True
-        return takes(fd, seconds)
+        return is_writable(fd, timeout)

@@ -1,6 +1,8 @@
-"""The live view of one call: waits until there is something to show, has it drawn, and sees to it that this stays cheap.
+"""The live view of one call: when it appears, how often it is drawn, and the Display protocol.
 
-Where it is drawn is a Display's business: a terminal's (terminal.py), a notebook's (notebook.py), or plain lines (plain.py).
+LiveView receives the statuses of the ranks, has a Tracker make a Snapshot of them, and gives the Snapshot to a display. It
+chooses the display at the first report of a rank, or at once if the user asked for the view. LiveView implements the View
+protocol of `watcher/observers/view_driver.py`.
 """
 
 import math
@@ -11,88 +13,92 @@ from typing import Protocol
 from mpwatch.live_view.model import Snapshot, Tracker
 from mpwatch.results.rank_status import RankStatus
 
-WAITING_SECONDS = 1.0  # between two looks, as long as no rank has reported
-EAGER_SECONDS = 0.25  # the same, if there is something to show anyway
-SHARE = 0.05  # of a CPU, that drawing may take
-LONGEST_SECONDS = 5.0  # between two pictures, however long drawing one has taken
+WAITING_PERIOD = 1.0  # seconds between two status requests, until a rank has reported
+FIRST_PERIOD = 0.25  # seconds until the first drawing, if the view starts at once
+MAX_CPU_SHARE = 0.05  # of one CPU that drawing may use
+MAX_PERIOD = 5.0  # seconds between two drawings, if drawing is slow
 
 
 class Display(Protocol):
-    """Where pictures are drawn. Each method may raise anything."""
+    """A place where snapshots are drawn. Each method may raise any exception."""
 
     @property
     def period(self) -> float:
-        """Seconds between two pictures."""
+        """Seconds between two drawings."""
 
     @property
-    def repair(self) -> tuple[str, bytes] | None:
-        """The name of a terminal, and what gives back the rows of it that are kept; None if none are."""
+    def terminal_restore(self) -> tuple[str, bytes] | None:
+        """The name of the terminal, and the bytes that release the rows reserved in it. None if no rows are reserved."""
 
-    def show(self, picture: Snapshot) -> None:
-        """Draw this one in the place of the last one."""
+    def show(self, snapshot: Snapshot) -> None:
+        """Draw this snapshot in the place of the last one."""
 
-    def leave(self, picture: Snapshot) -> None:
-        """This is the last one: leave of it what is to stay, and give back what was held. It may be called again."""
+    def close(self, snapshot: Snapshot) -> None:
+        """Draw the last snapshot as it is to stay, and release the display. May be called again after an exception."""
 
 
 class LiveView:
-    """Of one call.
+    """The view of one call.
 
     Args:
-        choose: a display, when there is something to show; None if there is no place for one.
-        is_eager: whether there is something to show before a rank has reported.
-        clock: in seconds.
+        choose_display: called once, when there is something to show. Returns None if there is no place to show it.
+        starts_at_once: whether to show the ranks before one of them has reported.
+        clock: returns seconds.
     """
 
     def __init__(
-        self, choose: Callable[[], Display | None], *, is_eager: bool, clock: Callable[[], float] = time.monotonic
+        self,
+        choose_display: Callable[[], Display | None],
+        *,
+        starts_at_once: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._choose = choose
-        self._is_eager = is_eager
+        self._choose_display = choose_display
+        self._starts_at_once = starts_at_once
         self._clock = clock
         self._tracker = Tracker()
         self._display: Display | None = None
         self._was_chosen = False
-        self._picture: Snapshot | None = None
-        self._pause = EAGER_SECONDS if is_eager else WAITING_SECONDS
+        self._snapshot: Snapshot | None = None
+        self._period = FIRST_PERIOD if starts_at_once else WAITING_PERIOD
 
     @property
     def period(self) -> float:
-        """Seconds until it wants to see the ranks again; infinite if it does not."""
-        return self._pause
+        """Seconds until `show` wants to be called with new statuses. Infinite: never, because there is no display."""
+        return self._period
 
     @property
-    def repair(self) -> tuple[str, bytes] | None:
-        """The name of a terminal, and what puts it in order again, should that never be done here."""
-        return None if self._display is None else self._display.repair
+    def terminal_restore(self) -> tuple[str, bytes] | None:
+        """The name of the terminal, and the bytes that restore it if this process is killed. None if there is no need."""
+        return None if self._display is None else self._display.terminal_restore
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
-        """This is how the ranks fare."""
-        self._picture = self._tracker.see(statuses)
-        if self._is_eager or _has_reports(statuses):
-            self._open()
+        """Draw the present statuses of the ranks, in order of rank."""
+        self._snapshot = self._tracker.update(statuses)
+        if self._starts_at_once or _has_reports(statuses):
+            self._choose_once()
         if self._display is not None:
-            began_at = self._clock()
-            self._display.show(self._picture)
-            took = self._clock() - began_at
-            self._pause = max(self._display.period, min(took / SHARE, LONGEST_SECONDS))
+            started_at = self._clock()
+            self._display.show(self._snapshot)
+            duration = self._clock() - started_at
+            self._period = max(self._display.period, min(duration / MAX_CPU_SHARE, MAX_PERIOD))
         elif self._was_chosen:
-            self._pause = math.inf
+            self._period = math.inf
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """This is how they fared in the end, if it is known."""
+        """Draw the final statuses, if there are any, and close the display."""
         if statuses:
-            self._picture = self._tracker.see(statuses)
-            if self._is_eager and _has_reports(statuses):
-                self._open()
-        if self._display is not None and self._picture is not None:
-            self._display.leave(self._picture)
+            self._snapshot = self._tracker.update(statuses)
+            if self._starts_at_once and _has_reports(statuses):
+                self._choose_once()
+        if self._display is not None and self._snapshot is not None:
+            self._display.close(self._snapshot)
             self._display = None
 
-    def _open(self) -> None:
+    def _choose_once(self) -> None:
         if not self._was_chosen:
             self._was_chosen = True
-            self._display = self._choose()
+            self._display = self._choose_display()
 
 
 def _has_reports(statuses: Sequence[RankStatus]) -> bool:

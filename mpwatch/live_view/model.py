@@ -1,8 +1,8 @@
-"""What is to be shown, from how the ranks fared at one look after another: rates, the bar, what is left to do. Pure.
+"""Compute what the live view shows from the statuses of the ranks: rates, overall progress, time left. Pure.
 
-    RankStatus of each look --> Tracker.see --> Picture:  the overall line, and a Line for each rank
+    RankStatus of each rank, again and again --> Tracker.update --> Snapshot: OverallProgress, and a RankRow for each rank
 
-Rates come of the ranks' own stamps, so that it does not matter when they are looked at.
+Rates are computed from the times at which the ranks reported, so it does not matter when the statuses are read.
 """
 
 import math
@@ -13,36 +13,36 @@ from dataclasses import dataclass, field
 from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_status import RankStatus
 
-RATE_SECONDS = 10.0  # that a rate is the mean of
-CPU_SECONDS = 2.0  # the same for the use of the CPU, which the kernel counts in hundredths of a second
-A_SLOPE = 2  # points at least
-SLOWEST = 3  # ranks that are named where there are too many for a line each
+RATE_SECONDS = 10.0  # a rate is the mean of so many seconds
+CPU_SECONDS = 2.0  # the same for CPU use, which the kernel counts in hundredths of a second
+MIN_POINTS = 2  # for a rate
+NAMED_SLOWEST = 3  # ranks that a summary names
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankRow:
-    """Of one rank. What is not known is None."""
+    """One rank at one moment. None: not known."""
 
     rank: int
     state: WorkerState
     restart_count: int = 0
-    is_anew: bool = False
-    """It reported steps before it was started again, and has yet to say where it goes on."""
+    is_step_unknown: bool = False
+    """The rank reported steps before its restart, and none since."""
     step: int | None = None
     total: int | None = None
     rate: float | None = None
-    """Steps a second."""
+    """Steps per second."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     memory: int | None = None
     """In bytes."""
     cpu: float | None = None
-    """CPUs that it keeps busy."""
-    silence: float | None = None
-    """Seconds since it was last heard of."""
+    """Number of CPUs in use: 1.5 is one and a half."""
+    heartbeat_age: float | None = None
+    """Seconds since the last heartbeat."""
 
     @property
-    def done(self) -> float | None:
-        """The fraction of its steps."""
+    def fraction_done(self) -> float | None:
+        """`step / total`, from 0 to 1."""
         if self.step is None or self.total is None or self.total <= 0:
             return None
         return min(1.0, max(0.0, self.step / self.total))
@@ -50,14 +50,15 @@ class RankRow:
 
 @dataclass(frozen=True, kw_only=True)
 class OverallProgress:
-    """How far all have come: as far as the one that is furthest behind of those at work, for the others wait for it, or will
-    have to, and nothing is over before it is. While one that was started again has yet to say where it goes on nobody knows.
-    Metrics are the means of those that report them.
+    """The progress of all ranks: that of the slowest running rank, because the other ranks wait for it sooner or later.
+
+    Not known after a restart, until each restarted rank has reported a step again. Metrics are means over the ranks that
+    report them.
     """
 
     step: int | None = None
     total: int | None = None
-    done: float | None = None
+    fraction_done: float | None = None
     rate: float | None = None
     seconds_left: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -65,95 +66,96 @@ class OverallProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """All that there is to show."""
+    """All that a display shows at one moment."""
 
     overall: OverallProgress
-    lines: Sequence[RankRow]
-    """By rank."""
+    rows: Sequence[RankRow]
+    """In order of rank. Empty before the rendezvous of several nodes."""
 
     @property
     def counts(self) -> dict[WorkerState, int]:
-        """How many ranks are in each state, in the order of the states; those that none is in are not there."""
-        found = Counter(line.state for line in self.lines)
+        """The number of ranks in each state, in the order of the states, without states that no rank is in."""
+        found = Counter(row.state for row in self.rows)
         return {state: found[state] for state in WorkerState if found[state]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSummary:
-    """Of many ranks together."""
+    """Many ranks together. None: not known."""
 
     steps: tuple[int, int, int] | None
-    """The least, the one in the middle, the most."""
+    """Minimum, median and maximum."""
     slowest: Sequence[RankRow]
-    """Those at work that are furthest behind, if not all are equally far."""
-    memory: int | None
-    """Of all together, in bytes; and the most of one."""
-    most_memory: int | None
+    """The slowest running ranks. Empty if all have the same progress."""
+    total_memory: int | None
+    """In bytes."""
+    max_memory: int | None
+    """Of one rank, in bytes."""
     cpu: float | None
-    """CPUs that all of them keep busy."""
-    silence: float | None
-    """Of the one that was heard of least recently, in seconds."""
+    """Number of CPUs that all ranks use."""
+    max_heartbeat_age: float | None
+    """In seconds."""
 
 
 class Tracker:
-    """Remembers as much of the earlier looks as the next picture needs."""
+    """Makes snapshots. Keeps what later snapshots need of earlier statuses."""
 
     def __init__(self) -> None:
-        self._lives: dict[
-            int, _RankHistory
-        ] = {}  # by local rank: among several nodes another one may have the rank next time
+        # by local rank: on several nodes, a process may have another global rank after the next rendezvous
+        self._histories: dict[int, _RankHistory] = {}
 
-    def see(self, statuses: Sequence[RankStatus]) -> Snapshot:
-        """The picture of now."""
-        lines = [self._life_of(status).see(status) for status in statuses]
-        return Snapshot(overall=_overall(lines), lines=lines)
+    def update(self, statuses: Sequence[RankStatus]) -> Snapshot:
+        """Return the snapshot for these statuses."""
+        rows = [self._history_of(status).update(status) for status in statuses]
+        return Snapshot(overall=_overall_progress(rows), rows=rows)
 
-    def _life_of(self, status: RankStatus) -> "_RankHistory":
-        life = self._lives.get(status.local_rank)
-        if life is None or life.pid != status.pid:  # it was started again
-            life = self._lives[status.local_rank] = _RankHistory(status.pid, is_anew=life is not None and life.has_steps)
-        return life
+    def _history_of(self, status: RankStatus) -> "_RankHistory":
+        history = self._histories.get(status.local_rank)
+        if history is None or history.pid != status.pid:  # the rank was restarted
+            is_step_unknown = history is not None and history.has_steps
+            history = self._histories[status.local_rank] = _RankHistory(status.pid, is_step_unknown=is_step_unknown)
+        return history
 
 
 class _RankHistory:
-    """What was seen of a rank in its present life."""
+    """Earlier statuses of one process of a rank."""
 
-    def __init__(self, pid: int | None, *, is_anew: bool) -> None:
+    def __init__(self, pid: int | None, *, is_step_unknown: bool) -> None:
         self.pid = pid
-        self.has_steps = is_anew  # in this life or an earlier one
-        self._is_anew = is_anew
+        self.has_steps = is_step_unknown  # this process, or one before it, has reported a step
+        self._is_step_unknown = is_step_unknown
         self._steps = _RateEstimator(RATE_SECONDS)
         self._cpu = _RateEstimator(CPU_SECONDS)
         self._memory: int | None = None
 
-    def see(self, status: RankStatus) -> RankRow:
+    def update(self, status: RankStatus) -> RankRow:
         report = status.report
         if report is not None and report.step is not None:
             self._steps.add(report.at, report.step)
-            self.has_steps, self._is_anew = True, False
+            self.has_steps, self._is_step_unknown = True, False
         if status.cpu_seconds is not None:
             self._cpu.add(status.seen_at, status.cpu_seconds)
-        if status.memory:  # a dead one has none
+        if status.memory:  # 0 for a dead process
             self._memory = status.memory
-        is_at_work = status.state.is_running
-        silence = None if status.heartbeat_at is None else max(0.0, status.seen_at - status.heartbeat_at)
+        is_running = status.state.is_running
+        heartbeat_age = None if status.heartbeat_at is None else max(0.0, status.seen_at - status.heartbeat_at)
         return RankRow(
             rank=status.rank,
             state=status.state,
             restart_count=status.restart_count,
-            is_anew=self._is_anew,
+            is_step_unknown=self._is_step_unknown,
             step=report.step if report is not None else None,
             total=report.total if report is not None else None,
-            rate=self._steps.rate(status.seen_at) if is_at_work else None,
+            rate=self._steps.rate(status.seen_at) if is_running else None,
             metrics=report.metrics if report is not None else {},
             memory=self._memory,
             cpu=self._cpu.rate(status.seen_at) if status.cpu_seconds is not None else None,
-            silence=silence if is_at_work else None,
+            heartbeat_age=heartbeat_age if is_running else None,
         )
 
 
 class _RateEstimator:
-    """How fast something grows: over so many seconds, or, if it is told more seldom, from one time to the next."""
+    """The growth rate of a value: over so many seconds, or over the last interval if values come less often."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -161,77 +163,77 @@ class _RateEstimator:
 
     def add(self, at: float, value: float) -> None:
         points = self._points
-        if points and (value < points[-1][1] or at < points[-1][0]):  # it counts anew
+        if points and (value < points[-1][1] or at < points[-1][0]):  # the rank counts from the beginning again
             points.clear()
         if not points or at > points[-1][0]:
             points.append((at, value))
-        while len(points) > A_SLOPE and points[1][0] <= at - self._seconds:
+        while len(points) > MIN_POINTS and points[1][0] <= at - self._seconds:
             points.popleft()
 
     def rate(self, now: float) -> float | None:
-        """A second. If there was nothing new for longer than all that is remembered, it falls from then on."""
-        if len(self._points) < A_SLOPE:
+        """Return the growth per second. It falls if no value has come for longer than the kept points cover."""
+        if len(self._points) < MIN_POINTS:
             return None
         (first_at, first), (last_at, last) = self._points[0], self._points[-1]
         return (last - first) / max(last_at - first_at, now - last_at)
 
 
-def spread_of(lines: Sequence[RankRow]) -> RankSummary:
-    """What is told of ranks that are too many for a line each."""
-    steps = sorted(line.step for line in lines if line.step is not None)
-    at_work = sorted((line for line in lines if line.state.is_running and line.step is not None), key=_how_far)
-    is_uneven = bool(at_work) and _how_far(at_work[0])[:2] != _how_far(at_work[-1])[:2]
-    memory = [line.memory for line in lines if line.memory is not None]
+def summarize_ranks(rows: Sequence[RankRow]) -> RankSummary:
+    """Summarize ranks that are too many for a row each."""
+    steps = sorted(row.step for row in rows if row.step is not None)
+    running = sorted((row for row in rows if row.state.is_running and row.step is not None), key=_progress_key)
+    is_uneven = bool(running) and _progress_key(running[0])[:2] != _progress_key(running[-1])[:2]
+    memory = [row.memory for row in rows if row.memory is not None]
     return RankSummary(
         steps=(steps[0], steps[len(steps) // 2], steps[-1]) if steps else None,
-        slowest=at_work[:SLOWEST] if is_uneven else [],
-        memory=sum(memory) if memory else None,
-        most_memory=max(memory, default=None),
-        cpu=_sum(line.cpu for line in lines),
-        silence=max((line.silence for line in lines if line.silence is not None), default=None),
+        slowest=running[:NAMED_SLOWEST] if is_uneven else [],
+        total_memory=sum(memory) if memory else None,
+        max_memory=max(memory, default=None),
+        cpu=_sum_known(row.cpu for row in rows),
+        max_heartbeat_age=max((row.heartbeat_age for row in rows if row.heartbeat_age is not None), default=None),
     )
 
 
-def _overall(lines: Sequence[RankRow]) -> OverallProgress:
-    counting = [line for line in lines if line.step is not None]
-    hindmost = min([line for line in counting if line.state.is_running] or counting, key=_how_far, default=None)
-    metrics = _means(line.metrics for line in lines)
-    if hindmost is None or any(line.is_anew and _is_under_way(line) for line in lines):
+def _overall_progress(rows: Sequence[RankRow]) -> OverallProgress:
+    with_steps = [row for row in rows if row.step is not None]
+    slowest = min([row for row in with_steps if row.state.is_running] or with_steps, key=_progress_key, default=None)
+    metrics = _mean_metrics(row.metrics for row in rows)
+    if slowest is None or any(row.is_step_unknown and _has_not_ended(row) for row in rows):
         return OverallProgress(metrics=metrics)
     return OverallProgress(
-        step=hindmost.step,
-        total=hindmost.total,
-        done=hindmost.done,
-        rate=hindmost.rate,
-        seconds_left=_seconds_left(hindmost),
+        step=slowest.step,
+        total=slowest.total,
+        fraction_done=slowest.fraction_done,
+        rate=slowest.rate,
+        seconds_left=_seconds_left(slowest),
         metrics=metrics,
     )
 
 
-def _is_under_way(line: RankRow) -> bool:
-    return line.state is WorkerState.INIT or line.state.is_running
+def _has_not_ended(row: RankRow) -> bool:
+    return row.state is WorkerState.INIT or row.state.is_running
 
 
-def _how_far(line: RankRow) -> tuple[float, int, int]:
-    """Those that know how much there is to do by the fraction of it, before those that do not."""
-    assert line.step is not None
-    return (math.inf if line.done is None else line.done), line.step, line.rank
+def _progress_key(row: RankRow) -> tuple[float, int, int]:
+    """A sort key, slowest rank first. Ranks that report no total come after those that do."""
+    assert row.step is not None
+    return (math.inf if row.fraction_done is None else row.fraction_done), row.step, row.rank
 
 
-def _seconds_left(line: RankRow) -> float | None:
-    if line.step is None or line.total is None or not line.rate or line.step > line.total:
+def _seconds_left(row: RankRow) -> float | None:
+    if row.step is None or row.total is None or not row.rate or row.step > row.total:
         return None
-    return (line.total - line.step) / line.rate
+    return (row.total - row.step) / row.rate
 
 
-def _means(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def _mean_metrics(all_metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
-    for metrics in found:
+    for metrics in all_metrics:
         for name, value in metrics.items():
             values.setdefault(name, []).append(value)
     return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
-def _sum(values: Iterable[float | None]) -> float | None:
+def _sum_known(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None

@@ -1,54 +1,53 @@
-"""The live view in a notebook: a small table in the cell that runs, brought up to date in its place. It needs nothing but
-IPython's own display.
-"""
+"""The live view in a notebook: a table in the cell that runs, updated in place. It needs only IPython's own display."""
 
 from html import escape
 from importlib import import_module
 from typing import Any
 
-from mpwatch.live_view.formatting import HEADING, cells, is_folded, line_of, summary
+from mpwatch.live_view.formatting import COLUMN_TITLES, format_overall, format_row, format_summary, is_summarized
 from mpwatch.live_view.model import Snapshot
 
 PERIOD = 0.5
-LEFT = ' style="text-align:left"'
+ALIGN_LEFT = ' style="text-align:left"'
 
 
 class NotebookDisplay:
-    """Below what the cell has put out so far."""
+    """A table below the output that the cell has so far."""
 
     period = PERIOD
-    repair = None  # nothing of anybody's is kept
+    terminal_restore = None  # there is no terminal
 
     def __init__(self) -> None:
-        self._handle: Any = None  # IPython's, of what is shown
+        self._display_handle: Any = None  # IPython's handle of the table
 
-    def show(self, picture: Snapshot) -> None:
-        """In the place of the last one."""
-        bundle = {"text/html": html_of(picture), "text/plain": line_of(picture)}
-        if self._handle is None:
-            self._handle = import_module("IPython.display").display(bundle, raw=True, display_id=True)
+    def show(self, snapshot: Snapshot) -> None:
+        bundle = {"text/html": render_html(snapshot), "text/plain": format_overall(snapshot)}
+        if self._display_handle is None:
+            self._display_handle = import_module("IPython.display").display(bundle, raw=True, display_id=True)
         else:
-            self._handle.update(bundle, raw=True)
+            self._display_handle.update(bundle, raw=True)
 
-    def leave(self, picture: Snapshot) -> None:
-        """The last one stays in the notebook."""
-        self.show(picture)
+    def close(self, snapshot: Snapshot) -> None:
+        """Show the last snapshot. It stays in the notebook."""
+        self.show(snapshot)
 
 
-def html_of(picture: Snapshot) -> str:
-    """The bar, what is said of all, and a row a rank, or a few of many ranks together."""
-    done = picture.overall.done
-    bar = f'<progress value="{done:.4f}" max="1"></progress> ' if done is not None else ""
-    caption = f"<caption{LEFT}>{bar}<b>{escape(line_of(picture))}</b></caption>"
-    if not picture.lines:
+def render_html(snapshot: Snapshot) -> str:
+    """Return a table with a progress bar, the overall line, and a row for each rank. Many ranks are summarized."""
+    fraction = snapshot.overall.fraction_done
+    bar = f'<progress value="{fraction:.4f}" max="1"></progress> ' if fraction is not None else ""
+    caption = f"<caption{ALIGN_LEFT}>{bar}<b>{escape(format_overall(snapshot))}</b></caption>"
+    if not snapshot.rows:
         return f"<table>{caption}</table>"
-    if is_folded(picture):
-        body = "".join(f"<tr><th{LEFT}>{escape(name)}</th>{_cell(text)}</tr>" for name, text in summary(picture))
+    if is_summarized(snapshot):
+        body = "".join(
+            f"<tr><th{ALIGN_LEFT}>{escape(name)}</th>{_render_cell(text)}</tr>" for name, text in format_summary(snapshot)
+        )
         return f"<table>{caption}<tbody>{body}</tbody></table>"
-    head = "".join(f"<th{LEFT}>{escape(name)}</th>" for name in HEADING)
-    body = "".join(f"<tr>{''.join(map(_cell, cells(line)))}</tr>" for line in picture.lines)
+    head = "".join(f"<th{ALIGN_LEFT}>{escape(title)}</th>" for title in COLUMN_TITLES)
+    body = "".join(f"<tr>{''.join(map(_render_cell, format_row(row)))}</tr>" for row in snapshot.rows)
     return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _cell(text: str) -> str:
-    return f"<td{LEFT}>{escape(text)}</td>"
+def _render_cell(text: str) -> str:
+    return f"<td{ALIGN_LEFT}>{escape(text)}</td>"

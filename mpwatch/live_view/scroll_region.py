@@ -1,9 +1,8 @@
-r"""The last rows of a terminal, kept for the view while everybody goes on printing above them. Pure: it makes what to write.
+r"""Reserve the last rows of a terminal for the view, while ranks go on printing above them. Pure: it returns what to write.
 
-Ranks write to the terminal themselves, whenever they like, from processes of their own; so nobody can take the view away
-before they print and draw it again after. The terminal does it instead: what scrolls is confined to the rows above
-(DECSTBM), and whoever draws below puts the cursor back to where it was (DECSC, DECRC), all in one write, which nothing that
-others write comes between.
+Ranks write to the terminal themselves, at any time and from other processes, so the view cannot be erased before they print
+and drawn again afterwards. Instead, the terminal scrolls only the rows above the view (DECSTBM). Each drawing saves the
+cursor, moves it to the view, and restores it (DECSC, DECRC), all in one write, so that no other output comes between.
 
     row 1        what was printed
     ...          what is being printed_          <- the cursor; this part scrolls
@@ -11,59 +10,66 @@ others write comes between.
     ...          the view, N rows
     row H
 
-In the words of ECMA-48 and DEC, which every terminal of today understands. Room is made by index (IND), which scrolls as a
-newline does and leaves the cursor in its column.
+The escape sequences are those of ECMA-48 and DEC, which all of today's terminals understand. IND makes room below the
+cursor: it scrolls like a newline and leaves the cursor in its column.
 """
 
 from collections.abc import Sequence
 
-SAVE, RESTORE = "\x1b7", "\x1b8"
+SAVE_CURSOR, RESTORE_CURSOR = "\x1b7", "\x1b8"
 INDEX = "\x1bD"
-WHOLE = f"{SAVE}\x1b[r{RESTORE}"  # everything scrolls; to say so moves the cursor
-ERASE_BELOW = f"{SAVE}\x1b[B\r\x1b[J{RESTORE}"  # the cursor's own row is somebody's
-WRAP_OFF, WRAP_ON = "\x1b[?7l", "\x1b[?7h"  # should a row be wider than it was taken for
-PLAIN, CLEAR_ROW, CLEAR_REST = "\x1b[0m", "\x1b[2K", "\x1b[K"
-MEND = f"\x18{PLAIN}{WRAP_ON}{RESTORE}"  # of what was cut short while it was drawn: CAN ends half a sequence
+SCROLL_ALL = f"{SAVE_CURSOR}\x1b[r{RESTORE_CURSOR}"  # no rows reserved; the sequence itself moves the cursor
+ERASE_BELOW = f"{SAVE_CURSOR}\x1b[B\r\x1b[J{RESTORE_CURSOR}"  # below the cursor's row, which may have printed text
+WRAP_OFF, WRAP_ON = "\x1b[?7l", "\x1b[?7h"  # a row may be wider than computed
+RESET_STYLE, CLEAR_ROW, CLEAR_REST = "\x1b[0m", "\x1b[2K", "\x1b[K"
+RECOVER = f"\x18{RESET_STYLE}{WRAP_ON}{RESTORE_CURSOR}"  # after an incomplete drawing: CAN ends half an escape sequence
 
 
 class ScrollRegion:
-    """What has been kept so far, of a terminal of which size."""
+    """The reserved rows of one terminal. Each method returns text; the caller writes it to the terminal."""
 
     def __init__(self) -> None:
-        self._kept: tuple[int, int, int] | None = None  # columns and rows of the terminal, rows of the view
+        self._reserved: tuple[int, int, int] | None = None  # columns and rows of the terminal, rows of the view
 
-    def draw(self, columns: int, rows: int, lines: Sequence[str], *, is_sure: bool = True) -> str:
-        """These lines, fewer than the terminal has rows, in the place of the last ones.
+    def draw(self, columns: int, rows: int, lines: Sequence[str], *, is_state_known: bool = True) -> str:
+        """Return what draws these lines in the place of the last ones. No lines: release the rows.
 
-        If the size has changed, or somebody else may have had the terminal meanwhile (not `is_sure`), the rows are kept
-        anew, in a way that holds for any state that the terminal may be in.
+        Args:
+            columns: width of the terminal.
+            rows: height of the terminal; more than there are lines.
+            lines: rows of the view, with colours.
+            is_state_known: False if another program may have used the terminal meanwhile. The rows are then reserved again,
+                in a way that works for every state of the terminal, as after a change of its size.
         """
         if not lines:
             text = self.release()
-            self.forget()
+            self.mark_released()
             return text
         size = (columns, rows, len(lines))
-        text = "" if size == self._kept and is_sure else _keep(rows, len(lines))
-        self._kept = size
+        text = "" if size == self._reserved and is_state_known else _reserve(rows, len(lines))
+        self._reserved = size
         first = rows - len(lines) + 1
-        drawn = "".join(f"\x1b[{first + n};1H{PLAIN}{CLEAR_ROW}{line}" for n, line in enumerate(lines))
-        return f"{text}{SAVE}{WRAP_OFF}{drawn}{PLAIN}{WRAP_ON}{RESTORE}"
+        drawn = "".join(f"\x1b[{first + n};1H{RESET_STYLE}{CLEAR_ROW}{line}" for n, line in enumerate(lines))
+        return f"{text}{SAVE_CURSOR}{WRAP_OFF}{drawn}{RESET_STYLE}{WRAP_ON}{RESTORE_CURSOR}"
 
     def release(self) -> str:
-        """The whole terminal is everybody's again; the cursor is where it was. Nothing if nothing was kept."""
-        return "" if self._kept is None else WHOLE + ERASE_BELOW
+        """Return what makes the whole terminal scroll again, with the cursor where it is. Empty if no rows are reserved."""
+        return "" if self._reserved is None else SCROLL_ALL + ERASE_BELOW
 
-    def forget(self) -> None:
-        """That has been written; not before, since something may be thrown at who is about to."""
-        self._kept = None
+    def mark_released(self) -> None:
+        """Call this after the text of `release` was written. An exception may come before that, so `release` does not."""
+        self._reserved = None
 
 
-def at_line_start(columns: int) -> str:
-    """Goes to the next line, unless the cursor is at the start of one: as many blanks as there are columns do that."""
+def go_to_line_start(columns: int) -> str:
+    """Return what moves the cursor to the next line, unless it is at the start of a line.
+
+    As many blanks as the terminal has columns do so: they wrap to the next line only if the cursor was not at the start.
+    """
     return " " * columns + "\r" + CLEAR_REST
 
 
-def _keep(rows: int, height: int) -> str:
-    """From any state: everything scrolls; there is room below the cursor, which it scrolls for if need be; that is empty."""
+def _reserve(rows: int, height: int) -> str:
+    """Return what reserves rows from any state: scroll everything, make room below the cursor, erase it, set the region."""
     room = INDEX * height + f"\x1b[{height}A"
-    return f"{WHOLE}{room}{ERASE_BELOW}{SAVE}\x1b[1;{rows - height}r{RESTORE}"
+    return f"{SCROLL_ALL}{room}{ERASE_BELOW}{SAVE_CURSOR}\x1b[1;{rows - height}r{RESTORE_CURSOR}"

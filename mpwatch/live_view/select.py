@@ -1,43 +1,51 @@
-"""Whether there is a live view of a call, and where. What it is made of is imported when there is one."""
+"""Select the live view of a call.
+
+    progress=False    no view
+    progress=None     in a notebook or a terminal, a view; it appears when a rank first calls report()
+    progress=True     a view everywhere, from the start of the call; without a terminal, lines on stderr
+
+A terminal without rich, which draws the rows, gets lines as well.
+
+Other modules of the view are imported only when they are needed.
+"""
 
 import sys
 from typing import TYPE_CHECKING
 
-from mpwatch.live_view.tty import our_terminal
+from mpwatch.live_view.tty import find_terminal
 from mpwatch.options.log_spec import in_notebook
 
 if TYPE_CHECKING:
     from mpwatch.live_view.live import Display, LiveView
 
 
-def view_for(progress: bool | None) -> "LiveView | None":
-    """What the option `progress` asks for. None where nothing will be shown, whatever the ranks report."""
-    if progress is False or (progress is None and not in_notebook() and our_terminal() is None):
+def select_view(progress: bool | None) -> "LiveView | None":
+    """Return the view for the option `progress`. None if nothing can be shown, whatever the ranks report."""
+    if progress is False or (progress is None and not in_notebook() and find_terminal() is None):
         return None
     from mpwatch.live_view.live import LiveView
 
-    return LiveView(lambda: _display(always=progress is True), is_eager=progress is True)
+    return LiveView(lambda: _select_display(allow_lines=progress is True), starts_at_once=progress is True)
 
 
-def _display(*, always: bool) -> "Display | None":
-    """The best there is."""
+def _select_display(*, allow_lines: bool) -> "Display | None":
     if in_notebook():
         from mpwatch.live_view.notebook import NotebookDisplay
 
         return NotebookDisplay()
-    terminal = our_terminal()
+    terminal = find_terminal()
     if terminal is not None:
-        from mpwatch.live_view.terminal import TerminalDisplay, is_free
+        from mpwatch.live_view.terminal import TerminalDisplay, is_terminal_free
 
         try:
             from mpwatch.live_view.rich_rows import RichRenderer
-        except ImportError:  # there is no rich
-            always = True
+        except ImportError:  # rich is not installed
+            allow_lines = True
         else:
-            if is_free():
-                encoding = getattr(terminal, "encoding", None) or "utf-8"  # somebody's own stream may have none
+            if is_terminal_free():
+                encoding = getattr(terminal, "encoding", None) or "utf-8"  # a stream of the user's own may have none
                 return TerminalDisplay(terminal.fileno(), RichRenderer(encoding), encoding)
-    if always and sys.stderr is not None:
+    if allow_lines and sys.stderr is not None:
         from mpwatch.live_view.line_display import LineDisplay
 
         return LineDisplay(sys.stderr)

@@ -1,8 +1,11 @@
-"""The live view in a terminal: the last rows of it, as long as this program is in its foreground.
+"""The live view in a terminal: its last rows, as long as this program is in the foreground of the terminal.
 
-What is written there is made in region.py. Nothing is read from the terminal, no handler is set, and one that takes nothing
-for a while (Ctrl-S) is left alone until it does. When its size changes it forgets which rows are kept, and we see that when
-the next picture is due: what ranks print in that quarter of a second may come among the rows of the view.
+rich_rows.py renders the rows, and scroll_region.py makes the escape sequences that place them. This module writes them. It
+reads nothing from the terminal and installs no signal handler. A terminal that takes no output (Ctrl-S) is left alone until
+it does.
+
+A terminal whose size changes forgets its scroll region. The next drawing, a quarter of a second later, reserves the rows
+again; what ranks print until then may appear among the rows of the view.
 """
 
 import os
@@ -12,92 +15,91 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from mpwatch.live_view.formatting import line_of
+from mpwatch.live_view.formatting import format_overall
 from mpwatch.live_view.model import Snapshot
-from mpwatch.live_view.scroll_region import MEND, ScrollRegion, at_line_start
-from mpwatch.live_view.tty import is_foreground, name_of, takes
+from mpwatch.live_view.scroll_region import RECOVER, ScrollRegion, go_to_line_start
+from mpwatch.live_view.tty import is_foreground, is_writable, terminal_name
 
 PERIOD = 0.25
-GAP = 2.0  # seconds between two pictures, after which somebody else may have had the terminal: this program was stopped
-LAST_SECONDS = 1.0  # for a terminal to take what puts it in order again
+MAX_GAP = 2.0  # seconds between drawings: after a longer time this program was stopped, and others had the terminal
+WRITE_SECONDS = 1.0  # for the terminal to take output, before a write is abandoned
 
-_latest: "Callable[[], TerminalDisplay | None]" = lambda: None  # noqa: E731  that was made, if it is still there
+_latest: "Callable[[], TerminalDisplay | None]" = lambda: None  # noqa: E731  weak reference to the last display made
 
 
 class Renderer(Protocol):
-    """What makes rows of a picture: table.py."""
+    """Renders a snapshot: RichRenderer."""
 
-    def render(self, picture: Snapshot, columns: int, rows: int) -> Sequence[str]:
-        """For a terminal of that size."""
+    def render(self, snapshot: Snapshot, columns: int, rows: int) -> Sequence[str]:
+        """Return the rows for a terminal of this size."""
 
 
-def is_free() -> bool:
-    """Whether no view of this process is in a terminal now: another thread's, or of a run within which this one is."""
+def is_terminal_free() -> bool:
+    """Whether no view of this process uses the terminal now. Another thread, or an outer run, may have one."""
     latest = _latest()
-    return latest is None or latest.has_left
+    return latest is None or latest.is_closed
 
 
 class TerminalDisplay:
-    """In the terminal that this descriptor is of."""
+    """A display in the terminal of this descriptor."""
 
-    def __init__(self, fd: int, rows: Renderer, encoding: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, fd: int, renderer: Renderer, encoding: str, clock: Callable[[], float] = time.monotonic) -> None:
         global _latest
         self._fd = fd
-        self._rows = rows
+        self._renderer = renderer
         self._encoding = encoding
         self._clock = clock
         self._region = ScrollRegion()
-        self._name = name_of(fd)
+        self._name = terminal_name(fd)
         self._drawn_at = clock()
-        self._was_drawn = self.has_left = False
-        self._is_cut = False  # what was last written: it was interrupted, or not taken
+        self._was_drawn = self.is_closed = False
+        self._is_write_incomplete = False  # the last write was interrupted, or the terminal did not take all of it
         _latest = weakref.ref(self)
 
     @property
     def period(self) -> float:
-        """Seconds between two pictures."""
         return PERIOD
 
     @property
-    def repair(self) -> tuple[str, bytes] | None:
-        """What gives back the rows that are kept, if the terminal has a name."""
+    def terminal_restore(self) -> tuple[str, bytes] | None:
+        """The terminal's name and the bytes that release the reserved rows. None without a name or without such rows."""
         text = self._region.release()
         return (self._name, text.encode()) if text and self._name else None
 
-    def show(self, picture: Snapshot) -> None:
-        """In one write; nothing while this program is in the background, or the terminal takes nothing."""
+    def show(self, snapshot: Snapshot) -> None:
+        """Draw in one write. Draw nothing while this program is in the background, or the terminal takes no output."""
         if not is_foreground(self._fd):
-            self._write(self._region.release(), patience=0.0)  # else it would stay in the way of whoever is there now
-            self._region.forget()
+            self._write(self._region.release(), timeout=0.0)  # the program in the foreground needs all rows
+            self._region.mark_released()
             return
         columns, rows = os.get_terminal_size(self._fd)
-        if not takes(self._fd, 0.0):
+        if not is_writable(self._fd, 0.0):
             return
         now = self._clock()
-        lines = self._rows.render(picture, columns, rows)
-        is_sure = now - self._drawn_at < GAP and not self._is_cut
-        self._write(self._region.draw(columns, rows, lines, is_sure=is_sure), patience=LAST_SECONDS)
+        lines = self._renderer.render(snapshot, columns, rows)
+        is_state_known = now - self._drawn_at < MAX_GAP and not self._is_write_incomplete
+        self._write(self._region.draw(columns, rows, lines, is_state_known=is_state_known), timeout=WRITE_SECONDS)
         self._drawn_at = now
         self._was_drawn = self._was_drawn or bool(lines)
 
-    def leave(self, picture: Snapshot) -> None:
-        """The rows are everybody's again; a line stays, where the cursor is."""
+    def close(self, snapshot: Snapshot) -> None:
+        """Release the rows, and leave one line of text at the cursor."""
         text = self._region.release()
         if self._was_drawn and is_foreground(self._fd):
             columns, _ = os.get_terminal_size(self._fd)
-            text += f"{at_line_start(columns)}mpwatch: {line_of(picture)}\r\n"
-        self._write(text, patience=LAST_SECONDS)
-        self._region.forget()
-        self._was_drawn, self.has_left = False, True
+            text += f"{go_to_line_start(columns)}mpwatch: {format_overall(snapshot)}\r\n"
+        self._write(text, timeout=WRITE_SECONDS)
+        self._region.mark_released()
+        self._was_drawn, self.is_closed = False, True
 
-    def _write(self, text: str, patience: float) -> None:
-        """All of it, or as much as the terminal takes before it takes nothing for that long."""
-        if text and self._is_cut:
-            text = MEND + text
+    def _write(self, text: str, timeout: float) -> None:
+        """Write all, or as much as the terminal takes before it takes nothing for so many seconds."""
+        if text and self._is_write_incomplete:
+            text = RECOVER + text
         rest = memoryview(text.encode(self._encoding, errors="replace"))
-        while rest and takes(self._fd, patience):
-            self._is_cut = True  # unless the rest follows
-            with suppress(BlockingIOError):  # others may have filled it meanwhile
+        while rest and is_writable(self._fd, timeout):
+            self._is_write_incomplete = True  # stays so if an exception is raised
+            with suppress(BlockingIOError):  # another process may have filled it meanwhile
                 rest = rest[os.write(self._fd, rest) :]
         if not rest:
-            self._is_cut = False
+            self._is_write_incomplete = False

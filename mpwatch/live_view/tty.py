@@ -1,4 +1,4 @@
-"""Where a view could be drawn. Light: it is asked of every call that is waited for."""
+"""Find a terminal for the live view. Cheap to import: every call that is waited for asks for a terminal."""
 
 import os
 import select
@@ -6,39 +6,42 @@ import sys
 from typing import TextIO
 
 
-def our_terminal() -> TextIO | None:
-    """The stream that a terminal shows which can be drawn in: it knows how, is ours, and we are in its foreground."""
+def find_terminal() -> TextIO | None:
+    """Return sys.stderr or sys.stdout if a view can be drawn there. None otherwise.
+
+    The stream must be the controlling terminal of this process. The process must be in its foreground, and TERM not "dumb".
+    """
     if os.environ.get("TERM", "dumb") == "dumb":
         return None
-    return next((stream for stream in (sys.stderr, sys.stdout) if _can_be_drawn_in(stream)), None)
+    return next((stream for stream in (sys.stderr, sys.stdout) if _can_draw_in(stream)), None)
 
 
 def is_foreground(fd: int) -> bool:
-    """Whether this descriptor is of the terminal of this process, which may use it: it is not in the background."""
+    """Whether this descriptor is the controlling terminal of this process, and the process is in the foreground."""
     try:
         return os.isatty(fd) and os.tcgetpgrp(fd) == os.getpgrp()
-    except OSError:  # it is another one's
+    except OSError:  # not the controlling terminal
         return False
 
 
-def name_of(fd: int) -> str:
-    """Of the terminal that this descriptor is of; nothing if it cannot be reached by one, as in some containers."""
+def terminal_name(fd: int) -> str:
+    """Return the path of the terminal. Empty if it has none, as in some containers."""
     try:
         return os.ttyname(fd)
     except OSError:
         return ""
 
 
-def takes(fd: int, seconds: float) -> bool:
-    """Whether what this descriptor is of takes something, within so long."""
+def is_writable(fd: int, timeout: float) -> bool:
+    """Whether the terminal or pipe takes a write within so many seconds."""
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
-    return bool(poll.poll(seconds * 1000))
+    return bool(poll.poll(timeout * 1000))
 
 
-def _can_be_drawn_in(stream: TextIO | None) -> bool:
+def _can_draw_in(stream: TextIO | None) -> bool:
     try:
         fd = stream.fileno() if stream is not None else -1
         return is_foreground(fd) and os.get_terminal_size(fd).columns > 0
-    except Exception:  # noqa: BLE001  anybody may have put anything in the place of a stream
+    except Exception:  # noqa: BLE001  sys.stderr may be any object that the host program has put there
         return False

@@ -1,4 +1,4 @@
-"""The picture in the README is one of a real run: the script that makes it still does."""
+"""docs/live_view.py still makes the image of the README from a real run."""
 
 import sys
 from pathlib import Path
@@ -12,31 +12,31 @@ pytest.importorskip("pyte")
 from programs import ENV, python
 
 ROOT = Path(__file__).parents[2]
-PICTURE = ROOT / "docs" / "live_view.svg"
+IMAGE = ROOT / "docs" / "live_view.svg"
 
 
-def words_of(picture):
-    """Blanks of a picture are such as do not break."""
-    return picture.read_text().replace("&#160;", " ")
+def read_svg_text(image):
+    """Return the text of an SVG file with plain blanks."""
+    return image.read_text().replace("&#160;", " ")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    path = tmp_path_factory.mktemp("picture") / "live_view.svg"
+def new_image(tmp_path_factory):
+    path = tmp_path_factory.mktemp("image") / "live_view.svg"
     few = ("150", "13")  # steps, and per cent
     python("-W", "default", str(ROOT / "docs" / "live_view.py"), str(path), *few, env={**ENV, "PYTHONWARNINGS": "default"})
-    return words_of(path)
+    return read_svg_text(path)
 
 
-def test_it_shows_the_ranks(made):
-    for picture, steps in ((made, 150), (words_of(PICTURE), 1000)):
-        assert picture.count(f" of {steps}") == 5
-        assert picture.count(">at work<") + picture.count("  at work") >= 4
-        assert picture.count("loss ") == 5
-        assert picture.count(" MB") == 4
-        assert "4 ranks at work" in picture
-        assert "of the points are told apart" in picture
+def test_the_image_shows_the_ranks(new_image):
+    for image, steps in ((new_image, 150), (read_svg_text(IMAGE), 1000)):
+        assert image.count(f" of {steps}") == 5
+        assert image.count(">running<") + image.count("  running") >= 4
+        assert image.count("loss ") == 5
+        assert image.count(" MB") == 4
+        assert "4 ranks running" in image
+        assert "of the points are told apart" in image
 
 
-def test_it_is_shown():
-    assert f"({PICTURE.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
+def test_the_readme_shows_the_image():
+    assert f"({IMAGE.relative_to(ROOT)})" in (ROOT / "README.md").read_text()

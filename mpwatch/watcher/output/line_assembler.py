@@ -1,55 +1,59 @@
-"""The bytes of one stream, put together into the lines that a reader would see. Pure.
+r"""Assemble the bytes of one stream into lines as a terminal would show them. Pure.
 
-A terminal shows of a line what was written last: a carriage return goes back to its start, and a progress bar is one line
-that is written again and again. Where the lines of several ranks are shown below each other, each is shown as it is in the
-end; what moves the cursor about is left out, since it would move it into the lines of others. Colours stay.
+A progress bar is one line that is written again and again: each update starts with a carriage return ("\r"), which moves
+the cursor back to the start of the line. Of such a line, only the text after the last carriage return is kept:
+
+    "10%\r20%\r30%\n"    becomes    "30%\n"
+
+The multiplexer shows the lines of several ranks below each other, so escape sequences that move the cursor or erase text are
+removed: they would damage the lines of other ranks. Colours stay.
 """
 
 import re
 
-LONGEST = 1 << 20  # bytes: a line that is longer is shown in pieces, since it has to be kept until its end
-OVERWRITTEN = re.compile(rb"^[^\n]*\r(?=[^\r\n])", re.MULTILINE)  # up to the last return that something follows
-RETURNS = re.compile(rb"\r{2,}")  # they do what one does
-MOVES = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")
+MAX_LINE_BYTES = 1 << 20  # a longer line is split, because an unfinished line is kept in memory
+OVERWRITTEN = re.compile(rb"^[^\n]*\r(?=[^\r\n])", re.MULTILINE)  # all before the last "\r" that is followed by text
+REPEATED_RETURNS = re.compile(rb"\r{2,}")  # same effect as one
+CURSOR_CONTROLS = re.compile(rb"\x1b\[[0-9;?]*[A-HJKSTfhlsu]")  # move the cursor, erase, scroll, set a mode
 
 
 class LineAssembler:
-    """Of one stream."""
+    """The lines of one stream of one rank."""
 
     def __init__(self) -> None:
-        self._rest = b""  # of a line that has no end yet
+        self._unfinished = b""  # the line without a newline so far
 
     def feed(self, data: bytes) -> bytes:
-        """The lines that these bytes complete, as they are seen, each with its newline."""
+        """Add what the stream has received. Return the lines that are now complete, each with its newline."""
         end = data.rfind(b"\n") + 1
-        whole = b"".join((self._rest, memoryview(data)[:end])) if end else b""
-        self._rest = _seen(data[end:] if end else self._rest + data)
-        too_long = self.end() if len(self._rest) > LONGEST else b""
-        return _seen(whole) + too_long
+        complete = b"".join((self._unfinished, memoryview(data)[:end])) if end else b""
+        self._unfinished = _remove_overwritten(data[end:] if end else self._unfinished + data)
+        too_long = self.flush() if len(self._unfinished) > MAX_LINE_BYTES else b""
+        return _remove_overwritten(complete) + too_long
 
     @property
-    def rest(self) -> bytes:
-        """What stands on the line that has no end yet."""
-        return self._rest.rstrip(b"\r")
+    def unfinished_line(self) -> bytes:
+        """The visible text of the line that has no newline yet."""
+        return self._unfinished.rstrip(b"\r")
 
-    def end(self) -> bytes:
-        """That, as a line; empty if nothing stands there."""
-        rest, self._rest = self.rest, b""
-        return rest + b"\n" if rest else b""
+    def flush(self) -> bytes:
+        """End the unfinished line and return it with a newline. Empty if there is no text on it."""
+        line, self._unfinished = self.unfinished_line, b""
+        return line + b"\n" if line else b""
 
 
-def prefixed(lines: bytes, prefix: bytes) -> bytes:
-    """These lines, each with that before it."""
+def add_prefix(lines: bytes, prefix: bytes) -> bytes:
+    """Return these complete lines with the prefix before each of them."""
     if not lines or not prefix:
         return lines
     with_one_more = memoryview(lines.replace(b"\n", b"\n" + prefix))
     return b"".join((prefix, with_one_more[: -len(prefix)]))
 
 
-def _seen(text: bytes) -> bytes:
-    """Looked for first, and by a single byte: that takes a hundredth of the time."""
+def _remove_overwritten(text: bytes) -> bytes:
+    """Keep only what stays visible. Searching for a single byte first takes a hundredth of the time of the expressions."""
     if b"\x1b" in text:
-        text = MOVES.sub(b"", text)
+        text = CURSOR_CONTROLS.sub(b"", text)
     if b"\r" in text:
-        text = OVERWRITTEN.sub(b"", RETURNS.sub(b"\r", text).replace(b"\r\n", b"\n"))
+        text = OVERWRITTEN.sub(b"", REPEATED_RETURNS.sub(b"\r", text).replace(b"\r\n", b"\n"))
     return text

@@ -1,158 +1,169 @@
-"""What is written to the caller's streams of what several ranks have written to theirs, and when. Pure.
+"""Merge the output of several ranks into the caller's stdout and stderr. Pure: no clock, no pipe.
 
-    one rank is heard          what it writes, as it comes: a progress bar moves, an unfinished line is there at once
-    more than one is heard     whole lines, each with the prefix of its rank
+There are two modes:
 
-Who speaks first may be alone or only the quickest, so what is said first is held back for a moment.
+    passthrough mode   one rank prints        bytes as they come: a progress bar moves in place, half a line appears at once
+    line mode          several ranks print    complete lines, each with the prefix of its rank, such as "[3] "
+
+A call may start without a mode. The first output is then held back for HOLD_SECONDS. If a second rank prints meanwhile,
+line mode begins; if not, passthrough mode. When a second rank prints later, passthrough mode changes to line mode. Line mode
+stays until the end of the call.
+
+A progress bar in line mode: LineAssembler keeps only the latest update of the unfinished line. That update is shown, as a
+line of its own, every SHOW_SECONDS if it has changed. The last update is shown when the line ends with a newline, when the
+stream ends, or when `flush` is called at the end of the call.
 """
 
 import math
 from collections.abc import Callable
 
-from mpwatch.watcher.output.line_assembler import LineAssembler, prefixed
+from mpwatch.watcher.output.line_assembler import LineAssembler, add_prefix
 
 HOLD_SECONDS = 0.2
 HOLD_BYTES = 1 << 16
-SHOW_SECONDS = 2.0  # until a line that has no end yet is shown, and from then to when it is shown again
+SHOW_SECONDS = 2.0  # before an unfinished line is shown, and between two updates of it
 
 
 class RankStream:
     """One stream of one rank.
 
     Args:
-        rank: whose.
+        rank: the global rank.
         stream: "stdout" or "stderr".
-        prefix: gives what a line that comes now begins with.
+        make_prefix: returns the prefix of a line that is shown now; it may contain the time.
     """
 
-    def __init__(self, rank: int, stream: str, prefix: Callable[[], bytes]) -> None:
+    def __init__(self, rank: int, stream: str, make_prefix: Callable[[], bytes]) -> None:
         self.rank = rank
         self.stream = stream
-        self.prefix = prefix
-        self.lines = LineAssembler()
-        self.shown = b""  # of the line that has no end yet
-        self.due_at = math.inf  # when more of that is shown
+        self.make_prefix = make_prefix
+        self.assembler = LineAssembler()
+        self.shown = b""  # the state of the unfinished line that was shown last
+        self.due_at = math.inf  # when the unfinished line is shown next
 
-    def complete(self, data: bytes, now: float) -> bytes:
-        """The lines that are whole with this, but for one that has been shown as it is."""
-        lines, shown = self.lines.feed(data), self.shown
+    def feed(self, data: bytes, now: float) -> bytes:
+        """Return the lines that are now complete, except a line that was already shown in exactly this state."""
+        lines, shown = self.assembler.feed(data), self.shown
         if lines:
             self.shown, self.due_at = b"", math.inf
-        if self.lines.rest not in (b"", self.shown):
+        if self.assembler.unfinished_line not in (b"", self.shown):
             self.due_at = min(self.due_at, now + SHOW_SECONDS)
         return lines.removeprefix(shown + b"\n") if shown else lines
 
-    def unfinished(self) -> bytes:
-        """That line as it stands, if there is more of it than was shown."""
-        rest, shown = self.lines.rest, self.shown
-        self.shown, self.due_at = rest, math.inf
-        return rest + b"\n" if rest not in (b"", shown) else b""
+    def take_update(self) -> bytes:
+        """Return the unfinished line as a line. Empty if it has not changed since it was shown."""
+        line, shown = self.assembler.unfinished_line, self.shown
+        self.shown, self.due_at = line, math.inf
+        return line + b"\n" if line not in (b"", shown) else b""
 
-    def forget_line(self) -> None:
-        """What comes next begins another one."""
-        self.lines.end()
+    def discard_unfinished_line(self) -> None:
+        """Forget the unfinished line: the next byte begins a new line."""
+        self.assembler.flush()
         self.shown, self.due_at = b"", math.inf
 
 
 class OutputMultiplexer:
-    """Of one call of the ranks.
+    """Merges the output of one call of the ranks.
 
     Args:
-        is_mixed: whole lines with prefixes from the beginning, whoever speaks.
-        may_be_mixed: False if only one rank can be heard.
+        is_line_mode: begin in line mode, even if only one rank prints.
+        has_several_ranks: whether more than one rank can be shown. If not, passthrough mode needs no waiting time.
     """
 
-    def __init__(self, *, is_mixed: bool, may_be_mixed: bool) -> None:
-        self._is_mixed = is_mixed
-        self._may_be_mixed = may_be_mixed
-        self._only_rank: int | None = None
-        self._held: list[tuple[RankStream, bytes]] = []  # nothing of one that has ended meanwhile
-        self._decide_at = math.inf
-        self._rank_streams: dict[RankStream, None] = {}  # that have spoken
-        self._out: list[tuple[str, bytes]] = []
-        self._in_a_line: dict[str, bool] = {}  # by stream: whether what was written ends in the midst of one
+    def __init__(self, *, is_line_mode: bool, has_several_ranks: bool) -> None:
+        self._is_line_mode = is_line_mode
+        self._has_several_ranks = has_several_ranks
+        self._only_rank: int | None = None  # the rank that has printed so far, in passthrough mode
+        self._held_back: list[tuple[RankStream, bytes]] = []  # until there is a mode; no bytes: the stream has ended
+        self._choose_mode_at = math.inf
+        self._rank_streams: dict[RankStream, None] = {}  # those that have printed and have not ended
+        self._pending: list[tuple[str, bytes]] = []
+        self._is_mid_line: dict[str, bool] = {}  # by the caller's stream: whether its last line has no newline yet
 
     @property
     def due_at(self) -> float:
-        """When `expire` is to be called."""
-        return min(self._decide_at, *(rank_stream.due_at for rank_stream in self._rank_streams), math.inf)
+        """The time at which `write_due` has to be called."""
+        return min(self._choose_mode_at, *(rank_stream.due_at for rank_stream in self._rank_streams), math.inf)
 
-    def hear(self, rank_stream: RankStream, data: bytes, now: float) -> None:
-        """A rank has written this."""
-        if not self._is_mixed and self._only_rank not in (None, rank_stream.rank):
-            self._mix()
+    def feed(self, rank_stream: RankStream, data: bytes, now: float) -> None:
+        """Add what a rank has written to a stream."""
+        if not self._is_line_mode and self._only_rank not in (None, rank_stream.rank):
+            self._change_to_line_mode()
         self._rank_streams[rank_stream] = None
-        if self._is_mixed:
-            self._write(rank_stream.stream, prefixed(rank_stream.complete(data, now), rank_stream.prefix()))
-        elif self._only_rank is None and self._may_be_mixed:
-            self._hold(rank_stream, data, now)
+        if self._is_line_mode:
+            self._write(rank_stream.stream, add_prefix(rank_stream.feed(data, now), rank_stream.make_prefix()))
+        elif self._only_rank is None and self._has_several_ranks:
+            self._hold_back(rank_stream, data, now)
         else:
-            rank_stream.lines.feed(data)
+            rank_stream.assembler.feed(data)
             self._write(rank_stream.stream, data)
 
-    def expire(self, now: float) -> None:
-        """A time has come."""
-        if self._decide_at <= now:
-            self._decide(now)
+    def write_due(self, now: float) -> None:
+        """Write what waited for a time that has come: output held back, and updates of unfinished lines."""
+        if self._choose_mode_at <= now:
+            self._choose_mode(now)
         for rank_stream in self._rank_streams:
             if rank_stream.due_at <= now:
-                self._write(rank_stream.stream, prefixed(rank_stream.unfinished(), rank_stream.prefix()))
+                self._write_update(rank_stream)
 
-    def pause(self, now: float) -> None:
-        """The ranks have answered, or ended: what stands on their lines is all there will be for now."""
-        self._decide(now)
+    def flush(self, now: float) -> None:
+        """Write everything, unfinished lines included. The ranks have answered or ended and print no more for now."""
+        self._choose_mode(now)
         for rank_stream in self._rank_streams:
             self._end_line(rank_stream)
 
-    def end(self, rank_stream: RankStream) -> None:
-        """This stream has ended."""
-        if self._held:
-            self._held.append((rank_stream, b""))
+    def end_stream(self, rank_stream: RankStream) -> None:
+        """Write the unfinished line of a stream that has ended."""
+        if self._held_back:
+            self._held_back.append((rank_stream, b""))
         else:
             self._rank_streams.pop(rank_stream, None)
             self._end_line(rank_stream)
 
-    def take(self) -> list[tuple[str, bytes]]:
-        """What is to be written by now, to which stream."""
-        out, self._out = self._out, []
-        return out
+    def take_pending(self) -> list[tuple[str, bytes]]:
+        """Return, and forget, what is to be written now: pairs of the caller's stream and bytes, in order."""
+        pending, self._pending = self._pending, []
+        return pending
+
+    def _hold_back(self, rank_stream: RankStream, data: bytes, now: float) -> None:
+        if not self._held_back:
+            self._choose_mode_at = now + HOLD_SECONDS
+        self._held_back.append((rank_stream, data))
+        is_much = sum(len(held) for _, held in self._held_back) > HOLD_BYTES
+        if is_much or rank_stream.rank != self._held_back[0][0].rank:
+            self._choose_mode(now)
+
+    def _choose_mode(self, now: float) -> None:
+        """Choose a mode by the ranks that have printed so far, and write what was held back."""
+        held_back, self._held_back, self._choose_mode_at = self._held_back, [], math.inf
+        if len({rank_stream.rank for rank_stream, data in held_back if data}) > 1:
+            self._is_line_mode = True
+        elif held_back:
+            self._only_rank = held_back[0][0].rank
+        for rank_stream, data in held_back:
+            if data:
+                self.feed(rank_stream, data, now)
+            else:
+                self.end_stream(rank_stream)
+
+    def _change_to_line_mode(self) -> None:
+        """A second rank prints. The first rank's unfinished line ends here, and is shown again when it is complete."""
+        self._is_line_mode = True
+        for rank_stream in self._rank_streams:
+            rank_stream.shown = rank_stream.assembler.unfinished_line
+        for stream, is_mid_line in self._is_mid_line.items():
+            if is_mid_line:
+                self._write(stream, b"\n")
 
     def _end_line(self, rank_stream: RankStream) -> None:
-        if self._is_mixed:
-            self._write(rank_stream.stream, prefixed(rank_stream.unfinished(), rank_stream.prefix()))
-        rank_stream.forget_line()
+        if self._is_line_mode:
+            self._write_update(rank_stream)
+        rank_stream.discard_unfinished_line()
 
-    def _hold(self, rank_stream: RankStream, data: bytes, now: float) -> None:
-        if not self._held:
-            self._decide_at = now + HOLD_SECONDS
-        self._held.append((rank_stream, data))
-        is_much = sum(len(held) for _, held in self._held) > HOLD_BYTES
-        if is_much or rank_stream.rank != self._held[0][0].rank:
-            self._decide(now)
-
-    def _decide(self, now: float) -> None:
-        """Whether the first speaker is alone."""
-        held, self._held, self._decide_at = self._held, [], math.inf
-        if len({rank_stream.rank for rank_stream, data in held if data}) > 1:
-            self._is_mixed = True
-        elif held:
-            self._only_rank = held[0][0].rank
-        for rank_stream, data in held:
-            if data:
-                self.hear(rank_stream, data, now)
-            else:
-                self.end(rank_stream)
-
-    def _mix(self) -> None:
-        """Somebody else speaks. A line that the first one is in the midst of is left, and shown again when whole."""
-        self._is_mixed = True
-        for rank_stream in self._rank_streams:
-            rank_stream.shown = rank_stream.lines.rest
-        for stream, is_open in self._in_a_line.items():
-            if is_open:
-                self._write(stream, b"\n")
+    def _write_update(self, rank_stream: RankStream) -> None:
+        self._write(rank_stream.stream, add_prefix(rank_stream.take_update(), rank_stream.make_prefix()))
 
     def _write(self, stream: str, data: bytes) -> None:
         if data:
-            self._out.append((stream, data))
-            self._in_a_line[stream] = not data.endswith(b"\n")
+            self._pending.append((stream, data))
+            self._is_mid_line[stream] = not data.endswith(b"\n")

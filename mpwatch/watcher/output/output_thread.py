@@ -1,6 +1,9 @@
-"""The thread through which the ranks' output runs: it alone reads the pipes, writes the files, and writes to the caller.
+"""The output thread: reads the ranks' pipes, writes the log files, and writes to the caller's streams.
 
-Others post to it what it is to do; it does that, and what comes over the pipes, one after another.
+Only this thread does so. Other threads give it jobs (`post`); it runs jobs and reads pipes one after another, so it needs no
+locks. One portion of bytes goes this way:
+
+    OutputPipe.read --> StderrTail.feed (stderr) --> log file --> OutputMultiplexer.feed --> Sink.write (the caller's stream)
 """
 
 import math
@@ -15,7 +18,7 @@ from selectors import EVENT_READ, DefaultSelector
 
 from mpwatch.errors import LaunchError
 from mpwatch.os_support.descriptors import write_all
-from mpwatch.os_support.processes import await_end_of_thread
+from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.watcher.commands import WakeupPipe
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.multiplexer import OutputMultiplexer
@@ -23,255 +26,273 @@ from mpwatch.watcher.output.pipes import OutputPipe
 from mpwatch.watcher.output.sinks import Sink
 from mpwatch.wire.resource_errors import with_remedy
 
-READ_SIZE = 44 << 10  # bytes: what is made of them stays in the caches, needs no new pages, and fits into a pipe at once
-REST_SECONDS = 0.005
-DRAIN_LIMIT = 1 << 20  # bytes read of a stream when it is settled: no pipe holds more, unless root has made it so
-LAST_SECONDS = 1.0  # for a reader that nobody has to wait for
-THREAD_SECONDS = 1.0  # for the thread to end, once it waits for nobody any more
+READ_SIZE = 44 << 10  # bytes: all that is made of them stays in the caches, needs no new pages, and fits into a pipe at once
+BATCH_SECONDS = 0.005
+DRAIN_LIMIT = 1 << 20  # bytes read when a stream is drained: no pipe holds more, unless root has raised the limit
+LAST_DRAIN_SECONDS = 1.0  # how long a slow reader delays the end of a call that need not wait for it
+JOIN_SECONDS = 1.0  # for the thread to end, once it does not wait for a reader
 
 
 class OutputThread:
-    """`post`, `settle`, `finish` and `close` are for other threads, all else for its own. Raises LaunchError.
+    """`start`, `post`, `drain_all`, `drain_ended_ranks`, `stop_when_drained` and `close` are called by other threads.
 
-    It ends, and gives back what it held, when it is told to finish; whoever would close it may be struck by an exception.
+    All other methods run in the output thread, most of them as posted jobs. After `stop_when_drained` the thread ends and
+    releases its resources by itself, because a Ctrl-C may keep the caller from calling `close`. The constructor raises
+    LaunchError.
 
     Args:
-        remarks: where it is noted that something cannot be written.
+        deferred_log: receives a warning when output cannot be written.
     """
 
     def __init__(self, deferred_log: DeferredLog) -> None:
         self._deferred_log = deferred_log
         with ExitStack() as stack:
-            self._watcher_wakeup = stack.enter_context(closing(WakeupPipe()))
-            self.stop_waiting_for_reader = stack.enter_context(closing(WakeupPipe()))  # nobody waits any more for who reads
+            self._job_wakeup = stack.enter_context(closing(WakeupPipe()))
+            # woken when sinks are not to wait any longer for the reader of the caller's stream
+            self.stop_waiting_for_reader = stack.enter_context(closing(WakeupPipe()))
             try:
                 self._selector = stack.enter_context(DefaultSelector())
             except OSError as error:
-                raise LaunchError(with_remedy("what the ranks print cannot be waited for", error)) from error
-            self._held = stack.pop_all()
+                raise LaunchError(with_remedy("the output of the ranks cannot be read", error)) from error
+            self._resources = stack.pop_all()
         self._jobs: deque[Callable[[], None]] = deque()
-        self._waiting: set[threading.Event] = set()  # who would wait for ever if the thread ended meanwhile
-        self._sources: dict[int, OutputPipe] = {}  # by descriptor
+        self._waiters: set[threading.Event] = set()  # set when the thread ends, so that no thread waits for it without limit
+        self._pipes: dict[int, OutputPipe] = {}  # by descriptor
         self._sinks: Mapping[str, Sink | None] = {}
-        self._lost: set[str] = set()  # streams of the caller's that nothing can be written to
-        self._multiplexer = OutputMultiplexer(is_mixed=True, may_be_mixed=True)
+        self._broken_sinks: set[str] = set()  # the caller's streams that nothing more is written to
+        self._multiplexer = OutputMultiplexer(is_line_mode=True, has_several_ranks=True)
         self._thread: threading.Thread | None = None
-        self.is_over = False  # nothing more is done
-        self.is_stuck = False  # whoever was waited for last did not read
+        self.is_over = False  # the thread reads and writes nothing more
+        self.is_reader_stalled = False  # the last wait for the reader of the caller's streams reached its time limit
 
-    def begin(self) -> None:
+    # --- for other threads
+
+    def start(self) -> None:
         """Start the thread, if it has not been started. Raises RuntimeError."""
         if self.is_over:
-            raise RuntimeError("nobody reads what it prints any more")
+            raise RuntimeError("the thread that reads the output of the ranks has ended")
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="mpwatch-output", daemon=True)
             thread.start()
             self._thread = thread
 
     def post(self, job: Callable[[], None]) -> None:
-        """Have this done."""
+        """Have the output thread run this job after the jobs posted before."""
         self._jobs.append(job)
-        self._watcher_wakeup.wake()
+        self._job_wakeup.wake()
 
-    def settle(self, seconds: float | None) -> bool:
-        """Wait until all that the ranks have written by now is where it belongs. False if that was not in time."""
-        return self._wait_for(self._put_in_place, seconds)
+    def drain_all(self, timeout: float | None) -> bool:
+        """Wait until all that the ranks have written by now has reached its files and streams.
 
-    def catch_up(self, seconds: float | None) -> bool:
-        """The same of ranks that have ended; others may be in the midst of a line."""
-        return self._wait_for(bool, seconds)
+        Returns False if it was not finished after so many seconds. None: no limit.
+        """
+        return self._wait_for(self._drain_all, timeout)
 
-    def _wait_for(self, job: Callable[[], object], seconds: float | None) -> bool:
+    def drain_ended_ranks(self, timeout: float | None) -> bool:
+        """Like `drain_all`, but only for ranks for which `end_pipes` was posted. Unfinished lines of others stay unfinished.
+
+        `end_pipes` is a job and drains the pipes, so it is enough to wait until the jobs posted so far are done.
+        """
+        return self._wait_for(bool, timeout)
+
+    def _wait_for(self, job: Callable[[], object], timeout: float | None) -> bool:
         if self._thread is None:
             return True
         done = threading.Event()
-        self._waiting.add(done)
-        self.post(partial(self._do, job, done))
-        self.is_stuck = not (self.is_over or done.wait(seconds))
-        return not self.is_stuck
+        self._waiters.add(done)
+        self.post(partial(self._run_and_notify, job, done))
+        self.is_reader_stalled = not (self.is_over or done.wait(timeout))
+        return not self.is_reader_stalled
 
-    def finish(self) -> None:
-        """No rank will print any more: end the thread once all is where it belongs."""
-        self.post(self._end)
+    def stop_when_drained(self) -> None:
+        """Have the thread drain all pipes and end. All ranks have ended, and no more will be started. Does not wait."""
+        self.post(self._drain_and_stop)
 
     def close(self) -> None:
-        """Give back what it held. A reader that does not read has a second, once."""
+        """End the thread and release its resources. Waits LAST_DRAIN_SECONDS at most for a reader, and only once."""
         if self._thread is None:
-            self._give_back()
+            self._release()
             return
         try:
-            if not self.is_stuck:
-                self.settle(LAST_SECONDS)
-        finally:  # it ends, even if this is struck by another Ctrl-C
+            if not self.is_reader_stalled:
+                self.drain_all(LAST_DRAIN_SECONDS)
+        finally:  # the thread has to end even if another Ctrl-C is raised here
             self.stop_waiting_for_reader.wake()
-            self.finish()
-        self._thread.join(THREAD_SECONDS)
+            self.stop_when_drained()
+        self._thread.join(JOIN_SECONDS)
         if self._thread.native_id is not None:
-            await_end_of_thread(self._thread.native_id)
+            wait_for_thread_exit(self._thread.native_id)
         if not self._thread.is_alive():
-            self._give_back()  # what was posted when it was over
+            self._release()  # run the jobs that were posted after the thread had ended
 
-    def attach(self, multiplexer: OutputMultiplexer, sinks: Mapping[str, Sink | None]) -> None:
-        """Another call of the ranks: mix what they write by this, and write it to these. What has come since the last one
-        is that one's, and is held back no longer.
-        """
-        self._multiplexer.pause(time.monotonic())
-        self._write_out()
+    # --- jobs
+
+    def start_call(self, multiplexer: OutputMultiplexer, sinks: Mapping[str, Sink | None]) -> None:
+        """Use this multiplexer and these sinks for what comes now. First write out what has come since the last call."""
+        self._multiplexer.flush(time.monotonic())
+        self._write_to_sinks()
         self._close_sinks()
         self._multiplexer, self._sinks = multiplexer, sinks
-        self._lost.clear()
+        self._broken_sinks.clear()
 
-    def add(self, sources: Sequence[OutputPipe]) -> None:
-        """A rank is about to be started."""
-        for source in sources:
-            self._sources[source.pipe] = source
+    def add_pipes(self, pipes: Sequence[OutputPipe]) -> None:
+        """Begin to read the pipes of a rank that is about to be started."""
+        for pipe in pipes:
+            self._pipes[pipe.fd] = pipe
             if not self.is_over:
-                self._selector.register(source.pipe, EVENT_READ, source)
-                source.is_open = True
+                self._selector.register(pipe.fd, EVENT_READ, pipe)
+                pipe.is_polled = True
 
-    def end(self, sources: Sequence[OutputPipe], unsaid: bytes) -> None:
-        """A rank has ended, and what it had started in its process group. This is left for its stderr."""
-        ours = [source for source in sources if self._sources.get(source.pipe) is source]  # none after an error
-        for source in ours:
-            if source.stderr_tail is not None and unsaid:
-                self._take_in(source, unsaid)
-            self._drain(source)
-        for source in ours:
-            self._finish(source)
+    def end_pipes(self, pipes: Sequence[OutputPipe], startup_output: bytes) -> None:
+        """Drain and close the pipes of a rank that has ended, and whose process group has ended.
+
+        Args:
+            pipes: all pipes of the rank.
+            startup_output: what the interpreter printed and the rank did not write to its stderr itself.
+        """
+        open_pipes = [pipe for pipe in pipes if self._pipes.get(pipe.fd) is pipe]  # none after an error of this thread
+        for pipe in open_pipes:
+            if pipe.stderr_tail is not None and startup_output:
+                self._distribute(pipe, startup_output)
+            self._drain(pipe)
+        for pipe in open_pipes:
+            if pipe.rank_stream is not None:
+                self._multiplexer.end_stream(pipe.rank_stream)
+                self._write_to_sinks()
+            self._stop_polling(pipe)
+            del self._pipes[pipe.fd]
+            pipe.close()
+
+    def _run_and_notify(self, job: Callable[[], object], done: threading.Event) -> None:
+        job()
+        self._waiters.discard(done)
+        done.set()
+
+    def _drain_all(self) -> None:
+        for pipe in list(self._pipes.values()):
+            self._drain(pipe)
+        self._multiplexer.flush(time.monotonic())
+        self._write_to_sinks()
+        for stream, sink in self._sinks.items():
+            if sink is not None:
+                self._call_sink(stream, sink.flush)
+
+    def _drain_and_stop(self) -> None:
+        self._drain_all()
+        self.is_over = True
+
+    # --- the loop
 
     def _run(self) -> None:
         try:
-            self._selector.register(self._watcher_wakeup, EVENT_READ)
+            self._selector.register(self._job_wakeup, EVENT_READ)
             while not self.is_over:
-                self._turn()
-        except BaseException as error:  # noqa: BLE001  an error of ours: the ranks are to hear of it, and not to wait for ever
-            self._deferred_log.warning("what the ranks print is lost from here on: %r", error)
+                self._run_once()
+        except BaseException as error:  # noqa: BLE001  a bug of ours: ranks must get EPIPE and not block on a full pipe
+            self._deferred_log.warning("the output of the ranks is lost from here on, by a bug in mpwatch: %r", error)
         finally:
-            self._give_back()
+            self._release()
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         due_at = self._multiplexer.due_at
-        patience = None if due_at == math.inf else max(0.0, due_at - time.monotonic())
+        timeout = None if due_at == math.inf else max(0.0, due_at - time.monotonic())
         sizes = [0]
-        for key, _ in self._selector.select(patience):
-            if key.fileobj is self._watcher_wakeup:
-                self._watcher_wakeup.drain()
-            elif (source := self._sources.get(key.fd)) is not None and source is key.data:  # not ended by a job
-                sizes.append(self._read(source))
-            self._do_jobs()
-        self._multiplexer.expire(time.monotonic())
-        self._write_out()
+        for key, _ in self._selector.select(timeout):
+            if key.fileobj is self._job_wakeup:
+                self._job_wakeup.drain()
+            elif (pipe := self._pipes.get(key.fd)) is not None and pipe is key.data:  # no job has closed it meanwhile
+                sizes.append(self._read(pipe))
+            self._run_jobs()
+        self._multiplexer.write_due(time.monotonic())
+        self._write_to_sinks()
         if 0 < max(sizes) < READ_SIZE:
-            self._rest()
+            self._wait_for_batch()
 
-    def _rest(self) -> None:
-        """Let more come, if what came was little: who prints line by line would wake us up for each, which costs either side
-        more than to print it. What is posted is done at once.
+    def _wait_for_batch(self) -> None:
+        """Let output accumulate after a small read. Jobs are run at once.
+
+        A rank that prints line by line would wake this thread for each line, which costs both more than the printing.
         """
-        if wait([self._watcher_wakeup.fileno()], REST_SECONDS):
-            self._watcher_wakeup.drain()
-            self._do_jobs()
+        if wait([self._job_wakeup.fileno()], BATCH_SECONDS):
+            self._job_wakeup.drain()
+            self._run_jobs()
 
-    def _do_jobs(self) -> None:
+    def _run_jobs(self) -> None:
         while self._jobs:
             self._jobs.popleft()()
 
-    def _read(self, source: OutputPipe) -> int:
-        """One portion; how many bytes, none if there were none."""
-        data = source.read(READ_SIZE) if source.is_open else None
-        if data:
-            self._take_in(source, data)
-        elif data is not None:
-            self._wait_no_more(source)
-        return len(data or b"")
-
-    def _take_in(self, source: OutputPipe, data: bytes) -> None:
-        if source.stderr_tail is not None:
-            source.stderr_tail.hear(data)
-        if source.file is not None:
-            self._write_to_file(source, source.file, data)
-        if source.rank_stream is not None:
-            self._multiplexer.hear(source.rank_stream, data, time.monotonic())
-            self._write_out()
-
-    def _drain(self, source: OutputPipe) -> None:
-        """What it holds by now. There may be a helper of the rank that writes on and on."""
+    def _drain(self, pipe: OutputPipe) -> None:
+        """Read what is in the pipe now. The limit is for a helper of the rank that never stops writing."""
         for _ in range(-(-DRAIN_LIMIT // READ_SIZE)):
-            if not self._read(source):
+            if not self._read(pipe):
                 break
 
-    def _finish(self, source: OutputPipe) -> None:
-        if source.rank_stream is not None:
-            self._multiplexer.end(source.rank_stream)
-            self._write_out()
-        self._wait_no_more(source)
-        del self._sources[source.pipe]
-        source.close()
+    def _read(self, pipe: OutputPipe) -> int:
+        """Read and distribute one portion. Return the number of bytes; 0 if there were none."""
+        data = pipe.read(READ_SIZE) if pipe.is_polled else None
+        if data:
+            self._distribute(pipe, data)
+        elif data is not None:
+            self._stop_polling(pipe)
+        return len(data or b"")
 
-    def _wait_no_more(self, source: OutputPipe) -> None:
-        """Everybody has closed it; but the rank's stderr may yet get what its interpreter has printed."""
-        if source.is_open:
-            source.is_open = False
-            self._selector.unregister(source.pipe)
+    def _distribute(self, pipe: OutputPipe, data: bytes) -> None:
+        if pipe.stderr_tail is not None:
+            pipe.stderr_tail.feed(data)
+        if pipe.file_fd is not None:
+            self._write_to_file(pipe, pipe.file_fd, data)
+        if pipe.rank_stream is not None:
+            self._multiplexer.feed(pipe.rank_stream, data, time.monotonic())
+            self._write_to_sinks()
 
-    def _do(self, job: Callable[[], object], done: threading.Event) -> None:
-        job()
-        self._waiting.discard(done)
-        done.set()
+    def _stop_polling(self, pipe: OutputPipe) -> None:
+        """Every writer has closed the pipe. It is kept because startup output may still follow for this stderr."""
+        if pipe.is_polled:
+            pipe.is_polled = False
+            self._selector.unregister(pipe.fd)
 
-    def _end(self) -> None:
-        self._put_in_place()
-        self.is_over = True
+    def _write_to_file(self, pipe: OutputPipe, file_fd: int, data: bytes) -> None:
+        try:
+            write_all(file_fd, data)
+        except OSError as error:
+            pipe.close_file()
+            self._deferred_log.warning("the log file %s is incomplete: %s", pipe.path, error)
 
-    def _put_in_place(self) -> None:
-        """What has been written by now."""
-        for source in list(self._sources.values()):
-            self._drain(source)
-        self._multiplexer.pause(time.monotonic())
-        self._write_out()
-        for stream, sink in self._sinks.items():
-            if sink is not None:
-                self._try(stream, sink.flush)
-
-    def _write_out(self) -> None:
-        for stream, data in self._multiplexer.take():
+    def _write_to_sinks(self) -> None:
+        for stream, data in self._multiplexer.take_pending():
             sink = self._sinks.get(stream)
             if sink is not None:
-                self._try(stream, partial(sink.write, data))
+                self._call_sink(stream, partial(sink.write, data))
 
-    def _try(self, stream: str, do: Callable[[], bool | None]) -> None:
-        """Whoever reads the caller's stream may have gone, or the stream be an object that raises what it likes."""
-        if stream in self._lost:
+    def _call_sink(self, stream: str, call: Callable[[], bool | None]) -> None:
+        """Write or flush. The reader of the caller's stream may be gone, and a user's stream object may raise anything."""
+        if stream in self._broken_sinks:
             return
         try:
-            why = "nobody reads it" if do() is False else ""
+            why = "its reader does not read" if call() is False else ""
         except BaseException as error:  # noqa: BLE001
             why = f"{type(error).__name__}: {error}"
         if why:
-            self._lost.add(stream)
-            self._deferred_log.warning("what the ranks print cannot be written to %s any more (%s)", stream, why)
+            self._broken_sinks.add(stream)
+            self._deferred_log.warning(
+                "the output of the ranks can no longer be written to %s: its rest is dropped (%s)", stream, why
+            )
 
-    def _write_to_file(self, source: OutputPipe, file: int, data: bytes) -> None:
-        try:
-            write_all(file, data)
-        except OSError as error:
-            source.close_file()
-            self._deferred_log.warning("%s is not complete: %s", source.path, error)
+    # --- the end
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         self.is_over = True
         with ExitStack() as stack:
             stack.callback(self._close_all)
-            while self._jobs:
-                self._jobs.popleft()()
+            self._run_jobs()
 
     def _close_all(self) -> None:
-        while self._sources:
-            self._sources.popitem()[1].close()
+        while self._pipes:
+            self._pipes.popitem()[1].close()
         self._close_sinks()
-        self._held.close()
-        while self._waiting:  # in vain, if there was an error
-            self._waiting.pop().set()
+        self._resources.close()
+        while self._waiters:  # after an error of this thread
+            self._waiters.pop().set()
 
     def _close_sinks(self) -> None:
         sinks, self._sinks = self._sinks, {}

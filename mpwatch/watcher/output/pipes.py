@@ -1,127 +1,139 @@
-"""The streams of a rank: what its process is started with, and the watcher's end of it."""
+"""Open the stdout and stderr of a rank before it starts: a pipe, a file, /dev/null, or the caller's own descriptor."""
 
 import os
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from mpwatch.errors import LaunchError
-from mpwatch.options.log_spec import AUTO_PREFIX, STREAMS, LogSpec, StreamRoute, prefix_of
+from mpwatch.options.log_spec import AUTO_PREFIX, STREAMS, LogSpec, StreamRoute, format_prefix
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.descriptors import grow_pipe
 from mpwatch.watcher.output.multiplexer import RankStream
 from mpwatch.watcher.output.stderr_tail import StderrTail
 from mpwatch.wire.resource_errors import with_remedy
 
-PIPE_SIZE = 1 << 18  # bytes: room for a rank to write on while the pump is at another
+PIPE_SIZE = 1 << 18  # bytes: a rank can go on writing while the output thread handles another rank
 
 
 class StdioFds:
-    """The rank's side: its stdout and stderr, None for the caller's own, and what is kept of them."""
+    """The descriptors that become the stdout and stderr of one rank's process. None: the rank inherits the caller's own."""
 
     def __init__(self) -> None:
         self.stdout: int | None = None
         self.stderr: int | None = None
         self.stderr_tail = StderrTail()
-        self.sources: list[OutputPipe] = []
+        self.pipes: list[OutputPipe] = []
 
     @property
-    def are_ours(self) -> bool:
-        """Whether any of them is not the caller's."""
+    def is_captured(self) -> bool:
+        """Whether stdout, stderr or both are not the caller's own."""
         return (self.stdout, self.stderr) != (None, None)
 
-    def leave(self, unsaid: bytes) -> None:
-        """What the rank's interpreter has printed, and the rank has never taken over. Where its stderr is a file alone."""
-        if unsaid and self.stderr_tail.unread:
-            # the disk may be full: a rank that never started has it in its report, too
-            with suppress(OSError), open(self.stderr_tail.unread, "ab") as file:
-                file.write(unsaid)
+    def append_to_stderr_file(self, startup_output: bytes) -> None:
+        """Write what the interpreter printed, if the rank never ran to do so. Only where stderr goes directly to a file."""
+        if startup_output and self.stderr_tail.direct_file:
+            # If the disk is full, the failure's report still has this output.
+            with suppress(OSError), open(self.stderr_tail.direct_file, "ab") as file:
+                file.write(startup_output)
 
 
 class OutputPipe:
-    """The watcher's side of one stream that comes over a pipe. Owns its descriptors."""
+    """The watcher's end of the pipe of one stream, and where its bytes go. Owns both descriptors. Used by the output thread.
+
+    Args:
+        fd: the end of the pipe to read from.
+        file_fd: the log file; None if there is none.
+        path: the path of the log file.
+        rank_stream: the stream in the multiplexer; None if it is not shown to the caller.
+        stderr_tail: None for stdout.
+    """
 
     def __init__(
-        self, pipe: int, file: int | None, path: str, rank_stream: RankStream | None, stderr_tail: StderrTail | None
+        self, fd: int, file_fd: int | None, path: str, rank_stream: RankStream | None, stderr_tail: StderrTail | None
     ) -> None:
-        self.pipe = pipe
-        self.file = file
-        self.path = path  # of that
-        self.rank_stream = rank_stream  # None: nobody hears it
-        self.stderr_tail = stderr_tail  # None: it is stdout
-        self.is_open = False  # something may come
+        self.fd = fd
+        self.file_fd = file_fd
+        self.path = path
+        self.rank_stream = rank_stream
+        self.stderr_tail = stderr_tail
+        self.is_polled = False  # False before it is registered, and after its end was read
 
     def read(self, size: int) -> bytes | None:
-        """What has come; None if nothing has; empty if nothing will."""
+        """Return what is in the pipe. None if there is nothing now; empty if there is nothing and no process can write."""
         try:
-            return os.read(self.pipe, size)
+            return os.read(self.fd, size)
         except BlockingIOError:
             return None
 
     def close_file(self) -> None:
-        """Nothing more is written to it."""
-        file, self.file = self.file, None
-        if file is not None:
-            os.close(file)
+        """Close the log file. Later output does not go there."""
+        file_fd, self.file_fd = self.file_fd, None
+        if file_fd is not None:
+            os.close(file_fd)
 
     def close(self) -> None:
-        """The rank has ended, or is not listened to any more."""
-        os.close(self.pipe)
+        """Close the pipe and the log file."""
+        os.close(self.fd)
         self.close_file()
 
 
 class StdioOpener:
-    """Opens the streams of ranks.
+    """Opens stdout and stderr for ranks.
 
     Args:
-        spec: where their output goes.
-        host: the name of this machine.
+        spec: where the output of the ranks goes.
+        host: the name of this machine, for prefixes.
     """
 
     def __init__(self, spec: LogSpec, host: str) -> None:
         self._spec = spec
         self._host = host
 
-    def open(self, worker: Worker, passed: ExitStack) -> StdioFds:
-        """Those of a rank that is about to be started. `passed` closes its ends here, when it has them.
+    def open(self, worker: Worker, child_ends: ExitStack) -> StdioFds:
+        """Open the streams of a rank that is about to be started. Raises LaunchError and OSError.
 
-        Raises LaunchError and OSError.
+        Args:
+            worker: the rank.
+            child_ends: receives the callbacks that close the child's ends in this process, once the child has them.
         """
         stdio = StdioFds()
-        with ExitStack() as kept:
-            stdio.stdout, stdio.stderr = (self._open(stream, worker, stdio, kept, passed) for stream in STREAMS)
-            kept.pop_all()
+        with ExitStack() as own_ends:
+            stdio.stdout, stdio.stderr = (self._open(stream, worker, stdio, own_ends, child_ends) for stream in STREAMS)
+            own_ends.pop_all()
         return stdio
 
-    def _open(self, stream: str, worker: Worker, stdio: StdioFds, kept: ExitStack, passed: ExitStack) -> int | None:
-        way = self._spec.way_of(stream, worker.rank)
-        if way is StreamRoute.INHERIT:
+    def _open(self, stream: str, worker: Worker, stdio: StdioFds, own_ends: ExitStack, child_ends: ExitStack) -> int | None:
+        route = self._spec.route_of(stream, worker.rank)
+        if route is StreamRoute.INHERIT:
             return None
-        if way is StreamRoute.DISCARD:
-            return _closed_by(passed, os.open(os.devnull, os.O_WRONLY))
-        file = self._open_file(stream, worker, stdio.stderr_tail) if self._spec.writes(stream, worker.rank) else None
-        if file is not None:
-            _closed_by(passed if way is StreamRoute.FILE else kept, file)
-        if way is StreamRoute.FILE:
+        if route is StreamRoute.DISCARD:
+            return _close_with(child_ends, os.open(os.devnull, os.O_WRONLY))
+        file_fd = self._open_file(stream, worker, stdio.stderr_tail) if self._spec.writes(stream, worker.rank) else None
+        if file_fd is not None:
+            _close_with(child_ends if route is StreamRoute.FILE else own_ends, file_fd)
+        if route is StreamRoute.FILE:
             if stream == "stderr":
-                stdio.stderr_tail.unread = stdio.stderr_tail.files[stream]
-            return file
-        ours, theirs = os.pipe()
-        _closed_by(kept, ours)
-        _closed_by(passed, theirs)
-        _prepare(ours)
-        rank_stream = self._voice_of(stream, worker) if self._spec.shows(stream, worker.rank) else None
+                stdio.stderr_tail.direct_file = stdio.stderr_tail.files[stream]
+            return file_fd
+        read_fd, write_fd = os.pipe()
+        _close_with(own_ends, read_fd)
+        _close_with(child_ends, write_fd)
+        os.set_blocking(read_fd, False)
+        with suppress(OSError):  # a smaller pipe works, too
+            grow_pipe(read_fd, PIPE_SIZE)
+        rank_stream = self._make_rank_stream(stream, worker) if self._spec.shows(stream, worker.rank) else None
         path, stderr_tail = stdio.stderr_tail.files.get(stream, ""), stdio.stderr_tail if stream == "stderr" else None
-        stdio.sources.append(OutputPipe(ours, file, path, rank_stream, stderr_tail))
-        return theirs
+        stdio.pipes.append(OutputPipe(read_fd, file_fd, path, rank_stream, stderr_tail))
+        return write_fd
 
-    def _voice_of(self, stream: str, worker: Worker) -> RankStream:
+    def _make_rank_stream(self, stream: str, worker: Worker) -> RankStream:
         template = AUTO_PREFIX if self._spec.prefix is None else self._spec.prefix
         return RankStream(
-            worker.rank, stream, lambda: prefix_of(template, worker, self._host).encode(errors="backslashreplace")
+            worker.rank, stream, lambda: format_prefix(template, worker, self._host).encode(errors="backslashreplace")
         )
 
     def _open_file(self, stream: str, worker: Worker, stderr_tail: StderrTail) -> int:
-        folder = Path(self._spec.folder_of(worker.run_id)) / f"attempt_{worker.restart_count}" / str(worker.rank)
+        folder = Path(self._spec.folder_of_run(worker.run_id)) / f"attempt_{worker.restart_count}" / str(worker.rank)
         path = str(folder / f"{stream}.log")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -133,12 +145,6 @@ class StdioOpener:
         return fd
 
 
-def _closed_by(stack: ExitStack, fd: int) -> int:
+def _close_with(stack: ExitStack, fd: int) -> int:
     stack.callback(os.close, fd)
     return fd
-
-
-def _prepare(pipe: int) -> None:
-    os.set_blocking(pipe, False)
-    with suppress(OSError):  # a smaller pipe will do
-        grow_pipe(pipe, PIPE_SIZE)

@@ -1,13 +1,31 @@
-"""What the ranks write to their stdout and stderr, on its way to files and to the caller.
+"""The output of the ranks, from their stdout and stderr to log files and to the caller. The entry point of this folder.
 
-    rank --- pipe ---> pump: read what there is ---> the stream's file, byte by byte
-                                               '---> mixer.py ---> sinks.py: the caller's stdout or stderr
-    rank --- file, if nobody is to see it meanwhile
+    rank's process           output thread of the watcher's process                           where it arrives
+    --------------           --------------------------------------                           ----------------
+    stdout --- pipe ---.     output_thread.py  reads each pipe ------- bytes as they are ---> log file
+    stderr --- pipe ---+---------> |                '---- stderr only: stderr_tail.py ------> report of a failure
+               pipes.py            v
+                             multiplexer.py    one rank: bytes as they are; several ranks: lines with prefixes
+                                   |           (line_assembler.py makes one line of all updates of a progress bar)
+                                   v
+                             sinks.py ------------------------------------------------------> caller's sys.stdout and
+                                                                                              sys.stderr, notebook cell
 
-The pump is a thread of its own. Guarantees: no line is lost as long as who reads takes it; a reader that is slow holds up
-the pump, then the ranks, and nobody else: neither the thread that watches them nor, but in `settle`, the caller's. What a
-rank wrote before it died or answered is there when `settle` has returned. The end of a stream is never waited for, since a
-helper of the rank may keep it open. Memory is bounded: what was read is written before more is read.
+A stream that the watcher need not read has no pipe: the rank writes to its log file or to the caller's own descriptor
+(StreamRoute in log_spec.py).
+
+Owners:
+    RankOutput (one for each watcher thread)  its OutputThread, if any stream goes over a pipe
+    OutputThread                              the watcher's ends of the pipes, log files it writes, multiplexer, sinks
+    RankHandle                                the StdioFds of its rank, with the StderrTail
+
+Guarantees:
+    - No line is lost, as long as the caller's streams take what is written.
+    - A slow reader of the caller's stdout or stderr delays the output thread, and then the ranks. It never delays the
+      watcher thread. The caller's thread waits for the reader only in `drain_all`, `drain_ended_ranks` and `close`.
+    - When `drain_all` has returned True, all that a rank wrote before it answered or died has arrived.
+    - Nothing waits for the end of a pipe, because a helper process of a rank may keep the pipe open.
+    - Memory is bounded: what was read is written before more is read.
 """
 
 import platform
@@ -21,71 +39,89 @@ from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.multiplexer import OutputMultiplexer
 from mpwatch.watcher.output.output_thread import OutputThread
 from mpwatch.watcher.output.pipes import StdioFds, StdioOpener
-from mpwatch.watcher.output.sinks import sink_of
+from mpwatch.watcher.output.sinks import open_sink
 
 
 class RankOutput:
-    """Of the ranks of one life. Made, attached, settled and closed by the caller's threads; the rest is the watching one's.
+    """The output of all ranks of one watcher thread.
+
+    The watcher thread calls `open_stdio` and `end_rank`. The caller's thread calls the other methods.
 
     Args:
-        spec: where their output goes.
-        nprocs: how many ranks there are; None if that is not known yet.
-        remarks: where it is noted that something cannot be written.
+        spec: where the output goes.
+        nprocs: the number of ranks; None if it is not known yet, before the rendezvous of several nodes.
+        deferred_log: receives a warning when output cannot be written.
     """
 
     def __init__(self, spec: LogSpec, nprocs: int | None, deferred_log: DeferredLog) -> None:
         self._spec = spec
-        self._opener = StdioOpener(spec, platform.node())
-        ranks = spec.telling_ranks() if nprocs is None else range(nprocs)
-        self._speakers = spec.shown_ranks(ranks)
-        ways = {spec.way_of(stream, rank) for stream in STREAMS for rank in ranks}
-        self._pump = OutputThread(deferred_log) if StreamRoute.PIPE in ways else None
+        self._stdio_opener = StdioOpener(spec, platform.node())
+        ranks = spec.representative_ranks() if nprocs is None else range(nprocs)
+        self._shown_ranks = spec.count_shown_ranks(ranks)
+        routes = {spec.route_of(stream, rank) for stream in STREAMS for rank in ranks}
+        self._output_thread = OutputThread(deferred_log) if StreamRoute.PIPE in routes else None
 
-    def attach(self) -> None:
-        """What ranks write from now on goes to what are sys.stdout and sys.stderr now; in a notebook, to this cell."""
-        if self._pump is None or self._pump.is_over or not self._speakers:
-            return
-        may_be_mixed = self._speakers > 1
-        is_mixed = self._spec.prefix or (may_be_mixed and (self._spec.prefix is not None or not in_notebook()))
-        multiplexer = OutputMultiplexer(is_mixed=bool(is_mixed), may_be_mixed=may_be_mixed)
-        sinks = {stream: sink_of(getattr(sys, stream), self._pump.stop_waiting_for_reader.fileno()) for stream in STREAMS}
-        self._pump.post(partial(self._pump.attach, multiplexer, sinks))
-
-    def open(self, worker: Worker, passed: ExitStack) -> StdioFds:
-        """The streams of a rank that is about to be started. `passed` closes its ends here. Raises LaunchError, OSError and,
-        if there can be no thread, RuntimeError.
+    def use_current_streams(self) -> None:
+        """Begin a call: write what ranks print from now on to the present sys.stdout and sys.stderr; in a notebook, to the
+        cell that runs now.
         """
-        stdio = self._opener.open(worker, passed)
-        if self._pump is not None:
-            self._pump.post(partial(self._pump.add, stdio.sources))
-            self._pump.begin()
+        thread = self._output_thread
+        if thread is None or thread.is_over or not self._shown_ranks:
+            return
+        has_several_ranks = self._shown_ranks > 1
+        is_line_mode = self._spec.prefix or (has_several_ranks and (self._spec.prefix is not None or not in_notebook()))
+        multiplexer = OutputMultiplexer(is_line_mode=bool(is_line_mode), has_several_ranks=has_several_ranks)
+        sinks = {stream: open_sink(getattr(sys, stream), thread.stop_waiting_for_reader.fileno()) for stream in STREAMS}
+        thread.post(partial(thread.start_call, multiplexer, sinks))
+
+    def open_stdio(self, worker: Worker, child_ends: ExitStack) -> StdioFds:
+        """Open stdout and stderr for a rank that is about to be started, and begin to read them.
+
+        Raises LaunchError, OSError, and RuntimeError if the output thread cannot be started.
+
+        Args:
+            worker: the rank.
+            child_ends: receives the callbacks that close the child's ends in this process, once the child has them.
+        """
+        stdio = self._stdio_opener.open(worker, child_ends)
+        if self._output_thread is not None:
+            self._output_thread.post(partial(self._output_thread.add_pipes, stdio.pipes))
+            self._output_thread.start()
         return stdio
 
-    def end(self, stdio: StdioFds, unsaid: bytes) -> None:
-        """That rank is dead, with all that it had started in its process group; this has yet to be written to its stderr."""
-        stdio.leave(unsaid)
-        if self._pump is not None:
-            self._pump.post(partial(self._pump.end, stdio.sources, unsaid))
+    def end_rank(self, stdio: StdioFds, startup_output: bytes) -> None:
+        """Drain and close the streams of a rank that is dead, as is its process group.
 
-    def settle(self, seconds: float | None) -> bool:
-        """Wait until all that has been written by now is where it belongs. False if it did not come to that in time."""
-        return self._pump is None or self._pump.settle(seconds)
+        Args:
+            stdio: the streams of the rank.
+            startup_output: what the interpreter printed and the rank did not write to its stderr itself.
+        """
+        stdio.append_to_stderr_file(startup_output)
+        if self._output_thread is not None:
+            self._output_thread.post(partial(self._output_thread.end_pipes, stdio.pipes, startup_output))
 
-    def catch_up(self, seconds: float | None) -> bool:
-        """The same of ranks that have ended; others are not disturbed."""
-        return self._pump is None or self._pump.catch_up(seconds)
+    def drain_all(self, timeout: float | None) -> bool:
+        """Wait until all that the ranks have written by now has reached its files and streams.
+
+        Returns False if it was not finished after so many seconds. None: no limit.
+        """
+        return self._output_thread is None or self._output_thread.drain_all(timeout)
+
+    def drain_ended_ranks(self, timeout: float | None) -> bool:
+        """Like `drain_all`, but only for ranks that have ended. Unfinished lines of other ranks stay unfinished."""
+        return self._output_thread is None or self._output_thread.drain_ended_ranks(timeout)
 
     @property
-    def is_stuck(self) -> bool:
-        """Whether who reads was waited for in vain the last time."""
-        return self._pump is not None and self._pump.is_stuck
+    def is_reader_stalled(self) -> bool:
+        """Whether the last wait for the reader of the caller's streams reached its time limit."""
+        return self._output_thread is not None and self._output_thread.is_reader_stalled
 
-    def finish(self) -> None:
-        """All ranks are dead, and no more will be started."""
-        if self._pump is not None:
-            self._pump.finish()
+    def stop_when_drained(self) -> None:
+        """Have the output thread end when all is written. All ranks are dead and none will be started. Does not wait."""
+        if self._output_thread is not None:
+            self._output_thread.stop_when_drained()
 
     def close(self) -> None:
-        """All ranks are dead, or never lived."""
-        if self._pump is not None:
-            self._pump.close()
+        """End the output thread and release what it holds. All ranks are dead, or none was started."""
+        if self._output_thread is not None:
+            self._output_thread.close()

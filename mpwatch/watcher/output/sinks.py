@@ -1,7 +1,10 @@
-"""The caller's stdout and stderr, as what the ranks print is written to them by a thread of ours.
+"""Sinks: the caller's stdout and stderr, to which the output thread writes what the ranks print.
 
-Whoever reads them may be slow, and is waited for: then the ranks wait, too. But that wait can be given up, or a run could
-not end while somebody has stopped their pager.
+    sys.stdout is a file, pipe or terminal     _FileSink    bytes, to a second descriptor of the same file
+    any other object: a notebook cell, a test  _TextSink    text, by the object's own `write`
+
+A slow reader is waited for, and then the ranks wait, too. This wait can be ended (`stop_fd`): otherwise a run could not end
+while the reader, such as a pager, is stopped.
 """
 
 import codecs
@@ -16,68 +19,70 @@ from contextvars import Context, copy_context
 from io import FileIO
 from typing import IO, Any, Protocol
 
-from mpwatch.os_support.descriptors import bytes_in, pipe_size
+from mpwatch.os_support.descriptors import count_unread_bytes, read_pipe_size
 
-# These write to a descriptor what is written to them; what gzip opens has one, too, and does not.
-PLAIN = (io.BufferedWriter, io.BufferedRandom, io.FileIO)
+# Their bytes go to the descriptor unchanged. A file opened by gzip has a descriptor, too, but does not do so.
+RAW_STREAMS = (io.BufferedWriter, io.BufferedRandom, io.FileIO)
 
 
 class Sink(Protocol):
-    """Where to write."""
+    """One of the caller's streams. Used by the output thread."""
 
     def write(self, data: bytes) -> bool:
-        """All of it; False if the wait for who reads it was given up. Raises whatever the stream raises."""
+        """Write all data. Return False if the wait for the reader was ended. Raises any exception of the stream."""
 
     def flush(self) -> None:
-        """What has been written is on its way. Raises whatever the stream raises."""
+        """Flush the stream. Raises any exception of the stream."""
 
     def close(self) -> None:
-        """Give back what was taken."""
+        """Release the sink's own resources. The caller's stream stays open."""
 
 
-def sink_of(stream: IO[str] | None, stop_waiting_for_reader: int) -> Sink | None:
-    """One for a stream of the caller's, as it is now; None if nothing can be written to it.
+def open_sink(stream: IO[str] | None, stop_fd: int) -> Sink | None:
+    """Return a sink for a stream of the caller. None if there is no stream or it is closed.
+
+    Called by the caller's thread: a notebook's stream finds the cell it belongs to by the context of this thread.
 
     Args:
-        stream: sys.stdout, say. A notebook's knows by the context it is written in which cell it belongs to.
-        gives_up: a descriptor that becomes readable when no more is to be waited for.
+        stream: sys.stdout or sys.stderr, or an object that the caller has put in its place.
+        stop_fd: a descriptor that becomes readable when the sink is to stop waiting for the reader.
     """
     if stream is None:
         return None
     try:
         if getattr(stream, "closed", False):
             return None
-        if isinstance(stream, io.TextIOWrapper) and isinstance(stream.buffer, PLAIN):
-            stream.flush()  # what was printed before comes before
-            return _FileSink(stream, stop_waiting_for_reader)
-    except (OSError, ValueError):  # it is detached, or in memory; nobody reads it, or there is no room for one more
+        if isinstance(stream, io.TextIOWrapper) and isinstance(stream.buffer, RAW_STREAMS):
+            stream.flush()  # what the caller printed before comes first
+            return _FileSink(stream, stop_fd)
+    except (OSError, ValueError):  # detached or in memory; or its reader is gone; or no descriptor is left
         pass
     return _TextSink(stream, copy_context())
 
 
 class _FileSink:
-    """A descriptor: bytes as they are.
+    """Writes bytes to the file, pipe or terminal behind the caller's stream.
 
-    The caller may write to it, too, at any time. So whole lines are written, and no more at a time than is taken in one
-    piece: nobody comes between the parts of a line. A pipe promises that for a page; one that is empty has room for more.
+    The caller may write there at any time, too. To keep lines whole, each write ends at the end of a line and is small
+    enough to be atomic. A pipe guarantees this for PIPE_BUF bytes. An empty pipe takes more in one piece.
     """
 
-    def __init__(self, stream: io.TextIOWrapper, stop_waiting_for_reader: int) -> None:
+    def __init__(self, stream: io.TextIOWrapper, stop_fd: int) -> None:
         self._poll = select.poll()
-        self._poll.register(stop_waiting_for_reader, select.POLLIN)
-        self._file, self._blocks, self._portion = _open_again(stream.fileno())
-        self._room_if_empty = 0 if self._blocks else pipe_size(self._file.fileno()) * 3 // 4
+        self._poll.register(stop_fd, select.POLLIN)
+        self._file, self._can_block, self._atomic_bytes = _reopen(stream.fileno())
+        self._empty_pipe_bytes = 0 if self._can_block else read_pipe_size(self._file.fileno()) * 3 // 4
         self._poll.register(self._file, select.POLLOUT)
 
     def write(self, data: bytes) -> bool:
-        rest = memoryview(data)
+        view = memoryview(data)
         at = 0
         while at < len(data):
-            if self._blocks and not self._has_room():
+            if self._can_block and not self._wait_for_room():
                 return False
-            written = self._write(rest[at : self._end_of_portion(data, at)])
+            written = self._try_write(view[at : self._end_of_piece(data, at)])
             at += written
-            if not written and not self._has_room():
+            if not written and not self._wait_for_room():
                 return False
         return True
 
@@ -87,29 +92,31 @@ class _FileSink:
     def close(self) -> None:
         self._file.close()
 
-    def _end_of_portion(self, data: bytes, at: int) -> int:
-        most = at + self._portion
-        if len(data) > most and self._room_if_empty > self._portion and not bytes_in(self._file.fileno()):
-            most = at + self._room_if_empty
-        return len(data) if len(data) <= most else data.rfind(b"\n", at, most) + 1 or most
+    def _end_of_piece(self, data: bytes, at: int) -> int:
+        limit = at + self._atomic_bytes
+        if len(data) > limit and self._empty_pipe_bytes > self._atomic_bytes and not count_unread_bytes(self._file.fileno()):
+            limit = at + self._empty_pipe_bytes
+        return len(data) if len(data) <= limit else data.rfind(b"\n", at, limit) + 1 or limit
 
-    def _write(self, data: memoryview) -> int:
+    def _try_write(self, data: memoryview) -> int:
         try:
             return os.write(self._file.fileno(), data)
         except BlockingIOError:
             return 0
 
-    def _has_room(self) -> bool:
+    def _wait_for_room(self) -> bool:
+        """Return False if the wait was ended by `stop_fd`."""
         return any(fd == self._file.fileno() for fd, _ in self._poll.poll())
 
 
-def _open_again(fd: int) -> tuple[FileIO, bool, int]:
-    """The same file once more, whether to write to it blocks where there is no room, and how much is written in one piece.
+def _reopen(fd: int) -> tuple[FileIO, bool, int]:
+    """Return a second descriptor of the same file, whether writing to it can block, and how many bytes are written at once.
 
-    The descriptor that is there may block, and is not ours alone to change. A pipe or a terminal can be opened anew, where
-    there is a /proc.
+    The caller's descriptor may be in blocking mode, and that mode is shared with other processes, so it stays unchanged. A
+    pipe or a terminal can be opened a second time in non-blocking mode where there is /proc. A socket cannot.
     """
-    # each in one call of C: between two bytecodes an exception could be thrown at us, and the descriptor be nobody's
+    # One C call opens the descriptor and makes the object that owns it: an exception of a signal handler, which is raised
+    # between two bytecodes, cannot leak the descriptor.
     is_file = stat.S_ISREG(os.fstat(fd).st_mode)
     if not is_file:
         with suppress(OSError):
@@ -120,7 +127,7 @@ def _open_again(fd: int) -> tuple[FileIO, bool, int]:
 
 
 class _TextSink:
-    """Any object that text can be written to, in the context of the thread that has made this."""
+    """Writes text to any object, in the context (contextvars) of the caller's thread."""
 
     def __init__(self, stream: IO[str], context: Context) -> None:
         self._stream = stream
@@ -128,16 +135,16 @@ class _TextSink:
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
     def write(self, data: bytes) -> bool:
-        self._run(self._stream.write, self._decode(data))
+        self._call(self._stream.write, self._decode(data))
         return True
 
     def flush(self) -> None:
         flush = getattr(self._stream, "flush", None)
         if flush is not None:
-            self._run(flush)
+            self._call(flush)
 
     def close(self) -> None:
         pass
 
-    def _run(self, do: Callable[..., Any], *args: Any) -> None:
-        self._context.run(do, *args)
+    def _call(self, function: Callable[..., Any], *args: Any) -> None:
+        self._context.run(function, *args)

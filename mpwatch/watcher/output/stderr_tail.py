@@ -1,51 +1,51 @@
-"""What is kept of what a rank has written: the last lines of its stderr, for the report, and where all of it is."""
+"""Keep the last lines of a rank's stderr for the report of a failure, and the paths of its log files."""
 
 import os
 from contextlib import suppress
 
 from mpwatch.watcher.output.line_assembler import LineAssembler
 
-KEPT = 8192  # bytes
-LAST_LINES = 50  # C++ adds a stack of some twenty lines to the last words of an exception
+TAIL_BYTES = 8192
+TAIL_LINES = 50  # C++ prints a stack of some twenty lines after the message of an exception
 
 
 class StderrTail:
-    """Of one rank in one life. Fed by the thread that reads its streams."""
+    """The end of the stderr of one process of a rank. The output thread feeds it, if stderr comes over a pipe."""
 
     def __init__(self) -> None:
-        self.files: dict[str, str] = {}  # by stream, the paths of those that are written to files
-        self.unread = ""  # that of its stderr, if it goes there alone
-        self._end = b""
+        self.files: dict[str, str] = {}  # paths of the log files, by stream
+        self.direct_file = ""  # the path of the stderr file, if the rank writes to it directly and not to a pipe
+        self._tail = b""
         self._is_cut = False
-        self._begins_at = 0  # of that file
+        self._call_offset = 0  # in `direct_file`: where the output of the current call begins
 
-    def hear(self, data: bytes) -> None:
-        """It has written this to its stderr."""
-        self._end += data[-KEPT:]
-        if len(self._end) > KEPT or len(data) > KEPT:
-            self._end, self._is_cut = self._end[-KEPT:], True
+    def feed(self, data: bytes) -> None:
+        """Add what the rank has written to its stderr."""
+        self._tail += data[-TAIL_BYTES:]
+        if len(self._tail) > TAIL_BYTES or len(data) > TAIL_BYTES:
+            self._tail, self._is_cut = self._tail[-TAIL_BYTES:], True
 
-    def forget(self) -> None:
-        """What was written in an earlier call is none of the next."""
-        self._end, self._is_cut = b"", False
-        if self.unread:
+    def clear(self) -> None:
+        """Begin a new call: drop what was written in earlier calls."""
+        self._tail, self._is_cut = b"", False
+        if self.direct_file:
             with suppress(OSError):
-                self._begins_at = os.stat(self.unread).st_size
+                self._call_offset = os.stat(self.direct_file).st_size
 
     def last_lines(self) -> str:
-        """The end of its stderr, as a terminal would show it; empty if that went to the caller's own."""
-        end, is_cut = self._end, self._is_cut
-        if self.unread:
-            end, is_cut = _end_of(self.unread, self._begins_at)
-        lines = LineAssembler()
-        text = (lines.feed(end) + lines.end()).decode(errors="replace")
-        return "\n".join(text.splitlines()[int(is_cut) :][-LAST_LINES:])
+        """Return the last lines as a terminal would show them. Empty if the rank inherited the caller's stderr."""
+        tail, is_cut = self._tail, self._is_cut
+        if self.direct_file:
+            tail, is_cut = _read_tail(self.direct_file, self._call_offset)
+        assembler = LineAssembler()
+        text = (assembler.feed(tail) + assembler.flush()).decode(errors="replace")
+        return "\n".join(text.splitlines()[int(is_cut) :][-TAIL_LINES:])
 
 
-def _end_of(path: str, begins_at: int) -> tuple[bytes, bool]:
-    """Of what a file holds from there on, and whether something of that comes before it."""
+def _read_tail(path: str, offset: int) -> tuple[bytes, bool]:
+    """Return the last bytes that follow the offset, and whether bytes between the offset and these were left out."""
     with suppress(OSError), open(path, "rb") as file:
-        end_begins_at = max(begins_at, file.seek(0, os.SEEK_END) - KEPT)
-        file.seek(end_begins_at)
-        return file.read(KEPT), end_begins_at > begins_at
+        tail_offset = max(offset, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+        file.seek(tail_offset)
+        return file.read(TAIL_BYTES), tail_offset > offset
     return b"", False
