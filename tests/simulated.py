@@ -1,5 +1,7 @@
-"""A job of many nodes without a network: real members, chairs and machines of ranks, and a store, a rendezvous and ranks
-that are played. Time is virtual, and every message is counted.
+"""Simulate a job of many nodes without a network.
+
+The state machines of nodes, leaders and ranks are real. The store, the rendezvous and the ranks are simulated. Time is
+virtual, and every message is counted.
 """
 
 import heapq
@@ -27,8 +29,8 @@ from mpwatch.watcher.machine.transitions import (
     StopReason,
 )
 
-POLL, BEAT, TIMEOUT = 0.1, 2.5, 15.0
-RANKS = (StopReason.FAILED, StopReason.SUCCEEDED, StopReason.TIMED_OUT, StopReason.CANCELLED_BY_JOB)
+POLL_SECONDS, HEARTBEAT_INTERVAL, TIMEOUT = 0.1, 2.5, 15.0
+DECIDE_AFTER = (StopReason.FAILED, StopReason.SUCCEEDED, StopReason.TIMED_OUT, StopReason.CANCELLED_BY_JOB)
 
 
 class Round:
@@ -36,137 +38,139 @@ class Round:
 
     def __init__(self, names):
         self.names = names  # by group rank
-        self.inbox, self.words, self.places = [], [], {}
+        self.inbox, self.broadcasts, self.assignments = [], [], {}
         self.heartbeats = Counter()
 
 
 class Node:
-    """One node: what it runs in a round, and its ranks."""
+    """One node: its state machines in a round, and its ranks."""
 
-    def __init__(self, world, name):
-        self.world, self.name = world, name
+    def __init__(self, job, name):
+        self.job, self.name = job, name
         self.is_alive = True
-        self.round = self.member = self.chair = self.ranks = None
+        self.round = self.node_machine = self.leader = self.ranks = None
         self.history = RestartHistory()
-        self.verdict = None
+        self.decision = None
         self.attempts = 0
 
     def join(self, round_, group_rank):
-        world, now = self.world, self.world.now
-        self.round, self.group_rank, self.told, self.heard = round_, group_rank, 0, 0
-        card = NodeInfo(
-            group_rank, self.name, self.name, world.nprocs, "default", False, 10.0, self.name, JobConfig(()), self.history
+        job, now = self.job, self.job.now
+        self.round, self.group_rank, self.broadcasts_read, self.inbox_read = round_, group_rank, 0, 0
+        node_info = NodeInfo(
+            group_rank, self.name, self.name, job.nprocs, "default", False, 10.0, self.name, JobConfig(()), self.history
         )
         size = len(round_.names)
         limits = {"node_timeout": TIMEOUT, "now": now}
-        self.member = NodeMachine(
-            card, size=size, min_nodes=world.nodes[0], max_restarts=world.policy.max_restarts, **limits
+        self.node_machine = NodeMachine(
+            node_info, size=size, min_nodes=job.nodes[0], max_restarts=job.policy.max_restarts, **limits
         )
-        self.chair = None
+        self.leader = None
         if group_rank == 0:
-            self.chair = Leader(
+            self.leader = Leader(
                 size=size,
-                nodes=world.nodes,
-                policy=world.policy,
+                nnodes=job.nodes,
+                policy=job.policy,
                 exit_barrier_timeout=300.0,
-                chance=world.chance.random,
+                rng=job.rng.random,
                 **limits,
             )
-        self.do(self.member.begin())
-        world.after(0.0, self.beat)
+        self.execute_node_actions(self.node_machine.send_node_info())
+        job.after(0.0, self.send_heartbeat)
 
-    def beat(self):
-        if self.is_alive and not self.is_over() and not (self.chair and self.chair.is_over):
-            round_, now = self.round, self.world.now
+    def send_heartbeat(self):
+        if self.is_alive and not self.is_over() and not (self.leader and self.leader.is_finished):
+            round_, now = self.round, self.job.now
             round_.heartbeats[self.group_rank] += 1
-            self.do(self.member.see_chair(round_.heartbeats[0], now))
-            if self.chair is not None:
-                self.act(self.chair.see_waiting(len(self.world.lobby), now))
-                self.act(self.chair.see_beats(dict(round_.heartbeats), now))
-                self.act(self.chair.expire(now))
-            self.world.after(BEAT, self.beat)
+            self.execute_node_actions(self.node_machine.check_leader_heartbeat(round_.heartbeats[0], now))
+            if self.leader is not None:
+                self.execute_leader_actions(self.leader.update_waiting_nodes(len(self.job.waiting), now))
+                self.execute_leader_actions(self.leader.check_heartbeats(dict(round_.heartbeats), now))
+                self.execute_leader_actions(self.leader.handle_deadline(now))
+            self.job.after(HEARTBEAT_INTERVAL, self.send_heartbeat)
 
-    def look(self):
-        """At the board, as a poll does that finds something new."""
+    def poll(self):
+        """Read new messages, as RoundRunner does."""
         if not self.is_alive or self.round is None:
             return
-        round_, world = self.round, self.world
-        while self.chair is not None and self.heard < len(round_.inbox):
-            message = round_.inbox[self.heard]
-            self.heard += 1
-            world.count("inbox read")
-            self.act(self.chair.hear(message, world.now))
-        while self.told < len(round_.words) and not self.member.is_over:
-            word = round_.words[self.told]
-            self.told += 1
-            world.count("word read")
-            self.do(self.member.hear(word))
-        if (attempt := self.member.wants_place) is not None:
-            world.count("place read")
-            self.do(self.member.placed(round_.places[attempt, self.group_rank]))
+        round_, job = self.round, self.job
+        while self.leader is not None and self.inbox_read < len(round_.inbox):
+            message = round_.inbox[self.inbox_read]
+            self.inbox_read += 1
+            job.count("inbox read")
+            self.execute_leader_actions(self.leader.handle_message(message, job.now))
+        while self.broadcasts_read < len(round_.broadcasts) and not self.node_machine.is_finished:
+            message = round_.broadcasts[self.broadcasts_read]
+            self.broadcasts_read += 1
+            job.count("broadcast read")
+            self.execute_node_actions(self.node_machine.handle_broadcast(message))
+        if (attempt := self.node_machine.awaited_assignment) is not None:
+            job.count("assignment read")
+            self.execute_node_actions(self.node_machine.handle_assignment(round_.assignments[attempt, self.group_rank]))
 
     def is_over(self):
-        return self.round is None or (self.member.is_over and (self.chair is None or self.chair.is_over))
+        return self.round is None or (self.node_machine.is_finished and (self.leader is None or self.leader.is_finished))
 
-    def do(self, actions):
+    def execute_node_actions(self, actions):
         for action in actions:
             if isinstance(action, SendToLeader):
-                self.world.count("inbox write")
+                self.job.count("inbox write")
                 self.round.inbox.append(action.message)
-                self.world.poll(self.round, [0])
+                self.job.schedule_polls(self.round, [0])
             elif isinstance(action, PrepareRanks):
-                self.do(self.member.prepared(action.start.attempt))
+                self.execute_node_actions(self.node_machine.start_ranks(action.start.attempt))
             elif isinstance(action, StartRanks):
                 self.start()
             elif isinstance(action, StopRanks):
                 self.feed(CancelAttempt())
             elif isinstance(action, Rejoin):
                 self.history = action.history
-                self.world.rejoin(self)
+                self.job.rejoin(self)
             elif isinstance(action, ReportJob):
-                self.verdict = action.verdict
-                self.do(self.member.concluded())
+                self.decision = action.decision
+                self.execute_node_actions(self.node_machine.acknowledge_shutdown())
 
-    def act(self, acts):
-        for act in acts:
-            if isinstance(act, Broadcast):
-                self.world.count("word write")
-                self.round.words.append(act.word)
-                self.world.poll(self.round, range(len(self.round.names)))
-            elif isinstance(act, PublishAssignments):
-                self.world.count("place write", len(act.places))
-                self.round.places |= {(place.attempt, place.group_rank): place for place in act.places}
-            elif isinstance(act, ReservePort):
-                self.act(self.chair.reserved(29500))
+    def execute_leader_actions(self, actions):
+        for action in actions:
+            if isinstance(action, Broadcast):
+                self.job.count("broadcast write")
+                self.round.broadcasts.append(action.message)
+                self.job.schedule_polls(self.round, range(len(self.round.names)))
+            elif isinstance(action, PublishAssignments):
+                self.job.count("assignment write", len(action.assignments))
+                self.round.assignments |= {
+                    (assignment.attempt, assignment.group_rank): assignment for assignment in action.assignments
+                }
+            elif isinstance(action, ReservePort):
+                self.execute_leader_actions(self.leader.start_attempt(29500))
 
     def start(self):
-        world = self.world
+        job = self.job
         self.attempts += 1
         if self.ranks is None:
-            self.ranks = StateMachine((), now=world.now, grace_period=10.0, judged=RANKS)
-            self.feed(StartCall(world.now))
-        place = self.round.places[self.member.attempt, self.group_rank]
-        ranks = tuple(range(place.rank, place.rank + world.nprocs))
+            self.ranks = StateMachine((), now=job.now, grace_period=10.0, decide_after=DECIDE_AFTER)
+            self.feed(StartCall(job.now))
+        assignment = self.round.assignments[self.node_machine.attempt, self.group_rank]
+        ranks = tuple(range(assignment.first_rank, assignment.first_rank + job.nprocs))
         self.feed(Restart(ranks[0], generation=self.ranks.generation, ranks=ranks))
-        life = self.ranks.generation
+        generation = self.ranks.generation
         for rank in ranks:
-            world.after(0.5, lambda rank=rank: self.feed(Ready(rank, generation=life)))
-            world.after(0.5 + world.work, lambda rank=rank: self.feed(Returned(rank, generation=life)))
+            job.after(0.5, lambda rank=rank: self.feed(Ready(rank, generation=generation)))
+            job.after(0.5 + job.work, lambda rank=rank: self.feed(Returned(rank, generation=generation)))
 
     def feed(self, event):
         if not self.is_alive or self.ranks is None:
             return
-        machine, now = self.ranks, self.world.now
+        machine, now = self.ranks, self.job.now
         if getattr(event, "generation", machine.generation) < machine.generation or machine.stage is RunStage.FINISHED:
             return
         rank = getattr(event, "rank", None)
-        if isinstance(event, Ready | Returned | Failed | Exited) and not self.can(rank, event):
+        if isinstance(event, Ready | Returned | Failed | Exited) and not self.is_possible(rank, event):
             return
-        was = machine.verdict
-        self.obey(machine.handle(event, now))
-        self.settle(was)
+        earlier_reason = machine.stop_reason
+        self.execute_rank_actions(machine.handle(event, now))
+        self.report_changes(earlier_reason)
 
-    def can(self, rank, event):
+    def is_possible(self, rank, event):
         phase = self.ranks.phase_table.phases.get(rank)
         if phase is None or phase.name in ("EXITED", "ABANDONED"):
             return False
@@ -174,65 +178,65 @@ class Node:
             return phase.name == "RUNNING"
         return phase.name == "STARTING" if isinstance(event, Ready) else True
 
-    def settle(self, was):
+    def report_changes(self, earlier_reason):
         machine = self.ranks
-        if machine.verdict is not was and machine.verdict is StopReason.FAILED:
-            self.do(self.member.failing())
-        if machine.stage is RunStage.AWAITING_DECISION and self.unreported:
-            self.unreported = False
-            self.do(self.member.stopped())
-            self.do(self.member.ended(self.report()))
+        if machine.stop_reason is not earlier_reason and machine.stop_reason is StopReason.FAILED:
+            self.execute_node_actions(self.node_machine.report_failing())
+        if machine.stage is RunStage.AWAITING_DECISION and self.is_unreported:
+            self.is_unreported = False
+            self.execute_node_actions(self.node_machine.report_ranks_stopped())
+            self.execute_node_actions(self.node_machine.report_attempt(self.make_report()))
 
-    unreported = False
+    is_unreported = False
 
-    def obey(self, actions):
-        machine, world = self.ranks, self.world
-        life = machine.generation
+    def execute_rank_actions(self, actions):
+        machine, job = self.ranks, self.job
+        generation = machine.generation
         for action in actions:
             if isinstance(action, StartRank):
-                self.unreported = True
-                self.cause = None
+                self.is_unreported = True
+                self.failed_rank = None
             elif isinstance(action, SendSignal | RequestExit):
-                world.after(0.05, lambda rank=action.rank: self.feed(Exited(rank, generation=life)))
+                job.after(0.05, lambda rank=action.rank: self.feed(Exited(rank, generation=generation)))
         if machine.deadline is not None:
-            world.after(max(0.0, machine.deadline - world.now), self.expire)
+            job.after(max(0.0, machine.deadline - job.now), self.handle_deadline)
 
-    def expire(self):
+    def handle_deadline(self):
         if self.is_alive and self.ranks is not None and self.ranks.deadline is not None:
-            was = self.ranks.verdict
-            self.obey(self.ranks.expire(self.world.now))
-            self.settle(was)
+            earlier_reason = self.ranks.stop_reason
+            self.execute_rank_actions(self.ranks.handle_deadline(self.job.now))
+            self.report_changes(earlier_reason)
 
-    def report(self):
-        verdict = self.ranks.verdict
+    def make_report(self):
+        stop_reason = self.ranks.stop_reason
         outcome = {StopReason.SUCCEEDED: NodeOutcome.SUCCEEDED, StopReason.CANCELLED_BY_JOB: NodeOutcome.STOPPED}.get(
-            verdict, NodeOutcome.FAILED
+            stop_reason, NodeOutcome.FAILED
         )
-        failures = ({"rank": self.cause, "is_secondary": False},) if outcome is NodeOutcome.FAILED else ()
+        failures = ({"rank": self.failed_rank, "is_secondary": False},) if outcome is NodeOutcome.FAILED else ()
         return AttemptReport(0, 0, outcome, failures)
 
-    def break_rank(self, local_rank):
-        if self.is_alive and self.ranks is not None and self.ranks.is_undecided():
+    def fail_rank(self, local_rank):
+        if self.is_alive and self.ranks is not None and self.ranks.is_call_running():
             rank = list(self.ranks.phase_table.phases)[local_rank]
             if self.ranks.phase_table.phases[rank].name == "RUNNING":
-                self.cause = rank
-                self.world.failures += 1
+                self.failed_rank = rank
+                self.job.failures += 1
                 self.feed(Exited(rank, generation=self.ranks.generation))
 
 
-class World:
-    """A job."""
+class SimulatedJob:
+    """All nodes of a job, the rendezvous, and the clock."""
 
-    kind = Node
+    node_type = Node
 
     def __init__(self, n, *, nprocs=8, nodes=None, max_restarts=10**6, work=60.0, seed=0):
         self.now, self._ticket, self._heap = 0.0, itertools.count(), []
-        self.chance = random.Random(seed)
+        self.rng = random.Random(seed)
         self.nprocs, self.nodes, self.work = nprocs, nodes or (n, n), work
         self.policy = RestartPolicy(max_restarts)
         self.messages, self.failures = Counter(), 0
-        self.nodes_by_name = {f"n{i:05}": self.kind(self, f"n{i:05}") for i in range(n)}
-        self.lobby, self.participants, self._polled = set(), set(), set()
+        self.nodes_by_name = {f"n{i:05}": self.node_type(self, f"n{i:05}") for i in range(n)}
+        self.waiting, self.participants, self._polled = set(), set(), set()
         for node in self.all():
             self.rejoin(node)
 
@@ -248,31 +252,31 @@ class World:
     def after(self, seconds, call):
         heapq.heappush(self._heap, (self.now + seconds, next(self._ticket), call))
 
-    def poll(self, round_, group_ranks):
-        """Those nodes find something new when they look the next time."""
+    def schedule_polls(self, round_, group_ranks):
+        """Have these nodes poll the store within POLL_SECONDS."""
         for group_rank in group_ranks:
             if (id(round_), group_rank) not in self._polled:
                 self._polled.add((id(round_), group_rank))
-                self.after(self.chance.uniform(0.0, POLL), lambda g=group_rank: self._look(round_, g))
+                self.after(self.rng.uniform(0.0, POLL_SECONDS), lambda g=group_rank: self._poll(round_, g))
 
-    def _look(self, round_, group_rank):
+    def _poll(self, round_, group_rank):
         self._polled.discard((id(round_), group_rank))
         node = self.nodes_by_name[round_.names[group_rank]]
         if node.round is round_:
-            node.look()
+            node.poll()
 
     def rejoin(self, node):
-        """The node waits for the next round, which forms a second after the last one of the round before has left it."""
+        """Let the node wait for the next round. It forms one second after the last node has left the round before."""
         self.participants.discard(node.name)
-        self.lobby.add(node.name)
+        self.waiting.add(node.name)
         node.round = None
         self.after(1.0, self._form)
 
     def _form(self):
-        if self.participants or len(self.lobby) < self.nodes[0]:
+        if self.participants or len(self.waiting) < self.nodes[0]:
             return
-        names = sorted(self.lobby)[: self.nodes[1]]
-        self.lobby -= set(names)
+        names = sorted(self.waiting)[: self.nodes[1]]
+        self.waiting -= set(names)
         self.participants = set(names)
         round_ = Round(names)
         for group_rank, name in enumerate(names):
@@ -286,13 +290,13 @@ class World:
             self.after(TIMEOUT, lambda: self._expire(name))
 
     def _expire(self, name):
-        """Torch's rendezvous finds out, too."""
+        """Remove the node from the rendezvous, as torch does after its own timeout."""
         self.participants.discard(name)
-        self.lobby.discard(name)
+        self.waiting.discard(name)
         self._form()
 
-    def come(self, name):
-        self.nodes_by_name[name] = self.kind(self, name)
+    def add_node(self, name):
+        self.nodes_by_name[name] = self.node_type(self, name)
         self.rejoin(self.nodes_by_name[name])
 
     def run(self, until=3600.0):
@@ -301,4 +305,4 @@ class World:
             call()
 
     def is_over(self):
-        return all(node.verdict is not None for node in self.alive())
+        return all(node.decision is not None for node in self.alive())

@@ -1,10 +1,10 @@
-"""Jobs of several nodes to which anything happens at any time: Hypothesis looks for a history that breaks a promise."""
+"""Simulated jobs with any faults at any time. Hypothesis searches for a history that breaks a guarantee."""
 
 from functools import wraps
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import TIMEOUT, Node, World
+from simulated import TIMEOUT, Node, SimulatedJob
 
 from mpwatch.multinode.leader import Broadcast, CloseJob
 from mpwatch.multinode.node_machine import NodeStage, PrepareRanks
@@ -12,109 +12,110 @@ from mpwatch.multinode.protocol.messages import NO_ATTEMPT, AttemptDecision, Att
 from mpwatch.watcher.machine.transitions import Interrupted, Lease, RankPhase
 
 JOIN_TIMEOUT = 120.0
-LEAVE = 12.0  # seconds that a chair which leaves waits for the others, at most
-STOPPED_WITHIN = 0.5  # seconds after it has woken up, for a node to stop ranks
+LEAVE_SECONDS = 12.0  # seconds that a leader which leaves waits for the others, at most
+STOP_SECONDS = 0.5  # seconds after it has woken up, for a node to stop ranks
 NODES, WORK = 4, 40.0
 
 
-def awake(method):
-    """Done when the node is."""
+def when_awake(method):
+    """Delay the call while the node is suspended."""
 
     @wraps(method)
     def later(self, *args):
-        asleep = self.asleep_until - self.world.now
+        asleep = self.asleep_until - self.job.now
         if asleep > 0:
-            self.world.after(asleep, lambda: method(self, *args))
+            self.job.after(asleep, lambda: method(self, *args))
             return None
         return method(self, *args)
 
     return later
 
 
-class Frail(Node):
-    """It may be suspended, leave, or fail to make its environments; its ranks may resist their end."""
+class FaultyNode(Node):
+    """A node that may be suspended, leave, or fail to make the environments of its ranks."""
 
-    def __init__(self, world, name):
-        super().__init__(world, name)
-        self.asleep_until, self.env_seconds = -STOPPED_WITHIN, 0.0
-        self.is_leaving = self.has_broken_env = self.is_refused = False
+    def __init__(self, job, name):
+        super().__init__(job, name)
+        self.asleep_until, self.env_seconds = -STOP_SECONDS, 0.0
+        self.is_leaving = self.has_failing_env = self.is_refused = False
 
-    look, expire = awake(Node.look), awake(Node.expire)
+    poll, handle_deadline = when_awake(Node.poll), when_awake(Node.handle_deadline)
 
     def join(self, round_, group_rank):
         super().join(round_, group_rank)
         if self.is_leaving:
             self.end()
 
-    feed = awake(Node.feed)
+    feed = when_awake(Node.feed)
 
     def start(self):
-        self.world.note_overlap(self)
+        self.job.note_overlap(self)
         super().start()
 
-    @awake
-    def beat(self):
-        super().beat()
+    @when_awake
+    def send_heartbeat(self):
+        super().send_heartbeat()
         if self.ranks is not None and self.is_alive:
-            now = self.world.now
+            now = self.job.now
             super().feed(Lease(now + 0.65 * TIMEOUT, now + 0.85 * TIMEOUT))
 
-    def do(self, actions):
+    def execute_node_actions(self, actions):
         for action in actions:
             if isinstance(action, PrepareRanks):
                 attempt, round_ = action.start.attempt, self.round
-                self.world.after(self.env_seconds, lambda a=attempt, r=round_: self.make_environments(a, r))
+                self.job.after(self.env_seconds, lambda a=attempt, r=round_: self.make_environments(a, r))
             else:
-                super().do([action])
+                super().execute_node_actions([action])
 
-    @awake
+    @when_awake
     def make_environments(self, attempt, round_):
-        if not self.is_alive or self.round is not round_ or self.member.attempt != attempt:
+        if not self.is_alive or self.round is not round_ or self.node_machine.attempt != attempt:
             return
-        if self.member.stage is not NodeStage.PREPARING:
+        if self.node_machine.stage is not NodeStage.PREPARING:
             return
-        if self.has_broken_env:
-            self.do(self.member.abort(AttemptReport(0, 0, NodeOutcome.ABORTED, reason="env")))
-            self.end_when_free()
+        if self.has_failing_env:
+            self.execute_node_actions(self.node_machine.abort(AttemptReport(0, 0, NodeOutcome.ABORTED, reason="env")))
+            self.end_when_leader_is_finished()
         else:
-            self.do(self.member.prepared(attempt))
+            self.execute_node_actions(self.node_machine.start_ranks(attempt))
 
-    def act(self, acts):
-        self.world.said += [act.word for act in acts if isinstance(act, Broadcast) and isinstance(act.word, AttemptDecision)]
-        super().act(acts)
-        if any(isinstance(act, CloseJob) for act in acts):
-            self.world.close()
+    def execute_leader_actions(self, actions):
+        messages = [action.message for action in actions if isinstance(action, Broadcast)]
+        self.job.decisions += [message for message in messages if isinstance(message, AttemptDecision)]
+        super().execute_leader_actions(actions)
+        if any(isinstance(action, CloseJob) for action in actions):
+            self.job.close()
 
-    # what may happen
+    # faults
 
     def suspend(self, seconds):
-        """With its ranks."""
-        world = self.world
-        if self.asleep_until > world.now:
+        """Suspend the node and its ranks."""
+        job = self.job
+        if self.asleep_until > job.now:
             return
-        began, self.asleep_until = world.now, world.now + seconds
+        began, self.asleep_until = job.now, job.now + seconds
         if seconds > TIMEOUT:
-            world.after(TIMEOUT, lambda: world.expire_asleep(self))
-        world.after(seconds, lambda: self.wake(world.now - began))
+            job.after(TIMEOUT, lambda: job.expire_asleep(self))
+        job.after(seconds, lambda: self.wake(job.now - began))
 
-    def wake(self, gap):
-        if not self.is_alive or gap <= 1.0:
+    def wake(self, seconds_asleep):
+        if not self.is_alive or seconds_asleep <= 1.0:
             return
         if self.round is None:
-            self.world.rejoin(self)
+            self.job.rejoin(self)
             return
-        self.member.forgive(gap)
-        if self.chair is not None:
-            self.chair.forgive(gap)
-        if gap <= TIMEOUT * 0.75:
+        self.node_machine.extend_deadlines(seconds_asleep)
+        if self.leader is not None:
+            self.leader.extend_deadlines(seconds_asleep)
+        if seconds_asleep <= TIMEOUT * 0.75:
             return
-        if self.chair is None:
-            self.do(self.member.resign("it was silent"))
-        elif not self.chair.is_closing:
-            self.act(self.chair.resign("it was silent"))
-            self.do(self.member.lose_chair("it was silent"))
+        if self.leader is None:
+            self.execute_node_actions(self.node_machine.withdraw("it was silent"))
+        elif not self.leader.has_decided:
+            self.execute_leader_actions(self.leader.step_down("it was silent"))
+            self.execute_node_actions(self.node_machine.handle_leader_loss("it was silent"))
 
-    @awake
+    @when_awake
     def leave(self):
         if self.is_leaving or not self.is_alive:
             return
@@ -122,37 +123,37 @@ class Frail(Node):
         if self.round is None or self.is_over():
             self.end()
             return
-        self.do(self.member.leave("it received SIGTERM"))
+        self.execute_node_actions(self.node_machine.leave("it received SIGTERM"))
         self.feed(Interrupted(15))
-        self.end_when_free(self.world.now + LEAVE)
+        self.end_when_leader_is_finished(self.job.now + LEAVE_SECONDS)
 
-    def end_when_free(self, by=None):
-        by = self.world.now + LEAVE if by is None else by
-        if self.chair is None or self.chair.is_over or self.world.now >= by:
+    def end_when_leader_is_finished(self, by=None):
+        by = self.job.now + LEAVE_SECONDS if by is None else by
+        if self.leader is None or self.leader.is_finished or self.job.now >= by:
             self.end()
         elif self.is_alive:
-            self.world.after(0.1, lambda: self.end_when_free(by))
+            self.job.after(0.1, lambda: self.end_when_leader_is_finished(by))
 
     def end(self):
         self.is_alive = False
         self.ranks = None
-        self.world.depart(self)
+        self.job.depart(self)
 
     @property
     def has_ranks(self):
         phases = () if self.ranks is None else self.ranks.phase_table.phases.values()
-        if not self.is_alive or self.asleep_until + STOPPED_WITHIN > self.world.now:
+        if not self.is_alive or self.asleep_until + STOP_SECONDS > self.job.now:
             return False
         return any(phase not in (RankPhase.EXITED, RankPhase.ABANDONED) for phase in phases)
 
 
-class Job(World):
-    """In which a round's store is elsewhere."""
+class FaultyJob(SimulatedJob):
+    """A job whose store runs on none of its nodes."""
 
-    kind = Frail
+    node_type = FaultyNode
 
     def __init__(self, *args, **options):
-        self.is_closed, self.overlaps, self.said = False, [], []
+        self.is_closed, self.overlaps, self.decisions = False, [], []
         super().__init__(*args, **options)
 
     def rejoin(self, node):
@@ -161,11 +162,11 @@ class Job(World):
             return
         super().rejoin(node)
         since = self.now
-        node.waits_since = since
-        self.after(JOIN_TIMEOUT, lambda: self.give_up_waiting(node, since))
+        node.waiting_since = since
+        self.after(JOIN_TIMEOUT, lambda: self.give_up_joining(node, since))
 
-    def give_up_waiting(self, node, since):
-        if node.name in self.lobby and node.waits_since == since:
+    def give_up_joining(self, node, since):
+        if node.name in self.waiting and node.waiting_since == since:
             self.refuse(node)
 
     def refuse(self, node):
@@ -174,12 +175,12 @@ class Job(World):
 
     def close(self):
         self.is_closed = True
-        for name in list(self.lobby):
+        for name in list(self.waiting):
             self.refuse(self.nodes_by_name[name])
 
     def depart(self, node):
         self.participants.discard(node.name)
-        self.lobby.discard(node.name)
+        self.waiting.discard(node.name)
         self.after(1.0, self._form)
 
     def expire_asleep(self, node):
@@ -192,23 +193,23 @@ class Job(World):
             self.overlaps.append((self.now, node.name, [(other.name, other.asleep_until) for other in others]))
 
 
-MOMENTS = st.floats(0.0, 90.0, allow_nan=False).map(lambda seconds: round(seconds, 1))
+TIMES = st.floats(0.0, 90.0, allow_nan=False).map(lambda seconds: round(seconds, 1))
 NODE = st.integers(0, NODES - 1)
-HAPPENS = st.one_of(
-    st.tuples(st.just("break"), MOMENTS, NODE),
-    st.tuples(st.just("kill"), MOMENTS, NODE),
-    st.tuples(st.just("leave"), MOMENTS, NODE),
-    st.tuples(st.just("come"), MOMENTS, st.integers(10, 12)),
-    st.tuples(st.just("suspend"), MOMENTS, NODE, st.sampled_from([2.0, 9.0, 11.0, 12.0, 14.0, 16.0, 25.0, 40.0])),
-    st.tuples(st.just("slow env"), MOMENTS, NODE, st.sampled_from([1.0, 10.0, 20.0])),
-    st.tuples(st.just("broken env"), MOMENTS, NODE),
+FAULTS = st.one_of(
+    st.tuples(st.just("fail rank"), TIMES, NODE),
+    st.tuples(st.just("kill"), TIMES, NODE),
+    st.tuples(st.just("leave"), TIMES, NODE),
+    st.tuples(st.just("join"), TIMES, st.integers(10, 12)),
+    st.tuples(st.just("suspend"), TIMES, NODE, st.sampled_from([2.0, 9.0, 11.0, 12.0, 14.0, 16.0, 25.0, 40.0])),
+    st.tuples(st.just("slow env"), TIMES, NODE, st.sampled_from([1.0, 10.0, 20.0])),
+    st.tuples(st.just("failing env"), TIMES, NODE),
 )
 
 
-def let_happen(job, what, node):
-    kind, _, _, *more = what
-    if kind == "break":
-        node.break_rank(0)
+def inject_fault(job, fault, node):
+    kind, _, _, *more = fault
+    if kind == "fail rank":
+        node.fail_rank(0)
     elif kind == "kill":
         job.kill(node.name)
     elif kind == "leave":
@@ -218,45 +219,50 @@ def let_happen(job, what, node):
     elif kind == "slow env":
         node.env_seconds = more[0]
     else:
-        node.has_broken_env = True
+        node.has_failing_env = True
 
 
-def history(least, max_restarts, happens, seed):
-    job = Job(NODES, nprocs=2, nodes=(least, NODES), max_restarts=max_restarts, work=WORK, seed=seed)
-    for what in happens:
-        kind, at, number, *_ = what
-        if kind == "come":
+def run_history(least, max_restarts, faults, seed):
+    job = FaultyJob(NODES, nprocs=2, nodes=(least, NODES), max_restarts=max_restarts, work=WORK, seed=seed)
+    for fault in faults:
+        kind, at, number, *_ = fault
+        if kind == "join":
             name = f"m{number}"
-            job.after(at, lambda name=name: name in job.nodes_by_name or job.come(name))
+            job.after(at, lambda name=name: name in job.nodes_by_name or job.add_node(name))
         else:
             name = f"n{number:05}"
-            job.after(at, lambda what=what, name=name: let_happen(job, what, job.nodes_by_name[name]))
+            job.after(at, lambda fault=fault, name=name: inject_fault(job, fault, job.nodes_by_name[name]))
     job.run(until=3600.0)
     return job
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, NODES), st.integers(0, 2), st.lists(HAPPENS, max_size=7), st.integers(0, 3))
-def test_no_history_breaks_a_promise(least, max_restarts, happens, seed):
-    job = history(least, max_restarts, happens, seed)
-    assert job.is_over(), "somebody waits for ever"
-    told = [node.verdict for node in job.alive() if not node.is_refused and node.verdict.attempt != NO_ATTEMPT]
-    assert len({(verdict.decision, verdict.history, verdict.cause, verdict.attempt) for verdict in told}) <= 1
-    assert all(verdict.history.used <= max_restarts for verdict in told)
-    tried_again = [
-        said for said in job.said if said.failures and said.decision in (NextStep.RESTART, NextStep.RE_RENDEZVOUS)
+@given(st.integers(1, NODES), st.integers(0, 2), st.lists(FAULTS, max_size=7), st.integers(0, 3))
+def test_no_history_breaks_a_guarantee(least, max_restarts, faults, seed):
+    job = run_history(least, max_restarts, faults, seed)
+    assert job.is_over(), "a node waits without limit"
+    decisions = [node.decision for node in job.alive() if not node.is_refused and node.decision.attempt != NO_ATTEMPT]
+    assert (
+        len({(decision.next_step, decision.history, decision.root_cause_rank, decision.attempt) for decision in decisions})
+        <= 1
+    )
+    assert all(decision.history.restarts_used <= max_restarts for decision in decisions)
+    restarts = [
+        decision
+        for decision in job.decisions
+        if decision.failures and decision.next_step in (NextStep.RESTART, NextStep.RE_RENDEZVOUS)
     ]
-    assert len(tried_again) <= max_restarts
-    begun = [said.attempt for said in job.said if said.history.attempts > said.attempt]
-    assert len(begun) == len(set(begun)), "two verdicts on an attempt"
+    assert len(restarts) <= max_restarts
+    started = [decision.attempt for decision in job.decisions if decision.history.attempts > decision.attempt]
+    assert len(started) == len(set(started)), "two decisions about one attempt"
     assert not job.overlaps
 
 
-MOMENT = TIMEOUT / 3
+SHORT = TIMEOUT / 3
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.just("suspend"), MOMENTS, NODE, st.floats(0.1, MOMENT)), max_size=5), st.integers(0, 3))
-def test_nodes_that_are_silent_for_a_moment_harm_nobody(happens, seed):
-    job = history(NODES, 0, happens, seed)
-    assert {(node.verdict.decision, node.verdict.history.attempts) for node in job.all()} == {(NextStep.DONE, 1)}
+@given(st.lists(st.tuples(st.just("suspend"), TIMES, NODE, st.floats(0.1, SHORT)), max_size=5), st.integers(0, 3))
+def test_nodes_that_are_silent_for_a_short_time_cost_no_attempt(faults, seed):
+    job = run_history(NODES, 0, faults, seed)
+    assert {(node.decision.next_step, node.decision.history.attempts) for node in job.all()} == {(NextStep.DONE, 1)}

@@ -1,12 +1,11 @@
-"""The chair, the members and the judge of a job of several nodes: one history after the other, without a network."""
+"""Histories of the leader and the nodes of a job, and its decisions, without a network."""
 
 from dataclasses import replace
 
 import pytest
 
-from mpwatch.multinode.job_decision import AttemptSummary, judge
-from mpwatch.multinode.leader import GATHER_SHARE, Broadcast, Leader, PublishAssignments, ReservePort
-from mpwatch.multinode.leader import RoundStage as Round
+from mpwatch.multinode.job_decision import AttemptSummary, decide_next_step
+from mpwatch.multinode.leader import NODE_INFO_SHARE, Broadcast, Leader, PublishAssignments, ReservePort, RoundStage
 from mpwatch.multinode.node_machine import NodeMachine, PrepareRanks, Rejoin, ReportJob, SendToLeader, StartRanks, StopRanks
 from mpwatch.multinode.protocol.messages import (
     NO_ATTEMPT,
@@ -21,329 +20,369 @@ from mpwatch.multinode.protocol.messages import (
     RestartHistory,
     StartAttempt,
     StopAttempt,
-    to_body,
+    encode_message,
 )
 from mpwatch.multinode.protocol.signed_json import SignedJson
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.results.model import FailureKind
 
 TIMEOUT, GRACE = 15.0, 10.0
-ENTRY = 1 << 20  # bytes, of the longest that the chair may say
+MAX_ENTRY = 1 << 20  # bytes, of the longest broadcast
 DONE = AttemptReport(0, 0, NodeOutcome.SUCCEEDED)
 NEW = RestartHistory()
 ONCE = RestartPolicy(0)
 
 
-def card(node, *, history=NEW, function="train", serves_store=False):
-    terms = JobConfig((("the function", function),))
-    return NodeInfo(node, f"host{node}", "", 1, "default", serves_store, GRACE, f"nonce{node}", terms, history)
+def make_node_info(node, *, history=NEW, function="train", serves_store=False):
+    job_config = JobConfig((("the function", function),))
+    return NodeInfo(node, f"host{node}", "", 1, "default", serves_store, GRACE, f"nonce{node}", job_config, history)
 
 
-def member_of(node, *, size, max_restarts=0, **of_card):
+def make_node_machine(node, *, size, max_restarts=0, **of_node_info):
     return NodeMachine(
-        card(node, **of_card), size=size, min_nodes=1, max_restarts=max_restarts, node_timeout=TIMEOUT, now=0.0
+        make_node_info(node, **of_node_info),
+        size=size,
+        min_nodes=1,
+        max_restarts=max_restarts,
+        node_timeout=TIMEOUT,
+        now=0.0,
     )
 
 
-class Table:
-    """A chair and its members, that hear one another at once."""
+class SimulatedRound:
+    """A leader and the node machines of a round. Each message is delivered at once."""
 
-    def __init__(self, size, *, nodes=None, policy=ONCE, functions=None, absent=()):
-        self.chair = Leader(
-            size=size, nodes=nodes or (size, size), policy=policy, node_timeout=TIMEOUT, exit_barrier_timeout=300.0, now=0.0
+    def __init__(self, size, *, nnodes=None, policy=ONCE, functions=None, lost=()):
+        self.leader = Leader(
+            size=size,
+            nnodes=nnodes or (size, size),
+            policy=policy,
+            node_timeout=TIMEOUT,
+            exit_barrier_timeout=300.0,
+            now=0.0,
         )
-        self.members = {
-            node: member_of(node, size=size, max_restarts=policy.max_restarts, function=(functions or {}).get(node, "train"))
+        self.machines = {
+            node: make_node_machine(
+                node, size=size, max_restarts=policy.max_restarts, function=(functions or {}).get(node, "train")
+            )
             for node in range(size)
-            if node not in absent
+            if node not in lost
         }
-        self.said, self.news, self.places = [], [], {}
-        for node, member in self.members.items():
-            self.do(node, member.begin())
+        self.broadcasts, self.actions, self.assignments = [], [], {}
+        for node, machine in self.machines.items():
+            self.execute(node, machine.send_node_info())
 
-    def do(self, node, actions, now=0.0):
+    def execute(self, node, actions, now=0.0):
         for action in actions:
             if isinstance(action, SendToLeader):
-                self.act(self.chair.hear(action.message, now), now)
+                self.execute_leader_actions(self.leader.handle_message(action.message, now), now)
             else:
-                self.news.append((node, action))
+                self.actions.append((node, action))
 
-    def act(self, acts, now=0.0):
-        for act in acts:
-            if isinstance(act, PublishAssignments):
-                self.places |= {(place.attempt, place.group_rank): place for place in act.places}
-            elif isinstance(act, ReservePort):
-                self.act(self.chair.reserved(29500), now)
-            elif isinstance(act, Broadcast):
-                self.said.append(act.word)
-                self.tell(act.word, now)
+    def execute_leader_actions(self, actions, now=0.0):
+        for action in actions:
+            if isinstance(action, PublishAssignments):
+                self.assignments |= {
+                    (assignment.attempt, assignment.group_rank): assignment for assignment in action.assignments
+                }
+            elif isinstance(action, ReservePort):
+                self.execute_leader_actions(self.leader.start_attempt(29500), now)
+            elif isinstance(action, Broadcast):
+                self.broadcasts.append(action.message)
+                self.broadcast(action.message, now)
 
-    def tell(self, word, now):
-        for node, member in self.members.items():
-            self.do(node, member.hear(word), now)
-            if (attempt := member.wants_place) is not None:
-                self.do(node, member.placed(self.places[attempt, node]), now)
+    def broadcast(self, message, now):
+        for node, machine in self.machines.items():
+            self.execute(node, machine.handle_broadcast(message), now)
+            if (attempt := machine.awaited_assignment) is not None:
+                self.execute(node, machine.handle_assignment(self.assignments[attempt, node]), now)
 
-    def begin(self, *nodes):
-        """Their environments have been made."""
-        for node in nodes or self.members:
-            self.do(node, self.members[node].prepared(self.members[node].attempt))
+    def start_ranks(self, *nodes):
+        """Start the ranks of these nodes, or of all: their environments have been made."""
+        for node in nodes or self.machines:
+            self.execute(node, self.machines[node].start_ranks(self.machines[node].attempt))
 
-    def of(self, node, kind):
-        return [action for who, action in self.news if who == node and isinstance(action, kind)]
+    def actions_of(self, node, kind):
+        return [action for other, action in self.actions if other == node and isinstance(action, kind)]
 
     @property
-    def verdicts(self):
-        return [word for word in self.said if isinstance(word, AttemptDecision)]
+    def decisions(self):
+        return [message for message in self.broadcasts if isinstance(message, AttemptDecision)]
 
 
-def test_environments_of_an_attempt_that_was_called_off_start_nothing():
-    table = Table(2, policy=RestartPolicy(1))
-    table.begin(0)
-    table.do(0, table.members[0].failing())
-    table.do(0, table.members[0].ended(AttemptReport(0, 0, NodeOutcome.FAILED)))
-    late = table.members[1]
+def test_environments_of_a_stopped_attempt_start_no_ranks():
+    round_ = SimulatedRound(2, policy=RestartPolicy(1))
+    round_.start_ranks(0)
+    round_.execute(0, round_.machines[0].report_failing())
+    round_.execute(0, round_.machines[0].report_attempt(AttemptReport(0, 0, NodeOutcome.FAILED)))
+    late = round_.machines[1]
     assert late.attempt == 1
-    table.do(1, late.prepared(0))
-    assert not table.of(1, StartRanks)
-    table.do(1, late.prepared(1))
-    assert table.of(1, StartRanks) == [StartRanks(1)]
-    assert [prepare.start.attempt for prepare in table.of(1, PrepareRanks)] == [0, 1]
+    round_.execute(1, late.start_ranks(0))
+    assert not round_.actions_of(1, StartRanks)
+    round_.execute(1, late.start_ranks(1))
+    assert round_.actions_of(1, StartRanks) == [StartRanks(1)]
+    assert [prepare.start.attempt for prepare in round_.actions_of(1, PrepareRanks)] == [0, 1]
 
 
-def test_who_cannot_go_on_is_not_waited_for():
-    table = Table(2)
-    table.begin(0)
-    table.do(1, table.members[1].abort(AttemptReport(0, 0, NodeOutcome.ABORTED, reason="ValueError: of env")))
-    assert table.chair.stage is Round.STOPPING
-    table.do(0, table.members[0].ended(replace(DONE, outcome=NodeOutcome.STOPPED)))
-    (verdict,) = table.verdicts
-    assert (verdict.decision, verdict.reason) == (NextStep.FAILED, "node 1 (host1): ValueError: of env")
-    table.do(0, table.members[0].concluded())
-    assert table.said[-1] == JobClosed()
+def test_the_leader_does_not_wait_for_a_node_that_aborts():
+    round_ = SimulatedRound(2)
+    round_.start_ranks(0)
+    round_.execute(1, round_.machines[1].abort(AttemptReport(0, 0, NodeOutcome.ABORTED, reason="ValueError: of env")))
+    assert round_.leader.stage is RoundStage.STOPPING
+    round_.execute(0, round_.machines[0].report_attempt(replace(DONE, outcome=NodeOutcome.STOPPED)))
+    (decision,) = round_.decisions
+    assert (decision.next_step, decision.reason) == (NextStep.FAILED, "node 1 (host1): ValueError: of env")
+    round_.execute(0, round_.machines[0].acknowledge_shutdown())
+    assert round_.broadcasts[-1] == JobClosed()
 
 
-def test_nodes_that_disagree_all_leave_at_once():
-    """Each raises an error of its own, and says good-bye on its way out."""
-    table = Table(2, functions={1: "another"})
-    assert [verdict.decision for verdict in table.verdicts] == [NextStep.FAILED]
-    for node, member in table.members.items():
-        table.do(node, member.abort(DONE))
-    assert table.said[-1] == JobClosed()
+def test_nodes_with_different_options_all_leave_at_once():
+    """Each node raises LaunchError, and sends its ShutdownAck before."""
+    round_ = SimulatedRound(2, functions={1: "another"})
+    assert [decision.next_step for decision in round_.decisions] == [NextStep.FAILED]
+    for node, machine in round_.machines.items():
+        round_.execute(node, machine.abort(DONE))
+    assert round_.broadcasts[-1] == JobClosed()
 
 
-def test_the_node_that_serves_the_store_stays_until_all_know_that_it_leaves():
-    leaving = member_of(1, size=2, serves_store=True)
+def test_the_node_that_serves_the_store_stays_until_all_others_know_that_it_leaves():
+    leaving = make_node_machine(1, size=2, serves_store=True)
     assert leaving.leave("it received SIGINT") == [SendToLeader(NodeLeaving(1, "it received SIGINT"))]
-    assert not leaving.is_over
-    leaving.hear(JobClosed())
-    assert leaving.is_over
+    assert not leaving.is_finished
+    leaving.handle_broadcast(JobClosed())
+    assert leaving.is_finished
 
 
-def test_a_node_that_gives_signs_of_life_and_says_nothing_is_lost():
-    table = Table(3, nodes=(2, 3), absent=[2])
-    for now in range(int(GATHER_SHARE * TIMEOUT)):
-        table.act(table.chair.see_beats(dict.fromkeys(range(3), now), now), now)
-        assert not table.said
-    table.act(table.chair.expire(GATHER_SHARE * TIMEOUT + 1.0))
-    (verdict,) = table.verdicts
-    assert verdict.decision is NextStep.RE_RENDEZVOUS
-    assert "does not say who it is" in verdict.reason
+def test_a_node_that_sends_heartbeats_but_no_node_info_is_lost():
+    round_ = SimulatedRound(3, nnodes=(2, 3), lost=[2])
+    for now in range(int(NODE_INFO_SHARE * TIMEOUT)):
+        round_.execute_leader_actions(round_.leader.check_heartbeats(dict.fromkeys(range(3), now), now), now)
+        assert not round_.broadcasts
+    round_.execute_leader_actions(round_.leader.handle_deadline(NODE_INFO_SHARE * TIMEOUT + 1.0))
+    (decision,) = round_.decisions
+    assert decision.next_step is NextStep.RE_RENDEZVOUS
+    assert "has not sent its NodeInfo" in decision.reason
 
 
 @pytest.mark.parametrize("attempts", [0, 3])
-def test_what_ends_the_job_before_an_attempt_begins_is_told_of_no_other_attempt(attempts):
-    member = member_of(1, size=2, history=RestartHistory(attempts))
-    (concluded,) = member.lose_store("gone")
-    assert isinstance(concluded, ReportJob)
-    assert concluded.verdict.attempt == NO_ATTEMPT
-    assert concluded.verdict.history.attempts == attempts
+def test_a_job_that_ends_before_an_attempt_starts_is_reported_for_no_attempt(attempts):
+    machine = make_node_machine(1, size=2, history=RestartHistory(attempts))
+    (job_report,) = machine.handle_store_loss("gone")
+    assert isinstance(job_report, ReportJob)
+    assert job_report.decision.attempt == NO_ATTEMPT
+    assert job_report.decision.history.attempts == attempts
 
 
-def test_restarts_that_cost_nothing_leave_all():
-    table = Table(2, nodes=(1, 2), policy=RestartPolicy(3, delay=5.0))
-    table.begin()
-    table.act(table.chair.hear(NodeLeaving(1, "it received SIGTERM"), 1.0), 1.0)
-    table.do(0, table.members[0].ended(replace(DONE, outcome=NodeOutcome.STOPPED)))
-    (verdict,) = table.verdicts
-    assert (verdict.decision, verdict.restarts_left, verdict.delay) == (NextStep.RE_RENDEZVOUS, 3, 0.0)
+def test_a_free_restart_leaves_all_restarts():
+    round_ = SimulatedRound(2, nnodes=(1, 2), policy=RestartPolicy(3, delay=5.0))
+    round_.start_ranks()
+    round_.execute_leader_actions(round_.leader.handle_message(NodeLeaving(1, "it received SIGTERM"), 1.0), 1.0)
+    round_.execute(0, round_.machines[0].report_attempt(replace(DONE, outcome=NodeOutcome.STOPPED)))
+    (decision,) = round_.decisions
+    assert (decision.next_step, decision.restarts_left, decision.delay) == (NextStep.RE_RENDEZVOUS, 3, 0.0)
 
 
-@pytest.mark.parametrize("comes_first", [True, False])
-def test_to_make_room_for_newcomers_costs_nothing_whoever_complains_that_others_have_stopped(comes_first):
-    """Nodes hear at different times that they are to stop. But a complaint that came before has another reason."""
-    table = Table(2, nodes=(2, 3), policy=RestartPolicy(1))
-    table.begin()
-    complaining = table.members[1]
-    if not comes_first:
-        table.do(1, complaining.failing())
-    table.act(table.chair.see_waiting(1, 1.0), 1.0)
-    table.do(0, table.members[0].ended(replace(DONE, outcome=NodeOutcome.STOPPED)))
-    complaint = {"rank": 1, "is_secondary": True}
-    table.do(1, complaining.ended(AttemptReport(0, 0, NodeOutcome.FAILED, (complaint,))))
-    (verdict,) = table.verdicts
-    assert (verdict.decision, verdict.failures) == (NextStep.RE_RENDEZVOUS, (complaint,))
-    assert (verdict.cause, verdict.restarts_left) == ((-1, 1) if comes_first else (1, 0))
-    assert ("other nodes have come" in verdict.reason) == comes_first
+@pytest.mark.parametrize("is_stop_first", [True, False])
+def test_a_stop_for_newcomers_costs_no_restart_even_if_a_rank_fails_because_of_it(is_stop_first):
+    """Nodes stop at different times, so a rank may fail because its peer was stopped. An earlier failure has another reason."""
+    round_ = SimulatedRound(2, nnodes=(2, 3), policy=RestartPolicy(1))
+    round_.start_ranks()
+    victim = round_.machines[1]
+    if not is_stop_first:
+        round_.execute(1, victim.report_failing())
+    round_.execute_leader_actions(round_.leader.update_waiting_nodes(1, 1.0), 1.0)
+    round_.execute(0, round_.machines[0].report_attempt(replace(DONE, outcome=NodeOutcome.STOPPED)))
+    victim_failure = {"rank": 1, "is_secondary": True}
+    round_.execute(1, victim.report_attempt(AttemptReport(0, 0, NodeOutcome.FAILED, (victim_failure,))))
+    (decision,) = round_.decisions
+    assert (decision.next_step, decision.failures) == (NextStep.RE_RENDEZVOUS, (victim_failure,))
+    assert (decision.root_cause_rank, decision.restarts_left) == ((-1, 1) if is_stop_first else (1, 0))
+    assert ("more nodes want to join" in decision.reason) == is_stop_first
 
 
-def test_what_the_chair_says_of_many_long_failures_fits_into_the_store():
+def test_a_decision_with_many_long_failures_fits_into_an_entry_of_the_store():
     n = 64
     text = "x" * 60_000
-    ended = {
+    reports = {
         node: AttemptReport(node, 0, NodeOutcome.FAILED, ({"rank": node, "is_secondary": node != 7, "text": text},))
         for node in range(n)
     }
-    case = AttemptSummary(
+    summary = AttemptSummary(
         attempt=0,
-        has_begun=True,
+        has_started=True,
         history=RestartHistory(),
-        cards={node: card(node) for node in range(n)},
+        node_infos={node: make_node_info(node) for node in range(n)},
         first_ranks={node: node for node in range(n)},
         size=n,
-        nodes=(n, n),
-        waiting=0,
-        order=list(range(n)),
-        ended=ended,
-        gone={},
+        min_nodes=n,
+        waiting_nodes=0,
+        failure_order=list(range(n)),
+        reports=reports,
+        lost_nodes={},
     )
-    verdict = judge(case, ONCE)
-    SignedJson(b"secret", "job").close("word/1", to_body(verdict), limit=ENTRY)
-    assert verdict.cause == verdict.failures[0]["rank"] == 7
-    assert verdict.unsaid == n - len(verdict.failures)
+    decision = decide_next_step(summary, ONCE)
+    SignedJson(b"secret", "job").encode("word/1", encode_message(decision), limit=MAX_ENTRY)
+    assert decision.root_cause_rank == decision.failures[0]["rank"] == 7
+    assert decision.failures_omitted == n - len(decision.failures)
 
 
-def test_a_chair_that_was_silent_for_too_long_says_nothing_more():
-    table = Table(3, nodes=(2, 3))
-    table.begin()
-    table.act(table.chair.resign("it was silent for 20 s"))
-    assert table.chair.is_over
-    assert not table.chair.see_beats({}, 100.0)
-    assert not table.chair.hear(AttemptReport(1, 0, NodeOutcome.STOPPED), 100.0)
-    assert not table.chair.expire(1000.0)
-    assert [type(word) for word in table.said] == [StartAttempt, StopAttempt]
-    assert all(table.of(node, StopRanks) for node in table.members)
+def test_a_leader_that_was_silent_for_too_long_broadcasts_nothing_more():
+    round_ = SimulatedRound(3, nnodes=(2, 3))
+    round_.start_ranks()
+    round_.execute_leader_actions(round_.leader.step_down("it was silent for 20 s"))
+    assert round_.leader.is_finished
+    assert not round_.leader.check_heartbeats({}, 100.0)
+    assert not round_.leader.handle_message(AttemptReport(1, 0, NodeOutcome.STOPPED), 100.0)
+    assert not round_.leader.handle_deadline(1000.0)
+    assert [type(message) for message in round_.broadcasts] == [StartAttempt, StopAttempt]
+    assert all(round_.actions_of(node, StopRanks) for node in round_.machines)
 
 
-def test_a_node_that_was_silent_for_too_long_starts_nothing_until_it_has_come_back():
-    """The chair may be lost meanwhile, and nobody tell it."""
-    table = Table(3, nodes=(2, 3))
-    table.begin(0, 1)
-    late = table.members[2]
-    table.do(2, late.resign("it was silent for 16.0 s"))
-    table.do(2, late.prepared(0))
-    table.tell(StartAttempt(1, 3, 3, "host0", 29500, "host0", 1), 0.0)
-    assert not table.of(2, StartRanks)
+def test_a_node_that_was_silent_for_too_long_starts_no_ranks_until_it_rejoins():
+    """The leader may be lost meanwhile, without any message about it."""
+    round_ = SimulatedRound(3, nnodes=(2, 3))
+    round_.start_ranks(0, 1)
+    late = round_.machines[2]
+    round_.execute(2, late.withdraw("it was silent for 16.0 s"))
+    round_.execute(2, late.start_ranks(0))
+    round_.broadcast(StartAttempt(1, 3, 3, "host0", 29500, "host0", 1), 0.0)
+    assert not round_.actions_of(2, StartRanks)
     for node in (0, 1):
-        table.do(node, table.members[node].ended(replace(DONE, outcome=NodeOutcome.STOPPED)))
-    (verdict,) = table.verdicts
-    assert (verdict.decision, verdict.reason) == (NextStep.RE_RENDEZVOUS, "node 2 (host2) is gone: it was silent for 16.0 s")
-    assert late.is_over
-    assert [rejoin.history for rejoin in table.of(2, Rejoin)] == [verdict.history]
+        round_.execute(node, round_.machines[node].report_attempt(replace(DONE, outcome=NodeOutcome.STOPPED)))
+    (decision,) = round_.decisions
+    assert (decision.next_step, decision.reason) == (
+        NextStep.RE_RENDEZVOUS,
+        "node 2 (host2) is lost: it was silent for 16.0 s",
+    )
+    assert late.is_finished
+    assert [rejoin.history for rejoin in round_.actions_of(2, Rejoin)] == [decision.history]
 
 
-def test_what_had_failed_before_the_callers_own_code_did_is_the_cause():
-    """`retry_if` raises, of one rank's failure; the other node's rank was stopped for it."""
-    table = Table(2, policy=RestartPolicy(3))
-    table.begin()
-    broken = table.members[1]
-    table.do(1, broken.failing())
+def test_a_rank_that_failed_before_the_callers_own_code_is_the_root_cause():
+    """`retry_if` raises when it is asked about a failure. The ranks of the other node were stopped because of that failure."""
+    round_ = SimulatedRound(2, policy=RestartPolicy(3))
+    round_.start_ranks()
+    broken = round_.machines[1]
+    round_.execute(1, broken.report_failing())
     failure = {"rank": 1, "is_secondary": False}
-    table.do(1, broken.abort(AttemptReport(0, 0, NodeOutcome.ABORTED, (failure,), reason="KeyError: of retry_if")))
-    table.do(0, table.members[0].ended(replace(DONE, outcome=NodeOutcome.STOPPED)))
-    (verdict,) = table.verdicts
+    round_.execute(1, broken.abort(AttemptReport(0, 0, NodeOutcome.ABORTED, (failure,), reason="KeyError: of retry_if")))
+    round_.execute(0, round_.machines[0].report_attempt(replace(DONE, outcome=NodeOutcome.STOPPED)))
+    (decision,) = round_.decisions
     why = "node 1 (host1): KeyError: of retry_if"
-    assert (verdict.decision, verdict.cause, verdict.why_not, verdict.failures) == (NextStep.FAILED, 1, why, (failure,))
+    assert (decision.next_step, decision.root_cause_rank, decision.no_restart_reason, decision.failures) == (
+        NextStep.FAILED,
+        1,
+        why,
+        (failure,),
+    )
 
 
-COMPLAINT = {"rank": 0, "is_secondary": True}
-MISSED = {"rank": 1, "is_secondary": False}
+VICTIM = {"rank": 0, "is_secondary": True}
+MISSING = {"rank": 1, "is_secondary": False}
 
 
-def after_a_complaint(policy=ONCE, *, lacks_a_peer=True, why_not="", **case):
-    """The verdict when node 0 complains, and node 1 has a rank that may be the one that it missed."""
-    ended = {
-        0: AttemptReport(0, 0, NodeOutcome.FAILED, (COMPLAINT,), lacks_a_peer=lacks_a_peer, why_not=why_not),
-        1: AttemptReport(1, 0, NodeOutcome.STOPPED, absent=(MISSED,)),
+def decide_after_victim(policy=ONCE, *, waited_for_other_nodes=True, no_restart_reason="", **summary):
+    """Decide when a rank of node 0 is a victim, and node 1 has a rank that may be the one it waited for."""
+    reports = {
+        0: AttemptReport(
+            0,
+            0,
+            NodeOutcome.FAILED,
+            (VICTIM,),
+            waited_for_other_nodes=waited_for_other_nodes,
+            no_restart_reason=no_restart_reason,
+        ),
+        1: AttemptReport(1, 0, NodeOutcome.STOPPED, missing_ranks=(MISSING,)),
     }
-    what = {
+    facts = {
         "attempt": 0,
-        "has_begun": True,
+        "has_started": True,
         "history": NEW,
         "size": 2,
-        "nodes": (2, 2),
-        "waiting": 0,
-        "order": [0],
-        "gone": {},
+        "min_nodes": 2,
+        "waiting_nodes": 0,
+        "failure_order": [0],
+        "lost_nodes": {},
     }
-    cards = {node: card(node) for node in ended}
-    return judge(AttemptSummary(**{**what, "cards": cards, "first_ranks": {0: 0, 1: 1}, "ended": ended, **case}), policy)
+    node_infos = {node: make_node_info(node) for node in reports}
+    return decide_next_step(
+        AttemptSummary(**{**facts, "node_infos": node_infos, "first_ranks": {0: 0, 1: 1}, "reports": reports, **summary}),
+        policy,
+    )
 
 
-def test_a_rank_that_another_node_has_waited_for_in_vain_is_the_cause():
-    verdict = after_a_complaint()
-    assert (verdict.decision, verdict.cause, verdict.failures) == (NextStep.FAILED, 1, (MISSED, COMPLAINT))
+def test_a_rank_that_another_node_waited_for_is_the_root_cause():
+    decision = decide_after_victim()
+    assert (decision.next_step, decision.root_cause_rank, decision.failures) == (NextStep.FAILED, 1, (MISSING, VICTIM))
 
 
-def test_missed_ranks_that_were_too_many_to_tell_of_are_counted():
-    ended = {
-        0: AttemptReport(0, 0, NodeOutcome.FAILED, (COMPLAINT,), lacks_a_peer=True),
-        1: AttemptReport(1, 0, NodeOutcome.STOPPED, absent=(MISSED,), absent_unsaid=7),
+def test_missing_ranks_that_do_not_fit_into_the_report_are_counted():
+    reports = {
+        0: AttemptReport(0, 0, NodeOutcome.FAILED, (VICTIM,), waited_for_other_nodes=True),
+        1: AttemptReport(1, 0, NodeOutcome.STOPPED, missing_ranks=(MISSING,), missing_ranks_omitted=7),
     }
-    assert after_a_complaint(ended=ended).unsaid == 7
-    assert after_a_complaint(ended={**ended, 0: AttemptReport(0, 0, NodeOutcome.FAILED, (COMPLAINT,))}).unsaid == 0
+    assert decide_after_victim(reports=reports).failures_omitted == 7
+    assert (
+        decide_after_victim(reports={**reports, 0: AttemptReport(0, 0, NodeOutcome.FAILED, (VICTIM,))}).failures_omitted == 0
+    )
 
 
-def test_a_rank_that_was_at_work_elsewhere_when_connections_broke_is_not():
-    assert after_a_complaint(lacks_a_peer=False).failures == (COMPLAINT,)
+def test_a_rank_that_ran_elsewhere_when_connections_broke_is_not_the_root_cause():
+    assert decide_after_victim(waited_for_other_nodes=False).failures == (VICTIM,)
 
 
-def test_nor_is_it_if_somebody_has_failed_for_himself_or_is_gone():
+def test_a_missing_rank_is_not_the_root_cause_if_a_rank_failed_on_its_own_or_a_node_is_lost():
     failure = {"rank": 1, "is_secondary": False}
-    ended = {
-        0: AttemptReport(0, 0, NodeOutcome.FAILED, (COMPLAINT,), lacks_a_peer=True),
+    reports = {
+        0: AttemptReport(0, 0, NodeOutcome.FAILED, (VICTIM,), waited_for_other_nodes=True),
         1: AttemptReport(1, 0, NodeOutcome.FAILED, (failure,)),
-        2: AttemptReport(2, 0, NodeOutcome.STOPPED, absent=({**MISSED, "rank": 2},)),
+        2: AttemptReport(2, 0, NodeOutcome.STOPPED, missing_ranks=({**MISSING, "rank": 2},)),
     }
-    assert after_a_complaint(ended=ended, order=[0, 1], size=3).cause == 1
-    assert after_a_complaint(gone={2: "silent"}, size=3, cards={node: card(node) for node in range(3)}).failures == (
-        COMPLAINT,
-    )
+    assert decide_after_victim(reports=reports, failure_order=[0, 1], size=3).root_cause_rank == 1
+    assert decide_after_victim(
+        lost_nodes={2: "silent"}, size=3, node_infos={node: make_node_info(node) for node in range(3)}
+    ).failures == (VICTIM,)
 
 
-def test_who_was_silent_while_it_waited_is_not_the_cause_either():
-    """Neither where another node has the rank that was missed, nor where one is gone; but where nobody else is, it is."""
+def test_a_rank_that_was_silent_while_it_waited_is_not_the_root_cause():
+    """It is the root cause only if no other node has a missing rank or a failure, and no node is lost."""
     silent = {"rank": 0, "is_secondary": False}
-    waiting = AttemptReport(0, 0, NodeOutcome.FAILED, (silent,), lacks_a_peer=True)
-    away, still = AttemptReport(1, 0, NodeOutcome.STOPPED, absent=(MISSED,)), AttemptReport(1, 0, NodeOutcome.STOPPED)
-    own = AttemptReport(1, 0, NodeOutcome.FAILED, ({"rank": 1, "is_secondary": False},))
-    assert after_a_complaint(ended={0: waiting, 1: away}).cause == 1
-    assert after_a_complaint(ended={0: waiting, 1: own}, order=[0, 1]).cause == 1
-    assert after_a_complaint(ended={0: waiting, 1: still}).cause == 0
-    assert after_a_complaint(ended={0: waiting}, gone={1: "silent"}).cause == 1
-
-
-def test_whether_a_missed_rank_is_worth_another_try_is_asked_of_it_and_not_of_its_neighbour():
-    """Which has complained as well. But a function of the user's is asked about complaints, which are failures in any case."""
-    hangs, others = RestartPolicy(1, retry_if=[FailureKind.HANG]), RestartPolicy(1, retry_if=[FailureKind.EXCEPTION])
-    neighbour = AttemptReport(
-        1, 0, NodeOutcome.FAILED, ({**COMPLAINT, "rank": 2},), absent=(MISSED,), why_not="it is no HANG"
+    waiting = AttemptReport(0, 0, NodeOutcome.FAILED, (silent,), waited_for_other_nodes=True)
+    away, still = (
+        AttemptReport(1, 0, NodeOutcome.STOPPED, missing_ranks=(MISSING,)),
+        AttemptReport(1, 0, NodeOutcome.STOPPED),
     )
-    ended = {0: AttemptReport(0, 0, NodeOutcome.FAILED, (COMPLAINT,), lacks_a_peer=True), 1: neighbour}
-    assert after_a_complaint(hangs, ended=ended, order=[0, 1]).decision is NextStep.RESTART
-    assert after_a_complaint(hangs, why_not="it is no HANG").decision is NextStep.RESTART
-    assert after_a_complaint(others).why_not
-    assert after_a_complaint(RestartPolicy(1)).decision is NextStep.RESTART
+    own = AttemptReport(1, 0, NodeOutcome.FAILED, ({"rank": 1, "is_secondary": False},))
+    assert decide_after_victim(reports={0: waiting, 1: away}).root_cause_rank == 1
+    assert decide_after_victim(reports={0: waiting, 1: own}, failure_order=[0, 1]).root_cause_rank == 1
+    assert decide_after_victim(reports={0: waiting, 1: still}).root_cause_rank == 0
+    assert decide_after_victim(reports={0: waiting}, lost_nodes={1: "silent"}).root_cause_rank == 1
+
+
+def test_the_policy_is_asked_about_the_missing_rank_and_not_about_a_victim_on_its_node():
+    """If `retry_if` is a function, its answer about the victim counts: it has seen no other failure."""
+    hangs, others = RestartPolicy(1, retry_if=[FailureKind.HANG]), RestartPolicy(1, retry_if=[FailureKind.EXCEPTION])
+    other_victim = AttemptReport(
+        1, 0, NodeOutcome.FAILED, ({**VICTIM, "rank": 2},), missing_ranks=(MISSING,), no_restart_reason="it is no HANG"
+    )
+    reports = {0: AttemptReport(0, 0, NodeOutcome.FAILED, (VICTIM,), waited_for_other_nodes=True), 1: other_victim}
+    assert decide_after_victim(hangs, reports=reports, failure_order=[0, 1]).next_step is NextStep.RESTART
+    assert decide_after_victim(hangs, no_restart_reason="it is no HANG").next_step is NextStep.RESTART
+    assert decide_after_victim(others).no_restart_reason
+    assert decide_after_victim(RestartPolicy(1)).next_step is NextStep.RESTART
     by_function = RestartPolicy(1, retry_if=lambda _: False)
-    assert after_a_complaint(by_function, why_not="it is not wanted").why_not == "it is not wanted"
+    assert decide_after_victim(by_function, no_restart_reason="it is not wanted").no_restart_reason == "it is not wanted"
 
 
-def test_who_may_have_lost_a_peer_is_not_the_cause_where_another_node_has_one_that_failed():
-    """Whichever the chair hears of first. If there is none, it has failed for itself."""
+def test_a_possible_victim_is_not_the_root_cause_if_a_rank_of_another_node_failed():
+    """The order of the inbox does not matter. If no other rank failed, the possible victim is the root cause."""
     reset, killed = {"rank": 0, "is_secondary": False}, {"rank": 1, "is_secondary": False}
     victim = AttemptReport(0, 0, NodeOutcome.FAILED, (reset,), may_be_victim=True)
     assert (
-        after_a_complaint(ended={0: victim, 1: AttemptReport(1, 0, NodeOutcome.FAILED, (killed,))}, order=[0, 1]).cause == 1
+        decide_after_victim(
+            reports={0: victim, 1: AttemptReport(1, 0, NodeOutcome.FAILED, (killed,))}, failure_order=[0, 1]
+        ).root_cause_rank
+        == 1
     )
-    assert after_a_complaint(ended={0: victim, 1: AttemptReport(1, 0, NodeOutcome.STOPPED)}).cause == 0
-    assert after_a_complaint(ended={0: victim}, gone={1: "silent"}).cause == 1
+    assert decide_after_victim(reports={0: victim, 1: AttemptReport(1, 0, NodeOutcome.STOPPED)}).root_cause_rank == 0
+    assert decide_after_victim(reports={0: victim}, lost_nodes={1: "silent"}).root_cause_rank == 1

@@ -1,73 +1,74 @@
-"""Jobs of many nodes that fail at random, simulated: they come to an end, all nodes tell the same, and a failure costs a few
-messages a node.
+"""Simulated jobs of many nodes with random failures.
+
+Each job ends, all nodes report the same decision, and a failure costs a few messages for each node.
 """
 
 import pytest
-from simulated import TIMEOUT, World
+from simulated import TIMEOUT, SimulatedJob
 
 from mpwatch.multinode.protocol.messages import NextStep
 
-MESSAGES_A_NODE = 11  # of a failure: told, said, heard, stopped, answered, judged, placed and found again
+MESSAGES_PER_NODE = 11  # for a failure: failing, stop, report, decision, start and assignment, each written and read
 
 
-def with_failing_ranks(n, failures, **options):
-    world = World(n, **options)
+def make_job_with_failing_ranks(n, failures, **options):
+    job = SimulatedJob(n, **options)
     for k in range(failures):
-        world.after(20.0 + 100.0 * k, lambda: break_any(world))
-    return world
+        job.after(20.0 + 100.0 * k, lambda: fail_any_rank(job))
+    return job
 
 
-def break_any(world):
-    world.chance.choice(world.alive()).break_rank(world.chance.randrange(world.nprocs))
+def fail_any_rank(job):
+    job.rng.choice(job.alive()).fail_rank(job.rng.randrange(job.nprocs))
 
 
-def of_a_failure(n, failures=3):
-    """Messages."""
-    quiet = World(n)
+def count_messages_of_a_failure(n, failures=3):
+    """Return the number of messages that one failure costs."""
+    quiet = SimulatedJob(n)
     quiet.run()
-    world = with_failing_ranks(n, failures)
-    world.run()
-    assert {node.verdict.decision for node in world.all()} == {NextStep.DONE}
-    return (world.messages.total() - quiet.messages.total()) / world.failures
+    job = make_job_with_failing_ranks(n, failures)
+    job.run()
+    assert {node.decision.next_step for node in job.all()} == {NextStep.DONE}
+    return (job.messages.total() - quiet.messages.total()) / job.failures
 
 
 @pytest.mark.parametrize("n", [2, 10, 100, 300])
 def test_messages_of_a_failure_grow_with_the_nodes_and_no_faster(n):
-    assert of_a_failure(n) <= MESSAGES_A_NODE * n
+    assert count_messages_of_a_failure(n) <= MESSAGES_PER_NODE * n
 
 
-def random_job(seed, n=100):
-    """Ranks fail, nodes are lost, and others come in their place."""
-    world = World(n, nodes=(n // 2, n), seed=seed)
-    chance = world.chance
-    for k in range(chance.randrange(1, 12)):
-        at = chance.uniform(0.0, 300.0)
-        name = f"n{chance.randrange(n):05}"
-        if chance.random() < 0.5:
-            world.after(at, lambda: break_any(world))
+def run_random_job(seed, n=100):
+    """Ranks fail, nodes are lost, and replacements join."""
+    job = SimulatedJob(n, nodes=(n // 2, n), seed=seed)
+    rng = job.rng
+    for k in range(rng.randrange(1, 12)):
+        at = rng.uniform(0.0, 300.0)
+        name = f"n{rng.randrange(n):05}"
+        if rng.random() < 0.5:
+            job.after(at, lambda: fail_any_rank(job))
         else:
-            world.after(at, lambda name=name: world.kill(name))
-            if chance.random() < 0.5:
-                world.after(at + chance.uniform(0.0, 60.0), lambda k=k: world.come(f"m{k}"))
-    world.run(until=3600.0)
-    return world
+            job.after(at, lambda name=name: job.kill(name))
+            if rng.random() < 0.5:
+                job.after(at + rng.uniform(0.0, 60.0), lambda k=k: job.add_node(f"m{k}"))
+    job.run(until=3600.0)
+    return job
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_fails_all_who_are_left_come_to_the_same_end(seed):
-    world = random_job(seed)
-    assert world.is_over(), f"still under way after {world.now} s"
-    alive = world.alive()
-    assert {node.verdict.decision for node in alive} == {NextStep.DONE}
-    assert len({node.verdict.history for node in alive}) == 1
-    assert {node.verdict.attempt + 1 for node in alive} == {node.verdict.history.attempts for node in alive}
+def test_all_remaining_nodes_reach_the_same_decision(seed):
+    job = run_random_job(seed)
+    assert job.is_over(), f"the job still runs after {job.now} s"
+    alive = job.alive()
+    assert {node.decision.next_step for node in alive} == {NextStep.DONE}
+    assert len({node.decision.history for node in alive}) == 1
+    assert {node.decision.attempt + 1 for node in alive} == {node.decision.history.attempts for node in alive}
 
 
 def test_a_job_of_a_thousand_nodes_survives_ranks_and_nodes():
-    world = World(1000, nodes=(900, 1000), work=100.0)
-    world.after(20.0, lambda: break_any(world))
-    world.after(60.0, lambda: [world.kill(f"n{i:05}") for i in (0, 1, 999)])
-    world.run()
-    assert {node.verdict.decision for node in world.alive()} == {NextStep.DONE}
-    assert len(world.alive()) == 997
-    assert world.now < 60.0 + world.work + 3 * TIMEOUT
+    job = SimulatedJob(1000, nodes=(900, 1000), work=100.0)
+    job.after(20.0, lambda: fail_any_rank(job))
+    job.after(60.0, lambda: [job.kill(f"n{i:05}") for i in (0, 1, 999)])
+    job.run()
+    assert {node.decision.next_step for node in job.alive()} == {NextStep.DONE}
+    assert len(job.alive()) == 997
+    assert job.now < 60.0 + job.work + 3 * TIMEOUT

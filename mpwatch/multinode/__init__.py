@@ -1,24 +1,24 @@
-"""Several nodes: the same call on each forms one job. The only part of the core that imports torch.
+"""Several nodes: the same call on each node forms one job. The only part of the core that imports torch.
 
-Nodes meet by torch's own rendezvous (meeting/), which numbers them and gives them a store for the round. In that store
-they talk (talk/), and only through the node of group rank 0, the chair:
+Nodes join by torch's own rendezvous (rendezvous/). It numbers them, and gives them a store for the round. The node of group
+rank 0 is the leader. All messages of a round go through the store (protocol/), and to or from the leader:
 
-    member ---- inbox: numbered messages to the chair ----> chair      "here I am", "a rank fails here", "mine have ended"
-    member <--- words: numbered, to everybody ------------- chair      "start", "stop", "this came of it"
-    member ---- beats ---> chair, and of the chair <--- everybody      signs of life: counters, compared with nothing but
-                                                                       themselves, by the clock of who looks
+    node ---- inbox: numbered messages -----------> leader     "here I am", "a rank fails here", "my ranks have ended"
+    node <--- broadcasts: numbered ---------------- leader     "start", "stop", "this is decided"
+    node ---- heartbeats -------------------------> leader     counters; the leader's own counter is read by all nodes
 
-Messages per event grow linearly with the nodes, and the order of the inbox is the one order of what happened on different
-nodes: clocks of different hosts are never compared.
+The messages of an event grow linearly with the nodes. The order of the inbox is the order of events on different nodes.
+Clocks of different hosts are never compared. A node compares a heartbeat counter only with its last value, by its own clock.
 
-    caller's thread      story.py: places and environments of the ranks; what came of an attempt; the result
-    thread of the node   link.py: the rendezvous, the board, and the two pure machines, member.py and chair.py
-    thread of the ranks  as on one machine; what other nodes do comes in as events: start, call off, lease
+    caller's thread    run_controller.py   makes the environments of the ranks, reports attempts, makes the result
+    node thread        node_thread.py      joins rounds, and runs each of them (round_runner.py) with pure state machines:
+                                           node_machine.py, and on one node leader.py, which decides by job_decision.py
+    watcher thread     watcher/            as on one node; local_ranks.py sends it commands: start, stop, renew the lease
 
-A round is one membership. Within it there may be several attempts; another round begins when nodes were lost, or came.
+A round is one membership. It may have several attempts. The next round begins when nodes are lost or new nodes join.
 
-`Agent` (agent.py) is for those who extend this, or have a rendezvous handler of their own (handlers.py). It is imported, and
-torch with it, when it is asked for.
+`Agent` (agent.py) is for users who extend an agent or have a RendezvousHandler of their own (rendezvous/custom_handler.py).
+Importing it imports torch, so it is imported on first use.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""What an elastic agent is here, for those who extend one, or have a rendezvous of their own: `Agent`, in torch's words.
+"""Agent: the counterpart of torch's elastic agent, for users who extend one or have a RendezvousHandler of their own.
 
-Thin: the run is that of `mpwatch.run(..., rendezvous=...)`, and who its ranks are is known from its events. For the thread
-that calls `run`; `get_worker_group` is for any.
+It is a thin layer over the run of `mpwatch.run(..., rendezvous=...)`. It learns the ranks of the node from the run's events.
+One thread calls `run`; any thread may call `get_worker_group`.
 """
 
 from dataclasses import dataclass, replace
@@ -13,86 +13,88 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from mpwatch.errors import raise_if_failed
 from mpwatch.events.types import Event, RendezvousCompleted, StateChanged
-from mpwatch.live_view.select import view_for
+from mpwatch.live_view.select import select_view
 from mpwatch.multinode.local_ranks import STOP_SHARE
-from mpwatch.multinode.rank_assignment import workers_of
+from mpwatch.multinode.rank_assignment import make_workers
 from mpwatch.multinode.rendezvous.client import RendezvousClient
 from mpwatch.multinode.rendezvous.custom_handler import CustomHandlerClient
-from mpwatch.multinode.run import watch_with_others
+from mpwatch.multinode.run import run_multi_node
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.model import WorkerState
 from mpwatch.results.run_result import RunResult
 
-__all__ = ["Agent", "WorkerGroupInfo"]
-
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerGroupInfo(Generic[T]):
-    """The ranks of one node of a job, as they are at one moment. What torch's `WorkerGroup` says, but for its store: what is
-    in that is between the nodes.
-    """
+    """The ranks of one node of a job at one moment: torch's `WorkerGroup` without its store, which only the nodes use."""
 
     spec: WorkerSpec[T]
     workers: tuple[Worker, ...] = ()
-    """Who they are in the latest attempt; none until the nodes have met."""
+    """The ranks in the latest attempt. Empty until the first rendezvous is complete."""
     state: WorkerState = WorkerState.UNKNOWN
-    """Of all of them together; the end of the job's, in the end."""
+    """The state of all ranks together. When the run has ended, the state of the job."""
     group_rank: int | None = None
-    """Of this node in the latest attempt; None until the nodes have met."""
+    """The number of this node in the latest attempt. None until the first rendezvous is complete."""
     group_world_size: int | None = None
-    """How many nodes there are in it."""
+    """How many nodes the latest attempt has. None until the first rendezvous is complete."""
 
 
 class Agent(Generic[T]):
-    """One node of a job: it meets the others, starts its own ranks, watches them, and decides with the others what follows.
+    """One node of a job: joins the others, starts and watches its own ranks, restarts them together with the others.
 
-    The name, and those of its methods, are torch's (`torch.distributed.elastic.agent.server.ElasticAgent`). There an agent
-    is a process of its own; here it is whoever calls `run`. `mpwatch.run(..., rendezvous=...)` is the same in one call.
+    The names of the class and its methods are torch's (`torch.distributed.elastic.agent.server.ElasticAgent`). A torch agent
+    is a process of its own. This one runs in the process that calls `run`. `mpwatch.run(..., rendezvous=...)` does the same
+    in one call.
 
         spec = WorkerSpec(fn=train, nprocs=8, rendezvous=Rendezvous("node0:29400", run_id="job", nnodes=(2, 4)))
         result = Agent(spec).run()
 
     Args:
         spec: what to run, with a `rendezvous`.
-        rdzv_handler: by which the nodes meet, instead of where `spec.rendezvous` says: its endpoint, backend and options are
-            not looked at then; all else in it holds, and its run_id must be the handler's. All nodes must have one, and each
-            round a store of its own, as with torch's dynamic rendezvous. How many nodes it waits for, and how long, its
-            own settings say. It stays yours: when the job is over it has been closed, and `rdzv_handler.shutdown()`, which
-            gives back what it holds, is for you to call. Torch's own handlers can take in a node that comes later (a
-            newcomer, or one in the place of another) only if all nodes have TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in their
-            environment.
+        rdzv_handler: the handler by which the nodes join, on all nodes or on none. The endpoint, backend and options of
+            `spec.rendezvous` are then ignored. Its other fields apply, and its run_id must be the handler's. The handler's
+            own settings say how many nodes it waits for, and how long. It must return a new store for each round, as torch's
+            dynamic rendezvous does. When the job is over the handler is closed; call `rdzv_handler.shutdown()` yourself to
+            release what it holds. Nodes that join later (newcomers and replacements) need
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of all nodes if the handler is torch's own.
 
-    Raises TypeError or ValueError if there is no rendezvous, or it is another one than the handler's, or the handler gives
-    up nodes that may still be at work.
+    Raises TypeError or ValueError if `spec` has no rendezvous or one of another run_id than the handler's, or if the handler
+    may give up nodes whose ranks still run.
     """
 
     def __init__(self, spec: WorkerSpec[T], *, rdzv_handler: RendezvousHandler | None = None) -> None:
         if not isinstance(spec, WorkerSpec):
             raise TypeError(f"spec must be a WorkerSpec, not {spec!r:.200}")
         if spec.rendezvous is None:
-            raise ValueError("spec has no rendezvous, so there are no other nodes: use mpwatch.run, or say where they meet")
+            raise ValueError(
+                "spec has no rendezvous, so there are no other nodes: use mpwatch.run, or give spec a rendezvous"
+            )
         if rdzv_handler is not None:
             _check_handler(rdzv_handler, spec.rendezvous)
         self._rdzv_handler = rdzv_handler
         self._group: WorkerGroupInfo[T] = WorkerGroupInfo(spec=spec)
 
     def run(self, *, check: bool = True) -> RunResult[T]:
-        """Run it, with the others, to the end of the job. For `check`, and what comes of it, see `mpwatch.run`."""
+        """Run the function together with the other nodes until the job is over.
+
+        Args:
+            check: raise RunFailedError if the job failed. See `mpwatch.run`, also for the result.
+        """
         __tracebackhide__ = True
         spec = self._group.spec
         self._group = WorkerGroupInfo(spec=spec)
         watched = replace(spec, on_event=(self._observe, *spec.observers))
-        result = watch_with_others(watched, partial(view_for, spec.progress), self._client())
+        result = run_multi_node(watched, partial(select_view, spec.progress), self._client())
         if check:
             raise_if_failed(result)
         return result
 
     def get_worker_group(self) -> WorkerGroupInfo[T]:
-        """This node's ranks, as they are now. From any thread, and from an `on_event` of the run."""
+        """Return the ranks of this node as they are now. Call it from any thread, or from an `on_event` of the run."""
         return self._group
 
     def _client(self) -> RendezvousClient | None:
@@ -106,13 +108,13 @@ class Agent(Generic[T]):
         elif isinstance(event, RendezvousCompleted):
             self._group = replace(
                 self._group,
-                workers=workers_of(self._group.spec, event.ranks[0], **_standing(event)),
+                workers=make_workers(self._group.spec, event.ranks[0], **_get_assignment(event)),
                 group_rank=event.group_rank,
                 group_world_size=event.group_world_size,
             )
 
 
-def _standing(event: RendezvousCompleted) -> dict[str, Any]:
+def _get_assignment(event: RendezvousCompleted) -> dict[str, Any]:
     names = ("attempt", "job", "group_rank", "group_world_size", "world_size", "role_rank", "role_world_size")
     return {name: getattr(event, name) for name in (*names, "master_addr", "master_port")}
 
@@ -125,14 +127,18 @@ def _check_handler(handler: object, rendezvous: Rendezvous) -> None:
         )
     theirs, ours = handler.get_run_id(), rendezvous.run_id
     if theirs != ours:
-        raise ValueError(f"rdzv_handler is of run_id {theirs!r}, and spec.rendezvous of {ours!r}: give both the same one")
+        raise ValueError(
+            f"rdzv_handler has run_id {theirs!r}, and spec.rendezvous has {ours!r}, so they name different jobs: give"
+            " both the same run_id"
+        )
     if isinstance(handler, DynamicRendezvousHandler):
         settings = handler.settings
-        # The last sign of life may have been given just before the node was cut off.
-        sure = (settings.keep_alive_max_attempt - 1) * settings.keep_alive_interval.total_seconds()
-        if sure < STOP_SHARE * rendezvous.node_timeout:
+        # the last keep-alive may have been sent just before the node was cut off
+        seconds = (settings.keep_alive_max_attempt - 1) * settings.keep_alive_interval.total_seconds()
+        if seconds < STOP_SHARE * rendezvous.node_timeout:
             raise ValueError(
-                f"rdzv_handler may give up a node that has been cut off for {sure:g} s, which stops its ranks only after"
-                f" {STOP_SHARE * rendezvous.node_timeout:g} s with node_timeout={rendezvous.node_timeout:g}: two jobs would"
-                f" be at work. Give it more or longer keep-alives, or node_timeout={sure / STOP_SHARE:.3g} at most"
+                f"rdzv_handler may give up a node that is cut off for {seconds:g} s, but the node stops its ranks only after"
+                f" {STOP_SHARE * rendezvous.node_timeout:g} s with node_timeout={rendezvous.node_timeout:g}: its ranks and"
+                " those of the other nodes' next attempt could run at the same time. Give the handler more or longer"
+                f" keep-alives, or set node_timeout={seconds / STOP_SHARE:.3g} at most"
             )

@@ -1,8 +1,16 @@
-"""What an attempt of several nodes has come to, and what follows: a pure function of what the chair knows.
+"""Decide what follows on an attempt: success, restart, new rendezvous, or failure. Pure functions; the leader calls them.
 
-Who failed first: class before time, and then the order of the inbox. If ranks have only waited for a peer that has not come,
-it is one that was doing something else, on whichever node. A node that is gone is the cause only of what nobody failed at
-for himself; and costs a restart only if too few remain without it. To make room for newcomers costs none.
+    all nodes succeeded                                    DONE
+    a node's `timeout` ran out, or its caller raised       FAILED
+    a rank failed                                          RESTART if the restart policy allows it, else FAILED
+    a node is lost, enough nodes remain                    RE_RENDEZVOUS; costs no restart
+    a node is lost, too few nodes remain                   RE_RENDEZVOUS if a restart is left, else FAILED
+    the node that served the store is lost                 FAILED
+    more nodes want to join                                RE_RENDEZVOUS; costs no restart
+
+The root cause on several nodes: a rank that failed on its own comes before a victim, and then the order of the inbox counts.
+If ranks failed only because they waited for a rank of another node, then the rank that they waited for is the root cause. A
+lost node is the root cause only if no rank failed on its own.
 """
 
 import math
@@ -10,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import random
 
-from mpwatch.multinode.protocol.failure_codec import as_many_as_fit
+from mpwatch.multinode.protocol.failure_codec import limit_total_size
 from mpwatch.multinode.protocol.messages import (
     AttemptDecision,
     AttemptReport,
@@ -22,211 +30,264 @@ from mpwatch.multinode.protocol.messages import (
 )
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.results.model import FailureKind
-from mpwatch.watcher.restarts.restart_budget import UNWANTED, FailedAttempt, RestartBudget, RestartCounters
+from mpwatch.watcher.restarts.restart_budget import NOT_IN_RETRY_IF, FailedAttempt, RestartBudget, RestartCounters
 
-MOST_FAILURES = 64  # are told of in full; more are counted
-FAILURES_LIMIT = 512 * 1024  # bytes of all of them: what the chair says goes into one entry of the store
-MOST_GONE = 1000  # nodes are told of
+MAX_FAILURES = 64  # that are sent in full; more failures are counted
+MAX_FAILURES_BYTES = 512 * 1024  # of all failures together: a decision is one entry of the store
+MAX_LOST_NODES = 1000  # that are listed in a decision
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptSummary:
-    """All that is known of an attempt that is over."""
+    """What the leader knows of an attempt that is over."""
 
     attempt: int
-    has_begun: bool
+    has_started: bool
     """Whether any ranks may have been started."""
     history: RestartHistory
-    """Before it."""
-    cards: Mapping[int, NodeInfo]
-    """By node; not of all, if some were lost before they had come."""
+    """Before this attempt."""
+    node_infos: Mapping[int, NodeInfo]
+    """By node. A node that was lost early has none."""
     first_ranks: Mapping[int, int]
-    """By node, if it has begun."""
+    """By node. Empty if the attempt has not started."""
     size: int
-    nodes: tuple[int, int]
-    waiting: int
-    """Newcomers."""
-    makes_room: bool = False
-    """Whether it was for them that the ranks were stopped: who complains of a peer then, has seen it stop."""
-    order: Sequence[int]
-    """The nodes whose ranks failed, in the order in which they said so."""
-    ended: Mapping[int, AttemptReport]
-    gone: Mapping[int, str]
-    """By node, in the order in which they went: why."""
+    """How many nodes the round has."""
+    min_nodes: int
+    """How many nodes the job needs."""
+    waiting_nodes: int
+    """How many nodes wait to join."""
+    stopped_for_newcomers: bool = False
+    """Whether the attempt was stopped because nodes wait to join. Then a victim's peer was stopped, and did not fail."""
+    failure_order: Sequence[int]
+    """The nodes whose ranks failed, in the order of the inbox."""
+    reports: Mapping[int, AttemptReport]
+    """By node."""
+    lost_nodes: Mapping[int, str]
+    """By node, in the order in which they were lost: the reason."""
 
 
-def judge(case: AttemptSummary, policy: RestartPolicy, chance: Callable[[], float] = random) -> AttemptDecision:
-    """What came of it."""
-    verdict = _judged(_with_absent(case, policy), policy, chance)
-    return replace(verdict, restarts_left=max(0, policy.max_restarts - verdict.history.used))
+def decide_next_step(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float] = random) -> AttemptDecision:
+    """Decide what follows on the attempt, and name the rank that failed first."""
+    decision = _decide(_report_missing_ranks(summary, policy), policy, rng)
+    return replace(decision, restarts_left=max(0, policy.max_restarts - decision.history.restarts_used))
 
 
-def _judged(case: AttemptSummary, policy: RestartPolicy, chance: Callable[[], float]) -> AttemptDecision:
-    ends = case.ended.values()
-    if len(ends) == case.size and all(end.outcome is NodeOutcome.SUCCEEDED for end in ends):
-        return _verdict(case, NextStep.DONE)
-    root = _root(case)
-    for end in ends:
-        why = f"{host_of(case.cards, end.group_rank)}: {end.reason}"
-        if end.outcome is NodeOutcome.TIMED_OUT:
-            return _verdict(case, NextStep.FAILED, reason=why, timed_out=True)
-        if end.outcome is NodeOutcome.ABORTED:
-            before = root or end  # whose ranks had failed, if any had
-            return _verdict(case, NextStep.FAILED, cause=_cause(before), reason=why, why_not=why if before.failures else "")
-    if root is not None and not ((case.gone or case.makes_room) and _innocence(root)):
-        return _after_failure(case, root, policy, chance)
-    return (
-        _after_loss(case, policy, chance) if case.gone else _verdict(case, NextStep.RE_RENDEZVOUS, reason=_newcomers(case))
-    )
+def describe_node(node_infos: Mapping[int, NodeInfo], node: int) -> str:
+    """Return the name of a node for texts: its group rank, and its host if that is known."""
+    info = node_infos.get(node)
+    return f"node {node}" if info is None else f"node {node} ({info.host})"
 
 
-def _with_absent(case: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
-    """The same; if those who failed waited for ranks of other nodes, then these have failed, too, and for themselves."""
-    root = _root(case)
-    complaints = [end for end in case.ended.values() if end.lacks_a_peer]
-    if root is None or not _innocence(root) or not complaints or case.gone:
-        return case
-    found = {node: _with_its_absent(end, complaints[0], policy) for node, end in sorted(case.ended.items()) if end.absent}
-    return replace(case, order=list(dict.fromkeys([*case.order, *found])), ended={**case.ended, **found})
+def _decide(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float]) -> AttemptDecision:
+    reports = summary.reports.values()
+    if len(reports) == summary.size and all(report.outcome is NodeOutcome.SUCCEEDED for report in reports):
+        return _make_decision(summary, NextStep.DONE)
+    root = _find_root_report(summary)
+    for report in reports:
+        reason = f"{describe_node(summary.node_infos, report.group_rank)}: {report.reason}"
+        if report.outcome is NodeOutcome.TIMED_OUT:
+            return _make_decision(summary, NextStep.FAILED, reason=reason, timed_out=True)
+        if report.outcome is NodeOutcome.ABORTED:
+            failed = root or report  # a rank that failed before the caller's own code is the root cause
+            return _make_decision(
+                summary,
+                NextStep.FAILED,
+                root_cause_rank=_root_cause_rank(failed),
+                reason=reason,
+                no_restart_reason=reason if failed.failures else "",
+            )
+    if root is not None and not ((summary.lost_nodes or summary.stopped_for_newcomers) and _victim_level(root)):
+        return _decide_after_failure(summary, root, policy, rng)
+    if summary.lost_nodes:
+        return _decide_after_node_loss(summary, policy, rng)
+    return _make_decision(summary, NextStep.RE_RENDEZVOUS, reason=_describe_newcomers(summary))
 
 
-def _with_its_absent(end: AttemptReport, complaint: AttemptReport, policy: RestartPolicy) -> AttemptReport:
-    why_not = "" if policy.retry_if is None or FailureKind.HANG in policy.causes else UNWANTED
-    if policy.retry_if is not None and not policy.causes:  # code of the user's, which was asked about the complaint
-        why_not = complaint.why_not
-    return replace(
-        end,
-        outcome=NodeOutcome.FAILED,
-        failures=(*end.absent, *end.failures),
-        unsaid=end.unsaid + end.absent_unsaid,
-        lacks_a_peer=False,
-        why_not=why_not,
-        reason=complaint.reason,
-    )
-
-
-def host_of(cards: Mapping[int, NodeInfo], node: int) -> str:
-    """What to call a node."""
-    card = cards.get(node)
-    return f"node {node}" if card is None else f"node {node} ({card.host})"
-
-
-def _root(case: AttemptSummary) -> AttemptReport | None:
-    """Of those who failed: whoever did so for himself, and of several the first."""
-    failed = [
-        case.ended[node] for node in case.order if node in case.ended and case.ended[node].outcome is NodeOutcome.FAILED
-    ]
-    return min(failed, key=_innocence, default=None)  # the first of those that are equal
-
-
-def _innocence(end: AttemptReport) -> int:
-    """0: its ranks have failed for themselves. They may also have waited for a peer in vain, or have lost one; or they
-    certainly complain of one.
-    """
-    if end.failures and end.failures[0].get("is_secondary") is True:
-        return 2
-    return 1 if end.lacks_a_peer or end.may_be_victim else 0
-
-
-def _after_failure(
-    case: AttemptSummary, root: AttemptReport, policy: RestartPolicy, chance: Callable[[], float]
+def _decide_after_failure(
+    summary: AttemptSummary, root: AttemptReport, policy: RestartPolicy, rng: Callable[[], float]
 ) -> AttemptDecision:
     failed_attempt = FailedAttempt(
         cause=None,
-        why_not=lambda: root.why_not,
+        no_restart_reason=lambda: root.no_restart_reason,
         healthy_seconds=root.healthy_seconds,
-        step=max((end.step for end in case.ended.values() if end.step >= 0), default=None),
+        step=max((report.step for report in summary.reports.values() if report.step >= 0), default=None),
     )
-    return _tried_again(case, policy, chance, failed_attempt, cause=_cause(root), reason=root.reason)
+    return _restart_or_fail(summary, policy, rng, failed_attempt, root_cause_rank=_root_cause_rank(root), reason=root.reason)
 
 
-def _cause(end: AttemptReport) -> int:
-    """The rank that has failed first there."""
-    rank = end.failures[0].get("rank") if end.failures else None
-    return rank if isinstance(rank, int) else -1
-
-
-def _after_loss(case: AttemptSummary, policy: RestartPolicy, chance: Callable[[], float]) -> AttemptDecision:
-    """Nobody failed for himself; but some are gone."""
-    node, why = next(iter(case.gone.items()))
-    reason = f"{host_of(case.cards, node)} is gone: {why}"
-    server = next((gone for gone in case.gone if gone in case.cards and case.cards[gone].serves_store), None)
+def _decide_after_node_loss(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float]) -> AttemptDecision:
+    """Decide when a node is lost and no rank failed on its own."""
+    node, loss = next(iter(summary.lost_nodes.items()))
+    first_rank = _first_rank(summary, node)
+    reason = f"{describe_node(summary.node_infos, node)} is lost: {loss}"
+    infos = summary.node_infos
+    server = next((lost for lost in summary.lost_nodes if lost in infos and infos[lost].serves_store), None)
     if server is not None:
-        why_not = f"{host_of(case.cards, server)} served the store, without which the others cannot go on"
-        reason = f"{reason}; {why_not}"
-        return _verdict(case, NextStep.FAILED, cause=_first_rank(case, node), reason=reason, why_not=why_not)
-    remaining = case.size - len(case.gone) + case.waiting
-    if remaining >= case.nodes[0]:
-        return _verdict(case, NextStep.RE_RENDEZVOUS, cause=_first_rank(case, node), reason=reason)
-    few = f"{remaining} of at least {case.nodes[0]} nodes remain"
-    verdict = _tried_again(
-        case, policy, chance, FailedAttempt(cause=None, why_not=str), cause=_first_rank(case, node), reason=reason
-    )
-    return replace(verdict, why_not=verdict.why_not or few) if verdict.decision is NextStep.FAILED else verdict
+        no_restart_reason = f"{describe_node(infos, server)} served the store, without which the others cannot go on"
+        return _make_decision(
+            summary,
+            NextStep.FAILED,
+            root_cause_rank=first_rank,
+            reason=f"{reason}; {no_restart_reason}",
+            no_restart_reason=no_restart_reason,
+        )
+    remaining = summary.size - len(summary.lost_nodes) + summary.waiting_nodes
+    if remaining >= summary.min_nodes:
+        return _make_decision(summary, NextStep.RE_RENDEZVOUS, root_cause_rank=first_rank, reason=reason)
+    too_few = f"{remaining} of at least {summary.min_nodes} nodes remain"
+    failed_attempt = FailedAttempt(cause=None, no_restart_reason=str)
+    decision = _restart_or_fail(summary, policy, rng, failed_attempt, root_cause_rank=first_rank, reason=reason)
+    if decision.next_step is not NextStep.FAILED:
+        return decision
+    return replace(decision, no_restart_reason=decision.no_restart_reason or too_few)
 
 
-def _tried_again(
-    case: AttemptSummary,
+def _restart_or_fail(
+    summary: AttemptSummary,
     policy: RestartPolicy,
-    chance: Callable[[], float],
+    rng: Callable[[], float],
     failed_attempt: FailedAttempt,
     *,
-    cause: int,
+    root_cause_rank: int,
     reason: str,
 ) -> AttemptDecision:
-    """Or not, as the policy has it."""
-    known = case.history
-    counters = RestartCounters(used=known.used, furthest=known.furthest, stalled=known.stalled, is_new=not known.attempts)
-    budget = RestartBudget(policy, chance, counters)
-    decision = budget.decide(failed_attempt)
-    history = replace(known, used=budget.counters.used, furthest=budget.counters.furthest, stalled=budget.counters.stalled)
-    case = replace(case, history=history)
-    if decision.delay is None:
-        return _verdict(case, NextStep.FAILED, cause=cause, reason=reason, why_not=decision.why_not)
-    again = NextStep.RE_RENDEZVOUS if case.gone or case.waiting else NextStep.RESTART
-    delay = 0.0 if again is NextStep.RE_RENDEZVOUS else decision.delay  # to meet anew takes its own time
-    return replace(_verdict(case, again, cause=cause, reason=reason), delay=delay)
+    """Use up a restart if the policy allows it. Let the job fail otherwise."""
+    history = summary.history
+    counters = RestartCounters(
+        restarts_used=history.restarts_used,
+        furthest_step=history.furthest_step,
+        stalled_attempts=history.stalled_attempts,
+        is_first_attempt=not history.attempts,
+    )
+    budget = RestartBudget(policy, rng, counters)
+    restart = budget.decide(failed_attempt)
+    history = replace(
+        history,
+        restarts_used=budget.counters.restarts_used,
+        furthest_step=budget.counters.furthest_step,
+        stalled_attempts=budget.counters.stalled_attempts,
+    )
+    summary = replace(summary, history=history)
+    if restart.delay is None:
+        return _make_decision(
+            summary,
+            NextStep.FAILED,
+            root_cause_rank=root_cause_rank,
+            reason=reason,
+            no_restart_reason=restart.no_restart_reason,
+        )
+    if summary.lost_nodes or summary.waiting_nodes:  # without the delay: the rendezvous itself takes time
+        return _make_decision(summary, NextStep.RE_RENDEZVOUS, root_cause_rank=root_cause_rank, reason=reason)
+    decision = _make_decision(summary, NextStep.RESTART, root_cause_rank=root_cause_rank, reason=reason)
+    return replace(decision, delay=restart.delay)
 
 
-def _verdict(
-    case: AttemptSummary,
-    decision: NextStep,
+def _make_decision(
+    summary: AttemptSummary,
+    next_step: NextStep,
     *,
-    cause: int = -1,
+    root_cause_rank: int = -1,
     reason: str = "",
-    why_not: str = "",
+    no_restart_reason: str = "",
     timed_out: bool = False,
 ) -> AttemptDecision:
-    failures = [failure for node in _by_blame(case) for failure in case.ended[node].failures]
-    told = as_many_as_fit(failures[:MOST_FAILURES], FAILURES_LIMIT) if decision is not NextStep.DONE else ()
-    unsaid = sum(end.unsaid for end in case.ended.values()) + len(failures) - len(told)
+    failures = [failure for node in _order_by_blame(summary) for failure in summary.reports[node].failures]
+    sent = limit_total_size(failures[:MAX_FAILURES], MAX_FAILURES_BYTES) if next_step is not NextStep.DONE else ()
+    omitted_by_nodes = sum(report.failures_omitted for report in summary.reports.values())
+    infos = summary.node_infos
     return AttemptDecision(
-        attempt=case.attempt,
-        decision=decision,
-        history=replace(case.history, attempts=case.attempt + case.has_begun),
-        cause=cause,
-        failures=told,
-        unsaid=unsaid,
-        gone=tuple(
-            LostNode(node, case.cards[node].host, _first_rank(case, node), case.cards[node].nprocs, why)
-            for node, why in case.gone.items()
-            if node in case.cards
-        )[:MOST_GONE],
+        attempt=summary.attempt,
+        next_step=next_step,
+        history=replace(summary.history, attempts=summary.attempt + summary.has_started),
+        root_cause_rank=root_cause_rank,
+        failures=sent,
+        failures_omitted=omitted_by_nodes + len(failures) - len(sent),
+        lost_nodes=tuple(
+            LostNode(node, infos[node].host, _first_rank(summary, node), infos[node].nprocs, loss)
+            for node, loss in summary.lost_nodes.items()
+            if node in infos
+        )[:MAX_LOST_NODES],
         reason=reason,
-        why_not=why_not,
+        no_restart_reason=no_restart_reason,
         timed_out=timed_out,
     )
 
 
-def _by_blame(case: AttemptSummary) -> list[int]:
-    """The nodes that have told, those that failed for themselves first, each class in the order of their failures."""
-    place = {node: n for n, node in enumerate(case.order)}
-    return sorted(case.ended, key=lambda node: (_innocence(case.ended[node]), place.get(node, math.inf), node))
+# Which rank failed first.
 
 
-def _first_rank(case: AttemptSummary, node: int) -> int:
-    return case.first_ranks.get(node, -1)
+def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
+    """Add the ranks that other nodes waited for to the failures of their nodes.
+
+    Do so only if every failure came from waiting for ranks of other nodes, and no node is lost.
+    """
+    root = _find_root_report(summary)
+    victims = [report for report in summary.reports.values() if report.waited_for_other_nodes]
+    if root is None or not _victim_level(root) or not victims or summary.lost_nodes:
+        return summary
+    blamed = {
+        node: _blame_missing_ranks(report, victims[0], policy)
+        for node, report in sorted(summary.reports.items())
+        if report.missing_ranks
+    }
+    return replace(
+        summary,
+        failure_order=list(dict.fromkeys([*summary.failure_order, *blamed])),
+        reports={**summary.reports, **blamed},
+    )
 
 
-def _newcomers(case: AttemptSummary) -> str:
-    return f"other nodes have come: {case.waiting}" if case.waiting else "not all nodes had come"
+def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: RestartPolicy) -> AttemptReport:
+    """Turn the missing ranks of a node into its failures. Each of them is a HANG."""
+    no_restart_reason = "" if policy.retry_if is None or FailureKind.HANG in policy.causes else NOT_IN_RETRY_IF
+    if policy.retry_if is not None and not policy.causes:  # a function of the user, which saw only the victim's failure
+        no_restart_reason = victim.no_restart_reason
+    return replace(
+        report,
+        outcome=NodeOutcome.FAILED,
+        failures=(*report.missing_ranks, *report.failures),
+        failures_omitted=report.failures_omitted + report.missing_ranks_omitted,
+        waited_for_other_nodes=False,
+        no_restart_reason=no_restart_reason,
+        reason=victim.reason,
+    )
+
+
+def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
+    """Return the report of the node whose rank failed first: the least victim, and among equals the first in the inbox."""
+    failed = [
+        summary.reports[node]
+        for node in summary.failure_order
+        if node in summary.reports and summary.reports[node].outcome is NodeOutcome.FAILED
+    ]
+    return min(failed, key=_victim_level, default=None)
+
+
+def _victim_level(report: AttemptReport) -> int:
+    """Return how sure it is that the node's first failure came from another node: 0 not at all, 1 maybe, 2 certain."""
+    if report.failures and report.failures[0].get("is_secondary") is True:
+        return 2
+    return 1 if report.waited_for_other_nodes or report.may_be_victim else 0
+
+
+def _root_cause_rank(report: AttemptReport) -> int:
+    rank = report.failures[0].get("rank") if report.failures else None
+    return rank if isinstance(rank, int) else -1
+
+
+def _order_by_blame(summary: AttemptSummary) -> list[int]:
+    """Sort the nodes that reported: the least victim first, and then in the order of the inbox."""
+    positions = {node: position for position, node in enumerate(summary.failure_order)}
+    return sorted(
+        summary.reports,
+        key=lambda node: (_victim_level(summary.reports[node]), positions.get(node, math.inf), node),
+    )
+
+
+def _first_rank(summary: AttemptSummary, node: int) -> int:
+    return summary.first_ranks.get(node, -1)
+
+
+def _describe_newcomers(summary: AttemptSummary) -> str:
+    count = summary.waiting_nodes
+    return f"more nodes want to join: {count}" if count else "not all nodes of the round have joined"

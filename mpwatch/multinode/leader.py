@@ -1,18 +1,35 @@
-"""What the node of group rank 0 does for all of a round: a pure machine, fed with what the nodes tell it, in the one order
-of its inbox, and with the time, returning what is to be said to everybody.
+"""The state machine of the leader: the node of group rank 0 runs it for one round, and decides for the whole job.
 
-    GATHERING -- all cards are there --> STARTING -- a port is reserved --> WORKING -- failure, loss, newcomer --> STOPPING
-       `-- they disagree, or one is lost -. ^                                 `-- all have succeeded -.                |
-                                          | `------------ again -----------.                          v                |
-                                          `-----------------------------> verdict <------------------------------------'
-                                                                              |`-- regroup --> OVER       all have told
-                                                                              `-- done, failed --> CLOSING --> OVER
+The machine is pure. The node thread feeds it with the messages of all nodes in the order of the inbox, with heartbeats and
+with the time (round_runner.py). Each call returns the actions that the node thread has to carry out.
 
-Newcomers are taken in as soon as they are seen; what came of an attempt, and what follows, is judged in judging.py.
+    WAITING_FOR_NODES -- every NodeInfo is there --> STARTING -- port reserved --> RUNNING
+       |                                             ^   |                         |   |
+       | - the nodes disagree                        |   | - a node is lost        |   | - a rank fails
+       | - a node is lost                            |   | - more nodes wait       |   | - a node is lost
+       | - more nodes wait                           |   |                         |   | - more nodes wait
+       |                                             |   |                         |   v
+       |                                  RESTART ---'   |    all nodes succeeded  | STOPPING
+       |                                     |           |                         |   |
+       v                                     |           v                         v   v all nodes have reported
+       '-------------------------------> the decision (job_decision.py) <--------------'
+                                             |      |
+                              RE_RENDEZVOUS  |      |  DONE, FAILED
+                                             v      v
+                                      FINISHED    SHUTTING_DOWN -- all ShutdownAcks, or time is up --> FINISHED
 
-Guarantees: one verdict an attempt. Each node that is neither lost nor has left is waited for; one that is silent for
-`node_timeout` is lost, and one that does not say who it is, or end its ranks, in time, too. Messages grow linearly with the
-nodes.
+What happens when a node is lost:
+
+1. `check_heartbeats` finds that the heartbeats of the node have not changed for `node_timeout`. A node is also lost if it
+   leaves (NodeLeaving), or does not send its NodeInfo or stop its ranks in time.
+2. The leader broadcasts StopAttempt. Every other node stops its ranks and sends an AttemptReport.
+3. When all nodes that are not lost have reported, job_decision.py decides: RE_RENDEZVOUS if enough nodes remain or a restart
+   is left, FAILED otherwise. The leader broadcasts the AttemptDecision.
+4. On RE_RENDEZVOUS each node leaves the round and joins the next one (node_machine.py). If the leader itself is lost, every
+   other node decides on its own (`NodeMachine.handle_leader_loss`).
+
+Guarantees: there is one decision for each attempt. The leader waits for every node that is not lost. A node that sends no
+heartbeat for `node_timeout` is lost. The number of messages grows linearly with the nodes.
 """
 
 import math
@@ -21,14 +38,15 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from random import random
 
-from mpwatch.multinode.job_decision import AttemptSummary, host_of, judge
-from mpwatch.multinode.protocol.job_config import disagreement
+from mpwatch.multinode.job_decision import AttemptSummary, decide_next_step, describe_node
+from mpwatch.multinode.protocol.job_config import describe_disagreement
 from mpwatch.multinode.protocol.messages import (
     AttemptDecision,
     AttemptFailing,
     AttemptReport,
-    FromMember,
     JobClosed,
+    MessageToAll,
+    MessageToLeader,
     NextStep,
     NodeInfo,
     NodeLeaving,
@@ -39,313 +57,314 @@ from mpwatch.multinode.protocol.messages import (
     ShutdownAck,
     StartAttempt,
     StopAttempt,
-    Word,
 )
 from mpwatch.options.restart_policy import RestartPolicy
 
-GATHER_SHARE = 2.0  # of node_timeout, for all to say who they are
+NODE_INFO_SHARE = 2.0  # of node_timeout: how long the leader waits for every NodeInfo
 STOP_SECONDS = 5.0  # beyond its grace period, for a node to stop its ranks
 
 
 class RoundStage(Enum):
-    """Where the round is."""
+    """The stage of a round, as the leader sees it."""
 
-    GATHERING = auto()
+    WAITING_FOR_NODES = auto()
     STARTING = auto()
-    WORKING = auto()
+    RUNNING = auto()
     STOPPING = auto()
-    CLOSING = auto()
-    OVER = auto()
+    SHUTTING_DOWN = auto()
+    FINISHED = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """Tell everybody."""
+    """Send the message to all nodes."""
 
-    word: Word
+    message: MessageToAll
 
 
 @dataclass(frozen=True, slots=True)
 class PublishAssignments:
-    """Have these there for the nodes to find, before what is said next."""
+    """Write the ranks of each node into the store, before the next broadcast."""
 
-    places: tuple[RankAssignment, ...]
+    assignments: tuple[RankAssignment, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReservePort:
-    """A port of this host for the next attempt, other than the last one."""
+    """Reserve a port of this host for the next attempt, other than that of the last attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class CloseJob:
-    """The job is over: nobody may join it any more."""
+    """Mark the job as over in the rendezvous, so that no node can join it."""
 
 
-Act = Broadcast | PublishAssignments | ReservePort | CloseJob
+LeaderAction = Broadcast | PublishAssignments | ReservePort | CloseJob
 
 
 class Leader:
-    """Of one round.
+    """The state machine of the leader, for one round.
 
     Args:
-        size: how many nodes there are in it.
-        nodes: how many there have to be, and may be.
-        policy: which failures are worth another try, and how often.
-        node_timeout: seconds of silence after which a node is lost.
-        exit_barrier_timeout: seconds that the nodes have to take note of a success.
-        now: seconds on the clock that all later times are of.
-        chance: gives a number from 0 to 1, for the jitter of delays.
+        size: how many nodes are in the round.
+        nnodes: the least and the greatest number of nodes that the job allows.
+        policy: which failures are worth a restart, and how many restarts the job has.
+        node_timeout: seconds without a heartbeat after which a node is lost.
+        exit_barrier_timeout: seconds that the nodes have to acknowledge the success of the job.
+        now: the time on a monotonic clock. All later times are of the same clock.
+        rng: returns a number between 0 and 1, for the jitter of delays.
     """
 
     def __init__(
         self,
         *,
         size: int,
-        nodes: tuple[int, int],
+        nnodes: tuple[int, int],
         policy: RestartPolicy,
         node_timeout: float,
         exit_barrier_timeout: float,
         now: float,
-        chance: Callable[[], float] = random,
+        rng: Callable[[], float] = random,
     ) -> None:
-        self.stage = RoundStage.GATHERING
-        self._size, (self._min_nodes, self._max_nodes) = size, nodes
-        self._policy, self._chance = policy, chance
+        self.stage = RoundStage.WAITING_FOR_NODES
+        self._size, (self._min_nodes, self._max_nodes) = size, nnodes
+        self._policy, self._rng = policy, rng
         self._node_timeout, self._exit_barrier_timeout = node_timeout, exit_barrier_timeout
-        self._cards: dict[int, NodeInfo] = {}
-        self._beats: dict[int, tuple[int, float]] = {}  # by node: how many there were, and since when
-        self._gone: dict[int, str] = {}  # by node: why it is not counted on any more
-        self._said_bye: set[int] = set()
-        self._began_at = now
+        self._node_infos: dict[int, NodeInfo] = {}
+        self._heartbeats: dict[int, tuple[int, float]] = {}  # by node: the count, and since when it has been unchanged
+        self._lost_nodes: dict[int, str] = {}  # by node: why it is lost
+        self._acknowledged: set[int] = set()  # the nodes that sent ShutdownAck
+        self._started_at = now
         self._history = RestartHistory()
-        self._waiting = 0  # newcomers
+        self._waiting_nodes = 0  # nodes that wait to join, as far as the job has room for them
         self._first_ranks: dict[int, int] = {}
         self._begin_attempt()
-        self._stop_by = now + GATHER_SHARE * node_timeout
+        self._deadline = now + NODE_INFO_SHARE * node_timeout
 
     def _begin_attempt(self) -> None:
         self._attempt = self._history.attempts
-        self._order: list[int] = []  # of the nodes whose ranks failed
-        self._stopped: set[int] = set()  # the nodes whose ranks are gone
-        self._ended: dict[int, AttemptReport] = {}
-        self._makes_room = False  # newcomers are why it was stopped
-        self._stop_by = math.inf
+        self._failure_order: list[int] = []  # the nodes whose ranks failed
+        self._stopped_nodes: set[int] = set()  # the nodes whose ranks have all exited
+        self._reports: dict[int, AttemptReport] = {}
+        self._stopped_for_newcomers = False
+        self._deadline = math.inf
         self._delay = 0.0
 
     @property
-    def is_over(self) -> bool:
-        """Whether nobody needs it any more."""
-        return self.stage is RoundStage.OVER
+    def is_finished(self) -> bool:
+        """Whether no other node needs this leader any more."""
+        return self.stage is RoundStage.FINISHED
 
     @property
-    def is_closing(self) -> bool:
-        """Whether what came of the job has been said."""
-        return self.stage in (RoundStage.CLOSING, RoundStage.OVER)
+    def has_decided(self) -> bool:
+        """Whether the leader has nothing more to decide in this round."""
+        return self.stage in (RoundStage.SHUTTING_DOWN, RoundStage.FINISHED)
 
     @property
-    def present(self) -> set[int]:
-        """The nodes that are counted on."""
-        return set(range(self._size)) - self._gone.keys()
+    def active_nodes(self) -> set[int]:
+        """The nodes of the round that are not lost."""
+        return set(range(self._size)) - self._lost_nodes.keys()
 
-    def hear(self, message: FromMember, now: float) -> list[Act]:
-        """What a node tells. Nothing is believed of one that is not of this round, or was given up."""
+    def handle_message(self, message: MessageToLeader, now: float) -> list[LeaderAction]:
+        """Handle one message of the inbox. Ignore it if its node is lost or is not in this round."""
         node = message.group_rank
-        if node not in self.present or self.stage is RoundStage.OVER:
+        if node not in self.active_nodes or self.stage is RoundStage.FINISHED:
             return []
-        self._beats[node] = (self._beats.get(node, (-1, now))[0], now)
+        self._heartbeats[node] = (self._heartbeats.get(node, (-1, now))[0], now)
         if isinstance(message, NodeInfo):
-            self._cards[node] = message
+            self._node_infos[node] = message
             self._history = max(self._history, message.history, key=lambda history: history.attempts)
-            return self._when_gathered(now) if self.stage is RoundStage.GATHERING else []
+            return self._start_if_complete(now) if self.stage is RoundStage.WAITING_FOR_NODES else []
         if isinstance(message, ShutdownAck):
-            self._said_bye.add(node)
-            is_missed = self.stage is not RoundStage.CLOSING and node not in self._ended
-            return self._lose(node, "it has left", now) if is_missed else self._when_closed()
+            self._acknowledged.add(node)
+            has_left_early = self.stage is not RoundStage.SHUTTING_DOWN and node not in self._reports
+            return self._handle_lost_node(node, "it has left", now) if has_left_early else self._finish_if_acknowledged()
         if isinstance(message, NodeLeaving):
-            return self._lose(node, message.reason, now)
+            return self._handle_lost_node(node, message.reason, now)
         if message.attempt != self._attempt:
             return []
         if isinstance(message, AttemptFailing):
-            self._order.append(node)
-            return self._stop(f"a rank has failed on {self._host(node)}", now)
+            self._failure_order.append(node)
+            return self._stop_attempt(f"a rank has failed on {self._describe(node)}", now)
         if isinstance(message, RanksStopped):
-            self._stopped.add(node)
+            self._stopped_nodes.add(node)
             return []
-        return self._note_end(message, now)
+        return self._handle_report(message, now)
 
-    def see_beats(self, beats: Mapping[int, int], now: float) -> list[Act]:
-        """How often each node has given a sign of life by now; one that has never, is not in it."""
-        acts: list[Act] = []
-        for node in sorted(self.present):
-            count = beats.get(node, -1)
-            known, since = self._beats.get(node, (-1, self._began_at))
-            if count != known:
-                self._beats[node] = (count, now)
-            elif now - since > self._node_timeout and self.stage is not RoundStage.OVER:
-                acts += self._lose(node, f"no sign of life for {self._node_timeout:g} s", now)
-        return acts
+    def check_heartbeats(self, counts: Mapping[int, int], now: float) -> list[LeaderAction]:
+        """Compare the heartbeat counts of the nodes with the last counts. A node whose count does not change is lost.
 
-    def see_waiting(self, count: int, now: float) -> list[Act]:
-        """How many newcomers there are."""
-        self._waiting = max(0, min(count, self._max_nodes - self._size))
-        if self._waiting and self.stage is RoundStage.WORKING:
-            self._makes_room = True
-        return self._stop("other nodes have come", now) if self._waiting else []
-
-    def forgive(self, seconds: float) -> None:
-        """This node itself did not look for so long: nobody was silent meanwhile."""
-        self._beats = {node: (count, since + seconds) for node, (count, since) in self._beats.items()}
-        self._began_at += seconds
-        self._stop_by += seconds
-
-    def resign(self, why: str) -> list[Act]:
-        """This node was silent for so long that the others may have gone on without it: what comes of their job is not for
-        it to say any more. Those who are still there stop their ranks, and then miss its signs of life.
+        A node without any heartbeat is missing in `counts`.
         """
-        self.stage = RoundStage.OVER
-        return [Broadcast(StopAttempt(self._attempt, why))]
+        actions: list[LeaderAction] = []
+        for node in sorted(self.active_nodes):
+            count = counts.get(node, -1)
+            last_count, since = self._heartbeats.get(node, (-1, self._started_at))
+            if count != last_count:
+                self._heartbeats[node] = (count, now)
+            elif now - since > self._node_timeout and self.stage is not RoundStage.FINISHED:
+                actions += self._handle_lost_node(node, f"no heartbeat for {self._node_timeout:g} s", now)
+        return actions
 
-    def reserved(self, port: int) -> list[Act]:
-        """The port for the next attempt."""
+    def update_waiting_nodes(self, count: int, now: float) -> list[LeaderAction]:
+        """Set how many nodes wait to join. If the job has room for them, stop the attempt, so that all nodes can rejoin."""
+        self._waiting_nodes = max(0, min(count, self._max_nodes - self._size))
+        if self._waiting_nodes and self.stage is RoundStage.RUNNING:
+            self._stopped_for_newcomers = True
+        return self._stop_attempt("more nodes want to join", now) if self._waiting_nodes else []
+
+    def extend_deadlines(self, seconds: float) -> None:
+        """Extend all deadlines: this node did not poll the store for so long, so it saw no heartbeat of the other nodes."""
+        self._heartbeats = {node: (count, since + seconds) for node, (count, since) in self._heartbeats.items()}
+        self._started_at += seconds
+        self._deadline += seconds
+
+    def step_down(self, reason: str) -> list[LeaderAction]:
+        """Stop leading: this node was silent for so long that the other nodes may have gone on without it.
+
+        The leader must not decide about their job any more. Nodes that are still in this round stop their ranks. Then they
+        miss the leader's heartbeats and take it for lost.
+        """
+        self.stage = RoundStage.FINISHED
+        return [Broadcast(StopAttempt(self._attempt, reason))]
+
+    def start_attempt(self, port: int) -> list[LeaderAction]:
+        """Start the next attempt with the port that was reserved."""
         if self.stage is not RoundStage.STARTING:
             return []
-        self.stage = RoundStage.WORKING
+        self.stage = RoundStage.RUNNING
         start = StartAttempt(
             attempt=self._attempt,
-            world_size=sum(card.nprocs for card in self._cards.values()),
+            world_size=sum(info.nprocs for info in self._node_infos.values()),
             group_world_size=self._size,
-            master_addr=self._cards[0].address,
+            master_addr=self._node_infos[0].address,
             master_port=port,
-            host=self._cards[0].host,
-            nprocs=self._cards[0].nprocs,
+            leader_host=self._node_infos[0].host,
+            leader_nprocs=self._node_infos[0].nprocs,
             delay=self._delay,
         )
-        return [PublishAssignments(self._places()), Broadcast(start)]
+        return [PublishAssignments(self._assign_ranks()), Broadcast(start)]
 
-    @property
-    def deadline(self) -> float:
-        """When `expire` must be called; infinite if it need not be."""
-        return self._stop_by
-
-    def expire(self, now: float) -> list[Act]:
-        """What is to be done now that a deadline has come."""
-        if now < self._stop_by:
+    def handle_deadline(self, now: float) -> list[LeaderAction]:
+        """Act if the deadline of the stage has passed: nodes that did not send what the stage needs are lost."""
+        if now < self._deadline:
             return []
-        self._stop_by = math.inf
-        if self.stage is RoundStage.CLOSING:
-            return self._be_over()
-        if self.stage is RoundStage.GATHERING:
-            missing, why = self.present - self._cards.keys(), "it gives signs of life, and does not say who it is"
+        self._deadline = math.inf
+        if self.stage is RoundStage.SHUTTING_DOWN:
+            return self._finish()
+        if self.stage is RoundStage.WAITING_FOR_NODES:
+            late, reason = self.active_nodes - self._node_infos.keys(), "it sends heartbeats, but has not sent its NodeInfo"
         else:
-            missing, why = self.present - self._stopped - self._ended.keys(), "it does not stop its ranks"
-        return [act for node in sorted(missing) for act in self._lose(node, why, now)]
+            late, reason = self.active_nodes - self._stopped_nodes - self._reports.keys(), "it does not stop its ranks"
+        return [action for node in sorted(late) for action in self._handle_lost_node(node, reason, now)]
 
-    def _when_gathered(self, now: float) -> list[Act]:
-        if self._cards.keys() != set(range(self._size)):
+    def _start_if_complete(self, now: float) -> list[LeaderAction]:
+        if self._node_infos.keys() != set(range(self._size)):
             return []
         self._begin_attempt()
-        if why := disagreement(list(self._cards.values())):
-            return self._conclude(now, why)
-        if self._waiting:
-            return self._conclude(now)
+        if disagreement := describe_disagreement(list(self._node_infos.values())):
+            return self._decide(now, disagreement)
+        if self._waiting_nodes:
+            return self._decide(now)
         self.stage = RoundStage.STARTING
         return [ReservePort()]
 
-    def _places(self) -> tuple[RankAssignment, ...]:
-        """Global ranks: those of lower nodes come first; ranks of a role: the same among the nodes of that role."""
-        of_role: dict[str, int] = {}
-        for card in self._cards.values():
-            of_role[card.role] = of_role.get(card.role, 0) + card.nprocs
-        places, rank, role_rank = [], 0, dict.fromkeys(of_role, 0)
+    def _assign_ranks(self) -> tuple[RankAssignment, ...]:
+        """Number the ranks by node: globally, and among the nodes of the same role."""
+        role_sizes: dict[str, int] = {}
+        for info in self._node_infos.values():
+            role_sizes[info.role] = role_sizes.get(info.role, 0) + info.nprocs
+        assignments, rank, role_ranks = [], 0, dict.fromkeys(role_sizes, 0)
         for node in range(self._size):
-            card = self._cards[node]
+            info = self._node_infos[node]
             self._first_ranks[node] = rank
-            places.append(RankAssignment(node, self._attempt, card.nonce, rank, role_rank[card.role], of_role[card.role]))
-            rank += card.nprocs
-            role_rank[card.role] += card.nprocs
-        return tuple(places)
+            assignments.append(
+                RankAssignment(node, self._attempt, info.nonce, rank, role_ranks[info.role], role_sizes[info.role])
+            )
+            rank += info.nprocs
+            role_ranks[info.role] += info.nprocs
+        return tuple(assignments)
 
-    def _note_end(self, report: AttemptReport, now: float) -> list[Act]:
+    def _handle_report(self, report: AttemptReport, now: float) -> list[LeaderAction]:
         node = report.group_rank
-        if report.outcome is NodeOutcome.STOPPED and self.stage is RoundStage.WORKING:  # of its own accord: see Lease
-            return self._lose(node, "it could not reach the store for a while, and has stopped its ranks", now)
-        self._ended[node] = report
-        acts: list[Act] = []
+        if report.outcome is NodeOutcome.STOPPED and self.stage is RoundStage.RUNNING:
+            # no StopAttempt was sent: the lease of the node's ranks has expired, see LocalRanks.renew_lease
+            return self._handle_lost_node(node, "it could not reach the store for a while, and has stopped its ranks", now)
+        self._reports[node] = report
+        actions: list[LeaderAction] = []
         if report.outcome not in (NodeOutcome.SUCCEEDED, NodeOutcome.STOPPED):
-            if node not in self._order:
-                self._order.append(node)
-            acts = self._stop(f"a rank has failed on {self._host(node)}", now)
-        return acts + self._when_ended(now)
+            if node not in self._failure_order:
+                self._failure_order.append(node)
+            actions = self._stop_attempt(f"a rank has failed on {self._describe(node)}", now)
+        return actions + self._decide_if_complete(now)
 
-    def _lose(self, node: int, why: str, now: float) -> list[Act]:
-        if node not in self.present:
+    def _handle_lost_node(self, node: int, reason: str, now: float) -> list[LeaderAction]:
+        if node not in self.active_nodes:
             return []
-        self._gone[node] = why
-        if self.stage is RoundStage.CLOSING:
-            return self._when_closed()
-        if self.stage is RoundStage.GATHERING:
-            return self._conclude(now)
-        return self._stop(f"{self._host(node)} is gone: {why}", now) + self._when_ended(now)
+        self._lost_nodes[node] = reason
+        if self.stage is RoundStage.SHUTTING_DOWN:
+            return self._finish_if_acknowledged()
+        if self.stage is RoundStage.WAITING_FOR_NODES:
+            return self._decide(now)
+        return self._stop_attempt(f"{self._describe(node)} is lost: {reason}", now) + self._decide_if_complete(now)
 
-    def _stop(self, why: str, now: float) -> list[Act]:
-        if self.stage is RoundStage.STARTING:  # nobody has begun
-            return self._conclude(now)
-        if self.stage is not RoundStage.WORKING:
+    def _stop_attempt(self, reason: str, now: float) -> list[LeaderAction]:
+        if self.stage is RoundStage.STARTING:  # no node has started its ranks
+            return self._decide(now)
+        if self.stage is not RoundStage.RUNNING:
             return []
         self.stage = RoundStage.STOPPING
-        self._stop_by = now + max(card.grace_period for card in self._cards.values()) + STOP_SECONDS
-        return [Broadcast(StopAttempt(self._attempt, why))]
+        self._deadline = now + max(info.grace_period for info in self._node_infos.values()) + STOP_SECONDS
+        return [Broadcast(StopAttempt(self._attempt, reason))]
 
-    def _when_ended(self, now: float) -> list[Act]:
-        """Whether all who are left have told what became of their ranks."""
-        if self.stage not in (RoundStage.WORKING, RoundStage.STOPPING) or not self.present <= self._ended.keys():
-            return []
-        return self._conclude(now)
+    def _decide_if_complete(self, now: float) -> list[LeaderAction]:
+        """Decide if all nodes that are not lost have reported."""
+        is_attempt_started = self.stage in (RoundStage.RUNNING, RoundStage.STOPPING)
+        return self._decide(now) if is_attempt_started and self.active_nodes <= self._reports.keys() else []
 
-    def _when_closed(self) -> list[Act]:
-        done = self.stage is RoundStage.CLOSING and self.present <= self._said_bye
-        return self._be_over() if done else []
-
-    def _be_over(self) -> list[Act]:
-        self.stage = RoundStage.OVER
-        return [Broadcast(JobClosed())]
-
-    def _conclude(self, now: float, why: str = "") -> list[Act]:
-        """Say what came of the attempt, and see to what follows."""
-        if why:
-            verdict = AttemptDecision(self._attempt, NextStep.FAILED, self._history, reason=why)
+    def _decide(self, now: float, disagreement: str = "") -> list[LeaderAction]:
+        """Decide what follows on the attempt, broadcast the decision, and enter the next stage."""
+        if disagreement:
+            decision = AttemptDecision(self._attempt, NextStep.FAILED, self._history, reason=disagreement)
         else:
-            verdict = judge(self._case(), self._policy, self._chance)
-        self._history, self._stop_by = verdict.history, math.inf
-        if verdict.decision is NextStep.RE_RENDEZVOUS:
-            self.stage = RoundStage.OVER
-            return [Broadcast(verdict)]
-        if verdict.decision is NextStep.RESTART:
+            decision = decide_next_step(self._summarize_attempt(), self._policy, self._rng)
+        self._history, self._deadline = decision.history, math.inf
+        if decision.next_step is NextStep.RE_RENDEZVOUS:
+            self.stage = RoundStage.FINISHED
+            return [Broadcast(decision)]
+        if decision.next_step is NextStep.RESTART:
             self._begin_attempt()
-            self._delay = verdict.delay
+            self._delay = decision.delay
             self.stage = RoundStage.STARTING
-            return [Broadcast(verdict), ReservePort()]
-        self.stage = RoundStage.CLOSING
-        has_succeeded = verdict.decision is NextStep.DONE
-        self._stop_by = now + (self._exit_barrier_timeout if has_succeeded else self._node_timeout)
-        return [CloseJob(), Broadcast(verdict)]
+            return [Broadcast(decision), ReservePort()]
+        self.stage = RoundStage.SHUTTING_DOWN
+        has_succeeded = decision.next_step is NextStep.DONE
+        self._deadline = now + (self._exit_barrier_timeout if has_succeeded else self._node_timeout)
+        return [CloseJob(), Broadcast(decision)]
 
-    def _case(self) -> AttemptSummary:
+    def _summarize_attempt(self) -> AttemptSummary:
         return AttemptSummary(
             attempt=self._attempt,
-            has_begun=self.stage in (RoundStage.WORKING, RoundStage.STOPPING),
+            has_started=self.stage in (RoundStage.RUNNING, RoundStage.STOPPING),
             history=self._history,
-            cards=self._cards,
+            node_infos=self._node_infos,
             first_ranks=self._first_ranks,
             size=self._size,
-            nodes=(self._min_nodes, self._max_nodes),
-            waiting=self._waiting,
-            makes_room=self._makes_room,
-            order=self._order,
-            ended=self._ended,
-            gone=self._gone,
+            min_nodes=self._min_nodes,
+            waiting_nodes=self._waiting_nodes,
+            stopped_for_newcomers=self._stopped_for_newcomers,
+            failure_order=self._failure_order,
+            reports=self._reports,
+            lost_nodes=self._lost_nodes,
         )
 
-    def _host(self, node: int) -> str:
-        return host_of(self._cards, node)
+    def _finish_if_acknowledged(self) -> list[LeaderAction]:
+        is_complete = self.stage is RoundStage.SHUTTING_DOWN and self.active_nodes <= self._acknowledged
+        return self._finish() if is_complete else []
+
+    def _finish(self) -> list[LeaderAction]:
+        self.stage = RoundStage.FINISHED
+        return [Broadcast(JobClosed())]
+
+    def _describe(self, node: int) -> str:
+        return describe_node(self._node_infos, node)

@@ -1,16 +1,30 @@
-"""What a node does in one round of the rendezvous: a pure machine, fed with what the chair says, what becomes of the node's
-own ranks, and the time, returning actions. Every node is one, the chair's too.
+"""The state machine that every node runs for one round, the leader's node included.
 
-    ENTERING -- start --> PREPARING -- environments made --> WORKING -- stop, or they fail --> STOPPING
-       ^                      `-- stop --------------------.     `-- they have returned --.       |
-       |                                                    v                             v       v
-       `--- verdict: again ---------------------------- WAITING <------- what became of them is told
-                                                           `--- verdict: regroup ---> OVER, and the nodes meet anew
-                                                            `-- verdict: done, failed --> ENDING -- closed --> OVER
+The machine is pure. The node thread feeds it with the leader's broadcasts, with events of the node's own ranks, and with the
+time (round_runner.py). Each call returns the actions that the node thread has to carry out.
 
-Guarantees: the chair's silence, the store's loss and a word that never comes end each stage within `node_timeout`, but for
-WORKING, PREPARING and WAITING while the chair is alive: there somebody's own code is at work. Ranks are never left at work
-by a node that may have been given up by the others: `Lease` says until when they may be.
+    JOINING -- StartAttempt --> PREPARING -- environments are made --> RUNNING -- StopAttempt, or a rank fails --> STOPPING
+       |                          ^   |                                  |                                           |
+       |                          |   | StopAttempt                      | all ranks returned                        |
+       |                          |   v                                  v                                           v
+       |                          |  AWAITING_DECISION <-- the node sends its AttemptReport -------------------------'
+       |                          |   |          |
+       |             StartAttempt '---'          |
+       |             after RESTART               |
+       '------------------------> the leader's AttemptDecision
+                                      |          |
+                        RE_RENDEZVOUS |          | DONE, FAILED
+                                      v          v
+               FINISHED, join the next round   SHUTTING_DOWN -- JobClosed; on most nodes at once --> FINISHED
+
+What happens when the leader is lost: `check_leader_heartbeat` finds that its heartbeats have not changed for `node_timeout`.
+Then the node stops its ranks. When they have exited it decides on its own (`_decide_without_leader`). All nodes come to the
+same decision, because they know the same facts. If the store is lost there is no decision: the job fails on every node that
+cannot reach it.
+
+Guarantees: if the leader sends no heartbeat, or the store is lost, every stage ends within `node_timeout`. While the leader
+is alive, RUNNING, PREPARING and AWAITING_DECISION last as long as the caller's code runs on some node. If the other nodes
+may give up a node, its ranks are stopped before: see `Lease` (LocalRanks.renew_lease).
 """
 
 from dataclasses import dataclass, replace
@@ -22,9 +36,10 @@ from mpwatch.multinode.protocol.messages import (
     AttemptDecision,
     AttemptFailing,
     AttemptReport,
-    FromMember,
     JobClosed,
     LostNode,
+    MessageToAll,
+    MessageToLeader,
     NextStep,
     NodeInfo,
     NodeLeaving,
@@ -35,35 +50,34 @@ from mpwatch.multinode.protocol.messages import (
     ShutdownAck,
     StartAttempt,
     StopAttempt,
-    Word,
 )
 
 
 class NodeStage(Enum):
-    """Where a node is."""
+    """The stage of a node in a round."""
 
-    ENTERING = auto()
+    JOINING = auto()
     PREPARING = auto()
-    WORKING = auto()
+    RUNNING = auto()
     STOPPING = auto()
-    WAITING = auto()
-    ENDING = auto()
-    OVER = auto()
+    AWAITING_DECISION = auto()
+    SHUTTING_DOWN = auto()
+    FINISHED = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class SendToLeader:
-    """Tell the chair."""
+    """Send the message to the leader."""
 
-    message: FromMember
+    message: MessageToLeader
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareRanks:
-    """Make the environments of the node's ranks, which runs the caller's code."""
+    """Let the caller's thread make the environments of the node's ranks. This runs the caller's code (`env`)."""
 
     start: StartAttempt
-    place: RankAssignment
+    assignment: RankAssignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,279 +89,298 @@ class StartRanks:
 
 @dataclass(frozen=True, slots=True)
 class StopRanks:
-    """Stop the ranks."""
+    """Stop the ranks of this node."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReportAttempt:
-    """This came of the attempt; the caller wants to know, whatever follows."""
+    """Report the decision about an attempt to the caller's thread. The job goes on."""
 
-    verdict: AttemptDecision
+    decision: AttemptDecision
 
 
 @dataclass(frozen=True, slots=True)
 class ReportJob:
-    """This came of the job."""
+    """Report the decision about the whole job to the caller's thread. The job is over."""
 
-    verdict: AttemptDecision
+    decision: AttemptDecision
 
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """Meet the others anew, with this to tell them."""
+    """Join the next round of the rendezvous."""
 
     history: RestartHistory
-    nodes: int
-    """So many of this round will come."""
+    """The node sends it to the leader of the next round."""
+    expected_nodes: int
+    """How many nodes of this round join the next one."""
 
 
-Action = SendToLeader | PrepareRanks | StartRanks | StopRanks | ReportAttempt | ReportJob | Rejoin
+NodeAction = SendToLeader | PrepareRanks | StartRanks | StopRanks | ReportAttempt | ReportJob | Rejoin
 
 
 class NodeMachine:
-    """Of one round.
+    """The state machine of one node, for one round.
 
     Args:
-        card: who this node is.
-        size: how many nodes there are.
-        min_nodes: with how many the job can be.
-        max_restarts: how many failures it survives.
-        node_timeout: seconds of silence after which the chair is lost.
-        now: seconds on the clock that all later times are of.
+        node_info: what the leader has to know of this node.
+        size: how many nodes are in the round.
+        min_nodes: how many nodes the job needs.
+        max_restarts: how many restarts the job has.
+        node_timeout: seconds without a heartbeat after which the leader is lost.
+        now: the time on a monotonic clock. All later times are of the same clock.
     """
 
     def __init__(
-        self, card: NodeInfo, *, size: int, min_nodes: int, max_restarts: int, node_timeout: float, now: float
+        self, node_info: NodeInfo, *, size: int, min_nodes: int, max_restarts: int, node_timeout: float, now: float
     ) -> None:
-        self.stage = NodeStage.ENTERING
-        self.history = card.history
-        self.attempt = NO_ATTEMPT  # the latest that was started, as the job counts them
-        self._card = card
+        self.stage = NodeStage.JOINING
+        self.history = node_info.history
+        self.attempt = NO_ATTEMPT  # the latest attempt that the leader started
+        self._node_info = node_info
         self._size, self._min_nodes, self._max_restarts = size, min_nodes, max_restarts
         self._node_timeout = node_timeout
-        self._chair_beat = -1
-        self._chair_seen_at = now
-        self._has_resigned = False
-        self._lost = ""  # why there is no chair any more
-        self._has_begun = False  # ranks of this attempt
+        self._leader_heartbeat = -1
+        self._leader_seen_at = now
+        self._has_withdrawn = False
+        self._loss = ""  # why the leader or the store is lost; empty while they are there
+        self._has_ranks = False  # of this attempt, not yet reported
         self._is_leaving = False
         self._start: StartAttempt | None = None
-        self._place: RankAssignment | None = None
-        self._overdue: AttemptDecision | None = None  # said while this node was still at work: it had been given up
+        self._assignment: RankAssignment | None = None
+        self._late_decision: AttemptDecision | None = None  # it came while the ranks ran: the other nodes go on without them
 
     @property
-    def is_over(self) -> bool:
-        """Whether it has nothing more to do in this round."""
-        return self.stage is NodeStage.OVER
-
-    def begin(self) -> list[Action]:
-        """Its first words."""
-        return [SendToLeader(self._card)]
-
-    def see_chair(self, beat: int, now: float) -> list[Action]:
-        """How often the chair has given a sign of life by now."""
-        if beat != self._chair_beat:
-            self._chair_beat, self._chair_seen_at = beat, now
-        elif now - self._chair_seen_at > self._node_timeout:
-            return self.lose_chair(f"no sign of life for {self._node_timeout:g} s")
-        return []
-
-    def forgive(self, seconds: float) -> None:
-        """This node itself did not look for so long."""
-        self._chair_seen_at += seconds
-
-    def resign(self, why: str) -> list[Action]:
-        """This node was silent for so long that the others may have gone on without it. They are told to; its ranks are
-        stopped, and no others started; and when it knows what the others do, or that there is no chair, it comes back.
-        """
-        if self.stage in (NodeStage.ENDING, NodeStage.OVER):
-            return []
-        self._has_resigned = True
-        was, self.stage = self.stage, NodeStage.STOPPING if self._has_begun else NodeStage.WAITING
-        told: list[Action] = [SendToLeader(NodeLeaving(self._card.group_rank, why))]
-        return told + ([StopRanks(why)] if was is NodeStage.WORKING else [])
-
-    def hear(self, word: Word) -> list[Action]:
-        """What the chair has said."""
-        if self.stage is NodeStage.OVER:
-            return []
-        if isinstance(word, StartAttempt):
-            return self._started(word)
-        if isinstance(word, StopAttempt):
-            return self._stopped(word) if word.attempt == self.attempt else []
-        if isinstance(word, JobClosed):
-            return self._leave() if self.stage is NodeStage.ENDING or self._is_leaving else []
-        return self._judged(word) if self.stage in (NodeStage.WAITING, NodeStage.ENTERING) else self._given_up(word)
-
-    def placed(self, place: RankAssignment) -> list[Action]:
-        """Its ranks in the attempt that starts."""
-        if self.stage is not NodeStage.PREPARING or self._start is None or place.attempt != self._start.attempt:
-            return []
-        self._place = place
-        return [PrepareRanks(self._start, place)]
-
-    @property
-    def wants_place(self) -> int | None:
-        """Of which attempt it has yet to be told its place."""
-        is_wanted = self.stage is NodeStage.PREPARING and self._place is None
-        return self._start.attempt if is_wanted and self._start is not None else None
+    def is_finished(self) -> bool:
+        """Whether the node has nothing more to do in this round."""
+        return self.stage is NodeStage.FINISHED
 
     @property
     def serves_store(self) -> bool:
-        """Whether the others need this node until they know what came of the job."""
-        return self._card.serves_store
+        """Whether the other nodes need this node until they know that the job is over."""
+        return self._node_info.serves_store
 
-    def prepared(self, attempt: int) -> list[Action]:
-        """The environments of the ranks of that attempt have been made, and it is time to start them."""
-        if self.stage is not NodeStage.PREPARING or self._place is None or attempt != self.attempt:
-            return []  # called off meanwhile
-        self.stage = NodeStage.WORKING
-        self._has_begun = True
+    @property
+    def awaited_assignment(self) -> int | None:
+        """The attempt for which the node still needs its RankAssignment. None: it needs none."""
+        is_awaited = self.stage is NodeStage.PREPARING and self._assignment is None
+        return self._start.attempt if is_awaited and self._start is not None else None
+
+    def send_node_info(self) -> list[NodeAction]:
+        """Introduce this node to the leader. Call this first."""
+        return [SendToLeader(self._node_info)]
+
+    # The leader and the store.
+
+    def handle_broadcast(self, message: MessageToAll) -> list[NodeAction]:
+        """Handle a message that the leader sent to all nodes."""
+        if self.stage is NodeStage.FINISHED:
+            return []
+        if isinstance(message, StartAttempt):
+            return self._handle_start(message)
+        if isinstance(message, StopAttempt):
+            return self._handle_stop(message) if message.attempt == self.attempt else []
+        if isinstance(message, JobClosed):
+            if self.stage is NodeStage.SHUTTING_DOWN or self._is_leaving:
+                self.stage = NodeStage.FINISHED
+            return []
+        if self.stage in (NodeStage.AWAITING_DECISION, NodeStage.JOINING):
+            return self._follow_decision(message)
+        return self._handle_late_decision(message)
+
+    def handle_assignment(self, assignment: RankAssignment) -> list[NodeAction]:
+        """Handle the numbers of this node's ranks in the attempt that starts."""
+        if self.stage is not NodeStage.PREPARING or self._start is None or assignment.attempt != self._start.attempt:
+            return []
+        self._assignment = assignment
+        return [PrepareRanks(self._start, assignment)]
+
+    def check_leader_heartbeat(self, count: int, now: float) -> list[NodeAction]:
+        """Compare the heartbeat count of the leader with the last count. A leader whose count does not change is lost."""
+        if count != self._leader_heartbeat:
+            self._leader_heartbeat, self._leader_seen_at = count, now
+        elif now - self._leader_seen_at > self._node_timeout:
+            return self.handle_leader_loss(f"no heartbeat for {self._node_timeout:g} s")
+        return []
+
+    def extend_deadlines(self, seconds: float) -> None:
+        """Extend the deadline: this node did not poll the store for so long, so it saw no heartbeat of the leader."""
+        self._leader_seen_at += seconds
+
+    def handle_leader_loss(self, reason: str) -> list[NodeAction]:
+        """Stop the ranks and go on without the leader. The other nodes find out in the same way, and do the same."""
+        if self.stage in (NodeStage.FINISHED, NodeStage.SHUTTING_DOWN):
+            self.stage = NodeStage.FINISHED  # the decision about the job is known
+            return []
+        if self._loss:
+            return []
+        self._loss = reason
+        if self._has_ranks:
+            was_running, self.stage = self.stage is NodeStage.RUNNING, NodeStage.STOPPING
+            return [StopRanks(self._describe_leader_loss())] if was_running else []
+        return self._decide_without_leader()
+
+    def handle_store_loss(self, reason: str) -> list[NodeAction]:
+        """Stop the ranks and let the job fail. No other node can replace the store."""
+        if self.stage in (NodeStage.FINISHED, NodeStage.SHUTTING_DOWN):
+            self.stage = NodeStage.FINISHED
+            return []
+        self._loss, self._size = reason, 0
+        if self._has_ranks:
+            self.stage = NodeStage.STOPPING
+            return [StopRanks(reason)]
+        return self._decide_without_leader()
+
+    def withdraw(self, reason: str) -> list[NodeAction]:
+        """Leave the round: this node was silent for so long that the other nodes may have gone on without it.
+
+        Tell the leader so, stop the ranks, and start no others in this round. The node rejoins when it has read the leader's
+        decision, or finds that the leader is lost.
+        """
+        if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
+            return []
+        self._has_withdrawn = True
+        was_running = self.stage is NodeStage.RUNNING
+        self.stage = NodeStage.STOPPING if self._has_ranks else NodeStage.AWAITING_DECISION
+        leaving: list[NodeAction] = [SendToLeader(NodeLeaving(self._node_info.group_rank, reason))]
+        return leaving + ([StopRanks(reason)] if was_running else [])
+
+    # The ranks of this node, and its caller.
+
+    def start_ranks(self, attempt: int) -> list[NodeAction]:
+        """Start the ranks of that attempt: their environments have been made, and the delay is over."""
+        if self.stage is not NodeStage.PREPARING or self._assignment is None or attempt != self.attempt:
+            return []  # the leader has stopped that attempt meanwhile
+        self.stage = NodeStage.RUNNING
+        self._has_ranks = True
         return [StartRanks(self.attempt)]
 
-    def failing(self) -> list[Action]:
-        """The node's ranks fail, or their time is up: known before they are gone."""
-        if self.stage is not NodeStage.WORKING:
+    def report_failing(self) -> list[NodeAction]:
+        """Report that the attempt fails on this node. The ranks have not exited yet."""
+        if self.stage is not NodeStage.RUNNING:
             return []
         self.stage = NodeStage.STOPPING
-        return [SendToLeader(AttemptFailing(self._card.group_rank, self.attempt))]
+        return [SendToLeader(AttemptFailing(self._node_info.group_rank, self.attempt))]
 
-    def stopped(self) -> list[Action]:
-        """All of the node's ranks are gone; what became of them has yet to be found out."""
-        is_at_it = self.stage in (NodeStage.WORKING, NodeStage.STOPPING)
-        return [SendToLeader(RanksStopped(self._card.group_rank, self.attempt))] if is_at_it else []
-
-    def ended(self, report: AttemptReport) -> list[Action]:
-        """It is known what became of the node's ranks."""
-        if self.stage not in (NodeStage.WORKING, NodeStage.STOPPING):
+    def report_ranks_stopped(self) -> list[NodeAction]:
+        """Report that all ranks of this node have exited. The caller's thread makes the AttemptReport later."""
+        if self.stage not in (NodeStage.RUNNING, NodeStage.STOPPING):
             return []
-        report = replace(report, group_rank=self._card.group_rank, attempt=self.attempt)
-        self.stage = NodeStage.WAITING
-        self._has_begun = False
-        if self._lost:
-            return self._after_chair()
-        if self._overdue is not None:
-            return self._judged(self._overdue)
+        return [SendToLeader(RanksStopped(self._node_info.group_rank, self.attempt))]
+
+    def report_attempt(self, report: AttemptReport) -> list[NodeAction]:
+        """Report what became of this node's ranks."""
+        if self.stage not in (NodeStage.RUNNING, NodeStage.STOPPING):
+            return []
+        report = replace(report, group_rank=self._node_info.group_rank, attempt=self.attempt)
+        self.stage = NodeStage.AWAITING_DECISION
+        self._has_ranks = False
+        if self._loss:
+            return self._decide_without_leader()
+        if self._late_decision is not None:
+            return self._follow_decision(self._late_decision)
         return [SendToLeader(report)]
 
-    def abort(self, report: AttemptReport) -> list[Action]:
-        """This node cannot go on, through no fault of a rank; nobody need wait for it."""
-        told: list[Action] = []
-        if self.stage not in (NodeStage.ENDING, NodeStage.OVER):
-            self.stage = NodeStage.ENDING
-            told = [SendToLeader(replace(report, group_rank=self._card.group_rank, attempt=max(self.attempt, 0)))]
-        return told + self.concluded()
+    def abort(self, report: AttemptReport) -> list[NodeAction]:
+        """Report that this node cannot go on, although no rank is to blame. The other nodes do not wait for it."""
+        actions: list[NodeAction] = []
+        if self.stage not in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
+            self.stage = NodeStage.SHUTTING_DOWN
+            report = replace(report, group_rank=self._node_info.group_rank, attempt=max(self.attempt, 0))
+            actions = [SendToLeader(report)]
+        return actions + self.acknowledge_shutdown()
 
-    def leave(self, reason: str) -> list[Action]:
-        """The node is told from outside to end: its ranks are being stopped."""
+    def leave(self, reason: str) -> list[NodeAction]:
+        """Report that a signal ends this node. The watcher stops its ranks."""
         self._is_leaving = True
-        return (
-            []
-            if self.stage in (NodeStage.ENDING, NodeStage.OVER)
-            else [SendToLeader(NodeLeaving(self._card.group_rank, reason))]
-        )
-
-    def lose_chair(self, why: str) -> list[Action]:
-        """The chair is lost. The others find out as we do, and do the same."""
-        if self.stage in (NodeStage.OVER, NodeStage.ENDING):
-            self.stage = NodeStage.OVER  # what came of the job is known
+        if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
             return []
-        if self._lost:
-            return []
-        self._lost = why
-        if self._has_begun:
-            was_working, self.stage = self.stage is NodeStage.WORKING, NodeStage.STOPPING
-            return [StopRanks(self._why_lost())] if was_working else []
-        return self._after_chair()
+        return [SendToLeader(NodeLeaving(self._node_info.group_rank, reason))]
 
-    def lose_store(self, why: str) -> list[Action]:
-        """The store is out of reach, which no other node makes good."""
-        if self.stage in (NodeStage.OVER, NodeStage.ENDING):
-            self.stage = NodeStage.OVER
+    def acknowledge_shutdown(self) -> list[NodeAction]:
+        """Report that the caller's thread knows the decision about the job, and that this node needs the store no more."""
+        if self.stage is not NodeStage.SHUTTING_DOWN:
             return []
-        self._lost, self._size = why, 0
-        if self._has_begun:
-            self.stage = NodeStage.STOPPING
-            return [StopRanks(why)]
-        return self._after_chair()
+        if not self._node_info.serves_store and self._node_info.group_rank != 0:
+            self.stage = NodeStage.FINISHED
+        return [SendToLeader(ShutdownAck(self._node_info.group_rank))]
 
-    def _started(self, word: StartAttempt) -> list[Action]:
-        if self.stage not in (NodeStage.ENTERING, NodeStage.WAITING) or self._has_resigned:
+    # How the node follows the leader.
+
+    def _handle_start(self, start: StartAttempt) -> list[NodeAction]:
+        if self.stage not in (NodeStage.JOINING, NodeStage.AWAITING_DECISION) or self._has_withdrawn:
             return []
         self.stage = NodeStage.PREPARING
-        self.attempt, self._start, self._place = word.attempt, word, None
+        self.attempt, self._start, self._assignment = start.attempt, start, None
         return []
 
-    def _stopped(self, word: StopAttempt) -> list[Action]:
+    def _handle_stop(self, stop: StopAttempt) -> list[NodeAction]:
         if self.stage is NodeStage.PREPARING:
-            self.stage = NodeStage.WAITING
-            return [SendToLeader(AttemptReport(self._card.group_rank, self.attempt, NodeOutcome.STOPPED))]
-        if self.stage is NodeStage.WORKING:
+            self.stage = NodeStage.AWAITING_DECISION
+            return [SendToLeader(AttemptReport(self._node_info.group_rank, self.attempt, NodeOutcome.STOPPED))]
+        if self.stage is NodeStage.RUNNING:
             self.stage = NodeStage.STOPPING
-            return [StopRanks(word.why)]
+            return [StopRanks(stop.reason)]
         return []
 
-    def _given_up(self, verdict: AttemptDecision) -> list[Action]:
-        """The others go on without this node, which was silent for too long."""
-        if self.stage not in (NodeStage.PREPARING, NodeStage.WORKING, NodeStage.STOPPING):
+    def _follow_decision(self, decision: AttemptDecision) -> list[NodeAction]:
+        self.history = decision.history
+        if decision.next_step is NextStep.RESTART:
+            return [ReportAttempt(decision)]
+        if decision.next_step is NextStep.RE_RENDEZVOUS:
+            self.stage = NodeStage.FINISHED
+            return [ReportAttempt(decision), Rejoin(decision.history, self._size - len(decision.lost_nodes))]
+        self.stage = NodeStage.SHUTTING_DOWN
+        return [ReportJob(decision)]
+
+    def _handle_late_decision(self, decision: AttemptDecision) -> list[NodeAction]:
+        """Stop the ranks, then follow the decision. It was made without this node, which was silent for too long."""
+        if self.stage not in (NodeStage.PREPARING, NodeStage.RUNNING, NodeStage.STOPPING):
             return []
-        was, self.stage = self.stage, NodeStage.STOPPING
-        self._overdue = verdict
-        if was is NodeStage.PREPARING:
-            self.stage = NodeStage.WAITING
-            return self._judged(verdict)
-        return [StopRanks("this node was silent for too long")] if was is NodeStage.WORKING else []
+        stage, self.stage = self.stage, NodeStage.STOPPING
+        self._late_decision = decision
+        if stage is NodeStage.PREPARING:
+            self.stage = NodeStage.AWAITING_DECISION
+            return self._follow_decision(decision)
+        return [StopRanks("this node was silent for too long")] if stage is NodeStage.RUNNING else []
 
-    def _judged(self, verdict: AttemptDecision) -> list[Action]:
-        self.history = verdict.history
-        if verdict.decision is NextStep.RESTART:
-            return [ReportAttempt(verdict)]
-        if verdict.decision is NextStep.RE_RENDEZVOUS:
-            self.stage = NodeStage.OVER
-            return [ReportAttempt(verdict), Rejoin(verdict.history, self._size - len(verdict.gone))]
-        self.stage = NodeStage.ENDING
-        return [ReportJob(verdict)]
-
-    def concluded(self) -> list[Action]:
-        """What came of the job is known here, and nothing is wanted of the store any more."""
-        if self.stage is not NodeStage.ENDING:
-            return []
-        if not self._card.serves_store and self._card.group_rank != 0:
-            self.stage = NodeStage.OVER
-        return [SendToLeader(ShutdownAck(self._card.group_rank))]
-
-    def _leave(self) -> list[Action]:
-        self.stage = NodeStage.OVER
-        return []
-
-    def _why_lost(self) -> str:
-        return f"the node of group rank 0 is lost: {self._lost}"
-
-    def _after_chair(self) -> list[Action]:
-        """Every node that is left decides by itself what the chair would have, from what all of them know."""
-        attempts = max(self.history.attempts, self.attempt + 1)
-        history = replace(self.history, attempts=attempts)
+    def _decide_without_leader(self) -> list[NodeAction]:
+        """Make the decision that the leader would have made. Use only facts that all remaining nodes know."""
+        history = replace(self.history, attempts=max(self.history.attempts, self.attempt + 1))
         if not self._size:
-            return self._give_up(history, reason=self._lost)
-        gone: tuple[LostNode, ...] = ()
+            return self._fail_job(history, reason=self._loss)
+        lost_nodes: tuple[LostNode, ...] = ()
         if self._start is not None:
-            gone = (LostNode(0, self._start.host, 0, self._start.nprocs, self._lost),)
+            lost_nodes = (LostNode(0, self._start.leader_host, 0, self._start.leader_nprocs, self._loss),)
+        root_cause_rank = 0 if lost_nodes else -1
         remaining = self._size - 1
         if remaining < self._min_nodes:
-            if history.used >= self._max_restarts:
-                few = f"{remaining} of at least {self._min_nodes} nodes remain"
-                return self._give_up(history, reason=self._why_lost(), why_not=few, gone=gone, cause=0 if gone else -1)
-            history = replace(history, used=history.used + 1)
-        self.stage = NodeStage.OVER
-        cause = 0 if gone else -1
-        left = max(0, self._max_restarts - history.used)
-        verdict = AttemptDecision(
-            self.attempt, NextStep.RE_RENDEZVOUS, history, cause, gone=gone, reason=self._why_lost(), restarts_left=left
+            if history.restarts_used >= self._max_restarts:
+                return self._fail_job(
+                    history,
+                    root_cause_rank=root_cause_rank,
+                    lost_nodes=lost_nodes,
+                    reason=self._describe_leader_loss(),
+                    no_restart_reason=f"{remaining} of at least {self._min_nodes} nodes remain",
+                )
+            history = replace(history, restarts_used=history.restarts_used + 1)
+        self.stage = NodeStage.FINISHED
+        decision = AttemptDecision(
+            self.attempt,
+            NextStep.RE_RENDEZVOUS,
+            history,
+            root_cause_rank,
+            lost_nodes=lost_nodes,
+            reason=self._describe_leader_loss(),
+            restarts_left=max(0, self._max_restarts - history.restarts_used),
         )
-        return [ReportAttempt(verdict), Rejoin(history, remaining)]
+        return [ReportAttempt(decision), Rejoin(history, remaining)]
 
-    def _give_up(self, history: RestartHistory, **what: Any) -> list[Action]:
-        self.stage = NodeStage.OVER
-        return [ReportJob(AttemptDecision(self.attempt, NextStep.FAILED, history, **what))]
+    def _fail_job(self, history: RestartHistory, **facts: Any) -> list[NodeAction]:
+        self.stage = NodeStage.FINISHED
+        return [ReportJob(AttemptDecision(self.attempt, NextStep.FAILED, history, **facts))]
+
+    def _describe_leader_loss(self) -> str:
+        return f"the node of group rank 0 is lost: {self._loss}"

@@ -1,4 +1,4 @@
-"""Who the ranks of a node are in an attempt: as the node of group rank 0 has placed them, each a `Worker`. Pure."""
+"""Make the Worker of each rank of a node, from the numbers that the leader has assigned. Pure."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ from mpwatch.options.spec import WorkerSpec
 from mpwatch.options.worker_info import Worker
 
 
-def workers_of(
+def make_workers(
     spec: WorkerSpec[Any],
-    rank: int,
+    first_rank: int,
     *,
     attempt: int,
     job: str,
@@ -20,11 +20,11 @@ def workers_of(
     master_addr: str,
     master_port: int,
 ) -> tuple[Worker, ...]:
-    """The ranks of a node, of which `rank` and `role_rank` are the first. See RendezvousCompleted for the others."""
+    """Make the workers of a node whose first rank is `first_rank`. The other arguments are fields of RendezvousCompleted."""
     assert isinstance(spec.nprocs, int)
     return tuple(
         Worker(
-            rank=rank + local_rank,
+            rank=first_rank + local_rank,
             local_rank=local_rank,
             world_size=world_size,
             local_world_size=spec.nprocs,

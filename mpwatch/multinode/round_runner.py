@@ -1,10 +1,11 @@
-"""One round, as one node goes through it: the pure machines, fed with what is on the board, and their actions carried out.
+"""Run one round on one node, in the node thread: poll the store channel, feed the state machines, carry out their actions.
 
-    board, mail, time --> member.py, and on the node of group rank 0 chair.py --> board, hands.py
+    store channel, calls of other threads, time --> NodeMachine, and on the node of group rank 0 Leader
+                                                         |
+                                                         '--> actions: store channel, LocalRanks
 
-It looks at the board a few times a second, since a store has no other way to tell; and more often just after something was
-said, since that is when answers come. If the store is lost, the machines go on without it until the node's own ranks are
-gone.
+A store cannot notify its clients, so the node polls it several times a second. After a message was sent it polls more often,
+because answers come then. If the store is lost, the machines go on without it until the node's own ranks have exited.
 """
 
 import time
@@ -13,40 +14,40 @@ from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
 
-from mpwatch.multinode import leader as c
-from mpwatch.multinode import node_machine as m
+from mpwatch.multinode.leader import Broadcast, Leader, LeaderAction, PublishAssignments, ReservePort
 from mpwatch.multinode.local_ranks import LocalRanks
+from mpwatch.multinode.node_machine import NodeAction, NodeMachine, Rejoin, SendToLeader, StartRanks, StopRanks
 from mpwatch.multinode.protocol.store_channel import StoreChannel
 from mpwatch.multinode.rendezvous.client import RendezvousClient
 from mpwatch.multinode.rendezvous.errors import CancelledError, StoreLostError
 
-POLL_SECONDS = 0.1  # how late a node hears of what the chair says, at most; and the chair of what a node does
-LIVELY_POLL_SECONDS = 0.02  # the same, while it is being talked
-LIVELY_SECONDS = 1.0  # after something was said
-MOST_POLLS = 4000  # a second, of all nodes together
-BEATS = 8  # in the time after which a node is lost
-STALL_SECONDS = 1.0  # this node did not look at the board for so long: nobody else was silent meanwhile
-RECONSIDER_SECONDS = 1.0  # until it is asked again for newcomers, which reads the whole state of the rendezvous
+POLL_SECONDS = 0.1  # the longest time until a message is read
+FAST_POLL_SECONDS = 0.02  # the same, while messages are exchanged
+FAST_POLL_DURATION = 1.0  # seconds of fast polling after a message
+MAX_POLLS_PER_SECOND = 4000  # of all nodes together
+HEARTBEATS_PER_TIMEOUT = 8  # in node_timeout
+STALL_SECONDS = 1.0  # if the node did not poll for so long, then it could not see heartbeats of others
+NEWCOMER_POLL_SECONDS = 1.0  # between two looks for newcomers; each reads the whole state of the rendezvous
 
 
 class RoundRunner:
-    """Of one round.
+    """One round on one node.
 
     Args:
-        board: of the round.
-        member: this node.
-        chair: if this node is the chair.
-        engine: asked for newcomers, and told when the job is over.
-        hands: what is done to the node's ranks.
-        size: how many nodes there are.
-        node_timeout: seconds of silence after which a node is lost.
+        channel: the messages of the round.
+        node_machine: the state machine of this node.
+        leader: the state machine of the leader, if this is its node.
+        client: for the number of newcomers, and to close the job.
+        local_ranks: starts and stops the node's ranks.
+        size: how many nodes are in the round.
+        node_timeout: seconds without a heartbeat after which a node is lost.
     """
 
     def __init__(
         self,
         channel: StoreChannel,
-        node_machine: m.NodeMachine,
-        leader: c.Leader | None,
+        node_machine: NodeMachine,
+        leader: Leader | None,
         client: RendezvousClient,
         local_ranks: LocalRanks,
         *,
@@ -56,147 +57,157 @@ class RoundRunner:
         self._channel, self.node_machine, self._leader = channel, node_machine, leader
         self._client, self._local_ranks = client, local_ranks
         self._nodes = range(size)
-        self._lively_until = time.monotonic() + LIVELY_SECONDS
-        self._least_poll = size / MOST_POLLS
-        self._interval = node_timeout / BEATS
-        self._lost_after = node_timeout - 2 * self._interval  # of silence: from then on the others may go on without us
-        self._next_beat = self._next_look = 0.0
-        self._looked_at = time.monotonic()
-        self._actions: deque[m.Action] = deque(node_machine.begin())
-        self._acts: deque[c.Act] = deque()
-        self._is_lost = False  # the store
+        self._poll_fast_until = time.monotonic() + FAST_POLL_DURATION
+        self._min_poll_seconds = size / MAX_POLLS_PER_SECOND
+        self._heartbeat_interval = node_timeout / HEARTBEATS_PER_TIMEOUT
+        # a node that was silent for longer may have been given up by the others
+        self._max_silence = node_timeout - 2 * self._heartbeat_interval
+        self._next_heartbeat = self._next_newcomer_poll = 0.0
+        self._polled_at = time.monotonic()
+        self._node_actions: deque[NodeAction] = deque(node_machine.send_node_info())
+        self._leader_actions: deque[LeaderAction] = deque()
+        self._is_store_lost = False
         self._leave_by: float | None = None
-        self.rejoin: m.Rejoin | None = None  # if the nodes meet anew
+        self.rejoin: Rejoin | None = None  # how the node joins the next round; None: it does not
 
-    def run(self, calls: deque[Callable[["RoundRunner"], None]], bell: Event) -> None:
-        """Until this node has nothing more to do in it. What other threads call for is done as soon as the bell rings."""
-        while not self._is_over():
-            bell.clear()
+    def run(self, calls: deque[Callable[["RoundRunner"], None]], wakeup: Event) -> None:
+        """Run the round until this node has nothing more to do in it.
+
+        Other threads append to `calls` and set `wakeup`. The node thread makes the calls at once.
+        """
+        while not self._is_finished():
+            wakeup.clear()
             try:
                 while calls:
                     calls.popleft()(self)
-                self._step()
+                self._poll()
             except StoreLostError as error:
-                self._lose_store(str(error))
-            bell.wait(self._seconds_to_poll())
+                self._handle_store_loss(str(error))
+            wakeup.wait(self._seconds_to_poll())
 
-    def do(self, actions: list[m.Action]) -> None:
-        """What the member wants."""
-        self._actions += actions
-        self._stir(bool(actions))
+    def add_actions(self, actions: list[NodeAction]) -> None:
+        """Have the actions of the node machine carried out by the next poll."""
+        self._node_actions += actions
+        self._poll_fast(bool(actions))
 
     def leave(self, seconds: float) -> None:
-        """The node's ranks are gone, and it goes as soon as nobody needs it, or so much later."""
+        """Leave the round when no other node needs this one, or after so many seconds. The node's ranks have exited."""
         self._leave_by = time.monotonic() + seconds
 
-    def _stir(self, has_happened: bool) -> None:
-        if has_happened:
-            self._lively_until = time.monotonic() + LIVELY_SECONDS
+    def _is_finished(self) -> bool:
+        if self._leave_by is not None and (self._is_store_lost or time.monotonic() >= self._leave_by):
+            return True
+        if self._node_actions or not (self._leader is None or self._leader.is_finished or self._is_store_lost):
+            return False
+        may_leave = self._leave_by is not None and not self.node_machine.serves_store
+        return self.node_machine.is_finished or may_leave
 
     def _seconds_to_poll(self) -> float:
-        is_lively = time.monotonic() < self._lively_until
-        return max(LIVELY_POLL_SECONDS if is_lively else POLL_SECONDS, self._least_poll)
+        is_fast = time.monotonic() < self._poll_fast_until
+        return max(FAST_POLL_SECONDS if is_fast else POLL_SECONDS, self._min_poll_seconds)
 
-    def _is_over(self) -> bool:
-        if self._leave_by is not None and (self._is_lost or time.monotonic() >= self._leave_by):
-            return True
-        has_heirs = self._leader is None or self._leader.is_over or self._is_lost
-        is_needed = not self.node_machine.is_over and (self._leave_by is None or self.node_machine.serves_store)
-        return has_heirs and not is_needed and not self._actions
+    def _poll_fast(self, has_message: bool) -> None:
+        if has_message:
+            self._poll_fast_until = time.monotonic() + FAST_POLL_DURATION
 
-    def _step(self) -> None:
+    def _poll(self) -> None:
         now = time.monotonic()
-        self._notice_stall(now)
-        if self._is_lost:
-            self._carry_out()
+        self._check_for_stall(now)
+        if self._is_store_lost:
+            self._execute_node_actions()
             return
-        self._give_sign(now)
-        self._carry_out()
+        self._exchange_heartbeats(now)
+        self._execute_node_actions()
         if self._leader is not None:
-            self._preside(self._leader, now)
-        if self._channel.is_open():
-            self._listen()
-        self._carry_out()
+            self._run_leader(self._leader, now)
+        if self._channel.try_open():
+            self._run_node()
+        self._execute_node_actions()
 
-    def _notice_stall(self, now: float) -> None:
-        gap, self._looked_at = now - self._looked_at, now
+    def _check_for_stall(self, now: float) -> None:
+        """Check whether this node was suspended: then it saw no heartbeats, and the others saw none of its own."""
+        gap, self._polled_at = now - self._polled_at, now
         if gap <= STALL_SECONDS:
             return
-        self.node_machine.forgive(gap)
+        self.node_machine.extend_deadlines(gap)
         if self._leader is not None:
-            self._leader.forgive(gap)
-        if gap <= self._lost_after:
+            self._leader.extend_deadlines(gap)
+        if gap <= self._max_silence:
             return
-        why = f"it was silent for {gap:.1f} s"
+        reason = f"it was silent for {gap:.1f} s"
         if self._leader is None:
-            self.do(self.node_machine.resign(why))
-        elif not self._leader.is_closing:
-            self._acts += self._leader.resign(why)
-            self.do(self.node_machine.lose_chair(why))
+            self.add_actions(self.node_machine.withdraw(reason))
+        elif not self._leader.has_decided:
+            self._leader_actions += self._leader.step_down(reason)
+            self.add_actions(self.node_machine.handle_leader_loss(reason))
 
-    def _give_sign(self, now: float) -> None:
-        has_resigned = self._leader is not None and self._leader.is_over  # or there is nothing more to come
-        if now < self._next_beat or has_resigned:
+    def _exchange_heartbeats(self, now: float) -> None:
+        # no heartbeats of a leader that has stepped down: the other nodes must take it for lost
+        is_leader_finished = self._leader is not None and self._leader.is_finished
+        if now < self._next_heartbeat or is_leader_finished:
             return
-        self._next_beat = now + self._interval
-        self._channel.beat()
-        self._local_ranks.hold(now)
-        self.do(self.node_machine.see_chair(self._channel.beats([0])[0], time.monotonic()))
+        self._next_heartbeat = now + self._heartbeat_interval
+        self._channel.send_heartbeat()
+        self._local_ranks.renew_lease(now)
+        leader_count = self._channel.read_heartbeats([0])[0]
+        self.add_actions(self.node_machine.check_leader_heartbeat(leader_count, time.monotonic()))
         if self._leader is not None:
-            self._acts += self._leader.see_beats(self._channel.beats(self._nodes), time.monotonic())
+            counts = self._channel.read_heartbeats(self._nodes)
+            self._leader_actions += self._leader.check_heartbeats(counts, time.monotonic())
 
-    def _preside(self, leader: c.Leader, now: float) -> None:
-        if not self._channel.is_open():
+    def _run_leader(self, leader: Leader, now: float) -> None:
+        if not self._channel.try_open():
             return
-        for message in self._channel.inbox():
-            self._acts += leader.hear(message, now)
-        if now >= self._next_look and not leader.is_over:
-            self._next_look = now + RECONSIDER_SECONDS
-            with suppress(CancelledError):  # this node is leaving: newcomers will find others
-                self._acts += leader.see_waiting(self._client.waiting(), now)
-        self._acts += leader.expire(now)
-        self._stir(bool(self._acts))
-        while self._acts:
-            self._act(leader, self._acts.popleft())
+        for message in self._channel.read_inbox():
+            self._leader_actions += leader.handle_message(message, now)
+        if now >= self._next_newcomer_poll and not leader.is_finished:
+            self._next_newcomer_poll = now + NEWCOMER_POLL_SECONDS
+            with suppress(CancelledError):  # this node is leaving, so it takes in no newcomers
+                self._leader_actions += leader.update_waiting_nodes(self._client.count_waiting_nodes(), now)
+        self._leader_actions += leader.handle_deadline(now)
+        self._poll_fast(bool(self._leader_actions))
+        while self._leader_actions:
+            self._execute_leader_action(leader, self._leader_actions.popleft())
 
-    def _listen(self) -> None:
-        for word in self._channel.words():
-            self.do(self.node_machine.hear(word))
-        attempt = self.node_machine.wants_place
-        if attempt is not None and (place := self._channel.place(attempt)) is not None:
-            self.do(self.node_machine.placed(place))
-        if (attempt := self._local_ranks.ready_for()) is not None:
-            self.do(self.node_machine.prepared(attempt))
-
-    def _carry_out(self) -> None:
-        while self._actions and (
-            self._is_lost or self._channel.is_open() or not isinstance(self._actions[0], m.SendToLeader)
-        ):
-            action = self._actions.popleft()
-            if isinstance(action, m.SendToLeader):
-                if not self._is_lost:
-                    self._channel.post(action.message)
-            elif isinstance(action, m.StartRanks):
-                self._local_ranks.start()
-            elif isinstance(action, m.StopRanks):
-                self._local_ranks.call_off(action.why)
-            elif isinstance(action, m.Rejoin):
-                self.rejoin = action
-            else:
-                self._local_ranks.tell(action)
-
-    def _act(self, leader: c.Leader, act: c.Act) -> None:
-        if isinstance(act, c.Broadcast):
-            self._channel.say(act.word)
-        elif isinstance(act, c.PublishAssignments):
-            self._channel.put(act.places)
-        elif isinstance(act, c.ReservePort):
-            self._acts += leader.reserved(self._local_ranks.reserve_port())
+    def _execute_leader_action(self, leader: Leader, action: LeaderAction) -> None:
+        if isinstance(action, Broadcast):
+            self._channel.broadcast(action.message)
+        elif isinstance(action, PublishAssignments):
+            self._channel.publish_assignments(action.assignments)
+        elif isinstance(action, ReservePort):
+            self._leader_actions += leader.start_attempt(self._local_ranks.reserve_port())
         else:
             self._client.set_closed()
 
-    def _lose_store(self, why: str) -> None:
-        if not self._is_lost:
-            self._is_lost = True
-            self.do(self.node_machine.lose_store(why))
-            self._carry_out()
+    def _run_node(self) -> None:
+        for message in self._channel.read_broadcasts():
+            self.add_actions(self.node_machine.handle_broadcast(message))
+        attempt = self.node_machine.awaited_assignment
+        if attempt is not None and (assignment := self._channel.read_assignment(attempt)) is not None:
+            self.add_actions(self.node_machine.handle_assignment(assignment))
+        if (attempt := self._local_ranks.prepared_attempt) is not None:
+            self.add_actions(self.node_machine.start_ranks(attempt))
+
+    def _execute_node_actions(self) -> None:
+        """Carry out the actions in their order. The first message has to wait until the leader has opened the channel."""
+        while self._node_actions and (
+            self._is_store_lost or self._channel.try_open() or not isinstance(self._node_actions[0], SendToLeader)
+        ):
+            action = self._node_actions.popleft()
+            if isinstance(action, SendToLeader):
+                if not self._is_store_lost:
+                    self._channel.send_to_leader(action.message)
+            elif isinstance(action, StartRanks):
+                self._local_ranks.start()
+            elif isinstance(action, StopRanks):
+                self._local_ranks.stop(action.reason)
+            elif isinstance(action, Rejoin):
+                self.rejoin = action
+            else:
+                self._local_ranks.notify_caller(action)
+
+    def _handle_store_loss(self, reason: str) -> None:
+        if not self._is_store_lost:
+            self._is_store_lost = True
+            self.add_actions(self.node_machine.handle_store_loss(reason))
+            self._execute_node_actions()

@@ -1,4 +1,4 @@
-"""A run on one node of a job of several: as watch.py of the watcher, with a link to the other nodes."""
+"""Entry of a run of several nodes, on one node: as watcher/run.py, with a NodeThread that talks to the other nodes."""
 
 import math
 from contextlib import closing
@@ -9,7 +9,7 @@ from mpwatch.multinode.node_thread import NodeThread
 from mpwatch.multinode.rendezvous.client import RendezvousClient
 from mpwatch.multinode.run_controller import MultiNodeRunController
 from mpwatch.options.spec import WorkerSpec
-from mpwatch.os_support.descriptors import standard_descriptors
+from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import PendingCall
 from mpwatch.watcher.observers.event_bus import EventBus
@@ -22,42 +22,47 @@ from mpwatch.wire.pickling.call_payload import Call
 T = TypeVar("T")
 
 
-def watch_with_others(
+def run_multi_node(
     spec: WorkerSpec[T], make_view: MakeView = no_view, client: RendezvousClient | None = None
 ) -> RunResult[T]:
-    """Meet the other nodes, by that engine if there is one, and run it with them to its end.
+    """Join the other nodes, and run the function with them until the job is over.
 
-    Raises LaunchError, or what the host's handler raises for a signal that came during the run: KeyboardInterrupt, say.
+    Args:
+        spec: the options of the run, with a `rendezvous`.
+        make_view: makes the live view.
+        client: how this node joins the others. None: by `spec.rendezvous`.
+
+    Raises LaunchError, or what the host's handler raises for a signal that came during the run, such as KeyboardInterrupt.
     """
     __tracebackhide__ = True  # see mpwatch.run
     assert spec.rendezvous is not None
-    event_bus = EventBus(spec.rendezvous.run_id, spec.observers, keep=True)
+    event_bus = EventBus(spec.rendezvous.run_id, spec.observers, keep_events=True)
     call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
     run_by = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout
     node_thread = NodeThread(spec, run_by, client)
     with (
-        standard_descriptors(),
+        open_standard_descriptors(),
         closing(pack_call(call)) as payload,
-        closing(WatcherThread(spec, event_bus, keep=False, on_verdict=node_thread.on_verdict)) as watcher_thread,
+        closing(WatcherThread(spec, event_bus, keep_ranks=False, on_verdict=node_thread.on_verdict)) as watcher_thread,
         closing(node_thread),
     ):
         controller = MultiNodeRunController(spec, event_bus, node_thread)
-        blocking_call = BlockingCall(watcher_thread, partial(controller.judge, watcher_thread), make_view)
+        blocking_call = BlockingCall(watcher_thread, partial(controller.handle_ended_attempts, watcher_thread), make_view)
         try:
-            watcher_thread.output.attach()
+            watcher_thread.output.use_current_streams()
             pending_call = PendingCall(payload, event_bus.started_at, spec.timeout)
             controller.begin(pending_call)
-            node_thread.begin(watcher_thread.commands)
+            node_thread.start(watcher_thread.commands)
             blocking_call.execute(pending_call, until=lambda: False)
-            watcher_thread.settle(blocking_call.patience(controller.seconds_left()))
+            watcher_thread.drain_output(blocking_call.drain_timeout(controller.seconds_left()))
             blocking_call.raise_error()
-            result = blocking_call.build_result(controller.result)
-            if controller.is_concluded:
-                node_thread.conclude()
-            elif len(blocking_call.signals.received) > 1:  # somebody is in a hurry
+            result = blocking_call.build_result(controller.build_result)
+            if controller.is_job_decided:
+                node_thread.acknowledge_shutdown()
+            elif len(blocking_call.signals.received) > 1:  # the user asks for a faster end
                 node_thread.leave(0.0)
         except BaseException as error:
-            controller.fail(error)
+            controller.end_with_error(error)
             raise
     blocking_call.deliver_signals(result)
     return result

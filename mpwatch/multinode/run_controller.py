@@ -1,11 +1,13 @@
-"""What the caller's thread makes of a run of several nodes: as story.py of the watcher, but what follows on an attempt is
-for all nodes to decide.
+"""The caller's thread in a run of several nodes: report attempts to the leader, follow its decisions, make the result.
 
-    link: an attempt starts --> who our ranks are, their environments --> link: they can be started
-    ranks are gone --> what became of them here --> link: told to the others --> what came of it for all
+As watcher/restarts/run_controller.py, except that all nodes together decide what follows on an attempt.
 
-Code of the user's runs here: exceptions are rebuilt, `retry_if` and `env` are called. What they raise ends the
-run.
+    NodeThread -- PrepareRanks --> make the workers and environments -- set_prepared --> NodeThread: start the ranks
+    watcher thread -- the ranks have exited --> diagnose them -- report_attempt --> NodeThread --> the leader decides
+    NodeThread -- ReportAttempt, ReportJob --> publish events, complete the failures with those of other nodes
+
+The caller's code runs in this thread: `retry_if`, `env`, and classes of exceptions that are rebuilt. An exception that it
+raises ends the run.
 """
 
 import logging
@@ -17,10 +19,10 @@ from typing import Any, TypeVar
 
 from mpwatch.errors import LaunchError
 from mpwatch.events.types import RendezvousCompleted, Restarting
-from mpwatch.multinode.local_ranks import NodeNews
+from mpwatch.multinode.local_ranks import NodeUpdate
 from mpwatch.multinode.node_machine import PrepareRanks, ReportJob
 from mpwatch.multinode.node_thread import NodeThread
-from mpwatch.multinode.protocol.failure_codec import as_many_as_fit, from_plain, to_plain
+from mpwatch.multinode.protocol.failure_codec import decode_failure, encode_failure, limit_total_size
 from mpwatch.multinode.protocol.json_codec import MAX_INTEGER
 from mpwatch.multinode.protocol.messages import (
     NO_ATTEMPT,
@@ -33,40 +35,41 @@ from mpwatch.multinode.protocol.messages import (
     StartAttempt,
 )
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError
-from mpwatch.multinode.rank_assignment import workers_of
+from mpwatch.multinode.rank_assignment import make_workers
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.model import Attempt, FailureKind, ProcessFailure, WorkerState
-from mpwatch.results.report import summary_of
-from mpwatch.results.report import verdict as words_for
+from mpwatch.results.report import format_verdict, summarize_exception
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.diagnosis.diagnose import find_missing_ranks, find_possible_victims, find_waiting_ranks
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
-from mpwatch.watcher.machine.transitions import DoNotRestart
-from mpwatch.watcher.machine.transitions import StopReason as Fate
+from mpwatch.watcher.machine.transitions import DoNotRestart, StopReason
 from mpwatch.watcher.observers.event_bus import EventBus
-from mpwatch.watcher.output.output_thread import LAST_SECONDS
-from mpwatch.watcher.processes.rank_environment import environments_of
-from mpwatch.watcher.restarts.restart_budget import not_worth_it
+from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
+from mpwatch.watcher.processes.rank_environment import build_environments
+from mpwatch.watcher.restarts.restart_budget import find_no_restart_reason
 from mpwatch.watcher.restarts.run_controller import RunController, publish_outcomes
 from mpwatch.watcher.watcher_thread import WatcherThread
 
 log = logging.getLogger("mpwatch")
 T = TypeVar("T")
-REPORT_LIMIT, ABSENT_LIMIT = 128 * 1024, 64 * 1024  # bytes of the failures that a node tells of, and of those that may be
+MAX_FAILURES_BYTES = 128 * 1024  # of the failures in an AttemptReport
+MAX_MISSING_RANKS_BYTES = 64 * 1024  # of the missing ranks in an AttemptReport
+MAX_REASON = 1000  # characters
+LAST_GENERATION = 1 << 62  # of ranks: later than any that is started
 OUTCOMES = {
-    Fate.SUCCEEDED: NodeOutcome.SUCCEEDED,
-    Fate.TIMED_OUT: NodeOutcome.TIMED_OUT,
-    Fate.CANCELLED_BY_JOB: NodeOutcome.STOPPED,
+    StopReason.SUCCEEDED: NodeOutcome.SUCCEEDED,
+    StopReason.TIMED_OUT: NodeOutcome.TIMED_OUT,
+    StopReason.CANCELLED_BY_JOB: NodeOutcome.STOPPED,
 }
 
 
 class MultiNodeRunController(RunController[T]):
-    """Of one run, as one node sees it.
+    """The controller of one run on this node.
 
     Args:
-        spec: what is run.
-        journal: where it is noted what happens.
-        link: to the other nodes.
+        spec: the options of the run.
+        event_bus: publishes the events of the run.
+        node_thread: talks to the other nodes.
     """
 
     def __init__(self, spec: WorkerSpec[T], event_bus: EventBus, node_thread: NodeThread) -> None:
@@ -74,239 +77,246 @@ class MultiNodeRunController(RunController[T]):
         assert spec.rendezvous is not None
         self._rendezvous = spec.rendezvous
         self._node_thread = node_thread
-        self._verdict: AttemptDecision | None = None  # on the job
-        self._heard: AttemptDecision | None = None  # the latest
+        self._job_decision: AttemptDecision | None = None  # it ended the job
+        self._latest_decision: AttemptDecision | None = None
         self._start: StartAttempt | None = None
-        self._strangers: dict[int, ProcessFailure] = {}  # failures that other nodes know of
-        self._absent: dict[int, ProcessFailure] = {}  # those of ours that may have been waited for elsewhere
-        self._untold: tuple[AttemptObservations, RunResult[T]] | None = None  # an attempt, as long as only we have judged it
+        self._remote_failures: dict[int, ProcessFailure] = {}  # by rank; of other nodes, and of missing ranks of this one
+        self._missing_ranks: dict[int, ProcessFailure] = {}  # of this node: to blame if ranks of other nodes waited for them
+        self._unpublished: tuple[AttemptObservations, RunResult[T]] | None = None  # until the job has decided
 
     @property
-    def is_concluded(self) -> bool:
-        """Whether it is known what came of the job; else this node has left it."""
-        return self._verdict is not None
+    def is_job_decided(self) -> bool:
+        """Whether the decision that ends the job is known. Otherwise this node leaves the job while it goes on."""
+        return self._job_decision is not None
 
-    def judge(self, watcher_thread: WatcherThread) -> float | None:
+    def handle_ended_attempts(self, watcher_thread: WatcherThread) -> float | None:
         """Report the attempts that have ended here, follow what the other nodes decide, and start the restart that is due.
 
         See RunController. Raises LaunchError, and what `retry_if` and `env` raise.
         """
         try:
             for observations in watcher_thread.commands.take_decision_requests():
-                watcher_thread.output.catch_up(LAST_SECONDS)
-                self._node_thread.ended(self._report(observations))
-            for news in self._node_thread.news():
-                self._attend(watcher_thread, news)
-            return self._run_due()
+                watcher_thread.output.drain_ended_ranks(LAST_DRAIN_SECONDS)
+                self._node_thread.report_attempt(self._make_report(observations))
+            for update in self._node_thread.take_updates():
+                self._handle_update(watcher_thread, update)
+            return self._run_due_restarts()
         except Exception as error:
-            self._abort(error)  # first: the ranks' thread is now told to end, as by a signal, which the others would believe
+            # First: the exception makes the watcher stop the ranks as by a signal, which would be reported as the reason.
+            self._abort(error)
             raise
 
-    def result(self) -> RunResult[T]:
-        """What came of the job, as this node knows it."""
+    def build_result(self) -> RunResult[T]:
+        """Return the result of the job, as far as this node knows it."""
         assert self._pending_call is not None
         (observations,) = self._pending_call.observations
         if observations.ranks and observations.attempt not in {attempt.number for attempt in self._attempts}:
-            self._close(observations)  # they were interrupted, which nobody judges
-        here = next((result for _, result in self._latest.values()), _nothing_yet(observations))
-        self._tell_what_is_untold()
-        result = replace(self._of_job(here), attempts=tuple(self._attempts))
-        self._end(result.state, "" if result.state is WorkerState.SUCCEEDED else words_for(result))
+            self._end_attempt(observations)  # the last attempt was interrupted, so no decision was requested
+        local = next((result for _, result in self._last_attempts.values()), _make_empty_result(observations))
+        self._publish_pending_outcomes()
+        result = replace(self._combine_with_job(local), attempts=tuple(self._attempts))
+        self._publish_run_ended(result.state, "" if result.state is WorkerState.SUCCEEDED else format_verdict(result))
         return replace(result, events=tuple(self.event_bus.events))
 
-    def fail(self, error: BaseException) -> None:
-        """Something else than a rank has failed."""
+    def end_with_error(self, error: BaseException) -> None:
+        """End the run because of an error that is no failure of a rank."""
         self._abort(error)
-        super().fail(error)
+        super().end_with_error(error)
 
     def _abort(self, error: BaseException) -> None:
-        """Tell the others; and what has failed here before, if they do not know."""
-        latest = self._attempts[-1] if self._attempts else None
-        is_known = latest is None or (self._heard is not None and self._heard.attempt >= latest.number)
-        failures = () if latest is None or is_known else _told(latest)
-        self._node_thread.abort(AttemptReport(0, 0, NodeOutcome.ABORTED, failures, reason=summary_of(error)[:1000]))
-        self._tell_what_is_untold()
+        """Report the error to the other nodes, with the failures that they do not know yet."""
+        attempt = self._attempts[-1] if self._attempts else None
+        decision = self._latest_decision
+        is_known = attempt is None or (decision is not None and decision.attempt >= attempt.number)
+        failures = () if attempt is None or is_known else _encode_failures(attempt)
+        reason = summarize_exception(error)[:MAX_REASON]
+        self._node_thread.abort(AttemptReport(0, 0, NodeOutcome.ABORTED, failures, reason=reason))
+        self._publish_pending_outcomes()
 
-    def _attend(self, watcher_thread: WatcherThread, news: NodeNews) -> None:
-        if isinstance(news, BaseException):
-            raise news
-        if isinstance(news, PrepareRanks):
-            self._prepare(news.start, news.place)
+    def _handle_update(self, watcher_thread: WatcherThread, update: NodeUpdate) -> None:
+        if isinstance(update, BaseException):
+            raise update
+        if isinstance(update, PrepareRanks):
+            self._prepare_ranks(update.start, update.assignment)
             return
-        verdict = self._heard = self._in_full(news.verdict)
-        self._note(verdict)
-        if isinstance(news, ReportJob):
-            self._conclude(watcher_thread, verdict)
+        self._latest_decision = decision = self._restore_root_cause(update.decision)
+        self._record_decision(decision)
+        if isinstance(update, ReportJob):
+            self._end_job(watcher_thread, decision)
 
-    def _in_full(self, verdict: AttemptDecision) -> AttemptDecision:
-        """If the nodes could not meet anew, then what has parted them comes first."""
-        if verdict.attempt == NO_ATTEMPT and self._heard is not None and self._heard.cause >= 0:
-            return replace(self._heard, decision=NextStep.FAILED, why_not=verdict.reason)
-        return verdict
-
-    def _prepare(self, start: StartAttempt, place: RankAssignment) -> None:
-        """Who our ranks are in the attempt that starts."""
-        self._latest.clear()
-        self._absent.clear()
+    def _prepare_ranks(self, start: StartAttempt, assignment: RankAssignment) -> None:
+        self._last_attempts.clear()
+        self._missing_ranks.clear()
         self._start = start
-        met: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "attempt": start.attempt,
             "job": self._rendezvous.run_id,
-            "group_rank": place.group_rank,
+            "group_rank": assignment.group_rank,
             "group_world_size": start.group_world_size,
             "world_size": start.world_size,
-            "role_rank": place.role_rank,
-            "role_world_size": place.role_world_size,
+            "role_rank": assignment.first_role_rank,
+            "role_world_size": assignment.role_world_size,
             "master_addr": start.master_addr,
             "master_port": start.master_port,
         }
-        workers = workers_of(self._spec, place.rank, **met)
+        workers = make_workers(self._spec, assignment.first_rank, **facts)
         self.event_bus.ranks = [worker.rank for worker in workers]
-        self.event_bus.publish(RendezvousCompleted, self.event_bus.ranks, backend=self._node_thread.backend, **met)
-        environments = environments_of(self._spec, workers)
-        self._delayed.clear()  # an earlier restart that the nodes have called off
-        self._delay(start.delay, partial(self._node_thread.prepared, start, environments))
+        self.event_bus.publish(RendezvousCompleted, self.event_bus.ranks, backend=self._node_thread.backend, **facts)
+        environments = build_environments(self._spec, workers)
+        self._delayed_restarts.clear()  # a start that was due later: its attempt has been stopped
+        self._schedule_restart(start.delay, partial(self._node_thread.set_prepared, start, environments))
 
-    def _report(self, observations: AttemptObservations) -> AttemptReport:
-        """What the other nodes are told of our ranks, now that they are gone."""
+    def _make_report(self, observations: AttemptObservations) -> AttemptReport:
+        """Diagnose the attempt on this node, and make its report for the leader."""
         observations.collect_stderr()
         waiting, possible_victims = find_waiting_ranks(observations), find_possible_victims(observations)
-        result = self._close(observations)
-        has_failed = bool(result.failures) and observations.verdict is not Fate.TIMED_OUT
+        result = self._end_attempt(observations)
+        stop_reason = observations.stop_reason
+        assert stop_reason is not None
+        has_failed = bool(result.failures) and stop_reason is not StopReason.TIMED_OUT
         are_victims = all(failure.is_secondary or rank in waiting for rank, failure in result.failures.items())
-        may_be_missed = are_victims and observations.verdict in (Fate.FAILED, Fate.CANCELLED_BY_JOB)
-        absent = find_missing_ranks(observations, result) if may_be_missed else []
-        self._absent = {failure.rank: failure for failure in absent}
-        told, told_absent = _told(result), as_many_as_fit(map(to_plain, absent), ABSENT_LIMIT)
-        failed_attempt = self._failed_attempt(observations, result)
-        why_not = not_worth_it(self._spec.policy, failed_attempt) if has_failed and self._spec.policy.max_restarts else ""
-        assert observations.verdict is not None
+        may_be_missed = are_victims and stop_reason in (StopReason.FAILED, StopReason.CANCELLED_BY_JOB)
+        missing = find_missing_ranks(observations, result) if may_be_missed else []
+        self._missing_ranks = {failure.rank: failure for failure in missing}
+        failures = _encode_failures(result)
+        missing_ranks = limit_total_size(map(encode_failure, missing), MAX_MISSING_RANKS_BYTES)
+        failed_attempt = self._build_failed_attempt(observations, result)
+        is_restart_possible = has_failed and self._spec.policy.max_restarts
+        no_restart_reason = find_no_restart_reason(self._spec.policy, failed_attempt) if is_restart_possible else ""
         return AttemptReport(
             group_rank=0,
-            attempt=0,  # both are the link's to fill in
-            outcome=NodeOutcome.FAILED if has_failed else OUTCOMES.get(observations.verdict, NodeOutcome.FAILED),
-            failures=told,
-            unsaid=len(result.failures) - len(told),
-            lacks_a_peer=are_victims and not waiting.isdisjoint(result.failures),
+            attempt=0,  # NodeMachine.report_attempt fills in both
+            outcome=NodeOutcome.FAILED if has_failed else OUTCOMES.get(stop_reason, NodeOutcome.FAILED),
+            failures=failures,
+            failures_omitted=len(result.failures) - len(failures),
+            waited_for_other_nodes=are_victims and not waiting.isdisjoint(result.failures),
             may_be_victim=result.root_cause is not None and result.root_cause.rank in possible_victims,
-            absent=told_absent,
-            absent_unsaid=len(absent) - len(told_absent),
-            why_not=why_not[:1000],
-            reason=result.reason[:1000],
+            missing_ranks=missing_ranks,
+            missing_ranks_omitted=len(missing) - len(missing_ranks),
+            no_restart_reason=no_restart_reason[:MAX_REASON],
+            reason=result.reason[:MAX_REASON],
             healthy_seconds=max(0.0, observations.healthy_seconds),
             step=-1 if failed_attempt.step is None else min(max(failed_attempt.step, -1), MAX_INTEGER),
         )
 
-    def _note(self, verdict: AttemptDecision) -> None:
-        """What came of an attempt for all nodes."""
-        self._strangers = self._failures_of(verdict)
-        if not self._attempts or self._attempts[-1].number != verdict.attempt:
+    def _restore_root_cause(self, decision: AttemptDecision) -> AttemptDecision:
+        """If the nodes could not rejoin, return the decision that made them rejoin, as the failure of the job."""
+        latest = self._latest_decision
+        if decision.attempt == NO_ATTEMPT and latest is not None and latest.root_cause_rank >= 0:
+            return replace(latest, next_step=NextStep.FAILED, no_restart_reason=decision.reason)
+        return decision
+
+    def _record_decision(self, decision: AttemptDecision) -> None:
+        """Complete the attempt with what the job has decided about it, and publish its events."""
+        self._remote_failures = self._collect_remote_failures(decision)
+        if not self._attempts or self._attempts[-1].number != decision.attempt:
             return
         attempt = self._attempts[-1]
-        failures = {**self._strangers, **attempt.failures}
-        cause = failures.get(verdict.cause)
-        self._tell_what_is_untold(failures, cause)
+        failures = {**self._remote_failures, **attempt.failures}
+        cause = failures.get(decision.root_cause_rank)
+        self._publish_pending_outcomes(failures, cause)
         state = attempt.state if cause is None else WorkerState.FAILED
-        if cause is None and verdict.decision is NextStep.RE_RENDEZVOUS:  # to make room: who complains, does so of that
-            state = WorkerState.STOPPED
-        self._attempts[-1] = replace(attempt, failures=failures, root_cause=cause, state=state, reason=verdict.reason)
-        if verdict.decision in (NextStep.RESTART, NextStep.RE_RENDEZVOUS):
+        if cause is None and decision.next_step is NextStep.RE_RENDEZVOUS:
+            state = WorkerState.STOPPED  # for newcomers: failures of ranks only followed from the stop
+        self._attempts[-1] = replace(attempt, failures=failures, root_cause=cause, state=state, reason=decision.reason)
+        if decision.next_step in (NextStep.RESTART, NextStep.RE_RENDEZVOUS):
             self.event_bus.publish(
                 Restarting,
                 self.event_bus.ranks,
-                attempt=verdict.attempt,
+                attempt=decision.attempt,
                 cause=cause,
-                delay=verdict.delay,
-                restarts_left=verdict.restarts_left,
-                reason=verdict.reason if cause is None else "",
+                delay=decision.delay,
+                restarts_left=decision.restarts_left,
+                reason=decision.reason if cause is None else "",
             )
 
-    def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
-        """Not before it is known who failed first on all nodes."""
-        self._tell_what_is_untold()
-        self._untold = observations, result
-
-    def _tell_what_is_untold(
-        self, failures: Mapping[int, ProcessFailure] | None = None, cause: ProcessFailure | None = None
-    ) -> None:
-        """As all nodes have judged it; if they have not, as we have."""
-        if self._untold is None:
-            return
-        (observations, result), self._untold = self._untold, None
-        if failures is not None:
-            ours = {rank: failures[rank] for rank in observations.ranks if rank in failures}
-            states = {**result.worker_states, **dict.fromkeys(ours, WorkerState.FAILED)}
-            result = replace(result, failures=ours, worker_states=states, root_cause=cause)
-        publish_outcomes(self.event_bus, observations, result)
-
-    def _conclude(self, watcher_thread: WatcherThread, verdict: AttemptDecision) -> None:
-        self._verdict = verdict
-        if verdict.decision is NextStep.FAILED and self._start is None:
-            raise LaunchError(verdict.reason)
-        watcher_thread.commands.post(DoNotRestart(0, generation=1 << 62))
-
-    def _failures_of(self, verdict: AttemptDecision) -> dict[int, ProcessFailure]:
-        """Of other nodes; and of those that are gone, one for each rank that they had."""
+    def _collect_remote_failures(self, decision: AttemptDecision) -> dict[int, ProcessFailure]:
+        """Return the failures of other nodes by rank, one for each rank of a lost node, and those of missing ranks here."""
+        if decision.failures_omitted:
+            log.warning("%d more failures are not listed: messages between nodes are limited", decision.failures_omitted)
         found: dict[int, ProcessFailure] = {}
-        if verdict.unsaid:
-            log.warning("%d more failures are not told of: what nodes tell one another is bounded", verdict.unsaid)
-        ranks = ((gone, gone.rank + n) for gone in verdict.gone if gone.rank >= 0 for n in range(gone.nprocs))
-        found |= {rank: _lost(gone, rank) for gone, rank in ranks}
-        for plain in verdict.failures:
+        for node in decision.lost_nodes:
+            if node.first_rank >= 0:
+                ranks = range(node.first_rank, node.first_rank + node.nprocs)
+                found |= {rank: _make_lost_failure(node, rank) for rank in ranks}
+        for encoded in decision.failures:
             try:
-                failure = from_plain(plain)
+                failure = decode_failure(encoded)
             except InvalidEntryError as error:
-                log.warning("a failure that another node tells of is dropped: %s", error)
+                log.warning("a failure that another node has reported is dropped: %s", error)
                 continue
             if failure.rank not in self.event_bus.ranks:
                 found[failure.rank] = failure
-            elif failure.rank in self._absent:  # as the others have found out
-                found[failure.rank] = self._absent[failure.rank]
+            elif failure.rank in self._missing_ranks:  # ranks of other nodes waited for it
+                found[failure.rank] = self._missing_ranks[failure.rank]
         return found
 
-    def _of_job(self, here: RunResult[T]) -> RunResult[T]:
-        """What is known of our ranks, and what all nodes have decided."""
-        verdict = self._verdict
-        if verdict is None:  # this node was interrupted
-            return (
-                replace(here, state=WorkerState.STOPPED, return_values={}) if here.state is WorkerState.SUCCEEDED else here
-            )
-        if verdict.decision is NextStep.DONE:
-            return here
-        failures = dict(sorted({**self._strangers, **here.failures}.items()))
-        cause = failures.get(verdict.cause)
+    def _end_job(self, watcher_thread: WatcherThread, decision: AttemptDecision) -> None:
+        self._job_decision = decision
+        if decision.next_step is NextStep.FAILED and self._start is None:
+            raise LaunchError(decision.reason)
+        watcher_thread.commands.post(DoNotRestart(0, generation=LAST_GENERATION))
+
+    def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
+        """Publish the outcomes later, when the job has decided which rank failed first."""
+        self._publish_pending_outcomes()
+        self._unpublished = observations, result
+
+    def _publish_pending_outcomes(
+        self, failures: Mapping[int, ProcessFailure] | None = None, cause: ProcessFailure | None = None
+    ) -> None:
+        """Publish the outcomes that wait. Without `failures`, publish what this node alone has found."""
+        if self._unpublished is None:
+            return
+        (observations, result), self._unpublished = self._unpublished, None
+        if failures is not None:
+            local = {rank: failures[rank] for rank in observations.ranks if rank in failures}
+            states = {**result.worker_states, **dict.fromkeys(local, WorkerState.FAILED)}
+            result = replace(result, failures=local, worker_states=states, root_cause=cause)
+        publish_outcomes(self.event_bus, observations, result)
+
+    def _combine_with_job(self, local: RunResult[T]) -> RunResult[T]:
+        """Combine the result of this node's ranks with the decision about the job."""
+        decision = self._job_decision
+        if decision is None:  # this node was interrupted
+            is_success = local.state is WorkerState.SUCCEEDED
+            return replace(local, state=WorkerState.STOPPED, return_values={}) if is_success else local
+        if decision.next_step is NextStep.DONE:
+            return local
+        failures = dict(sorted({**self._remote_failures, **local.failures}.items()))
+        cause = failures.get(decision.root_cause_rank)
         return replace(
-            here,
+            local,
             state=WorkerState.FAILED,
             return_values={},
             failures=failures,
-            root_cause=None if verdict.timed_out else cause,
-            worker_states={**here.worker_states, **dict.fromkeys(self._strangers, WorkerState.FAILED)},
-            reason=verdict.reason or here.reason,
-            not_restarted=verdict.why_not,
+            root_cause=None if decision.timed_out else cause,
+            worker_states={**local.worker_states, **dict.fromkeys(self._remote_failures, WorkerState.FAILED)},
+            reason=decision.reason or local.reason,
+            not_restarted=decision.no_restart_reason,
         )
 
 
-def _told(what: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any], ...]:
-    """Its failures, as other nodes hear of them: the root cause first."""
-    failures = sorted(what.failures.values(), key=lambda failure: failure is not what.root_cause)
-    return as_many_as_fit(map(to_plain, failures), REPORT_LIMIT)
+def _encode_failures(source: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any], ...]:
+    """Encode the failures for other nodes, the root cause first, as many as the limit allows."""
+    failures = sorted(source.failures.values(), key=lambda failure: failure is not source.root_cause)
+    return limit_total_size(map(encode_failure, failures), MAX_FAILURES_BYTES)
 
 
-def _lost(gone: LostNode, rank: int) -> ProcessFailure:
+def _make_lost_failure(node: LostNode, rank: int) -> ProcessFailure:
     return ProcessFailure(
         rank=rank,
-        local_rank=rank - gone.rank,
+        local_rank=rank - node.first_rank,
         pid=None,
-        hostname=gone.host,
-        group_rank=gone.group_rank,
+        hostname=node.host,
+        group_rank=node.group_rank,
         kind=FailureKind.LOST,
         exit_code=1,
-        evidence=gone.why,
+        evidence=node.reason,
     )
 
 
-def _nothing_yet(observations: AttemptObservations) -> RunResult[Any]:
-    """Of a run that was ended before its ranks were started."""
-    why = "" if observations.signum is None else f": this process received {Signals(observations.signum).name}"
-    return RunResult(state=WorkerState.STOPPED, reason=f"the run was stopped before its ranks were started{why}")
+def _make_empty_result(observations: AttemptObservations) -> RunResult[Any]:
+    """Return the result of a run that ended before its ranks were started."""
+    signal_text = "" if observations.signum is None else f": this process received {Signals(observations.signum).name}"
+    return RunResult(state=WorkerState.STOPPED, reason=f"the run was stopped before its ranks were started{signal_text}")
