@@ -16,7 +16,7 @@ from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.spec import GroupSpec, Nprocs, Observers, check_call
 from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.options.worker_info import Worker
-from mpwatch.results.html import group_table
+from mpwatch.results.html import make_group_table
 from mpwatch.results.model import WorkerState
 from mpwatch.results.report import summarize_exception
 from mpwatch.results.run_result import RunResult
@@ -181,7 +181,7 @@ class WorkerGroup:
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows for the group."""
-        return group_table(self.state, self.workers, self._spec.backend)
+        return make_group_table(self.state, self.workers, self._spec.backend)
 
     def _run(
         self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None

@@ -11,7 +11,7 @@ from typing import Any
 from mpwatch.events.timeline import Lane, ProcessSpan, Timeline, calls_within, timelines
 from mpwatch.events.to_json import to_json
 from mpwatch.events.types import Event, HeartbeatLate, RendezvousCompleted, Restarting, WorkerFailed
-from mpwatch.results.report import blame, failure_text, ranks_text
+from mpwatch.results.report import format_failure, format_ranks, format_root_cause
 
 GROUP_LANE = 1  # not 0, which some viewers show as the kernel's idle thread
 FIRST_RANK_LANE = 2
@@ -95,10 +95,10 @@ class _TraceWriter:
             start = end
         for restart in run.restarts:
             yield self._mark(
-                GROUP_LANE, f"restart of {ranks_text(restart.ranks)}", "restart", restart.monotonic, _restart_args(restart)
+                GROUP_LANE, f"restart of {format_ranks(restart.ranks)}", "restart", restart.monotonic, _restart_args(restart)
             )
         for met in run.rendezvous:
-            name = f"node {met.group_rank} of {met.group_world_size}: {ranks_text(met.ranks)}"
+            name = f"node {met.group_rank} of {met.group_world_size}: {format_ranks(met.ranks)}"
             yield self._mark(GROUP_LANE, name, "nodes", met.monotonic, _rendezvous_args(met))
         if run.ended is not None:
             args = {"elapsed": run.ended.elapsed, "restarts": run.ended.restarts, "reason": run.ended.reason}
@@ -153,7 +153,7 @@ class _TraceWriter:
 
 
 def _restart_args(restart: Restarting) -> dict[str, Any]:
-    cause = blame(restart.cause) if restart.cause is not None else restart.reason
+    cause = format_root_cause(restart.cause) if restart.cause is not None else restart.reason
     return {"cause": cause, "delay": restart.delay, "restarts_left": restart.restarts_left}
 
 
@@ -167,4 +167,4 @@ def _name_and_args_of(mark: HeartbeatLate | WorkerFailed) -> tuple[str, dict[str
         return "heartbeat late", {"silent_seconds": mark.silent_seconds, "heartbeat_timeout": mark.heartbeat_timeout}
     more = {name: value for name in FAILURE_FIELDS if (value := getattr(mark.failure, name)) not in ("", None)}
     name = "failed first" if mark.is_root_cause else "failed"
-    return name, {"what": failure_text(mark.failure), "is_root_cause": mark.is_root_cause, **more}
+    return name, {"what": format_failure(mark.failure), "is_root_cause": mark.is_root_cause, **more}

@@ -25,7 +25,7 @@ from mpwatch.events.types import (
     WorkerStopped,
     WorkerSucceeded,
 )
-from mpwatch.results.report import blame, exit_text, failure_text, ranks_text
+from mpwatch.results.report import format_exit, format_failure, format_ranks, format_root_cause
 
 log = logging.getLogger("mpwatch")
 ID_LENGTH = 8  # characters of the run_id that are logged, enough to distinguish runs
@@ -66,7 +66,7 @@ def _rendezvous_completed(event: RendezvousCompleted) -> str:
 
 def _restarting(event: Restarting) -> str:
     when = f" in {_seconds(event.delay)}" if event.delay else ""
-    reason = event.reason if event.cause is None else blame(event.cause)
+    reason = event.reason if event.cause is None else format_root_cause(event.cause)
     why = f": {reason}" if reason else ""
     return f"restarting {_who(event)}{when} (restart {event.attempt + 1}, {event.restarts_left} left){why}"
 
@@ -80,19 +80,19 @@ def _worker_started(event: WorkerStarted) -> str:
 
 
 def _worker_failed(event: WorkerFailed) -> str:
-    return failure_text(event.failure) + (" (the root cause)" if event.is_root_cause else "")
+    return format_failure(event.failure) + (" (the root cause)" if event.is_root_cause else "")
 
 
 def _worker_exited(event: WorkerExited) -> str:
     if event.exit_code is None:
         how = "has exited with unknown status"
     else:
-        how = "was stopped" if event.was_stopped else exit_text(event.exit_code)
+        how = "was stopped" if event.was_stopped else format_exit(event.exit_code)
     return f"{_who(event)}: process {event.pid} {how}"
 
 
 def _who(event: Event) -> str:
-    return ranks_text(event.ranks)
+    return format_ranks(event.ranks)
 
 
 def _count(number: int, noun: str) -> str:

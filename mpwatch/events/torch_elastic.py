@@ -21,7 +21,7 @@ from mpwatch.events.types import (
     WorkerSucceeded,
 )
 from mpwatch.results.model import ProcessFailure, WorkerState
-from mpwatch.results.report import failure_text
+from mpwatch.results.report import format_failure
 
 WORKER_STATES: Mapping[type[Event], str] = {
     WorkerSucceeded: "SUCCEEDED",
@@ -240,7 +240,7 @@ def _raw_error(failed: WorkerFailed) -> str:
     return json.dumps(
         {
             "message": {
-                "message": failure.summary or failure_text(failure),
+                "message": failure.summary or format_failure(failure),
                 "extraInfo": {"py_callstack": failure.traceback or failure.stack, "timestamp": str(int(failed.time))},
             }
         }

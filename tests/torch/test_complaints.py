@@ -12,7 +12,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import mpwatch
-from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, complaint_in
+from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_exception
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 
 pytestmark = pytest.mark.usefixtures("_patient")
@@ -73,7 +73,7 @@ def test_what_torch_says():
             try:
                 fail()
             except RuntimeError as error:
-                found[fail.__name__] = complaint_in(ExceptionEncoder(error).plain())
+                found[fail.__name__] = classify_exception(ExceptionEncoder(error).plain())
         return found
 
     (found,) = mpwatch.run(complaints, 1, args=(list(EXPECTED),))
@@ -127,5 +127,5 @@ def test_ranks_that_wait_for_one_another_blame_nobody():
 
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(deadlock, 2)
-    assert str(caught.value).startswith("no rank was seen to fail by itself; the first to complain of a peer: rank 0: ")
+    assert str(caught.value).startswith("no rank was seen to fail by itself; the first to report a lost or late peer: rank 0: ")
     assert "  rank 1: stopped by the watcher in all_reduce (test_complaints.py:" in str(caught.value)
