@@ -1,4 +1,4 @@
-"""What ranks do in their first life, and in a later one. A light module: every rank of the tests of restarts imports it."""
+"""Functions for ranks that are restarted. They act by the attempt. The module is small, since every such rank imports it."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import mpwatch
 VARIABLES = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID")
 
 
-def life():
+def attempt():
     return mpwatch.current_worker().restart_count
 
 
@@ -22,47 +22,47 @@ def wait_to_be_stopped():
         signal.pause()
 
 
-def who():
+def describe_self():
     me = mpwatch.current_worker()
     return me.restart_count, me.master_port, {name: os.environ[name] for name in VARIABLES}, os.getpid()
 
 
-def fails(lives, failing=1, meet=None, error=ValueError):
-    """This rank raises in so many lives, when all have met; the others wait for that. Then all say who they are."""
-    if meet is not None:
-        meet[life()].wait()
-    if life() < lives:
+def fails(failures, failing=1, barriers=None, error=ValueError):
+    """Raise in the first `failures` attempts on rank `failing`, once all ranks run; the others wait. Later describe the rank."""
+    if barriers is not None:
+        barriers[attempt()].wait()
+    if attempt() < failures:
         if rank() == failing:
-            raise error(f"life {life()}")
+            raise error(f"attempt {attempt()}")
         wait_to_be_stopped()
-    return who()
+    return describe_self()
 
 
-def raises_by_itself(lives):
-    """Each rank in so many lives, rank n in n more."""
-    if life() < lives + rank():
-        raise ValueError(f"life {life()}")
-    return life()
+def raises_by_itself(failures):
+    """Raise in the first attempts: rank n in the first `failures` + n."""
+    if attempt() < failures + rank():
+        raise ValueError(f"attempt {attempt()}")
+    return attempt()
 
 
-def raises_then_waits(*lives):
-    """Each rank raises in so many lives."""
-    if life() < lives[rank()]:
-        raise ValueError(f"life {life()}")
+def raises_then_waits(*failures):
+    """Raise in the first attempts: rank n in the first `failures[n]`. Then wait to be stopped."""
+    if attempt() < failures[rank()]:
+        raise ValueError(f"attempt {attempt()}")
     wait_to_be_stopped()
 
 
 def always_raises(error=ValueError):
-    raise error(f"life {life()} of rank {rank()}")
+    raise error(f"attempt {attempt()} of rank {rank()}")
 
 
 def exits_with(*codes):
-    sys.exit(codes[life()])
+    sys.exit(codes[attempt()])
 
 
-def dies(*ways):
-    """In another way each time."""
-    way = ways[life()]
+def ends(*ways):
+    """End in another way in each attempt."""
+    way = ways[attempt()]
     if way == "exit":
         os._exit(3)
     if way == "kill":
@@ -72,115 +72,115 @@ def dies(*ways):
     return way
 
 
-def has_a_helper(folder, lives):
-    """Leaves its pid and its helper's, for those who come after it, and looks whether those before it are gone."""
+def starts_a_helper(folder, failures):
+    """Start a process, and write its pid and that of the rank into a file. Rank 1 is killed in the first attempts."""
     helper = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", "import signal; signal.pause()"], os.environ)
-    (folder / f"{life()}-{rank()}").write_text(f"{os.getpid()} {helper}")
-    if life() < lives:
+    (folder / f"{attempt()}-{rank()}").write_text(f"{os.getpid()} {helper}")
+    if attempt() < failures:
         if rank() == 1:
-            while not (folder / f"{life()}-0").exists():
+            while not (folder / f"{attempt()}-0").exists():
                 os.sched_yield()
             os.kill(os.getpid(), signal.SIGKILL)
         wait_to_be_stopped()
-    return life()
+    return attempt()
 
 
-def goes_on(turn, end, failing=1):
-    """Rank `failing` fails once the others are at work; they go on until it has lived again."""
+def runs_until_one_was_restarted(all_run, end, failing=1):
+    """Raise once on rank `failing`, when the others run. These run until that rank was restarted."""
     if rank() == failing:
-        if life() == 0:
-            turn.wait()
+        if attempt() == 0:
+            all_run.wait()
             raise ValueError("the first time")
         end.wait()
     else:
-        turn.wait()
+        all_run.wait()
         end.wait()
-    return who()
+    return describe_self()
 
 
-def raises_when_it_is_stopped(barrier):
-    """Rank 0 in its first life, since rank 1 has failed."""
+def raises_when_stopped(barrier):
+    """Raise on rank 1 in the first attempt, and then on rank 0 when it is stopped."""
 
     def stop(*_):
-        raise KeyError("in its turn")
+        raise KeyError("when stopped")
 
-    if life() == 0:
+    if attempt() == 0:
         signal.signal(signal.SIGTERM, stop)
         barrier.wait()
         if rank() == 1:
             raise ValueError("the first")
         wait_to_be_stopped()
-    return life()
+    return attempt()
 
 
-def is_deaf_the_first_time(meet):
-    if life() == 0:
+def ignores_sigterm_in_the_first_attempt(barriers):
+    if attempt() == 0:
         if rank() == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        meet[0].wait()
+        barriers[0].wait()
         if rank() == 1:
             raise ValueError("the first time")
         wait_to_be_stopped()
-    return life()
+    return attempt()
 
 
 def reports(*steps):
-    mpwatch.report(step=steps[life()])
-    raise ValueError(f"after step {steps[life()]}")
+    mpwatch.report(step=steps[attempt()])
+    raise ValueError(f"after step {steps[attempt()]}")
 
 
-def beats_and_raises(error):
+def raises_after_a_heartbeat(error):
     mpwatch.heartbeat()
     always_raises(error)
 
 
-def is_late_once(noticed, heard):
-    """Rank 1 says nothing until that was noticed; then both beat until that was heard."""
+def has_a_late_heartbeat_once(was_noticed, next_was_noticed):
+    """Send no heartbeat on rank 1 until that was noticed. Then both ranks send them until that was noticed, too."""
     mpwatch.heartbeat()
     if rank() == 1:
-        noticed.wait()
-    while not heard.wait(0.01):
+        was_noticed.wait()
+    while not next_was_noticed.wait(0.01):
         mpwatch.heartbeat()
     return True
 
 
-def falls_silent(lives=9):
+def stops_its_heartbeats(failures=9):
     mpwatch.heartbeat()
-    if life() < lives:
+    if attempt() < failures:
         wait_to_be_stopped()
-    return life()
+    return attempt()
 
 
-def returns_the_second_time(value):
-    if life() == 0:
+def returns_in_the_second_attempt(value):
+    if attempt() == 0:
         raise ValueError("the first time")
     return value()
 
 
-def waits_the_second_time():
-    if life() == 0:
+def waits_in_the_second_attempt():
+    if attempt() == 0:
         raise ValueError("the first time")
     wait_to_be_stopped()
 
 
-def fails_for_good_beside_one_that_waits(has_failed):
-    """Rank 0 fails, and would be started again after a while; then rank 1 fails, and is not worth it."""
+def fails_while_another_awaits_its_restart(has_failed):
+    """Raise on rank 0, which is to be restarted after a delay. Then raise on rank 1, which is not to be restarted."""
     if rank() == 0:
-        raise ValueError("again, please")
+        raise ValueError("restart, please")
     if rank() == 1:
         has_failed.wait()
-        raise KeyError("not again")
+        raise KeyError("no restart")
     wait_to_be_stopped()
 
 
-def waits_the_second_time_if_rank_1():
-    if rank() == 1 and life() == 0:
+def raises_once_on_rank_1_then_waits():
+    if rank() == 1 and attempt() == 0:
         raise ValueError("the first time")
     wait_to_be_stopped()
 
 
 class CountsItsPickling:
-    """Where it was made."""
+    """An argument that counts how often it is pickled."""
 
     def __init__(self):
         self.times = 0
@@ -190,7 +190,7 @@ class CountsItsPickling:
         return str, ("an argument",)
 
 
-class Unbuildable:
+class CannotBeUnpickled:
     def __reduce__(self):
         return _refuse, ()
 
@@ -199,38 +199,38 @@ def _refuse():
     raise LookupError("not here")
 
 
-class Unpicklable:
+class CannotBePickled:
     def __reduce__(self):
         raise TypeError("not to be sent")
 
 
-class TellsItInItsOwnTime(ValueError):
-    """What can be pickled of it comes when its rank is allowed to: until then that one is there, and deaf to SIGTERM."""
+class SlowToPickle(ValueError):
+    """An exception whose pickling takes until `may_exit` is set. Until then its rank does not exit."""
 
-    def __init__(self, text, is_telling, may_end):
+    def __init__(self, text, is_pickling, may_exit):
         super().__init__(text)
-        self.events = is_telling, may_end
+        self.events = is_pickling, may_exit
 
     def __reduce__(self):
-        is_telling, may_end = self.events
-        is_telling.set()
-        may_end.wait()
+        is_pickling, may_exit = self.events
+        is_pickling.set()
+        may_exit.wait()
         return ValueError, self.args[:1]
 
 
-def fails_for_good_while_another_ends(is_telling, may_end):
-    """Rank 1 fails, and takes its time to end; meanwhile rank 0 fails for good."""
+def fails_while_another_is_stopped(is_pickling, may_exit):
+    """Raise on rank 1, which then does not exit. Meanwhile raise on rank 0, which is not to be restarted."""
     if rank() == 0:
-        is_telling.wait()
-        raise KeyError("for good")
-    if life() == 0:
+        is_pickling.wait()
+        raise KeyError("no restart")
+    if attempt() == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise TellsItInItsOwnTime("again, please", is_telling, may_end)
+        raise SlowToPickle("restart, please", is_pickling, may_exit)
     wait_to_be_stopped()
 
 
-def interrupts_its_parent_when_it_is_stopped(barrier):
-    """Rank 0, since rank 1 has failed."""
+def interrupts_its_parent_when_stopped(barrier):
+    """Raise on rank 1. Rank 0 handles the SIGTERM that follows: it sends SIGINT to its parent."""
 
     def stop(*_):
         os.kill(os.getppid(), signal.SIGINT)
@@ -239,12 +239,12 @@ def interrupts_its_parent_when_it_is_stopped(barrier):
     barrier.wait()
     if rank() == 1:
         raise ValueError("the first")
-    while True:  # SIGINT is for the watcher, and makes it hurry
+    while True:  # SIGINT makes the watcher kill all ranks
         signal.pause()
 
 
-def one_returns_before_the_other_fails(event):
-    """In the first attempt."""
+def rank_0_returns_before_rank_1_fails(event):
+    """Raise on rank 1 in the first attempt, after rank 0 has returned."""
     me = mpwatch.current_worker()
     if me.rank == 1 and me.restart_count == 0:
         assert event.wait(30)

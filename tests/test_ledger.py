@@ -1,4 +1,4 @@
-"""Whether ranks are started again, and when: a policy at work on failures that are written down. No clock, no chance."""
+"""Decisions about restarts: a RestartPolicy applied to given failures. No clock, no random numbers."""
 
 import math
 
@@ -13,18 +13,18 @@ from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget
 VALUE_ERROR = failure(1)
 EXIT = failure(1, FailureKind.EXIT, exit_code=3)
 START = failure(1, FailureKind.START)
-NOT_WANTED = "it is no failure that `retry_if` wants to be tried again"
+NOT_IN_RETRY_IF = "`retry_if` does not allow a restart after this failure"
 
 
 class TransientError(ConnectionError):
     pass
 
 
-def ledger(max_restarts=3, *, chance=0.5, **more):
-    return RestartBudget(RestartPolicy(max_restarts, **{"jitter": 0.0, **more}), chance=lambda: chance)
+def make_budget(max_restarts=3, *, rng_value=0.5, **more):
+    return RestartBudget(RestartPolicy(max_restarts, **{"jitter": 0.0, **more}), rng=lambda: rng_value)
 
 
-def trial(cause=VALUE_ERROR, *, seconds_left=math.inf, **more):
+def failed_attempt(cause=VALUE_ERROR, *, seconds_left=math.inf, **more):
     return FailedAttempt(cause=cause, seconds_left=lambda: seconds_left, **more)
 
 
@@ -32,76 +32,76 @@ def raised(error, **more):
     return failure(1, exception=error, **more)
 
 
-def delays(it, times, **more):
-    return [it.decide(trial(**more)).delay for _ in range(times)]
+def decide_delays(budget, times, **more):
+    return [budget.decide(failed_attempt(**more)).delay for _ in range(times)]
 
 
 # --- budgets
 
 
-def test_nobody_who_has_asked_for_no_restart_is_told_why_there_is_none():
-    decision = ledger(0).decide(trial())
-    assert (decision.delay, decision.restarts_left, decision.why_not) == (None, 0, "")
+def test_without_restarts_no_reason_is_given():
+    decision = make_budget(0).decide(failed_attempt())
+    assert (decision.delay, decision.restarts_left, decision.no_restart_reason) == (None, 0, "")
 
 
 def test_restarts_are_used_up():
-    it = ledger(2)
-    assert [it.decide(trial()).restarts_left for _ in range(2)] == [1, 0]
+    budget = make_budget(2)
+    assert [budget.decide(failed_attempt()).restarts_left for _ in range(2)] == [1, 0]
     for _ in range(2):
-        last = it.decide(trial())
-        assert (last.delay, last.why_not) == (None, "all restarts are used up (max_restarts=2)")
+        last = budget.decide(failed_attempt())
+        assert (last.delay, last.no_restart_reason) == (None, "all restarts are used up (max_restarts=2)")
 
 
-def test_a_failure_that_is_not_worth_it_uses_up_nothing():
-    it = ledger(1, retry_if=ConnectionError)
-    assert it.decide(trial()).delay is None
-    assert it.decide(trial(raised(ConnectionError()))).delay == 0.0
+def test_a_failure_without_a_restart_uses_up_none():
+    budget = make_budget(1, retry_if=ConnectionError)
+    assert budget.decide(failed_attempt()).delay is None
+    assert budget.decide(failed_attempt(raised(ConnectionError()))).delay == 0.0
 
 
-def test_what_is_used_up_is_said_rather_than_what_is_not_worth_it():
-    it = ledger(1, retry_if=ConnectionError)
-    it.decide(trial(raised(ConnectionError())))
-    assert "max_restarts=1" in it.decide(trial()).why_not
+def test_used_up_restarts_are_the_reason_before_retry_if():
+    budget = make_budget(1, retry_if=ConnectionError)
+    budget.decide(failed_attempt(raised(ConnectionError())))
+    assert "max_restarts=1" in budget.decide(failed_attempt()).no_restart_reason
 
 
-# --- delays
+# --- decide_delays
 
 
 def test_the_delay_doubles_up_to_a_limit():
-    assert delays(ledger(9, delay=1.5, max_delay=20.0), 6) == [1.5, 3.0, 6.0, 12.0, 20.0, 20.0]
+    assert decide_delays(make_budget(9, delay=1.5, max_delay=20.0), 6) == [1.5, 3.0, 6.0, 12.0, 20.0, 20.0]
 
 
 def test_a_delay_of_more_than_the_limit_is_the_limit():
-    assert delays(ledger(delay=100.0, max_delay=2.0), 2) == [2.0, 2.0]
+    assert decide_delays(make_budget(delay=100.0, max_delay=2.0), 2) == [2.0, 2.0]
 
 
-def test_no_delay_stays_none():
-    assert delays(ledger(3, jitter=1.0), 3) == [0.0, 0.0, 0.0]
+def test_a_delay_of_zero_stays_zero():
+    assert decide_delays(make_budget(3, jitter=1.0), 3) == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(("chance", "expected"), [(0.0, 7.5), (0.25, 8.75), (0.5, 10.0), (1.0, 12.5)])
-def test_chance_makes_a_delay_longer_or_shorter(chance, expected):
-    assert ledger(delay=10.0, jitter=0.25, chance=chance).decide(trial()).delay == expected
+@pytest.mark.parametrize(("rng_value", "expected"), [(0.0, 7.5), (0.25, 8.75), (0.5, 10.0), (1.0, 12.5)])
+def test_jitter_makes_a_delay_longer_or_shorter(rng_value, expected):
+    assert make_budget(delay=10.0, jitter=0.25, rng_value=rng_value).decide(failed_attempt()).delay == expected
 
 
-def test_chance_makes_no_delay_longer_than_the_limit():
-    it = ledger(delay=10.0, max_delay=10.0, jitter=0.5, chance=1.0)
-    assert delays(it, 3) == [10.0, 10.0, 10.0]
+def test_jitter_makes_no_delay_longer_than_the_limit():
+    budget = make_budget(delay=10.0, max_delay=10.0, jitter=0.5, rng_value=1.0)
+    assert decide_delays(budget, 3) == [10.0, 10.0, 10.0]
 
 
-def test_chance_is_asked_for_each_restart():
-    chances = iter([0.0, 1.0])
-    it = RestartBudget(RestartPolicy(2, delay=1.0, jitter=0.5), chance=lambda: next(chances))
-    assert delays(it, 2) == [0.5, 3.0]
+def test_each_restart_has_its_own_random_number():
+    random_numbers = iter([0.0, 1.0])
+    budget = RestartBudget(RestartPolicy(2, delay=1.0, jitter=0.5), rng=lambda: next(random_numbers))
+    assert decide_delays(budget, 2) == [0.5, 3.0]
 
 
-def test_without_a_source_of_chance_there_is_one():
-    assert 9.0 <= RestartBudget(RestartPolicy(1, delay=10.0)).decide(trial()).delay <= 11.0
+def test_random_numbers_by_default():
+    assert 9.0 <= RestartBudget(RestartPolicy(1, delay=10.0)).decide(failed_attempt()).delay <= 11.0
 
 
-def test_very_many_restarts_have_a_delay_still():
-    it = ledger(2000, delay=1e-300, max_delay=7.0)
-    assert delays(it, 2000)[-1] == 7.0
+def test_the_delay_of_very_many_restarts():
+    budget = make_budget(2000, delay=1e-300, max_delay=7.0)
+    assert decide_delays(budget, 2000)[-1] == 7.0
 
 
 @given(
@@ -111,52 +111,52 @@ def test_very_many_restarts_have_a_delay_still():
     st.floats(0, 1),
     st.lists(st.floats(0, 1), min_size=40, max_size=40),
 )
-def test_neither_delays_nor_restarts_exceed_their_limits(max_restarts, delay, max_delay, jitter, chances):
-    source = iter(chances)
+def test_neither_delays_nor_restarts_exceed_their_limits(max_restarts, delay, max_delay, jitter, random_numbers):
+    source = iter(random_numbers)
     policy = RestartPolicy(max_restarts, delay=delay, max_delay=max_delay, jitter=jitter)
-    it = RestartBudget(policy, chance=lambda: next(source))
-    decisions = [it.decide(trial()) for _ in range(40)]
-    again = [decision for decision in decisions if decision.delay is not None]
-    assert len(again) == max_restarts
-    assert all(0.0 <= decision.delay <= max_delay for decision in again)
-    assert [decision.restarts_left for decision in again] == list(range(max_restarts))[::-1]
-    assert decisions[: len(again)] == again
+    budget = RestartBudget(policy, rng=lambda: next(source))
+    decisions = [budget.decide(failed_attempt()) for _ in range(40)]
+    restarts = [decision for decision in decisions if decision.delay is not None]
+    assert len(restarts) == max_restarts
+    assert all(0.0 <= decision.delay <= max_delay for decision in restarts)
+    assert [decision.restarts_left for decision in restarts] == list(range(max_restarts))[::-1]
+    assert decisions[: len(restarts)] == restarts
 
 
 # --- reset_after
 
 
-def test_ranks_that_were_healthy_for_long_get_restarts_and_delay_back():
-    it = ledger(2, delay=1.0, reset_after=60.0)
-    assert delays(it, 2) == [1.0, 2.0]
-    decision = it.decide(trial(healthy_seconds=60.0))
+def test_reset_after_resets_restarts_and_delay():
+    budget = make_budget(2, delay=1.0, reset_after=60.0)
+    assert decide_delays(budget, 2) == [1.0, 2.0]
+    decision = budget.decide(failed_attempt(healthy_seconds=60.0))
     assert (decision.delay, decision.restarts_left) == (1.0, 1)
-    assert delays(it, 2, healthy_seconds=59.9) == [2.0, None]
+    assert decide_delays(budget, 2, healthy_seconds=59.9) == [2.0, None]
 
 
-def test_restarts_that_are_used_up_come_back_as_well():
-    it = ledger(1, reset_after=60.0)
-    assert delays(it, 5, healthy_seconds=100.0) == [0.0] * 5
+def test_reset_after_resets_restarts_that_are_used_up():
+    budget = make_budget(1, reset_after=60.0)
+    assert decide_delays(budget, 5, healthy_seconds=100.0) == [0.0] * 5
 
 
-def test_nothing_comes_back_unless_it_is_asked_for():
-    assert delays(ledger(1), 2, healthy_seconds=1e9) == [0.0, None]
+def test_without_reset_after_nothing_is_reset():
+    assert decide_delays(make_budget(1), 2, healthy_seconds=1e9) == [0.0, None]
 
 
-def test_no_progress_is_none_however_long_ranks_were_healthy():
-    it = ledger(9, reset_after=1.0, max_no_progress=2)
-    assert delays(it, 3, healthy_seconds=100.0) == [0.0, 0.0, None]
+def test_reset_after_does_not_reset_the_count_of_attempts_without_progress():
+    budget = make_budget(9, reset_after=1.0, max_no_progress=2)
+    assert decide_delays(budget, 3, healthy_seconds=100.0) == [0.0, 0.0, None]
 
 
 # --- max_no_progress
 
 
-def steps(it, *reached):
-    return [it.decide(trial(step=step)) for step in reached]
+def decide_after_steps(budget, *reached):
+    return [budget.decide(failed_attempt(step=step)) for step in reached]
 
 
 @pytest.mark.parametrize(
-    ("limit", "reached", "why_not"),
+    ("limit", "reached", "no_restart_reason"),
     [
         (1, (None, None), "no step was reported after the last restart (max_no_progress=1)"),
         (2, (None, None, None), "no step was reported after 2 restarts in a row (max_no_progress=2)"),
@@ -168,19 +168,19 @@ def steps(it, *reached):
         (3, (5, 1, 2, 3), "no step beyond 5 was reported after 3 restarts in a row (max_no_progress=3)"),
     ],
 )
-def test_without_progress_it_ends(limit, reached, why_not):
-    *before, last = steps(ledger(99, max_no_progress=limit), *reached)
-    assert [decision.why_not for decision in before] == [""] * len(before)
-    assert (last.delay, last.why_not) == (None, why_not)
+def test_too_many_attempts_without_progress_end_the_run(limit, reached, no_restart_reason):
+    *before, last = decide_after_steps(make_budget(99, max_no_progress=limit), *reached)
+    assert [decision.no_restart_reason for decision in before] == [""] * len(before)
+    assert (last.delay, last.no_restart_reason) == (None, no_restart_reason)
 
 
 @pytest.mark.parametrize("reached", [(1, 2, 3, 4), (None, 0, 1, 2), (0, 1, 1, 2, 2, 3), (7, 6, 8, 8, 9)])
-def test_with_progress_it_goes_on(reached):
-    assert all(decision.delay == 0.0 for decision in steps(ledger(99, max_no_progress=2), *reached))
+def test_progress_allows_restarts(reached):
+    assert all(decision.delay == 0.0 for decision in decide_after_steps(make_budget(99, max_no_progress=2), *reached))
 
 
 def test_without_a_limit_no_progress_is_needed():
-    assert all(decision.delay == 0.0 for decision in steps(ledger(99), *[None] * 99))
+    assert all(decision.delay == 0.0 for decision in decide_after_steps(make_budget(99), *[None] * 99))
 
 
 # --- which failures
@@ -214,78 +214,85 @@ def test_without_a_limit_no_progress_is_needed():
     ],
 )
 def test_which_failures_are_wanted(retry_if, cause, is_wanted):
-    decision = ledger(retry_if=retry_if).decide(trial(cause))
-    assert (decision.delay, decision.why_not) == ((0.0, "") if is_wanted else (None, NOT_WANTED))
+    decision = make_budget(retry_if=retry_if).decide(failed_attempt(cause))
+    assert (decision.delay, decision.no_restart_reason) == ((0.0, "") if is_wanted else (None, NOT_IN_RETRY_IF))
 
 
-def test_who_raises_in_the_predicate_is_heard():
+def test_what_retry_if_raises_is_raised():
     def retry_if(failure):
         raise LookupError(failure.rank)
 
     with pytest.raises(LookupError, match="1"):
-        ledger(retry_if=retry_if).decide(trial())
+        make_budget(retry_if=retry_if).decide(failed_attempt())
 
 
-def test_the_predicate_is_not_asked_when_there_are_no_restarts_left():
-    asked = []
-    it = ledger(1, retry_if=lambda failure: asked.append(failure) or True)
-    delays(it, 3)
-    assert asked == [VALUE_ERROR]
+def test_retry_if_is_not_called_when_no_restart_is_left():
+    calls = []
+    budget = make_budget(1, retry_if=lambda failure: calls.append(failure) or True)
+    decide_delays(budget, 3)
+    assert calls == [VALUE_ERROR]
 
 
 @pytest.mark.parametrize("retry_if", [None, ValueError, lambda failure: False])
-def test_a_failure_that_is_no_rank_s_is_tried_again(retry_if):
-    assert ledger(retry_if=retry_if).decide(trial(None)).delay == 0.0
+def test_an_attempt_without_root_cause_is_restarted(retry_if):
+    assert make_budget(retry_if=retry_if).decide(failed_attempt(None)).delay == 0.0
 
 
 @pytest.mark.parametrize(
     "error", [TypeError, NameError, UnboundLocalError, AttributeError, ModuleNotFoundError, IndentationError]
 )
-def test_errors_in_the_code_are_tried_again_only_if_the_rank_had_come_some_way(error):
+def test_programming_errors_are_restarted_only_after_a_heartbeat(error):
     cause = raised(error("x"))
-    why_not = ledger().decide(trial(cause)).why_not
-    assert why_not.startswith(f"{error.__name__} before the first heartbeat or report is taken for an error in the code")
-    assert "retry_if" in why_not
-    assert ledger().decide(trial(cause, had_begun=True)).delay == 0.0
+    no_restart_reason = make_budget().decide(failed_attempt(cause)).no_restart_reason
+    assert no_restart_reason.startswith(
+        f"{error.__name__} before the first heartbeat or report counts as an error in the code"
+    )
+    assert "retry_if" in no_restart_reason
+    assert make_budget().decide(failed_attempt(cause, had_heartbeat=True)).delay == 0.0
 
 
 @pytest.mark.parametrize(
     "cause", [VALUE_ERROR, EXIT, raised(KeyError()), failure(1, FailureKind.HANG), failure(1, FailureKind.LOST)]
 )
-@pytest.mark.parametrize("had_begun", [False, True])
-def test_other_failures_are_tried_again(cause, had_begun):
-    assert ledger().decide(trial(cause, had_begun=had_begun)).delay == 0.0
+@pytest.mark.parametrize("had_heartbeat", [False, True])
+def test_other_failures_are_restarted(cause, had_heartbeat):
+    assert make_budget().decide(failed_attempt(cause, had_heartbeat=had_heartbeat)).delay == 0.0
 
 
-def test_a_rank_that_never_came_to_call_the_function_is_not_tried_again():
-    assert ledger().decide(trial(START)).why_not == "it never came to call the function (`retry_if` can allow for that)"
+def test_a_failed_start_is_not_restarted():
+    assert make_budget().decide(failed_attempt(START)).no_restart_reason == (
+        "the rank failed before it called the function (to restart nevertheless, set `retry_if`)"
+    )
 
 
-def test_a_rank_that_could_not_load_its_call_is_not_tried_again_whatever_it_raised():
-    assert "never came to call" in ledger().decide(trial(failure(1, FailureKind.START, exception=OSError()))).why_not
+def test_a_call_that_could_not_be_loaded_is_not_restarted():
+    assert (
+        "before it called the function"
+        in make_budget().decide(failed_attempt(failure(1, FailureKind.START, exception=OSError()))).no_restart_reason
+    )
 
 
 # --- the run's time
 
 
 @pytest.mark.parametrize(("left", "text"), [(4.0, "4.0"), (3.94, "3.9"), (-2.0, "0.0")])
-def test_a_delay_that_takes_what_time_is_left_is_not_begun(left, text):
-    decision = ledger(delay=4.0).decide(trial(seconds_left=left))
-    assert (decision.delay, decision.why_not) == (None, f"`timeout` leaves {text} s, and the delay is 4.0 s")
+def test_no_restart_if_the_delay_is_as_long_as_what_is_left_of_the_timeout(left, text):
+    decision = make_budget(delay=4.0).decide(failed_attempt(seconds_left=left))
+    assert (decision.delay, decision.no_restart_reason) == (None, f"`timeout` leaves {text} s, and the delay is 4.0 s")
 
 
-def test_a_delay_that_leaves_some_time_is_begun():
-    assert ledger(delay=4.0).decide(trial(seconds_left=4.1)).delay == 4.0
+def test_a_restart_if_the_delay_is_shorter_than_what_is_left_of_the_timeout():
+    assert make_budget(delay=4.0).decide(failed_attempt(seconds_left=4.1)).delay == 4.0
 
 
-def test_a_restart_that_was_not_begun_is_not_used_up():
-    it = ledger(1, delay=4.0)
-    it.decide(trial(seconds_left=1.0))
-    assert it.decide(trial(seconds_left=9.0)).delay == 4.0
+def test_a_restart_that_was_refused_for_lack_of_time_is_not_used_up():
+    budget = make_budget(1, delay=4.0)
+    budget.decide(failed_attempt(seconds_left=1.0))
+    assert budget.decide(failed_attempt(seconds_left=9.0)).delay == 4.0
 
 
-def test_what_time_a_predicate_takes_is_none_that_is_left():
+def test_the_time_of_retry_if_counts_towards_the_timeout():
     left = [9.0]
-    it = ledger(delay=4.0, retry_if=lambda _: left.append(1.0) or True)
-    decision = it.decide(FailedAttempt(cause=VALUE_ERROR, seconds_left=lambda: left[-1]))
-    assert decision.why_not == "`timeout` leaves 1.0 s, and the delay is 4.0 s"
+    budget = make_budget(delay=4.0, retry_if=lambda _: left.append(1.0) or True)
+    decision = budget.decide(FailedAttempt(cause=VALUE_ERROR, seconds_left=lambda: left[-1]))
+    assert decision.no_restart_reason == "`timeout` leaves 1.0 s, and the delay is 4.0 s"

@@ -1,4 +1,4 @@
-"""The states of a group of ranks: the table, its picture in the README, and a rank that is late in a real run."""
+"""The states of a group of ranks: the table, its diagram in the README, and a late rank in a real run."""
 
 from pathlib import Path
 
@@ -9,21 +9,21 @@ from conftest import SPAWN
 import mpwatch
 from mpwatch import WorkerState
 from mpwatch.events import HeartbeatLate, StateChanged
-from mpwatch.results.state_transitions import ENDS, TRANSITIONS, check_change, diagram
+from mpwatch.results.state_transitions import ENDS, TRANSITIONS, check_transition, draw_diagram
 
 README = Path(__file__).parent.parent / "README.md"
 FIRST = WorkerState.UNKNOWN
 
 
 def test_the_readme_shows_the_table():
-    assert f"```mermaid\n{diagram()}\n```\n" in README.read_text()
+    assert f"```mermaid\n{draw_diagram()}\n```\n" in README.read_text()
 
 
 def test_all_states_are_in_the_table():
     assert set(TRANSITIONS) == set(WorkerState)
 
 
-def test_every_state_is_reached_and_leads_to_an_end():
+def test_every_state_is_reachable_and_leads_to_a_final_state():
     reached, new = set(), {FIRST}
     while new:
         reached |= new
@@ -35,7 +35,7 @@ def test_every_state_is_reached_and_leads_to_an_end():
     assert leading == set(WorkerState)
 
 
-def test_nothing_follows_an_end_and_nothing_leads_back_to_the_beginning():
+def test_no_state_follows_a_final_state_or_leads_back_to_the_first():
     assert [state for state, afters in TRANSITIONS.items() if not afters] == list(ENDS)
     assert all(FIRST not in afters for afters in TRANSITIONS.values())
     assert all(before not in afters for before, afters in TRANSITIONS.items())
@@ -45,50 +45,52 @@ def test_nothing_follows_an_end_and_nothing_leads_back_to_the_beginning():
 @pytest.mark.parametrize("after", list(WorkerState))
 def test_no_other_change_is_possible(before, after):
     if after in TRANSITIONS[before]:
-        check_change(before, after)
+        check_transition(before, after)
     else:
         with pytest.raises(ValueError, match=f"does not change from {before.name} to {after.name}"):
-            check_change(before, after)
+            check_transition(before, after)
 
 
 def test_the_states_that_are_running():
     assert {state for state in WorkerState if state.is_running} == {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
 
 
-def test_a_rank_that_is_late_makes_the_group_unhealthy_until_it_beats_again():
-    noticed, heard = SPAWN.Event(), SPAWN.Event()
+def test_a_late_rank_makes_the_group_unhealthy_until_its_next_heartbeat():
+    was_noticed, next_was_noticed = SPAWN.Event(), SPAWN.Event()
     seen = []
 
-    def look(event):
+    def observe(event):
         seen.append(event)
         if isinstance(event, StateChanged):
             if event.after is WorkerState.UNHEALTHY:
-                noticed.set()
+                was_noticed.set()
             if event.before is WorkerState.UNHEALTHY:
-                heard.set()
+                next_was_noticed.set()
 
-    result = mpwatch.run(reborn.is_late_once, 2, args=(noticed, heard), heartbeat_timeout=3.0, on_event=look)
+    result = mpwatch.run(
+        reborn.has_a_late_heartbeat_once, 2, args=(was_noticed, next_was_noticed), heartbeat_timeout=3.0, on_event=observe
+    )
     assert list(result) == [True, True]
-    lost = next(event for event in seen if isinstance(event, HeartbeatLate))
-    assert (lost.ranks, lost.heartbeat_timeout) == ((1,), 3.0)
-    assert 1.5 <= lost.silent_seconds < 3.0
+    late = next(event for event in seen if isinstance(event, HeartbeatLate))
+    assert (late.ranks, late.heartbeat_timeout) == ((1,), 3.0)
+    assert 1.5 <= late.silent_seconds < 3.0
     states = [event.after.name for event in seen if isinstance(event, StateChanged)]
     assert states == ["INIT", "HEALTHY", "UNHEALTHY", "HEALTHY", "SUCCEEDED"]
 
 
 def test_a_late_rank_that_stays_silent_has_failed():
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(reborn.falls_silent, 2, heartbeat_timeout=0.5)
+        mpwatch.run(reborn.stops_its_heartbeats, 2, heartbeat_timeout=0.5)
     events = caught.value.result.events
-    lost = [event for event in events if isinstance(event, HeartbeatLate)]
-    assert sorted(event.ranks for event in lost) == [(0,), (1,)]
+    late = [event for event in events if isinstance(event, HeartbeatLate)]
+    assert sorted(event.ranks for event in late) == [(0,), (1,)]
     assert caught.value.root_cause.kind is mpwatch.FailureKind.HANG
     states = [event.after.name for event in events if isinstance(event, StateChanged)]
     assert states == ["INIT", "HEALTHY", "UNHEALTHY", "FAILED"]
 
 
-def test_a_rank_that_was_silent_has_another_life():
+def test_a_silent_rank_is_restarted():
     policy = mpwatch.RestartPolicy(1, retry_if=mpwatch.FailureKind.HANG)
-    result = mpwatch.run(reborn.falls_silent, 2, args=(1,), heartbeat_timeout=0.5, restart_policy=policy)
+    result = mpwatch.run(reborn.stops_its_heartbeats, 2, args=(1,), heartbeat_timeout=0.5, restart_policy=policy)
     assert list(result) == [1, 1]
     assert result.attempts[0].root_cause.kind is mpwatch.FailureKind.HANG

@@ -1,4 +1,4 @@
-"""What observers are told of real runs, in which order, and what becomes of those that fail."""
+"""The events that observers receive in real runs, their order, and observers that raise."""
 
 import gc
 import json
@@ -25,7 +25,7 @@ FAIL = ["HEALTHY > UNHEALTHY", "worker_exited", "worker_exited", "worker_failed"
 AGAIN = ["restarting", "worker_started", "worker_started", "UNHEALTHY > INIT"]
 
 
-def story(events):
+def names_of(events):
     return [f"{event.before.name} > {event.after.name}" if event.name == "state_changed" else event.name for event in events]
 
 
@@ -33,15 +33,15 @@ def of_kind(kind, events):
     return [event for event in events if isinstance(event, kind)]
 
 
-def meetings(lives):
-    return [SPAWN.Barrier(2) for _ in range(lives)]
+def make_barriers(attempts):
+    return [SPAWN.Barrier(2) for _ in range(attempts)]
 
 
 def test_a_success():
     seen = []
-    result = mpwatch.run(reborn.fails, 2, args=(0, 1, meetings(1)), on_event=seen.append, role="trainer")
+    result = mpwatch.run(reborn.fails, 2, args=(0, 1, make_barriers(1)), on_event=seen.append, role="trainer")
     assert tuple(seen) == result.events
-    assert story(seen) == [*START, *READY, *RETURN, "HEALTHY > SUCCEEDED", "run_ended"]
+    assert names_of(seen) == [*START, *READY, *RETURN, "HEALTHY > SUCCEEDED", "run_ended"]
     first, last = seen[0], seen[-1]
     assert isinstance(first, RunStarted)
     assert (first.fn, first.role, first.nprocs, first.max_restarts) == ("fails", "trainer", 2, 0)
@@ -55,9 +55,9 @@ def test_a_success():
 
 def test_a_restart():
     seen = []
-    result = mpwatch.run(reborn.fails, 2, args=(1, 1, meetings(2)), max_restarts=1, on_event=seen.append)
+    result = mpwatch.run(reborn.fails, 2, args=(1, 1, make_barriers(2)), max_restarts=1, on_event=seen.append)
     assert tuple(seen) == result.events
-    assert story(seen) == [*START, *READY, *FAIL, *AGAIN, *READY, *RETURN, "HEALTHY > SUCCEEDED", "run_ended"]
+    assert names_of(seen) == [*START, *READY, *FAIL, *AGAIN, *READY, *RETURN, "HEALTHY > SUCCEEDED", "run_ended"]
     (restarting,) = of_kind(Restarting, seen)
     assert (restarting.ranks, restarting.attempt, restarting.delay, restarting.restarts_left) == ((0, 1), 0, 0.0, 0)
     (failed,) = of_kind(WorkerFailed, seen)
@@ -74,9 +74,9 @@ def test_a_restart():
 def test_a_failure():
     seen = []
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(reborn.fails, 2, args=(9, 1, meetings(1)), on_event=seen.append)
+        mpwatch.run(reborn.fails, 2, args=(9, 1, make_barriers(1)), on_event=seen.append)
     assert tuple(seen) == caught.value.result.events
-    assert story(seen) == [*START, *READY, *FAIL, "UNHEALTHY > FAILED", "run_ended"]
+    assert names_of(seen) == [*START, *READY, *FAIL, "UNHEALTHY > FAILED", "run_ended"]
     assert seen[-1].reason == str(caught.value).splitlines()[0]
     ends = {event.ranks[0]: event for event in of_kind(WorkerExited, seen)}
     assert (ends[0].was_stopped, ends[0].exit_code) == (True, -signal.SIGTERM)
@@ -85,15 +85,15 @@ def test_a_failure():
 def test_an_interrupt():
     seen = []
 
-    def look(event):
+    def observe(event):
         seen.append(event)
-        if story([event]) == ["INIT > HEALTHY"]:
+        if names_of([event]) == ["INIT > HEALTHY"]:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        mpwatch.run(reborn.wait_to_be_stopped, 2, on_event=look)
+        mpwatch.run(reborn.wait_to_be_stopped, 2, on_event=observe)
     fate = ["HEALTHY > UNHEALTHY", "worker_exited", "worker_exited", "worker_stopped", "worker_stopped"]
-    assert story(seen) == [*START, *READY, *fate, "UNHEALTHY > STOPPED", "run_ended"]
+    assert names_of(seen) == [*START, *READY, *fate, "UNHEALTHY > STOPPED", "run_ended"]
     assert (seen[-1].state, seen[-1].reason) == (WorkerState.STOPPED, "the run was stopped: this process received SIGINT")
 
 
@@ -101,11 +101,11 @@ def test_ranks_that_could_not_be_started():
     seen = []
     with pytest.raises(mpwatch.LaunchError) as caught:
         mpwatch.run(functions.rank, 2, env=lambda worker: {"X": "x" * (worker.rank << 20)}, on_event=seen.append)
-    assert story(seen) == ["run_started", "worker_started", "UNKNOWN > FAILED", "run_ended"]
+    assert names_of(seen) == ["run_started", "worker_started", "UNKNOWN > FAILED", "run_ended"]
     assert (seen[-1].state, seen[-1].reason) == (WorkerState.FAILED, f"LaunchError: {caught.value}")
 
 
-def test_of_what_was_never_begun_nothing_is_told():
+def test_a_run_that_never_started_has_no_events():
     seen = []
     with pytest.raises(mpwatch.LaunchError):
         mpwatch.run(functions.double, 1, args=(threading.Lock(),), on_event=seen.append)
@@ -122,27 +122,27 @@ def test_observers_are_called_in_the_callers_thread_one_after_another():
     assert called == [(n, event.name, here) for event in result.events for n in range(2)]
 
 
-# --- observers that fail
+# --- observers that raise
 
 
-def test_an_observer_that_raises_is_logged_once_and_told_nothing_more(caplog):
-    told, seen = [], []
+def test_an_observer_that_raises_is_logged_once_and_dropped(caplog):
+    received, seen = [], []
 
-    def breaks(event):
-        told.append(event.name)
-        if len(told) == 3:
+    def raises(event):
+        received.append(event.name)
+        if len(received) == 3:
             raise ZeroDivisionError("in the observer")
 
-    result = mpwatch.run(reborn.fails, 2, args=(1, 1), max_restarts=1, on_event=[breaks, seen.append])
-    assert len(told) == 3
+    result = mpwatch.run(reborn.fails, 2, args=(1, 1), max_restarts=1, on_event=[raises, seen.append])
+    assert len(received) == 3
     assert tuple(seen) == result.events
     (record,) = [record for record in caplog.records if "observer" in record.message]
     assert (record.levelno, record.exc_info[0]) == (logging.ERROR, ZeroDivisionError)
-    assert "breaks" in record.message
-    assert f"has failed at '{told[-1]}'; it is told nothing more" in record.message
+    assert "raises" in record.message
+    assert f"failed at the event '{received[-1]}'; it receives no more events" in record.message
 
 
-def test_a_log_that_raises_harms_nobody():
+def test_a_logging_handler_that_raises_does_not_affect_the_run():
     class Broken(logging.Handler):
         def handle(self, record):
             raise ZeroDivisionError
@@ -160,11 +160,11 @@ EVENTS_OF_A_RESTART = [*START, *READY, *FAIL, *AGAIN, *READY, *RETURN, "HEALTHY 
 
 
 @pytest.mark.parametrize("n", range(len(EVENTS_OF_A_RESTART)))
-def test_what_an_observer_throws_comes_out_of_the_run_wherever_it_is(n):
-    """KeyboardInterrupt and the like are no failures of an observer's."""
+def test_what_ends_the_program_in_an_observer_is_raised_by_the_run(n):
+    """KeyboardInterrupt and SystemExit end the program, so they are no failures of the observer."""
     seen = []
 
-    def throws(event):
+    def ends_program(event):
         seen.append(event)
         if len(seen) == n + 1:
             raise SystemExit(f"at event {n}")
@@ -172,9 +172,14 @@ def test_what_an_observer_throws_comes_out_of_the_run_wherever_it_is(n):
     more = []
     with pytest.raises(SystemExit, match=f"^at event {n}$"):
         mpwatch.run(
-            reborn.fails, 2, args=(1, 1, meetings(2)), max_restarts=1, on_event=[throws, more.append], grace_period=5
+            reborn.fails,
+            2,
+            args=(1, 1, make_barriers(2)),
+            max_restarts=1,
+            on_event=[ends_program, more.append],
+            grace_period=5,
         )
-    assert story(seen)[: n + 1] == EVENTS_OF_A_RESTART[: n + 1]
+    assert names_of(seen)[: n + 1] == EVENTS_OF_A_RESTART[: n + 1]
     if n < len(EVENTS_OF_A_RESTART) - 2:
         assert (more[-1].name, more[-1].state, more[-1].reason) == (
             "run_ended",
@@ -183,21 +188,21 @@ def test_what_an_observer_throws_comes_out_of_the_run_wherever_it_is(n):
         )
 
 
-def test_an_observer_may_run_something_itself():
+def test_an_observer_may_call_run():
     values = []
 
-    def look(event):
+    def observe(event):
         if isinstance(event, Restarting):
             values.append(list(mpwatch.run(functions.rank, 2)))
 
-    assert len(mpwatch.run(reborn.fails, 2, args=(1, 1), max_restarts=1, on_event=look)) == 2
+    assert len(mpwatch.run(reborn.fails, 2, args=(1, 1), max_restarts=1, on_event=observe)) == 2
     assert values == [[0, 1]]
 
 
 def test_a_result_with_its_events_can_be_pickled():
     result = mpwatch.run(reborn.raises_by_itself, 2, args=(1,), restart_policy=RestartPolicy(scope="worker"))
     again = pickle.loads(pickle.dumps(result))
-    assert story(again.events) == story(result.events)
+    assert names_of(again.events) == names_of(result.events)
     assert [attempt.ranks for attempt in again.attempts] == [attempt.ranks for attempt in result.attempts]
     assert again.return_values == result.return_values
 
@@ -212,11 +217,11 @@ def test_events_keep_no_large_values_alive():
     assert len(gc.get_referrers(value)) <= 2
 
 
-# --- what comes with the package
+# --- observers of the package
 
 
 def test_the_timeline_of_a_real_run(tmp_path):
-    result = mpwatch.run(reborn.fails, 2, args=(1, 1, meetings(2)), max_restarts=1)
+    result = mpwatch.run(reborn.fails, 2, args=(1, 1, make_barriers(2)), max_restarts=1)
     result.to_chrome_trace(tmp_path / "trace.json")
     lines = json.loads((tmp_path / "trace.json").read_text())
     lines = lines["traceEvents"] if isinstance(lines, dict) else lines
@@ -237,7 +242,7 @@ def test_the_lines_of_a_real_run(tmp_path):
     assert {failure["exception"] for failure in failed} == {"ValueError"}
 
 
-def test_lines_that_cannot_be_written_any_more_do_not_end_the_run(tmp_path, caplog):
+def test_json_lines_that_cannot_be_written_do_not_end_the_run(tmp_path, caplog):
     (tmp_path / "folder").mkdir()
     observer = JsonLines(tmp_path / "folder" / "events.jsonl")
 
@@ -260,20 +265,20 @@ def test_a_group_of_ranks_that_stay():
             group.run(functions.rank)
         run_id = group.workers[0].run_id
     calls = ["call_started", "worker_succeeded", "worker_succeeded"]
-    assert story(seen)[:4] == ["run_started", "worker_started", "worker_started", "UNKNOWN > INIT"]
-    assert story([event for event in seen if event.name in {"call_started", "worker_succeeded"}]) == calls * 2
-    assert story(seen)[-4:] == [*["worker_exited"] * 2, "HEALTHY > STOPPED", "run_ended"]
+    assert names_of(seen)[:4] == ["run_started", "worker_started", "worker_started", "UNKNOWN > INIT"]
+    assert names_of([event for event in seen if event.name in {"call_started", "worker_succeeded"}]) == calls * 2
+    assert names_of(seen)[-4:] == [*["worker_exited"] * 2, "HEALTHY > STOPPED", "run_ended"]
     last = seen[-1]
     assert (last.state, last.reason, last.restarts) == (WorkerState.STOPPED, "", 0)
     assert {event.run_id for event in seen} == {run_id}
     assert (seen[0].fn, seen[0].nprocs) == ("", 2)
 
 
-def test_a_group_whose_ranks_are_started_anew():
+def test_a_group_whose_ranks_are_restarted():
     seen = []
     with mpwatch.WorkerGroup(2, on_event=seen.append) as group:
         with pytest.raises(mpwatch.RunFailedError):
-            group.run(reborn.dies, ("kill",))
+            group.run(reborn.ends, ("kill",))
         assert list(group.run(functions.rank)) == [0, 1]
     starts = [(event.ranks, event.attempt) for event in of_kind(WorkerStarted, seen)]
     assert starts == [((0,), 0), ((1,), 0), ((0,), 1), ((1,), 1)]
@@ -291,44 +296,44 @@ def test_a_group_that_could_not_be_started():
     assert seen[-1].reason == f"LaunchError: {caught.value}"
 
 
-def test_a_group_that_has_never_begun_has_no_end():
+def test_a_group_that_never_started_has_no_events():
     seen = []
     with pytest.raises(ZeroDivisionError):
         mpwatch.WorkerGroup(2, env=lambda worker: 1 / 0, on_event=seen.append)
     assert seen == []
 
 
-def test_the_end_of_a_group_is_told_though_its_end_is_interrupted():
+def test_the_end_of_a_group_is_published_when_its_end_is_interrupted():
     seen = []
 
-    def look(event):
+    def observe(event):
         seen.append(event)
         if event.name == "worker_exited" and event.ranks == (0,):
             signal.raise_signal(signal.SIGINT)
 
-    group = mpwatch.WorkerGroup(2, on_event=look)
+    group = mpwatch.WorkerGroup(2, on_event=observe)
     group.run(functions.rank)
     with pytest.raises(KeyboardInterrupt):
         group.close()
-    assert story(seen)[-1] == "run_ended"
+    assert names_of(seen)[-1] == "run_ended"
     group.close()
-    assert story(seen).count("run_ended") == 1
+    assert names_of(seen).count("run_ended") == 1
 
 
 @pytest.mark.parametrize("n", range(15))
-def test_what_an_observer_throws_comes_out_of_the_group_wherever_it_is(n):
+def test_what_ends_the_program_in_an_observer_is_raised_by_the_group(n):
     seen = []
 
-    def throws(event):
+    def ends_program(event):
         seen.append(event)
         if len(seen) == n + 1:
             raise SystemExit(f"at event {n}")
 
     def calls():
-        with mpwatch.WorkerGroup(2, on_event=throws, grace_period=5) as group:
+        with mpwatch.WorkerGroup(2, on_event=ends_program, grace_period=5) as group:
             for _ in range(2):
                 assert list(group.run(functions.rank)) == [0, 1]
 
     with pytest.raises(SystemExit, match=f"^at event {n}$"):
         calls()
-    assert story(seen).count("run_ended") == 1
+    assert names_of(seen).count("run_ended") == 1

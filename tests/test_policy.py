@@ -1,4 +1,4 @@
-"""What a RestartPolicy may be: bad arguments are named, with their values."""
+"""The validation of RestartPolicy: errors name the argument and its value."""
 
 import math
 import pickle
@@ -69,7 +69,7 @@ def test_bad_arguments(options, error, text):
         RestartPolicy(**options)
 
 
-def test_only_how_often_may_be_said_without_its_name():
+def test_only_max_restarts_is_positional():
     assert RestartPolicy(5).max_restarts == 5
     with pytest.raises(TypeError):
         RestartPolicy(5, "worker")
@@ -80,7 +80,7 @@ def test_numbers_may_be_of_any_type():
     assert (type(policy.max_restarts), type(policy.max_no_progress)) == (int, int)
 
 
-def test_a_policy_is_data():
+def test_a_policy_is_frozen_and_can_be_pickled():
     policy = RestartPolicy(2, retry_if={ValueError, FailureKind.OOM})
     assert pickle.loads(pickle.dumps(policy)) == policy
     with pytest.raises(FrozenInstanceError):
@@ -97,7 +97,7 @@ def test_a_policy_is_data():
         ([ValueError, FailureKind.OOM], {ValueError, FailureKind.OOM}),
     ],
 )
-def test_what_a_policy_names(retry_if, causes):
+def test_causes(retry_if, causes):
     assert RestartPolicy(retry_if=retry_if).causes == causes
 
 
@@ -142,7 +142,7 @@ def test_bad_options(options, error, text):
         mpwatch.run(fn, 2, **options)
 
 
-def test_how_often_is_short_for_a_policy():
+def test_max_restarts_is_short_for_a_policy():
     assert WorkerSpec(fn=fn, nprocs=2).policy == RestartPolicy(0)
     assert WorkerSpec(fn=fn, nprocs=2, max_restarts=4).policy == RestartPolicy(4)
     assert WorkerSpec(fn=fn, nprocs=2, restart_policy=RestartPolicy(4, delay=1.0)).policy == RestartPolicy(4, delay=1.0)
@@ -154,7 +154,7 @@ def test_observers_are_one_or_several():
     assert WorkerSpec(fn=fn, nprocs=2, on_event=(each for each in [print, len])).observers == (print, len)
 
 
-def test_a_spec_says_in_one_way_how_often_and_can_be_changed():
+def test_a_spec_with_max_restarts_can_be_replaced():
     spec = WorkerSpec(fn=fn, nprocs=2, max_restarts=2)
     assert (spec.max_restarts, spec.policy) == (2, RestartPolicy(2))
     assert replace(spec, nprocs=3).policy == RestartPolicy(2)

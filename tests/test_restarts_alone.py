@@ -1,4 +1,4 @@
-"""Ranks that are replaced one by one (scope="worker"), in processes of their own: the others go on."""
+"""Restarts of single ranks (scope="worker"), with real processes. The other ranks go on."""
 
 import signal
 
@@ -10,10 +10,10 @@ import mpwatch
 from mpwatch import RestartPolicy, WorkerState
 from mpwatch.events import Restarting, StateChanged, WorkerExited, WorkerReady, WorkerStarted
 
-LONG = 1000.0  # seconds that no test waits for
+LONG = 1000.0  # seconds; no test waits so long
 
 
-def alone(max_restarts=3, **more):
+def restart_single(max_restarts=3, **more):
     return RestartPolicy(max_restarts, scope="worker", **more)
 
 
@@ -21,23 +21,25 @@ def of_kind(kind, events):
     return [event for event in events if isinstance(event, kind)]
 
 
-def when(kind, do, **fields):
-    """An observer that does something at the first such event."""
+def at_first(kind, do, **fields):
+    """Return an observer that calls `do` at the first such event."""
     left = [do]
 
-    def look(event):
+    def observe(event):
         if isinstance(event, kind) and left and all(getattr(event, name) == value for name, value in fields.items()):
             left.pop()()
 
-    return look
+    return observe
 
 
 @pytest.mark.parametrize("nprocs", [3])
-def test_only_the_rank_that_failed_is_started_again(nprocs, barrier):
+def test_only_the_failed_rank_is_restarted(nprocs, barrier):
     end = SPAWN.Event()
-    again = when(WorkerReady, end.set, ranks=(1,), attempt=1)
-    result = mpwatch.run(reborn.goes_on, nprocs, args=(barrier, end), restart_policy=alone(), on_event=again)
-    assert [life for life, *_ in result] == [0, 1, 0]
+    observe = at_first(WorkerReady, end.set, ranks=(1,), attempt=1)
+    result = mpwatch.run(
+        reborn.runs_until_one_was_restarted, nprocs, args=(barrier, end), restart_policy=restart_single(), on_event=observe
+    )
+    assert [attempt for attempt, *_ in result] == [0, 1, 0]
     assert len({port for _, port, *_ in result}) == 1
     assert [variables["TORCHELASTIC_RESTART_COUNT"] for _, _, variables, _ in result] == ["0", "1", "0"]
     assert [worker.restart_count for worker in result.workers] == [0, 1, 0]
@@ -54,16 +56,18 @@ def test_only_the_rank_that_failed_is_started_again(nprocs, barrier):
 
 
 @pytest.mark.parametrize("nprocs", [3])
-def test_while_a_rank_is_replaced_the_group_is_unhealthy(nprocs, barrier):
+def test_while_a_rank_is_restarted_the_group_is_unhealthy(nprocs, barrier):
     end = SPAWN.Event()
-    again = when(StateChanged, end.set, before=WorkerState.UNHEALTHY, after=WorkerState.HEALTHY)
-    result = mpwatch.run(reborn.goes_on, nprocs, args=(barrier, end), restart_policy=alone(), on_event=again)
+    observe = at_first(StateChanged, end.set, before=WorkerState.UNHEALTHY, after=WorkerState.HEALTHY)
+    result = mpwatch.run(
+        reborn.runs_until_one_was_restarted, nprocs, args=(barrier, end), restart_policy=restart_single(), on_event=observe
+    )
     states = [event.after.name for event in of_kind(StateChanged, result.events)]
     assert states == ["INIT", "HEALTHY", "UNHEALTHY", "HEALTHY", "SUCCEEDED"]
 
 
 def test_each_rank_has_its_own_restarts():
-    result = mpwatch.run(reborn.raises_by_itself, 4, args=(1,), restart_policy=alone(4))
+    result = mpwatch.run(reborn.raises_by_itself, 4, args=(1,), restart_policy=restart_single(4))
     assert list(result) == [1, 2, 3, 4]
     assert (result.restarts, len(result.attempts)) == (10, 14)
     left = {(event.ranks[0], event.attempt): event.restarts_left for event in of_kind(Restarting, result.events)}
@@ -72,11 +76,11 @@ def test_each_rank_has_its_own_restarts():
 
 def test_a_rank_that_has_used_up_its_restarts_ends_the_run():
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(reborn.fails, 3, args=(99, 1), restart_policy=alone(2))
+        mpwatch.run(reborn.fails, 3, args=(99, 1), restart_policy=restart_single(2))
     error, result = caught.value, caught.value.result
-    assert str(error).startswith("rank 1 failed first: ValueError: life 2 ")
+    assert str(error).startswith("rank 1 failed first: ValueError: attempt 2 ")
     assert "  started again 2 times, and then no more: all restarts are used up (max_restarts=2)" in str(error)
-    assert repr(error.__cause__) == "ValueError('life 2')"
+    assert repr(error.__cause__) == "ValueError('attempt 2')"
     assert (set(error.failures), result.return_values, result.state) == ({1}, {}, WorkerState.FAILED)
     assert result.worker_states == {0: WorkerState.STOPPED, 1: WorkerState.FAILED, 2: WorkerState.STOPPED}
     assert sorted((attempt.ranks, attempt.number, attempt.state.name) for attempt in result.attempts) == [
@@ -88,72 +92,76 @@ def test_a_rank_that_has_used_up_its_restarts_ends_the_run():
     ]
 
 
-def test_env_is_asked_about_the_new_worker_alone():
-    asked = []
+def test_env_is_called_for_the_restarted_rank_only():
+    calls = []
 
     def env(worker):
-        asked.append((worker.rank, worker.restart_count))
+        calls.append((worker.rank, worker.restart_count))
         return {}
 
-    mpwatch.run(reborn.raises_by_itself, 2, args=(0,), restart_policy=alone(), env=env)
-    assert asked == [(0, 0), (1, 0), (1, 1)]
+    mpwatch.run(reborn.raises_by_itself, 2, args=(0,), restart_policy=restart_single(), env=env)
+    assert calls == [(0, 0), (1, 0), (1, 1)]
 
 
-def test_who_fails_for_good_ends_the_run_though_another_waits_to_be_started_again():
+def test_a_rank_that_is_not_restarted_ends_the_run_while_another_awaits_its_restart():
     has_failed = SPAWN.Event()
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(
-            reborn.fails_for_good_beside_one_that_waits,
+            reborn.fails_while_another_awaits_its_restart,
             3,
             args=(has_failed,),
-            restart_policy=alone(delay=LONG, max_delay=LONG, retry_if=ValueError),
-            on_event=when(Restarting, has_failed.set, ranks=(0,)),
+            restart_policy=restart_single(delay=LONG, max_delay=LONG, retry_if=ValueError),
+            on_event=at_first(Restarting, has_failed.set, ranks=(0,)),
         )
     error, result = caught.value, caught.value.result
-    assert str(error).startswith("rank 1 failed first: KeyError: 'not again'")
+    assert str(error).startswith("rank 1 failed first: KeyError: 'no restart'")
     assert type(error.__cause__) is KeyError
     assert set(error.failures) == {0, 1}
     assert (result.restarts, result.worker_states[2]) == (0, WorkerState.STOPPED)
-    assert result.not_restarted == "it is no failure that `retry_if` wants to be tried again"
+    assert result.not_restarted == "`retry_if` does not allow a restart after this failure"
 
 
-def test_the_time_is_that_of_all_ranks_however_often_they_were_replaced():
+def test_restarts_do_not_extend_the_timeout():
     with pytest.raises(mpwatch.RunTimeoutError) as caught:
-        mpwatch.run(reborn.waits_the_second_time_if_rank_1, 2, timeout=1.5, restart_policy=alone())
+        mpwatch.run(reborn.raises_once_on_rank_1_then_waits, 2, timeout=1.5, restart_policy=restart_single())
     error = caught.value
     assert str(error).startswith("the run did not end within timeout=1.5 s: ranks 0-1 had not returned")
     assert (error.root_cause, set(error.failures), error.exit_code) == (None, {0, 1}, 124)
     assert error.result.restarts == 1
 
 
-def test_ctrl_c_while_one_waits_to_be_started_again_and_others_work():
+def test_ctrl_c_while_one_rank_awaits_its_restart_and_others_run():
     with pytest.raises(KeyboardInterrupt) as caught:
         mpwatch.run(
             reborn.fails,
             3,
             args=(1, 1),
-            restart_policy=alone(delay=LONG, max_delay=LONG),
-            on_event=when(Restarting, lambda: signal.raise_signal(signal.SIGINT)),
+            restart_policy=restart_single(delay=LONG, max_delay=LONG),
+            on_event=at_first(Restarting, lambda: signal.raise_signal(signal.SIGINT)),
         )
     failed = caught.value.__cause__
-    assert repr(failed.root_cause.exception) == "ValueError('life 0')"
-    assert failed.result.not_restarted == "a signal to this process came before"
+    assert repr(failed.root_cause.exception) == "ValueError('attempt 0')"
+    assert failed.result.not_restarted == "this process received a signal"
     assert failed.result.worker_states == {0: WorkerState.STOPPED, 1: WorkerState.FAILED, 2: WorkerState.STOPPED}
 
 
-def test_ctrl_c_when_a_rank_was_replaced_stops_all():
-    def look(event):
+def test_ctrl_c_after_a_rank_was_restarted_stops_all_ranks():
+    def observe(event):
         if isinstance(event, WorkerReady) and event.attempt == 1:
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt) as caught:
-        mpwatch.run(reborn.waits_the_second_time_if_rank_1, 3, restart_policy=alone(), on_event=look)
+        mpwatch.run(reborn.raises_once_on_rank_1_then_waits, 3, restart_policy=restart_single(), on_event=observe)
     assert caught.value.__cause__ is None
 
 
 def test_a_group_of_one_gets_a_new_port():
     ports = []
     mpwatch.run(
-        reborn.fails, 1, args=(2, 0), restart_policy=alone(), env=lambda worker: ports.append(worker.master_port) or {}
+        reborn.fails,
+        1,
+        args=(2, 0),
+        restart_policy=restart_single(),
+        env=lambda worker: ports.append(worker.master_port) or {},
     )
     assert len(set(ports)) == 3

@@ -1,4 +1,4 @@
-"""What comes between a failure and the next start: signals, shortages, second failures. In processes of their own."""
+"""Events between a failure and the restart: signals, lack of descriptors, second failures. With real processes."""
 
 import os
 import signal
@@ -14,10 +14,10 @@ import mpwatch
 from mpwatch import FailureKind, RestartPolicy, WorkerState
 from mpwatch.events import Restarting, WorkerStarted
 
-LONG = 1000.0  # seconds that no test waits for
+LONG = 1000.0  # seconds; no test waits so long
 
 
-def waiting(scope="group", **more):
+def delay_restart(scope="group", **more):
     return RestartPolicy(9, scope=scope, delay=LONG, max_delay=LONG, **more)
 
 
@@ -26,7 +26,7 @@ def of_kind(kind, events):
 
 
 def at_restart(do):
-    """An observer; of the first one: ranks that are started again one by one may fail at the same time."""
+    """Return an observer that calls `do` at the first Restarting event: single ranks may be restarted at the same time."""
     seen = []
 
     def observe(event):
@@ -45,21 +45,21 @@ def interrupt():
 
 
 @pytest.mark.parametrize("scope", ["group", "worker"])
-def test_ctrl_c_during_the_delay_ends_it_at_once(scope):
+def test_ctrl_c_during_the_delay_ends_the_run_at_once(scope):
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt) as caught:
-        mpwatch.run(reborn.always_raises, 2, restart_policy=waiting(scope), on_event=at_restart(interrupt))
+        mpwatch.run(reborn.always_raises, 2, restart_policy=delay_restart(scope), on_event=at_restart(interrupt))
     assert time.monotonic() - start < 60
     failed = caught.value.__cause__
     assert isinstance(failed, mpwatch.RunFailedError)
     assert failed.__cause__ is failed.root_cause.exception
-    assert "  not started again: a signal to this process came before" in str(failed)
+    assert "  not started again: this process received a signal" in str(failed)
     assert failed.result.state is WorkerState.FAILED
     assert failed.result.events[-1].reason.startswith("rank ")
 
 
-def test_ctrl_c_while_it_is_decided_ends_it_as_well():
-    """The handler does not raise in code of the user's."""
+def test_ctrl_c_during_retry_if_ends_the_run():
+    """The handler does not raise in code of the user."""
     done = []
 
     def retry_if(failure):
@@ -74,8 +74,8 @@ def test_ctrl_c_while_it_is_decided_ends_it_as_well():
     assert len(of_kind(WorkerStarted, caught.value.__cause__.result.events)) == 2
 
 
-def test_a_second_ctrl_c_ends_what_decides_too():
-    """It may wait for an answer that never comes."""
+def test_a_second_ctrl_c_ends_retry_if():
+    """`retry_if` may wait for an answer that never comes."""
     steps = []
 
     def retry_if(failure):
@@ -90,10 +90,10 @@ def test_a_second_ctrl_c_ends_what_decides_too():
 
 
 @pytest.mark.parametrize("kind", [WorkerStarted, Restarting])
-def test_a_second_ctrl_c_ends_an_observer_too(kind):
+def test_a_second_ctrl_c_ends_an_observer(kind):
     steps = []
 
-    def look(event):
+    def observe(event):
         if isinstance(event, kind) and not steps:
             interrupt()
             steps.append(event)
@@ -101,29 +101,29 @@ def test_a_second_ctrl_c_ends_an_observer_too(kind):
             steps.append(event)
 
     with pytest.raises(KeyboardInterrupt):
-        mpwatch.run(reborn.always_raises, 2, max_restarts=3, on_event=look)
+        mpwatch.run(reborn.always_raises, 2, max_restarts=3, on_event=observe)
     assert len(steps) == 1
 
 
-def test_ctrl_c_in_a_later_life_ends_the_run():
-    def look(event):
+def test_ctrl_c_in_a_later_attempt_ends_the_run():
+    def observe(event):
         if isinstance(event, WorkerStarted) and event.attempt == 2:
             interrupt()
 
     with pytest.raises(KeyboardInterrupt):
-        mpwatch.run(reborn.fails, 2, args=(5, 1), max_restarts=9, on_event=look)
+        mpwatch.run(reborn.fails, 2, args=(5, 1), max_restarts=9, on_event=observe)
 
 
-def test_a_host_that_lets_an_interrupt_pass_gets_the_failure():
+def test_a_host_that_ignores_the_interrupt_gets_the_failure():
     handler = signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        with pytest.raises(mpwatch.RunFailedError, match="a signal to this process came before"):
-            mpwatch.run(reborn.always_raises, 2, restart_policy=waiting(), on_event=at_restart(interrupt))
+        with pytest.raises(mpwatch.RunFailedError, match="this process received a signal"):
+            mpwatch.run(reborn.always_raises, 2, restart_policy=delay_restart(), on_event=at_restart(interrupt))
     finally:
         signal.signal(signal.SIGINT, handler)
 
 
-def test_what_a_handler_of_the_host_raises_during_the_delay_comes_out():
+def test_what_a_handler_of_the_host_raises_during_the_delay_is_raised():
     def handle(*_):
         raise LookupError("of the host's")
 
@@ -133,7 +133,7 @@ def test_what_a_handler_of_the_host_raises_during_the_delay_comes_out():
             mpwatch.run(
                 reborn.always_raises,
                 2,
-                restart_policy=waiting(),
+                restart_policy=delay_restart(),
                 on_event=at_restart(lambda: signal.raise_signal(signal.SIGUSR1)),
             )
     finally:
@@ -141,44 +141,44 @@ def test_what_a_handler_of_the_host_raises_during_the_delay_comes_out():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_during_the_delay_does_what_it_would_have_done(number):
+def test_a_signal_during_the_delay_reaches_its_handler(number):
     program = (
         "import os, signal, sys, mpwatch, reborn\n"
         "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
-        "def look(event):\n"
+        "def observe(event):\n"
         "    if event.name == 'restarting': os.kill(os.getpid(), int(sys.argv[1]))\n"
         "    if event.name == 'run_ended': print(event.state.name, event.restarts, flush=True)\n"
         "policy = mpwatch.RestartPolicy(9, delay=1000, max_delay=1000)\n"
-        "mpwatch.run(reborn.always_raises, 2, restart_policy=policy, on_event=look)\n"
+        "mpwatch.run(reborn.always_raises, 2, restart_policy=policy, on_event=observe)\n"
     )
     done = python("-c", program, str(int(number)), check=False, env=ENV)
     assert (done.returncode, done.stdout) == (-number, "FAILED 0\n")
     assert done.stderr.endswith("KeyboardInterrupt\n" if number == signal.SIGINT else "")
 
 
-def test_nobody_is_interrupted_off_the_main_thread():
+def test_restarts_work_outside_the_main_thread():
     import threading
 
     results = []
     thread = threading.Thread(target=lambda: results.append(mpwatch.run(reborn.fails, 2, args=(2, 1), max_restarts=2)))
     thread.start()
     thread.join()
-    assert [life for life, *_ in results[0]] == [2, 2]
+    assert [attempt for attempt, *_ in results[0]] == [2, 2]
 
 
-# --- failures in between
+# --- failures before the restart
 
 
-def test_a_second_failure_while_others_are_stopped_is_no_second_restart():
+def test_a_second_failure_while_others_are_stopped_causes_no_second_restart():
     barrier = SPAWN.Barrier(2)
-    result = mpwatch.run(reborn.raises_when_it_is_stopped, 2, args=(barrier,), max_restarts=9)
+    result = mpwatch.run(reborn.raises_when_stopped, 2, args=(barrier,), max_restarts=9)
     assert (list(result), result.restarts) == ([1, 1], 1)
     root = result.attempts[0].root_cause
     assert (root.rank, repr(root.exception)) == (1, "ValueError('the first')")
 
 
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "raise SystemExit('no licence')"])
-def test_a_failure_while_ranks_are_started_again(tmp_path, how):
+def test_a_failure_while_ranks_are_restarted(tmp_path, how):
     (tmp_path / "sitecustomize.py").write_text(f"import os\n{how}\n")
 
     def env(worker):
@@ -187,7 +187,7 @@ def test_a_failure_while_ranks_are_started_again(tmp_path, how):
 
     policy = RestartPolicy(3, retry_if=[ValueError, FailureKind.START])
     result = mpwatch.run(reborn.fails, 2, args=(1, 1), restart_policy=policy, env=env)
-    assert [life for life, *_ in result] == [2, 2]
+    assert [attempt for attempt, *_ in result] == [2, 2]
     assert [attempt.root_cause and attempt.root_cause.kind for attempt in result.attempts] == [
         FailureKind.EXCEPTION,
         FailureKind.START,
@@ -196,7 +196,7 @@ def test_a_failure_while_ranks_are_started_again(tmp_path, how):
     assert result.attempts[1].root_cause.rank == 0
 
 
-def test_an_interpreter_that_is_suspended_when_it_is_started_again(tmp_path):
+def test_an_interpreter_that_is_suspended_at_a_restart(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n")
 
     def env(worker):
@@ -210,8 +210,8 @@ def test_an_interpreter_that_is_suspended_when_it_is_started_again(tmp_path):
 # --- ranks that cannot be started
 
 
-def test_ranks_that_cannot_be_started_again_for_lack_of_descriptors():
-    """Wherever it is noticed."""
+def test_a_restart_that_fails_for_lack_of_descriptors():
+    """The error is the same wherever the descriptor is needed."""
     for spare in range(0, 20, 4):
         relief = []
 
@@ -228,15 +228,15 @@ def test_ranks_that_cannot_be_started_again_for_lack_of_descriptors():
                 )
         finally:
             relief[0]()
-        story = caught.value.__notes__[-1].splitlines()
-        assert story[0] == "raised after ranks had failed:"
-        assert "rank 1 failed first: ValueError: life 0" in story[1]
+        note = caught.value.__notes__[-1].splitlines()
+        assert note[0] == "raised after ranks had failed:"
+        assert "rank 1 failed first: ValueError: attempt 0" in note[1]
         assert (events[-1].name, events[-1].state) == ("run_ended", WorkerState.FAILED)
         assert "Too many open files" in events[-1].reason
 
 
 @pytest.mark.parametrize("scope", ["group", "worker"])
-def test_an_environment_that_is_too_large_the_second_time(scope):
+def test_an_environment_that_is_too_large_at_the_restart(scope):
     events = []
     with pytest.raises(mpwatch.LaunchError, match=r"rank . could not be started: .*Argument list too long") as caught:
         mpwatch.run(
