@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import python
-from streams import START, Story, failed, failure, moved, restarted
+from streams import START, EventHistory, failed_run, failure, moved_node_run, restarted_run
 
 import mpwatch
 import mpwatch.events
@@ -76,7 +76,7 @@ def test_each_kind_has_its_name():
 
 
 def test_an_event_as_plain_data():
-    (event,) = (event for event in restarted() if isinstance(event, WorkerFailed))
+    (event,) = (event for event in restarted_run() if isinstance(event, WorkerFailed))
     assert event.to_dict() == {
         "event": "worker_failed",
         "time": event.time,
@@ -108,7 +108,7 @@ def test_an_event_as_plain_data():
 
 
 def test_states_are_told_by_name_and_numbers_that_json_lacks_by_text():
-    told = [event.to_dict() for event in restarted()]
+    told = [event.to_dict() for event in restarted_run()]
     assert {"event": "state_changed", "before": "UNKNOWN", "after": "INIT"}.items() <= told[1].items()
     (ended,) = (line for line in told if line["event"] == "worker_exited" and line["progress"])
     assert ended["progress"] == {"step": 3, "total": 9, "metrics": {"loss": "nan"}, "elapsed": 1.2}
@@ -208,13 +208,13 @@ def logged(caplog, level, events):
 
 
 def test_by_default_only_restarts_are_logged(caplog):
-    (line,) = logged(caplog, logging.WARNING, restarted())
+    (line,) = logged(caplog, logging.WARNING, restarted_run())
     assert line == "run a1b2c3d4: restarting ranks 0-1 in 1.0 s (restart 1, 0 left): rank 1 failed first: ValueError: boom"
     assert caplog.records[0].levelno == logging.WARNING
 
 
 def test_the_course_of_a_run_is_information(caplog):
-    lines = [line.removeprefix("run a1b2c3d4: ") for line in logged(caplog, logging.INFO, restarted())]
+    lines = [line.removeprefix("run a1b2c3d4: ") for line in logged(caplog, logging.INFO, restarted_run())]
     assert lines[0] == "train starts on here: 2 ranks of role trainer"
     assert lines[1:4] == ["UNKNOWN -> INIT", "INIT -> HEALTHY", "rank 0: silent for 5.0 s of 10.0 s allowed"]
     assert lines[-1] == "SUCCEEDED after 4.7 s, after 1 restart"
@@ -222,8 +222,8 @@ def test_the_course_of_a_run_is_information(caplog):
 
 
 def test_what_becomes_of_each_rank_is_for_who_debugs(caplog):
-    lines = logged(caplog, logging.DEBUG, failed())
-    assert len(lines) == len(failed())
+    lines = logged(caplog, logging.DEBUG, failed_run())
+    assert len(lines) == len(failed_run())
     assert "run a1b2c3d4: rank 1: ValueError: boom (the root cause)" in lines
     assert "run a1b2c3d4: rank 0: process 110, restart 1" in lines
     assert "run a1b2c3d4: rank 0: process 100 was stopped" in lines
@@ -231,7 +231,7 @@ def test_what_becomes_of_each_rank_is_for_who_debugs(caplog):
 
 
 def test_the_log_says_whose_ranks_these_are_each_time_that_nodes_have_met(caplog):
-    lines = [line.removeprefix("run a1b2c3d4: ") for line in logged(caplog, logging.INFO, moved())]
+    lines = [line.removeprefix("run a1b2c3d4: ") for line in logged(caplog, logging.INFO, moved_node_run())]
     assert [line for line in lines if line.startswith("node ")] == [
         "node 2 of 3: ranks 4-5 of 6, store at 10.0.0.1:4711",
         "node 1 of 2: ranks 2-3 of 4, store at 10.0.0.1:4712, restart 1",
@@ -244,7 +244,11 @@ def test_the_log_says_whose_ranks_these_are_each_time_that_nodes_have_met(caplog
 
 
 def test_an_address_with_colons_is_told_apart_from_its_port(caplog):
-    (event,) = (event for event in Story(is_multi_node=True).meet(0.1, 0, 2).events if isinstance(event, RendezvousCompleted))
+    (event,) = (
+        event
+        for event in EventHistory(is_multi_node=True).complete_rendezvous(0.1, 0, 2).events
+        if isinstance(event, RendezvousCompleted)
+    )
     (line,) = logged(caplog, logging.INFO, [replace(event, master_addr="fd00::1")])
     assert line.endswith("store at [fd00::1]:4711")
 
@@ -277,7 +281,7 @@ def test_nothing_is_wanted_that_would_not_be_logged(caplog):
 def test_a_line_for_each_event(tmp_path):
     path = tmp_path / "events.jsonl"
     observe = JsonLines(path)
-    told = restarted() + moved()
+    told = restarted_run() + moved_node_run()
     for event in told:
         observe(event)
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -288,7 +292,7 @@ def test_any_text_stays_on_its_line_and_readable(tmp_path):
     path = tmp_path / "events.jsonl"
     text = f"größer\n\r\x0b\x1c\x85\u2028\u2029\x00 {LONE}"
     for _ in range(2):
-        JsonLines(path)(Story(fn=text).events[0])
+        JsonLines(path)(EventHistory(fn=text).events[0])
     lines = path.read_text(encoding="utf-8").splitlines()
     assert len(lines) == 2
     assert "größer" in lines[0]
@@ -297,7 +301,7 @@ def test_any_text_stays_on_its_line_and_readable(tmp_path):
 
 def append_many(path):
     observe = JsonLines(path)
-    event = Story(run_id=str(mpwatch.current_worker().rank), fn="f" * 5000).events[0]
+    event = EventHistory(run_id=str(mpwatch.current_worker().rank), fn="f" * 5000).events[0]
     for _ in range(200):
         observe(event)
 
@@ -314,7 +318,7 @@ def test_the_file_stays_where_it_was_when_the_program_goes_elsewhere(tmp_path, m
     monkeypatch.chdir(tmp_path / "here")
     observe = JsonLines("events.jsonl")
     monkeypatch.chdir(tmp_path)
-    observe(restarted()[0])
+    observe(restarted_run()[0])
     assert os.listdir(tmp_path / "here") == ["events.jsonl"]
     assert repr(observe) == f"JsonLines({str(tmp_path / 'here' / 'events.jsonl')!r})"
 
@@ -360,7 +364,7 @@ def check_nesting(lines):
 
 
 def test_the_lanes_of_a_run(tmp_path):
-    lines = traced(tmp_path, restarted())
+    lines = traced(tmp_path, restarted_run())
     names = {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"}
     assert names == {1: "group", 2: "rank 0", 3: "rank 1"}
     assert [line["args"]["name"] for line in lines if line["name"] == "process_name"] == ["train on here (a1b2c3d4e5)"]
@@ -368,7 +372,7 @@ def test_the_lanes_of_a_run(tmp_path):
 
 
 def test_the_lives_and_calls_of_a_rank(tmp_path):
-    lines = traced(tmp_path, restarted())
+    lines = traced(tmp_path, restarted_run())
     assert spans(lines, 3) == [
         ("attempt 0", 100_000, 1_600_000),
         ("start-up", 100_000, 500_000),
@@ -390,16 +394,16 @@ def test_the_lives_and_calls_of_a_rank(tmp_path):
 
 def test_a_rank_that_hangs_is_at_work_until_it_is_stopped(tmp_path):
     """Though it failed when it was last heard of."""
-    story = Story().begin().tell(WorkerExited, 9.0, (1,), pid=101, exit_code=-9, heartbeat_at=START + 1.0)
-    story.tell(WorkerFailed, 1.0, (1,), failure=failure(1, FailureKind.HANG), is_root_cause=True)
-    lines = traced(tmp_path, story.events)
+    history = EventHistory().start_and_call().add(WorkerExited, 9.0, (1,), pid=101, exit_code=-9, heartbeat_at=START + 1.0)
+    history.add(WorkerFailed, 1.0, (1,), failure=failure(1, FailureKind.HANG), is_root_cause=True)
+    lines = traced(tmp_path, history.events)
     assert ("train", 500_000, 9_000_000) in spans(lines, 3)
     assert [line["cat"] for line in lines if line["ph"] == "X" and line["tid"] == 3][-1] == "call,failed"
     assert ("failed first", 1_000_000) in marks(lines, 3)
 
 
 def test_what_happened_at_one_instant(tmp_path):
-    lines = traced(tmp_path, restarted())
+    lines = traced(tmp_path, restarted_run())
     assert marks(lines, 1) == [("restart of ranks 0-1", 2_000_000), ("SUCCEEDED", 4_700_000)]
     assert marks(lines, 2) == [("heartbeat late", 1_200_000)]
     assert marks(lines, 3) == [("last heartbeat", 1_400_000), ("last report", 1_200_000), ("failed first", 1_500_000)]
@@ -411,7 +415,7 @@ def test_what_happened_at_one_instant(tmp_path):
 
 
 def test_ranks_that_another_node_had_before_are_drawn_with_their_calls(tmp_path):
-    lines = traced(tmp_path, moved())
+    lines = traced(tmp_path, moved_node_run())
     assert {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"} == {
         1: "group",
         4: "rank 2",
@@ -432,49 +436,56 @@ def test_ranks_that_another_node_had_before_are_drawn_with_their_calls(tmp_path)
 
 
 def test_the_states_of_the_group(tmp_path):
-    found = spans(traced(tmp_path, restarted()), 1)
+    found = spans(traced(tmp_path, restarted_run()), 1)
     assert [name for name, _, _ in found] == ["INIT", "HEALTHY", "UNHEALTHY", "INIT", "HEALTHY", "SUCCEEDED"]
     assert [end for _, _, end in found[:-1]] == [start for _, start, _ in found[1:]]
 
 
 def test_the_calls_of_a_group_by_number(tmp_path):
-    story = Story(fn="", nprocs=1).becomes(WorkerState.INIT, 0.0).started(0.0).each(WorkerReady, 0.5)
+    history = (
+        EventHistory(fn="", nprocs=1)
+        .change_state(WorkerState.INIT, 0.0)
+        .start_ranks(0.0)
+        .add_for_each_rank(WorkerReady, 0.5)
+    )
     for second in range(1, 4):
-        story.tell(CallStarted, float(second)).each(WorkerSucceeded, second + 0.5)
-    lines = traced(tmp_path, story.events)
+        history.add(CallStarted, float(second)).add_for_each_rank(WorkerSucceeded, second + 0.5)
+    lines = traced(tmp_path, history.events)
     calls = [(name, start, end) for name, start, end in spans(lines, 2) if name.startswith("call")]
     assert calls == [(f"call {n}", n * 1_000_000, n * 1_000_000 + 500_000) for n in (1, 2, 3)]
     assert [name for name, _, _ in spans(lines, 2)][:2] == ["attempt 0", "start-up"]
 
 
 def test_a_rank_that_is_replaced_alone(tmp_path):
-    story = Story().begin().tell(WorkerExited, 1.0, (1,), pid=101, exit_code=1)
-    story.tell(WorkerFailed, 1.0, (1,), failure=failure(1), is_root_cause=True)
-    story.tell(Restarting, 1.0, (1,), cause=failure(1), delay=1.0, restarts_left=0).started(2.0, 1, (1,))
-    story.tell(WorkerReady, 2.5, (1,), attempt=1).tell(WorkerSucceeded, 3.0, (0,)).tell(
-        WorkerSucceeded, 4.0, (1,), attempt=1
-    )
-    lines = traced(tmp_path, story.events)
+    history = EventHistory().start_and_call().add(WorkerExited, 1.0, (1,), pid=101, exit_code=1)
+    history.add(WorkerFailed, 1.0, (1,), failure=failure(1), is_root_cause=True)
+    history.add(Restarting, 1.0, (1,), cause=failure(1), delay=1.0, restarts_left=0).start_ranks(2.0, 1, (1,))
+    history.add(WorkerReady, 2.5, (1,), attempt=1).add(WorkerSucceeded, 3.0, (0,)).add(WorkerSucceeded, 4.0, (1,), attempt=1)
+    lines = traced(tmp_path, history.events)
     assert ("train", 500_000, 3_000_000) in spans(lines, 2)
     assert [name for name, _, _ in spans(lines, 3)].count("train") == 2
     assert spans(lines, 3)[-1] == ("train", 2_500_000, 4_000_000)
 
 
-@pytest.mark.parametrize("length", range(1, len(failed()) + 1))
+@pytest.mark.parametrize("length", range(1, len(failed_run()) + 1))
 def test_a_run_that_was_cut_off_can_be_drawn(tmp_path, length):
-    check_nesting(traced(tmp_path, failed()[:length]))
-    check_nesting(traced(tmp_path, failed()[-length:]))
+    check_nesting(traced(tmp_path, failed_run()[:length]))
+    check_nesting(traced(tmp_path, failed_run()[-length:]))
 
 
 def test_a_rank_that_could_not_be_started_has_no_life(tmp_path):
-    story = Story().tell(WorkerFailed, 0.2, (1,), failure=failure(1, FailureKind.START), is_root_cause=True)
-    lines = traced(tmp_path, story.becomes(WorkerState.FAILED, 0.3).events)
+    history = EventHistory().add(WorkerFailed, 0.2, (1,), failure=failure(1, FailureKind.START), is_root_cause=True)
+    lines = traced(tmp_path, history.change_state(WorkerState.FAILED, 0.3).events)
     assert not spans(lines, 3)
     assert marks(lines, 3) == [("failed first", 200_000)]
 
 
 def test_each_run_is_a_process(tmp_path):
-    both = [event for pair in zip(restarted(), Story(run_id="b").begin().events, strict=False) for event in pair]
+    both = [
+        event
+        for pair in zip(restarted_run(), EventHistory(run_id="b").start_and_call().events, strict=False)
+        for event in pair
+    ]
     lines = traced(tmp_path, both)
     assert {line["pid"] for line in lines} == {1, 2}
 
@@ -540,8 +551,8 @@ def test_no_events_are_an_error_that_says_how_to_have_some(tmp_path):
 
 def test_the_trace_of_a_result(tmp_path):
     path = tmp_path / "trace.json"
-    RunResult(WorkerState.SUCCEEDED, events=tuple(restarted())).to_chrome_trace(path)
-    write_chrome_trace(iter(restarted()), tmp_path / "again.json")
+    RunResult(WorkerState.SUCCEEDED, events=tuple(restarted_run())).to_chrome_trace(path)
+    write_chrome_trace(iter(restarted_run()), tmp_path / "again.json")
     assert path.read_bytes() == (tmp_path / "again.json").read_bytes()
     with pytest.raises(FileNotFoundError):
-        RunResult(WorkerState.SUCCEEDED, events=tuple(restarted())).to_chrome_trace(tmp_path / "nowhere" / "trace.json")
+        RunResult(WorkerState.SUCCEEDED, events=tuple(restarted_run())).to_chrome_trace(tmp_path / "nowhere" / "trace.json")

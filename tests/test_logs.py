@@ -1,4 +1,4 @@
-"""LogSpec: which stream of which rank goes where, and what is refused. No process."""
+"""LogSpec: where each stream of each rank goes, and which arguments are invalid. No process."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from mpwatch import LogSpec, Worker, WorkerSpec
-from mpwatch.options.log_spec import StreamRoute, prefix_of
+from mpwatch.options.log_spec import StreamRoute, format_prefix
 
-ME = Worker(
+WORKER = Worker(
     rank=3,
     local_rank=1,
     world_size=4,
@@ -22,8 +22,8 @@ ME = Worker(
 )
 
 
-def ways(spec, rank):
-    return spec.way_of("stdout", rank).name, spec.way_of("stderr", rank).name
+def routes(spec, rank):
+    return spec.route_of("stdout", rank).name, spec.route_of("stderr", rank).name
 
 
 @pytest.mark.parametrize(
@@ -45,27 +45,27 @@ def ways(spec, rank):
         ),
     ],
 )
-def test_which_way_it_goes(spec, of_0, of_1):
-    assert (ways(spec, 0), ways(spec, 1)) == (of_0, of_1)
+def test_route_of_each_stream(spec, of_0, of_1):
+    assert (routes(spec, 0), routes(spec, 1)) == (of_0, of_1)
 
 
-def test_who_is_shown_and_who_is_written():
+def test_ranks_that_are_shown_and_written():
     spec = LogSpec("logs", show={"stdout": 0, "stderr": range(2)}, files=np.int64(1))
     assert [spec.shows("stdout", rank) for rank in range(3)] == [True, False, False]
     assert [spec.shows("stderr", rank) for rank in range(3)] == [True, True, False]
     assert [spec.writes("stdout", rank) for rank in range(3)] == [False, True, False]
     assert not LogSpec(files="all").writes("stdout", 0)
-    assert (spec.shown_ranks(range(3)), LogSpec().shown_ranks(range(3))) == (2, 3)
-    assert spec.folder_of("run").endswith("logs/run")
-    assert LogSpec().folder_of("run") == ""
+    assert (spec.count_shown_ranks(range(3)), LogSpec().count_shown_ranks(range(3))) == (2, 3)
+    assert spec.folder_of_run("run").endswith("logs/run")
+    assert LogSpec().folder_of_run("run") == ""
 
 
-def test_the_prefix():
-    assert prefix_of("{role}{rank}/{local_rank}@{host} {{}}: ", ME, "here") == "reader3/1@here {}: "
-    assert len(prefix_of("{time}", ME, "here")) == len("12:34:56")
-    assert prefix_of("{time:%Y}", ME, "here").startswith("20")
-    assert prefix_of("{rank:>3}|", ME, "here") == "  3|"
-    assert StreamRoute.PIPE is LogSpec(prefix="").way_of("stdout", 0)
+def test_prefix():
+    assert format_prefix("{role}{rank}/{local_rank}@{host} {{}}: ", WORKER, "here") == "reader3/1@here {}: "
+    assert len(format_prefix("{time}", WORKER, "here")) == len("12:34:56")
+    assert format_prefix("{time:%Y}", WORKER, "here").startswith("20")
+    assert format_prefix("{rank:>3}|", WORKER, "here") == "  3|"
+    assert StreamRoute.PIPE is LogSpec(prefix="").route_of("stdout", 0)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_the_prefix():
         ({"prefix": "a\n"}, ValueError, "prefix must be a part of a line"),
     ],
 )
-def test_what_is_refused(arguments, error, text):
+def test_invalid_arguments(arguments, error, text):
     with pytest.raises(error, match=f"^logs: {text}|^logs: .*{text}"):
         LogSpec(**arguments)
 
@@ -105,6 +105,6 @@ def test_what_is_refused(arguments, error, text):
         (LogSpec("logs", files={"stderr": {0, 7}}), ValueError, "logs: files names rank 7, but nprocs=2"),
     ],
 )
-def test_what_a_run_refuses(logs, error, text):
+def test_invalid_logs_of_a_run(logs, error, text):
     with pytest.raises(error, match=text):
         WorkerSpec(fn=print, nprocs=2, logs=logs)

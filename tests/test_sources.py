@@ -1,4 +1,4 @@
-"""Lines of source that no file has: they go with the call, come back with the exception, and replace nothing."""
+"""Source lines that are in no file are sent with the call, come back with the exception, and replace no known lines."""
 
 import linecache
 
@@ -29,28 +29,28 @@ except mpwatch.RunFailedError as error:
 """
 
 
-@pytest.mark.parametrize("how", ["file", "file on stdin"])
-def test_functions_of_a_program(how, tmp_path):
+@pytest.mark.parametrize("source", ["file", "file on stdin"])
+def test_source_lines_of_a_program(source, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(PROGRAM)
-    if how == "file":
+    if source == "file":
         done = python(str(script))
     else:
         with script.open() as file:
             done = python(stdin=file)
-    in_rank, in_caller, verdict = done.stdout.splitlines()
+    in_rank, in_caller, message = done.stdout.splitlines()
     assert (in_rank, in_caller) == ("True", "True")
-    assert verdict.startswith("rank 1 failed first: ZeroDivisionError: division by zero (")
-    assert verdict.endswith(":5 in divide)")
+    assert message.startswith("rank 1 failed first: ZeroDivisionError: division by zero (")
+    assert message.endswith(":5 in divide)")
 
 
-def test_a_program_from_a_pipe_has_no_source_and_all_else():
-    in_rank, _, verdict = python("-", program=PROGRAM).stdout.splitlines()
+def test_a_program_from_a_pipe_has_line_numbers_but_no_source_lines():
+    in_rank, _, message = python("-", program=PROGRAM).stdout.splitlines()
     assert in_rank == "False"
-    assert verdict == "rank 1 failed first: ZeroDivisionError: division by zero (<stdin>:5 in divide)"
+    assert message == "rank 1 failed first: ZeroDivisionError: division by zero (<stdin>:5 in divide)"
 
 
-def test_what_is_not_of_the_program_on_stdin_is_not_taken_for_it(tmp_path):
+def test_generated_code_named_stdin_has_no_source_lines(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(HERE.parent)!r})\n"
@@ -63,14 +63,14 @@ def test_what_is_not_of_the_program_on_stdin_is_not_taken_for_it(tmp_path):
         assert python(stdin=file).stdout == "1 0\n"
 
 
-def test_code_from_a_string_has_no_source_of_something_else():
+def test_code_from_a_string_has_no_source_lines():
     program = PROGRAM.replace("return 1 / x  # the division", "exec('1 / 0')")
-    in_rank, _, verdict = python("-c", program.replace("# the division", "spawn_main")).stdout.splitlines()
+    in_rank, _, message = python("-c", program.replace("# the division", "spawn_main")).stdout.splitlines()
     assert in_rank == "False"
-    assert verdict.endswith("(<string>:1 in <module>)")
+    assert message.endswith("(<string>:1 in <module>)")
 
 
-def test_code_that_a_rank_has_generated():
+def test_source_lines_of_code_generated_in_a_rank():
     def generate():
         source = "def made(x):\n    return 1 / x  # made in the rank\n"
         import linecache
@@ -86,21 +86,21 @@ def test_code_that_a_rank_has_generated():
     del linecache.cache["<made>"]
 
 
-def test_what_is_known_is_not_replaced():
+def test_known_source_lines_are_not_replaced():
     linecache.cache["<ours>"] = (4, None, ["ours"], "<ours>")
     source_lines.add_to_linecache({"<ours>": "theirs", __file__: "theirs"})
     assert linecache.getline("<ours>", 1) == "ours"
-    assert linecache.getline(__file__, 1).startswith('"""Lines of source')
+    assert linecache.getline(__file__, 1).startswith('"""Source lines that')
     del linecache.cache["<ours>"]
 
 
-def test_files_are_not_sent():
+def test_lines_of_files_are_not_sent():
     with pytest.raises(ZeroDivisionError) as caught:
         1 / 0
-    assert b"Lines of source that no file has" not in ExceptionEncoder(caught.value).plain()
+    assert b"Source lines that are in no file" not in ExceptionEncoder(caught.value).plain()
 
 
-def test_what_is_too_long_is_left_out():
+def test_very_long_sources_are_left_out():
     linecache.cache["<long>"] = (4, None, ["x" * (2 << 20)], "<long>")
     assert source_lines.collect_for_files(["<long>"]) == {}
     del linecache.cache["<long>"]

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import reborn
 from programs import ENV, python
-from streams import Story, failed, failure, moved, restarted
+from streams import EventHistory, failed_run, failure, moved_node_run, restarted_run
 
 import mpwatch
 from mpwatch import FailureKind, WorkerState
@@ -109,7 +109,7 @@ def ends_of_attempts(told):
     return ends, found[found.index(next(item for item in found if item[0] == "flakiness")) :]
 
 
-@pytest.mark.parametrize(("fails", "stream"), [(1, restarted), (2, failed)])
+@pytest.mark.parametrize(("fails", "stream"), [(1, restarted_run), (2, failed_run)])
 def test_the_same_is_told_as_by_torch_s_agent(told, fails, stream):
     theirs = told_by_the_agent(fails)
     tell(stream())
@@ -129,7 +129,7 @@ def test_of_a_real_run_the_same_is_told(told, lives):
 
 
 def test_each_state_is_a_metric(told):
-    tell(restarted())
+    tell(restarted_run())
     states = ("init", "healthy", "unhealthy", "failed", "succeeded")
     assert [told.metric(state) for state in states] == [[1, 1], [1, 1], [1], [1], [1]]
     assert told.metric("remaining_restarts") == [1, 1, 1, 1, 0, 0, 0]
@@ -137,14 +137,14 @@ def test_each_state_is_a_metric(told):
 
 @pytest.mark.parametrize(("max_restarts", "flakiness"), [(0, 0), (1, 0), (3, 0)])
 def test_a_run_without_failures_is_not_flaky(told, max_restarts, flakiness):
-    tell(Story(max_restarts=max_restarts).begin().succeed(1.0).end(1.2))
+    tell(EventHistory(max_restarts=max_restarts).start_and_call().succeed(1.0).end(1.2))
     assert told.metric("flakiness") == [flakiness]
     assert told.metric("run_success_no_retries") == [1]
     assert told.names == [("START", 0), ("START", 1), ("SUCCEEDED", 0), ("SUCCEEDED", 1), ("SUCCEEDED", None)]
 
 
 def test_events_say_when_they_happened(told):
-    stream = restarted()
+    stream = restarted_run()
     tell(stream)
     assert told.events[0]["timestamp"] == int(stream[2].time * 1000)
     assert told.events[-1]["timestamp"] == int(stream[-1].time * 1000)
@@ -153,8 +153,8 @@ def test_events_say_when_they_happened(told):
 
 def test_a_rank_that_did_not_raise_is_told_in_the_same_form(told):
     killed = {"kind": FailureKind.SIGNAL, "signal": 9, "exit_code": 137, "stack": "File ..."}
-    story = Story(max_restarts=0).begin().rank_1_fails(**killed).becomes(WorkerState.FAILED, 2.0)
-    tell(story.end(2.1, reason="rank 1 was killed by SIGKILL"))
+    history = EventHistory(max_restarts=0).start_and_call().fail_rank_1(**killed).change_state(WorkerState.FAILED, 2.0)
+    tell(history.end(2.1, reason="rank 1 was killed by SIGKILL"))
     (event,) = (line for line in told.events if line["name"] == STATUS + "FAILED")
     message = json.loads(event["metadata"]["raw_error"])["message"]
     assert message["message"].startswith("rank 1: was killed by SIGKILL")
@@ -163,8 +163,8 @@ def test_a_rank_that_did_not_raise_is_told_in_the_same_form(told):
 
 
 def test_an_interrupted_run_is_neither_a_success_nor_a_failure(told):
-    story = Story().begin().becomes(WorkerState.UNHEALTHY, 1.0).becomes(WorkerState.STOPPED, 1.5)
-    tell(story.end(1.5, reason="the watcher received SIGTERM"))
+    history = EventHistory().start_and_call().change_state(WorkerState.UNHEALTHY, 1.0).change_state(WorkerState.STOPPED, 1.5)
+    tell(history.end(1.5, reason="the watcher received SIGTERM"))
     assert told.names[2:] == [("TERMINATED", 0), ("TERMINATED", 1), ("FAILED", None)]
     assert told.events[-1]["metadata"]["raw_error"] == "the watcher received SIGTERM"
     assert not told.metric("run_total")
@@ -172,7 +172,7 @@ def test_an_interrupted_run_is_neither_a_success_nor_a_failure(told):
 
 
 def test_ranks_of_several_nodes_are_told_as_they_are_numbered(told):
-    tell(moved())
+    tell(moved_node_run())
     worker = [line for line in told.events if line["source"] == "WORKER"]
     starts = [line for line in worker if line["name"] == STATUS + "START"]
     assert [line["metadata"]["global_rank"] for line in starts] == [4, 5, 2, 3, 2, 3]
@@ -185,46 +185,59 @@ def test_ranks_of_several_nodes_are_told_as_they_are_numbered(told):
 
 
 def test_newcomers_are_no_retry(told):
-    tell(moved())
+    tell(moved_node_run())
     assert told.metric("failed") == [1]
     assert told.events[-1]["metadata"]["agent_restarts"] == 1
     assert told.metric("remaining_restarts") == [2] * 4 + [1] * 6
 
 
 def test_nodes_that_have_not_met_are_the_agent_s_failure(told):
-    story = Story(is_on_nodes=True).becomes(WorkerState.FAILED, 1.0)
-    tell(story.end(1.0, reason="1 of 2 nodes had come after 600.0 s"))
+    history = EventHistory(is_multi_node=True).change_state(WorkerState.FAILED, 1.0)
+    tell(history.end(1.0, reason="1 of 2 nodes had come after 600.0 s"))
     assert told.names == [("FAILED", None)]
     assert told.events[0]["metadata"]["raw_error"] == "1 of 2 nodes had come after 600.0 s"
 
 
 def test_a_run_that_could_not_start_is_the_agent_s_failure(told):
-    tell(Story().becomes(WorkerState.FAILED, 0.1).end(0.1, reason="no process could be started"))
+    tell(EventHistory().change_state(WorkerState.FAILED, 0.1).end(0.1, reason="no process could be started"))
     assert told.names == [("TERMINATED", 0), ("TERMINATED", 1), ("FAILED", None)]
     assert told.metric("run_failed_no_retries") == [1]
 
 
 def test_a_group_that_is_closed_has_succeeded_and_its_ranks_are_what_their_last_calls_were(told):
-    story = Story(fn="").begin().each(WorkerSucceeded, 1.0).tell(CallStarted, 2.0).tell(WorkerSucceeded, 2.5, (0,))
-    story.tell(WorkerFailed, 2.5, (1,), failure=failure(1), is_root_cause=True)
-    tell(story.becomes(WorkerState.STOPPED, 3.0).end(3.1))
+    history = (
+        EventHistory(fn="")
+        .start_and_call()
+        .add_for_each_rank(WorkerSucceeded, 1.0)
+        .add(CallStarted, 2.0)
+        .add(WorkerSucceeded, 2.5, (0,))
+    )
+    history.add(WorkerFailed, 2.5, (1,), failure=failure(1), is_root_cause=True)
+    tell(history.change_state(WorkerState.STOPPED, 3.0).end(3.1))
     assert told.names[2:] == [("SUCCEEDED", 0), ("FAILED", 1), ("SUCCEEDED", None)]
     assert told.metric("run_success_no_retries") == [1]
 
 
 def test_a_rank_that_is_replaced_alone(told):
-    story = Story(nprocs=3).begin().tell(WorkerSucceeded, 0.9, (0,)).tell(WorkerExited, 1.0, (1,), pid=101, exit_code=1)
-    story.tell(WorkerFailed, 1.0, (1,), failure=failure(1), is_root_cause=True)
-    story.tell(Restarting, 1.0, (1,), cause=failure(1), delay=0.0, restarts_left=0).started(1.0, 1, (1,))
-    story.tell(WorkerSucceeded, 2.0, (1,), attempt=1).tell(WorkerSucceeded, 3.0, (2,)).becomes(WorkerState.SUCCEEDED, 3.0)
-    tell(story.end(3.1))
+    history = (
+        EventHistory(nprocs=3)
+        .start_and_call()
+        .add(WorkerSucceeded, 0.9, (0,))
+        .add(WorkerExited, 1.0, (1,), pid=101, exit_code=1)
+    )
+    history.add(WorkerFailed, 1.0, (1,), failure=failure(1), is_root_cause=True)
+    history.add(Restarting, 1.0, (1,), cause=failure(1), delay=0.0, restarts_left=0).start_ranks(1.0, 1, (1,))
+    history.add(WorkerSucceeded, 2.0, (1,), attempt=1).add(WorkerSucceeded, 3.0, (2,)).change_state(
+        WorkerState.SUCCEEDED, 3.0
+    )
+    tell(history.end(3.1))
     assert told.names[3:] == [("START", 1), *(("SUCCEEDED", rank) for rank in (0, 1, 2, None))]
     assert told.metric("remaining_restarts")[-1] == 0
     assert told.metric("run_success_with_retries") == [1]
 
 
 def test_one_observer_for_several_runs(told):
-    both = zip(restarted(), Story(run_id="b").begin().succeed(1.0).end(1.2) + [None] * 100, strict=False)
+    both = zip(restarted_run(), EventHistory(run_id="b").start_and_call().succeed(1.0).end(1.2) + [None] * 100, strict=False)
     observe = TorchElasticEvents("told")
     for event in (event for pair in both for event in pair if event is not None):
         observe(event)
@@ -235,7 +248,7 @@ def test_one_observer_for_several_runs(told):
 
 
 def test_what_is_observed_from_its_middle_is_not_told(told):
-    tell(restarted()[1:])
+    tell(restarted_run()[1:])
     assert not told.events
     assert not told.metrics
 
