@@ -98,9 +98,9 @@ class RankPopen(Popen):
             stderr: descriptor that becomes the rank's stderr.
             passed_fds: descriptors that the rank has under the same numbers.
         """
-        launch = partial(cls, env=env, stdout=stdout, stderr=stderr, passed_fds=passed_fds)
-        process = _WatchedProcess(launch_info, name, launch)
-        process.start()
+        make_popen = partial(cls, env=env, stdout=stdout, stderr=stderr, passed_fds=passed_fds)
+        process = _WatchedProcess(launch_info, name, make_popen)
+        process.start()  # multiprocessing calls `_Popen`, which makes a RankPopen, whose constructor calls `_launch`
         # Kept here, because the host program may close any Process that multiprocessing.active_children() returns.
         popen: Self = get_popen(process)
         return popen
@@ -268,16 +268,16 @@ class RankPopen(Popen):
 class _WatchedProcess(RankProcess):
     """The multiprocessing.Process of a rank in the watcher. In the rank it is a plain RankProcess."""
 
-    def __init__(self, launch_info: LaunchInfo, name: str, launch: Callable[[Any], RankPopen]) -> None:
+    def __init__(self, launch_info: LaunchInfo, name: str, make_popen: Callable[[Any], RankPopen]) -> None:
         super().__init__(launch_info, RANK_PROGRAM, name=name, start_method=get_start_method(allow_none=True))
-        self._launch = launch
+        self._make_popen = make_popen
 
     @staticmethod
     def _Popen(process_obj: Any) -> RankPopen:  # noqa: N802  multiprocessing's name for it
-        return process_obj._launch(process_obj)  # type: ignore[no-any-return]
+        return process_obj._make_popen(process_obj)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> Any:
-        state = {name: value for name, value in vars(self).items() if name != "_launch"}
+        state = {name: value for name, value in vars(self).items() if name != "_make_popen"}
         return RankProcess.__new__, (RankProcess,), state
 
 
