@@ -71,7 +71,7 @@ def test_a_program_may_end_during_another_thread_s_call():
         "threading.excepthook = lambda *_: None\n"  # Python may die of a daemon thread that prints while it ends
         "thread = threading.Thread(target=group.run, args=(time.sleep, (1000,)), daemon=True)\n"
         "thread.start()\n"
-        "while not group._call.locked(): os.sched_yield()\n"
+        "while not group._call_lock.locked(): os.sched_yield()\n"
     )
     assert time.monotonic() - began < 30
 

@@ -324,7 +324,7 @@ class EventLoop:
             observed.signals_sent.add(action.signum)
             observed.first_signal_at = observed.first_signal_at or time.monotonic()
         else:
-            text = "rank %d (pid %s) cannot be killed, not even by SIGKILL: left behind"
+            text = "rank %d (pid %s) has not ended after SIGKILL; mpwatch does not wait for it any longer"
             self._deferred_log.warning(text, action.rank, observed.pid)
             self._finish_observations(handle)
             self._pool.abandon(handle)

@@ -114,7 +114,7 @@ class HostSignals:
         if self._host_wakeup_fds:
             try:
                 signal.set_wakeup_fd(self._host_wakeup_fds[0])
-            except (OSError, ValueError):  # the host has closed it, or made it blocking: it wakes up nobody
+            except (OSError, ValueError):  # the host has closed it, or made it blocking: it cannot be used any more
                 signal.set_wakeup_fd(-1)
             self._forward_wakeups()
 

@@ -107,7 +107,7 @@ class PersistentRanks:
             blocking_call.signals.deliver_received()
 
     def shut_down_in_background(self) -> None:
-        """Have the ranks end, and do not wait for that. This is for a WorkerGroup that nobody refers to any more."""
+        """Have the ranks end, and do not wait for that. This is for a WorkerGroup without references."""
         watcher_thread, self._watcher_thread = self._watcher_thread, None
         if watcher_thread is not None and watcher_thread.belongs_to_this_process():
             watcher_thread.commands.post(Shutdown())

@@ -12,8 +12,8 @@ A BlockingCall posts a command and waits until it is done:
 While it waits, the caller's thread runs all code that is not the watcher's: observers, logging handlers, decisions about
 restarts, and the live view.
 
-Signal handlers do not raise while it waits (host_signals.py), except in the first 2 ms of a call. A Ctrl-C in these 2 ms is
-passed on to the ranks, too. Any other exception that is thrown into the caller's thread stops the ranks as SIGTERM does, and
+Signal handlers do not raise while it waits (host_signals.py), except in the first 2 ms of a call. A Ctrl-C in these 2 ms
+reaches the ranks, too. Any other exception that is thrown into the caller's thread stops the ranks as SIGTERM does, and
 a second exception stops them at once. `execute` re-raises when all ranks are dead. Idle ranks stay alive: those that have
 not been called yet, or have answered. Off the main thread, Python raises such an exception only when the wait is over.
 """
@@ -135,7 +135,7 @@ class BlockingCall:
         return None if seconds_left == math.inf else max(LAST_DRAIN_SECONDS, seconds_left)
 
     def raise_error(self) -> None:
-        """Raise what a handler of the host or the watcher thread has raised. Deliver the deferred signals before."""
+        """If a host's handler or the watcher thread has raised, deliver the deferred signals and raise that exception."""
         handler_error, self.signals.handler_error = self.signals.handler_error, None
         watcher_error, self._watcher_thread.error = self._watcher_thread.error, None
         try:
@@ -146,7 +146,7 @@ class BlockingCall:
             raise
 
     def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
-        """Return `make()`. If it raises, deliver the deferred signals before."""
+        """Return `make()`. If it raises, deliver the deferred signals, and let the exception go on."""
         try:
             return make()
         except BaseException:
