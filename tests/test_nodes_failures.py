@@ -1,4 +1,4 @@
-"""Failures of another node: what must be known of them comes, whatever they are; what somebody made up harms nobody."""
+"""Failures that are sent to other nodes: every failure fits and is decoded, and invalid data is refused without harm."""
 
 import copy
 import json
@@ -16,8 +16,14 @@ from samples import other_value
 
 from mpwatch import FailureKind, ProcessFailure
 from mpwatch.multinode.protocol import failure_codec
-from mpwatch.multinode.protocol.failure_codec import FAILURE_LIMIT, LEAST_LIMIT, LOCAL_FIELDS, from_plain, to_plain
-from mpwatch.multinode.protocol.signed_json import InvalidEntryError, SignedJson, written
+from mpwatch.multinode.protocol.failure_codec import (
+    LOCAL_FIELDS,
+    MAX_FAILURE_BYTES,
+    MIN_FAILURE_BYTES,
+    decode_failure,
+    encode_failure,
+)
+from mpwatch.multinode.protocol.signed_json import InvalidEntryError, SignedJson, dump_json
 
 JOB = SignedJson(b"", "job")
 SENT = {field.name for field in fields(ProcessFailure)} - LOCAL_FIELDS.keys()
@@ -26,13 +32,13 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=10,
 )
-RAW = st.text(st.characters(categories=None))  # halves of surrogate pairs, and all that terminals obey
+RAW = st.text(st.characters(categories=None))  # includes surrogates, and control characters of terminals
 LONG = st.builds(lambda text, times: text * times, RAW, st.integers(0, 3000))
 
 
-def failure(**more):
+def failure(**values):
     known = {"rank": 3, "local_rank": 1, "pid": 77, "hostname": "node1", "kind": FailureKind.EXCEPTION, "exit_code": 1}
-    return ProcessFailure(**{**known, **more})
+    return ProcessFailure(**{**known, **values})
 
 
 def raised(error, cause=None):
@@ -42,18 +48,18 @@ def raised(error, cause=None):
         return caught
 
 
-def through(error):
-    """As if another node had told of it, over the store."""
-    entry = JOB.close("place", {"failure": to_plain(failure(exception=error))})
-    return from_plain(JOB.open("place", entry.encode())["failure"]).exception
+def send(error):
+    """Return the exception as another node gets it from the store."""
+    entry = JOB.encode("name", {"failure": encode_failure(failure(exception=error))})
+    return decode_failure(JOB.decode("name", entry.encode())["failure"]).exception
 
 
-def plain_of(error):
-    return json.loads(written(to_plain(failure(exception=error))))
+def encode(error):
+    return json.loads(dump_json(encode_failure(failure(exception=error))))
 
 
-def size(plain):
-    return len(written(plain).encode())
+def size(encoded):
+    return len(dump_json(encoded).encode())
 
 
 class OwnError(ValueError):
@@ -62,7 +68,7 @@ class OwnError(ValueError):
 
 
 def graph():
-    error = raised(OwnError(7, why="deep"), raised(KeyError("key"), raised(OSError(2, "gone", "path"))))
+    error = raised(OwnError(7, why="deep"), raised(KeyError("key"), raised(OSError(2, "missing", "path"))))
     error.add_note("first\nsecond")
     return error
 
@@ -76,25 +82,25 @@ FULL = failure(
     stack="Thread 1\n  File ...",
     stderr="warning: \u4e2d\u00a0\U0001f600\n",
     log_files={"stdout": "/logs/0/3.out", "stderr": "/logs/0/3.err"},
-    evidence="the kernel says so",
+    evidence="the kernel log",
     is_secondary=True,
     elapsed=12.25,
 )
 
 
 @pytest.mark.parametrize(
-    "told", [FULL, failure(pid=None), failure(kind=FailureKind.START, elapsed=0)], ids=["full", "bare", "start"]
+    "sent", [FULL, failure(pid=None), failure(kind=FailureKind.START, elapsed=0)], ids=["full", "bare", "start"]
 )
-def test_all_fields_come_back(told):
-    assert from_plain(json.loads(written(to_plain(told)))) == told
+def test_all_fields_survive_a_round_trip(sent):
+    assert decode_failure(json.loads(dump_json(encode_failure(sent)))) == sent
 
 
 def test_every_field_of_a_failure_is_sent_or_explained():
-    """A field that was added to ProcessFailure, and that is not sent, is listed in LOCAL_FIELDS."""
+    """If a new field of ProcessFailure is not sent, LOCAL_FIELDS must list it with the reason."""
     sent = failure(**{name: other_value(hint) for name, hint in get_type_hints(ProcessFailure).items() if name in SENT})
     for field in fields(ProcessFailure):
         assert getattr(sent, field.name) != field.default or field.name in LOCAL_FIELDS
-    back = from_plain(json.loads(written(to_plain(sent))))
+    back = decode_failure(json.loads(dump_json(encode_failure(sent))))
     assert {field.name for field in fields(back) if getattr(back, field.name) != getattr(sent, field.name)} == set()
     assert all(LOCAL_FIELDS.values())
 
@@ -105,12 +111,12 @@ def test_a_new_field_of_a_failure_is_encoded():
         added: str = ""
 
     known = {field.name: getattr(FULL, field.name) for field in fields(FULL)}
-    assert to_plain(Extended(**known, added="x" * 99))["added"] == "x" * 99
+    assert encode_failure(Extended(**known, added="x" * 99))["added"] == "x" * 99
 
 
-def test_an_exception_comes_back_as_one_that_except_catches():
+def test_a_decoded_exception_is_caught_by_its_builtin_base():
     error = graph()
-    back = through(error)
+    back = send(error)
     assert type(back) is not OwnError
     assert type(back).__name__ == type(back).__qualname__ == "OwnError"
     assert type(back).__module__ == __name__
@@ -123,10 +129,10 @@ def test_an_exception_comes_back_as_one_that_except_catches():
     assert back.__cause__.__cause__.__cause__ is None
 
 
-def test_a_traceback_is_printed_as_it_was_there():
+def test_a_traceback_is_printed_as_on_the_sending_node():
     error = graph()
     there = [line for line in traceback.format_exception(error) if "^" not in line]
-    back = through(error)
+    back = send(error)
     back.__traceback__, raised_here = back.__traceback__, back
     assert traceback.format_exception(raised_here) == there
     frame = traceback.extract_tb(back.__traceback__)[0]
@@ -134,12 +140,10 @@ def test_a_traceback_is_printed_as_it_was_there():
     assert frame.line == "raise error from cause"
 
 
-def test_groups_and_contexts_come_back():
+def test_groups_and_contexts_survive_a_round_trip():
     inner = raised(OwnError(1, why="in a group"))
     inner.__context__ = KeyError("while")
-    back = through(
-        raised(BaseExceptionGroup("some", [inner, ExceptionGroup("more", [TypeError("t")]), KeyboardInterrupt()]))
-    )
+    back = send(raised(BaseExceptionGroup("some", [inner, ExceptionGroup("more", [TypeError("t")]), KeyboardInterrupt()])))
     assert back.message == "some"
     first, second, third = back.exceptions
     assert isinstance(first, ValueError)
@@ -158,14 +162,14 @@ def test_groups_and_contexts_come_back():
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_exceptions_with_words_of_their_own(error):
-    back = through(raised(error))
+def test_builtin_exceptions_that_format_their_own_text(error):
+    back = send(raised(error))
     assert isinstance(back, type(error))
     assert str(back) == str(error)
     assert traceback.format_exception(back)[-1].endswith(f"{error!s}\n")
 
 
-def test_what_resists_being_told_is_told():
+def test_an_exception_that_resists_encoding_is_encoded():
     class Hostile(Exception):
         def __str__(self):
             raise SystemExit(3)
@@ -173,29 +177,29 @@ def test_what_resists_being_told_is_told():
         def __reduce__(self):
             os._exit(3)
 
-    back = through(raised(Hostile("\udc80")))
+    back = send(raised(Hostile("\udc80")))
     assert type(back).__name__ == "Hostile"
     assert str(back) == "<its __str__ raised SystemExit>"
 
 
-def test_a_recursion_keeps_its_beginning_and_its_end():
+def test_a_recursion_keeps_its_first_and_last_frames():
     try:
         saboteurs.recurses()
     except RecursionError as error:
-        plain = plain_of(error)
+        encoded = encode(error)
         whole = traceback.extract_tb(error.__traceback__)
-    frames = traceback.extract_tb(from_plain(plain).exception.__traceback__)
+    frames = traceback.extract_tb(decode_failure(encoded).exception.__traceback__)
     assert 100 < len(frames) <= failure_codec.MAX_FRAMES < len(whole)
     for kept, frame in ((frames[0], whole[0]), (frames[-1], whole[-1])):
         assert (kept.name, kept.lineno) == (frame.name, frame.lineno)
-    assert size(plain) < FAILURE_LIMIT
+    assert size(encoded) < MAX_FAILURE_BYTES
 
 
-def test_long_texts_lose_their_middle_and_short_ones_nothing():
+def test_long_texts_lose_their_middle_and_short_texts_stay_whole():
     text = "begin\n" + "x" * 900_000 + "\nend"
-    plain = to_plain(failure(summary="short", traceback=text, stderr=text, exception=raised(OwnError(7, why=text))))
-    assert size(plain) <= FAILURE_LIMIT
-    back = from_plain(json.loads(written(plain)))
+    encoded = encode_failure(failure(summary="short", traceback=text, stderr=text, exception=raised(OwnError(7, why=text))))
+    assert size(encoded) <= MAX_FAILURE_BYTES
+    back = decode_failure(json.loads(dump_json(encoded)))
     assert back.summary == "short"
     for kept in (back.traceback, back.stderr, str(back.exception)):
         assert len(kept) > 4000
@@ -204,13 +208,13 @@ def test_long_texts_lose_their_middle_and_short_ones_nothing():
     assert back.traceback.startswith("begin\n")
 
 
-def test_the_furthest_causes_are_cut_off():
+def test_the_furthest_causes_are_left_out():
     error = None
     for number in range(2000):
         error = raised(ValueError(f"{number}: " + "x" * 5000), error)
-    plain = plain_of(error)
-    assert size(plain) <= FAILURE_LIMIT
-    back = from_plain(plain).exception
+    encoded = encode(error)
+    assert size(encoded) <= MAX_FAILURE_BYTES
+    back = decode_failure(encoded).exception
     chain = []
     while back is not None:
         chain.append(str(back).partition(":")[0])
@@ -220,19 +224,19 @@ def test_the_furthest_causes_are_cut_off():
 
 
 @given(
-    limit=st.integers(LEAST_LIMIT, FAILURE_LIMIT),
+    limit=st.integers(MIN_FAILURE_BYTES, MAX_FAILURE_BYTES),
     texts=st.lists(LONG, min_size=8, max_size=8),
     messages=st.lists(LONG, max_size=3),
     numbers=st.tuples(st.integers(), st.integers(), st.floats()),
 )
-def test_any_failure_fits_and_comes_back(limit, texts, messages, numbers):
+def test_any_failure_fits_into_the_limit_and_is_decoded(limit, texts, messages, numbers):
     summary, printed, stack, stderr, evidence, host, stream, path = texts
     rank, code, elapsed = numbers
     error = None
     for message in messages:
         error = raised(type("Made" + "x" * (len(message) % 999), (LookupError,), {"__module__": message})(message), error)
         error.__notes__ = [message, message]
-    told = failure(
+    sent = failure(
         rank=rank,
         exit_code=code,
         elapsed=elapsed,
@@ -245,10 +249,10 @@ def test_any_failure_fits_and_comes_back(limit, texts, messages, numbers):
         log_files={stream: path, "stdout": path},
         exception=error,
     )
-    plain = to_plain(told, limit=limit)
-    assert size(plain) <= limit
-    back = from_plain(JOB.open("place", JOB.close("place", plain).encode()))
-    assert back.kind is told.kind
+    encoded = encode_failure(sent, limit=limit)
+    assert size(encoded) <= limit
+    back = decode_failure(JOB.decode("name", JOB.encode("name", encoded).encode()))
+    assert back.kind is sent.kind
     assert isinstance(back.exception, LookupError if messages else type(None))
     assert back.summary == summary or len(summary) > 30 or not summary.isprintable()
 
@@ -256,38 +260,39 @@ def test_any_failure_fits_and_comes_back(limit, texts, messages, numbers):
 @given(JSON)
 def test_garbage_is_refused(garbage):
     with pytest.raises(InvalidEntryError):
-        from_plain(garbage)
+        decode_failure(garbage)
 
 
-def places_in(plain, path=()):
-    inner = plain.items() if isinstance(plain, dict) else enumerate(plain) if isinstance(plain, list) else ()
+def paths_in(encoded, path=()):
+    inner = encoded.items() if isinstance(encoded, dict) else enumerate(encoded) if isinstance(encoded, list) else ()
     for key, value in inner:
         yield (*path, key)
-        yield from places_in(value, (*path, key))
+        yield from paths_in(value, (*path, key))
 
 
-VALID = plain_of(ExceptionGroup("some", [graph(), raised(TypeError("t"))]))
-PLACES = list(places_in(VALID))
+VALID = encode(ExceptionGroup("some", [graph(), raised(TypeError("t"))]))
+REMOVED = "removed"
+PATHS = list(paths_in(VALID))
 
 
 @given(
-    changes=st.lists(st.tuples(st.sampled_from(PLACES), JSON | st.just("gone") | st.integers(0, 5)), min_size=1, max_size=4)
+    changes=st.lists(st.tuples(st.sampled_from(PATHS), JSON | st.just(REMOVED) | st.integers(0, 5)), min_size=1, max_size=4)
 )
-def test_what_was_altered_is_refused_or_is_a_failure(changes):
-    plain = copy.deepcopy(VALID)
+def test_altered_data_is_refused_or_is_a_failure(changes):
+    encoded = copy.deepcopy(VALID)
     for (*path, last), value in changes:
-        at = plain
+        at = encoded
         try:
             for key in path:
                 at = at[key]
-            if value == "gone":
+            if value == REMOVED:
                 del at[last]
             else:
                 at[last] = value
-        except (TypeError, LookupError):  # it has gone with another change
+        except (TypeError, LookupError):  # another change has removed it
             continue
     try:
-        back = from_plain(plain)
+        back = decode_failure(encoded)
     except InvalidEntryError:
         return
     assert isinstance(back, ProcessFailure)
@@ -296,68 +301,73 @@ def test_what_was_altered_is_refused_or_is_a_failure(changes):
 
 
 def altered(*path, to):
-    plain = copy.deepcopy(VALID)
-    at = plain
+    encoded = copy.deepcopy(VALID)
+    at = encoded
     for key in path[:-1]:
         at = at[key]
     at[path[-1]] = to
-    return plain
+    return encoded
 
 
-LINK = ("exception", "links", 0)
+FIRST = ("exception", "exceptions", 0)
 
 
 @pytest.mark.parametrize(
-    ("plain", "why"),
+    ("encoded", "why"),
     [
         ([], r"ProcessFailure must be a mapping, not \[\]"),
-        (altered("kind", to="BORED"), "ProcessFailure.kind must be one of EXCEPTION, .*, not 'BORED'"),
+        (altered("kind", to="UNKNOWN"), "ProcessFailure.kind must be one of EXCEPTION, .*, not 'UNKNOWN'"),
         (altered("rank", to="1"), "ProcessFailure.rank must be a whole number"),
         (altered("pid", to=True), "ProcessFailure.pid must be"),
         (altered("hostname", to="a\x1b[2Jb"), "ProcessFailure.hostname must be a text .* without control characters"),
         (altered("stderr", to="x" * 70_000), "ProcessFailure.stderr must be a text of at most 65536 characters"),
-        (altered("exception", "links", to=[]), "ExceptionGraph.links is empty"),
-        (altered(*LINK, "bases", to=["eval"]), r"links\[0\].bases must be builtin exceptions, not 'eval'"),
-        (altered(*LINK, "bases", to=["OSError", "SyntaxError"]), "ExceptionGraph.links make no exception: multiple bases"),
-        (altered(*LINK, "bases", to=[]), r"links\[0\].bases is empty"),
-        (altered(*LINK, "name", to="a\0b"), r"ExceptionGraph.links\[0\].name must be"),
-        (altered(*LINK, "cause", to=99), r"links\[0\] refers to exception 99 of \d+"),
-        (altered(*LINK, "members", to=[-1]), r"links\[0\] refers to exception -1 of \d+"),
-        (altered(*LINK, "members", to=[0]), "has a group that is a member of itself"),
-        (altered("exception", "links", 1, "frames", 0, to=["f"]), r"links\[1\].frames\[0\] must be 8 values"),
-        (altered("exception", "links", 1, "frames", 0, 4, to=1 << 40), "ExceptionGraph.links make no exception"),
-        (altered("exception", "links", 1, "frames", 0, 0, to="\0"), r"links\[1\].frames\[0\]\[0\] must be"),
+        (altered("exception", "exceptions", to=[]), "ExceptionGraph.exceptions is empty"),
+        (altered(*FIRST, "bases", to=["eval"]), r"exceptions\[0\].bases must be builtin exceptions, not 'eval'"),
+        (
+            altered(*FIRST, "bases", to=["OSError", "SyntaxError"]),
+            "ExceptionGraph.exceptions cannot be built: multiple bases",
+        ),
+        (altered(*FIRST, "bases", to=[]), r"exceptions\[0\].bases is empty"),
+        (altered(*FIRST, "name", to="a\0b"), r"ExceptionGraph.exceptions\[0\].name must be"),
+        (altered(*FIRST, "cause", to=99), r"exceptions\[0\] refers to exception 99 of \d+"),
+        (altered(*FIRST, "members", to=[-1]), r"exceptions\[0\] refers to exception -1 of \d+"),
+        (altered(*FIRST, "members", to=[0]), "has a group that is a member of itself"),
+        (altered("exception", "exceptions", 1, "frames", 0, to=["f"]), r"exceptions\[1\].frames\[0\] must be 8 values"),
+        (altered("exception", "exceptions", 1, "frames", 0, 4, to=1 << 40), "ExceptionGraph.exceptions cannot be built"),
+        (altered("exception", "exceptions", 1, "frames", 0, 0, to="\0"), r"exceptions\[1\].frames\[0\]\[0\] must be"),
     ],
     ids=range(17),
 )
-def test_it_says_what_is_wrong(plain, why):
+def test_the_error_names_what_is_wrong(encoded, why):
     with pytest.raises(InvalidEntryError, match=why):
-        from_plain(plain)
+        decode_failure(encoded)
 
 
-def test_lines_of_cells_come_along_under_a_name_of_their_own(monkeypatch):
+def test_lines_of_notebook_cells_are_sent_under_a_name_of_their_own(monkeypatch):
     name = "<ipython-input-3-abc>"
     monkeypatch.setattr(linecache, "cache", {name: (0, None, ["1 / 0  # there\n"], name)})
     try:
         exec(compile("1 / 0", name, "exec"), {})
     except ZeroDivisionError as error:
-        plain = plain_of(error)
+        encoded = encode(error)
     linecache.cache[name] = (0, None, ["1 / 0  # here\n"], name)
-    frame = traceback.extract_tb(from_plain(plain).exception.__traceback__)[-1]
+    frame = traceback.extract_tb(decode_failure(encoded).exception.__traceback__)[-1]
     assert (frame.filename, frame.line) == ("<ipython-input-3-abc on node1>", "1 / 0  # there")
     assert linecache.getline(name, 1) == "1 / 0  # here\n"
 
 
-def test_nobody_brings_lines_for_files_of_this_node(monkeypatch):
+def test_sent_lines_never_replace_files_of_this_node(monkeypatch):
     monkeypatch.setattr(linecache, "cache", {})
-    plain = altered("exception", "sources", to={__file__: "lies\n" * 500, "<string>": "lies\n", "<frozen os>": "lies\n"})
-    plain["exception"]["links"][1]["frames"].append(["<string>", "f", "f", 1, 1, "m", False, None])
-    from_plain(plain)
-    assert linecache.getline(__file__, 1) != "lies\n"
+    encoded = altered(
+        "exception", "sources", to={__file__: "false\n" * 500, "<string>": "false\n", "<frozen os>": "false\n"}
+    )
+    encoded["exception"]["exceptions"][1]["frames"].append(["<string>", "f", "f", 1, 1, "m", False, None])
+    decode_failure(encoded)
+    assert linecache.getline(__file__, 1) != "false\n"
     assert linecache.getline("<string>", 1) == linecache.getline("<frozen os>", 1) == ""
 
 
-def test_the_least_limit_holds_the_worst_of_failures():
+def test_the_smallest_limit_holds_the_largest_failure():
     long = "x" * 999
     cls = type(long, tuple(OSError.__subclasses__()[:10]), {"__module__": long, "__str__": lambda _: long})
     cls.__qualname__ = long
@@ -372,14 +382,14 @@ def test_the_least_limit_holds_the_worst_of_failures():
     caught.value.__notes__ = [long] * 99
     logs = {f"{number}{long}": long for number in range(20)}
     texts = dict.fromkeys(("summary", "traceback", "stack", "stderr", "evidence"), "x" * 9999)
-    told = failure(hostname=long, log_files=logs, exception=caught.value, **texts)
-    plain = to_plain(told, limit=LEAST_LIMIT)
-    assert size(plain) <= LEAST_LIMIT
-    back = from_plain(plain)
+    sent = failure(hostname=long, log_files=logs, exception=caught.value, **texts)
+    encoded = encode_failure(sent, limit=MIN_FAILURE_BYTES)
+    assert size(encoded) <= MIN_FAILURE_BYTES
+    back = decode_failure(encoded)
     assert all(isinstance(back.exception, base) for base in cls.__bases__)
     assert back.summary.startswith("xxx")
 
 
-def test_a_limit_that_holds_nothing_is_refused():
+def test_a_limit_that_is_too_small_is_refused():
     with pytest.raises(ValueError, match="at least 4096 bytes, not 100"):
-        to_plain(failure(), limit=100)
+        encode_failure(failure(), limit=100)

@@ -1,4 +1,4 @@
-"""The JSON codec of nodes: values come back as they were, and a bad field is named with its path."""
+"""The JSON codec of nodes: decoded values equal the encoded ones, and a bad field is named with its path."""
 
 import functools
 import json
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import filled
 
-from mpwatch.multinode.protocol.json_codec import MAX_INTEGER, MAX_TEXT, from_json, to_json, without_controls
+from mpwatch.multinode.protocol.json_codec import MAX_INTEGER, MAX_TEXT, clean_text, from_json, to_json
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError
 
 
@@ -59,11 +59,11 @@ def through_json(value):
     return json.loads(json.dumps(to_json(value)))
 
 
-def test_every_supported_type_comes_back():
+def test_every_supported_type_survives_a_round_trip():
     assert from_json(Outer, through_json(OUTER)) == OUTER
 
 
-def test_a_field_that_is_left_out_gets_its_default():
+def test_an_omitted_field_gets_its_default():
     @dataclass(frozen=True)
     class Defaulted:
         sent: int
@@ -115,7 +115,7 @@ def test_a_bad_field_is_named_with_its_path(change, why):
     ],
     ids=range(4),
 )
-def test_what_cannot_be_sent_is_named_with_its_path(value, error, why):
+def test_a_value_that_cannot_be_sent_is_named_with_its_path(value, error, why):
     with pytest.raises(error, match=why):
         to_json(value)
 
@@ -123,8 +123,8 @@ def test_what_cannot_be_sent_is_named_with_its_path(value, error, why):
 @given(st.text(st.characters(categories=None)))
 def test_any_text_can_be_sent(raw):
     data = through_json(Inner(raw, (1, 2.0)))
-    assert from_json(Inner, data).name == without_controls(raw)
-    without_controls(raw).encode()
+    assert from_json(Inner, data).name == clean_text(raw)
+    clean_text(raw).encode()
 
 
 def test_a_long_text_is_cut():
@@ -132,7 +132,7 @@ def test_a_long_text_is_cut():
 
 
 def test_colors_are_removed_and_control_characters_are_escaped():
-    assert without_controls("\x1b[1;31mError\x1b[0m\r\n\x1b[2Jend\x85\udc80") == "Error\\r\n\\x1b[2Jend\\x85\\udc80"
+    assert clean_text("\x1b[1;31mError\x1b[0m\r\n\x1b[2Jend\x85\udc80") == "Error\\r\n\\x1b[2Jend\\x85\\udc80"
 
 
 def test_the_sample_of_a_dataclass_has_no_default():

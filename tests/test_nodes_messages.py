@@ -1,4 +1,4 @@
-"""What nodes tell one another, as data and back; and what is no message."""
+"""Messages of nodes: a decoded message equals the encoded one, and invalid data is refused."""
 
 import json
 from contextlib import suppress
@@ -11,7 +11,7 @@ from samples import filled
 
 from mpwatch.multinode.protocol.json_codec import from_json, to_json
 from mpwatch.multinode.protocol.messages import (
-    KINDS,
+    MESSAGE_TYPES,
     AttemptDecision,
     AttemptReport,
     JobConfig,
@@ -19,7 +19,7 @@ from mpwatch.multinode.protocol.messages import (
     NextStep,
     NodeInfo,
     NodeOutcome,
-    PublishedTerms,
+    PublishedJobConfig,
     RankAssignment,
     RefusedNode,
     RestartHistory,
@@ -27,21 +27,21 @@ from mpwatch.multinode.protocol.messages import (
     ShutdownAck,
     StartAttempt,
     StopAttempt,
-    from_body,
-    to_body,
+    decode_message,
+    encode_message,
 )
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError
 
-ENTRIES = [PublishedTerms, RefusedNode, RoundName]
-CARD = NodeInfo(
+ENTRIES = [PublishedJobConfig, RefusedNode, RoundName]
+NODE_INFO = NodeInfo(
     1, "host", "10.0.0.1", 8, "trainer", False, 10.0, "n", JobConfig((("nnodes", "2"),)), RestartHistory(3, 1, 100, 0)
 )
-VERDICT = AttemptDecision(
+DECISION = AttemptDecision(
     2, NextStep.RESTART, RestartHistory(3), 5, ({"rank": 5},), 1, (LostNode(1, "host", 8, 8, "silent"),), "why", delay=0.5
 )
 MESSAGES = [
-    CARD,
-    VERDICT,
+    NODE_INFO,
+    DECISION,
     ShutdownAck(0),
     AttemptReport(1, 0, NodeOutcome.FAILED, ({"a": 1},)),
     StopAttempt(0, "why"),
@@ -50,16 +50,16 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_comes_back_as_it_was(message):
-    assert from_body(json.loads(json.dumps(to_body(message)))) == message
+def test_a_message_survives_a_round_trip(message):
+    assert decode_message(json.loads(json.dumps(encode_message(message)))) == message
 
 
-@pytest.mark.parametrize("kind", [*KINDS.values(), *ENTRIES], ids=lambda kind: kind.__name__)
-def test_no_field_is_lost(kind):
+@pytest.mark.parametrize("kind", [*MESSAGE_TYPES.values(), *ENTRIES], ids=lambda kind: kind.__name__)
+def test_every_field_survives_a_round_trip(kind):
     message = filled(kind)
     assert from_json(kind, json.loads(json.dumps(to_json(message)))) == message
-    if kind in KINDS.values():
-        assert from_body(json.loads(json.dumps(to_body(message)))) == message
+    if kind in MESSAGE_TYPES.values():
+        assert decode_message(json.loads(json.dumps(encode_message(message)))) == message
 
 
 @pytest.mark.parametrize(
@@ -73,21 +73,21 @@ def test_no_field_is_lost(kind):
         ({"grace_period": float("nan")}, r"NodeInfo\.grace_period must be a finite number"),
         ({"host": "\x1b[2J"}, r"NodeInfo\.host must be a text"),
         ({"host": "x" * 70_000}, r"NodeInfo\.host must be a text"),
-        ({"terms": {"items": [["a"]]}}, r"NodeInfo\.terms\.items\[0\] must be 2 values"),
-        ({"history": {"attempts": 1}}, r"NodeInfo\.history\.used is missing"),
+        ({"job_config": {"items": [["a"]]}}, r"NodeInfo\.job_config\.items\[0\] must be 2 values"),
+        ({"history": {"attempts": 1}}, r"NodeInfo\.history\.restarts_used is missing"),
         ({"more": 1}, "NodeInfo has no field 'more'"),
     ],
 )
-def test_what_is_wrong_with_a_message_is_named(change, text):
+def test_the_bad_field_of_a_message_is_named(change, text):
     with pytest.raises(InvalidEntryError, match=text):
-        from_body(to_body(CARD) | change)
+        decode_message(encode_message(NODE_INFO) | change)
 
 
 @given(st.text(), st.text())
-def test_whatever_a_node_has_to_say_it_can_be_said(host, reason):
-    """A message that the others had to drop would be missed by them."""
-    for message in (replace(CARD, host=host), replace(VERDICT, reason=reason)):
-        assert type(from_body(json.loads(json.dumps(to_body(message))))) is type(message)
+def test_a_message_with_any_text_can_be_sent(host, reason):
+    """The other nodes would wait for a message that they had to refuse."""
+    for message in (replace(NODE_INFO, host=host), replace(DECISION, reason=reason)):
+        assert type(decode_message(json.loads(json.dumps(encode_message(message))))) is type(message)
 
 
 JSON = st.recursive(
@@ -97,8 +97,8 @@ JSON = st.recursive(
 
 
 @given(st.sampled_from([*MESSAGES, StartAttempt(0, 8, 2, "a", 1, "h", 4)]), st.data())
-def test_a_message_with_something_else_in_it_is_none_or_another(message, data):
-    body = to_body(message)
+def test_a_message_with_a_changed_field_is_refused_or_is_another_message(message, data):
+    body = encode_message(message)
     name = data.draw(st.sampled_from([field.name for field in fields(message)]))
     with suppress(InvalidEntryError):
-        assert type(from_body(body | {name: data.draw(JSON)})) is type(message)
+        assert type(decode_message(body | {name: data.draw(JSON)})) is type(message)

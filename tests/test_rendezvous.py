@@ -1,4 +1,4 @@
-"""What a Rendezvous may be, and what is said of one that cannot be."""
+"""The options of a Rendezvous, and the errors for invalid ones."""
 
 import pickle
 
@@ -53,7 +53,7 @@ def test_nnodes_is_a_number_or_a_range():
         ({"backend": "static", "nnodes": (1, 2), "options": {"rank": 0}}, ValueError, "nnodes must be one number"),
     ],
 )
-def test_bad_input_is_named(options, error, text, monkeypatch):
+def test_an_invalid_option_is_named(options, error, text, monkeypatch):
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     with pytest.raises(error, match=text):
         make(**options)

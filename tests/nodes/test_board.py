@@ -1,4 +1,4 @@
-"""The board of a round, over a store of torch's, while somebody else writes into that, too."""
+"""The channel of a round, over a store of torch, while another program writes into the same store."""
 
 import time
 
@@ -11,62 +11,64 @@ from mpwatch.multinode.protocol.store_channel import StoreChannel
 from mpwatch.multinode.rendezvous.endpoint import Endpoint
 from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection
 
-PATIENCE = 0.05  # seconds
-FORGED = ["", "garbage", '\n{"kind":"Closed"}', "\n{}", "\n" + "[" * 100, "\n" + "x" * (2 << 20)]
+WRITE_TIMEOUT = 0.05  # seconds
+INVALID = ["", "garbage", '\n{"kind":"JobClosed"}', "\n{}", "\n" + "[" * 100, "\n" + "x" * (2 << 20)]
 
 
-def boards_with(key):
-    """The chair's, and that of another node."""
+def open_channels(secret):
+    """The channels of the leader and of another node."""
     store = PrefixedStore(StoreConnection(HashStore(), [], Endpoint("host", 1)), "round")
-    boards = [StoreChannel(store, SignedJson(key, "job"), group_rank=rank, patience=PATIENCE) for rank in (0, 1)]
-    assert all(board.is_open() for board in boards)
-    return boards
+    channels = [
+        StoreChannel(store, SignedJson(secret, "job"), group_rank=rank, write_timeout=WRITE_TIMEOUT) for rank in (0, 1)
+    ]
+    assert all(channel.try_open() for channel in channels)
+    return channels
 
 
 @pytest.fixture(params=[b"", b"secret"], ids=["unsigned", "signed"])
-def boards(request):
-    return boards_with(request.param)
+def channels(request):
+    return open_channels(request.param)
 
 
-@pytest.mark.parametrize("forged", FORGED[:2] + FORGED[3:])
-def test_what_stands_where_the_chair_has_yet_to_speak_is_written_over(boards, forged, caplog):
-    chair, node = boards
-    node._store.set("word/1", forged)
-    assert node.words() == node.words() == []
-    assert [record.args[0] for record in caplog.records] == ["word/1"]
-    chair.say(StopAttempt(0, "why"))
-    assert node.words() == [StopAttempt(0, "why")]
+@pytest.mark.parametrize("invalid", INVALID[:2] + INVALID[3:])
+def test_the_leader_overwrites_an_invalid_entry_with_its_next_broadcast(channels, invalid, caplog):
+    leader, node = channels
+    node._store.set("broadcast/1", invalid)
+    assert node.read_broadcasts() == node.read_broadcasts() == []
+    assert [record.args[0] for record in caplog.records] == ["broadcast/1"]
+    leader.broadcast(StopAttempt(0, "why"))
+    assert node.read_broadcasts() == [StopAttempt(0, "why")]
 
 
-@pytest.mark.parametrize("forged", FORGED)
-def test_what_stands_where_a_node_has_yet_to_write_is_written_over(boards, forged, caplog):
-    chair, node = boards
+@pytest.mark.parametrize("invalid", INVALID)
+def test_an_invalid_entry_of_the_inbox_is_read_again_until_its_sender_has_written_it(channels, invalid, caplog):
+    leader, node = channels
     node._store.add("inbox", 1)
-    node._store.set("inbox/1", forged)
-    assert chair.inbox() == chair.inbox() == []
+    node._store.set("inbox/1", invalid)
+    assert leader.read_inbox() == leader.read_inbox() == []
     assert [record.args[0] for record in caplog.records] == ["inbox/1"]
-    node._write("inbox/1", node._place("inbox", 1), {"kind": "ShutdownAck", "group_rank": 1})
-    assert chair.inbox() == [ShutdownAck(1)]
+    node._write("inbox/1", node._signed_name("inbox", 1), {"kind": "ShutdownAck", "group_rank": 1})
+    assert leader.read_inbox() == [ShutdownAck(1)]
 
 
-def test_messages_that_were_announced_and_never_written_are_not_waited_for_and_not_remembered(boards):
-    chair, node = boards
+def test_announced_messages_that_are_never_written_are_forgotten_after_the_timeout(channels):
+    leader, node = channels
     node._store.add("inbox", 1000)
-    node.post(ShutdownAck(1))
-    assert chair.inbox() == [ShutdownAck(1)]
+    node.send_to_leader(ShutdownAck(1))
+    assert leader.read_inbox() == [ShutdownAck(1)]
     deadline = time.monotonic() + 5.0
-    while chair._holes and time.monotonic() < deadline:
-        assert chair.inbox() == []
-    assert not chair._holes
+    while leader._missing_messages and time.monotonic() < deadline:
+        assert leader.read_inbox() == []
+    assert not leader._missing_messages
 
 
-def test_what_was_said_elsewhere_does_not_count_here():
-    chair, node = boards_with(b"secret")
-    chair.say(StopAttempt(0, "why"))
-    chair.say(JobClosed())
-    node.post(AttemptFailing(1, 0))
-    node._store.set("word/3", node._store.get("word/1"))
+def test_a_signed_entry_that_was_copied_to_another_key_is_ignored():
+    leader, node = open_channels(b"secret")
+    leader.broadcast(StopAttempt(0, "why"))
+    leader.broadcast(JobClosed())
+    node.send_to_leader(AttemptFailing(1, 0))
+    node._store.set("broadcast/3", node._store.get("broadcast/1"))
     node._store.add("inbox", 1)
     node._store.set("inbox/2", node._store.get("inbox/1"))
-    assert node.words() == [StopAttempt(0, "why"), JobClosed()]
-    assert chair.inbox() == [AttemptFailing(1, 0)]
+    assert node.read_broadcasts() == [StopAttempt(0, "why"), JobClosed()]
+    assert leader.read_inbox() == [AttemptFailing(1, 0)]

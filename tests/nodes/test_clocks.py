@@ -1,4 +1,4 @@
-"""What torch's engine sees of times and states, where the clocks of hosts differ and not everybody who writes is a node."""
+"""The state of torch's rendezvous: times of other clocks are translated, and data that no node has written is refused."""
 
 import dataclasses
 import gc
@@ -23,36 +23,43 @@ import mpwatch.multinode.rendezvous.client
 from mpwatch.multinode.rendezvous.client import RendezvousClient
 from mpwatch.multinode.rendezvous.clock_skew import LocalClockBackend
 from mpwatch.multinode.rendezvous.open_store import open_store
-from mpwatch.multinode.rendezvous.torch_state import MAX_BYTES, ZONE, Node, State, read, write
+from mpwatch.multinode.rendezvous.torch_state import (
+    MAX_STATE_BYTES,
+    STATE_TIMEZONE,
+    Node,
+    State,
+    dump_state,
+    load_state,
+)
 from mpwatch.options.rendezvous import Rendezvous
 
 ME, OTHER = Node("here", 1, 1), Node("there", 1, 2)
 LAST_CALL = timedelta(seconds=3)
-AGES = timedelta(minutes=7)
+SKEW = timedelta(minutes=7)
 
 
 class Memory(RendezvousBackend):
-    """A backend in memory. The tokens are numbers."""
+    """A backend in memory whose tokens are numbers."""
 
     def __init__(self, state):
-        self.name_of_it, self.data, self.token = "memory", write(state), 0
+        self.data, self.token = dump_state(state), 0
 
     @property
     def name(self):
-        return self.name_of_it
+        return "memory"
 
     def get_state(self):
         return self.data, self.token
 
     def set_state(self, state, token=None):
-        taken = token == self.token
-        if taken:
+        is_written = token == self.token
+        if is_written:
             self.data, self.token = state, self.token + 1
-        return self.data, self.token, taken
+        return self.data, self.token, is_written
 
 
 class OtherClock(RendezvousBackend):
-    """The store as a host sees it whose clock is ahead of ours, or behind."""
+    """A backend as a host sees it whose clock is ahead of the clock of this host, or behind it."""
 
     def __init__(self, backend, ahead):
         self.backend, self.ahead = backend, ahead
@@ -62,10 +69,10 @@ class OtherClock(RendezvousBackend):
         return self.backend.name
 
     def shifted(self, data, by):
-        state = read(data)
-        state.last_heartbeats = {node: beat + by for node, beat in state.last_heartbeats.items()}
+        state = load_state(data)
+        state.last_heartbeats = {node: heartbeat + by for node, heartbeat in state.last_heartbeats.items()}
         state.deadline = state.deadline and state.deadline + by
-        return write(state)
+        return dump_state(state)
 
     def get_state(self):
         response = self.backend.get_state()
@@ -77,7 +84,7 @@ class OtherClock(RendezvousBackend):
 
 
 def now():
-    return datetime.now(UTC).replace(tzinfo=ZONE)
+    return datetime.now(UTC).replace(tzinfo=STATE_TIMEZONE)
 
 
 def a_state(**parts):
@@ -86,146 +93,149 @@ def a_state(**parts):
     return state
 
 
-def clock_over(backend, told=None):
-    return LocalClockBackend(backend, lambda: LAST_CALL, [].append if told is None else told.append)
+def local_clock_over(backend, seen=None):
+    return LocalClockBackend(backend, lambda: LAST_CALL, [].append if seen is None else seen.append)
 
 
-def seen(clock):
-    return read(clock.get_state()[0])
+def read_state(clock):
+    return load_state(clock.get_state()[0])
 
 
-@pytest.mark.parametrize("ahead", [AGES, -AGES, timedelta()])
-def test_a_sign_of_life_is_as_old_as_we_have_known_it(ahead):
+@pytest.mark.parametrize("ahead", [SKEW, -SKEW, timedelta()])
+def test_a_heartbeat_is_as_old_as_this_node_has_known_it(ahead):
     backend = Memory(a_state(last_heartbeats={OTHER: now() + ahead}))
-    clock = clock_over(backend)
+    clock = local_clock_over(backend)
     before = now()
-    first = seen(clock).last_heartbeats[OTHER]
+    first = read_state(clock).last_heartbeats[OTHER]
     assert before <= first <= now()
-    assert abs(seen(clock).last_heartbeats[OTHER] - first) < timedelta(milliseconds=10)
-    backend.data = write(a_state(last_heartbeats={OTHER: now() + ahead}))
+    assert abs(read_state(clock).last_heartbeats[OTHER] - first) < timedelta(milliseconds=10)
+    backend.data = dump_state(a_state(last_heartbeats={OTHER: now() + ahead}))
     before = now()
-    assert before <= seen(clock).last_heartbeats[OTHER] <= now()
+    assert before <= read_state(clock).last_heartbeats[OTHER] <= now()
 
 
-@pytest.mark.parametrize("ahead", [AGES, -AGES])
-def test_a_round_waits_as_long_as_we_say_from_when_we_have_seen_it(ahead):
-    clock = clock_over(Memory(a_state(deadline=now() + ahead)))
+@pytest.mark.parametrize("ahead", [SKEW, -SKEW])
+def test_the_last_call_begins_when_this_node_first_sees_its_end(ahead):
+    clock = local_clock_over(Memory(a_state(deadline=now() + ahead)))
     before = now()
-    assert before + LAST_CALL <= seen(clock).deadline <= now() + LAST_CALL
+    assert before + LAST_CALL <= read_state(clock).deadline <= now() + LAST_CALL
 
 
-def test_what_torch_has_not_changed_goes_back_as_it_was():
-    theirs = a_state(last_heartbeats={OTHER: now() + AGES, ME: now() - AGES}, deadline=now() - AGES, round=1)
-    backend = Memory(theirs)
-    clock = clock_over(backend)
+def test_a_time_that_torch_has_not_changed_is_written_back_unchanged():
+    remote = a_state(last_heartbeats={OTHER: now() + SKEW, ME: now() - SKEW}, deadline=now() - SKEW, round=1)
+    backend = Memory(remote)
+    clock = local_clock_over(backend)
     data, token = clock.get_state()
-    ours = read(data)
-    ours.round, ours.last_heartbeats[ME] = 2, (beat := now())
-    data, token, taken = clock.set_state(write(ours), token)
-    assert (taken, token) == (True, 1)
-    stored = read(backend.data)
-    assert stored.last_heartbeats == {OTHER: theirs.last_heartbeats[OTHER], ME: beat}
-    assert (stored.deadline, stored.round) == (theirs.deadline, 2)
-    assert abs(read(data).last_heartbeats[OTHER] - now()) < timedelta(seconds=10)
+    local = load_state(data)
+    local.round, local.last_heartbeats[ME] = 2, (heartbeat := now())
+    data, token, is_written = clock.set_state(dump_state(local), token)
+    assert (is_written, token) == (True, 1)
+    stored = load_state(backend.data)
+    assert stored.last_heartbeats == {OTHER: remote.last_heartbeats[OTHER], ME: heartbeat}
+    assert (stored.deadline, stored.round) == (remote.deadline, 2)
+    assert abs(load_state(data).last_heartbeats[OTHER] - now()) < timedelta(seconds=10)
 
 
-def test_a_write_that_came_too_late_is_not_taken():
-    backend = Memory(a_state(round=1, last_heartbeats={OTHER: now() + AGES}))
-    clock = clock_over(backend)
+def test_a_write_with_an_old_token_is_refused():
+    backend = Memory(a_state(round=1, last_heartbeats={OTHER: now() + SKEW}))
+    clock = local_clock_over(backend)
     data, token = clock.get_state()
-    backend.set_state(write(a_state(round=5)), token)
-    data, token, taken = clock.set_state(data, token)
-    assert (read(data).round, token, taken) == (5, 1, False)
+    backend.set_state(dump_state(a_state(round=5)), token)
+    data, token, is_written = clock.set_state(data, token)
+    assert (load_state(data).round, token, is_written) == (5, 1, False)
 
 
-def test_each_state_is_told_as_it_comes():
-    told = []
-    clock = clock_over(Memory(a_state(round=1)), told)
+def test_on_state_is_called_with_each_state():
+    states = []
+    clock = local_clock_over(Memory(a_state(round=1)), states)
     _, token = clock.get_state()
-    clock.set_state(write(a_state(round=2)), token)
-    assert [state.round for state in told] == [1, 2]
+    clock.set_state(dump_state(a_state(round=2)), token)
+    assert [state.round for state in states] == [1, 2]
 
 
-class Thief:
+class RunsCode:
     def __reduce__(self):
-        return os.mkdir, ("stolen",)
+        return os.mkdir, ("created",)
 
 
 def a_set_of(thing):
     state = State()
     state.wait_list = {thing}
-    return write(state)
+    return dump_state(state)
 
 
 @pytest.mark.parametrize(
     "data",
     [
         pytest.param(b"", id="nothing"),
-        pytest.param(b"no pickle", id="no pickle"),
-        pytest.param(pickle.dumps(Thief()), id="what calls something"),
-        pytest.param(a_set_of(1), id="other things"),
-        pytest.param(a_set_of(Node("address", "pid", 1)), id="a node of other things"),
+        pytest.param(b"no pickle", id="not a pickle"),
+        pytest.param(pickle.dumps(RunsCode()), id="a pickle that runs code"),
+        pytest.param(a_set_of(1), id="a set of numbers"),
+        pytest.param(a_set_of(Node("address", "pid", 1)), id="a node with parts of wrong types"),
         pytest.param(
-            write(a_state(last_heartbeats={OTHER: datetime(2020, 1, 1, tzinfo=None if ZONE else UTC)})),
+            dump_state(a_state(last_heartbeats={OTHER: datetime(2020, 1, 1, tzinfo=None if STATE_TIMEZONE else UTC)})),
             id="another kind of time",
         ),
-        pytest.param(write(a_state(round="1")), id="a round that is no number"),
+        pytest.param(dump_state(a_state(round="1")), id="a round that is a text"),
         pytest.param(pickle.dumps(io.BytesIO()), id="another object"),
-        pytest.param(pickle.dumps(a_state())[:-5], id="half a state"),
-        pytest.param(b"\0" * (MAX_BYTES + 1), id="too much"),
+        pytest.param(pickle.dumps(a_state())[:-5], id="a cut state"),
+        pytest.param(b"\0" * (MAX_STATE_BYTES + 1), id="too large"),
     ],
 )
-def test_what_no_node_has_written_does_no_harm(data, tmp_path, monkeypatch):
+def test_data_that_no_node_has_written_is_refused_and_runs_nothing(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     backend = Memory(a_state())
     backend.data = data
-    with pytest.raises(RendezvousStateError, match="what the store holds is no state of a rendezvous"):
-        clock_over(backend).get_state()
+    with pytest.raises(RendezvousStateError, match="the store does not hold a valid rendezvous state"):
+        local_clock_over(backend).get_state()
     assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_torch_keeps():
-    """The first store of a process leaves three descriptors, of its event loops, for the later ones."""
+def _torch_descriptors():
+    """Torch's first store of a process leaves three descriptors of its event loops open, for later stores."""
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     gc.collect()
 
 
 @pytest.fixture
-def engines(monkeypatch):
-    """Three nodes; the clock of the second is minutes ahead of the first's, and that of the third minutes behind."""
+def clients(monkeypatch):
+    """Three nodes. The clock of the second is seven minutes ahead of the first's, and that of the third seven behind."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        terms = Rendezvous(f"127.0.0.1:{server.getsockname()[1]}", "job", (1, 3), node_timeout=2)
+        rendezvous = Rendezvous(f"127.0.0.1:{server.getsockname()[1]}", "job", (1, 3), node_timeout=2)
     made = []
-    for ahead in (timedelta(), AGES, -AGES):
+    for ahead in (timedelta(), SKEW, -SKEW):
 
-        def skewed(*args, ahead=ahead):
+        def open_skewed_store(*args, ahead=ahead):
             opened = open_store(*args)
             return dataclasses.replace(opened, backend=OtherClock(opened.backend, ahead))
 
-        monkeypatch.setattr(mpwatch.multinode.rendezvous.client, "open_store", skewed)
-        made.append(RendezvousClient(terms))
+        monkeypatch.setattr(mpwatch.multinode.rendezvous.client, "open_store", open_skewed_store)
+        made.append(RendezvousClient(rendezvous))
         made[-1].connect(time.monotonic() + 10)
     yield made
-    for engine in reversed(made):
-        engine.close()
+    for client in reversed(made):
+        client.close()
     gc.collect()
 
 
-def beats(engine):
-    return read(engine._opened.backend.get_state()[0]).last_heartbeats
+def heartbeats(client):
+    return load_state(client._opened_store.backend.get_state()[0]).last_heartbeats
 
 
-def test_nodes_with_other_clocks_are_neither_dropped_nor_kept_when_they_are_dead(engines, eventually):
-    def join(*engines):
+def test_nodes_with_other_clocks_stay_while_alive_and_are_dropped_when_dead(clients, eventually):
+    def join(*clients):
         with ThreadPoolExecutor(3) as pool:
-            calls = [pool.submit(engine.join, time.monotonic() + 30, last_call=20) for engine in engines]
+            calls = [pool.submit(client.join, time.monotonic() + 30, last_call=20) for client in clients]
             return [call.result() for call in calls]
 
-    assert {formed.group_rank for formed in join(*engines)} == {0, 1, 2}
-    met = beats(engines[0])
-    eventually(lambda: all(beat - met[node] > timedelta(seconds=3) for node, beat in beats(engines[0]).items()), 20)
-    assert beats(engines[0]).keys() == met.keys()
-    for dead in engines[1:]:
-        dead._meeting._handler.stop()
-    assert engines[0].join(time.monotonic() + 20, last_call=0.2).group_world_size == 1
+    assert {formed.group_rank for formed in join(*clients)} == {0, 1, 2}
+    at_first = heartbeats(clients[0])
+    eventually(
+        lambda: all(heartbeat - at_first[node] > timedelta(seconds=3) for node, heartbeat in heartbeats(clients[0]).items()),
+        20,
+    )
+    assert heartbeats(clients[0]).keys() == at_first.keys()
+    for dead in clients[1:]:
+        dead._method._handler.stop_heartbeats()
+    assert clients[0].join(time.monotonic() + 20, last_call=0.2).group_world_size == 1

@@ -1,4 +1,4 @@
-"""Torch's rendezvous for one node: engines that meet on loopback, and all that keeps them from it."""
+"""RendezvousClient: nodes join rounds on the loopback device, and each obstacle is reported."""
 
 import dataclasses
 import gc
@@ -23,16 +23,16 @@ from mpwatch import LaunchError
 from mpwatch.multinode.rendezvous import store
 from mpwatch.multinode.rendezvous.client import RendezvousClient
 from mpwatch.multinode.rendezvous.errors import CancelledError, JobClosedError, StoreLostError
-from mpwatch.multinode.rendezvous.torch_state import State, read
+from mpwatch.multinode.rendezvous.torch_state import State, load_state
 from mpwatch.options.rendezvous import Rendezvous
 
-NODE = Path(__file__).parent / "lonely.py"
-SOON = 0.2  # seconds of a last call
+LONE_NODE = Path(__file__).parent / "lonely.py"
+SHORT_LAST_CALL = 0.2  # seconds
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _what_torch_keeps():
-    """The first store of a process leaves three descriptors, of its event loops, for the later ones."""
+def _torch_descriptors():
+    """Torch's first store of a process leaves three descriptors of its event loops open, for later stores."""
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     gc.collect()
 
@@ -45,17 +45,17 @@ def port():
 
 @pytest.fixture
 def node(port):
-    """Makes engines of one job; in the end they are closed, the one that serves the store last."""
-    engines = []
+    """Makes clients of one job. They are closed after the test, the one that serves the store last."""
+    clients = []
 
     def make(nnodes=2, **options):
-        terms = {"endpoint": f"127.0.0.1:{port}", "run_id": "job", "node_timeout": 60, **options}
-        engines.append(RendezvousClient(Rendezvous(terms.pop("endpoint"), terms.pop("run_id"), nnodes, **terms)))
-        return engines[-1]
+        given = {"endpoint": f"127.0.0.1:{port}", "run_id": "job", "node_timeout": 60, **options}
+        clients.append(RendezvousClient(Rendezvous(given.pop("endpoint"), given.pop("run_id"), nnodes, **given)))
+        return clients[-1]
 
     yield make
-    for engine in sorted(engines, key=lambda engine: engine.is_host):
-        engine.close()
+    for client in sorted(clients, key=lambda client: client.is_host):
+        client.close()
     gc.collect()
 
 
@@ -63,115 +63,115 @@ def until(seconds):
     return time.monotonic() + seconds
 
 
-def together(*calls):
+def run_together(*calls):
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
-def join(*engines, last_call=SOON):
-    return together(*(lambda engine=engine: engine.join(until(30), last_call=last_call) for engine in engines))
+def join(*clients, last_call=SHORT_LAST_CALL):
+    return run_together(*(lambda client=client: client.join(until(30), last_call=last_call) for client in clients))
 
 
-def connected(*engines):
-    for engine in engines:
-        engine.connect(until(10))
-    return engines
+def connect(*clients):
+    for client in clients:
+        client.connect(until(10))
+    return clients
 
 
-def state_of(engine):
-    response = engine._opened.backend.get_state()
-    return State() if response is None else read(response[0])
+def state_of(client):
+    response = client._opened_store.backend.get_state()
+    return State() if response is None else load_state(response[0])
 
 
 @contextmanager
 def in_background(call):
-    """What it raises is raised in the end."""
+    """What the call raises is raised at the end of the block."""
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(call)
         yield future
         future.result()
 
 
-def test_two_nodes_meet_and_talk_in_the_store_of_their_round(node):
-    host, guest = connected(node(), node())
+def test_two_nodes_join_a_round_and_share_its_store(node):
+    host, guest = connect(node(), node())
     assert (host.is_host, guest.is_host) == (True, False)
     assert host.address == guest.address == "127.0.0.1"
     first, second = join(host, guest)
     assert {first.group_rank, second.group_rank} == {0, 1}
     assert first.group_world_size == second.group_world_size == 2
-    first.store.set("word", b"\0said")
-    assert second.store.check(["word"])
-    assert not second.store.check(["word", "more"])
-    assert second.store.get("word") == b"\0said"
+    first.store.set("key", b"\0value")
+    assert second.store.check(["key"])
+    assert not second.store.check(["key", "more"])
+    assert second.store.get("key") == b"\0value"
     assert [first.store.add("count", 2), second.store.add("count", 3)] == [2, 5]
     assert dist.PrefixStore("apart", first.store).add("count", 1) == 1
-    assert (first.store.delete_key("word"), second.store.check(["word"])) == (True, False)
+    assert (first.store.delete_key("key"), second.store.check(["key"])) == (True, False)
 
 
-def test_the_store_of_a_round_takes_so_much_at_once(node):
-    (host,) = connected(node(1))
+def test_the_store_of_a_round_limits_the_size_of_a_value(node):
+    (host,) = connect(node(1))
     (formed,) = join(host)
-    with pytest.raises(ValueError, match="the store takes 8388608 bytes at once, not 8388609"):
-        formed.store.set("word", b"x" * (store.MAX_VALUE + 1))
-    formed.store.set("word", b"x" * store.MAX_VALUE)
-    assert len(formed.store.get("word")) == store.MAX_VALUE
+    with pytest.raises(ValueError, match="the store takes at most 8388608 bytes in one value, not 8388609"):
+        formed.store.set("key", b"x" * (store.MAX_VALUE_BYTES + 1))
+    formed.store.set("key", b"x" * store.MAX_VALUE_BYTES)
+    assert len(formed.store.get("key")) == store.MAX_VALUE_BYTES
 
 
 def listeners():
     """The sockets on which this process listens, by inode."""
-    ours = {os.fstat(int(fd)).st_ino for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
+    inodes = {os.fstat(int(fd)).st_ino for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
     lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
-    return ours & {int(words[9]) for words in lines if words[3] == "0A"}
+    return inodes & {int(fields[9]) for fields in lines if fields[3] == "0A"}
 
 
-def test_no_other_store_is_opened(node):
-    host, guest = connected(node(), node())
+def test_torch_opens_no_further_store(node):
+    host, guest = connect(node(), node())
     join(host, guest)
     assert len(listeners()) == 1
 
 
-def test_a_newcomer_is_seen_and_taken_into_the_next_round(node, eventually):
-    host, guest, newcomer = connected(node((2, 3)), node((2, 3)), node((2, 3)))
+def test_a_newcomer_is_counted_and_joins_the_next_round(node, eventually):
+    host, guest, newcomer = connect(node((2, 3)), node((2, 3)), node((2, 3)))
     old = join(host, guest)
-    assert guest.waiting() == 0
-    with in_background(lambda: newcomer.join(until(30), last_call=SOON)) as joining:
-        eventually(lambda: host.waiting() == guest.waiting() == 1)
+    assert guest.count_waiting_nodes() == 0
+    with in_background(lambda: newcomer.join(until(30), last_call=SHORT_LAST_CALL)) as joining:
+        eventually(lambda: host.count_waiting_nodes() == guest.count_waiting_nodes() == 1)
         rounds = [*join(host, guest), joining.result()]
     assert {formed.group_rank for formed in rounds} == {0, 1, 2}
     assert {formed.group_world_size for formed in rounds} == {3}
-    old[0].store.set("word", "of the old round")
-    assert not rounds[0].store.check(["word"])
+    old[0].store.set("key", "value")
+    assert not rounds[0].store.check(["key"])
 
 
-def test_a_node_that_has_left_is_not_waited_for(node):
-    host, guest = connected(node((1, 2)), node((1, 2)))
+def test_no_node_waits_for_one_that_has_left(node):
+    host, guest = connect(node((1, 2)), node((1, 2)))
     join(host, guest, last_call=20)
     guest.close()
-    assert host.join(until(10), last_call=SOON).group_world_size == 1
+    assert host.join(until(10), last_call=SHORT_LAST_CALL).group_world_size == 1
 
 
-def test_of_the_thread_that_gives_signs_of_life_the_kernel_keeps_nothing(node):
-    """It would for a moment, once in ten times."""
-    (engine,) = connected(node(1))
-    handler = engine._meeting._handler
+def test_the_heartbeat_thread_has_gone_from_the_kernel_after_the_stop(node):
+    """Without the wait, the kernel still lists the thread once in ten times."""
+    (client,) = connect(node(1))
+    handler = client._method._handler
     for _ in range(100):
         handler._start_heartbeats()
         number = handler._keep_alive_timer._thread.native_id
-        handler.stop()
+        handler.stop_heartbeats()
         assert not os.path.exists(f"/proc/self/task/{number}")
 
 
-def test_a_node_that_gives_no_sign_of_life_is_dropped(node):
-    host, guest = connected(node((1, 2), node_timeout=2), node((1, 2), node_timeout=2))
+def test_a_node_without_heartbeats_is_dropped(node):
+    host, guest = connect(node((1, 2), node_timeout=2), node((1, 2), node_timeout=2))
     join(host, guest, last_call=20)
-    guest._meeting._handler.stop()
+    guest._method._handler.stop_heartbeats()
     started = time.monotonic()
-    assert host.join(until(20), last_call=SOON).group_world_size == 1
-    assert time.monotonic() - started < 2 + 4  # torch looks once a second, and once more before it begins
+    assert host.join(until(20), last_call=SHORT_LAST_CALL).group_world_size == 1
+    assert time.monotonic() - started < 2 + 4  # torch polls once a second, and once more at the start
 
 
-def test_a_join_can_be_cancelled_and_leaves_no_trace(node, eventually):
-    (host,) = connected(node())
+def test_a_cancelled_join_leaves_nothing_in_the_state(node, eventually):
+    (host,) = connect(node())
     with pytest.raises(CancelledError), in_background(lambda: host.join(until(60))):
         eventually(lambda: state_of(host).participants)
         cancelled = time.monotonic()
@@ -185,191 +185,189 @@ def test_a_join_can_be_cancelled_and_leaves_no_trace(node, eventually):
 
 
 def test_a_connect_can_be_cancelled(node, eventually):
-    engine = node(is_host=False)
+    client = node(is_host=False)
     threads = threading.active_count()
-    with pytest.raises(CancelledError), in_background(lambda: engine.connect(until(60))):
+    with pytest.raises(CancelledError), in_background(lambda: client.connect(until(60))):
         eventually(lambda: threading.active_count() > threads)
         cancelled = time.monotonic()
-        engine.cancel()
+        client.cancel()
     assert time.monotonic() - cancelled < 1.5
 
 
-def test_too_few_nodes(node):
-    (host,) = connected(node((3, 4)))
-    with pytest.raises(
-        LaunchError, match=r"job 'job' at 127\.0\.0\.1:\d+: 1 of 3 nodes had come after 1\.\d s\. Has mpwatch"
-    ):
+def test_too_few_nodes_are_an_error(node):
+    (host,) = connect(node((3, 4)))
+    with pytest.raises(LaunchError, match=r"job 'job' at 127\.0\.0\.1:\d+: 1 of 3 nodes had joined after 1\.\d s\. Check"):
         host.join(until(1))
     assert not state_of(host).participants
 
 
-def test_a_job_that_is_full_says_so(node):
-    host, guest, spare = connected(node(), node(), node())
+def test_a_node_beyond_the_maximum_is_an_error(node):
+    host, guest, surplus = connect(node(), node(), node())
     join(host, guest)
-    with pytest.raises(LaunchError, match="the job has all 2 nodes that it may have"):
-        spare.join(until(1))
+    with pytest.raises(LaunchError, match="the job has 2 nodes, which is its maximum"):
+        surplus.join(until(1))
     assert not state_of(host).redundancy_list
 
 
-def test_a_job_that_takes_nobody_in_says_so(node):
-    host, newcomer = connected(node((1, 2)), node((1, 2)))
+def test_a_job_that_never_takes_the_newcomer_in_is_an_error(node):
+    host, newcomer = connect(node((1, 2)), node((1, 2)))
     join(host)
-    with pytest.raises(LaunchError, match="the job runs with 1 nodes, and has not taken this one in"):
+    with pytest.raises(LaunchError, match="the job runs on 1 of at most 2 nodes and has not taken in this node"):
         newcomer.join(until(1))
     assert not state_of(host).wait_list
 
 
-def test_nobody_joins_a_job_that_is_over(node):
-    host, guest = connected(node((1, 2)), node((1, 2)))
+def test_no_node_joins_a_job_that_is_over(node):
+    host, guest = connect(node((1, 2)), node((1, 2)))
     join(host)
     host.set_closed()
     with pytest.raises(JobClosedError, match="closed: that job is over"):
         guest.join(until(10))
 
 
-def test_the_number_of_a_round_that_somebody_has_left_meanwhile(node):
-    """Torch would give rank 1 of 1."""
-    host, guest = connected(node((1, 2)), node((1, 2)))
+def test_a_round_that_a_node_has_just_left_is_not_complete(node):
+    """Torch would return rank 1 of 1."""
+    host, guest = connect(node((1, 2)), node((1, 2)))
     join(host, guest, last_call=20)
-    meeting = guest._meeting
-    meeting._look(state_of(host))
+    method = guest._method
+    method._on_state(state_of(host))
     state = state_of(host)
-    (first,) = (member for member, rank in state.participants.items() if rank == 0)
+    (first,) = (participant for participant, rank in state.participants.items() if rank == 0)
     del state.participants[first]
-    meeting._look(state)
-    assert not meeting._is_whole(dataclasses.make_dataclass("Info", ["world_size"])(1))
+    method._on_state(state)
+    assert not method._is_still_complete(dataclasses.make_dataclass("Info", ["world_size"])(1))
 
 
-def test_a_name_that_nobody_knows(node):
+def test_a_name_that_cannot_be_resolved_is_an_error(node):
     with pytest.raises(LaunchError, match=r"the name 'nowhere\.invalid' cannot be resolved .* give the address instead"):
         node(endpoint="nowhere.invalid:29400").connect(until(1))
 
 
-def test_a_port_where_nobody_listens(node, port):
+def test_a_port_without_a_listener_is_an_error(node, port):
     started = time.monotonic()
-    with pytest.raises(LaunchError, match=rf"127\.0\.0\.1:{port}: nobody listens there: .* is_host=True"):
+    with pytest.raises(LaunchError, match=rf"127\.0\.0\.1:{port}: nothing listens there\. .* is_host=True"):
         node(is_host=False).connect(until(1))
     assert time.monotonic() - started < 2
 
 
 @pytest.mark.parametrize("is_host", [True, None])
-def test_a_port_that_something_silent_has_taken(node, port, is_host):
+def test_a_port_that_a_silent_program_has_taken_is_an_error(node, port, is_host):
     with socket.create_server(("127.0.0.1", port)), pytest.raises(LaunchError, match=f"port {port} is taken"):
         node(is_host=is_host).connect(until(30))
 
 
-def test_a_listener_that_says_nothing(node, port):
+def test_a_listener_that_never_answers_is_an_error(node, port):
     started = time.monotonic()
     with (
         socket.create_server(("127.0.0.1", port)),
-        pytest.raises(LaunchError, match="does not answer as a store of torch's: is the port taken"),
+        pytest.raises(LaunchError, match=r"does not answer as torch's store\. Check on that machine whether another"),
     ):
         node(is_host=False).connect(until(1))
     assert time.monotonic() - started < 3
 
 
-def test_a_listener_that_is_something_else(node, port):
+def test_a_listener_that_is_another_program_is_an_error(node, port):
     def answer():
         connection, _ = server.accept()
         with connection:
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             connection.recv(1 << 10)
 
-    taken = pytest.raises(LaunchError, match=f"port {port} is taken by something that does not answer")
+    taken = pytest.raises(LaunchError, match=f"port {port} is taken by a program that does not answer")
     with socket.create_server(("127.0.0.1", port)) as server, in_background(answer), taken:
         node(is_host=False).connect(until(60))
 
 
-def test_the_host_may_come_last(node):
+def test_the_host_may_start_last(node):
     guest = node(is_host=False)
     with in_background(lambda: guest.connect(until(30))):
         node(is_host=True).connect(until(30))
 
 
-def test_a_name_of_this_machine_is_served_at_all_its_addresses(node, port):
-    host, guest = connected(node(endpoint=f"localhost:{port}"), node(endpoint=f"127.0.0.1:{port}"))
+def test_a_host_given_by_name_serves_the_store_at_all_its_addresses(node, port):
+    host, guest = connect(node(endpoint=f"localhost:{port}"), node(endpoint=f"127.0.0.1:{port}"))
     assert (host.is_host, host.address, guest.is_host) == (True, "localhost", False)
     assert {formed.group_world_size for formed in join(host, guest)} == {2}
 
 
-def test_whose_address_is_given_has_that(node):
-    (host,) = connected(node(local_addr="node7.cluster"))
+def test_local_addr_is_the_address_of_the_node(node):
+    (host,) = connect(node(local_addr="node7.cluster"))
     assert host.address == "node7.cluster"
 
 
-def test_static_nodes_have_the_numbers_they_say(node):
+def test_static_nodes_have_the_ranks_of_their_options(node):
     nodes = [node(2, backend="static", options={"rank": rank}) for rank in (1, 0)]
-    together(*(lambda engine=engine: engine.connect(until(20)) for engine in nodes))
-    assert [engine.is_host for engine in nodes] == [False, True]
+    run_together(*(lambda client=client: client.connect(until(20)) for client in nodes))
+    assert [client.is_host for client in nodes] == [False, True]
     for _ in range(2):
         rounds = join(*nodes)
         assert [(formed.group_rank, formed.group_world_size) for formed in rounds] == [(1, 2), (0, 2)]
         assert rounds[0].store.add("new in each round", 1) == 1
-    assert nodes[0].waiting() == 0
+    assert nodes[0].count_waiting_nodes() == 0
     nodes[1].set_closed()
     with pytest.raises(JobClosedError):
         nodes[0].join(until(20))
 
 
-def test_a_static_node_that_does_not_come(node):
-    (host,) = connected(node(3, backend="static", options={"rank": 0}))
-    for _ in range(2):  # it has left no mark
-        with pytest.raises(LaunchError, match=r"nodes with these ranks had not come: 1, 2\."):
+def test_a_missing_static_node_is_an_error(node):
+    (host,) = connect(node(3, backend="static", options={"rank": 0}))
+    for _ in range(2):  # the first try has left no entry
+        with pytest.raises(LaunchError, match=r"nodes with these ranks had not joined: 1, 2\."):
             host.join(until(0.5))
 
 
-def test_a_static_node_that_comes_twice(node):
-    host, guest, twin = connected(*(node(2, backend="static", options={"rank": rank}) for rank in (0, 1, 1)))
+def test_a_static_rank_that_joins_twice_is_an_error(node):
+    host, guest, twin = connect(*(node(2, backend="static", options={"rank": rank}) for rank in (0, 1, 1)))
     join(host, guest)
-    with pytest.raises(LaunchError, match=r"options=\{'rank': 1\} has come already"):
+    with pytest.raises(LaunchError, match=r"options=\{'rank': 1\} has already joined"):
         twin.join(until(20))
 
 
-def test_what_is_closed_keeps_nothing_alive(node, port):
-    host, guest = connected(node(), node())
-    ours, _ = join(host, guest)
+def test_close_leaves_no_thread_and_no_server(node, port):
+    host, guest = connect(node(), node())
+    formed, _ = join(host, guest)
     guest.close()
     host.close()
     host.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("mpwatch", "Rendezvous"))]
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
         probe.connect(("127.0.0.1", port))
-    with pytest.raises(StoreLostError, match="this node has closed it"):
-        ours.store.check(["word"])
+    with pytest.raises(StoreLostError, match="this node has closed the connection"):
+        formed.store.check(["key"])
 
 
-def test_who_leaves_at_the_same_time_as_the_host_has_a_store_to_say_so(node, eventually, monkeypatch, capfd):
-    monkeypatch.setattr("mpwatch.multinode.rendezvous.client.SEE_OFF_SECONDS", 30.0)
-    host, guest = connected(node(), node())
+def test_the_host_keeps_the_store_for_nodes_that_leave_at_the_same_time(node, eventually, monkeypatch, capfd):
+    monkeypatch.setattr("mpwatch.multinode.rendezvous.client.OTHERS_LEAVE_SECONDS", 30.0)
+    host, guest = connect(node(), node())
     join(host, guest)
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(host.close)
-        eventually(lambda: len(read(guest._opened.backend.get_state()[0]).last_heartbeats) == 1)
+        eventually(lambda: len(load_state(guest._opened_store.backend.get_state()[0]).last_heartbeats) == 1)
         guest.close()
         closing.result()
     assert capfd.readouterr().err == ""
 
 
 def test_descriptors_that_are_no_sockets_any_more_are_left_alone(port):
-    """Other threads close what has just been listed, and the next thing that is opened has its number."""
+    """Another thread may close a listed socket, and a file that is opened next then has its number."""
     pipe = {(fd, 0) for fd in os.pipe()}
     before = os.listdir("/proc/self/fd")
-    assert store._connected(pipe, port) == []
-    assert not store._listens(pipe, port)
+    assert store._find_connected(pipe, port) == []
+    assert not store._has_listener(pipe, port)
     assert os.listdir("/proc/self/fd") == before
     for fd, _ in pipe:
         os.close(fd)
 
 
-def test_the_end_of_the_server_is_noticed(node, port, eventually):
-    with lonely(f"127.0.0.1:{port}", 60) as host:
+def test_the_end_of_the_server_is_detected(node, port, eventually):
+    with lone_node(f"127.0.0.1:{port}", 60) as host:
         assert host.stdout.readline().split()[:2] == ["connected", "True"]
-        (guest,) = connected(node((1, 2)))
+        (guest,) = connect(node((1, 2)))
         (formed,) = join(guest, last_call=30)
         host.kill()
         ended = time.monotonic()
         with pytest.raises(StoreLostError, match=f"the store at 127.0.0.1:{port} cannot be reached any more"):
-            eventually(lambda: guest.waiting() < 0)
+            eventually(lambda: guest.count_waiting_nodes() < 0)
         assert time.monotonic() - ended < 2
         with pytest.raises(StoreLostError):
             formed.store.add("count", 1)
@@ -378,8 +376,8 @@ def test_the_end_of_the_server_is_noticed(node, port, eventually):
 
 
 @contextmanager
-def lonely(endpoint, node_timeout, *within):
-    command = [*within, sys.executable, NODE, endpoint, str(node_timeout)]
+def lone_node(endpoint, node_timeout, *prefix):
+    command = [*prefix, sys.executable, LONE_NODE, endpoint, str(node_timeout)]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
@@ -387,45 +385,47 @@ def lonely(endpoint, node_timeout, *within):
             process.kill()
 
 
-if os.geteuid() == 0:  # whoever else may make no networks
+if os.geteuid() == 0:  # other users may not create networks
 
     @pytest.fixture
     def network():
-        """The name of a network namespace; our end of the cable to it; and our address there."""
-        name, ours, theirs = (f"mpw{os.getpid()}{end}" for end in "nab")
-        mine = f"10.213.{os.getpid() % 250}"
+        """The name of a network namespace, this end of the cable to it, and the address of this end."""
+        name, cable, peer = (f"mpw{os.getpid()}{end}" for end in "nab")
+        subnet = f"10.213.{os.getpid() % 250}"
         for command in (
             f"netns add {name}",
-            f"link add {ours} type veth peer name {theirs} netns {name}",
-            f"addr add {mine}.1/24 dev {ours}",
-            f"link set {ours} up",
-            f"-n {name} addr add {mine}.2/24 dev {theirs}",
-            f"-n {name} link set {theirs} up",
+            f"link add {cable} type veth peer name {peer} netns {name}",
+            f"addr add {subnet}.1/24 dev {cable}",
+            f"link set {cable} up",
+            f"-n {name} addr add {subnet}.2/24 dev {peer}",
+            f"-n {name} link set {peer} up",
         ):
             subprocess.run(["ip", *command.split()], check=True)
-        yield name, ours, f"{mine}.1"
+        yield name, cable, f"{subnet}.1"
         subprocess.run(["ip", "netns", "del", name], check=True)  # and the cable with it
 
-    def test_a_network_that_goes_silent(network, node, port):
+    def test_a_silent_network_is_detected_and_close_still_returns(network, node, port):
         namespace, cable, address = network
-        (host,) = connected(node((1, 2), endpoint=f"{address}:{port}", node_timeout=4))
-        guests = lonely(f"{address}:{port}", 4, "ip", "netns", "exec", namespace)
+        (host,) = connect(node((1, 2), endpoint=f"{address}:{port}", node_timeout=4))
+        guests = lone_node(f"{address}:{port}", 4, "ip", "netns", "exec", namespace)
         with in_background(lambda: host.join(until(60), last_call=60)) as joining, guests as guest:
             assert guest.stdout.readline().split()[:2] == ["connected", "False"]
             assert joining.result().group_world_size == 2
             assert guest.stdout.readline().split()[0] == "joined"
             subprocess.run(["ip", "link", "set", cable, "down"], check=True)
             cut = time.monotonic()
-            word, seconds, why = guest.stdout.readline().split(maxsplit=2)
-            assert word == "lost"
+            event, seconds, reason = guest.stdout.readline().split(maxsplit=2)
+            assert event == "lost"
             assert float(seconds) < 4
-            assert "cannot be reached any more" in why
-            word, seconds = guest.stdout.readline().split()
-            assert word == "closed"
+            assert "cannot be reached any more" in reason
+            event, seconds = guest.stdout.readline().split()
+            assert event == "closed"
             assert float(seconds) < 2
-            assert host.join(until(60), last_call=SOON).group_world_size == 1
+            assert host.join(until(60), last_call=SHORT_LAST_CALL).group_world_size == 1
             assert time.monotonic() - cut < 4 + 6
-        subprocess.run(["ip", "link", "del", cable], check=True)  # and with it our address: we do not even reach ourselves
+        subprocess.run(
+            ["ip", "link", "del", cable], check=True
+        )  # this end had the address, so this machine cannot reach itself
         started = time.monotonic()
         host.close()
         assert time.monotonic() - started < 2

@@ -1,54 +1,54 @@
-"""Waiting for what cannot be interrupted, as long as it makes sense."""
+"""Calls that cannot be interrupted: the wait for them ends at a deadline."""
 
 import threading
 import time
 
 import pytest
 
-from mpwatch.multinode.rendezvous.cancellable_wait import Deadline, wait_for
+from mpwatch.multinode.rendezvous.cancellable_wait import Deadline, call_with_deadline
 from mpwatch.multinode.rendezvous.errors import CancelledError
 
 
-def limit(seconds):
+def deadline_in(seconds):
     return Deadline(time.monotonic() + seconds, threading.Event())
 
 
 @pytest.fixture
 def slow(eventually):
-    """Something that takes as long as the test does, and then answers 7."""
+    """A call that takes as long as the test, and then returns 7."""
     done = threading.Event()
     yield lambda: done.wait(60) and 7
     done.set()
     eventually(lambda: "slow" not in {thread.name for thread in threading.enumerate()})
 
 
-def test_what_a_call_returns_or_raises_is_passed_on():
-    assert wait_for(lambda: 7, limit(60), "quick") == 7
+def test_the_result_or_error_of_a_call_is_passed_on():
+    assert call_with_deadline(lambda: 7, deadline_in(60), "quick") == 7
     with pytest.raises(ZeroDivisionError):
-        wait_for(lambda: 7 / 0, limit(60), "quick")
+        call_with_deadline(lambda: 7 / 0, deadline_in(60), "quick")
 
 
-def test_nobody_waits_longer_than_the_limit_says(slow):
-    late = []
+def test_the_wait_ends_at_the_deadline(slow):
+    checks = []
     started = time.monotonic()
     with pytest.raises(TimeoutError):
-        wait_for(slow, limit(0.3), "slow", meanwhile=late.append)
+        call_with_deadline(slow, deadline_in(0.3), "slow", on_check=checks.append)
     assert time.monotonic() - started < 1
-    assert late[0] is False
-    assert late[-1] is True
+    assert checks[0] is False
+    assert checks[-1] is True
 
 
-def test_who_waits_can_be_told_to_stop(slow):
-    waiting = limit(60)
+def test_a_wait_can_be_cancelled(slow):
+    deadline = deadline_in(60)
     with pytest.raises(CancelledError):
-        wait_for(slow, waiting, "slow", meanwhile=lambda _: waiting.cancelled.set())
+        call_with_deadline(slow, deadline, "slow", on_check=lambda _: deadline.cancelled.set())
 
 
-def test_what_comes_too_late_is_given_back(eventually):
-    go_on, given_back = threading.Event(), []
+def test_a_result_that_comes_too_late_is_undone(eventually):
+    go_on, undone = threading.Event(), []
     with pytest.raises(TimeoutError):
-        wait_for(lambda: go_on.wait(60) and 7, limit(0), "slow", undo=given_back.append)
-    assert given_back == []
+        call_with_deadline(lambda: go_on.wait(60) and 7, deadline_in(0), "slow", undo=undone.append)
+    assert undone == []
     go_on.set()
-    eventually(lambda: given_back == [7])
+    eventually(lambda: undone == [7])
     eventually(lambda: "slow" not in {thread.name for thread in threading.enumerate()})

@@ -1,12 +1,13 @@
 """Encode failures of ranks for other nodes as JSON of limited size, and decode them.
 
-Every field of ProcessFailure is encoded by json_codec.py, except those of LOCAL_FIELDS. Texts that are too long are
-shortened in their middle.
+json_codec.py encodes every field of ProcessFailure, except those of LOCAL_FIELDS. A text that is too long loses its middle.
 
-An exception is sent as an ExceptionGraph, as wire/telling.py describes it, and becomes a chain of stand-ins: classes with
-the same names, texts, notes, causes, contexts, members and frames, derived from the same builtin classes. No code that the
-data names is imported or run. Source lines that no file has, of notebook cells, are sent along. They get a file name of
-their own, so that lines of this node are never shown for frames of another node.
+An exception is sent as an ExceptionGraph, which holds what wire/exceptions/encoder.py reads from it. The receiver builds a
+chain of stand-ins: classes with the same names, texts, notes, causes, contexts, group members and frames, derived from the
+same builtin classes. No code that the data names is imported or run.
+
+Source lines that are in no file, such as those of notebook cells, are sent along. They get a file name of their own, so that
+lines of this node are never shown for frames of another node.
 """
 
 import builtins
@@ -17,11 +18,11 @@ from enum import Enum
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final
 
-from mpwatch.multinode.protocol.json_codec import MAX_INTEGER, MAX_TEXT, from_json, to_json, without_controls
-from mpwatch.multinode.protocol.signed_json import InvalidEntryError, written
+from mpwatch.multinode.protocol.json_codec import MAX_INTEGER, MAX_TEXT, clean_text, from_json, to_json
+from mpwatch.multinode.protocol.signed_json import InvalidEntryError, dump_json
 from mpwatch.results.model import ProcessFailure
 from mpwatch.wire.exceptions import source_lines
-from mpwatch.wire.exceptions.decoder import ExceptionNode, assemble
+from mpwatch.wire.exceptions.decoder import ExceptionNode, build_graph
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 from mpwatch.wire.exceptions.tracebacks import Frame
 
@@ -29,25 +30,27 @@ LOCAL_FIELDS: Final[Mapping[str, str]] = {
     "exception": "nodes exchange no pickles, so an ExceptionGraph of the same name is sent instead of the exception",
 }
 """The fields of ProcessFailure that other nodes do not get, with the reason. All others are sent."""
-FAILURE_LIMIT = 1 << 16  # bytes of JSON
-LEAST_LIMIT = 1 << 12  # with less, there is no room for a cause
-MAX_LINKS = 100
+MAX_FAILURE_BYTES = 1 << 16
+MIN_FAILURE_BYTES = 1 << 12  # the smallest allowed limit: with less, there is no room for a cause
+MAX_EXCEPTIONS = 100  # of one failure
+MIN_EXCEPTION_BYTES = 1000  # must be left for one more exception: its name, its text, and where it was raised
 MAX_FRAMES = 200  # of one exception
 MAX_NOTES = 50
 MAX_BASES = 10
-MAX_NAME = 200  # bytes
-MAX_PATH = 1000
-MAX_ENTRIES = 8  # of a mapping
-MAX_KEY = 60
-MAX_LINE_NUMBER = 1 << 24  # the largest line number that a code object is made for
-MARK = 36  # characters, about, of the mark that says how many were left out
-LEAST_LINK = 1000  # bytes that must be free for one more exception: its name, its text, and where it was raised
-BASES = {name for name, thing in vars(builtins).items() if isinstance(thing, type) and issubclass(thing, BaseException)}
+MAX_NAME_BYTES = 200
+MAX_PATH_BYTES = 1000
+MAX_MAPPING_ENTRIES = 8
+MAX_KEY_BYTES = 60
+MAX_LINE_NUMBER = 1 << 24  # the largest line number for which a code object is made
+MARK_CHARACTERS = 36  # about the length of the mark that says how many characters were left out
+BUILTIN_EXCEPTIONS = {
+    name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
+}
 
 
 @dataclass(frozen=True, slots=True)
-class ExceptionLink:
-    """One exception of a graph. Other exceptions are named by their index in the graph."""
+class EncodedException:
+    """One exception of a graph. It refers to others by their index in the graph."""
 
     name: str
     qualname: str
@@ -65,38 +68,40 @@ class ExceptionLink:
 
 @dataclass(frozen=True, slots=True)
 class ExceptionGraph:
-    """An exception, then its causes, contexts and members, the nearest first."""
+    """An exception, then its causes, contexts and group members, the nearest first."""
 
-    links: tuple[ExceptionLink, ...]
+    exceptions: tuple[EncodedException, ...]
     sources: Mapping[str, str]
     """By file: the source lines of files that exist only in memory."""
 
 
-def to_plain(failure: ProcessFailure, *, limit: int = FAILURE_LIMIT) -> dict[str, Any]:
-    """Encode a failure as JSON data. Texts that are too long are shortened, and the furthest causes are cut off.
+def encode_failure(failure: ProcessFailure, *, limit: int = MAX_FAILURE_BYTES) -> dict[str, Any]:
+    """Encode a failure as JSON data. Texts that are too long are shortened, and the furthest causes are left out.
 
     Args:
-        failure: any.
-        limit: bytes that the failure may take as JSON, LEAST_LIMIT or more.
+        failure: any failure.
+        limit: bytes that the failure may take as JSON, at least MIN_FAILURE_BYTES.
     """
-    if limit < LEAST_LIMIT:
-        raise ValueError(f"a failure needs at least {LEAST_LIMIT} bytes, not {limit}")
+    if limit < MIN_FAILURE_BYTES:
+        raise ValueError(f"a failure needs at least {MIN_FAILURE_BYTES} bytes, not {limit}")
     names = [field.name for field in fields(failure) if field.name not in LOCAL_FIELDS]
-    bounded = {name: _bounded(getattr(failure, name)) for name in names}
+    values = {name: _limit_value(getattr(failure, name)) for name in names}
     has_exception = failure.exception is not None
-    # measure the fields without their texts, then divide what is left among the texts
-    room = limit - _size({**{name: _without_texts(value) for name, value in bounded.items()}, "exception": None})
-    texts = [text for value in bounded.values() for text in _texts_of(value)]
-    shortened = iter(_fitted(texts, room * 2 // 3 if has_exception else room))
-    bounded = {name: _with_texts(value, shortened) for name, value in bounded.items()}
-    plain: dict[str, Any] = {**to_json(replace(failure, **bounded), omit=LOCAL_FIELDS), "exception": None}
+    # Measure the fields without their texts, then divide the remaining bytes among the texts.
+    bytes_left = limit - _json_size(
+        {**{name: _encode_without_texts(value) for name, value in values.items()}, "exception": None}
+    )
+    texts = [text for value in values.values() for text in _list_texts(value)]
+    shortened = iter(_shorten_all(texts, bytes_left * 2 // 3 if has_exception else bytes_left))
+    values = {name: _replace_texts(value, shortened) for name, value in values.items()}
+    encoded: dict[str, Any] = {**to_json(replace(failure, **values), omit=LOCAL_FIELDS), "exception": None}
     if failure.exception is not None:
-        plain["exception"] = to_json(_graph_of(failure.exception, limit - _size(plain)))
-    return plain
+        encoded["exception"] = to_json(_encode_graph(failure.exception, limit - _json_size(encoded)))
+    return encoded
 
 
-def from_plain(data: object) -> ProcessFailure:
-    """Decode a failure, with a stand-in for its exception. Raises ForgedError naming the bad field."""
+def decode_failure(data: object) -> ProcessFailure:
+    """Decode a failure, with a stand-in for its exception. Raises InvalidEntryError naming the bad field."""
     if not isinstance(data, dict):
         raise InvalidEntryError(f"ProcessFailure must be a mapping, not {data!r:.80}")
     body = dict(data)
@@ -104,49 +109,51 @@ def from_plain(data: object) -> ProcessFailure:
     failure = from_json(ProcessFailure, body, omit=LOCAL_FIELDS)
     if graph is None:
         return failure
-    return replace(failure, exception=_rebuilt(from_json(ExceptionGraph, graph), failure.hostname))
+    return replace(failure, exception=_rebuild_exception(from_json(ExceptionGraph, graph), failure.hostname))
 
 
-def as_many_as_fit(plains: Iterable[Mapping[str, Any]], limit: int) -> tuple[Mapping[str, Any], ...]:
-    """Return the first of these failures, as many as the bytes allow, and at least one."""
-    told: list[Mapping[str, Any]] = []
-    for plain in plains:
-        limit -= _size(plain)
-        if limit < 0 and told:
+def limit_total_size(encoded_failures: Iterable[Mapping[str, Any]], limit: int) -> tuple[Mapping[str, Any], ...]:
+    """Return the first of these failures: as many as fit into the limit of bytes, but at least one."""
+    kept: list[Mapping[str, Any]] = []
+    for encoded in encoded_failures:
+        limit -= _json_size(encoded)
+        if limit < 0 and kept:
             break
-        told.append(plain)
-    return tuple(told)
+        kept.append(encoded)
+    return tuple(kept)
 
 
-# The values of fields, within their limits.
+# Limit the values of fields.
 
 
-def _bounded(value: Any) -> Any:
-    """Replace numbers that JSON cannot hold, and clean and limit the keys and texts."""
+def _limit_value(value: Any) -> Any:
+    """Replace numbers that JSON cannot hold, clean texts, and limit the keys of mappings."""
     if _is_text(value):
-        return without_controls(value)
+        return clean_text(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else 0.0
     if isinstance(value, int) and not isinstance(value, bool):
-        return _within(value, -MAX_INTEGER, MAX_INTEGER)
+        return _clamp(value, -MAX_INTEGER, MAX_INTEGER)
     if isinstance(value, Mapping):
-        entries = list(value.items())[:MAX_ENTRIES]
-        return {_name(key, MAX_KEY) if isinstance(key, str) else key: _bounded(item) for key, item in entries}
+        entries = list(value.items())[:MAX_MAPPING_ENTRIES]
+        return {
+            _encode_name(key, MAX_KEY_BYTES) if isinstance(key, str) else key: _limit_value(item) for key, item in entries
+        }
     return value
 
 
-def _texts_of(value: Any) -> list[str]:
+def _list_texts(value: Any) -> list[str]:
     if isinstance(value, Mapping):
         return [item for item in value.values() if _is_text(item)]
     return [value] if _is_text(value) else []
 
 
-def _without_texts(value: Any) -> Any:
-    return to_json(_with_texts(value, iter([""] * len(_texts_of(value)))))
+def _encode_without_texts(value: Any) -> Any:
+    return to_json(_replace_texts(value, iter([""] * len(_list_texts(value)))))
 
 
-def _with_texts(value: Any, texts: Iterator[str]) -> Any:
-    """Replace each text of the value by the next one."""
+def _replace_texts(value: Any, texts: Iterator[str]) -> Any:
+    """Replace each text of the value by the next one of `texts`."""
     if isinstance(value, Mapping):
         return {key: next(texts) if _is_text(item) else item for key, item in value.items()}
     return next(texts) if _is_text(value) else value
@@ -156,153 +163,153 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and not isinstance(value, Enum)
 
 
-# Exceptions, within a number of bytes of JSON.
+# Encode exceptions within a number of bytes of JSON.
 
 
-def _graph_of(error: BaseException, room: int) -> ExceptionGraph:
-    links = ExceptionEncoder(error).links[:MAX_LINKS]
-    kept: list[ExceptionLink] = []
-    room -= _size({"links": [], "sources": {}})
-    for link in links:
-        if kept and room < LEAST_LINK:
+def _encode_graph(error: BaseException, bytes_left: int) -> ExceptionGraph:
+    nodes = ExceptionEncoder(error).nodes[:MAX_EXCEPTIONS]
+    exceptions: list[EncodedException] = []
+    bytes_left -= _json_size({"exceptions": [], "sources": {}})
+    for node in nodes:
+        if exceptions and bytes_left < MIN_EXCEPTION_BYTES:
             break
-        sent = _node_thread(link, room // 2 if kept else room * 2 // 3)  # nearer exceptions get more room
-        room -= _size(to_json(sent)) + 1
-        kept.append(sent)
-    found: dict[str, str] = {}
-    for file, text in source_lines.of_files({frame[0] for link in links[: len(kept)] for frame in link["frames"]}).items():
-        entry = {_name(file, MAX_PATH): without_controls(text)}
-        if all(len(lines) <= MAX_TEXT for lines in entry.values()) and _size(entry) <= room:
-            found |= entry
-            room -= _size(entry)
-    return ExceptionGraph(tuple(_linked_to(link, len(kept)) for link in kept), found)
+        # the nearest exception gets the most bytes
+        encoded = _encode_exception(node, bytes_left // 2 if exceptions else bytes_left * 2 // 3)
+        bytes_left -= _json_size(to_json(encoded)) + 1
+        exceptions.append(encoded)
+    files = {frame[0] for node in nodes[: len(exceptions)] for frame in node["frames"]}
+    sources: dict[str, str] = {}
+    for file, text in source_lines.collect_for_files(files).items():
+        entry = {_encode_name(file, MAX_PATH_BYTES): clean_text(text)}
+        if all(len(lines) <= MAX_TEXT for lines in entry.values()) and _json_size(entry) <= bytes_left:
+            sources |= entry
+            bytes_left -= _json_size(entry)
+    return ExceptionGraph(tuple(_drop_references_beyond(each, len(exceptions)) for each in exceptions), sources)
 
 
-def _linked_to(link: ExceptionLink, count: int) -> ExceptionLink:
-    """Drop what the link says of exceptions beyond the first ones."""
+def _drop_references_beyond(exception: EncodedException, count: int) -> EncodedException:
+    """Drop the references to exceptions that were left out: those with an index of `count` or more."""
     return replace(
-        link,
-        cause=link.cause if link.cause is not None and link.cause < count else None,
-        context=link.context if link.context is not None and link.context < count else None,
-        members=tuple(member for member in link.members if member < count),
+        exception,
+        cause=exception.cause if exception.cause is not None and exception.cause < count else None,
+        context=exception.context if exception.context is not None and exception.context < count else None,
+        members=tuple(member for member in exception.members if member < count),
     )
 
 
-def _node_thread(link: ExceptionNode, room: int) -> ExceptionLink:
-    names = {name: _name(link[name], min(MAX_NAME, room // 8)) for name in ("name", "qualname", "module")}
-    bare = ExceptionLink(
+def _encode_exception(node: ExceptionNode, max_bytes: int) -> EncodedException:
+    names = {name: _encode_name(node[name], min(MAX_NAME_BYTES, max_bytes // 8)) for name in ("name", "qualname", "module")}
+    without_texts = EncodedException(
         **names,
-        bases=tuple(link["bases"][:MAX_BASES]),
+        bases=tuple(node["bases"][:MAX_BASES]),
         text="",
         message="",
         notes=(),
-        frames=_frames(link["frames"], room // 3),
-        cause=link["cause"],
-        context=link["context"],
-        suppress=link["suppress"],
-        members=tuple(member for member in link["members"] if member < MAX_LINKS),
+        frames=_encode_frames(node["frames"], max_bytes // 3),
+        cause=node["cause"],
+        context=node["context"],
+        suppress=node["suppress"],
+        members=tuple(member for member in node["members"] if member < MAX_EXCEPTIONS),
     )
-    texts = [link["text"], link["message"], *link["notes"][: min(MAX_NOTES, room // 100)]]
-    texts = _fitted([without_controls(text) for text in texts], room - _size(to_json(bare)) - len(texts))
-    return replace(bare, text=texts[0], message=texts[1], notes=tuple(texts[2:]))
+    texts = [node["text"], node["message"], *node["notes"][: min(MAX_NOTES, max_bytes // 100)]]
+    bytes_left = max_bytes - _json_size(to_json(without_texts)) - len(texts)
+    text, message, *notes = _shorten_all([clean_text(text) for text in texts], bytes_left)
+    return replace(without_texts, text=text, message=message, notes=tuple(notes))
 
 
-def _frames(frames: list[Frame], room: int) -> tuple[Frame, ...]:
-    """Keep the innermost and the outermost frames, in turn until the room is used. Those in between are a recursion's."""
+def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[Frame, ...]:
+    """Keep the innermost and the outermost frames, in turn, as long as they fit. Those in between belong to a recursion."""
     kept: dict[int, Frame] = {}
     for number in range(min(len(frames), MAX_FRAMES)):
-        at = number // 2 if number % 2 else len(frames) - 1 - number // 2
-        file, name, qualname, first, line, module, hidden, span = frames[at]
-        sent = (
-            _name(file, MAX_PATH),
-            _name(name, MAX_NAME),
-            _name(qualname, MAX_NAME),
-            _within(first, 0, MAX_LINE_NUMBER),
-            _within(line, 0, MAX_LINE_NUMBER),
-            _name(module, MAX_NAME),
-            hidden,
+        index = number // 2 if number % 2 else len(frames) - 1 - number // 2
+        file, name, qualname, first_line, line, module, is_hidden, span = frames[index]
+        encoded = (
+            _encode_name(file, MAX_PATH_BYTES),
+            _encode_name(name, MAX_NAME_BYTES),
+            _encode_name(qualname, MAX_NAME_BYTES),
+            _clamp(first_line, 0, MAX_LINE_NUMBER),
+            _clamp(line, 0, MAX_LINE_NUMBER),
+            _encode_name(module, MAX_NAME_BYTES),
+            is_hidden,
             span,
         )
-        room -= _size(sent) + 1
-        if room < 0:
+        bytes_left -= _json_size(encoded) + 1
+        if bytes_left < 0:
             break
-        kept[at] = sent
-    return tuple(kept[at] for at in sorted(kept))
+        kept[index] = encoded
+    return tuple(kept[index] for index in sorted(kept))
 
 
-def _fitted(texts: Sequence[str], room: int) -> list[str]:
-    """Shorten texts so that they fit together. Short ones leave their room to long ones."""
-    fitted = list(texts)
-    order = sorted(range(len(texts)), key=lambda at: _size(texts[at]))
-    for done, at in enumerate(order):
-        fitted[at] = _shortened(texts[at], room // (len(order) - done))
-        room -= _size(fitted[at])
-    return fitted
+def _shorten_all(texts: Sequence[str], max_bytes: int) -> list[str]:
+    """Shorten texts so that together they fit. Short texts leave their share to long ones."""
+    shortened = list(texts)
+    order = sorted(range(len(texts)), key=lambda index: _json_size(texts[index]))
+    for done, index in enumerate(order):
+        shortened[index] = _shorten(texts[index], max_bytes // (len(order) - done))
+        max_bytes -= _json_size(shortened[index])
+    return shortened
 
 
-def _shortened(text: str, room: int) -> str:
-    size = _size(text)
-    if size <= room and len(text) <= MAX_TEXT:
+def _shorten(text: str, max_bytes: int) -> str:
+    size = _json_size(text)
+    if size <= max_bytes and len(text) <= MAX_TEXT:
         return text
-    around = "\n" if "\n" in text else ""
-    keep = min(len(text) * room // size, MAX_TEXT) - MARK
+    separator = "\n" if "\n" in text else ""
+    keep = min(len(text) * max_bytes // size, MAX_TEXT) - MARK_CHARACTERS
     while keep > 0:
         tail = keep // 2
-        mark = f"{around}[... {len(text) - keep:,} characters ...]{around}"
+        mark = f"{separator}[... {len(text) - keep:,} characters ...]{separator}"
         short = text[: keep - tail] + mark + text[len(text) - tail :]
-        if _size(short) <= room:
+        if _json_size(short) <= max_bytes:
             return short
-        keep = keep * 7 // 8  # its ends take more than its middle
-    return text[: max(room - 2, 0) // 4]  # no room for the mark; four bytes are the most that a character takes
+        keep = keep * 7 // 8  # the ends of this text take more bytes a character than its middle
+    return text[: max(max_bytes - 2, 0) // 4]  # too short for the mark; a character takes at most four bytes
 
 
-def _name(raw: str, room: int) -> str:
-    return _shortened(_line(raw), room)
+def _encode_name(raw: str, max_bytes: int) -> str:
+    """Return a name or path on one line, within a number of bytes."""
+    return _shorten(clean_text(raw).replace("\n", "\\n").replace("\t", "\\t"), max_bytes)
 
 
-def _line(raw: str) -> str:
-    return without_controls(raw).replace("\n", "\\n").replace("\t", "\\t")
-
-
-def _within(value: int, least: int, most: int) -> int:
+def _clamp(value: int, least: int, most: int) -> int:
     return min(max(int(value), least), most)
 
 
-def _size(plain: object) -> int:
-    return len(written(plain).encode())
+def _json_size(data: object) -> int:
+    return len(dump_json(data).encode())
 
 
-# Exceptions, rebuilt.
+# Rebuild exceptions.
 
 
-def _rebuilt(graph: ExceptionGraph, hostname: str) -> BaseException:
-    if not graph.links:
-        raise InvalidEntryError("ExceptionGraph.links is empty")
-    for number, link in enumerate(graph.links):
-        _check_link(link, f"ExceptionGraph.links[{number}]", len(graph.links))
+def _rebuild_exception(graph: ExceptionGraph, hostname: str) -> BaseException:
+    if not graph.exceptions:
+        raise InvalidEntryError("ExceptionGraph.exceptions is empty")
+    for index, exception in enumerate(graph.exceptions):
+        _check_exception(exception, f"ExceptionGraph.exceptions[{index}]", len(graph.exceptions))
     try:
-        TopologicalSorter({number: link.members for number, link in enumerate(graph.links)}).prepare()
+        TopologicalSorter({index: exception.members for index, exception in enumerate(graph.exceptions)}).prepare()
     except CycleError:
-        raise InvalidEntryError("ExceptionGraph.links has a group that is a member of itself") from None
-    own_names = {name: f"<{name.strip('<>')} on {hostname}>" for name in graph.sources}
-    used = {frame[0] for link in graph.links for frame in link.frames}
-    links: list[ExceptionNode] = []
-    for link in graph.links:
-        frames = [(own_names.get(file, file), *rest) for file, *rest in link.frames]
-        links.append({**asdict(link), "notes": list(link.notes), "frames": frames})
+        raise InvalidEntryError("ExceptionGraph.exceptions has a group that is a member of itself") from None
+    renamed = {name: f"<{name.strip('<>')} on {hostname}>" for name in graph.sources}
+    used_files = {frame[0] for exception in graph.exceptions for frame in exception.frames}
+    nodes: list[ExceptionNode] = []
+    for exception in graph.exceptions:
+        frames = [(renamed.get(file, file), *rest) for file, *rest in exception.frames]
+        nodes.append({**asdict(exception), "notes": list(exception.notes), "frames": frames})
     try:
-        error = assemble(links)
-    except (TypeError, ValueError, OverflowError) as wrong:  # no class can have these bases, no frame has such a line
-        raise InvalidEntryError(f"ExceptionGraph.links make no exception: {wrong}") from None
-    source_lines.remember({own_names[name]: text for name, text in graph.sources.items() if name in used})
+        error = build_graph(nodes)
+    except (TypeError, ValueError, OverflowError) as wrong:  # no class can have these bases, or no frame such a line
+        raise InvalidEntryError(f"ExceptionGraph.exceptions cannot be built: {wrong}") from None
+    source_lines.add_to_linecache({renamed[name]: text for name, text in graph.sources.items() if name in used_files})
     return error
 
 
-def _check_link(link: ExceptionLink, path: str, count: int) -> None:
-    if not link.bases:
+def _check_exception(exception: EncodedException, path: str, count: int) -> None:
+    if not exception.bases:
         raise InvalidEntryError(f"{path}.bases is empty")
-    if unknown := set(link.bases) - BASES:  # another version of Python may have more of them
+    if unknown := set(exception.bases) - BUILTIN_EXCEPTIONS:  # another version of Python may have more of them
         raise InvalidEntryError(f"{path}.bases must be builtin exceptions, not {min(unknown)!r:.100}")
-    for index in (link.cause, link.context, *link.members):
+    for index in (exception.cause, exception.context, *exception.members):
         if index is not None and not 0 <= index < count:
             raise InvalidEntryError(f"{path} refers to exception {index} of {count}")

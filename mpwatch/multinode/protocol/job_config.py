@@ -1,4 +1,4 @@
-"""What has to be the same on all nodes of a job, and what is said if it is not."""
+"""The options that must be the same on all nodes of a job, and the error text if they differ."""
 
 from collections.abc import Iterable
 from importlib.metadata import version
@@ -9,46 +9,50 @@ from mpwatch.options.spec import WorkerSpec
 from mpwatch.version import __version__
 
 
-def terms_of(spec: WorkerSpec[Any]) -> JobConfig:
-    """Of this run."""
-    at = spec.rendezvous
-    assert at is not None
+def make_job_config(spec: WorkerSpec[Any]) -> JobConfig:
+    rendezvous = spec.rendezvous
+    assert rendezvous is not None
+    least, most = rendezvous.min_nodes, rendezvous.max_nodes
     items = {
         "the function": spec.fn_name,
-        "nnodes": f"{at.min_nodes} to {at.max_nodes}" if at.min_nodes < at.max_nodes else at.min_nodes,
+        "nnodes": f"{least} to {most}" if least < most else least,
         "max_restarts": spec.policy.max_restarts,
         "backend": spec.backend,
         "timeout": spec.timeout,
-        "node_timeout": f"{at.node_timeout:g}",
+        "node_timeout": f"{rendezvous.node_timeout:g}",
         "the version of mpwatch": __version__,
         "the version of torch": version("torch"),
     }
     return JobConfig(tuple((name, str(value)) for name, value in items.items()))
 
 
-def disagreement(cards: Iterable[NodeInfo]) -> str:
-    """What these nodes do not agree in; empty if there is nothing."""
-    cards = sorted(cards, key=lambda card: card.group_rank)
-    for name, value in cards[0].terms.items:
-        said = {f"node {card.group_rank} ({card.host})": dict(card.terms.items).get(name, "nothing") for card in cards}
-        others = {who: other for who, other in said.items() if other != value}
-        if others:
-            who, other = next(iter(others.items()))
-            return _text(name, value, f"node {cards[0].group_rank} ({cards[0].host})", other, who)
+def describe_disagreement(infos: Iterable[NodeInfo]) -> str:
+    """Return the first option in which these nodes differ, as an error text. Return "" if they agree."""
+    first, *others = sorted(infos, key=lambda info: info.group_rank)
+    for name, value in first.job_config.items:
+        for other in others:
+            other_value = dict(other.job_config.items).get(name, "nothing")
+            if other_value != value:
+                return _describe(name, value, _describe_node(first), other_value, _describe_node(other))
     return ""
 
 
-def unlike(ours: JobConfig, theirs: JobConfig, host: str, who: str) -> str:
-    """What this node does not agree in with the one that came first; empty if there is nothing."""
-    first = dict(theirs.items)
+def describe_difference(ours: JobConfig, theirs: JobConfig, our_name: str, their_name: str) -> str:
+    """Return the first option in which two nodes differ, as an error text. Return "" if they agree."""
+    their_items = dict(theirs.items)
     for name, value in ours.items:
-        if first.get(name) != value:
-            return _text(name, value, host, first.get(name, "nothing"), who)
+        their_value = their_items.get(name, "nothing")
+        if their_value != value:
+            return _describe(name, value, our_name, their_value, their_name)
     return ""
 
 
-def _text(name: str, value: str, who: str, other: str, whose: str) -> str:
+def _describe_node(info: NodeInfo) -> str:
+    return f"node {info.group_rank} ({info.host})"
+
+
+def _describe(name: str, value: str, node: str, other_value: str, other_node: str) -> str:
     return (
-        f"the nodes of the job disagree about {name}: {value} on {who}, {other} on {whose}; make the same call on each, with"
-        " the same versions of mpwatch and torch"
+        f"the nodes of the job disagree about {name}: {value} on {node}, {other_value} on {other_node}. Make the same call"
+        " on all nodes, with the same versions of mpwatch and torch"
     )

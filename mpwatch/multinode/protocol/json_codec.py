@@ -1,11 +1,11 @@
-"""The JSON codec for everything that nodes send to one another.
+"""The JSON codec for all data that nodes send to one another.
 
 `to_json` encodes dataclasses by their fields. `from_json` decodes them by the type hints of those fields. A new field is
 therefore sent and checked without further code. The hints may be: dataclasses, enums, tuples, lists, mappings with str or
 int keys, unions, `Literal`, `Any` (JSON data), str, bool, int, float and None.
 
-JSON has no NaN, no infinity, and not every reader keeps integers beyond 2**53. Texts may end up on a terminal. So both
-directions refuse such numbers, `to_json` escapes control characters, and `from_json` refuses them.
+JSON has no NaN and no infinity, and not every reader keeps integers beyond 2**53. So both directions refuse such numbers.
+A text may end up on a terminal. So `to_json` escapes control characters, and `from_json` refuses them.
 
 This module does no I/O.
 """
@@ -24,11 +24,10 @@ from mpwatch.multinode.protocol.signed_json import InvalidEntryError
 T = TypeVar("T")
 MAX_TEXT = 1 << 16  # characters of one text
 MAX_INTEGER = 1 << 53  # the largest integer that every JSON reader keeps exactly
-CONTROL_CHARACTERS = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]"
-)  # includes surrogates, which UTF-8 cannot encode
+# includes surrogates, which UTF-8 cannot encode
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 COLOR_SEQUENCES = re.compile(r"\x1b\[[0-9;:]*m")
-SCALARS: Mapping[type, str] = {
+SCALAR_TYPES: Mapping[type, str] = {
     NoneType: "null",
     str: f"a text of at most {MAX_TEXT} characters without control characters",
     bool: "true or false",
@@ -40,13 +39,13 @@ SCALARS: Mapping[type, str] = {
 def to_json(value: object, *, omit: Collection[str] = ()) -> Any:
     """Encode a value as JSON data: dict, list, str, int, float, bool or None.
 
-    Texts lose colors and have control characters escaped. A text is cut to MAX_TEXT characters.
+    Color sequences are removed from texts, and other control characters are escaped. A text is cut to MAX_TEXT characters.
 
     Args:
-        value: a dataclass instance, or anything that a field may have.
+        value: a dataclass instance, or a value of any type that a field may have.
         omit: names of fields of the outermost dataclass that are not encoded.
 
-    Raises TypeError or ValueError naming the path of the value that cannot be JSON.
+    Raises TypeError or ValueError naming the path of the value that cannot be encoded.
     """
     return _encode(value, type(value).__name__, omit)
 
@@ -55,11 +54,11 @@ def from_json(wanted: type[T], data: object, *, omit: Collection[str] = ()) -> T
     """Decode what `to_json` made of a value of the wanted type.
 
     Args:
-        wanted: the type, most often a dataclass.
+        wanted: the type, usually a dataclass.
         data: JSON data of unknown origin.
         omit: names of fields of the outermost dataclass that are not in the data. They get their defaults.
 
-    Raises ForgedError naming the path of the first bad field, and what it must be.
+    Raises InvalidEntryError naming the path of the first bad field, and what it must be.
     """
     try:
         decoded: T = _decode(wanted, data, wanted.__name__, omit)
@@ -68,7 +67,7 @@ def from_json(wanted: type[T], data: object, *, omit: Collection[str] = ()) -> T
     return decoded
 
 
-def without_controls(raw: str) -> str:
+def clean_text(raw: str) -> str:
     """Remove color sequences from a text, and escape other control characters."""
     plain = COLOR_SEQUENCES.sub("", str.__str__(raw))
     return CONTROL_CHARACTERS.sub(lambda found: found[0].encode("unicode_escape", "backslashreplace").decode(), plain)
@@ -78,11 +77,11 @@ def _encode(value: Any, path: str, omit: Collection[str] = ()) -> Any:
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, str):
-        return without_controls(value)[:MAX_TEXT]
+        return clean_text(value)[:MAX_TEXT]
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float):
-        if not _is_sendable(value):
+        if not _is_valid_number(value):
             raise ValueError(f"{path} must be a finite number, as an integer within {MAX_INTEGER}, not {value!r:.100}")
         return value
     if isinstance(value, tuple | list):
@@ -95,13 +94,13 @@ def _encode(value: Any, path: str, omit: Collection[str] = ()) -> Any:
     raise TypeError(f"{path} cannot be sent to other nodes: {type(value).__name__} has no JSON encoding")
 
 
-def _is_sendable(number: float) -> bool:
+def _is_valid_number(number: float) -> bool:
     return abs(number) <= MAX_INTEGER if isinstance(number, int) else math.isfinite(number)
 
 
 def _encode_key(key: object, path: str) -> str:
     if isinstance(key, str):
-        return without_controls(key)
+        return clean_text(key)
     if isinstance(key, int) and not isinstance(key, bool):
         return str(key)
     raise TypeError(f"{path} cannot be sent to other nodes: its keys must be str or int, not {key!r:.100}")
@@ -111,13 +110,13 @@ def _decode(wanted: Any, data: Any, path: str, omit: Collection[str] = ()) -> An
     origin, arguments = get_origin(wanted), get_args(wanted)
     if wanted is Any:
         return _decode_any(data, path)
-    if wanted in SCALARS:
+    if wanted in SCALAR_TYPES:
         return _decode_scalar(wanted, data, path)
     if origin in (Union, UnionType):
         return _decode_union(arguments, data, path)
     if origin is Literal:
         if not any(data == choice and type(data) is type(choice) for choice in arguments):
-            raise _wrong(path, f"one of {', '.join(map(repr, arguments))}", data)
+            raise _make_error(path, f"one of {', '.join(map(repr, arguments))}", data)
         return data
     if origin in (tuple, list):
         return _decode_items(origin, arguments, data, path)
@@ -127,22 +126,22 @@ def _decode(wanted: Any, data: Any, path: str, omit: Collection[str] = ()) -> An
         return _decode_fields(wanted, data, path, omit)
     if isinstance(wanted, type) and issubclass(wanted, Enum):
         if not isinstance(data, str) or data not in wanted.__members__:
-            raise _wrong(path, f"one of {', '.join(wanted.__members__)}", data)
+            raise _make_error(path, f"one of {', '.join(wanted.__members__)}", data)
         return wanted[data]
     raise TypeError(f"{path} has a type that the JSON codec cannot decode: {wanted!r}")
 
 
 def _decode_scalar(wanted: Any, data: Any, path: str) -> Any:
     if wanted is float and isinstance(data, int) and not isinstance(data, bool):
-        is_right = _is_sendable(data)
+        is_right = _is_valid_number(data)
     elif type(data) is not wanted:
         is_right = False
     elif wanted is str:
         is_right = len(data) <= MAX_TEXT and not CONTROL_CHARACTERS.search(data)
     else:
-        is_right = wanted not in (int, float) or _is_sendable(data)
+        is_right = wanted not in (int, float) or _is_valid_number(data)
     if not is_right:
-        raise _wrong(path, SCALARS[wanted], data)
+        raise _make_error(path, SCALAR_TYPES[wanted], data)
     return float(data) if wanted is float else data
 
 
@@ -151,8 +150,8 @@ def _decode_any(data: Any, path: str) -> Any:
         return _decode_mapping((str, Any), data, path)
     if isinstance(data, list):
         return [_decode_any(item, f"{path}[{n}]") for n, item in enumerate(data)]
-    if type(data) not in SCALARS:
-        raise _wrong(path, "JSON data", data)
+    if type(data) not in SCALAR_TYPES:
+        raise _make_error(path, "JSON data", data)
     return _decode_scalar(type(data), data, path)
 
 
@@ -166,22 +165,22 @@ def _decode_union(kinds: tuple[Any, ...], data: Any, path: str) -> Any:
                 return _decode(kind, data, path)
             except InvalidEntryError as wrong:
                 error = wrong
-    raise error or _wrong(path, "null", data)
+    raise error or _make_error(path, "null", data)
 
 
 def _decode_items(origin: Any, kinds: tuple[Any, ...], data: Any, path: str) -> Any:
     if not isinstance(data, list):
-        raise _wrong(path, "a list", data)
+        raise _make_error(path, "a list", data)
     if origin is list or kinds[-1] is ...:
         kinds = kinds[:1] * len(data)
     if len(data) != len(kinds):
-        raise _wrong(path, f"{len(kinds)} values", data)
+        raise _make_error(path, f"{len(kinds)} values", data)
     return origin(_decode(kind, item, f"{path}[{n}]") for n, (kind, item) in enumerate(zip(kinds, data, strict=True)))
 
 
 def _decode_mapping(kinds: tuple[Any, ...], data: Any, path: str) -> dict[Any, Any]:
     if not isinstance(data, dict):
-        raise _wrong(path, "a mapping", data)
+        raise _make_error(path, "a mapping", data)
     key_kind, value_kind = kinds
     decoded = {}
     for name, item in data.items():
@@ -200,13 +199,13 @@ def _decode_key(kind: Any, name: Any, path: str) -> str | int:
     try:
         key = int(name)
     except ValueError:
-        raise _wrong(f"the key of {path}", "a whole number", name) from None
+        raise _make_error(f"the key of {path}", "a whole number", name) from None
     return key
 
 
 def _decode_fields(kind: Any, data: Any, path: str, omit: Collection[str]) -> Any:
     if not isinstance(data, dict):
-        raise _wrong(path, "a mapping", data)
+        raise _make_error(path, "a mapping", data)
     names = [field.name for field in fields(kind) if field.name not in omit]
     if unknown := data.keys() - set(names):
         raise InvalidEntryError(f"{path} has no field {min(unknown, key=str)!r:.100}")
@@ -221,7 +220,7 @@ def _type_hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _wrong(path: str, wanted: str, data: object) -> InvalidEntryError:
+def _make_error(path: str, wanted: str, data: object) -> InvalidEntryError:
     try:
         shown = f"{data!r:.80}"
     except (ValueError, RecursionError):  # an integer with too many digits, or a list that is nested too deeply

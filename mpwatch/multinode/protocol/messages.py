@@ -1,6 +1,9 @@
 """The messages that the nodes of a job send to one another, as frozen data.
 
-`to_body` and `from_body` encode and decode a message with json_codec.py. This module does no I/O.
+`encode_message` and `decode_message` convert a message to JSON data and back, with json_codec.py. A field that is added to a
+message is sent without further code. This module does no I/O.
+
+The first line of each docstring names the receivers. Failures of ranks are in the form that failure_codec.py gives them.
 """
 
 from collections.abc import Mapping
@@ -11,52 +14,52 @@ from typing import Any, Final, get_args
 from mpwatch.multinode.protocol.json_codec import from_json, to_json
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError
 
-NO_ATTEMPT = -1  # where it has not come to one since the nodes met, or parted
+NO_ATTEMPT = -1  # no attempt has been started
 
 
 class NodeOutcome(Enum):
-    """What became of one node's ranks in an attempt."""
+    """How an attempt ended for the ranks of one node."""
 
     SUCCEEDED = "SUCCEEDED"
     FAILED = "FAILED"
-    STOPPED = "STOPPED"  # since something happened elsewhere
+    STOPPED = "STOPPED"  # because of an event on another node
     TIMED_OUT = "TIMED_OUT"
-    ABORTED = "ABORTED"  # they could not be started, or the caller's own code has raised
+    ABORTED = "ABORTED"  # the ranks could not be started, or the caller's own code raised
 
 
 class NextStep(Enum):
-    """What follows from what became of an attempt."""
+    """What the nodes do after an attempt."""
 
     DONE = "DONE"
-    RESTART = "AGAIN"  # by the same nodes
-    RE_RENDEZVOUS = "REGROUP"  # by others: the nodes meet anew
+    RESTART = "RESTART"  # the same nodes start another attempt
+    RE_RENDEZVOUS = "RE_RENDEZVOUS"  # the nodes form another round, because nodes were lost or have come
     FAILED = "FAILED"
 
 
 @dataclass(frozen=True, slots=True)
 class RestartHistory:
-    """What the job knows of its earlier attempts, whichever node is the chair."""
+    """The earlier attempts of the job. Each node keeps it, so that it survives a change of the leader."""
 
     attempts: int = 0
-    """How many there were."""
-    used: int = 0
-    """Restarts that failures have cost, since they were last given back."""
-    furthest: int = -1
-    """Step that was reported."""
-    stalled: int = 0
-    """Attempts in a row that came no further."""
+    """Number of attempts."""
+    restarts_used: int = 0
+    """Restarts used by failures since the restart budget was last reset."""
+    furthest_step: int = -1
+    """Highest step that a rank has reported; -1 if none was reported."""
+    stalled_attempts: int = 0
+    """Attempts in a row that reached no higher step."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobConfig:
-    """What has to be the same on all nodes, as text: a mapping of what it is to its value."""
+    """The options that must be the same on all nodes, as pairs of name and value. See job_config.py."""
 
     items: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """To the chair: this node is here."""
+    """To the leader: this node has joined the round."""
 
     group_rank: int
     host: str
@@ -66,13 +69,17 @@ class NodeInfo:
     serves_store: bool
     grace_period: float
     nonce: str
-    terms: JobConfig
+    """A random text of this node in this round. A RankAssignment for it repeats the text."""
+    job_config: JobConfig
     history: RestartHistory
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailing:
-    """To the chair: this attempt fails on this node. Sent at once; the order in which these come is that of the failures."""
+    """To the leader: a rank of this node has failed, or the time is up.
+
+    It is sent at once, before the ranks have ended. The order of these messages in the inbox is the order of the failures.
+    """
 
     group_rank: int
     attempt: int
@@ -80,7 +87,7 @@ class AttemptFailing:
 
 @dataclass(frozen=True, slots=True)
 class RanksStopped:
-    """To the chair: this node's ranks are gone. What became of them is found out by the caller's thread, in its own time."""
+    """To the leader: all ranks of this node have ended. The caller's thread then makes the AttemptReport, which follows."""
 
     group_rank: int
     attempt: int
@@ -88,33 +95,36 @@ class RanksStopped:
 
 @dataclass(frozen=True, slots=True)
 class AttemptReport:
-    """To the chair: what became of this node's ranks."""
+    """To the leader: how the attempt ended for the ranks of this node."""
 
     group_rank: int
     attempt: int
     outcome: NodeOutcome
     failures: tuple[Mapping[str, Any], ...] = ()
-    """See failures.py; the node's own root cause first."""
-    unsaid: int = 0
-    """How many more there were."""
-    lacks_a_peer: bool = False
-    """Whether its ranks have failed only by waiting for a peer, which is none of them."""
+    """The root cause of this node comes first."""
+    failures_omitted: int = 0
+    """Number of further failures that are not sent."""
+    waited_for_other_nodes: bool = False
+    """Whether its ranks failed only because they waited for ranks of other nodes."""
     may_be_victim: bool = False
-    """Whether that root cause is a lost connection, which may come of a failure on another node, if there is one."""
-    absent: tuple[Mapping[str, Any], ...] = ()
-    """Ranks that have failed by keeping their peers waiting, should ranks of other nodes have failed by waiting: hangs."""
-    absent_unsaid: int = 0
-    """How many more of these there were."""
-    why_not: str = ""
-    """Why its cause is not worth another try."""
+    """Whether its root cause is a lost connection, so that it may be a victim of a failure on another node."""
+    missing_ranks: tuple[Mapping[str, Any], ...] = ()
+    """Hangs of ranks that are to blame if ranks of other nodes timed out waiting for them."""
+    missing_ranks_omitted: int = 0
+    """Number of further missing ranks that are not sent."""
+    no_restart_reason: str = ""
+    """Why the root cause of this node is not worth a restart; empty if it is."""
     reason: str = ""
+    """Why the attempt ended on this node, as in `RunResult.reason`."""
     healthy_seconds: float = 0.0
+    """The time from when all ranks were ready to the failure."""
     step: int = -1
+    """Highest step that its ranks have reported; -1 if none was reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLeaving:
-    """To the chair: this node ends by its own will, for this reason."""
+    """To the leader: this node leaves the job, for this reason."""
 
     group_rank: int
     reason: str
@@ -122,74 +132,74 @@ class NodeLeaving:
 
 @dataclass(frozen=True, slots=True)
 class ShutdownAck:
-    """To the chair: this node knows what came of the job, and needs the store no more."""
+    """To the leader: this node knows the result of the job, and does not need the store any more."""
 
     group_rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankAssignment:
-    """To one node: its ranks in the attempt that starts."""
+    """To one node: which ranks it has in the attempt that starts. The ranks of a node are consecutive."""
 
     group_rank: int
     attempt: int
     nonce: str
-    """Of its card: what was said to another, or in another round, does not have it."""
-    rank: int
-    """The first of them."""
-    role_rank: int
+    """Copied from the NodeInfo of that node: an assignment of another node or another round has a different one."""
+    first_rank: int
+    first_role_rank: int
     role_world_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class StartAttempt:
-    """To all: an attempt starts. Each node finds its Place beside it."""
+    """To all nodes: an attempt starts. Each node finds its RankAssignment in the store."""
 
     attempt: int
     world_size: int
     group_world_size: int
     master_addr: str
     master_port: int
-    host: str
-    """Of the chair."""
-    nprocs: int
-    """Of its ranks."""
+    leader_host: str
+    """The host of the leader."""
+    leader_nprocs: int
+    """The number of the leader's ranks."""
     delay: float = 0.0
+    """Seconds to wait before the start."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopAttempt:
-    """To all: the attempt is over."""
+    """To all nodes: stop the ranks of this attempt."""
 
     attempt: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class LostNode:
-    """A node that was lost, or has left, with its ranks."""
+    """A node that was lost or has left, and its ranks. Part of an AttemptDecision."""
 
     group_rank: int
     host: str
-    rank: int
+    first_rank: int
     nprocs: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptDecision:
-    """To all: what came of an attempt, and what follows."""
+    """To all nodes: the result of an attempt, and what the nodes do next."""
 
     attempt: int
-    decision: NextStep
+    next_step: NextStep
     history: RestartHistory
-    cause: int = -1
-    """The rank that failed first; -1 if none did."""
+    root_cause_rank: int = -1
+    """The rank that failed first; -1 if no rank failed."""
     failures: tuple[Mapping[str, Any], ...] = ()
-    unsaid: int = 0
-    gone: tuple[LostNode, ...] = ()
+    failures_omitted: int = 0
+    lost_nodes: tuple[LostNode, ...] = ()
     reason: str = ""
-    why_not: str = ""
+    no_restart_reason: str = ""
     timed_out: bool = False
     delay: float = 0.0
     restarts_left: int = 0
@@ -197,20 +207,20 @@ class AttemptDecision:
 
 @dataclass(frozen=True, slots=True)
 class JobClosed:
-    """To all: nobody needs the store any more."""
+    """To all nodes: no node needs the store any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class PublishedTerms:
-    """An entry for all nodes that want to join: the options of the node that came first."""
+class PublishedJobConfig:
+    """An entry in the store of the job, for all nodes that want to join: the options of the first node."""
 
     host: str
-    terms: JobConfig
+    job_config: JobConfig
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedNode:
-    """An entry for all nodes that wait for others: a node could not join, for this reason."""
+    """An entry in the store of the job, for all nodes that wait for others: a node could not join, for this reason."""
 
     host: str
     reason: str
@@ -218,26 +228,26 @@ class RefusedNode:
 
 @dataclass(frozen=True, slots=True)
 class RoundName:
-    """An entry for all nodes of a round: all other entries of the round are signed for this name."""
+    """An entry in the store of a round, for all its nodes: the name for which all other entries of the round are signed."""
 
     name: str
 
 
-FromMember = NodeInfo | AttemptFailing | RanksStopped | AttemptReport | NodeLeaving | ShutdownAck
-Word = StartAttempt | StopAttempt | AttemptDecision | JobClosed
-Message = FromMember | Word | RankAssignment
-KINDS: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_args(Message)}
+MessageToLeader = NodeInfo | AttemptFailing | RanksStopped | AttemptReport | NodeLeaving | ShutdownAck
+MessageToAll = StartAttempt | StopAttempt | AttemptDecision | JobClosed
+Message = MessageToLeader | MessageToAll | RankAssignment
+MESSAGE_TYPES: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
-def to_body(message: Message) -> dict[str, Any]:
+def encode_message(message: Message) -> dict[str, Any]:
     """Encode a message as JSON data, with the name of its type."""
     return {"kind": type(message).__name__, **to_json(message)}
 
 
-def from_body(body: Mapping[str, Any]) -> Message:
-    """Decode a message. Raises ForgedError."""
+def decode_message(body: Mapping[str, Any]) -> Message:
+    """Decode a message. Raises InvalidEntryError."""
     name = body.get("kind")
-    kind = KINDS.get(name) if isinstance(name, str) else None
+    kind = MESSAGE_TYPES.get(name) if isinstance(name, str) else None
     if kind is None:
         raise InvalidEntryError(f"there is no message of kind {name!r:.100}")
     message: Message = from_json(kind, {name: value for name, value in body.items() if name != "kind"})

@@ -1,8 +1,8 @@
-"""Sign and verify the entries that nodes put into the store: JSON of limited size, under an HMAC of the job's secret.
+"""Encode the entries of the store as signed JSON, and verify them.
 
-An entry has two lines: the signature and the JSON. The signature is empty if the job has no secret. It covers the bytes of
-the JSON, the job, and the place in the store. `Seal.open` verifies size and signature before it parses the JSON.
-json_codec.py then checks the data against the types of a message.
+An entry has two lines: the signature, which is an HMAC with the job's secret as the key, and the JSON. If the job has no
+secret the signature is empty. It covers the bytes of the JSON, the job, and the name of the entry. `SignedJson.decode`
+verifies size and signature before it parses the JSON. json_codec.py then checks the data against the types of a message.
 
 This module imports nothing of mpwatch and does no I/O.
 """
@@ -13,118 +13,126 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-MAX_ENTRY = 1 << 18  # bytes
-SHOWN = 80  # characters of a value in an error's text
+MAX_ENTRY_BYTES = 1 << 18
+MAX_SHOWN = 80  # characters of a value in the text of an error
 KIBI = 1024
-KEY_NAME = 4  # bytes
-HEADER = re.compile(rb"(?:([0-9a-f]{8}) ([0-9a-f]{64}))?")
+KEY_ID_BYTES = 4
+SIGNATURE = re.compile(rb"(?:([0-9a-f]{8}) ([0-9a-f]{64}))?")  # id of the key, and HMAC
 
 
 class InvalidEntryError(ValueError):
-    """An entry of the store is not one that a node of this job wrote. The text says what is wrong with the entry."""
+    """No node of this job has written this entry of the store. The text says what is wrong with the entry."""
 
 
 class SecretMismatchError(InvalidEntryError):
-    """The entry was signed with another secret than this node's, or only one of the two nodes has a secret."""
+    """The entry was signed with another secret than this node's, or only one of the two nodes has a secret.
+
+    The text completes a sentence that begins with "the entry is".
+    """
 
 
 class SignedJson:
-    """Sign and verify the entries of one job.
+    """Encodes and verifies the entries of one job.
 
     Args:
-        key: the job's secret. Nothing is signed if it is empty; all other checks stay.
+        secret: the job's secret. If it is empty nothing is signed; all other checks stay.
         run_id: name of the job.
     """
 
-    def __init__(self, key: bytes, run_id: str) -> None:
-        self._key = key
+    def __init__(self, secret: bytes, run_id: str) -> None:
+        self._secret = secret
         self._run_id = run_id.encode()
-        self._key_name = sign(key, b"key")[:KEY_NAME].hex().encode() if key else b""
+        self._key_id = _compute_hmac(secret, b"key")[:KEY_ID_BYTES].hex().encode() if secret else b""
 
-    def close(self, place: str, body: Mapping[str, Any], *, limit: int = MAX_ENTRY) -> str:
+    def encode(self, name: str, body: Mapping[str, Any], *, limit: int = MAX_ENTRY_BYTES) -> str:
         """Return the entry to store.
 
         Args:
-            place: full name of the entry in the store. No other entry of the job may have had it.
+            name: full name of the entry. Each entry of a job needs a name of its own, or it could be copied to another.
             body: JSON data, as `to_json` makes it.
             limit: bytes.
 
         Raises ValueError if the entry is over the limit, or the body cannot be JSON. Raises TypeError for other types.
         """
         try:
-            data = written(dict(body)).encode()
+            data = dump_json(dict(body)).encode()
         except (ValueError, RecursionError) as error:
-            raise _unsent(place, str(error)) from error
-        entry = self._signature(place, data) + b"\n" + data
+            raise _make_encode_error(name, str(error)) from error
+        entry = self._sign(name, data) + b"\n" + data
         if len(entry) > limit:
-            raise _unsent(place, f"it is {size_text(len(entry))}, more than the {size_text(limit)} of an entry")
+            raise _make_encode_error(name, _describe_excess(len(entry), limit))
         return entry.decode()
 
-    def open(self, place: str, data: bytes, *, limit: int = MAX_ENTRY) -> dict[str, Any]:
-        """Verify an entry and return its body. Raises ForgedError, or its subclass SecretError if the secrets differ."""
-        if len(data) > limit:
-            raise InvalidEntryError(f"{size_text(len(data))}, more than the {size_text(limit)} of an entry")
-        header, end, body = bytes(data).partition(b"\n")
-        signed = HEADER.fullmatch(header)
-        if not end or signed is None:
-            raise InvalidEntryError(f"not an entry of mpwatch: {_shown(bytes(data))}")
-        self._check_signer(signed[1])
-        if not hmac.compare_digest(header, self._signature(place, body)):
-            raise InvalidEntryError(
-                "its signature does not match: it was altered, cut off, or copied from another place or job"
-            )
-        return _read(body)
+    def decode(self, name: str, entry: bytes, *, limit: int = MAX_ENTRY_BYTES) -> dict[str, Any]:
+        """Verify an entry and return its body.
 
-    def _signature(self, place: str, data: bytes) -> bytes:
-        if not self._key:
+        Raises InvalidEntryError, or its subclass SecretMismatchError if the secrets of writer and reader differ.
+        """
+        if len(entry) > limit:
+            raise InvalidEntryError(_describe_excess(len(entry), limit))
+        signature, newline, data = bytes(entry).partition(b"\n")
+        matched = SIGNATURE.fullmatch(signature)
+        if not newline or matched is None:
+            raise InvalidEntryError(f"not an entry of mpwatch: {_show(bytes(entry))}")
+        self._check_key_id(matched[1])
+        if not hmac.compare_digest(signature, self._sign(name, data)):
+            raise InvalidEntryError("wrongly signed: it was altered, cut off, or copied from another name or job")
+        return _load_json(data)
+
+    def _sign(self, name: str, data: bytes) -> bytes:
+        if not self._secret:
             return b""
-        return self._key_name + b" " + sign(self._key, b"entry", self._run_id, place.encode(), data).hex().encode()
+        return self._key_id + b" " + _compute_hmac(self._secret, b"entry", self._run_id, name.encode(), data).hex().encode()
 
-    def _check_signer(self, key_name: bytes | None) -> None:
-        if key_name is None and self._key:
-            raise SecretMismatchError("not signed, while this node has a secret: all nodes need the same one")
-        if key_name is not None and not self._key:
-            raise SecretMismatchError("signed, and this node has no secret: all nodes need the same one")
-        if (key_name or b"") != self._key_name:
-            raise SecretMismatchError("signed with another secret than this node's: all nodes need the same one")
+    def _check_key_id(self, key_id: bytes | None) -> None:
+        if key_id is None and self._secret:
+            raise SecretMismatchError("not signed, but this node has a secret: give all nodes the same secret")
+        if key_id is not None and not self._secret:
+            raise SecretMismatchError("signed, but this node has no secret: give all nodes the same secret")
+        if (key_id or b"") != self._key_id:
+            raise SecretMismatchError("signed with another secret than this node's: give all nodes the same secret")
 
 
-def sign(key: bytes, *parts: bytes | memoryview) -> bytes:
-    """Return the HMAC-SHA256 of the parts. The length before each part keeps one from being read as the next."""
+def _compute_hmac(key: bytes, *parts: bytes) -> bytes:
+    """Return the HMAC-SHA256 of the parts. Each is preceded by its length, so that none can be read as part of the next."""
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
 
 
-def written(body: object) -> str:
-    """Write data as compact JSON. Raises ValueError, TypeError or RecursionError if it cannot be JSON."""
+def dump_json(body: object) -> str:
+    """Return data as compact JSON. Raises ValueError, TypeError or RecursionError if it cannot be JSON."""
     return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def _read(data: bytes) -> dict[str, Any]:
+def _load_json(data: bytes) -> dict[str, Any]:
     try:
         body = json.loads(data.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise InvalidEntryError(f"not JSON: {error}: {_shown(data)}") from None
+        raise InvalidEntryError(f"not JSON: {error}: {_show(data)}") from None
     if not isinstance(body, dict):
-        raise InvalidEntryError(f"not a mapping: {_shown(data)}")
+        raise InvalidEntryError(f"not a mapping: {_show(data)}")
     return body
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
-def size_text(size: int) -> str:
-    """Write a number of bytes with its unit."""
+def format_size(size: int) -> str:
+    """Return a number of bytes with its unit."""
     if size < KIBI:
         return f"{size} bytes"
     unit, name = (KIBI, "KiB") if size < KIBI * KIBI else (KIBI * KIBI, "MiB")
-    tenths = -(-10 * size // unit)  # up, so that a little more than a limit does not read like the limit
+    tenths = -(-10 * size // unit)  # rounded up, so that a size just above a limit differs from the limit
     return f"{tenths / 10:,.1f} {name}".replace(".0 ", " ")
 
 
-def _unsent(place: str, why: str) -> ValueError:
-    return ValueError(f"what goes to {place!r} cannot be sent: {why}")
+def _describe_excess(size: int, limit: int) -> str:
+    return f"too large: {format_size(size)}, more than the limit of {format_size(limit)}"
 
 
-def _shown(data: bytes) -> str:
-    return repr(data) if len(data) <= SHOWN else f"{data[:SHOWN]!r}..."
+def _make_encode_error(name: str, reason: str) -> ValueError:
+    return ValueError(f"the entry {name!r} cannot be sent: {reason}")
+
+
+def _show(data: bytes) -> str:
+    return repr(data) if len(data) <= MAX_SHOWN else f"{data[:MAX_SHOWN]!r}..."

@@ -1,13 +1,15 @@
-"""Send and receive the messages of a round through its store. Entries are signed, limited in size, and decoded by type.
+"""Send and receive the messages of one round through its store, as signed entries of limited size.
 
-    round             the name that the chair gives to the round: all else is signed for it
-    inbox, inbox/<n>  how many messages there are to the chair, and the n-th
-    word/<n>          what the chair says to everybody
-    place/<a>/<g>     where the ranks of node g are in attempt a
-    beat/<g>          how often node g has given a sign of life
+These are the keys in the store of a round. Only the node thread uses them:
 
-The board uses only `set`, `get`, `add` and `check` of a store, and never waits in one. It drops an entry that is not valid,
-and logs why. Raises StoreLostError if the store cannot be reached.
+    round               the random name that the leader gives to the round; it is part of what all other entries sign
+    inbox, inbox/<n>    the number of messages to the leader so far, and the n-th of them
+    broadcast/<n>       the n-th message of the leader to all nodes
+    assignment/<a>/<g>  the ranks of the node with group rank g in attempt a
+    heartbeat/<g>       how many heartbeats the node with group rank g has sent
+
+A channel uses only `set`, `get`, `add` and `check` of the store, and never waits for an entry. It logs an invalid
+entry and ignores it. All methods raise StoreLostError if the store cannot be reached.
 """
 
 import logging
@@ -18,128 +20,147 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from mpwatch.multinode.protocol.json_codec import from_json, to_json
-from mpwatch.multinode.protocol.messages import FromMember, RankAssignment, RoundName, Word, from_body, to_body
-from mpwatch.multinode.protocol.signed_json import MAX_ENTRY, InvalidEntryError, SignedJson
+from mpwatch.multinode.protocol.messages import (
+    MessageToAll,
+    MessageToLeader,
+    RankAssignment,
+    RoundName,
+    decode_message,
+    encode_message,
+)
+from mpwatch.multinode.protocol.signed_json import MAX_ENTRY_BYTES, InvalidEntryError, SignedJson
 from mpwatch.multinode.rendezvous.store import PrefixedStore
 
 T = TypeVar("T")
 log = logging.getLogger("mpwatch")
-WORD_LIMIT = 4 * MAX_ENTRY  # a verdict tells of the failures of many nodes
+MAX_BROADCAST_BYTES = 4 * MAX_ENTRY_BYTES  # a decision contains failures of many nodes
 
 
 class StoreChannel:
-    """Of one round, as one node sees it.
+    """The channel of one node in one round.
 
     Args:
-        store: of the round.
-        seal: of the job.
-        group_rank: of this node.
-        patience: seconds that somebody may take to write what he has announced.
+        store: the store of the round.
+        signed_json: encodes and verifies the entries of the job.
+        group_rank: that of this node.
+        write_timeout: seconds in which a node must write a message after it has counted up `inbox`.
     """
 
-    def __init__(self, store: PrefixedStore, seal: SignedJson, *, group_rank: int, patience: float) -> None:
-        self._store, self._seal = store, seal
-        self.group_rank, self._patience = group_rank, patience
-        self._name = ""  # of the round
-        self._heard = 0  # messages in the inbox
-        self._said = 0  # words, by us
-        self._told = 0  # words that we have read
-        self._dropped: set[str] = set()
-        self._holes: dict[int, float] = {}  # announced messages that are not there yet, or are none, and since when
+    def __init__(self, store: PrefixedStore, signed_json: SignedJson, *, group_rank: int, write_timeout: float) -> None:
+        self._store, self._signed_json = store, signed_json
+        self.group_rank, self._write_timeout = group_rank, write_timeout
+        self._round_name = ""
+        self._inbox_count = 0
+        self._missing_messages: dict[int, float] = {}  # number of a message that is missing or invalid, and since when
+        self._broadcasts_sent = 0
+        self._broadcasts_read = 0
+        self._logged_keys: set[str] = set()
 
-    def is_open(self) -> bool:
-        """Whether the chair is there, so that it can be written to."""
-        if not self._name:
+    def try_open(self) -> bool:
+        """Return whether the leader has named the round, so that messages can be sent. On the leader, name the round."""
+        if not self._round_name:
             if self.group_rank == 0:
-                self._name = uuid4().hex
-                self._write("round", "round", to_json(RoundName(self._name)))
-            elif (found := self._entry("round", "round", partial(from_json, RoundName))) is not None:
-                self._name = found.name
-        return bool(self._name)
+                self._round_name = uuid4().hex
+                self._write("round", "round", to_json(RoundName(self._round_name)))
+            elif (found := self._read_entry("round", "round", partial(from_json, RoundName))) is not None:
+                self._round_name = found.name
+        return bool(self._round_name)
 
-    def beat(self) -> None:
-        """A sign of life."""
-        self._store.add(f"beat/{self.group_rank}", 1)
+    def send_heartbeat(self) -> None:
+        self._store.add(f"heartbeat/{self.group_rank}", 1)
 
-    def beats(self, nodes: Iterable[int]) -> dict[int, int]:
-        """How often these nodes have given one."""
-        return {node: self._store.add(f"beat/{node}", 0) for node in nodes}
+    def read_heartbeats(self, nodes: Iterable[int]) -> dict[int, int]:
+        """Return how many heartbeats each of these nodes has sent."""
+        return {node: self._store.add(f"heartbeat/{node}", 0) for node in nodes}
 
-    def post(self, message: FromMember) -> None:
-        """Send a message to the chair. Raises ValueError if the chair could not read the message, and would wait for it."""
-        body = to_body(message)
-        from_body(body)
+    def send_to_leader(self, message: MessageToLeader) -> None:
+        """Send a message to the leader. Raises ValueError if the leader could not read it, and would wait for it."""
+        body = encode_message(message)
+        decode_message(body)
         number = self._store.add("inbox", 1)
-        self._write(f"inbox/{number}", self._place("inbox", number), body)
+        self._write(f"inbox/{number}", self._signed_name("inbox", number), body)
 
-    def inbox(self) -> list[FromMember]:
-        """What has come for the chair since the last time."""
+    def read_inbox(self) -> list[MessageToLeader]:
+        """Return the messages to the leader that have arrived since the last call."""
         count = self._store.add("inbox", 0)
         now = time.monotonic()
-        self._holes |= dict.fromkeys(range(self._heard + 1, count + 1), now)
-        self._heard = max(self._heard, count)
+        self._missing_messages |= dict.fromkeys(range(self._inbox_count + 1, count + 1), now)
+        self._inbox_count = max(self._inbox_count, count)
         found = []
-        for number in list(self._holes):
-            message = self._message(f"inbox/{number}", self._place("inbox", number), FromMember, MAX_ENTRY)
-            found += message
-            if message or now - self._holes[number] > self._patience:  # who has announced it is gone
-                del self._holes[number]
-        return found
-
-    def say(self, word: Word) -> None:
-        """To everybody."""
-        self._said += 1
-        self._write(f"word/{self._said}", self._place("word", self._said), to_body(word), WORD_LIMIT)
-
-    def words(self) -> list[Word]:
-        """Return what the chair has said since the last call. The chair overwrites invalid entries in its turn."""
-        found: list[Word] = []
-        while word := self._message(f"word/{self._told + 1}", self._place("word", self._told + 1), Word, WORD_LIMIT):
-            self._told += 1
-            found += word
-        return found
-
-    def put(self, places: Iterable[RankAssignment]) -> None:
-        """For each node its own, to be found when the attempt starts."""
-        for place in places:
-            self._write(
-                self._key_of(place.attempt, place.group_rank), self._place("place", place.group_rank), to_body(place)
+        for number, missing_since in list(self._missing_messages.items()):
+            message = self._read_message(
+                f"inbox/{number}", self._signed_name("inbox", number), MessageToLeader, MAX_ENTRY_BYTES
             )
+            found += message
+            if message or now - missing_since > self._write_timeout:  # after the timeout the sender counts as lost
+                del self._missing_messages[number]
+        return found
 
-    def place(self, attempt: int) -> RankAssignment | None:
-        """Return the place of this node. Return None if it is not there."""
-        at = self._key_of(attempt, self.group_rank)
-        found = self._message(at, self._place("place", self.group_rank), RankAssignment, MAX_ENTRY)
+    def broadcast(self, message: MessageToAll) -> None:
+        """Send a message of the leader to all nodes."""
+        self._broadcasts_sent += 1
+        number = self._broadcasts_sent
+        body = encode_message(message)
+        self._write(f"broadcast/{number}", self._signed_name("broadcast", number), body, MAX_BROADCAST_BYTES)
+
+    def read_broadcasts(self) -> list[MessageToAll]:
+        """Return the messages that the leader has sent to all nodes since the last call.
+
+        An invalid entry stops the reading for now. The leader overwrites it with its next message.
+        """
+        found: list[MessageToAll] = []
+        while True:
+            number = self._broadcasts_read + 1
+            message = self._read_message(
+                f"broadcast/{number}", self._signed_name("broadcast", number), MessageToAll, MAX_BROADCAST_BYTES
+            )
+            if not message:
+                return found
+            self._broadcasts_read = number
+            found += message
+
+    def publish_assignments(self, assignments: Iterable[RankAssignment]) -> None:
+        """Write the ranks of each node in the attempt that starts."""
+        for assignment in assignments:
+            key = f"assignment/{assignment.attempt}/{assignment.group_rank}"
+            self._write(key, self._signed_name("assignment", assignment.group_rank), encode_message(assignment))
+
+    def read_assignment(self, attempt: int) -> RankAssignment | None:
+        """Return the ranks of this node in this attempt, or None if they have not been written."""
+        key = f"assignment/{attempt}/{self.group_rank}"
+        found = self._read_message(key, self._signed_name("assignment", self.group_rank), RankAssignment, MAX_ENTRY_BYTES)
         return found[0] if found else None
 
-    def _key_of(self, attempt: int, group_rank: int) -> str:
-        return f"place/{attempt}/{group_rank}"
+    def _signed_name(self, kind: str, number: int) -> str:
+        """Return the name for which an entry is signed. It is different in each round."""
+        return f"{self._round_name}/{kind}/{number}"
 
-    def _place(self, kind: str, number: int) -> str:
-        return f"{self._name}/{kind}/{number}"
-
-    def _write(self, key: str, place: str, body: dict[str, Any], limit: int = MAX_ENTRY) -> None:
-        entry = self._seal.close(place, body, limit=limit)
+    def _write(self, key: str, signed_name: str, body: dict[str, Any], limit: int = MAX_ENTRY_BYTES) -> None:
+        entry = self._signed_json.encode(signed_name, body, limit=limit)
         self._store.set(key, entry)
 
-    def _message(self, key: str, place: str, kinds: Any, limit: int) -> list[Any]:
+    def _read_message(self, key: str, signed_name: str, types: Any, limit: int) -> list[Any]:
+        """Return the message at a key in a list, or an empty list if there is no valid one."""
+
         def decode(body: dict[str, Any]) -> Any:
-            message = from_body(body)
-            if not isinstance(message, kinds):
+            message = decode_message(body)
+            if not isinstance(message, types):
                 raise InvalidEntryError(f"a {type(message).__name__} does not belong there")
             return message
 
-        message = self._entry(key, place, decode, limit)
+        message = self._read_entry(key, signed_name, decode, limit)
         return [] if message is None else [message]
 
-    def _entry(self, key: str, place: str, decode: Callable[[dict[str, Any]], T], limit: int = MAX_ENTRY) -> T | None:
-        """Read and decode an entry. Return None if it is not there, or is not valid, which is logged once."""
+    def _read_entry(
+        self, key: str, signed_name: str, decode: Callable[[dict[str, Any]], T], limit: int = MAX_ENTRY_BYTES
+    ) -> T | None:
+        """Read and decode an entry. Return None if it is missing or invalid. Log an invalid entry once."""
         if not self._store.check([key]):
             return None
         try:
-            return decode(self._seal.open(place, self._store.get(key), limit=limit))
+            return decode(self._signed_json.decode(signed_name, self._store.get(key), limit=limit))
         except InvalidEntryError as error:
-            if key not in self._dropped:  # the entry is read again, since its writer may come late
-                self._dropped.add(key)
-                log.warning("an entry of the rendezvous is dropped: %s: %s", key, error)
+            if key not in self._logged_keys:  # the entry is read again, since its writer may be late
+                self._logged_keys.add(key)
+                log.warning("an invalid entry in the store of the rendezvous is ignored: %s: %s", key, error)
             return None

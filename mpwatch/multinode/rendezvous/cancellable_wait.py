@@ -1,4 +1,7 @@
-"""Waiting for what cannot be interrupted: resolvers, and clients that are made in C++. Standard library alone."""
+"""Run a call that cannot be interrupted, and stop waiting for it at a deadline or when it is cancelled.
+
+Such calls are those of the resolver, and of torch's clients, which are written in C++. Imports no torch.
+"""
 
 import threading
 import time
@@ -8,110 +11,120 @@ from typing import Generic, NoReturn, TypeVar
 
 from mpwatch.multinode.rendezvous.errors import CancelledError
 
-POLL_SECONDS = 0.2
-LOOK_SECONDS = 0.1
+RETRY_SECONDS = 0.2
+CHECK_SECONDS = 0.1
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Deadline:
-    """How long something may wait: until a moment of the monotonic clock, or until it is cancelled."""
+    """A time limit that can also be cancelled.
 
-    deadline: float
+    Args:
+        at: seconds on the monotonic clock.
+        cancelled: set by another thread to end the wait early.
+    """
+
+    at: float
     cancelled: threading.Event
 
-    def left(self, most: float) -> float:
-        """Seconds, at most so many and 0 if it is too late. Raises CancelledError."""
+    def seconds_left(self, at_most: float) -> float:
+        """Return the seconds until the deadline, from 0 to `at_most`. Raises CancelledError."""
         if self.cancelled.is_set():
             raise CancelledError
-        return max(0.0, min(most, self.deadline - time.monotonic()))
+        return max(0.0, min(at_most, self.at - time.monotonic()))
 
-    def pause(self) -> bool:
-        """For a moment, before another try. False if it is too late for one. Raises CancelledError."""
-        self.cancelled.wait(self.left(POLL_SECONDS))
-        return self.left(POLL_SECONDS) > 0
+    def wait_before_retry(self) -> bool:
+        """Wait a moment before the next try. Return False if the deadline has passed. Raises CancelledError."""
+        self.cancelled.wait(self.seconds_left(RETRY_SECONDS))
+        return self.seconds_left(RETRY_SECONDS) > 0
+
+
+def _do_nothing(_: object) -> None:
+    pass
+
+
+def call_with_deadline(
+    call: Callable[[], T],
+    deadline: Deadline,
+    thread_name: str,
+    *,
+    undo: Callable[[T], object] = _do_nothing,
+    on_check: Callable[[bool], object] = _do_nothing,
+) -> T:
+    """Run a call on a new thread, and return or raise what the call returns or raises.
+
+    If the deadline comes first, the thread is abandoned. The call then ends on its own some time later, and its result is
+    undone.
+
+    Args:
+        call: a call that cannot be interrupted.
+        deadline: raises CancelledError. When its time is over, TimeoutError is raised.
+        thread_name: name of the new thread.
+        undo: releases the result of an abandoned call.
+        on_check: called every tenth of a second with False, and a last time with True when the call is abandoned.
+    """
+    task = _Task(call, undo)
+    thread = threading.Thread(target=task.run, name=thread_name, daemon=True)
+    thread.start()
+    try:
+        while not task.done.wait(CHECK_SECONDS):
+            on_check(False)
+            if not deadline.seconds_left(1):
+                raise TimeoutError
+    except (CancelledError, TimeoutError):
+        on_check(True)
+        task.abandon()
+        thread.join(CHECK_SECONDS)
+        raise
+    thread.join()
+    return task.get_result()
 
 
 class _Task(Generic[T]):
-    """A call on a thread of its own, which somebody waits for, or nobody any more."""
+    """A call on a thread of its own. The thread that waits for its result may abandon it."""
 
     def __init__(self, call: Callable[[], T], undo: Callable[[T], object]) -> None:
         self._call = call
         self._undo = undo
         self._lock = threading.Lock()
-        self._abandoned = False
-        self._outcome: Callable[[], T] | None = None
+        self._is_abandoned = False
+        self._get_result: Callable[[], T] | None = None
         self.done = threading.Event()
 
     def run(self) -> None:
         try:
-            made = self._call()
-            outcome = lambda: made  # noqa: E731
-        except Exception as error:  # noqa: BLE001  it is raised where it is waited for
-            outcome = _raising(error)
+            result = self._call()
+            get_result = lambda: result  # noqa: E731
+        except Exception as error:  # noqa: BLE001  the waiting thread raises it
+            get_result = _raising(error)
         with self._lock:
-            self._outcome = outcome
-            if self._abandoned:
-                self._discard()
+            self._get_result = get_result
+            if self._is_abandoned:
+                self._undo_result()
         self.done.set()
 
     def abandon(self) -> None:
         with self._lock:
-            self._abandoned = True
-            if self._outcome:
-                self._discard()
+            self._is_abandoned = True
+            if self._get_result:
+                self._undo_result()
 
-    def outcome(self) -> T:
-        assert self._outcome is not None  # it is done
-        return self._outcome()
+    def get_result(self) -> T:
+        assert self._get_result is not None  # the call has ended
+        return self._get_result()
 
-    def _discard(self) -> None:
+    def _undo_result(self) -> None:
         try:
-            made = self.outcome()
-        except Exception:  # noqa: BLE001  nobody waits for that either
+            result = self.get_result()
+        except Exception:  # noqa: BLE001  no thread waits for this error any more
             return
-        self._undo(made)
+        self._undo(result)
 
 
 def _raising(error: Exception) -> Callable[[], NoReturn]:
-    def outcome() -> NoReturn:
+    def get_result() -> NoReturn:
         raise error
 
-    return outcome
-
-
-def wait_for(
-    call: Callable[[], T],
-    limit: Deadline,
-    name: str,
-    *,
-    undo: Callable[[T], object] = bool,
-    meanwhile: Callable[[bool], object] = bool,
-) -> T:
-    """What a call returns or raises, on a thread of that name.
-
-    Nobody waits for it any longer than the limit says. It ends by itself then, some time, and what it has made is undone.
-
-    Args:
-        call: what cannot be interrupted.
-        limit: raises CancelledError, and TimeoutError when the time is over.
-        name: of the thread.
-        undo: gives back what the call has made, when nobody is there any more to take it.
-        meanwhile: called every tenth of a second, with whether it is too late, and once more then.
-    """
-    task = _Task(call, undo)
-    thread = threading.Thread(target=task.run, name=name, daemon=True)
-    thread.start()
-    try:
-        while not task.done.wait(LOOK_SECONDS):
-            meanwhile(False)
-            if not limit.left(1):
-                raise TimeoutError
-    except (CancelledError, TimeoutError):
-        meanwhile(True)
-        task.abandon()
-        thread.join(LOOK_SECONDS)
-        raise
-    thread.join()
-    return task.outcome()
+    return get_result

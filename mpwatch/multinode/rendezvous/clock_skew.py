@@ -1,9 +1,15 @@
-"""Makes torch's rendezvous indifferent to clocks that differ, or are set: each node goes by what it has seen, and when.
+"""Keep torch's rendezvous independent of clocks that differ between hosts, or that are set while it runs.
 
-Torch's nodes write times of their own clocks into the state that they share: their last signs of life, and until when the
-round waits for more. Others compare these with their clocks, and drop who seems to have died before he came. So between
-torch and its backend the times of others are replaced by when this node has first seen them, by its monotonic clock; what
-torch has not changed goes back as it was. Nothing here waits, or knows the network.
+Torch's nodes write times of their own clocks into the shared state: the last heartbeat of each node, and the end of the
+last call. Torch compares these times with the clock of its own host. It would drop a live node whose clock is behind.
+
+LocalClockBackend stands between torch and the backend that keeps the state. Torch reads the time at which this node first
+saw a value, as measured by the monotonic clock. A time that torch has not changed is written back as it was:
+
+    torch <--- times of the local clock --- LocalClockBackend <--- times as the nodes wrote them --- store
+          ---- times of the local clock -->                   ---- foreign times unchanged -------->
+
+This module never waits and does not use the network.
 """
 
 import time
@@ -13,30 +19,30 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from mpwatch.multinode.rendezvous.torch_state import ZONE, Node, State, read, write
+from mpwatch.multinode.rendezvous.torch_state import STATE_TIMEZONE, Node, State, dump_state, load_state
 
 
 class _ForeignTime:
-    """A time that another clock has written, and since when we know it."""
+    """A time that another clock wrote, and when this node first saw it."""
 
-    def __init__(self, theirs: datetime, since: float) -> None:
-        self.theirs = theirs
-        self.since = since
-        self.ours = theirs
+    def __init__(self, written: datetime, seen_at: float) -> None:
+        self.written = written
+        self.seen_at = seen_at
+        self.local = written
 
-    def told(self, moment: float, later: timedelta = timedelta()) -> datetime:
-        """What it is by the clock of this host, as that stands now: should it be set, it is as long ago as before."""
-        self.ours = datetime.now(UTC).replace(tzinfo=ZONE) - timedelta(seconds=moment - self.since) + later
-        return self.ours
+    def to_local(self, now: float, later: timedelta = timedelta()) -> datetime:
+        """Return the time by the local clock as it stands now. If that clock was set, the time is as long ago as before."""
+        self.local = datetime.now(UTC).replace(tzinfo=STATE_TIMEZONE) - timedelta(seconds=now - self.seen_at) + later
+        return self.local
 
 
 class LocalClockBackend(RendezvousBackend):
-    """A backend whose states have no times but those of this node's clock.
+    """A backend whose states contain only times of the local clock.
 
     Args:
-        backend: where the state is kept.
-        last_call: how long a round that has enough nodes waits for more, from when this node has seen that it has enough.
-        on_state: told of each state as it comes; what it raises is raised.
+        backend: the backend that keeps the state.
+        last_call: returns how long a round waits for more nodes, from when this node saw that the minimum has joined.
+        on_state: called with each state that is read. What it raises is raised.
     """
 
     def __init__(
@@ -45,56 +51,55 @@ class LocalClockBackend(RendezvousBackend):
         self._backend = backend
         self._last_call = last_call
         self._on_state = on_state
-        self._beats: dict[Node, _ForeignTime] = {}
-        self._deadline: _ForeignTime | None = None
+        self._heartbeats: dict[Node, _ForeignTime] = {}
+        self._last_call_end: _ForeignTime | None = None
 
     @property
     def name(self) -> str:
-        """The backend's."""
         return str(self._backend.name)
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """As the backend has it, but for the times."""
         response = self._backend.get_state()
         if response is None:
             return None
         data, token = response
-        return self._ours(data), token
+        return self._with_local_times(data), token
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Pass it on, with the times of others as they were. Whether it was taken is for the backend to say, which compares
-        what it was given.
+        """Write the state with the times of other nodes as they were.
+
+        The backend answers whether the write took effect: it compares the stored bytes with those that it was given.
         """
-        response = self._backend.set_state(self._theirs(state), token)
+        response = self._backend.set_state(self._with_written_times(state), token)
         if response is None:
             return None
         data, token, has_set = response
-        return self._ours(data), token, has_set
+        return self._with_local_times(data), token, has_set
 
-    def _ours(self, data: bytes) -> bytes:
-        state = read(data)
+    def _with_local_times(self, data: bytes) -> bytes:
+        state = load_state(data)
         self._on_state(state)
         now = time.monotonic()
-        beats = {}
-        for node, beat in state.last_heartbeats.items():
-            known = self._beats.get(node)
-            beats[node] = known if known and known.theirs == beat else _ForeignTime(beat, now)
-            state.last_heartbeats[node] = beats[node].told(now)
-        self._beats = beats
+        heartbeats = {}
+        for node, written in state.last_heartbeats.items():
+            known = self._heartbeats.get(node)
+            heartbeats[node] = known if known and known.written == written else _ForeignTime(written, now)
+            state.last_heartbeats[node] = heartbeats[node].to_local(now)
+        self._heartbeats = heartbeats
         if state.deadline is None:
-            self._deadline = None
+            self._last_call_end = None
         else:
-            if self._deadline is None or self._deadline.theirs != state.deadline:
-                self._deadline = _ForeignTime(state.deadline, now)
-            state.deadline = self._deadline.told(now, self._last_call())
-        return write(state)
+            if self._last_call_end is None or self._last_call_end.written != state.deadline:
+                self._last_call_end = _ForeignTime(state.deadline, now)
+            state.deadline = self._last_call_end.to_local(now, self._last_call())
+        return dump_state(state)
 
-    def _theirs(self, data: bytes) -> bytes:
-        state = read(data)
-        for node, beat in state.last_heartbeats.items():
-            known = self._beats.get(node)
-            if known and known.ours == beat:
-                state.last_heartbeats[node] = known.theirs
-        if self._deadline and self._deadline.ours == state.deadline:
-            state.deadline = self._deadline.theirs
-        return write(state)
+    def _with_written_times(self, data: bytes) -> bytes:
+        state = load_state(data)
+        for node, local in state.last_heartbeats.items():
+            known = self._heartbeats.get(node)
+            if known and known.local == local:
+                state.last_heartbeats[node] = known.written
+        if self._last_call_end and self._last_call_end.local == state.deadline:
+            state.deadline = self._last_call_end.written
+        return dump_state(state)

@@ -1,10 +1,11 @@
-"""An engine over a rendezvous handler of torch's that somebody else has made: of a kind of his own, say, or with a store
-that lives elsewhere.
+"""A RendezvousClient over a user's own rendezvous handler of torch's type, for `Agent(..., rdzv_handler=...)`.
 
-The handler stays its maker's: it numbers the nodes and gives them a store for each round; how many have to come, and how
-long it waits for them, it decides by its own settings. What the methods that all handlers have do not offer, is said where
-it is missing. Guarantee: a meeting is waited for no longer than the node may wait; one that is still in progress when the
-node leaves ends by the handler's own timeouts, on a thread of its own, and what came of it is undone.
+The user owns the handler. It numbers the nodes, gives them a store for each round, and decides by its own settings how many
+nodes must join and how long it waits. Where the public methods of handlers do not suffice, a comment explains the
+workaround.
+
+Guarantee: this node waits for a round no longer than its deadline. A call of the handler that is still in progress when the
+node leaves ends by the handler's own timeouts, on its own thread. Its result is then undone.
 """
 
 import math
@@ -24,111 +25,115 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from mpwatch.errors import LaunchError
-from mpwatch.multinode.rendezvous.cancellable_wait import Deadline, wait_for
-from mpwatch.multinode.rendezvous.client import LEAVE_SECONDS, RendezvousClient, leave_in_time
+from mpwatch.multinode.rendezvous.cancellable_wait import Deadline, call_with_deadline
+from mpwatch.multinode.rendezvous.client import LEAVE_SECONDS, RendezvousClient, leave_within_limit
 from mpwatch.multinode.rendezvous.errors import JobClosedError, StoreLostError
 from mpwatch.multinode.rendezvous.rounds import Round
-from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection, borrowed
+from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection, wrap_store
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.torch_private import leave_rendezvous, stop_heartbeats
 
-NEWCOMERS = (
-    ". Torch's own handlers wait so for an address that only the first node of the first round has written: for nodes that"
-    " come later set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of all nodes"
+NEWCOMER_HINT = (
+    ". Torch's own handlers wait like this for an address that only the first node of the first round has written. To let"
+    " nodes join later, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of all nodes"
 )
 
 
 class CustomHandlerClient(RendezvousClient):
-    """See Engine.
+    """The rendezvous of one node, formed by a user's handler. See RendezvousClient.
 
     Args:
-        rendezvous: the terms: of its endpoint, backend and options nothing is used.
-        handler: by which the nodes meet. One node, one handler.
+        rendezvous: the options. Endpoint, backend and backend options are not used.
+        handler: the user's handler. Each node has one of its own.
     """
 
     def __init__(self, rendezvous: Rendezvous, handler: RendezvousHandler) -> None:
         super().__init__(rendezvous)
         self._handler = handler
         self._connection: StoreConnection | None = None  # to the store of the round
-        self._is_in = False  # a round, or has been in one
+        self._has_joined = False
         self.backend = handler.get_backend()
-        self._who = f"job {handler.get_run_id()!r}, which meets by a rendezvous handler ({self.backend})"
+        self._description = f"job {handler.get_run_id()!r}, which meets by a rendezvous handler ({self.backend})"
 
     def connect(self, deadline: float) -> None:
-        """Nothing: the handler is. Raises CancelledError."""
-        Deadline(deadline, self._cancelled).left(0)
+        """Do nothing: the handler is connected already. Raises CancelledError."""
+        Deadline(deadline, self._cancelled).seconds_left(0)
 
     def join(
         self,
         deadline: float,
         *,
         last_call: float | None = None,  # noqa: ARG002  the handler has its own
-        enough: float = math.inf,  # noqa: ARG002  and counts for itself
+        expected_nodes: float = math.inf,  # noqa: ARG002  the handler counts the nodes itself
     ) -> Round:
-        """See Engine; whom it waits for is the handler's affair. Whatever else it raises, this does too."""
-        started, limit = time.monotonic(), Deadline(deadline, self._cancelled)
-        limit.left(0)
-        self._give_back()
-        self._is_in = False  # if it is given up, who carries it out sees to that
+        """See RendezvousClient. The handler decides for which nodes it waits. Other exceptions of the handler are raised."""
+        started_at, limit = time.monotonic(), Deadline(deadline, self._cancelled)
+        limit.seconds_left(0)
+        self._release_connection()
+        self._has_joined = False  # if the call is abandoned, its thread leaves the round
         try:
-            info = wait_for(self._meet, limit, "mpwatch-rendezvous", undo=lambda _: self._withdraw())
+            info = call_with_deadline(
+                self._next_rendezvous, limit, "mpwatch-rendezvous", undo=lambda _: self._leave_rendezvous()
+            )
         except (RendezvousClosedError, RendezvousGracefulExitError) as error:
             raise JobClosedError(
-                f"{self._who}: it is closed: that job is over. Another one needs a run_id of its own"
+                f"{self._description}: it is closed: that job is over. A new job needs a run_id of its own"
             ) from error
         except (RendezvousTimeoutError, TimeoutError) as error:
             raise LaunchError(
-                f"{self._who}: no round had formed after {time.monotonic() - started:.1f} s. Does each node of the job wait"
-                " there, and are they as many as the handler wants? Its own timeouts, and join_timeout, say how long"
+                f"{self._description}: no round had formed after {time.monotonic() - started_at:.1f} s. Check that each node"
+                " of the job waits there, and that there are as many nodes as the handler requires. The handler's own"
+                " timeouts and join_timeout set the time"
             ) from error
         except (RendezvousConnectionError, RendezvousStateError, DistError) as error:
-            hint = NEWCOMERS if "MASTER_ADDR" in str(error) else ""
-            raise StoreLostError(f"{self._who}: {error}{hint}") from error
-        self._is_in = True
-        return self._round(info)
+            hint = NEWCOMER_HINT if "MASTER_ADDR" in str(error) else ""
+            raise StoreLostError(f"{self._description}: {error}{hint}") from error
+        self._has_joined = True
+        return self._make_round(info)
 
-    def _meet(self) -> RendezvousInfo:
+    def _next_rendezvous(self) -> RendezvousInfo:
         try:
             return self._handler.next_rendezvous()
         except BaseException:
-            self._withdraw()  # torch's may have joined before it raises, and gives signs of life still
+            self._leave_rendezvous()  # torch's handler may have joined before it raised, and still send heartbeats
             raise
 
-    def _round(self, info: RendezvousInfo) -> Round:
-        silence = self._rendezvous.node_timeout / 2
-        self._connection, local, self.is_host = borrowed(info.store, self._who, silence)
-        self.address = self._rendezvous.local_addr or local or platform.node()
+    def _make_round(self, info: RendezvousInfo) -> Round:
+        silence_timeout = self._rendezvous.node_timeout / 2
+        self._connection, local_addr, self.is_host = wrap_store(info.store, self._description, silence_timeout)
+        self.address = self._rendezvous.local_addr or local_addr or platform.node()
         store = PrefixedStore(self._connection, "mpwatch")
         if store.add(f"here/{info.rank}", 1) > 1:
             raise LaunchError(
-                f"{self._who}: somebody has been node {info.rank} in this store before: the handler has numbered two nodes"
-                " alike, or gives several rounds one store. Each round needs a store, or a prefix, of its own, as torch's"
-                " dynamic rendezvous has it"
+                f"{self._description}: another node {info.rank} has used this store before. The handler has given two nodes"
+                " the same rank, or has given several rounds the same store. Each round needs its own store or prefix, as in"
+                " torch's dynamic rendezvous"
             )
         return Round(store, info.rank, info.world_size)
 
-    def waiting(self) -> int:
-        """See Engine."""
-        return self._connected_to_store().guarded(self._handler.num_nodes_waiting)
+    def count_waiting_nodes(self) -> int:
+        """See RendezvousClient."""
+        return self._get_connection().call(self._handler.num_nodes_waiting)
 
     def set_closed(self) -> None:
-        """See Engine."""
-        self._connected_to_store().guarded(self._handler.set_closed)
+        """See RendezvousClient."""
+        self._get_connection().call(self._handler.set_closed)
 
-    def store_of_job(self) -> None:
-        """There is no store before the nodes meet."""
+    def get_job_store(self) -> None:
+        """Return None: there is no store before the first round."""
 
     def close(self) -> None:
-        """Leave the round. The handler itself is its maker's to shut down, which closes it for everybody."""
+        """Leave the round. The handler stays open: its owner shuts it down, which closes it for all nodes."""
         self.cancel()
-        if self._is_in and self._connection is not None:
-            leave_in_time(self._withdraw, self._connection)
-        self._give_back()
+        if self._has_joined and self._connection is not None:
+            leave_within_limit(self._leave_rendezvous, self._connection)
+        self._release_connection()
 
-    def _withdraw(self) -> None:
-        """Have the others not wait for this node when they meet anew; there is no public way but to close it for all.
+    def _leave_rendezvous(self) -> None:
+        """Leave torch's dynamic rendezvous, so that the other nodes do not wait for this node in the next round.
 
-        They wait for one that has some other handler as long as that takes a silent node for a live one.
+        Torch has no public way to leave without closing the rendezvous for all nodes. With any other handler the other nodes
+        wait until that handler counts a silent node as lost.
         """
         handler = self._handler
         if isinstance(handler, DynamicRendezvousHandler):
@@ -136,13 +141,13 @@ class CustomHandlerClient(RendezvousClient):
                 stop_heartbeats(handler)
                 leave_rendezvous(handler, LEAVE_SECONDS)
             except (RendezvousConnectionError, RendezvousStateError, RendezvousTimeoutError, DistError):
-                pass  # then they will miss our signs of life
+                pass  # the other nodes will then miss its heartbeats
 
-    def _connected_to_store(self) -> StoreConnection:
-        assert self._connection is not None, "join() comes first, and nothing after close()"
+    def _get_connection(self) -> StoreConnection:
+        assert self._connection is not None, "call join() first, and nothing after close()"
         return self._connection
 
-    def _give_back(self) -> None:
+    def _release_connection(self) -> None:
         if self._connection is not None:
-            self._connection.give_back()
+            self._connection.release()
             self._connection = None

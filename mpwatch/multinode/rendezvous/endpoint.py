@@ -1,8 +1,10 @@
-"""Where the store is: names, addresses and ports, by plain sockets, before torch is asked for anything.
+"""Find out with plain sockets where the store is, before torch connects to it.
 
-Torch's client says what is wrong in pages of C++, and waits for ever for a listener that is no store. So whether a name can
-be resolved, somebody listens, and what listens is a store, is found out here: bounded, to be cancelled, and with errors that
-say how to mend it. Imports no torch.
+Torch's client reports an error as pages of C++ frames, and waits without limit for a listener that is not a store. Therefore
+this module first checks whether the name can be resolved, whether something listens there, and whether that is a store. Each
+check is bounded and can be cancelled. Each error text names a remedy.
+
+Imports no torch.
 """
 
 import errno
@@ -14,30 +16,30 @@ from enum import Enum, auto
 from typing import Any
 
 from mpwatch.errors import LaunchError
-from mpwatch.multinode.rendezvous.cancellable_wait import POLL_SECONDS, Deadline, wait_for
+from mpwatch.multinode.rendezvous.cancellable_wait import RETRY_SECONDS, Deadline, call_with_deadline
 
-TRY_SECONDS = 0.5  # to connect, and again to be answered: somebody may cancel, and the next try is soon
-ANSWER_SECONDS = 2.0  # for a store on this machine, before it is said to be none
-# As torch's own clients begin: they validate themselves. Then the question how many keys there are, which stores of all
-# versions answer (a ping those of torch 2.4 do not).
-GREETING = struct.pack("=BIB", 0, 0x3C85F7CE, 7)
-NUMBER = struct.Struct("=q")
-MOST_KEYS = 1 << 32  # what is more is a text
+TRY_SECONDS = 0.5  # to connect, and again to get an answer: short, because the call may be cancelled and is tried again soon
+ANSWER_SECONDS = 2.0  # for a store on this machine to answer; after that it counts as something else
+# Torch's clients begin with this validation request. After it comes the question how many keys there are, which stores of
+# all versions answer. Stores of torch 2.4 do not answer a ping.
+PROBE_REQUEST = struct.pack("=BIB", 0, 0x3C85F7CE, 7)
+KEY_COUNT = struct.Struct("=q")
+MAX_KEY_COUNT = 1 << 32  # a larger number is text that another program sent
 
-Address = tuple[socket.AddressFamily, Any]
-"""A family, and an address as the socket calls of that family take it."""
+SocketAddress = tuple[socket.AddressFamily, Any]
+"""A family, and an address in the form that the socket calls of that family take."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`host:port`, taken apart. Where the endpoint gives no port it is the default one."""
+    """Host and port of the store."""
 
     host: str
     port: int
 
     @classmethod
-    def of(cls, text: str, default_port: int) -> "Endpoint":
-        """As `Rendezvous` has let it pass; an IPv6 address stands in brackets."""
+    def parse(cls, text: str, default_port: int) -> "Endpoint":
+        """Parse `host:port` or `host`, as `Rendezvous` has validated it. An IPv6 address stands in brackets."""
         host, colon, port = text.rpartition(":")
         if not colon or text.endswith("]"):
             host, port = text, str(default_port)
@@ -48,44 +50,44 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Listener:
-    """Who listens at the endpoint: by which address it is reached, and which of ours leads there."""
+class StoreAddress:
+    """The address at which a store answered, and the local address of the connection to it."""
 
     host: str
-    local: str
+    local_host: str
 
 
 class ProbeResult(Enum):
-    """What somebody who listens says to a client of torch's store."""
+    """How a listener answered a probe."""
 
     STORE = auto()
-    NOTHING = auto()
-    """It says nothing, or hangs up: a store that is stopped, a proxy in front of nobody, or something else."""
-    STRANGE = auto()
-    """It says what no store would."""
+    NO_ANSWER = auto()
+    """It sent nothing, or closed the connection: a stopped store, a proxy with no backend, or another program."""
+    NOT_A_STORE = auto()
+    """It sent something that no store sends."""
 
 
-def resolve(endpoint: Endpoint, limit: Deadline) -> list[Address]:
-    """The addresses of the endpoint. Raises socket.gaierror, also if it takes too long, and CancelledError."""
+def resolve(endpoint: Endpoint, deadline: Deadline) -> list[SocketAddress]:
+    """Return the addresses of the endpoint. Raises socket.gaierror, also at the deadline, and CancelledError."""
     try:
-        return _addresses(endpoint, socket.AI_NUMERICHOST)
+        return _get_addresses(endpoint, socket.AI_NUMERICHOST)
     except socket.gaierror:
         pass
     try:
-        return wait_for(lambda: _addresses(endpoint, 0), limit, "mpwatch-resolver")
+        return call_with_deadline(lambda: _get_addresses(endpoint, 0), deadline, "mpwatch-resolver")
     except TimeoutError:
         raise socket.gaierror(socket.EAI_AGAIN, "the resolver has not answered in time") from None
-    except UnicodeError as error:  # no name of a host
+    except UnicodeError as error:  # not a valid host name
         raise socket.gaierror(socket.EAI_NONAME, str(error)) from error
 
 
-def _addresses(endpoint: Endpoint, flags: int) -> list[Address]:
+def _get_addresses(endpoint: Endpoint, flags: int) -> list[SocketAddress]:
     found = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM, flags=flags)
     return [(family, address) for family, _, _, _, address in found]
 
 
-def is_here(address: Address) -> bool:
-    """Whether that is an address of this machine: one that can be bound."""
+def is_local_address(address: SocketAddress) -> bool:
+    """Whether this machine has that address, that is, whether a socket can be bound to it."""
     family, (host, _, *rest) = address
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
@@ -95,78 +97,82 @@ def is_here(address: Address) -> bool:
     return True
 
 
-def listen(endpoint: Endpoint, here: Address | None) -> socket.socket:
-    """A socket that listens at the endpoint. Raises OSError; EADDRINUSE where somebody else does.
+def listen(endpoint: Endpoint, local_address: SocketAddress | None) -> socket.socket:
+    """Return a socket that listens at the endpoint. Raises OSError, with EADDRINUSE if the port is taken.
 
-    An endpoint that gives an address of this machine is served at that address alone. A name is another one's business:
-    where it is known on this machine by a loopback address (as Debian has it), the others know it by the one they reach.
+    If the endpoint is an address of this machine, the socket listens at that address only. If it is a name, the socket
+    listens at all addresses. The name may resolve to a loopback address here (as on Debian), and to another one elsewhere.
     """
-    if here and here[1][0] == endpoint.host:
-        return socket.create_server(here[1], family=here[0], backlog=socket.SOMAXCONN)
+    if local_address and local_address[1][0] == endpoint.host:
+        return socket.create_server(local_address[1], family=local_address[0], backlog=socket.SOMAXCONN)
     if socket.has_dualstack_ipv6():
-        wide = ("::", endpoint.port)
-        return socket.create_server(wide, family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN)
+        any_address = ("::", endpoint.port)
+        return socket.create_server(any_address, family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN)
     return socket.create_server(("", endpoint.port), backlog=socket.SOMAXCONN)
 
 
-def look(endpoint: Endpoint, addresses: list[Address], limit: Deadline) -> Listener | str:
-    """Return the store that listens at one of these addresses, or a text that says why none was found.
+def find_store(endpoint: Endpoint, addresses: list[SocketAddress], deadline: Deadline) -> StoreAddress | str:
+    """Return the first address at which a store answers, or an error text if there is none.
 
-    Raises LaunchError if what listens there is no store, and CancelledError.
+    Raises LaunchError if another program listens there, and CancelledError.
     """
-    trouble = ""
+    problem = ""
     for family, address in addresses:
         try:
             with socket.socket(family, socket.SOCK_STREAM) as connection:
-                connection.settimeout(limit.left(TRY_SECONDS) or POLL_SECONDS)
+                connection.settimeout(deadline.seconds_left(TRY_SECONDS) or RETRY_SECONDS)
                 connection.connect(address)
-                answer = ask(connection, limit.left(TRY_SECONDS) or POLL_SECONDS)
+                answer = probe_store(connection, deadline.seconds_left(TRY_SECONDS) or RETRY_SECONDS)
                 if answer is ProbeResult.STORE:
-                    return Listener(address[0], connection.getsockname()[0])
-                trouble = "what listens there does not answer as a store of torch's: is the port taken by something else?"
+                    return StoreAddress(address[0], connection.getsockname()[0])
+                problem = (
+                    "what listens there does not answer as torch's store. Check on that machine whether another program has"
+                    " taken the port"
+                )
         except ConnectionRefusedError:
-            trouble = (
-                "nobody listens there: is the node that the endpoint names at its mpwatch.run? If that machine does not know"
-                " itself by this name, give it is_host=True"
+            problem = (
+                "nothing listens there. Check that mpwatch.run has been called on the node that the endpoint names. If that"
+                " machine does not know itself by this name, pass is_host=True there"
             )
-        except OSError as error:  # a timeout among them
-            trouble = (
-                f"it cannot be reached ({error.strerror or error}): check that the machine is up, and that no firewall keeps"
+        except OSError as error:  # includes timeouts
+            problem = (
+                f"it cannot be reached ({error.strerror or error}). Check that the machine is up, and that no firewall keeps"
                 f" the other nodes from port {endpoint.port}"
             )
         else:
-            if answer is ProbeResult.STRANGE:
-                raise taken(endpoint)
-    return trouble
+            if answer is ProbeResult.NOT_A_STORE:
+                raise make_port_taken_error(endpoint)
+    return problem
 
 
-def taken(endpoint: Endpoint) -> LaunchError:
-    """That something else listens there, and what to do."""
+def make_port_taken_error(endpoint: Endpoint) -> LaunchError:
     return LaunchError(
-        f"rendezvous at {endpoint}: port {endpoint.port} is taken by something that does not answer as a store of torch's."
-        " Give another port, the same one on all nodes"
+        f"rendezvous at {endpoint}: port {endpoint.port} is taken by a program that does not answer as torch's store. Use"
+        " another port, the same one on all nodes"
     )
 
 
-def ask(connection: socket.socket, seconds: float) -> ProbeResult:
-    """Greet as torch's clients do. Raises OSError for a connection that breaks, but for one that is hung up."""
+def probe_store(connection: socket.socket, seconds: float) -> ProbeResult:
+    """Send what torch's clients send first, and judge the answer.
+
+    Raises OSError if the connection breaks. A connection that the listener closes is NO_ANSWER.
+    """
     deadline = time.monotonic() + seconds
-    heard = b""
+    answer = b""
     try:
-        connection.sendall(GREETING)
-        while len(heard) < NUMBER.size:
+        connection.sendall(PROBE_REQUEST)
+        while len(answer) < KEY_COUNT.size:
             connection.settimeout(max(0.001, deadline - time.monotonic()))
-            piece = connection.recv(NUMBER.size - len(heard))
+            piece = connection.recv(KEY_COUNT.size - len(answer))
             if not piece:
                 break
-            heard += piece
+            answer += piece
     except (TimeoutError, ConnectionResetError, BrokenPipeError):
         pass
-    if len(heard) == NUMBER.size and 0 <= NUMBER.unpack(heard)[0] < MOST_KEYS:
+    if len(answer) == KEY_COUNT.size and 0 <= KEY_COUNT.unpack(answer)[0] < MAX_KEY_COUNT:
         return ProbeResult.STORE
-    return ProbeResult.STRANGE if heard else ProbeResult.NOTHING
+    return ProbeResult.NOT_A_STORE if answer else ProbeResult.NO_ANSWER
 
 
-def is_taken(error: OSError) -> bool:
-    """Whether that is why one cannot listen."""
+def is_port_taken(error: OSError) -> bool:
     return error.errno == errno.EADDRINUSE

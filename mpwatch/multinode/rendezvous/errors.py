@@ -1,13 +1,13 @@
-"""How a node's part in a rendezvous may end otherwise than by going on. Data; imports nothing."""
+"""The exceptions that end a node's part in the rendezvous. Imports nothing."""
 
 
 class StoreLostError(Exception):
-    """The store in which the nodes meet cannot be reached any more, or holds what no node writes. Says what and where."""
+    """The store cannot be reached any more, or it holds data that no node writes. The text names the store and the cause."""
 
 
 class CancelledError(Exception):
-    """`Engine.cancel()` was called while it was waiting, or before."""
+    """`RendezvousClient.cancel()` was called, before or during the call that raises this."""
 
 
 class JobClosedError(Exception):
-    """The job is over: its rendezvous has been closed for everybody."""
+    """The job is over: its rendezvous has been closed for all nodes."""

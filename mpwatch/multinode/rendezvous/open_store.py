@@ -1,7 +1,7 @@
-"""Opens the store of a rendezvous: serves it, or waits for it to be served, and connects to it.
+"""Open the store of a rendezvous: serve it, or wait until another node serves it, and connect to it.
 
-May take until its deadline, since the node that serves the store may come later than the others, and its name be known
-later still. Imports torch.
+Both may take until the deadline. The node that serves the store may start later than the others, and its name may become
+known later still. Imports torch.
 """
 
 import time
@@ -15,132 +15,136 @@ from mpwatch.errors import LaunchError
 from mpwatch.multinode.rendezvous.cancellable_wait import Deadline
 from mpwatch.multinode.rendezvous.endpoint import (
     ANSWER_SECONDS,
-    Address,
     Endpoint,
-    Listener,
     ProbeResult,
-    ask,
-    is_here,
-    is_taken,
+    SocketAddress,
+    StoreAddress,
+    find_store,
+    is_local_address,
+    is_port_taken,
     listen,
-    look,
+    make_port_taken_error,
+    probe_store,
     resolve,
-    taken,
 )
 from mpwatch.multinode.rendezvous.errors import StoreLostError
-from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection, tcp_store
+from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection, open_tcp_store
 from mpwatch.options.rendezvous import Rendezvous
 
-PORT = 29400
+DEFAULT_PORT = 29400
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class OpenedStore:
-    """A store, and where this node stands to it."""
+    """A connected store, and the part of this node in it."""
 
     connection: StoreConnection
     endpoint: Endpoint
     is_host: bool
-    local: str
-    """By which name or address the other nodes reach this one, as far as can be seen from here."""
+    """Whether this process serves the store."""
+    local_addr: str
+    """Name or address by which the other nodes reach this one, as far as this node can see."""
     backend: Any
-    """Torch's, for the state of the rendezvous; None for a static one, which has none."""
+    """Torch's backend for the state of a dynamic rendezvous; None for a static one, which has no state."""
 
 
-def open_store(rendezvous: Rendezvous, limit: Deadline) -> OpenedStore:
-    """Raises LaunchError, at the latest when the time is over, and CancelledError."""
-    endpoint = Endpoint.of(rendezvous.endpoint, PORT)
-    static = rendezvous.backend == "static"
-    is_host = rendezvous.options["rank"] == 0 if static else rendezvous.is_host
-    opened = _StoreOpener(endpoint, is_host, rendezvous.node_timeout / 2).open(limit)
-    if static:
+def open_store(rendezvous: Rendezvous, deadline: Deadline) -> OpenedStore:
+    """Serve the store, or connect to it. Raises LaunchError, at the latest at the deadline, and CancelledError."""
+    endpoint = Endpoint.parse(rendezvous.endpoint, DEFAULT_PORT)
+    is_static = rendezvous.backend == "static"
+    is_host = rendezvous.options["rank"] == 0 if is_static else rendezvous.is_host
+    opened = _StoreOpener(endpoint, is_host, rendezvous.node_timeout / 2).open(deadline)
+    if is_static:
         return opened
     backend = C10dRendezvousBackend(PrefixedStore(opened.connection, "mpwatch"), rendezvous.run_id)
-    return OpenedStore(opened.connection, endpoint, opened.is_host, opened.local, backend)
+    return OpenedStore(opened.connection, endpoint, opened.is_host, opened.local_addr, backend)
 
 
 class _StoreOpener:
-    def __init__(self, endpoint: Endpoint, is_host: bool | None, silence: float) -> None:
+    """Tries to open the store until that succeeds or the deadline has passed.
+
+    Args:
+        endpoint: where the store is.
+        is_host: whether this node serves the store. None: if the endpoint is an address of this machine.
+        silence_timeout: seconds after which a silent connection is lost.
+    """
+
+    def __init__(self, endpoint: Endpoint, is_host: bool | None, silence_timeout: float) -> None:
         self._endpoint = endpoint
         self._is_host = is_host
-        self._silence = silence
-        self._trouble = ""
+        self._silence_timeout = silence_timeout
+        self._problem = ""  # of the latest try
 
-    def open(self, limit: Deadline) -> OpenedStore:
-        started = time.monotonic()
+    def open(self, deadline: Deadline) -> OpenedStore:
+        started_at = time.monotonic()
         while True:
-            opened = self._try(limit)
+            opened = self._try_once(deadline)
             if opened:
                 return opened
-            if not limit.pause():
-                raise _too_late(self._endpoint, self._trouble, started)
+            if not deadline.wait_before_retry():
+                seconds = time.monotonic() - started_at
+                raise LaunchError(f"rendezvous at {self._endpoint}: {self._problem}. Tried for {seconds:.1f} s")
 
-    def _try(self, limit: Deadline) -> OpenedStore | None:
+    def _try_once(self, deadline: Deadline) -> OpenedStore | None:
         try:
-            addresses = resolve(self._endpoint, limit)
+            addresses = resolve(self._endpoint, deadline)
         except gaierror as error:
-            self._trouble = _unknown(self._endpoint, error)
+            self._problem = (
+                f"the name {self._endpoint.host!r} cannot be resolved ({error.strerror}). Check its spelling and this"
+                " machine's name service, or give the address instead"
+            )
             addresses = []
-        here = next(filter(is_here, addresses), None)
+        local_address = next(filter(is_local_address, addresses), None)
         try:
-            if self._is_host or (here and self._is_host is None):
-                return self._serve(here, limit)
-            return self._join(addresses, limit)
-        except StoreLostError as error:  # it was there just now
-            self._trouble = str(error)
+            if self._is_host or (local_address and self._is_host is None):
+                return self._serve(local_address, deadline)
+            return self._connect(addresses, deadline)
+        except StoreLostError as error:  # the store answered a moment ago
+            self._problem = str(error)
             return None
 
-    def _serve(self, here: Address | None, limit: Deadline) -> OpenedStore | None:
+    def _serve(self, local_address: SocketAddress | None, deadline: Deadline) -> OpenedStore | None:
         endpoint = self._endpoint
         try:
-            listener = listen(endpoint, here)
+            listener = listen(endpoint, local_address)
         except OSError as error:
-            if not is_taken(error):
+            if not is_port_taken(error):
                 raise LaunchError(
-                    f"rendezvous at {endpoint}: this machine cannot listen at port {endpoint.port} ({error.strerror}): give"
-                    " a port that it may use, the same one on all nodes"
+                    f"rendezvous at {endpoint}: this machine cannot listen at port {endpoint.port} ({error.strerror}). Use a"
+                    " port that it may use, the same one on all nodes"
                 ) from error
-            return self._join_neighbour(here, limit)
+            return self._connect_on_this_machine(local_address, deadline)
+        host = local_address[1][0] if local_address else LOOPBACK
         with listener:
-            connection = tcp_store(endpoint, here[1][0] if here else LOOPBACK, limit, self._silence, listener)
+            connection = open_tcp_store(endpoint, host, deadline, self._silence_timeout, listener)
         return OpenedStore(connection, endpoint, True, endpoint.host, None)
 
-    def _join_neighbour(self, here: Address | None, limit: Deadline) -> OpenedStore | None:
-        """Somebody on this machine serves it already: another node of the job, one hopes."""
+    def _connect_on_this_machine(self, local_address: SocketAddress | None, deadline: Deadline) -> OpenedStore | None:
+        """Connect to the program that has taken the port on this machine, if it serves the store. It may be another node."""
         endpoint = self._endpoint
-        if self._is_host or here is None:
+        if self._is_host or local_address is None:
             raise LaunchError(
                 f"rendezvous at {endpoint}: this node is to serve the store, but port {endpoint.port} is taken on this"
-                " machine: is another node of the job there already, with is_host=True or rank 0? Else give another port,"
+                " machine. Perhaps another node of the job runs there with is_host=True or rank 0. If not, use another port,"
                 " the same one on all nodes"
             )
         try:
-            with create_connection(here[1][:2], limit.left(ANSWER_SECONDS) or ANSWER_SECONDS) as connection:
-                answer = ask(connection, ANSWER_SECONDS)
-        except ConnectionError:  # it was about to end
+            timeout = deadline.seconds_left(ANSWER_SECONDS) or ANSWER_SECONDS
+            with create_connection(local_address[1][:2], timeout) as connection:
+                answer = probe_store(connection, ANSWER_SECONDS)
+        except ConnectionError:  # the program that had the port has just ended
             return None
         except OSError:
-            answer = ProbeResult.NOTHING
+            answer = ProbeResult.NO_ANSWER
         if answer is not ProbeResult.STORE:
-            raise taken(endpoint)
-        return self._join([here], limit)
+            raise make_port_taken_error(endpoint)
+        return self._connect([local_address], deadline)
 
-    def _join(self, addresses: list[Address], limit: Deadline) -> OpenedStore | None:
-        found = look(self._endpoint, addresses, limit)
-        if isinstance(found, Listener):
-            connection = tcp_store(self._endpoint, found.host, limit, self._silence)
-            return OpenedStore(connection, self._endpoint, False, found.local, None)
-        self._trouble = found or self._trouble
+    def _connect(self, addresses: list[SocketAddress], deadline: Deadline) -> OpenedStore | None:
+        found = find_store(self._endpoint, addresses, deadline)
+        if isinstance(found, StoreAddress):
+            connection = open_tcp_store(self._endpoint, found.host, deadline, self._silence_timeout)
+            return OpenedStore(connection, self._endpoint, False, found.local_host, None)
+        self._problem = found or self._problem
         return None
-
-
-def _too_late(endpoint: Endpoint, trouble: str, started: float) -> LaunchError:
-    return LaunchError(f"rendezvous at {endpoint}: {trouble}. Tried for {time.monotonic() - started:.1f} s")
-
-
-def _unknown(endpoint: Endpoint, error: gaierror) -> str:
-    return (
-        f"the name {endpoint.host!r} cannot be resolved ({error.strerror}): check its spelling and what this machine asks"
-        " for names, or give the address instead"
-    )

@@ -1,6 +1,7 @@
-"""The two ways in which nodes meet, once they are connected to a store: as they come, or as they are numbered beforehand.
+"""The two ways in which connected nodes form a round: they come and go (dynamic), or they have fixed ranks (static).
 
-Blocks its caller's thread, but until a deadline or until it is cancelled. What torch raises is told here in our words.
+The calls block the node thread until the round is complete, the deadline passes, or the wait is cancelled. Errors of torch
+are raised as LaunchError, JobClosedError or StoreLostError.
 """
 
 import math
@@ -27,34 +28,34 @@ from mpwatch.multinode.rendezvous.errors import CancelledError, JobClosedError, 
 from mpwatch.multinode.rendezvous.open_store import OpenedStore
 from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection
 from mpwatch.multinode.rendezvous.torch_handler import Handler, JoinTimeouts, make_handler
-from mpwatch.multinode.rendezvous.torch_state import Node, State, read, withdraw, write
+from mpwatch.multinode.rendezvous.torch_state import Node, State, dump_state, load_state, remove_node
 from mpwatch.options.rendezvous import Rendezvous
 
 T = TypeVar("T")
 
-LEAVE_TRIES = 20  # each time somebody else has written in between
+LEAVE_TRIES = 20  # a try fails if another node has written the state in between
 
 
 @dataclass(frozen=True)
 class Round:
-    """One membership of the job, as this node has it.
+    """One membership of the job, as this node sees it.
 
-    Should a node leave in the moment in which the round forms, nodes may differ in how many they are: what holds is what
-    the node of group rank 0 says.
+    If a node leaves at the moment at which the round forms, the nodes may see different sizes. Then the size that the leader
+    sees is the right one. The leader is the node of group rank 0.
     """
 
     store: PrefixedStore
-    """Of this round alone: set, get, add, check, compare_set, delete_key, from any thread. They raise StoreLostError."""
+    """The store of this round only. Any thread may use it. Its calls raise StoreLostError."""
     group_rank: int
     group_world_size: int
 
 
 class _NoRoomError(Exception):
-    """The time is over for a node that the job has no room for. Torch lets these wait for ever."""
+    """The deadline of a node has passed, and the job still has no room for it. Torch lets such a node wait without limit."""
 
 
 class _CheckedBackend(RendezvousBackend):
-    """Torch's backend, whose errors are ours."""
+    """Torch's backend, with StoreLostError instead of torch's errors."""
 
     def __init__(self, backend: RendezvousBackend, connection: StoreConnection) -> None:
         self._backend = backend
@@ -65,211 +66,225 @@ class _CheckedBackend(RendezvousBackend):
         return str(self._backend.name)
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        return self._connection.guarded(self._backend.get_state)
+        return self._connection.call(self._backend.get_state)
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        return self._connection.guarded(self._backend.set_state, state, token)
+        return self._connection.call(self._backend.set_state, state, token)
 
 
 class DynamicRendezvous:
-    """Nodes that come and go, by torch's dynamic rendezvous.
+    """Rounds of nodes that come and go, formed by torch's dynamic rendezvous.
 
     Args:
-        rendezvous: the terms.
+        rendezvous: the options.
         opened: the store.
-        address: by which the others reach this node.
+        address: name or address by which the other nodes reach this one.
     """
 
     def __init__(self, rendezvous: Rendezvous, opened: OpenedStore, address: str) -> None:
         self._rendezvous = rendezvous
-        self._opened = opened
-        self._terms = JoinTimeouts(rendezvous.node_timeout / 2)
+        self._opened_store = opened
+        self._timeouts = JoinTimeouts(rendezvous.node_timeout / 2)
         self._backend = _CheckedBackend(opened.backend, opened.connection)
-        clock = LocalClockBackend(self._backend, self._last_call, self._look)
-        self._handler: Handler = make_handler(rendezvous, clock, address, self._terms)
-        self._limit: Deadline | None = None
-        self._state = State()
-        self._came = 0
-        self._earlier: set[Node] = set()  # the nodes of the last round
-        self._enough = math.inf
+        local_backend = LocalClockBackend(self._backend, self._last_call, self._on_state)
+        self._handler: Handler = make_handler(rendezvous, local_backend, address, self._timeouts)
+        self._deadline: Deadline | None = None  # of the join that is in progress
+        self._state = State()  # the latest
+        self._joined_count = 0  # the nodes that had joined when this node was last among them
+        self._previous_nodes: set[Node] = set()  # of the previous round
+        self._expected_nodes = math.inf
 
-    def join(self, limit: Deadline, last_call: float, enough: float) -> Round:
-        """See `Engine.join`."""
-        started = time.monotonic()
-        self._terms.deadline, self._terms.seconds_of_last_call = limit.deadline, last_call
-        self._limit, self._came, self._enough = limit, 0, enough
+    def join(self, deadline: Deadline, last_call: float, expected_nodes: float) -> Round:
+        """See `RendezvousClient.join`."""
+        started_at = time.monotonic()
+        self._timeouts.deadline, self._timeouts.last_call_seconds = deadline.at, last_call
+        self._deadline, self._joined_count, self._expected_nodes = deadline, 0, expected_nodes
         try:
-            limit.left(0)
+            deadline.seconds_left(0)
             while True:
                 info = self._handler.next_rendezvous()
-                if self._is_whole(info):
-                    return self._round(info)
+                if self._is_still_complete(info):
+                    return self._make_round(info)
         except RendezvousStateError as error:
-            raise StoreLostError(f"rendezvous at {self._opened.endpoint}: {error}") from error
+            raise StoreLostError(f"rendezvous at {self._opened_store.endpoint}: {error}") from error
         except (RendezvousClosedError, RendezvousGracefulExitError) as error:
             raise JobClosedError(
-                f"the rendezvous of job {self._rendezvous.run_id!r} at {self._opened.endpoint} is closed: that job is over."
-                " Another one needs a run_id of its own"
+                f"the rendezvous of job {self._rendezvous.run_id!r} at {self._opened_store.endpoint} is closed: that job is"
+                " over. A new job needs a run_id of its own"
             ) from error
         except (RendezvousTimeoutError, _NoRoomError) as error:
-            text = self._why_not(time.monotonic() - started, spare=isinstance(error, _NoRoomError))
-            self._withdraw()
+            seconds = time.monotonic() - started_at
+            text = self._describe_timeout(seconds, has_no_room=isinstance(error, _NoRoomError))
+            self._remove_this_node()
             raise LaunchError(text) from error
         except CancelledError:
-            self._withdraw()
+            self._remove_this_node()
             raise
         finally:
-            self._limit = None
+            self._deadline = None
 
-    def _look(self, state: State) -> None:
-        """At each state that comes in while torch's engine is at work, at least once a second."""
+    def _on_state(self, state: State) -> None:
+        """Record a state that torch has read. Torch reads one at least once a second during a join.
+
+        Raises CancelledError and _NoRoomError.
+        """
         self._state = state
         node = self._handler.node
         if node in state.participants:
-            self._came = len(state.participants)
-        if self._limit and not self._limit.left(1) and node in state.redundancy_list:
+            self._joined_count = len(state.participants)
+        if self._deadline and not self._deadline.seconds_left(1) and node in state.redundancy_list:
             raise _NoRoomError
 
     def _last_call(self) -> timedelta:
-        """How long a round that has enough nodes waits for more: for none, if all have come that are known to."""
-        state = self._state
-        returned = state.participants.keys() & (self._earlier or state.participants.keys())  # a newcomer is none of them
-        are_all_there = len(returned) >= self._enough and not (state.wait_list or state.redundancy_list)
-        return timedelta() if are_all_there else self._terms.last_call
+        """Return how long a round waits for more nodes once the minimum has joined.
 
-    def _is_whole(self, info: RendezvousInfo) -> bool:
-        """Whether nobody has left between the moment in which the round was formed and that in which we saw it."""
+        That is no time if all expected nodes have joined and no other node waits. A newcomer does not count as expected.
+        """
+        state = self._state
+        returned = state.participants.keys() & (self._previous_nodes or state.participants.keys())
+        are_all_here = len(returned) >= self._expected_nodes and not (state.wait_list or state.redundancy_list)
+        return timedelta() if are_all_here else self._timeouts.last_call
+
+    def _is_still_complete(self, info: RendezvousInfo) -> bool:
+        """Whether no node has left between the moment at which the round formed and the moment at which this node saw it."""
         return sorted(self._state.participants.values()) == list(range(info.world_size))
 
-    def _round(self, info: RendezvousInfo) -> Round:
-        self._earlier = set(self._state.participants)
-        # A store that outlives jobs may hold this round of an earlier job with this run_id. The first node's id is new.
+    def _make_round(self, info: RendezvousInfo) -> Round:
+        self._previous_nodes = set(self._state.participants)
+        # A store that outlives jobs may hold this round of an earlier job with the same run_id. The first node's id is new.
         first = next(node for node, rank in self._state.participants.items() if rank == 0)
         prefix = f"mpwatch.{self._rendezvous.run_id}.{self._state.round}.{first.local_id:x}"
-        return Round(PrefixedStore(self._opened.connection, prefix), info.rank, info.world_size)
+        return Round(PrefixedStore(self._opened_store.connection, prefix), info.rank, info.world_size)
 
-    def _why_not(self, seconds: float, *, spare: bool) -> str:
-        here, of = f"rendezvous of job {self._rendezvous.run_id!r} at {self._opened.endpoint}", self._rendezvous
-        if spare:
+    def _describe_timeout(self, seconds: float, *, has_no_room: bool) -> str:
+        rendezvous = self._rendezvous
+        prefix = f"rendezvous of job {rendezvous.run_id!r} at {self._opened_store.endpoint}"
+        if has_no_room:
             return (
-                f"{here}: the job has all {of.max_nodes} nodes that it may have, and none has left in {seconds:.1f} s."
-                " Should it have more, give all nodes a larger nnodes=(min, max)"
+                f"{prefix}: the job has {rendezvous.max_nodes} nodes, which is its maximum, and none of them has left in"
+                f" {seconds:.1f} s. To allow more nodes, give all nodes a larger nnodes=(min, max)"
             )
-        if not self._came and self._state.complete:
+        if not self._joined_count and self._state.complete:
             return (
-                f"{here}: the job runs with {len(self._state.participants)} nodes, and has not taken this one in within"
-                f" {seconds:.1f} s. See what these nodes say; a longer join_timeout waits longer"
+                f"{prefix}: the job runs on {len(self._state.participants)} of at most {rendezvous.max_nodes} nodes and has"
+                f" not taken in this node within {seconds:.1f} s. Check what those nodes report, or give this node a longer"
+                " join_timeout"
             )
-        came = self._came or len(self._state.participants)
+        count = self._joined_count or len(self._state.participants)
         return (
-            f"{here}: {came} of {of.min_nodes} nodes had come after {seconds:.1f} s. Has mpwatch.run been called on"
-            " all of them, with the same endpoint and run_id, and does it run there still? A longer join_timeout waits more"
+            f"{prefix}: {count} of {rendezvous.min_nodes} nodes had joined after {seconds:.1f} s. Check that mpwatch.run has"
+            " been called on all of them with the same endpoint and run_id, and that it still runs there. A longer"
+            " join_timeout waits longer"
         )
 
-    def waiting(self) -> int:
-        """See `Engine.waiting`."""
-        return self._told(self._handler.num_nodes_waiting)
+    def count_waiting_nodes(self) -> int:
+        """See `RendezvousClient.count_waiting_nodes`."""
+        return self._call_handler(self._handler.num_nodes_waiting)
 
     def set_closed(self) -> None:
-        """See `Engine.set_closed`."""
-        self._told(self._handler.set_closed)
+        """See `RendezvousClient.set_closed`."""
+        self._call_handler(self._handler.set_closed)
 
-    def _told(self, call: Callable[[], T]) -> T:
+    def _call_handler(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except (RendezvousStateError, RendezvousTimeoutError) as error:
-            reason = str(error) or "too many others write at the same time"
-            raise StoreLostError(f"rendezvous at {self._opened.endpoint}: {reason}") from error
+            reason = str(error) or "too many other nodes write the state at the same time"
+            raise StoreLostError(f"rendezvous at {self._opened_store.endpoint}: {reason}") from error
 
     def leave(self) -> None:
-        """End the thread that gives signs of life, and have the others not wait for us. Blocks as long as the store does."""
-        self._handler.stop()
-        self._withdraw()
+        """Stop the heartbeats and remove this node, so that no node waits for it. Blocks as long as the store does."""
+        self._handler.stop_heartbeats()
+        self._remove_this_node()
 
-    def has_others(self) -> bool:
-        """Whether there are nodes besides this one, which has left: others that are leaving, and those that were lost."""
+    def has_other_nodes(self) -> bool:
+        """Whether the state lists other nodes, after this one has left: nodes that are leaving, or that were lost."""
         with suppress(StoreLostError, RendezvousStateError):
             response = self._backend.get_state()
-            return response is not None and bool(read(response[0]).last_heartbeats)
+            return response is not None and bool(load_state(response[0]).last_heartbeats)
         return False
 
-    def _withdraw(self) -> None:
-        with suppress(StoreLostError, RendezvousStateError):  # then they will miss our signs of life
+    def _remove_this_node(self) -> None:
+        with suppress(StoreLostError, RendezvousStateError):  # the other nodes will then miss its heartbeats
             for _ in range(LEAVE_TRIES):
                 response = self._backend.get_state()
                 if response is None:
                     return
-                state = read(response[0])
-                if not withdraw(state, self._handler.node, self._handler.settings):
+                state = load_state(response[0])
+                if not remove_node(state, self._handler.node, self._handler.settings):
                     return
-                written = self._backend.set_state(write(state), response[1])
-                if written and written[2]:
+                result = self._backend.set_state(dump_state(state), response[1])
+                if result and result[2]:
                     return
 
 
 class StaticRendezvous:
-    """Nodes that know their ranks. All of them have to come for each round."""
+    """Rounds of nodes with fixed ranks. All nodes must join each round.
+
+    Each node counts up the key `here/<rank>` in the store of the round. The round is complete when all keys exist.
+    """
 
     def __init__(self, rendezvous: Rendezvous, opened: OpenedStore) -> None:
         self._rendezvous = rendezvous
-        self._opened = opened
-        self._job = PrefixedStore(opened.connection, f"mpwatch.{rendezvous.run_id}")
+        self._opened_store = opened
+        self._job_store = PrefixedStore(opened.connection, f"mpwatch.{rendezvous.run_id}")
         self._rounds = 0
-        self._mark: tuple[PrefixedStore, str] | None = None
+        self._own_entry: tuple[PrefixedStore, str] | None = None  # store and key of a join that is in progress
 
-    def join(self, limit: Deadline, *_: float) -> Round:
-        """See `Engine.join`."""
-        started = time.monotonic()
-        limit.left(0)
+    def join(self, deadline: Deadline, *_: float) -> Round:
+        """See `RendezvousClient.join`."""
+        started_at = time.monotonic()
+        deadline.seconds_left(0)
         rank, size = self._rendezvous.options["rank"], self._rendezvous.max_nodes
-        store = PrefixedStore(self._opened.connection, f"mpwatch.{self._rendezvous.run_id}.{self._rounds}")
+        store = PrefixedStore(self._opened_store.connection, f"mpwatch.{self._rendezvous.run_id}.{self._rounds}")
         missing = [f"here/{each}" for each in range(size)]
         if store.add(f"here/{rank}", 1) > 1:
             raise LaunchError(
-                f"rendezvous at {self._opened.endpoint}: a node with options={{'rank': {rank}}} has come already: two"
-                " nodes have the same number, or one was started again, which backend='static' cannot take in"
+                f"rendezvous at {self._opened_store.endpoint}: a node with options={{'rank': {rank}}} has already joined."
+                " Either two nodes have the same rank, or one was restarted, which backend='static' does not support."
+                " Give each node a rank of its own, or use backend='c10d'"
             )
-        self._mark = store, f"here/{rank}"
+        self._own_entry = store, f"here/{rank}"
         try:
             while missing := [key for key in missing if not store.check([key])]:
-                if self._job.check(["closed"]):
-                    raise JobClosedError(f"the job at {self._opened.endpoint} is over")
-                if not limit.pause():
-                    raise LaunchError(self._why_not(missing, time.monotonic() - started))
+                if self._job_store.check(["closed"]):
+                    raise JobClosedError(f"the job at {self._opened_store.endpoint} is over")
+                if not deadline.wait_before_retry():
+                    raise LaunchError(self._describe_timeout(missing, time.monotonic() - started_at))
         except (CancelledError, JobClosedError, LaunchError):
-            self._withdraw()
+            self._delete_own_entry()
             raise
         self._rounds += 1
-        self._mark = None
+        self._own_entry = None
         return Round(store, rank, size)
 
-    def _why_not(self, missing: list[str], seconds: float) -> str:
+    def _describe_timeout(self, missing: list[str], seconds: float) -> str:
         ranks = ", ".join(key.partition("/")[2] for key in missing)
         return (
-            f"rendezvous of job {self._rendezvous.run_id!r} at {self._opened.endpoint}: after {seconds:.1f} s nodes with"
-            f" these ranks had not come: {ranks}. Has mpwatch.run been called on them, with the same endpoint and run_id,"
-            " and their options={'rank': ...}?"
+            f"rendezvous of job {self._rendezvous.run_id!r} at {self._opened_store.endpoint}: after {seconds:.1f} s nodes"
+            f" with these ranks had not joined: {ranks}. Check that mpwatch.run has been called on them with the same"
+            " endpoint and run_id, and each with its options={'rank': ...}"
         )
 
-    def waiting(self) -> int:
-        """0: nobody comes who is not known. Raises StoreLostError."""
-        return self._opened.connection.guarded(int)
+    def count_waiting_nodes(self) -> int:
+        """Return 0: a static job has no newcomers. Raises StoreLostError."""
+        return self._opened_store.connection.call(int)
 
     def set_closed(self) -> None:
-        """See `Engine.set_closed`."""
-        self._job.set("closed", "1")
+        """See `RendezvousClient.set_closed`."""
+        self._job_store.set("closed", "1")
 
-    def has_others(self) -> bool:
-        """False: nobody says here that he leaves."""
+    def has_other_nodes(self) -> bool:
+        """Return False: the nodes of a static rendezvous do not announce that they leave."""
         return False
 
     def leave(self) -> None:
-        """Nothing of it is kept anywhere but the mark of a join in progress."""
-        self._withdraw()
+        """Delete the entry of a join that is in progress. The store holds nothing else about this node."""
+        self._delete_own_entry()
 
-    def _withdraw(self) -> None:
-        if self._mark:
-            store, key = self._mark
+    def _delete_own_entry(self) -> None:
+        if self._own_entry:
+            store, key = self._own_entry
             with suppress(StoreLostError):
                 store.delete_key(key)
-            self._mark = None
+            self._own_entry = None

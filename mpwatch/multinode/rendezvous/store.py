@@ -1,7 +1,7 @@
-"""A connection to a store of torch's (`TCPStore`), which ends when the network does, and can be cut by us.
+"""A connection to torch's store (`TCPStore`) that ends when the network goes silent, and that this process can shut down.
 
-Torch's client waits for an answer as long as it takes, in C++: on a network that has gone silent for ever. Here the kernel
-ends a silent connection, whoever closes the engine can shut it down, and what torch raises then is a StoreLostError.
+Torch's client waits for an answer in C++ without limit, even on a network that has gone silent. Here the kernel ends a
+silent connection, and the thread that closes the rendezvous can shut it down. Torch's errors become StoreLostError.
 """
 
 import os
@@ -22,109 +22,116 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from mpwatch.multinode.rendezvous.cancellable_wait import Deadline, wait_for
+from mpwatch.multinode.rendezvous.cancellable_wait import Deadline, call_with_deadline
 from mpwatch.multinode.rendezvous.endpoint import Endpoint
 from mpwatch.multinode.rendezvous.errors import StoreLostError
-from mpwatch.os_support.descriptors import end_silent_connection
+from mpwatch.os_support.descriptors import end_connection_after_silence
 
-MAX_VALUE = 8 << 20  # bytes; torch's server hangs up on who sends more
-MAKE_SECONDS = 30.0  # for a client to connect: whoever is there has just answered, but a resolver may be slow
-CLOSED = "this node has closed it"
-FOLDERS = ("/proc/self/fd", "/dev/fd")
+MAX_VALUE_BYTES = 8 << 20  # torch's server closes the connection of a client that sends more
+CONNECT_SECONDS = 30.0  # for torch's client to connect: the store has just answered, but a resolver may be slow
+CLOSED_BY_THIS_NODE = "this node has closed the connection"
+FD_FOLDERS = ("/proc/self/fd", "/dev/fd")
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-FAMILIES = (socket.AF_INET, socket.AF_INET6)
-# Torch makes its connection and does not tell which descriptor it has: one at a time can be found.
-_making = threading.Lock()
+IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+# Torch does not reveal the descriptor of its connection. It can be found only while no other thread connects.
+_connect_lock = threading.Lock()
 
 
 class StoreConnection:
-    """One client of a store, for all threads of an engine.
+    """One client of a store. All threads of a RendezvousClient share it.
 
     Args:
-        store: torch's. With the last reference to it goes the server too, if it serves the store.
-        sockets: duplicates of the sockets that it is connected by, of which this is the owner; none if nobody knows them.
-        where: the endpoint, or whatever it is to be called, for errors.
-        errors: what a call raises when the store cannot be reached, beside torch's own errors.
+        store: torch's store. The server ends with the last reference to it, if this process serves the store.
+        sockets: duplicates of the sockets of the client, which this object closes. Empty if they are not known.
+        description: the endpoint, or another name of the store, for error messages.
+        errors: exceptions of the store's calls that mean that it cannot be reached, in addition to torch's own errors.
     """
 
     def __init__(
-        self, store: Store, sockets: list[socket.socket], where: Endpoint | str, errors: tuple[type[Exception], ...] = ()
+        self,
+        store: Store,
+        sockets: list[socket.socket],
+        description: Endpoint | str,
+        errors: tuple[type[Exception], ...] = (),
     ) -> None:
         self._store: Store | None = store
         self._sockets = sockets
-        self._where = where
+        self._description = description
         self._errors: tuple[type[Exception], ...] = (DistError, RendezvousConnectionError, *errors)
-        self._lost: str | None = None
+        self._lost_reason: str | None = None
 
-    @property
-    def lost(self) -> bool:
-        """Whether a call has found that the store cannot be reached."""
-        return self._lost is not None
+    def get_store(self) -> Store:
+        """Return the store for one call. Raises StoreLostError if the connection is closed.
 
-    def borrowed(self) -> Store:
-        """The store, for one call: who keeps it, if in a traceback, keeps its server. Raises StoreLostError when closed."""
+        Do not keep the reference: it keeps the server of the store alive, even from a traceback.
+        """
         if self._store is None:
-            raise self._error()
+            raise self._make_error()
         return self._store
 
-    def guarded(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What a call of the store returns. Raises StoreLostError when it cannot be reached, from then on at once."""
-        # Torch writes pages to stderr when it finds that somebody has hung up, so it is not asked then.
-        if self._lost is None and (trouble := self._hung_up()):
-            self._lost = trouble
-        if self._lost is not None:
-            raise self._error()
-        try:
-            return call(*args, **kwargs)
-        except (DistStoreError, LookupError) as error:  # a user's own store may raise LookupError
-            raise StoreLostError(f"the store at {self._where} does not hold what it should: {_first_line(error)}") from error
-        except self._errors as error:
-            self._lost = _first_line(error.__cause__ or error)
-            raise self._error() from error
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function that uses the store.
 
-    def _error(self) -> StoreLostError:
+        Raises StoreLostError if the store cannot be reached. After that, each call raises it at once.
+        """
+        # Torch prints pages to stderr if it finds a closed connection, so it is not called then.
+        if self._lost_reason is None and (reason := self._find_disconnect()):
+            self._lost_reason = reason
+        if self._lost_reason is not None:
+            raise self._make_error()
+        try:
+            return function(*args, **kwargs)
+        except (DistStoreError, LookupError) as error:  # the store of a user may raise LookupError
+            raise StoreLostError(
+                f"the store at {self._description} does not hold an expected entry: {_first_line(error)}"
+            ) from error
+        except self._errors as error:
+            self._lost_reason = _first_line(error.__cause__ or error)
+            raise self._make_error() from error
+
+    def _make_error(self) -> StoreLostError:
         return StoreLostError(
-            f"the store at {self._where} cannot be reached any more ({self._lost}): the node that serves it has ended, or"
-            " the network in between is cut"
+            f"the store at {self._description} cannot be reached any more ({self._lost_reason}): the node that serves it has"
+            " ended, or the network to it is cut"
         )
 
-    def _hung_up(self) -> str:
-        """Why nothing can come any more, if so: without taking anything away from torch, and without waiting."""
+    def _find_disconnect(self) -> str:
+        """Return why a connection has ended, or "". Does not wait, and takes no data away from torch."""
         for connection in self._sockets:
             try:
                 if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                    return "it has hung up"
+                    return "it has closed the connection"
             except (BlockingIOError, InterruptedError):
                 continue
             except OSError as error:
                 return str(error.strerror)
         return ""
 
-    def cut(self) -> None:
-        """Have all calls fail, those in progress on other threads among them."""
+    def shut_down(self) -> None:
+        """Make all calls fail, including those that are in progress on other threads."""
         for connection in self._sockets:
             with suppress(OSError):  # it is not connected any more
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the store: with it goes the server, if it serves it."""
-        self.cut()
-        self.give_back()
+        """End the connection and release the store. If this process serves the store, its server ends."""
+        self.shut_down()
+        self.release()
 
-    def give_back(self) -> None:
-        """Let go of the store, which is somebody else's and goes on."""
-        self._store, self._lost = None, self._lost or CLOSED
+    def release(self) -> None:
+        """Release a store that goes on for another owner."""
+        self._store, self._lost_reason = None, self._lost_reason or CLOSED_BY_THIS_NODE
         while self._sockets:
             self._sockets.pop().close()
 
 
 class PrefixedStore(Store):
-    """What is in the store under a prefix. Its calls raise StoreLostError, and not torch's errors.
+    """The part of a store under a prefix. Its calls raise StoreLostError instead of torch's errors.
 
-    It keeps no server alive: once the connection has been closed it is of no use, whoever may hold it still.
+    It does not keep the server alive. After the connection is closed all of its calls fail.
     """
 
     def __init__(self, connection: StoreConnection, prefix: str) -> None:
@@ -133,169 +140,181 @@ class PrefixedStore(Store):
         self._prefix = prefix
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write it, for all to see. Raises ValueError if it is too long."""
-        if len(value) > MAX_VALUE:
-            raise ValueError(f"the store takes {MAX_VALUE} bytes at once, not {len(value)}")
-        self._call(PrefixStore.set, key, cast("str", value))  # torch's stubs say nothing of bytes
+        """Write a value. Raises ValueError if it is too long."""
+        if len(value) > MAX_VALUE_BYTES:
+            raise ValueError(f"the store takes at most {MAX_VALUE_BYTES} bytes in one value, not {len(value)}")
+        self._call(PrefixStore.set, key, cast("str", value))  # torch's stubs do not mention bytes
 
     def get(self, key: str) -> bytes:
-        """What has been written. Waits for it as long as a silent store is waited for: ask `check` first."""
+        """Read a value. A missing key blocks until the silence timeout of the connection, so call `check` first."""
         return self._call(PrefixStore.get, key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins with 0. Returns the sum."""
+        """Add to a counter, which starts at 0. Return the sum."""
         return self._call(PrefixStore.add, key, amount)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Write it if `expected` is there, or nothing and `expected` is empty. Returns what is there then."""
+        """Write `desired` if the value is `expected`, or if there is no value and `expected` is empty. Return the value."""
         return self._call(PrefixStore.compare_set, key, expected, desired)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these have been written."""
+        """Whether all of these keys exist."""
         return self._call(PrefixStore.check, keys)
 
     def delete_key(self, key: str) -> bool:
-        """Forget it. Whether there was such a key."""
+        """Delete a key. Return whether it existed."""
         return self._call(PrefixStore.delete_key, key)
 
     def _call(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         def call() -> T:
-            return method(PrefixStore(self._prefix, self._connection.borrowed()), *args, **kwargs)
+            return method(PrefixStore(self._prefix, self._connection.get_store()), *args, **kwargs)
 
-        return self._connection.guarded(call)
+        return self._connection.call(call)
 
 
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
-def tcp_store(
-    endpoint: Endpoint, host: str, limit: Deadline, silence: float, listener: socket.socket | None = None
+def open_tcp_store(
+    endpoint: Endpoint,
+    host: str,
+    deadline: Deadline,
+    silence_timeout: float,
+    listener: socket.socket | None = None,
 ) -> StoreConnection:
-    """Connect to the store at the endpoint; and serve it, if there is a listener, which is torch's from then on.
+    """Connect to the store at the endpoint. With a listener, serve the store there, too.
 
-    It may take its time, since torch asks a resolver for the name of whom it connects to, and does not say so.
+    This may take long, since torch asks a resolver for the name of the peer and does not report that.
 
     Args:
-        endpoint: for errors.
-        host: the address by which it is reached: nothing is asked of a resolver any more.
-        limit: when to give up.
-        silence: seconds after which a silent connection is a lost one.
-        listener: who listens at the endpoint already.
+        endpoint: for error messages, and for its port.
+        host: the address of the store, which needs no resolver.
+        deadline: when to give up.
+        silence_timeout: seconds after which a silent connection is lost.
+        listener: a socket that listens at the endpoint. Torch owns it from then on.
 
-    Raises StoreLostError if the store is not to be had after all, CancelledError, and OSError.
+    Raises StoreLostError if the store cannot be reached after all, CancelledError, and OSError.
     """
-    before: list[set[tuple[int, int]]] = []
+    sockets_before: list[set[tuple[int, int]]] = []
 
-    def make() -> StoreConnection:
-        with _making:
-            before.append(_sockets())
-            store = _made(host, endpoint.port, listener)
-            sockets = _connected(_sockets() - before[0], endpoint.port)
-        store.set_timeout(timedelta(seconds=silence))
+    def connect() -> StoreConnection:
+        with _connect_lock:
+            sockets_before.append(_list_sockets())
+            store = _make_tcp_store(host, endpoint.port, listener)
+            sockets = _find_connected(_list_sockets() - sockets_before[0], endpoint.port)
+        store.set_timeout(timedelta(seconds=silence_timeout))
         for connection in sockets:
-            end_silent_connection(connection, silence)
+            end_connection_after_silence(connection, silence_timeout)
         return StoreConnection(store, sockets, endpoint)
 
-    def look_after(late: bool) -> None:
-        """It waits for an answer until its connection ends, so that has to end."""
-        for connection in _connected(_sockets() - before[0], endpoint.port) if before else ():
+    def bound_new_connections(is_late: bool) -> None:
+        """End the connection that torch is making if it is silent or late: torch waits in it for an answer without limit."""
+        for connection in _find_connected(_list_sockets() - sockets_before[0], endpoint.port) if sockets_before else ():
             with suppress(OSError), connection:
-                end_silent_connection(connection, silence)
-                if late:
+                end_connection_after_silence(connection, silence_timeout)
+                if is_late:
                     connection.shutdown(socket.SHUT_RDWR)
 
     try:
-        return wait_for(make, limit, "mpwatch-connect", undo=StoreConnection.close, meanwhile=look_after)
+        return call_with_deadline(
+            connect, deadline, "mpwatch-connect", undo=StoreConnection.close, on_check=bound_new_connections
+        )
     except DistError as error:
-        raise StoreLostError(f"the store at {endpoint} has hung up: {_first_line(error)}") from error
+        raise StoreLostError(f"the store at {endpoint} has closed the connection: {_first_line(error)}") from error
     except TimeoutError as error:
         raise StoreLostError(f"the store at {endpoint} has not answered") from error
 
 
-def _made(host: str, port: int, listener: socket.socket | None) -> TCPStore:
-    to_it: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=MAKE_SECONDS)}
+def _make_tcp_store(host: str, port: int, listener: socket.socket | None) -> TCPStore:
+    options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=CONNECT_SECONDS)}
     if listener is None:
-        return TCPStore(host, port, **to_it)
-    to_it |= {"is_master": True, "master_listen_fd": listener.detach()}
+        return TCPStore(host, port, **options)
+    options |= {"is_master": True, "master_listen_fd": listener.detach()}
     try:
-        return TCPStore(host, port, **to_it)
-    except NotImplementedError:  # torch 2.4: its new server cannot be given a listener, the old one can
-        return TCPStore(host, port, **to_it, use_libuv=False)
+        return TCPStore(host, port, **options)
+    except NotImplementedError:  # torch 2.4: only its old server accepts a listener
+        return TCPStore(host, port, **options, use_libuv=False)
 
 
-def borrowed(store: Store, where: str, silence: float) -> tuple[StoreConnection, str, bool]:
-    """A connection that somebody else has made.
+def wrap_store(store: Store, description: str, silence_timeout: float) -> tuple[StoreConnection, str, bool]:
+    """Wrap a store that another owner has opened.
 
     Args:
-        store: torch's, or anything that does what its stores do.
-        where: what to call it, for errors, unless it says where it is.
-        silence: seconds after which a silent connection is a lost one, where it is known to be one of TCP.
+        store: a store of torch, or an object with the same methods.
+        description: name of the store for error messages. A TCPStore is described by its endpoint instead.
+        silence_timeout: seconds after which a silent connection of a TCPStore is lost.
 
     Returns:
-        It; the name or address by which others reach this machine, "" if that cannot be seen from here; and whether this
-        process serves the store.
+        The connection; the name or address by which other nodes reach this machine, or "" if that is not known; and whether
+        this process serves the store.
     """
     base = store
     while isinstance(base, PrefixStore):
         base = base.underlying_store
     if not isinstance(base, TCPStore):
-        return StoreConnection(store, [], where, (Exception,)), "", False  # nobody knows what its calls raise
-    there = _sockets()
-    sockets = _connected(there, base.port)
+        return StoreConnection(store, [], description, (Exception,)), "", False  # its calls may raise any exception
+    open_sockets = _list_sockets()
+    sockets = _find_connected(open_sockets, base.port)
     for connection in sockets:
-        end_silent_connection(connection, silence)
-    serves = _listens(there, base.port)
-    local = base.host if serves or not sockets else str(sockets[0].getsockname()[0])
-    return StoreConnection(store, sockets, Endpoint(base.host, base.port), (Exception,)), local, serves
+        end_connection_after_silence(connection, silence_timeout)
+    is_server = _has_listener(open_sockets, base.port)
+    local_addr = base.host if is_server or not sockets else str(sockets[0].getsockname()[0])
+    return StoreConnection(store, sockets, Endpoint(base.host, base.port), (Exception,)), local_addr, is_server
 
 
-def _sockets() -> set[tuple[int, int]]:
-    """Those that are open, by descriptor and inode, since descriptors are used again; none where nobody lists them."""
+def _list_sockets() -> set[tuple[int, int]]:
+    """Return descriptor and inode of each open socket of this process. Empty where the system does not list descriptors.
+
+    A descriptor alone is not enough, since its number is used again.
+    """
     found = set()
-    for folder in FOLDERS:
+    for folder in FD_FOLDERS:
         for name in os.listdir(folder) if os.path.isdir(folder) else ():
-            with suppress(OSError):  # the one of the listing, or closed since
+            with suppress(OSError):  # the descriptor of the listing itself, or one that was closed since
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode):
                     found.add((int(name), status.st_ino))
     return found
 
 
-def _connected(candidates: set[tuple[int, int]], port: int) -> list[socket.socket]:
-    """Duplicates of those of them whose other end is that port."""
+def _find_connected(candidates: set[tuple[int, int]], port: int) -> list[socket.socket]:
+    """Return duplicates of those sockets that are connected to this port."""
     found = []
     for fd, _ in candidates:
         with suppress(OSError):
-            connection = _duplicate(fd)
+            connection = _duplicate_socket(fd)
             try:
-                theirs = connection.family in FAMILIES and connection.getpeername()[1] == port
+                is_connected = connection.family in IP_FAMILIES and connection.getpeername()[1] == port
             except OSError:
-                theirs = False
-            if theirs:
+                is_connected = False
+            if is_connected:
                 found.append(connection)
             else:
                 connection.close()
     return found
 
 
-def _listens(candidates: set[tuple[int, int]], port: int) -> bool:
-    """Whether one of them is where others connect to that port."""
+def _has_listener(candidates: set[tuple[int, int]], port: int) -> bool:
+    """Whether one of the sockets listens at this port."""
     for fd, _ in candidates:
-        with suppress(OSError), _duplicate(fd) as listener:
+        with suppress(OSError), _duplicate_socket(fd) as listener:
             if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and listener.getsockname()[1] == port:
                 return True
     return False
 
 
-def _duplicate(fd: int) -> socket.socket:
-    """Raises OSError if it is no socket any more: it may have been closed since it was one, and be something else by now."""
+def _duplicate_socket(fd: int) -> socket.socket:
+    """Duplicate a socket. Raises OSError if the descriptor is not a socket any more.
+
+    Another thread may have closed the socket, and its number may belong to something else by now.
+    """
     duplicate = os.dup(fd)
     try:
-        blocking = os.get_blocking(duplicate)
+        is_blocking = os.get_blocking(duplicate)
         found = socket.socket(fileno=duplicate)
     except OSError:
         os.close(duplicate)
         raise
-    os.set_blocking(duplicate, blocking)  # a default timeout of sockets would have changed that, for torch too
+    os.set_blocking(duplicate, is_blocking)  # a default timeout of sockets would have changed that, for torch's socket too
     return found

@@ -1,8 +1,12 @@
-"""Torch's rendezvous handlers, as this package wants them: what they do on their own here, and what they leave alone.
+"""Torch's dynamic rendezvous handler, with four changes.
 
-Torch's handler opens a store for the trainers on the first node of a round, and has all others wait for its address, for
-minutes and in C++. Ours get a fresh one for each attempt, so nothing of that happens. Torch looks once a second whether a
-round has formed; ours looks sooner, as long as it has not waited for long. Of torch, imports its elastic part alone.
+- Torch opens a store for the trainers on the first node of each round, and the other nodes wait minutes for its address, in
+  C++. mpwatch gives the ranks a new store for each attempt, so this handler opens none.
+- Torch polls the state once a second until a round has formed. This handler polls more often while it has not waited long.
+- Each join has its own timeouts.
+- A lost store ends the heartbeat thread without a message.
+
+Imports only the elastic part of torch. Torch's private names come from torch_private.py.
 """
 
 import os
@@ -23,7 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from mpwatch.multinode.rendezvous.errors import StoreLostError
 from mpwatch.multinode.rendezvous.torch_state import Node
 from mpwatch.options.rendezvous import Rendezvous
-from mpwatch.os_support.processes import await_end_of_thread
+from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.torch_private import (
     _Action,
     _BackendRendezvousStateHolder,
@@ -33,36 +37,37 @@ from mpwatch.torch_private import (
     stop_heartbeats,
 )
 
-BEATS = 3  # without which a node is dropped
-CLOSE_SECONDS = 5.0  # to close the rendezvous, should many others write at the same time
-LOOK_SHARE = 0.1  # of the time that a node has waited for a round: when it looks again, within these bounds
-LEAST_LOOK, MOST_LOOK = 0.05, 1.0  # seconds; torch has the latter
-MOST_LOOKS = 100  # a second, of all nodes together: each reads what there is of all of them
-ID_BITS = 62  # whoever reads it may have no more than 64, and a sign
+MISSED_HEARTBEATS = 3  # after which torch drops a node
+CLOSE_SECONDS = 5.0  # to close the rendezvous while many other nodes write at the same time
+POLL_SHARE = 0.1  # of the time that a node has waited: its polling interval, within these bounds
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.05, 1.0  # torch always waits 1 s
+MAX_POLLS_PER_SECOND = 100  # of all nodes together: each poll reads the state of all nodes
+ID_BITS = 62  # a reader of the state may keep only 64 bits, with a sign
 
 
 class JoinTimeouts(RendezvousTimeout):
-    """Torch's timeouts, of the join that is in progress: they differ from one to the next."""
+    """Torch's timeouts. `deadline` and `last_call_seconds` are set before each join."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__(close=timedelta(seconds=CLOSE_SECONDS), heartbeat=timedelta(seconds=seconds))
+    def __init__(self, heartbeat_seconds: float) -> None:
+        super().__init__(close=timedelta(seconds=CLOSE_SECONDS), heartbeat=timedelta(seconds=heartbeat_seconds))
         self.deadline = 0.0
-        self.seconds_of_last_call = 0.0
+        self.last_call_seconds = 0.0
 
     @property
     def join(self) -> timedelta:
-        """What is left of it: torch may begin to count anew."""
+        """The time left until the deadline. Torch may start to count again in the middle of a join."""
         return timedelta(seconds=max(0.0, self.deadline - time.monotonic()))
 
     @property
     def last_call(self) -> timedelta:
-        """How long a round that has enough nodes waits for more."""
-        return timedelta(seconds=self.seconds_of_last_call)
+        """How long a round waits for more nodes once the minimum has joined."""
+        return timedelta(seconds=self.last_call_seconds)
 
 
 class _NodeIdGenerator(_NodeDescGenerator):
-    """Names nodes. By address and pid alone they would be the same for two containers of one machine, which number their
-    processes each for itself.
+    """Names nodes by address, pid and a random number.
+
+    Address and pid are not enough: two containers of one machine may have the same address and the same pids.
     """
 
     def generate(self, local_addr: str | None = None) -> Node:
@@ -70,7 +75,7 @@ class _NodeIdGenerator(_NodeDescGenerator):
 
 
 class _Executor(_DistributedRendezvousOpExecutor):
-    """Torch's, which does what torch decides, but does not sleep for a second when that is to wait."""
+    """Torch's executor of operations on the state. Where torch sleeps 1 s, it waits for `poll_interval`."""
 
     def run(
         self,
@@ -78,11 +83,11 @@ class _Executor(_DistributedRendezvousOpExecutor):
         deadline: float,
         update_deadline: Callable[[timedelta], float] | None = None,
     ) -> None:
-        began = time.monotonic()
+        started_at = time.monotonic()
 
         def decide(context: _RendezvousContext, deadline: float) -> _Action:
             while (action := state_handler(context, deadline)) is _Action.SYNC:
-                time.sleep(pause(time.monotonic() - began, len(self._state.last_heartbeats)))
+                time.sleep(poll_interval(time.monotonic() - started_at, len(self._state.last_heartbeats)))
                 self._state_holder.sync()
                 self._state = self._state_holder.state
                 context = _RendezvousContext(self._node, self._state, self._settings)
@@ -91,66 +96,66 @@ class _Executor(_DistributedRendezvousOpExecutor):
         super().run(decide, deadline, update_deadline)
 
 
-def pause(waited: float, nodes: int) -> float:
-    """Seconds until a node looks again: nobody who has waited for long minds to wait for a tenth of that."""
-    return min(MOST_LOOK, max(LEAST_LOOK, LOOK_SHARE * waited, nodes / MOST_LOOKS))
+def poll_interval(waited: float, node_count: int) -> float:
+    """Return the seconds until a node polls the state again: about a tenth of the time that it has waited."""
+    return min(MAX_POLL_SECONDS, max(MIN_POLL_SECONDS, POLL_SHARE * waited, node_count / MAX_POLLS_PER_SECOND))
 
 
 class Handler(DynamicRendezvousHandler):
-    """Torch's, without a store for the trainers, and silent about signs of life that could not be given."""
+    """Torch's handler, with the changes that the module's docstring lists."""
 
     _node_desc_generator = _NodeIdGenerator()
 
     def __init__(self, node: Node, settings: Any, backend_name: str, store: Store, state_holder: Any) -> None:
         super().__init__(node, settings, backend_name, store, state_holder)
-        state_holder._cache_duration = 0  # who looks wants to know what is there now, and not a second ago
+        state_holder._cache_duration = 0  # a poll must return the present state, not one that is a second old
         self._op_executor = _Executor(node, state_holder, settings)
 
     @property
     def node(self) -> Node:
-        """What this node is called in the state."""
+        """This node's name in the state."""
         return self._this_node
 
-    def stop(self) -> None:
-        """No more signs of life. Waits for the thread that gives them, until the kernel has forgotten it."""
+    def stop_heartbeats(self) -> None:
+        """Stop the heartbeats, and wait until the kernel has removed the thread that sent them."""
         thread = stop_heartbeats(self)
         if thread is not None and thread.native_id is not None:
-            await_end_of_thread(thread.native_id)
+            wait_for_thread_exit(thread.native_id)
 
     def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:  # noqa: ARG002
-        return SimpleNamespace(port=1)  # any but 0, for which torch would look for one
+        return SimpleNamespace(port=1)  # any port but 0, which would make torch search for a free one
 
     def _keep_alive(self) -> None:
         try:
             super()._keep_alive()
-        except StoreLostError:  # the next call that somebody waits for raises it too
+        except StoreLostError:  # the next call of the node thread raises it, too
             return
 
 
 class _NullStore(Store):
-    """Where torch's handler writes down, and finds, the store for the trainers that there is not."""
+    """The place where torch's handler writes and reads the address of a store for the trainers. There is no such store."""
 
     def set(self, key: str, value: str) -> None:
-        """Forget it."""
+        """Drop the value."""
 
     def get(self, key: str) -> bytes:  # noqa: ARG002
-        """A number, for the port."""
+        """Return a number, because torch parses it as a port."""
         return b"1"
 
 
-NOWHERE = _NullStore()
+NULL_STORE = _NullStore()
 
 
-def make_handler(rendezvous: Rendezvous, backend: Any, address: str, terms: JoinTimeouts) -> Handler:
-    """Torch's handler, over a backend, by the terms of this job."""
+def make_handler(rendezvous: Rendezvous, backend: Any, address: str, timeouts: JoinTimeouts) -> Handler:
+    """Make torch's handler over a backend, with the options of this job."""
     settings = RendezvousSettings(
         rendezvous.run_id,
         rendezvous.min_nodes,
         rendezvous.max_nodes,
-        terms,
-        keep_alive_interval=timedelta(seconds=rendezvous.node_timeout / BEATS),
-        keep_alive_max_attempt=BEATS,
+        timeouts,
+        keep_alive_interval=timedelta(seconds=rendezvous.node_timeout / MISSED_HEARTBEATS),
+        keep_alive_max_attempt=MISSED_HEARTBEATS,
     )
     holder = _BackendRendezvousStateHolder(backend, settings)
     node = Handler._node_desc_generator.generate(address)
-    return Handler(node, settings, backend.name, NOWHERE, holder)
+    return Handler(node, settings, backend.name, NULL_STORE, holder)

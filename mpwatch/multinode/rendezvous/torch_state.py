@@ -1,7 +1,10 @@
-"""What torch's engine keeps in the store: who takes part in which round. Read so that it can only be that.
+"""Read and write the state that torch's dynamic rendezvous keeps in the store: which node is in which round.
 
-Torch unpickles whatever the store holds. Here it is unpickled with the few classes that it consists of, and looked through,
-before torch sees it; what torch gets is pickled here. Imports torch's classes.
+Torch pickles this state, and unpickles whatever the store holds. This is the only pickle that nodes share. Here a restricted
+unpickler reads it: it builds only the six classes that a state consists of. The values are then checked, and torch gets a
+pickle that was made on this node.
+
+Imports torch.
 """
 
 import io
@@ -17,69 +20,69 @@ from mpwatch.torch_private import _NodeDesc, _remove_participant_epilogue, _Rend
 Node = _NodeDesc
 State = _RendezvousState
 
-ZONE = state_timezone()
-MAX_BYTES = 1 << 24  # of some 200 a node
-KNOWN = {(kind.__module__, kind.__qualname__): kind for kind in (Node, State, datetime, timedelta, timezone, set)}
+STATE_TIMEZONE = state_timezone()
+MAX_STATE_BYTES = 1 << 24  # a node takes about 200
+ALLOWED_CLASSES = {(cls.__module__, cls.__qualname__): cls for cls in (Node, State, datetime, timedelta, timezone, set)}
 
 
-class _Unpickler(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         try:
-            return KNOWN[module, name]
+            return ALLOWED_CLASSES[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a state") from None
+            raise pickle.UnpicklingError(f"{module}.{name} is not part of a rendezvous state") from None
 
 
-def read(data: bytes) -> State:
-    """Raises RendezvousStateError, which torch has for that, if it is anything else."""
+def load_state(data: bytes) -> State:
+    """Unpickle and check a state. Raises torch's RendezvousStateError if the data is anything else."""
     try:
-        if len(data) > MAX_BYTES:
+        if len(data) > MAX_STATE_BYTES:
             raise ValueError(f"{len(data)} bytes")
-        state = _Unpickler(io.BytesIO(data)).load()
-        _look_through(state)
+        state = _RestrictedUnpickler(io.BytesIO(data)).load()
+        _check_state(state)
     except Exception as error:
-        raise RendezvousStateError(f"what the store holds is no state of a rendezvous: {error!r:.200}") from error
+        raise RendezvousStateError(f"the store does not hold a valid rendezvous state: {error!r:.200}") from error
     return cast("State", state)
 
 
-def write(state: State) -> bytes:
-    """As torch writes it."""
+def dump_state(state: State) -> bytes:
+    """Pickle a state as torch does."""
     return pickle.dumps(state)
 
 
-def _look_through(state: State) -> None:
-    """Raises whatever happens to what is not as it should be."""
-    _check([type(part) for part in (state, state.round, state.complete, state.closed)] == [State, int, bool, bool])
-    _check(state.deadline is None or _is_time(state.deadline))
-    _check([type(kept) for kept in (state.participants, state.last_heartbeats)] == [dict, dict])
-    _check([type(kept) for kept in (state.wait_list, state.redundancy_list)] == [set, set])
-    _check(all(type(rank) is int for rank in state.participants.values()))
-    _check(all(map(_is_time, state.last_heartbeats.values())))
+def _check_state(state: State) -> None:
+    """Check the types of all parts. Raises any exception if one is wrong, since `state` may be any object."""
+    _require([type(part) for part in (state, state.round, state.complete, state.closed)] == [State, int, bool, bool])
+    _require(state.deadline is None or _is_time(state.deadline))
+    _require([type(part) for part in (state.participants, state.last_heartbeats)] == [dict, dict])
+    _require([type(part) for part in (state.wait_list, state.redundancy_list)] == [set, set])
+    _require(all(type(rank) is int for rank in state.participants.values()))
+    _require(all(map(_is_time, state.last_heartbeats.values())))
     for nodes in (state.participants, state.wait_list, state.redundancy_list, state.last_heartbeats):
-        _check(all(map(_is_node, nodes)))
+        _require(all(map(_is_node, nodes)))
 
 
-def _check(is_so: bool) -> None:
-    if not is_so:
-        raise ValueError("it is made of other things")
+def _require(is_valid: bool) -> None:
+    if not is_valid:
+        raise ValueError("a part of it has the wrong type")
 
 
 def _is_time(value: object) -> bool:
-    return type(value) is datetime and type(value.tzinfo) is type(ZONE)
+    return type(value) is datetime and type(value.tzinfo) is type(STATE_TIMEZONE)
 
 
 def _is_node(value: object) -> bool:
     return type(value) is Node and [type(part) for part in (value.addr, value.pid, value.local_id)] == [str, int, int]
 
 
-def withdraw(state: State, node: Node, settings: RendezvousSettings) -> bool:
-    """Take a node out of the state, as torch does with those that leave. Whether it was in there."""
-    listed = [nodes for nodes in (state.wait_list, state.redundancy_list) if node in nodes]
-    takes_part = node in state.participants
-    for nodes in listed:
+def remove_node(state: State, node: Node, settings: RendezvousSettings) -> bool:
+    """Remove a node from the state, as torch does when a node leaves. Return whether the node was in the state."""
+    node_lists = [nodes for nodes in (state.wait_list, state.redundancy_list) if node in nodes]
+    is_participant = node in state.participants
+    for nodes in node_lists:
         nodes.remove(node)
-    if takes_part:
+    if is_participant:
         del state.participants[node]
         _remove_participant_epilogue(state, settings)
-    beat = state.last_heartbeats.pop(node, None)
-    return takes_part or bool(listed) or beat is not None
+    heartbeat = state.last_heartbeats.pop(node, None)
+    return is_participant or bool(node_lists) or heartbeat is not None
