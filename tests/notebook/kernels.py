@@ -1,8 +1,8 @@
-"""Jupyter kernels for tests, driven as the server of a notebook does it.
+"""Jupyter kernels for tests, controlled as a notebook server does it.
 
-    a test <---- a line of JSON, and another in answer ----> this file as a program <---- ZeroMQ ----> a real kernel
+    test <---- a line of JSON, and one in answer ----> this file as a program <---- ZeroMQ ----> real kernel
 
-The program is a process of its own because Jupyter's client leaves an event loop, threads and descriptors behind.
+The program is a separate process because Jupyter's client leaves an event loop, threads and descriptors behind.
 """
 
 import ast
@@ -19,17 +19,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from programs import ENV
 
-PATIENCE = 60.0  # seconds that anything may take
-SHOWN = {"stream", "execute_result", "display_data", "error"}
+TIMEOUT = 60.0  # seconds for each step
+SHOWN_TYPES = {"stream", "execute_result", "display_data", "error"}
 
 
 class Kernel:
-    """A running kernel. It knows by the cell what was put out, as a notebook does."""
+    """A running kernel that assigns outputs to cells, as a notebook does."""
 
     def __init__(self):
-        # Under pytest a kernel leaves its descriptors 1 and 2 as they are, which it does for no user; and Jupyter warns.
+        # With PYTEST_CURRENT_TEST a kernel does not redirect its descriptors 1 and 2, as it does for users. Jupyter warns.
         env = {name: value for name, value in ENV.items() if name not in ("PYTEST_CURRENT_TEST", "PYTHONWARNINGS")}
-        self._log = tempfile.TemporaryFile("a+")  # each writes at its end, wherever we read
+        self._log = tempfile.TemporaryFile("a+")  # append mode: writes go to the end, wherever this process reads
         self._driver = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
@@ -38,46 +38,46 @@ class Kernel:
             text=True,
             env=env,
         )
-        self.pid = self._do("start")
+        self.pid = self._request("start")
 
-    def begin(self, code):
-        """Run this cell, and do not wait for its end; what comes back stands for the cell."""
-        return self._do("begin", code)
+    def start_cell(self, code):
+        """Start a cell without waiting for its end. Return its id."""
+        return self._request("start_cell", code)
 
-    def finish(self, cell):
-        """Wait until the cell has ended: all that it has put out so far."""
-        return self._do("finish", cell)
+    def wait_for_cell(self, cell):
+        """Wait until the cell has ended. Return all its outputs so far."""
+        return self._request("wait_for_cell", cell)
 
     def run(self, code):
-        """What this cell puts out."""
-        return self.finish(self.begin(code))
+        """Run a cell and return its outputs."""
+        return self.wait_for_cell(self.start_cell(code))
 
     def value(self, code):
-        """Of the expression that this cell ends with, and which is all that it puts out."""
+        """Return the value of the expression at the end of this cell, which must be its only output."""
         (output,) = self.run(code)
         assert output["output_type"] == "execute_result", output
         return ast.literal_eval(output["data"]["text/plain"])
 
     def interrupt(self):
-        """As the button does."""
-        self._do("interrupt")
+        """Interrupt the kernel, as the button does."""
+        self._request("interrupt")
 
     def restart(self, *, now):
-        """As the button does; `now`: the kernel is not asked, but killed."""
-        self.pid = self._do("restart", now)
+        """Restart the kernel, as the button does. `now`: kill the kernel instead of asking it to end."""
+        self.pid = self._request("restart", now)
 
     def log(self):
-        """What it and its ranks have written where a server of notebooks writes its log."""
+        """Return what the kernel and its ranks have written to the log of the notebook server."""
         self._log.seek(0)
         return self._log.read()
 
     def close(self):
-        """Shut it down properly."""
+        """Ask the kernel to end."""
         with self._log:
-            self._driver.communicate(timeout=PATIENCE)
+            self._driver.communicate(timeout=TIMEOUT)
 
-    def _do(self, what, *args):
-        self._driver.stdin.write(json.dumps([what, *args]) + "\n")
+    def _request(self, command, *args):
+        self._driver.stdin.write(json.dumps([command, *args]) + "\n")
         self._driver.stdin.flush()
         answer = self._driver.stdout.readline()
         assert answer, self.log()
@@ -86,7 +86,7 @@ class Kernel:
 
 class _Driver:
     def __init__(self):
-        from jupyter_client.manager import KernelManager  # which only the program needs
+        from jupyter_client.manager import KernelManager  # only this program needs it
 
         # It is asked, gets SIGTERM after half of this, and SIGKILL in the end. Once anything has been spawned, it comes to
         # SIGTERM: ipykernel waits for multiprocessing's resource tracker, which ends last.
@@ -100,16 +100,16 @@ class _Driver:
         return self._connect()
 
     def _connect(self):
-        """What a kernel publishes before a new client's subscription has reached it is lost: ask until something comes."""
+        """Connect a client. Messages published before its subscription has arrived are lost, so ask until one comes."""
         self._client = self._manager.blocking_client()
         self._client.start_channels()
-        self._client.wait_for_ready(timeout=PATIENCE)
-        deadline = time.monotonic() + PATIENCE
-        while not self._hears():
-            assert time.monotonic() < deadline, "the kernel publishes nothing"
+        self._client.wait_for_ready(timeout=TIMEOUT)
+        deadline = time.monotonic() + TIMEOUT
+        while not self._receives_messages():
+            assert time.monotonic() < deadline, "the kernel publishes no messages"
         return self._manager.provisioner.pid
 
-    def _hears(self):
+    def _receives_messages(self):
         self._client.kernel_info()
         try:
             self._client.get_iopub_msg(timeout=0.1)
@@ -117,14 +117,14 @@ class _Driver:
             return False
         return True
 
-    def begin(self, code):
+    def start_cell(self, code):
         cell = self._client.execute(code)
         self._outputs[cell] = []
         return cell
 
-    def finish(self, cell):
+    def wait_for_cell(self, cell):
         while cell not in self._ended:
-            self._take(self._client.get_iopub_msg(timeout=PATIENCE))
+            self._handle_message(self._client.get_iopub_msg(timeout=TIMEOUT))
         return self._outputs[cell]
 
     def interrupt(self):
@@ -140,26 +140,26 @@ class _Driver:
             self._client.stop_channels()
             self._manager.shutdown_kernel()
 
-    def _take(self, message):
+    def _handle_message(self, message):
         kind, content, cell = message["msg_type"], message["content"], message["parent_header"].get("msg_id")
         if kind == "status" and content["execution_state"] == "idle":
             self._ended.add(cell)
-        if kind not in SHOWN or cell not in self._outputs:
+        if kind not in SHOWN_TYPES or cell not in self._outputs:
             return
-        shown = self._outputs[cell]
-        if kind == "stream" and shown and shown[-1].get("name") == content["name"]:
-            shown[-1]["text"] += content["text"]
+        outputs = self._outputs[cell]
+        if kind == "stream" and outputs and outputs[-1].get("name") == content["name"]:
+            outputs[-1]["text"] += content["text"]
         else:
-            shown.append({"output_type": kind, **content})
+            outputs.append({"output_type": kind, **content})
 
 
 if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # which the kernel has, too
+    os.dup2(2, 1)  # the kernel inherits it
     driver = _Driver()
     try:
         for line in sys.stdin:
-            what, *args = json.loads(line)
-            print(json.dumps(getattr(driver, what)(*args)), file=answers, flush=True)
+            command, *args = json.loads(line)
+            print(json.dumps(getattr(driver, command)(*args)), file=answers, flush=True)
     finally:
         driver.close()

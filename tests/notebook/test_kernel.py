@@ -1,5 +1,6 @@
-"""A real kernel as people use it: interrupted, restarted, killed, with threads and an event loop of its own, and with ranks
-that stay from cell to cell. One kernel, restarted now and then, runs all the tests.
+"""A real kernel that is interrupted, restarted and killed, with threads, an event loop, and groups that serve several cells.
+
+One kernel, which some tests restart, runs all the tests.
 """
 
 import os
@@ -22,9 +23,9 @@ def wait(folder):
 def wait_with_helper(folder):
     mark(subprocess.Popen(["sleep", "1000"]).pid, folder)
     wait(folder)
-def wait_deaf(folder):
+def wait_ignoring_signals(folder):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, lambda *_: mark(f"deaf {os.getpid()}", folder))
+    signal.signal(signal.SIGINT, lambda *_: mark(f"ignored {os.getpid()}", folder))
     wait_with_helper(folder)
 def pids():
     return os.getpid()
@@ -33,7 +34,7 @@ def pids():
 
 @pytest.fixture(scope="module")
 def kernel():
-    """The functions of a first cell are there."""
+    """A kernel in which the functions are defined."""
     kernel = Kernel()
     assert kernel.run(DEFINITIONS) == []
     yield kernel
@@ -41,56 +42,56 @@ def kernel():
 
 
 @pytest.fixture
-def at_work(kernel, tmp_path, eventually):
-    """Begin a cell that calls `wait` or the like in two ranks: the cell, and the processes there are then."""
+def start_waiting_cell(kernel, tmp_path, eventually):
+    """Start a cell that calls a `wait...` function in two ranks. Return the cell and the pids of ranks and helpers."""
 
-    def begin(call):
-        cell = kernel.begin(call.replace("FOLDER", repr(str(tmp_path))))
-        processes = 4 if "helper" in call or "deaf" in call else 2
+    def start(call):
+        cell = kernel.start_cell(call.replace("FOLDER", repr(str(tmp_path))))
+        processes = 4 if "helper" in call or "ignoring" in call else 2
         eventually(lambda: len(os.listdir(tmp_path)) == processes, 30.0)
         return cell, [int(name) for name in os.listdir(tmp_path)]
 
-    return begin
+    return start
 
 
-def interrupted(kernel, cell):
-    """The error that this cell ends with after an interrupt."""
+def interrupt_cell(kernel, cell):
+    """Interrupt the kernel and return the error that the cell ends with."""
     before = time.monotonic()
     kernel.interrupt()
-    error = kernel.finish(cell)[-1]
+    error = kernel.wait_for_cell(cell)[-1]
     assert time.monotonic() - before < 5  # half of grace_period
     return error
 
 
-def begin_anew(kernel, *, now):
+def restart_kernel(kernel, *, now):
     kernel.restart(now=now)
     assert kernel.run(DEFINITIONS) == []
 
 
-def test_what_cells_have_defined(kernel):
+def test_functions_and_globals_of_cells(kernel):
     kernel.run("scale = 2\ndef inner(x): return x * scale\ndef outer(x): return inner(x) + 1")
     assert kernel.value("list(mpwatch.run(outer, 2, args=(10,)))") == [21, 21]
-    kernel.run("scale = 3\ndef inner(x): return -x * scale")  # in a later cell: what is called is what is there now
+    kernel.run("scale = 3\ndef inner(x): return -x * scale")  # a later cell: the call uses the present definitions
     assert kernel.value("list(mpwatch.run(outer, 2, args=(10,)))") == [-29, -29]
     kernel.run("def make(y):\n    def nested(x): return x + y + scale\n    return nested")
     assert kernel.value("list(mpwatch.run(make(100), 2, args=(10,)))") == [113, 113]
     assert kernel.value("[f() for f in mpwatch.run(lambda: lambda: scale, 2)]") == [3, 3]
 
 
-def test_an_interrupt_ends_a_run(kernel, at_work):
-    cell, processes = at_work("mpwatch.run(wait_with_helper, 2, args=(FOLDER,))")
-    error = interrupted(kernel, cell)
+def test_an_interrupt_ends_a_run(kernel, start_waiting_cell):
+    cell, processes = start_waiting_cell("mpwatch.run(wait_with_helper, 2, args=(FOLDER,))")
+    error = interrupt_cell(kernel, cell)
     assert error["ename"] == "KeyboardInterrupt"
     assert sum("/mpwatch/" in frame for frame in error["traceback"]) == 1  # the others are hidden
     assert not any(is_alive(pid) for pid in processes)
     assert kernel.value("list(mpwatch.run(lambda: 7, 2))") == [7, 7]
 
 
-def test_a_second_interrupt_kills_who_ignores_the_first(kernel, at_work, tmp_path, eventually):
-    cell, processes = at_work("mpwatch.run(wait_deaf, 2, args=(FOLDER,), grace_period=1000)")
+def test_a_second_interrupt_kills_ranks_that_ignore_the_first(kernel, start_waiting_cell, tmp_path, eventually):
+    cell, processes = start_waiting_cell("mpwatch.run(wait_ignoring_signals, 2, args=(FOLDER,), grace_period=1000)")
     kernel.interrupt()
-    eventually(lambda: sum(name.startswith("deaf") for name in os.listdir(tmp_path)) == 2)
-    assert interrupted(kernel, cell)["ename"] == "KeyboardInterrupt"
+    eventually(lambda: sum(name.startswith("ignored") for name in os.listdir(tmp_path)) == 2)
+    assert interrupt_cell(kernel, cell)["ename"] == "KeyboardInterrupt"
     assert not any(is_alive(pid) for pid in processes)
 
 
@@ -103,38 +104,38 @@ def test_a_group_serves_many_cells(kernel):
     (shown,) = kernel.run("group")
     assert "HEALTHY: the ranks are ready" in shown["data"]["text/html"]
     assert shown["data"]["text/plain"] == "<WorkerGroup HEALTHY: 2 ranks>"
-    kernel.interrupt()  # between two calls it means nothing
+    kernel.interrupt()  # ignored between two calls
     assert kernel.value("list(group.run(pids))") == first
     assert kernel.run("group.close()") == []
     assert not any(is_alive(pid) for pid in first)
 
 
-def test_ranks_of_a_group_that_answer_an_interrupt_stay(kernel, at_work):
+def test_ranks_of_a_group_that_answer_an_interrupt_stay(kernel, start_waiting_cell):
     kernel.run("group = mpwatch.WorkerGroup(2)")
-    cell, processes = at_work("group.run(wait, (FOLDER,))")
-    assert interrupted(kernel, cell)["ename"] == "KeyboardInterrupt"
+    cell, processes = start_waiting_cell("group.run(wait, (FOLDER,))")
+    assert interrupt_cell(kernel, cell)["ename"] == "KeyboardInterrupt"
     assert set(kernel.value("list(group.run(pids))")) == set(processes)
     assert kernel.run("group.close()") == []
 
 
-def test_ranks_of_a_group_that_do_not_answer_are_started_anew(kernel, at_work, tmp_path, eventually):
+def test_ranks_of_a_group_that_do_not_answer_an_interrupt_are_restarted(kernel, start_waiting_cell, tmp_path, eventually):
     kernel.run("group = mpwatch.WorkerGroup(2, grace_period=1000)")
-    cell, processes = at_work("group.run(wait_deaf, (FOLDER,))")
+    cell, processes = start_waiting_cell("group.run(wait_ignoring_signals, (FOLDER,))")
     kernel.interrupt()
-    eventually(lambda: sum(name.startswith("deaf") for name in os.listdir(tmp_path)) == 2)
-    assert interrupted(kernel, cell)["ename"] == "KeyboardInterrupt"
+    eventually(lambda: sum(name.startswith("ignored") for name in os.listdir(tmp_path)) == 2)
+    assert interrupt_cell(kernel, cell)["ename"] == "KeyboardInterrupt"
     assert not any(is_alive(pid) for pid in processes)
     (shown,) = kernel.run("group")
     assert "UNHEALTHY" in shown["data"]["text/html"]
     warning, value = kernel.run("[worker.restart_count for worker in group.run(pids).workers]")
-    assert "all ranks are started anew" in warning["text"]
+    assert "all ranks are restarted" in warning["text"]
     assert value["data"]["text/plain"] == "[1, 1]"
     assert kernel.run("group.close()") == []
 
 
-def test_an_interrupt_leaves_the_block_of_a_group(kernel, at_work):
-    cell, processes = at_work("with mpwatch.WorkerGroup(2) as group: group.run(wait, (FOLDER,))")
-    assert interrupted(kernel, cell)["ename"] == "KeyboardInterrupt"
+def test_an_interrupt_leaves_the_block_of_a_group(kernel, start_waiting_cell):
+    cell, processes = start_waiting_cell("with mpwatch.WorkerGroup(2) as group: group.run(wait, (FOLDER,))")
+    assert interrupt_cell(kernel, cell)["ename"] == "KeyboardInterrupt"
     assert not any(is_alive(pid) for pid in processes)
     assert kernel.value("group.state.name") == "STOPPED"
 
@@ -147,15 +148,15 @@ def test_cells_with_magic_and_with_await(kernel):
     assert kernel.value("list(await asyncio.to_thread(mpwatch.run, lambda: 6, 2))") == [6, 6]
 
 
-def test_an_interrupt_of_a_cell_with_await(kernel, at_work):
-    """For such a cell ipykernel has a handler of its own, which raises nothing: the run says itself that it was stopped."""
-    cell, processes = at_work("await asyncio.sleep(0)\nmpwatch.run(wait, 2, args=(FOLDER,))")
-    assert interrupted(kernel, cell)["ename"] == "RunFailedError"
+def test_an_interrupt_of_a_cell_with_await(kernel, start_waiting_cell):
+    """For such a cell ipykernel has its own signal handler, which raises nothing, so the run raises RunFailedError."""
+    cell, processes = start_waiting_cell("await asyncio.sleep(0)\nmpwatch.run(wait, 2, args=(FOLDER,))")
+    assert interrupt_cell(kernel, cell)["ename"] == "RunFailedError"
     assert not any(is_alive(pid) for pid in processes)
     assert kernel.value("1 + 1") == 2
 
 
-def test_threads_tasks_and_torch_in_the_kernel_are_no_obstacle(kernel):
+def test_threads_tasks_and_torch_in_the_kernel(kernel):
     kernel.run("""
 import torch
 total = torch.ones(2_000_000).sum()  # by many threads
@@ -171,33 +172,36 @@ task = asyncio.ensure_future(tick())
     kernel.run("task.cancel()")
 
 
-def test_a_group_that_nobody_closes_ends_with_the_kernel(kernel, eventually):
+def test_a_group_that_is_not_closed_ends_with_the_kernel(kernel, eventually):
     ranks = kernel.value("forgotten = mpwatch.WorkerGroup(2)\nlist(forgotten.run(pids))")
     kernel.run("exit")
     eventually(lambda: not is_alive(kernel.pid))
     assert not any(is_alive(pid) for pid in ranks)
     assert "mpwatch" not in kernel.log()
     assert "Traceback" not in kernel.log()
-    begin_anew(kernel, now=True)
+    restart_kernel(kernel, now=True)
 
 
 @pytest.mark.parametrize(
     "call",
-    ["mpwatch.run(wait_deaf, 2, args=(FOLDER,))", "mpwatch.WorkerGroup(2).run(wait_deaf, (FOLDER,))"],
+    [
+        "mpwatch.run(wait_ignoring_signals, 2, args=(FOLDER,))",
+        "mpwatch.WorkerGroup(2).run(wait_ignoring_signals, (FOLDER,))",
+    ],
     ids=["run", "group"],
 )
 @pytest.mark.parametrize("how", ["killed", "restarted at once"])
-def test_ranks_end_with_a_kernel_that_is(how, call, kernel, at_work, eventually):
-    _, processes = at_work(call)
+def test_ranks_end_when_the_kernel_is(how, call, kernel, start_waiting_cell, eventually):
+    _, processes = start_waiting_cell(call)
     if how == "killed":
         os.kill(kernel.pid, signal.SIGKILL)
         eventually(lambda: not any(is_alive(pid) for pid in processes), 1.0)
-    begin_anew(kernel, now=True)
+    restart_kernel(kernel, now=True)
     eventually(lambda: not any(is_alive(pid) for pid in processes), 1.0)
 
 
-def test_ranks_end_with_a_kernel_that_is_restarted_properly(kernel, at_work, eventually):
-    _, processes = at_work("mpwatch.run(wait_with_helper, 2, args=(FOLDER,))")
-    begin_anew(kernel, now=False)
+def test_ranks_end_when_the_kernel_is_restarted(kernel, start_waiting_cell, eventually):
+    _, processes = start_waiting_cell("mpwatch.run(wait_with_helper, 2, args=(FOLDER,))")
+    restart_kernel(kernel, now=False)
     eventually(lambda: not any(is_alive(pid) for pid in processes), 1.0)
     assert kernel.value("list(mpwatch.run(lambda: 7, 2))") == [7, 7]

@@ -1,4 +1,4 @@
-"""A real kernel: functions, classes and exceptions of cells, and what is shown of them. One kernel runs all the cells."""
+"""Functions, classes and exceptions of cells in a real kernel, and how they are shown. One kernel runs all the cells."""
 
 import json
 import re
@@ -11,13 +11,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from programs import ENV, python
 
-# In a Python of its own: the client leaves an event loop behind.
+# Runs in a Python of its own, because the client leaves an event loop behind.
 CLIENT = """
 import json, sys
 import nbformat
 from nbclient import NotebookClient
 notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in json.load(sys.stdin)])
-NotebookClient(notebook, timeout=60, allow_errors=True, shutdown_kernel="immediate").execute()  # no need to ask it
+NotebookClient(notebook, timeout=60, allow_errors=True, shutdown_kernel="immediate").execute()  # faster than asking it to end
 json.dump([cell.outputs for cell in notebook.cells], sys.stdout)
 """
 CELLS = {
@@ -35,7 +35,7 @@ def fail():
     return attempt
 def wait():
     import threading
-    threading.Event().wait()  # for ever
+    threading.Event().wait()  # without end
 scale = 3
 """,
     "values": "[(type(cfg) is Cfg, cfg.lr, rank) for cfg, rank in mpwatch.run(train, 2, args=(Cfg(2),))]",
@@ -51,14 +51,14 @@ scale = 3
 
 @pytest.fixture(scope="module")
 def outputs():
-    """By cell, all that it has put out."""
+    """Return the outputs of each cell."""
     done = python(
         "-W", "ignore", "-c", CLIENT, program=json.dumps(list(CELLS.values())), env={**ENV, "PYTHONWARNINGS": "ignore"}
     )
     return dict(zip(CELLS, json.loads(done.stdout), strict=True))
 
 
-def plain(traceback):
+def strip_colours(traceback):
     return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(traceback))
 
 
@@ -72,20 +72,20 @@ def test_exceptions_of_cells(outputs):
     (output,) = outputs["failure"]
     assert (output["output_type"], output["ename"]) == ("error", "RunFailedError")
     assert "failed first: TooBad: of a cell (Cell In[1]:10 in fail)" in output["evalue"]
-    assert re.search(r"Cell In\[1\], line 10, in fail\(\)", plain(output["traceback"]))
-    assert re.search(r"-+> 10 +raise TooBad\(message\)", plain(output["traceback"]))
+    assert re.search(r"Cell In\[1\], line 10, in fail\(\)", strip_colours(output["traceback"]))
+    assert re.search(r"-+> 10 +raise TooBad\(message\)", strip_colours(output["traceback"]))
 
 
-def test_our_own_frames_are_left_out(outputs):
-    """But for the last one, which IPython shows in any case."""
+def test_frames_of_mpwatch_are_hidden(outputs):
+    """Except the last one, which IPython always shows."""
     (output,) = outputs["failure"]
-    assert len(re.findall(r"^File .*/mpwatch/", plain(output["traceback"]), re.MULTILINE)) == 1
+    assert len(re.findall(r"^File .*/mpwatch/", strip_colours(output["traceback"]), re.MULTILINE)) == 1
 
 
 def test_exceptions_of_modules(outputs):
     (output,) = outputs["failure of a module"]
-    assert "in raises_value_error()" in plain(output["traceback"])
-    assert re.search(r'-+> \d+ +raise ValueError\("the batch is bad"\)', plain(output["traceback"]))
+    assert "in raises_value_error()" in strip_colours(output["traceback"])
+    assert re.search(r'-+> \d+ +raise ValueError\("the batch is bad"\)', strip_colours(output["traceback"]))
 
 
 def test_the_rank_has_the_source_of_the_cell(outputs):
@@ -102,8 +102,8 @@ def test_an_error_and_a_result_are_tables(outputs):
     assert '<td style="text-align:left">7</td>' in html
 
 
-def test_where_ranks_are_in_a_cell(outputs):
+def test_a_timeout_shows_the_cell_lines_of_the_ranks(outputs):
     (output,) = outputs["timeout"]
     assert output["ename"] == "RunTimeoutError"
     assert "ranks 0-1: still at work in wait (" in output["evalue"]
-    assert "(Cell In[1]:14 in wait: threading.Event().wait()  # for ever)" in output["evalue"]
+    assert "(Cell In[1]:14 in wait: threading.Event().wait()  # without end)" in output["evalue"]
