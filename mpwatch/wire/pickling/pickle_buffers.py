@@ -136,7 +136,7 @@ def open_bundle(bundle: bytes | memoryview) -> tuple[BundleReader | io.BytesIO, 
         raise ValueError("not a bundle of mpwatch")
     if not number and isinstance(bundle, bytes):
         return io.BytesIO(bundle), []
-    if number and data.readonly:  # it is short and was copied, or came through a black box, see slots.py
+    if number and data.readonly:  # it is short and was copied, or came through a black box, see wire/shared_memory.py
         data = memoryview(bytearray(data))
     places = data[len(data) - TRAILER.size - number * BUFFER_POSITION.size : len(data) - TRAILER.size]
     return BundleReader(data), [data[at : at + size] for at, size in BUFFER_POSITION.iter_unpack(places)]
