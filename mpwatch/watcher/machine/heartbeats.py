@@ -36,7 +36,7 @@ class Heartbeats:
 
     def begin_reading(self, ranks: Iterable[int], now: float) -> list[int]:
         """Return the ranks, of these running ones, whose heartbeats must be read now."""
-        # A reading that is so late means that neither this program nor its ranks ran: nobody is to blame for silence.
+        # So late a reading means that neither this program nor its ranks could run. No rank is to blame for its silence.
         was_suspended = now > self.due_at + SUSPENDED_SECONDS
         self.due_at = now + self._limit * (1 if was_suspended else LATE_SHARE)
         self._unread = set() if was_suspended else set(ranks)

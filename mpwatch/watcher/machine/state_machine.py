@@ -10,8 +10,9 @@ Guarantees:
 
 - Every stage has a deadline, except IDLE, RUNNING and AWAITING_DECISION. IDLE and RUNNING have one for the start of the
   ranks, RUNNING also for `timeout` and heartbeats. AWAITING_DECISION lasts as long as the code of the user that decides.
-- The first failure that is not secondary ends an attempt at once. Ranks of a WorkerGroup may first finish their calls.
-- Each rank is asked for its stacks at most once, stopped once, killed once and abandoned once.
+- The first failure that is not secondary ends an attempt at once. Ranks of a WorkerGroup have ROOT_CAUSE_WAIT_SECONDS to
+  return or raise, too; if all of them do so, they stay.
+- In each call a rank is asked for its stacks at most once, stopped once, killed once and abandoned once.
 - No report of a rank is lost.
 """
 
@@ -68,6 +69,24 @@ class StateMachine:
         self._begin_generation(ranks, now)
         if not self.phase_table.phases:
             self.stage = RunStage.AWAITING_DECISION
+
+    def _begin_generation(self, ranks: Iterable[int], now: float) -> None:
+        self.phase_table = PhaseTable(ranks)
+        self.never_ready: list[int] = []
+        self.overdue_exits: list[int] = []  # ranks that had returned, and were stopped since they did not exit
+        self._dumping: set[int] = set()  # ranks whose stacks have not come yet
+        self._start_deadline = now + self._start_timeout
+        self._begin_call(math.inf, now)
+        self.stage = RunStage.IDLE
+
+    def _begin_call(self, timeout_at: float, now: float) -> None:
+        self.stage = RunStage.RUNNING
+        self.signum: int | None = None  # of the first interrupt
+        self.stop_reason: StopReason | None = None
+        self.stopped_at: float | None = None
+        self._stage_deadline = math.inf
+        self._timeout_at = timeout_at
+        self.heartbeats = Heartbeats(self._heartbeat_timeout, now)
 
     @property
     def state(self) -> WorkerState:
@@ -156,25 +175,7 @@ class StateMachine:
         running = self.phase_table.ranks_in(RankPhase.RUNNING)
         return [m.ReadHeartbeat(rank) for rank in self.heartbeats.begin_reading(running, now)]
 
-    # --- the beginning of a generation and of a call
-
-    def _begin_generation(self, ranks: Iterable[int], now: float) -> None:
-        self.phase_table = PhaseTable(ranks)
-        self.never_ready: list[int] = []
-        self.overdue_exits: list[int] = []  # ranks that had returned, and were stopped since they did not exit
-        self._dumping: set[int] = set()  # ranks whose stacks have not come yet
-        self._start_deadline = now + self._start_timeout
-        self._begin_call(math.inf, now)
-        self.stage = RunStage.IDLE
-
-    def _begin_call(self, timeout_at: float, now: float) -> None:
-        self.stage = RunStage.RUNNING
-        self.signum: int | None = None  # of the first interrupt
-        self.stop_reason: StopReason | None = None
-        self.stopped_at: float | None = None
-        self._stage_deadline = math.inf
-        self._timeout_at = timeout_at
-        self.heartbeats = Heartbeats(self._heartbeat_timeout, now)
+    # --- starting calls and generations
 
     def _on_start_call(self, event: m.StartCall, now: float) -> list[Action]:
         timeout_at = math.inf if event.timeout is None else event.started_at + event.timeout
@@ -182,7 +183,7 @@ class StateMachine:
             self._timeout_at = timeout_at
             return []
         if self.stage is not RunStage.IDLE:
-            raise m.IllegalEventError(f"{event} in stage {self.stage.name}")
+            raise IllegalEventError(f"{event} in stage {self.stage.name}")
         self._begin_call(timeout_at, now)
         return [self._call_rank(rank) for rank in self.phase_table.ranks_in(RankPhase.READY)]
 
@@ -194,7 +195,7 @@ class StateMachine:
         if self.stage is RunStage.FINISHED:  # an interrupt came before the decision
             return []
         if self.stage is not RunStage.AWAITING_DECISION:
-            raise m.IllegalEventError(f"{event} in stage {self.stage.name}")
+            raise IllegalEventError(f"{event} in stage {self.stage.name}")
         if isinstance(event, m.DoNotRestart) or not self._may_restart:
             self._finish()
             return []

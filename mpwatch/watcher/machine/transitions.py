@@ -18,8 +18,8 @@ Theory of operation. The event loop turns each message, exit, signal and command
 The phases of a rank, with the events and the actions that change them:
 
     STARTING -- Ready --> READY -- CallRank --> RUNNING -- Returned --> RETURNED -- RequestExit --> EXITING
-        |                                          |
-        `---------- Failed: cannot start ----------`------ Failed ----> FAILED -- DetailsReceived --> DETAILS_SENT
+       |                                           `------ Failed ----> FAILED -- DetailsReceived --> DETAILS_SENT
+       `-------------- Failed: it cannot load the call ------------------^
 
     each phase above ---------- SIGTERM or SIGINT ---> TERMINATING -- SIGKILL --> KILLED -- KILL_SECONDS later --> ABANDONED
     each phase except ABANDONED --------- Exited ---> EXITED
@@ -28,7 +28,8 @@ The stages of a run:
 
     IDLE --- StartCall ---> RUNNING
     RUNNING --- every rank has returned ---> SHUTTING_DOWN --- all have exited ---> the end
-    RUNNING --- a rank fails, `timeout` or `start_timeout` expires ---> DUMPING_STACKS
+    RUNNING --- a rank fails or is silent, `timeout` or `start_timeout` expires ---> DUMPING_STACKS
+    RUNNING --- Abort, CancelAttempt, or the Lease has run out ---> DUMPING_STACKS
     RUNNING --- a rank reports a secondary failure, or has not reported yet what it raised ---> AWAITING_ROOT_CAUSE
     AWAITING_ROOT_CAUSE --- a rank fails by itself, or ROOT_CAUSE_WAIT_SECONDS later ---> DUMPING_STACKS
     DUMPING_STACKS --- all stacks are there, or STACK_DUMP_SECONDS later ---> TERMINATING --- all have exited ---> the end
@@ -59,7 +60,7 @@ STACK_DUMP_SECONDS = 0.2  # for the stacks of all ranks together; the stacks of 
 MIN_GRACE_SECONDS = 0.2  # so that a failed rank can send the details of its exception, however short the grace period is
 KILL_SECONDS = 0.8  # from SIGKILL to AbandonRank; a process that takes longer sleeps in the kernel. With the dump: 1 s
 EXIT_SECONDS = 1.0  # the least time for a rank to exit after it has returned, however short the grace period is
-SUSPENDED_SECONDS = 1.0  # a deadline missed by so much means that the whole machine was suspended, ranks included
+SUSPENDED_SECONDS = 1.0  # a deadline missed by so much means that the whole computer was suspended, ranks included
 CONFIRM_SECONDS = 1.0  # at most, and a tenth of the limit: from the first to the second reading of a silent rank's heartbeat
 
 
