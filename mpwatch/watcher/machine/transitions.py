@@ -19,7 +19,7 @@ The phases of a rank, with the events and the actions that change them:
 
     STARTING -- Ready --> READY -- CallRank --> RUNNING -- Returned --> RETURNED -- RequestExit --> EXITING
        |                                           `------ Failed ----> FAILED -- DetailsReceived --> DETAILS_SENT
-       `-------------- Failed: it cannot load the call ------------------^
+       `-------------- Failed: an error before it is ready --------------^
 
     each phase above ---------- SIGTERM or SIGINT ---> TERMINATING -- SIGKILL --> KILLED -- KILL_SECONDS later --> ABANDONED
     each phase except ABANDONED --------- Exited ---> EXITED
