@@ -2,7 +2,7 @@
 
     caller's thread   --- set_prepared, report_attempt, acknowledge_shutdown, leave --->  NodeThread  <---> the store:
                       <-- updates: PrepareRanks, ReportAttempt, ReportJob, errors ------   |     |          rendezvous/ and
-    watcher thread    --- on_verdict: an attempt fails, or its ranks have exited ------>   |     |          StoreChannel
+    watcher thread    --- on_attempt_end: it fails, or its ranks have exited ---------->   |     |          StoreChannel
                       <-- commands: start, stop, renew the lease -----------------------  -'     |
                                                                                                  '-- RoundRunner: NodeMachine
                                                                                                      and, on one node, Leader
@@ -140,7 +140,7 @@ class NodeThread:
 
     # Called in the watcher thread.
 
-    def on_verdict(self, machine: StateMachine) -> None:
+    def on_attempt_end(self, machine: StateMachine) -> None:
         """Report a signal, a failure, or that all ranks have exited. The argument is the state machine of the ranks."""
         if machine.signum is not None:
             reason = f"it received {signal.Signals(machine.signum).name}"

@@ -43,7 +43,9 @@ def run_multi_node(
     with (
         open_standard_descriptors(),
         closing(pack_call(call)) as payload,
-        closing(WatcherThread(spec, event_bus, keep_ranks=False, on_verdict=node_thread.on_verdict)) as watcher_thread,
+        closing(
+            WatcherThread(spec, event_bus, keep_ranks=False, on_attempt_end=node_thread.on_attempt_end)
+        ) as watcher_thread,
         closing(node_thread),
     ):
         controller = MultiNodeRunController(spec, event_bus, node_thread)

@@ -52,7 +52,7 @@ from mpwatch.watcher.restarts.restart_group import RankSetup, RestartGroup, stat
 from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.resource_errors import with_remedy
 
-VerdictCallback = Callable[[StateMachine], object]
+AttemptEndCallback = Callable[[StateMachine], object]
 
 
 class EventLoop:
@@ -66,7 +66,7 @@ class EventLoop:
         event_bus: events, which the caller's thread passes to the observers.
         output: where stdout and stderr of the ranks go.
         keep_ranks: True: the ranks stay after a call, for the next call.
-        on_verdict: called in this thread as soon as it is clear how an attempt ends, and when the last attempt has ended.
+        on_attempt_end: called in this thread as soon as it is clear how an attempt ends, and when the last attempt has ended.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class EventLoop:
         *,
         output: RankOutput,
         keep_ranks: bool,
-        on_verdict: VerdictCallback,
+        on_attempt_end: AttemptEndCallback,
     ) -> None:
         setups_of_groups = [setups] if spec.policy.scope == "group" else [[setup] for setup in setups]
         self._groups = [RestartGroup(spec, setups, event_bus, keep_ranks=keep_ranks) for setups in setups_of_groups]
@@ -90,7 +90,7 @@ class EventLoop:
         self._event_bus = event_bus
         self._deferred_log = deferred_log
         self._oom = OomDetector(deferred_log)
-        self._on_verdict = on_verdict
+        self._on_attempt_end = on_attempt_end
         self._posted_call: PendingCall | None = None  # the latest call; it may come too late to be started
         self._pending_call: PendingCall | None = None  # the call that the ranks are executing
         self._death_clock = DeathClock()
@@ -337,7 +337,7 @@ class EventLoop:
         if group.stop_reason is not stop_reason or (
             group.stage is not before and group.stage in (m.RunStage.AWAITING_DECISION, m.RunStage.FINISHED)
         ):
-            self._on_verdict(group.machine)
+            self._on_attempt_end(group.machine)
         if group.stage is m.RunStage.IDLE and self._pending_call is not None:
             self._finish_call(self._pending_call, group)
         elif group.stage is m.RunStage.AWAITING_DECISION and before is not m.RunStage.AWAITING_DECISION:

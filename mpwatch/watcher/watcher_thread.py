@@ -27,7 +27,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import WorkerState
 from mpwatch.watcher.commands import CommandQueue
-from mpwatch.watcher.event_loop import EventLoop, VerdictCallback
+from mpwatch.watcher.event_loop import EventLoop, AttemptEndCallback
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.rank_output import RankOutput
@@ -49,7 +49,7 @@ class WatcherThread:
         event_bus: of the run or the WorkerGroup.
         restart_count: how often the ranks of the WorkerGroup were restarted before.
         keep_ranks: True: the ranks stay after a call. The program may then end without closing this.
-        on_verdict: called in the watcher thread as soon as it is clear how an attempt ends.
+        on_attempt_end: called in the watcher thread as soon as it is clear how an attempt ends.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class WatcherThread:
         *,
         restart_count: int = 0,
         keep_ranks: bool,
-        on_verdict: VerdictCallback = bool,
+        on_attempt_end: AttemptEndCallback = bool,
     ) -> None:
         self._spec = spec
         self._event_bus = event_bus
         self._restart_count = restart_count
         self._keep_ranks = keep_ranks
-        self._on_verdict = on_verdict
+        self._on_attempt_end = on_attempt_end
         self._pid = os.getpid()
         with ExitStack() as stack:
             self.commands = stack.enter_context(closing(CommandQueue()))
@@ -138,7 +138,7 @@ class WatcherThread:
                     self._event_bus,
                     output=self.output,
                     keep_ranks=self._keep_ranks,
-                    on_verdict=self._on_verdict,
+                    on_attempt_end=self._on_attempt_end,
                 ).run()
         except BaseException as error:  # noqa: BLE001  the caller's thread raises it
             self.error = error
