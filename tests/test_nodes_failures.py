@@ -12,7 +12,7 @@ import pytest
 import saboteurs
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import other_value
+from samples import make_value
 
 from mpwatch import FailureKind, ProcessFailure
 from mpwatch.multinode.protocol import failure_codec
@@ -41,7 +41,7 @@ def failure(**values):
     return ProcessFailure(**{**known, **values})
 
 
-def raised(error, cause=None):
+def raise_and_catch(error, cause=None):
     try:
         raise error from cause
     except BaseException as caught:
@@ -58,7 +58,7 @@ def encode(error):
     return json.loads(dump_json(encode_failure(failure(exception=error))))
 
 
-def size(encoded):
+def json_size(encoded):
     return len(dump_json(encoded).encode())
 
 
@@ -67,8 +67,10 @@ class OwnError(ValueError):
         super().__init__(f"{code}: {why}")
 
 
-def graph():
-    error = raised(OwnError(7, why="deep"), raised(KeyError("key"), raised(OSError(2, "missing", "path"))))
+def make_chain():
+    error = raise_and_catch(
+        OwnError(7, why="deep"), raise_and_catch(KeyError("key"), raise_and_catch(OSError(2, "missing", "path")))
+    )
     error.add_note("first\nsecond")
     return error
 
@@ -97,7 +99,7 @@ def test_all_fields_survive_a_round_trip(sent):
 
 def test_every_field_of_a_failure_is_sent_or_explained():
     """If a new field of ProcessFailure is not sent, LOCAL_FIELDS must list it with the reason."""
-    sent = failure(**{name: other_value(hint) for name, hint in get_type_hints(ProcessFailure).items() if name in SENT})
+    sent = failure(**{name: make_value(hint) for name, hint in get_type_hints(ProcessFailure).items() if name in SENT})
     for field in fields(ProcessFailure):
         assert getattr(sent, field.name) != field.default or field.name in LOCAL_FIELDS
     back = decode_failure(json.loads(dump_json(encode_failure(sent))))
@@ -115,7 +117,7 @@ def test_a_new_field_of_a_failure_is_encoded():
 
 
 def test_a_decoded_exception_is_caught_by_its_builtin_base():
-    error = graph()
+    error = make_chain()
     back = send(error)
     assert type(back) is not OwnError
     assert type(back).__name__ == type(back).__qualname__ == "OwnError"
@@ -130,20 +132,22 @@ def test_a_decoded_exception_is_caught_by_its_builtin_base():
 
 
 def test_a_traceback_is_printed_as_on_the_sending_node():
-    error = graph()
+    error = make_chain()
     there = [line for line in traceback.format_exception(error) if "^" not in line]
     back = send(error)
     back.__traceback__, raised_here = back.__traceback__, back
     assert traceback.format_exception(raised_here) == there
     frame = traceback.extract_tb(back.__traceback__)[0]
-    assert (frame.filename, frame.name) == (__file__, "raised")
+    assert (frame.filename, frame.name) == (__file__, "raise_and_catch")
     assert frame.line == "raise error from cause"
 
 
 def test_groups_and_contexts_survive_a_round_trip():
-    inner = raised(OwnError(1, why="in a group"))
+    inner = raise_and_catch(OwnError(1, why="in a group"))
     inner.__context__ = KeyError("while")
-    back = send(raised(BaseExceptionGroup("some", [inner, ExceptionGroup("more", [TypeError("t")]), KeyboardInterrupt()])))
+    back = send(
+        raise_and_catch(BaseExceptionGroup("some", [inner, ExceptionGroup("more", [TypeError("t")]), KeyboardInterrupt()]))
+    )
     assert back.message == "some"
     first, second, third = back.exceptions
     assert isinstance(first, ValueError)
@@ -163,7 +167,7 @@ def test_groups_and_contexts_survive_a_round_trip():
     ids=lambda error: type(error).__name__,
 )
 def test_builtin_exceptions_that_format_their_own_text(error):
-    back = send(raised(error))
+    back = send(raise_and_catch(error))
     assert isinstance(back, type(error))
     assert str(back) == str(error)
     assert traceback.format_exception(back)[-1].endswith(f"{error!s}\n")
@@ -177,7 +181,7 @@ def test_an_exception_that_resists_encoding_is_encoded():
         def __reduce__(self):
             os._exit(3)
 
-    back = send(raised(Hostile("\udc80")))
+    back = send(raise_and_catch(Hostile("\udc80")))
     assert type(back).__name__ == "Hostile"
     assert str(back) == "<its __str__ raised SystemExit>"
 
@@ -192,13 +196,15 @@ def test_a_recursion_keeps_its_first_and_last_frames():
     assert 100 < len(frames) <= failure_codec.MAX_FRAMES < len(whole)
     for kept, frame in ((frames[0], whole[0]), (frames[-1], whole[-1])):
         assert (kept.name, kept.lineno) == (frame.name, frame.lineno)
-    assert size(encoded) < MAX_FAILURE_BYTES
+    assert json_size(encoded) < MAX_FAILURE_BYTES
 
 
 def test_long_texts_lose_their_middle_and_short_texts_stay_whole():
     text = "begin\n" + "x" * 900_000 + "\nend"
-    encoded = encode_failure(failure(summary="short", traceback=text, stderr=text, exception=raised(OwnError(7, why=text))))
-    assert size(encoded) <= MAX_FAILURE_BYTES
+    encoded = encode_failure(
+        failure(summary="short", traceback=text, stderr=text, exception=raise_and_catch(OwnError(7, why=text)))
+    )
+    assert json_size(encoded) <= MAX_FAILURE_BYTES
     back = decode_failure(json.loads(dump_json(encoded)))
     assert back.summary == "short"
     for kept in (back.traceback, back.stderr, str(back.exception)):
@@ -211,9 +217,9 @@ def test_long_texts_lose_their_middle_and_short_texts_stay_whole():
 def test_the_furthest_causes_are_left_out():
     error = None
     for number in range(2000):
-        error = raised(ValueError(f"{number}: " + "x" * 5000), error)
+        error = raise_and_catch(ValueError(f"{number}: " + "x" * 5000), error)
     encoded = encode(error)
-    assert size(encoded) <= MAX_FAILURE_BYTES
+    assert json_size(encoded) <= MAX_FAILURE_BYTES
     back = decode_failure(encoded).exception
     chain = []
     while back is not None:
@@ -234,7 +240,9 @@ def test_any_failure_fits_into_the_limit_and_is_decoded(limit, texts, messages, 
     rank, code, elapsed = numbers
     error = None
     for message in messages:
-        error = raised(type("Made" + "x" * (len(message) % 999), (LookupError,), {"__module__": message})(message), error)
+        error = raise_and_catch(
+            type("Made" + "x" * (len(message) % 999), (LookupError,), {"__module__": message})(message), error
+        )
         error.__notes__ = [message, message]
     sent = failure(
         rank=rank,
@@ -250,7 +258,7 @@ def test_any_failure_fits_into_the_limit_and_is_decoded(limit, texts, messages, 
         exception=error,
     )
     encoded = encode_failure(sent, limit=limit)
-    assert size(encoded) <= limit
+    assert json_size(encoded) <= limit
     back = decode_failure(JOB.decode("name", JOB.encode("name", encoded).encode()))
     assert back.kind is sent.kind
     assert isinstance(back.exception, LookupError if messages else type(None))
@@ -270,7 +278,7 @@ def paths_in(encoded, path=()):
         yield from paths_in(value, (*path, key))
 
 
-VALID = encode(ExceptionGroup("some", [graph(), raised(TypeError("t"))]))
+VALID = encode(ExceptionGroup("some", [make_chain(), raise_and_catch(TypeError("t"))]))
 REMOVED = "removed"
 PATHS = list(paths_in(VALID))
 
@@ -300,7 +308,7 @@ def test_altered_data_is_refused_or_is_a_failure(changes):
         traceback.format_exception(back.exception)
 
 
-def altered(*path, to):
+def alter(*path, to):
     encoded = copy.deepcopy(VALID)
     at = encoded
     for key in path[:-1]:
@@ -316,25 +324,25 @@ FIRST = ("exception", "exceptions", 0)
     ("encoded", "why"),
     [
         ([], r"ProcessFailure must be a mapping, not \[\]"),
-        (altered("kind", to="UNKNOWN"), "ProcessFailure.kind must be one of EXCEPTION, .*, not 'UNKNOWN'"),
-        (altered("rank", to="1"), "ProcessFailure.rank must be a whole number"),
-        (altered("pid", to=True), "ProcessFailure.pid must be"),
-        (altered("hostname", to="a\x1b[2Jb"), "ProcessFailure.hostname must be a text .* without control characters"),
-        (altered("stderr", to="x" * 70_000), "ProcessFailure.stderr must be a text of at most 65536 characters"),
-        (altered("exception", "exceptions", to=[]), "ExceptionGraph.exceptions is empty"),
-        (altered(*FIRST, "bases", to=["eval"]), r"exceptions\[0\].bases must be builtin exceptions, not 'eval'"),
+        (alter("kind", to="UNKNOWN"), "ProcessFailure.kind must be one of EXCEPTION, .*, not 'UNKNOWN'"),
+        (alter("rank", to="1"), "ProcessFailure.rank must be a whole number"),
+        (alter("pid", to=True), "ProcessFailure.pid must be"),
+        (alter("hostname", to="a\x1b[2Jb"), "ProcessFailure.hostname must be a text .* without control characters"),
+        (alter("stderr", to="x" * 70_000), "ProcessFailure.stderr must be a text of at most 65536 characters"),
+        (alter("exception", "exceptions", to=[]), "ExceptionGraph.exceptions is empty"),
+        (alter(*FIRST, "bases", to=["eval"]), r"exceptions\[0\].bases must be builtin exceptions, not 'eval'"),
         (
-            altered(*FIRST, "bases", to=["OSError", "SyntaxError"]),
+            alter(*FIRST, "bases", to=["OSError", "SyntaxError"]),
             "ExceptionGraph.exceptions cannot be built: multiple bases",
         ),
-        (altered(*FIRST, "bases", to=[]), r"exceptions\[0\].bases is empty"),
-        (altered(*FIRST, "name", to="a\0b"), r"ExceptionGraph.exceptions\[0\].name must be"),
-        (altered(*FIRST, "cause", to=99), r"exceptions\[0\] refers to exception 99 of \d+"),
-        (altered(*FIRST, "members", to=[-1]), r"exceptions\[0\] refers to exception -1 of \d+"),
-        (altered(*FIRST, "members", to=[0]), "has a group that is a member of itself"),
-        (altered("exception", "exceptions", 1, "frames", 0, to=["f"]), r"exceptions\[1\].frames\[0\] must be 8 values"),
-        (altered("exception", "exceptions", 1, "frames", 0, 4, to=1 << 40), "ExceptionGraph.exceptions cannot be built"),
-        (altered("exception", "exceptions", 1, "frames", 0, 0, to="\0"), r"exceptions\[1\].frames\[0\]\[0\] must be"),
+        (alter(*FIRST, "bases", to=[]), r"exceptions\[0\].bases is empty"),
+        (alter(*FIRST, "name", to="a\0b"), r"ExceptionGraph.exceptions\[0\].name must be"),
+        (alter(*FIRST, "cause", to=99), r"exceptions\[0\] refers to exception 99 of \d+"),
+        (alter(*FIRST, "members", to=[-1]), r"exceptions\[0\] refers to exception -1 of \d+"),
+        (alter(*FIRST, "members", to=[0]), "has a group that is a member of itself"),
+        (alter("exception", "exceptions", 1, "frames", 0, to=["f"]), r"exceptions\[1\].frames\[0\] must be 8 values"),
+        (alter("exception", "exceptions", 1, "frames", 0, 4, to=1 << 40), "ExceptionGraph.exceptions cannot be built"),
+        (alter("exception", "exceptions", 1, "frames", 0, 0, to="\0"), r"exceptions\[1\].frames\[0\]\[0\] must be"),
     ],
     ids=range(17),
 )
@@ -358,9 +366,7 @@ def test_lines_of_notebook_cells_are_sent_under_a_name_of_their_own(monkeypatch)
 
 def test_sent_lines_never_replace_files_of_this_node(monkeypatch):
     monkeypatch.setattr(linecache, "cache", {})
-    encoded = altered(
-        "exception", "sources", to={__file__: "false\n" * 500, "<string>": "false\n", "<frozen os>": "false\n"}
-    )
+    encoded = alter("exception", "sources", to={__file__: "false\n" * 500, "<string>": "false\n", "<frozen os>": "false\n"})
     encoded["exception"]["exceptions"][1]["frames"].append(["<string>", "f", "f", 1, 1, "m", False, None])
     decode_failure(encoded)
     assert linecache.getline(__file__, 1) != "false\n"
@@ -374,7 +380,7 @@ def test_the_smallest_limit_holds_the_largest_failure():
 
     def recurse(depth):
         if depth == 0:
-            raise cls from raised(ValueError(long))
+            raise cls from raise_and_catch(ValueError(long))
         recurse(depth - 1)
 
     with pytest.raises(cls) as caught:
@@ -384,7 +390,7 @@ def test_the_smallest_limit_holds_the_largest_failure():
     texts = dict.fromkeys(("summary", "traceback", "stack", "stderr", "evidence"), "x" * 9999)
     sent = failure(hostname=long, log_files=logs, exception=caught.value, **texts)
     encoded = encode_failure(sent, limit=MIN_FAILURE_BYTES)
-    assert size(encoded) <= MIN_FAILURE_BYTES
+    assert json_size(encoded) <= MIN_FAILURE_BYTES
     back = decode_failure(encoded)
     assert all(isinstance(back.exception, base) for base in cls.__bases__)
     assert back.summary.startswith("xxx")

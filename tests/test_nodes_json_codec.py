@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import filled
+from samples import make_sample
 
 from mpwatch.multinode.protocol.json_codec import MAX_INTEGER, MAX_TEXT, clean_text, from_json, to_json
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError
@@ -136,4 +136,4 @@ def test_colors_are_removed_and_control_characters_are_escaped():
 
 
 def test_the_sample_of_a_dataclass_has_no_default():
-    assert filled(Inner) == Inner("text \u4e2d", (7, 1.5))
+    assert make_sample(Inner) == Inner("text \u4e2d", (7, 1.5))

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import filled
+from samples import make_sample
 
 from mpwatch.multinode.protocol.json_codec import from_json, to_json
 from mpwatch.multinode.protocol.messages import (
@@ -56,7 +56,7 @@ def test_a_message_survives_a_round_trip(message):
 
 @pytest.mark.parametrize("kind", [*MESSAGE_TYPES.values(), *ENTRIES], ids=lambda kind: kind.__name__)
 def test_every_field_survives_a_round_trip(kind):
-    message = filled(kind)
+    message = make_sample(kind)
     assert from_json(kind, json.loads(json.dumps(to_json(message)))) == message
     if kind in MESSAGE_TYPES.values():
         assert decode_message(json.loads(json.dumps(encode_message(message)))) == message

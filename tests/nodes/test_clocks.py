@@ -87,13 +87,13 @@ def now():
     return datetime.now(UTC).replace(tzinfo=STATE_TIMEZONE)
 
 
-def a_state(**parts):
+def make_state(**parts):
     state = State()
     vars(state).update(parts)
     return state
 
 
-def local_clock_over(backend, seen=None):
+def make_local_clock_backend(backend, seen=None):
     return LocalClockBackend(backend, lambda: LAST_CALL, [].append if seen is None else seen.append)
 
 
@@ -103,28 +103,28 @@ def read_state(clock):
 
 @pytest.mark.parametrize("ahead", [SKEW, -SKEW, timedelta()])
 def test_a_heartbeat_is_as_old_as_this_node_has_known_it(ahead):
-    backend = Memory(a_state(last_heartbeats={OTHER: now() + ahead}))
-    clock = local_clock_over(backend)
+    backend = Memory(make_state(last_heartbeats={OTHER: now() + ahead}))
+    clock = make_local_clock_backend(backend)
     before = now()
     first = read_state(clock).last_heartbeats[OTHER]
     assert before <= first <= now()
     assert abs(read_state(clock).last_heartbeats[OTHER] - first) < timedelta(milliseconds=10)
-    backend.data = dump_state(a_state(last_heartbeats={OTHER: now() + ahead}))
+    backend.data = dump_state(make_state(last_heartbeats={OTHER: now() + ahead}))
     before = now()
     assert before <= read_state(clock).last_heartbeats[OTHER] <= now()
 
 
 @pytest.mark.parametrize("ahead", [SKEW, -SKEW])
 def test_the_last_call_begins_when_this_node_first_sees_its_end(ahead):
-    clock = local_clock_over(Memory(a_state(deadline=now() + ahead)))
+    clock = make_local_clock_backend(Memory(make_state(deadline=now() + ahead)))
     before = now()
     assert before + LAST_CALL <= read_state(clock).deadline <= now() + LAST_CALL
 
 
 def test_a_time_that_torch_has_not_changed_is_written_back_unchanged():
-    remote = a_state(last_heartbeats={OTHER: now() + SKEW, ME: now() - SKEW}, deadline=now() - SKEW, round=1)
+    remote = make_state(last_heartbeats={OTHER: now() + SKEW, ME: now() - SKEW}, deadline=now() - SKEW, round=1)
     backend = Memory(remote)
-    clock = local_clock_over(backend)
+    clock = make_local_clock_backend(backend)
     data, token = clock.get_state()
     local = load_state(data)
     local.round, local.last_heartbeats[ME] = 2, (heartbeat := now())
@@ -137,19 +137,19 @@ def test_a_time_that_torch_has_not_changed_is_written_back_unchanged():
 
 
 def test_a_write_with_an_old_token_is_refused():
-    backend = Memory(a_state(round=1, last_heartbeats={OTHER: now() + SKEW}))
-    clock = local_clock_over(backend)
+    backend = Memory(make_state(round=1, last_heartbeats={OTHER: now() + SKEW}))
+    clock = make_local_clock_backend(backend)
     data, token = clock.get_state()
-    backend.set_state(dump_state(a_state(round=5)), token)
+    backend.set_state(dump_state(make_state(round=5)), token)
     data, token, is_written = clock.set_state(data, token)
     assert (load_state(data).round, token, is_written) == (5, 1, False)
 
 
 def test_on_state_is_called_with_each_state():
     states = []
-    clock = local_clock_over(Memory(a_state(round=1)), states)
+    clock = make_local_clock_backend(Memory(make_state(round=1)), states)
     _, token = clock.get_state()
-    clock.set_state(dump_state(a_state(round=2)), token)
+    clock.set_state(dump_state(make_state(round=2)), token)
     assert [state.round for state in states] == [1, 2]
 
 
@@ -158,7 +158,7 @@ class RunsCode:
         return os.mkdir, ("created",)
 
 
-def a_set_of(thing):
+def make_state_with_waiting(thing):
     state = State()
     state.wait_list = {thing}
     return dump_state(state)
@@ -170,24 +170,24 @@ def a_set_of(thing):
         pytest.param(b"", id="nothing"),
         pytest.param(b"no pickle", id="not a pickle"),
         pytest.param(pickle.dumps(RunsCode()), id="a pickle that runs code"),
-        pytest.param(a_set_of(1), id="a set of numbers"),
-        pytest.param(a_set_of(Node("address", "pid", 1)), id="a node with parts of wrong types"),
+        pytest.param(make_state_with_waiting(1), id="a set of numbers"),
+        pytest.param(make_state_with_waiting(Node("address", "pid", 1)), id="a node with parts of wrong types"),
         pytest.param(
-            dump_state(a_state(last_heartbeats={OTHER: datetime(2020, 1, 1, tzinfo=None if STATE_TIMEZONE else UTC)})),
+            dump_state(make_state(last_heartbeats={OTHER: datetime(2020, 1, 1, tzinfo=None if STATE_TIMEZONE else UTC)})),
             id="another kind of time",
         ),
-        pytest.param(dump_state(a_state(round="1")), id="a round that is a text"),
+        pytest.param(dump_state(make_state(round="1")), id="a round that is a text"),
         pytest.param(pickle.dumps(io.BytesIO()), id="another object"),
-        pytest.param(pickle.dumps(a_state())[:-5], id="a cut state"),
+        pytest.param(pickle.dumps(make_state())[:-5], id="a cut state"),
         pytest.param(b"\0" * (MAX_STATE_BYTES + 1), id="too large"),
     ],
 )
 def test_data_that_no_node_has_written_is_refused_and_runs_nothing(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    backend = Memory(a_state())
+    backend = Memory(make_state())
     backend.data = data
     with pytest.raises(RendezvousStateError, match="the store does not hold a valid rendezvous state"):
-        local_clock_over(backend).get_state()
+        make_local_clock_backend(backend).get_state()
     assert not list(tmp_path.iterdir())
 
 
@@ -219,7 +219,7 @@ def clients(monkeypatch):
     gc.collect()
 
 
-def heartbeats(client):
+def read_heartbeats(client):
     return load_state(client._opened_store.backend.get_state()[0]).last_heartbeats
 
 
@@ -230,12 +230,14 @@ def test_nodes_with_other_clocks_stay_while_alive_and_are_dropped_when_dead(clie
             return [call.result() for call in calls]
 
     assert {formed.group_rank for formed in join(*clients)} == {0, 1, 2}
-    at_first = heartbeats(clients[0])
+    at_first = read_heartbeats(clients[0])
     eventually(
-        lambda: all(heartbeat - at_first[node] > timedelta(seconds=3) for node, heartbeat in heartbeats(clients[0]).items()),
+        lambda: all(
+            heartbeat - at_first[node] > timedelta(seconds=3) for node, heartbeat in read_heartbeats(clients[0]).items()
+        ),
         20,
     )
-    assert heartbeats(clients[0]).keys() == at_first.keys()
+    assert read_heartbeats(clients[0]).keys() == at_first.keys()
     for dead in clients[1:]:
-        dead._method._handler.stop_heartbeats()
+        dead._implementation._handler.stop_heartbeats()
     assert clients[0].join(time.monotonic() + 20, last_call=0.2).group_world_size == 1

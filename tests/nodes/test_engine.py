@@ -44,7 +44,7 @@ def port():
 
 
 @pytest.fixture
-def node(port):
+def make_client(port):
     """Makes clients of one job. They are closed after the test, the one that serves the store last."""
     clients = []
 
@@ -59,7 +59,7 @@ def node(port):
     gc.collect()
 
 
-def until(seconds):
+def deadline_in(seconds):
     return time.monotonic() + seconds
 
 
@@ -69,16 +69,16 @@ def run_together(*calls):
 
 
 def join(*clients, last_call=SHORT_LAST_CALL):
-    return run_together(*(lambda client=client: client.join(until(30), last_call=last_call) for client in clients))
+    return run_together(*(lambda client=client: client.join(deadline_in(30), last_call=last_call) for client in clients))
 
 
 def connect(*clients):
     for client in clients:
-        client.connect(until(10))
+        client.connect(deadline_in(10))
     return clients
 
 
-def state_of(client):
+def read_state(client):
     response = client._opened_store.backend.get_state()
     return State() if response is None else load_state(response[0])
 
@@ -92,8 +92,8 @@ def in_background(call):
         future.result()
 
 
-def test_two_nodes_join_a_round_and_share_its_store(node):
-    host, guest = connect(node(), node())
+def test_two_nodes_join_a_round_and_share_its_store(make_client):
+    host, guest = connect(make_client(), make_client())
     assert (host.is_host, guest.is_host) == (True, False)
     assert host.address == guest.address == "127.0.0.1"
     first, second = join(host, guest)
@@ -108,8 +108,8 @@ def test_two_nodes_join_a_round_and_share_its_store(node):
     assert (first.store.delete_key("key"), second.store.check(["key"])) == (True, False)
 
 
-def test_the_store_of_a_round_limits_the_size_of_a_value(node):
-    (host,) = connect(node(1))
+def test_the_store_of_a_round_limits_the_size_of_a_value(make_client):
+    (host,) = connect(make_client(1))
     (formed,) = join(host)
     with pytest.raises(ValueError, match="the store takes at most 8388608 bytes in one value, not 8388609"):
         formed.store.set("key", b"x" * (store.MAX_VALUE_BYTES + 1))
@@ -117,24 +117,24 @@ def test_the_store_of_a_round_limits_the_size_of_a_value(node):
     assert len(formed.store.get("key")) == store.MAX_VALUE_BYTES
 
 
-def listeners():
+def list_listeners():
     """The sockets on which this process listens, by inode."""
     inodes = {os.fstat(int(fd)).st_ino for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
     lines = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
     return inodes & {int(fields[9]) for fields in lines if fields[3] == "0A"}
 
 
-def test_torch_opens_no_further_store(node):
-    host, guest = connect(node(), node())
+def test_torch_opens_no_further_store(make_client):
+    host, guest = connect(make_client(), make_client())
     join(host, guest)
-    assert len(listeners()) == 1
+    assert len(list_listeners()) == 1
 
 
-def test_a_newcomer_is_counted_and_joins_the_next_round(node, eventually):
-    host, guest, newcomer = connect(node((2, 3)), node((2, 3)), node((2, 3)))
+def test_a_newcomer_is_counted_and_joins_the_next_round(make_client, eventually):
+    host, guest, newcomer = connect(make_client((2, 3)), make_client((2, 3)), make_client((2, 3)))
     old = join(host, guest)
     assert guest.count_waiting_nodes() == 0
-    with in_background(lambda: newcomer.join(until(30), last_call=SHORT_LAST_CALL)) as joining:
+    with in_background(lambda: newcomer.join(deadline_in(30), last_call=SHORT_LAST_CALL)) as joining:
         eventually(lambda: host.count_waiting_nodes() == guest.count_waiting_nodes() == 1)
         rounds = [*join(host, guest), joining.result()]
     assert {formed.group_rank for formed in rounds} == {0, 1, 2}
@@ -143,17 +143,17 @@ def test_a_newcomer_is_counted_and_joins_the_next_round(node, eventually):
     assert not rounds[0].store.check(["key"])
 
 
-def test_no_node_waits_for_one_that_has_left(node):
-    host, guest = connect(node((1, 2)), node((1, 2)))
+def test_no_node_waits_for_one_that_has_left(make_client):
+    host, guest = connect(make_client((1, 2)), make_client((1, 2)))
     join(host, guest, last_call=20)
     guest.close()
-    assert host.join(until(10), last_call=SHORT_LAST_CALL).group_world_size == 1
+    assert host.join(deadline_in(10), last_call=SHORT_LAST_CALL).group_world_size == 1
 
 
-def test_the_heartbeat_thread_has_gone_from_the_kernel_after_the_stop(node):
+def test_the_heartbeat_thread_has_gone_from_the_kernel_after_the_stop(make_client):
     """Without the wait, the kernel still lists the thread once in ten times."""
-    (client,) = connect(node(1))
-    handler = client._method._handler
+    (client,) = connect(make_client(1))
+    handler = client._implementation._handler
     for _ in range(100):
         handler._start_heartbeats()
         number = handler._keep_alive_timer._thread.native_id
@@ -161,112 +161,112 @@ def test_the_heartbeat_thread_has_gone_from_the_kernel_after_the_stop(node):
         assert not os.path.exists(f"/proc/self/task/{number}")
 
 
-def test_a_node_without_heartbeats_is_dropped(node):
-    host, guest = connect(node((1, 2), node_timeout=2), node((1, 2), node_timeout=2))
+def test_a_node_without_heartbeats_is_dropped(make_client):
+    host, guest = connect(make_client((1, 2), node_timeout=2), make_client((1, 2), node_timeout=2))
     join(host, guest, last_call=20)
-    guest._method._handler.stop_heartbeats()
+    guest._implementation._handler.stop_heartbeats()
     started = time.monotonic()
-    assert host.join(until(20), last_call=SHORT_LAST_CALL).group_world_size == 1
+    assert host.join(deadline_in(20), last_call=SHORT_LAST_CALL).group_world_size == 1
     assert time.monotonic() - started < 2 + 4  # torch polls once a second, and once more at the start
 
 
-def test_a_cancelled_join_leaves_nothing_in_the_state(node, eventually):
-    (host,) = connect(node())
-    with pytest.raises(CancelledError), in_background(lambda: host.join(until(60))):
-        eventually(lambda: state_of(host).participants)
+def test_a_cancelled_join_leaves_nothing_in_the_state(make_client, eventually):
+    (host,) = connect(make_client())
+    with pytest.raises(CancelledError), in_background(lambda: host.join(deadline_in(60))):
+        eventually(lambda: read_state(host).participants)
         cancelled = time.monotonic()
         host.cancel()
     assert time.monotonic() - cancelled < 1.5
-    state = state_of(host)
+    state = read_state(host)
     assert not state.participants
     assert not state.last_heartbeats
     with pytest.raises(CancelledError):
-        host.join(until(60))
+        host.join(deadline_in(60))
 
 
-def test_a_connect_can_be_cancelled(node, eventually):
-    client = node(is_host=False)
+def test_a_connect_can_be_cancelled(make_client, eventually):
+    client = make_client(is_host=False)
     threads = threading.active_count()
-    with pytest.raises(CancelledError), in_background(lambda: client.connect(until(60))):
+    with pytest.raises(CancelledError), in_background(lambda: client.connect(deadline_in(60))):
         eventually(lambda: threading.active_count() > threads)
         cancelled = time.monotonic()
         client.cancel()
     assert time.monotonic() - cancelled < 1.5
 
 
-def test_too_few_nodes_are_an_error(node):
-    (host,) = connect(node((3, 4)))
+def test_too_few_nodes_are_an_error(make_client):
+    (host,) = connect(make_client((3, 4)))
     with pytest.raises(LaunchError, match=r"job 'job' at 127\.0\.0\.1:\d+: 1 of 3 nodes had joined after 1\.\d s\. Check"):
-        host.join(until(1))
-    assert not state_of(host).participants
+        host.join(deadline_in(1))
+    assert not read_state(host).participants
 
 
-def test_a_node_beyond_the_maximum_is_an_error(node):
-    host, guest, surplus = connect(node(), node(), node())
+def test_a_node_beyond_the_maximum_is_an_error(make_client):
+    host, guest, surplus = connect(make_client(), make_client(), make_client())
     join(host, guest)
     with pytest.raises(LaunchError, match="the job has 2 nodes, which is its maximum"):
-        surplus.join(until(1))
-    assert not state_of(host).redundancy_list
+        surplus.join(deadline_in(1))
+    assert not read_state(host).redundancy_list
 
 
-def test_a_job_that_never_takes_the_newcomer_in_is_an_error(node):
-    host, newcomer = connect(node((1, 2)), node((1, 2)))
+def test_a_job_that_never_takes_the_newcomer_in_is_an_error(make_client):
+    host, newcomer = connect(make_client((1, 2)), make_client((1, 2)))
     join(host)
     with pytest.raises(LaunchError, match="the job runs on 1 of at most 2 nodes and has not taken in this node"):
-        newcomer.join(until(1))
-    assert not state_of(host).wait_list
+        newcomer.join(deadline_in(1))
+    assert not read_state(host).wait_list
 
 
-def test_no_node_joins_a_job_that_is_over(node):
-    host, guest = connect(node((1, 2)), node((1, 2)))
+def test_no_node_joins_a_job_that_is_over(make_client):
+    host, guest = connect(make_client((1, 2)), make_client((1, 2)))
     join(host)
     host.set_closed()
     with pytest.raises(JobClosedError, match="closed: that job is over"):
-        guest.join(until(10))
+        guest.join(deadline_in(10))
 
 
-def test_a_round_that_a_node_has_just_left_is_not_complete(node):
+def test_a_round_that_a_node_has_just_left_is_not_complete(make_client):
     """Torch would return rank 1 of 1."""
-    host, guest = connect(node((1, 2)), node((1, 2)))
+    host, guest = connect(make_client((1, 2)), make_client((1, 2)))
     join(host, guest, last_call=20)
-    method = guest._method
-    method._on_state(state_of(host))
-    state = state_of(host)
+    implementation = guest._implementation
+    implementation._on_state(read_state(host))
+    state = read_state(host)
     (first,) = (participant for participant, rank in state.participants.items() if rank == 0)
     del state.participants[first]
-    method._on_state(state)
-    assert not method._is_still_complete(dataclasses.make_dataclass("Info", ["world_size"])(1))
+    implementation._on_state(state)
+    assert not implementation._is_still_complete(dataclasses.make_dataclass("Info", ["world_size"])(1))
 
 
-def test_a_name_that_cannot_be_resolved_is_an_error(node):
+def test_a_name_that_cannot_be_resolved_is_an_error(make_client):
     with pytest.raises(LaunchError, match=r"the name 'nowhere\.invalid' cannot be resolved .* give the address instead"):
-        node(endpoint="nowhere.invalid:29400").connect(until(1))
+        make_client(endpoint="nowhere.invalid:29400").connect(deadline_in(1))
 
 
-def test_a_port_without_a_listener_is_an_error(node, port):
+def test_a_port_without_a_listener_is_an_error(make_client, port):
     started = time.monotonic()
     with pytest.raises(LaunchError, match=rf"127\.0\.0\.1:{port}: nothing listens there\. .* is_host=True"):
-        node(is_host=False).connect(until(1))
+        make_client(is_host=False).connect(deadline_in(1))
     assert time.monotonic() - started < 2
 
 
 @pytest.mark.parametrize("is_host", [True, None])
-def test_a_port_that_a_silent_program_has_taken_is_an_error(node, port, is_host):
+def test_a_port_that_a_silent_program_has_taken_is_an_error(make_client, port, is_host):
     with socket.create_server(("127.0.0.1", port)), pytest.raises(LaunchError, match=f"port {port} is taken"):
-        node(is_host=is_host).connect(until(30))
+        make_client(is_host=is_host).connect(deadline_in(30))
 
 
-def test_a_listener_that_never_answers_is_an_error(node, port):
+def test_a_listener_that_never_answers_is_an_error(make_client, port):
     started = time.monotonic()
     with (
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(LaunchError, match=r"does not answer as torch's store\. Check on that machine whether another"),
     ):
-        node(is_host=False).connect(until(1))
+        make_client(is_host=False).connect(deadline_in(1))
     assert time.monotonic() - started < 3
 
 
-def test_a_listener_that_is_another_program_is_an_error(node, port):
+def test_a_listener_that_is_another_program_is_an_error(make_client, port):
     def answer():
         connection, _ = server.accept()
         with connection:
@@ -275,29 +275,29 @@ def test_a_listener_that_is_another_program_is_an_error(node, port):
 
     taken = pytest.raises(LaunchError, match=f"port {port} is taken by a program that does not answer")
     with socket.create_server(("127.0.0.1", port)) as server, in_background(answer), taken:
-        node(is_host=False).connect(until(60))
+        make_client(is_host=False).connect(deadline_in(60))
 
 
-def test_the_host_may_start_last(node):
-    guest = node(is_host=False)
-    with in_background(lambda: guest.connect(until(30))):
-        node(is_host=True).connect(until(30))
+def test_the_host_may_start_last(make_client):
+    guest = make_client(is_host=False)
+    with in_background(lambda: guest.connect(deadline_in(30))):
+        make_client(is_host=True).connect(deadline_in(30))
 
 
-def test_a_host_given_by_name_serves_the_store_at_all_its_addresses(node, port):
-    host, guest = connect(node(endpoint=f"localhost:{port}"), node(endpoint=f"127.0.0.1:{port}"))
+def test_a_host_given_by_name_serves_the_store_at_all_its_addresses(make_client, port):
+    host, guest = connect(make_client(endpoint=f"localhost:{port}"), make_client(endpoint=f"127.0.0.1:{port}"))
     assert (host.is_host, host.address, guest.is_host) == (True, "localhost", False)
     assert {formed.group_world_size for formed in join(host, guest)} == {2}
 
 
-def test_local_addr_is_the_address_of_the_node(node):
-    (host,) = connect(node(local_addr="node7.cluster"))
+def test_local_addr_is_the_address_of_the_node(make_client):
+    (host,) = connect(make_client(local_addr="node7.cluster"))
     assert host.address == "node7.cluster"
 
 
-def test_static_nodes_have_the_ranks_of_their_options(node):
-    nodes = [node(2, backend="static", options={"rank": rank}) for rank in (1, 0)]
-    run_together(*(lambda client=client: client.connect(until(20)) for client in nodes))
+def test_static_nodes_have_the_ranks_of_their_options(make_client):
+    nodes = [make_client(2, backend="static", options={"rank": rank}) for rank in (1, 0)]
+    run_together(*(lambda client=client: client.connect(deadline_in(20)) for client in nodes))
     assert [client.is_host for client in nodes] == [False, True]
     for _ in range(2):
         rounds = join(*nodes)
@@ -306,25 +306,25 @@ def test_static_nodes_have_the_ranks_of_their_options(node):
     assert nodes[0].count_waiting_nodes() == 0
     nodes[1].set_closed()
     with pytest.raises(JobClosedError):
-        nodes[0].join(until(20))
+        nodes[0].join(deadline_in(20))
 
 
-def test_a_missing_static_node_is_an_error(node):
-    (host,) = connect(node(3, backend="static", options={"rank": 0}))
+def test_a_missing_static_node_is_an_error(make_client):
+    (host,) = connect(make_client(3, backend="static", options={"rank": 0}))
     for _ in range(2):  # the first try has left no entry
         with pytest.raises(LaunchError, match=r"nodes with these ranks had not joined: 1, 2\."):
-            host.join(until(0.5))
+            host.join(deadline_in(0.5))
 
 
-def test_a_static_rank_that_joins_twice_is_an_error(node):
-    host, guest, twin = connect(*(node(2, backend="static", options={"rank": rank}) for rank in (0, 1, 1)))
+def test_a_static_rank_that_joins_twice_is_an_error(make_client):
+    host, guest, twin = connect(*(make_client(2, backend="static", options={"rank": rank}) for rank in (0, 1, 1)))
     join(host, guest)
     with pytest.raises(LaunchError, match=r"options=\{'rank': 1\} has already joined"):
-        twin.join(until(20))
+        twin.join(deadline_in(20))
 
 
-def test_close_leaves_no_thread_and_no_server(node, port):
-    host, guest = connect(node(), node())
+def test_close_leaves_no_thread_and_no_server(make_client, port):
+    host, guest = connect(make_client(), make_client())
     formed, _ = join(host, guest)
     guest.close()
     host.close()
@@ -336,9 +336,9 @@ def test_close_leaves_no_thread_and_no_server(node, port):
         formed.store.check(["key"])
 
 
-def test_the_host_keeps_the_store_for_nodes_that_leave_at_the_same_time(node, eventually, monkeypatch, capfd):
+def test_the_host_keeps_the_store_for_nodes_that_leave_at_the_same_time(make_client, eventually, monkeypatch, capfd):
     monkeypatch.setattr("mpwatch.multinode.rendezvous.client.OTHERS_LEAVE_SECONDS", 30.0)
-    host, guest = connect(node(), node())
+    host, guest = connect(make_client(), make_client())
     join(host, guest)
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(host.close)
@@ -359,10 +359,10 @@ def test_descriptors_that_are_no_sockets_any_more_are_left_alone(port):
         os.close(fd)
 
 
-def test_the_end_of_the_server_is_detected(node, port, eventually):
+def test_the_end_of_the_server_is_detected(make_client, port, eventually):
     with lone_node(f"127.0.0.1:{port}", 60) as host:
         assert host.stdout.readline().split()[:2] == ["connected", "True"]
-        (guest,) = connect(node((1, 2)))
+        (guest,) = connect(make_client((1, 2)))
         (formed,) = join(guest, last_call=30)
         host.kill()
         ended = time.monotonic()
@@ -372,7 +372,7 @@ def test_the_end_of_the_server_is_detected(node, port, eventually):
         with pytest.raises(StoreLostError):
             formed.store.add("count", 1)
         with pytest.raises(StoreLostError):
-            guest.join(until(10))
+            guest.join(deadline_in(10))
 
 
 @contextmanager
@@ -404,11 +404,11 @@ if os.geteuid() == 0:  # other users may not create networks
         yield name, cable, f"{subnet}.1"
         subprocess.run(["ip", "netns", "del", name], check=True)  # and the cable with it
 
-    def test_a_silent_network_is_detected_and_close_still_returns(network, node, port):
+    def test_a_silent_network_is_detected_and_close_still_returns(network, make_client, port):
         namespace, cable, address = network
-        (host,) = connect(node((1, 2), endpoint=f"{address}:{port}", node_timeout=4))
+        (host,) = connect(make_client((1, 2), endpoint=f"{address}:{port}", node_timeout=4))
         guests = lone_node(f"{address}:{port}", 4, "ip", "netns", "exec", namespace)
-        with in_background(lambda: host.join(until(60), last_call=60)) as joining, guests as guest:
+        with in_background(lambda: host.join(deadline_in(60), last_call=60)) as joining, guests as guest:
             assert guest.stdout.readline().split()[:2] == ["connected", "False"]
             assert joining.result().group_world_size == 2
             assert guest.stdout.readline().split()[0] == "joined"
@@ -421,7 +421,7 @@ if os.geteuid() == 0:  # other users may not create networks
             event, seconds = guest.stdout.readline().split()
             assert event == "closed"
             assert float(seconds) < 2
-            assert host.join(until(60), last_call=SHORT_LAST_CALL).group_world_size == 1
+            assert host.join(deadline_in(60), last_call=SHORT_LAST_CALL).group_world_size == 1
             assert time.monotonic() - cut < 4 + 6
         subprocess.run(
             ["ip", "link", "del", cable], check=True

@@ -81,7 +81,7 @@ def test_a_newcomer_does_not_count_as_a_survivor(clients, pool):
     assert join(pool, [first, second], last_call=LONG, expected_nodes=2)() == [2, 2]
     joined = join(pool, [newcomer], last_call=LONG)
     await_state(newcomer, lambda state: state.wait_list)
-    second._method._remove_this_node()  # as at the start of its join
+    second._implementation._remove_this_node()  # as at the start of its join
     returned = join(pool, [first], last_call=LONG, expected_nodes=2)
     await_state(newcomer, lambda state: len(state.participants) == 2)
     assert join(pool, [second], last_call=LONG, expected_nodes=2)() == returned() == joined() == [3]

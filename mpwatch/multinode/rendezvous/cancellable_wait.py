@@ -6,8 +6,9 @@ Such calls are those of the resolver, and of torch's clients, which are written 
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
-from typing import Generic, NoReturn, TypeVar
+from typing import TypeVar
 
 from mpwatch.multinode.rendezvous.errors import CancelledError
 
@@ -65,66 +66,31 @@ def call_with_deadline(
         undo: releases the result of an abandoned call.
         on_check: called every tenth of a second with False, and a last time with True when the call is abandoned.
     """
-    task = _Task(call, undo)
-    thread = threading.Thread(target=task.run, name=thread_name, daemon=True)
+    future: futures.Future[T] = futures.Future()
+
+    def run() -> None:
+        try:
+            result = call()
+        except Exception as error:  # noqa: BLE001  the waiting thread raises it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def undo_result(ended: futures.Future[T]) -> None:
+        if ended.exception() is None:
+            undo(ended.result())
+
+    thread = threading.Thread(target=run, name=thread_name, daemon=True)
     thread.start()
     try:
-        while not task.done.wait(CHECK_SECONDS):
+        while not futures.wait([future], CHECK_SECONDS).done:
             on_check(False)
             if not deadline.seconds_left(1):
                 raise TimeoutError
     except (CancelledError, TimeoutError):
         on_check(True)
-        task.abandon()
+        future.add_done_callback(undo_result)  # called at once if the call has just ended
         thread.join(CHECK_SECONDS)
         raise
     thread.join()
-    return task.get_result()
-
-
-class _Task(Generic[T]):
-    """A call on a thread of its own. The thread that waits for its result may abandon it."""
-
-    def __init__(self, call: Callable[[], T], undo: Callable[[T], object]) -> None:
-        self._call = call
-        self._undo = undo
-        self._lock = threading.Lock()
-        self._is_abandoned = False
-        self._get_result: Callable[[], T] | None = None
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        try:
-            result = self._call()
-            get_result = lambda: result  # noqa: E731
-        except Exception as error:  # noqa: BLE001  the waiting thread raises it
-            get_result = _raising(error)
-        with self._lock:
-            self._get_result = get_result
-            if self._is_abandoned:
-                self._undo_result()
-        self.done.set()
-
-    def abandon(self) -> None:
-        with self._lock:
-            self._is_abandoned = True
-            if self._get_result:
-                self._undo_result()
-
-    def get_result(self) -> T:
-        assert self._get_result is not None  # the call has ended
-        return self._get_result()
-
-    def _undo_result(self) -> None:
-        try:
-            result = self.get_result()
-        except Exception:  # noqa: BLE001  no thread waits for this error any more
-            return
-        self._undo(result)
-
-
-def _raising(error: Exception) -> Callable[[], NoReturn]:
-    def get_result() -> NoReturn:
-        raise error
-
-    return get_result
+    return future.result()

@@ -40,7 +40,7 @@ class RendezvousClient:
         self._rendezvous = rendezvous
         self._cancelled = threading.Event()
         self._opened_store: OpenedStore | None = None
-        self._method: DynamicRendezvous | StaticRendezvous | None = None
+        self._implementation: DynamicRendezvous | StaticRendezvous | None = None
         self.is_host = False
         """Whether this process serves the store, and should leave last. False until `connect` returns."""
         self.backend = rendezvous.backend
@@ -61,9 +61,9 @@ class RendezvousClient:
         self.is_host = opened.is_host
         self.address = self.address or opened.local_addr
         if opened.backend is None:
-            self._method = StaticRendezvous(self._rendezvous, opened)
+            self._implementation = StaticRendezvous(self._rendezvous, opened)
         else:
-            self._method = DynamicRendezvous(self._rendezvous, opened, self.address)
+            self._implementation = DynamicRendezvous(self._rendezvous, opened, self.address)
 
     def join(self, deadline: float, *, last_call: float | None = None, expected_nodes: float = math.inf) -> Round:
         """Leave the previous round, join the next one, and return it when it is complete.
@@ -82,26 +82,26 @@ class RendezvousClient:
         """
         if last_call is None:
             last_call = float(self._rendezvous.options.get("last_call_timeout", LAST_CALL_SECONDS))
-        return self._connected_method().join(Deadline(deadline, self._cancelled), last_call, expected_nodes)
+        return self._get_implementation().join(Deadline(deadline, self._cancelled), last_call, expected_nodes)
 
     def count_waiting_nodes(self) -> int:
         """Return how many newcomers wait for the next round. Raises StoreLostError."""
-        return self._connected_method().count_waiting_nodes()
+        return self._get_implementation().count_waiting_nodes()
 
     def set_closed(self) -> None:
         """Close the rendezvous for all nodes: the job is over, and no node can join any more. Raises StoreLostError."""
         if (store := self.get_job_store()) is not None:
             store.set(JOB_OVER_KEY, "1")  # for nodes that check it before they join
-        self._connected_method().set_closed()
+        self._get_implementation().set_closed()
 
     def get_job_store(self) -> PrefixedStore | None:
         """Return the part of the store that all rounds of the job share, or None if there is none."""
         assert self._opened_store is not None, "call connect() first"
         return PrefixedStore(self._opened_store.connection, f"mpwatch.{self._rendezvous.run_id}")
 
-    def _connected_method(self) -> DynamicRendezvous | StaticRendezvous:
-        assert self._method is not None, "call connect() first, and nothing after close()"
-        return self._method
+    def _get_implementation(self) -> DynamicRendezvous | StaticRendezvous:
+        assert self._implementation is not None, "call connect() first, and nothing after close()"
+        return self._implementation
 
     def cancel(self) -> None:
         """End `connect` and `join` from any thread: within 1 s if one is in progress, and at once from then on."""
@@ -113,14 +113,14 @@ class RendezvousClient:
         Takes at most 2 s, whatever the network does. A resolver call that is stuck ends by its own timeouts.
         """
         self.cancel()
-        opened, method = self._opened_store, self._method
-        self._opened_store = self._method = None
+        opened, implementation = self._opened_store, self._implementation
+        self._opened_store = self._implementation = None
         if opened is None:
             return
-        if method is not None:
-            leave_within_limit(method.leave, opened.connection)
+        if implementation is not None:
+            leave_within_limit(implementation.leave, opened.connection)
             if opened.is_host:
-                _wait_for_others_to_leave(method)
+                _wait_for_others_to_leave(implementation)
         opened.connection.close()
 
 
@@ -136,11 +136,11 @@ def leave_within_limit(leave: Callable[[], object], connection: StoreConnection)
         wait_for_thread_exit(thread.native_id)
 
 
-def _wait_for_others_to_leave(method: DynamicRendezvous | StaticRendezvous) -> None:
+def _wait_for_others_to_leave(implementation: DynamicRendezvous | StaticRendezvous) -> None:
     """Keep the store for nodes that are just leaving.
 
     Torch prints a page of C++ frames if its server goes away during a call.
     """
     deadline = time.monotonic() + OTHERS_LEAVE_SECONDS
-    while method.has_other_nodes() and time.monotonic() < deadline:
+    while implementation.has_other_nodes() and time.monotonic() < deadline:
         time.sleep(OTHERS_LEAVE_POLL_SECONDS)

@@ -1,8 +1,7 @@
 """A RendezvousClient over a user's own rendezvous handler of torch's type, for `Agent(..., rdzv_handler=...)`.
 
-The user owns the handler. It numbers the nodes, gives them a store for each round, and decides by its own settings how many
-nodes must join and how long it waits. Where the public methods of handlers do not suffice, a comment explains the
-workaround.
+The user owns the handler. It numbers the nodes and gives them a store for each round. Its own settings decide how many nodes
+must join and how long it waits. Comments explain workarounds, where the public methods of handlers do not suffice.
 
 Guarantee: this node waits for a round no longer than its deadline. A call of the handler that is still in progress when the
 node leaves ends by the handler's own timeouts, on its own thread. Its result is then undone.

@@ -208,7 +208,7 @@ def open_tcp_store(
             end_connection_after_silence(connection, silence_timeout)
         return StoreConnection(store, sockets, endpoint)
 
-    def bound_new_connections(is_late: bool) -> None:
+    def end_stuck_connections(is_late: bool) -> None:
         """End the connection that torch is making if it is silent or late: torch waits in it for an answer without limit."""
         for connection in _find_connected(_list_sockets() - sockets_before[0], endpoint.port) if sockets_before else ():
             with suppress(OSError), connection:
@@ -218,7 +218,7 @@ def open_tcp_store(
 
     try:
         return call_with_deadline(
-            connect, deadline, "mpwatch-connect", undo=StoreConnection.close, on_check=bound_new_connections
+            connect, deadline, "mpwatch-connect", undo=StoreConnection.close, on_check=end_stuck_connections
         )
     except DistError as error:
         raise StoreLostError(f"the store at {endpoint} has closed the connection: {_first_line(error)}") from error

@@ -1,7 +1,7 @@
 """Torch's dynamic rendezvous handler, with four changes.
 
-- Torch opens a store for the trainers on the first node of each round, and the other nodes wait minutes for its address, in
-  C++. mpwatch gives the ranks a new store for each attempt, so this handler opens none.
+- Torch opens a store for the trainers on the first node of each round. The other nodes wait minutes for its address, in C++.
+  mpwatch gives the ranks a new store for each attempt, so this handler opens none.
 - Torch polls the state once a second until a round has formed. This handler polls more often while it has not waited long.
 - Each join has its own timeouts.
 - A lost store ends the heartbeat thread without a message.
