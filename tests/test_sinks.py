@@ -117,8 +117,8 @@ def test_a_group_that_is_not_closed_loses_no_line_at_exit(eventually):
 
 def test_a_full_socket_is_not_written_to(stop_fd):
     """A socket cannot be opened a second time, and a write to it would block as long as there is no reader."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs, open(theirs.detach(), "w") as stream:
+    read_end, write_end = socket.socketpair()
+    with read_end, write_end, open(write_end.detach(), "w") as stream:
         fill(stream.fileno())
         with closing(open_sink(stream, stop_fd)) as sink:
             assert sink.write(b"a line\n") is False
@@ -127,14 +127,14 @@ def test_a_full_socket_is_not_written_to(stop_fd):
 def test_another_writer_of_the_same_pipe_comes_between_lines(stop_fd):
     line = b"x" * 999 + b"\n"
     read_fd, write_fd = os.pipe()
-    with open(read_fd, "rb", 0) as ours, open(write_fd, "w") as stream:
-        size = fcntl.fcntl(ours, fcntl.F_GETPIPE_SZ)
+    with open(read_fd, "rb", 0) as read_end, open(write_fd, "w") as stream:
+        size = fcntl.fcntl(read_end, fcntl.F_GETPIPE_SZ)
         fill(stream.fileno())
-        ours.read(select.PIPE_BUF * 2)
+        read_end.read(select.PIPE_BUF * 2)
         with closing(open_sink(stream, stop_fd)) as sink:
             assert sink.write(line * 100) is False
         os.set_blocking(read_fd, False)
-        assert ours.read(size).lstrip(b".") == line * 8
+        assert read_end.read(size).lstrip(b".") == line * 8
 
 
 def test_a_line_longer_than_an_atomic_write(tmp_path):

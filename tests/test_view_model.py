@@ -357,19 +357,19 @@ def test_a_full_pipe_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(line_display, "LAST_LINE_SECONDS", 0.01)
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    with open(reader, "rb", buffering=0) as ours, open(writer, "w") as theirs:
+    with open(reader, "rb", buffering=0) as read_end, open(writer, "w") as write_end:
         while True:
             try:
                 os.write(writer, b"x" * 4096)
             except BlockingIOError:
                 break
         os.set_blocking(writer, True)
-        display, tracker = LineDisplay(theirs), Tracker()
+        display, tracker = LineDisplay(write_end), Tracker()
         display.show(tracker.update([status(step=1)]))
         display.close(tracker.update([status(step=2)]))
-        ours.read(1 << 20)
+        read_end.read(1 << 20)
         display.show(tracker.update([status(step=2)]))
-        assert ours.read(1 << 20) == b"mpwatch: step 2 of 100 (2 %); 1 rank running\n"
+        assert read_end.read(1 << 20) == b"mpwatch: step 2 of 100 (2 %); 1 rank running\n"
 
 
 def test_a_table_for_a_notebook():

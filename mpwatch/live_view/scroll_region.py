@@ -1,8 +1,8 @@
 r"""Reserve the last rows of a terminal for the view, while ranks go on printing above them. Pure: it returns what to write.
 
-Ranks write to the terminal themselves, at any time and from other processes, so the view cannot be erased before they print
+Ranks write to the terminal themselves, at any time and from other processes. So the view cannot be erased before they print
 and drawn again afterwards. Instead, the terminal scrolls only the rows above the view (DECSTBM). Each drawing saves the
-cursor, moves it to the view, and restores it (DECSC, DECRC), all in one write, so that no other output comes between.
+cursor, moves it to the view, and restores it (DECSC, DECRC). It is one write, so that no other output comes between.
 
     row 1        what was printed
     ...          what is being printed_          <- the cursor; this part scrolls

@@ -188,7 +188,7 @@ class OutputThread:
             self._selector.register(self._job_wakeup, EVENT_READ)
             while not self.is_over:
                 self._run_once()
-        except BaseException as error:  # noqa: BLE001  a bug of ours: ranks must get EPIPE and not block on a full pipe
+        except BaseException as error:  # noqa: BLE001  a bug in this thread: ranks get EPIPE and do not block
             self._deferred_log.warning("the output of the ranks is lost from here on, by a bug in mpwatch: %r", error)
         finally:
             self._release()

@@ -45,7 +45,8 @@ from mpwatch.watcher.output.sinks import open_sink
 class RankOutput:
     """The output of all ranks of one watcher thread.
 
-    The watcher thread calls `open_stdio` and `end_rank`. The caller's thread calls the other methods.
+    The watcher thread calls `open_stdio`, `end_rank` and `stop_when_drained`. The caller's thread calls the other methods.
+    If the caller never closes a group, the watcher thread calls `close`.
 
     Args:
         spec: where the output goes.
