@@ -1,4 +1,4 @@
-"""Jobs of several nodes, end to end: each node is a Python process of its own, where the machine allows it a host of its own.
+"""Jobs of several nodes, end to end. Each node is a Python process, with a host of its own if the machine allows it.
 
-A package, unlike the other folders of tests: it has a conftest.py beside the one above it, and they need names of their own.
+This folder is a package, unlike the other folders of tests: both conftest.py files need names of their own.
 """

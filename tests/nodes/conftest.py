@@ -1,6 +1,6 @@
-"""Fixtures: jobs of nodes. Which tests there are depends on the machine: those that cut cables need hosts of their own.
+"""Fixtures of jobs of several nodes. Tests that cut cables are collected only if the machine allows network namespaces.
 
-MPWATCH_NODES_TIMES=20 pytest tests/nodes        each test twenty times
+MPWATCH_NODES_TIMES=20 pytest tests/nodes        runs each test twenty times
 """
 
 import os
@@ -9,54 +9,54 @@ import pytest
 
 from .harness import Job
 from .networks import Network, may_rename_hosts, reason_against
-from .processes import Nursery
+from .processes import ForkServer
 
 TIMES = int(os.environ.get("MPWATCH_NODES_TIMES", "1"))
 HOSTS = 3
-WHY_NO_HOSTS = reason_against()
+NO_HOSTS_REASON = reason_against()
 
 NEED_HOSTS = ["test_networks.py", "test_partitions.py"]
 
-collect_ignore = NEED_HOSTS if WHY_NO_HOSTS else []
+collect_ignore = NEED_HOSTS if NO_HOSTS_REASON else []
 
 
 def pytest_terminal_summary(terminalreporter):
-    if WHY_NO_HOSTS:
-        terminalreporter.write_line(f"not collected in tests/nodes: {', '.join(NEED_HOSTS)}: {WHY_NO_HOSTS}")
+    if NO_HOSTS_REASON:
+        terminalreporter.write_line(f"not collected in tests/nodes: {', '.join(NEED_HOSTS)}: {NO_HOSTS_REASON}")
 
 
 if TIMES > 1:
 
     @pytest.fixture(autouse=True, params=range(TIMES))
     def _time(request):
-        """Which time it is."""
+        """The number of the repetition."""
 
 
 @pytest.fixture(scope="session")
-def nursery():
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+def fork_server():
+    fork_server = ForkServer()
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture(scope="session")
 def hostnames():
-    """Whether each node can have one of its own."""
+    """Whether each node can have a hostname of its own."""
     return may_rename_hosts()
 
 
 @pytest.fixture
-def job(nursery, hostnames):
+def job(fork_server, hostnames):
     """Nodes on loopback addresses."""
-    job = Job(nursery, hostnames=hostnames)
+    job = Job(fork_server, hostnames=hostnames)
     yield job
     job.close()
 
 
 @pytest.fixture
-def job_on_hosts(nursery, hostnames):
+def job_on_hosts(fork_server, hostnames):
     """Nodes on hosts of their own."""
     with Network(HOSTS) as network:
-        job = Job(nursery, network=network, hostnames=hostnames)
+        job = Job(fork_server, network=network, hostnames=hostnames)
         yield job
         job.close()

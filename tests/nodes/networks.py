@@ -1,10 +1,10 @@
-"""Hosts of their own: network namespaces without names, on one bridge, and cables between that can be cut and mended.
+"""Hosts for tests: unnamed network namespaces, connected to one bridge by cables that can be cut and mended.
 
     hub: bridge0 -- cable0 ======= eth0: host 0, 10.77.0.1
                  -- cable1 ======= eth0: host 1, 10.77.0.2
 
-A namespace lives as long as a descriptor of it, or a process in it: however a test ends, nothing of it is left. A cut is a
-black hole: the bridge no longer takes the cable's packets, nor sends any into it; both ends believe that the cable is up.
+A namespace exists as long as a descriptor of it, or a process in it. So nothing is left, however a test ends. A cut drops
+all packets: the bridge neither takes packets from the cable nor sends any into it. Both ends still see the cable as up.
 """
 
 import ctypes
@@ -21,12 +21,12 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def may_rename_hosts():
-    """Whether a process may have a hostname of its own."""
+    """Return whether this user may give a process a hostname of its own."""
     return _in_thread(lambda: LIBC.unshare(CLONE_NEWUTS)) == 0
 
 
 def reason_against():
-    """Why this machine cannot have hosts of their own on it; empty if it can."""
+    """Return why this machine cannot have such hosts. Empty if it can."""
     missing = [program for program in ("ip", "nsenter") if shutil.which(program) is None]
     if missing:
         return f"there is no program {' and no '.join(missing)}"
@@ -38,7 +38,7 @@ def reason_against():
 
 
 class Network:
-    """Raises OSError or CalledProcessError where the machine does not allow it."""
+    """The hosts of a test. Raises OSError or CalledProcessError if the machine does not allow them."""
 
     def __init__(self, hosts):
         self._namespaces = []
@@ -58,24 +58,24 @@ class Network:
         self.close()
 
     def namespace(self, host):
-        """A descriptor of it, which stays this object's."""
+        """Return a descriptor of the namespace. Do not close it."""
         return self._namespaces[1 + host]
 
     def address(self, host):
         return f"10.77.0.{1 + host}"
 
     def cut(self, host):
-        """From now on nothing reaches this host, and nothing comes from it."""
+        """Cut the cable of this host: from now on all its packets are lost."""
         self._run_ip(self._hub, f"link set cable{host} nomaster")
 
     def mend(self, host):
         self._run_ip(self._hub, f"link set cable{host} master bridge0")
 
     def within(self, host, do):
-        """What `do` returns when it is called there: sockets stay where they were made."""
+        """Call `do` on this host, and return its result. A socket stays on the host on which it was created."""
 
         def call():
-            _must(LIBC.setns(self.namespace(host), CLONE_NEWNET))
+            _check(LIBC.setns(self.namespace(host), CLONE_NEWNET))
             return do()
 
         return _in_thread(call)
@@ -111,23 +111,23 @@ class Network:
 
 
 def _make_namespace():
-    _must(LIBC.unshare(CLONE_NEWNET))
+    _check(LIBC.unshare(CLONE_NEWNET))
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _must(returned):
+def _check(returned):
     if returned:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
 def _in_thread(do):
-    """In one that has ended afterwards, and with it what it has left behind for itself."""
+    """Call `do` in a new thread, whose namespaces end with it."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(do).result()
 
 
 def free_port():
-    """Of the loopback device."""
+    """Return a free port of the loopback device."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What one node's process does: it calls `mpwatch.run`, once, and tells what came of it, and what that has left, as JSON."""
+"""The program of one node: call `mpwatch.run` once, and write the outcome and what the run has left, as JSON."""
 
 import gc
 import json
@@ -38,49 +38,49 @@ FAILURE = (
     "evidence",
     "is_secondary",
 )
-LAG = 1.0  # seconds
-ELSEWHERE = ("shared memory", "temporary files")  # which all nodes share; the job looks at its own folder
+KERNEL_LAG_SECONDS = 1.0  # seconds
+SHARED = ("shared memory", "temporary files")  # which all nodes share; Job.close checks the folder of the job
 
 
-def call(request, tell):
-    """Run what was asked for; `tell` is a descriptor for what came of it. Signals come as they come to any program."""
-    resource_tracker.ensure_running()  # multiprocessing's own helper, which lives as long as its program
+def call(request, pipe):
+    """Run the request, and write the outcome to the descriptor `pipe`."""
+    resource_tracker.ensure_running()  # a helper of multiprocessing, which runs as long as the program
     if request["skew_seconds"]:
         skew_clock(request["skew_seconds"])
     _warm_up()
-    before = what_is_there()
+    before = take_inventory()
     outcome = {"hostname": platform.node(), "clocks": [time.time(), engine.datetime.now(UTC).timestamp()]}
     if request["beforehand"]:
         getattr(tasks, request["beforehand"])()
-    outcome["began"] = time.monotonic()
+    outcome["started"] = time.monotonic()
     try:
-        outcome |= _what_comes_of(request)
+        outcome |= _run(request)
     finally:
         outcome["ended"] = time.monotonic()
     gc.collect()
-    after = _what_stays(before)
+    after = _take_late_inventory(before)
     outcome["left"] = {name: repr(difference(before[name], after[name])) for name in before if before[name] != after[name]}
     outcome["modules"] = sorted(name for name in sys.modules if name.startswith("mpwatch.multinode"))
-    _write(tell, json.dumps(outcome).encode())
+    _write(pipe, json.dumps(outcome).encode())
 
 
 def _warm_up():
-    """Libuv, which torch's store is made with, keeps a pipe of its own from its first use on, and another in each fork."""
+    """Create a store first: libuv, which torch's store uses, keeps a pipe from its first use on, and another in each fork."""
     torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def serve_store(request, tell):
-    """Be the one who serves the store, and nothing else, until this process is killed."""
+def serve_store(request, pipe):
+    """Serve the store until this process is killed."""
     host, port = request["endpoint"]
     store = torch.distributed.TCPStore(host, port, is_master=True, wait_for_workers=False)
-    _write(tell, b"serving")
-    os.close(tell)
+    _write(pipe, b"serving")
+    os.close(pipe)
     signal.pause()
     del store
 
 
 def skew_clock(seconds):
-    """This node's clock is off by so much, as far as Python can tell; that of its ranks is not."""
+    """Set Python's clock of this node wrong by so many seconds. The clock of its ranks stays right."""
     true_time = time.time
 
     class Skewed(datetime):
@@ -89,77 +89,77 @@ def skew_clock(seconds):
             return datetime.now(tz) + timedelta(seconds=seconds)
 
         @classmethod
-        def utcnow(cls):  # of which torch thinks in its versions before 2.6
+        def utcnow(cls):  # torch before 2.6 calls it
             return cls.now(UTC).replace(tzinfo=None)
 
     engine.datetime = clock_skew.datetime = Skewed
     time.time = lambda: true_time() + seconds
 
 
-def what_is_there():
-    """In this process; the threads of compiled code, too: the store's, for example."""
-    there = {name: value for name, value in state().items() if name not in ELSEWHERE}
-    return there | {"threads of the kernel": _names_of_threads()}
+def take_inventory():
+    """Return what this process holds. It includes threads of compiled code, such as those of the store."""
+    there = {name: value for name, value in state().items() if name not in SHARED}
+    return there | {"threads of the kernel": _thread_names()}
 
 
-def _what_stays(before):
-    """What there is now. The kernel may show a thread for a moment after it has been joined, by torch for example."""
-    deadline = time.monotonic() + LAG
-    while (now := what_is_there())["threads of the kernel"] != before[
+def _take_late_inventory(before):
+    """Return what this process holds now. The kernel may still show a thread for a moment after it has been joined."""
+    deadline = time.monotonic() + KERNEL_LAG_SECONDS
+    while (now := take_inventory())["threads of the kernel"] != before[
         "threads of the kernel"
     ] and time.monotonic() < deadline:
         os.sched_yield()
     return now
 
 
-def _names_of_threads():
+def _thread_names():
     names = []
     for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it has ended since
+        with suppress(OSError):  # the thread has ended since
             names.append((task / "comm").read_text().strip())
     return sorted(names)
 
 
-def _what_comes_of(request):
+def _run(request):
     options = dict(request["options"])
     if isinstance(options.get("env"), str):
         options["env"] = getattr(tasks, options["env"])
     if request["rendezvous"] is not None:
-        options["rendezvous"] = mpwatch.Rendezvous(**_typed(request["rendezvous"]))
+        options["rendezvous"] = mpwatch.Rendezvous(**_restore_tuples(request["rendezvous"]))
     function, options["nprocs"] = resolve_name(request["function"]), request["nprocs"]
     try:
         if request["through"] in ("agent", "handler"):
-            return _what_comes_of_an_agent(function, options, has_handler=request["through"] == "handler")
+            return _run_agent(function, options, has_handler=request["through"] == "handler")
         result = getattr(mpwatch, request["through"])(function, progress=False, **options)
     except mpwatch.RunFailedError as error:
-        return {**_of_error(error), "exit_code": error.exit_code, **_of_result(error.result)}
+        return {**_describe_error(error), "exit_code": error.exit_code, **_describe_result(error.result)}
     except BaseException as error:
         traceback.print_exc()
-        return _of_error(error)
-    return _of_result(result)
+        return _describe_error(error)
+    return _describe_result(result)
 
 
-def _what_comes_of_an_agent(function, options, *, has_handler):
-    handler = _handler_of_torch(options["rendezvous"]) if has_handler else None
+def _run_agent(function, options, *, has_handler):
+    handler = _make_torch_handler(options["rendezvous"]) if has_handler else None
     agent = Agent(mpwatch.WorkerSpec(fn=function, progress=False, **options), rdzv_handler=handler)
     assert agent.get_worker_group().workers == ()
     try:
         result = agent.run(check=False)
         code = None if result.state.name == "SUCCEEDED" else mpwatch.RunFailedError(result).exit_code
         group = agent.get_worker_group()
-        told = {name: getattr(group, name) for name in ("group_rank", "group_world_size")}
+        facts = {name: getattr(group, name) for name in ("group_rank", "group_world_size")}
         ranks = [worker.rank for worker in group.workers]
-        return {**_of_result(result), "exit_code": code, "group": {**told, "ranks": ranks, "state": group.state.name}}
+        return {**_describe_result(result), "exit_code": code, "group": {**facts, "ranks": ranks, "state": group.state.name}}
     finally:
         if handler is not None:
             handler.shutdown()
 
 
-def _handler_of_torch(rendezvous):
-    """As a user of torch's would have it."""
+def _make_torch_handler(rendezvous):
+    """Make a handler as a user of torch does."""
     least, most = rendezvous.nnodes
     settings = {"is_host": rendezvous.is_host, "last_call_timeout": rendezvous.options["last_call_timeout"]}
-    beats = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "read_timeout": 10}
+    keep_alives = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "read_timeout": 10}
     parameters = torch_s.RendezvousParameters(
         "c10d",
         rendezvous.endpoint,
@@ -168,36 +168,36 @@ def _handler_of_torch(rendezvous):
         most,
         local_addr=rendezvous.local_addr,
         **settings,
-        **beats,
+        **keep_alives,
     )
     return torch_s.get_rendezvous_handler(parameters)
 
 
-def _typed(terms):
-    """Of what JSON knows, only a tuple is something else."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in terms.items()}
+def _restore_tuples(options):
+    """Restore the tuples that JSON has turned into lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
-def _of_error(error):
-    return {"error": type(error).__name__, "text": str(error), "cause": _of_exception(error.__cause__)}
+def _describe_error(error):
+    return {"error": type(error).__name__, "text": str(error), "cause": _describe_exception(error.__cause__)}
 
 
-def _of_exception(error):
+def _describe_exception(error):
     if error is None:
         return None
     lines = traceback.format_exception(error)
     return {"type": type(error).__name__, "text": str(error), "traceback": "".join(lines)}
 
 
-def _of_result(result):
+def _describe_result(result):
     return {
         "state": result.state.name,
         "values": dict(result.return_values),
-        "failures": {rank: _of_failure(failure) for rank, failure in result.failures.items()},
-        "root_cause": _of_failure(result.root_cause),
-        "workers": [{name: getattr(worker, name) for name in tasks.WHO} for worker in result.workers],
+        "failures": {rank: _describe_failure(failure) for rank, failure in result.failures.items()},
+        "root_cause": _describe_failure(result.root_cause),
+        "workers": [{name: getattr(worker, name) for name in tasks.WORKER_FIELDS} for worker in result.workers],
         "worker_states": {rank: state.name for rank, state in result.worker_states.items()},
-        "attempts": [_of_attempt(attempt) for attempt in result.attempts],
+        "attempts": [_describe_attempt(attempt) for attempt in result.attempts],
         "restarts": result.restarts,
         "reason": result.reason,
         "not_restarted": result.not_restarted,
@@ -206,16 +206,16 @@ def _of_result(result):
     }
 
 
-def _of_attempt(attempt):
+def _describe_attempt(attempt):
     cause = attempt.root_cause
     return {"number": attempt.number, "state": attempt.state.name, "cause": None if cause is None else cause.rank}
 
 
-def _of_failure(failure):
+def _describe_failure(failure):
     if failure is None:
         return None
-    told = {name: getattr(failure, name) for name in FAILURE}
-    return {**told, "kind": failure.kind.name, "exception": _of_exception(failure.exception)}
+    facts = {name: getattr(failure, name) for name in FAILURE}
+    return {**facts, "kind": failure.kind.name, "exception": _describe_exception(failure.exception)}
 
 
 def _write(fd, data):

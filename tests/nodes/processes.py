@@ -1,4 +1,4 @@
-"""The processes of a test of several nodes, from outside: the nursery that nodes are forked from, and what a job has left."""
+"""The processes of tests of several nodes: the fork server that starts the nodes, and processes that a job has left."""
 
 import json
 import os
@@ -12,57 +12,57 @@ from pathlib import Path
 
 from programs import ENV
 
-__all__ = ["MARK", "Nursery", "kill", "processes_of"]
+__all__ = ["MARK", "ForkServer", "kill", "processes_of"]
 
-MARK = "MPWATCH_NODES_MARK"  # variable by which all are known that nodes of one job have started, and what those have
-PATIENCE = 30.0  # seconds
-LARGEST = 65536  # bytes of an answer
+MARK = "MPWATCH_NODES_MARK"  # variable in the environment of all processes that a job has started
+WAIT_SECONDS = 30.0  # seconds
+MAX_ANSWER = 65536  # bytes of an answer
 
 
-class Nursery:
-    """The process that nodes are forked from."""
+class ForkServer:
+    """Start the fork server, and send it requests. See fork_server.py."""
 
     def __init__(self):
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "nodes.nursery", str(theirs.fileno())],
-                env={**ENV, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},  # a fork takes one thread along
+                [sys.executable, "-m", "nodes.fork_server", str(theirs.fileno())],
+                env={**ENV, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},  # a fork copies only one thread
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
 
     def fork(self, request, fds):
-        """Returns a pid, which stays that of the node until it is reaped."""
-        return self._ask(request, fds)
+        """Fork a node. Return its pid, which stays that of the node until `reap`."""
+        return self._request(request, fds)
 
     def reap(self, pid):
-        """Returns its exit status, negative for a signal. It has ended."""
-        return os.waitstatus_to_exitcode(self._ask({"reap": pid}))
+        """Reap a node that has ended. Return its exit status, negative for a signal."""
+        return os.waitstatus_to_exitcode(self._request({"reap": pid}))
 
     def close(self):
         self._socket.close()
-        self._process.wait(PATIENCE)
+        self._process.wait(WAIT_SECONDS)
 
-    def _ask(self, request, fds=()):
+    def _request(self, request, fds=()):
         socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
-        return json.loads(self._socket.recv(LARGEST))
+        return json.loads(self._socket.recv(MAX_ANSWER))
 
 
 def kill(pid):
-    """Returns when it has ended."""
+    """Kill the process, and wait for its end."""
     with suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
         try:
             os.kill(pid, signal.SIGKILL)
-            wait([pidfd], PATIENCE)
+            wait([pidfd], WAIT_SECONDS)
         finally:
             os.close(pidfd)
 
 
 def processes_of(mark):
-    """All that live and were started by nodes of this job, or by their ranks, with their command lines."""
+    """Return the processes that nodes of this job, or their ranks, have started, with their command lines."""
     found = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with suppress(OSError):

@@ -1,6 +1,6 @@
-"""What ranks do. A light module: every rank imports it, and none of it needs torch.
+"""The functions that ranks run. Every rank imports this module, so it does not import torch.
 
-A rank that `obeys` appears on the job's board (see harness.py), says who it is, and does what it is told there.
+A rank that runs `follow_order` connects to the test (harness.py), introduces itself, and carries out one order.
 """
 
 import json
@@ -15,42 +15,42 @@ from multiprocessing import connection
 
 import mpwatch
 
-BOARD = "MPWATCH_NODES_BOARD"  # variable with the path of the socket that the test listens on
+RANK_SOCKET = "MPWATCH_NODES_BOARD"  # variable with the path of the socket that the test listens on
 NODE = "MPWATCH_NODES_NODE"  # and with the name of the node
 VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"),
 )
-WHO = (
+WORKER_FIELDS = (
     *("rank", "local_rank", "world_size", "local_world_size", "group_rank", "group_world_size"),
     *("role", "role_rank", "role_world_size", "restart_count", "run_id", "master_addr", "master_port"),
 )
 
 
-class BrokenDownError(Exception):
-    """What a rank raises that was told to."""
+class RankError(Exception):
+    """Raised by a rank whose order is to raise."""
 
 
-def who():
-    """This rank, as it knows itself, and as its environment says."""
+def get_worker_info():
+    """Return what this rank knows of itself, from `current_worker` and from its environment."""
     worker = mpwatch.current_worker()
-    known = {name: getattr(worker, name) for name in WHO}
+    known = {name: getattr(worker, name) for name in WORKER_FIELDS}
     return {**known, "node": os.environ[NODE], "environment": {name: os.environ.get(name) for name in VARIABLES}}
 
 
-def obeys():
-    """Appear, and do the first thing that the test orders."""
-    with socket.socket(socket.AF_UNIX) as board:
-        board.connect(os.environ[BOARD])
-        board.sendall(json.dumps({**who(), "pid": os.getpid(), "at": time.monotonic()}).encode() + b"\n")
-        with board.makefile() as orders:
+def follow_order():
+    """Connect to the test, and carry out its first order."""
+    with socket.socket(socket.AF_UNIX) as rank_socket:
+        rank_socket.connect(os.environ[RANK_SOCKET])
+        rank_socket.sendall(json.dumps({**get_worker_info(), "pid": os.getpid(), "at": time.monotonic()}).encode() + b"\n")
+        with rank_socket.makefile() as orders:
             order, *args = json.loads(orders.readline() or '["abandon"]')
         return ORDERS[order](*args)
 
 
-def serves_as_master(of=None):
-    """Appear; and rank 0 is where MASTER_ADDR and MASTER_PORT say: the others get through to it, so many or all."""
+def connect_to_rank_0(of=None):
+    """Connect all ranks, or the first `of`, to rank 0 by MASTER_ADDR and MASTER_PORT. Return the address."""
     worker = mpwatch.current_worker()
     address = worker.master_addr, worker.master_port
     if worker.rank == 0:
@@ -58,12 +58,12 @@ def serves_as_master(of=None):
             for _ in range(1, of or worker.world_size):
                 server.accept()[0].close()
         return address
-    connection_to(address).close()
+    connect_to(address).close()
     return address
 
 
-def connection_to(address):
-    """To rank 0, as soon as it listens."""
+def connect_to(address):
+    """Connect to rank 0 as soon as it listens."""
     while True:
         try:
             return socket.create_connection(address, timeout=10.0)
@@ -71,26 +71,26 @@ def connection_to(address):
             os.sched_yield()
 
 
-def hold_hands(until=signal.pause):
-    """Rank 0 is connected to all others, which wait for it, and have nothing more to wait for when it ends."""
+def wait_for_rank_0(until=signal.pause):
+    """Let all ranks wait for rank 0, each with a connection. They lose it when rank 0 ends."""
     worker = mpwatch.current_worker()
     address = worker.master_addr, worker.master_port
     while worker.rank:
-        with suppress(ConnectionRefusedError), connection.Client(address) as hand:  # it is about to listen
-            hand.recv()
+        with suppress(ConnectionRefusedError), connection.Client(address) as link:  # it is about to listen
+            link.recv()
         os.sched_yield()
-    with connection.Listener(address, backlog=worker.world_size) as listener, ExitStack() as hands:
+    with connection.Listener(address, backlog=worker.world_size) as listener, ExitStack() as links:
         for _ in range(1, worker.world_size):
-            hands.enter_context(listener.accept())
+            links.enter_context(listener.accept())
         until()
 
 
-def loses_its_peer():
-    """Rank 1 is killed, and rank 0 finds that the connection between them is lost."""
+def lose_connection():
+    """Let rank 1 be killed, and rank 0 find that the connection between them is lost."""
     worker = mpwatch.current_worker()
     address = worker.master_addr, worker.master_port
     if worker.rank == 1:
-        with connection_to(address):
+        with connect_to(address):
             be_killed()
     with socket.create_server(("", address[1])) as server, server.accept()[0] as peer:
         peer.sendall(b"what rank 1 does not read")
@@ -99,67 +99,66 @@ def loses_its_peer():
             peer.sendall(b"more of it")
 
 
-def reports(step):
-    """And returns."""
+def report_step(step):
     mpwatch.report(step=step)
 
 
-def takes_its_time(worker):
-    """As `env`: for as long as what has begun meanwhile resists its end, at the first start alone."""
+def slow_env(worker):
+    """For `env`: sleep at the first start, while ranks of another node ignore SIGTERM."""
     if not worker.restart_count:
         time.sleep(1.0)
     return {}
 
 
-def takes_its_time_again(worker):
-    """As `env`: at the second start."""
+def slow_env_at_restart(worker):
+    """For `env`: sleep at the second start."""
     if worker.restart_count:
         time.sleep(1.0)
     return {}
 
 
-def breaks_down_again(worker):
-    """As `env`: at the second start."""
-    return breaks_down(worker) if worker.restart_count else {}
+def failing_env_at_restart(worker):
+    """For `env`: raise at the second start."""
+    return failing_env(worker) if worker.restart_count else {}
 
 
-def breaks_down(worker):
-    """As `env`."""
-    raise BrokenDownError(f"rank {worker.rank} cannot be")
+def failing_env(worker):
+    """For `env`: raise."""
+    raise RankError(f"rank {worker.rank} cannot be")
 
 
-def fails_first_time():
-    """Rank 1 does, as soon as rank 0 resists its end."""
+def fail_in_first_attempt():
+    """Let rank 1 raise in the first attempt, when rank 0 ignores SIGTERM."""
     worker = mpwatch.current_worker()
     if worker.restart_count or worker.rank > 1:
         return
     if worker.rank == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    serves_as_master(of=2)
+    connect_to_rank_0(of=2)
     if worker.rank == 1:
-        raise BrokenDownError("once")
+        raise RankError("once")
     while True:
         signal.pause()
 
 
-def another():
-    """For a node that is told to call something else than the others."""
-    return obeys()
+def another_function():
+    """For a node that calls another function than the others."""
+    return follow_order()
 
 
-def leaves_a_daemon():
-    """In a session of its own, where no watcher looks. Returns its pid."""
+def leave_daemon():
+    """Start a process in a session of its own, which no watcher ends. Return its pid."""
     lasting = [sys.executable, "-c", "import signal; signal.pause()"]
     return os.posix_spawn(sys.executable, lasting, os.environ, setsid=True)
 
 
-def leaves_a_thread():
-    """In the node's own process."""
+def leave_thread():
+    """Start a thread in the node's own process that does not end."""
     threading.Thread(target=signal.pause, name="forgotten", daemon=True).start()
 
 
-def break_down(text):
-    raise BrokenDownError(text)
+def raise_error(text):
+    raise RankError(text)
 
 
 def be_killed(number=signal.SIGKILL):
@@ -168,10 +167,10 @@ def be_killed(number=signal.SIGKILL):
 
 ORDERS = {
     "return": lambda value=None: value,
-    "raise": break_down,
+    "raise": raise_error,
     "exit": sys.exit,
-    "hold_hands": hold_hands,
-    "let_go": lambda: hold_hands(until=lambda: break_down("let go")),
+    "wait_for_rank_0": wait_for_rank_0,
+    "fail_while_connected": lambda: wait_for_rank_0(until=lambda: raise_error("failed while connected")),
     "be_killed": be_killed,
     "abandon": lambda: sys.exit("the test has ended without an order for this rank"),
 }

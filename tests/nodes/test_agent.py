@@ -1,4 +1,4 @@
-"""An agent on each node, also with a rendezvous handler of torch's own; and how programs end that are nothing but a run."""
+"""An Agent on each node, also with a rendezvous handler of torch, and the exit status of `mpwatch.main`."""
 
 import signal
 
@@ -17,22 +17,22 @@ from . import tasks
 from .harness import NODE_TIMEOUT
 from .test_jobs import values_of
 
-AT_ONCE = 1.0  # seconds, where the others are told
+AT_ONCE = 1.0  # seconds, if the node reports that it leaves
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_torch_keeps():
-    """The first store of a process leaves descriptors, of its event loops, for the later ones."""
+    """Create a store first: it leaves descriptors of its event loops in the process, which later stores use."""
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def test_the_import_of_its_home_is_light():
+def test_importing_multinode_does_not_import_torch():
     out = python("-c", "import sys, mpwatch.multinode; print(mpwatch.multinode.__all__, 'torch' in sys.modules)").stdout
     assert out == "['Agent', 'WorkerGroupInfo'] False\n"
 
 
 def test_an_agent_knows_its_ranks(job):
-    job.start_several(2, tasks.who, 2, through="agent")
+    job.start_several(2, tasks.get_worker_info, 2, through="agent")
     outcomes = job.outcomes()
     values_of(outcomes)
     for outcome in outcomes:
@@ -45,13 +45,13 @@ def test_an_agent_knows_its_ranks(job):
         }
 
 
-def test_nodes_that_meet_by_a_handler_of_torch_s_start_again_together(job):
+def test_nodes_that_join_by_a_handler_of_torch_restart_together(job):
     job.start_several(2, nprocs=2, through="handler", max_restarts=1)
     first = job.await_world(4)
     at = first[3].order("raise", "once")
     assert job.await_end(first) - at < AT_ONCE
     second = job.await_world(4)
-    assert {life.who["restart_count"] for life in second} == {1}
+    assert {process.worker["restart_count"] for process in second} == {1}
     assert second[0].round != first[0].round
     second.order("return", "done")
     outcomes = job.outcomes()
@@ -59,7 +59,7 @@ def test_nodes_that_meet_by_a_handler_of_torch_s_start_again_together(job):
     assert [outcome.restarts for outcome in outcomes] == [1, 1]
 
 
-def test_where_no_restart_is_left_all_nodes_have_the_exit_code_of_the_rank_that_failed_first(job):
+def test_without_restarts_all_nodes_have_the_exit_code_of_the_root_cause(job):
     job.start_several(2, through="handler")
     world = job.await_world(2)
     at = world[1].order("exit", 7)
@@ -70,8 +70,8 @@ def test_where_no_restart_is_left_all_nodes_have_the_exit_code_of_the_rank_that_
         assert outcome.group["state"] == "FAILED"
 
 
-def test_by_a_handler_nodes_go_on_without_one_that_has_left(job):
-    job.terms["nnodes"] = 1, 2
+def test_with_a_handler_the_job_goes_on_without_a_node_that_has_left(job):
+    job.rendezvous["nnodes"] = 1, 2
     kept, leaving = job.start_several(2, through="handler")
     first = job.await_world(2)
     at = leaving.send(signal.SIGTERM)
@@ -81,22 +81,22 @@ def test_by_a_handler_nodes_go_on_without_one_that_has_left(job):
     values_of([kept.outcome()])
 
 
-def test_by_a_handler_a_node_that_was_killed_is_lost_in_time(job):
+def test_with_a_handler_a_killed_node_is_lost_in_time(job):
     kept, lost = job.start_several(2, through="handler")
     world = job.await_world(2)
     killed_at = lost.kill()
     assert job.await_end(world) - killed_at < NODE_TIMEOUT + 1
-    assert "no sign of life" in kept.outcome().reason
+    assert "no heartbeat" in kept.outcome().reason
 
 
 @pytest.mark.parametrize(("order", "status"), [(("exit", 7), 7), (("raise", "x"), 1), (("be_killed",), 137)])
-def test_main_ends_with_the_status_of_the_rank_that_failed_first_on_every_node(job, order, status):
+def test_main_exits_with_the_status_of_the_root_cause_on_every_node(job, order, status):
     job.start_several(2, through="main")
     job.await_world(2)[1].order(*order)
     assert [(outcome.error, outcome.text) for outcome in job.outcomes()] == [("SystemExit", str(status))] * 2
 
 
-def test_an_agent_needs_a_rendezvous_and_one_alone():
+def test_an_agent_needs_a_spec_with_a_rendezvous():
     with pytest.raises(ValueError, match=r"use mpwatch\.run"):
         Agent(WorkerSpec(fn=print, nprocs=1))
     with pytest.raises(TypeError, match="spec must be a WorkerSpec"):
@@ -107,39 +107,39 @@ def test_an_agent_needs_a_rendezvous_and_one_alone():
     assert Agent(spec).get_worker_group().state is mpwatch.WorkerState.UNKNOWN
 
 
-def handler_here(nnodes, **settings):
-    """Torch's, with a store in this process."""
+def make_handler(nnodes, **settings):
+    """Return a handler of torch with a store in this process."""
     parameters = RendezvousParameters("c10d", "", "job", nnodes, nnodes, **settings)
     return create_handler(dist.HashStore(), C10dRendezvousBackend(dist.HashStore(), "job"), parameters)
 
 
-def spec_of(**terms):
+def make_spec(**options):
     return WorkerSpec(
-        fn=print, nprocs=1, rendezvous=Rendezvous(**{"endpoint": "127.0.0.1", "run_id": "job", "nnodes": 1, **terms})
+        fn=print, nprocs=1, rendezvous=Rendezvous(**{"endpoint": "127.0.0.1", "run_id": "job", "nnodes": 1, **options})
     )
 
 
-def test_a_handler_must_be_of_this_job_and_not_give_up_nodes_that_are_at_work():
-    handler = handler_here(1)
-    Agent(spec_of(), rdzv_handler=handler)
-    with pytest.raises(ValueError, match=r"'job', and spec\.rendezvous of 'another'"):
-        Agent(spec_of(run_id="another"), rdzv_handler=handler)
+def test_a_handler_must_be_of_this_job_and_must_not_give_up_nodes_that_run():
+    handler = make_handler(1)
+    Agent(make_spec(), rdzv_handler=handler)
+    with pytest.raises(ValueError, match=r"'job', and spec\.rendezvous has 'another'"):
+        Agent(make_spec(run_id="another"), rdzv_handler=handler)
     with pytest.raises(ValueError, match=r"cut off for 10 s.* node_timeout=15\.4 at most"):
-        Agent(spec_of(node_timeout=20), rdzv_handler=handler)
+        Agent(make_spec(node_timeout=20), rdzv_handler=handler)
 
 
-def test_a_handler_s_store_may_be_anywhere():
-    result = Agent(spec_of(), rdzv_handler=handler_here(1, last_call_timeout=1)).run()
+def test_the_store_of_a_handler_may_be_in_the_same_process():
+    result = Agent(make_spec(), rdzv_handler=make_handler(1, last_call_timeout=1)).run()
     assert dict(result.return_values) == {0: None}
 
 
-def test_where_too_few_come_to_a_handler_in_its_time_it_is_said():
+def test_too_few_nodes_at_a_handler_are_reported():
     with pytest.raises(mpwatch.LaunchError, match=r"'job'.* \(c10d\): no round had formed after \d\.\d s"):
-        Agent(spec_of(nnodes=2), rdzv_handler=handler_here(2, join_timeout=1)).run()
+        Agent(make_spec(nnodes=2), rdzv_handler=make_handler(2, join_timeout=1)).run()
 
 
-def test_a_job_that_is_over_cannot_be_joined_by_its_handler():
-    handler = handler_here(1)
+def test_a_closed_handler_cannot_join_its_job():
+    handler = make_handler(1)
     handler.set_closed()
     with pytest.raises(mpwatch.LaunchError, match=r"closed: that job is over"):
-        Agent(spec_of(), rdzv_handler=handler).run()
+        Agent(make_spec(), rdzv_handler=handler).run()

@@ -1,4 +1,4 @@
-"""A rank fails on one node: all nodes stop, all say why, and with restarts left all start again together."""
+"""A rank fails on one node: all nodes stop and report the same reason. With restarts left, all restart together."""
 
 import signal
 
@@ -7,24 +7,24 @@ import pytest
 from . import tasks
 from .harness import World
 
-AT_ONCE = 1.0  # seconds, from a failure on one node until no rank of any is left
+AT_ONCE = 1.0  # seconds, from a failure on one node until the ranks of all nodes have exited
 
 
 @pytest.fixture
 def world(job):
-    """Of two nodes of two ranks."""
+    """The ranks of two nodes, two on each."""
     job.start_several(2, nprocs=2)
     return job.await_world(4)
 
 
 def hosts_of(job, world):
-    """The name of the host of each rank."""
+    """Return the name of the host of each rank."""
     names = {node.name: node.hostname for node in job.nodes}
-    return [names[life.node] for life in world]
+    return [names[process.node] for process in world]
 
 
 def assert_all_blame(job, world, rank, **facts):
-    """Every node says that it was this rank, and the same of it. Returns what they say."""
+    """Assert that every node reports this rank as the root cause, with these facts. Return their outcomes."""
     outcomes = job.outcomes()
     for outcome in outcomes:
         assert (outcome.error, outcome.state) == ("RunFailedError", "FAILED")
@@ -42,29 +42,29 @@ def test_all_nodes_blame_the_rank_that_raised(job, world, rank):
     at = world[rank].order("raise", "it is mine")
     assert job.await_end(world) - at < AT_ONCE
     for outcome in assert_all_blame(job, world, rank, kind="EXCEPTION", exit_code=1):
-        assert "BrokenDownError: it is mine" in outcome.root_cause["summary"]
-        assert "in break_down" in outcome.root_cause["traceback"]
-        assert "raise BrokenDownError(text)" in outcome.root_cause["traceback"]
-        assert (outcome.cause["type"], outcome.cause["text"]) == ("BrokenDownError", "it is mine")
+        assert "RankError: it is mine" in outcome.root_cause["summary"]
+        assert "in raise_error" in outcome.root_cause["traceback"]
+        assert "raise RankError(text)" in outcome.root_cause["traceback"]
+        assert (outcome.cause["type"], outcome.cause["text"]) == ("RankError", "it is mine")
         assert outcome.failures.keys() == {rank}
 
 
-def test_only_the_root_cause_of_the_job_is_told_as_one(job, world):
-    """Ranks of the other node have waited for it, and nobody has failed there who could be blamed instead."""
-    world.order("let_go")
+def test_only_the_root_cause_of_the_job_is_published_as_one(job, world):
+    """Ranks of the other node waited for it, so they are victims."""
+    world.order("fail_while_connected")
     first, second = assert_all_blame(job, world, 0, kind="EXCEPTION")
     assert first.blamed.pop(0)
     assert second.blamed
     assert not any([*first.blamed.values(), *second.blamed.values()])
 
 
-def test_calls_return_when_all_has_been_told(job, world):
+def test_calls_return_as_soon_as_all_nodes_have_reported(job, world):
     at = world[3].order("raise", "it is mine")
     assert max(outcome.ended for outcome in job.outcomes()) - at < 2 * AT_ONCE
 
 
 def test_a_connection_to_a_rank_that_was_killed_on_another_node_is_not_the_cause(job):
-    for outcome in [node.outcome() for node in job.start_several(2, tasks.loses_its_peer)]:
+    for outcome in [node.outcome() for node in job.start_several(2, tasks.lose_connection)]:
         assert (outcome.root_cause["rank"], outcome.root_cause["signal"]) == (1, signal.SIGKILL)
 
 
@@ -80,9 +80,9 @@ def test_all_nodes_blame_the_rank_that_ended_with_a_status(job, world):
     assert_all_blame(job, world, 2, kind="EXIT", exit_code=3)
 
 
-def test_where_both_nodes_fail_at_once_all_tell_the_same(job, world):
-    for life in world:
-        life.order("raise", f"rank {life.rank}")
+def test_all_nodes_report_the_same_if_both_fail_at_once(job, world):
+    for process in world:
+        process.order("raise", f"rank {process.rank}")
     first, second = job.outcomes()
     assert first.root_cause["rank"] == second.root_cause["rank"]
     assert first.root_cause["summary"] == second.root_cause["summary"]
@@ -92,8 +92,8 @@ def test_where_both_nodes_fail_at_once_all_tell_the_same(job, world):
     assert first.root_cause["rank"] in first.failures
 
 
-def test_a_failure_of_one_that_has_returned_elsewhere_is_the_jobs(job, world):
-    World(life for life in world if life.rank != 1).order("return", "fine")
+def test_the_job_fails_if_a_rank_raises_after_the_others_have_returned(job, world):
+    World(process for process in world if process.rank != 1).order("return", "fine")
     world[1].order("raise", "last")
     assert_all_blame(job, world, 1, kind="EXCEPTION")
 
@@ -101,11 +101,11 @@ def test_a_failure_of_one_that_has_returned_elsewhere_is_the_jobs(job, world):
 def test_all_nodes_restart_together(job):
     job.start_several(2, nprocs=2, max_restarts=1)
     first = job.await_world(4)
-    assert [life.who["restart_count"] for life in first] == [0] * 4
+    assert [process.worker["restart_count"] for process in first] == [0] * 4
     first[3].order("raise", "once")
     job.await_end(first)
     second = job.await_world(4)
-    assert [life.who["restart_count"] for life in second] == [1] * 4
+    assert [process.worker["restart_count"] for process in second] == [1] * 4
     assert second[0].round != first[0].round
     second.order("return", "well")
     for outcome in job.outcomes():
@@ -114,19 +114,19 @@ def test_all_nodes_restart_together(job):
         assert set(outcome.values.values()) == {"well"}
 
 
-@pytest.mark.parametrize("culprit", [0, 3])
-def test_the_budget_is_that_of_the_job(job, culprit):
-    """Whichever node has used it up."""
+@pytest.mark.parametrize("failing_rank", [0, 3])
+def test_the_budget_is_that_of_the_job(job, failing_rank):
+    """The nodes share one restart budget, even if ranks of different nodes fail."""
     job.start_several(2, nprocs=2, max_restarts=1)
     job.await_world(4)[3].order("raise", "once")
     second = job.await_world(4)
-    second[culprit].order("raise", "once more")
-    for outcome in assert_all_blame(job, second, culprit):
+    second[failing_rank].order("raise", "once more")
+    for outcome in assert_all_blame(job, second, failing_rank):
         assert "once more" in outcome.root_cause["summary"]
         assert outcome.not_restarted
 
 
-def test_the_attempts_that_failed_are_told_on_every_node(job):
+def test_every_node_reports_the_failed_attempts(job):
     job.start_several(2, max_restarts=2)
     for rank in (0, 1):
         job.await_world(2)[rank].order("raise", f"rank {rank}")

@@ -1,4 +1,4 @@
-"""The harness itself: what would go unseen if it did not see it. Each node here is a job of its own."""
+"""Tests of the harness: it must see what it is there to see. Each node here is a job of its own."""
 
 import signal
 import socket
@@ -10,22 +10,22 @@ from conftest import is_alive
 
 from . import tasks
 
-ALONE = {"terms": False}
+ALONE = {"rendezvous": False}
 
 
-def test_nodes_tell_what_came_of_their_calls(job):
-    job.start(tasks.who, 2, **ALONE)
-    job.start(tasks.obeys, 1, **ALONE)
+def test_nodes_report_the_outcomes_of_their_calls(job):
+    job.start(tasks.get_worker_info, 2, **ALONE)
+    job.start(tasks.follow_order, 1, **ALONE)
     job.await_world(1).order("raise", "no more")
     first, second = job.outcomes()
     assert [value["rank"] for value in first.values.values()] == [0, 1]
     assert first.state == "SUCCEEDED"
     assert (second.error, second.root_cause["kind"], second.cause["text"]) == ("RunFailedError", "EXCEPTION", "no more")
-    assert "break_down" in second.root_cause["traceback"]
+    assert "raise_error" in second.root_cause["traceback"]
 
 
 def test_each_node_is_a_host_of_its_own_name(job, hostnames):
-    job.start_several(2, tasks.who, **ALONE)
+    job.start_several(2, tasks.get_worker_info, **ALONE)
     names = [outcome.hostname for outcome in job.outcomes()]
     assert names == (["host0", "host1"] if hostnames else [socket.gethostname()] * 2)
 
@@ -38,51 +38,51 @@ def test_a_watcher_can_be_killed_and_its_ranks_are_seen_to_end(job):
     assert node.exit_status() == -signal.SIGKILL
 
 
-def test_ctrl_c_comes_to_a_node_as_to_any_program(job):
+def test_ctrl_c_reaches_a_node_as_any_program(job):
     node = job.start(**ALONE)
     job.await_world(1)
     node.send(signal.SIGINT)
     assert node.outcome().error == "KeyboardInterrupt"
 
 
-def test_a_node_that_a_test_leaves_behind_is_ended_and_told(job):
+def test_a_node_that_a_test_leaves_is_killed_and_reported(job):
     job.start(**ALONE)
-    (life,) = job.await_world(1)
+    (process,) = job.await_world(1)
     with pytest.raises(AssertionError, match="had not seen end"):
         job.close()
-    assert not is_alive(life.pid)
+    assert not is_alive(process.pid)
 
 
-def test_what_a_node_leaves_in_its_process_is_told(job):
-    node = job.start(tasks.who, beforehand=tasks.leaves_a_thread, **ALONE)
+def test_what_a_node_leaves_in_its_process_is_reported(job):
+    node = job.start(tasks.get_worker_info, beforehand=tasks.leave_thread, **ALONE)
     with pytest.raises(AssertionError, match=r"node0 left .*forgotten"):
         node.outcome()
 
 
-def test_what_ranks_leave_is_told_and_ended(job):
-    job.start(tasks.leaves_a_daemon, **ALONE)
+def test_processes_that_ranks_leave_are_killed_and_reported(job):
+    job.start(tasks.leave_daemon, **ALONE)
     (outcome,) = job.outcomes()
     with pytest.raises(AssertionError, match="processes that were left"):
         job.close()
     assert not is_alive(outcome.values[0])
 
 
-def test_a_world_is_of_one_start(job):
+def test_a_world_has_the_ranks_of_one_attempt(job):
     job.start(nprocs=2, max_restarts=1, **ALONE)
     first = job.await_world(2)
     first[1].order("exit", 3)
     second = job.await_world(2)
     assert not set(first) & set(second)
-    assert first.ended_at < min(life.began_at for life in second)
-    assert [life.who["restart_count"] for life in second] == [1, 1]
+    assert first.ended_at < min(process.started_at for process in second)
+    assert [process.worker["restart_count"] for process in second] == [1, 1]
     second[0].order("be_killed")
     assert job.nodes[0].outcome().root_cause["signal"] == signal.SIGKILL
 
 
-def test_what_does_not_come_is_told_with_all_that_has_come(job):
+def test_a_timeout_lists_the_nodes_and_ranks(job):
     node = job.start(**ALONE)
     job.await_world(1)
-    with pytest.raises(AssertionError, match=r"waited 0.1 s for a world of 2\nnode0: pid .*at work\nrank 0 of 1 on node0"):
+    with pytest.raises(AssertionError, match=r"waited 0.1 s for a world of 2\nnode0: pid .*running\nrank 0 of 1 on node0"):
         job.await_world(2, within=0.1)
     node.kill()
     with pytest.raises(AssertionError, match="all nodes have ended"):
@@ -99,7 +99,7 @@ def test_a_store_is_served_until_its_process_is_killed(job):
 
 
 @pytest.mark.parametrize("minutes", [-5, 5])
-def test_a_wrong_clock_is_wrong_for_the_engine_of_the_rendezvous(job, minutes):
-    node = job.start(tasks.who, skew_seconds=60 * minutes, **ALONE)
+def test_a_wrong_clock_is_wrong_for_the_rendezvous_of_torch(job, minutes):
+    node = job.start(tasks.get_worker_info, skew_seconds=60 * minutes, **ALONE)
     for clock in node.outcome().clocks:
         assert abs(clock - time.time() - 60 * minutes) < 30

@@ -1,4 +1,4 @@
-"""Nodes that form one job: who is who in it, what comes of it, and what nodes do not agree in."""
+"""Nodes that form one job: the numbers of their ranks, their results, and options in which nodes differ."""
 
 import pytest
 
@@ -7,12 +7,12 @@ import mpwatch
 from . import tasks
 from .harness import NODE_TIMEOUT
 
-JOIN_TIMEOUT = 3.0  # seconds, where nobody comes
+JOIN_TIMEOUT = 3.0  # seconds, where no other node joins
 SECRET = {"secret": "of the job"}
 
 
 def values_of(outcomes):
-    """By rank; each outcome has those of its own node's ranks and of no other."""
+    """Return the values of all ranks in order. Each outcome must have only those of its own node's ranks."""
     for outcome in outcomes:
         assert (outcome.error, outcome.text, outcome.state) == ("", "", "SUCCEEDED")
     values = {rank: value for outcome in outcomes for rank, value in outcome.values.items()}
@@ -20,24 +20,24 @@ def values_of(outcomes):
     return [values[rank] for rank in range(len(values))]
 
 
-def told(values, name):
+def collect(values, name):
     return [value[name] for value in values]
 
 
 def test_two_nodes_are_one_job(job):
-    job.start_several(2, tasks.who, 2)
+    job.start_several(2, tasks.get_worker_info, 2)
     outcomes = job.outcomes()
     values = values_of(outcomes)
-    assert told(values, "rank") == [0, 1, 2, 3]
-    assert told(values, "local_rank") == [0, 1, 0, 1]
-    assert told(values, "group_rank") == [0, 0, 1, 1]
+    assert collect(values, "rank") == [0, 1, 2, 3]
+    assert collect(values, "local_rank") == [0, 1, 0, 1]
+    assert collect(values, "group_rank") == [0, 0, 1, 1]
     assert {(value["world_size"], value["local_world_size"], value["group_world_size"]) for value in values} == {(4, 2, 2)}
-    assert told(values, "node")[0::2] == told(values, "node")[1::2]
+    assert collect(values, "node")[0::2] == collect(values, "node")[1::2]
     assert {outcome.restarts for outcome in outcomes} == {0}
 
 
 def test_each_result_has_the_workers_of_its_own_node(job):
-    job.start_several(2, tasks.who, 2)
+    job.start_several(2, tasks.get_worker_info, 2)
     for outcome in job.outcomes():
         workers = {worker["rank"]: worker for worker in outcome.workers}
         assert workers.keys() == outcome.values.keys() == outcome.worker_states.keys()
@@ -46,8 +46,8 @@ def test_each_result_has_the_workers_of_its_own_node(job):
 
 
 def test_nodes_may_differ_in_their_ranks(job):
-    job.start(tasks.who, 1)
-    job.start(tasks.who, 3)
+    job.start(tasks.get_worker_info, 1)
+    job.start(tasks.get_worker_info, 3)
     first, second = job.outcomes()
     values = values_of([first, second])
     assert {value["world_size"] for value in values} == {4}
@@ -57,20 +57,20 @@ def test_nodes_may_differ_in_their_ranks(job):
 
 
 def test_nodes_may_differ_in_their_roles(job):
-    job.terms["nnodes"] = 3
-    job.start(tasks.who, 1, role="trainer")
-    job.start(tasks.who, 2, role="reader")
-    job.start(tasks.who, 2, role="trainer")
+    job.rendezvous["nnodes"] = 3
+    job.start(tasks.get_worker_info, 1, role="trainer")
+    job.start(tasks.get_worker_info, 2, role="reader")
+    job.start(tasks.get_worker_info, 2, role="trainer")
     trainer, reader, other = job.outcomes()
     values = values_of([trainer, reader, other])
     assert [value["role_rank"] for value in values if value["role"] == "trainer"] == [0, 1, 2]
     assert [value["role_rank"] for value in values if value["role"] == "reader"] == [0, 1]
     assert {(value["role"], value["role_world_size"]) for value in values} == {("trainer", 3), ("reader", 2)}
-    assert set(told(reader.values.values(), "role")) == {"reader"}
+    assert set(collect(reader.values.values(), "role")) == {"reader"}
 
 
-def test_the_environment_of_each_rank_says_who_it_is(job):
-    job.start_several(2, tasks.who, 2, role="trainer", max_restarts=1)
+def test_the_environment_of_each_rank_has_its_numbers(job):
+    job.start_several(2, tasks.get_worker_info, 2, role="trainer", max_restarts=1)
     for value in values_of(job.outcomes()):
         assert value["environment"] == {
             "RANK": str(value["rank"]),
@@ -92,60 +92,60 @@ def test_the_environment_of_each_rank_says_who_it_is(job):
         }
 
 
-def test_rank_0_can_be_reached_where_all_ranks_are_told(job):
-    job.start_several(2, tasks.serves_as_master, 2)
+def test_rank_0_can_be_reached_at_the_master_address(job):
+    job.start_several(2, tasks.connect_to_rank_0, 2)
     values = values_of(job.outcomes())
     assert all(value == values[0] for value in values)
     assert values[0][0] in ("127.0.0.1", "127.0.0.2")
 
 
 def test_the_address_of_rank_0_is_that_of_its_node(job):
-    nodes = job.start_several(2, tasks.who)
+    nodes = job.start_several(2, tasks.get_worker_info)
     values = values_of(job.outcomes())
     number = [node.name for node in nodes].index(values[0]["node"])
-    assert set(told(values, "master_addr")) == {f"127.0.0.{1 + number}"}
+    assert set(collect(values, "master_addr")) == {f"127.0.0.{1 + number}"}
 
 
 def test_nodes_with_the_same_secret_form_a_job(job):
-    job.terms |= SECRET
-    job.start_several(2, tasks.who, 2)
+    job.rendezvous |= SECRET
+    job.start_several(2, tasks.get_worker_info, 2)
     assert [list(outcome.values) for outcome in job.outcomes()] == [[0, 1], [2, 3]]
 
 
-def test_what_is_said_is_not_believed_without_the_secret(job):
-    job.start(tasks.who, terms={**SECRET, "join_timeout": JOIN_TIMEOUT})
-    job.start(tasks.who, terms={"secret": "of somebody else", "join_timeout": JOIN_TIMEOUT})
+def test_nodes_with_different_secrets_form_no_job(job):
+    job.start(tasks.get_worker_info, rendezvous={**SECRET, "join_timeout": JOIN_TIMEOUT})
+    job.start(tasks.get_worker_info, rendezvous={"secret": "of somebody else", "join_timeout": JOIN_TIMEOUT})
     assert [outcome.error for outcome in job.outcomes()] == ["LaunchError"] * 2
 
 
-def test_whoever_comes_first_serves_the_store(job):
-    job.start_several(2, tasks.who, terms={"is_host": None})
-    assert told(values_of(job.outcomes()), "rank") == [0, 1]
+def test_the_first_node_serves_the_store(job):
+    job.start_several(2, tasks.get_worker_info, rendezvous={"is_host": None})
+    assert collect(values_of(job.outcomes()), "rank") == [0, 1]
 
 
 def test_the_store_may_be_elsewhere(job):
     store = job.start_store()
-    nodes = job.start_several(2, tasks.who)
-    assert told(values_of(job.outcomes(nodes)), "rank") == [0, 1]
+    nodes = job.start_several(2, tasks.get_worker_info)
+    assert collect(values_of(job.outcomes(nodes)), "rank") == [0, 1]
     store.kill()
     store.exit_status()
 
 
 def test_a_job_of_one_node(job):
-    job.terms["nnodes"] = 1
-    job.start(tasks.who, 2)
-    assert told(values_of(job.outcomes()), "group_world_size") == [1, 1]
+    job.rendezvous["nnodes"] = 1
+    job.start(tasks.get_worker_info, 2)
+    assert collect(values_of(job.outcomes()), "group_world_size") == [1, 1]
 
 
 def test_four_nodes_are_one_job(job):
-    job.terms["nnodes"] = 4
-    job.start_several(4, tasks.who)
+    job.rendezvous["nnodes"] = 4
+    job.start_several(4, tasks.get_worker_info)
     values = values_of(job.outcomes())
-    assert told(values, "rank") == told(values, "group_rank") == [0, 1, 2, 3]
+    assert collect(values, "rank") == collect(values, "group_rank") == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("first_is_rank_0", [True, False])
-def test_who_is_done_first_waits_for_the_others(job, first_is_rank_0):
+def test_the_node_that_returns_first_waits_for_the_others(job, first_is_rank_0):
     job.start_several(2)
     world = job.await_world(2)
     first, second = (world[0], world[1]) if first_is_rank_0 else (world[1], world[0])
@@ -157,8 +157,8 @@ def test_who_is_done_first_waits_for_the_others(job, first_is_rank_0):
     assert (values[first.rank], values[second.rank]) == ("early", "late")
 
 
-def test_the_job_is_over_for_all_at_once_when_the_last_is_done(job):
-    job.start_several(3, terms={"nnodes": 3})
+def test_the_job_ends_on_all_nodes_at_once_when_the_last_rank_returns(job):
+    job.start_several(3, rendezvous={"nnodes": 3})
     last = job.await_world(3).order("return")
     assert max(outcome.ended for outcome in job.outcomes()) - last < NODE_TIMEOUT
 
@@ -166,76 +166,76 @@ def test_the_job_is_over_for_all_at_once_when_the_last_is_done(job):
 def assert_all_refuse(job, *words):
     for outcome in job.outcomes():
         assert outcome.error == "LaunchError"
-        assert outcome.ended - outcome.began < 2 * JOIN_TIMEOUT
+        assert outcome.ended - outcome.started < 2 * JOIN_TIMEOUT
         for word in words:
             assert word in outcome.text
 
 
 def test_nodes_that_call_different_functions_are_refused(job):
-    job.terms["join_timeout"] = JOIN_TIMEOUT
-    job.start(tasks.obeys)
-    job.start(tasks.another)
-    assert_all_refuse(job, "obeys", "another", "host1")
+    job.rendezvous["join_timeout"] = JOIN_TIMEOUT
+    job.start(tasks.follow_order)
+    job.start(tasks.another_function)
+    assert_all_refuse(job, "follow_order", "another", "host1")
 
 
 def test_nodes_that_expect_different_numbers_of_nodes_are_refused(job):
-    job.terms["join_timeout"] = JOIN_TIMEOUT
-    job.start(terms={"nnodes": (2, 3)})
-    job.start(terms={"nnodes": 2})
+    job.rendezvous["join_timeout"] = JOIN_TIMEOUT
+    job.start(rendezvous={"nnodes": (2, 3)})
+    job.start(rendezvous={"nnodes": 2})
     assert_all_refuse(job, "nnodes", "host1")
 
 
 def test_nodes_that_differ_in_their_restarts_are_refused(job):
-    job.terms["join_timeout"] = JOIN_TIMEOUT
+    job.rendezvous["join_timeout"] = JOIN_TIMEOUT
     job.start(max_restarts=1)
     job.start(max_restarts=2)
     assert_all_refuse(job, "restart", "host1")
 
 
-def test_who_has_come_too_late_to_be_counted_is_not_told_of_a_job_that_runs(job):
-    """Most of its time goes by before it has joined: it waits for the terms of a job that nobody has begun."""
+def test_a_node_whose_time_runs_out_before_it_joins_names_the_number_of_nodes(job):
+    """It spends most of its time waiting for the JobConfig of a job that no node has started."""
     store = job.start_store()
-    outcome = job.start(terms={"join_timeout": 0.5}).outcome()
+    outcome = job.start(rendezvous={"join_timeout": 0.5}).outcome()
     store.kill()
     store.exit_status()
-    assert "0 of 2 nodes had come" in outcome.text
+    assert "0 of 2 nodes had joined" in outcome.text
 
 
 @pytest.mark.parametrize("missing", [1, 2])
-def test_where_too_few_come_it_is_said_in_time(job, missing):
-    job.terms |= {"nnodes": 1 + missing, "join_timeout": JOIN_TIMEOUT}
+def test_too_few_nodes_are_reported_in_time(job, missing):
+    job.rendezvous |= {"nnodes": 1 + missing, "join_timeout": JOIN_TIMEOUT}
     job.start()
     assert_all_refuse(job, f"127.0.0.1:{job.port}", str(1 + missing))
 
 
-def test_a_store_that_nobody_serves_is_named(job):
-    job.terms |= {"join_timeout": JOIN_TIMEOUT, "is_host": False}
+def test_a_store_that_no_node_serves_is_named(job):
+    job.rendezvous |= {"join_timeout": JOIN_TIMEOUT, "is_host": False}
     job.start_several(2)
     assert_all_refuse(job, f"127.0.0.1:{job.port}")
 
 
-def test_a_name_that_nobody_knows_is_named(job):
-    job.terms |= {"join_timeout": JOIN_TIMEOUT, "endpoint": "no-such-host.invalid:29400", "is_host": None}
+def test_an_unknown_host_name_is_named(job):
+    job.rendezvous |= {"join_timeout": JOIN_TIMEOUT, "endpoint": "no-such-host.invalid:29400", "is_host": None}
     job.start()
     assert_all_refuse(job, "no-such-host.invalid")
 
 
 def test_a_port_that_is_taken_is_named(job):
-    job.terms["join_timeout"] = JOIN_TIMEOUT
-    first = job.start(terms={"nnodes": 1})
-    (life,) = job.await_world(1)
-    second = job.start(terms={"is_host": True})
+    job.rendezvous["join_timeout"] = JOIN_TIMEOUT
+    first = job.start(rendezvous={"nnodes": 1})
+    (process,) = job.await_world(1)
+    second = job.start(rendezvous={"is_host": True})
     outcome = second.outcome()
     assert outcome.error == "LaunchError"
     assert str(job.port) in outcome.text
-    life.order("return")
+    process.order("return")
     assert first.outcome().state == "SUCCEEDED"
 
 
 def test_jobs_of_other_names_at_the_same_store_are_other_jobs(job):
     store = job.start_store()
-    job.terms["nnodes"] = 1
-    nodes = [job.start(tasks.who, terms={"run_id": name}) for name in ("one", "two")]
+    job.rendezvous["nnodes"] = 1
+    nodes = [job.start(tasks.get_worker_info, rendezvous={"run_id": name}) for name in ("one", "two")]
     assert [outcome.values[0]["run_id"] for outcome in job.outcomes(nodes)] == ["one", "two"]
     store.kill()
     store.exit_status()
@@ -248,7 +248,7 @@ def test_jobs_of_other_names_at_the_same_store_are_other_jobs(job):
         (
             {"restart_policy": mpwatch.RestartPolicy(1, scope="worker")},
             ValueError,
-            "over several nodes all ranks are started again",
+            "on several nodes all ranks are restarted together",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Nodes that come and go: lost, leaving, newcomers; and the one that serves the store."""
+"""Nodes that are lost, leave or join during a job, and the node that serves the store."""
 
 import signal
 
@@ -6,16 +6,16 @@ import pytest
 
 from .harness import NODE_TIMEOUT
 
-NOTICED = NODE_TIMEOUT + 1.0  # seconds, from the loss of a node until the others have acted
-AT_ONCE = 1.0  # seconds, where the others are told
+DETECTION_SECONDS = NODE_TIMEOUT + 1.0  # from the loss of a node until the others have stopped their ranks
+AT_ONCE = 1.0  # seconds, if the node reports that it leaves
 
 
-def node_of(job, life):
-    return next(node for node in job.nodes if node.name == life.node)
+def node_of(job, process):
+    return next(node for node in job.nodes if node.name == process.node)
 
 
 def counts(world):
-    return {life.who["restart_count"] for life in world}
+    return {process.worker["restart_count"] for process in world}
 
 
 def assert_success(*nodes):
@@ -26,14 +26,14 @@ def assert_success(*nodes):
 
 @pytest.mark.parametrize(("least", "most"), [(1, 2), (2, 3)])
 def test_the_job_goes_on_without_a_node_that_was_killed(job, least, most):
-    job.terms["nnodes"] = least, most
+    job.rendezvous["nnodes"] = least, most
     nodes = job.start_several(most, nprocs=2)
     first = job.await_world(2 * most)
     killed_at = nodes[-1].kill()
-    assert job.await_end(first) - killed_at < NOTICED
+    assert job.await_end(first) - killed_at < DETECTION_SECONDS
     second = job.await_world(2 * least)
     assert counts(second) == {1}
-    assert second[0].who["group_world_size"] == least
+    assert second[0].worker["group_world_size"] == least
     second.order("return")
     assert_success(*nodes[:-1])
 
@@ -44,14 +44,14 @@ def test_without_enough_nodes_the_job_fails_and_names_the_one_that_was_lost(job)
     killed_at = lost.kill()
     outcome = kept.outcome()
     assert outcome.error == "RunFailedError"
-    assert outcome.ended - killed_at < NOTICED
+    assert outcome.ended - killed_at < DETECTION_SECONDS
     assert lost.hostname in outcome.text.splitlines()[0]
-    assert f"no sign of life for {NODE_TIMEOUT} s" in outcome.text
+    assert f"no heartbeat for {NODE_TIMEOUT} s" in outcome.text
     assert outcome.root_cause is None or outcome.root_cause["hostname"] == lost.hostname
-    assert world.ended_at - killed_at < NOTICED
+    assert world.ended_at - killed_at < DETECTION_SECONDS
 
 
-def test_a_lost_node_is_waited_for_where_restarts_are_left(job):
+def test_a_lost_node_is_replaced_if_restarts_are_left(job):
     job.start_several(2, max_restarts=1)
     first = job.await_world(2)
     kept, lost = job.nodes
@@ -59,14 +59,14 @@ def test_a_lost_node_is_waited_for_where_restarts_are_left(job):
     job.await_end(first)
     substitute = job.start(max_restarts=1)
     second = job.await_world(2)
-    assert {life.node for life in second} == {kept.name, substitute.name}
+    assert {process.node for process in second} == {kept.name, substitute.name}
     assert counts(second) == {1}
     second.order("return")
     assert_success(kept, substitute)
 
 
-def test_a_newcomer_is_taken_in_and_costs_no_restart(job):
-    job.terms["nnodes"] = 1, 2
+def test_a_newcomer_joins_and_costs_no_restart(job):
+    job.rendezvous["nnodes"] = 1, 2
     first = job.start(max_restarts=0)
     alone = job.await_world(1)
     second = job.start(max_restarts=0)
@@ -78,11 +78,11 @@ def test_a_newcomer_is_taken_in_and_costs_no_restart(job):
     assert [attempt["state"] for attempt in first.outcome().attempts] == ["STOPPED", "SUCCEEDED"]
 
 
-def test_a_newcomer_costs_nothing_where_ranks_wait_for_those_of_other_nodes(job):
-    """These are stopped first, on some node, and the others complain of that."""
-    job.terms["nnodes"] = 2, 3
+def test_a_newcomer_costs_no_restart_if_ranks_wait_for_ranks_of_other_nodes(job):
+    """The nodes stop at different times. Ranks that still run then fail because they lose a connection."""
+    job.rendezvous["nnodes"] = 2, 3
     nodes = job.start_several(2, max_restarts=0)
-    job.await_world(2).order("hold_hands")
+    job.await_world(2).order("wait_for_rank_0")
     nodes.append(job.start(max_restarts=0))
     world = job.await_world(3)
     assert counts(world) == {1}
@@ -94,7 +94,7 @@ def test_a_newcomer_costs_nothing_where_ranks_wait_for_those_of_other_nodes(job)
 
 
 def test_after_a_newcomer_all_restarts_are_left(job):
-    job.terms["nnodes"] = 1, 2
+    job.rendezvous["nnodes"] = 1, 2
     job.start(max_restarts=1)
     job.await_world(1)
     job.start(max_restarts=1)
@@ -103,10 +103,10 @@ def test_after_a_newcomer_all_restarts_are_left(job):
     assert_success(*job.nodes)
 
 
-def test_a_node_beyond_the_most_is_not_taken_in(job):
-    first = job.start(terms={"nnodes": 1})
+def test_a_node_beyond_the_maximum_cannot_join(job):
+    first = job.start(rendezvous={"nnodes": 1})
     world = job.await_world(1)
-    second = job.start(terms={"nnodes": 1, "join_timeout": 3.0})
+    second = job.start(rendezvous={"nnodes": 1, "join_timeout": 3.0})
     assert second.outcome().error == "LaunchError"
     assert world.ended_at is None
     world.order("return")
@@ -115,14 +115,14 @@ def test_a_node_beyond_the_most_is_not_taken_in(job):
 
 def test_the_node_of_rank_0_is_replaced(job):
     store = job.start_store()
-    job.terms["nnodes"] = 2, 3
+    job.rendezvous["nnodes"] = 2, 3
     job.start_several(3)
     first = job.await_world(3)
     lost = node_of(job, first[0])
     killed_at = lost.kill()
-    assert job.await_end(first) - killed_at < NOTICED
+    assert job.await_end(first) - killed_at < DETECTION_SECONDS
     second = job.await_world(2)
-    assert second[0].who["master_addr"] != first[0].who["master_addr"]
+    assert second[0].worker["master_addr"] != first[0].worker["master_addr"]
     assert counts(second) == {1}
     second.order("return")
     assert_success(*(node for node in job.nodes if node not in (store, lost)))
@@ -130,7 +130,7 @@ def test_the_node_of_rank_0_is_replaced(job):
     store.exit_status()
 
 
-def test_when_the_store_is_gone_all_end_and_say_so(job):
+def test_if_the_store_is_lost_all_nodes_end_and_name_it(job):
     store = job.start_store()
     nodes = job.start_several(2, nprocs=2)
     world = job.await_world(4)
@@ -138,26 +138,26 @@ def test_when_the_store_is_gone_all_end_and_say_so(job):
     assert job.await_end(world) - killed_at < NODE_TIMEOUT
     for outcome in job.outcomes(nodes):
         assert outcome.error == "RunFailedError"
-        assert outcome.ended - killed_at < NOTICED
+        assert outcome.ended - killed_at < DETECTION_SECONDS
         assert f"127.0.0.1:{job.port}" in outcome.text
 
 
-def test_when_the_node_is_gone_that_serves_the_store_all_end_and_say_so(job):
-    job.terms["nnodes"] = 1, 3
+def test_if_the_node_that_serves_the_store_is_lost_all_nodes_end_and_name_the_store(job):
+    job.rendezvous["nnodes"] = 1, 3
     host, *others = job.start_several(3)
     world = job.await_world(3)
     killed_at = host.kill()
     assert job.await_end(world) - killed_at < NODE_TIMEOUT
     for outcome in job.outcomes(others):
         assert outcome.error == "RunFailedError"
-        assert outcome.ended - killed_at < NOTICED
+        assert outcome.ended - killed_at < DETECTION_SECONDS
         assert f"127.0.0.1:{job.port}" in outcome.text
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_node_that_is_told_to_end_has_left(job, number):
-    """The others know at once, and go on."""
-    job.terms["nnodes"] = 1, 2
+def test_the_job_goes_on_without_a_node_that_receives_a_signal(job, number):
+    """The node reports that it leaves, so the others need not wait for `node_timeout`."""
+    job.rendezvous["nnodes"] = 1, 2
     kept, leaving = job.start_several(2)
     first = job.await_world(2)
     at = leaving.send(number)
@@ -173,7 +173,7 @@ def test_a_node_that_is_told_to_end_has_left(job, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_those_who_cannot_go_on_say_that_a_node_has_left(job, number):
+def test_nodes_that_cannot_go_on_name_the_node_that_has_left(job, number):
     kept, leaving = job.start_several(2)
     job.await_world(2)
     at = leaving.send(number)
@@ -183,12 +183,12 @@ def test_those_who_cannot_go_on_say_that_a_node_has_left(job, number):
     assert outcome.ended - at < AT_ONCE
     assert leaving.hostname in outcome.text.splitlines()[0]
     assert signal.Signals(number).name in outcome.text
-    assert "sign of life" not in outcome.text
+    assert "no heartbeat" not in outcome.text
 
 
 def test_the_node_that_serves_the_store_may_leave(job):
-    """It sees to it that all know before it goes."""
-    leaving, *others = job.start_several(3, terms={"nnodes": 3})
+    """It stays until all other nodes know that it leaves."""
+    leaving, *others = job.start_several(3, rendezvous={"nnodes": 3})
     world = job.await_world(3)
     at = leaving.send(signal.SIGINT)
     assert job.await_end(world) - at < AT_ONCE
@@ -196,12 +196,12 @@ def test_the_node_that_serves_the_store_may_leave(job):
         assert outcome.error == "RunFailedError"
         assert "SIGINT" in outcome.text
         assert f"({leaving.hostname}) served the store" in outcome.not_restarted
-        assert "sign of life" not in outcome.text
+        assert "no heartbeat" not in outcome.text
     assert leaving.outcome().error == "KeyboardInterrupt"
 
 
-def test_a_watcher_that_was_stopped_for_too_long_comes_back_as_a_newcomer(job):
-    job.terms["nnodes"] = 2, 3
+def test_a_watcher_that_was_stopped_for_too_long_rejoins_as_a_newcomer(job):
+    job.rendezvous["nnodes"] = 2, 3
     nodes = job.start_several(3)
     first = job.await_world(3)
     stopped = nodes[-1]
@@ -214,26 +214,26 @@ def test_a_watcher_that_was_stopped_for_too_long_comes_back_as_a_newcomer(job):
     assert_success(*nodes)
 
 
-def test_a_watcher_that_was_stopped_for_a_moment_harms_nobody(job):
+def test_a_watcher_that_was_stopped_for_a_short_time_costs_no_restart(job):
     job.start_several(2)
     world = job.await_world(2)
     job.nodes[1].send(signal.SIGSTOP)
     job.watch_for(NODE_TIMEOUT / 4)
     job.nodes[1].send(signal.SIGCONT)
     job.watch_for(NODE_TIMEOUT)
-    assert [life.ended_at for life in world] == [None, None]
+    assert [process.ended_at for process in world] == [None, None]
     world.order("return")
     assert_success(*job.nodes)
 
 
 @pytest.mark.parametrize("minutes", [-5, 5])
 def test_a_wrong_clock_does_no_harm(job, minutes):
-    job.terms["nnodes"] = 2, 3
+    job.rendezvous["nnodes"] = 2, 3
     job.start()
     job.start(skew_seconds=60 * minutes)
     first = job.await_world(2)
     job.watch_for(NODE_TIMEOUT)
-    assert [life.ended_at for life in first] == [None, None]
+    assert [process.ended_at for process in first] == [None, None]
     job.start()
     third = job.await_world(3)
     assert counts(third) == {1}
@@ -242,8 +242,8 @@ def test_a_wrong_clock_does_no_harm(job, minutes):
 
 
 @pytest.mark.parametrize("minutes", [-5, 5])
-def test_a_newcomer_with_a_wrong_clock_is_taken_in(job, minutes):
-    job.terms["nnodes"] = 1, 2
+def test_a_newcomer_with_a_wrong_clock_can_join(job, minutes):
+    job.rendezvous["nnodes"] = 1, 2
     job.start()
     job.await_world(1)
     job.start(skew_seconds=60 * minutes)

@@ -1,13 +1,13 @@
-"""Nodes on hosts of their own, whose cables are cut and mended. Collected only where the machine allows such hosts."""
+"""Nodes on hosts of their own (network namespaces), whose cables are cut and mended. Skipped if the machine has no such hosts."""
 
 from .harness import NODE_TIMEOUT
 
 STORE, CUT = 0, 2  # hosts
-MOMENT = 0.5  # seconds
+SHORT_CUT_SECONDS = 0.5  # seconds
 
 
 def start(job, least=2):
-    job.terms["nnodes"] = least, 3
+    job.rendezvous["nnodes"] = least, 3
     nodes = job.start_several(3)
     return nodes, job.await_world(3)
 
@@ -19,7 +19,7 @@ def assert_success(*nodes):
 
 
 def cut(job, host):
-    """Returns when that began."""
+    """Cut the cable of the host. Return the time at which the cut began."""
     at = job.now()
     job.network.cut(host)
     return at
@@ -27,7 +27,7 @@ def cut(job, host):
 
 def test_hosts_form_a_job(job_on_hosts):
     nodes, world = start(job_on_hosts)
-    assert world[0].who["master_addr"] in [job_on_hosts.network.address(host) for host in range(3)]
+    assert world[0].worker["master_addr"] in [job_on_hosts.network.address(host) for host in range(3)]
     world.order("return")
     assert_success(*nodes)
 
@@ -39,33 +39,35 @@ def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(job_on_
     at = cut(job, CUT)
     assert job.await_end(cut_off) - at < NODE_TIMEOUT
     second = job.await_world(2)
-    assert max(life.ended_at for life in first) < min(life.began_at for life in second)
+    assert max(process.ended_at for process in first) < min(process.started_at for process in second)
     outcome = nodes[CUT].outcome()
     assert outcome.error == "RunFailedError"
     assert f"{job.network.address(STORE)}:{job.port}" in outcome.text
     job.network.mend(CUT)
     back = job.start(host=CUT)
     third = job.await_world(3)
-    assert {life.node for life in third} == {nodes[0].name, nodes[1].name, back.name}
+    assert {process.node for process in third} == {nodes[0].name, nodes[1].name, back.name}
     third.order("return")
     assert_success(*nodes[:CUT], back)
 
 
-def test_a_cut_for_a_moment_harms_nobody(job_on_hosts):
+def test_a_short_cut_costs_no_restart(job_on_hosts):
     job = job_on_hosts
-    job.terms["node_timeout"] = 2 * NODE_TIMEOUT  # TCP, which is sent again after 0.2, 0.6 and 1.4 s, may take twice as long
+    job.rendezvous["node_timeout"] = (
+        2 * NODE_TIMEOUT
+    )  # TCP retransmits after 0.2, 0.6 and 1.4 s, so it may take twice as long as the cut
     nodes, world = start(job)
     cut(job, CUT)
-    job.watch_for(MOMENT)
+    job.watch_for(SHORT_CUT_SECONDS)
     job.network.mend(CUT)
     job.watch_for(NODE_TIMEOUT)
-    assert [life.ended_at for life in world] == [None] * 3
+    assert [process.ended_at for process in world] == [None] * 3
     world.order("return")
     assert_success(*nodes)
 
 
-def test_without_its_store_nobody_goes_on(job_on_hosts):
-    """Nor do those who could still reach one another."""
+def test_no_node_goes_on_without_its_store(job_on_hosts):
+    """Nodes that can still reach one another do not go on either."""
     job = job_on_hosts
     nodes, world = start(job, least=1)
     at = cut(job, STORE)
@@ -76,12 +78,12 @@ def test_without_its_store_nobody_goes_on(job_on_hosts):
         assert outcome.error == "RunFailedError"
         assert outcome.ended - at < NODE_TIMEOUT + 1.0
         assert f"{job.network.address(STORE)}:{job.port}" in outcome.text
-    job.await_world(1).order("return")  # it has its store
+    job.await_world(1).order("return")  # this node serves the store itself
     assert_success(nodes[STORE])
 
 
-def test_a_host_that_loses_its_power_is_not_waited_for(job_on_hosts):
-    """Nobody says goodbye for it, not even its kernel."""
+def test_a_host_that_loses_power_is_lost_in_time(job_on_hosts):
+    """Not even its kernel closes the connections."""
     job = job_on_hosts
     nodes, first = start(job)
     at = cut(job, CUT)

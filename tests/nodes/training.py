@@ -1,7 +1,7 @@
-"""What ranks do that need torch. Most of it is training: scikit-learn's digits, data-parallel, with a checkpoint after each step. Every rank imports torch.
+"""The functions of ranks that need torch. Most of them train a model on scikit-learn's digits, data-parallel.
 
-A step takes the same images whatever the number of ranks is, each rank every so-manieth of them. So the losses of a run are
-those of any other, but for rounding where gradients are summed by another number of ranks, or in another order.
+A checkpoint is written after each step. The images of a step do not depend on the number of ranks. So all runs have the same
+losses, except for rounding if gradients are summed by another number of ranks or in another order.
 """
 
 import hashlib
@@ -21,54 +21,54 @@ import mpwatch
 from . import tasks
 
 __all__ = [
-    "BEAT_SECONDS",
     "HALF",
+    "HEARTBEAT_SECONDS",
     "STEPS",
-    "keep_digits",
-    "meets_all_but_one",
-    "trains",
-    "trains_and_shows_itself",
-    "waits_for_one_that_beats",
+    "all_reduce_without_one",
+    "save_digits",
+    "train",
+    "train_with_order",
+    "wait_in_barrier",
 ]
 
 STEPS = 60
 HALF = STEPS // 2
 IMAGES = 1500
-WAITS_SECONDS = 1.0  # for its peers
-BEAT_SECONDS = 0.1
+COLLECTIVE_TIMEOUT = 1.0  # seconds
+HEARTBEAT_SECONDS = 0.1
 BATCH = 60  # images of all ranks together: 1, 2, 3, 4, 5 and 6 ranks get as many each
 
 
-def keep_digits(folder):
-    """The images for `trains`, in a file: ranks that are given them need not import scikit-learn."""
+def save_digits(folder):
+    """Write the images for `train` to a file, so that the ranks need not import scikit-learn."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    kept = {"images": torch.tensor(images[:IMAGES], dtype=torch.float32) / 16, "labels": torch.tensor(labels[:IMAGES])}
-    torch.save(kept, Path(folder, "digits.pt"))
+    saved = {"images": torch.tensor(images[:IMAGES], dtype=torch.float32) / 16, "labels": torch.tensor(labels[:IMAGES])}
+    torch.save(saved, Path(folder, "digits.pt"))
 
 
-def trains_and_shows_itself(folder):
-    """As `trains`; half-way, and in the first attempt alone, each rank appears on the job's board and waits for its order."""
-    return trains(folder, half_way=tasks.obeys)
+def train_with_order(folder):
+    """Do as `train`. Half-way through the first attempt, each rank connects to the test and waits for its order."""
+    return train(folder, half_way=tasks.follow_order)
 
 
-def trains(folder, half_way=int):
-    """From the checkpoint on, if there is one. Returns where it began, the loss of each step, and the weights' digest."""
+def train(folder, half_way=int):
+    """Train from the checkpoint on, if there is one. Return the first step, the loss of each step, and a digest of the weights."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     optimizer = torch.optim.Adam(net.parameters(), lr=5e-3)
     checkpoint, losses = Path(folder, "checkpoint.pt"), []
     if checkpoint.exists():
-        kept = torch.load(checkpoint, weights_only=True)
-        net.load_state_dict(kept["net"])
-        optimizer.load_state_dict(kept["optimizer"])
-        losses = kept["losses"]
-    began = len(losses)
+        saved = torch.load(checkpoint, weights_only=True)
+        net.load_state_dict(saved["net"])
+        optimizer.load_state_dict(saved["optimizer"])
+        losses = saved["losses"]
+    first_step = len(losses)
     model = DistributedDataParallel(net)
     data = torch.load(Path(folder, "digits.pt"), weights_only=True)
-    for step in range(began, STEPS):
+    for step in range(first_step, STEPS):
         if step == HALF and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             half_way()
         mine = images_of(step)[rank::ranks]
@@ -80,43 +80,43 @@ def trains(folder, half_way=int):
         dist.all_reduce(mean)
         losses.append(float(mean) / ranks)
         if rank == 0:
-            keep({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}, checkpoint)
-    return {"began": began, "losses": losses, "weights": digest_of(net)}
+            save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "losses": losses}, checkpoint)
+    return {"first_step": first_step, "losses": losses, "weights": digest_of(net)}
 
 
-def meets_all_but_one(missing):
-    """In a collective that gives up soon, to which one rank does not come; in the first attempt alone."""
-    impatient = dist.new_group(timeout=timedelta(seconds=WAITS_SECONDS))
+def all_reduce_without_one(missing):
+    """Enter a collective with a short timeout. In the first attempt one rank does not enter it."""
+    group = dist.new_group(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT))
     dist.barrier()
     if dist.get_rank() == missing and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        dawdle()
-    dist.all_reduce(torch.ones(1), group=impatient)
+        hang()
+    dist.all_reduce(torch.ones(1), group=group)
 
 
-def waits_for_one_that_beats():
-    """Rank 0 does, in a collective; the other one gives signs of life, and does not come."""
+def wait_in_barrier():
+    """Let rank 0 wait in a barrier. The other rank sends heartbeats, and does not enter it."""
     mpwatch.heartbeat()
     if dist.get_rank() == 0:
         dist.barrier()
     while True:
         mpwatch.heartbeat()
-        time.sleep(BEAT_SECONDS)
+        time.sleep(HEARTBEAT_SECONDS)
 
 
-def dawdle():
+def hang():
     while True:
         signal.pause()
 
 
 def images_of(step):
-    """The numbers of a step's images, in an order that is another in each epoch."""
+    """Return the indices of a step's images. Each epoch has another order."""
     epoch, batch = divmod(step, IMAGES // BATCH)
     order = torch.randperm(IMAGES, generator=torch.Generator().manual_seed(epoch))
     return order[batch * BATCH : (batch + 1) * BATCH]
 
 
-def keep(checkpoint, path):
-    """All of it or nothing: whoever is killed meanwhile leaves the last one as it was."""
+def save(checkpoint, path):
+    """Replace the checkpoint atomically, so that a killed rank leaves the last one as it was."""
     unfinished = path.with_suffix(".new")
     torch.save(checkpoint, unfinished)
     os.replace(unfinished, path)

@@ -1,9 +1,9 @@
-"""A process that has imported torch, once, and from which nodes are forked: each starts in milliseconds, like new.
+"""Import torch once, and fork each node from this process, so that a node starts in milliseconds.
 
-    python -m nodes.nursery FD        FD: a socket, on which requests come, each a JSON object with descriptors
+    python -m nodes.fork_server FD        FD: a socket for requests; each is a JSON object with descriptors
 
-It has one thread, of the kernel too, and has called nothing of mpwatch's or torch's; what a node is, becomes or leaves is
-therefore its own. A node that has ended stays a zombie until it is asked for, so that its pid remains its own.
+This process has one thread, also of the kernel, and has called nothing of mpwatch or torch. So a node inherits no state. A node
+that has ended stays a zombie until `reap` is requested, so that no other process gets its pid.
 """
 
 import ctypes
@@ -23,15 +23,15 @@ from . import node_program
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
-LARGEST = 65536  # bytes of a request
-MOST_DESCRIPTORS = 3
+MAX_REQUEST = 65536  # bytes of a request
+MAX_DESCRIPTORS = 3
 
 
 def main(fd):
     gc.freeze()
     with socket.socket(fileno=fd) as requests:
         while True:
-            data, fds, _, _ = socket.recv_fds(requests, LARGEST, MOST_DESCRIPTORS)
+            data, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST, MAX_DESCRIPTORS)
             if not data:  # the tests are over
                 return
             request = json.loads(data)
@@ -43,15 +43,15 @@ def main(fd):
 
 def _fork(request, requests, fds):
     assert len(os.listdir("/proc/self/task")) == 1
-    nursery = os.getpid()
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     status = 1
     try:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == nursery:
-            status = _be_node(request, requests, *fds)
+        if os.getppid() == parent:
+            status = _run_node(request, requests, *fds)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -60,26 +60,26 @@ def _fork(request, requests, fds):
         os._exit(status)
 
 
-def _be_node(request, requests, tell, log, network=None):
-    """In the process of its own: in a session of its own, on a host of its own as far as that was asked for."""
+def _run_node(request, requests, pipe, log, network=None):
+    """Run the request in the forked process, in a session of its own, and on a host of its own if the request says so."""
     requests.close()
     os.setsid()
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
     if request["hostname"]:
-        _must(LIBC.unshare(CLONE_NEWUTS))
+        _check(LIBC.unshare(CLONE_NEWUTS))
         socket.sethostname(request["hostname"])
         platform._uname_cache = None  # torch has asked for it
     if network is not None:
-        _must(LIBC.setns(network, CLONE_NEWNET))
+        _check(LIBC.setns(network, CLONE_NEWNET))
         os.close(network)
     os.environ.update(request["environment"])
-    getattr(node_program, request["do"])(request, tell)
+    getattr(node_program, request["do"])(request, pipe)
     return 0
 
 
-def _must(returned):
+def _check(returned):
     if returned:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
