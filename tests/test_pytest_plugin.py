@@ -1,4 +1,4 @@
-"""The pytest plugin, run as its users run it: pytest in a process of its own, over files of tests."""
+"""Tests of the pytest plugin: pytest runs files of tests in a process of its own, as users run it."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from mpwatch.integrations.pytest_plugin import rank_session
 pytest_plugins = "pytester"
 
 
-def test_a_failing_assertion_is_shown_as_any_other(run_pytest):
+def test_a_failing_assertion_is_shown_like_any_other(run_pytest):
     result = run_pytest(
         """
 @pytest.mark.mpwatch(nprocs=4)
@@ -23,7 +23,7 @@ def test_a_failing_assertion_is_shown_as_any_other(run_pytest):
 def test_shards(shard):
     rank = mpwatch.current_worker().rank
     print("reading", shard, "in", rank)
-    os.write(2, b"compiled code speaks, too\\n")
+    os.write(2, b"a line of compiled code\\n")
     found = {"rows": 10, "columns": [16, 17 if rank == 2 and shard == "b" else 16]}
     assert found == {"rows": 10, "columns": [16, 16]}
 """,
@@ -44,14 +44,14 @@ def test_shards(shard):
         "*Captured stdout of rank 2 call*",
         "reading b in 2",
         "*Captured stderr of rank 2 call*",
-        "compiled code speaks, too",
+        "a line of compiled code",
     )
     assert shown.count("reading b in") == 4
     assert "mpwatch/integrations" not in shown
     assert "pluggy" not in shown.partition("FAILURES")[2]
 
 
-def test_fixtures_are_those_of_the_rank_and_are_torn_down_there(run_pytest, pytester):
+def test_fixtures_are_set_up_and_torn_down_in_the_rank(run_pytest, pytester):
     result = run_pytest(
         """
 pytestmark = pytest.mark.mpwatch(2)
@@ -121,8 +121,8 @@ def of_conftest():
     result.assert_outcomes(passed=5)
     notes = "session module set-up-x! tear-down-x set-up-y! tear-down-y class module-ends session-ends".replace("-", " ")
     for rank in range(2):
-        told = (pytester.path / f"notes{rank}").read_text()
-        assert " ".join(told.split()) == notes, told
+        text = (pytester.path / f"notes{rank}").read_text()
+        assert " ".join(text.split()) == notes, text
 
 
 def test_skips_and_expected_failures(run_pytest):
@@ -175,7 +175,7 @@ def test_not_strict():
 
 def test_pytest_fail():
     if rank() == 1:
-        pytest.fail("as told")
+        pytest.fail("a message")
 """,
         "-rsxXf",
     )
@@ -184,7 +184,7 @@ def test_pytest_fail():
         result,
         "E*ZeroDivisionError: division by zero",
         "[[]XPASS(strict)] it passes",
-        "E * Failed: as told",
+        "E * Failed: a message",
         "E * in rank 1 of 2",
         "SKIPPED [[]1] test_it.py:11: by a mark",
         "SKIPPED [[]1] test_it.py:15: in all",
@@ -197,7 +197,7 @@ def test_pytest_fail():
     )
 
 
-def test_one_warm_group_for_a_module(run_pytest):
+def test_the_tests_of_a_module_share_warm_ranks(run_pytest):
     result = run_pytest(
         """
 import itertools
@@ -216,14 +216,14 @@ def test_another_limit_needs_no_other_ranks():
     assert next(counter) == 20
 
 @pytest.mark.mpwatch(nprocs=3)
-def test_others():
+def test_other_ranks():
     assert next(counter) == 0
 
 def test_here():
     assert next(counter) == 0
 
 @pytest.mark.mpwatch(nprocs=2)
-def test_first_ones_again():
+def test_first_ranks_again():
     assert next(counter) == 21
 """,
         "--durations=0",
@@ -232,7 +232,7 @@ def test_first_ones_again():
     result.assert_outcomes(passed=24)
     calls = re.findall(r"([\d.]+)s call +test_it.py::test_same", result.stdout.str())
     assert len(calls) == 20
-    assert sorted(map(float, calls))[10] < 0.2  # a start takes longer
+    assert sorted(map(float, calls))[10] < 0.2  # starting the ranks takes longer
 
 
 def test_a_rank_that_dies_or_hangs(run_pytest):
@@ -246,7 +246,7 @@ def pid():
     return os.getpid()
 
 def test_dies(pid):
-    print("last words")
+    print("before the kill")
     if mpwatch.current_worker().rank == 1:
         os.kill(os.getpid(), 9)
 
@@ -278,7 +278,7 @@ def test_after_that(never_ends):
         "  its logs: *",
         "  rank 0: *",
         "*Captured stdout of rank 1 call*",
-        "last words",
+        "before the kill",
         "*did not end within timeout=0.5 s: rank 0 had not returned*",
         "*test_it.py:24 in test_hangs*",
     )
@@ -286,14 +286,14 @@ def test_after_that(never_ends):
 
 
 @pytest.mark.parametrize("capture", ["no", "tee-sys"])
-def test_live_output_has_the_ranks_before_it(run_pytest, capture):
+def test_each_line_of_live_output_begins_with_its_rank(run_pytest, capture):
     source = 'print("hello from", mpwatch.current_worker().rank)'
     result = run_pytest(f"@pytest.mark.mpwatch(2)\ndef test_it():\n    {source}\n", f"--capture={capture}")
     result.assert_outcomes(passed=1)
     assert {"[0] hello from 0", "[1] hello from 1"} <= {line.removeprefix("test_it.py ") for line in result.outlines}
 
 
-def test_unittest_and_modules_of_one_name(run_pytest, pytester):
+def test_unittest_classes_and_modules_of_the_same_name(run_pytest, pytester):
     for folder in ("one", "two"):
         (pytester.mkdir(folder) / "test_same.py").write_text(
             f"""
@@ -313,14 +313,21 @@ class Test(unittest.TestCase):
     shows(result, "E*AssertionError: Tuples differ: (2, 'two') != (2, 'one')", "E*in rank ? of 2")
 
 
-def test_ranks_that_are_started_anew_after_they_were_prepared_have_a_session(tmp_path, monkeypatch):
+def test_a_rank_that_was_restarted_makes_its_session(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     module = tmp_path / "test_it.py"
     module.write_text("def test_it():\n    assert 1 == 2\n")
-    places = {"folder": str(tmp_path), "module": str(module), "scratch": str(tmp_path / "scratch")}
-    recipe = rank_session.SessionConfig(args=(*PLUGIN, "--capture=no"), **places, inputs={}, markers=())
+    config = rank_session.SessionConfig(
+        args=(*PLUGIN, "--capture=no"),
+        invocation_dir=str(tmp_path),
+        module=str(module),
+        temporary_dir=str(tmp_path / "temporary"),
+        worker_input={},
+        markers=(),
+    )
+    request = rank_session.TestRequest(name=("test_it",), next_name=None, shared_fixtures={})
     with WorkerGroup(1) as group, pytest.raises(RunFailedError) as caught:
-        group.run(rank_session.run_item, (recipe, rank_session.TestRequest(name=("test_it",), following=None, shared={})))
+        group.run(rank_session.run_item, (config, request))
     assert str(caught.value.__cause__).startswith("assert 1 == 2")
 
 
@@ -352,10 +359,10 @@ def test_long():
     os.mkfifo(pytester.path / "at work")
     program = [sys.executable, "-m", "pytest", *PLUGIN]
     with (
-        open(os.open(pytester.path / "at work", os.O_RDWR)) as door,  # which never ends, as long as it is open
+        open(os.open(pytester.path / "at work", os.O_RDWR)) as fifo,  # opened for writing too, so it has no end of file
         subprocess.Popen(program, cwd=pytester.path, stdout=subprocess.PIPE, text=True) as process,
     ):
-        pids = [door.readline().strip() for _ in range(2)]
+        pids = [fifo.readline().strip() for _ in range(2)]
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=30)
     assert process.returncode == pytest.ExitCode.INTERRUPTED

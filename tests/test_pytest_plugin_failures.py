@@ -1,4 +1,4 @@
-"""What goes wrong in ranks that pytest runs tests on is told, whatever else goes wrong or is skipped."""
+"""Tests of the pytest plugin: failures in ranks are reported, even if something else fails or is skipped."""
 
 from conftest import shows
 
@@ -44,7 +44,7 @@ def test_last(breaks_last): ...
     )
 
 
-def test_no_failure_hides_behind_a_skip_or_another_failure(run_pytest):
+def test_no_failure_is_hidden_by_a_skip_or_another_failure(run_pytest):
     result = run_pytest(
         """
 import warnings
@@ -65,25 +65,25 @@ def test_failure_and_teardown(breaks_later):
     warnings.warn("not lost", stacklevel=1)
     assert 0, "in the test"
 
-@pytest.mark.parametrize("n", range(10))  # one of them is first
+@pytest.mark.parametrize("n", range(10))  # the order in which the ranks end varies
 def test_one_skips_and_one_fails(n):
     if rank() == n % 2:
         pytest.skip("of no use")
     assert 0, "in the other rank"
 
-def part(request, error):
+def run_subtest(request, error):
     def run():
         if error:
             raise error
     call = pytest.CallInfo.from_call(run, when="call")
     request.node.ihook.pytest_runtest_makereport(item=request.node, call=call)
 
-def test_a_part_fails_after_one_is_skipped(request):
-    part(request, pytest.skip.Exception("of no use"))
-    part(request, rank() and ValueError("in a part"))
+def test_a_subtest_fails_after_one_is_skipped(request):
+    run_subtest(request, pytest.skip.Exception("of no use"))
+    run_subtest(request, rank() and ValueError("in a subtest"))
 
-def test_a_part_is_skipped(request):
-    part(request, pytest.skip.Exception("of no use"))
+def test_a_subtest_is_skipped(request):
+    run_subtest(request, pytest.skip.Exception("of no use"))
 
 @pytest.fixture(scope="module")
 def breaks_early():
@@ -91,7 +91,7 @@ def breaks_early():
     raise ValueError("in teardown of the module")
 
 def test_early_teardown(breaks_early):
-    pytest.skip("for which fixtures are torn down")
+    pytest.skip("after a skip fixtures are torn down")
 
 class TestClass:
     @classmethod
@@ -114,7 +114,7 @@ def test_after_the_class(): ...
         "E       AssertionError: in the other rank",
         "E       in rank 1 of 2",
         "E         rank 0*Skipped: of no use (test_it.py:*)",
-        "E * ValueError: in a part",
+        "E * ValueError: in a subtest",
         "*_ test_early_teardown _*",
         "E       ValueError: in teardown of the module",
         "*_ TestClass.test_method _*",
@@ -122,7 +122,7 @@ def test_after_the_class(): ...
     )
 
 
-def test_what_pytest_tells_in_words_of_its_own(run_pytest, pytester):
+def test_errors_for_which_pytest_has_its_own_text(run_pytest, pytester):
     result = run_pytest(
         '''
 import warnings
@@ -135,7 +135,7 @@ def test_no_such_fixture_is_expected(nothing): ...
 
 def test_without_traceback():
     if mpwatch.current_worker().rank == 1:
-        pytest.fail("as told", pytrace=False)
+        pytest.fail("a message", pytrace=False)
 
 def function():
     """
@@ -144,11 +144,11 @@ def function():
     """
 
 def test_warning():
-    warnings.warn("only told", stacklevel=1)
+    warnings.warn("only reported", stacklevel=1)
 
 @pytest.mark.filterwarnings("ignore")
 def test_no_warning():
-    warnings.warn("never told")
+    warnings.warn("filtered")
 
 def test_property(record_property):
     record_property("ranks", mpwatch.current_worker().world_size)
@@ -159,7 +159,7 @@ def test_it_comes_with_another_name(): ...
 @pytest.fixture(scope="module")
 def last():
     yield
-    print("said at the end")
+    print("printed at the end")
     raise ValueError("at the end")
 
 def test_last(last): ...
@@ -178,7 +178,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.mpwatch(2))
         item.name = item.name.replace("it_comes", "renamed")
 """,
-        # the name of a plugin that has no place in a rank
+        # has the name of a plugin that ranks unregister
         xdist="""
 def pytest_configure(config):
     config.addinivalue_line("markers", "mark_of_xdist: it is known")
@@ -190,7 +190,7 @@ def pytest_configure(config):
         "E       ValueError: at the end",
         "*Captured stdout teardown*",
         "stdout of rank 0:",
-        "said at the end",
+        "printed at the end",
         "*doctest*function*",
         "Expected:",
         "Got:",
@@ -199,18 +199,18 @@ def pytest_configure(config):
         "*_ test_no_such_fixture _*",
         "E       fixture 'nothing' not found",
         "in rank ? of 2",
-        "as told",
+        "a message",
         "in rank 1 of 2",
         "  rank 0: had returned",
-        "*test_it.py:*: UserWarning: only told",
+        "*test_it.py:*: UserWarning: only reported",
         "*= 3 failed, 5 passed, 1 xfailed, 1 warning, 1 error in *",
     )
     assert "hidden" not in shown
-    assert shown.count("only told") == 2  # and its line
+    assert shown.count("only reported") == 2  # the warning and its source line
     assert (pytester.path / "report.xml").read_text().count('<property name="ranks" value="2"') == 1
 
 
-def test_what_breaks_in_ranks_alone_is_told_by_each_test(run_pytest):
+def test_an_error_in_ranks_only_is_reported_by_each_test(run_pytest):
     result = run_pytest(
         "pytestmark = pytest.mark.mpwatch(1)\ndef test_one(): ...\ndef test_two(): ...\n",
         "-p",
@@ -232,7 +232,7 @@ if "RANK" in os.environ:
     )
 
 
-def test_bad_marks_are_refused_by_name(run_pytest):
+def test_bad_marks_are_reported(run_pytest):
     result = run_pytest(
         """
 @pytest.mark.mpwatch(nprocs=0)
@@ -272,9 +272,9 @@ def pytest_runtest_call(item):
         result,
         "mark mpwatch: nprocs must be at least 1, *not 0",
         "mark mpwatch: *unexpected keyword argument 'nproc'*",
-        "mark mpwatch: takes one positional argument, nprocs, and not 2: (2, 3)",
-        "mark mpwatch: has nprocs twice: 2 and 3",
-        "mark mpwatch: the option 'logs' is the plugin's own; leave it out",
+        "mark mpwatch: it takes one positional argument, nprocs, but has 2: (2, 3)",
+        "mark mpwatch: it has nprocs twice: 2 and 3",
+        "mark mpwatch: the plugin sets the option 'logs' itself; omit it",
         "mark mpwatch: timeout must be a number of seconds, more than 0, not -1",
         "rank 0 never started: its interpreter was not ready after 0.001 s",
         "*_ test_launch _*",

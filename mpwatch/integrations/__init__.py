@@ -1,6 +1,9 @@
-"""The trainers and test runners that people already have, each in a module of its own, over mpwatch's public names alone.
+"""Integrations with trainers and test runners. Each module uses only the public names of mpwatch.
 
-`lightning`: Trainer and Fabric of Lightning with all ranks under the watcher. `accelerate`: a `notebook_launcher` that
-spawns, returns values and keeps exceptions. `pytest_plugin`: tests that run on several ranks. None of them is imported by
-mpwatch itself, and none imports another; what each needs beside mpwatch is what it is for.
+- `lightning`: runs the ranks of Lightning's Trainer and Fabric under the watcher.
+- `accelerate`: a `notebook_launcher` that spawns its ranks, returns their values and keeps their exceptions.
+- `pytest_plugin`: runs tests on several ranks.
+
+mpwatch itself imports none of these modules, and none of them imports another. A module imports its own library as late as
+possible, so it costs nothing in programs that do not use it.
 """

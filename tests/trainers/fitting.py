@@ -1,6 +1,6 @@
 """A script without a `__main__` guard that trains and predicts with watched strategies of the standalone packages.
 
-It is run in an empty folder, and prints what came of it in a line of JSON, the last one.
+It runs in an empty folder. The last line of its output is JSON with the results.
 """
 
 import copy
@@ -32,7 +32,7 @@ ME = os.getpid()
 
 
 class Line(LightningModule):
-    """Learns y = 3x + 2; its first weights are random numbers of the process that makes it."""
+    """Learns y = 3x + 2. Its first weights are random numbers of the process that makes it."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Line(LightningModule):
 
 
 class Sharded(Line):
-    """Each rank has a half of every weight, and some that the caller does not know."""
+    """Each rank has half of every weight, and a layer that the caller's module does not have."""
 
     def configure_model(self):
         self.more = torch.nn.Linear(1, 1)
@@ -65,14 +65,14 @@ class Locked(Line):
         self.lock = threading.Lock()
 
 
-class Witness(Callback):
-    """Its state comes back to the caller's; and rank 1 is killed in the second epoch of its first life."""
+class Recorder(Callback):
+    """Records the environment of its rank as its state. Kills rank 1 in the second epoch of the first attempt."""
 
     def __init__(self):
-        self.seen = {}
+        self.record = {}
 
     def on_fit_start(self, trainer, module):
-        self.seen = {
+        self.record = {
             "parent": os.getppid(),
             "local_rank": os.environ["LOCAL_RANK"],
             "rank": mpwatch.current_worker().rank,
@@ -87,10 +87,10 @@ class Witness(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def state_dict(self):
-        return self.seen
+        return self.record
 
     def load_state_dict(self, state):
-        self.seen = state
+        self.record = state
 
 
 def loader(**options):
@@ -111,12 +111,12 @@ def weights(module):
     return {name: value.tolist() for name, value in module.state_dict().items()}
 
 
-def plainly():
-    """With nothing but mpwatch.run; a watched strategy does no harm there."""
+def fit_without_launcher():
+    """Fit in a function that mpwatch.run calls. A watched strategy has no effect there."""
     module = model()
-    here = trainer(watched(DDPStrategy(), timeout=99))
-    here.fit(module, loader(shuffle=True))
-    return weights(module), here.world_size, here.callback_metrics["loss"].item()
+    trainer_in_rank = trainer(watched(DDPStrategy(), timeout=99))
+    trainer_in_rank.fit(module, loader(shuffle=True))
+    return weights(module), trainer_in_rank.world_size, trainer_in_rank.callback_metrics["loss"].item()
 
 
 @dataclass(frozen=True)
@@ -128,88 +128,101 @@ class Answer:
 
 
 def in_fabric(fabric, factor, lazy, trainer):
-    fabric.launch()  # of no effect here
+    fabric.launch()  # has no effect in a rank
     lazy(torch.ones(1, 3))
     total = fabric.all_reduce(torch.tensor(factor * (fabric.global_rank + 1.0)), reduce_op="sum")
     return Answer(fabric.global_rank, total.item(), trainer, os.getppid())
 
 
-def refusal(act):
+def get_error_text(function):
     try:
-        act()
+        function()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-told = {"me": ME, "first": weights(model())}
+results = {"me": ME, "first": weights(model())}
 
 module = model()
-told["random"] = torch.rand(()).item()
-module = model().share_memory()  # as one that ddp_spawn has trained: ranks that shared it would all write to it
-witness = Witness()
+results["random"] = torch.rand(()).item()
+module = model().share_memory()  # like a model that ddp_spawn has trained. All ranks would write to it
+recorder = Recorder()
 events = []
-ours = trainer(
+fit_trainer = trainer(
     watched(DDPStrategy(), on_event=events.append, max_restarts=1),
     logger=CSVLogger("logs"),
     enable_checkpointing=True,
     enable_progress_bar=True,
-    callbacks=[ModelCheckpoint("kept", monitor="loss", save_last=True), witness],
+    callbacks=[ModelCheckpoint("kept", monitor="loss", save_last=True), recorder],
 )
-ours.fit(module, loader(shuffle=True), ckpt_path="last")
-told["fit"] = {
+fit_trainer.fit(module, loader(shuffle=True), ckpt_path="last")
+results["fit"] = {
     "weights": weights(module),
-    "witness": witness.seen,
-    "state": [ours.state.fn, ours.state.status, ours.state.stage],
-    "epochs": ours.current_epoch,
-    "steps": ours.global_step,
-    "metrics": [ours.callback_metrics["loss"].item(), ours.logged_metrics["loss"].item(), ours.progress_bar_metrics["loss"]],
-    "best": os.path.isfile(ours.checkpoint_callback.best_model_path),
-    "score": ours.checkpoint_callback.best_model_score.item(),
-    "last": os.path.basename(ours.checkpoint_callback.last_model_path),
+    "recorder": recorder.record,
+    "state": [fit_trainer.state.fn, fit_trainer.state.status, fit_trainer.state.stage],
+    "epochs": fit_trainer.current_epoch,
+    "steps": fit_trainer.global_step,
+    "metrics": [
+        fit_trainer.callback_metrics["loss"].item(),
+        fit_trainer.logged_metrics["loss"].item(),
+        fit_trainer.progress_bar_metrics["loss"],
+    ],
+    "best": os.path.isfile(fit_trainer.checkpoint_callback.best_model_path),
+    "score": fit_trainer.checkpoint_callback.best_model_score.item(),
+    "last": os.path.basename(fit_trainer.checkpoint_callback.last_model_path),
     "restarts": events[-1].restarts,
 }
-ours.save_checkpoint("by_the_caller.ckpt")
-told["saved_steps"] = torch.load("by_the_caller.ckpt")["global_step"]
-told["predictions"] = torch.cat(ours.predict(dataloaders=loader(), ckpt_path="best")).flatten().tolist()
-told["metrics_after_predict"] = {**ours.callback_metrics, **ours.logged_metrics, **ours.progress_bar_metrics}
-told["expected_predictions"] = module.layer(DATA.tensors[0][::2]).flatten().tolist()
-told["fit_again"] = refusal(lambda: ours.fit(module, loader()))
+fit_trainer.save_checkpoint("caller.ckpt")
+results["saved_steps"] = torch.load("caller.ckpt")["global_step"]
+results["predictions"] = torch.cat(fit_trainer.predict(dataloaders=loader(), ckpt_path="best")).flatten().tolist()
+results["metrics_after_predict"] = {
+    **fit_trainer.callback_metrics,
+    **fit_trainer.logged_metrics,
+    **fit_trainer.progress_bar_metrics,
+}
+results["expected_predictions"] = module.layer(DATA.tensors[0][::2]).flatten().tolist()
+results["fit_again"] = get_error_text(lambda: fit_trainer.fit(module, loader()))
 
-early = trainer(watched(DDPStrategy()), logger=CSVLogger("early"), enable_checkpointing=True)
-early.predict(model(), loader())
-told["dirpath_before_fit"] = early.checkpoint_callback.dirpath
+early_trainer = trainer(watched(DDPStrategy()), logger=CSVLogger("early"), enable_checkpointing=True)
+early_trainer.predict(model(), loader())
+results["dirpath_before_fit"] = early_trainer.checkpoint_callback.dirpath
 
-told["plain"] = mpwatch.run(plainly, 2)[0]
+results["plain"] = mpwatch.run(fit_without_launcher, 2)[0]
 
 sharded = model(Sharded)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", UserWarning)
     parallel = watched(ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
-    theirs = trainer(parallel, enable_checkpointing=True)
-    theirs.fit(sharded, loader(shuffle=True))
-told["sharded"] = weights(sharded)
-told["checkpoint"] = [theirs.checkpoint_callback.dirpath, os.path.isdir(theirs.checkpoint_callback.best_model_path)]
-told["warned"] = [str(warning.message) for warning in caught if "caller" in str(warning.message)]
+    sharded_trainer = trainer(parallel, enable_checkpointing=True)
+    sharded_trainer.fit(sharded, loader(shuffle=True))
+results["sharded"] = weights(sharded)
+results["checkpoint"] = [
+    sharded_trainer.checkpoint_callback.dirpath,
+    os.path.isdir(sharded_trainer.checkpoint_callback.best_model_path),
+]
+results["warned"] = [str(warning.message) for warning in caught if "caller" in str(warning.message)]
 
 fabric = Fabric(accelerator="cpu", devices=2, strategy=watched(FabricDDP()))
-told["fabric"] = astuple(fabric.launch(in_fabric, 10, torch.nn.LazyLinear(1), trainer="an argument of the function's own"))
-told["fabric_alone"] = refusal(fabric.launch)
-told["is_spawning"] = isinstance(fabric.strategy.launcher, _MultiProcessingLauncher)
+results["fabric"] = astuple(
+    fabric.launch(in_fabric, 10, torch.nn.LazyLinear(1), trainer="an argument of the function's own")
+)
+results["fabric_alone"] = get_error_text(fabric.launch)
+results["is_spawning"] = isinstance(fabric.strategy.launcher, _MultiProcessingLauncher)
 
-copied = copy.deepcopy(ours).strategy
-told["copied"] = [copied.launcher is not ours.strategy.launcher, copied.launcher._strategy is copied]
-told["refusals"] = {
-    "name": refusal(lambda: watched("ddp")),
-    "class": refusal(lambda: watched(DDPStrategy)),
-    "one process": refusal(lambda: watched(DataParallelStrategy())),
-    "used": refusal(lambda: watched(ours.strategy)),
-    "option": refusal(lambda: watched(DDPStrategy(), backend="gloo")),
-    "value": refusal(lambda: watched(DDPStrategy(), timeout=-1)),
-    "scope": refusal(lambda: watched(DDPStrategy(), restart_policy=mpwatch.RestartPolicy(scope="worker"))),
-    "logs": refusal(lambda: trainer(watched(DDPStrategy(), logs=mpwatch.LogSpec(show=2)))),
-    "sending": refusal(lambda: trainer(watched(DDPStrategy())).fit(Locked(), loader())),
-    "nodes": refusal(lambda: trainer(watched(DDPStrategy()), num_nodes=2)),
+copied = copy.deepcopy(fit_trainer).strategy
+results["copied"] = [copied.launcher is not fit_trainer.strategy.launcher, copied.launcher._strategy is copied]
+results["errors"] = {
+    "name": get_error_text(lambda: watched("ddp")),
+    "class": get_error_text(lambda: watched(DDPStrategy)),
+    "one process": get_error_text(lambda: watched(DataParallelStrategy())),
+    "used": get_error_text(lambda: watched(fit_trainer.strategy)),
+    "option": get_error_text(lambda: watched(DDPStrategy(), backend="gloo")),
+    "value": get_error_text(lambda: watched(DDPStrategy(), timeout=-1)),
+    "scope": get_error_text(lambda: watched(DDPStrategy(), restart_policy=mpwatch.RestartPolicy(scope="worker"))),
+    "logs": get_error_text(lambda: trainer(watched(DDPStrategy(), logs=mpwatch.LogSpec(show=2)))),
+    "sending": get_error_text(lambda: trainer(watched(DDPStrategy())).fit(Locked(), loader())),
+    "nodes": get_error_text(lambda: trainer(watched(DDPStrategy()), num_nodes=2)),
 }
 
-told["environment"] = dict(BEFORE.items() ^ os.environ.items())
-print(json.dumps(told))
+results["environment"] = dict(BEFORE.items() ^ os.environ.items())
+print(json.dumps(results))

@@ -1,7 +1,7 @@
-"""A training with Lightning in which rank 1 of 2 comes to grief: `python misfortune.py LAUNCHER MISFORTUNE`.
+"""A training with Lightning in which rank 1 of 2 fails: `python misfortune.py LAUNCHER FAILURE`.
 
-LAUNCHER: "ddp" and "ddp_spawn" are Lightning's own, "watched" is ours. MISFORTUNE: "raises", "killed", "exits"; and
-"interrupted": Ctrl-C, at the caller. It prints when that was, and when the caller of fit() was told.
+LAUNCHER: "ddp" and "ddp_spawn" are Lightning's own, "watched" is mpwatch's. FAILURE: "raises", "killed", "exits", or
+"interrupted" (Ctrl-C in the caller). The program prints the time of the failure, and the time when fit() raised.
 """
 
 import os
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import mpwatch
 from mpwatch.integrations.lightning import watched
 
-LONG = 25  # seconds that rank 0 does something else, and is not told by gloo
+BUSY_SECONDS = 25  # rank 0 sleeps, so gloo cannot report the lost peer to it
 
 
 class BadShardError(ValueError):
@@ -26,43 +26,43 @@ class BadShardError(ValueError):
         self.columns = columns
 
 
-class Doomed(LightningModule):
-    """A linear model, and a rank 1 that does not see the end of it."""
+class FailingModel(LightningModule):
+    """A linear model whose training fails in rank 1."""
 
-    def __init__(self, misfortune):
+    def __init__(self, failure):
         super().__init__()
-        self.misfortune = misfortune
+        self.failure = failure
         self.layer = torch.nn.Linear(4, 1)
 
     def training_step(self, batch, index):
         if index == 2:
             if self.global_rank == 0:
-                time.sleep(LONG)
-            stamp("misfortune")
-            befall(self.misfortune)
+                time.sleep(BUSY_SECONDS)
+            print_time("failed")
+            fail(self.failure)
         return self.layer(batch[0]).square().mean()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def befall(misfortune):
-    if misfortune == "killed":
+def fail(failure):
+    if failure == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif misfortune == "exits":
+    elif failure == "exits":
         os._exit(3)
-    elif misfortune == "interrupted":
+    elif failure == "interrupted":
         os.kill(os.getppid(), signal.SIGINT)
-        signal.pause()  # until it is told
+        signal.pause()  # until it is stopped
     raise BadShardError(17)
 
 
-def stamp(what):
-    os.write(1, f"\n{what}={time.monotonic()}\n".encode())  # in one piece, whatever the other rank writes
+def print_time(event):
+    os.write(1, f"\n{event}={time.monotonic()}\n".encode())  # one write call, so the lines of two ranks do not mix
 
 
-if __name__ == "__main__":  # for Lightning's own
-    launcher, misfortune = sys.argv[1:]
+if __name__ == "__main__":  # Lightning's own launchers import this file
+    launcher, failure = sys.argv[1:]
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -74,14 +74,14 @@ if __name__ == "__main__":  # for Lightning's own
         enable_model_summary=False,
     )
     try:
-        trainer.fit(Doomed(misfortune), DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=2))
+        trainer.fit(FailingModel(failure), DataLoader(TensorDataset(torch.ones(32, 4)), batch_size=2))
     except mpwatch.RunFailedError as error:
-        stamp("raised")
+        print_time("raised")
         print(error)
-        if misfortune == "raises":
+        if failure == "raises":
             print("the exception itself:", type(error.__cause__) is BadShardError, error.__cause__.columns)
         sys.exit(error.exit_code)
-    except SystemExit:  # which is what Lightning makes of Ctrl-C
-        stamp("raised")
+    except SystemExit:  # Lightning raises it after Ctrl-C
+        print_time("raised")
         print("Ctrl-C works as before:", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
         raise

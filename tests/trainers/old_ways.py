@@ -1,6 +1,6 @@
-"""Programs as people have them, for test_moving.py: each is run as it was, and then with the lines changed that the table names."""
+"""Programs of users before they move to mpwatch, for test_moving.py. They run unchanged, and with the changes of the README."""
 
-# Of torch.multiprocessing: a program that ends by telling what it has seen.
+# A program with torch.multiprocessing. It prints its results as JSON.
 SPAWN = """
 import json, os, sys, time
 import torch
@@ -26,19 +26,19 @@ if __name__ == "__main__":
         context = mp.spawn(fn, args=(5, shared), nprocs=2, join=False)
         while not context.join():
             pass
-        said = {"values": list(dict(sorted(shared.items())).values())}
+        results = {"values": list(dict(sorted(shared.items())).values())}
     try:
         mp.start_processes(fail, args=("raise KeyError('lr')",), nprocs=2, start_method="fork")
     except mp.ProcessRaisedException as error:
-        said["raised"] = str(error), str(error.__cause__)
+        results["raised"] = str(error), str(error.__cause__)
     try:
         mp.start_processes(fail, args=("os._exit(3)",), nprocs=2, start_method="fork")
     except mp.ProcessExitedException as error:
-        said["exited"] = error.exit_code
-    print(json.dumps(said))
+        results["exited"] = error.exit_code
+    print(json.dumps(results))
 """
 
-# Of accelerate: what ranks find, since accelerate's own launcher returns nothing, in files.
+# A program with accelerate. Each rank writes its environment to a file, since accelerate's own launcher returns nothing.
 NOTEBOOK = """
 import json, os, sys
 LAUNCHER
@@ -51,7 +51,7 @@ def train(config):
 notebook_launcher(train, ({"lr": 0.1},), num_processes=2, mixed_precision="bf16", use_port=sys.argv[2])
 """
 
-# Of torchrun: rank 1 leaves when rank 0 has said all, in each attempt.
+# A script for torchrun. In each attempt rank 1 exits when rank 0 has printed all.
 SCRIPT = """
 import json, os, signal, sys
 
@@ -62,7 +62,7 @@ def main():
     print(json.dumps([sys.argv[1:], {name: os.environ[name] for name in NAMES}]))
     print("of rank", os.environ["RANK"], file=sys.stderr)
     sys.stdout.flush(), sys.stderr.flush()
-    mark = "said in attempt " + os.environ["TORCHELASTIC_RESTART_COUNT"]
+    mark = "printed in attempt " + os.environ["TORCHELASTIC_RESTART_COUNT"]
     if os.environ["RANK"] == "0":
         open(mark, "w").close()
         signal.pause()  # until it is stopped

@@ -1,4 +1,4 @@
-"""Hugging Face accelerate in ranks of mpwatch: in a plain run, and by a `notebook_launcher` with the parameters of its own."""
+"""Tests of Hugging Face accelerate in ranks of mpwatch: in a plain run, and by mpwatch's `notebook_launcher`."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ import mpwatch
 from mpwatch.integrations.accelerate import notebook_launcher
 
 
-def who_accelerate_is():
+def get_accelerate_info():
     import torch
     from accelerate import Accelerator
 
@@ -26,18 +26,18 @@ def who_accelerate_is():
 
 
 @pytest.mark.parametrize("backend", [None, "gloo"])
-def test_the_ranks_of_a_plain_run_know_of_one_another(backend):
-    assert list(mpwatch.run(who_accelerate_is, 2, backend=backend)) == [(2, rank, "cpu", "gloo", 3.0) for rank in range(2)]
+def test_accelerate_finds_the_ranks_of_a_plain_run(backend):
+    assert list(mpwatch.run(get_accelerate_info, 2, backend=backend)) == [(2, rank, "cpu", "gloo", 3.0) for rank in range(2)]
 
 
-def test_what_that_takes_can_be_switched_off():
-    """Then each takes itself for the only process: without the variable it would be so in each run."""
-    result = mpwatch.run(who_accelerate_is, 2, env={"ACCELERATE_USE_CPU": "no"})
+def test_the_variable_of_accelerate_can_be_overridden():
+    """Each rank then believes that it is the only process, as in any run without the variable."""
+    result = mpwatch.run(get_accelerate_info, 2, env={"ACCELERATE_USE_CPU": "no"})
     assert [(processes, index) for processes, index, *_ in result] == [(1, 0), (1, 0)]
 
 
-def test_a_partial_state_alone_has_to_be_told():
-    """It does not read the variable, under whichever launcher."""
+def test_a_partial_state_needs_the_argument_cpu():
+    """It does not read the variable, under any launcher."""
 
     def share_of(items):
         from accelerate import PartialState
@@ -48,7 +48,7 @@ def test_a_partial_state_alone_has_to_be_told():
     assert list(mpwatch.run(share_of, 2, args=([1, 2, 3, 4],))) == [[1, 2], [3, 4]]
 
 
-# In a Python of its own, since accelerate's state stays; and its launcher is not called in vain: it has to refuse.
+# Runs in its own Python, since accelerate's state stays in a process. accelerate's own launcher must fail there.
 PROGRAM = """
 import inspect, json, os, sys
 from accelerate import Accelerator, notebook_launcher as theirs
@@ -72,66 +72,69 @@ def fail():
         raise TooBad(current_worker().rank)
     os._exit(1)
 
-said = {"parameters": [[(p.name, p.default) for p in inspect.signature(f).parameters.values() if p.name != "function"]
+results = {"parameters": [[(p.name, p.default) for p in inspect.signature(f).parameters.values() if p.name != "function"]
                        for f in (theirs, notebook_launcher)]}
 try:
     theirs(train, (7,), num_processes=2)
 except ValueError as error:
-    said["theirs"] = str(error)
-said["values"] = list(notebook_launcher(train, (7,), 2, "BF16", 29876, "localhost"))
-said["alone"] = notebook_launcher(os.getpid, num_processes=1)[0] != os.getpid()
+    results["theirs"] = str(error)
+results["values"] = list(notebook_launcher(train, (7,), 2, "BF16", 29876, "localhost"))
+results["alone"] = notebook_launcher(os.getpid, num_processes=1)[0] != os.getpid()
 try:
     notebook_launcher(fail, num_processes=1, max_restarts=1)
 except RunFailedError as error:
-    said["failed"] = [type(error.__cause__) is TooBad, error.__cause__.args, error.result.restarts]
-print(json.dumps(said, default=str))
+    results["failed"] = [type(error.__cause__) is TooBad, error.__cause__.args, error.result.restarts]
+print(json.dumps(results, default=str))
 """
 
 
 @pytest.fixture(scope="module")
-def said():
+def results():
     return json.loads(python("-W", "default", "-c", PROGRAM).stdout)
 
 
-def test_it_has_the_parameters_of_accelerates_own_in_its_order(said):
-    theirs, ours = map(dict, said["parameters"])
+def test_the_parameters_are_those_of_accelerates_own_launcher_in_the_same_order(results):
+    theirs, ours = map(dict, results["parameters"])
     assert [*theirs, "options"] == list(ours)
-    assert {name for name in theirs if theirs[name] != ours[name]} == {"use_port", "master_addr"}  # ours: what is free
+    assert {name for name in theirs if theirs[name] != ours[name]} == {
+        "use_port",
+        "master_addr",
+    }  # here None means: a free port, this machine
 
 
-def test_an_accelerator_in_the_caller_does_no_harm(said):
-    assert "should only be initialized inside your training function" in said["theirs"]
-    assert said["values"] == [[2, "torch.bfloat16", "localhost", "29876", 7]] * 2
+def test_an_accelerator_in_the_caller_does_no_harm(results):
+    assert "should only be initialized inside your training function" in results["theirs"]
+    assert results["values"] == [[2, "torch.bfloat16", "localhost", "29876", 7]] * 2
 
 
-def test_a_single_process_is_one_of_its_own(said):
-    assert said["alone"]
+def test_a_single_rank_is_a_new_process(results):
+    assert results["alone"]
 
 
-def test_the_exception_is_the_ranks_own_after_as_many_restarts(said):
-    assert said["failed"] == [True, [0], 1]
+def test_the_ranks_own_exception_is_raised_after_the_restarts(results):
+    assert results["failed"] == [True, [0], 1]
 
 
-def my_variables(*names):
+def get_variables(*names):
     import os
 
     return [os.environ.get(name) for name in names]
 
 
-def test_the_callers_env_prevails():
+def test_the_callers_env_takes_precedence():
     names = ("ACCELERATE_MIXED_PRECISION", "MASTER_PORT", "MORE")
     env = {"MASTER_PORT": "29877", "MORE": "yes"}
     for given in (env, lambda worker: env):
-        result = notebook_launcher(my_variables, names, 1, "fp16", use_port="29876", env=given)
+        result = notebook_launcher(get_variables, names, 1, "fp16", use_port="29876", env=given)
         assert result[0] == ["fp16", "29877", "yes"]
 
 
-def test_no_precision_is_as_the_environment_says(monkeypatch):
+def test_precision_no_leaves_the_variable_unchanged(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert notebook_launcher(my_variables, ("ACCELERATE_MIXED_PRECISION",), 1)[0] == ["bf16"]
+    assert notebook_launcher(get_variables, ("ACCELERATE_MIXED_PRECISION",), 1)[0] == ["bf16"]
 
 
-def test_a_template_for_lines_is_one_of_logs(capfd):
+def test_the_template_is_converted_to_a_prefix_of_logs(capfd):
     notebook_launcher(print, ("hello",), 2, log_line_prefix_template="[${role_name}${rank}/${local_rank}]: ", role="trainer")
     assert sorted(capfd.readouterr().out.splitlines()) == ["[trainer0/0]: hello", "[trainer1/1]: hello"]
 
@@ -139,21 +142,21 @@ def test_a_template_for_lines_is_one_of_logs(capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_nodes": 2}, "num_nodes=2: mpwatch starts ranks on this machine alone as yet; for several nodes use"),
-        ({"node_rank": 1}, "node_rank=1: mpwatch starts ranks on this machine alone"),
+        ({"num_nodes": 2}, "num_nodes=2: notebook_launcher starts ranks on this machine only; for several nodes use"),
+        ({"node_rank": 1}, "node_rank=1: notebook_launcher starts ranks on this machine only"),
         ({"rdzv_backend": "c10d"}, "rdzv_backend='c10d': ranks on one machine need no rendezvous, and max_restarts works"),
         ({"rdzv_endpoint": "localhost:0"}, "rdzv_endpoint='localhost:0': ranks on one machine"),
         ({"rdzv_conf": {"timeout": 1}}, "rdzv_conf={'timeout': 1}: ranks on one machine"),
         ({"rdzv_id": "7"}, "rdzv_id='7': ranks on one machine"),
         ({"mixed_precision": "fp32"}, "mixed_precision must be one of 'no', 'fp8', 'fp16', 'bf16', not 'fp32'"),
         ({"mixed_precision": None}, "mixed_precision must be one of 'no', 'fp8', 'fp16', 'bf16', not None"),
-        ({"use_port": 0}, "use_port must be a TCP port, or None for one that is free, not 0"),
-        ({"use_port": "http"}, "use_port must be a TCP port, or None for one that is free, not 'http'"),
+        ({"use_port": 0}, "use_port must be a TCP port, or None for a free one, not 0"),
+        ({"use_port": "http"}, "use_port must be a TCP port, or None for a free one, not 'http'"),
         (
             {"log_line_prefix_template": "$who"},
-            "log_line_prefix_template may have ${role_name}, ${rank}, ${local_rank}, but '$who'",
+            "log_line_prefix_template may contain ${role_name}, ${rank}, ${local_rank}, but '$who'",
         ),
-        ({"log_line_prefix_template": "", "logs": mpwatch.LogSpec()}, "log_line_prefix_template and logs both say"),
+        ({"log_line_prefix_template": "", "logs": mpwatch.LogSpec()}, "log_line_prefix_template and logs were both given"),
         ({"log_line_prefix_template": 5}, "log_line_prefix_template must be a string or None, not 5"),
         ({"env": 5}, "env must be a mapping of strings to strings, not 5"),
         ({"env": lambda worker: None}, "what env() returned must be a mapping of strings to strings, not None"),
@@ -167,7 +170,7 @@ def test_bad_arguments_are_named(arguments, message):
 
 
 def test_in_a_notebook():
-    """A kernel that has an Accelerator already: values and exceptions are of the classes of its cells."""
+    """The kernel has an Accelerator already. Values and exceptions have the classes of its cells."""
     kernel = Kernel()
     try:
         kernel.run("from accelerate import Accelerator\nfrom mpwatch.integrations.accelerate import notebook_launcher")

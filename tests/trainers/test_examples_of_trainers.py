@@ -1,4 +1,4 @@
-"""The examples with accelerate and with Ignite run as users run them."""
+"""Tests of the examples with accelerate and Ignite, run as users run them."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Each row of the README's table for those who come from elsewhere: what they had is run too, where it costs little."""
+"""Tests of each row of the README's table for moving to mpwatch. The old program runs too, if that is cheap."""
 
 import json
 import os
@@ -31,7 +31,7 @@ QUIET = {**ENV, "PYTHONWARNINGS": "ignore"}
 
 
 def row(old, new):
-    """The test of this row, as it stands in the table."""
+    """Mark a test as that of this row of the table."""
     TESTED.append((old, new))
     return lambda test: test
 
@@ -44,7 +44,7 @@ def free_port():
 
 def test_each_row_has_a_test_and_each_test_a_row():
     assert Counter(ROWS) == Counter(TESTED)
-    assert len(ROWS) == TABLE.count("\n|") - 5  # two of the heading, three groups
+    assert len(ROWS) == TABLE.count("\n|") - 5  # two lines of the heading, three of group titles
 
 
 # ---- torch.multiprocessing
@@ -52,12 +52,12 @@ def test_each_row_has_a_test_and_each_test_a_row():
 
 @pytest.fixture(scope="module")
 def spawned():
-    """What that program says."""
+    """Return the results of the program with torch.multiprocessing."""
     return json.loads(run_as_file(SPAWN, free_port()).stdout)
 
 
 def run_as_file(program, *args):
-    """The finished process of a script of its own, in a folder of its own."""
+    """Run the program as a script in a new folder. Return the finished process."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "train.py")
         path.write_text(program)
@@ -75,7 +75,7 @@ def all_reduced(a):
     "`mp.spawn(fn, args=(a,), nprocs=4)`, which calls `fn(rank, a)`",
     "`mpwatch.run(fn, 4, args=(a,))`, which calls `fn(a)`; in it, `rank = mpwatch.current_worker().rank`",
 )
-def test_the_rank_is_asked_for(spawned):
+def test_the_rank_is_in_current_worker(spawned):
     def fn(a):
         rank = mpwatch.current_worker().rank
         return [rank, a]
@@ -87,7 +87,7 @@ def test_the_rank_is_asked_for(spawned):
     '`os.environ["MASTER_PORT"] = "29500"`, `dist.init_process_group("gloo", rank=rank, world_size=4)`',
     '`mpwatch.run(fn, 4, backend="gloo")`; or `dist.init_process_group("gloo")` in `fn`, for all else is in the environment',
 )
-def test_the_process_group_is_made_or_can_be(spawned):
+def test_the_process_group_is_made_by_backend_or_by_the_function(spawned):
     def fn(a):
         dist.init_process_group("gloo")
         try:
@@ -109,7 +109,7 @@ def test_values_are_returned(spawned):
     "`except ProcessRaisedException as error:`, whose text has the traceback",
     "`except mpwatch.RunFailedError as error:`, where `error.__cause__` is the exception itself",
 )
-def test_the_exception_is_itself(spawned):
+def test_the_cause_is_the_exception_itself(spawned):
     text, cause = spawned["raised"]
     assert "KeyError: 'lr'" in text
     assert cause == "None"
@@ -123,7 +123,7 @@ def test_the_exception_is_itself(spawned):
     "`except ProcessExitedException as error:`, then `error.exit_code`",
     "`except mpwatch.RunFailedError as error:`, then `error.exit_code`, or `error.root_cause.kind`",
 )
-def test_the_exit_code_is_told(spawned):
+def test_the_error_has_the_exit_code(spawned):
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(os._exit, 2, args=(3,))
     assert caught.value.exit_code == spawned["exited"] == 3
@@ -172,19 +172,20 @@ def test_a_script_needs_no_guard():
 
 @pytest.fixture(scope="module")
 def launched():
-    """What ranks find: of accelerate's own launcher, and of ours."""
+    """Return the environment of ranks of accelerate's own launcher, and of mpwatch's."""
     return [
-        found_by_ranks(f"from {home} import notebook_launcher") for home in ("accelerate", "mpwatch.integrations.accelerate")
+        read_rank_environments(f"from {home} import notebook_launcher")
+        for home in ("accelerate", "mpwatch.integrations.accelerate")
     ]
 
 
-def found_by_ranks(launcher):
+def read_rank_environments(launcher):
     with tempfile.TemporaryDirectory() as folder:
         run_as_file(NOTEBOOK.replace("LAUNCHER", launcher), folder, port := free_port())
         return port, [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
 
 
-def accelerates_precision(config):
+def get_precision(config):
     from accelerate import Accelerator
 
     return config, os.environ["RANK"], Accelerator().mixed_precision
@@ -200,7 +201,7 @@ def test_only_the_import_changes(launched):
 
 
 @row("`notebook_launcher(train, (config,), num_processes=4)`", "`mpwatch.run(train, 4, args=(config,))`")
-def test_a_plain_run_will_do(launched):
+def test_a_plain_run_has_the_same_environment(launched):
     result = mpwatch.run(
         lambda config: [config, [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]], 2, args=({"lr": 0.1},)
     )
@@ -211,22 +212,22 @@ def test_a_plain_run_will_do(launched):
     '`notebook_launcher(..., mixed_precision="bf16")`',
     'the same; or `mpwatch.run(..., env={"ACCELERATE_MIXED_PRECISION": "bf16"})`',
 )
-def test_the_precision_comes_to_accelerate():
+def test_accelerate_gets_the_precision():
     expected = [(5, "0", "bf16")]
-    assert list(notebook_launcher(accelerates_precision, (5,), num_processes=1, mixed_precision="bf16")) == expected
-    assert list(mpwatch.run(accelerates_precision, 1, args=(5,), env={"ACCELERATE_MIXED_PRECISION": "bf16"})) == expected
+    assert list(notebook_launcher(get_precision, (5,), num_processes=1, mixed_precision="bf16")) == expected
+    assert list(mpwatch.run(get_precision, 1, args=(5,), env={"ACCELERATE_MIXED_PRECISION": "bf16"})) == expected
 
 
 @row(
     '`notebook_launcher(..., use_port="29501")`, for 29500 was in use',
     'leave it out: a free port is reserved. If it must be that one, the same, or `env={"MASTER_PORT": "29501"}`',
 )
-def test_ports_are_free_or_as_they_must_be():
+def test_ports_are_free_or_as_given():
     def my_port():
         return os.environ["MASTER_PORT"]
 
     def both():
-        """Of a run within a run, so that each has its own at that moment."""
+        """Return the ports of this run and of a run inside it, which exist at the same time."""
         return my_port(), notebook_launcher(my_port, num_processes=1)[0]
 
     assert len({"29500", *notebook_launcher(both, num_processes=1)[0]}) == 3
@@ -236,8 +237,8 @@ def test_ports_are_free_or_as_they_must_be():
 
 
 @row("a new kernel, since an `Accelerator` had been made in this one", "not needed: ranks are not forks of it")
-def test_ranks_know_nothing_of_what_the_caller_has_made():
-    sys.only_here = True  # as accelerate's state would be: test_accelerate.py has the thing itself
+def test_ranks_do_not_have_objects_of_the_caller():
+    sys.only_here = True  # stands for accelerate's state, which test_accelerate.py tests
     try:
         assert list(notebook_launcher(lambda: hasattr(sys, "only_here"), num_processes=2)) == [False, False]
     finally:
@@ -248,7 +249,7 @@ def test_ranks_know_nothing_of_what_the_caller_has_made():
 
 
 class Job:
-    """A script of two ranks that has run: with what status, what it has printed, and what is in its log files."""
+    """A finished run of the script with two ranks: exit status, output, and contents of log files."""
 
     def __init__(self, ending, launcher=()):
         with tempfile.TemporaryDirectory() as folder:
@@ -256,11 +257,11 @@ class Job:
             command = [sys.executable, *launcher, "train.py", "--lr", "0.1"]
             done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=QUIET, timeout=100, check=False)
             self.status, self.out, self.err = done.returncode, done.stdout, done.stderr
-            (home,) = Path(folder, "logs").iterdir()  # whose name is the run's
+            (home,) = Path(folder, "logs").iterdir()  # named by the run_id
             self.files = {str(path.relative_to(home)): path.read_text() for path in home.rglob("std*.log")}
 
-    def told_by(self, rank, attempt=1):
-        """The arguments and the variables that this rank has found."""
+    def read_report(self, rank, attempt=1):
+        """Return the arguments and the environment variables that this rank has printed."""
         return json.loads(self.files[f"attempt_{attempt}/{rank}/stdout.log"])
 
 
@@ -284,15 +285,15 @@ def ours():
     "`python train.py --lr 0.1`, with `mpwatch.main(main, 4)` at its end",
 )
 def test_the_last_line_of_a_script_changes(theirs, ours):
-    assert ours.told_by(0)[0] == theirs.told_by(0)[0] == ["--lr", "0.1"]
-    assert [ours.told_by(rank) for rank in range(2)] == [theirs.told_by(rank) for rank in range(2)]
+    assert ours.read_report(0)[0] == theirs.read_report(0)[0] == ["--lr", "0.1"]
+    assert [ours.read_report(rank) for rank in range(2)] == [theirs.read_report(rank) for rank in range(2)]
 
 
 @row(
     "`--nproc-per-node=gpu`, `cpu`, `auto`",
     '`nprocs="gpu"`, `"cpu"`, `"auto"`; of CPUs, those that this process may use',
 )
-def test_as_many_ranks_as_there_are_devices():
+def test_one_rank_per_device():
     from torch.distributed.run import determine_local_world_size
 
     def count(nprocs):
@@ -303,9 +304,9 @@ def test_as_many_ranks_as_there_are_devices():
         assert count("gpu") == count("auto") == determine_local_world_size("gpu") == determine_local_world_size("auto")
     else:
         assert count("auto") == count("cpu")
-        for refuses in (count, determine_local_world_size):
+        for function in (count, determine_local_world_size):
             with pytest.raises(ValueError, match=r"no GPU here|Cuda is not available"):
-                refuses("gpu")
+                function("gpu")
 
 
 @row("`--max-restarts=1`", "`max_restarts=1`")
@@ -326,7 +327,7 @@ def test_lines_go_to_files_and_are_shown(tmp_path, capfd, theirs, ours):
     result = mpwatch.run(print, 2, args=("hello",), logs=mpwatch.LogSpec(tmp_path))
     assert [Path(result.log_dir, f"attempt_0/{rank}/stdout.log").read_text() for rank in range(2)] == ["hello\n"] * 2
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] hello", "[1] hello"]
-    assert ours.files.keys() == theirs.files.keys()  # the folders are laid out alike, below that of the run
+    assert ours.files.keys() == theirs.files.keys()  # below the folder of the run the layout is the same
 
 
 @row("`--log-dir=logs --tee=3 --local-ranks-filter=0`", '`logs=mpwatch.LogSpec("logs", show=0)`')
@@ -340,7 +341,7 @@ def test_one_rank_is_shown(theirs, ours):
 
 @row("`--role=trainer`", '`role="trainer"`')
 def test_the_role(theirs, ours):
-    assert ours.told_by(1)[1]["ROLE_NAME"] == theirs.told_by(1)[1]["ROLE_NAME"] == "trainer"
+    assert ours.read_report(1)[1]["ROLE_NAME"] == theirs.read_report(1)[1]["ROLE_NAME"] == "trainer"
 
 
 @row("`@record` on `main`", "not needed, and does no harm: the exception comes with its traceback")
@@ -368,13 +369,13 @@ def test_the_environment(theirs):
 
     for rank, (variables, of_worker) in enumerate(mpwatch.run(both, 2)):
         assert variables == of_worker
-        assert variables.items() <= theirs.told_by(rank)[1].items()
+        assert variables.items() <= theirs.read_report(rank)[1].items()
 
 
 @row('`os.environ["TORCHELASTIC_RESTART_COUNT"]`', "the same; or `mpwatch.current_worker().restart_count`")
-def test_how_often_a_rank_was_started_again(theirs, ours):
+def test_the_number_of_restarts(theirs, ours):
     for job in (theirs, ours):
-        assert [job.told_by(0, attempt)[1]["TORCHELASTIC_RESTART_COUNT"] for attempt in range(2)] == ["0", "1"]
+        assert [job.read_report(0, attempt)[1]["TORCHELASTIC_RESTART_COUNT"] for attempt in range(2)] == ["0", "1"]
 
     def fn():
         count = mpwatch.current_worker().restart_count

@@ -1,4 +1,4 @@
-"""The Trainer of transformers in ranks of mpwatch, which has to do nothing but be called there."""
+"""Tests of the Trainer of transformers in ranks of mpwatch. It needs no configuration."""
 
 import torch
 
@@ -8,7 +8,7 @@ TINY = {"vocab_size": 32, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head":
 
 
 def train(folder):
-    """A few steps of a tiny model on random tokens."""
+    """Train a tiny model for a few steps on random tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     torch.manual_seed(0)
@@ -51,4 +51,4 @@ def test_all_ranks_train_one_model(tmp_path):
         assert rank["moved"] > 0.01
     assert first["weights"].equal(second["weights"])
     assert first["seen"].isdisjoint(second["seen"])
-    assert len(first["seen"] | second["seen"]) == 24  # each rank half of the rows, in three steps of four
+    assert len(first["seen"] | second["seen"]) == 24  # each rank has half of the rows: three steps of four rows

@@ -1,6 +1,7 @@
-"""Where a trainer of Lightning's has come to: gathered in the ranks, and brought to the caller's trainer.
+"""The state of a Lightning trainer, which the ranks send back to the caller's trainer.
 
-With its public names wherever it has some; nothing of it is imported here.
+All ranks gather the state when their function has returned. The caller restores the state of rank 0. This module imports
+nothing of Lightning, and uses Lightning's public names where they exist.
 """
 
 import warnings
@@ -8,79 +9,83 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-WHOLE = {"_state_dict_type": "full", "_save_distributed_checkpoint": False}  # what strategies that shard call it
-PLACES = ("dirpath", "best_model_path")  # of a callback that writes checkpoints: where, which it finds out in the rank
+# Attributes of strategies that shard weights, with the values that make them return whole weights.
+WHOLE_WEIGHTS_OPTIONS = {"_state_dict_type": "full", "_save_distributed_checkpoint": False}
+CHECKPOINT_PATHS = ("dirpath", "best_model_path")  # attributes of a checkpoint callback, which are set in the rank
 
 
 @dataclass
 class TrainerState:
-    """Where a trainer has come to in rank 0."""
+    """The state of the trainer in rank 0, and the value that its function returned."""
 
     value: Any
     state: Any
     should_stop: bool
     metrics: dict[str, Any]
-    callbacks: dict[str, Any]
-    places: dict[str, dict[str, Any]]
+    callback_states: dict[str, Any]
+    checkpoint_paths: dict[str, dict[str, Any]]
     progress: dict[str, Any]
     weights: Any
 
     @classmethod
-    def of(cls, trainer: Any, value: Any) -> Self:
-        """Called in all ranks, since what is spread over them is gathered."""
-        fits = trainer.state.fn == "fit"
-        # where checkpoints go is settled by fit: before it, its logger may yet choose another folder than in these ranks
-        callbacks = [callback for callback in trainer.callbacks if fits or not _places_of(callback)]
+    def collect(cls, trainer: Any, value: Any) -> Self:
+        """Collect the state of the trainer. All ranks must call it, since sharded weights are gathered."""
+        is_fit = trainer.state.fn == "fit"
+        # Only `fit` decides where checkpoints go. Before it, the caller's logger may choose another folder than the ranks'.
+        callbacks = [callback for callback in trainer.callbacks if is_fit or not _get_checkpoint_paths(callback)]
         return cls(
             value,
             trainer.state,
             trainer.should_stop,
             {name: getattr(trainer, name) for name in METRICS},
             {callback.state_key: callback.state_dict() for callback in callbacks},
-            {callback.state_key: _places_of(callback) for callback in callbacks},
+            {callback.state_key: _get_checkpoint_paths(callback) for callback in callbacks},
             trainer.fit_loop.state_dict(),
-            _whole_weights(trainer.strategy) if fits else {},
+            _gather_whole_weights(trainer.strategy) if is_fit else {},
         )
 
-    def bring_to(self, trainer: Any) -> None:
-        """The caller's. Its weights come first: whatever the rest does, they are worth the most."""
+    def restore(self, trainer: Any) -> None:
+        """Copy the state into the caller's trainer. The weights come first: if a later step fails, they are not lost."""
         if self.weights:
-            _load(trainer.lightning_module, self.weights)
+            _load_weights(trainer.lightning_module, self.weights)
         trainer.state, trainer.should_stop = self.state, self.should_stop
         for name, metrics in self.metrics.items():
-            known = getattr(trainer, name)
-            known.clear()
-            known.update(metrics)
-        for callback in trainer.callbacks:  # the ranks may have had more
-            vars(callback).update(self.places.get(callback.state_key, {}))
-            if state := self.callbacks.get(callback.state_key):
+            own_metrics = getattr(trainer, name)
+            own_metrics.clear()
+            own_metrics.update(metrics)
+        for callback in trainer.callbacks:  # the trainers of the ranks may have had more callbacks
+            vars(callback).update(self.checkpoint_paths.get(callback.state_key, {}))
+            if state := self.callback_states.get(callback.state_key):
                 callback.load_state_dict(state)
         trainer.fit_loop.load_state_dict(self.progress)
-        trainer.fit_loop.restarting = False  # it is not to go on from there
+        trainer.fit_loop.restarting = False  # load_state_dict sets it, but the caller's trainer does not resume from here
 
 
-def _places_of(callback: Any) -> dict[str, Any]:
-    return {name: vars(callback)[name] for name in PLACES if name in vars(callback)}
+def _get_checkpoint_paths(callback: Any) -> dict[str, Any]:
+    return {name: vars(callback)[name] for name in CHECKPOINT_PATHS if name in vars(callback)}
 
 
-def _whole_weights(strategy: Any) -> Any:
-    """In rank 0; gathered from all ranks where each has a part, however those were to be written into checkpoints."""
-    for name, whole in WHOLE.items():
+def _gather_whole_weights(strategy: Any) -> Any:
+    """Return the whole weights in rank 0, also if the options of the strategy ask for sharded checkpoints."""
+    for name, value in WHOLE_WEIGHTS_OPTIONS.items():
         if hasattr(strategy, name):
-            setattr(strategy, name, whole)
+            setattr(strategy, name, value)
     return strategy.lightning_module_state_dict()
 
 
-def _load(module: Any, weights: dict[str, Any]) -> None:
-    """As far as the caller's module has a place for them: it may have got other layers in the ranks."""
+def _load_weights(module: Any, weights: dict[str, Any]) -> None:
+    """Load the weights that the caller's module has a layer for, and warn about others.
+
+    The module may have got other layers in the ranks, for example in `configure_model`.
+    """
     try:
         missing, unexpected = module.load_state_dict(weights, strict=False)
         lost = [*missing, *unexpected]
-    except RuntimeError as error:  # all that fits has been taken over
+    except RuntimeError as error:  # load_state_dict has loaded all weights that fit
         lost = [error]
     if lost:
         warnings.warn(
-            f"the caller's {type(module).__name__} differs from the one that was trained, and has not got all its weights: "
-            f"{', '.join(map(str, lost)):.500}; load them from a checkpoint",
+            f"the caller's {type(module).__name__} differs from the module that was trained, so some weights were not "
+            f"loaded: {', '.join(map(str, lost)):.500}; load them from a checkpoint",
             stacklevel=2,
         )

@@ -1,4 +1,8 @@
-"""In pytest's own process: items that run on ranks instead of here, and the ranks that a module has for them."""
+"""The part of the plugin in pytest's own process, which is the watcher. It calls the ranks for each marked test.
+
+`redirect_to_ranks` replaces the body of a marked test with `_run_test`. `_run_test` takes the module's `ModuleGroup` for the
+options of the test, or starts one, and raises what the ranks raised. `rank_session` is the part in the ranks.
+"""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,119 +18,77 @@ from mpwatch.integrations.pytest_plugin.rank_session import (
     PassedTestData,
     SessionConfig,
     TestRequest,
-    finish,
-    module_of,
-    name_in_module,
-    prepare,
+    end_session,
+    get_module,
+    get_name_in_module,
+    prepare_session,
     run_item,
-    tear_down,
+    tear_down_fixtures,
 )
 
 T = TypeVar("T")
-SHARED = ("tmp_path",)  # fixtures that are made here, and are the same in all ranks
-FOLDERS = "tmp_path_factory"  # the fixture that makes folders which outlive the tests for some time
-OF_THE_PLUGIN = ("check", "logs", "progress")  # options that it chooses itself
-PLAIN = str | int | float | bool | None
-LENIENT = (pytest.skip.Exception, pytest.xfail.Exception)  # in a rank, they excuse no failure of another
-GROUPS = pytest.StashKey[list["ModuleGroup"]]()  # of a module
-NEXT = pytest.StashKey[pytest.Item | None]()
+SHARED_FIXTURES = ("tmp_path",)  # set up here, and sent to all ranks
+TMP_PATH_FACTORY = "tmp_path_factory"  # its folders outlive the tests for some time
+RESERVED_OPTIONS = ("check", "logs", "progress")  # options of WorkerGroup that the plugin sets itself
+PLAIN_TYPES = str | int | float | bool | None
+SKIP_OR_XFAIL = (pytest.skip.Exception, pytest.xfail.Exception)
+MODULE_GROUPS = pytest.StashKey[list["ModuleGroup"]]()  # in the stash of a module
+NEXT_ITEM = pytest.StashKey[pytest.Item | None]()  # in the stash of an item
 
 
-def run_on_ranks(item: pytest.Item) -> None:
-    """From now on its fixtures and its body are the business of the ranks."""
+def redirect_to_ranks(item: pytest.Item) -> None:
+    """Make the test run on ranks. They set up its fixtures, too."""
     names = getattr(item, "fixturenames", [])
-    names[:] = [FOLDERS, *(name for name in names if name in SHARED)]
-    item.runtest = partial(_run, item)  # type: ignore[method-assign]
+    names[:] = [TMP_PATH_FACTORY, *(name for name in names if name in SHARED_FIXTURES)]
+    item.runtest = partial(_run_test, item)  # type: ignore[method-assign]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Which test comes next says what is to be torn down after this one."""
-    item.stash[NEXT] = nextitem
+    """Remember the next test. It determines which fixtures are torn down after this one."""
+    item.stash[NEXT_ITEM] = nextitem
 
 
-def _run(item: pytest.Item) -> None:
+def _run_test(item: pytest.Item) -> None:
     __tracebackhide__ = True
-    options = _options_of(item)
+    options = _merge_marks(item)
     timeout = options.pop("timeout", None)
-    _raise(*_ranks_for(item, options).run(item, timeout))
+    _raise_failure(*_get_group(item, options).run_test(item, timeout))
 
 
-def _options_of(item: pytest.Item) -> dict[str, Any]:
-    """The marks of the test, its class and its module together; the nearest has the last word."""
+def _merge_marks(item: pytest.Item) -> dict[str, Any]:
+    """Return the options of the marks of the test, its class and its module. The nearest mark takes precedence."""
     options: dict[str, Any] = {}
     for mark in reversed(list(item.iter_markers(MARK))):
         if len(mark.args) > 1:
-            _refuse(f"takes one positional argument, nprocs, and not {len(mark.args)}: {mark.args!r}")
+            _fail_bad_mark(f"it takes one positional argument, nprocs, but has {len(mark.args)}: {mark.args!r}")
         if mark.args and "nprocs" in mark.kwargs:
-            _refuse(f"has nprocs twice: {mark.args[0]!r} and {mark.kwargs['nprocs']!r}")
+            _fail_bad_mark(f"it has nprocs twice: {mark.args[0]!r} and {mark.kwargs['nprocs']!r}")
         options.update(zip(("nprocs",), mark.args, strict=False), **mark.kwargs)
-    for name in OF_THE_PLUGIN:
+    for name in RESERVED_OPTIONS:
         if name in options:
-            _refuse(f"the option {name!r} is the plugin's own; leave it out")
+            _fail_bad_mark(f"the plugin sets the option {name!r} itself; omit it")
     return options
 
 
-def _ranks_for(item: pytest.Item, options: dict[str, Any]) -> "ModuleGroup":
+def _get_group(item: pytest.Item, options: dict[str, Any]) -> "ModuleGroup":
+    """Return the ranks of the module for these options. Start them if the module has none yet."""
     __tracebackhide__ = True
-    module = module_of(item)
-    groups = module.stash.setdefault(GROUPS, [])
-    for ranks in groups:
-        if ranks.options == options:
-            return ranks
-    ranks = ModuleGroup(options, item, module.path)
-    groups.append(ranks)
-    module.addfinalizer(partial(_close, groups, ranks))
-    return ranks
+    module = get_module(item)
+    groups = module.stash.setdefault(MODULE_GROUPS, [])
+    for group in groups:
+        if group.options == options:
+            return group
+    group = ModuleGroup(options, item, module.path)
+    groups.append(group)
+    module.addfinalizer(partial(_close_group, groups, group))
+    return group
 
 
-def _close(groups: list["ModuleGroup"], ranks: "ModuleGroup") -> None:
+def _close_group(groups: list["ModuleGroup"], group: "ModuleGroup") -> None:
     __tracebackhide__ = True
-    groups.remove(ranks)
-    _raise(*ranks.close())
-
-
-def _raise(*failures: RunFailedError) -> None:
-    """What the rank that failed first has raised, with what became of the others. What came later is told in a note."""
-    __tracebackhide__ = True
-    if not failures:
-        return
-    blamed = [(failure, _to_blame(failure)) for failure in failures]
-    failure, culprit = next((each for each in blamed if not _is_lenient(each[1])), blamed[0])
-    later = [f"later, when fixtures were torn down: {other}" for other in failures[failures.index(failure) + 1 :]]
-    if culprit is None or culprit.exception is None:  # a rank has died, or time is over
-        _fail("\n".join([str(failure), *later]))
-    error = culprit.exception
-    if _is_lenient(culprit):
-        raise error
-    others = failure.fates if culprit is failure.root_cause else [failure.verdict]
-    where = [f"in rank {culprit.rank} of {len(failure.result.workers)}", *(f"  {line}" for line in others), *later]
-    if isinstance(error, pytest.fail.Exception) and not error.pytrace:  # of which pytest shows no notes
-        _fail("\n".join([str(error), *where]))
-    error.add_note("\n".join(where))
-    raise error
-
-
-def _to_blame(failure: RunFailedError) -> ProcessFailure | None:
-    """The rank that failed first, unless it was only skipped, or expected to fail, and another one has really failed."""
-    root = failure.root_cause
-    if not _is_lenient(root):
-        return root
-    return next((each for each in failure.failures.values() if not each.is_secondary and not _is_lenient(each)), root)
-
-
-def _is_lenient(failure: ProcessFailure | None) -> bool:
-    return failure is not None and isinstance(failure.exception, LENIENT)
-
-
-def _refuse(why: str) -> NoReturn:
-    __tracebackhide__ = True
-    _fail(f"mark {MARK}: {why}")
-
-
-def _fail(text: str) -> NoReturn:
-    """This frame is not hidden: of an error without any, pytest says that there are hidden ones."""
-    raise pytest.fail.Exception(text, pytrace=False) from None
+    groups.remove(group)
+    _raise_failure(*group.close())
 
 
 class ModuleGroup:
@@ -134,60 +96,60 @@ class ModuleGroup:
 
     def __init__(self, options: dict[str, Any], item: pytest.Item, module: Path) -> None:
         self.options = options
-        folder = _fixtures_of(item)[FOLDERS].mktemp("mpwatch")
+        folder = _get_fixture_values(item)[TMP_PATH_FACTORY].mktemp("mpwatch")
         capture = item.config.getoption("capture", "no")
         log_dir = None if capture == "no" else folder / "logs"
         logs = LogSpec(log_dir, show="all" if capture in {"no", "tee-sys"} else "none")
-        self._recipe = _recipe_of(item.config, module, folder)
-        self._timeout: float | None = None  # of the last test
-        self._shown: dict[Path, int] = {}
+        self._session_config = _make_session_config(item.config, module, folder)
+        self._last_timeout: float | None = None  # that of the last test
+        self._read_positions: dict[Path, int] = {}  # by log file
         try:
             self._group = WorkerGroup(**options, logs=logs, progress=False)
         except (TypeError, ValueError) as error:
-            _refuse(str(error))
+            _fail_bad_mark(str(error))
         except LaunchError as error:
-            _fail(str(error))
+            _fail_without_traceback(str(error))
 
-    def run(self, item: pytest.Item, timeout: float | None) -> list[RunFailedError]:
-        """The test in all ranks; what it leaves beside a failure becomes part of its report."""
+    def run_test(self, item: pytest.Item, timeout: float | None) -> list[RunFailedError]:
+        """Run the test in all ranks. Add its output, warnings and properties to pytest's report. Return its failures."""
         __tracebackhide__ = True
-        following = item.stash.get(NEXT, None)
-        order = TestRequest(
-            name=name_in_module(item),
-            following=name_in_module(following) if following and module_of(following) is module_of(item) else None,
-            shared={name: value for name, value in _fixtures_of(item).items() if name in SHARED},
+        next_item = item.stash.get(NEXT_ITEM, None)
+        request = TestRequest(
+            name=get_name_in_module(item),
+            next_name=get_name_in_module(next_item) if next_item and get_module(next_item) is get_module(item) else None,
+            shared_fixtures={name: value for name, value in _get_fixture_values(item).items() if name in SHARED_FIXTURES},
         )
         result: RunResult[Any]
-        result, failure = self._call(partial(prepare, self._recipe))
+        result, failure = self._call(partial(prepare_session, self._session_config))
         if failure is None:
-            result, failure = self._call(partial(run_item, self._recipe, order), timeout)
-            self._timeout = timeout
-        self._show(item, "call", result)
+            result, failure = self._call(partial(run_item, self._session_config, request), timeout)
+            self._last_timeout = timeout
+        self._add_report_sections(item, "call", result)
         if failure is None:
-            _keep(item, list(result))
+            _report_passed_data(item, list(result))
             return []
-        # the process group is about to be another one, and fixtures may hold on to the one before
-        last, later = self._call_last(tear_down)
-        if last is not None:
-            self._show(item, "teardown", last)
+        # The next call gets a new process group, and fixtures may hold references to the old one.
+        teardown_result, later = self._call_if_healthy(tear_down_fixtures)
+        if teardown_result is not None:
+            self._add_report_sections(item, "teardown", teardown_result)
         return [failure, *later]
 
     def close(self) -> list[RunFailedError]:
-        """Tear down what is left of the fixtures, unless that is gone with the ranks, and end them."""
+        """Tear down the remaining fixtures, if their ranks still exist, and end the ranks. Return the failures."""
         __tracebackhide__ = True
         with self._group:
-            result, failures = self._call_last(finish)
+            result, failures = self._call_if_healthy(end_session)
         if result is not None:
-            for title, text in self._news(result):
+            for title, text in self._read_new_output(result):
                 sys.stdout.write(f"{title}:\n{text}")
         return failures
 
-    def _call_last(self, fn: Callable[[], None]) -> tuple[RunResult[None] | None, list[RunFailedError]]:
-        """Nothing if there are no ranks any more."""
+    def _call_if_healthy(self, fn: Callable[[], None]) -> tuple[RunResult[None] | None, list[RunFailedError]]:
+        """Call the function in all ranks, with the timeout of the last test. Do nothing if the ranks are gone."""
         __tracebackhide__ = True
         if self._group.state is not WorkerState.HEALTHY:
             return None, []
-        result, failure = self._call(fn, self._timeout)
+        result, failure = self._call(fn, self._last_timeout)
         return result, [] if failure is None else [failure]
 
     def _call(self, fn: Callable[[], T], timeout: float | None = None) -> tuple[RunResult[T], RunFailedError | None]:
@@ -196,57 +158,106 @@ class ModuleGroup:
             return self._group.run(fn, timeout=timeout), None
         except RunFailedError as error:
             return error.result, error
-        except (TypeError, ValueError) as error:  # the timeout's: all else is our own
-            _refuse(str(error))
+        except (TypeError, ValueError) as error:  # the timeout is bad: the user chooses no other argument
+            _fail_bad_mark(str(error))
         except LaunchError as error:
-            _fail(str(error))
+            _fail_without_traceback(str(error))
 
-    def _show(self, item: pytest.Item, when: str, result: RunResult[Any]) -> None:
-        for title, text in self._news(result):
+    def _add_report_sections(self, item: pytest.Item, when: str, result: RunResult[Any]) -> None:
+        for title, text in self._read_new_output(result):
             item.add_report_section(when, title, text)
 
-    def _news(self, result: RunResult[Any]) -> Iterator[tuple[str, str]]:
+    def _read_new_output(self, result: RunResult[Any]) -> Iterator[tuple[str, str]]:
+        """Yield a title and the new text of each log file that has new text."""
         for worker in result.workers:
             folder = Path(result.log_dir, f"attempt_{worker.restart_count}", str(worker.rank))
             for stream in ("stdout", "stderr"):
-                if text := self._rest_of(folder / f"{stream}.log"):
+                if text := self._read_new_text(folder / f"{stream}.log"):
                     yield f"{stream} of rank {worker.rank}", text
 
-    def _rest_of(self, path: Path) -> str:
-        """What has come since it was read before."""
+    def _read_new_text(self, path: Path) -> str:
+        """Return the text that was written to the file since the last read."""
         try:
             with path.open("rb") as file:
-                file.seek(self._shown.get(path, 0))
+                file.seek(self._read_positions.get(path, 0))
                 text = file.read()
-                self._shown[path] = file.tell()
-        except FileNotFoundError:  # there are none with -s
+                self._read_positions[path] = file.tell()
+        except FileNotFoundError:  # with -s there are no log files
             return ""
         return text.decode(errors="replace")
 
 
-def _recipe_of(config: pytest.Config, module: Path, folder: Path) -> SessionConfig:
-    # plugins that know xdist hand values to its workers that way, as pytest-randomly its seed; they are those of options
-    known = {name: value for name, value in vars(config.option).items() if isinstance(value, PLAIN)}
+def _make_session_config(config: pytest.Config, module: Path, folder: Path) -> SessionConfig:
+    # Plugins that support xdist give values to its workers in `workerinput`, for example pytest-randomly its seed. Their
+    # names are those of options.
+    options = {name: value for name, value in vars(config.option).items() if isinstance(value, PLAIN_TYPES)}
     capture = ("--capture=no",) if config.pluginmanager.has_plugin("capture") else ()
     return SessionConfig(
         args=(*map(str, config.invocation_params.args), *capture),
-        folder=str(config.invocation_params.dir),
+        invocation_dir=str(config.invocation_params.dir),
         module=str(module),
-        scratch=str(folder),
-        inputs={**known, **getattr(config, "workerinput", {})},
+        temporary_dir=str(folder),
+        worker_input={**options, **getattr(config, "workerinput", {})},
         markers=tuple(config.getini("markers")),
     )
 
 
-def _keep(item: pytest.Item, findings: Sequence[PassedTestData]) -> None:
-    """What ranks agree on is told once."""
-    warned = {str(warning): warning for each in findings for warning in each.warnings}
-    for warning in warned.values():  # not issued anew, for the filters have been asked in the rank
-        told = {"warning_message": warning, "when": "runtest", "nodeid": item.nodeid, "location": None}
-        item.ihook.pytest_warning_recorded.call_historic(kwargs=told)
-    for each in findings:
-        item.user_properties += [known for known in each.properties if known not in item.user_properties]
+def _report_passed_data(item: pytest.Item, data_of_ranks: Sequence[PassedTestData]) -> None:
+    """Report warnings and properties of a passed test. Report them once if several ranks agree."""
+    warnings = {str(warning): warning for data in data_of_ranks for warning in data.warnings}
+    for warning in warnings.values():  # no warnings.warn: the rank has applied the filters already
+        arguments = {"warning_message": warning, "when": "runtest", "nodeid": item.nodeid, "location": None}
+        item.ihook.pytest_warning_recorded.call_historic(kwargs=arguments)
+    for data in data_of_ranks:
+        item.user_properties += [value for value in data.properties if value not in item.user_properties]
 
 
-def _fixtures_of(item: pytest.Item) -> dict[str, Any]:
+def _get_fixture_values(item: pytest.Item) -> dict[str, Any]:
     return getattr(item, "funcargs", {})
+
+
+def _raise_failure(*failures: RunFailedError) -> None:
+    """Raise the exception of the rank that failed first. Notes say what happened to other ranks, and what failed later.
+
+    `failures` are in order of time. Do nothing if there are none.
+    """
+    __tracebackhide__ = True
+    if not failures:
+        return
+    causes = [(failure, _find_cause(failure)) for failure in failures]
+    failure, cause = next((each for each in causes if not _is_skip_or_xfail(each[1])), causes[0])
+    later = [f"later, when fixtures were torn down: {other}" for other in failures[failures.index(failure) + 1 :]]
+    if cause is None or cause.exception is None:  # a rank died, or the timeout expired
+        _fail_without_traceback("\n".join([str(failure), *later]))
+    error = cause.exception
+    if _is_skip_or_xfail(cause):
+        raise error
+    others = failure.fates if cause is failure.root_cause else [failure.verdict]
+    notes = [f"in rank {cause.rank} of {len(failure.result.workers)}", *(f"  {line}" for line in others), *later]
+    if isinstance(error, pytest.fail.Exception) and not error.pytrace:  # pytest shows no notes of these
+        _fail_without_traceback("\n".join([str(error), *notes]))
+    error.add_note("\n".join(notes))
+    raise error
+
+
+def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
+    """Return the root cause. If it is only a skip or an expected failure, return a real failure of another rank, if any."""
+    root_cause = failure.root_cause
+    if not _is_skip_or_xfail(root_cause):
+        return root_cause
+    others = failure.failures.values()
+    return next((other for other in others if not other.is_secondary and not _is_skip_or_xfail(other)), root_cause)
+
+
+def _is_skip_or_xfail(failure: ProcessFailure | None) -> bool:
+    return failure is not None and isinstance(failure.exception, SKIP_OR_XFAIL)
+
+
+def _fail_bad_mark(reason: str) -> NoReturn:
+    __tracebackhide__ = True
+    _fail_without_traceback(f"mark {MARK}: {reason}")
+
+
+def _fail_without_traceback(text: str) -> NoReturn:
+    """Fail the test. This frame is not hidden: if all frames are hidden, pytest adds a text about hidden frames."""
+    raise pytest.fail.Exception(text, pytrace=False) from None

@@ -1,6 +1,6 @@
-"""The names that pytest's own process and the ranks have in common. Imports nothing."""
+"""Names that pytest's own process and the ranks share. Imports nothing."""
 
 MARK = "mpwatch"
 """The mark of a test that runs on ranks."""
-RANK = "mpwatch_rank"
-"""The key in the `workerinput` of a configuration by which a session knows that it runs in a rank."""
+RANK_KEY = "mpwatch_rank"
+"""A key in the `workerinput` of a pytest configuration. It exists only in a session that runs in a rank."""

@@ -1,4 +1,8 @@
-"""In a rank: a session of pytest over one module, in which the items that the watcher names are run."""
+"""The part of the plugin in a rank: a pytest session over one module. It runs the tests that the controller names.
+
+The controller calls `prepare_session`, then `run_item` for each test, and at last `end_session`. After a failure it calls
+`tear_down_fixtures`. The session is kept in `current_worker().state`, so it ends with the rank.
+"""
 
 import io
 import os
@@ -14,195 +18,203 @@ from _pytest._code.code import ExceptionRepr
 from _pytest.config import ConftestImportFailure, _prepareconfig, create_terminal_writer
 
 from mpwatch import current_worker
-from mpwatch.integrations.pytest_plugin.names import RANK
+from mpwatch.integrations.pytest_plugin.names import RANK_KEY
 
-# Plugins whose options are understood here, and whose work is the watcher's: coverage, processes of its own, the stack of a
-# rank that crashes, which goes into mpwatch's report; a rank alone does not try again, nor is it its own clock. Some have
-# another name where they are loaded by -p.
-LEFT_OUT = (
+# The plugins that are unregistered in a rank, since the watcher does their work: coverage, other processes, reruns, time
+# limits, and the stack of a rank that crashes, which is in mpwatch's report. The rank still accepts their options. A plugin
+# that is loaded by -p has another name.
+UNREGISTERED_PLUGINS = (
     *("_cov", "faulthandler", "xdist", "xdist.plugin"),
     *("rerunfailures", "pytest_rerunfailures", "timeout", "pytest_timeout"),
 )
-FOR_PEOPLE = ("setuponly", "setupshow", "trace", "usepdb")  # options that show or ask something; there is nobody here
-# A plugin's package is to be imported by pytest, so that its assertions can be rewritten; here mpwatch was there before it.
-QUIETLY = ("-W", "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning")
+INTERACTIVE_OPTIONS = ("setuponly", "setupshow", "trace", "usepdb")  # options that print or ask something on a terminal
+# pytest warns about a plugin that was imported before pytest could rewrite its assertions. In a rank mpwatch is imported
+# before pytest.
+IGNORE_REWRITE_WARNING = (
+    "-W",
+    "ignore:Module already imported so cannot be rewritten:pytest.PytestAssertRewriteWarning",
+)
 
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """What a session is made from, the same in all ranks."""
+    """The data from which a session is made, the same in all ranks."""
 
     args: tuple[str, ...]
-    """Those that pytest was called with, and one by which it leaves what ranks print to mpwatch."""
-    folder: str
-    """The one that it was called in."""
+    """The arguments of pytest, and `--capture=no`, since mpwatch captures the output of ranks."""
+    invocation_dir: str
+    """The folder in which pytest was called."""
     module: str
     """The file with the tests."""
-    scratch: str
+    temporary_dir: str
     """A folder for temporary files."""
-    inputs: dict[str, Any]
-    """What plugins may look for in a worker."""
+    worker_input: dict[str, Any]
+    """Values that plugins look for in the `workerinput` of an xdist worker."""
     markers: tuple[str, ...]
-    """The marks that are known, those of plugins that are left out here among them."""
+    """The known marks, including those of plugins that are unregistered in ranks."""
 
 
-Name = tuple[str, ...]  # of a test in its module, with its classes; plugins change the id that is shown
+NameInModule = tuple[str, ...]  # the names of the classes and of the test; plugins may change the id that pytest shows
 
 
 @dataclass(frozen=True)
 class TestRequest:
-    """A test that is to be run."""
+    """A test that the ranks are to run."""
 
-    name: Name
-    following: Name | None
-    """The test that comes next, if that is in the same module."""
-    shared: dict[str, Any]
-    """Values of fixtures by name."""
+    name: NameInModule
+    next_name: NameInModule | None
+    """The test that follows, if it is in the same module."""
+    shared_fixtures: dict[str, Any]
+    """Values of fixtures that the controller has set up, by name."""
 
 
 @dataclass(frozen=True)
 class PassedTestData:
-    """What a report tells of a test that has passed, beside what it printed."""
+    """The warnings and properties of a passed test, which the controller reports."""
 
     warnings: list[WarningMessage] = field(default_factory=list)
     properties: list[tuple[str, object]] = field(default_factory=list)
 
 
-def module_of(item: pytest.Item) -> pytest.File:
-    """The file that has the test, of whatever kind."""
+def get_module(item: pytest.Item) -> pytest.File:
+    """Return the file that contains the test."""
     return next(node for node in item.listchain() if isinstance(node, pytest.File))
 
 
-def name_in_module(item: pytest.Item) -> Name:
-    """By which the watcher and the ranks mean the same test."""
+def get_name_in_module(item: pytest.Item) -> NameInModule:
+    """Return the name that identifies a test in the controller and in the ranks."""
     chain = item.listchain()
-    return tuple(node.name for node in chain[chain.index(module_of(item)) + 1 :])
+    return tuple(node.name for node in chain[chain.index(get_module(item)) + 1 :])
 
 
-def prepare(recipe: SessionConfig) -> None:
-    """Have a session. It may take the time of heavy imports, which is not the test's."""
+def prepare_session(config: SessionConfig) -> None:
+    """Make the session, if there is none. This may import heavy modules, so it does not count as time of the test."""
     __tracebackhide__ = True
-    _session(recipe)
+    _get_session(config)
 
 
-def run_item(recipe: SessionConfig, order: TestRequest) -> PassedTestData:
-    """Set up the test, call it, and tear it down. Raises whatever it, or one of its fixtures, raises."""
+def run_item(config: SessionConfig, request: TestRequest) -> PassedTestData:
+    """Set up the test, call it, and tear it down. Raise the exception of the test or of its fixtures."""
     __tracebackhide__ = True
-    return _session(recipe).run(order)
+    return _get_session(config).run_item(request)
 
 
-def _session(recipe: SessionConfig) -> "RankSession":
-    """That of this rank, which may have been started anew since it was prepared."""
+def _get_session(config: SessionConfig) -> "RankSession":
+    """Return the session of this rank. Make it if the rank has none, as after a restart."""
     __tracebackhide__ = True
     state = current_worker().state
-    if RANK not in state:
-        state[RANK] = RankSession(recipe)
-    session: RankSession = state[RANK]
+    if RANK_KEY not in state:
+        state[RANK_KEY] = RankSession(config)
+    session: RankSession = state[RANK_KEY]
     return session
 
 
-def tear_down() -> None:
-    """All that is set up."""
+def tear_down_fixtures() -> None:
+    """Tear down all fixtures. The session stays."""
     __tracebackhide__ = True
-    session = current_worker().state.get(RANK)
+    session = current_worker().state.get(RANK_KEY)
     if session is not None:
         session.tear_down()
 
 
-def finish() -> None:
+def end_session() -> None:
     """Tear down all fixtures, and end the session."""
     __tracebackhide__ = True
-    session = current_worker().state.pop(RANK, None)
+    session = current_worker().state.pop(RANK_KEY, None)
     if session is not None:
-        session.finish()
+        session.end()
 
 
 class _NullTerminal(io.StringIO):
-    """A terminal that nobody reads, and that keeps nothing."""
+    """A terminal that discards all text."""
 
     def write(self, text: str) -> int:
         return len(text)
 
 
 class RankSession:
-    """A session of pytest, and at the same time its plugin, by which it hears what becomes of the items."""
+    """A pytest session. The object is also a plugin of the session, so it gets the reports of the tests."""
 
-    def __init__(self, recipe: SessionConfig) -> None:
+    def __init__(self, config: SessionConfig) -> None:
         rank = current_worker().rank
-        self._collected: list[pytest.Item] = []
-        self._errors: list[str] = []
-        self._shared: dict[str, Any] = {}
-        os.chdir(recipe.folder)
-        scratch = f"--basetemp={recipe.scratch}/rank{rank}"
+        self._collected_items: list[pytest.Item] = []
+        self._collection_errors: list[str] = []
+        self._shared_fixtures: dict[str, Any] = {}
+        os.chdir(config.invocation_dir)
+        base_temp = f"--basetemp={config.temporary_dir}/rank{rank}"
         try:
-            self._config = config = _prepareconfig([*recipe.args, *QUIETLY, scratch], [self])
-        except ConftestImportFailure as failure:  # of which nothing but its text would come through
+            self._config = pytest_config = _prepareconfig([*config.args, *IGNORE_REWRITE_WARNING, base_temp], [self])
+        except ConftestImportFailure as failure:  # the class cannot be sent with its cause, so only its text would arrive
             raise failure.cause from None
-        # what xdist's workers have: plugins that do something once for a whole run look for it
-        workerid = f"{recipe.inputs.get('workerid', '')}rank{rank}"
-        config.workerinput = recipe.inputs | {"workerid": workerid, RANK: rank}  # type: ignore[attr-defined]
-        config.args = [recipe.module]
-        for option in FOR_PEOPLE:
-            setattr(config.option, option, False)
-        config.option.no_summary = True
-        plugins = config.pluginmanager
-        for plugin in filter(None, map(plugins.get_plugin, LEFT_OUT)):
+        # An xdist worker has a `workerinput`. Plugins look for it to do something only once for a whole run.
+        worker_id = f"{config.worker_input.get('workerid', '')}rank{rank}"
+        worker_input = config.worker_input | {"workerid": worker_id, RANK_KEY: rank}
+        pytest_config.workerinput = worker_input  # type: ignore[attr-defined]
+        pytest_config.args = [config.module]
+        for option in INTERACTIVE_OPTIONS:
+            setattr(pytest_config.option, option, False)
+        pytest_config.option.no_summary = True
+        plugins = pytest_config.pluginmanager
+        for plugin in filter(None, map(plugins.get_plugin, UNREGISTERED_PLUGINS)):
             plugins.unregister(plugin)
-        for line in recipe.markers:
-            config.addinivalue_line("markers", line)
+        for line in config.markers:
+            pytest_config.addinivalue_line("markers", line)
         try:
-            config._do_configure()
-            if (reporter := plugins.get_plugin("terminalreporter")) is not None:  # which plugins, and pytest itself, ask
-                reporter._tw = create_terminal_writer(config, _NullTerminal())
-            self._session = pytest.Session.from_config(config)
-            config.hook.pytest_sessionstart(session=self._session)
-            config.hook.pytest_collection(session=self._session)
+            pytest_config._do_configure()
+            if (reporter := plugins.get_plugin("terminalreporter")) is not None:  # plugins and pytest itself need one
+                reporter._tw = create_terminal_writer(pytest_config, _NullTerminal())
+            self._session = pytest.Session.from_config(pytest_config)
+            pytest_config.hook.pytest_sessionstart(session=self._session)
+            pytest_config.hook.pytest_collection(session=self._session)
         except BaseException:
-            config._ensure_unconfigure()
+            pytest_config._ensure_unconfigure()
             raise
-        # those that are not selected, too: which of a module's tests are, the watcher knows better
-        self._items = {name_in_module(item): item for item in self._collected}
+        # Deselected items are included: the controller has made the selection.
+        self._items = {get_name_in_module(item): item for item in self._collected_items}
 
-    def run(self, order: TestRequest) -> PassedTestData:
+    def run_item(self, request: TestRequest) -> PassedTestData:
         __tracebackhide__ = True
-        item = self._items.get(order.name)
+        item = self._items.get(request.name)
         if item is None:
-            text = f"rank {current_worker().rank} has collected no {'::'.join(order.name)}"
-            raise pytest.fail.Exception("\n".join([text, *self._errors]), pytrace=False)
-        self._shared = order.shared
-        self._calls: list[tuple[pytest.CallInfo[None], pytest.TestReport]] = []
-        self._findings = PassedTestData(properties=item.user_properties)
-        item.user_properties.clear()  # it may be run again
-        self.tear_down(but_for=item)  # the one that was to follow may have been skipped
-        nextitem = item.parent if order.following is None else self._items.get(order.following, item.parent)
-        item.ihook.pytest_runtest_protocol(item=item, nextitem=nextitem)
-        if (error := self._error()) is not None:
+            name = "::".join(request.name)
+            text = f"rank {current_worker().rank} did not collect the test {name}; all ranks must collect the same tests"
+            raise pytest.fail.Exception("\n".join([text, *self._collection_errors]), pytrace=False)
+        self._shared_fixtures = request.shared_fixtures
+        self._reports: list[tuple[pytest.CallInfo[None], pytest.TestReport]] = []
+        self._passed_data = PassedTestData(properties=item.user_properties)
+        item.user_properties.clear()  # the item may run again
+        self.tear_down(keep_for=item)  # the test that was to follow may have been skipped, so its fixtures are still set up
+        next_item = item.parent if request.next_name is None else self._items.get(request.next_name, item.parent)
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=next_item)
+        if (error := self._find_error()) is not None:
             raise error
-        return self._findings
+        return self._passed_data
 
-    def _error(self) -> BaseException | None:
-        """What the test has failed with, or else why it was skipped, or is expected to fail."""
-        failed = [(call, report) for call, report in self._calls if report.failed and call.excinfo is not None]
-        # of subtests that are skipped nothing is told, if the test then passes
-        last = {report.when: (call, report) for call, report in self._calls}.values()
-        ended = failed or [(call, report) for call, report in last if call.excinfo is not None]
-        if not ended:
+    def _find_error(self) -> BaseException | None:
+        """Return the first failure of the test, or else its skip or expected failure. Return None if the test passed.
+
+        Write later failures, captured logging and warnings to stderr: they would be lost with the report.
+        """
+        failed = [(call, report) for call, report in self._reports if report.failed and call.excinfo is not None]
+        # A skipped subtest is not reported if the test then passes: only the last report of each phase counts.
+        last_reports = {report.when: (call, report) for call, report in self._reports}.values()
+        errors = failed or [(call, report) for call, report in last_reports if call.excinfo is not None]
+        if not errors:
             return None
         for _, report in failed[1:]:
             sys.stderr.write(f"{report.longreprtext}\n")
-        # what logging has kept, and warnings, would be lost with the report
-        for title, text in self._calls[-1][1].sections:
+        for title, text in self._reports[-1][1].sections:
             sys.stderr.write(f"{title}:\n{text}\n")
-        for known in self._findings.warnings:
-            sys.stderr.write(formatwarning(known.message, known.category, known.filename, known.lineno))
-        return _error_of(*ended[0])
+        for warning in self._passed_data.warnings:
+            sys.stderr.write(formatwarning(warning.message, warning.category, warning.filename, warning.lineno))
+        return _make_sendable_error(*errors[0])
 
-    def tear_down(self, but_for: pytest.Item | None = None) -> None:
-        """All that is set up, but for what this item needs."""
+    def tear_down(self, keep_for: pytest.Item | None = None) -> None:
+        """Tear down all fixtures, except those that the item `keep_for` needs."""
         __tracebackhide__ = True
-        self._session._setupstate.teardown_exact(but_for)
+        self._session._setupstate.teardown_exact(keep_for)
 
-    def finish(self) -> None:
+    def end(self) -> None:
         __tracebackhide__ = True
         try:
             self.tear_down()
@@ -212,38 +224,43 @@ class RankSession:
 
     @pytest.fixture
     def tmp_path(self) -> Path:
-        """A folder for the test, the same in all ranks."""
-        return Path(self._shared["tmp_path"])
+        """Return a folder for the test, the same in all ranks."""
+        return Path(self._shared_fixtures["tmp_path"])
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        self._collected.append(item)
+        self._collected_items.append(item)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._errors.append(report.longreprtext)
+            self._collection_errors.append(report.longreprtext)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        self._calls.append((call, report))
+        self._reports.append((call, report))
         return report
 
     def pytest_warning_recorded(self, warning_message: WarningMessage, when: str) -> None:
-        if when == "runtest":  # others come in the watcher, too
-            known = warning_message  # it may hold on to anything
-            self._findings.warnings.append(WarningMessage(str(known.message), known.category, known.filename, known.lineno))
+        if when != "runtest":  # other warnings are issued in the watcher, too
+            return
+        # A copy with plain values, since a warning may refer to objects that cannot be sent.
+        warning = WarningMessage(
+            str(warning_message.message), warning_message.category, warning_message.filename, warning_message.lineno
+        )
+        self._passed_data.warnings.append(warning)
 
 
-def _error_of(call: pytest.CallInfo[None], report: pytest.TestReport) -> BaseException:
+def _make_sendable_error(call: pytest.CallInfo[None], report: pytest.TestReport) -> BaseException:
     assert call.excinfo is not None
     error = call.excinfo.value
     if report.skipped and hasattr(report, "wasxfail") and not isinstance(error, pytest.xfail.Exception):
-        expected = pytest.xfail.Exception(report.wasxfail)  # by a mark that the watcher may not know: it came in a fixture
+        # The mark may come from a fixture, so the controller may not know that the failure is expected.
+        expected = pytest.xfail.Exception(report.wasxfail)
         expected.__cause__ = error
         return expected
     if isinstance(error, pytest.skip.Exception) or isinstance(report.longrepr, ExceptionRepr):
         return error
-    # pytest tells it in words of its own, made from what may not come through: a fixture that is not found, a doctest
+    # pytest prints a text of its own for this error: a fixture that is not found, a doctest. Its data may not be sendable.
     return pytest.fail.Exception(report.longreprtext, pytrace=False)
