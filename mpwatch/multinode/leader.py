@@ -3,20 +3,22 @@
 The machine is pure. The node thread feeds it with the messages of all nodes in the order of the inbox, with heartbeats and
 with the time (round_runner.py). Each call returns the actions that the node thread has to carry out.
 
-    WAITING_FOR_NODES -- every NodeInfo is there --> STARTING -- port reserved --> RUNNING
-       |                                             ^   |                         |   |
-       | - the nodes disagree                        |   | - a node is lost        |   | - a rank fails
-       | - a node is lost                            |   | - more nodes wait       |   | - a node is lost
-       | - more nodes wait                           |   |                         |   | - more nodes wait
-       |                                             |   |                         |   v
-       |                                  RESTART ---'   |    all nodes succeeded  | STOPPING
-       |                                     |           |                         |   |
-       v                                     |           v                         v   v all nodes have reported
-       '-------------------------------> the decision (job_decision.py) <--------------'
-                                             |      |
-                              RE_RENDEZVOUS  |      |  DONE, FAILED
-                                             v      v
-                                      FINISHED    SHUTTING_DOWN -- all ShutdownAcks, or time is up --> FINISHED
+    WAITING_FOR_NODES --> STARTING --> RUNNING --> STOPPING --> decision --> SHUTTING_DOWN --> FINISHED
+                             ^                                   |  |                             ^
+                             '------------- RESTART -------------'  '------- RE_RENDEZVOUS -------'
+
+    stage                it ends when ...                                               and then comes
+    WAITING_FOR_NODES    every node has sent its NodeInfo                               STARTING
+                         the nodes disagree, a node is lost, or more nodes wait         the decision
+    STARTING             a port is reserved                                             RUNNING
+                         a node is lost, or more nodes wait                             the decision
+    RUNNING              all nodes have reported success                                the decision
+                         a rank fails, a node is lost, or more nodes wait               STOPPING
+    STOPPING             all nodes that are not lost have reported                      the decision
+    the decision         (job_decision.py)  RESTART                                     STARTING
+                                            RE_RENDEZVOUS                               FINISHED
+                                            DONE, FAILED                                SHUTTING_DOWN
+    SHUTTING_DOWN        all nodes have sent ShutdownAck, or the time is over           FINISHED
 
 What happens when a node is lost:
 

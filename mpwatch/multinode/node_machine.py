@@ -3,24 +3,28 @@
 The machine is pure. The node thread feeds it with the leader's broadcasts, with events of the node's own ranks, and with the
 time (round_runner.py). Each call returns the actions that the node thread has to carry out.
 
-    JOINING -- StartAttempt --> PREPARING -- environments are made --> RUNNING -- StopAttempt, or a rank fails --> STOPPING
-       |                          ^   |                                  |                                           |
-       |                          |   | StopAttempt                      | all ranks returned                        |
-       |                          |   v                                  v                                           v
-       |                          |  AWAITING_DECISION <-- the node sends its AttemptReport -------------------------'
-       |                          |   |          |
-       |             StartAttempt '---'          |
-       |             after RESTART               |
-       '------------------------> the leader's AttemptDecision
-                                      |          |
-                        RE_RENDEZVOUS |          | DONE, FAILED
-                                      v          v
-               FINISHED, join the next round   SHUTTING_DOWN -- JobClosed; on most nodes at once --> FINISHED
+    JOINING --> PREPARING --> RUNNING --> STOPPING --> AWAITING_DECISION --> SHUTTING_DOWN --> FINISHED
+                   ^                                        |       |                             ^
+                   '---------------- RESTART ---------------'       '------- RE_RENDEZVOUS -------'
+
+    stage                it ends when ...                                               and then comes
+    JOINING              the leader broadcasts StartAttempt                             PREPARING
+                         the leader broadcasts an AttemptDecision                       as after AWAITING_DECISION
+    PREPARING            the environments are made and the delay is over                RUNNING
+                         the leader broadcasts StopAttempt                              AWAITING_DECISION
+    RUNNING              a rank fails, or the leader broadcasts StopAttempt             STOPPING
+                         all ranks have returned, and the report is sent                AWAITING_DECISION
+    STOPPING             all ranks have exited, and the report is sent                  AWAITING_DECISION
+    AWAITING_DECISION    the decision is RESTART, and StartAttempt follows              PREPARING
+                         the decision is RE_RENDEZVOUS: the node joins the next round   FINISHED
+                         the decision is DONE or FAILED                                 SHUTTING_DOWN
+    SHUTTING_DOWN        the caller's thread knows the decision                         FINISHED
+                         (the leader and the node that serves the store: JobClosed)
 
 What happens when the leader is lost: `check_leader_heartbeat` finds that its heartbeats have not changed for `node_timeout`.
-Then the node stops its ranks. When they have exited it decides on its own (`_decide_without_leader`). All nodes come to the
-same decision, because they know the same facts. If the store is lost there is no decision: the job fails on every node that
-cannot reach it.
+Then the node stops its ranks. When they have exited, the node decides on its own (`_decide_without_leader`): RE_RENDEZVOUS if
+enough nodes remain or a restart is left, FAILED otherwise. All nodes come to the same decision, because they know the same
+facts. If the store is lost, the job fails on every node that cannot reach it.
 
 Guarantees: if the leader sends no heartbeat, or the store is lost, every stage ends within `node_timeout`. While the leader
 is alive, RUNNING, PREPARING and AWAITING_DECISION last as long as the caller's code runs on some node. If the other nodes
@@ -236,8 +240,8 @@ class NodeMachine:
     def withdraw(self, reason: str) -> list[NodeAction]:
         """Leave the round: this node was silent for so long that the other nodes may have gone on without it.
 
-        Tell the leader so, stop the ranks, and start no others in this round. The node rejoins when it has read the leader's
-        decision, or finds that the leader is lost.
+        Report it to the leader, stop the ranks, and start no others in this round. The node rejoins when it has read the
+        leader's decision, or finds that the leader is lost.
         """
         if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
             return []

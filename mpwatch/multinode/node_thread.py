@@ -1,15 +1,13 @@
 """The node thread: one thread of a node talks to the other nodes. It joins one round after the other, and runs each of them.
 
-    caller's thread   --- set_prepared, report_attempt, acknowledge_shutdown, leave --->  NodeThread  <---> the store:
-                      <-- updates: PrepareRanks, ReportAttempt, ReportJob, errors ------   |     |          rendezvous/ and
-    watcher thread    --- on_attempt_end: it fails, or its ranks have exited ---------->   |     |          StoreChannel
-                      <-- commands: start, stop, renew the lease -----------------------  -'     |
-                                                                                                 '-- RoundRunner: NodeMachine
-                                                                                                     and, on one node, Leader
+    caller's thread  --- set_prepared, report_attempt, acknowledge_shutdown, leave ---> |          | ---> rendezvous/: join
+                     <-- updates: PrepareRanks, ReportAttempt, ReportJob, errors ------ |NodeThread| ---> RoundRunner:
+    watcher thread   --- on_attempt_end: it fails, or its ranks have exited ----------> |          |      NodeMachine, and
+                     <-- commands: start, stop, renew the lease ----------------------- |          |      Leader on one node
 
 The node thread makes all calls to the store. Only the rendezvous itself waits for other nodes. If a store is silent, the
-kernel ends its connection (rendezvous/store.py). Guarantee: when `close` has returned, the thread, its sockets and its port
-are gone.
+kernel ends its connection (rendezvous/store.py). Guarantee: when `close` has returned, the thread has ended, and its sockets
+and its port are released.
 """
 
 import math
@@ -182,7 +180,7 @@ class NodeThread:
     def _report_failed_rendezvous(self, error: Exception) -> None:
         """Report to the caller's thread that the node could not join a round. No ranks run meanwhile."""
         if isinstance(error, LaunchError) and time.monotonic() >= self._run_by:
-            error = LaunchError(f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had met: {error}")
+            error = LaunchError(f"`timeout` ({self._spec.timeout:g} s) ran out before the nodes had joined: {error}")
         if self._local_ranks.has_started:
             decision = AttemptDecision(NO_ATTEMPT, NextStep.FAILED, RestartHistory(), reason=str(error))
             self._local_ranks.notify_caller(ReportJob(decision))

@@ -27,7 +27,7 @@ FAST_POLL_DURATION = 1.0  # seconds of fast polling after a message
 MAX_POLLS_PER_SECOND = 4000  # of all nodes together
 HEARTBEATS_PER_TIMEOUT = 8  # in node_timeout
 STALL_SECONDS = 1.0  # if the node did not poll for so long, then it could not see heartbeats of others
-NEWCOMER_POLL_SECONDS = 1.0  # between two looks for newcomers; each reads the whole state of the rendezvous
+NEWCOMER_POLL_SECONDS = 1.0  # between two polls for newcomers; each reads the whole state of the rendezvous
 
 
 class RoundRunner:

@@ -119,7 +119,7 @@ def test_a_leader_that_was_stopped_for_too_long_joins_again_as_a_newcomer(job):
 def test_a_timeout_that_ends_before_the_first_round_is_named(job):
     outcome = job.start(timeout=1.0).outcome()
     assert outcome.error == "LaunchError"
-    assert outcome.text.startswith("`timeout` (1 s) ran out before the nodes had met: rendezvous of job")
+    assert outcome.text.startswith("`timeout` (1 s) ran out before the nodes had joined: rendezvous of job")
 
 
 def test_an_attempt_is_reported_once_if_the_next_one_was_cancelled_before_its_start(job):
