@@ -22,7 +22,7 @@ time (round_runner.py). Each call returns the actions that the node thread has t
                          (the leader and the node that serves the store: JobClosed)
 
 What happens when the leader is lost: `check_leader_heartbeat` finds that its heartbeats have not changed for `node_timeout`.
-Then the node stops its ranks. When they have exited, the node decides on its own (`_decide_without_leader`): RE_RENDEZVOUS if
+Then the node stops its ranks. After they have exited, it decides on its own (`_decide_without_leader`): RE_RENDEZVOUS if
 enough nodes remain or a restart is left, FAILED otherwise. All nodes come to the same decision, because they know the same
 facts. If the store is lost, the job fails on every node that cannot reach it.
 
