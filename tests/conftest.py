@@ -1,4 +1,8 @@
-"""Every test ends with a look at the process: nothing may be left, and nothing of the host's may have changed."""
+"""Fixtures and helpers for all tests.
+
+After each test `_check_nothing_left` compares the state of this process with that before the test: no child, thread,
+descriptor or file may be left, and no setting of the process may have changed.
+"""
 
 import copyreg
 import faulthandler
@@ -14,17 +18,17 @@ from pathlib import Path
 
 import pytest
 
-OURS = f"sem.mpwatch-test-{os.getpid()}-"  # semaphores, of our ranks too, have a prefix of their own: see _resource_tracker
-RUNS = int(os.environ.get("MPWATCH_TEST_RUNS", "60"))  # in which nothing may grow; `tox -e chaos` has more of them
+SEMAPHORE_PREFIX = f"sem.mpwatch-test-{os.getpid()}-"  # of this process and its ranks: see _start_resource_tracker
+RUNS = int(os.environ.get("MPWATCH_TEST_RUNS", "60"))  # of a test that checks for leaks; `tox -e chaos` sets more
 PLUGIN = ("-p", "mpwatch.integrations.pytest_plugin", "-p", "no:cacheprovider")  # arguments of pytest
 SPAWN = multiprocessing.get_context("spawn")
 
 
 def children() -> set[int]:
-    """The direct children of this process, zombies among them, from the kernel itself."""
+    """Return the direct children of this process, including zombies, as the kernel lists them."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             found |= {int(pid) for pid in (task / "children").read_text().split()}
     return found
 
@@ -34,7 +38,7 @@ def descriptors() -> dict[int, str]:
     for entry in os.listdir("/proc/self/fd"):
         try:
             found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
-        except FileNotFoundError:  # the one of the listing itself
+        except FileNotFoundError:  # the descriptor of listdir itself
             continue
     return found
 
@@ -44,7 +48,9 @@ def state() -> dict[str, object]:
         "children": children(),
         "descriptors": descriptors(),
         "threads": {thread for thread in threading.enumerate() if not thread.name.startswith("pytest_timeout")},
-        "shared memory": {name for name in os.listdir("/dev/shm") if name.startswith(OURS) or not name.startswith("sem.")},
+        "shared memory": {
+            name for name in os.listdir("/dev/shm") if name.startswith(SEMAPHORE_PREFIX) or not name.startswith("sem.")
+        },
         "temporary files": {name for name in os.listdir("/tmp") if name.startswith("mpwatch")},
         "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "signal mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
@@ -63,36 +69,36 @@ def difference(before, after):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _resource_tracker():
-    """multiprocessing's own helper lives as long as the program that has started a process with it."""
+def _start_resource_tracker():
+    """Start multiprocessing's resource tracker before all tests, since it lives until this program ends."""
     resource_tracker.ensure_running()
     multiprocessing.current_process()._config["semprefix"] = f"/mpwatch-test-{os.getpid()}"
-    SPAWN.Value("i")  # and the memory that its shared values are cut from is kept
+    SPAWN.Value("i")  # multiprocessing allocates an arena for shared values, and keeps it
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _look_for_new_garbage_only():
-    """To look through all that is there takes 0.1 s after each test where torch is loaded."""
+def _freeze_old_objects():
+    """Exclude existing objects from garbage collection. With torch a full collection takes 0.1 s after each test."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def barrier(request):
-    """For as many ranks as the test's `nprocs`, three unless it says otherwise."""
+    """Return a barrier for `nprocs` ranks. The default is three, and a parameter `nprocs` of the test overrides it."""
     return SPAWN.Barrier(request.node.callspec.params.get("nprocs", 3) if hasattr(request.node, "callspec") else 3)
 
 
 @pytest.fixture
-def _patient(monkeypatch):
-    """However loaded this machine is, the stacks of all ranks come before they are stopped."""
+def _wait_for_all_stacks(monkeypatch):
+    """Wait for the stacks of all ranks before ranks are stopped, also on a machine under load."""
     monkeypatch.setattr("mpwatch.watcher.machine.state_machine.STACK_DUMP_SECONDS", 60.0)
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left(_resource_tracker, request):
+def _check_nothing_left(_start_resource_tracker, request):
     if "barrier" in request.fixturenames:
-        request.getfixturevalue("barrier")  # its semaphores live longer than the test
+        request.getfixturevalue("barrier")  # made before the comparison: its semaphores outlive the test
     before = state()
     yield
     gc.collect()
@@ -102,7 +108,7 @@ def _nothing_left(_resource_tracker, request):
 
 @pytest.fixture
 def run_pytest(request, monkeypatch):
-    """Run a file of tests with the plugin; where mpwatch is installed, its entry point would bring it a second time."""
+    """Run a file of tests with the plugin. Plugin autoload is off, since an installed mpwatch would register it twice."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester = request.getfixturevalue("pytester")
 
@@ -115,25 +121,25 @@ def run_pytest(request, monkeypatch):
 
 @pytest.fixture
 def eventually():
-    """Wait for something that another process does, with a deadline."""
+    """Return a function that waits until a condition is true, and fails after a deadline."""
 
     def wait_for(condition, seconds=10.0):
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, "it did not happen"
+            assert time.monotonic() < deadline, f"the condition was not true after {seconds} s"
             os.sched_yield()
 
     return wait_for
 
 
-def shows(result, *lines):
-    """Whether pytest has printed these lines, in this order. Returns all that it has printed."""
+def match_output(result, *lines):
+    """Assert that pytest has printed lines that match these patterns, in this order. Return its whole output."""
     result.stdout.fnmatch_lines(lines)
     return result.stdout.str()
 
 
 def is_alive(pid: int) -> bool:
-    """Whether this process runs; a zombie does not."""
+    """Return whether this process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Runs programs the way users do, in a Python of their own."""
+"""`python()` runs a program in a Python process of its own, as users do."""
 
 import os
 import subprocess
@@ -10,7 +10,10 @@ ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]
 
 
 def python(*args, program=None, stdin=None, cwd=None, check=True, env=ENV, within=()):
-    """The finished process of `python ARGS`, program on its stdin, or that file; started by a command that prepares for it."""
+    """Run `python ARGS` and return the finished process.
+
+    `program` is text for its stdin, `stdin` a file for it. `within` is a command that starts Python, such as `unshare`.
+    """
     done = subprocess.run(
         [*within, sys.executable, *args],
         **({"input": program} if stdin is None else {"stdin": stdin}),

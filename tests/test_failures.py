@@ -26,7 +26,7 @@ TABLE = {
         ValueError,
         "rank 1 failed first: ValueError: the batch is bad (saboteurs.py:",
     ),
-    saboteurs.raises_picky: (EXCEPTION, 1, saboteurs.PickyError, "PickyError: code 7: two arguments"),
+    saboteurs.raises_keyword_only_error: (EXCEPTION, 1, saboteurs.KeywordOnlyError, "KeywordOnlyError: code 7: two arguments"),
     saboteurs.raises_from_cause: (EXCEPTION, 1, RuntimeError, "while loading"),
     saboteurs.raises_group: (EXCEPTION, 1, ExceptionGroup, "two things"),
     saboteurs.raises_with_a_lock: (EXCEPTION, 1, ValueError, "holds a lock"),
@@ -35,16 +35,16 @@ TABLE = {
     saboteurs.exits_with_3: (EXIT, 3, SystemExit, "rank 1 ended with exit code 3 and no result"),
     saboteurs.exits_with_256: (EXIT, 1, SystemExit, "SystemExit: 256"),
     saboteurs.exits_with_text: (EXIT, 1, SystemExit, "cannot go on"),
-    saboteurs.vanishes_with_7: (EXIT, 7, None, "rank 1 ended with exit code 7 and no result"),
-    saboteurs.vanishes_with_0: (LOST, 1, None, "rank 1 ended without returning a result"),
+    saboteurs.calls_os_exit_with_7: (EXIT, 7, None, "rank 1 ended with exit code 7 and no result"),
+    saboteurs.calls_os_exit_with_0: (LOST, 1, None, "rank 1 ended without returning a result"),
     saboteurs.is_killed: (SIGNAL, 137, None, "rank 1 was killed by SIGKILL (not sent by mpwatch"),
     saboteurs.is_terminated: (SIGNAL, 143, None, "rank 1 was killed by SIGTERM (not sent by mpwatch"),
     saboteurs.crashes: (SIGNAL, 139, None, "rank 1 was killed by SIGSEGV (an invalid memory access"),
     saboteurs.aborts: (SIGNAL, 134, None, "rank 1 was killed by SIGABRT (compiled code called abort()"),
     saboteurs.reads_beyond_the_end_of_a_file: (SIGNAL, 135, None, "rank 1 was killed by SIGBUS (a memory error"),
     saboteurs.divides_by_zero_in_c: (SIGNAL, 136, None, "rank 1 was killed by SIGFPE (an arithmetic error"),
-    saboteurs.executes_an_unknown_instruction: (SIGNAL, 132, None, "rank 1 was killed by SIGILL (an instruction"),
-    saboteurs.executes_another_program: (EXIT, 9, None, "rank 1 ended with exit code 9"),
+    saboteurs.executes_an_illegal_instruction: (SIGNAL, 132, None, "rank 1 was killed by SIGILL (an instruction"),
+    saboteurs.execs_a_program_that_exits_with_9: (EXIT, 9, None, "rank 1 ended with exit code 9"),
     saboteurs.closes_descriptors_and_raises: (EXCEPTION, 1, ValueError, "the batch is bad"),
     saboteurs.leaves_a_thread_and_raises: (EXCEPTION, 1, ValueError, "the batch is bad"),
     saboteurs.returns_a_lock: (
@@ -56,13 +56,13 @@ TABLE = {
 }
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_wait_for_all_stacks")
 @pytest.mark.parametrize("nprocs", [3, 8])
 @pytest.mark.parametrize("saboteur", TABLE, ids=lambda saboteur: saboteur.__name__)
 def test_the_first_failure_is_reported(saboteur, nprocs, barrier):
     kind, exit_code, exception, text = TABLE[saboteur]
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(saboteurs.only_rank_1, nprocs, args=(saboteur, barrier))
+        mpwatch.run(saboteurs.call_on_rank_1, nprocs, args=(saboteur, barrier))
     error, root = caught.value, caught.value.root_cause
     assert (root.rank, root.kind, root.exit_code, root.is_secondary) == (1, kind, exit_code, False)
     assert error.exit_code == exit_code
@@ -82,12 +82,12 @@ def test_the_first_failure_is_reported(saboteur, nprocs, barrier):
     assert str(again) == str(error)
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_wait_for_all_stacks")
 def test_ranks_at_the_same_location_share_a_line_of_the_report():
     with pytest.raises(mpwatch.RunFailedError) as caught:
         pids = SPAWN.Array("i", 8)
         args = (saboteurs.raises_value_error, pids)
-        mpwatch.run(saboteurs.only_rank_1_when_the_others_sleep, 8, args=args)
+        mpwatch.run(saboteurs.call_on_rank_1_when_others_sleep, 8, args=args)
     _, others = str(caught.value).splitlines()
     assert re.fullmatch(
         r"  ranks 0, 2-7: stopped by the watcher \(saboteurs\.py:\d+ in wait_to_be_stopped: signal\.pause\(\)\)", others
@@ -99,7 +99,7 @@ def test_ranks_at_the_same_location_share_a_line_of_the_report():
 
 def failing(saboteur, barrier, more=()):
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(saboteurs.only_rank_1, 3, args=(saboteur, barrier, *more))
+        mpwatch.run(saboteurs.call_on_rank_1, 3, args=(saboteur, barrier, *more))
     return caught.value
 
 
@@ -114,7 +114,7 @@ def frames_of(error):
 def test_frames_are_those_of_the_rank_and_begin_at_its_function(barrier):
     error = failing(saboteurs.raises_value_error, barrier)
     frames = frames_of(error.__cause__)
-    assert [name for _, name, _ in frames] == ["only_rank_1", "raises_value_error"]
+    assert [name for _, name, _ in frames] == ["call_on_rank_1", "raises_value_error"]
     assert {file for file, _, _ in frames} == {"saboteurs.py"}
     assert 'raise ValueError("the batch is bad")  # THE-LINE' in error.root_cause.traceback
 
@@ -133,7 +133,7 @@ def test_attributes_survive_except_those_that_cannot_be_pickled(barrier):
     error = failing(saboteurs.raises_with_a_lock, barrier).__cause__
     assert error.code == 3
     assert not hasattr(error, "lock")
-    picky = failing(saboteurs.raises_picky, barrier).__cause__
+    picky = failing(saboteurs.raises_keyword_only_error, barrier).__cause__
     assert (picky.code, picky.detail) == (7, "two arguments")
 
 
@@ -152,7 +152,7 @@ def test_nothing_is_written_into_files_that_replaced_descriptors_of_mpwatch(capl
 
 def test_a_value_that_cannot_be_unpickled_is_a_failure_of_its_rank():
     with pytest.raises(mpwatch.RunFailedError, match="rank 0 failed first: LookupError: not here") as caught:
-        mpwatch.run(saboteurs.returns_what_cannot_be_rebuilt, 1)
+        mpwatch.run(saboteurs.returns_a_value_that_cannot_be_unpickled, 1)
     assert "while the return value of rank 0 was rebuilt" in caught.value.__cause__.__notes__[0]
 
 
@@ -169,7 +169,7 @@ def test_an_exception_of_a_local_class_is_caught_as_itself():
 
 
 def test_check_false_returns_the_failed_result(barrier):
-    result = mpwatch.run(saboteurs.only_rank_1, 3, args=(saboteurs.exits_with_3, barrier), check=False)
+    result = mpwatch.run(saboteurs.call_on_rank_1, 3, args=(saboteurs.exits_with_3, barrier), check=False)
     assert result.state is WorkerState.FAILED
     assert result.root_cause is result.failures[1]
     with pytest.raises(IndexError, match="rank 0 has no value, since the run ended as FAILED"):
@@ -189,13 +189,13 @@ def test_a_module_that_a_rank_cannot_import(tmp_path, monkeypatch):
 
 def test_a_peer_error_is_not_the_cause_even_if_it_comes_first(barrier):
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(saboteurs.complains_before_its_peer_fails, 3, args=(barrier, SPAWN.Event()))
+        mpwatch.run(saboteurs.reports_a_lost_peer_before_the_peer_fails, 3, args=(barrier, SPAWN.Event()))
     assert caught.value.root_cause.rank == 1
     assert type(caught.value.__cause__) is ValueError
 
 
 def test_a_report_without_a_primary_failure_says_so(barrier):
-    error = failing(saboteurs.complains_of_a_peer, barrier)
+    error = failing(saboteurs.raises_connection_closed_by_peer, barrier)
     assert str(error).startswith("no rank was seen to fail by itself; the first to report a lost or late peer: rank 1:")
 
 
@@ -208,7 +208,7 @@ def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(barrier):
 
 def test_a_suspended_rank_is_continued_so_that_it_can_end(barrier):
     with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first"):
-        mpwatch.run(saboteurs.stops_itself, 3, args=(barrier, SPAWN.Value("i", 0)), grace_period=60)
+        mpwatch.run(saboteurs.fails_beside_a_suspended_rank, 3, args=(barrier, SPAWN.Value("i", 0)), grace_period=60)
 
 
 def test_helpers_are_killed_with_their_ranks(barrier):
@@ -231,7 +231,7 @@ def test_a_forked_child_that_holds_all_descriptors_delays_nothing(barrier):
         os.kill(pid.value, signal.SIGKILL)
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_wait_for_all_stacks")
 def test_timeout():
     start = time.monotonic()
     with pytest.raises(mpwatch.RunTimeoutError) as caught:
@@ -249,22 +249,22 @@ def test_timeout():
     assert error.failures[0].kind is FailureKind.TIMEOUT
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_wait_for_all_stacks")
 @pytest.mark.parametrize("ending", ["exit 0", "exit 1", "raise"])
 def test_a_timeout_stays_a_timeout_however_ranks_handle_sigterm(ending):
     with pytest.raises(mpwatch.RunTimeoutError) as caught:
-        mpwatch.run(saboteurs.ends_at_sigterm, 2, args=(ending,), timeout=0.7)
+        mpwatch.run(saboteurs.exits_or_raises_at_sigterm, 2, args=(ending,), timeout=0.7)
     verdict, late = str(caught.value).splitlines()
     assert verdict == "the run did not end within timeout=0.7 s: ranks 0-1 had not returned"
     assert late.startswith("  ranks 0-1: still at work (saboteurs.py:")
     assert caught.value.exit_code == 124
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_wait_for_all_stacks")
 @pytest.mark.parametrize("ending", ["exit 0", "exit 1", "raise"])
 def test_a_rank_that_ends_because_of_sigterm_counts_as_stopped(ending, barrier, capfd):
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(saboteurs.ends_at_sigterm, 3, args=(ending, barrier))
+        mpwatch.run(saboteurs.exits_or_raises_at_sigterm, 3, args=(ending, barrier))
     for others in str(caught.value).splitlines()[1:]:  # one or two lines: a rank may still be in the barrier
         assert re.match(r"  ranks? [02](, 2)?: stopped by the watcher .*\(saboteurs\.py:", others)
     assert set(caught.value.failures) == {1}
@@ -274,16 +274,16 @@ def test_a_rank_that_ends_because_of_sigterm_counts_as_stopped(ending, barrier, 
 
 def test_the_time_of_a_failure_is_when_it_happened_not_when_it_was_pickled(barrier):
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(saboteurs.fails_first_but_is_slow_to_tell, 3, args=(barrier, SPAWN.Event(), SPAWN.Event()))
+        mpwatch.run(saboteurs.fails_first_but_reports_late, 3, args=(barrier, SPAWN.Event(), SPAWN.Event()))
     assert caught.value.root_cause.rank == 0
-    assert type(caught.value.__cause__) is saboteurs.SlowToTellError
+    assert type(caught.value.__cause__) is saboteurs.SlowTextError
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_wait_for_all_stacks")
 def test_an_exception_whose_str_never_returns_is_reported(barrier):
     start = time.monotonic()
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(saboteurs.only_rank_1, 3, args=(saboteurs.raises_what_never_tells, barrier), grace_period=0.3)
+        mpwatch.run(saboteurs.call_on_rank_1, 3, args=(saboteurs.raises_exception_that_hangs_in_str, barrier), grace_period=0.3)
     assert time.monotonic() - start < 20
     root = caught.value.root_cause
     assert (root.rank, root.kind, root.exception) == (1, EXCEPTION, None)
@@ -292,21 +292,21 @@ def test_an_exception_whose_str_never_returns_is_reported(barrier):
 
 
 def test_a_rank_that_exits_while_its_exception_is_pickled(barrier):
-    error = failing(saboteurs.raises_what_exits_as_text, barrier)
+    error = failing(saboteurs.raises_exception_that_exits_in_str, barrier)
     assert (error.root_cause.rank, error.root_cause.kind, error.exit_code) == (1, EXIT, 5)
     assert "had raised an exception" in str(error)
 
 
-@pytest.mark.parametrize("saboteur", [saboteurs.raises_what_exits_when_rebuilt, saboteurs.raises_what_never_comes_back])
+@pytest.mark.parametrize("saboteur", [saboteurs.raises_exception_that_exits_when_unpickled, saboteurs.raises_exception_that_hangs_when_unpickled])
 def test_an_exception_that_harms_the_process_that_unpickles_it_is_tried_in_the_rank(saboteur, barrier):
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(saboteurs.only_rank_1, 3, args=(saboteur, barrier), grace_period=0.3)
+        mpwatch.run(saboteurs.call_on_rank_1, 3, args=(saboteur, barrier), grace_period=0.3)
     error = caught.value.root_cause.exception
     expected = (
-        ("ExitsWhenRebuiltError", "code 7: two arguments")
+        ("ExitsWhenUnpickledError", "code 7: two arguments")
         if "exits" in saboteur.__name__
         else (
-            "NeverRebuiltError",
+            "HangsWhenUnpickledError",
             "the batch is bad",
         )
     )
@@ -316,7 +316,7 @@ def test_an_exception_that_harms_the_process_that_unpickles_it_is_tried_in_the_r
 
 
 def test_a_rank_without_free_descriptors_can_report_its_exception(barrier):
-    error = failing(saboteurs.takes_all_descriptors_and_raises, barrier)
+    error = failing(saboteurs.opens_all_descriptors_and_raises, barrier)
     assert isinstance(error.__cause__, OSError)
     assert "Too many open files" in str(error)
 
@@ -324,38 +324,38 @@ def test_a_rank_without_free_descriptors_can_report_its_exception(barrier):
 @pytest.mark.parametrize("grace_period", [0, 0.0])
 def test_without_a_grace_period_the_exception_arrives_complete(grace_period):
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(saboteurs.rank_0_raises_what_the_others_lack, 3, grace_period=grace_period)
-    assert (type(caught.value.__cause__), caught.value.__cause__.code) == (saboteurs.PickyError, 7)
+        mpwatch.run(saboteurs.rank_0_raises_keyword_only_error, 3, grace_period=grace_period)
+    assert (type(caught.value.__cause__), caught.value.__cause__.code) == (saboteurs.KeywordOnlyError, 7)
 
 
 def test_a_timer_of_the_function_does_not_disturb_the_report_of_its_exception(barrier):
-    error = failing(saboteurs.is_woken_as_its_failure_is_told, barrier)
-    assert "rank 1 failed first: WokenAsItIsToldError: the batch is bad (saboteurs.py:" in str(error)
+    error = failing(saboteurs.raises_exception_whose_timer_fires_in_str, barrier)
+    assert "rank 1 failed first: TimerFiresInStrError: the batch is bad (saboteurs.py:" in str(error)
 
 
 @pytest.mark.parametrize("how", [saboteurs.is_killed, saboteurs.crashes], ids=lambda how: how.__name__)
 def test_a_rank_that_lost_its_peer_is_a_victim(how, barrier):
     """The kernel closes the connections of a process before it reports that the process has ended."""
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(saboteurs.loses_its_peer, 3, args=(barrier, how))
+        mpwatch.run(saboteurs.raises_own_error_when_its_peer_dies, 3, args=(barrier, how))
     assert caught.value.root_cause.rank == 1, str(caught.value)
     assert all(failure.is_secondary for rank, failure in caught.value.failures.items() if rank != 1)
 
 
 def test_a_lost_connection_to_another_program_makes_no_victim():
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(saboteurs.breaks_a_connection_of_its_own, 2, args=(SPAWN.Barrier(2), SPAWN.Event()))
-    assert str(caught.value).startswith("rank 0 failed first: ToldBrokenPipeError: broken")
+        mpwatch.run(saboteurs.loses_a_connection_to_another_program, 2, args=(SPAWN.Barrier(2), SPAWN.Event()))
+    assert str(caught.value).startswith("rank 0 failed first: ReportedBrokenPipeError: broken")
     assert "victim" not in str(caught.value)
 
 
 def test_signals_do_not_disturb_the_report_of_an_exception(barrier):
-    error = failing(saboteurs.raises_what_is_interrupted_as_it_is_told, barrier)
-    assert type(error.__cause__) is saboteurs.InterruptsItsTellingError
+    error = failing(saboteurs.raises_exception_that_is_interrupted_when_pickled, barrier)
+    assert type(error.__cause__) is saboteurs.InterruptedWhenPickledError
 
 
 def test_a_forked_child_that_raises_prints_its_own_traceback(capfd):
-    assert list(mpwatch.run(saboteurs.forks_and_the_copy_raises, 1)) == [1]
+    assert list(mpwatch.run(saboteurs.forks_a_child_that_raises, 1)) == [1]
     assert "ValueError: the batch is bad" in capfd.readouterr().err
 
 
@@ -365,24 +365,24 @@ def test_a_failure_is_noticed_quickly():
     for _ in range(5):
         failed_at, barrier = SPAWN.Value("d", 0.0), SPAWN.Barrier(3)  # a rank killed while it leaves a barrier breaks it
         with pytest.raises(mpwatch.RunFailedError):
-            mpwatch.run(saboteurs.time_of_failure, 3, args=(barrier, failed_at))
+            mpwatch.run(saboteurs.records_time_of_failure, 3, args=(barrier, failed_at))
         waits.append(time.monotonic() - failed_at.value)
     assert sorted(waits)[2] < 0.5
 
 
-@pytest.mark.parametrize("name", saboteurs.STRANGE)
+@pytest.mark.parametrize("name", saboteurs.STRANGE_EXCEPTIONS)
 def test_an_exception_that_resists_inspection_is_reported(name, barrier):
-    error = failing(saboteurs.raises_something_strange, barrier, more=(name,))
+    error = failing(saboteurs.raises_strange_exception, barrier, more=(name,))
     root = error.root_cause
     assert (root.rank, root.kind) == (1, EXCEPTION)
-    assert type(root.exception).__name__ in type(saboteurs.STRANGE[name]()).__name__
+    assert type(root.exception).__name__ in type(saboteurs.STRANGE_EXCEPTIONS[name]()).__name__
     assert "rank 1 failed first: " in str(error)
     if name != "own note":  # which exits in the process that pickles it
         assert str(pickle.loads(pickle.dumps(error))).splitlines()[1:] == str(error).splitlines()[1:]
 
 
 def test_generated_code_may_have_no_lines(barrier):
-    assert str(failing(saboteurs.raises_without_a_line, barrier).__cause__) == "no line"
+    assert str(failing(saboteurs.raises_without_line_numbers, barrier).__cause__) == "no line"
 
 
 @pytest.mark.parametrize("code", ["", [], 0.0, "text", 300, -1, saboteurs.TruthlessCode()], ids=repr)
@@ -398,12 +398,12 @@ def test_a_broken_stdout_does_not_lose_the_value():
 
 
 def test_a_value_that_exits_when_it_is_pickled_is_a_failure(barrier):
-    error = failing(saboteurs.returns_what_exits_when_pickled, barrier)
+    error = failing(saboteurs.returns_a_value_that_exits_when_pickled, barrier)
     assert "its return value cannot be sent back" in str(error)
 
 
 def test_a_large_value_that_cannot_be_sent_is_reported_with_the_reason(barrier):
-    error = failing(saboteurs.closes_descriptors_and_returns_much, barrier)
+    error = failing(saboteurs.closes_descriptors_and_returns_2_mib, barrier)
     assert "bytes could not be sent: the function closed or replaced descriptors" in str(error)
 
 
@@ -416,14 +416,14 @@ def test_main_returns_what_run_returns():
     [
         (saboteurs.raises_value_error, 1),
         (saboteurs.exits_with_3, 3),
-        (saboteurs.vanishes_with_7, 7),
+        (saboteurs.calls_os_exit_with_7, 7),
         (saboteurs.is_killed, 137),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_main_ends_the_program_as_the_failed_rank_ended(saboteur, status, barrier, capsys):
     with pytest.raises(SystemExit) as caught:
-        mpwatch.main(saboteurs.only_rank_1, 3, args=(saboteur, barrier))
+        mpwatch.main(saboteurs.call_on_rank_1, 3, args=(saboteur, barrier))
     assert caught.value.code == status
     err = capsys.readouterr().err
     assert "RunFailedError: rank 1 " in err
@@ -435,4 +435,4 @@ def test_a_value_that_cannot_be_sent_failed_when_it_was_returned():
     with pytest.raises(
         mpwatch.RunFailedError, match=r"^rank 0 failed first: TypeError: its return value cannot be sent back"
     ):
-        mpwatch.run(saboteurs.returns_what_cannot_be_sent_and_takes_its_time, 2, args=(pids, begun))
+        mpwatch.run(saboteurs.returns_an_unpicklable_value_slowly, 2, args=(pids, begun))

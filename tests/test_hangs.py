@@ -288,14 +288,14 @@ def test_the_last_report_of_a_rank_that_was_killed_is_kept():
     assert failed.value.result.progress[0].step == 4
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_wait_for_all_stacks")
 @pytest.mark.parametrize(
-    "saboteur", [saboteurs.falls_silent, saboteurs.falls_silent_and_holds_the_gil, saboteurs.suspends_itself]
+    "saboteur", [saboteurs.stops_its_heartbeats, saboteurs.stops_its_heartbeats_and_holds_the_gil, saboteurs.suspends_itself]
 )
 def test_a_silent_rank_is_a_failure_with_all_stacks(saboteur, barrier):
     began = time.monotonic()
     with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 was silent for [\d.]+ s \(heartbeat_timeout=1\)") as failed:
-        mpwatch.run(saboteurs.beats_unless_rank_1, 3, args=(saboteur, barrier), heartbeat_timeout=1.0, grace_period=0.5)
+        mpwatch.run(saboteurs.sends_heartbeats_except_rank_1, 3, args=(saboteur, barrier), heartbeat_timeout=1.0, grace_period=0.5)
     root = failed.value.root_cause
     assert (root.rank, root.kind, root.exit_code, root.exception) == (1, FailureKind.HANG, 1, None)
     assert set(failed.value.failures) == {1}
@@ -331,12 +331,12 @@ def test_a_rank_that_has_returned_is_not_silent():
 
 def test_heartbeats_of_a_forked_helper_do_not_count():
     with pytest.raises(mpwatch.RunFailedError, match="was silent for"):
-        mpwatch.run(saboteurs.has_its_heart_in_a_fork, 1, heartbeat_timeout=0.2)
+        mpwatch.run(saboteurs.sends_heartbeats_from_a_fork, 1, heartbeat_timeout=0.2)
 
 
 def test_a_watcher_that_was_suspended_with_its_ranks_blames_none():
     """Like a paused container: all ranks were silent, and none is to blame."""
-    code = "import mpwatch, saboteurs\nprint(list(mpwatch.run(saboteurs.beats_until_told, 2, heartbeat_timeout=1.0)))\n"
+    code = "import mpwatch, saboteurs\nprint(list(mpwatch.run(saboteurs.sends_heartbeats_until_sigusr1, 2, heartbeat_timeout=1.0)))\n"
     program = subprocess.Popen(
         [sys.executable, "-c", code], env=ENV, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     )

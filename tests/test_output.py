@@ -148,7 +148,7 @@ def test_a_failure_has_the_last_stderr_lines_and_the_log_paths(logs, barrier, tm
     assert error.result.log_dir == (folder if paths else "")
 
 
-@pytest.mark.usefixtures("_patient")
+@pytest.mark.usefixtures("_wait_for_all_stacks")
 @pytest.mark.parametrize("nprocs", [2])
 def test_a_rank_aborted_by_its_nccl_watchdog_is_a_victim(nprocs, barrier):
     error = run_and_fail(talkers.abort_as_nccl_does, nprocs, args=(barrier,), logs=LogSpec(show="none"))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import PLUGIN, is_alive, shows
+from conftest import PLUGIN, is_alive, match_output
 
 from mpwatch import RunFailedError, WorkerGroup
 from mpwatch.integrations.pytest_plugin import rank_session
@@ -30,7 +30,7 @@ def test_shards(shard):
         "-rP",
     )
     result.assert_outcomes(passed=1, failed=1)
-    shown = shows(
+    shown = match_output(
         result,
         "*FAILURES*",
         "*test_shards?b?*",
@@ -180,7 +180,7 @@ def test_pytest_fail():
         "-rsxXf",
     )
     result.assert_outcomes(skipped=3, xfailed=4, failed=3, xpassed=1)
-    shows(
+    match_output(
         result,
         "E*ZeroDivisionError: division by zero",
         "[[]XPASS(strict)] it passes",
@@ -269,7 +269,7 @@ def test_after_that(never_ends):
 """
     )
     result.assert_outcomes(passed=2, failed=2, errors=1)
-    shown = shows(
+    shown = match_output(
         result,
         "*ERROR at teardown of test_after_that*",
         "*did not end within timeout=0.5 s: *",
@@ -310,7 +310,7 @@ class Test(unittest.TestCase):
         )
     result = run_pytest("", "--import-mode=importlib", "one", "two")
     result.assert_outcomes(passed=1, failed=1)
-    shows(result, "E*AssertionError: Tuples differ: (2, 'two') != (2, 'one')", "E*in rank ? of 2")
+    match_output(result, "E*AssertionError: Tuples differ: (2, 'two') != (2, 'one')", "E*in rank ? of 2")
 
 
 def test_a_rank_that_was_restarted_makes_its_session(tmp_path, monkeypatch):

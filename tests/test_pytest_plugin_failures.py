@@ -1,6 +1,6 @@
 """Tests of the pytest plugin: failures in ranks are reported, even if something else fails or is skipped."""
 
-from conftest import shows
+from conftest import match_output
 
 pytest_plugins = "pytester"
 
@@ -32,7 +32,7 @@ def test_last(breaks_last): ...
 """
     )
     result.assert_outcomes(passed=1, failed=2, errors=1)
-    shows(
+    match_output(
         result,
         "*ERROR at teardown of test_last*",
         "E       ValueError: at the end",
@@ -104,7 +104,7 @@ def test_after_the_class(): ...
 """,
     )
     result.assert_outcomes(passed=2, failed=15)
-    shows(
+    match_output(
         result,
         "E       ValueError: in teardown",
         "E       AssertionError: in the test",
@@ -185,7 +185,7 @@ def pytest_configure(config):
 """,
     )
     result.assert_outcomes(passed=5, failed=3, xfailed=1, errors=1)
-    shown = shows(
+    shown = match_output(
         result,
         "E       ValueError: at the end",
         "*Captured stdout teardown*",
@@ -222,7 +222,7 @@ if "RANK" in os.environ:
 """,
     )
     result.assert_outcomes(failed=2)
-    shows(
+    match_output(
         result,
         "*_ test_one _*",
         "E*ValueError: it breaks here",
@@ -268,7 +268,7 @@ def pytest_runtest_call(item):
 """,
     )
     result.assert_outcomes(failed=8)
-    shown = shows(
+    shown = match_output(
         result,
         "mark mpwatch: nprocs must be at least 1, *not 0",
         "mark mpwatch: *unexpected keyword argument 'nproc'*",

@@ -17,7 +17,7 @@ from mpwatch.watcher.diagnosis.stack_dumps import (
     format_stacks,
 )
 
-pytestmark = pytest.mark.usefixtures("_patient")
+pytestmark = pytest.mark.usefixtures("_wait_for_all_stacks")
 SPAWN = multiprocessing.get_context("spawn")
 MAIN = 0x7F00
 OTHER = 'Thread 0x0000000000001000 (most recent call first):\n  File "threading.py", line 1002 in _bootstrap\n\n'
@@ -122,13 +122,13 @@ def error_of(fn, *args, nprocs=2, **options):
 
 
 def test_stacks_of_a_rank_that_holds_the_gil_in_c():
-    error = error_of(saboteurs.fails_beside, saboteurs.holds_the_gil, SPAWN.Value("i", 0), grace_period=0.3)
+    error = error_of(saboteurs.fails_while_rank_0_sleeps, saboteurs.holds_the_gil, SPAWN.Value("i", 0), grace_period=0.3)
     assert "rank 0: stopped by the watcher (saboteurs.py:" in str(error)
     assert "in holds_the_gil" in error.stacks[0]
 
 
 def test_stacks_of_all_threads():
-    error = error_of(saboteurs.fails_beside, saboteurs.waits_with_a_thread, SPAWN.Value("i", 0))
+    error = error_of(saboteurs.fails_while_rank_0_sleeps, saboteurs.waits_with_a_thread, SPAWN.Value("i", 0))
     main, *others = error.stacks[0].split("\n\n")
     assert "in waits_with_a_thread" in main
     assert any("in wait_in_a_thread" in other for other in others)
@@ -138,11 +138,11 @@ def test_a_deep_stack_is_no_reason_to_wait():
     ended_at = SPAWN.Value("d", 0.0)
     error = error_of(saboteurs.fails_beside_a_deep_stack, SPAWN.Barrier(2), ended_at)
     assert time.monotonic() - ended_at.value < 5
-    assert error.stacks[0].count("in descends") >= 90  # of 100: the others may be those of the barrier
+    assert error.stacks[0].count("in recurses_then_waits") >= 90  # of 100: the others may be those of the barrier
 
 
 def test_a_suspended_rank_is_reported_as_suspended(barrier):
-    error = error_of(saboteurs.stops_itself, barrier, SPAWN.Value("i", 0), nprocs=3)
+    error = error_of(saboteurs.fails_beside_a_suspended_rank, barrier, SPAWN.Value("i", 0), nprocs=3)
     assert "rank 0: stopped by the watcher (suspended, by SIGSTOP or SIGTSTP)" in str(error)
 
 
@@ -155,7 +155,7 @@ def test_nothing_is_written_into_a_file_that_replaced_the_pipe(tmp_path):
 
 
 def test_a_rank_that_executed_another_program_gets_no_dump_signal(tmp_path):
-    error = error_of(saboteurs.becomes_a_program_that_ends_well, str(tmp_path / "ended"))
+    error = error_of(saboteurs.execs_a_program_that_exits_at_sigterm, str(tmp_path / "ended"))
     assert error.root_cause.rank == 1
     assert (tmp_path / "ended").read_text() == "by SIGTERM"
 
@@ -240,7 +240,7 @@ import multiprocessing, sys
 import saboteurs, mpwatch
 spawn = multiprocessing.get_context("spawn")
 args = (sys.argv[1], spawn.Array("i", 3), spawn.Value("i", 0))
-print(mpwatch.run(saboteurs.suspends_the_watcher, 3, args=args, check=False).root_cause.rank)
+print(mpwatch.run(saboteurs.two_fail_while_the_watcher_is_suspended, 3, args=args, check=False).root_cause.rank)
 """
 
 
@@ -254,14 +254,14 @@ def test_deaths_of_one_wake_up_are_ordered():
     program = (
         "import multiprocessing, saboteurs, mpwatch\n"
         "pids = multiprocessing.get_context('spawn').Array('i', 3)\n"
-        "result = mpwatch.run(saboteurs.three_fail_while_the_watcher_does_not_look, 3, args=(pids,), check=False)\n"
+        "result = mpwatch.run(saboteurs.three_fail_while_the_watcher_is_suspended, 3, args=(pids,), check=False)\n"
         "print(sorted(result.failures, key=lambda rank: result.failures[rank].elapsed))"
     )
     assert python("-c", program).stdout == "[2, 1, 0]\n"
 
 
 def test_a_crash_of_a_forked_child_is_not_the_rank_s():
-    error = error_of(saboteurs.fails_beside, saboteurs.forks_a_child_that_crashes_and_waits, SPAWN.Value("i", 0))
+    error = error_of(saboteurs.fails_while_rank_0_sleeps, saboteurs.forks_a_child_that_crashes_and_waits, SPAWN.Value("i", 0))
     assert "in forks_a_child_that_crashes_and_waits" in error.stacks[0]
     assert error.root_cause.stack == ""
     killed = error_of(saboteurs.forks_a_child_that_crashes_and_is_killed, nprocs=1)
@@ -269,16 +269,16 @@ def test_a_crash_of_a_forked_child_is_not_the_rank_s():
 
 
 def test_a_dump_that_the_watcher_did_not_request_is_ignored():
-    assert list(mpwatch.run(saboteurs.dumps_by_itself, 2)) == [0, 1]
+    assert list(mpwatch.run(saboteurs.dumps_its_own_stack, 2)) == [0, 1]
 
 
 def test_a_rank_with_very_many_threads():
-    error = error_of(saboteurs.fails_beside, saboteurs.waits_with_very_many_threads, SPAWN.Value("i", 0))
+    error = error_of(saboteurs.fails_while_rank_0_sleeps, saboteurs.waits_with_120_threads, SPAWN.Value("i", 0))
     assert "rank 0: stopped by the watcher (main thread not seen: there are too many threads)" in str(error)
 
 
 def test_what_the_dump_signal_makes_a_rank_do_is_no_failure():
     """The dump signal interrupts code that waits for a signal, or for a system call in C."""
-    error = error_of(saboteurs.fails_beside, saboteurs.pauses_once, SPAWN.Value("i", 0))
+    error = error_of(saboteurs.fails_while_rank_0_sleeps, saboteurs.pauses_once, SPAWN.Value("i", 0))
     assert error.result.worker_states[0] is mpwatch.WorkerState.STOPPED
     assert set(error.failures) == {1}

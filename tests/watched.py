@@ -1,4 +1,4 @@
-"""A program with a live view: `python -m watched FUNCTION NPROCS GATE [ARGUMENT] [OPTION=VALUE ...]`."""
+"""A program with a live view: `python watched.py FUNCTION NPROCS FIFO [ARGUMENT] [OPTION=VALUE ...]`."""
 
 import ast
 import sys
@@ -8,12 +8,12 @@ import reporting
 import mpwatch
 from mpwatch.live_view import line_display, live, terminal
 
-function, nprocs, gate, *more = sys.argv[1:]
+function, nprocs, fifo, *more = sys.argv[1:]
 options = {name: ast.literal_eval(value) for name, _, value in (word.partition("=") for word in more if "=" in word)}
 args = [ast.literal_eval(word) for word in more if "=" not in word]
-if options.pop("hurry", False):  # as many pictures as there can be
-    terminal.PERIOD = line_display.LineDisplay.period = live.WAITING_SECONDS = live.EAGER_SECONDS = 0.0
-    live.SHARE = 1.0
+if options.pop("hurry", False):  # draw as often as possible
+    terminal.PERIOD = line_display.LineDisplay.period = live.WAITING_PERIOD = live.FIRST_PERIOD = 0.0
+    live.MAX_CPU_SHARE = 1.0
 print("before")
-result = mpwatch.run(getattr(reporting, function), int(nprocs), args=(gate, *args), grace_period=5, **options)
+result = mpwatch.run(getattr(reporting, function), int(nprocs), args=(fifo, *args), grace_period=5, **options)
 print("after", *result)

@@ -1,4 +1,4 @@
-"""For programs that tests run: what came of a run in one line, and that it has left nothing and changed nothing."""
+"""For programs that tests run: do a run, return its result in one line, and check that it has left and changed nothing."""
 
 import gc
 import os
@@ -10,24 +10,27 @@ from conftest import difference, state
 
 from mpwatch import LaunchError, RunFailedError, run
 
-resource_tracker.ensure_running()  # it stays, see conftest
+resource_tracker.ensure_running()  # it lives until the program ends, see conftest
 
 
 def attempt(fn=functions.rank, nprocs=2, *, short=lambda: lambda: None, **options):
-    """`short` begins a shortage, and returns what ends it, so that there is something to look with at what was left."""
+    """Do a run, check that nothing is left of it, and return its result.
+
+    `short` begins a shortage of a resource, and returns a function that ends it, since the check needs resources itself.
+    """
     before = state()
-    relief = short()
+    end_shortage = short()
     try:
-        came = _what_comes_of(fn, nprocs, options)
+        result = _describe_result(fn, nprocs, options)
     finally:
-        relief()
+        end_shortage()
     gc.collect()
     after = state()
     assert after == before, {name: difference(before[name], after[name]) for name in before if before[name] != after[name]}
-    return came
+    return result
 
 
-def _what_comes_of(fn, nprocs, options):
+def _describe_result(fn, nprocs, options):
     try:
         values = list(run(fn, nprocs, **options))
         return f"values {values}"
@@ -41,14 +44,14 @@ def _what_comes_of(fn, nprocs, options):
 
 
 def limit(which, soft):
-    """Set a soft limit. Returns what lifts it again."""
+    """Set a soft limit. Return a function that restores the old one."""
     before, hard = resource.getrlimit(which)
     resource.setrlimit(which, (soft, hard))
     return lambda: resource.setrlimit(which, (before, hard))
 
 
 def leave_descriptors(spare):
-    """Let this process open so many more, and no more. Returns what lifts that again."""
+    """Limit this process to `spare` further descriptors. Return a function that restores the old limit."""
     taken = {int(fd) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")}
     number = 0
     while number in taken or spare:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import mpwatch
 from mpwatch import FailureKind
 
-pytestmark = pytest.mark.usefixtures("_patient")
+pytestmark = pytest.mark.usefixtures("_wait_for_all_stacks")
 
 
 def is_not_there():

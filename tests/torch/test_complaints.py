@@ -15,7 +15,7 @@ import mpwatch
 from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_exception
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 
-pytestmark = pytest.mark.usefixtures("_patient")
+pytestmark = pytest.mark.usefixtures("_wait_for_all_stacks")
 SHORT = datetime.timedelta(seconds=0.5)
 
 
