@@ -57,7 +57,7 @@ class Node:
         job, now = self.job, self.job.now
         self.round, self.group_rank, self.broadcasts_read, self.inbox_read = round_, group_rank, 0, 0
         node_info = NodeInfo(
-            group_rank, self.name, self.name, job.nprocs, "default", False, 10.0, self.name, JobConfig(()), self.history
+            group_rank, self.name, self.name, job.nprocs, "default", False, 10.0, JobConfig(()), self.history
         )
         size = len(round_.names)
         limits = {"node_timeout": TIMEOUT, "now": now}

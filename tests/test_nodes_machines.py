@@ -35,7 +35,7 @@ ONCE = RestartPolicy(0)
 
 def make_node_info(node, *, history=NEW, function="train", serves_store=False):
     job_config = JobConfig((("the function", function),))
-    return NodeInfo(node, f"host{node}", "", 1, "default", serves_store, GRACE, f"nonce{node}", job_config, history)
+    return NodeInfo(node, f"host{node}", "", 1, "default", serves_store, GRACE, job_config, history)
 
 
 def make_node_machine(node, *, size, max_restarts=0, **of_node_info):

@@ -34,7 +34,7 @@ from mpwatch.multinode.protocol.signed_json import InvalidEntryError
 
 ENTRIES = [PublishedJobConfig, RefusedNode, RoundName]
 NODE_INFO = NodeInfo(
-    1, "host", "10.0.0.1", 8, "trainer", False, 10.0, "n", JobConfig((("nnodes", "2"),)), RestartHistory(3, 1, 100, 0)
+    1, "host", "10.0.0.1", 8, "trainer", False, 10.0, JobConfig((("nnodes", "2"),)), RestartHistory(3, 1, 100, 0)
 )
 DECISION = AttemptDecision(
     2, NextStep.RESTART, RestartHistory(3), 5, ({"rank": 5},), 1, (LostNode(1, "host", 8, 8, "silent"),), "why", delay=0.5
@@ -45,7 +45,7 @@ MESSAGES = [
     ShutdownAck(0),
     AttemptReport(1, 0, NodeOutcome.FAILED, ({"a": 1},)),
     StopAttempt(0, "why"),
-    RankAssignment(1, 0, "n", 8, 0, 8),
+    RankAssignment(1, 0, 8, 0, 8),
 ]
 
 

@@ -280,9 +280,7 @@ class Leader:
         for node in range(self._size):
             info = self._node_infos[node]
             self._first_ranks[node] = rank
-            assignments.append(
-                RankAssignment(node, self._attempt, info.nonce, rank, role_ranks[info.role], role_sizes[info.role])
-            )
+            assignments.append(RankAssignment(node, self._attempt, rank, role_ranks[info.role], role_sizes[info.role]))
             rank += info.nprocs
             role_ranks[info.role] += info.nprocs
         return tuple(assignments)

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any
-from uuid import uuid4
 
 from mpwatch.errors import LaunchError
 from mpwatch.multinode.leader import Leader
@@ -314,7 +313,6 @@ class NodeThread:
             role=self._spec.role,
             serves_store=self._client.is_host,
             grace_period=float(self._spec.grace_period),
-            nonce=uuid4().hex,
             job_config=self._job_config,
             history=history,
         )

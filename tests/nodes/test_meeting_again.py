@@ -112,7 +112,7 @@ def test_the_poll_interval_grows_with_the_time_waited_and_with_the_nodes():
 
 
 def test_a_node_knows_how_many_nodes_of_its_round_will_join_the_next():
-    node_info = NodeInfo(1, "host", "host", 2, "default", False, 10.0, "nonce", JobConfig(()), RestartHistory())
+    node_info = NodeInfo(1, "host", "host", 2, "default", False, 10.0, JobConfig(()), RestartHistory())
     node_machine = NodeMachine(node_info, size=4, min_nodes=1, max_restarts=0, node_timeout=2, now=0)
     decision = AttemptDecision(
         0, NextStep.RE_RENDEZVOUS, RestartHistory(1), lost_nodes=(LostNode(3, "lost", 6, 2, "silent"),)

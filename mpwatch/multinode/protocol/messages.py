@@ -68,8 +68,6 @@ class NodeInfo:
     role: str
     serves_store: bool
     grace_period: float
-    nonce: str
-    """A random text of this node in this round. A RankAssignment for it repeats the text."""
     job_config: JobConfig
     history: RestartHistory
 
@@ -143,8 +141,6 @@ class RankAssignment:
 
     group_rank: int
     attempt: int
-    nonce: str
-    """Copied from the NodeInfo of that node: an assignment of another node or another round has a different one."""
     first_rank: int
     first_role_rank: int
     role_world_size: int
