@@ -26,7 +26,7 @@ What happens when a node is lost:
    leaves (NodeLeaving), or does not send its NodeInfo or stop its ranks in time.
 2. The leader broadcasts StopAttempt. Every other node stops its ranks and sends an AttemptReport.
 3. When all nodes that are not lost have reported, job_decision.py decides: RE_RENDEZVOUS if enough nodes remain or a restart
-   is left, FAILED otherwise. The leader broadcasts the AttemptDecision.
+   is left, FAILED otherwise, or if the lost node served the store. The leader broadcasts the AttemptDecision.
 4. On RE_RENDEZVOUS each node leaves the round and joins the next one (node_machine.py). If the leader itself is lost, every
    other node decides on its own (`NodeMachine.handle_leader_loss`).
 
