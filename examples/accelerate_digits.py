@@ -1,8 +1,8 @@
-"""Handwritten digits with Hugging Face accelerate on two ranks: an ordinary training function, and a call of mpwatch.
+"""Train on handwritten digits with Hugging Face accelerate, on two ranks of mpwatch.
 
-Nothing of accelerate's has to be configured or launched: `Accelerator()` finds what it needs, on CPUs and on GPUs. In a
-notebook that calls accelerate's own launcher, `mpwatch.integrations.accelerate.notebook_launcher` takes the same arguments.
-The net and the data are those of train_digits.py. Run it with `python examples/accelerate_digits.py`.
+The training function is an ordinary one. `Accelerator()` finds what it needs, on CPUs and on GPUs, so nothing has to be
+configured. For notebooks that call accelerate's own launcher, `mpwatch.integrations.accelerate.notebook_launcher` takes the
+same arguments. The net and the data are those of train_digits.py. Run it with `python examples/accelerate_digits.py`.
 """
 
 import torch
@@ -14,8 +14,8 @@ import mpwatch
 
 
 def train(epochs: int) -> float:
-    """The accuracy on the test images, which is the same in all ranks."""
-    from accelerate import Accelerator  # seconds, which only the ranks spend
+    """Train the net. Return the accuracy on the test images, which is the same in all ranks."""
+    from accelerate import Accelerator  # takes seconds, and only the ranks need it
 
     accelerator = Accelerator()
     torch.manual_seed(1)
@@ -32,8 +32,8 @@ def train(epochs: int) -> float:
         accelerator.print(f"epoch {epoch + 1:2d}  loss {accelerator.reduce(loss.detach(), 'mean'):.4f}", flush=True)
     model.eval()
     with torch.no_grad():
-        right = [accelerator.gather_for_metrics(model(images).argmax(1) == labels) for images, labels in test]
-    return float(torch.cat(right).float().mean())
+        correct = [accelerator.gather_for_metrics(model(images).argmax(1) == labels) for images, labels in test]
+    return float(torch.cat(correct).float().mean())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a failure looks like: rank 2 meets a bad shard, the others wait for it in a collective."""
+"""Show the report of a failure: rank 2 reads a bad shard while the others wait for it in a collective."""
 
 import time
 
@@ -9,7 +9,7 @@ import mpwatch
 
 
 def load(shard: int) -> torch.Tensor:
-    """The data of a shard; one of them takes long to read, and is broken."""
+    """Return the data of a shard. Shard 2 takes long to read, and is broken."""
     if shard == 2:
         time.sleep(1)
         raise ValueError(f"shard {shard} has 17 columns, not 16")
@@ -17,7 +17,7 @@ def load(shard: int) -> torch.Tensor:
 
 
 def train() -> float:
-    """Sum everybody's data."""
+    """Return the sum of the data of all ranks."""
     data = load(dist.get_rank())
     dist.all_reduce(data)
     return float(data.sum())

@@ -1,8 +1,8 @@
-"""Handwritten digits with PyTorch-Ignite on two ranks: its engines, metrics and `idist`, in a process group of mpwatch's.
+"""Train on handwritten digits with PyTorch-Ignite, on two ranks of mpwatch.
 
-`idist` finds the process group that `backend="gloo"` has made, and so does `idist.Parallel()` inside the function. One with
-`idist.Parallel(backend="gloo")` makes it itself: call that without `backend`. The net and the data are those of
-train_digits.py. Run it with `python examples/ignite_digits.py`.
+Ignite's engines, metrics and `idist` use the process group of `backend="gloo"`. `idist.Parallel()` inside the function finds
+it too. A function with `idist.Parallel(backend="gloo")` makes the process group itself: call it without `backend`. The net
+and the data are those of train_digits.py. Run it with `python examples/ignite_digits.py`.
 """
 
 import torch
@@ -13,7 +13,7 @@ import mpwatch
 
 
 def train(epochs: int) -> float:
-    """The accuracy on the test images, which is the same in all ranks."""
+    """Train the net. Return the accuracy on the test images, which is the same in all ranks."""
     import ignite.distributed as idist
     from ignite.engine import Engine, Events, create_supervised_evaluator, create_supervised_trainer
     from ignite.metrics import Accuracy
@@ -30,7 +30,7 @@ def train(epochs: int) -> float:
         training.sampler.set_epoch(engine.state.epoch)
 
     @trainer.on(Events.EPOCH_COMPLETED)
-    def tell(engine: Engine) -> None:
+    def report_epoch(engine: Engine) -> None:
         mpwatch.report(step=engine.state.epoch, total=epochs, loss=engine.state.output)
         loss = idist.all_reduce(engine.state.output) / idist.get_world_size()
         if idist.get_rank() == 0:

@@ -1,6 +1,6 @@
-"""mpwatch inside a library: a trainer whose `fit()` launches the ranks, and hands weights or the rank's error back.
+"""mpwatch inside a library: the `fit()` of a trainer launches ranks, and returns the weights or raises a rank's error.
 
-The caller of `fit()` sees an ordinary method: no launcher, no guard, no script of its own.
+For its caller `fit()` is an ordinary method. It needs no launcher, no `__main__` guard and no script of its own.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Trainer:
         self.on_epoch = on_epoch
 
     def fit(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> nn.Module:
-        """The trained model. Raises what a rank raised, as if the training had been done here."""
+        """Return the trained model. Raise the exception of a rank, as if this process had trained the model."""
         try:
             result = mpwatch.run(self._train, self.nprocs, args=(model, x, y), backend="gloo")
         except mpwatch.RunFailedError as error:
@@ -53,7 +53,7 @@ class Trainer:
 
 
 def stop_at_nan(epoch: int, loss: float) -> None:
-    """A user's callback that fails in the ranks."""
+    """Raise in the ranks: a callback of a user."""
     if loss != loss:
         raise ArithmeticError(f"the loss is not a number in epoch {epoch}")
 

@@ -1,7 +1,7 @@
-"""Handwritten digits with Lightning on two ranks: a Trainer whose ranks are watched, in a script without a `__main__` guard.
+"""Train on handwritten digits with Lightning, on two ranks that mpwatch watches. The script needs no `__main__` guard.
 
-All that is not ordinary Lightning is `strategy=watched(DDPStrategy())`: the ranks are children of this process, and none of
-them runs this script. The data are the 1,797 images that come with scikit-learn. Run it with
+Only `strategy=watched(DDPStrategy())` is not ordinary Lightning: the ranks are children of this process, and none of them
+runs this script. The data are the 1,797 images that come with scikit-learn. Run it with
 `python examples/lightning_digits.py`.
 """
 
@@ -30,24 +30,24 @@ class DigitNet(LightningModule):
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Scores of the ten digits for each image."""
+        """Return the scores of the ten digits for each image."""
         scores: torch.Tensor = self.layers(images)
         return scores
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        """The loss of a batch."""
+        """Return the loss of a batch."""
         images, labels = batch
         loss = nn.functional.cross_entropy(self(images), labels)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam, as ever."""
+        """Return Adam as optimizer."""
         return torch.optim.Adam(self.parameters(), lr=2e-3)
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Training and test images, split in a fixed random order."""
+    """Return training and test images, split in a fixed random order."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

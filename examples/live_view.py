@@ -1,4 +1,4 @@
-"""Watched while it trains: four ranks tell two spirals apart, and report how far they have come."""
+"""Show the live view: four ranks learn to classify points of two spirals, and report their progress."""
 
 import math
 import sys
@@ -14,16 +14,16 @@ TURNS = 3
 
 
 def spirals(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points of two spirals that wind around each other, and which of the two each is of."""
-    which = torch.randint(0, 2, (count,), generator=generator)
+    """Return points of two interleaved spirals, and for each point the number of its spiral."""
+    labels = torch.randint(0, 2, (count,), generator=generator)
     turn = torch.rand(count, generator=generator).sqrt() * TURNS * 2 * math.pi
-    angle = turn + which * math.pi
+    angle = turn + labels * math.pi
     noise = 0.2 * torch.randn(count, 2, generator=generator)
-    return (torch.stack([turn * angle.cos(), turn * angle.sin()], dim=1) + noise) / TURNS, which
+    return (torch.stack([turn * angle.cos(), turn * angle.sin()], dim=1) + noise) / TURNS, labels
 
 
 def train(steps: int) -> float:
-    """Each rank draws points of its own. Returns the last loss."""
+    """Train in each rank on random points of its own. Return the last loss."""
     torch.manual_seed(0)
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
@@ -31,15 +31,15 @@ def train(steps: int) -> float:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for step in range(steps):
-        points, which = spirals(256, generator)
+        points, labels = spirals(256, generator)
         optimizer.zero_grad()
         scores = model(points)
-        loss = nn.functional.cross_entropy(scores, which)
+        loss = nn.functional.cross_entropy(scores, labels)
         loss.backward()
         optimizer.step()
         mpwatch.report(step=step + 1, total=steps, loss=loss)
         if rank == 0 and (step + 1) % (steps // 8) == 0:
-            accuracy = (scores.argmax(1) == which).float().mean()
+            accuracy = (scores.argmax(1) == labels).float().mean()
             print(f"after {step + 1} steps {accuracy:.1%} of the points are told apart", flush=True)
     return loss.item()
 

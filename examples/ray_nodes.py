@@ -1,7 +1,7 @@
-"""From one notebook to a cluster of Ray's: one `mpwatch.run` on each of its nodes, and together they are one job.
+"""Run one job on a Ray cluster, from a script or a notebook: one `mpwatch.run` on each node of the cluster.
 
-`pip install "mpwatch[ray]"`, and `python examples/ray_nodes.py` makes a cluster of two nodes on this machine. On one of
-yours, `ray.init(address="auto")` takes the place of `two_nodes_here()`; in a notebook all of it is the same.
+Install it with `pip install "mpwatch[ray]"`. `python examples/ray_nodes.py` starts a cluster of two nodes on this machine.
+On a cluster of your own, replace `start_local_cluster()` by `ray.init(address="auto")`.
 """
 
 import secrets
@@ -17,45 +17,48 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import mpwatch
 
 PORT = 29400  # of the store, on the first node
-CPUS = 2  # of each node, one a rank
+CPUS = 2  # of each node: one for each rank
 
 
-@ray.remote(num_cpus=CPUS, max_retries=0)  # mpwatch is who starts again what has failed
-def node(train: Callable[..., Any], terms: dict[str, Any]) -> dict[int, Any]:
-    """One of the job's: its ranks are children of this worker of Ray's. For GPUs: num_gpus above, nprocs="gpu" here."""
-    rendezvous = mpwatch.Rendezvous(**terms, local_addr=ray.util.get_node_ip_address())
+@ray.remote(num_cpus=CPUS, max_retries=0)  # mpwatch restarts the ranks, so Ray must not
+def run_node(train: Callable[..., Any], options: dict[str, Any]) -> dict[int, Any]:
+    """Run the ranks of one node, as children of this Ray worker. For GPUs: num_gpus above, nprocs="gpu" here."""
+    rendezvous = mpwatch.Rendezvous(**options, local_addr=ray.util.get_node_ip_address())
     result = mpwatch.run(train, nprocs=CPUS, backend="gloo", max_restarts=1, rendezvous=rendezvous)
     return result.return_values
 
 
 def run_on_nodes(train: Callable[..., Any], nnodes: int) -> list[Any]:
-    """What the ranks return, in their order. Raises what `mpwatch.run` raises, in Ray's words."""
-    group = placement_group([{"CPU": CPUS}] * nnodes, strategy="STRICT_SPREAD")  # each on another node
+    """Return the values of all ranks, in order of rank. Raise the error of `mpwatch.run`, wrapped by Ray."""
+    group = placement_group([{"CPU": CPUS}] * nnodes, strategy="STRICT_SPREAD")  # each bundle on another node
     try:
         ray.get(group.ready())
-        on = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=n) for n in range(nnodes)]
-        first = ray.get(address.options(scheduling_strategy=on[0]).remote())
-        terms = {
-            "endpoint": f"{first}:{PORT}",
+        strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=n) for n in range(nnodes)]
+        first_address = ray.get(get_address.options(scheduling_strategy=strategies[0]).remote())
+        options = {
+            "endpoint": f"{first_address}:{PORT}",
             "run_id": f"ray-{secrets.token_hex(4)}",
             "nnodes": nnodes,
             "secret": secrets.token_hex(16),
         }
-        calls = [node.options(scheduling_strategy=on[n]).remote(train, {**terms, "is_host": n == 0}) for n in range(nnodes)]
-        values = {rank: value for of_node in ray.get(calls) for rank, value in of_node.items()}
+        calls = [
+            run_node.options(scheduling_strategy=strategies[n]).remote(train, {**options, "is_host": n == 0})
+            for n in range(nnodes)
+        ]
+        values = {rank: value for values_of_node in ray.get(calls) for rank, value in values_of_node.items()}
         return [values[rank] for rank in sorted(values)]
     finally:
         remove_placement_group(group)
 
 
 @ray.remote(num_cpus=1)
-def address() -> str:
-    """Of the node that this is called on."""
+def get_address() -> str:
+    """Return the address of the node that runs this function."""
     return str(ray.util.get_node_ip_address())
 
 
-def two_nodes_here() -> Any:
-    """A cluster for who has none: two nodes on this machine, which differ in nothing but their names."""
+def start_local_cluster() -> Any:
+    """Start a Ray cluster of two nodes on this machine."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": CPUS})
@@ -65,7 +68,7 @@ def two_nodes_here() -> Any:
 
 
 def train() -> str:
-    """What each rank does."""
+    """Add up the numbers of all ranks."""
     me = mpwatch.current_worker()
     total = torch.tensor(float(me.rank))
     dist.all_reduce(total)
@@ -73,7 +76,7 @@ def train() -> str:
 
 
 if __name__ == "__main__":
-    cluster = two_nodes_here()
+    cluster = start_local_cluster()
     try:
         print(*run_on_nodes(train, 2), sep="\n")
     finally:

@@ -1,8 +1,8 @@
-"""Training that goes on: ranks are killed at random, twice, and the weights become those of a run that nobody disturbed.
+"""Resume a training after failures: a random rank is killed twice, and the final weights equal those of a run without kills.
 
-After each epoch rank 0 keeps all that the rest depends on, in one file. When a rank has failed, mpwatch starts all of them
-again, and they go on from there. Run it with `python examples/resume.py`, or `python examples/resume.py trace.json`, which
-also writes the timeline for https://ui.perfetto.dev.
+After each epoch rank 0 writes a checkpoint with all that later epochs depend on. When a rank has failed, mpwatch restarts
+all ranks, and they resume from the checkpoint. Run it with `python examples/resume.py`. With an argument, as in
+`python examples/resume.py trace.json`, it also writes the timeline for https://ui.perfetto.dev.
 """
 
 import os
@@ -30,20 +30,20 @@ KILLS = 2
 
 
 def train(training: TensorDataset, test: TensorDataset, path: Path) -> Outcome:
-    """What each rank does: from the checkpoint on, if there is one."""
+    """Train in each rank, from the checkpoint on if there is one."""
     rank = dist.get_rank()
     torch.manual_seed(1)
     model = DigitNet()
-    torch.manual_seed(2 + rank)  # each has noise of its own
+    torch.manual_seed(2 + rank)  # each rank has noise of its own
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     sampler = DistributedSampler(training, seed=2)
     losses: list[float] = []
     if path.exists():
-        kept = torch.load(path)
-        model.load_state_dict(kept["model"])
-        optimizer.load_state_dict(kept["optimizer"])
-        torch.set_rng_state(kept["rng"][rank])
-        losses = kept["losses"]
+        checkpoint = torch.load(path)
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        torch.set_rng_state(checkpoint["rng"][rank])
+        losses = checkpoint["losses"]
     for epoch in range(len(losses), EPOCHS):
         sampler.set_epoch(epoch)
         total = torch.zeros(())
@@ -67,8 +67,10 @@ def train(training: TensorDataset, test: TensorDataset, path: Path) -> Outcome:
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Over all ranks. DistributedDataParallel would do it, too, but in another order after its first step than in it; so a
-    run that is resumed would round otherwise, and differ from an undisturbed one by a millionth.
+    """Average the gradients over all ranks.
+
+    DistributedDataParallel would do it too, but its first step adds up in another order than later steps. Then a resumed run
+    would round differently, and differ by a millionth from a run without kills.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     together = nn.utils.parameters_to_vector(gradients)
@@ -77,41 +79,41 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def save(checkpoint: dict[str, Any], path: Path) -> None:
-    """All of it or nothing: a rank that is killed meanwhile leaves the last one as it was."""
+    """Replace the checkpoint in one step. If the rank is killed before that, the last checkpoint stays."""
     unfinished = path.with_suffix(".new")
     torch.save(checkpoint, unfinished)
     os.replace(unfinished, path)
 
 
-class Saboteur:
-    """An observer that kills a rank, whichever, some time after an epoch, whichever; in each of the first attempts."""
+class RankKiller:
+    """An observer that kills a random rank at a random time, in each of the first attempts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.pids: dict[int, int] = {}  # by rank
 
     def __call__(self, event: Event) -> None:
-        """Learn who the ranks are, and set about it when all of them are there."""
+        """Record the pids of the ranks. Start a thread that kills one of them when all are ready."""
         if isinstance(event, WorkerStarted):
             self.pids[event.ranks[0]] = event.pid
         elif isinstance(event, StateChanged) and event.after is mpwatch.WorkerState.HEALTHY and event.attempt < KILLS:
-            threading.Thread(target=self.strike, args=(event.attempt,), daemon=True).start()
+            threading.Thread(target=self.kill_random_rank, args=(event.attempt,), daemon=True).start()
 
-    def strike(self, attempt: int) -> None:
-        """Early enough that no rank has finished."""
+    def kill_random_rank(self, attempt: int) -> None:
+        """Wait for a random epoch, early enough that no rank has finished, and kill a random rank."""
         epoch = 4 * attempt + random.randint(0, 3)
-        while self.epochs_kept() < epoch:
+        while self.count_saved_epochs() < epoch:
             time.sleep(0.01)
         time.sleep(random.uniform(0, 0.1))
         os.kill(self.pids[random.randrange(NPROCS)], signal.SIGKILL)
 
-    def epochs_kept(self) -> int:
-        """How far a new attempt would not have to go again."""
+    def count_saved_epochs(self) -> int:
+        """Return the number of epochs in the checkpoint."""
         return len(torch.load(self.path)["losses"]) if self.path.exists() else 0
 
 
-def story(attempt: mpwatch.Attempt) -> str:
-    """What came of an attempt."""
+def describe(attempt: mpwatch.Attempt) -> str:
+    """Return how an attempt ended."""
     cause = attempt.root_cause
     if cause is None:
         return attempt.state.name
@@ -128,10 +130,10 @@ if __name__ == "__main__":
             args=(*data, disturbed),
             backend="gloo",
             max_restarts=3,
-            on_event=Saboteur(disturbed),
+            on_event=RankKiller(disturbed),
         )
     for attempt in result.attempts:
-        print(f"attempt {attempt.number}: {attempt.elapsed:.1f} s, {story(attempt)}")
+        print(f"attempt {attempt.number}: {attempt.elapsed:.1f} s, {describe(attempt)}")
     if len(sys.argv) > 1:
         result.to_chrome_trace(sys.argv[1])
     reached = result[0]

@@ -1,17 +1,17 @@
-"""One job on several nodes: each makes this same call, and ranks on all of them fit one line to their shares of the points.
+"""Run one job on several nodes: each node makes the same call, and all ranks together fit a line to points.
 
 On one machine, in two shells (the first node serves the store):
 
     python examples/several_nodes.py 127.0.0.1:29400
     python examples/several_nodes.py 127.0.0.1:29400
 
-On several, where `node0` is the name of the first: `python several_nodes.py node0:29400 my-job 2` on each; 1-2: it goes on
-with one of the two, and takes in the other when it comes back. SLURM and Kubernetes say all that in variables: see
-slurm.sbatch and kubernetes.yaml. MPWATCH_SECRET, the same on all nodes and known to nobody else, has them sign what they
-tell one another.
+On several machines, run `python several_nodes.py node0:29400 my-job 2` on each, where `node0` is the name of the first.
+With 1-2 instead of 2 the job continues if one of two nodes is lost, and takes it in when it comes back. slurm.sbatch and
+kubernetes.yaml set variables instead of arguments. If MPWATCH_SECRET is set, to the same secret value on all nodes, the
+nodes sign their messages.
 
-When a rank has failed, or nodes have come or gone, all ranks are started again together, and go on from what rank 0 has kept
-in KEEP, a folder of this job's that all nodes see; from the start, if it is not set.
+When a rank has failed, or nodes have joined or left, all ranks are restarted together. They resume from the checkpoint that
+rank 0 has written to the folder KEEP, which all nodes must see. If KEEP is not set, they begin again.
 """
 
 import json
@@ -30,40 +30,42 @@ POINTS = 4000
 
 
 def train(folder: str) -> tuple[float, float]:
-    """What each rank does: its share of the points, and the mean of all gradients."""
-    rank, size = dist.get_rank(), dist.get_world_size()  # of the attempt: there may be more or fewer ranks than before
+    """Fit a line to the points of all ranks. Each rank has its share, and uses the mean of all gradients."""
+    rank, size = dist.get_rank(), dist.get_world_size()  # after a restart there may be more or fewer ranks
     draw = random.Random(rank)
     x = torch.tensor([draw.uniform(-1.0, 1.0) for _ in range(POINTS // size)])
     y = 3.0 * x + 2.0 + 0.1 * torch.sin(50.0 * x)
-    kept = Path(folder, "line.json") if folder else None
+    checkpoint = Path(folder, "line.json") if folder else None
     line, begin = torch.zeros(2), 0
-    if kept is not None and kept.exists():
-        slope, intercept, begin = json.loads(kept.read_text())
+    if checkpoint is not None and checkpoint.exists():
+        slope, intercept, begin = json.loads(checkpoint.read_text())
         line = torch.tensor([slope, intercept])
     dist.broadcast(line, 0)
     begin_at = torch.tensor(begin)
-    dist.broadcast(begin_at, 0)  # rank 0 may have kept another one meanwhile
+    dist.broadcast(begin_at, 0)  # ranks may have read different checkpoints
     for step in range(int(begin_at), STEPS):
         errors = line[0] * x + line[1] - y
         gradient = torch.stack([(errors * x).mean(), errors.mean()])
         dist.all_reduce(gradient)
         line -= gradient / size
         mpwatch.report(step=step + 1, total=STEPS)
-        if kept is not None and rank == 0:
-            new = kept.with_suffix(".new")
+        if checkpoint is not None and rank == 0:
+            new = checkpoint.with_suffix(".new")
             new.write_text(json.dumps([*line.tolist(), step + 1]))
-            new.replace(kept)  # whole, or not at all
+            new.replace(checkpoint)  # in one step: a checkpoint is never incomplete
     return float(line[0]), float(line[1])
 
 
-def rendezvous() -> mpwatch.Rendezvous:
-    """From the command line, else from the environment: endpoint, name of the job, number of nodes or least-most."""
+def read_rendezvous() -> mpwatch.Rendezvous:
+    """Read endpoint, name of the job and number of nodes (N or MIN-MAX) from the command line or the environment."""
     names = ("ENDPOINT", "RUN_ID", "NNODES")
-    usual = ("127.0.0.1:29400", "several-nodes", "2")
-    told = sys.argv[1:]
-    endpoint, run_id, nnodes = (told[n] if n < len(told) else os.environ.get(name, usual[n]) for n, name in enumerate(names))
-    least, _, most = nnodes.partition("-")
-    return mpwatch.Rendezvous(endpoint, run_id=run_id, nnodes=(int(least), int(most or least)))
+    defaults = ("127.0.0.1:29400", "several-nodes", "2")
+    given = sys.argv[1:]
+    endpoint, run_id, nnodes = (
+        given[n] if n < len(given) else os.environ.get(name, defaults[n]) for n, name in enumerate(names)
+    )
+    smallest, _, largest = nnodes.partition("-")
+    return mpwatch.Rendezvous(endpoint, run_id=run_id, nnodes=(int(smallest), int(largest or smallest)))
 
 
 if __name__ == "__main__":
@@ -73,7 +75,7 @@ if __name__ == "__main__":
         args=(os.environ.get("KEEP", ""),),
         backend="gloo",  # with GPUs: "nccl", and nprocs="gpu"
         max_restarts=3,
-        rendezvous=rendezvous(),
+        rendezvous=read_rendezvous(),
     )
     for rank, (slope, intercept) in result.return_values.items():
         print(f"rank {rank} of {result.workers[0].world_size}: y = {slope:.2f} x + {intercept:.2f}")

@@ -1,4 +1,4 @@
-"""Tests that run on four ranks: `pytest examples/test_shards.py`. The second has a mistake in it, which rank 3 meets."""
+"""Tests on four ranks: `pytest examples/test_shards.py`. The second test has a mistake, and fails in rank 3."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Handwritten digits on four ranks: data-parallel training of a small convolutional net, from one ordinary script.
+"""Train a small convolutional net on handwritten digits: data-parallel on four ranks, from one ordinary script.
 
 The data are the 1,797 images that come with scikit-learn (UCI, "Optical Recognition of Handwritten Digits"). Run it with
 `python examples/train_digits.py`; it takes a few seconds on a laptop's CPU.
@@ -17,7 +17,7 @@ import mpwatch
 
 @dataclass
 class Outcome:
-    """What rank 0 hands back."""
+    """The result of a rank."""
 
     losses: list[float]
     accuracy: float
@@ -40,14 +40,14 @@ class DigitNet(nn.Module):
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Scores of the ten digits for each image."""
+        """Return the scores of the ten digits for each image."""
         scores: torch.Tensor = self.layers(images)
         return scores
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Training and test images, split in a fixed random order."""
-    from sklearn.datasets import load_digits  # which takes a second: ranks that are given the images can do without
+    """Return training and test images, split in a fixed random order."""
+    from sklearn.datasets import load_digits  # takes a second. Ranks that get the images as arguments need no import
 
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -57,7 +57,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def train(epochs: int, max_steps: int | None = None, *, verbose: bool = True) -> Outcome:
-    """What each rank does; the process group is there already (backend="gloo")."""
+    """Train in each rank. The process group exists already (backend="gloo")."""
     torch.manual_seed(1)
     training, test = digits()
     model = DistributedDataParallel(DigitNet())
@@ -82,7 +82,7 @@ def train(epochs: int, max_steps: int | None = None, *, verbose: bool = True) ->
 
 
 def accuracy(model: nn.Module, data: TensorDataset) -> float:
-    """The fraction of the images that are read rightly."""
+    """Return the fraction of images that are classified correctly."""
     images, labels = data.tensors
     with torch.no_grad():
         return float((model(images).argmax(1) == labels).float().mean())

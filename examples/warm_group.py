@@ -1,4 +1,4 @@
-"""Ranks that stay: each keeps its share of the points, and the caller asks all of them for one gradient after another."""
+"""Use ranks that stay alive: each keeps its share of the points, and the caller asks all ranks for many gradients."""
 
 import math
 
@@ -8,14 +8,14 @@ Point = tuple[float, float]
 
 
 def keep_share(points: list[Point]) -> int:
-    """Once: what stays in the rank from call to call is in its `state`."""
+    """Keep this rank's share in its `state`, which stays from call to call. Return the number of points."""
     me = mpwatch.current_worker()
     me.state["share"] = points[me.rank :: me.world_size]
     return len(me.state["share"])
 
 
 def gradient(slope: float, intercept: float) -> tuple[float, float]:
-    """Of the squared errors of this rank's share."""
+    """Return the gradient of the squared errors of this rank's share."""
     share = mpwatch.current_worker().state["share"]
     errors = [slope * x + intercept - y for x, y in share]
     return sum(e * x for e, (x, _) in zip(errors, share, strict=True)), sum(errors)
