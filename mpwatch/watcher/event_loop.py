@@ -66,7 +66,7 @@ class EventLoop:
         event_bus: events, which the caller's thread passes to the observers.
         output: where stdout and stderr of the ranks go.
         keep_ranks: True: the ranks stay after a call, for the next call.
-        on_attempt_end: called in this thread as soon as it is clear how an attempt ends, and when the last attempt has ended.
+        on_attempt_end: called in this thread as soon as it is clear how an attempt ends, and again when all is finished.
     """
 
     def __init__(

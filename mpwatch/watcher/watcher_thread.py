@@ -27,7 +27,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import WorkerState
 from mpwatch.watcher.commands import CommandQueue
-from mpwatch.watcher.event_loop import EventLoop, AttemptEndCallback
+from mpwatch.watcher.event_loop import AttemptEndCallback, EventLoop
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.rank_output import RankOutput
