@@ -1,4 +1,4 @@
-"""What goes wrong in ranks, by name. Functions of an importable module: they go to the ranks by reference."""
+"""Functions for ranks that fail, hang, or misuse their process. They are sent to the ranks by reference, so this module is importable."""
 
 import atexit
 import contextlib
@@ -28,27 +28,27 @@ def wait_to_be_stopped():
         signal.pause()
 
 
-def only_rank_1(what, barrier, *args):
-    """Rank 1 does it once all are at work; the others wait until they are stopped."""
+def call_on_rank_1(action, barrier, *args):
+    """Call `action` on rank 1 once all ranks run. The other ranks wait until they are stopped."""
     barrier.wait()
     if rank() == 1:
-        return what(*args)
+        return action(*args)
     return wait_to_be_stopped()
 
 
-def only_rank_1_when_the_others_sleep(what, pids):
-    """The others have written down their pids, and then begun to wait."""
+def call_on_rank_1_when_others_sleep(action, pids):
+    """Call `action` on rank 1 once the other ranks have stored their pids and sleep."""
     me = rank()
     if me != 1:
         pids[me] = os.getpid()
         wait_to_be_stopped()
     while not all(state_of(pids[other]) == "S" for other in range(len(pids)) if other != 1):
         os.sched_yield()
-    return what()
+    return action()
 
 
-class PickyError(Exception):
-    """Plain pickle cannot rebuild it: two arguments that it does not keep in args."""
+class KeywordOnlyError(Exception):
+    """An exception that plain pickle cannot rebuild: it takes two arguments that are not in `args`."""
 
     def __init__(self, code, *, detail):
         super().__init__(f"code {code}: {detail}")
@@ -60,17 +60,17 @@ def raises_value_error():
     raise ValueError("the batch is bad")  # THE-LINE
 
 
-def raises_picky():
-    raise PickyError(7, detail="two arguments")
+def raises_keyword_only_error():
+    raise KeywordOnlyError(7, detail="two arguments")
 
 
 def raises_from_cause():
     try:
         {}["lost key"]
     except KeyError as error:
-        late = RuntimeError("while loading")
-        late.add_note("shard 17")
-        raise late from error
+        consequence = RuntimeError("while loading")
+        consequence.add_note("shard 17")
+        raise consequence from error
 
 
 def raises_group():
@@ -112,11 +112,11 @@ def exits_with_none():
     sys.exit()
 
 
-def vanishes_with_7():
+def calls_os_exit_with_7():
     os._exit(7)
 
 
-def vanishes_with_0():
+def calls_os_exit_with_0():
     os._exit(0)
 
 
@@ -148,7 +148,7 @@ def divides_by_zero_in_c():
     signal.raise_signal(signal.SIGFPE)
 
 
-def executes_an_unknown_instruction():
+def executes_an_illegal_instruction():
     signal.raise_signal(signal.SIGILL)
 
 
@@ -156,20 +156,20 @@ def returns_a_lock():
     return {"model": [1, threading.Lock()]}
 
 
-def returns_what_cannot_be_rebuilt():
-    return Unbuildable()
+def returns_a_value_that_cannot_be_unpickled():
+    return CannotBeUnpickled()
 
 
 def _refuse():
     raise LookupError("not here")
 
 
-class Unbuildable:
+class CannotBeUnpickled:
     def __reduce__(self):
         return _refuse, ()
 
 
-def executes_another_program():
+def execs_a_program_that_exits_with_9():
     os.execv(sys.executable, [sys.executable, "-c", "raise SystemExit(9)"])
 
 
@@ -179,19 +179,19 @@ def closes_descriptors_and_raises():
 
 
 def replaces_descriptors_and_returns():
-    """Closes all, and opens files in their place: nothing may be written into them."""
+    """Close all descriptors and open files with the same numbers. mpwatch must not write into these files."""
     os.closerange(3, 4096)
     for number in range(60):
-        os.memfd_create(f"innocent-{number}")
-    atexit.register(_check_that_they_are_empty)
+        os.memfd_create(f"unrelated-{number}")
+    atexit.register(_check_that_files_are_empty)
     return rank()
 
 
-def _check_that_they_are_empty():
+def _check_that_files_are_empty():
     for fd in os.listdir("/proc/self/fd"):
         path = f"/proc/self/fd/{fd}"
-        if "innocent" in os.readlink(path) and os.stat(path).st_size:
-            os.kill(os.getpid(), signal.SIGKILL)  # the watcher says so in a warning
+        if "unrelated" in os.readlink(path) and os.stat(path).st_size:
+            os.kill(os.getpid(), signal.SIGKILL)  # the watcher logs a warning that the rank was killed
 
 
 def leaves_a_thread_and_raises():
@@ -212,14 +212,14 @@ def ignores_sigterm(barrier):
     wait_to_be_stopped()
 
 
-def stops_itself(barrier, stopped_pid):
+def fails_beside_a_suspended_rank(barrier, suspended_pid):
     barrier.wait()
     if rank() == 1:
-        while state_of(stopped_pid.value) != "T":
+        while state_of(suspended_pid.value) != "T":
             os.sched_yield()
         raise ValueError("the batch is bad")
     if rank() == 0:
-        stopped_pid.value = os.getpid()
+        suspended_pid.value = os.getpid()
         os.kill(os.getpid(), signal.SIGSTOP)
     wait_to_be_stopped()
 
@@ -232,7 +232,7 @@ def state_of(pid):
 
 
 def starts_a_helper(barrier, pids):
-    """Each rank has a helper in its process group; then rank 1 is killed."""
+    """Start a helper process in the process group of each rank. Then rank 1 is killed."""
     helper = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
     pids[rank()] = helper.pid
     barrier.wait()
@@ -246,7 +246,7 @@ def forks_and_both_return():
 
 
 def forks_a_child_that_waits(pid_of_child, barrier):
-    """A forked copy holds every descriptor of the rank, its channel among them; then the rank is killed."""
+    """Fork a child on rank 1 that keeps every descriptor of the rank open, the channel included. Then rank 1 is killed."""
     if rank() == 1:
         pid = os.fork()
         if pid == 0:
@@ -255,26 +255,26 @@ def forks_a_child_that_waits(pid_of_child, barrier):
             signal.pause()
             os._exit(0)
         pid_of_child.value = pid
-    return only_rank_1(is_killed, barrier)
+    return call_on_rank_1(is_killed, barrier)
 
 
-def complains_before_its_peer_fails(barrier, has_complained):
-    """As gloo does it: the victims speak first, and the cause is heard of later."""
+def reports_a_lost_peer_before_the_peer_fails(barrier, has_reported):
+    """Raise on rank 0 as gloo does, before the root cause, rank 1, raises."""
     barrier.wait()
     if rank() == 1:
-        has_complained.wait()
+        has_reported.wait()
         raise ValueError("the batch is bad")
     if rank() == 0:
-        has_complained.set()
+        has_reported.set()
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
     wait_to_be_stopped()
 
 
-def complains_of_a_peer():
+def raises_connection_closed_by_peer():
     raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
 
 
-def time_of_failure(barrier, failed_at):
+def records_time_of_failure(barrier, failed_at):
     barrier.wait()
     if rank() == 1:
         failed_at.value = time.monotonic()
@@ -297,12 +297,12 @@ class RefusesAttributesError(Exception):
         raise AttributeError(name)
 
 
-class ExitsAsTextError(Exception):
+class ExitsInStrError(Exception):
     def __str__(self):
         return str(sys.exit(0))
 
 
-class RaisesAsTextError(Exception):
+class RaisesInStrError(Exception):
     def __str__(self):
         raise RuntimeError("no text")
 
@@ -323,7 +323,7 @@ class TruthlessCode:
         raise ValueError("ambiguous")
 
 
-def with_notes_that_are_none(error):
+def with_invalid_notes(error):
     error.__notes__ = 5
     return error
 
@@ -347,41 +347,41 @@ class OwnEverythingError(Exception):
         raise LookupError(name)
 
 
-class SpeaksForItself(str):
+class ExitsWhenUnpickledText(str):
     __slots__ = ()
 
     def __reduce_ex__(self, _):
         return os._exit, (3,)
 
 
-def with_a_note_of_its_own():
+def with_a_note_that_exits():
     error = ValueError("x")
-    error.add_note(SpeaksForItself("note"))
+    error.add_note(ExitsWhenUnpickledText("note"))
     return error
 
 
-STRANGE = {
+STRANGE_EXCEPTIONS = {
     "own traceback": lambda: OwnTracebackError("x"),
     "own everything": lambda: OwnEverythingError("x"),
-    "own note": with_a_note_of_its_own,
+    "own note": with_a_note_that_exits,
     "frozen": lambda: FrozenError(3),
     "refuses attributes": lambda: RefusesAttributesError("x"),
-    "exits as text": lambda: ExitsAsTextError("x"),
-    "raises as text": lambda: RaisesAsTextError("x"),
+    "exits as text": lambda: ExitsInStrError("x"),
+    "raises as text": lambda: RaisesInStrError("x"),
     "exits when pickled": lambda: ExitsWhenPickledError("x"),
     "hides its arguments": lambda: HidesItsArgumentsError("x"),
-    "odd notes": lambda: with_notes_that_are_none(ValueError("x")),
+    "odd notes": lambda: with_invalid_notes(ValueError("x")),
     "deep group": lambda: nested_group(2200),
     "wide group": lambda: ExceptionGroup("many", [ExceptionGroup("one", [ValueError(n)]) for n in range(1500)]),
 }
 
 
-def raises_something_strange(name):
-    error = STRANGE[name]()
+def raises_strange_exception(name):
+    error = STRANGE_EXCEPTIONS[name]()
     raise error
 
 
-def raises_without_a_line():
+def raises_without_line_numbers():
     code = compile("raise ValueError('no line')", "generated", "exec").replace(co_linetable=b"")
     exec(code)
 
@@ -402,16 +402,16 @@ def breaks_stdout_and_returns():
     return rank()
 
 
-def returns_what_exits_when_pickled():
+def returns_a_value_that_exits_when_pickled():
     return ExitsWhenPickledError("x")
 
 
-def closes_descriptors_and_returns_much():
+def closes_descriptors_and_returns_2_mib():
     os.closerange(3, 4096)
     return bytes(2 << 20)
 
 
-def waits_at(barrier):
+def waits_at_barrier(barrier):
     barrier.wait()
 
 
@@ -421,16 +421,16 @@ def only_rank_0_raises():
     wait_to_be_stopped()
 
 
-def ends_at_sigterm(ending, barrier=None):
-    """As a training loop that saves and leaves when a scheduler tells it to."""
+def exits_or_raises_at_sigterm(ending, barrier=None):
+    """End at SIGTERM, as a training loop does that saves a checkpoint when a scheduler stops it."""
 
-    def leave(*_):
+    def end(*_):
         os.write(1, b"told to stop\n")
         if ending == "raise":
             raise InterruptedError("told to stop")
         sys.exit(int(ending.split()[1]))
 
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, end)
     if barrier is not None:
         barrier.wait()
         if rank() == 1:
@@ -438,45 +438,45 @@ def ends_at_sigterm(ending, barrier=None):
     wait_to_be_stopped()
 
 
-class SlowToTellError(Exception):
-    """Has no text before another rank's failure has been told."""
+class SlowTextError(Exception):
+    """An exception whose text is ready only after another rank's failure was reported."""
 
     def __str__(self):
         _has_failed.set()
-        _other_has_told.wait()
+        _other_was_reported.wait()
         return "slow"
 
 
-class TellsThatItIsToldError(Exception):
-    """It is pickled after it has been told."""
+class SetsEventWhenPickledError(Exception):
+    """An exception that sets an event when it is pickled, which is after its failure was reported."""
 
     def __reduce__(self):
-        _other_has_told.set()
-        return TellsThatItIsToldError, ()
+        _other_was_reported.set()
+        return SetsEventWhenPickledError, ()
 
 
-def fails_first_but_is_slow_to_tell(barrier, has_failed, other_has_told):
-    global _has_failed, _other_has_told
-    _has_failed, _other_has_told = has_failed, other_has_told
+def fails_first_but_reports_late(barrier, has_failed, other_was_reported):
+    global _has_failed, _other_was_reported
+    _has_failed, _other_was_reported = has_failed, other_was_reported
     barrier.wait()
     if rank() == 0:
-        raise SlowToTellError
+        raise SlowTextError
     if rank() == 1:
         has_failed.wait()
-        raise TellsThatItIsToldError
+        raise SetsEventWhenPickledError
     wait_to_be_stopped()
 
 
-def fails_beside(what, pid):
-    """Rank 1 fails once rank 0 has said that it now begins to sleep, and does."""
+def fails_while_rank_0_sleeps(wait, pid):
+    """Raise on rank 1 once rank 0 has stored its pid and sleeps."""
     if rank() == 0:
-        return what(pid)
+        return wait(pid)
     while state_of(pid.value) != "S":
         os.sched_yield()
     raise ValueError("the batch is bad")
 
 
-def waits_beside(pid):
+def shares_its_pid_and_waits(pid):
     pid.value = os.getpid()
     wait_to_be_stopped()
 
@@ -491,7 +491,7 @@ def forks_a_child_that_crashes():
 
 def forks_a_child_that_crashes_and_waits(pid):
     forks_a_child_that_crashes()
-    waits_beside(pid)
+    shares_its_pid_and_waits(pid)
 
 
 def forks_a_child_that_crashes_and_is_killed():
@@ -499,16 +499,16 @@ def forks_a_child_that_crashes_and_is_killed():
     is_killed()
 
 
-def dumps_by_itself():
+def dumps_its_own_stack():
     signal.raise_signal(signal.SIGRTMAX - 3)
     atexit.register(signal.raise_signal, signal.SIGRTMAX - 3)
     return rank()
 
 
-def waits_with_very_many_threads(pid):
+def waits_with_120_threads(pid):
     for _ in range(120):
         threading.Thread(target=wait_in_a_thread, daemon=True).start()
-    waits_beside(pid)
+    shares_its_pid_and_waits(pid)
 
 
 def pauses_once(pid):
@@ -527,19 +527,19 @@ def wait_in_a_thread():
 
 def waits_with_a_thread(pid):
     threading.Thread(target=wait_in_a_thread, daemon=True).start()
-    waits_beside(pid)
+    shares_its_pid_and_waits(pid)
 
 
-def descends(depth, barrier):
+def recurses_then_waits(depth, barrier):
     if depth:
-        descends(depth - 1, barrier)
+        recurses_then_waits(depth - 1, barrier)
     barrier.wait()
     wait_to_be_stopped()
 
 
 def fails_beside_a_deep_stack(barrier, failed_at):
     if rank() == 0:
-        descends(200, barrier)
+        recurses_then_waits(200, barrier)
     barrier.wait()
     failed_at.value = time.monotonic()
     raise ValueError("the batch is bad")
@@ -557,7 +557,7 @@ def replaces_descriptors_and_waits(folder):
     raise ValueError("the batch is bad")
 
 
-PROGRAM = """
+PROGRAM_THAT_EXITS_AT_SIGTERM = """
 import signal, sys
 def end(*_):
     with open(sys.argv[1], "w") as file:
@@ -570,24 +570,24 @@ while True:
 """
 
 
-def becomes_a_program_that_ends_well(path):
+def execs_a_program_that_exits_at_sigterm(path):
     if rank() == 0:
-        os.execv(sys.executable, [sys.executable, "-S", "-c", PROGRAM, path])
+        os.execv(sys.executable, [sys.executable, "-S", "-c", PROGRAM_THAT_EXITS_AT_SIGTERM, path])
     while not os.path.exists(path):
         os.sched_yield()
     raise ValueError("the batch is bad")
 
 
-class WakesTheWatcherError(Exception):
-    """When it has been told, and is pickled."""
+class ResumesTheWatcherError(Exception):
+    """An exception that resumes the watcher when it is pickled, which is after its failure was reported."""
 
     def __reduce__(self):
         os.kill(os.getppid(), signal.SIGCONT)
         return type(self), self.args
 
 
-def suspends_the_watcher(order, pids, turn):
-    """Ranks 0 and 2 fail, one because of the other, while the watcher does not look; the last wakes it."""
+def two_fail_while_the_watcher_is_suspended(order, pids, turn):
+    """Fail on ranks 0 and 2 while the watcher is suspended. The last event resumes the watcher."""
     me, watcher = rank(), os.getppid()
     pids[me] = os.getpid()
     while not all(pids):
@@ -610,10 +610,10 @@ def suspends_the_watcher(order, pids, turn):
         is_killed()
     while order == "death first" and state_of(pids[2]) != "Z":
         os.sched_yield()
-    raise (WakesTheWatcherError if order == "death first" else LetsTheOtherDieError(turn))
+    raise (ResumesTheWatcherError if order == "death first" else LetsRank2DieWhenPickledError(turn))
 
 
-class LetsTheOtherDieError(Exception):
+class LetsRank2DieWhenPickledError(Exception):
     def __init__(self, turn):
         super().__init__("first")
         self.turn = turn
@@ -623,17 +623,17 @@ class LetsTheOtherDieError(Exception):
         return ValueError, ()
 
 
-class NeverTellsError(Exception):
+class HangsInStrError(Exception):
     def __str__(self):
         return str(wait_to_be_stopped())
 
 
-class ExitsAsItsTextIsMadeError(Exception):
+class OsExitsInStrError(Exception):
     def __str__(self):
         return str(os._exit(5))
 
 
-class ExitsWhenRebuiltError(Exception):
+class ExitsWhenUnpickledError(Exception):
     def __init__(self, code, *, detail):
         super().__init__(f"code {code}: {detail}")
 
@@ -641,29 +641,29 @@ class ExitsWhenRebuiltError(Exception):
         return os._exit, (5,)
 
 
-class NeverRebuiltError(Exception):
+class HangsWhenUnpickledError(Exception):
     def __reduce__(self):
         return wait_to_be_stopped, ()
 
 
-def raises_what_never_tells():
-    raise NeverTellsError
+def raises_exception_that_hangs_in_str():
+    raise HangsInStrError
 
 
-def raises_what_exits_as_text():
-    raise ExitsAsItsTextIsMadeError
+def raises_exception_that_exits_in_str():
+    raise OsExitsInStrError
 
 
-def raises_what_exits_when_rebuilt():
-    raise ExitsWhenRebuiltError(7, detail="two arguments")
+def raises_exception_that_exits_when_unpickled():
+    raise ExitsWhenUnpickledError(7, detail="two arguments")
 
 
-def raises_what_never_comes_back():
-    raise NeverRebuiltError("the batch is bad")
+def raises_exception_that_hangs_when_unpickled():
+    raise HangsWhenUnpickledError("the batch is bad")
 
 
-class InterruptsItsTellingError(Exception):
-    """With a thread that takes the signals which the main thread might have blocked."""
+class InterruptedWhenPickledError(Exception):
+    """An exception that sends signals to its process when it is pickled."""
 
     def __reduce__(self):
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -671,53 +671,54 @@ class InterruptsItsTellingError(Exception):
         return type(self), self.args
 
 
-def raises_what_is_interrupted_as_it_is_told():
+def raises_exception_that_is_interrupted_when_pickled():
+    # this thread receives the signals if the main thread has blocked them
     threading.Thread(target=threading.Event().wait, daemon=True).start()
-    raise InterruptsItsTellingError("the batch is bad")
+    raise InterruptedWhenPickledError("the batch is bad")
 
 
-def forks_and_the_copy_raises():
+def forks_a_child_that_raises():
     pid = os.fork()
     if pid == 0:
         raise ValueError("the batch is bad")
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def takes_all_descriptors_and_raises():
-    taken = []
+def opens_all_descriptors_and_raises():
+    files = []
     while True:
-        taken.append(open(os.devnull))
+        files.append(open(os.devnull))
 
 
-def rank_0_raises_what_the_others_lack():
+def rank_0_raises_keyword_only_error():
     if rank() == 0:
-        raise PickyError(7, detail="two arguments")
+        raise KeywordOnlyError(7, detail="two arguments")
     wait_to_be_stopped()
 
 
-class TooLateError(Exception):
+class TimerError(Exception):
     pass
 
 
-def raise_too_late(*_):
-    raise TooLateError
+def raise_timer_error(*_):
+    raise TimerError
 
 
-class WokenAsItIsToldError(Exception):
-    """A timer with a handler that raises goes off while it is told."""
+class TimerFiresInStrError(Exception):
+    """An exception whose text raises SIGALRM, which has a handler that raises."""
 
     def __str__(self):
         signal.raise_signal(signal.SIGALRM)
         return "the batch is bad"
 
 
-def is_woken_as_its_failure_is_told():
-    signal.signal(signal.SIGALRM, raise_too_late)
-    raise WokenAsItIsToldError
+def raises_exception_whose_timer_fires_in_str():
+    signal.signal(signal.SIGALRM, raise_timer_error)
+    raise TimerFiresInStrError
 
 
-def loses_its_peer(barrier, how):
-    """Rank 1 dies, and the others say so in words of their own as soon as its end of the line is closed."""
+def raises_own_error_when_its_peer_dies(barrier, die):
+    """Let rank 1 die. The other ranks raise an error of their own as soon as their connection to rank 1 is closed."""
     if rank() == 1:
         path = f"\0mpwatch-test-{os.getppid()}"
         with socket.socket(socket.AF_UNIX) as server:
@@ -727,34 +728,34 @@ def loses_its_peer(barrier, how):
             peers = [server.accept()[0] for _ in range(2)]
             for peer in peers:
                 peer.sendall(b"x")
-            how()
+            die()
     barrier.wait()
-    with socket.socket(socket.AF_UNIX) as line:
-        line.connect(f"\0mpwatch-test-{os.getppid()}")
-        line.recv(1)
-        line.recv(1)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"\0mpwatch-test-{os.getppid()}")
+        connection.recv(1)
+        connection.recv(1)
     raise RuntimeError("lost my peer")
 
 
-class ToldBrokenPipeError(BrokenPipeError):
+class ReportedBrokenPipeError(BrokenPipeError):
     def __str__(self):
         _has_failed.set()
         return "broken"
 
 
-def breaks_a_connection_of_its_own(barrier, has_failed):
-    """Rank 0 loses somebody who is no rank, and rank 1 fails because of that, later."""
+def loses_a_connection_to_another_program(barrier, has_failed):
+    """Raise BrokenPipeError on rank 0: it loses a connection to a process that is not a rank. Then rank 1 fails as a consequence."""
     global _has_failed
     _has_failed = has_failed
     barrier.wait()
     if rank() == 0:
-        raise ToldBrokenPipeError
+        raise ReportedBrokenPipeError
     has_failed.wait()
     raise KeyError("no shard of rank 0")
 
 
-def three_fail_while_the_watcher_does_not_look(pids):
-    """Rank 2 dies, then rank 1, then rank 0 raises; then the watcher may look."""
+def three_fail_while_the_watcher_is_suspended(pids):
+    """End rank 2, then rank 1, then raise on rank 0, while the watcher is suspended. Then resume the watcher."""
     me, watcher = rank(), os.getppid()
     pids[me] = os.getpid()
     while not all(pids):
@@ -770,11 +771,11 @@ def three_fail_while_the_watcher_does_not_look(pids):
         os._exit(4)
     while state_of(pids[1]) != "Z":
         os.sched_yield()
-    raise WakesTheWatcherError
+    raise ResumesTheWatcherError
 
 
-def beats_unless_rank_1(saboteur, barrier):
-    """Rank 1 has beaten, and then does something else; the others go on."""
+def sends_heartbeats_except_rank_1(saboteur, barrier):
+    """Send a heartbeat from each rank. Then rank 1 calls `saboteur`, and the others go on with heartbeats."""
     mpwatch.heartbeat()
     barrier.wait()
     if rank() == 1:
@@ -784,11 +785,11 @@ def beats_unless_rank_1(saboteur, barrier):
         time.sleep(0.01)
 
 
-def falls_silent():
+def stops_its_heartbeats():
     wait_to_be_stopped()
 
 
-def falls_silent_and_holds_the_gil():
+def stops_its_heartbeats_and_holds_the_gil():
     ctypes.PyDLL(None).usleep(60_000_000)
 
 
@@ -796,7 +797,7 @@ def suspends_itself():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def has_its_heart_in_a_fork():
+def sends_heartbeats_from_a_fork():
     mpwatch.heartbeat()
     if os.fork() == 0:
         while True:
@@ -805,32 +806,32 @@ def has_its_heart_in_a_fork():
     wait_to_be_stopped()
 
 
-def beats_until_told():
-    told = []
-    signal.signal(signal.SIGUSR1, lambda *_: told.append(True))
+def sends_heartbeats_until_sigusr1():
+    received = []
+    signal.signal(signal.SIGUSR1, lambda *_: received.append(True))
     mpwatch.heartbeat()
     os.write(1, f"{os.getpid()}\n".encode())
-    while not told:
+    while not received:
         mpwatch.heartbeat()
         time.sleep(0.01)
     return True
 
 
-def ends_in_two_steps(at_work, go, end):
-    """All are at work; then something happens in the host; then rank 1 ends so. The others do it only if it returns.
+def ends_after_the_host_acted(at_work, go, end):
+    """Call `end` on rank 1 after the host program has done its part. If `end` returns, call it on the other ranks, too.
 
-    With semaphores: a rank that is stopped while it leaves a barrier would take the host's end of that with it.
+    This uses semaphores, since a rank that is stopped while it leaves a barrier would leave the barrier broken for the host.
     """
     at_work.release()
     if end is is_killed_beside_a_helper:
         os.fork() or wait_to_be_stopped()
     go.acquire()
-    if rank() == 1 or end in (rank, returns_much):
+    if rank() == 1 or end in (rank, returns_1_mib):
         return end()
     return wait_to_be_stopped()
 
 
-def outlasts():
+def keeps_waiting():
     wait_to_be_stopped()
 
 
@@ -838,9 +839,9 @@ def is_killed_beside_a_helper():
     is_killed()
 
 
-def only_rank_0(what):
-    if rank() == 0 or what is rank:
-        return what()
+def call_on_rank_0(action):
+    if rank() == 0 or action is rank:
+        return action()
     return wait_to_be_stopped()
 
 
@@ -854,37 +855,37 @@ def does_nothing():
     pass
 
 
-def change_signals(handler):
+def set_signal_handlers(handler):
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGRTMAX - 3}:
         signal.signal(number, handler)
 
 
 def ignores_all_signals():
-    change_signals(signal.SIG_IGN)
+    set_signal_handlers(signal.SIG_IGN)
 
 
-def handles_all_signals_by_doing_nothing():
-    change_signals(lambda *_: None)
+def ignores_all_signals_with_handlers():
+    set_signal_handlers(lambda *_: None)
 
 
 def blocks_all_signals():
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
-def never_ends_at_exit():
+def hangs_at_exit():
     atexit.register(wait_to_be_stopped)
 
 
-def never_ends_at_exit_and_blocks_all_signals():
+def hangs_at_exit_and_blocks_all_signals():
     blocks_all_signals()
-    never_ends_at_exit()
+    hangs_at_exit()
 
 
-def stops_itself_at_exit():
+def suspends_itself_at_exit():
     atexit.register(os.kill, os.getpid(), signal.SIGSTOP)
 
 
-def has_a_thread_that_does_not_end():
+def starts_a_thread_that_never_ends():
     threading.Thread(target=wait_in_a_thread, name="endless").start()
 
 
@@ -898,16 +899,16 @@ def closes_its_stderr():
         os.close(2)
 
 
-def joins_the_watchers_group():
+def joins_the_watchers_process_group():
     os.setpgid(0, os.getpgid(os.getppid()))
 
 
 def tries_to_lead_a_session():
-    with contextlib.suppress(PermissionError):  # it leads a group already
+    with contextlib.suppress(PermissionError):  # the rank already leads a process group
         os.setsid()
 
 
-def has_a_helper_that_ignores_all_signals():
+def starts_a_helper_that_ignores_all_signals():
     read, write = os.pipe()
     if os.fork() == 0:
         ignores_all_signals()
@@ -916,87 +917,90 @@ def has_a_helper_that_ignores_all_signals():
     os.read(read, 1)
 
 
-def stops_itself_for_good():
+def suspends_itself_then_waits():
     os.kill(os.getpid(), signal.SIGSTOP)
     wait_to_be_stopped()
 
 
-def is_stuck_in_c():
+def hangs_in_c():
     ctypes.PyDLL(None).usleep(600_000_000)
 
 
-def is_stuck_in_c_and_handles_sigterm():
+def hangs_in_c_and_handles_sigterm():
     signal.signal(signal.SIGTERM, lambda *_: None)
-    is_stuck_in_c()
+    hangs_in_c()
 
 
-def becomes_a_program_that_ignores_sigterm():
+def execs_a_program_that_ignores_sigterm():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.execv("/bin/sleep", ["sleep", "600"])
 
 
-def beside_one_that_resists(prepare, ending, pid, at):
-    """Rank 0 resists. It ends as told, or its sibling fails once it has begun to wait; when that was is put down."""
+def runs_beside_a_rank_that_resists(prepare, ending, pid, ended_at):
+    """Prepare rank 0 to resist its end, and call `ending` on it. Rank 1 raises once rank 0 waits, if `ending` waits for that.
+
+    The time of the failure or the return is stored in `ended_at`.
+    """
     if rank() == 0:
         prepare()
         pid.value = os.getpid()
-        return ending(at)
+        return ending(ended_at)
     while not pid.value:
         os.sched_yield()
-    if ending is returns:
+    if ending is returns_and_records_time:
         return 1
-    if ending in (raises_at, dies_at):
+    if ending in (raises_and_records_time, is_killed_and_records_time):
         return wait_to_be_stopped()
-    while not rests(pid.value, ending.waiting):
+    while not is_waiting(pid.value, ending.waiting):
         os.sched_yield()
-    return raises_at(at)
+    return raises_and_records_time(ended_at)
 
 
-def rests(pid, waiting):
-    if waiting is becomes_a_program_that_ignores_sigterm:
+def is_waiting(pid, waiting):
+    if waiting is execs_a_program_that_ignores_sigterm:
         with open(f"/proc/{pid}/comm") as text:
             return text.read() == "sleep\n" and state_of(pid) == "S"
-    return state_of(pid) == ("T" if waiting is stops_itself_for_good else "S")
+    return state_of(pid) == ("T" if waiting is suspends_itself_then_waits else "S")
 
 
-def raises_at(at):
-    at.value = time.monotonic()
+def raises_and_records_time(ended_at):
+    ended_at.value = time.monotonic()
     raise ValueError("the batch is bad")
 
 
-def dies_at(at):
-    at.value = time.monotonic()
+def is_killed_and_records_time(ended_at):
+    ended_at.value = time.monotonic()
     is_killed()
 
 
-def returns(at):
-    at.value = time.monotonic()
+def returns_and_records_time(ended_at):
+    ended_at.value = time.monotonic()
     return 0
 
 
-class SiblingFails:
-    """While this one waits in such a way."""
+class WaitsUntilSiblingFails:
+    """An ending of rank 0: it calls `waiting` until rank 1 fails."""
 
     def __init__(self, waiting=wait_to_be_stopped):
         self.waiting = waiting
 
-    def __call__(self, at):
+    def __call__(self, ended_at):
         self.waiting()
 
 
-def half_a_message():
-    """A header that says that much will follow, and some of it."""
-    from mpwatch.wire.messages import MessageKind, frame
+def encode_half_a_message():
+    """Return the header of a large message and the beginning of its content."""
+    from mpwatch.wire.messages import MessageKind, encode_frame
 
-    return frame(MessageKind.RETURNED, bytes(1 << 20))[: 1 << 10]
+    return encode_frame(MessageKind.RETURNED, bytes(1 << 20))[: 1 << 10]
 
 
-def dies_half_way_through_a_message(barrier, pid, leaves_group, end):
-    """A forked helper has the line open all the same."""
+def sends_half_a_message_and_ends(barrier, pid, leaves_process_group, end):
+    """Write a part of a message to the channel, then call `end`. A forked child keeps the channel open."""
     if rank() == 1:
         read, write = os.pipe()
         if (child := os.fork()) == 0:
-            if leaves_group:
+            if leaves_process_group:
                 os.setsid()
             os.write(write, b"x")
             signal.alarm(60)
@@ -1006,30 +1010,30 @@ def dies_half_way_through_a_message(barrier, pid, leaves_group, end):
         pid.value = child
     barrier.wait()
     if rank() == 1:
-        os.write(multiprocessing.current_process().launch_info.channel_fd, half_a_message())
+        os.write(multiprocessing.current_process().launch_info.channel_fd, encode_half_a_message())
         end()
     wait_to_be_stopped()
 
 
-def joins_and_freezes(group):
-    with open(f"{group}/cgroup.procs", "w") as procs:
+def joins_and_freezes_cgroup(cgroup):
+    with open(f"{cgroup}/cgroup.procs", "w") as procs:
         procs.write(str(os.getpid()))
-    with open(f"{group}/freezer.state", "w") as state:
+    with open(f"{cgroup}/freezer.state", "w") as state:
         state.write("FROZEN")
 
 
-def fails_beside_a_frozen_rank(group, pid, at):
+def fails_beside_a_frozen_rank(cgroup, pid, failed_at):
     if rank() == 0:
         pid.value = os.getpid()
-        joins_and_freezes(group)
+        joins_and_freezes_cgroup(cgroup)
         wait_to_be_stopped()
-    while not is_frozen(group):
+    while not is_frozen(cgroup):
         os.sched_yield()
-    raises_at(at)
+    raises_and_records_time(failed_at)
 
 
-def is_frozen(group):
-    with open(f"{group}/freezer.state") as state:
+def is_frozen(cgroup):
+    with open(f"{cgroup}/freezer.state") as state:
         return state.read() == "FROZEN\n"
 
 
@@ -1037,8 +1041,8 @@ PTRACE_SEIZE = 0x4206
 PTRACE_CONT = 7
 
 
-def is_held_by_a_debugger(tracer, looks):
-    """One that has left the rank's group, and does or does not look at what becomes of the rank."""
+def is_traced_by_a_debugger(tracer, waits_for_rank):
+    """Start a debugger of this rank in another process group. It waits for the rank's state changes if `waits_for_rank`."""
     pid = os.getpid()
     read, write = os.pipe()
     if os.fork() == 0:
@@ -1049,19 +1053,19 @@ def is_held_by_a_debugger(tracer, looks):
         tracer.value = os.getpid()
         os.write(write, b"x")
         signal.alarm(60)
-        while looks and os.WIFSTOPPED(status := os.waitpid(pid, 0)[1]):
+        while waits_for_rank and os.WIFSTOPPED(status := os.waitpid(pid, 0)[1]):
             libc.ptrace(PTRACE_CONT, pid, None, os.WSTOPSIG(status))
         signal.pause()
     os.read(read, 1)
 
 
-def fails_beside_one_that_is_held(tracer, looks, ending, at):
+def fails_beside_a_traced_rank(tracer, waits_for_rank, ending, ended_at):
     if rank() == 0:
-        is_held_by_a_debugger(tracer, looks)
-        return ending(at) if ending is dies_at else wait_to_be_stopped()
+        is_traced_by_a_debugger(tracer, waits_for_rank)
+        return ending(ended_at) if ending is is_killed_and_records_time else wait_to_be_stopped()
     while not tracer.value:
         os.sched_yield()
-    return wait_to_be_stopped() if ending is dies_at else raises_at(at)
+    return wait_to_be_stopped() if ending is is_killed_and_records_time else raises_and_records_time(ended_at)
 
 
 def terminates_its_watcher():
@@ -1070,35 +1074,35 @@ def terminates_its_watcher():
     wait_to_be_stopped()
 
 
-def waits_twice_at(barrier):
+def waits_at_barrier_twice(barrier):
     barrier.wait()
     barrier.wait()
     return rank()
 
 
-def waits_twice_at_and_is_killed(barrier):
-    waits_twice_at(barrier)
+def waits_at_barrier_twice_and_is_killed(barrier):
+    waits_at_barrier_twice(barrier)
     is_killed()
 
 
-class CannotBePickledBeforeThePeerDies:
+class FailsToPickleWhenThePeerIsDead:
     def __reduce__(self):
         _has_failed.set()
         while os.path.exists(f"/proc/{_peer}") and state_of(_peer) != "Z":
             os.sched_yield()
-        raise ValueError("there is no form of it")
+        raise ValueError("cannot be pickled")
 
 
-def returns_what_cannot_be_sent_and_takes_its_time(pids, begun):
+def returns_an_unpicklable_value_slowly(pids, pickling_began):
     global _has_failed, _peer
     me = rank()
     pids[me] = os.getpid()
     while not all(pids):
         os.sched_yield()
-    _has_failed, _peer = begun, pids[1]
+    _has_failed, _peer = pickling_began, pids[1]
     if me == 0:
-        return CannotBePickledBeforeThePeerDies()
-    begun.wait()
+        return FailsToPickleWhenThePeerIsDead()
+    pickling_began.wait()
     return is_killed()
 
 
@@ -1112,55 +1116,57 @@ def closes_descriptors_and_returns(value):
     return value
 
 
-def returns_much():
+def returns_1_mib():
     return bytes(1 << 20)
 
 
-def returns_much_but_rank_1_fails():
-    """When the watcher has the value of rank 0."""
+def rank_0_returns_1_mib_then_rank_1_fails():
+    """Return a large value on rank 0. Raise on rank 1 once the watcher has received that value."""
     if rank() == 0:
-        return returns_much()
+        return returns_1_mib()
     while "mpwatch-value" not in Path(f"/proc/{os.getppid()}/maps").read_text():
         os.sched_yield()
     raise ValueError("the batch is bad")
 
 
-def returns_much_without_descriptors():
-    _kept.extend(_until_there_are_no_more())
-    return returns_much()
+def returns_1_mib_without_free_descriptors():
+    _open_descriptors.extend(_open_descriptors_until_none_is_free())
+    return returns_1_mib()
 
 
-_kept = []
+_open_descriptors = []
 
 
-def _until_there_are_no_more():
+def _open_descriptors_until_none_is_free():
     with contextlib.suppress(OSError):
         while True:
             yield os.open(os.devnull, os.O_RDONLY)
 
 
-def returns_much_under_a_limit_of_files():
+def returns_1_mib_under_a_file_size_limit():
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
-    return returns_much()
+    return returns_1_mib()
 
 
-def answers_with(what):
-    """In the place of its value's file, and at once ends."""
-    from mpwatch.wire.messages import MessageKind, frame
-    from mpwatch.wire.pickling.pickle_buffers import END, MARK
+def answers_with_invalid_files(what):
+    """Send these descriptors to the watcher instead of the file of a return value, then end at once."""
+    from mpwatch.wire.messages import MessageKind, encode_frame
+    from mpwatch.wire.pickling.pickle_buffers import MAGIC, TRAILER
 
-    empty, strange, hollow = (os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in ("empty", "strange", "hollow"))
-    os.write(strange, bytes(100))
-    os.write(hollow, END.pack(1000, MARK))
+    empty, foreign, truncated = (os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in ("empty", "foreign", "truncated"))
+    os.write(foreign, bytes(100))
+    os.write(truncated, TRAILER.pack(1000, MAGIC))
     pipe = os.pipe()[0]
     fds = {
         "nothing": [],
         "a pipe": [pipe],
         "two pipes": [pipe, pipe],
         "an empty file": [empty],
-        "a file of something else": [strange],
-        "a file that promises what is not there": [hollow],
+        "a file of something else": [foreign],
+        "a truncated file": [truncated],
     }[what]
-    with socket.socket(fileno=os.dup(multiprocessing.current_process().launch_info.channel_fd)) as line:
-        socket.send_fds(line, [frame(MessageKind.EXIT_BLOCKED if what == "two pipes" else MessageKind.RETURNED)], fds)
+    with socket.socket(fileno=os.dup(multiprocessing.current_process().launch_info.channel_fd)) as channel:
+        socket.send_fds(
+            channel, [encode_frame(MessageKind.EXIT_BLOCKED if what == "two pipes" else MessageKind.RETURNED)], fds
+        )
     os._exit(0)

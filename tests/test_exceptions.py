@@ -91,7 +91,7 @@ EXACT = [
     asyncio.CancelledError("cancelled"),
     ImportError("no module", name="m", path="p"),
     local_class(),
-    saboteurs.PickyError(7, detail="two"),
+    saboteurs.KeywordOnlyError(7, detail="two"),
     NeedsNew(7, why="new"),
     Slotted(5),
 ]
@@ -274,8 +274,8 @@ LEAVES = st.sampled_from(
         *(ValueError, KeyError, OSError, SystemExit, StopIteration, KeyboardInterrupt, ZeroDivisionError),
         *(RefusesToPickle, ExitsWhenPickled, RecursesWhenRebuilt, Slotted, NoText, type(local_class())),
         *(slotted_and_local, with_attributes, with_a_note),
-        *(saboteurs.ExitsAsTextError, saboteurs.HidesItsArgumentsError, saboteurs.RefusesAttributesError),
-        lambda text: saboteurs.PickyError(text, detail=text),
+        *(saboteurs.ExitsInStrError, saboteurs.HidesItsArgumentsError, saboteurs.RefusesAttributesError),
+        lambda text: saboteurs.KeywordOnlyError(text, detail=text),
         lambda text: NeedsNew(text, why=text),
         lambda text: UnicodeDecodeError("utf-8", text.encode(), 0, 1, text),
         lambda text: SyntaxError(text, (text, 3, 5, text, 3, 6)),
@@ -342,17 +342,17 @@ def test_any_tree_keeps_its_shape(error):
 
 
 def test_messages_contain_only_builtin_values_and_pickles():
-    encoder = ExceptionEncoder(raise_and_catch(saboteurs.PickyError(7, detail="x")))
+    encoder = ExceptionEncoder(raise_and_catch(saboteurs.KeywordOnlyError(7, detail="x")))
     (node,), (part,) = marshal.loads(encoder.plain())["nodes"], pickle.loads(encoder.details())
     assert {type(value) for value in node.values()} <= {str, list, bool, int, type(None)}
     assert {type(value) for value in part.values()} <= {bytes, list, dict, type(None)}
 
 
 def test_without_details_there_are_stand_ins_of_the_same_shape():
-    error = raise_and_catch(saboteurs.PickyError(7, detail="x"))
+    error = raise_and_catch(saboteurs.KeywordOnlyError(7, detail="x"))
     error.__cause__ = raise_and_catch(OSError(2, "No such file", "path"))
     back = decode_exception(ExceptionEncoder(error).plain())
-    assert (type(back).__name__, str(back)) == ("PickyError", str(error))
+    assert (type(back).__name__, str(back)) == ("KeywordOnlyError", str(error))
     assert isinstance(back.__cause__, OSError)
     assert str(back.__cause__) == str(error.__cause__)
     assert back.__traceback__ is not None
@@ -436,10 +436,10 @@ class ExitsWhenLoaded:
 
 
 def test_an_attribute_that_exits_when_it_is_loaded_takes_nothing_along():
-    error = raise_and_catch(saboteurs.PickyError(7, detail="x"))
+    error = raise_and_catch(saboteurs.KeywordOnlyError(7, detail="x"))
     error.trouble = ExitsWhenLoaded()
     back = round_trip(error)
-    assert type(back) is saboteurs.PickyError
+    assert type(back) is saboteurs.KeywordOnlyError
     assert (back.code, back.detail, hasattr(back, "trouble")) == (7, "x", False)
 
 

@@ -26,7 +26,12 @@ TABLE = {
         ValueError,
         "rank 1 failed first: ValueError: the batch is bad (saboteurs.py:",
     ),
-    saboteurs.raises_keyword_only_error: (EXCEPTION, 1, saboteurs.KeywordOnlyError, "KeywordOnlyError: code 7: two arguments"),
+    saboteurs.raises_keyword_only_error: (
+        EXCEPTION,
+        1,
+        saboteurs.KeywordOnlyError,
+        "KeywordOnlyError: code 7: two arguments",
+    ),
     saboteurs.raises_from_cause: (EXCEPTION, 1, RuntimeError, "while loading"),
     saboteurs.raises_group: (EXCEPTION, 1, ExceptionGroup, "two things"),
     saboteurs.raises_with_a_lock: (EXCEPTION, 1, ValueError, "holds a lock"),
@@ -283,7 +288,9 @@ def test_the_time_of_a_failure_is_when_it_happened_not_when_it_was_pickled(barri
 def test_an_exception_whose_str_never_returns_is_reported(barrier):
     start = time.monotonic()
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(saboteurs.call_on_rank_1, 3, args=(saboteurs.raises_exception_that_hangs_in_str, barrier), grace_period=0.3)
+        mpwatch.run(
+            saboteurs.call_on_rank_1, 3, args=(saboteurs.raises_exception_that_hangs_in_str, barrier), grace_period=0.3
+        )
     assert time.monotonic() - start < 20
     root = caught.value.root_cause
     assert (root.rank, root.kind, root.exception) == (1, EXCEPTION, None)
@@ -297,7 +304,9 @@ def test_a_rank_that_exits_while_its_exception_is_pickled(barrier):
     assert "had raised an exception" in str(error)
 
 
-@pytest.mark.parametrize("saboteur", [saboteurs.raises_exception_that_exits_when_unpickled, saboteurs.raises_exception_that_hangs_when_unpickled])
+@pytest.mark.parametrize(
+    "saboteur", [saboteurs.raises_exception_that_exits_when_unpickled, saboteurs.raises_exception_that_hangs_when_unpickled]
+)
 def test_an_exception_that_harms_the_process_that_unpickles_it_is_tried_in_the_rank(saboteur, barrier):
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(saboteurs.call_on_rank_1, 3, args=(saboteur, barrier), grace_period=0.3)

@@ -295,7 +295,9 @@ def test_the_last_report_of_a_rank_that_was_killed_is_kept():
 def test_a_silent_rank_is_a_failure_with_all_stacks(saboteur, barrier):
     began = time.monotonic()
     with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 was silent for [\d.]+ s \(heartbeat_timeout=1\)") as failed:
-        mpwatch.run(saboteurs.sends_heartbeats_except_rank_1, 3, args=(saboteur, barrier), heartbeat_timeout=1.0, grace_period=0.5)
+        mpwatch.run(
+            saboteurs.sends_heartbeats_except_rank_1, 3, args=(saboteur, barrier), heartbeat_timeout=1.0, grace_period=0.5
+        )
     root = failed.value.root_cause
     assert (root.rank, root.kind, root.exit_code, root.exception) == (1, FailureKind.HANG, 1, None)
     assert set(failed.value.failures) == {1}

@@ -290,7 +290,7 @@ def test_a_child_that_the_host_forks_during_a_run_has_its_own_signals(barrier):
 
     thread = threading.Thread(target=fork_and_terminate)
     thread.start()
-    list(mpwatch.run(saboteurs.waits_at, 2, args=(barrier,)))
+    list(mpwatch.run(saboteurs.waits_at_barrier, 2, args=(barrier,)))
     thread.join()
     assert codes == [-signal.SIGTERM]
 
@@ -324,7 +324,7 @@ def test_other_code_may_close_the_processes(barrier):
     thread = threading.Thread(target=close)
     thread.start()
     with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first"):
-        mpwatch.run(saboteurs.only_rank_1, 3, args=(saboteurs.raises_value_error, barrier))
+        mpwatch.run(saboteurs.call_on_rank_1, 3, args=(saboteurs.raises_value_error, barrier))
     thread.join()
 
 

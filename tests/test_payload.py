@@ -262,7 +262,7 @@ def test_short_results_take_no_mapping():
 def test_values_of_a_failed_run_are_not_kept():
     before = list_mappings()
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(saboteurs.returns_much_but_rank_1_fails, 2)
+        mpwatch.run(saboteurs.rank_0_returns_1_mib_then_rank_1_fails, 2)
     assert caught.value.root_cause.rank == 1
     assert list_mappings() == before
 
@@ -294,13 +294,13 @@ def test_neither_arguments_nor_results_pass_through_the_watcher_s_heap():
         ("a pipe", "could not receive its return value"),
         ("an empty file", "not a bundle"),
         ("a file of something else", "not a bundle"),
-        ("a file that promises what is not there", "invalid load key"),
+        ("a truncated file", "invalid load key"),
     ],
 )
 def test_an_invalid_file_instead_of_a_value(what, text):
     """A rank that writes to mpwatch's channel harms only itself."""
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(saboteurs.answers_with, 1, args=(what,))
+        mpwatch.run(saboteurs.answers_with_invalid_files, 1, args=(what,))
     root = caught.value.root_cause
     assert root.kind is mpwatch.FailureKind.EXCEPTION
     assert text in str(root.exception)
@@ -308,7 +308,7 @@ def test_an_invalid_file_instead_of_a_value(what, text):
 
 def test_more_files_than_messages():
     with pytest.raises(mpwatch.RunFailedError, match="rank 0 ended without returning a result"):
-        mpwatch.run(saboteurs.answers_with, 1, args=("two pipes",))
+        mpwatch.run(saboteurs.answers_with_invalid_files, 1, args=("two pipes",))
 
 
 def test_a_rank_without_its_channel_leaves_a_small_value_in_the_black_box():

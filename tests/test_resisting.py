@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import saboteurs
 from conftest import SPAWN, is_alive
-from saboteurs import SiblingFails, dies_at, raises_at, returns
+from saboteurs import WaitsUntilSiblingFails, is_killed_and_records_time, raises_and_records_time, returns_and_records_time
 
 import mpwatch
 from mpwatch import FailureKind
@@ -44,42 +44,42 @@ class Outcome:
 
 
 def resist(prepare, ending, grace):
-    outcome = Outcome(grace, saboteurs.beside_one_that_resists, before=(prepare, ending))
+    outcome = Outcome(grace, saboteurs.runs_beside_a_rank_that_resists, before=(prepare, ending))
     assert not [pid for pid in group_members(outcome.pid.value) if is_alive(pid)]
     return outcome
 
 
 RESISTING = (
     saboteurs.ignores_all_signals,
-    saboteurs.handles_all_signals_by_doing_nothing,
+    saboteurs.ignores_all_signals_with_handlers,
     saboteurs.blocks_all_signals,
-    saboteurs.never_ends_at_exit,
-    saboteurs.never_ends_at_exit_and_blocks_all_signals,
-    saboteurs.stops_itself_at_exit,
-    saboteurs.has_a_thread_that_does_not_end,
+    saboteurs.hangs_at_exit,
+    saboteurs.hangs_at_exit_and_blocks_all_signals,
+    saboteurs.suspends_itself_at_exit,
+    saboteurs.starts_a_thread_that_never_ends,
     saboteurs.closes_all_descriptors,
     saboteurs.closes_its_stderr,
-    saboteurs.joins_the_watchers_group,
+    saboteurs.joins_the_watchers_process_group,
     saboteurs.tries_to_lead_a_session,
-    saboteurs.has_a_helper_that_ignores_all_signals,
+    saboteurs.starts_a_helper_that_ignores_all_signals,
 )
 WITHOUT_SIGTERM = (
     saboteurs.ignores_all_signals,
-    saboteurs.handles_all_signals_by_doing_nothing,
+    saboteurs.ignores_all_signals_with_handlers,
     saboteurs.blocks_all_signals,
-    saboteurs.never_ends_at_exit_and_blocks_all_signals,
+    saboteurs.hangs_at_exit_and_blocks_all_signals,
 )
 BLOCKED_AT_EXIT = (
-    saboteurs.never_ends_at_exit,
-    saboteurs.never_ends_at_exit_and_blocks_all_signals,
-    saboteurs.stops_itself_at_exit,
-    saboteurs.has_a_thread_that_does_not_end,
+    saboteurs.hangs_at_exit,
+    saboteurs.hangs_at_exit_and_blocks_all_signals,
+    saboteurs.suspends_itself_at_exit,
+    saboteurs.starts_a_thread_that_never_ends,
 )
 WAITING = {  # whether SIGKILL is needed
-    saboteurs.stops_itself_for_good: False,
-    saboteurs.is_stuck_in_c: False,
-    saboteurs.is_stuck_in_c_and_handles_sigterm: True,
-    saboteurs.becomes_a_program_that_ignores_sigterm: True,
+    saboteurs.suspends_itself_then_waits: False,
+    saboteurs.hangs_in_c: False,
+    saboteurs.hangs_in_c_and_handles_sigterm: True,
+    saboteurs.execs_a_program_that_ignores_sigterm: True,
 }
 
 
@@ -90,7 +90,7 @@ def name(value):
 @pytest.mark.parametrize("prepare", RESISTING, ids=name)
 def test_sibling_of_a_resisting_rank_fails(prepare):
     grace = GRACE if prepare in WITHOUT_SIGTERM else LONG
-    outcome = resist(prepare, SiblingFails(), grace)
+    outcome = resist(prepare, WaitsUntilSiblingFails(), grace)
     outcome.assert_value_error_of(1)
     assert outcome.seconds < (grace + BOUND if prepare in WITHOUT_SIGTERM else SOON)
 
@@ -98,23 +98,23 @@ def test_sibling_of_a_resisting_rank_fails(prepare):
 @pytest.mark.parametrize("waiting", WAITING, ids=name)
 def test_sibling_of_a_stuck_rank_fails(waiting):
     grace = GRACE if WAITING[waiting] else LONG
-    outcome = resist(saboteurs.does_nothing, SiblingFails(waiting), grace)
+    outcome = resist(saboteurs.does_nothing, WaitsUntilSiblingFails(waiting), grace)
     outcome.assert_value_error_of(1)
     assert outcome.seconds < (grace + BOUND if WAITING[waiting] else SOON)
 
 
 @pytest.mark.parametrize("prepare", RESISTING, ids=name)
 def test_a_resisting_rank_raises(prepare):
-    needs_sigkill = prepare is saboteurs.never_ends_at_exit_and_blocks_all_signals
+    needs_sigkill = prepare is saboteurs.hangs_at_exit_and_blocks_all_signals
     grace = GRACE if needs_sigkill else LONG
-    outcome = resist(prepare, raises_at, grace)
+    outcome = resist(prepare, raises_and_records_time, grace)
     outcome.assert_value_error_of(0)
     assert outcome.seconds < (grace + BOUND if needs_sigkill else SOON)
 
 
 @pytest.mark.parametrize("prepare", RESISTING, ids=name)
 def test_a_resisting_rank_is_killed(prepare):
-    outcome = resist(prepare, dies_at, LONG)
+    outcome = resist(prepare, is_killed_and_records_time, LONG)
     assert (outcome.root.rank, outcome.root.kind, outcome.root.exit_code) == (0, FailureKind.SIGNAL, 137), outcome.text
     assert outcome.seconds < SOON
 
@@ -123,20 +123,20 @@ def test_a_resisting_rank_is_killed(prepare):
 def test_a_resisting_rank_returns(prepare, caplog):
     """Its value is kept. If it does not exit within `grace_period`, at least a second, the log names it."""
     is_blocked = prepare in BLOCKED_AT_EXIT
-    outcome = resist(prepare, returns, GRACE if is_blocked else LONG)
+    outcome = resist(prepare, returns_and_records_time, GRACE if is_blocked else LONG)
     assert outcome.values == [0, 1]
     assert outcome.seconds < (1.0 + GRACE + BOUND if is_blocked else SOON)
     assert ("rank 0 had returned but was still running" in caplog.text) == is_blocked
 
 
 @pytest.mark.parametrize("leaves_group", [False, True], ids=["in its group", "in a session of its own"])
-@pytest.mark.parametrize("end", [saboteurs.is_killed, saboteurs.vanishes_with_7], ids=name)
+@pytest.mark.parametrize("end", [saboteurs.is_killed, saboteurs.calls_os_exit_with_7], ids=name)
 def test_half_a_message_and_a_helper_that_holds_the_channel(end, leaves_group):
     pid, barrier = SPAWN.Value("i", 0), SPAWN.Barrier(2)
     start = time.monotonic()
     with pytest.raises(mpwatch.RunFailedError) as caught:
         args = (barrier, pid, leaves_group, end)
-        mpwatch.run(saboteurs.dies_half_way_through_a_message, 2, args=args, grace_period=LONG)
+        mpwatch.run(saboteurs.sends_half_a_message_and_ends, 2, args=args, grace_period=LONG)
     seconds = time.monotonic() - start
     is_left = is_alive(pid.value)
     if leaves_group:
@@ -176,7 +176,7 @@ def test_a_rank_that_not_even_sigkill_ends(freezer, caplog, eventually):
 
 
 def run_with_debugger(is_awake, ending):
-    outcome = Outcome(GRACE, saboteurs.fails_beside_one_that_is_held, is_awake, ending)
+    outcome = Outcome(GRACE, saboteurs.fails_beside_a_traced_rank, is_awake, ending)
     tracer = outcome.pid.value
     os.kill(tracer, signal.SIGKILL)
     return outcome
@@ -184,7 +184,7 @@ def run_with_debugger(is_awake, ending):
 
 def test_a_rank_whose_debugger_does_not_wait_for_it(caplog, eventually):
     """The kernel reports a death to the debugger first, and to the watcher when the debugger has read the report."""
-    outcome = run_with_debugger(False, SiblingFails())
+    outcome = run_with_debugger(False, WaitsUntilSiblingFails())
     outcome.assert_value_error_of(1)
     assert outcome.seconds < GRACE + BOUND + SLACK
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
@@ -197,14 +197,14 @@ def test_a_rank_whose_debugger_does_not_wait_for_it(caplog, eventually):
 
 
 def test_a_rank_that_is_killed_under_an_awake_debugger(caplog):
-    outcome = run_with_debugger(True, dies_at)
+    outcome = run_with_debugger(True, is_killed_and_records_time)
     assert (outcome.root.rank, outcome.root.kind, outcome.root.exit_code) == (0, FailureKind.SIGNAL, 137), outcome.text
     assert outcome.seconds < BOUND
     assert caplog.text == ""
 
 
 def test_a_rank_under_an_awake_debugger_is_stopped_as_usual(caplog):
-    outcome = run_with_debugger(True, SiblingFails())
+    outcome = run_with_debugger(True, WaitsUntilSiblingFails())
     outcome.assert_value_error_of(1)
     assert outcome.seconds < GRACE + BOUND
     assert caplog.text == ""

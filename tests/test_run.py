@@ -292,7 +292,7 @@ def test_other_threads_may_join_the_ranks(barrier):
     thread = threading.Thread(target=join)
     thread.start()
     with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first"):
-        mpwatch.run(saboteurs.only_rank_1, 3, args=(saboteurs.raises_value_error, barrier))
+        mpwatch.run(saboteurs.call_on_rank_1, 3, args=(saboteurs.raises_value_error, barrier))
     thread.join()
     assert joined
 

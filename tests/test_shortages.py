@@ -158,7 +158,7 @@ for ending, soft in [words.split("/") for words in sys.argv[1:]]:
         thread.start()
         return lambda: (thread.join(), lift.pop()())
     end = getattr(saboteurs, ending)
-    try: print(attempt(saboteurs.ends_in_two_steps, 3, args=(at_work, go, end), grace_period=1, short=begin))
+    try: print(attempt(saboteurs.ends_after_the_host_acted, 3, args=(at_work, go, end), grace_period=1, short=begin))
     except OSError as error: print(repr(error))
 """
 
@@ -167,7 +167,7 @@ def test_a_running_run_needs_no_more_descriptors():
     """Neither for answers, nor for a diagnosis, nor to wait for the end of helpers."""
     endings = {
         "rank": "values [0, 1, 2]",
-        "raises_picky": "EXCEPTION rank 1 failed first: PickyError: code 7: two arguments (saboteurs.py:",
+        "raises_keyword_only_error": "EXCEPTION rank 1 failed first: KeywordOnlyError: code 7: two arguments (saboteurs.py:",
         "is_killed": "SIGNAL rank 1 was killed by SIGKILL",
         "is_killed_beside_a_helper": "SIGNAL rank 1 was killed by SIGKILL",
     }
@@ -177,17 +177,17 @@ def test_a_running_run_needs_no_more_descriptors():
         assert line.startswith(expected)
 
 
-@pytest.mark.parametrize("what", ["without_descriptors", "under_a_limit_of_files"])
-def test_a_rank_that_cannot_open_a_file_for_its_return_value(what):
+@pytest.mark.parametrize("shortage", ["without_free_descriptors", "under_a_file_size_limit"])
+def test_a_rank_that_cannot_open_a_file_for_its_return_value(shortage):
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(getattr(saboteurs, f"returns_much_{what}"), 1)
+        mpwatch.run(getattr(saboteurs, f"returns_1_mib_{shortage}"), 1)
     output = str(caught.value.root_cause.exception)
     assert output.startswith("the return value could not be packed: OSError: [Errno "), output
-    assert ("`ulimit -n`" if what == "without_descriptors" else "`ulimit -f`") in output
+    assert ("`ulimit -n`" if shortage == "without_free_descriptors" else "`ulimit -f`") in output
 
 
 def test_the_watcher_needs_a_descriptor_to_receive_a_large_value():
-    output, *_ = run_program(LATER, "returns_much/5")
+    output, *_ = run_program(LATER, "returns_1_mib/5")
     why = r"OSError: the watcher could not receive its return value: OSError: \[Errno 24\] Too many open files; raise the limit of open"
     assert re.match(rf"EXCEPTION rank \d failed first: {why} files \(`ulimit -n`\)", output), output
 
@@ -418,19 +418,19 @@ PREPARE = {
 }
 VERDICTS = {  # the first one: if every exit code is lost. The others: if other code sometimes reaps a rank first
     "rank": ("values [0, 1]",),
-    "raises_picky": ("EXCEPTION rank 0 failed first: PickyError: code 7: two arguments",),
+    "raises_keyword_only_error": ("EXCEPTION rank 0 failed first: KeywordOnlyError: code 7: two arguments",),
     "exits_with_3": ("EXIT rank 0 ended with exit code 3 and no result",),
-    "vanishes_with_7": ("LOST rank 0 ", "EXIT rank 0 ended with exit code 7"),
+    "calls_os_exit_with_7": ("LOST rank 0 ", "EXIT rank 0 ended with exit code 7"),
     "is_killed": ("LOST rank 0 ", "SIGNAL rank 0 was killed by SIGKILL"),
     "is_terminated": ("LOST rank 0 ", "SIGNAL rank 0 was killed by SIGTERM"),
     "crashes": ("LOST rank 0 ", "SIGNAL rank 0 was killed by SIGSEGV"),
-    "outlasts": ("RunTimeoutError the run did not end",),
+    "keeps_waiting": ("RunTimeoutError the run did not end",),
 }
 STATUSES = """
 import collections
 for name in sys.argv[1:]:
-    options = {"timeout": 0.7} if name == "outlasts" else {}
-    print(attempt(saboteurs.only_rank_0, args=(getattr(saboteurs, name),), **options), flush=True)
+    options = {"timeout": 0.7} if name == "keeps_waiting" else {}
+    print(attempt(saboteurs.call_on_rank_0, args=(getattr(saboteurs, name),), **options), flush=True)
 interrupt = lambda: threading.Thread(target=signal.raise_signal, args=(signal.SIGINT,))
 try: attempt(saboteurs.interrupts_its_watcher, grace_period=5)
 except KeyboardInterrupt: print("KeyboardInterrupt", flush=True)

@@ -261,7 +261,9 @@ def test_deaths_of_one_wake_up_are_ordered():
 
 
 def test_a_crash_of_a_forked_child_is_not_the_rank_s():
-    error = error_of(saboteurs.fails_while_rank_0_sleeps, saboteurs.forks_a_child_that_crashes_and_waits, SPAWN.Value("i", 0))
+    error = error_of(
+        saboteurs.fails_while_rank_0_sleeps, saboteurs.forks_a_child_that_crashes_and_waits, SPAWN.Value("i", 0)
+    )
     assert "in forks_a_child_that_crashes_and_waits" in error.stacks[0]
     assert error.root_cause.stack == ""
     killed = error_of(saboteurs.forks_a_child_that_crashes_and_is_killed, nprocs=1)

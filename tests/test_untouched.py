@@ -272,7 +272,7 @@ def test_a_fork_during_a_run_works():
         "    barrier.wait()\n"
         "thread = threading.Thread(target=fork_during_the_run)\n"
         "thread.start()\n"
-        "print(list(mpwatch.run(saboteurs.waits_twice_at, 2, args=(barrier,))))\n"
+        "print(list(mpwatch.run(saboteurs.waits_at_barrier_twice, 2, args=(barrier,))))\n"
         "thread.join()\n"
         "assert codes == [0], codes\n"
     )
@@ -300,7 +300,7 @@ def test_a_fork_of_the_host_does_not_delay_the_failure():
     thread.start()
     start = time.monotonic()
     with pytest.raises(mpwatch.RunFailedError, match="was killed by SIGKILL"):
-        mpwatch.run(saboteurs.waits_twice_at_and_is_killed, 2, args=(barrier,), grace_period=30)
+        mpwatch.run(saboteurs.waits_at_barrier_twice_and_is_killed, 2, args=(barrier,), grace_period=30)
     seconds = time.monotonic() - start
     thread.join()
     os.kill(children[0], signal.SIGKILL)
