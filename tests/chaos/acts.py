@@ -1,6 +1,6 @@
-"""What ranks do in a history, by name, and all of it really. Runs in ranks.
+"""The actions of ranks in a history, by name. This module runs in the ranks, and nothing in it is simulated.
 
-Each act gets its Cue: it says when the act begins to matter, by `now`, immediately before it does.
+Each action gets an ActionContext. It calls `record_start` immediately before it does what matters for the run.
 """
 
 import atexit
@@ -13,44 +13,44 @@ import sys
 import threading
 import time
 
-from board import Board
+from board import EventTimes
 from histories import History
 
 import mpwatch
 from mpwatch.wire.messages import MessageKind, encode_frame
 
-SECONDS = 600  # as good as for ever: the harness has long ended it
+SECONDS = 600  # longer than any history: the harness ends it before
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM)
-DEPTH = 60
+CHAIN_LENGTH = 60
 
 
-class Cue:
-    """When, and with which number."""
+class ActionContext:
+    """What an action knows: its rank and its number. It also records when the action begins."""
 
-    def __init__(self, board, rank, number):
-        self._board = board
+    def __init__(self, event_times, rank, number):
+        self._event_times = event_times
         self.rank = rank
         self.number = number
 
-    def now(self):
-        self._board.write_of(self.rank)
+    def record_start(self):
+        self._event_times.record_rank(self.rank)
 
 
-def live(history: History, folder: str):
+def run_rank(history: History, folder: str):
     """The function of every rank."""
-    global _board
+    global _event_times
     rank = mpwatch.current_worker().rank
-    part = history.parts[rank]
-    # kept for ever: once an act has closed its descriptors, to close it would close somebody else's
-    _board = Board(folder, len(history.parts))
-    _board.arrive()
-    if not part.at_once:
-        _board.wait_for_all(rank)
-        time.sleep(part.delay)
-    return globals()[part.act](Cue(_board, rank, part.number))
+    plan = history.plans[rank]
+    # never closed: after an action has closed its descriptors, that would close an unrelated one
+    _event_times = EventTimes(folder, len(history.plans))
+    _event_times.announce_start()
+    if not plan.at_once:
+        _event_times.wait_for_all_ranks(rank)
+        time.sleep(plan.delay)
+    return globals()[plan.action](ActionContext(_event_times, rank, plan.number))
 
 
-def value_of(rank):
+def expected_value(rank):
     return f"the value of rank {rank}"
 
 
@@ -59,90 +59,90 @@ def wait_to_be_stopped():
         signal.pause()
 
 
-class PickyError(Exception):
-    """Plain pickle cannot rebuild it: two arguments that it does not keep in args."""
+class KeywordOnlyError(Exception):
+    """An exception that plain pickle cannot rebuild: it takes two arguments that are not in `args`."""
 
     def __init__(self, code, *, detail):
         super().__init__(f"code {code}: {detail}")
 
 
-def raises(cue):
-    cue.now()
+def raises(context):
+    context.record_start()
     raise ValueError("the batch is bad")
 
 
-def raises_picky(cue):
-    cue.now()
-    raise PickyError(7, detail="two arguments")
+def raises_keyword_only_error(context):
+    context.record_start()
+    raise KeywordOnlyError(7, detail="two arguments")
 
 
-def raises_a_deep_chain(cue):
+def raises_a_deep_chain(context):
     error = None
-    for depth in range(DEPTH):
+    for depth in range(CHAIN_LENGTH):
         try:
-            raise RuntimeError(f"link {depth}") from error
-        except RuntimeError as link:
-            error = link
-    cue.now()
+            raise RuntimeError(f"cause {depth}") from error
+        except RuntimeError as raised:
+            error = raised
+    context.record_start()
     raise error
 
 
-def raises_keyboard_interrupt(cue):
-    cue.now()
+def raises_keyboard_interrupt(context):
+    context.record_start()
     raise KeyboardInterrupt("from the rank itself")
 
 
-def exits(cue):
-    cue.now()
-    sys.exit(cue.number)
+def exits(context):
+    context.record_start()
+    sys.exit(context.number)
 
 
 def leaves_a_thread():
     threading.Thread(target=threading.Event().wait).start()
 
 
-def leaves_a_thread_and_raises(cue):
+def leaves_a_thread_and_raises(context):
     leaves_a_thread()
-    raises(cue)
+    raises(context)
 
 
-def leaves_a_thread_and_returns(cue):
+def leaves_a_thread_and_returns(context):
     leaves_a_thread()
-    return returns(cue)
+    return returns(context)
 
 
-def hangs_at_exit_and_raises(cue):
+def hangs_at_exit_and_raises(context):
     atexit.register(wait_to_be_stopped)
-    raises(cue)
+    raises(context)
 
 
-def hangs_at_exit_and_returns(cue):
+def hangs_at_exit_and_returns(context):
     atexit.register(wait_to_be_stopped)
-    return returns(cue)
+    return returns(context)
 
 
 def close_descriptors():
     os.closerange(3, 4096)
 
 
-def closes_descriptors_and_raises(cue):
+def closes_descriptors_and_raises(context):
     close_descriptors()
-    raises(cue)
+    raises(context)
 
 
-def closes_descriptors_and_vanishes(cue):
+def closes_descriptors_and_calls_os_exit(context):
     close_descriptors()
-    vanishes(cue)
+    calls_os_exit(context)
 
 
-def closes_descriptors_and_returns(cue):
+def closes_descriptors_and_returns(context):
     close_descriptors()
-    return returns(cue)
+    return returns(context)
 
 
-def closes_stderr_and_raises(cue):
+def closes_stderr_and_raises(context):
     os.close(2)
-    raises(cue)
+    raises(context)
 
 
 def change_handlers():
@@ -150,48 +150,48 @@ def change_handlers():
         signal.signal(number, lambda *_: None)
 
 
-def changes_handlers_and_raises(cue):
+def changes_handlers_and_raises(context):
     change_handlers()
-    raises(cue)
+    raises(context)
 
 
-def changes_handlers_and_waits(cue):
+def changes_handlers_and_waits(context):
     change_handlers()
-    waits(cue)
+    waits(context)
 
 
-def changes_handlers_and_returns(cue):
+def changes_handlers_and_returns(context):
     change_handlers()
-    return returns(cue)
+    return returns(context)
 
 
 def block_signals():
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
-def blocks_signals_and_raises(cue):
+def blocks_signals_and_raises(context):
     block_signals()
-    raises(cue)
+    raises(context)
 
 
-def blocks_signals_and_waits(cue):
+def blocks_signals_and_waits(context):
     block_signals()
-    waits(cue)
+    waits(context)
 
 
-def leave_group():
-    """For the watcher's: a rank leads its own, so the kernel does not let it make another one by setsid."""
+def leave_process_group():
+    """Move to the watcher's process group. A rank leads its own group, so the kernel does not allow setsid."""
     os.setpgid(0, os.getpgid(os.getppid()))
 
 
-def leaves_its_group_and_raises(cue):
-    leave_group()
-    raises(cue)
+def leaves_its_process_group_and_raises(context):
+    leave_process_group()
+    raises(context)
 
 
-def leaves_its_group_and_waits(cue):
-    leave_group()
-    waits(cue)
+def leaves_its_process_group_and_waits(context):
+    leave_process_group()
+    waits(context)
 
 
 def start_helpers():
@@ -199,134 +199,134 @@ def start_helpers():
         subprocess.Popen(["/bin/sleep", str(SECONDS)])
 
 
-def starts_helpers_and_raises(cue):
+def starts_helpers_and_raises(context):
     start_helpers()
-    raises(cue)
+    raises(context)
 
 
-def starts_helpers_and_waits(cue):
+def starts_helpers_and_waits(context):
     start_helpers()
-    waits(cue)
+    waits(context)
 
 
-def starts_helpers_and_returns(cue):
+def starts_helpers_and_returns(context):
     start_helpers()
-    return returns(cue)
+    return returns(context)
 
 
-def returns_a_lock(cue):
-    cue.now()
+def returns_a_lock(context):
+    context.record_start()
     return threading.Lock()
 
 
-def vanishes(cue):
-    cue.now()
-    os._exit(cue.number)
+def calls_os_exit(context):
+    context.record_start()
+    os._exit(context.number)
 
 
-def vanishes_as_if_all_were_well(cue):
-    cue.now()
+def calls_os_exit_with_0(context):
+    context.record_start()
     os._exit(0)
 
 
-def becomes_a_program_that_fails(cue):
-    cue.now()
-    os.execv("/bin/sh", ["sh", "-c", f"exit {cue.number}"])
+def execs_a_program_that_fails(context):
+    context.record_start()
+    os.execv("/bin/sh", ["sh", "-c", f"exit {context.number}"])
 
 
-def becomes_a_program_that_waits(cue):
-    cue.now()
+def execs_a_program_that_waits(context):
+    context.record_start()
     os.execv("/bin/sleep", ["sleep", str(SECONDS)])
 
 
-def is_killed(cue):
-    cue.now()
+def is_killed(context):
+    context.record_start()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def crashes(cue):
-    cue.now()
+def crashes(context):
+    context.record_start()
     ctypes.string_at(0)
 
 
-def aborts(cue):
-    cue.now()
+def aborts(context):
+    context.record_start()
     os.abort()
 
 
-def fork_one_that_waits():
-    """It holds every descriptor of the rank, and is in its group."""
+def fork_a_child_that_waits():
+    """Fork a child that keeps every descriptor of the rank open and stays in its process group."""
     if os.fork() == 0:
         wait_to_be_stopped()
 
 
-def forks_and_is_killed(cue):
-    fork_one_that_waits()
-    is_killed(cue)
+def forks_and_is_killed(context):
+    fork_a_child_that_waits()
+    is_killed(context)
 
 
-def forks_and_waits(cue):
-    fork_one_that_waits()
-    waits(cue)
+def forks_and_waits(context):
+    fork_a_child_that_waits()
+    waits(context)
 
 
 def send_half_a_message():
-    channel = next(thing for thing in gc.get_objects() if type(thing).__name__ == "Channel" and hasattr(thing, "_fd"))
+    channel = next(item for item in gc.get_objects() if type(item).__name__ == "Channel" and hasattr(item, "_fd"))
     os.write(channel._fd, encode_frame(MessageKind.RAISED, bytes(1000))[:500])
 
 
-def is_killed_within_a_message(cue):
-    fork_one_that_waits()
+def is_killed_within_a_message(context):
+    fork_a_child_that_waits()
     send_half_a_message()
-    is_killed(cue)
+    is_killed(context)
 
 
-def waits_within_a_message(cue):
+def waits_within_a_message(context):
     send_half_a_message()
-    waits(cue)
+    waits(context)
 
 
-def waits(cue):
-    cue.now()
+def waits(context):
+    context.record_start()
     wait_to_be_stopped()
 
 
-def stops_itself(cue):
-    cue.now()
+def suspends_itself(context):
+    context.record_start()
     os.kill(os.getpid(), signal.SIGSTOP)
     wait_to_be_stopped()
 
 
-def is_deaf(cue):
+def ignores_sigterm_and_sigint(context):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    waits(cue)
+    waits(context)
 
 
-def holds_the_gil(cue):
-    cue.now()
+def holds_the_gil(context):
+    context.record_start()
     ctypes.PyDLL(None).usleep(SECONDS * 1_000_000)
 
 
-def exits_well_when_told(cue):
+def exits_with_0_at_sigterm(context):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    waits(cue)
+    waits(context)
 
 
-def raise_when_told(*_):
-    raise RuntimeError("told to stop")
+def raise_at_sigterm(*_):
+    raise RuntimeError("received SIGTERM")
 
 
-def raises_when_told(cue):
-    signal.signal(signal.SIGTERM, raise_when_told)
-    waits(cue)
+def raises_at_sigterm(context):
+    signal.signal(signal.SIGTERM, raise_at_sigterm)
+    waits(context)
 
 
-def returns(cue):
-    cue.now()
-    return value_of(cue.rank)
+def returns(context):
+    context.record_start()
+    return expected_value(context.rank)
 
 
-def exits_well(cue):
-    cue.now()
+def exits_with_0(context):
+    context.record_start()
     sys.exit(0)

@@ -1,7 +1,7 @@
-"""Plays a history in a program of its own, strikes its watcher, and gathers what can be seen from outside.
+"""Run a history in a program of its own, inject the fault, and collect the evidence that can be seen from outside.
 
-Whoever belongs to the program carries a mark of the history in its environment: so those are found that it has left. What
-is left is told, and then killed. Zombies have no environment any more; the program itself says whether it has any.
+All processes of the program carry a mark of the history in their environment. By that mark the harness finds the processes
+that are left. It records them, and then kills them. Zombies no longer have an environment: host.py reports its own.
 """
 
 import contextlib
@@ -17,158 +17,156 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from board import ALARM, BEGAN, ENDED, Board
-from histories import Blow, History
+from board import CALLED, ENDED, TIMER_FIRED, EventTimes
+from histories import Fault, History
 from programs import ENV
 
-__all__ = ["Evidence", "play"]
-
 HERE = Path(__file__).parent
-LONGEST = 60.0  # seconds for a history, which takes two
-GONE_WITHIN = 1.0
+TIMEOUT = 60.0  # seconds for a history, which takes two
+EXIT_SECONDS = 1.0  # within which all processes must exit after the program
 MARK = "MPWATCH_CHAOS_MARK"
 
 
 @dataclass
 class Evidence:
-    """What was seen. Times are of CLOCK_MONOTONIC."""
+    """What the harness saw of one run. Times are of CLOCK_MONOTONIC."""
 
-    status: int | None = None  # None: it had to be killed
-    said: dict | None = None  # its line of JSON
-    began: float | None = None  # the call of `run`, as the program saw it
-    ended: float | None = None
-    exited: float = 0.0  # the program, as seen from here
-    cleared: float = 0.0  # when nothing was left, or no longer waited for
-    struck: list[float] = field(default_factory=list)  # the watcher, or its guardian
-    rang: float | None = None  # its own timer
-    ranks: dict[int, float] = field(default_factory=dict)  # when each did what it was there for
-    left_at_once: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)  # a second later
-    files: list[str] = field(default_factory=list)
-    err: str = ""
-    dump: str = ""  # if it had to be killed
+    status: int | None = None  # None: the harness had to kill the program
+    report: dict | None = None  # the line of JSON that the program printed
+    called_at: float | None = None  # `run` was called, as the program recorded it
+    ended_at: float | None = None  # `run` returned or raised
+    exited_at: float = 0.0  # the program exited, as the harness saw it
+    cleaned_up_at: float = 0.0  # no process was left, or the harness stopped waiting for that
+    injected_at: list[float] = field(default_factory=list)  # signals to the program or its guardian
+    timer_fired_at: float | None = None  # the program's own timer
+    acted_at: dict[int, float] = field(default_factory=dict)  # the action of each rank began
+    left_at_exit: list[str] = field(default_factory=list)  # processes
+    left_later: list[str] = field(default_factory=list)  # processes, EXIT_SECONDS later
+    left_files: list[str] = field(default_factory=list)
+    stderr: str = ""
+    stack_dump: str = ""  # if the harness had to kill the program
 
 
-def play(history: History, folder: Path) -> Evidence:
-    """In a folder that is still empty."""
-    seen, mark = Evidence(), uuid.uuid4().hex
+def run_history(history: History, folder: Path) -> Evidence:
+    """Run a history in an empty folder."""
+    evidence, mark = Evidence(), uuid.uuid4().hex
     (folder / "tmp").mkdir()
     (folder / "history").write_bytes(pickle.dumps(history))
-    board = Board(str(folder), len(history.parts))
-    doors = board.open_doors()
+    times = EventTimes(str(folder), len(history.plans))
+    pipes = times.open_pipes()
     try:
-        _play(history, folder, mark, seen)
-        seen.began, seen.ended, seen.rang, seen.ranks = *map(board.read, (BEGAN, ENDED, ALARM)), board.read_ranks()
+        _run_program(history, folder, mark, evidence)
+        evidence.called_at, evidence.ended_at, evidence.timer_fired_at = map(times.read, (CALLED, ENDED, TIMER_FIRED))
+        evidence.acted_at = times.read_ranks()
     finally:
-        for pid in _marked(mark):
+        for pid in _find_marked(mark):
             _kill(pid)
-        for door in doors:
-            os.close(door)
-        board.close()
-    seen.files = sorted(os.listdir(folder / "tmp"))
-    return seen
+        for pipe in pipes:
+            os.close(pipe)
+        times.close()
+    evidence.left_files = sorted(os.listdir(folder / "tmp"))
+    return evidence
 
 
-def _play(history: History, folder: Path, mark: str, seen: Evidence) -> None:
+def _run_program(history: History, folder: Path, mark: str, evidence: Evidence) -> None:
     path = os.pathsep.join([str(HERE), ENV["PYTHONPATH"]])
-    ready, go = os.pipe()
-    with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err, open(ready, "rb") as is_ready:
+    ready_read, ready_write = os.pipe()
+    with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err, open(ready_read, "rb") as ready:
         program = subprocess.Popen(
-            [sys.executable, str(HERE / "host.py"), str(folder), str(go)],
+            [sys.executable, str(HERE / "host.py"), str(folder), str(ready_write)],
             env={**ENV, "PYTHONPATH": path, "TMPDIR": str(folder / "tmp"), MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            pass_fds=[go],
+            pass_fds=[ready_write],
             start_new_session=True,
         )
-        os.close(go)
-        if history.strike is None or not history.strike.from_interpreter:
-            is_ready.read(1)
-        _strike(history, program, seen)
-        if not _ends(program.pid, LONGEST):
-            seen.dump = _dump(program, mark, folder)
+        os.close(ready_write)
+        if history.injection is None or not history.injection.from_interpreter:
+            ready.read(1)
+        _inject(history, program, evidence)
+        if not _wait_for_exit(program.pid, TIMEOUT):
+            evidence.stack_dump = _dump_stacks(program, mark, folder)
             program.kill()
-        seen.exited = time.monotonic()
-    _look_for_what_is_left(mark, seen)
+        evidence.exited_at = time.monotonic()
+    _find_leftovers(mark, evidence)
     status = program.wait()
-    seen.status = None if seen.dump else status
-    seen.said = _said((folder / "out").read_text())
-    seen.err = (folder / "err").read_text(errors="replace")
+    evidence.status = None if evidence.stack_dump else status
+    evidence.report = _parse_report((folder / "out").read_text())
+    evidence.stderr = (folder / "err").read_text(errors="replace")
 
 
-def _strike(history: History, program: subprocess.Popen, seen: Evidence) -> None:
-    """At its instant, which is the only thing that is slept for here."""
-    strike = history.strike
-    if strike is None:
+def _inject(history: History, program: subprocess.Popen, evidence: Evidence) -> None:
+    """Inject the fault at its time. Nothing else in this module waits for a fixed time."""
+    injection = history.injection
+    if injection is None:
         return
-    if strike.blow is Blow.KILL_GUARDIAN:
-        _pass(strike.at, program.pid)
-        for guardian in _guardians_of(program.pid):
-            seen.struck.append(time.monotonic())
+    if injection.fault is Fault.KILL_GUARDIAN:
+        _wait_for_exit(program.pid, injection.at)
+        for guardian in _find_guardians(program.pid):
+            evidence.injected_at.append(time.monotonic())
             _kill(guardian)
         return
-    seconds = strike.at
-    for number in strike.blow.signals:
-        _pass(seconds, program.pid)
-        seen.struck.append(time.monotonic())
-        os.kill(program.pid, number)  # not yet reaped, if it has ended
-        seconds = strike.gap
+    seconds = injection.at
+    for number in injection.fault.signals:
+        _wait_for_exit(program.pid, seconds)
+        evidence.injected_at.append(time.monotonic())
+        os.kill(program.pid, number)  # if the program has exited, it is not yet reaped
+        seconds = injection.gap
 
 
-def _pass(seconds: float, pid: int) -> None:
-    """So long, unless the program ends before."""
-    _ends(pid, seconds)
-
-
-def _ends(pid: int, within: float) -> bool:
+def _wait_for_exit(pid: int, seconds: float) -> bool:
+    """Wait at most so long until the program exits. Return whether it has."""
     pidfd = os.pidfd_open(pid)
     try:
-        return bool(wait([pidfd], within))
+        return bool(wait([pidfd], seconds))
     finally:
         os.close(pidfd)
 
 
-def _guardians_of(pid: int) -> list[int]:
+def _find_guardians(pid: int) -> list[int]:
     try:
         children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        return [child for child in children if "guardian/main.py" in _line_of(child)]
-    except OSError:  # the program has ended, or a child of it
+        return [child for child in children if "guardian/main.py" in _read_command_line(child)]
+    except OSError:  # the program or one of its children has exited
         return []
 
 
-def _look_for_what_is_left(mark: str, seen: Evidence) -> None:
-    """At the program's end, when only multiprocessing's resource tracker may still be about to end, and a second later."""
-    left = _marked(mark)
-    seen.left_at_once = [_describe(pid, line) for pid, line in left.items() if "resource_tracker" not in line]
-    while left and time.monotonic() < seen.exited + GONE_WITHIN:
+def _find_leftovers(mark: str, evidence: Evidence) -> None:
+    """Record the processes that are left when the program exits, and those left EXIT_SECONDS later.
+
+    At the exit, the resource tracker of multiprocessing may still be about to exit.
+    """
+    left = _find_marked(mark)
+    evidence.left_at_exit = [_describe(pid, command) for pid, command in left.items() if "resource_tracker" not in command]
+    while left and time.monotonic() < evidence.exited_at + EXIT_SECONDS:
         os.sched_yield()
-        left = _marked(mark)
-    seen.left = [_describe(*process) for process in left.items()]
-    seen.cleared = time.monotonic()
+        left = _find_marked(mark)
+    evidence.left_later = [_describe(*process) for process in left.items()]
+    evidence.cleaned_up_at = time.monotonic()
 
 
-def _marked(mark: str) -> dict[int, str]:
-    """All that live and were started by the program, or by what it had started, with their command lines."""
+def _find_marked(mark: str) -> dict[int, str]:
+    """Return the pids and command lines of all processes that were started by the program or its descendants."""
     found = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
-            line = _line_of(pid)  # first: a process that has an environment afterwards was not yet about to end
+            command = _read_command_line(pid)  # first: a process that has an environment afterwards was not exiting
             if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                found[pid] = line
+                found[pid] = command
     return found
 
 
-def _line_of(pid: int) -> str:
+def _read_command_line(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
 
-def _describe(pid: int, line: str) -> str:
+def _describe(pid: int, command: str) -> str:
     try:
         state, parent, group, session, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # see proc(5)
     except OSError:
-        return f"{pid}, which has just gone: {line[:120]}"
-    return f"{pid} (state {state}, parent {parent}, group {group}, session {session}): {line[:120]}"
+        return f"{pid}, which has just exited: {command[:120]}"
+    return f"{pid} (state {state}, parent {parent}, group {group}, session {session}): {command[:120]}"
 
 
 def _kill(pid: int) -> None:
@@ -176,22 +174,22 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _dump(program: subprocess.Popen, mark: str, folder: Path) -> str:
-    """Where it hangs."""
-    lines = [f"it had not ended after {LONGEST:g} s"]
+def _dump_stacks(program: subprocess.Popen, mark: str, folder: Path) -> str:
+    """Let a program that hangs write its stacks, and return them with the processes that are left."""
+    lines = [f"it had not exited after {TIMEOUT:g} s"]
     program.send_signal(signal.SIGCONT)
-    program.send_signal(signal.SIGUSR1)  # has it write its stack
-    _pass(1.0, program.pid)
-    lines += [_describe(*process) for process in _marked(mark).items()]
+    program.send_signal(signal.SIGUSR1)  # faulthandler writes the stacks
+    _wait_for_exit(program.pid, 1.0)
+    lines += [_describe(*process) for process in _find_marked(mark).items()]
     return "\n".join([*lines, (folder / "err").read_text(errors="replace")[-8000:]])
 
 
-def _said(out: str) -> dict | None:
+def _parse_report(out: str) -> dict | None:
     lines = [line for line in out.splitlines() if line.startswith("{")]
     if not lines:
         return None
-    said = json.loads(lines[-1])
+    report = json.loads(lines[-1])
     for name in ("failures", "states"):
-        if name in said:
-            said[name] = {int(rank): what for rank, what in said[name].items()}
-    return said
+        if name in report:
+            report[name] = {int(rank): value for rank, value in report[name].items()}
+    return report

@@ -1,7 +1,7 @@
-"""Histories of runs, each made from a number: how many ranks, what each of them does, what befalls the watcher, and when.
+"""Histories of runs, each made from a seed: the number of ranks, the action of each rank, and the fault of the watcher.
 
-Pure data. What the acts are is in acts.py, and ACTS says of each what mpwatch promises to make of it: this is what a run is
-judged by (judge.py), so it follows from the promises and not from what mpwatch happens to do.
+Pure data. The actions are defined in acts.py. ACTIONS says what mpwatch promises to report for each. judge.py compares each
+run with that. So the table follows from the promises, and not from what mpwatch happens to do.
 """
 
 import random
@@ -9,238 +9,224 @@ import signal
 from dataclasses import dataclass
 from enum import Enum, auto
 
-__all__ = [
-    "ACTS",
-    "ENDS_THE_RUN",
-    "Act",
-    "Blow",
-    "Fate",
-    "History",
-    "Part",
-    "Strike",
-    "history_of",
-    "restarts_cut_short",
-    "start_cut_short",
-]
-
-DEATH_IS_HEARD_OF_LATER = 0.1  # seconds: what the kernel and the watcher may take longer for than for words
+DEATH_REPORT_DELAY = 0.1  # seconds by which the report of a death may arrive later than the report of an exception
 
 
 class Fate(Enum):
-    """What an act comes to, for the run."""
+    """The effect of an action on the run."""
 
     FAILS = auto()
-    WAITS = auto()  # until it is stopped
+    WAITS = auto()  # until the rank is stopped
     RETURNS = auto()
-    LINGERS = auto()  # returns, and then does not end
+    NEVER_EXITS = auto()  # the function returns, but the process does not exit
 
 
 @dataclass(frozen=True)
-class Act:
-    """Of one rank. A failure has the kind and the exit code that it must be told with."""
+class Action:
+    """An action of one rank. For a failure: the kind, exit code and exception that mpwatch must report."""
 
     fate: Fate
     kind: str = ""
-    exit_code: int | None = None  # None: the part's own number
-    exception: str = ""  # the type's name; empty: it dies without a word
+    exit_code: int | None = None  # None: the number of the RankPlan
+    exception: str = ""  # the name of the type; empty: the rank dies without an exception
 
     @property
-    def is_mute(self) -> bool:
+    def has_no_exception(self) -> bool:
         return not self.exception
 
 
-def _raises(exception: str = "ValueError") -> Act:
-    return Act(Fate.FAILS, "EXCEPTION", 1, exception)
+def _raising(exception: str = "ValueError") -> Action:
+    return Action(Fate.FAILS, "EXCEPTION", 1, exception)
 
 
-def _is_killed_by(number: int) -> Act:
-    return Act(Fate.FAILS, "SIGNAL", 128 + number)
+def _killed_by(number: int) -> Action:
+    return Action(Fate.FAILS, "SIGNAL", 128 + number)
 
 
-WAITS, RETURNS, LINGERS = Act(Fate.WAITS), Act(Fate.RETURNS), Act(Fate.LINGERS)
-ACTS = {
-    "raises": _raises(),
-    "raises_picky": _raises("PickyError"),
-    "raises_a_deep_chain": _raises("RuntimeError"),
-    "raises_keyboard_interrupt": _raises("KeyboardInterrupt"),
-    "exits": Act(Fate.FAILS, "EXIT", None, "SystemExit"),
-    "leaves_a_thread_and_raises": _raises(),
-    "hangs_at_exit_and_raises": _raises(),
-    "closes_descriptors_and_raises": _raises(),
-    "closes_stderr_and_raises": _raises(),
-    "changes_handlers_and_raises": _raises(),
-    "blocks_signals_and_raises": _raises(),
-    "leaves_its_group_and_raises": _raises(),
-    "starts_helpers_and_raises": _raises(),
-    "returns_a_lock": _raises("TypeError"),
-    "vanishes": Act(Fate.FAILS, "EXIT", None),
-    "vanishes_as_if_all_were_well": Act(Fate.FAILS, "LOST", 1),
-    "closes_descriptors_and_vanishes": Act(Fate.FAILS, "EXIT", None),
-    "becomes_a_program_that_fails": Act(Fate.FAILS, "EXIT", None),
-    "is_killed": _is_killed_by(signal.SIGKILL),
-    "crashes": _is_killed_by(signal.SIGSEGV),
-    "aborts": _is_killed_by(signal.SIGABRT),
-    "forks_and_is_killed": _is_killed_by(signal.SIGKILL),
-    "is_killed_within_a_message": _is_killed_by(signal.SIGKILL),
+WAITS, RETURNS, NEVER_EXITS = Action(Fate.WAITS), Action(Fate.RETURNS), Action(Fate.NEVER_EXITS)
+ACTIONS = {
+    "raises": _raising(),
+    "raises_keyword_only_error": _raising("KeywordOnlyError"),
+    "raises_a_deep_chain": _raising("RuntimeError"),
+    "raises_keyboard_interrupt": _raising("KeyboardInterrupt"),
+    "exits": Action(Fate.FAILS, "EXIT", None, "SystemExit"),
+    "leaves_a_thread_and_raises": _raising(),
+    "hangs_at_exit_and_raises": _raising(),
+    "closes_descriptors_and_raises": _raising(),
+    "closes_stderr_and_raises": _raising(),
+    "changes_handlers_and_raises": _raising(),
+    "blocks_signals_and_raises": _raising(),
+    "leaves_its_process_group_and_raises": _raising(),
+    "starts_helpers_and_raises": _raising(),
+    "returns_a_lock": _raising("TypeError"),
+    "calls_os_exit": Action(Fate.FAILS, "EXIT", None),
+    "calls_os_exit_with_0": Action(Fate.FAILS, "LOST", 1),
+    "closes_descriptors_and_calls_os_exit": Action(Fate.FAILS, "EXIT", None),
+    "execs_a_program_that_fails": Action(Fate.FAILS, "EXIT", None),
+    "is_killed": _killed_by(signal.SIGKILL),
+    "crashes": _killed_by(signal.SIGSEGV),
+    "aborts": _killed_by(signal.SIGABRT),
+    "forks_and_is_killed": _killed_by(signal.SIGKILL),
+    "is_killed_within_a_message": _killed_by(signal.SIGKILL),
     "waits": WAITS,
-    "stops_itself": WAITS,
-    "is_deaf": WAITS,
+    "suspends_itself": WAITS,
+    "ignores_sigterm_and_sigint": WAITS,
     "blocks_signals_and_waits": WAITS,
     "holds_the_gil": WAITS,
     "changes_handlers_and_waits": WAITS,
-    "leaves_its_group_and_waits": WAITS,
-    "becomes_a_program_that_waits": WAITS,
+    "leaves_its_process_group_and_waits": WAITS,
+    "execs_a_program_that_waits": WAITS,
     "starts_helpers_and_waits": WAITS,
     "forks_and_waits": WAITS,
     "waits_within_a_message": WAITS,
-    "exits_well_when_told": WAITS,
-    "raises_when_told": WAITS,
+    "exits_with_0_at_sigterm": WAITS,
+    "raises_at_sigterm": WAITS,
     "returns": RETURNS,
     "closes_descriptors_and_returns": RETURNS,
     "changes_handlers_and_returns": RETURNS,
     "starts_helpers_and_returns": RETURNS,
-    "exits_well": RETURNS,
-    "leaves_a_thread_and_returns": LINGERS,
-    "hangs_at_exit_and_returns": LINGERS,
+    "exits_with_0": RETURNS,
+    "leaves_a_thread_and_returns": NEVER_EXITS,
+    "hangs_at_exit_and_returns": NEVER_EXITS,
 }
 
 
-class Blow(Enum):
-    """What befalls the watcher. The value says which signals it gets; those of the others are the watcher's own affair."""
+class Fault(Enum):
+    """A fault that is injected into the host program or its guardian. The value lists the signals that the harness sends."""
 
     INTERRUPT = (signal.SIGINT,)
     INTERRUPT_TWICE = (signal.SIGINT, signal.SIGINT)
     TERMINATE = (signal.SIGTERM,)
-    TERMINATE_HANDLED = (signal.SIGTERM, "its program has a handler of its own, which raises SystemExit")
+    TERMINATE_HANDLED = (signal.SIGTERM, "the host program has a handler, which raises SystemExit")
     HANG_UP = (signal.SIGHUP,)
     KILL = (signal.SIGKILL,)
     SUSPEND = (signal.SIGSTOP, signal.SIGCONT)
-    ALARM = ("its program has a timer, and a handler that raises",)
-    KILL_GUARDIAN = ("its helper process is killed",)
-    IN_A_THREAD = ("no blow: the run is not made in the main thread",)
+    TIMER = ("the host program has a timer, and a handler that raises",)
+    KILL_GUARDIAN = ("the guardian is killed",)
+    IN_A_THREAD = ("no fault: run is not called in the main thread",)
 
     @property
     def signals(self) -> list[int]:
-        return [part for part in self.value if isinstance(part, int)]
+        return [item for item in self.value if isinstance(item, int)]
 
 
-ENDS_THE_RUN = frozenset(Blow) - {Blow.SUSPEND, Blow.KILL_GUARDIAN, Blow.IN_A_THREAD}
+ENDS_THE_RUN = frozenset(Fault) - {Fault.SUSPEND, Fault.KILL_GUARDIAN, Fault.IN_A_THREAD}
 
 
 @dataclass(frozen=True)
-class Strike:
-    """A blow and its instant, in seconds from the call of `run`, or from the start of the interpreter."""
+class Injection:
+    """A fault and its time, in seconds after the call of `run`, or after the start of the interpreter."""
 
-    blow: Blow
+    fault: Fault
     at: float
-    gap: float  # to its second signal, if it has one
+    gap: float  # seconds to its second signal, if it has one
     from_interpreter: bool = False
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one rank does, and when: as soon as it is called, or so much later than all ranks were at work."""
+class RankPlan:
+    """What one rank does, and when: as soon as its function is called, or `delay` seconds after all ranks run."""
 
-    act: str
+    action: str
     at_once: bool = False
     delay: float = 0.0
-    number: int = 1  # an exit code, for the acts that want one
+    number: int = 1  # the exit code, for the actions that need one
 
     @property
     def fate(self) -> Fate:
-        return ACTS[self.act].fate
+        return ACTIONS[self.action].fate
 
     @property
     def exit_code(self) -> int:
-        code = ACTS[self.act].exit_code
+        code = ACTIONS[self.action].exit_code
         return self.number if code is None else code
 
 
 @dataclass(frozen=True)
 class History:
-    """One run; the ranks' parts by rank."""
+    """One run. `plans` is ordered by rank."""
 
     seed: int
     grace_period: float
-    parts: tuple[Part, ...]
-    strike: Strike | None
-    restarted: str = ""  # "group", or "worker": that scope, again and again
-    pause: float = 0.0  # seconds before each restart
+    plans: tuple[RankPlan, ...]
+    injection: Injection | None
+    restart_scope: str = ""  # "group" or "worker": restarted after each failure, without limit
+    restart_delay: float = 0.0  # seconds
 
     @property
-    def blow(self) -> Blow | None:
-        return self.strike.blow if self.strike else None
+    def fault(self) -> Fault | None:
+        return self.injection.fault if self.injection else None
 
     def __str__(self) -> str:
-        lines = [f"history {self.seed}: {len(self.parts)} ranks, grace_period={self.grace_period:.2f}"]
-        if self.restarted:
-            lines.append(f"  the {self.restarted} is started again {1000 * self.pause:.0f} ms after each failure")
-        for rank, part in enumerate(self.parts):
-            when = "at once" if part.at_once else f"{1000 * part.delay:.0f} ms after all were at work"
-            lines.append(f"  rank {rank} {part.act} ({part.number}), {when}")
-        if self.strike is not None:
-            since = "the interpreter's start" if self.strike.from_interpreter else "the call"
+        lines = [f"history {self.seed}: {len(self.plans)} ranks, grace_period={self.grace_period:.2f}"]
+        if self.restart_scope:
+            lines.append(f"  the {self.restart_scope} is restarted {1000 * self.restart_delay:.0f} ms after each failure")
+        for rank, plan in enumerate(self.plans):
+            when = "at once" if plan.at_once else f"{1000 * plan.delay:.0f} ms after all ranks ran"
+            lines.append(f"  rank {rank} {plan.action} ({plan.number}), {when}")
+        if self.injection is not None:
+            since = "the interpreter's start" if self.injection.from_interpreter else "the call"
             lines.append(
-                f"  the watcher: {self.strike.blow.name}, {self.strike.at:.3f} s after {since}, {self.strike.gap:.3f}"
+                f"  the watcher: {self.injection.fault.name}, {self.injection.at:.3f} s after {since}, {self.injection.gap:.3f}"
             )
         return "\n".join(lines)
 
 
-def history_of(seed: int) -> History:
-    """The same one for the same number. It comes to an end by itself, or by what befalls the watcher."""
-    dice = random.Random(seed)
-    nprocs = dice.randint(2, 8)
-    strike = None
-    if dice.random() < 0.45:
-        strike = Strike(dice.choice(list(Blow)), at=dice.uniform(0.0, 0.6), gap=dice.uniform(0.0, 0.4))
-    plots = [_fails, _fails, _fails, _succeeds]
-    if strike is not None and strike.blow in ENDS_THE_RUN:
-        plots += [_waits, _waits]
-    names = dice.choice(plots)(dice, nprocs)
-    dice.shuffle(names)
-    return History(seed, dice.uniform(0.3, 1.0), tuple(_part(dice, name) for name in names), strike)
+def make_history(seed: int) -> History:
+    """Return the history of a seed. It ends by itself or by its fault."""
+    rng = random.Random(seed)
+    nprocs = rng.randint(2, 8)
+    injection = None
+    if rng.random() < 0.45:
+        injection = Injection(rng.choice(list(Fault)), at=rng.uniform(0.0, 0.6), gap=rng.uniform(0.0, 0.4))
+    makers = [_make_failing, _make_failing, _make_failing, _make_succeeding]
+    if injection is not None and injection.fault in ENDS_THE_RUN:
+        makers += [_make_waiting, _make_waiting]
+    names = rng.choice(makers)(rng, nprocs)
+    rng.shuffle(names)
+    return History(seed, rng.uniform(0.3, 1.0), tuple(_make_plan(rng, name) for name in names), injection)
 
 
-def start_cut_short(seed: int, blow: Blow, longest: float) -> History:
-    """Ranks that wait, one with helpers, and a blow at any instant from the interpreter's start on."""
-    dice = random.Random(seed)
-    strike = Strike(blow, at=dice.uniform(0.0, longest), gap=0.0, from_interpreter=True)
-    parts = (Part("waits"), Part("starts_helpers_and_waits", at_once=True), Part("waits"))
-    return History(seed, 0.5, parts, strike)
+def make_interrupted_start(seed: int, fault: Fault, longest: float) -> History:
+    """Return a history with a fault at any time after the start of the interpreter. Its ranks wait, one with helper processes."""
+    rng = random.Random(seed)
+    injection = Injection(fault, at=rng.uniform(0.0, longest), gap=0.0, from_interpreter=True)
+    plans = (RankPlan("waits"), RankPlan("starts_helpers_and_waits", at_once=True), RankPlan("waits"))
+    return History(seed, 0.5, plans, injection)
 
 
-def restarts_cut_short(seed: int, blow: Blow, longest: float) -> History:
-    """Ranks of which one or two always fail soon, so that some are always started again, and a blow at any instant of that."""
-    dice = random.Random(seed)
-    strike = Strike(blow, at=dice.uniform(0.2, longest), gap=0.0)
-    failing = [Part(dice.choice(("raises", "is_killed", "exits")), True, number=3) for _ in range(dice.choice((1, 1, 2)))]
-    parts = (Part("starts_helpers_and_waits", at_once=True), *failing, Part("waits"))
-    return History(seed, 0.5, parts, strike, dice.choice(("group", "worker")), dice.choice((0.0, 0.0, 0.05)))
+def make_interrupted_restarts(seed: int, fault: Fault, longest: float) -> History:
+    """Return a history with a fault at any time during restarts. One or two of its ranks always fail soon."""
+    rng = random.Random(seed)
+    injection = Injection(fault, at=rng.uniform(0.2, longest), gap=0.0)
+    failing = [RankPlan(rng.choice(("raises", "is_killed", "exits")), True, number=3) for _ in range(rng.choice((1, 1, 2)))]
+    plans = (RankPlan("starts_helpers_and_waits", at_once=True), *failing, RankPlan("waits"))
+    return History(seed, 0.5, plans, injection, rng.choice(("group", "worker")), rng.choice((0.0, 0.0, 0.05)))
 
 
-def _part(dice: random.Random, name: str) -> Part:
-    at_once = dice.random() < 0.3
-    return Part(name, at_once, dice.uniform(0.0, 0.05), dice.randint(1, 255))
+def _make_plan(rng: random.Random, name: str) -> RankPlan:
+    at_once = rng.random() < 0.3
+    return RankPlan(name, at_once, rng.uniform(0.0, 0.05), rng.randint(1, 255))
 
 
-def _fails(dice: random.Random, nprocs: int) -> list[str]:
-    failing = dice.choices(_acts(Fate.FAILS), k=min(nprocs, dice.choice((1, 1, 1, 2, 3))))
-    return failing + _bystanders(dice, nprocs - len(failing))
+def _make_failing(rng: random.Random, nprocs: int) -> list[str]:
+    failing = rng.choices(_select_actions(Fate.FAILS), k=min(nprocs, rng.choice((1, 1, 1, 2, 3))))
+    return failing + _other_actions(rng, nprocs - len(failing))
 
 
-def _waits(dice: random.Random, nprocs: int) -> list[str]:
-    return ["waits", *_bystanders(dice, nprocs - 1)]
+def _make_waiting(rng: random.Random, nprocs: int) -> list[str]:
+    return ["waits", *_other_actions(rng, nprocs - 1)]
 
 
-def _bystanders(dice: random.Random, number: int) -> list[str]:
-    odd = _acts(Fate.WAITS) + _acts(Fate.RETURNS) + _acts(Fate.LINGERS)
-    return [dice.choice(odd) if dice.random() < 0.5 else "waits" for _ in range(number)]
+def _other_actions(rng: random.Random, number: int) -> list[str]:
+    other = _select_actions(Fate.WAITS) + _select_actions(Fate.RETURNS) + _select_actions(Fate.NEVER_EXITS)
+    return [rng.choice(other) if rng.random() < 0.5 else "waits" for _ in range(number)]
 
 
-def _succeeds(dice: random.Random, nprocs: int) -> list[str]:
-    lingering = _acts(Fate.LINGERS) if dice.random() < 0.3 else []
-    return dice.choices(_acts(Fate.RETURNS) + lingering, k=nprocs)
+def _make_succeeding(rng: random.Random, nprocs: int) -> list[str]:
+    hanging = _select_actions(Fate.NEVER_EXITS) if rng.random() < 0.3 else []
+    return rng.choices(_select_actions(Fate.RETURNS) + hanging, k=nprocs)
 
 
-def _acts(fate: Fate) -> list[str]:
-    return [name for name, act in ACTS.items() if act.fate is fate]
+def _select_actions(fate: Fate) -> list[str]:
+    return [name for name, action in ACTIONS.items() if action.fate is fate]

@@ -1,8 +1,8 @@
-"""The program of one history: calls `run`, says as a line of JSON what came of it, and ends as any program does.
+"""The host program of one history. It calls `run`, prints a report as a line of JSON, and exits.
 
-    python host.py FOLDER GO     the history is in the folder; a byte is written to descriptor GO just before the call
+    python host.py FOLDER READY     FOLDER has the history. The program writes a byte to descriptor READY just before the call.
 
-It also says what of its own state the run has changed, which is to be nothing.
+The report also has each part of the process state that the run has changed. There should be none.
 """
 
 import copyreg
@@ -18,53 +18,55 @@ import threading
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-from acts import live
-from board import ALARM, BEGAN, ENDED, Board
-from histories import Blow
+from acts import run_rank
+from board import CALLED, ENDED, TIMER_FIRED, EventTimes
+from histories import Fault
 
-import mpwatch.api  # with all that it imports: in Python 3.12 `typing` itself adds to copyreg
-
-
-class AlarmError(Exception):
-    """Of the program's own timer."""
+import mpwatch.api  # imported before the state is read: in Python 3.12 the import of `typing` adds to copyreg
 
 
-def main(folder, go):
+class TimerError(Exception):
+    """The exception that the handler of the program's own timer raises."""
+
+
+def main(folder, ready):
     with open(f"{folder}/history", "rb") as file:
         history = pickle.load(file)
-    board = Board(folder, len(history.parts))
+    times = EventTimes(folder, len(history.plans))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    faulthandler.register(signal.SIGUSR1)  # whoever finds that this hangs asks where
-    if history.blow is Blow.TERMINATE_HANDLED:
+    faulthandler.register(signal.SIGUSR1)  # the harness sends it if this program hangs
+    if history.fault is Fault.TERMINATE_HANDLED:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    if history.blow is Blow.ALARM:
-        signal.signal(signal.SIGALRM, lambda *_: sound(board))
-    call = call_in_thread if history.blow is Blow.IN_A_THREAD else call_run
-    before = state()
-    os.write(go, b"x")
+    if history.fault is Fault.TIMER:
+        signal.signal(signal.SIGALRM, lambda *_: raise_timer_error(times))
+    call = call_in_thread if history.fault is Fault.IN_A_THREAD else call_run
+    before = read_process_state()
+    os.write(ready, b"x")
     try:
         try:
-            if history.blow is Blow.ALARM:
-                signal.setitimer(signal.ITIMER_REAL, history.strike.at + 1e-6)
-            board.write(BEGAN)
+            if history.fault is Fault.TIMER:
+                signal.setitimer(signal.ITIMER_REAL, history.injection.at + 1e-6)
+            times.record(CALLED)
             result = call(history, folder)
         finally:
-            board.write(ENDED)
+            times.record(ENDED)
             signal.setitimer(signal.ITIMER_REAL, 0)
     except BaseException as error:
-        outcome = {"outcome": type(error).__name__, "chain": chain_of(error), "text": str(error)[:2000]}
-        say(before, {**outcome, **failure_of(error)})
+        outcome = {"outcome": type(error).__name__, "chain": exception_chain(error), "text": str(error)[:2000]}
+        print_report(before, {**outcome, **describe_run_failure(error)})
         raise
-    say(before, {"outcome": "returned", "values": list(result), "states": states_of(result)})
+    print_report(before, {"outcome": "returned", "values": list(result), "states": describe_states(result)})
 
 
 def call_run(history, folder):
     policy = None
-    if history.restarted:
-        policy = mpwatch.RestartPolicy(10_000, scope=history.restarted, delay=history.pause, max_delay=history.pause)
+    if history.restart_scope:
+        policy = mpwatch.RestartPolicy(
+            10_000, scope=history.restart_scope, delay=history.restart_delay, max_delay=history.restart_delay
+        )
     return mpwatch.run(
-        live,
-        len(history.parts),
+        run_rank,
+        len(history.plans),
         args=(history, folder),
         grace_period=history.grace_period,
         restart_policy=policy,
@@ -88,13 +90,13 @@ def call_in_thread(history, folder):
     return outcome[0]
 
 
-def sound(board):
-    board.write(ALARM)
-    raise AlarmError
+def raise_timer_error(times):
+    times.record(TIMER_FIRED)
+    raise TimerError
 
 
-def chain_of(error):
-    """Its type, and those of its causes."""
+def exception_chain(error):
+    """Return the names of the types of an exception and its causes."""
     names = []
     while error is not None:
         names.append(type(error).__name__)
@@ -102,8 +104,8 @@ def chain_of(error):
     return names
 
 
-def failure_of(error):
-    """What a failed run says, even if it is only what a signal was raised from."""
+def describe_run_failure(error):
+    """Describe the RunFailedError of a run. It may be the cause of the exception that a signal raised."""
     failed = error if isinstance(error, mpwatch.RunFailedError) else error.__cause__
     if not isinstance(failed, mpwatch.RunFailedError):
         return {}
@@ -112,13 +114,13 @@ def failure_of(error):
         "root": root and root.rank,
         "verdict": str(failed).splitlines()[0],
         "exit_code": failed.exit_code,
-        "links": len(chain_of(failed.__cause__)),
-        "failures": {rank: told(failure) for rank, failure in failed.failures.items()},
-        "states": states_of(failed.result),
+        "chain_length": len(exception_chain(failed.__cause__)),
+        "failures": {rank: describe_failure(failure) for rank, failure in failed.failures.items()},
+        "states": describe_states(failed.result),
     }
 
 
-def told(failure):
+def describe_failure(failure):
     exception = "" if failure.exception is None else type(failure.exception).__name__
     return {
         "kind": failure.kind.name,
@@ -128,24 +130,24 @@ def told(failure):
     }
 
 
-def states_of(result):
+def describe_states(result):
     return {rank: state.name for rank, state in result.worker_states.items()}
 
 
-def say(before, what):
-    after = state()
+def print_report(before, report):
+    after = read_process_state()
     changed = {name: [repr(before[name]), repr(after[name])] for name in before if before[name] != after[name]}
-    print(json.dumps({**what, "changed": changed}), flush=True)
+    print(json.dumps({**report, "changed": changed}), flush=True)
 
 
-def state():
-    """Of this process, all that a run could leave changed. multiprocessing's resource tracker may stay."""
+def read_process_state():
+    """Return the process state that a run must not change. The resource tracker of multiprocessing may stay."""
     wakeup_fd = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup_fd)
     tracker = resource_tracker._resource_tracker
     return {
-        "children": children() - {tracker._pid},
-        "descriptors": descriptors(but=tracker._fd),
+        "children": read_children() - {tracker._pid},
+        "descriptors": read_descriptors(without=tracker._fd),
         "threads": [thread.name for thread in threading.enumerate()],
         "shared memory": {name for name in os.listdir("/dev/shm") if "mpwatch" in name and not name.startswith("sem.mp")},
         "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
@@ -159,19 +161,19 @@ def state():
     }
 
 
-def children():
-    """Zombies among them, from the kernel itself."""
+def read_children():
+    """Return the pids of all children, zombies included, from the kernel."""
     return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 
-def descriptors(but):
+def read_descriptors(without):
     found = {}
     for entry in os.listdir("/proc/self/fd"):
         try:
             found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
-        except FileNotFoundError:  # the one of the listing itself
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
-    found.pop(but, None)
+    found.pop(without, None)
     return found
 
 

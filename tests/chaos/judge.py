@@ -1,207 +1,224 @@
-"""What was wrong with a run, in words: a history and what was seen of it in, complaints out. Pure.
+"""Compare a run with its history: a history and the evidence of its run in, a list of errors out. Pure.
 
-Only what the promises say is asked for. Where two things happened too close together for anybody to tell which was first,
-either is right.
+Only what mpwatch promises is checked. If two things happened too close together to tell which came first, both orders are
+accepted.
 """
 
-from acts import DEPTH, value_of
+from acts import CHAIN_LENGTH, expected_value
 from harness import Evidence
-from histories import ACTS, DEATH_IS_HEARD_OF_LATER, ENDS_THE_RUN, Blow, Fate, History, Part
-
-__all__ = ["complaints_about", "left_over", "over_the_bound"]
+from histories import ACTIONS, DEATH_REPORT_DELAY, ENDS_THE_RUN, Fate, Fault, History, RankPlan
 
 TIE = 0.02  # seconds between two failures, in which either may be first: a rank that is not running cannot fail
-CLEAR = 0.5  # so much before a blow, a failure has been heard of
-EDGE = 0.05  # so close to the end of the run, a blow may be the program's and no more the run's
-STOPPING = 1.0  # what the promise gives beyond the grace period
-SLACK = 1.5  # for a loaded machine
-SOFT = {Blow.INTERRUPT: -2, Blow.INTERRUPT_TWICE: -2, Blow.TERMINATE: -15, Blow.TERMINATE_HANDLED: 143, Blow.HANG_UP: -1}
-OUTCOMES = {-2: "KeyboardInterrupt", 143: "SystemExit"}  # of a program that gets to say so
+REPORT_SECONDS = 0.5  # a failure this long before a fault has been reported
+EDGE = 0.05  # seconds: a fault this close to the end of the run may affect the host program instead of the run
+STOP_SECONDS = 1.0  # what mpwatch promises in addition to the grace period
+SLACK = 1.5  # seconds for a loaded machine
+STATUSES = {  # exit statuses of the host program
+    Fault.INTERRUPT: -2,
+    Fault.INTERRUPT_TWICE: -2,
+    Fault.TERMINATE: -15,
+    Fault.TERMINATE_HANDLED: 143,
+    Fault.HANG_UP: -1,
+}
+OUTCOMES = {-2: "KeyboardInterrupt", 143: "SystemExit"}  # of host programs that print a report before they exit so
 
 
-def complaints_about(history: History, seen: Evidence) -> list[str]:
-    """Everything that is wrong."""
-    if seen.dump:
-        return [f"it hangs: {seen.dump}", *left_over(history, seen)]
-    verdict = [] if history.blow is Blow.KILL else _verdict(history, seen)
-    return verdict + left_over(history, seen) + _late(history, seen)
+def find_errors(history: History, evidence: Evidence) -> list[str]:
+    if evidence.stack_dump:
+        return [f"it hangs: {evidence.stack_dump}", *find_leftovers(history, evidence)]
+    errors = [] if history.fault is Fault.KILL else _check_outcome(history, evidence)
+    return errors + find_leftovers(history, evidence) + _check_duration(history, evidence)
 
 
-def left_over(history: History, seen: Evidence) -> list[str]:
-    """What has not gone, or has been changed."""
-    complaints = [f"left 1 s after the end: {process}" for process in seen.left]
-    if history.blow is not Blow.KILL:
-        complaints += [f"left at the end: {process}" for process in seen.left_at_once]
-        complaints += [f"left in the folder for temporary files: {file}" for file in seen.files]
-    changed = seen.said["changed"] if seen.said else {}
-    return complaints + [f"{name} changed from {before} to {after}" for name, (before, after) in changed.items()]
+def find_leftovers(history: History, evidence: Evidence) -> list[str]:
+    """Report the processes and files that are left, and the changes to the state of the host program."""
+    errors = [f"left 1 s after the end: {process}" for process in evidence.left_later]
+    if history.fault is not Fault.KILL:
+        errors += [f"left at the end: {process}" for process in evidence.left_at_exit]
+        errors += [f"left in the folder for temporary files: {file}" for file in evidence.left_files]
+    changed = evidence.report["changed"] if evidence.report else {}
+    return errors + [f"{name} changed from {before} to {after}" for name, (before, after) in changed.items()]
 
 
-def over_the_bound(history: History, seen: Evidence) -> float | None:
-    """Seconds from when the run should have ended to when it did; negative if it was early. None if it cannot be said."""
-    if history.blow is Blow.KILL:
-        return seen.cleared - seen.struck[0] - STOPPING
-    due = _due(history, seen)
-    return None if due is None else (seen.ended or seen.exited) - due
+def seconds_over_limit(history: History, evidence: Evidence) -> float | None:
+    """Return how many seconds after its deadline the run ended: negative if before, None if it has no deadline."""
+    if history.fault is Fault.KILL:
+        return evidence.cleaned_up_at - evidence.injected_at[0] - STOP_SECONDS
+    deadline = _deadline(history, evidence)
+    return None if deadline is None else (evidence.ended_at or evidence.exited_at) - deadline
 
 
-def _late(history: History, seen: Evidence) -> list[str]:
-    over = over_the_bound(history, seen)
-    late = over is not None and over > SLACK and history.blow is not Blow.KILL  # of which `left` speaks
-    return [f"it took {over:.2f} s longer than it may"] if late else []
+def _check_duration(history: History, evidence: Evidence) -> list[str]:
+    over = seconds_over_limit(history, evidence)
+    is_late = over is not None and over > SLACK and history.fault is not Fault.KILL  # `left_later` shows that one
+    return [f"it took {over:.2f} s longer than allowed"] if is_late else []
 
 
-def _due(history: History, seen: Evidence) -> float | None:
-    """When the run has to be over: so long after the first thing that ends it."""
-    reasons = list(_failing(history, seen).values())
-    grace, blows = history.grace_period, _blows(history, seen)
-    if history.blow is Blow.INTERRUPT_TWICE and len(blows) > 1:
-        return max(blows[0], min(blows[1], blows[0] + grace)) + STOPPING  # the second one says: at once
-    if blows:
-        reasons.append(blows[0])
-    lingering = 0.0
-    if not reasons and len(seen.ranks) == len(history.parts):
-        reasons.append(max(seen.ranks.values()))
-        lingering = grace if any(part.fate is Fate.LINGERS for part in history.parts) else 0.0
+def _deadline(history: History, evidence: Evidence) -> float | None:
+    """Return when the run must have ended. The time counts from the first event that ends the run."""
+    reasons = list(_failure_times(history, evidence).values())
+    grace, faults = history.grace_period, _ending_fault_times(history, evidence)
+    if history.fault is Fault.INTERRUPT_TWICE and len(faults) > 1:
+        return max(faults[0], min(faults[1], faults[0] + grace)) + STOP_SECONDS  # the second SIGINT ends the grace period
+    if faults:
+        reasons.append(faults[0])
+    exit_wait = 0.0
+    if not reasons and len(evidence.acted_at) == len(history.plans):
+        reasons.append(max(evidence.acted_at.values()))
+        exit_wait = grace if any(plan.fate is Fate.NEVER_EXITS for plan in history.plans) else 0.0
     if not reasons:
         return None
     start = min(reasons)
-    if history.blow is Blow.SUSPEND and len(seen.struck) > 1 and start < seen.struck[1]:
-        start = seen.struck[1]  # until then nobody could do anything
-    return start + lingering + grace + STOPPING
+    if history.fault is Fault.SUSPEND and len(evidence.injected_at) > 1 and start < evidence.injected_at[1]:
+        start = evidence.injected_at[1]  # before that the watcher was suspended
+    return start + exit_wait + grace + STOP_SECONDS
 
 
-def _failing(history: History, seen: Evidence) -> dict[int, float]:
-    """The ranks that have failed, and when."""
-    return {rank: at for rank, at in seen.ranks.items() if history.parts[rank].fate is Fate.FAILS}
+def _failure_times(history: History, evidence: Evidence) -> dict[int, float]:
+    """Return the ranks that have failed, and when."""
+    return {rank: at for rank, at in evidence.acted_at.items() if history.plans[rank].fate is Fate.FAILS}
 
 
-def _blows(history: History, seen: Evidence) -> list[float]:
-    """When the run was ended from outside."""
-    times = [] if history.blow not in ENDS_THE_RUN else seen.struck if history.blow is not Blow.ALARM else [seen.rang]
-    return [at for at in times if at is not None and (seen.ended is None or at <= seen.ended)]
+def _ending_fault_times(history: History, evidence: Evidence) -> list[float]:
+    """Return the times of the faults that end the run."""
+    if history.fault not in ENDS_THE_RUN:
+        return []
+    times = [evidence.timer_fired_at] if history.fault is Fault.TIMER else evidence.injected_at
+    return [at for at in times if at is not None and (evidence.ended_at is None or at <= evidence.ended_at)]
 
 
-def _verdict(history: History, seen: Evidence) -> list[str]:
-    blows = _blows(history, seen)
-    if seen.said is None:
-        return _wordless(history, seen)
-    if blows and not (
-        seen.ended is not None and blows[0] > seen.ended - EDGE and seen.said["outcome"] in _unstruck(history)
-    ):
-        return _struck(history, seen, blows[0])
-    if any(part.fate is Fate.FAILS for part in history.parts):
-        return _failure(history, seen, seen.said) + _status(history, seen, 1)
-    return _success(history, seen, seen.said)
+def _check_outcome(history: History, evidence: Evidence) -> list[str]:
+    faults, report = _ending_fault_times(history, evidence), evidence.report
+    if report is None:
+        return _check_without_report(history, evidence)
+    fails = any(plan.fate is Fate.FAILS for plan in history.plans)
+    outcome_without_fault = "RunFailedError" if fails else "returned"
+    fault_came_too_late = (
+        evidence.ended_at is not None
+        and bool(faults)
+        and faults[0] > evidence.ended_at - EDGE
+        and report["outcome"] == outcome_without_fault
+    )
+    if faults and not fault_came_too_late:
+        return _check_after_fault(history, evidence, report, faults[0])
+    if fails:
+        return _check_failure(history, evidence, report) + _check_status(history, evidence, 1)
+    return _check_success(history, evidence, report)
 
 
-def _unstruck(history: History) -> tuple[str, ...]:
-    return ("RunFailedError",) if any(part.fate is Fate.FAILS for part in history.parts) else ("returned",)
+def _check_without_report(history: History, evidence: Evidence) -> list[str]:
+    """Check a program without a report: a signal has ended it, or has interrupted it while it printed the report."""
+    status = STATUSES.get(history.fault) if history.fault else None
+    if status in (None, 143) and not (status == 143 and _is_near_start_or_end(evidence)):
+        return [f"the program ended with status {evidence.status} and printed no report: {evidence.stderr[-3000:]}"]
+    if status == -2 and not _is_near_start_or_end(evidence):
+        return [f"an interrupted program printed no report: {evidence.stderr[-3000:]}"]
+    return _check_status(history, evidence, status)
 
 
-def _wordless(history: History, seen: Evidence) -> list[str]:
-    """A program that a signal ended says nothing. One that was interrupted while it spoke may not, either."""
-    status = SOFT.get(history.blow) if history.blow else None
-    if status in (None, 143) and not (status == 143 and _was_struck_at_the_edge(seen)):
-        return [f"the program ended with status {seen.status} and said nothing: {seen.err[-3000:]}"]
-    if status == -2 and not _was_struck_at_the_edge(seen):
-        return [f"an interrupted program said nothing: {seen.err[-3000:]}"]
-    return _status(history, seen, status)
-
-
-def _was_struck_at_the_edge(seen: Evidence) -> bool:
-    """Before the call, or after it."""
-    began, ended = seen.began, seen.ended
-    return any(began is None or at < began + EDGE or (ended is not None and at > ended - EDGE) for at in seen.struck)
-
-
-def _struck(history: History, seen: Evidence, at: float) -> list[str]:
-    """The signal does what it would have done, and what had failed before it is kept."""
-    said = seen.said or {}
-    if history.blow is Blow.ALARM:
-        # where code of the user's may raise, too, it counts as raised there, and is the cause of what comes out
-        return [] if "AlarmError" in said["chain"] else [f"the timer's exception was lost: {said['chain']}"]
-    status = SOFT[history.blow]
-    expected = OUTCOMES.get(status)
-    if said["outcome"] != expected:
-        return [f"after {history.blow.name}, run ended with {said['outcome']} and not with {expected}: {said.get('text')}"]
-    complaints = _status(history, seen, status)
-    failing = {rank: when for rank, when in _failing(history, seen).items() if when < at}
-    if "root" in said:
-        return complaints + _failure(history, seen, said)
-    early = {rank: when for rank, when in failing.items() if when + CLEAR < at}
-    return complaints + [f"ranks {sorted(early)} had failed long before the signal, and nothing is said of it"] * bool(early)
-
-
-def _status(history: History, seen: Evidence, expected: int | None) -> list[str]:
-    right = {expected}
-    if history.blow is not None and _was_struck_at_the_edge(seen):  # as the interpreter ends, handlers are no more
-        right |= {SOFT.get(history.blow), *(-number for number in history.blow.signals)}
-    return (
-        []
-        if seen.status in right
-        else [f"the program ended with status {seen.status} and not {expected}: {seen.err[-3000:]}"]
+def _is_near_start_or_end(evidence: Evidence) -> bool:
+    """Whether a fault was injected before the call of `run` or after its end."""
+    called, ended = evidence.called_at, evidence.ended_at
+    return any(
+        called is None or at < called + EDGE or (ended is not None and at > ended - EDGE) for at in evidence.injected_at
     )
 
 
-def _success(history: History, seen: Evidence, said: dict) -> list[str]:
-    if said["outcome"] != "returned":
-        return [f"nobody failed, and yet: {said['outcome']}: {said.get('text')}"]
-    expected = [None if part.act == "exits_well" else value_of(rank) for rank, part in enumerate(history.parts)]
-    complaints = [] if said["values"] == expected else [f"the values are {said['values']}"]
-    if set(said["states"].values()) != {"SUCCEEDED"}:
-        complaints.append(f"not all ranks are said to have succeeded: {said['states']}")
-    return complaints + _status(history, seen, 0)
+def _check_after_fault(history: History, evidence: Evidence, report: dict, fault_at: float) -> list[str]:
+    """Check that the signal has its usual effect, and that earlier failures are reported."""
+    if history.fault is Fault.TIMER:
+        # the handler may raise inside the user's code, too: then its exception is a cause of the outcome
+        return [] if "TimerError" in report["chain"] else [f"the timer's exception was lost: {report['chain']}"]
+    status = STATUSES[history.fault]
+    expected = OUTCOMES.get(status)
+    if report["outcome"] != expected:
+        return [
+            f"after {history.fault.name}, run ended with {report['outcome']} and not with {expected}: {report.get('text')}"
+        ]
+    errors = _check_status(history, evidence, status)
+    if "root" in report:
+        return errors + _check_failure(history, evidence, report)
+    early = sorted(rank for rank, at in _failure_times(history, evidence).items() if at + REPORT_SECONDS < fault_at)
+    return errors + [f"ranks {early} had failed long before the signal, and are not reported"] * bool(early)
 
 
-def _failure(history: History, seen: Evidence, said: dict) -> list[str]:
-    if "failures" not in said:
-        return [f"a rank failed, and yet run ended with {said['outcome']}: {said.get('text') or said.get('values')}"]
-    failing = _failing(history, seen)
-    complaints = []
-    for rank, told in said["failures"].items():
-        if rank not in failing:
-            complaints.append(f"rank {rank} is said to have failed, and did not: {told}")
+def _check_status(history: History, evidence: Evidence, expected: int | None) -> list[str]:
+    accepted = {expected}
+    if history.fault is not None and _is_near_start_or_end(evidence):  # the interpreter removes handlers as it exits
+        accepted |= {STATUSES.get(history.fault), *(-number for number in history.fault.signals)}
+    if evidence.status in accepted:
+        return []
+    return [f"the program ended with status {evidence.status} and not {expected}: {evidence.stderr[-3000:]}"]
+
+
+def _check_success(history: History, evidence: Evidence, report: dict) -> list[str]:
+    if report["outcome"] != "returned":
+        return [f"no rank failed, but run ended with {report['outcome']}: {report.get('text')}"]
+    expected = [None if plan.action == "exits_with_0" else expected_value(rank) for rank, plan in enumerate(history.plans)]
+    errors = [] if report["values"] == expected else [f"the values are {report['values']}"]
+    if set(report["states"].values()) != {"SUCCEEDED"}:
+        errors.append(f"not all ranks are reported as succeeded: {report['states']}")
+    return errors + _check_status(history, evidence, 0)
+
+
+def _check_failure(history: History, evidence: Evidence, report: dict) -> list[str]:
+    if "failures" not in report:
+        return [f"a rank failed, but run ended with {report['outcome']}: {report.get('text') or report.get('values')}"]
+    failure_times = _failure_times(history, evidence)
+    errors = []
+    for rank, failure in report["failures"].items():
+        if rank not in failure_times:
+            errors.append(f"rank {rank} is reported as failed, but did not fail: {failure}")
         else:
-            complaints += _wrong_words(rank, history.parts[rank], told)
-    root = said["root"]
-    right = _first(history, failing)
-    if root not in right:
-        return [*complaints, f"rank {root} is blamed, and not one of {right}: {said['verdict']}; {_when(history, seen)}"]
-    if said["exit_code"] != history.parts[root].exit_code:
-        complaints.append(f"the exit code is {said['exit_code']}")
-    if history.parts[root].act == "raises_a_deep_chain" and said["links"] != DEPTH:
-        complaints.append(f"the chain of rank {root} has {said['links']} links and not {DEPTH}")
-    return complaints + _wrong_states(history, said)
+            errors += _check_failure_fields(rank, history.plans[rank], failure)
+    root = report["root"]
+    accepted = _possible_root_causes(history, failure_times)
+    if root not in accepted:
+        times = _describe_times(history, evidence)
+        return [*errors, f"rank {root} is the root cause, and not one of {accepted}: {report['verdict']}; {times}"]
+    if report["exit_code"] != history.plans[root].exit_code:
+        errors.append(f"the exit code is {report['exit_code']}")
+    if history.plans[root].action == "raises_a_deep_chain" and report["chain_length"] != CHAIN_LENGTH:
+        errors.append(f"the chain of rank {root} has {report['chain_length']} exceptions and not {CHAIN_LENGTH}")
+    return errors + _check_states(history, report)
 
 
-def _wrong_words(rank: int, part: Part, told: dict) -> list[str]:
-    act = ACTS[part.act]
-    expected = {"kind": act.kind, "exit_code": part.exit_code, "exception": act.exception, "is_secondary": False}
-    return [f"rank {rank} {part.act}: {name} is {told[name]}" for name, right in expected.items() if told[name] != right]
+def _check_failure_fields(rank: int, plan: RankPlan, failure: dict) -> list[str]:
+    action = ACTIONS[plan.action]
+    expected = {"kind": action.kind, "exit_code": plan.exit_code, "exception": action.exception, "is_secondary": False}
+    return [
+        f"rank {rank} {plan.action}: {name} is {failure[name]}" for name, value in expected.items() if failure[name] != value
+    ]
 
 
-def _wrong_states(history: History, said: dict) -> list[str]:
-    complaints = []
-    for rank, state in said["states"].items():
-        returns = history.parts[rank].fate in (Fate.RETURNS, Fate.LINGERS)
-        right = ("FAILED",) if rank in said["failures"] else ("STOPPED", "SUCCEEDED") if returns else ("STOPPED",)
-        if state not in right:
-            complaints.append(f"rank {rank} {history.parts[rank].act} is said to be {state}")
-    return complaints
+def _check_states(history: History, report: dict) -> list[str]:
+    errors = []
+    for rank, state in report["states"].items():
+        returns = history.plans[rank].fate in (Fate.RETURNS, Fate.NEVER_EXITS)
+        accepted = ("FAILED",) if rank in report["failures"] else ("STOPPED", "SUCCEEDED") if returns else ("STOPPED",)
+        if state not in accepted:
+            errors.append(f"rank {rank} {history.plans[rank].action} has the state {state}")
+    return errors
 
 
-def _first(history: History, failing: dict[int, float]) -> list[int]:
-    """Whoever may be blamed: before whom nobody has failed for certain."""
-    return [rank for rank in failing if not any(_is_before(history, failing, other, rank) for other in failing)]
+def _possible_root_causes(history: History, failure_times: dict[int, float]) -> list[int]:
+    """Return the ranks that may be the root cause: no other rank has certainly failed before them."""
+    return [
+        rank
+        for rank in failure_times
+        if not any(_failed_before(history, failure_times, other, rank) for other in failure_times)
+    ]
 
 
-def _is_before(history: History, failing: dict[int, float], one: int, other: int) -> bool:
-    mute = {rank: ACTS[history.parts[rank].act].is_mute for rank in (one, other)}
-    lag = DEATH_IS_HEARD_OF_LATER if mute[one] and not mute[other] else TIE
-    return failing[one] + lag < failing[other]
+def _failed_before(history: History, failure_times: dict[int, float], one: int, other: int) -> bool:
+    died = {rank: ACTIONS[history.plans[rank].action].has_no_exception for rank in (one, other)}
+    margin = DEATH_REPORT_DELAY if died[one] and not died[other] else TIE
+    return failure_times[one] + margin < failure_times[other]
 
 
-def _when(history: History, seen: Evidence) -> str:
-    first = min(seen.ranks.values())
-    return ", ".join(f"rank {r} {history.parts[r].act} {1000 * (t - first):.1f} ms" for r, t in sorted(seen.ranks.items()))
+def _describe_times(history: History, evidence: Evidence) -> str:
+    first = min(evidence.acted_at.values())
+    return ", ".join(
+        f"rank {rank} {history.plans[rank].action} {1000 * (at - first):.1f} ms"
+        for rank, at in sorted(evidence.acted_at.items())
+    )

@@ -1,7 +1,7 @@
-"""Any run, whatever befalls it, keeps the promises: histories made from numbers, each played in a program of its own.
+"""Runs with random faults keep the promises of mpwatch. Each history is made from a seed and runs in a program of its own.
 
-A few in the suite, and hundreds by `tox run -e chaos`. MPWATCH_CHAOS_SEED is the first history's number,
-MPWATCH_CHAOS_HISTORIES says how many, MPWATCH_CHAOS_INSTANTS how many for each signal that strikes during the start.
+The suite runs a few histories, and `tox run -e chaos` hundreds. MPWATCH_CHAOS_SEED is the first seed, MPWATCH_CHAOS_HISTORIES
+the number of histories, MPWATCH_CHAOS_INSTANTS the number for each signal during the start and during restarts.
 """
 
 import os
@@ -13,89 +13,92 @@ from pathlib import Path
 import acts
 import histories
 import pytest
-from harness import play
-from histories import Blow, history_of, restarts_cut_short, start_cut_short
-from judge import complaints_about, left_over, over_the_bound
+from harness import run_history
+from histories import Fault, make_history, make_interrupted_restarts, make_interrupted_start
+from judge import find_errors, find_leftovers, seconds_over_limit
 
 SEED = int(os.environ.get("MPWATCH_CHAOS_SEED", "1"))
 HISTORIES = int(os.environ.get("MPWATCH_CHAOS_HISTORIES", "12"))
 INSTANTS = int(os.environ.get("MPWATCH_CHAOS_INSTANTS", "2"))
-LONGEST_START = 0.9  # seconds in which a program comes to have all its ranks at work, and more
-LONGEST_RESTARTS = 1.2  # seconds of restarts, each of which takes a twentieth
-AT_A_TIME = 2
+LONGEST_START = 0.9  # seconds: within this time all ranks of a program run, and more
+LONGEST_RESTARTS = 1.2  # seconds of restarts, each of which takes a twentieth of a second
+PARALLEL_PROGRAMS = 2
 
 
 @pytest.fixture
-def _signals_are_heard():
-    """Under nohup, or behind a shell's `&`, some are ignored, and programs inherit that."""
+def _default_signal_handlers():
+    """Reset signals that are ignored under nohup, or behind `&` in a shell. Programs inherit that."""
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGINT, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def judged(history, judge):
+def run_and_check(history, check):
+    """Run a history. Return the errors that `check` finds, and how many seconds over its limit the run was."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        seen = play(history, Path(folder))
-    return judge(history, seen), over_the_bound(history, seen)
+        evidence = run_history(history, Path(folder))
+    return check(history, evidence), seconds_over_limit(history, evidence)
 
 
-def play_all(told, judge):
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
-        return list(pool.map(lambda history: judged(history, judge), told))
+def run_all(all_histories, check):
+    with ThreadPoolExecutor(PARALLEL_PROGRAMS) as pool:
+        return list(pool.map(lambda history: run_and_check(history, check), all_histories))
 
 
-def report(told, found, again):
+def format_errors(all_histories, results, command):
     texts = []
-    for history, (complaints, _) in zip(told, found, strict=True):
-        if complaints:
-            texts.append("\n".join([str(history), *(f"  ! {text}" for text in complaints), f"  again: {again(history)}"]))
+    for history, (errors, _) in zip(all_histories, results, strict=True):
+        if errors:
+            lines = [str(history), *(f"  ! {error}" for error in errors), f"  to repeat it: {command.format(history.seed)}"]
+            texts.append("\n".join(lines))
     return "\n\n".join(texts)
 
 
-def summary(found):
-    wrong = [complaints for complaints, _ in found if complaints]
-    left = [complaints for complaints in wrong if any(text.startswith("left") or "changed" in text for text in complaints)]
-    longest = max((over for _, over in found if over is not None), default=float("nan"))
+def summarize(results):
+    wrong = [errors for errors, _ in results if errors]
+    left = [errors for errors in wrong if any(error.startswith("left") or "changed" in error for error in errors)]
+    longest = max((over for _, over in results if over is not None), default=float("nan"))
     return (
-        f"{len(found)} histories: {len(found) - len(wrong)} without fault, nothing left after {len(found) - len(left)}, "
-        f"the longest ended {longest:+.2f} s beside its bound"
+        f"{len(results)} histories: {len(results) - len(wrong)} without errors, nothing left after {len(results) - len(left)}, "
+        f"the slowest one ended {longest:+.2f} s relative to its limit"
     )
 
 
 @pytest.mark.timeout(120 + 30 * HISTORIES)
-@pytest.mark.usefixtures("_signals_are_heard")
-def test_any_history_keeps_the_promises():
-    told = [history_of(seed) for seed in range(SEED, SEED + HISTORIES)]
+@pytest.mark.usefixtures("_default_signal_handlers")
+def test_random_histories_keep_the_promises():
+    all_histories = [make_history(seed) for seed in range(SEED, SEED + HISTORIES)]
     print(f"\nfrom MPWATCH_CHAOS_SEED={SEED} on")
-    found = play_all(told, complaints_about)
-    print(summary(found))
-    command = "MPWATCH_CHAOS_SEED={} MPWATCH_CHAOS_HISTORIES=1 pytest tests/chaos -k any_history"
-    wrong = report(told, found, lambda history: command.format(history.seed))
-    assert not wrong, "\n" + wrong
+    results = run_all(all_histories, find_errors)
+    print(summarize(results))
+    command = "MPWATCH_CHAOS_SEED={} MPWATCH_CHAOS_HISTORIES=1 pytest tests/chaos -k random_histories"
+    text = format_errors(all_histories, results, command)
+    assert not text, "\n" + text
 
 
 @pytest.mark.timeout(120 + 30 * INSTANTS)
-@pytest.mark.usefixtures("_signals_are_heard")
-@pytest.mark.parametrize("blow", [Blow.KILL, Blow.INTERRUPT, Blow.TERMINATE], ids=lambda blow: blow.name)
-def test_a_signal_at_any_instant_of_the_start_leaves_nothing(blow):
-    leaves_nothing([start_cut_short(seed, blow, LONGEST_START) for seed in range(SEED, SEED + INSTANTS)], blow)
+@pytest.mark.usefixtures("_default_signal_handlers")
+@pytest.mark.parametrize("fault", [Fault.KILL, Fault.INTERRUPT, Fault.TERMINATE], ids=lambda fault: fault.name)
+def test_a_signal_at_any_time_of_the_start_leaves_nothing(fault):
+    assert_nothing_left([make_interrupted_start(seed, fault, LONGEST_START) for seed in range(SEED, SEED + INSTANTS)], fault)
 
 
 @pytest.mark.timeout(120 + 30 * INSTANTS)
-@pytest.mark.usefixtures("_signals_are_heard")
-@pytest.mark.parametrize("blow", [Blow.KILL, Blow.INTERRUPT, Blow.TERMINATE], ids=lambda blow: blow.name)
-def test_a_signal_at_any_instant_of_restarts_leaves_nothing(blow):
-    leaves_nothing([restarts_cut_short(seed, blow, LONGEST_RESTARTS) for seed in range(SEED, SEED + INSTANTS)], blow)
+@pytest.mark.usefixtures("_default_signal_handlers")
+@pytest.mark.parametrize("fault", [Fault.KILL, Fault.INTERRUPT, Fault.TERMINATE], ids=lambda fault: fault.name)
+def test_a_signal_at_any_time_of_restarts_leaves_nothing(fault):
+    seeds = range(SEED, SEED + INSTANTS)
+    assert_nothing_left([make_interrupted_restarts(seed, fault, LONGEST_RESTARTS) for seed in seeds], fault)
 
 
-def leaves_nothing(told, blow):
-    found = play_all(told, left_over)
-    print(f"\n{blow.name}: {summary(found)}")
-    command = "MPWATCH_CHAOS_SEED={} MPWATCH_CHAOS_INSTANTS=1 pytest tests/chaos -k any_instant"
-    wrong = report(told, found, lambda history: command.format(history.seed))
-    assert not wrong, "\n" + wrong
+def assert_nothing_left(all_histories, fault):
+    results = run_all(all_histories, find_leftovers)
+    print(f"\n{fault.name}: {summarize(results)}")
+    command = "MPWATCH_CHAOS_SEED={} MPWATCH_CHAOS_INSTANTS=1 pytest tests/chaos -k any_time"
+    text = format_errors(all_histories, results, command)
+    assert not text, "\n" + text
 
 
-def test_each_act_can_be_done():
-    assert all(callable(getattr(acts, name)) for name in histories.ACTS)
+def test_each_action_is_defined():
+    assert all(callable(getattr(acts, name)) for name in histories.ACTIONS)

@@ -1,21 +1,21 @@
-"""The judge of the histories is not blind: it lets a right run pass, and says what is wrong with each wrong one."""
+"""judge.py accepts correct runs, and finds the error of each wrong one."""
 
 from dataclasses import replace
 
 import pytest
-from acts import value_of
+from acts import expected_value
 from harness import Evidence
-from histories import Blow, History, Part, Strike
-from judge import complaints_about
+from histories import Fault, History, Injection, RankPlan
+from judge import find_errors
 
-TOLD = {"kind": "EXCEPTION", "exit_code": 1, "exception": "ValueError", "is_secondary": False}
+RAISED = {"kind": "EXCEPTION", "exit_code": 1, "exception": "ValueError", "is_secondary": False}
 DIED = {"kind": "SIGNAL", "exit_code": 137, "exception": "", "is_secondary": False}
-FAILS = History(1, 0.5, (Part("waits"), Part("raises"), Part("is_killed"), Part("returns")), None)
-SUCCEEDS = History(1, 0.5, (Part("returns"), Part("exits_well")), None)
+FAILS = History(1, 0.5, (RankPlan("waits"), RankPlan("raises"), RankPlan("is_killed"), RankPlan("returns")), None)
+SUCCEEDS = History(1, 0.5, (RankPlan("returns"), RankPlan("exits_with_0")), None)
 
 
-def failed(root=1, failures=None, states=None, **more):
-    failures = {root: TOLD if root == 1 else DIED} if failures is None else failures
+def failed_report(root=1, failures=None, states=None, **more):
+    failures = {root: RAISED if root == 1 else DIED} if failures is None else failures
     states = states or {rank: "FAILED" if rank in failures else "STOPPED" for rank in range(4)}
     return {
         "outcome": "RunFailedError",
@@ -24,72 +24,81 @@ def failed(root=1, failures=None, states=None, **more):
         "root": root,
         "verdict": "",
         "exit_code": 1 if root == 1 else 137,
-        "links": 1,
+        "chain_length": 1,
         "failures": failures,
         "states": states,
         **more,
     }
 
 
-def seen(said, ranks=None, **more):
-    facts = {"status": 1, "began": 9.0, "ended": 10.5, "exited": 10.6, "cleared": 10.6}
-    return Evidence(said=said, ranks=ranks or {0: 9.9, 1: 10.0}, **{**facts, **more})
+def evidence(report, acted_at=None, **more):
+    fields = {"status": 1, "called_at": 9.0, "ended_at": 10.5, "exited_at": 10.6, "cleaned_up_at": 10.6}
+    return Evidence(report=report, acted_at=acted_at or {0: 9.9, 1: 10.0}, **{**fields, **more})
 
 
 RIGHT = [
-    (FAILS, seen(failed())),
-    (FAILS, seen(failed(), {1: 10.0, 2: 10.01})),
-    (FAILS, seen(failed(2), {1: 10.0, 2: 10.01})),  # a tie
-    (FAILS, seen(failed(1), {1: 10.05, 2: 10.0})),  # a death is heard of later than words
+    (FAILS, evidence(failed_report())),
+    (FAILS, evidence(failed_report(), {1: 10.0, 2: 10.01})),
+    (FAILS, evidence(failed_report(2), {1: 10.0, 2: 10.01})),  # a tie
+    (FAILS, evidence(failed_report(1), {1: 10.05, 2: 10.0})),  # a death is reported later than an exception
     (
         SUCCEEDS,
-        seen({"outcome": "returned", "values": [value_of(0), None], "states": {0: "SUCCEEDED"}, "changed": {}}, status=0),
+        evidence(
+            {"outcome": "returned", "values": [expected_value(0), None], "states": {0: "SUCCEEDED"}, "changed": {}}, status=0
+        ),
     ),
     (
-        replace(FAILS, strike=Strike(Blow.INTERRUPT, 0.1, 0.0)),
-        seen(failed(outcome="KeyboardInterrupt"), struck=[10.2], status=-2),
+        replace(FAILS, injection=Injection(Fault.INTERRUPT, 0.1, 0.0)),
+        evidence(failed_report(outcome="KeyboardInterrupt"), injected_at=[10.2], status=-2),
     ),
-    (replace(FAILS, strike=Strike(Blow.TERMINATE, 0.1, 0.0)), seen(None, struck=[10.2], status=-15, ended=None)),
+    (
+        replace(FAILS, injection=Injection(Fault.TERMINATE, 0.1, 0.0)),
+        evidence(None, injected_at=[10.2], status=-15, ended_at=None),
+    ),
 ]
 WRONG = [
-    ("rank 2 is blamed", FAILS, seen(failed(2), {1: 10.0, 2: 10.05})),
-    ("rank 1 is blamed", FAILS, seen(failed(1), {1: 10.2, 2: 10.0})),
-    ("rank 0 is said to have failed", FAILS, seen(failed(failures={0: TOLD, 1: TOLD}))),
-    ("rank 1 raises: kind is EXIT", FAILS, seen(failed(failures={1: TOLD | {"kind": "EXIT"}}))),
-    ("rank 1 raises: is_secondary is True", FAILS, seen(failed(failures={1: TOLD | {"is_secondary": True}}))),
-    ("the exit code is 3", FAILS, seen(failed(exit_code=3))),
-    ("rank 0 waits is said to be SUCCEEDED", FAILS, seen(failed(states={0: "SUCCEEDED"}))),
-    ("a rank failed, and yet", FAILS, seen({"outcome": "returned", "values": [], "changed": {}})),
-    ("nobody failed, and yet", SUCCEEDS, seen(failed())),
-    ("it took 2.00 s longer than it may", FAILS, seen(failed(), ended=13.5)),
-    ("left at the end: 77", FAILS, seen(failed(), left_at_once=["77"])),
+    ("rank 2 is the root cause, and not", FAILS, evidence(failed_report(2), {1: 10.0, 2: 10.05})),
+    ("rank 1 is the root cause, and not", FAILS, evidence(failed_report(1), {1: 10.2, 2: 10.0})),
+    ("rank 0 is reported as failed", FAILS, evidence(failed_report(failures={0: RAISED, 1: RAISED}))),
+    ("rank 1 raises: kind is EXIT", FAILS, evidence(failed_report(failures={1: RAISED | {"kind": "EXIT"}}))),
+    ("rank 1 raises: is_secondary is True", FAILS, evidence(failed_report(failures={1: RAISED | {"is_secondary": True}}))),
+    ("the exit code is 3", FAILS, evidence(failed_report(exit_code=3))),
+    ("rank 0 waits has the state SUCCEEDED", FAILS, evidence(failed_report(states={0: "SUCCEEDED"}))),
+    ("a rank failed, but", FAILS, evidence({"outcome": "returned", "values": [], "changed": {}})),
+    ("no rank failed, but", SUCCEEDS, evidence(failed_report())),
+    ("it took 2.00 s longer than allowed", FAILS, evidence(failed_report(), ended_at=13.5)),
+    ("left at the end: 77", FAILS, evidence(failed_report(), left_at_exit=["77"])),
     (
         "left 1 s after the end: 77",
-        replace(FAILS, strike=Strike(Blow.KILL, 0.1, 0.0)),
-        seen(None, struck=[10.2], left=["77"]),
+        replace(FAILS, injection=Injection(Fault.KILL, 0.1, 0.0)),
+        evidence(None, injected_at=[10.2], left_later=["77"]),
     ),
-    ("environment changed from a to b", FAILS, seen(failed(changed={"environment": ["a", "b"]}))),
-    ("it hangs", FAILS, seen(None, dump="in poll")),
-    ("said nothing", FAILS, seen(None)),
-    ("ended with status 1 and not -15", replace(FAILS, strike=Strike(Blow.TERMINATE, 0.1, 0.0)), seen(None, struck=[10.2])),
+    ("environment changed from a to b", FAILS, evidence(failed_report(changed={"environment": ["a", "b"]}))),
+    ("it hangs", FAILS, evidence(None, stack_dump="in poll")),
+    ("printed no report", FAILS, evidence(None)),
+    (
+        "ended with status 1 and not -15",
+        replace(FAILS, injection=Injection(Fault.TERMINATE, 0.1, 0.0)),
+        evidence(None, injected_at=[10.2]),
+    ),
     (
         "had failed long before the signal",
-        replace(FAILS, strike=Strike(Blow.INTERRUPT, 0.1, 0.0)),
-        seen({"outcome": "KeyboardInterrupt", "changed": {}}, {1: 9.5}, struck=[10.2], status=-2),
+        replace(FAILS, injection=Injection(Fault.INTERRUPT, 0.1, 0.0)),
+        evidence({"outcome": "KeyboardInterrupt", "changed": {}}, {1: 9.5}, injected_at=[10.2], status=-2),
     ),
     (
         "the timer's exception was lost",
-        replace(FAILS, strike=Strike(Blow.ALARM, 0.1, 0.0)),
-        seen(failed(), rang=10.2),
+        replace(FAILS, injection=Injection(Fault.TIMER, 0.1, 0.0)),
+        evidence(failed_report(), timer_fired_at=10.2),
     ),
 ]
 
 
 @pytest.mark.parametrize(("history", "evidence"), RIGHT)
-def test_a_right_run_passes(history, evidence):
-    assert complaints_about(history, evidence) == []
+def test_no_errors_are_found_in_a_correct_run(history, evidence):
+    assert find_errors(history, evidence) == []
 
 
-@pytest.mark.parametrize(("complaint", "history", "evidence"), WRONG, ids=[complaint for complaint, *_ in WRONG])
-def test_a_wrong_run_does_not(complaint, history, evidence):
-    assert any(complaint in said for said in complaints_about(history, evidence))
+@pytest.mark.parametrize(("expected", "history", "evidence"), WRONG, ids=[expected for expected, *_ in WRONG])
+def test_the_error_of_a_wrong_run_is_found(expected, history, evidence):
+    assert any(expected in error for error in find_errors(history, evidence))
