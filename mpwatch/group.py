@@ -137,7 +137,7 @@ class WorkerGroup:
             LaunchError: the function or its arguments cannot be pickled; the ranks stay alive. Or the ranks had to be
                 restarted and could not be.
             TypeError, ValueError: an argument is not valid.
-            RuntimeError: the group is closed, or belongs to another process, or this call is made within a call of the group.
+            RuntimeError: the group is closed, or belongs to another process, or the call is made within a call of the group.
             KeyboardInterrupt: Ctrl-C. The ranks received SIGINT, too, and stay alive if all answered within grace_period.
         """
         __tracebackhide__ = True  # as in mpwatch.run
