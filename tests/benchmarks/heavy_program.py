@@ -1,18 +1,18 @@
-"""The same, after two seconds of imports that no rank needs, as a script has that imports a few large libraries.
+"""A script like program.py, after two seconds of imports that no rank needs. It stands for one that imports large libraries.
 
-Imports are work for a CPU once their files are in memory, and ranks that import at the same time share the CPUs. So they
-are stood for by CPU time: it takes two seconds on any machine, where real ones would be cheap on one and dear on another,
-and sleep would let more ranks import at once than there are CPUs.
+Once their files are in memory, imports only take CPU time, and ranks that import at the same time share the CPUs. So this
+script uses CPU time instead of real imports. It takes two seconds on any machine. To sleep would be wrong: more ranks could
+sleep at once than there are CPUs.
 """
 
 import sys
 import time
 
-IMPORTED = time.process_time() + 2.0
-while time.process_time() < IMPORTED:
+END_OF_IMPORTS = time.process_time() + 2.0
+while time.process_time() < END_OF_IMPORTS:
     pass
 
 if __name__ == "__main__":
-    from measuring import take
+    from measuring import take_measurement
 
-    take(*sys.argv[1:])
+    take_measurement(*sys.argv[1:])

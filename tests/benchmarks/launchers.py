@@ -1,12 +1,13 @@
-"""One way of launching each, after what its documentation shows first.
+"""How each launcher is called: as its documentation shows first.
 
-An entry of LAUNCH imports what a script that uses it has at its top, before the clock starts, and gives a function
-`launch(task, ranks, args)` for the call itself: the values by rank, if it has any to give. Those that can start ranks again
-are asked how often they may; those that keep what ranks print are given a folder for it, and show it, too, prefixed. An
-entry of WARM is a context with so many ranks that stay, and gives `call(task, *args)`: one call on all of them. One of NODES
-is as those of LAUNCH, for one node of several, on each of which it is called.
+LAUNCH   Each entry imports what a script has at its top, before the clock starts. It returns a function
+         `launch(task, ranks, args)` that makes the call and returns the values by rank, if the launcher returns values.
+         Launchers that restart ranks take `restarts`, the number of restarts. Launchers that write the output of ranks to files
+         take `logs`, a folder; they also show the output, with a prefix.
+WARM     Each entry is a context with persistent ranks. It gives a function `call(task, *args)`: one call on all of them.
+NODES    Each entry is like those of LAUNCH, for one of several nodes. It is called on each node.
 
-Nothing in here runs in a rank.
+Nothing in this module runs in a rank.
 """
 
 import contextlib
@@ -15,18 +16,16 @@ from dataclasses import dataclass
 
 import tasks
 
-__all__ = ["LAUNCH", "NODES", "WARM", "At"]
-
 
 @dataclass(frozen=True)
-class At:
-    """A node's place in a job: all nodes are on this machine, and the first one serves the store."""
+class NodeConfig:
+    """One node of a job. All nodes are on this machine, and node 0 serves the store."""
 
     node: int
     port: int
-    least: int  # nodes
-    most: int
-    node_timeout: int | None  # seconds; None: what each has by default
+    min_nodes: int
+    max_nodes: int
+    node_timeout: int | None  # seconds; None: the default of each launcher
 
 
 def mpwatch(restarts=0, logs=None, **options):
@@ -40,13 +39,13 @@ def mpwatch(restarts=0, logs=None, **options):
 
 
 def floor():
-    """A loop over spawned processes, which brings nothing back and watches nothing."""
+    """Start processes in a loop and join them. Nothing is returned, and no failure is noticed."""
     from multiprocessing import get_context
 
     spawn = get_context("spawn")
 
     def launch(task, ranks, args):
-        processes = [spawn.Process(target=tasks.ranked, args=(rank, task, *args)) for rank in range(ranks)]
+        processes = [spawn.Process(target=tasks.call_with_rank, args=(rank, task, *args)) for rank in range(ranks)]
         for process in processes:
             process.start()
         for process in processes:
@@ -62,7 +61,7 @@ def mp_spawn():
 
     def launch(task, ranks, args):
         os.environ["WORLD_SIZE"] = str(ranks)
-        spawn(tasks.ranked, args=(task, *args), nprocs=ranks)
+        spawn(tasks.call_with_rank, args=(task, *args), nprocs=ranks)
 
     return launch
 
@@ -100,7 +99,7 @@ def torchrunx():
 
 
 def executor():
-    """A future for each rank, on a pool for them all."""
+    """Submit one future for each rank to a pool of processes."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
@@ -108,7 +107,7 @@ def executor():
 
     def launch(task, ranks, args):
         with ProcessPoolExecutor(ranks, mp_context=spawn) as pool:
-            futures = [pool.submit(tasks.ranked, rank, task, *args) for rank in range(ranks)]
+            futures = [pool.submit(tasks.call_with_rank, rank, task, *args) for rank in range(ranks)]
             return [future.result() for future in futures]
 
     return launch
@@ -127,23 +126,23 @@ def warm_mpwatch(ranks, _folder):
 
 @contextlib.contextmanager
 def warm_floor(ranks, _folder):
-    """A pipe to each; what to do is not sent at all."""
+    """Send a byte to each rank by a pipe, and receive it back. The function is not sent."""
     from multiprocessing import get_context
 
     spawn = get_context("spawn")
     pipes = [spawn.Pipe() for _ in range(ranks)]
-    processes = [spawn.Process(target=tasks.echo, args=(theirs,)) for _, theirs in pipes]
+    processes = [spawn.Process(target=tasks.echo, args=(rank_end,)) for _, rank_end in pipes]
     for process in processes:
         process.start()
 
     def call(_task):
-        for ours, _ in pipes:
-            ours.send(1)
-        return [ours.recv() for ours, _ in pipes]
+        for own_end, _ in pipes:
+            own_end.send(1)
+        return [own_end.recv() for own_end, _ in pipes]
 
     yield call
-    for ours, _ in pipes:
-        ours.send(None)
+    for own_end, _ in pipes:
+        own_end.send(None)
     for process in processes:
         process.join()
 
@@ -164,7 +163,7 @@ def warm_executor(ranks, _folder):
 
 @contextlib.contextmanager
 def warm_ray(ranks, folder):
-    """What is large is put into Ray's store once for all actors, as its documentation advises."""
+    """Put each argument into Ray's store once for all actors, as its documentation advises."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     import ray
 
@@ -185,45 +184,51 @@ def warm_ray(ranks, folder):
 WARM = {"mpwatch": warm_mpwatch, "floor": warm_floor, "executor": warm_executor, "ray": warm_ray}
 
 
-def node_of_mpwatch(at):
-    import mpwatch.multinode.run  # noqa: F401  as its first call does
+def launch_mpwatch_node(node_config):
+    import mpwatch.multinode.run  # noqa: F401  its first call would import it
     from mpwatch import Rendezvous, run
 
-    settings = {} if at.node_timeout is None else {"node_timeout": at.node_timeout}
-    nnodes = at.least, at.most
-    meeting = Rendezvous(
-        f"127.0.0.1:{at.port}", "job", nnodes, is_host=at.node == 0, local_addr=f"127.0.0.{1 + at.node}", **settings
+    settings = {} if node_config.node_timeout is None else {"node_timeout": node_config.node_timeout}
+    nnodes = node_config.min_nodes, node_config.max_nodes
+    rendezvous = Rendezvous(
+        f"127.0.0.1:{node_config.port}",
+        "job",
+        nnodes,
+        is_host=node_config.node == 0,
+        local_addr=f"127.0.0.{1 + node_config.node}",
+        **settings,
     )
-    return lambda task, ranks, args: run(task, ranks, args=args, rendezvous=meeting, progress=False)
+    return lambda task, ranks, args: run(task, ranks, args=args, rendezvous=rendezvous, progress=False)
 
 
-def node_of_elastic(at):
-    """With as many restarts as it has by default: it has to use one up for each node that is lost."""
+def launch_elastic_node(node_config):
+    """Launch with the default number of restarts. torch elastic uses up one of them for each lost node."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    settings = {"is_host": at.node == 0}
-    if at.node_timeout is not None:  # at best; and then it waits no longer for others to come
+    settings = {"is_host": node_config.node == 0}
+    if node_config.node_timeout is not None:
+        # the shortest possible time; and torch elastic does not wait longer for other nodes
         settings |= {
             "keep_alive_interval": 1,
-            "keep_alive_max_attempt": at.node_timeout,
-            "last_call_timeout": at.node_timeout,
+            "keep_alive_max_attempt": node_config.node_timeout,
+            "last_call_timeout": node_config.node_timeout,
         }
 
     def launch(task, ranks, args):
         config = LaunchConfig(
-            min_nodes=at.least,
-            max_nodes=at.most,
+            min_nodes=node_config.min_nodes,
+            max_nodes=node_config.max_nodes,
             nproc_per_node=ranks,
             run_id="job",
             rdzv_backend="c10d",
-            rdzv_endpoint=f"127.0.0.1:{at.port}",
+            rdzv_endpoint=f"127.0.0.1:{node_config.port}",
             rdzv_configs=settings,
-            local_addr=f"127.0.0.{1 + at.node}",
-            max_restarts=3 if at.least < at.most else 0,
+            local_addr=f"127.0.0.{1 + node_config.node}",
+            max_restarts=3 if node_config.min_nodes < node_config.max_nodes else 0,
         )
         return elastic_launch(config, task)(*args)
 
     return launch
 
 
-NODES = {"mpwatch": node_of_mpwatch, "elastic": node_of_elastic}
+NODES = {"mpwatch": launch_mpwatch_node, "elastic": launch_elastic_node}

@@ -1,58 +1,56 @@
-"""What the ranks of a job of nodes do. As tasks.py, but what they say goes to the conductor: see nodes.py."""
+"""The tasks of ranks in a job of several nodes. The ranks send their times to the process of nodes.py, by a FIFO."""
 
 import os
 import time
 
-__all__ = ["enter", "fail", "fail_in_collective", "lose", "lose_in_collective"]
-
-LONG = 600.0  # seconds
-OTHER = "1"  # the node that does not serve the store
+SLEEP_SECONDS = 600.0  # seconds
+FAILING_NODE = "1"  # not the node that serves the store
 
 
 def enter(folder):
-    say(folder, "entered")
+    send_message(folder, "entered")
 
 
 def fail(folder):
-    """One fails, on the other node, as soon as it may. All else sleep."""
-    say(folder, "entered")
-    if is_to_fail():
-        await_gate(folder)
-    time.sleep(LONG)
+    """Raise on one rank of FAILING_NODE once it is released. All other ranks sleep."""
+    send_message(folder, "entered")
+    if is_failing_rank():
+        wait_for_release_and_fail(folder)
+    time.sleep(SLEEP_SECONDS)
 
 
 def fail_in_collective(folder):
-    """The same; but all else are in a collective."""
-    dist = join()
-    say(folder, "entered")
-    if is_to_fail():
-        await_gate(folder)
+    """Raise on one rank of FAILING_NODE once it is released. All other ranks are in a collective."""
+    dist = join_process_group()
+    send_message(folder, "entered")
+    if is_failing_rank():
+        wait_for_release_and_fail(folder)
     dist.barrier()
 
 
-def lose(folder):
-    """All sleep, until the other node is lost. Those that come again are done."""
+def lose_node(folder):
+    """Sleep until FAILING_NODE is lost. Restarted ranks return."""
     if os.environ["GROUP_WORLD_SIZE"] == "1":
-        say(folder, "again")
+        send_message(folder, "restarted")
         return
-    say(folder, "entered")
-    time.sleep(LONG)
+    send_message(folder, "entered")
+    time.sleep(SLEEP_SECONDS)
 
 
-def lose_in_collective(folder):
-    """The same; but all on the node that is left are in a collective."""
+def lose_node_in_collective(folder):
+    """Wait until FAILING_NODE is lost, in a collective on the other node. Restarted ranks return."""
     if os.environ["GROUP_WORLD_SIZE"] == "1":
-        say(folder, "again")
+        send_message(folder, "restarted")
         return
-    dist = join()
-    say(folder, "entered")
-    if os.environ["BENCH_NODE"] == OTHER:
-        time.sleep(LONG)
+    dist = join_process_group()
+    send_message(folder, "entered")
+    if os.environ["BENCH_NODE"] == FAILING_NODE:
+        time.sleep(SLEEP_SECONDS)
     dist.barrier()
 
 
-def join():
-    """Returns when all have."""
+def join_process_group():
+    """Return the module torch.distributed when all ranks have joined."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -60,19 +58,19 @@ def join():
     return dist
 
 
-def is_to_fail():
-    return (os.environ["BENCH_NODE"], os.environ["LOCAL_RANK"]) == (OTHER, "0")
+def is_failing_rank():
+    return (os.environ["BENCH_NODE"], os.environ["LOCAL_RANK"]) == (FAILING_NODE, "0")
 
 
-def await_gate(folder):
-    gate = os.open(f"{folder}/gate", os.O_RDONLY)
-    os.read(gate, 1)
-    say(folder, "failed")
+def wait_for_release_and_fail(folder):
+    fifo = os.open(f"{folder}/release", os.O_RDONLY)
+    os.read(fifo, 1)
+    send_message(folder, "failed")
     raise RuntimeError("on purpose")
 
 
-def say(folder, what):
-    said = f"{what} {time.monotonic()!r} {os.getpid()} {os.environ['BENCH_NODE']}\n"  # json would be one import more
-    door = os.open(f"{folder}/door", os.O_WRONLY)
-    os.write(door, said.encode())
-    os.close(door)
+def send_message(folder, name):
+    message = f"{name} {time.monotonic()!r} {os.getpid()} {os.environ['BENCH_NODE']}\n"  # JSON would need an import
+    fifo = os.open(f"{folder}/arrivals", os.O_WRONLY)
+    os.write(fifo, message.encode())
+    os.close(fifo)

@@ -1,7 +1,7 @@
-"""Plays one measurement in a program of its own, which ends, or is ended, before this returns, with all that it has left.
+"""Run one measurement in a program of its own. The program and all its descendants have ended when `run_program` returns.
 
-This process is made the reaper of every orphan among its descendants (PR_SET_CHILD_SUBREAPER): so whoever is left of a
-launcher, in whatever session or process group, becomes a child of ours when its own parent has gone, and is found.
+This process is the reaper of every orphan among its descendants (PR_SET_CHILD_SUBREAPER). A process that a launcher leaves
+becomes a child of this process when its parent exits, and so it is found in any session or process group.
 """
 
 import contextlib
@@ -18,16 +18,14 @@ from pathlib import Path
 
 from measures import Measure
 
-__all__ = ["adopt_orphans", "play"]
-
 HERE = Path(__file__).parent
-# Python's own settings are left out: without bytecode files, for one, every rank would compile what it imports.
+# Without Python's own settings: if one disabled bytecode files, for example, every rank would compile what it imports.
 ENV = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 ENV["PYTHONPATH"] = os.pathsep.join(
     [str(HERE), *map(os.path.abspath, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))]
 )
 PR_SET_CHILD_SUBREAPER = 36
-GONE_WITHIN = 2.0  # seconds; a resource tracker needs some to see that its program has ended, and so have Ray's processes
+EXIT_SECONDS = 2.0  # seconds: a resource tracker and Ray's processes exit some time after their program
 
 
 def adopt_orphans() -> None:
@@ -35,8 +33,8 @@ def adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER")
 
 
-def play(name: str, measure: Measure, launcher: str, ranks: int) -> dict[str, float | str | list[str]]:
-    """The figures, or the `error` why there are none; and the command lines of the processes that were `left`."""
+def run_program(name: str, measure: Measure, launcher: str, ranks: int) -> dict[str, float | str | list[str]]:
+    """Return the figures, or an `error`. Under `left` are the command lines of processes that had to be killed."""
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         command = [sys.executable, str(HERE / measure.program), name, launcher, str(ranks), folder]
         (temporary := Path(folder, "tmp")).mkdir()
@@ -57,12 +55,14 @@ def play(name: str, measure: Measure, launcher: str, ranks: int) -> dict[str, fl
             finally:
                 program.kill()
                 program.wait()
-                left = end_orphans()
-        figures = _figures(Path(folder, "out").read_text(errors="replace"), Path(folder, "err"), status, measure.timeout)
+                left = kill_orphans()
+        figures = _parse_figures(
+            Path(folder, "out").read_text(errors="replace"), Path(folder, "err"), status, measure.timeout
+        )
     return {**figures, "left": left} if left else figures
 
 
-def _figures(out: str, err: Path, status: int | None, timeout: float) -> dict[str, float | str | list[str]]:
+def _parse_figures(out: str, err: Path, status: int | None, timeout: float) -> dict[str, float | str | list[str]]:
     if status is None:
         return {"error": f"no end within {timeout:g} s"}
     if status:
@@ -71,25 +71,25 @@ def _figures(out: str, err: Path, status: int | None, timeout: float) -> dict[st
     return json.loads(next(line for line in reversed(out.split("\n")) if line.startswith("{")))
 
 
-def end_orphans() -> list[str]:
-    """Waits a little for them to end, then kills them, and whoever that makes an orphan; who had to be killed."""
-    killed, patience = [], time.monotonic() + GONE_WITHIN
-    while orphans := _children():
-        if (seconds := patience - time.monotonic()) > 0:
-            _one_ends(orphans, seconds)
+def kill_orphans() -> list[str]:
+    """Wait EXIT_SECONDS for orphans to exit, then kill them and their descendants. Return the command lines of the killed ones."""
+    killed, deadline = [], time.monotonic() + EXIT_SECONDS
+    while orphans := _read_children():
+        if (seconds := deadline - time.monotonic()) > 0:
+            _wait_for_exit(orphans, seconds)
             continue
-        for pid in orphans:  # ours to reap: a number that cannot have become somebody else's
-            killed += filter(None, [_line_of(pid)])  # a zombie has none
+        for pid in orphans:  # not yet reaped, so no other process can have this pid
+            killed += filter(None, [_read_command_line(pid)])  # a zombie has no command line
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     return killed
 
 
-def _children() -> list[int]:
+def _read_children() -> list[int]:
     return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 
-def _one_ends(pids: list[int], seconds: float) -> None:
+def _wait_for_exit(pids: list[int], seconds: float) -> None:
     with contextlib.ExitStack() as stack:
         pidfds = {pid: os.pidfd_open(pid) for pid in pids}
         for pidfd in pidfds.values():
@@ -100,7 +100,7 @@ def _one_ends(pids: list[int], seconds: float) -> None:
                 os.waitpid(pid, 0)
 
 
-def _line_of(pid: int) -> str:
+def _read_command_line(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()[:200]
     return ""

@@ -1,4 +1,4 @@
-"""The script that makes the call. Whatever it does here, some launchers do again in every rank; so it does nothing.
+"""The script that makes the call. Its top level does nothing, since some launchers run it again in every rank.
 
 python program.py MEASURE LAUNCHER RANKS FOLDER
 """
@@ -6,6 +6,6 @@ python program.py MEASURE LAUNCHER RANKS FOLDER
 import sys
 
 if __name__ == "__main__":
-    from measuring import take
+    from measuring import take_measurement
 
-    take(*sys.argv[1:])
+    take_measurement(*sys.argv[1:])

@@ -1,9 +1,9 @@
-"""Reads what ranks print as fast as it comes, times it, then looks at it. The figures are a line of JSON.
+"""Read what ranks print as fast as it arrives, time that, then check it. Print the figures as a line of JSON.
 
 python reader.py RANKS LINES
 
-A line is right if it has its rank's prefix, is whole, and is the next one of that rank. What comes is kept until all is in,
-in memory that is there before: to look at it meanwhile would take CPU time from those that are measured.
+A line is correct if it has the prefix of its rank, is complete, and is the next one of that rank. The reader first stores
+everything, in memory that it has allocated before. To check lines meanwhile would take CPU time from the measured processes.
 """
 
 import json
@@ -13,42 +13,48 @@ import time
 
 import tasks
 
-AT_ONCE = 1 << 20
+READ_SIZE = 1 << 20
 PAGE = 4096
-ROOM = 2 * tasks.LINE  # bytes for a line, with its prefix, or shown twice
-END = b"\0no more comes\0"  # written at once, so read at once; torch elastic shows bytes, zeros too, that nobody printed
+BYTES_PER_LINE = 2 * tasks.LINE  # room for a line with its prefix, or for one that is shown twice
+END_MARK = b"\0end of output\0"  # written in one call, so read in one; torch elastic also shows zero bytes
 
 
 def main(ranks, lines):
-    room = memoryview(bytearray(ROOM * ranks * lines))
-    room[::PAGE] = bytes(len(room[::PAGE]))  # the kernel gives a page when it is first written to: now, and not meanwhile
+    memory = memoryview(bytearray(BYTES_PER_LINE * ranks * lines))
+    memory[::PAGE] = bytes(
+        len(memory[::PAGE])
+    )  # the kernel allocates a page at the first write: now, not while it is measured
     size, instants = 0, []
-    while got := os.readv(0, [room[size : size + AT_ONCE]]):
-        size += got
+    while count := os.readv(0, [memory[size : size + READ_SIZE]]):
+        size += count
         instants.append(time.monotonic())
-        if room[size - len(END) : size] == END:
-            size -= len(END)
+        if memory[size - len(END_MARK) : size] == END_MARK:
+            size -= len(END_MARK)
             break
-    print(json.dumps({"shown": instants[-1] - instants[0], "faults": faults_of(bytes(room[:size]), ranks, lines)}))
+    print(
+        json.dumps(
+            {"shown": instants[-1] - instants[0], "wrong_lines": count_wrong_lines(bytes(memory[:size]), ranks, lines)}
+        )
+    )
 
 
-def faults_of(said, ranks, lines):
-    """How many lines are no line, or not the next one of their rank, or too few or too many in all."""
+def count_wrong_lines(output, ranks, lines):
+    """Count the lines that are not a line of a rank or not its next one, and the lines that are missing or too many."""
     places = {
         f"[{rank}] {line}".encode(): (rank, number)
         for rank in range(ranks)
-        for number, line in enumerate(tasks.lines_of(rank))
+        for number, line in enumerate(tasks.make_lines(rank))
     }
-    due, right, wrong = [0] * ranks, 0, 0
-    for line in said.removesuffix(b"\n").split(b"\n"):
+    next_numbers, correct, wrong = [0] * ranks, 0, 0
+    for line in output.removesuffix(b"\n").split(b"\n"):
         rank, number = places.get(line, (None, None))
-        if rank is None or number != due[rank]:
+        if rank is None or number != next_numbers[rank]:
             wrong += 1
         else:
-            right += 1
+            correct += 1
         if rank is not None:
-            due[rank] = (number + 1) % tasks.CYCLE
-    return wrong + abs(ranks * lines - right - wrong)
+            next_numbers[rank] = (number + 1) % tasks.LINES_PER_BLOCK
+    return wrong + abs(ranks * lines - correct - wrong)
 
 
 if __name__ == "__main__":

@@ -1,56 +1,35 @@
-"""What the ranks do. Every launcher finds these by name, in a module that costs a rank next to nothing to import.
+"""The tasks of ranks. Every launcher finds them by name. The import of this module costs a rank almost nothing.
 
-Who a rank is, is in its environment, as RANK: launchers that do not put it there call `ranked`. What a rank has to say, it
-leaves as a file in the folder of the measurement, under its name; instants are of CLOCK_MONOTONIC, which all share.
+A rank reads its number from the variable RANK. For launchers that do not set it, `call_with_rank` does. A rank writes each
+figure to a file in the folder of the measurement. Times are of CLOCK_MONOTONIC, which all processes share.
 """
 
 import os
 import signal
 import time
 
-__all__ = [
-    "Actor",
-    "die_once",
-    "echo",
-    "enter",
-    "enter_with_torch",
-    "fail_by_raising",
-    "fail_by_sigkill",
-    "give",
-    "give_tensor",
-    "last_of",
-    "lines_of",
-    "look_at_caller",
-    "nothing",
-    "print_blocks",
-    "print_lines",
-    "ranked",
-    "report_often",
-    "take",
-]
-
-FAILING = 1
-LOOKING = 0
+FAILING_RANK = 1
+MEASURING_RANK = 0
 ELEMENTS = 16_000_000  # of 4 bytes
-PERIOD = 1000  # the numbers of an argument are 0, 1, ..., 999, and so on
-LONG = 600.0  # seconds
-CYCLE = 1000  # lines, after which a rank's are the same again
-LINE = 100  # bytes, with the line's end
+PERIOD = 1000  # the numbers of an argument are 0, 1, ..., 999, 0, 1, ...
+SLEEP_SECONDS = 600.0  # seconds
+LINES_PER_BLOCK = 1000  # after these, the lines of a rank repeat
+LINE = 100  # bytes, with the newline
 CALLS = 200_000
-SETTLED = 2.0  # seconds in which a launch is over for the caller, too, and all ranks have come
+SETTLE_SECONDS = 2.0  # after this time the launch is complete and all ranks are in the function
 
 
-def ranked(rank, task, *args):
+def call_with_rank(rank, task, *args):
     os.environ["RANK"] = str(rank)
     return task(*args)
 
 
-def nothing(*_):
+def do_nothing(*_):
     pass
 
 
 def enter(folder):
-    tell(folder, "entered", time.monotonic())
+    write_figure(folder, "entered", time.monotonic())
 
 
 def enter_with_torch(folder):
@@ -59,109 +38,109 @@ def enter_with_torch(folder):
     enter(folder)
 
 
-def take(folder, array):
-    """The bytes themselves may arrive only when they are looked at; so that is told, too."""
+def receive(folder, array):
+    """Time the start of the function and the read of the array, since the bytes may arrive only when they are read."""
     enter(folder)
     mean = array.mean(dtype="float64")
-    tell(folder, "read", time.monotonic())
+    write_figure(folder, "read", time.monotonic())
     if mean != (PERIOD - 1) / 2:
-        raise AssertionError(f"not the numbers that were sent: their mean is {mean}")
+        raise AssertionError(f"the array differs from the one that was sent: its mean is {mean}")
 
 
-def last_of(array):
+def last_element(array):
     return float(array[-1])
 
 
-def give(_folder):
+def return_array(_folder):
     import numpy as np
 
     return np.full(ELEMENTS, int(os.environ["RANK"]), dtype="float32")
 
 
-def give_tensor(_folder):
+def return_tensor(_folder):
     import torch
 
     return torch.full((ELEMENTS,), int(os.environ["RANK"]), dtype=torch.float32)
 
 
 def fail_by_raising(folder):
-    all_in_then_one(folder)
+    wait_until_others_sleep(folder)
     raise RuntimeError("on purpose")
 
 
 def fail_by_sigkill(folder):
-    all_in_then_one(folder)
+    wait_until_others_sleep(folder)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_once(folder):
-    """One is killed when all are in; the next time they have come again, and that is all."""
+def fail_once(folder):
+    """Kill one rank when all are in the function. After the restart, only write the time."""
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-        tell(folder, "again", time.monotonic())
+        write_figure(folder, "restarted", time.monotonic())
         return
     enter(folder)
     fail_by_sigkill(folder)
 
 
-def all_in_then_one(folder):
-    """Returns in one rank alone, when all others have begun their sleep."""
-    door = f"{folder}/door"  # a FIFO
-    if int(os.environ["RANK"]) != FAILING:
-        knock = os.open(door, os.O_WRONLY)
-        os.write(knock, b"1")
-        os.close(knock)
-        time.sleep(LONG)
-        raise AssertionError("nobody stopped this rank")
-    listen = os.open(door, os.O_RDWR)  # for writing as well, lest it is at its end before the first has come
+def wait_until_others_sleep(folder):
+    """Return on FAILING_RANK when all other ranks have begun to sleep. The others do not return."""
+    path = f"{folder}/arrivals"  # a FIFO
+    if int(os.environ["RANK"]) != FAILING_RANK:
+        fifo = os.open(path, os.O_WRONLY)
+        os.write(fifo, b"1")
+        os.close(fifo)
+        time.sleep(SLEEP_SECONDS)
+        raise AssertionError("this rank was not stopped")
+    fifo = os.open(path, os.O_RDWR)  # also for writing: else there would be an end of file before the first write
     for _ in range(int(os.environ["WORLD_SIZE"]) - 1):
-        os.read(listen, 1)
-    tell(folder, "failed", time.monotonic())
+        os.read(fifo, 1)
+    write_figure(folder, "failed", time.monotonic())
 
 
-def look_at_caller(folder, caller, seconds):
-    """How much CPU time the caller takes while all ranks sleep: read by one of them, at two instants of that sleep."""
-    time.sleep(SETTLED)
-    if int(os.environ["RANK"]) != LOOKING:
-        time.sleep(seconds + SETTLED)
+def measure_caller_cpu(folder, caller, seconds):
+    """Measure on one rank how much CPU time the caller uses while all ranks sleep."""
+    time.sleep(SETTLE_SECONDS)
+    if int(os.environ["RANK"]) != MEASURING_RANK:
+        time.sleep(seconds + SETTLE_SECONDS)
         return
-    clock = (~caller << 3) | 2  # the kernel's number for the CPU clock of another process
+    clock = (~caller << 3) | 2  # the kernel's id of the CPU clock of another process
     began, before = time.monotonic(), time.clock_gettime_ns(clock)
     time.sleep(seconds)
     after, ended = time.clock_gettime_ns(clock), time.monotonic()
-    tell(folder, "burnt", (after - before) / 1e9 * 3600 / (ended - began))
+    write_figure(folder, "cpu_per_hour", (after - before) / 1e9 * 3600 / (ended - began))
 
 
 def print_lines(folder, count):
-    lines = lines_of(int(os.environ["RANK"]))
-    all_in(folder)
-    for _ in range(count // CYCLE):
+    lines = make_lines(int(os.environ["RANK"]))
+    wait_for_all(folder)
+    for _ in range(count // LINES_PER_BLOCK):
         for line in lines:
             print(line)
 
 
 def print_blocks(folder, count):
-    block = "\n".join(lines_of(int(os.environ["RANK"])))
-    all_in(folder)
-    for _ in range(count // CYCLE):
+    block = "\n".join(make_lines(int(os.environ["RANK"])))
+    wait_for_all(folder)
+    for _ in range(count // LINES_PER_BLOCK):
         print(block)
 
 
-def lines_of(rank):
-    """Ready to be printed, so that what is timed is not how they are made; each is another, so that none is lost unseen."""
-    return [f"{rank} {number} ".ljust(LINE - 1, "x") for number in range(CYCLE)]
+def make_lines(rank):
+    """Make the lines before the clock starts. All lines of a block differ, so that a lost line is noticed."""
+    return [f"{rank} {number} ".ljust(LINE - 1, "x") for number in range(LINES_PER_BLOCK)]
 
 
-def all_in(folder):
-    """Returns in all ranks, when the last of them has come. Each holds both FIFOs open, lest what was written is lost."""
-    door, gate = (os.open(f"{folder}/{name}", os.O_RDWR) for name in ("door", "gate"))
+def wait_for_all(folder):
+    """Return when all ranks have called this. Each rank keeps both FIFOs open, since else the written bytes could be lost."""
+    arrivals, release = (os.open(f"{folder}/{name}", os.O_RDWR) for name in ("arrivals", "release"))
     others = int(os.environ["WORLD_SIZE"]) - 1
     if os.environ["RANK"] == "0":
         for _ in range(others):
-            os.read(door, 1)
-        os.write(gate, b"1" * others)
+            os.read(arrivals, 1)
+        os.write(release, b"1" * others)
     else:
-        os.write(door, b"1")
-        os.read(gate, 1)
+        os.write(arrivals, b"1")
+        os.read(release, 1)
 
 
 def report_often(folder):
@@ -173,27 +152,27 @@ def report_often(folder):
     reported = time.monotonic()
     for _ in range(CALLS):
         heartbeat()
-    tell(folder, "heartbeat", (time.monotonic() - reported) / CALLS)
-    tell(folder, "report", (reported - began) / CALLS)
+    write_figure(folder, "heartbeat", (time.monotonic() - reported) / CALLS)
+    write_figure(folder, "report", (reported - began) / CALLS)
 
 
 def echo(connection):
-    """The least that a warm rank can do: send back what comes, until nothing does."""
+    """Send back each message until the message is None. A persistent rank cannot do less."""
     while (message := connection.recv()) is not None:
         connection.send(message)
 
 
 class Actor:
-    """The tasks for warm ranks, for Ray."""
+    """The tasks of persistent ranks, as a class for Ray."""
 
-    def nothing(self):
+    def do_nothing(self):
         pass
 
-    def last_of(self, array):
-        return last_of(array)
+    def last_element(self, array):
+        return last_element(array)
 
 
-def tell(folder, what, number):
-    file = os.open(f"{folder}/{what}-{os.environ['RANK']}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+def write_figure(folder, name, number):
+    file = os.open(f"{folder}/{name}-{os.environ['RANK']}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     os.write(file, repr(number).encode())
     os.close(file)

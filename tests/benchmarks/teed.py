@@ -1,9 +1,9 @@
-"""The way of measures whose ranks print: how long it takes to show it all, and whether it is all there.
+"""The procedure of measures whose ranks print: how long it takes to show all lines, and whether all are shown correctly.
 
-The calling process's stdout is a pipe for that time. A fast reader, a process of its own, takes in what comes, and looks at
-it only when nothing more comes. The files are looked at afterwards: they must be right, and with mpwatch so must be what is
-shown, or there are no figures. torch elastic would never have any: a thread for each rank writes to one text stream, and
-some lines are shown torn, twice or not at all. How many is a figure, too.
+The stdout of the calling process is a pipe during the call. A reader process stores the output, and checks it after the end.
+Then the log files are checked. They must be correct, else there are no figures. For mpwatch the shown lines must be correct,
+too. torch elastic would never have figures by that rule: a thread for each rank writes to one text stream, and some lines are
+torn, shown twice or lost. The number of such lines is a figure.
 """
 
 import contextlib
@@ -16,29 +16,29 @@ from pathlib import Path
 
 import tasks
 from launchers import LAUNCH
-from measures import OURS
-from reader import END
-
-__all__ = ["tee"]
+from measures import MPWATCH
+from reader import END_MARK
 
 READER = Path(__file__).parent / "reader.py"
 
 
 def tee(measure, launcher, ranks, folder):
-    for fifo in ("door", "gate"):
+    for fifo in ("arrivals", "release"):
         os.mkfifo(f"{folder}/{fifo}")
     call, task = LAUNCH[launcher](logs=f"{folder}/logs"), getattr(tasks, measure.task)
-    with reading(ranks, measure.lines) as figures:
+    with read_stdout(ranks, measure.lines) as figures:
         call(task, ranks, (folder, measure.lines))
     figures["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    look_at_files(f"{folder}/logs", ranks, measure.lines)
-    assert launcher != OURS or not figures["faults"], f"{figures['faults']} lines are not shown as they were printed"
+    check_log_files(f"{folder}/logs", ranks, measure.lines)
+    assert launcher != MPWATCH or not figures["wrong_lines"], (
+        f"{figures['wrong_lines']} lines are not shown as they were printed"
+    )
     return figures
 
 
 @contextlib.contextmanager
-def reading(ranks, lines):
-    """The block's stdout goes to the reader, and gives the figures, filled in at its end."""
+def read_stdout(ranks, lines):
+    """Redirect stdout to a reader process within a `with` block. The figures are filled in at the end of the block."""
     figures, stdout = {}, os.dup(1)
     command = [sys.executable, str(READER), str(ranks), str(lines)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
@@ -47,19 +47,19 @@ def reading(ranks, lines):
             yield figures
         finally:
             sys.stdout.flush()
-            os.write(1, END)  # no reader of it sees an end of file: multiprocessing's resource tracker holds it open, too
+            os.write(1, END_MARK)  # instead of an end of file: the resource tracker of multiprocessing keeps the pipe open
             os.dup2(stdout, 1)
             os.close(stdout)
             reader.stdin.close()
         figures.update(json.load(reader.stdout))
 
 
-def look_at_files(logs, ranks, lines):
+def check_log_files(logs, ranks, lines):
     paths = list(Path(logs).glob("*/attempt_0/*/stdout.log"))
     assert len(paths) == ranks, paths
     for path in paths:
-        block = "".join(f"{line}\n" for line in tasks.lines_of(int(path.parent.name))).encode()
+        block = "".join(f"{line}\n" for line in tasks.make_lines(int(path.parent.name))).encode()
         assert path.stat().st_size == lines * tasks.LINE, f"{path} has {path.stat().st_size} bytes"
         with path.open("rb") as file:
-            for at in range(0, lines, tasks.CYCLE):
+            for at in range(0, lines, tasks.LINES_PER_BLOCK):
                 assert file.read(len(block)) == block, f"{path}: not what was printed, somewhere from line {at} on"

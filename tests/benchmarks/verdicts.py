@@ -1,51 +1,52 @@
-"""From the raw figures to rows, and from rows to the table: medians, spreads, ratios, and which goals are reached. Pure.
+"""Make rows from the raw figures, and a table from the rows: medians, spreads, ratios, and which goals are reached. Pure.
 
-Raw figures are, for each measure, a list of rounds; a round has, for each launcher, what came of it at each number of ranks.
+The raw figures of a measure are a list of rounds. A round has, for each launcher and each number of ranks, the figures or the
+error of one program.
 """
 
 import statistics
 from dataclasses import dataclass
 
-from measures import FIGURES, MEASURES, OURS
-
-__all__ = ["Row", "by_ranks", "rows_of", "summary", "table"]
+from measures import FIGURES, MEASURES, MPWATCH
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One figure of one launcher: seconds or megabytes; the ratio is mpwatch's median to its own."""
+    """One figure of one launcher. `ratio` is mpwatch's median divided by the median of this launcher."""
 
     measure: str
     figure: str
     launcher: str
-    median: float | None  # None: it failed each time
+    median: float | None  # None: the launcher failed in each round
     least: float | None
     most: float | None
     taken: int
     errors: tuple[str, ...]
     left: tuple[str, ...]  # processes
     ratio: float | None
-    goal: float | None  # of the ratio, or, in mpwatch's own row, of the figure itself
-    reached: bool | None  # None: there is no goal, or nothing to tell it by
+    goal: float | None  # for the ratio, or, in mpwatch's own row, for the figure itself
+    reached: bool | None  # None: there is no goal, or no figure to compare
 
 
-def rows_of(name, rounds):
-    return [row for figure in MEASURES[name].figures for row in _rows_of(name, figure, rounds)]
+def make_rows(name, rounds):
+    return [row for figure in MEASURES[name].figures for row in _make_rows(name, figure, rounds)]
 
 
-def _rows_of(name, figure, rounds):
+def _make_rows(name, figure, rounds):
     measure = MEASURES[name]
-    cells = {launcher: [one[launcher] for one in rounds if launcher in one] for launcher in measure.launchers}
-    samples = {launcher: _samples(figure, of) for launcher, of in cells.items()}
-    medians = {launcher: statistics.median(of) for launcher, of in samples.items() if of}
-    goals = {goal.against or OURS: goal for goal in measure.goals if goal.figure == figure}
+    cells = {launcher: [figures[launcher] for figures in rounds if launcher in figures] for launcher in measure.launchers}
+    samples = {launcher: _samples(figure, found) for launcher, found in cells.items()}
+    medians = {launcher: statistics.median(found) for launcher, found in samples.items() if found}
+    goals = {goal.against or MPWATCH: goal for goal in measure.goals if goal.figure == figure}
     for launcher, found in samples.items():
         if not cells[launcher]:
-            continue  # not asked for
+            continue  # the launcher was not selected
         median, goal = medians.get(launcher), goals.get(launcher)
-        is_comparable = launcher != OURS and OURS in medians and FIGURES[figure][1]  # ratios are judged by themselves
-        ratio = medians[OURS] / median if median and is_comparable else None
-        judged = median if launcher == OURS else ratio
+        is_comparable = (
+            launcher != MPWATCH and MPWATCH in medians and FIGURES[figure][1]
+        )  # figures that are ratios are not compared
+        ratio = medians[MPWATCH] / median if median and is_comparable else None
+        compared = median if launcher == MPWATCH else ratio
         yield Row(
             measure=name,
             figure=figure,
@@ -54,11 +55,13 @@ def _rows_of(name, figure, rounds):
             least=min(found, default=None),
             most=max(found, default=None),
             taken=len(found),
-            errors=tuple(cell["error"] for one in cells[launcher] for cell in one.values() if "error" in cell),
-            left=tuple(line for one in cells[launcher] for cell in one.values() for line in cell.get("left", ())),
+            errors=tuple(cell["error"] for by_number in cells[launcher] for cell in by_number.values() if "error" in cell),
+            left=tuple(
+                line for by_number in cells[launcher] for cell in by_number.values() for line in cell.get("left", ())
+            ),
             ratio=ratio,
             goal=goal.at_most if goal else None,
-            reached=judged <= goal.at_most if goal and judged is not None else None,
+            reached=compared <= goal.at_most if goal and compared is not None else None,
         )
 
 
@@ -67,10 +70,10 @@ def _samples(figure, rounds):
 
 
 def _sample(figure, by_number_of_ranks):
-    """Of one round; None if the launcher failed in it."""
+    """Return the figure of one round; None if the launcher failed in it."""
     cells = by_number_of_ranks.items()
     if figure == "slope":
-        points = [(int(ranks), cell["whole"]) for ranks, cell in cells if "whole" in cell]
+        points = [(int(ranks), cell["total"]) for ranks, cell in cells if "total" in cell]
         if len(points) < len(cells) or len(points) < 2:
             return None
         return statistics.linear_regression(*zip(*points, strict=True)).slope
@@ -78,54 +81,54 @@ def _sample(figure, by_number_of_ranks):
     return cell.get(figure)
 
 
-def by_ranks(rounds, launcher, figure):
-    """The medians behind a slope."""
+def medians_by_ranks(rounds, launcher, figure):
+    """Return the medians that a slope is computed from."""
     found = {}
-    for one in rounds:
-        for ranks, cell in one.get(launcher, {}).items():
+    for figures in rounds:
+        for ranks, cell in figures.get(launcher, {}).items():
             if figure in cell:
                 found.setdefault(int(ranks), []).append(cell[figure])
     return {ranks: statistics.median(samples) for ranks, samples in found.items()}
 
 
-def table(name, rounds, rows):
-    """The lines of one measure."""
-    lines = [f"{name}: {MEASURES[name].says}"]
+def format_table(name, rounds, rows):
+    """Return the lines for one measure."""
+    lines = [f"{name}: {MEASURES[name].description}"]
     for figure in MEASURES[name].figures:
-        says, unit = FIGURES[figure]
-        title = f"  {says}"
+        description, unit = FIGURES[figure]
+        title = f"  {description}"
         lines.append(f"{title:60s} {'least':>9s} {'most':>9s}   mpwatch is")
-        lines += [_line(row, unit) for row in rows if row.figure == figure]
-        lines += [f"      {text}" for row in rows if row.figure == figure for text in _deferred_log(row, rounds)]
+        lines += [_format_row(row, unit) for row in rows if row.figure == figure]
+        lines += [f"      {text}" for row in rows if row.figure == figure for text in _format_notes(row, rounds)]
     return lines
 
 
-def _line(row, unit):
+def _format_row(row, unit):
     if row.median is None:
         return f"    {row.launcher:10s} {'failed':>45s}" + (f" {'':19s}   goal: not known" if row.goal else "")
     cap = MEASURES[row.measure].cap
-    numbers = [">" * (number >= cap) + with_unit(number, unit) for number in (row.median, row.least, row.most)]
+    numbers = [">" * (number >= cap) + format_number(number, unit) for number in (row.median, row.least, row.most)]
     line = f"    {row.launcher:44s} {numbers[0]:>11s} {numbers[1]:>9s} {numbers[2]:>9s}"
     if row.ratio is not None:
         line += f"   {'<' * (row.median >= cap)}{row.ratio:.3g} of it"
     if row.goal is not None:
-        verdict = {True: "reached", False: "MISSED", None: "not known"}[row.reached]
-        line += f"{',' if row.ratio is not None else '  '} goal {row.goal:g}: {verdict}"
+        outcome = {True: "reached", False: "MISSED", None: "not known"}[row.reached]
+        line += f"{',' if row.ratio is not None else '  '} goal {row.goal:g}: {outcome}"
     return line
 
 
-def _deferred_log(row, rounds):
+def _format_notes(row, rounds):
     if row.figure == "slope":
-        medians = by_ranks(rounds, row.launcher, "whole").items()
-        yield f"{row.launcher}: " + ", ".join(f"{ranks} in {with_unit(whole, 's')}" for ranks, whole in medians)
+        medians = medians_by_ranks(rounds, row.launcher, "total").items()
+        yield f"{row.launcher}: " + ", ".join(f"{ranks} in {format_number(seconds, 's')}" for ranks, seconds in medians)
     if row.errors:
         yield f"{row.launcher} failed {len(row.errors)} times: {row.errors[-1]}"
     if row.left:
         yield f"{row.launcher} left {len(row.left)} processes in all; one of them: {row.left[-1]}"
 
 
-def with_unit(number, unit):
-    """In three digits. What has no unit is how many times as much something is as another."""
+def format_number(number, unit):
+    """Format a number with three digits and its unit. A number without a unit is a ratio."""
     if not unit:
         return f"{number:.3g} x"
     if number == 0:
@@ -137,18 +140,18 @@ def with_unit(number, unit):
     return f"{number * factor:.{digits}f} {prefix}{unit}"
 
 
-def summary(rows):
-    """Every goal on a line of its own: what has been missed can be seen at once."""
-    judged = [row for row in rows if row.goal is not None]
-    lines = [f"goals: {sum(row.reached is True for row in judged)} of {len(judged)} reached"]
-    lines += [f"  {_verdict(row)}" for row in judged if not row.reached]
+def format_summary(rows):
+    """Return a line for each goal that is missed or not known."""
+    with_goal = [row for row in rows if row.goal is not None]
+    lines = [f"goals: {sum(row.reached is True for row in with_goal)} of {len(with_goal)} reached"]
+    lines += [f"  {_describe_missed_goal(row)}" for row in with_goal if not row.reached]
     return lines
 
 
-def _verdict(row):
-    what = f"{row.measure}, {row.figure}"
-    if row.ratio is None and row.launcher != OURS:
-        return f"not known: {what} / {row.launcher}"
-    if row.launcher == OURS:
-        return f"missed: {what} is {row.median:.3g}, not {row.goal:g}" if row.median is not None else f"not known: {what}"
-    return f"missed: {what} is {row.ratio:.3g} of {row.launcher}, not {row.goal:g}"
+def _describe_missed_goal(row):
+    name = f"{row.measure}, {row.figure}"
+    if row.ratio is None and row.launcher != MPWATCH:
+        return f"not known: {name} / {row.launcher}"
+    if row.launcher == MPWATCH:
+        return f"missed: {name} is {row.median:.3g}, not {row.goal:g}" if row.median is not None else f"not known: {name}"
+    return f"missed: {name} is {row.ratio:.3g} of {row.launcher}, not {row.goal:g}"
