@@ -28,14 +28,14 @@ COLUMNS, ROWS = 100, 13
 PYTE_COLOURS = {"brown": "yellow"}  # pyte's names of colours, and rich's
 
 
-def run(steps: int, percent: int) -> list[Text]:
+def capture_screen(steps: int, percent: int) -> list[Text]:
     """Return the rows of the screen when so many per cent are done."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLORTERM": "truecolor"}
     with Program(str(PROGRAM), str(steps), env=env, columns=COLUMNS, rows=ROWS) as program:
         if not program.read_until(partial(is_complete, percent)):
             raise SystemExit("\n".join([f"the program ended before {percent} % were done:", *program.emulator.rows()]))
         screen = program.emulator.screen
-        return [row_text([screen.buffer[row][column] for column in range(COLUMNS)]) for row in range(ROWS)]
+        return [make_row_text([screen.buffer[row][column] for column in range(COLUMNS)]) for row in range(ROWS)]
 
 
 def is_complete(percent: int, rows: list[str]) -> bool:
@@ -44,15 +44,15 @@ def is_complete(percent: int, rows: list[str]) -> bool:
     return done is not None and int(done[1]) >= percent and all("running" in row and "ago" in row for row in rows[-4:])
 
 
-def row_text(cells: list[object]) -> Text:
+def make_row_text(cells: list[object]) -> Text:
     """Return a row of the screen as rich text."""
     text = Text()
-    for style, same in groupby(cells, key=cell_style):
+    for style, same in groupby(cells, key=make_cell_style):
         text.append("".join(cell.data for cell in same), style)
     return text
 
 
-def cell_style(cell: object) -> Style:
+def make_cell_style(cell: object) -> Style:
     """Return the style of a cell."""
     name = PYTE_COLOURS.get(cell.fg, cell.fg)
     colour = f"#{name}" if re.fullmatch("[0-9a-f]{6}", name) else name.replace("bright", "bright_")
@@ -61,7 +61,7 @@ def cell_style(cell: object) -> Style:
 
 def main(path: str = str(ROOT / "docs" / "live_view.svg"), steps: str = "1000", percent: str = "60") -> None:
     """Save the image."""
-    rows = run(int(steps), int(percent))
+    rows = capture_screen(int(steps), int(percent))
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     for row in rows:
         console.print(row, no_wrap=True, crop=False)

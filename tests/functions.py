@@ -37,7 +37,7 @@ class Adder:
         return self.term + x
 
 
-def modules():
+def list_modules():
     return sorted(sys.modules)
 
 

@@ -200,7 +200,7 @@ def leaves_a_thread_and_raises():
 
 
 def leaves_a_thread():
-    threading.Thread(target=threading.Event().wait, name="forgotten prefetcher").start()
+    threading.Thread(target=threading.Event().wait, name="endless prefetcher").start()
     return rank()
 
 
@@ -425,9 +425,9 @@ def exits_or_raises_at_sigterm(ending, barrier=None):
     """End at SIGTERM, as a training loop does that saves a checkpoint when a scheduler stops it."""
 
     def end(*_):
-        os.write(1, b"told to stop\n")
+        os.write(1, b"received SIGTERM\n")
         if ending == "raise":
-            raise InterruptedError("told to stop")
+            raise InterruptedError("received SIGTERM")
         sys.exit(int(ending.split()[1]))
 
     signal.signal(signal.SIGTERM, end)

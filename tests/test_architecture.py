@@ -1,4 +1,4 @@
-"""The shape of the house: who may import whom, what is public, what an import costs."""
+"""The architecture: the import rules of the package, its public names, and the cost of its import."""
 
 import ast
 import subprocess
@@ -13,7 +13,7 @@ import mpwatch
 
 PACKAGE = Path(mpwatch.__file__).parent
 DATA = {"errors", "events", "options", "results"}
-# From the ground to the user's side: a module may import of its own layer and of those named, and nothing else of mpwatch.
+# From the lowest layer to the highest. A module may import its own layer and the named layers, and nothing else of mpwatch.
 LAYERS = {
     "version": set(),
     "os_support": set(),
@@ -28,7 +28,7 @@ LAYERS = {
     "api": {"data", "live_view", "watcher", "multinode"},
     "group": {"data", "live_view", "watcher"},
     "facade": {"version", "api", "group", "data", "worker"},
-    "integrations": {"facade"},  # what a user could have written
+    "integrations": {"facade"},  # only what a user can import
 }
 
 
@@ -39,59 +39,63 @@ def layer_of(module):
     return "data" if parts[0] in DATA else parts[0]
 
 
-def imports_of(path, module):
+def find_imports(path, module):
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            home = ".".join([*base, *([node.module] if node.module else [])])
-            yield home
+            imported = ".".join([*base, *([node.module] if node.module else [])])
+            yield imported
             for alias in node.names:
-                if (PACKAGE.parent / home.replace(".", "/") / f"{alias.name}.py").exists():
-                    yield f"{home}.{alias.name}"
+                if (PACKAGE.parent / imported.replace(".", "/") / f"{alias.name}.py").exists():
+                    yield f"{imported}.{alias.name}"
 
 
-def modules():
+def find_modules():
     for path in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         yield path, name.removesuffix(".__init__")
 
 
-@pytest.mark.parametrize(("path", "module"), list(modules()), ids=lambda value: str(value) if isinstance(value, str) else "")
-def test_imports_go_one_way(path, module):
-    mine = layer_of(module)
-    for name in imports_of(path, module):
+@pytest.mark.parametrize(
+    ("path", "module"), list(find_modules()), ids=lambda value: str(value) if isinstance(value, str) else ""
+)
+def test_a_module_imports_only_allowed_layers(path, module):
+    layer = layer_of(module)
+    for name in find_imports(path, module):
         if name.startswith("mpwatch.") and name not in ("mpwatch.wire", "mpwatch.watcher", "mpwatch.worker"):
-            assert layer_of(name) in LAYERS[mine] | {mine}, f"{module} imports {name}"
+            assert layer_of(name) in LAYERS[layer] | {layer}, f"{module} imports {name}"
 
 
 def test_no_import_is_circular():
-    """Imports inside functions count, and so do imports for annotations alone."""
+    """Imports inside functions and imports for annotations count, too."""
     graph = {}
-    for path, module in modules():
-        names = set(imports_of(path, module))
+    for path, module in find_modules():
+        names = set(find_imports(path, module))
         # `from package import module` needs the module; the package's own code does not import its importer
         names -= {name.rpartition(".")[0] for name in names}
         graph[module] = names - {module}
     TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize(("path", "module"), list(modules()), ids=lambda value: str(value) if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("path", "module"), list(find_modules()), ids=lambda value: str(value) if isinstance(value, str) else ""
+)
 def test_every_module_has_a_docstring(path, module):
     assert ast.get_docstring(ast.parse(path.read_text()))
 
 
-def test_only_one_folder_asks_for_the_system():
-    for path, module in modules():
+def test_only_os_support_asks_for_the_operating_system():
+    for path, module in find_modules():
         if not module.startswith("mpwatch.os_support"):
             source = path.read_text()
             assert "sys.platform" not in source
             assert "os.name" not in source
 
 
-def test_the_public_names():
+def test_the_public_names_exist_and_are_sorted():
     assert mpwatch.__all__ == sorted(mpwatch.__all__)
     for name in mpwatch.__all__:
         assert getattr(mpwatch, name) is not None
@@ -106,17 +110,17 @@ def test_public_names_are_documented():
         assert getattr(mpwatch, name).__doc__
 
 
-def test_events_need_no_import_of_their_own():
+def test_mpwatch_events_is_imported_at_first_use():
     program = "import mpwatch; print(mpwatch.events.JsonLines.__name__, mpwatch.events is mpwatch.events)"
     assert python("-c", program).stdout == "JsonLines True\n"
 
 
-def test_import_mpwatch_is_light():
+def test_import_mpwatch_loads_few_modules():
     out = python("-c", "import sys, mpwatch; mpwatch.run; print(*sys.modules)").stdout.split()
     assert not {"torch", "cloudpickle", "tblib", "numpy"} & set(out)
 
 
-def test_the_guardian_starts_without_anything_of_ours():
+def test_the_guardian_imports_no_module_of_mpwatch():
     program = PACKAGE / "guardian" / "main.py"
     code = f"import sys, runpy; runpy.run_path({str(program)!r}, run_name='x'); print(*sys.modules)"
     out = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""Events as plain data, and what the observers of the package make of them: from streams that were made by hand."""
+"""Events as JSON data, and the output of the observers of the package. The event streams are made by hand."""
 
 import json
 import logging
@@ -34,12 +34,12 @@ from mpwatch.events import (
 from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.to_json import to_json
 
-KINDS = Event.__subclasses__()
-LONE = "caf\udce9"  # a file name that is not UTF-8, as os.fsdecode has it
+EVENT_TYPES = Event.__subclasses__()
+NOT_UTF8 = "caf\udce9"  # a file name that is not UTF-8, as os.fsdecode has it
 
 
-def strict(text):
-    """What a reader that takes nothing but JSON would make of it."""
+def parse_strictly(text):
+    """Parse JSON without the constants that Python adds to it, such as NaN."""
 
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
@@ -47,35 +47,35 @@ def strict(text):
     return json.loads(text.encode().decode(), parse_constant=refuse)
 
 
-def test_the_names_are_sorted_and_there():
+def test_the_public_names_are_sorted_and_documented():
     assert mpwatch.events.__all__ == sorted(mpwatch.events.__all__)
     for name in mpwatch.events.__all__:
         assert getattr(mpwatch.events, name).__doc__
-    assert {kind.__name__ for kind in KINDS} <= set(mpwatch.events.__all__)
+    assert {event_type.__name__ for event_type in EVENT_TYPES} <= set(mpwatch.events.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         mpwatch.events.nonsense
 
 
-def test_who_asks_what_there_is_hears_of_the_observers_before_they_are_loaded():
+def test_dir_lists_the_observers_before_they_are_imported():
     program = "import mpwatch.events as e; assert 'JsonLines' not in vars(e); assert {*e.__all__} <= {*dir(e)}; print('ok')"
     assert python("-c", program).stdout.split() == ["ok"]
 
 
-def test_the_import_of_events_is_light():
+def test_import_of_events_loads_few_modules():
     out = python("-c", "import sys, mpwatch.events; print(*sys.modules)").stdout.split()
     assert not {"torch", "json", "logging", "mpwatch.events.chrome_trace"} & set(out)
 
 
-def test_each_kind_has_its_name():
+def test_each_event_type_has_its_own_name():
     assert RunStarted.name == "run_started"
     assert HeartbeatLate.name == "heartbeat_late"
-    assert len({kind.name for kind in KINDS}) == len(KINDS)
+    assert len({event_type.name for event_type in EVENT_TYPES}) == len(EVENT_TYPES)
 
 
-# --- plain data
+# --- JSON data
 
 
-def test_an_event_as_plain_data():
+def test_an_event_as_json_data():
     (event,) = (event for event in restarted_run() if isinstance(event, WorkerFailed))
     assert event.to_dict() == {
         "event": "worker_failed",
@@ -107,23 +107,23 @@ def test_an_event_as_plain_data():
     }
 
 
-def test_states_are_told_by_name_and_numbers_that_json_lacks_by_text():
-    told = [event.to_dict() for event in restarted_run()]
-    assert {"event": "state_changed", "before": "UNKNOWN", "after": "INIT"}.items() <= told[1].items()
-    (ended,) = (line for line in told if line["event"] == "worker_exited" and line["progress"])
+def test_states_are_names_and_special_numbers_are_text():
+    dicts = [event.to_dict() for event in restarted_run()]
+    assert {"event": "state_changed", "before": "UNKNOWN", "after": "INIT"}.items() <= dicts[1].items()
+    (ended,) = (line for line in dicts if line["event"] == "worker_exited" and line["progress"])
     assert ended["progress"] == {"step": 3, "total": 9, "metrics": {"loss": "nan"}, "elapsed": 1.2}
 
 
-class Custom(Exception):
+class CustomError(Exception):
     pass
 
 
-class Broken:
+class FailsInRepr:
     def __repr__(self):
         raise ValueError("no")
 
 
-class Hiding(str):
+class FailsInEncode(str):
     __slots__ = ()
 
     def encode(self, *_, **__):
@@ -137,7 +137,7 @@ class Pair:
 
 
 @pytest.mark.parametrize(
-    ("odd", "expected"),
+    ("value", "expected"),
     [
         (numpy.float32(0.5), 0.5),
         (numpy.float64(0.1), 0.1),
@@ -147,29 +147,29 @@ class Pair:
         (-math.inf, "-inf"),
         (1 << 70, hex(1 << 70)),
         (10**5000, hex(10**5000)),
-        (LONE, "caf\\udce9"),
-        (Hiding("text"), "text"),
+        (NOT_UTF8, "caf\\udce9"),
+        (FailsInEncode("text"), "text"),
         (
-            {1: 2, None: 3, FailureKind.OOM: 4, ("a", 1): 5, LONE: 6},
+            {1: 2, None: 3, FailureKind.OOM: 4, ("a", 1): 5, NOT_UTF8: 6},
             {"1": 2, "None": 3, "OOM": 4, "['a', 1]": 5, "caf\\udce9": 6},
         ),
         (signal.SIGTERM, "SIGTERM"),
-        (Custom("x"), f"{__name__}.Custom"),
+        (CustomError("x"), f"{__name__}.CustomError"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (Pair((1, [2]), Pair), {"left": [1, [2]], "right": repr(Pair)}),
         (b"\xff", "b'\\xff'"),
-        (Broken(), "<Broken>"),
+        (FailsInRepr(), "<FailsInRepr>"),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_whatever_there_is_becomes_plain(odd, expected):
-    found = to_json(odd)
+def test_any_value_becomes_json_data(value, expected):
+    found = to_json(value)
     assert found == expected
     assert type(found) is type(expected)
-    assert strict(json.dumps(found, allow_nan=False)) == expected
+    assert parse_strictly(json.dumps(found, allow_nan=False)) == expected
 
 
-ANYTHING = st.recursive(
+ANY_VALUES = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
@@ -177,8 +177,10 @@ ANYTHING = st.recursive(
     | st.complex_numbers()
     | st.text(st.characters(codec=None))
     | st.binary()
-    | st.builds(Broken)
-    | st.sampled_from([FailureKind.OOM, ValueError(LONE), Pair(LONE, math.nan), numpy.float16(1e-7), numpy.bool_(1)]),
+    | st.builds(FailsInRepr)
+    | st.sampled_from(
+        [FailureKind.OOM, ValueError(NOT_UTF8), Pair(NOT_UTF8, math.nan), numpy.float16(1e-7), numpy.bool_(1)]
+    ),
     lambda inner: (
         st.lists(inner)
         | st.tuples(inner, inner)
@@ -189,18 +191,18 @@ ANYTHING = st.recursive(
 
 
 @settings(deadline=None)
-@given(odd=ANYTHING)
-def test_the_plain_data_of_anything_is_strictly_json(odd):
-    progress = Progress(step=1, total=None, metrics={"odd": odd}, elapsed=0.0)
-    event = WorkerExited(time=0.0, monotonic=0.0, run_id=LONE, ranks=(0,), pid=1, exit_code=0, progress=progress)
-    told = event.to_dict()
-    assert strict(json.dumps(told, ensure_ascii=False, allow_nan=False)) == told
+@given(value=ANY_VALUES)
+def test_the_data_of_any_value_is_valid_json(value):
+    progress = Progress(step=1, total=None, metrics={"value": value}, elapsed=0.0)
+    event = WorkerExited(time=0.0, monotonic=0.0, run_id=NOT_UTF8, ranks=(0,), pid=1, exit_code=0, progress=progress)
+    data = event.to_dict()
+    assert parse_strictly(json.dumps(data, ensure_ascii=False, allow_nan=False)) == data
 
 
 # --- logging
 
 
-def logged(caplog, level, events):
+def log_events(caplog, level, events):
     caplog.set_level(level, "mpwatch")
     for event in events:
         LogEvents()(event)
@@ -208,21 +210,21 @@ def logged(caplog, level, events):
 
 
 def test_by_default_only_restarts_are_logged(caplog):
-    (line,) = logged(caplog, logging.WARNING, restarted_run())
+    (line,) = log_events(caplog, logging.WARNING, restarted_run())
     assert line == "run a1b2c3d4: restarting ranks 0-1 in 1.0 s (restart 1, 0 left): rank 1 failed first: ValueError: boom"
     assert caplog.records[0].levelno == logging.WARNING
 
 
-def test_the_course_of_a_run_is_information(caplog):
-    lines = [line.removeprefix("run a1b2c3d4: ") for line in logged(caplog, logging.INFO, restarted_run())]
+def test_the_progress_of_a_run_is_logged_at_info(caplog):
+    lines = [line.removeprefix("run a1b2c3d4: ") for line in log_events(caplog, logging.INFO, restarted_run())]
     assert lines[0] == "train starts on here: 2 ranks of role trainer"
     assert lines[1:4] == ["UNKNOWN -> INIT", "INIT -> HEALTHY", "rank 0: silent for 5.0 s of 10.0 s allowed"]
     assert lines[-1] == "SUCCEEDED after 4.7 s, after 1 restart"
     assert len(lines) == 10
 
 
-def test_what_becomes_of_each_rank_is_for_who_debugs(caplog):
-    lines = logged(caplog, logging.DEBUG, failed_run())
+def test_events_of_each_rank_are_logged_at_debug(caplog):
+    lines = log_events(caplog, logging.DEBUG, failed_run())
     assert len(lines) == len(failed_run())
     assert "run a1b2c3d4: rank 1: ValueError: boom (the root cause)" in lines
     assert "run a1b2c3d4: rank 0: process 110, restart 1" in lines
@@ -230,8 +232,8 @@ def test_what_becomes_of_each_rank_is_for_who_debugs(caplog):
     assert lines[-1].endswith("FAILED after 4.7 s, after 1 restart: rank 1 failed first: ValueError: boom")
 
 
-def test_the_log_says_whose_ranks_these_are_each_time_that_nodes_have_met(caplog):
-    lines = [line.removeprefix("run a1b2c3d4: ") for line in logged(caplog, logging.INFO, moved_node_run())]
+def test_the_ranks_of_this_node_are_logged_after_each_rendezvous(caplog):
+    lines = [line.removeprefix("run a1b2c3d4: ") for line in log_events(caplog, logging.INFO, moved_node_run())]
     assert [line for line in lines if line.startswith("node ")] == [
         "node 2 of 3: ranks 4-5 of 6, store at 10.0.0.1:4711",
         "node 1 of 2: ranks 2-3 of 4, store at 10.0.0.1:4712, restart 1",
@@ -243,60 +245,60 @@ def test_the_log_says_whose_ranks_these_are_each_time_that_nodes_have_met(caplog
     ]
 
 
-def test_an_address_with_colons_is_told_apart_from_its_port(caplog):
+def test_an_ipv6_address_is_logged_in_brackets(caplog):
     (event,) = (
         event
         for event in EventHistory(is_multi_node=True).complete_rendezvous(0.1, 0, 2).events
         if isinstance(event, RendezvousCompleted)
     )
-    (line,) = logged(caplog, logging.INFO, [replace(event, master_addr="fd00::1")])
+    (line,) = log_events(caplog, logging.INFO, [replace(event, master_addr="fd00::1")])
     assert line.endswith("store at [fd00::1]:4711")
 
 
-def test_a_line_of_the_log_is_one_line_that_can_be_encoded(caplog):
-    cause = failure(0, FailureKind.OOM, evidence=f"one\ntwo {LONE}")
+def test_a_log_record_is_one_line_that_can_be_encoded(caplog):
+    cause = failure(0, FailureKind.OOM, evidence=f"one\ntwo {NOT_UTF8}")
     at = {"time": 0.0, "monotonic": 0.0, "ranks": (0,)}
-    event = Restarting(run_id=LONE, cause=cause, delay=0.0, restarts_left=2, **at)
-    (line,) = logged(caplog, logging.INFO, [event, Event(run_id="of a later version", **at)])
+    event = Restarting(run_id=NOT_UTF8, cause=cause, delay=0.0, restarts_left=2, **at)
+    (line,) = log_events(caplog, logging.INFO, [event, Event(run_id="of a later version", **at)])
     expected = (
         "restarting rank 0 (restart 1, 2 left): rank 0 was killed by the kernel's out-of-memory killer (one two caf\\udce9)"
     )
     assert line == f"run caf\\udce: {expected}"
 
 
-def test_nothing_is_wanted_that_would_not_be_logged(caplog):
+def test_the_logging_observer_wants_only_events_of_its_level(caplog):
     caplog.set_level(logging.WARNING, "mpwatch")
     log = LogEvents()
     assert log.wants(Restarting)
     assert not log.wants(RunStarted)
     caplog.set_level(logging.CRITICAL, "mpwatch")
-    assert not any(log.wants(kind) for kind in KINDS)
+    assert not any(log.wants(event_type) for event_type in EVENT_TYPES)
     caplog.set_level(logging.DEBUG, "mpwatch")
-    assert all(log.wants(kind) for kind in KINDS)
+    assert all(log.wants(event_type) for event_type in EVENT_TYPES)
 
 
 # --- JSON lines
 
 
-def test_a_line_for_each_event(tmp_path):
+def test_json_lines_has_a_line_for_each_event(tmp_path):
     path = tmp_path / "events.jsonl"
     observe = JsonLines(path)
-    told = restarted_run() + moved_node_run()
-    for event in told:
+    events = restarted_run() + moved_node_run()
+    for event in events:
         observe(event)
     lines = path.read_text(encoding="utf-8").splitlines()
-    assert [strict(line) for line in lines] == [event.to_dict() for event in told]
+    assert [parse_strictly(line) for line in lines] == [event.to_dict() for event in events]
 
 
-def test_any_text_stays_on_its_line_and_readable(tmp_path):
+def test_any_text_stays_on_one_line_and_readable(tmp_path):
     path = tmp_path / "events.jsonl"
-    text = f"größer\n\r\x0b\x1c\x85\u2028\u2029\x00 {LONE}"
+    text = f"größer\n\r\x0b\x1c\x85\u2028\u2029\x00 {NOT_UTF8}"
     for _ in range(2):
         JsonLines(path)(EventHistory(fn=text).events[0])
     lines = path.read_text(encoding="utf-8").splitlines()
     assert len(lines) == 2
     assert "größer" in lines[0]
-    assert strict(lines[1])["fn"] == text.replace("\udce9", "\\udce9")
+    assert parse_strictly(lines[1])["fn"] == text.replace("\udce9", "\\udce9")
 
 
 def append_many(path):
@@ -309,11 +311,11 @@ def append_many(path):
 def test_several_processes_append_to_one_file(tmp_path):
     path = tmp_path / "events.jsonl"
     mpwatch.run(append_many, 2, args=(path,))
-    found = [strict(line)["run_id"] for line in path.read_text().splitlines()]
+    found = [parse_strictly(line)["run_id"] for line in path.read_text().splitlines()]
     assert sorted(found) == ["0"] * 200 + ["1"] * 200
 
 
-def test_the_file_stays_where_it_was_when_the_program_goes_elsewhere(tmp_path, monkeypatch):
+def test_a_relative_path_is_resolved_when_the_observer_is_created(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     observe = JsonLines("events.jsonl")
@@ -336,26 +338,26 @@ def test_a_file_that_cannot_be_written_is_an_error_at_once(tmp_path):
 # --- the trace
 
 
-def traced(tmp_path, events):
+def write_trace(tmp_path, events):
     path = tmp_path / "trace.json"
     write_chrome_trace(events, path)
-    return strict(path.read_text(encoding="utf-8"))["traceEvents"]
+    return parse_strictly(path.read_text(encoding="utf-8"))["traceEvents"]
 
 
-def spans(lines, tid):
+def find_spans(lines, tid):
     return [
         (line["name"], line["ts"], line["ts"] + line["dur"]) for line in lines if line["ph"] == "X" and line["tid"] == tid
     ]
 
 
-def marks(lines, tid):
+def find_marks(lines, tid):
     return [(line["name"], line["ts"]) for line in lines if line["ph"] == "i" and line["tid"] == tid]
 
 
 def check_nesting(lines):
-    """Whatever two spans of a lane have in common: one lies within the other, and is told after it."""
+    """Check that two overlapping spans of a lane are nested, and that the inner span is written after the outer one."""
     for tid in {line["tid"] for line in lines}:
-        found = spans(lines, tid)
+        found = find_spans(lines, tid)
         for number, (_, start, end) in enumerate(found):
             assert 0 <= start <= end
             for _, later_start, later_end in found[number + 1 :]:
@@ -363,17 +365,17 @@ def check_nesting(lines):
     assert all(line["ts"] >= 0 for line in lines if line["ph"] != "M")
 
 
-def test_the_lanes_of_a_run(tmp_path):
-    lines = traced(tmp_path, restarted_run())
+def test_the_trace_has_a_lane_for_each_rank(tmp_path):
+    lines = write_trace(tmp_path, restarted_run())
     names = {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"}
     assert names == {1: "group", 2: "rank 0", 3: "rank 1"}
     assert [line["args"]["name"] for line in lines if line["name"] == "process_name"] == ["train on here (a1b2c3d4e5)"]
     assert {line["pid"] for line in lines} == {1}
 
 
-def test_the_lives_and_calls_of_a_rank(tmp_path):
-    lines = traced(tmp_path, restarted_run())
-    assert spans(lines, 3) == [
+def test_the_attempts_and_calls_of_a_rank(tmp_path):
+    lines = write_trace(tmp_path, restarted_run())
+    assert find_spans(lines, 3) == [
         ("attempt 0", 100_000, 1_600_000),
         ("start-up", 100_000, 500_000),
         ("train", 500_000, 1_500_000),
@@ -392,21 +394,21 @@ def test_the_lives_and_calls_of_a_rank(tmp_path):
     check_nesting(lines)
 
 
-def test_a_rank_that_hangs_is_at_work_until_it_is_stopped(tmp_path):
-    """Though it failed when it was last heard of."""
+def test_the_call_of_a_hanging_rank_lasts_until_it_is_stopped(tmp_path):
+    """The failure itself is drawn at the last heartbeat."""
     history = EventHistory().start_and_call().add(WorkerExited, 9.0, (1,), pid=101, exit_code=-9, heartbeat_at=START + 1.0)
     history.add(WorkerFailed, 1.0, (1,), failure=failure(1, FailureKind.HANG), is_root_cause=True)
-    lines = traced(tmp_path, history.events)
-    assert ("train", 500_000, 9_000_000) in spans(lines, 3)
+    lines = write_trace(tmp_path, history.events)
+    assert ("train", 500_000, 9_000_000) in find_spans(lines, 3)
     assert [line["cat"] for line in lines if line["ph"] == "X" and line["tid"] == 3][-1] == "call,failed"
-    assert ("failed first", 1_000_000) in marks(lines, 3)
+    assert ("failed first", 1_000_000) in find_marks(lines, 3)
 
 
-def test_what_happened_at_one_instant(tmp_path):
-    lines = traced(tmp_path, restarted_run())
-    assert marks(lines, 1) == [("restart of ranks 0-1", 2_000_000), ("SUCCEEDED", 4_700_000)]
-    assert marks(lines, 2) == [("heartbeat late", 1_200_000)]
-    assert marks(lines, 3) == [("last heartbeat", 1_400_000), ("last report", 1_200_000), ("failed first", 1_500_000)]
+def test_events_without_duration_are_marks(tmp_path):
+    lines = write_trace(tmp_path, restarted_run())
+    assert find_marks(lines, 1) == [("restart of ranks 0-1", 2_000_000), ("SUCCEEDED", 4_700_000)]
+    assert find_marks(lines, 2) == [("heartbeat late", 1_200_000)]
+    assert find_marks(lines, 3) == [("last heartbeat", 1_400_000), ("last report", 1_200_000), ("failed first", 1_500_000)]
     (failed_first,) = (line for line in lines if line["name"] == "failed first")
     assert failed_first["args"]["what"] == "rank 1: ValueError: boom"
     assert failed_first["args"]["kind"] == "EXCEPTION"
@@ -414,8 +416,8 @@ def test_what_happened_at_one_instant(tmp_path):
     assert report["args"]["metrics"] == {"loss": "nan"}
 
 
-def test_ranks_that_another_node_had_before_are_drawn_with_their_calls(tmp_path):
-    lines = traced(tmp_path, moved_node_run())
+def test_ranks_that_moved_from_another_node_are_drawn(tmp_path):
+    lines = write_trace(tmp_path, moved_node_run())
     assert {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"} == {
         1: "group",
         4: "rank 2",
@@ -424,8 +426,8 @@ def test_ranks_that_another_node_had_before_are_drawn_with_their_calls(tmp_path)
         7: "rank 5",
     }
     for tid, starts in ((6, [500_000]), (4, [2_500_000, 4_500_000])):
-        assert [start for name, start, _ in spans(lines, tid) if name == "train"] == starts
-    assert [mark for mark in marks(lines, 1) if mark[0].startswith("node")] == [
+        assert [start for name, start, _ in find_spans(lines, tid) if name == "train"] == starts
+    assert [mark for mark in find_marks(lines, 1) if mark[0].startswith("node")] == [
         ("node 2 of 3: ranks 4-5", 100_000),
         ("node 1 of 2: ranks 2-3", 2_000_000),
         ("node 1 of 3: ranks 2-3", 4_000_000),
@@ -435,13 +437,13 @@ def test_ranks_that_another_node_had_before_are_drawn_with_their_calls(tmp_path)
     check_nesting(lines)
 
 
-def test_the_states_of_the_group(tmp_path):
-    found = spans(traced(tmp_path, restarted_run()), 1)
+def test_the_states_of_the_group_are_spans(tmp_path):
+    found = find_spans(write_trace(tmp_path, restarted_run()), 1)
     assert [name for name, _, _ in found] == ["INIT", "HEALTHY", "UNHEALTHY", "INIT", "HEALTHY", "SUCCEEDED"]
     assert [end for _, _, end in found[:-1]] == [start for _, start, _ in found[1:]]
 
 
-def test_the_calls_of_a_group_by_number(tmp_path):
+def test_the_calls_of_a_group_are_numbered(tmp_path):
     history = (
         EventHistory(fn="", nprocs=1)
         .change_state(WorkerState.INIT, 0.0)
@@ -450,43 +452,43 @@ def test_the_calls_of_a_group_by_number(tmp_path):
     )
     for second in range(1, 4):
         history.add(CallStarted, float(second)).add_for_each_rank(WorkerSucceeded, second + 0.5)
-    lines = traced(tmp_path, history.events)
-    calls = [(name, start, end) for name, start, end in spans(lines, 2) if name.startswith("call")]
+    lines = write_trace(tmp_path, history.events)
+    calls = [(name, start, end) for name, start, end in find_spans(lines, 2) if name.startswith("call")]
     assert calls == [(f"call {n}", n * 1_000_000, n * 1_000_000 + 500_000) for n in (1, 2, 3)]
-    assert [name for name, _, _ in spans(lines, 2)][:2] == ["attempt 0", "start-up"]
+    assert [name for name, _, _ in find_spans(lines, 2)][:2] == ["attempt 0", "start-up"]
 
 
-def test_a_rank_that_is_replaced_alone(tmp_path):
+def test_a_rank_that_is_restarted_alone(tmp_path):
     history = EventHistory().start_and_call().add(WorkerExited, 1.0, (1,), pid=101, exit_code=1)
     history.add(WorkerFailed, 1.0, (1,), failure=failure(1), is_root_cause=True)
     history.add(Restarting, 1.0, (1,), cause=failure(1), delay=1.0, restarts_left=0).start_ranks(2.0, 1, (1,))
     history.add(WorkerReady, 2.5, (1,), attempt=1).add(WorkerSucceeded, 3.0, (0,)).add(WorkerSucceeded, 4.0, (1,), attempt=1)
-    lines = traced(tmp_path, history.events)
-    assert ("train", 500_000, 3_000_000) in spans(lines, 2)
-    assert [name for name, _, _ in spans(lines, 3)].count("train") == 2
-    assert spans(lines, 3)[-1] == ("train", 2_500_000, 4_000_000)
+    lines = write_trace(tmp_path, history.events)
+    assert ("train", 500_000, 3_000_000) in find_spans(lines, 2)
+    assert [name for name, _, _ in find_spans(lines, 3)].count("train") == 2
+    assert find_spans(lines, 3)[-1] == ("train", 2_500_000, 4_000_000)
 
 
 @pytest.mark.parametrize("length", range(1, len(failed_run()) + 1))
-def test_a_run_that_was_cut_off_can_be_drawn(tmp_path, length):
-    check_nesting(traced(tmp_path, failed_run()[:length]))
-    check_nesting(traced(tmp_path, failed_run()[-length:]))
+def test_an_incomplete_stream_can_be_drawn(tmp_path, length):
+    check_nesting(write_trace(tmp_path, failed_run()[:length]))
+    check_nesting(write_trace(tmp_path, failed_run()[-length:]))
 
 
-def test_a_rank_that_could_not_be_started_has_no_life(tmp_path):
+def test_a_rank_that_could_not_be_started_has_no_spans(tmp_path):
     history = EventHistory().add(WorkerFailed, 0.2, (1,), failure=failure(1, FailureKind.START), is_root_cause=True)
-    lines = traced(tmp_path, history.change_state(WorkerState.FAILED, 0.3).events)
-    assert not spans(lines, 3)
-    assert marks(lines, 3) == [("failed first", 200_000)]
+    lines = write_trace(tmp_path, history.change_state(WorkerState.FAILED, 0.3).events)
+    assert not find_spans(lines, 3)
+    assert find_marks(lines, 3) == [("failed first", 200_000)]
 
 
-def test_each_run_is_a_process(tmp_path):
+def test_each_run_is_a_process_of_the_trace(tmp_path):
     both = [
         event
         for pair in zip(restarted_run(), EventHistory(run_id="b").start_and_call().events, strict=False)
         for event in pair
     ]
-    lines = traced(tmp_path, both)
+    lines = write_trace(tmp_path, both)
     assert {line["pid"] for line in lines} == {1, 2}
 
 
@@ -532,16 +534,18 @@ FIELDS = {
     "master_addr": st.text(),
     "master_port": st.integers(1, 65535),
 }
-EVENTS = st.one_of([st.builds(kind, **{field.name: FIELDS[field.name] for field in fields(kind)}) for kind in KINDS])
+EVENTS = st.one_of(
+    [st.builds(event_type, **{field.name: FIELDS[field.name] for field in fields(event_type)}) for event_type in EVENT_TYPES]
+)
 
 
 @settings(deadline=None)
 @given(events=st.lists(EVENTS, min_size=1, max_size=25))
-def test_whatever_is_told_in_whatever_order_can_be_drawn(tmp_path_factory, events):
-    check_nesting(traced(tmp_path_factory.getbasetemp(), events))
+def test_any_events_in_any_order_can_be_drawn(tmp_path_factory, events):
+    check_nesting(write_trace(tmp_path_factory.getbasetemp(), events))
 
 
-def test_no_events_are_an_error_that_says_how_to_have_some(tmp_path):
+def test_the_error_without_events_says_how_to_collect_them(tmp_path):
     with pytest.raises(ValueError, match=r"on_event=events\.append"):
         RunResult(WorkerState.SUCCEEDED).to_chrome_trace(tmp_path / "trace.json")
     with pytest.raises(TypeError, match=r"result\.events"):
@@ -549,7 +553,7 @@ def test_no_events_are_an_error_that_says_how_to_have_some(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-def test_the_trace_of_a_result(tmp_path):
+def test_a_result_writes_the_trace_of_its_events(tmp_path):
     path = tmp_path / "trace.json"
     RunResult(WorkerState.SUCCEEDED, events=tuple(restarted_run())).to_chrome_trace(path)
     write_chrome_trace(iter(restarted_run()), tmp_path / "again.json")

@@ -274,7 +274,7 @@ def test_a_rank_that_ends_because_of_sigterm_counts_as_stopped(ending, barrier, 
         assert re.match(r"  ranks? [02](, 2)?: stopped by the watcher .*\(saboteurs\.py:", others)
     assert set(caught.value.failures) == {1}
     out, err = capfd.readouterr()
-    assert (out.count("told to stop"), err) == (2, "")
+    assert (out.count("received SIGTERM"), err) == (2, "")
 
 
 def test_the_time_of_a_failure_is_when_it_happened_not_when_it_was_pickled(barrier):

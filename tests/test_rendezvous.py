@@ -59,7 +59,7 @@ def test_an_invalid_option_is_named(options, error, text, monkeypatch):
         make(**options)
 
 
-def test_the_secret_may_come_from_the_environment_and_is_never_shown(monkeypatch):
+def test_the_secret_can_come_from_the_environment_and_is_never_shown(monkeypatch):
     monkeypatch.setenv(SECRET_VARIABLE, "open sesame")
     assert make().key == b"open sesame"
     assert make(secret="another").key == b"another"

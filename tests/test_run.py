@@ -230,7 +230,7 @@ def test_ranks_run_exit_hooks_and_wait_for_threads(tmp_path):
 def test_a_rank_that_does_not_exit_is_named(caplog):
     result = mpwatch.run(saboteurs.leaves_a_thread, 2, grace_period=0.2)
     assert list(result) == [0, 1]
-    assert "rank 0 had returned but was still running 0.2 s later (non-daemon threads: forgotten prefetcher)" in caplog.text
+    assert "rank 0 had returned but was still running 0.2 s later (non-daemon threads: endless prefetcher)" in caplog.text
 
 
 def test_a_forked_child_of_a_rank_sends_no_value():
@@ -366,7 +366,7 @@ def test_a_torch_free_run_never_imports_torch_nor_cloudpickle():
         "import sys, functions, mpwatch\n"
         "result = mpwatch.run(functions.rank, 1)\n"
         "assert not {'torch', 'cloudpickle', 'numpy'} & set(sys.modules)\n"
-        "print(mpwatch.run(functions.modules, 1)[0])\n"
+        "print(mpwatch.run(functions.list_modules, 1)[0])\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)

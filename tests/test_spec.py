@@ -1,4 +1,4 @@
-"""Bad arguments are named, with their values."""
+"""The errors for invalid options name the option and its value."""
 
 import asyncio
 import functools
@@ -70,14 +70,14 @@ class AsyncCallable:
         ({"role": ""}, ValueError, "role must be a name, not ''"),
     ],
 )
-def test_bad_arguments(options, error, text):
+def test_an_invalid_option_is_named(options, error, text):
     with pytest.raises(error, match=text):
         WorkerSpec(**{"fn": fn, "nprocs": 2} | options)
     with pytest.raises(error, match=text):
         mpwatch.run(**{"fn": fn, "nprocs": 2} | options)
 
 
-def test_what_env_returns_is_checked_as_well():
+def test_the_return_value_of_env_is_checked():
     with pytest.raises(TypeError, match=r"what env\(\) returned must be a mapping"):
         mpwatch.run(fn, 2, env=lambda worker: None)
     with pytest.raises(ValueError, match=r"what env\(\) returned may not set RANK"):
@@ -89,7 +89,7 @@ def test_check_is_a_bool():
         mpwatch.run(fn, 1, check="no")
 
 
-def test_main_has_no_check():
+def test_main_has_no_option_check():
     with pytest.raises(TypeError, match="no option 'check'"):
         mpwatch.main(fn, 1, check=False)
 
@@ -102,9 +102,9 @@ def test_a_spec_is_validated_once_and_frozen():
         spec.nprocs = 3
 
 
-def test_auto_is_the_cpus_where_there_is_no_gpu():
+def test_nprocs_auto_is_the_number_of_cpus_without_a_gpu():
     assert WorkerSpec(fn=fn).nprocs == len(os.sched_getaffinity(0))
 
 
-def test_a_sync_function_that_runs_a_coroutine_is_fine():
+def test_a_sync_function_may_run_a_coroutine():
     assert list(mpwatch.run(lambda: asyncio.run(asyncio.sleep(0, 5)), 1)) == [5]

@@ -50,7 +50,7 @@ class EventTimes:
         return [os.open(self._pipe_path(rank), os.O_RDWR) for rank in range(self._nprocs)]
 
     def announce_start(self) -> None:
-        """Tell all ranks that one more rank runs."""
+        """Signal to all ranks that one more rank runs."""
         for rank in range(self._nprocs):
             fd = os.open(self._pipe_path(rank), os.O_RDWR)
             os.write(fd, b"x")

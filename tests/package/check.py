@@ -1,4 +1,7 @@
-"""Checks what was built, as a user gets it: metadata, content, and that the installed wheel can be imported and used."""
+"""Check the built packages: metadata and content. Install the wheel into a new environment and use it there.
+
+python check.py DIST     the folder that has the wheel and the sdist
+"""
 
 import re
 import subprocess
@@ -23,20 +26,20 @@ assert {"LICENSE", "README.md", "CHANGELOG.md", "tests/conftest.py", "examples/c
 with tempfile.TemporaryDirectory() as folder:
     venv.create(folder, with_pip=True)
     python = Path(folder) / "bin" / "python"
-    # torch, a dependency of hundreds of megabytes, is imported only where it is needed, and not here
+    # without dependencies: torch has hundreds of megabytes, and this code does not need it
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True)
     subprocess.run([python, "-m", "pip", "install", "--quiet", "cloudpickle", "pytest>=8.2"], check=True)
     code = "import mpwatch; print(mpwatch.__version__, list(mpwatch.run(abs, 2, args=(-3,))))"
-    done = subprocess.run([python, "-W", "error", "-c", code], check=True, capture_output=True, text=True, cwd=folder)
-    assert done.stdout == "0.1.0 [3, 3]\n", done.stdout
+    finished = subprocess.run([python, "-W", "error", "-c", code], check=True, capture_output=True, text=True, cwd=folder)
+    assert finished.stdout == "0.1.0 [3, 3]\n", finished.stdout
 
-    # the plugin is found by its entry point, and where warnings are errors, too
+    # pytest finds the plugin by its entry point, also if warnings are errors
     test = (
         "import mpwatch, pytest\n@pytest.mark.mpwatch(2)\ndef test():\n    assert mpwatch.current_worker().world_size == 3\n"
     )
     (Path(folder) / "test_it.py").write_text(test)
     program = [python, "-m", "pytest", "-W", "error", "--strict-markers", "test_it.py"]
-    shown = subprocess.run(program, check=False, capture_output=True, text=True, cwd=folder).stdout
-    assert "AssertionError: assert 2 == 3\n" in shown, shown
-    assert re.search(r"in rank [01] of 2\n", shown), shown
-print("the package is in order")
+    output = subprocess.run(program, check=False, capture_output=True, text=True, cwd=folder).stdout
+    assert "AssertionError: assert 2 == 3\n" in output, output
+    assert re.search(r"in rank [01] of 2\n", output), output
+print("all checks of the package passed")
