@@ -64,10 +64,8 @@ def restart(measure, launcher, ranks, folder):
     began = time.monotonic()
     call(getattr(tasks, measure.task), ranks, (folder,))
     (failed,) = read_figures(folder, "failed", 1)
-    entered, restarted = (
-        max(read_figures(folder, "entered", ranks)) - began,
-        max(read_figures(folder, "restarted", ranks)) - failed,
-    )
+    entered = max(read_figures(folder, "entered", ranks)) - began
+    restarted = max(read_figures(folder, "restarted", ranks)) - failed
     return {"entered": entered, "restarted": restarted, "restart_ratio": restarted / entered}
 
 

@@ -21,9 +21,8 @@ END_MARK = b"\0end of output\0"  # written in one call, so read in one; torch el
 
 def main(ranks, lines):
     memory = memoryview(bytearray(BYTES_PER_LINE * ranks * lines))
-    memory[::PAGE] = bytes(
-        len(memory[::PAGE])
-    )  # the kernel allocates a page at the first write: now, not while it is measured
+    # the kernel allocates a page at the first write: now, not while it is measured
+    memory[::PAGE] = bytes(len(memory[::PAGE]))
     size, instants = 0, []
     while count := os.readv(0, [memory[size : size + READ_SIZE]]):
         size += count

@@ -35,16 +35,15 @@ def make_rows(name, rounds):
 def _make_rows(name, figure, rounds):
     measure = MEASURES[name]
     cells = {launcher: [figures[launcher] for figures in rounds if launcher in figures] for launcher in measure.launchers}
-    samples = {launcher: _samples(figure, found) for launcher, found in cells.items()}
+    samples = {launcher: _collect_samples(figure, found) for launcher, found in cells.items()}
     medians = {launcher: statistics.median(found) for launcher, found in samples.items() if found}
     goals = {goal.against or MPWATCH: goal for goal in measure.goals if goal.figure == figure}
     for launcher, found in samples.items():
         if not cells[launcher]:
             continue  # the launcher was not selected
         median, goal = medians.get(launcher), goals.get(launcher)
-        is_comparable = (
-            launcher != MPWATCH and MPWATCH in medians and FIGURES[figure][1]
-        )  # figures that are ratios are not compared
+        has_unit = FIGURES[figure][1]  # figures without one are ratios, which are not compared
+        is_comparable = launcher != MPWATCH and MPWATCH in medians and has_unit
         ratio = medians[MPWATCH] / median if median and is_comparable else None
         compared = median if launcher == MPWATCH else ratio
         yield Row(
@@ -65,11 +64,11 @@ def _make_rows(name, figure, rounds):
         )
 
 
-def _samples(figure, rounds):
-    return [sample for by_number in rounds if (sample := _sample(figure, by_number)) is not None]
+def _collect_samples(figure, rounds):
+    return [sample for by_number in rounds if (sample := _find_sample(figure, by_number)) is not None]
 
 
-def _sample(figure, by_number_of_ranks):
+def _find_sample(figure, by_number_of_ranks):
     """Return the figure of one round; None if the launcher failed in it."""
     cells = by_number_of_ranks.items()
     if figure == "slope":
