@@ -1,13 +1,15 @@
 """Restarts where several things happen at once, and their reports. With real processes."""
 
 import signal
+import threading
 
+import functions
 import pytest
 import reborn
 from conftest import SPAWN
 
 import mpwatch
-from mpwatch import RestartPolicy, WorkerState
+from mpwatch import LaunchError, RestartPolicy, WorkerState
 from mpwatch.events import Restarting, RunEnded, WorkerFailed, WorkerReady
 from mpwatch.watcher.observers.event_bus import EventBus
 
@@ -138,3 +140,18 @@ def test_an_exception_during_the_last_dispatch_loses_no_event(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         mpwatch.run(max, 1, args=(1, 2), on_event=events.append)
     assert [event.name for event in events[-2:]] == ["state_changed", "run_ended"]
+
+
+def test_a_run_that_may_restart_needs_a_thread_of_its_own(monkeypatch):
+    """Decisions about restarts run in the caller's thread, so the event loop cannot run there."""
+    start = threading.Thread.start
+
+    def refuse_watcher_thread(self):
+        if self.name == "mpwatch":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_watcher_thread)
+    with pytest.raises(LaunchError, match="the ranks cannot be watched: can't start new thread"):
+        mpwatch.run(functions.rank, 1, max_restarts=1)
+    assert list(mpwatch.run(functions.rank, 2)) == [0, 1]

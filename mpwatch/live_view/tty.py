@@ -1,4 +1,4 @@
-"""Find a terminal for the live view. Cheap to import: every call that is waited for asks for a terminal."""
+"""Find a terminal for the live view. Every call that takes longer than 2 ms imports this module, so it imports little."""
 
 import os
 import select

@@ -138,7 +138,7 @@ class Leader:
         self._acknowledged: set[int] = set()  # the nodes that sent ShutdownAck
         self._started_at = now
         self._history = RestartHistory()
-        self._waiting_nodes = 0  # nodes that wait to join, as far as the job has room for them
+        self._waiting_nodes = 0  # nodes that wait to join, at most as many as the job has room for
         self._first_ranks: dict[int, int] = {}
         self._begin_attempt()
         self._deadline = now + NODE_INFO_SHARE * node_timeout

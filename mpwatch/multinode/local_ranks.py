@@ -17,7 +17,8 @@ from mpwatch.watcher.restarts.restart_group import RankSetup
 
 log = logging.getLogger("mpwatch")
 NodeUpdate = PrepareRanks | ReportAttempt | ReportJob | BaseException
-STOP_SHARE, KILL_SHARE = 0.65, 0.85  # of node_timeout: when the ranks of a node that is cut off get SIGTERM, and SIGKILL
+# Fractions of node_timeout after which the ranks of a node that is cut off get SIGTERM, and then SIGKILL.
+STOP_SHARE, KILL_SHARE = 0.65, 0.85
 
 
 class LocalRanks:

@@ -1,7 +1,7 @@
 """`RunResult`: what `mpwatch.run` returns.
 
-There are two classes to avoid an import cycle: the modules that make text, HTML and traces take the data (`RunData` of
-model.py), and `RunResult`, which adds the events and the methods that call those modules, imports them.
+report.py, html.py and chrome_trace.py need the data of a result, and RunResult needs these modules. So the data is a class
+of its own, `RunData` in model.py. RunResult adds the events, and the methods that make text, HTML and traces.
 """
 
 from collections.abc import Iterator

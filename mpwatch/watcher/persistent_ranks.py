@@ -194,7 +194,7 @@ class PersistentRanks:
 def _seconds_left(watcher_thread: WatcherThread, command: PendingCall | Shutdown | None) -> float:
     """Return the time left to wait for the reader of the output: the rest of the call's timeout; infinite if it has none.
 
-    A Shutdown does not wait for a reader that has let an earlier wait time out.
+    If an earlier wait for the reader timed out, a Shutdown does not wait for it again.
     """
     if isinstance(command, Shutdown) and watcher_thread.output.is_reader_stalled:
         return 0.0

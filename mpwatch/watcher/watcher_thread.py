@@ -113,7 +113,8 @@ class WatcherThread:
     def start(self) -> None:
         """Start the thread, which starts the ranks. Do nothing if it has been started. Raises LaunchError.
 
-        If Python can start no thread, the event loop of a run runs in the caller's thread.
+        If Python can start no thread, the event loop runs in the caller's thread. This is the case at the end of the program,
+        for example. A run that may restart ranks needs both threads, and so does a WorkerGroup: then it raises LaunchError.
         """
         if self._thread is not None:
             return
@@ -122,8 +123,8 @@ class WatcherThread:
             self._thread.start()
         except RuntimeError as error:  # Python is ending, or there is no room for one more
             self._thread = None
-            self.is_finished = self._keep_ranks
-            if self._keep_ranks:
+            if self._keep_ranks or self._spec.policy.max_restarts or self._spec.is_multi_node:
+                self.is_finished = True
                 raise LaunchError(f"the ranks cannot be watched: {error}") from error
             self._run()
 

@@ -8,8 +8,8 @@ selector returns descriptors in the order in which they became ready. So two lim
 
 Example: a rank raises because another rank died. Its message is later than that death, even if the watcher wakes up late.
 
-A message may also arrive long after its time stamp. So the death of a rank is never put before the first signal that the
-watcher sent to it.
+The time stamp of a message may be much older than its arrival. So the time of a death is never set before the first signal
+that the watcher sent to that rank.
 """
 
 import math

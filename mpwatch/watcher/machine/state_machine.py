@@ -8,8 +8,8 @@ The machine does not decide whether failed ranks are worth a restart: run_contro
 
 Guarantees:
 
-- Every stage has a deadline, except IDLE, RUNNING and AWAITING_DECISION. IDLE and RUNNING have one for the start of the
-  ranks, RUNNING also for `timeout` and heartbeats. AWAITING_DECISION lasts as long as the code of the user that decides.
+- IDLE and RUNNING have a deadline only while ranks start, and RUNNING for `timeout` and heartbeats. AWAITING_DECISION has
+  none: it lasts as long as the user's code that decides. Every other stage before FINISHED has a deadline.
 - The first failure that is not secondary ends an attempt at once. Ranks of a WorkerGroup have ROOT_CAUSE_WAIT_SECONDS to
   return or raise, too; if all of them do so, they stay.
 - In each call a rank is asked for its stacks at most once, stopped once, killed once and abandoned once.
@@ -319,7 +319,7 @@ class StateMachine:
     def _on_interrupt(self, signum: int, now: float) -> list[Action]:
         """Stop the ranks at the first signal, and kill them at the second one.
 
-        The host's handlers receive the signal later, whether or not it is ignored here.
+        The host's own handler gets the signal after the run, even if this method does nothing.
         """
         if self.stage is RunStage.FINISHED or (self.stage is RunStage.IDLE and signum == signal.SIGINT):
             return []

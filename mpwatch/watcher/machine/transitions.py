@@ -22,11 +22,12 @@ The phases of a rank, with the events and the actions that change them:
        `-------------- Failed: an error before it is ready --------------^
 
     each phase above ---------- SIGTERM or SIGINT ---> TERMINATING -- SIGKILL --> KILLED -- KILL_SECONDS later --> ABANDONED
-    each phase except ABANDONED --------- Exited ---> EXITED
+    each other phase except ABANDONED --- Exited ---> EXITED
 
 The stages of a run:
 
     IDLE --- StartCall ---> RUNNING
+    IDLE --- `start_timeout` expires ---> DUMPING_STACKS
     RUNNING --- every rank has returned ---> SHUTTING_DOWN --- all have exited ---> the end
     RUNNING --- a rank fails or is silent, `timeout` or `start_timeout` expires ---> DUMPING_STACKS
     RUNNING --- Abort, CancelAttempt, or the Lease has run out ---> DUMPING_STACKS
@@ -34,7 +35,7 @@ The stages of a run:
     AWAITING_ROOT_CAUSE --- a rank fails by itself, or ROOT_CAUSE_WAIT_SECONDS later ---> DUMPING_STACKS
     DUMPING_STACKS --- all stacks are there, or STACK_DUMP_SECONDS later ---> TERMINATING --- all have exited ---> the end
     SHUTTING_DOWN --- `grace_period` later ---> TERMINATING
-    each stage above --- Interrupted ---> TERMINATING
+    each stage above --- Interrupted ---> TERMINATING        (IDLE ignores SIGINT)
 
     the end is FINISHED; or AWAITING_DECISION, if the ranks may be restarted
     AWAITING_DECISION --- Restart ---> RUNNING, in the next generation

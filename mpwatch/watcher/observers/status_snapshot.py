@@ -1,4 +1,4 @@
-"""The status of each rank at one moment: phase, heartbeat, last report, and memory and CPU time from the kernel.
+"""The status of each rank at one moment: state, heartbeat, last report, and memory and CPU time from the kernel.
 
 `current_statuses` runs in the watcher thread, which owns this data, when the caller's thread posts a StatusRequest. It takes
 some tens of microseconds for each rank, and changes nothing. `final_statuses` runs in the caller's thread when the call is

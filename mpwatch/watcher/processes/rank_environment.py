@@ -1,4 +1,4 @@
-"""Builds the environment of each rank, and reserves the port of their rendezvous. Runs in the watcher.
+"""Builds the environment of each rank, and reserves MASTER_PORT. Runs in the watcher.
 
 A rank's environment has four parts. A later part replaces variables of an earlier one.
 

@@ -26,7 +26,7 @@ from mpwatch.wire.messages import MAX_DESCRIPTORS, READY_BODY, FrameDecoder, Mes
 from mpwatch.wire.resource_errors import with_remedy
 
 READ_SIZE = 1 << 18
-DRAIN_LIMIT = 1 << 26  # bytes that the watcher reads from one channel before it reads from the others
+DRAIN_LIMIT = 1 << 26  # bytes to read from one channel in a wake-up, at most, so that the others are read, too
 # A return value in a file is copied up to this number of bytes, and mapped above it. A copy is faster than the page faults
 # of a mapping. Also, a process has at most 65,530 mappings (vm.max_map_count): a caller that kept so many return values of a
 # group could not start a thread.

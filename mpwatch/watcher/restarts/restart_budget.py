@@ -1,6 +1,6 @@
-"""The application of a RestartPolicy to the failures of one run: whether ranks are restarted, and after which delay. Pure.
+"""Applies a RestartPolicy to the failures of one run: are the ranks restarted, and after which delay?
 
-It has no clock and no source of random numbers: the caller passes the times and such a source.
+It has no clock: the caller passes the times. Random numbers, for the jitter, come from a function that a test can replace.
 """
 
 import math

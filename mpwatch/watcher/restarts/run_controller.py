@@ -86,7 +86,7 @@ class RunController(Generic[T]):
         if decision.delay is None:
             self._has_failed, self._no_restart_reason = True, decision.no_restart_reason
             self._delayed_restarts.clear()
-        elif self._has_failed:  # another group has ended the run already, and not this one, which could be restarted
+        elif self._has_failed:  # another group has ended the run; this group could have been restarted
             self._awaiting_restart.add(first)
         if decision.delay is None or self._has_failed:
             commands.post(DoNotRestart(first, generation=observations.attempt))
