@@ -8,7 +8,7 @@ import pytest
 from mpwatch.live_view import formatting
 from mpwatch.live_view.line_display import LineDisplay
 from mpwatch.live_view.live import LiveView
-from mpwatch.live_view.model import Tracker, summarize_ranks
+from mpwatch.live_view.model import SnapshotBuilder, summarize_ranks
 from mpwatch.live_view.notebook import NotebookDisplay, render_html
 from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_status import RankReport, RankStatus
@@ -33,7 +33,7 @@ def statuses_with_steps(*steps, **more):
 
 
 def test_a_rate_is_the_mean_of_ten_seconds_by_the_times_of_the_reports():
-    tracker = Tracker()
+    tracker = SnapshotBuilder()
     for second in range(31):
         step = 2 * second if second <= 20 else 40 + 8 * (second - 20)
         (row,) = tracker.update([status(step=step, at=float(second), now=second + 0.9)]).rows
@@ -41,14 +41,14 @@ def test_a_rate_is_the_mean_of_ten_seconds_by_the_times_of_the_reports():
 
 
 def test_steps_longer_than_ten_seconds_have_a_rate():
-    tracker = Tracker()
+    tracker = SnapshotBuilder()
     for second in range(0, 101, 20):
         (row,) = tracker.update([status(step=second // 20, at=float(second))]).rows
     assert row.rate == pytest.approx(1 / 20)
 
 
 def test_a_rate_falls_when_no_report_comes():
-    tracker = Tracker()
+    tracker = SnapshotBuilder()
     tracker.update([status(step=0, at=0.0)])
     rates = [tracker.update([status(step=10, at=5.0, now=5.0 + later)]).rows[0].rate for later in (0, 1, 5, 10, 100)]
     assert rates == [2.0, 2.0, 2.0, 1.0, 0.1]
@@ -56,7 +56,7 @@ def test_a_rate_falls_when_no_report_comes():
 
 @pytest.mark.parametrize("again", [{"step": 1, "at": 6.0}, {"step": 12, "at": 6.0, "pid": 7}])
 def test_a_rank_that_restarts_its_count_has_no_rate_until_the_next_step(again):
-    tracker = Tracker()
+    tracker = SnapshotBuilder()
     for step in range(5):
         tracker.update([status(step=step + 5, at=float(step))])
     assert tracker.update([status(**again)]).rows[0].rate is None
@@ -64,13 +64,13 @@ def test_a_rank_that_restarts_its_count_has_no_rate_until_the_next_step(again):
 
 
 def test_unknown_values_are_none():
-    (row,) = Tracker().update([status()]).rows
+    (row,) = SnapshotBuilder().update([status()]).rows
     assert (row.step, row.total, row.rate, row.memory, row.cpu, row.heartbeat_age, row.fraction_done) == (None,) * 7
     assert formatting.format_row(row) == ("0", "running", "–", "–", "", "–", "–", "–")  # noqa: RUF001  dashes
 
 
 def test_cpu_memory_and_heartbeat_age():
-    tracker = Tracker()
+    tracker = SnapshotBuilder()
     tracker.update([status(now=0.0, cpu_seconds=10.0)])
     seen = status(now=2.0, cpu_seconds=13.0, memory=1500 * MB, heartbeat_at=1.0, state=WorkerState.UNHEALTHY)
     (row,) = tracker.update([seen]).rows
@@ -85,12 +85,12 @@ def test_cpu_memory_and_heartbeat_age():
 
 def test_overall_progress_is_that_of_the_slowest_running_rank():
     done = status(3, 5, state=WorkerState.SUCCEEDED)  # early, and no rank waits for it
-    overall = Tracker().update([*statuses_with_steps(30, 20, 25), done, status(4)]).overall
+    overall = SnapshotBuilder().update([*statuses_with_steps(30, 20, 25), done, status(4)]).overall
     assert (overall.step, overall.total, overall.fraction_done) == (20, 100, 0.2)
 
 
 def test_progress_after_a_restart_is_unknown_until_the_rank_reports():
-    tracker = Tracker()
+    tracker = SnapshotBuilder()
     done = status(0, 100, state=WorkerState.SUCCEEDED)
     tracker.update([done, status(1, 60)])
     for state in (WorkerState.INIT, WorkerState.HEALTHY):
@@ -102,7 +102,7 @@ def test_progress_after_a_restart_is_unknown_until_the_rank_reports():
 
 def test_progress_of_a_node_whose_ranks_get_other_numbers():
     """After a new rendezvous, the processes of a node may have other global ranks."""
-    tracker = Tracker()
+    tracker = SnapshotBuilder()
     tracker.update([status(4, 60, local_rank=0), status(5, 60, local_rank=1)])
     again = [status(2, 40, local_rank=0, pid=7), status(3, local_rank=1, pid=8, state=WorkerState.INIT)]
     snapshot = tracker.update(again)
@@ -113,19 +113,19 @@ def test_progress_of_a_node_whose_ranks_get_other_numbers():
 
 
 def test_before_the_rendezvous_there_are_no_ranks():
-    snapshot = Tracker().update([])
+    snapshot = SnapshotBuilder().update([])
     assert formatting.format_overall(snapshot) == "no ranks yet: waiting for the other nodes"
     assert "<th" not in render_html(snapshot)
     assert "no ranks yet" in render_html(snapshot)
 
 
 def test_ranks_with_different_totals_are_compared_by_fraction_done():
-    overall = Tracker().update([status(0, 30, total=100), status(1, 20, total=40), status(2, 40, total=None)]).overall
+    overall = SnapshotBuilder().update([status(0, 30, total=100), status(1, 20, total=40), status(2, 40, total=None)]).overall
     assert (overall.step, overall.total) == (30, 100)
 
 
 def test_steps_without_a_total_have_no_fraction():
-    overall = Tracker().update([status(0, 30, total=None)]).overall
+    overall = SnapshotBuilder().update([status(0, 30, total=None)]).overall
     assert (overall.step, overall.fraction_done, overall.seconds_left) == (30, None, None)
 
 
@@ -133,39 +133,39 @@ def test_steps_without_a_total_have_no_fraction():
 def test_percentages_are_rounded_down_without_binary_errors(of):
     """100 * (29 / 100) is 28.999999999999996."""
     for step in range(of + 1):
-        (progress, *_) = formatting.format_overall(Tracker().update([status(0, step, total=of)])).split(";")
+        (progress, *_) = formatting.format_overall(SnapshotBuilder().update([status(0, step, total=of)])).split(";")
         assert progress == f"step {step} of {of} ({100 * step // of} %)"
 
 
 def test_100_percent_means_all_steps():
-    last = Tracker().update([status(0, 10**9 - 1, total=10**9)])
+    last = SnapshotBuilder().update([status(0, 10**9 - 1, total=10**9)])
     assert "(99 %)" in formatting.format_overall(last)
 
 
 @pytest.mark.parametrize("total", [0, -1])
 def test_a_total_that_is_not_positive(total):
-    overall = Tracker().update([status(0, 30, total=total)]).overall
+    overall = SnapshotBuilder().update([status(0, 30, total=total)]).overall
     assert (overall.fraction_done, overall.seconds_left) == (None, None)
 
 
 def test_overall_metrics_are_means():
     ranks = [status(rank, 1, metrics={"loss": loss, "lr": 0.1}) for rank, loss in enumerate((1.0, 2.0, 6.0))]
-    assert Tracker().update([*ranks, status(3)]).overall.metrics == {"loss": 3.0, "lr": pytest.approx(0.1)}
+    assert SnapshotBuilder().update([*ranks, status(3)]).overall.metrics == {"loss": 3.0, "lr": pytest.approx(0.1)}
     ranks.append(status(4, 1, metrics={"loss": math.nan}))
-    assert math.isnan(Tracker().update(ranks).overall.metrics["loss"])
+    assert math.isnan(SnapshotBuilder().update(ranks).overall.metrics["loss"])
 
 
 def test_the_overall_line():
-    tracker = Tracker()
+    tracker = SnapshotBuilder()
     tracker.update(statuses_with_steps(37, 37, 37, 37, at=0.0, total=1000))
     snapshot = tracker.update(statuses_with_steps(120, 119, 121, 120, at=10.0, total=1000, metrics={"loss": 0.3099}))
     assert (
         formatting.format_overall(snapshot)
         == "step 119 of 1000 (11 %), 8.2 steps/s, 1 min 47 s left; loss 0.31; 4 ranks running"
     )
-    assert formatting.format_overall(Tracker().update([status()])) == "1 rank running"
+    assert formatting.format_overall(SnapshotBuilder().update([status()])) == "1 rank running"
     states = [WorkerState.INIT, WorkerState.FAILED, WorkerState.STOPPED, WorkerState.STOPPED]
-    snapshot = Tracker().update([status(rank, state=state) for rank, state in enumerate(states)])
+    snapshot = SnapshotBuilder().update([status(rank, state=state) for rank, state in enumerate(states)])
     assert formatting.format_overall(snapshot) == "4 ranks: 1 starting, 2 stopped, 1 failed"
 
 
@@ -182,7 +182,7 @@ def test_the_overall_line():
     ],
 )
 def test_time_left(seconds, text):
-    tracker = Tracker()
+    tracker = SnapshotBuilder()
     tracker.update([status(step=0, at=0.0)])
     snapshot = tracker.update([status(step=1, at=1.0, total=None)])
     object.__setattr__(snapshot.overall, "seconds_left", seconds)
@@ -204,13 +204,13 @@ def test_time_left(seconds, text):
     ],
 )
 def test_numbers(value, text):
-    (row,) = Tracker().update([status(step=1, metrics={"x": value})]).rows
+    (row,) = SnapshotBuilder().update([status(step=1, metrics={"x": value})]).rows
     assert formatting.format_row(row)[4] == f"x {text}"
 
 
 def test_names_of_metrics_are_escaped():
     names = {"\x1b[2Jloss\n": 1.0, "[red]": 2.0, "<b>": 3.0, "\ud800": 4.0, "x" * 100: 5.0, "sixth": 6.0, "seventh": 7.0}
-    snapshot = Tracker().update([status(step=1, metrics=names)])
+    snapshot = SnapshotBuilder().update([status(step=1, metrics=names)])
     text = formatting.format_row(snapshot.rows[0])[4]
     assert text == f"?[2Jloss? 1, [red] 2, <b> 3, \\ud800 4, {'x' * 39}… 5, sixth 6, …"
     assert "&lt;b&gt; 3" in render_html(snapshot)
@@ -225,12 +225,12 @@ def test_every_state_has_a_text():
 
 
 def test_up_to_sixteen_ranks_have_a_row_each():
-    assert not formatting.is_summarized(Tracker().update(statuses_with_steps(*range(16))))
-    assert formatting.is_summarized(Tracker().update(statuses_with_steps(*range(17))))
+    assert not formatting.is_summarized(SnapshotBuilder().update(statuses_with_steps(*range(16))))
+    assert formatting.is_summarized(SnapshotBuilder().update(statuses_with_steps(*range(17))))
 
 
 def test_more_ranks_are_summarized():
-    tracker = Tracker()
+    tracker = SnapshotBuilder()
     usage = {"memory": 2000 * MB, "heartbeat_at": 9.0}
     tracker.update(statuses_with_steps(*range(64), at=8.0, cpu_seconds=1.0, **usage))
     steps = [100 + rank for rank in range(60)]
@@ -248,8 +248,8 @@ def test_more_ranks_are_summarized():
 
 
 def test_ranks_with_equal_progress_have_no_slowest():
-    assert summarize_ranks(Tracker().update(statuses_with_steps(*[7] * 20)).rows).slowest == []
-    assert [row.rank for row in summarize_ranks(Tracker().update(statuses_with_steps(8, 9, 7, 6)).rows).slowest] == [3, 2, 0]
+    assert summarize_ranks(SnapshotBuilder().update(statuses_with_steps(*[7] * 20)).rows).slowest == []
+    assert [row.rank for row in summarize_ranks(SnapshotBuilder().update(statuses_with_steps(8, 9, 7, 6)).rows).slowest] == [3, 2, 0]
 
 
 # --- when the view appears
@@ -324,7 +324,7 @@ def test_lines_are_written_only_after_changes(capsys):
     import sys
 
     display = LineDisplay(sys.stderr)
-    tracker = Tracker()
+    tracker = SnapshotBuilder()
     for step in (1, 1, 2):
         display.show(tracker.update([status(step=step, at=float(step))]))
     display.close(tracker.update([status(step=2, at=2.0, state=WorkerState.SUCCEEDED)]))
@@ -344,7 +344,7 @@ def test_lines_for_metrics_without_steps(capsys):
     for loss in (math.nan, math.nan, 0.5):
         report = RankReport(at=0.0, metrics={"loss": float(loss)})
         seen = RankStatus(rank=0, local_rank=0, state=WorkerState.HEALTHY, report=report, seen_at=0.0)
-        display.show(Tracker().update([seen]))
+        display.show(SnapshotBuilder().update([seen]))
     expected = ["mpwatch: loss nan; 1 rank running", "mpwatch: loss 0.5; 1 rank running"]
     assert capsys.readouterr().err.splitlines() == expected
 
@@ -364,7 +364,7 @@ def test_a_full_pipe_is_not_waited_for(monkeypatch):
             except BlockingIOError:
                 break
         os.set_blocking(writer, True)
-        display, tracker = LineDisplay(write_end), Tracker()
+        display, tracker = LineDisplay(write_end), SnapshotBuilder()
         display.show(tracker.update([status(step=1)]))
         display.close(tracker.update([status(step=2)]))
         read_end.read(1 << 20)
@@ -373,10 +373,10 @@ def test_a_full_pipe_is_not_waited_for(monkeypatch):
 
 
 def test_a_table_for_a_notebook():
-    html = render_html(Tracker().update(statuses_with_steps(25, 50)))
+    html = render_html(SnapshotBuilder().update(statuses_with_steps(25, 50)))
     assert '<progress value="0.2500" max="1"></progress> <b>step 25 of 100 (25 %); 2 ranks running</b>' in html
     assert html.count("<tr>") == 3
-    folded = render_html(Tracker().update(statuses_with_steps(*range(20))))
+    folded = render_html(SnapshotBuilder().update(statuses_with_steps(*range(20))))
     assert "maximum 19" in folded
     assert "heartbeat" not in folded
 
@@ -399,6 +399,6 @@ def test_a_notebook_table_is_updated_in_place(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
     notebook = NotebookDisplay()
-    notebook.show(Tracker().update([status()]))
-    notebook.close(Tracker().update([status(state=WorkerState.SUCCEEDED)]))
+    notebook.show(SnapshotBuilder().update([status()]))
+    notebook.close(SnapshotBuilder().update([status(state=WorkerState.SUCCEEDED)]))
     assert shown == [("first", "1 rank running"), ("again", "1 rank returned")]

@@ -19,7 +19,7 @@ from screens import Emulator
 from test_view_model import status, statuses_with_steps
 
 from mpwatch.live_view import select, terminal, tty
-from mpwatch.live_view.model import Tracker
+from mpwatch.live_view.model import SnapshotBuilder
 from mpwatch.live_view.rich_rows import RichRenderer
 from mpwatch.live_view.scroll_region import ScrollRegion, go_to_line_start
 from mpwatch.live_view.terminal import TerminalDisplay
@@ -155,7 +155,7 @@ def render_lines(snapshot, columns=100, rows=40):
 
 
 def test_a_row_for_each_rank():
-    tracker = Tracker()
+    tracker = SnapshotBuilder()
     tracker.update(statuses_with_steps(0, 0, cpu_seconds=0.0))
     more = {"memory": 512_000_000, "cpu_seconds": 1.0, "heartbeat_at": 1.0, "metrics": {"loss": 0.5, "[b]x": 1.0}}
     overall, head, *ranks = render_lines(tracker.update(statuses_with_steps(25, 50, at=2.0, **more)))
@@ -167,7 +167,7 @@ def test_a_row_for_each_rank():
 
 
 def test_columns_and_rows_without_room_are_left_out():
-    snapshot = Tracker().update(statuses_with_steps(*range(10), metrics={"a metric of a long name": 0.5}))
+    snapshot = SnapshotBuilder().update(statuses_with_steps(*range(10), metrics={"a metric of a long name": 0.5}))
     assert len(render_lines(snapshot, rows=24)) == 12
     assert all(len(line) <= 60 for line in render_lines(snapshot, columns=60))
     assert "memory" not in render_lines(snapshot, columns=60)[1]
@@ -177,12 +177,12 @@ def test_columns_and_rows_without_room_are_left_out():
 
 
 def test_many_ranks_are_summarized():
-    lines = render_lines(Tracker().update(statuses_with_steps(*range(1, 18))))
+    lines = render_lines(SnapshotBuilder().update(statuses_with_steps(*range(1, 18))))
     assert [line.split()[0] for line in lines[1:]] == ["ranks", "steps", "slowest"]
 
 
 def test_a_terminal_without_unicode():
-    (line, *_) = RichRenderer("ascii").render(Tracker().update([status(step=50)]), 100, 40)
+    (line, *_) = RichRenderer("ascii").render(SnapshotBuilder().update([status(step=50)]), 100, 40)
     assert re.sub(r"\x1b\[[\d;]*m", "", line).isascii()
     assert "step 50" in line
 
@@ -221,8 +221,8 @@ def test_a_terminal_of_another_session_is_not_drawn_in(pty_terminal):
     with open("/dev/null") as file:
         assert not tty.is_foreground(file.fileno())
     display = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8")
-    display.show(Tracker().update([status(step=1)]))
-    display.close(Tracker().update([status(step=1)]))
+    display.show(SnapshotBuilder().update([status(step=1)]))
+    display.close(SnapshotBuilder().update([status(step=1)]))
     assert display.is_closed
 
 
@@ -236,7 +236,7 @@ def foreground(monkeypatch):
 
 def test_no_rows_are_reserved_while_in_the_background(pty_terminal, foreground, emulator):
     termios.tcsetwinsize(pty_terminal.fd, (ROWS, COLUMNS))
-    display, snapshot = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"), Tracker().update([status(step=1)])
+    display, snapshot = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"), SnapshotBuilder().update([status(step=1)])
     for is_there in (True, False, True):
         foreground["is_foreground"] = is_there
         display.show(snapshot)
@@ -251,7 +251,7 @@ def test_no_rows_are_reserved_while_in_the_background(pty_terminal, foreground, 
 def test_the_terminal_is_restored_after_an_interrupted_close(pty_terminal, foreground, emulator, monkeypatch):
     assert foreground["is_foreground"]
     termios.tcsetwinsize(pty_terminal.fd, (ROWS, COLUMNS))
-    display, snapshot = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"), Tracker().update([status(step=1)])
+    display, snapshot = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"), SnapshotBuilder().update([status(step=1)])
     display.show(snapshot)
     assert emulator.feed(pty_terminal.read()).screen.margins is not None
 
@@ -271,7 +271,7 @@ def test_the_terminal_is_restored_after_an_interrupted_close(pty_terminal, foreg
 def test_an_incomplete_drawing_leaves_nothing(pty_terminal, foreground, emulator, monkeypatch, fraction):
     """As by Ctrl-C, pressed twice, while a slow terminal takes the drawing in small pieces."""
     termios.tcsetwinsize(pty_terminal.fd, (ROWS, COLUMNS))
-    display, snapshot = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"), Tracker().update([status(step=1)])
+    display, snapshot = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"), SnapshotBuilder().update([status(step=1)])
     os.write(pty_terminal.fd, b"printed\n")
     display.show(snapshot)
     write = os.write
@@ -295,7 +295,7 @@ def test_an_incomplete_drawing_leaves_nothing(pty_terminal, foreground, emulator
 
 def test_a_terminal_that_takes_no_output_is_left_alone(pty_terminal, foreground, monkeypatch):
     monkeypatch.setattr(terminal, "WRITE_SECONDS", 0.01)
-    display, snapshot = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"), Tracker().update([status(step=1)])
+    display, snapshot = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"), SnapshotBuilder().update([status(step=1)])
     termios.tcsetwinsize(pty_terminal.fd, (ROWS, COLUMNS))
     display.show(snapshot)
     os.set_blocking(pty_terminal.fd, False)
@@ -315,7 +315,7 @@ def test_a_terminal_without_a_name_has_a_view(pty_terminal, foreground, monkeypa
     monkeypatch.setattr(os, "ttyname", raise_oserror)
     termios.tcsetwinsize(pty_terminal.fd, (ROWS, COLUMNS))
     display = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8")
-    display.show(Tracker().update([status(step=1)]))
+    display.show(SnapshotBuilder().update([status(step=1)]))
     assert display.terminal_restore is None
     assert b"step 1 of 100" in pty_terminal.read()
 
@@ -334,7 +334,7 @@ def test_the_guardian_restores_a_terminal(pty_terminal, is_there):
 def test_a_terminal_has_one_view_at_a_time(pty_terminal):
     first = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8")
     assert not terminal.is_terminal_free()
-    first.close(Tracker().update([status()]))
+    first.close(SnapshotBuilder().update([status()]))
     assert terminal.is_terminal_free()
     second = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8")
     assert not terminal.is_terminal_free()

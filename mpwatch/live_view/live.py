@@ -1,6 +1,6 @@
 """The live view of one call: when it appears, how often it is drawn, and the Display protocol.
 
-LiveView receives the statuses of the ranks, has a Tracker make a Snapshot of them, and gives the Snapshot to a display. It
+LiveView receives the statuses of the ranks, has a SnapshotBuilder make a Snapshot, and gives the Snapshot to a display. It
 chooses the display at the first report of a rank, or at once if the user asked for the view. LiveView implements the View
 protocol of `watcher/observers/view_driver.py`.
 """
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from mpwatch.live_view.model import Snapshot, Tracker
+from mpwatch.live_view.model import Snapshot, SnapshotBuilder
 from mpwatch.results.rank_status import RankStatus
 
 WAITING_PERIOD = 1.0  # seconds between two status requests, until a rank has reported
@@ -56,7 +56,7 @@ class LiveView:
         self._choose_display = choose_display
         self._starts_at_once = starts_at_once
         self._clock = clock
-        self._tracker = Tracker()
+        self._tracker = SnapshotBuilder()
         self._display: Display | None = None
         self._was_chosen = False
         self._snapshot: Snapshot | None = None

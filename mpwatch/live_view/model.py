@@ -1,8 +1,9 @@
 """Compute what the live view shows from the statuses of the ranks: rates, overall progress, time left. Pure.
 
-    RankStatus of each rank, again and again --> Tracker.update --> Snapshot: OverallProgress, and a RankRow for each rank
+    RankStatus of each rank, again and again --> SnapshotBuilder.update --> Snapshot: OverallProgress, and a RankRow for each rank
 
-Rates are computed from the times at which the ranks reported, so it does not matter when the statuses are read.
+The rate of steps is computed from the times at which the ranks reported. The rate of CPU use is computed from the times at
+which the statuses were read.
 """
 
 import math
@@ -16,7 +17,7 @@ from mpwatch.results.rank_status import RankStatus
 RATE_SECONDS = 10.0  # a rate is the mean of so many seconds
 CPU_SECONDS = 2.0  # the same for CPU use, which the kernel counts in hundredths of a second
 MIN_POINTS = 2  # for a rate
-NAMED_SLOWEST = 3  # ranks that a summary names
+MAX_SLOWEST = 3  # ranks that a summary names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class RankRow:
     rank: int
     state: WorkerState
     restart_count: int = 0
-    is_step_unknown: bool = False
+    must_report_step: bool = False
     """The rank reported steps before its restart, and none since."""
     step: int | None = None
     total: int | None = None
@@ -51,6 +52,8 @@ class RankRow:
 @dataclass(frozen=True, kw_only=True)
 class OverallProgress:
     """The progress of all ranks: that of the slowest running rank, because the other ranks wait for it sooner or later.
+
+    If no rank is running, it is that of the slowest rank of all.
 
     Not known after a restart, until each restarted rank has reported a step again. Metrics are means over the ranks that
     report them.
@@ -97,33 +100,33 @@ class RankSummary:
     """In seconds."""
 
 
-class Tracker:
+class SnapshotBuilder:
     """Makes snapshots. Keeps what later snapshots need of earlier statuses."""
 
     def __init__(self) -> None:
-        # by local rank: on several nodes, a process may have another global rank after the next rendezvous
+        # by local rank: on several nodes, the global rank of the next process may be another one
         self._histories: dict[int, _RankHistory] = {}
 
     def update(self, statuses: Sequence[RankStatus]) -> Snapshot:
         """Return the snapshot for these statuses."""
         rows = [self._history_of(status).update(status) for status in statuses]
-        return Snapshot(overall=_overall_progress(rows), rows=rows)
+        return Snapshot(overall=_find_overall_progress(rows), rows=rows)
 
     def _history_of(self, status: RankStatus) -> "_RankHistory":
         history = self._histories.get(status.local_rank)
-        if history is None or history.pid != status.pid:  # the rank was restarted
-            is_step_unknown = history is not None and history.has_steps
-            history = self._histories[status.local_rank] = _RankHistory(status.pid, is_step_unknown=is_step_unknown)
+        if history is None or history.pid != status.pid:  # the first status of this process
+            must_report_step = history is not None and history.has_steps
+            history = self._histories[status.local_rank] = _RankHistory(status.pid, must_report_step=must_report_step)
         return history
 
 
 class _RankHistory:
     """Earlier statuses of one process of a rank."""
 
-    def __init__(self, pid: int | None, *, is_step_unknown: bool) -> None:
+    def __init__(self, pid: int | None, *, must_report_step: bool) -> None:
         self.pid = pid
-        self.has_steps = is_step_unknown  # this process, or one before it, has reported a step
-        self._is_step_unknown = is_step_unknown
+        self.has_steps = must_report_step  # this process, or one before it, has reported a step
+        self._must_report_step = must_report_step
         self._steps = _RateEstimator(RATE_SECONDS)
         self._cpu = _RateEstimator(CPU_SECONDS)
         self._memory: int | None = None
@@ -132,7 +135,7 @@ class _RankHistory:
         report = status.report
         if report is not None and report.step is not None:
             self._steps.add(report.at, report.step)
-            self.has_steps, self._is_step_unknown = True, False
+            self.has_steps, self._must_report_step = True, False
         if status.cpu_seconds is not None:
             self._cpu.add(status.seen_at, status.cpu_seconds)
         if status.memory:  # 0 for a dead process
@@ -143,7 +146,7 @@ class _RankHistory:
             rank=status.rank,
             state=status.state,
             restart_count=status.restart_count,
-            is_step_unknown=self._is_step_unknown,
+            must_report_step=self._must_report_step,
             step=report.step if report is not None else None,
             total=report.total if report is not None else None,
             rate=self._steps.rate(status.seen_at) if is_running else None,
@@ -171,7 +174,9 @@ class _RateEstimator:
             points.popleft()
 
     def rate(self, now: float) -> float | None:
-        """Return the growth per second. It falls if no value has come for longer than the kept points cover."""
+        """Return the growth per second. It falls if no new value comes for a longer time than that
+        from the first to the last kept point.
+        """
         if len(self._points) < MIN_POINTS:
             return None
         (first_at, first), (last_at, last) = self._points[0], self._points[-1]
@@ -186,7 +191,7 @@ def summarize_ranks(rows: Sequence[RankRow]) -> RankSummary:
     memory = [row.memory for row in rows if row.memory is not None]
     return RankSummary(
         steps=(steps[0], steps[len(steps) // 2], steps[-1]) if steps else None,
-        slowest=running[:NAMED_SLOWEST] if is_uneven else [],
+        slowest=running[:MAX_SLOWEST] if is_uneven else [],
         total_memory=sum(memory) if memory else None,
         max_memory=max(memory, default=None),
         cpu=_sum_known(row.cpu for row in rows),
@@ -194,11 +199,11 @@ def summarize_ranks(rows: Sequence[RankRow]) -> RankSummary:
     )
 
 
-def _overall_progress(rows: Sequence[RankRow]) -> OverallProgress:
+def _find_overall_progress(rows: Sequence[RankRow]) -> OverallProgress:
     with_steps = [row for row in rows if row.step is not None]
     slowest = min([row for row in with_steps if row.state.is_running] or with_steps, key=_progress_key, default=None)
     metrics = _mean_metrics(row.metrics for row in rows)
-    if slowest is None or any(row.is_step_unknown and _has_not_ended(row) for row in rows):
+    if slowest is None or any(row.must_report_step and _has_not_ended(row) for row in rows):
         return OverallProgress(metrics=metrics)
     return OverallProgress(
         step=slowest.step,

@@ -256,7 +256,7 @@ def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: R
 def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
     """Return the report of the node whose rank failed first.
 
-    It is the report that is least likely a consequence of a failure on another node. Among equals the first in the inbox wins.
+    This failure is the least likely consequence of a failure on another node. Among equals the first in the inbox wins.
     """
     failed = [
         summary.reports[node]

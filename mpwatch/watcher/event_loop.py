@@ -13,8 +13,8 @@ Runs in the watcher thread (watcher_thread.py). No code of the user's runs here.
 
 Guarantees:
 
-- Every rank is dead and reaped when `EventLoop.run` returns or raises. Two kinds of ranks are left behind, with a warning: one
-  that SIGKILL does not end, and a dead one that a debugger holds (process_pool.py).
+- Every rank is dead and reaped when `EventLoop.run` returns or raises. Two kinds of ranks are left behind, with a
+  warning: one that SIGKILL does not end, and a dead one that a debugger holds (process_pool.py).
 - A message is read before the death that followed it: `_on_exit` first reads what is left in the rank's channel.
 - The loop waits in one place, `Selector.wait`, until the earliest deadline of the state machines. All other waits are short
   and bounded: before a restart for killed helpers of the earlier ranks (KILL_SECONDS), and when a debugger holds a dead rank

@@ -14,8 +14,9 @@ restarts, and the live view.
 
 Signal handlers do not raise while it waits (host_signals.py), except in the first 2 ms of a call. A Ctrl-C in these 2 ms
 reaches the ranks, too. Any other exception that is thrown into the caller's thread stops the ranks as SIGTERM does, and
-a second exception stops them at once. `execute` re-raises the exception when the ranks have ended. Ranks that
-have not been called yet, or have answered, are not stopped. Off the main thread, Python raises such an exception only when the wait is over.
+a second exception stops them at once. `execute` re-raises the exception when the ranks have ended. Ranks that have not
+been called yet, or have answered, are not stopped. Off the main thread, Python raises such an exception only when the wait
+is over.
 """
 
 import math

@@ -113,8 +113,8 @@ class WatcherThread:
     def start(self) -> None:
         """Start the thread, which starts the ranks. Do nothing if it has been started. Raises LaunchError.
 
-        If Python can start no thread, the event loop runs in the caller's thread. This is the case at the end of the program,
-        for example. A run that may restart ranks needs both threads, and so does a WorkerGroup: then it raises LaunchError.
+        If Python can start no thread, as at the end of the program, the event loop runs in the caller's thread. A run that may
+        restart ranks needs both threads, and so does a WorkerGroup: they raise LaunchError.
         """
         if self._thread is not None:
             return

@@ -34,7 +34,8 @@ __all__ = ["watched"]
 S = TypeVar("S")
 
 LIGHTNING_OPTIONS = {"fn", "nprocs", "args", "kwargs", "backend"}  # Lightning's Trainer and strategy set these
-OPTIONS = {field.name for field in fields(mpwatch.WorkerSpec)} - LIGHTNING_OPTIONS
+# With several nodes only one of them would have the state of rank 0.
+OPTIONS = {field.name for field in fields(mpwatch.WorkerSpec)} - LIGHTNING_OPTIONS - {"rendezvous"}
 # The first has a single process. XLA starts the processes of the others.
 UNSUPPORTED_STRATEGIES = {"DataParallelStrategy", "XLAStrategy", "XLAFSDPStrategy"}
 
@@ -67,8 +68,8 @@ def watched(strategy: S, **options: Any) -> S:
     Args:
         strategy: a strategy of Lightning's Trainer or Fabric that has one process for each device: an instance of
             DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy, or another subclass of ParallelStrategy.
-        options: options of `mpwatch.run` (timeout, grace_period, logs, on_event, max_restarts, ...), except fn, nprocs,
-            args, kwargs and backend, which Lightning sets, and check.
+        options: options of `mpwatch.run` (timeout, grace_period, logs, on_event, max_restarts, ...). Lightning sets fn,
+            nprocs, args, kwargs and backend. `check` and `rendezvous` are not supported.
 
     Raises:
         TypeError: the strategy is none of these, or an option does not exist.
