@@ -1,6 +1,6 @@
 """Compute what the live view shows from the statuses of the ranks: rates, overall progress, time left. Pure.
 
-    RankStatus of each rank, again and again --> SnapshotBuilder.update --> Snapshot: OverallProgress, and a RankRow for each rank
+    statuses of the ranks, again and again --> SnapshotBuilder.update --> Snapshot: OverallProgress, and a RankRow for each
 
 The rate of steps is computed from the times at which the ranks reported. The rate of CPU use is computed from the times at
 which the statuses were read.
