@@ -184,9 +184,9 @@ class History(RuleBasedStateMachine):
             rank for rank in self.ranks_in(*MAY_REPORT) if CallRank(rank) in self.actions and rank not in self.has_answered
         ]
 
-    def report(self, rank, observed):
-        message = observed["report"]
-        self.observed[rank] |= {**observed, "report": Message(message.kind, self.now, message.body)}
+    def answer(self, rank, observed):
+        message = observed["answer"]
+        self.observed[rank] |= {**observed, "answer": Message(message.kind, self.now, message.body)}
         self.has_answered.add(rank)
 
     @precondition(lambda self: self.ranks_in(RankPhase.STARTING))
@@ -200,7 +200,7 @@ class History(RuleBasedStateMachine):
         rank = data.draw(st.sampled_from(self.ranks_that_may_report()))
         if announced:
             self.send(self.make_event(Failing, rank))
-        self.report(rank, REPORTS[is_secondary])
+        self.answer(rank, REPORTS[is_secondary])
         self.send(self.make_event(Failed, rank, is_secondary=is_secondary))
 
     @precondition(lambda self: self.ranks_that_may_send_details())
@@ -218,7 +218,7 @@ class History(RuleBasedStateMachine):
     @rule(data=st.data())
     def return_value(self, data):
         rank = data.draw(st.sampled_from(self.ranks_that_may_report()))
-        self.report(rank, RETURNED)
+        self.answer(rank, RETURNED)
         self.send(self.make_event(Returned, rank))
 
     @precondition(lambda self: self.exits and self.ranks_in(*ALIVE_PHASES - WAS_STOPPED))
@@ -363,9 +363,9 @@ class History(RuleBasedStateMachine):
         result = diagnose(observed)
         stopped_at = self.machine.stopped_at if self.machine.stopped_at is not None else self.now
         reported_in_time = {
-            rank for rank, it in self.observed.items() if "report" in it and it["report"].stamp <= stopped_at
+            rank for rank, it in self.observed.items() if "answer" in it and it["answer"].stamp <= stopped_at
         }
-        raised_in_time = {rank for rank in reported_in_time if self.observed[rank]["report"].body != RETURNED["report"].body}
+        raised_in_time = {rank for rank in reported_in_time if self.observed[rank]["answer"].body != RETURNED["answer"].body}
         assert raised_in_time <= set(result.failures)
         if result.state is WorkerState.SUCCEEDED:
             assert dict(result.return_values) == dict.fromkeys(self.observed, 7)

@@ -189,10 +189,10 @@ def test_a_timeout_names_the_missing_rank_and_blames_none():
 
 
 def test_a_value_that_arrives_after_the_timeout_does_not_count():
-    on_its_way = {**rank_that_returned(), "report_received_at": 10.5}
+    on_its_way = {**rank_that_returned(), "answer_received_at": 10.5}
     result = diagnose(
         make_observations(
-            on_its_way, {**rank_that_returned(), "report_received_at": 9.0}, stop_reason=StopReason.TIMED_OUT, timeout=10.0
+            on_its_way, {**rank_that_returned(), "answer_received_at": 9.0}, stop_reason=StopReason.TIMED_OUT, timeout=10.0
         )
     )
     assert format_report(result).startswith("the run did not end within timeout=10 s: rank 0 had not returned")

@@ -23,7 +23,14 @@ from told import (
 from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, WorkerState
 from mpwatch.os_support.signals import DUMP_SIGNAL
 from mpwatch.results.html import make_group_table
-from mpwatch.results.report import PACKAGE_FOLDER, PHASES_BY_FILE, format_exit, format_location, format_ranks, format_report
+from mpwatch.results.report import (
+    ACTIVITIES_BY_FILE,
+    PACKAGE_FOLDER,
+    format_exit,
+    format_location,
+    format_ranks,
+    format_report,
+)
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.diagnosis.stack_dumps import RANK_MAIN_FILE
 from mpwatch.watcher.machine.transitions import StopReason
@@ -406,7 +413,7 @@ def test_a_failure_and_a_result_can_be_made_by_users():
 
 def test_files_of_mpwatch_that_reports_recognise_exist():
     """A renamed module would silently lose its phrase, or show its frames as the user's."""
-    files = [PACKAGE_FOLDER + file for file in PHASES_BY_FILE] + [f"{PACKAGE_FOLDER}/../{RANK_MAIN_FILE}"]
+    files = [PACKAGE_FOLDER + file for file in ACTIVITIES_BY_FILE] + [f"{PACKAGE_FOLDER}/../{RANK_MAIN_FILE}"]
     assert [file for file in files if not os.path.exists(file)] == []
 
 

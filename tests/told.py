@@ -34,7 +34,7 @@ def make_observations(*ranks, stop_reason=StopReason.FAILED, stopped_at=10.0, **
 def rank_that_raised(error, at):
     encoder = ExceptionEncoder(error)
     report = Message(MessageKind.RAISED, at, encoder.plain())
-    return {"report": report, "details": encoder.details(), "died_at": 11.0, "exit_code": -15}
+    return {"answer": report, "details": encoder.details(), "died_at": 11.0, "exit_code": -15}
 
 
 def rank_that_died(code, at=10.0, sent=()):
@@ -42,7 +42,7 @@ def rank_that_died(code, at=10.0, sent=()):
 
 
 def rank_that_returned(value=None):
-    return {"report": Message(MessageKind.RETURNED, 1.0, return_values.pack(value).body), "died_at": 11.0, "exit_code": 0}
+    return {"answer": Message(MessageKind.RETURNED, 1.0, return_values.pack(value).body), "died_at": 11.0, "exit_code": 0}
 
 
 STOPPED_RANK = rank_that_died(-15, 10.5, sent=[signal.SIGTERM, signal.SIGCONT])

@@ -20,7 +20,7 @@ def to_json(value: Any) -> Any:
     """
     try:
         return _to_json(value)
-    except Exception:  # noqa: BLE001  the value's own code: a number that cannot say how large it is
+    except Exception:  # noqa: BLE001  user code of the value's class: a number that may have no size
         return _text_of(value)
 
 

@@ -70,7 +70,7 @@ def make_group_table(state: WorkerState, workers: Sequence[Worker], backend: str
 def _get_short_repr(value: object) -> str:
     try:
         return _short.repr(value)
-    except BaseException:  # noqa: BLE001  __repr__ is the user's code, and reprlib trusts the names of classes
+    except BaseException:  # noqa: BLE001  __repr__ is user code, and reprlib trusts the names of classes
         return f"<{type(value).__qualname__}>"
 
 

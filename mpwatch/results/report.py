@@ -34,12 +34,12 @@ USUAL_CAUSES = {
     signal.SIGKILL: "not sent by mpwatch: the out-of-memory killer, or somebody's kill -9",
     signal.SIGTERM: "not sent by mpwatch: somebody's kill, or a job scheduler",
 }
-SUMMARIES = {
+FATES_WITHOUT_FAILURE = {
     WorkerState.SUCCEEDED: "had returned",
     WorkerState.STOPPED: "stopped by the watcher",
 }
 STACK_LINES = 24  # of the stack of a crash: a dozen frames, each with its line of source
-PRINTED_LINES = 12  # of the end of stderr
+STDERR_LINES = 12  # of the end of stderr
 ATTEMPT_LINES = 30
 FATE_LINES = 30  # groups of ranks; further groups are counted
 TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
@@ -50,7 +50,7 @@ LIBRARIES = (PACKAGE_FOLDER, sysconfig.get_path("stdlib"), sysconfig.get_path("p
 # Parts in which texts of equal fates may differ: "peer [10.0.0.1]:4711", "host<4711>", "silent for 5.1 s".
 SMALL_DIFFERENCES = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)|(?<=silent for )[\d.]+")
 # What a rank does outside of its function, by the file of the outermost frame. The first match counts.
-PHASES_BY_FILE = {
+ACTIVITIES_BY_FILE = {
     "/wire/pickling/call_payload.py": "while it loaded its call",
     "/worker/process_group.py": "while it joined its process group",
     "/worker/channel.py": "while it sent its answer",
@@ -230,7 +230,7 @@ def _format_details(result: RunData[Any]) -> list[str]:
     if root is not None and root.stderr:
         printed = root.stderr.rstrip().splitlines()
         what = "what it printed" if root.kind is FailureKind.START else "the end of its stderr"
-        lines += [f"  {what}:", *(f"    {line}" for line in printed[-PRINTED_LINES:])]
+        lines += [f"  {what}:", *(f"    {line}" for line in printed[-STDERR_LINES:])]
     if root is not None and root.log_files:
         lines.append(f"  its logs: {', '.join(root.log_files.values())}")
     elif result.log_dir:
@@ -242,7 +242,9 @@ def _format_details(result: RunData[Any]) -> list[str]:
 
 def _describe_fate(result: RunData[Any], rank: int, failure: ProcessFailure | None, state: WorkerState) -> str:
     if failure is None:
-        return SUMMARIES[state] + (format_location(result.stacks.get(rank, "")) if state is WorkerState.STOPPED else "")
+        return FATES_WITHOUT_FAILURE[state] + (
+            format_location(result.stacks.get(rank, "")) if state is WorkerState.STOPPED else ""
+        )
     root = result.root_cause
     if failure.is_secondary and root is not None and not root.is_secondary:
         return f"a victim of rank {root.rank}: {_describe_failure(failure)}"
@@ -259,7 +261,7 @@ def format_location(stacks: str) -> str:
     if not frames:
         lines = stacks.partition("\n\n")[0].splitlines()
         return f" ({lines[0]})" if len(lines) == 1 else ""
-    for file, activity in PHASES_BY_FILE.items():
+    for file, activity in ACTIVITIES_BY_FILE.items():
         if frames[-1].file.startswith(PACKAGE_FOLDER + file):
             return f" {activity}"
     frame = frames[_find_user_frame(frame.file for frame in frames)]

@@ -43,7 +43,7 @@ TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
 
 
 def check_transition(before: WorkerState, after: WorkerState) -> None:
-    """Raise ValueError if this transition is not legal. That is an error in mpwatch."""
+    """Raise ValueError if this transition is not legal. That is a bug in mpwatch."""
     if after not in TRANSITIONS[before]:
         raise ValueError(f"the state of a group does not change from {before.name} to {after.name}")
 

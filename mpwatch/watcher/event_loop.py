@@ -1,6 +1,6 @@
 """The loop of the watcher thread: start the ranks, wait for events, hand them to the state machines, execute their actions.
 
-Runs in the watcher thread (watcher_thread.py). No code of the user's runs here.
+Runs in the watcher thread (watcher_thread.py). No user code runs here.
 
     commands of the caller ----.
     channels: messages --------+--> Selector.wait(deadline) --> events --> StateMachine of each RestartGroup
@@ -16,9 +16,9 @@ Guarantees:
 - Every rank is dead and reaped when `EventLoop.run` returns or raises. Two kinds of ranks are left behind, with a
   warning: one that SIGKILL does not end, and a dead one that a debugger holds (process_pool.py).
 - A message is read before the death that followed it: `_on_exit` first reads what is left in the rank's channel.
-- The loop waits in one place, `Selector.wait`, until the earliest deadline of the state machines. All other waits are short
-  and bounded: before a restart for killed helpers of the earlier ranks (KILL_SECONDS), and when a debugger holds a dead rank
-  (50 ms).
+- The loop waits in one place, `Selector.wait`, until the earliest deadline of the state machines. Two other waits are short
+  and bounded. Before a restart it waits for killed helpers, the processes that earlier ranks had started (KILL_SECONDS). It
+  also waits for a debugger that holds a dead rank (50 ms).
 - All events of one wake-up are handled before the first action is executed. So a death that is seen in the same wake-up is
   not taken for a consequence of that action.
 """
@@ -52,7 +52,7 @@ from mpwatch.watcher.restarts.restart_group import RankSetup, RestartGroup, stat
 from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.resource_errors import with_remedy
 
-AttemptEndCallback = Callable[[StateMachine], object]
+OutcomeCallback = Callable[[StateMachine], object]  # see EventLoop: on_outcome_change
 
 
 class EventLoop:
@@ -66,7 +66,8 @@ class EventLoop:
         event_bus: events, which the caller's thread passes to the observers.
         output: where stdout and stderr of the ranks go.
         keep_ranks: True: the ranks stay after a call, for the next call.
-        on_attempt_end: called in this thread as soon as it is clear how an attempt ends, and again when all is finished.
+        on_outcome_change: called in this thread with the state machine when it becomes clear how an attempt ends, and again
+            when all ranks of that attempt have exited.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class EventLoop:
         *,
         output: RankOutput,
         keep_ranks: bool,
-        on_attempt_end: AttemptEndCallback,
+        on_outcome_change: OutcomeCallback,
     ) -> None:
         setups_of_groups = [setups] if spec.policy.scope == "group" else [[setup] for setup in setups]
         self._groups = [RestartGroup(spec, setups, event_bus, keep_ranks=keep_ranks) for setups in setups_of_groups]
@@ -90,9 +91,11 @@ class EventLoop:
         self._event_bus = event_bus
         self._deferred_log = deferred_log
         self._oom = OomDetector(deferred_log)
-        self._on_attempt_end = on_attempt_end
-        self._posted_call: PendingCall | None = None  # the latest call; it may come too late to be started
-        self._pending_call: PendingCall | None = None  # the call that the ranks are executing
+        self._on_outcome_change = on_outcome_change
+        # `_take_commands` stores a call here and returns StartCall. For that event `_start_call` makes it the running call,
+        # unless it comes too late.
+        self._next_call: PendingCall | None = None
+        self._running_call: PendingCall | None = None  # the call that the ranks are executing
         self._death_clock = DeathClock()
         self._hostname = platform.node()
         self._wall_started_at = time.time()  # source files that are newer are not quoted in stack dumps
@@ -104,8 +107,8 @@ class EventLoop:
                 self._start_all_ranks()
                 self._handle_events_until_finished()
             helpers_oom = self._oom.resolve_suspects()
-        if self._pending_call is not None:  # the ranks have ended with this call
-            self._pending_call.observations = [
+        if self._running_call is not None:  # the ranks have ended with this call
+            self._running_call.observations = [
                 group.observations(hostname=self._hostname, helpers_oom=helpers_oom) for group in self._groups
             ]
 
@@ -152,7 +155,7 @@ class EventLoop:
         events: list[m.Event] = []
         for command in self._commands.take():
             if isinstance(command, PendingCall):
-                self._posted_call = command
+                self._next_call = command
                 events.append(m.StartCall(command.started_at, command.timeout))
             elif isinstance(command, StatusRequest):
                 command.statuses = current_statuses(self._groups, self._pool)
@@ -186,32 +189,31 @@ class EventLoop:
             return [m.Ready(rank, generation=generation)]
         if message.kind is MessageKind.EXIT_BLOCKED:
             self._group_by_rank[rank].exit_blockers[rank] = message.body.decode()
-        elif message.kind is MessageKind.DETAILS:
+            return []
+        if message.kind is MessageKind.DETAILS:
             observed.details = message.body
             return [m.DetailsReceived(rank, generation=generation)]
-        elif message.kind is MessageKind.FAILING:
+        if message.kind is MessageKind.FAILING:
             observed.raised_at = message.stamp
             return [m.Failing(rank, generation=generation)]
-        else:
-            observed.report, observed.report_received_at = message, time.monotonic()
-            if message.kind is MessageKind.RETURNED:
-                return [m.Returned(rank, generation=generation)]
-            peer_error = classify_exception(message.body)
-            is_secondary = peer_error is not None and peer_error.should_wait_for_cause
-            return [m.Failed(rank, is_secondary=is_secondary, generation=generation)]
-        return []
+        observed.answer, observed.answer_received_at = message, time.monotonic()
+        if message.kind is MessageKind.RETURNED:
+            return [m.Returned(rank, generation=generation)]
+        peer_error = classify_exception(message.body)
+        is_secondary = peer_error is not None and peer_error.should_wait_for_cause
+        return [m.Failed(rank, is_secondary=is_secondary, generation=generation)]
 
     def _on_stack_data(self, handle: RankHandle) -> list[m.Event]:
-        was_complete = handle.stacks.is_complete()
+        was_complete = handle.stack_parser.is_complete()
         handle.read_stack_pipe()
-        if was_complete or not handle.stacks.is_complete():
+        if was_complete or not handle.stack_parser.is_complete():
             return []
         return [m.StackDumped(handle.observations.worker.rank, generation=handle.generation)]
 
     def _on_exit(self, handle: RankHandle) -> list[m.Event]:
         """Read everything that the dead rank has sent, and then its exit code.
 
-        If there is no report among it, the rank has left in its black box what it could not send.
+        If the rank has sent no answer, what it could not send may be in its black box.
         """
         observed = handle.observations
         if observed.died_at is not None:
@@ -220,19 +222,19 @@ class EventLoop:
         handle.read_stack_pipe()
         self._death_clock.record_death(observed)
         observed.exit_code = handle.process.read_exit_code()
-        if observed.report is None:
+        if observed.answer is None:
             for message in self._pool.read_black_box(handle):
                 events += self._handle_message(handle, message)
         self._finish_observations(handle)
         return [*events, m.Exited(observed.worker.rank, generation=handle.generation)]
 
     def _finish_observations(self, handle: RankHandle) -> None:
-        observed, stacks = handle.observations, handle.stacks
+        observed, parser = handle.observations, handle.stack_parser
         observed.heartbeat = self._pool.read_heartbeat(handle)
-        observed.stacks = add_source_lines(format_stacks(stacks.dump, stacks.main_thread), self._wall_started_at)
-        if is_crash(observed.exit_code):  # else a child that the rank had forked has crashed
-            observed.crash_stack = add_source_lines(stacks.crash_stack, self._wall_started_at)
-        observed.startup_output = stacks.failed_startup_output
+        observed.stacks = add_source_lines(format_stacks(parser.dump, parser.main_thread), self._wall_started_at)
+        if is_crash(observed.exit_code):  # otherwise the stack is that of a forked child
+            observed.crash_stack = add_source_lines(parser.crash_stack, self._wall_started_at)
+        observed.startup_output = parser.failed_startup_output
 
     # ---- what follows: state machines, actions, changes of state
 
@@ -243,19 +245,19 @@ class EventLoop:
         """
         now = time.monotonic()
         actions: list[tuple[RestartGroup, m.Action]] = []
-        touched = {group: None for group in self._unfinished_groups if group.due_at <= now}
+        groups_to_check = {group: None for group in self._unfinished_groups if group.due_at <= now}
         for event in events:
             for group in self._groups_of(event):
-                touched[group] = None
+                groups_to_check[group] = None
                 actions += [(group, action) for action in self._handle_event(group, event, now)]
-        died = [self._pool.handles[event.rank] for event in events if isinstance(event, m.Exited)]
-        self._oom.add_suspects(handle.observations for handle in died if may_be_oom_kill(handle.observations))
-        for group in touched:
+        dead_handles = [self._pool.handles[event.rank] for event in events if isinstance(event, m.Exited)]
+        self._oom.add_suspects(handle.observations for handle in dead_handles if may_be_oom_kill(handle.observations))
+        for group in groups_to_check:
             actions += [(group, action) for action in group.handle_deadline(now)]
         new_events = [event for group, action in actions for event in self._execute(group, action)]
-        for handle in died:
+        for handle in dead_handles:
             self._pool.reap(handle)
-        for group in touched:
+        for group in groups_to_check:
             new_events += self._handle_stage_change(group)
         self._publish_state()
         return new_events
@@ -278,18 +280,18 @@ class EventLoop:
         return group.handle(event, now)
 
     def _start_call(self, group: RestartGroup) -> bool:
-        """Prepare the ranks for the posted call. Return False if the call comes too late, since a rank has been lost.
+        """Prepare the ranks for `_next_call`. Return False if the call comes too late, since a rank has been lost.
 
         The caller sees that a call came too late when all ranks have ended: the call has no observations.
         """
         if not group.setups:  # on several nodes, before the first round: the ranks are not known yet
-            self._pending_call = self._posted_call
+            self._running_call = self._next_call
             return True
         handles = [self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles]
         is_whole = len(handles) == len(group.setups) and all(handle.observations.died_at is None for handle in handles)
         if group.machine.stage is not m.RunStage.IDLE or not is_whole:
             return False
-        self._pending_call = self._posted_call
+        self._running_call = self._next_call
         for handle in handles:
             group.observed[handle.observations.worker.rank] = handle.reset_observations()
             self._pool.clear_heartbeat(handle)
@@ -304,8 +306,8 @@ class EventLoop:
         handle = self._pool.handles[action.rank]
         observed = handle.observations
         if isinstance(action, m.CallRank):
-            assert self._pending_call is not None
-            self._pool.send_call(handle, self._pending_call.payload)
+            assert self._running_call is not None
+            self._pool.send_call(handle, self._running_call.payload)
         elif isinstance(action, m.RequestExit):
             handle.send(MessageKind.SHUTDOWN)
         elif isinstance(action, m.DumpStacks):
@@ -324,6 +326,7 @@ class EventLoop:
             observed.signals_sent.add(action.signum)
             observed.first_signal_at = observed.first_signal_at or time.monotonic()
         else:
+            assert isinstance(action, m.AbandonRank)
             text = "rank %d (pid %s) has not ended after SIGKILL; mpwatch does not wait for it any longer"
             self._deferred_log.warning(text, action.rank, observed.pid)
             self._finish_observations(handle)
@@ -332,20 +335,22 @@ class EventLoop:
 
     def _handle_stage_change(self, group: RestartGroup) -> list[m.Event]:
         """Do what follows from the stage that the group's machine has reached. Return the event for the other groups."""
-        before, stop_reason = group.stage, group.stop_reason
+        stage_before, stop_reason_before = group.known_stage, group.known_stop_reason
         group.read_machine()
-        if group.stop_reason is not stop_reason or (
-            group.stage is not before and group.stage in (m.RunStage.AWAITING_DECISION, m.RunStage.FINISHED)
+        stage = group.known_stage
+        is_new_stage = stage is not stage_before
+        if group.known_stop_reason is not stop_reason_before or (
+            is_new_stage and stage in (m.RunStage.AWAITING_DECISION, m.RunStage.FINISHED)
         ):
-            self._on_attempt_end(group.machine)
-        if group.stage is m.RunStage.IDLE and self._pending_call is not None:
-            self._finish_call(self._pending_call, group)
-        elif group.stage is m.RunStage.AWAITING_DECISION and before is not m.RunStage.AWAITING_DECISION:
+            self._on_outcome_change(group.machine)
+        if stage is m.RunStage.IDLE and self._running_call is not None:
+            self._finish_call(self._running_call, group)
+        elif stage is m.RunStage.AWAITING_DECISION and is_new_stage:
             helpers_oom = self._oom.resolve_suspects()
             self._commands.request_decision(group.observations(hostname=self._hostname, helpers_oom=helpers_oom))
-        elif group.stage is m.RunStage.FINISHED and before is not m.RunStage.FINISHED:
+        elif stage is m.RunStage.FINISHED and is_new_stage:
             self._unfinished_groups.remove(group)
-            group.log_exit_problems(self._deferred_log, of_run=self._pending_call is not None)
+            group.log_exit_problems(self._deferred_log, of_run=self._running_call is not None)
             if group.machine.stop_reason is not m.StopReason.SUCCEEDED:
                 return [m.Abort()]
         return []
@@ -356,7 +361,7 @@ class EventLoop:
             handle.observations.heartbeat = self._pool.read_heartbeat(handle)
         pending_call.observations = [group.observations(hostname=self._hostname, helpers_oom="")]
         pending_call.is_done = True
-        self._pending_call = None
+        self._running_call = None
         self._commands.caller_wakeup.wake()
 
     def _publish_state(self) -> None:

@@ -49,7 +49,7 @@ class PersistentRanks:
         self._watcher_thread: WatcherThread | None = None
         self._restart_count = -1
         self._restart_reason = LOST_WHILE_IDLE  # for the log, if the next call has to restart the ranks
-        self._epoch = 0  # of the process group, which is made again after a call that failed: ranks may be out of step
+        self._process_group_version = 0  # a new one after a failed call makes a new process group
         self.workers: tuple[Worker, ...] = ()
 
     @property
@@ -85,8 +85,8 @@ class PersistentRanks:
         """
         __tracebackhide__ = True  # see mpwatch.run
         started_at = time.monotonic()
-        payload = pack_call(Call(fn, args, kwargs, self._spec.backend, self._epoch))
-        self._epoch += 1  # for the next call, unless this one succeeds
+        payload = pack_call(Call(fn, args, kwargs, self._spec.backend, self._process_group_version))
+        self._process_group_version += 1  # for the next call, unless this one succeeds
         try:
             answer = None
             if self._watcher_thread is not None:
@@ -162,7 +162,7 @@ class PersistentRanks:
         (observations,) = pending_call.observations
         has_succeeded = observations.stop_reason is StopReason.SUCCEEDED
         if has_succeeded:
-            self._epoch -= 1
+            self._process_group_version -= 1
         result = blocking_call.build_result(lambda: self._diagnose(observations))
         if self._watcher_thread is None:
             why = "a rank ended after it had returned" if has_succeeded else format_verdict(result)

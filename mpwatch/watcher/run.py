@@ -1,4 +1,4 @@
-"""Run a function on the ranks of one node, and BlockingCall: how a thread of the caller's waits for the watcher thread.
+"""Run a function on the ranks of one node, and BlockingCall: how a caller's thread waits for the watcher thread.
 
 Runs in the caller's thread. From `mpwatch.run()` to the process of a rank:
 
@@ -45,7 +45,7 @@ from mpwatch.wire.pickling.call_payload import Call
 
 T = TypeVar("T")
 QUICK_CALL_SECONDS = 0.002  # most calls of idle ranks that do next to nothing are done by then
-MAX_INTERRUPTIONS = 1000  # of one abort; more exceptions than that are an error of mpwatch
+MAX_INTERRUPTIONS = 1000  # of one abort; more exceptions than that are a bug in mpwatch
 
 
 def run_single_node(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:

@@ -8,7 +8,10 @@ Why a thread of its own: Python may throw an exception into a thread between any
 handler may raise; in any thread of the host `PyThreadState_SetAsyncExc` may. If a rank is just being started or reaped, such
 an exception would leave it behind. No other code knows of the watcher thread, so nothing is thrown into it.
 
-No code of the user's runs in the watcher thread.
+No user code runs in the watcher thread.
+
+If Python can start no thread, as at the end of the program, the event loop of a simple run runs in the caller's thread (see
+`start`).
 """
 
 import logging
@@ -27,7 +30,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import WorkerState
 from mpwatch.watcher.commands import CommandQueue
-from mpwatch.watcher.event_loop import AttemptEndCallback, EventLoop
+from mpwatch.watcher.event_loop import EventLoop, OutcomeCallback
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.rank_output import RankOutput
@@ -49,7 +52,7 @@ class WatcherThread:
         event_bus: of the run or the WorkerGroup.
         restart_count: how often the ranks of the WorkerGroup were restarted before.
         keep_ranks: True: the ranks stay after a call. The program may then end without closing this.
-        on_attempt_end: called in the watcher thread as soon as it is clear how an attempt ends.
+        on_outcome_change: called in the watcher thread, see EventLoop.
     """
 
     def __init__(
@@ -59,13 +62,13 @@ class WatcherThread:
         *,
         restart_count: int = 0,
         keep_ranks: bool,
-        on_attempt_end: AttemptEndCallback = bool,
+        on_outcome_change: OutcomeCallback = lambda _: None,
     ) -> None:
         self._spec = spec
         self._event_bus = event_bus
         self._restart_count = restart_count
         self._keep_ranks = keep_ranks
-        self._on_attempt_end = on_attempt_end
+        self._on_outcome_change = on_outcome_change
         self._pid = os.getpid()
         with ExitStack() as stack:
             self.commands = stack.enter_context(closing(CommandQueue()))
@@ -113,8 +116,8 @@ class WatcherThread:
     def start(self) -> None:
         """Start the thread, which starts the ranks. Do nothing if it has been started. Raises LaunchError.
 
-        If Python can start no thread, as at the end of the program, the event loop runs in the caller's thread. A run that may
-        restart ranks needs both threads, and so does a WorkerGroup: they raise LaunchError.
+        If Python can start no thread, the event loop runs in the caller's thread. A run that may restart ranks needs both
+        threads, and so do a WorkerGroup and a run of several nodes: they raise LaunchError.
         """
         if self._thread is not None:
             return
@@ -139,7 +142,7 @@ class WatcherThread:
                     self._event_bus,
                     output=self.output,
                     keep_ranks=self._keep_ranks,
-                    on_attempt_end=self._on_attempt_end,
+                    on_outcome_change=self._on_outcome_change,
                 ).run()
         except BaseException as error:  # noqa: BLE001  the caller's thread raises it
             self.error = error
@@ -151,7 +154,7 @@ class WatcherThread:
                 self.close()
 
     def emit_logs_and_events(self) -> None:
-        """Emit the deferred log records and call the observers. Both may run the user's code, in the caller's thread."""
+        """Emit the deferred log records and call the observers. Both may run user code, in the caller's thread."""
         self.deferred_log.emit()
         self._event_bus.dispatch()
 

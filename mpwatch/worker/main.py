@@ -148,7 +148,7 @@ def _call_function(call: Call) -> object:
     if call.backend is not None:
         from mpwatch.worker import process_group
 
-        process_group.init(call.backend, call.epoch)
+        process_group.init(call.backend, call.process_group_version)
     try:
         value = call.fn(*call.args, **call.kwargs)
     except SystemExit as error:
@@ -157,7 +157,7 @@ def _call_function(call: Call) -> object:
         value = None
     context.stop_heartbeats()
     # Not after a failure: destroying the group may wait for peers that wait for this rank, and would delay the answer.
-    if call.backend is not None and call.epoch is None:
+    if call.backend is not None and call.process_group_version is None:
         process_group.destroy()
     return value
 

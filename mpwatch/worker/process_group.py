@@ -10,23 +10,23 @@ from mpwatch.worker.context import current_worker
 # The store of all process groups. Rank 0 serves it, and the other ranks may need it until they have answered. So it lives as
 # long as the rank, and not only as long as a group. The watcher lets no rank exit until all ranks have answered.
 _store: Any = None
-_epoch: int | None = None  # of the last group, even if its initialisation failed
-_group_number = 0  # of the last group within its epoch; the same in all ranks, even if earlier groups failed in some
+_version: int | None = None  # of the last group, even if its initialisation failed
+_group_number = 0  # of the last group within its version; the same in all ranks, even if earlier groups failed in some
 
 
-def init(backend: str, epoch: int | None) -> None:
-    """Join the default process group, unless the one of this epoch still exists. Raises what torch raises.
+def init(backend: str, version: int | None) -> None:
+    """Join the default process group, unless the one of this version still exists. Raises what torch raises.
 
     Args:
         backend: a backend of torch.distributed, or "auto": nccl if there are GPUs, else gloo.
-        epoch: see `Call` in wire/pickling/call_payload.py.
+        version: see `Call` in wire/pickling/call_payload.py.
     """
-    global _epoch, _group_number
+    global _version, _group_number
     import torch
 
     dist: Any = torch.distributed  # torch's stubs are incomplete
     if dist.is_initialized():
-        if epoch is not None and epoch == _epoch:
+        if version is not None and version == _version:
             return
         dist.destroy_process_group()
     if backend == "auto":
@@ -34,9 +34,9 @@ def init(backend: str, epoch: int | None) -> None:
     worker = current_worker()
     if torch.cuda.is_available() and "nccl" in backend:
         torch.cuda.set_device(worker.local_rank % torch.cuda.device_count())
-    _epoch, _group_number = epoch, _group_number + 1 if epoch == _epoch else 0
+    _version, _group_number = version, _group_number + 1 if version == _version else 0
     # A prefix of its own separates this group's keys from those that other groups have left.
-    store = dist.PrefixStore(f"mpwatch/{epoch}/{_group_number}", _get_store(dist))
+    store = dist.PrefixStore(f"mpwatch/{version}/{_group_number}", _get_store(dist))
     dist.init_process_group(backend, store=store, rank=worker.rank, world_size=worker.world_size)
 
 

@@ -10,7 +10,7 @@ Of several failures, the root cause is chosen by these rules. A rule decides onl
 
 If all failures are secondary and say that a peer was late, the rank that was missing is to blame: see stragglers.py.
 
-Exceptions and return values are unpickled here, which runs the user's code. No rank waits for the watcher at that time.
+Exceptions and return values are unpickled here, which runs user code. No rank waits for the watcher at that time.
 Apart from that, the diagnosis is pure.
 """
 
@@ -120,17 +120,17 @@ def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> 
 def _load_value(
     attempt: AttemptObservations, observed: RankObservations, values: dict[int, Any], failures: Failures
 ) -> None:
-    assert observed.report is not None
-    rank, body, file = observed.worker.rank, observed.report.body, observed.report.file
+    assert observed.answer is not None
+    rank, body, file = observed.worker.rank, observed.answer.body, observed.answer.file
     try:
         if isinstance(file, OSError):
             raise file
         values[rank] = load(body if file is None else file)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # noqa: BLE001  unpickling runs the user's code, which may raise anything
+    except BaseException as error:  # noqa: BLE001  unpickling runs user code, which may raise anything
         decoder.add_note(error, texts.format_unloadable_value(rank))
-        failures[rank] = build_unloadable_value(attempt, observed, observed.report.stamp, error)
+        failures[rank] = build_unloadable_value(attempt, observed, observed.answer.stamp, error)
 
 
 def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
@@ -154,9 +154,9 @@ def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
 
 def _get_peer_error(attempt: AttemptObservations, rank: int) -> PeerErrorKind | None:
     observed = attempt.ranks[rank]
-    if observed.report is None:
+    if observed.answer is None:
         return classify_death(observed.exit_code, observed.stderr)
-    return classify_exception(observed.report.body) if observed.report.kind is not MessageKind.RETURNED else None
+    return classify_exception(observed.answer.body) if observed.answer.kind is not MessageKind.RETURNED else None
 
 
 def _was_reported(failure: ProcessFailure) -> bool:

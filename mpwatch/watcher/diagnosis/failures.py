@@ -44,13 +44,13 @@ def has_returned(attempt: AttemptObservations, observed: RankObservations) -> bo
     A value that was returned after the watcher began to stop the ranks does not count: the function may have ended because
     of the signal. After a timeout, a value that the watcher had not received in time does not count either.
     """
-    report = observed.report
-    if report is None or report.kind is not MessageKind.RETURNED or not is_before_stop(attempt, report.stamp):
+    answer = observed.answer
+    if answer is None or answer.kind is not MessageKind.RETURNED or not is_before_stop(attempt, answer.stamp):
         return False
     return (
         attempt.stop_reason is not StopReason.TIMED_OUT
-        or observed.report_received_at is None
-        or is_before_stop(attempt, observed.report_received_at)
+        or observed.answer_received_at is None
+        or is_before_stop(attempt, observed.answer_received_at)
     )
 
 
@@ -59,18 +59,18 @@ def find_failure(attempt: AttemptObservations, observed: RankObservations) -> Ti
     if has_returned(attempt, observed):
         return _find_death_after_return(attempt, observed)
     if (
-        observed.report is not None
-        and observed.report.kind is not MessageKind.RETURNED
-        and is_before_stop(attempt, observed.report.stamp)
+        observed.answer is not None
+        and observed.answer.kind is not MessageKind.RETURNED
+        and is_before_stop(attempt, observed.answer.stamp)
     ):
-        return _build_reported(attempt, observed, observed.report)
+        return _build_reported(attempt, observed, observed.answer)
     if observed.worker.rank in attempt.never_ready:
         at = attempt.stopped_at or attempt.run_started_at
         why = texts.format_not_ready(attempt.start_timeout)
         return _build(
             attempt, observed, at, FailureKind.START, evidence=why, stderr=observed.startup_output or observed.stderr
         )
-    if observed.report is None and observed.died_at is not None and _died_by_itself(attempt, observed, observed.died_at):
+    if observed.answer is None and observed.died_at is not None and _died_by_itself(attempt, observed, observed.died_at):
         return _build_death(attempt, observed, observed.died_at)
     if observed.raised_at is not None and is_before_stop(attempt, observed.raised_at):
         return _build_unreported_exception(attempt, observed, observed.raised_at)
@@ -119,26 +119,26 @@ def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at
     return number > 0 and number not in observed.signals_sent and (number in CRASH_SIGNALS or number == signal.SIGKILL)
 
 
-def _build_reported(attempt: AttemptObservations, observed: RankObservations, report: Message) -> TimedFailure:
+def _build_reported(attempt: AttemptObservations, observed: RankObservations, answer: Message) -> TimedFailure:
     try:
-        error = decoder.decode_exception(report.body, observed.details)
-    except Exception:  # noqa: BLE001  unpickling runs the user's code; the report alone can be decoded without the user's classes
-        error = decoder.decode_exception(report.body)
+        error = decoder.decode_exception(answer.body, observed.details)
+    except Exception:  # noqa: BLE001  unpickling runs user code; the answer alone can be decoded without the user's classes
+        error = decoder.decode_exception(answer.body)
     kind, exit_code = FailureKind.EXCEPTION, 1
-    if report.kind is MessageKind.LOAD_FAILED:
+    if answer.kind is MessageKind.LOAD_FAILED:
         kind = FailureKind.START
     elif issubclass(type(error), SystemExit):  # not isinstance(), which reads __class__, and that may be the user's property
         kind, exit_code = FailureKind.EXIT, _get_exit_status(SystemExit.__dict__["code"].__get__(error))
     return _build(
         attempt,
         observed,
-        report.stamp,
+        answer.stamp,
         kind,
         exit_code=exit_code,
         exception=error,
-        summary=decoder.read_summary(report.body),
-        traceback=decoder.read_traceback_text(report.body),
-        is_secondary=classify_exception(report.body) in (PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT),
+        summary=decoder.read_summary(answer.body),
+        traceback=decoder.read_traceback_text(answer.body),
+        is_secondary=classify_exception(answer.body) in (PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT),
     )
 
 
@@ -180,7 +180,7 @@ def _build_death(attempt: AttemptObservations, observed: RankObservations, at: f
 
 
 def _find_evidence(observed: RankObservations) -> str:
-    if observed.raised_at is not None and observed.report is None:
+    if observed.raised_at is not None and observed.answer is None:
         return texts.EXITED_DURING_TEXT
     if classify_death(observed.exit_code, observed.stderr) is not None:
         return texts.NCCL_WATCHDOG
@@ -205,6 +205,6 @@ def _build(
         kind=kind,
         exit_code=exit_code,
         elapsed=at - attempt.run_started_at,
-        log_files=dict(observed.stderr_tail.files),
+        log_files=dict(observed.stderr_tail.log_files),
         **{"stderr": observed.stderr, **fields},
     )

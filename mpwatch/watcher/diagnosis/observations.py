@@ -26,11 +26,11 @@ class RankObservations:
     pid: int | None = None
     was_ready: bool = False
     raised_at: float | None = None
-    """When the rank's function raised, by the rank's FAILING message. The exception itself follows in `report`."""
-    report: Message | None = None
-    """The rank's answer: RETURNED, RAISED or LOAD_FAILED."""
-    report_received_at: float | None = None
-    """When the watcher received `report`. This is later than the time stamp of the message."""
+    """When the rank's function raised, by the rank's FAILING message. The exception itself follows in `answer`."""
+    answer: Message | None = None
+    """The message RETURNED, RAISED or LOAD_FAILED."""
+    answer_received_at: float | None = None
+    """When the watcher received `answer`. This is later than the time stamp of the message."""
     details: bytes = b""
     """The pickled parts of a reported exception."""
     died_at: float | None = None
@@ -116,5 +116,5 @@ class AttemptObservations:
         The observations may live much longer than the attempt. Kind and time of each answer stay: the live view needs them.
         """
         for observed in self.ranks.values():
-            if observed.report is not None:
-                observed.report = Message(observed.report.kind, observed.report.stamp, b"")
+            if observed.answer is not None:
+                observed.answer = Message(observed.answer.kind, observed.answer.stamp, b"")

@@ -9,7 +9,7 @@ The machine does not decide whether failed ranks are worth a restart: run_contro
 Guarantees:
 
 - IDLE and RUNNING have a deadline only while ranks start, and RUNNING for `timeout` and heartbeats. AWAITING_DECISION has
-  none: it lasts as long as the user's code that decides. Every other stage before FINISHED has a deadline.
+  none: it lasts as long as the user code that decides. Every other stage before FINISHED has a deadline.
 - The first failure that is not secondary ends an attempt at once. Ranks of a WorkerGroup have ROOT_CAUSE_WAIT_SECONDS to
   return or raise, too; if all of them do so, they stay.
 - In each call a rank is asked for its stacks at most once, stopped once, killed once and abandoned once.
@@ -102,7 +102,7 @@ class StateMachine:
 
     @property
     def deadline(self) -> float | None:
-        """The latest time to call `handle_deadline`. None: only code of the user is waited for."""
+        """The latest time to call `handle_deadline`. None: the machine waits only for user code."""
         soonest = min(self._stage_deadline, self._timeout_at if self.is_call_running() else math.inf)
         if self.phase_table.counts[RankPhase.STARTING] and (self.is_call_running() or self.stage is RunStage.IDLE):
             soonest = min(soonest, self._start_deadline)
@@ -330,8 +330,10 @@ class StateMachine:
             return self._interrupt_calls(now)
         if self.stage is RunStage.TERMINATING:
             return self._kill(now) if self.phase_table.counts[RankPhase.TERMINATING] else []
-        soft = signal.SIGINT if signum == signal.SIGINT and is_first else signal.SIGTERM
-        return self._terminate(now, stop_reason, soft=soft) + ([] if is_first else self._kill(now))
+        signum_for_running = signal.SIGINT if signum == signal.SIGINT and is_first else signal.SIGTERM
+        return self._terminate(now, stop_reason, signum_for_running=signum_for_running) + (
+            [] if is_first else self._kill(now)
+        )
 
     def _interrupt_calls(self, now: float) -> list[Action]:
         """Interrupt the functions of all ranks of a WorkerGroup. Ranks that answer within the grace period stay."""
@@ -363,12 +365,18 @@ class StateMachine:
         return [m.DumpStacks(rank) for rank in sorted(self._dumping)]
 
     def _on_stack_dumped(self, rank: int, now: float) -> list[Action]:
-        """Stop all ranks if this was the last one. A rank that has returned, failed or exited has no stacks to send."""
+        """Stop all ranks if no more stacks are expected.
+
+        While stacks are dumped, every event of a rank except a heartbeat comes here. The machine
+        does not wait for the stacks of a rank that has returned, failed or exited.
+        """
         self._dumping.discard(rank)
         return [] if self._dumping else self._terminate(now, self.stop_reason)
 
-    def _terminate(self, now: float, stop_reason: StopReason | None, soft: int = signal.SIGTERM) -> list[Action]:
-        """Send SIGTERM to all ranks that are alive; running ranks get `soft` instead.
+    def _terminate(
+        self, now: float, stop_reason: StopReason | None, signum_for_running: int = signal.SIGTERM
+    ) -> list[Action]:
+        """Send SIGTERM to all ranks that are alive; running ranks get `signum_for_running` instead.
 
         SIGCONT follows, since a stopped process (SIGSTOP) handles no signal except SIGKILL until then.
         """
@@ -381,8 +389,8 @@ class StateMachine:
             if phase in m.ALIVE_PHASES:
                 if phase in (RankPhase.RETURNED, RankPhase.FAILED, RankPhase.DETAILS_SENT):
                     actions.append(m.RequestExit(rank))
-                number = soft if phase is RankPhase.RUNNING else signal.SIGTERM  # SIGINT has a meaning only in a function
-                actions += [m.SendSignal(rank, number), m.SendSignal(rank, signal.SIGCONT)]
+                signum = signum_for_running if phase is RankPhase.RUNNING else signal.SIGTERM  # SIGINT is for functions only
+                actions += [m.SendSignal(rank, signum), m.SendSignal(rank, signal.SIGCONT)]
                 self.phase_table.set_phase(rank, RankPhase.TERMINATING)
         return actions
 

@@ -5,8 +5,9 @@ Read this file first. state_machine.py applies it, and nothing else changes the 
 Rules:
 
 1. Each rank is in one `RankPhase`. `TRANSITIONS` lists the events that are legal in each phase, and the next phase.
-2. An event that is not in the table raises IllegalEventError with the event and the phase. It is an error in mpwatch.
-3. All ranks of a machine together are in one `RunStage`. The methods of StateMachine change it, as in the second drawing.
+2. An event that is not in the table raises IllegalEventError with the event and the phase. It is a bug in mpwatch.
+3. All ranks of a restart group together are in one `RunStage`, and have one StateMachine. Its methods change the stage, as
+   in the second drawing.
 4. Each event of a rank carries a `generation`: which start of the rank it belongs to, from 0. The machine ignores events of
    an earlier generation, since that process no longer matters.
 5. The machine has no clock, pid, pipe or signal. Events and times come in, actions go out.
@@ -84,7 +85,7 @@ class RankPhase(Enum):
 
 
 class RunStage(Enum):
-    """Where the ranks of one machine are together."""
+    """Where the ranks of one restart group are together."""
 
     IDLE = auto()  # no call is running: the ranks start, or wait for a call
     RUNNING = auto()
@@ -160,14 +161,14 @@ class Exited(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class Restart(RankEvent):
-    """Restart the ranks of this machine. `rank` is the first of them."""
+    """Restart the ranks of this restart group. `rank` is the first of them."""
 
     ranks: tuple[int, ...] = ()  # the ranks to start; empty: the same as before. In a job of several nodes they may change
 
 
 @dataclass(frozen=True, slots=True)
 class DoNotRestart(RankEvent):
-    """Do not restart the ranks of this machine. `rank` is the first of them."""
+    """Do not restart the ranks of this restart group. `rank` is the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +271,7 @@ Action = StartRank | CallRank | RequestExit | DumpStacks | ReadHeartbeat | SendS
 
 
 class IllegalEventError(Exception):
-    """An event that is not legal in the present phase or stage. It is an error in mpwatch."""
+    """An event that is not legal in the present phase or stage. It is a bug in mpwatch."""
 
 
 # What a rank still sends while it is being stopped is evidence for the diagnosis. It does not change the phase.

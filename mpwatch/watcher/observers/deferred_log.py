@@ -1,6 +1,6 @@
 """Log records of a run: queued in the watcher thread or the output thread, logged in the caller's thread.
 
-A logging handler is code of the user. It may wait for a lock that the caller holds, or raise. Neither may delay the run.
+A logging handler is user code. It may wait for a lock that the caller holds, or raise. Neither may delay the run.
 """
 
 import logging
@@ -22,7 +22,7 @@ class DeferredLog:
         self._queue(logging.WARNING, text, args)
 
     def debug(self, text: str, *args: object) -> None:
-        """Queue a record that helps to find an error in mpwatch. Any thread may call it."""
+        """Queue a record that helps to find a bug in mpwatch. Any thread may call it."""
         self._queue(logging.DEBUG, text, args)
 
     def emit(self) -> None:

@@ -2,7 +2,7 @@
 
     watcher thread, caller's thread --- publish ---> queue --- dispatch, in the caller's thread ---> observers, log, result
 
-An observer is code of the user. It may be slow, or wait for a lock that the caller holds. That delays only the caller's
+An observer is user code. It may be slow, or wait for a lock that the caller holds. That delays only the caller's
 thread, not the ranks. An observer that raises is logged once and dropped.
 """
 
@@ -38,7 +38,7 @@ class EventBus:
         self.run_id = run_id
         self.started_at = time.monotonic()
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)  # that were dispatched, if they are kept
-        self.wake: Callable[[], object] = bool  # makes the caller's thread call `dispatch`; WatcherThread sets it
+        self.wake: Callable[[], object] = lambda: None  # makes the caller's thread call `dispatch`; WatcherThread sets it
         self.state = WorkerState.UNKNOWN  # of all ranks together, as of the last StateChanged
         self._log = LogEvents()
         self._observers: list[Observer] = [self._log, *observers]

@@ -52,7 +52,7 @@ def _current_status(observed: RankObservations, group: RestartGroup, pool: Proce
     if handle is None or handle.observations is not observed:  # the process has exited
         return _final_status(observed, group.machine.stopped_at, time.monotonic())
     phase = group.machine.phase_table.phases[rank]
-    state = STATES.get(phase) if observed.report is None else None
+    state = STATES.get(phase) if observed.answer is None else None
     if phase is RankPhase.RUNNING and rank in group.machine.heartbeats.late_ranks:
         state = WorkerState.UNHEALTHY
     state = state or _final_state(observed, group.machine.stopped_at)
@@ -67,11 +67,11 @@ def _final_status(observed: RankObservations, stopped_at: float | None, now: flo
 
 def _final_state(observed: RankObservations, stopped_at: float | None) -> WorkerState:
     """Return the state of a rank that has answered or exited. A failure after the signal to stop does not count as one."""
-    report = observed.report
-    if report is not None and report.kind is MessageKind.RETURNED:
+    answer = observed.answer
+    if answer is not None and answer.kind is MessageKind.RETURNED:
         return WorkerState.SUCCEEDED
-    was_stopped = bool(observed.signals_sent) and (report is None or stopped_at is None or report.stamp >= stopped_at)
-    has_ended = report is not None or observed.died_at is not None
+    was_stopped = bool(observed.signals_sent) and (answer is None or stopped_at is None or answer.stamp >= stopped_at)
+    has_ended = answer is not None or observed.died_at is not None
     return WorkerState.FAILED if has_ended and not was_stopped else WorkerState.STOPPED
 
 

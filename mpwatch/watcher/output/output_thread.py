@@ -93,7 +93,7 @@ class OutputThread:
 
         `end_pipes` is a job and drains the pipes, so it is enough to wait until the jobs posted so far are done.
         """
-        return self._wait_for(bool, timeout)
+        return self._wait_for(lambda: None, timeout)
 
     def _wait_for(self, job: Callable[[], object], timeout: float | None) -> bool:
         if self._thread is None:

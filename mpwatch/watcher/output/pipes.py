@@ -113,7 +113,7 @@ class StdioOpener:
             _close_with(child_ends if route is StreamRoute.FILE else own_ends, file_fd)
         if route is StreamRoute.FILE:
             if stream == "stderr":
-                stdio.stderr_tail.direct_file = stdio.stderr_tail.files[stream]
+                stdio.stderr_tail.direct_file = stdio.stderr_tail.log_files[stream]
             return file_fd
         read_fd, write_fd = os.pipe()
         _close_with(own_ends, read_fd)
@@ -122,7 +122,7 @@ class StdioOpener:
         with suppress(OSError):  # a smaller pipe works, too
             grow_pipe(read_fd, PIPE_SIZE)
         rank_stream = self._make_rank_stream(stream, worker) if self._spec.shows(stream, worker.rank) else None
-        path, stderr_tail = stdio.stderr_tail.files.get(stream, ""), stdio.stderr_tail if stream == "stderr" else None
+        path, stderr_tail = stdio.stderr_tail.log_files.get(stream, ""), stdio.stderr_tail if stream == "stderr" else None
         stdio.pipes.append(OutputPipe(read_fd, file_fd, path, rank_stream, stderr_tail))
         return write_fd
 
@@ -141,7 +141,7 @@ class StdioOpener:
         except OSError as error:
             what = f"the {stream} of rank {worker.rank} cannot be written to {path!r} (see logs)"
             raise LaunchError(with_remedy(what, error)) from error
-        stderr_tail.files[stream] = path
+        stderr_tail.log_files[stream] = path
         return fd
 
 

@@ -13,7 +13,7 @@ class StderrTail:
     """The end of the stderr of one process of a rank. The output thread feeds it, if stderr comes over a pipe."""
 
     def __init__(self) -> None:
-        self.files: dict[str, str] = {}  # paths of the log files, by stream
+        self.log_files: dict[str, str] = {}  # paths of the log files, by stream
         self.direct_file = ""  # the path of the stderr file, if the rank writes to it directly and not to a pipe
         self._tail = b""
         self._is_cut = False

@@ -139,10 +139,10 @@ class ProcessPool:
         LaunchError.
         """
         try:
-            if handle.stacks.startup_output:
-                handle.send_file(MessageKind.STARTUP_OUTPUT, handle.stacks.startup_output)
-                handle.stacks.startup_output = b""
-            handle.calls_sent += 1
+            if handle.stack_parser.startup_output:
+                handle.send_file(MessageKind.STARTUP_OUTPUT, handle.stack_parser.startup_output)
+                handle.stack_parser.startup_output = b""
+            handle.call_number += 1
             handle.send(MessageKind.CALL, payload.fds, payload.body)
         except OSError as error:
             raise LaunchError(
@@ -160,7 +160,7 @@ class ProcessPool:
 
     def interrupt_call(self, handle: RankHandle) -> None:
         """Send SIGINT for the current call. The rank ignores the signal if it arrives during another call."""
-        record_interrupt(self._slots_fd, self._slots[handle.observations.worker.rank], handle.calls_sent)
+        record_interrupt(self._slots_fd, self._slots[handle.observations.worker.rank], handle.call_number)
         handle.process.send_signal(signal.SIGINT)
 
     def read_heartbeat(self, handle: RankHandle) -> HeartbeatSample:
@@ -185,7 +185,7 @@ class ProcessPool:
         finally:  # even if the host program has closed descriptors of mpwatch
             if not handle.process.reap():
                 self._held_by_debugger[handle.process] = reaped_at
-            self._output.end_rank(handle.stdio, handle.stacks.unforwarded_output)
+            self._output.end_rank(handle.stdio, handle.stack_parser.unforwarded_output)
             self.guardian.release(pid)
             if group_exists(pid):
                 self._killed_groups[pid] = reaped_at
@@ -194,7 +194,7 @@ class ProcessPool:
         """Leave a rank that cannot be killed to the kernel."""
         handle.close()
         handle.process.abandon()
-        self._output.end_rank(handle.stdio, handle.stacks.unforwarded_output)
+        self._output.end_rank(handle.stdio, handle.stack_parser.unforwarded_output)
         del self.handles[handle.observations.worker.rank]
 
     def _kill_and_reap_all(self) -> None:

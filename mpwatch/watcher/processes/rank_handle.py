@@ -39,7 +39,8 @@ class RankHandle:
     Attributes:
         generation: which start of the rank this is, from 0.
         observations: what the watcher has observed of the rank in the current call.
-        calls_sent: number of the current call, counted from 1.
+        call_number: number of the current call, counted from 1.
+        stack_parser: parses what the rank writes to the stack pipe.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class RankHandle:
         self.process = process
         self.observations = RankObservations(worker, pid=process.pid, stderr_tail=stdio.stderr_tail)
         self.stdio = stdio
-        self.stacks = StackDumpParser()
-        self.calls_sent = 0
+        self.stack_parser = StackDumpParser()
+        self.call_number = 0
         self._channel = channel
         self._frames = FrameDecoder()
         # Descriptors of files that have arrived before the end of their message, in order; -1 for one that was lost.
@@ -91,7 +92,7 @@ class RankHandle:
         self.observations = RankObservations(
             before.worker, pid=before.pid, stderr_tail=before.stderr_tail, was_ready=before.was_ready
         )
-        self.stacks.discard_dump()
+        self.stack_parser.discard_dump()
         before.stderr_tail.clear()
         return self.observations
 
@@ -185,7 +186,7 @@ class RankHandle:
         self._rank_stack_fd, main_thread = READY_BODY.unpack(body)
         self.read_stack_pipe()
         self.observations.was_ready = True
-        self.stacks.mark_ready(main_thread)
+        self.stack_parser.mark_ready(main_thread)
 
     def request_stack_dump(self) -> bool:
         """Ask the rank for the stacks of its threads. Return False if it cannot write them.
@@ -202,7 +203,7 @@ class RankHandle:
         if not has_descriptor(self.process.pid, self._rank_stack_fd, self._stack_pipe):
             return False
         self.read_stack_pipe()
-        self.stacks.start_dump()
+        self.stack_parser.start_dump()
         self.observations.was_asked_for_stacks = True
         self.process.send_signal(DUMP_SIGNAL)
         return True
@@ -215,7 +216,7 @@ class RankHandle:
                 if not data:
                     self._unregister(self._stack_pipe)
                     break
-                self.stacks.feed(data)
+                self.stack_parser.feed(data)
 
 
 def _read_file(fd: int) -> memoryview:

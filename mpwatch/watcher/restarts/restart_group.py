@@ -76,10 +76,13 @@ class RestartGroup:
         return [worker for worker, _ in self.setups.values()]
 
     def read_machine(self) -> None:
-        """Copy the state of the machine, so that the event loop can compare it with the next one."""
-        self.stage = self.machine.stage
-        self.stop_reason = self.machine.stop_reason
-        self.state = self.machine.state
+        """Copy the state of the machine, so that the event loop can compare it with the next one.
+
+        `due_at` is the machine's deadline, infinite if there is none.
+        """
+        self.known_stage = self.machine.stage
+        self.known_stop_reason = self.machine.stop_reason
+        self.known_state = self.machine.state
         deadline = self.machine.deadline
         self.due_at = math.inf if deadline is None else deadline
 
@@ -98,7 +101,7 @@ class RestartGroup:
             if not self.machine.phase_table.counts[m.RankPhase.STARTING] and self._all_ready_at is None:
                 self._all_ready_at = now
         elif isinstance(event, m.Returned) and was_running:
-            self._publish(WorkerSucceeded, event.rank, at=self._get_report_time(event.rank))
+            self._publish(WorkerSucceeded, event.rank, at=self._get_answer_time(event.rank))
         elif isinstance(event, m.Exited):
             self._publish_exited(event.rank)
         elif isinstance(event, m.HeartbeatRead) and event.rank in self.machine.heartbeats.late_ranks and not was_late:
@@ -182,9 +185,9 @@ class RestartGroup:
             was_stopped=-(observed.exit_code or 0) in observed.signals_sent,
         )
 
-    def _get_report_time(self, rank: int) -> float | None:
-        report = self.observed[rank].report
-        return None if report is None else report.stamp
+    def _get_answer_time(self, rank: int) -> float | None:
+        answer = self.observed[rank].answer
+        return None if answer is None else answer.stamp
 
 
 def state_of_all(groups: Collection[RestartGroup]) -> WorkerState:
@@ -192,9 +195,9 @@ def state_of_all(groups: Collection[RestartGroup]) -> WorkerState:
 
     A rank that is restarted while others go on (scope="worker") makes it UNHEALTHY. A restart of all ranks makes it INIT.
     """
-    states = {group.state for group in groups}
+    states = {group.known_state for group in groups}
     is_rank_restarting = len(groups) > 1 and any(
-        group.state is WorkerState.INIT and group.machine.generation for group in groups
+        group.known_state is WorkerState.INIT and group.machine.generation for group in groups
     )
     if WorkerState.UNHEALTHY in states or is_rank_restarting:
         return WorkerState.UNHEALTHY

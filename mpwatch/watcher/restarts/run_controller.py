@@ -51,10 +51,10 @@ class RunController(Generic[T]):
         self._pending_call: PendingCall | None = None  # None until the ranks are about to be started
         self._budgets: dict[int, RestartBudget] = {}  # by restart group
         self._last_attempts: dict[int, tuple[AttemptObservations, RunResult[T]]] = {}  # by restart group
-        self._awaiting_restart: set[int] = set()  # restart groups whose last attempt has failed, and does not end the run
+        self._restartable_groups: set[int] = set()  # restart groups whose last attempt has failed, and does not end the run
         self._attempts: list[Attempt] = []
         self._delayed_restarts: list[tuple[float, Callable[[], None]]] = []  # each with the time when it is due
-        self._has_failed = False  # a restart group will not be restarted
+        self._run_has_failed = False  # a restart group will not be restarted
         self._no_restart_reason = ""
 
     def begin(self, pending_call: PendingCall) -> None:
@@ -75,7 +75,7 @@ class RunController(Generic[T]):
         """
         for observations in watcher_thread.commands.take_decision_requests():
             watcher_thread.output.drain_ended_ranks(LAST_DRAIN_SECONDS)
-            self._decide(watcher_thread, observations, self._end_attempt(observations))
+            self._decide(watcher_thread, observations, self._record_attempt(observations))
         return self._run_due_restarts()
 
     def _decide(self, watcher_thread: WatcherThread, observations: AttemptObservations, result: RunResult[T]) -> None:
@@ -84,11 +84,11 @@ class RunController(Generic[T]):
         budget = self._budgets.setdefault(first, RestartBudget(self._spec.policy))
         decision = budget.decide(self._build_failed_attempt(observations, result))
         if decision.delay is None:
-            self._has_failed, self._no_restart_reason = True, decision.no_restart_reason
+            self._run_has_failed, self._no_restart_reason = True, decision.no_restart_reason
             self._delayed_restarts.clear()
-        elif self._has_failed:  # another group has ended the run; this group could have been restarted
-            self._awaiting_restart.add(first)
-        if decision.delay is None or self._has_failed:
+        elif self._run_has_failed:  # another group has ended the run; this group could have been restarted
+            self._restartable_groups.add(first)
+        if decision.delay is None or self._run_has_failed:
             commands.post(DoNotRestart(first, generation=observations.attempt))
             return
         setups = watcher_thread.prepare_restart(list(observations.ranks), observations.attempt + 1)
@@ -100,7 +100,7 @@ class RunController(Generic[T]):
             delay=decision.delay,
             restarts_left=decision.restarts_left,
         )
-        self._awaiting_restart.add(first)
+        self._restartable_groups.add(first)
         restart = RestartCommand(Restart(first, generation=observations.attempt), setups)
         self._schedule_restart(decision.delay, partial(commands.post, restart))
 
@@ -129,11 +129,11 @@ class RunController(Generic[T]):
             restart()
         return min((due_at - now for due_at, _ in self._delayed_restarts), default=None)
 
-    def _end_attempt(self, observations: AttemptObservations) -> RunResult[T]:
+    def _record_attempt(self, observations: AttemptObservations) -> RunResult[T]:
         """Diagnose an attempt that is over, record it and publish what became of its ranks."""
         result = diagnose_attempt(observations)
         self._last_attempts[min(observations.ranks)] = observations, result
-        self._awaiting_restart.discard(min(observations.ranks))
+        self._restartable_groups.discard(min(observations.ranks))
         attempt = Attempt(
             number=observations.attempt,
             ranks=tuple(observations.ranks),
@@ -157,14 +157,14 @@ class RunController(Generic[T]):
         for observations in self._pending_call.observations:
             known = self._last_attempts.get(min(observations.ranks))
             if known is None or known[0].attempt != observations.attempt:
-                self._end_attempt(observations)
+                self._record_attempt(observations)
             if (
                 observations.stop_reason is StopReason.FAILED
                 and observations.signum is not None
                 and self._spec.policy.max_restarts
             ):
                 self._no_restart_reason = self._no_restart_reason or "this process received a signal"
-        merged = merge_results(list(self._last_attempts.values()), self._awaiting_restart)
+        merged = merge_results(list(self._last_attempts.values()), self._restartable_groups)
         have_all_returned = all(
             observations.stop_reason is StopReason.SUCCEEDED for observations in self._pending_call.observations
         )

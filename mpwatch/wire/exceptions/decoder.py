@@ -8,7 +8,7 @@
 
 Then it sets what every exception has: cause, context, notes and the traceback (tracebacks.py).
 
-The `read_...` functions get texts from the message "plain" without rebuilding anything, so they run no code of the user.
+The `read_...` functions get texts from the message "plain" without rebuilding anything, so they run no user code.
 
 Of mpwatch, this module imports only source_lines, tracebacks and return_values.
 """

@@ -8,9 +8,9 @@ Functions and classes of `__main__`: a rank does not import `__main__`, so they 
 sets them in its own `__main__`. The dictionary of that module *is* the globals of these functions. So plain pickle,
 torch.save and DataLoader workers find them there by name.
 
-Fast path: most calls use functions of modules, which pickle sends by name. `PlainPickler` sends these without cloudpickle,
-whose import (25 ms) takes longer than all other work of the watcher. It raises if it meets anything of `__main__`. Then the
-pickler of pickler.py sends the call; it works for every call.
+Fast path: most calls use functions of modules, which are pickled by name. `PlainPickler` pickles these without cloudpickle,
+whose import (25 ms) takes longer than all other work of the watcher. It raises if it meets anything of `__main__`. Then
+CallPickler (pickler.py) pickles the call; CallPickler can pickle every call.
 
 Locks, queues, connections and tensors in shared memory can be pickled only while multiprocessing spawns a process.
 `_SpawnPopenStub` stands in for that process, and duplicates their descriptors.
@@ -39,7 +39,7 @@ MAX_INLINE_SIZE = 7 << 10
 class Call:
     """A function call for a rank."""
 
-    __slots__ = ("args", "backend", "epoch", "fn", "kwargs")
+    __slots__ = ("args", "backend", "fn", "kwargs", "process_group_version")
 
     def __init__(
         self,
@@ -47,13 +47,14 @@ class Call:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         backend: str | None,
-        epoch: int | None = None,
+        process_group_version: int | None = None,
     ) -> None:
         self.fn = fn
         self.args = args
         self.kwargs = kwargs
         self.backend = backend  # of the process group that exists while fn runs; None: no process group
-        self.epoch = epoch  # the process group is kept while the epoch stays the same; None: it is for this call only
+        # A rank keeps its process group for the next call of the same version. None: it is for this call only.
+        self.process_group_version = process_group_version
 
 
 class Payload:
@@ -93,20 +94,19 @@ class Payload:
     __del__ = close
 
 
-class InheritedFd:
-    """A placeholder for a descriptor in the arguments. In the rank, `detach` returns the descriptor itself."""
+class FdPlaceholder:
+    """A placeholder for a descriptor in the arguments. In the rank, `detach` returns a duplicate of that descriptor."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
     def detach(self) -> int:
-        """Return a new descriptor; the caller must close it."""
+        """Return a duplicate of the descriptor, which the caller of `detach` must close."""
         return os.dup(_received_fds[self.index])
 
 
-caller_definitions: dict[
-    str, object
-] = {}  # in a rank: functions and classes that came from the caller's `__main__`, by name
+# In a rank: functions and classes that came from the caller's `__main__`, by name.
+caller_definitions: dict[str, object] = {}
 _received_fds: list[int] = []  # in a rank, during `unpack`: the descriptors of placeholders
 
 
@@ -116,10 +116,10 @@ class _SpawnPopenStub:
     What multiprocessing expects of it is described in os_support/cpython_private.py.
     """
 
-    DupFd = InheritedFd
+    DupFd = FdPlaceholder
 
     def __init__(self, duplicate_fd: Callable[[int], int]) -> None:
-        self._add_copy = duplicate_fd
+        self._duplicate_fd = duplicate_fd
 
     def __enter__(self) -> Self:
         from multiprocessing import context
@@ -134,7 +134,7 @@ class _SpawnPopenStub:
         set_spawning_popen(None)
 
     def duplicate_for_child(self, fd: int) -> int:
-        return self._add_copy(fd)
+        return self._duplicate_fd(fd)
 
 
 def pack(call: Call) -> Payload:
@@ -188,7 +188,7 @@ class PlainPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         """Raise for functions and classes of `__main__`, and for instances of these. Pickle calls this for each object."""
         if getattr(obj, "__module__", None) == "__main__":
-            # The text is never shown. It has no repr of the object, because a repr can run the user's code.
+            # The text is never shown. It has no repr of the object, because a repr can run user code.
             raise pickle.PicklingError("of __main__")
         return NotImplemented
 
@@ -203,7 +203,7 @@ def _can_try_plain_pickler(fn: object) -> bool:
 
 def _dump_plain(call: Call, bundle: PickleBundle) -> None:
     pickler = PlainPickler(bundle)
-    pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.epoch))
+    pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.process_group_version))
     pickler.dump({})
     pickler.dump({})
 
@@ -212,7 +212,7 @@ def _dump_with_main(call: Call, bundle: PickleBundle) -> None:
     from mpwatch.wire.pickling.pickler import CallPickler
 
     pickler = CallPickler(bundle, sys.modules["__main__"])
-    pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.epoch))
+    pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.process_group_version))
     sent: set[str] = set()
     while new := {name: definition for name, definition in pickler.main_definitions.items() if name not in sent}:
         pickler.dump(new)  # can add more definitions
@@ -249,12 +249,12 @@ def unpack(body: bytes, fds: list[int] | None) -> Call:
         main = sys.modules["__main__"]
         _set_up_main(main, pickle.load(stream))
         unpickler = pickle.Unpickler(stream, buffers=buffers)
-        fn, args, kwargs, backend, epoch = unpickler.load()
+        fn, args, kwargs, backend, process_group_version = unpickler.load()
         while names := unpickler.load():
             vars(main).update(names)
             caller_definitions.update(names)
         source_lines.add_in_rank(unpickler.load())
-        return Call(fn, args, kwargs, backend, epoch)
+        return Call(fn, args, kwargs, backend, process_group_version)
     finally:
         _received_fds.clear()
         for fd in fds:
