@@ -123,7 +123,7 @@ class FaultyNode(Node):
         if self.round is None or self.is_over():
             self.end()
             return
-        self.execute_node_actions(self.node_machine.leave("it received SIGTERM"))
+        self.execute_node_actions(self.node_machine.report_signal("it received SIGTERM"))
         self.feed(Interrupted(15))
         self.end_when_leader_is_finished(self.job.now + LEAVE_SECONDS)
 

@@ -147,7 +147,7 @@ def test_nodes_with_different_options_all_leave_at_once():
 
 def test_the_node_that_serves_the_store_stays_until_all_others_know_that_it_leaves():
     leaving = make_node_machine(1, size=2, serves_store=True)
-    assert leaving.leave("it received SIGINT") == [SendToLeader(NodeLeaving(1, "it received SIGINT"))]
+    assert leaving.report_signal("it received SIGINT") == [SendToLeader(NodeLeaving(1, "it received SIGINT"))]
     assert not leaving.is_finished
     leaving.handle_broadcast(JobClosed())
     assert leaving.is_finished

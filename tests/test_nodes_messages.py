@@ -71,8 +71,8 @@ def test_every_field_survives_a_round_trip(kind):
         ({"nprocs": True}, r"NodeInfo\.nprocs"),
         ({"nprocs": 1 << 60}, r"NodeInfo\.nprocs"),
         ({"grace_period": float("nan")}, r"NodeInfo\.grace_period must be a finite number"),
-        ({"host": "\x1b[2J"}, r"NodeInfo\.host must be a text"),
-        ({"host": "x" * 70_000}, r"NodeInfo\.host must be a text"),
+        ({"hostname": "\x1b[2J"}, r"NodeInfo\.hostname must be a text"),
+        ({"hostname": "x" * 70_000}, r"NodeInfo\.hostname must be a text"),
         ({"job_config": {"items": [["a"]]}}, r"NodeInfo\.job_config\.items\[0\] must be 2 values"),
         ({"history": {"attempts": 1}}, r"NodeInfo\.history\.restarts_used is missing"),
         ({"more": 1}, "NodeInfo has no field 'more'"),
@@ -84,9 +84,9 @@ def test_the_bad_field_of_a_message_is_named(change, text):
 
 
 @given(st.text(), st.text())
-def test_a_message_with_any_text_can_be_sent(host, reason):
+def test_a_message_with_any_text_can_be_sent(hostname, reason):
     """The other nodes would wait for a message that they had to refuse."""
-    for message in (replace(NODE_INFO, host=host), replace(DECISION, reason=reason)):
+    for message in (replace(NODE_INFO, hostname=hostname), replace(DECISION, reason=reason)):
         assert type(decode_message(json.loads(json.dumps(encode_message(message))))) is type(message)
 
 

@@ -15,7 +15,7 @@ from mpwatch.errors import raise_if_failed
 from mpwatch.events.types import Event, RendezvousCompleted, StateChanged
 from mpwatch.live_view.select import select_view
 from mpwatch.multinode.local_ranks import STOP_SHARE
-from mpwatch.multinode.rank_assignment import make_workers
+from mpwatch.multinode.rank_assignment import build_assigned_workers
 from mpwatch.multinode.rendezvous.client import RendezvousClient
 from mpwatch.multinode.rendezvous.custom_handler import CustomHandlerClient
 from mpwatch.multinode.run import run_multi_node
@@ -108,7 +108,7 @@ class Agent(Generic[T]):
         elif isinstance(event, RendezvousCompleted):
             self._group = replace(
                 self._group,
-                workers=make_workers(self._group.spec, event.ranks[0], **_get_assignment(event)),
+                workers=build_assigned_workers(self._group.spec, event.ranks[0], **_get_assignment(event)),
                 group_rank=event.group_rank,
                 group_world_size=event.group_world_size,
             )

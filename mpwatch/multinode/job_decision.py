@@ -56,7 +56,7 @@ class AttemptSummary:
     """How many nodes the job needs."""
     waiting_nodes: int
     """How many nodes wait to join."""
-    stopped_for_newcomers: bool = False
+    stopped_for_waiting_nodes: bool = False
     """Whether the attempt was stopped because nodes wait to join. Then a victim's peer was stopped, and did not fail."""
     failure_order: Sequence[int]
     """The nodes whose ranks failed, in the order of the inbox."""
@@ -75,7 +75,7 @@ def decide_next_step(summary: AttemptSummary, policy: RestartPolicy, rng: Callab
 def describe_node(node_infos: Mapping[int, NodeInfo], node: int) -> str:
     """Return the name of a node for texts: its group rank, and its host if that is known."""
     info = node_infos.get(node)
-    return f"node {node}" if info is None else f"node {node} ({info.host})"
+    return f"node {node}" if info is None else f"node {node} ({info.hostname})"
 
 
 def _decide(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float]) -> AttemptDecision:
@@ -96,11 +96,11 @@ def _decide(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], fl
                 reason=reason,
                 no_restart_reason=reason if failed.failures else "",
             )
-    if root is not None and not ((summary.lost_nodes or summary.stopped_for_newcomers) and _victim_level(root)):
+    if root is not None and not ((summary.lost_nodes or summary.stopped_for_waiting_nodes) and _victim_level(root)):
         return _decide_after_failure(summary, root, policy, rng)
     if summary.lost_nodes:
         return _decide_after_node_loss(summary, policy, rng)
-    return _make_decision(summary, NextStep.RE_RENDEZVOUS, reason=_describe_newcomers(summary))
+    return _make_decision(summary, NextStep.RE_RENDEZVOUS, reason=_describe_waiting_nodes(summary))
 
 
 def _decide_after_failure(
@@ -203,7 +203,7 @@ def _make_decision(
         failures=sent,
         failures_omitted=omitted_by_nodes + len(failures) - len(sent),
         lost_nodes=tuple(
-            LostNode(node, infos[node].host, _first_rank(summary, node), infos[node].nprocs, loss)
+            LostNode(node, infos[node].hostname, _first_rank(summary, node), infos[node].nprocs, loss)
             for node, loss in summary.lost_nodes.items()
             if node in infos
         )[:MAX_LOST_NODES],
@@ -291,6 +291,6 @@ def _first_rank(summary: AttemptSummary, node: int) -> int:
     return summary.first_ranks.get(node, -1)
 
 
-def _describe_newcomers(summary: AttemptSummary) -> str:
+def _describe_waiting_nodes(summary: AttemptSummary) -> str:
     count = summary.waiting_nodes
     return f"more nodes want to join: {count}" if count else "not all nodes of the round have joined"

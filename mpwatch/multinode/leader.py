@@ -148,7 +148,7 @@ class Leader:
         self._failure_order: list[int] = []  # the nodes whose ranks failed
         self._stopped_nodes: set[int] = set()  # the nodes whose ranks have all exited
         self._reports: dict[int, AttemptReport] = {}
-        self._stopped_for_newcomers = False
+        self._stopped_for_waiting_nodes = False
         self._deadline = math.inf
         self._delay = 0.0
 
@@ -212,7 +212,7 @@ class Leader:
         """Set how many nodes wait to join. If the job has room for them, stop the attempt, so that all nodes can rejoin."""
         self._waiting_nodes = max(0, min(count, self._max_nodes - self._size))
         if self._waiting_nodes and self.stage is RoundStage.RUNNING:
-            self._stopped_for_newcomers = True
+            self._stopped_for_waiting_nodes = True
         return self._stop_attempt("more nodes want to join", now) if self._waiting_nodes else []
 
     def extend_deadlines(self, seconds: float) -> None:
@@ -241,7 +241,7 @@ class Leader:
             group_world_size=self._size,
             master_addr=self._node_infos[0].address,
             master_port=port,
-            leader_host=self._node_infos[0].host,
+            leader_hostname=self._node_infos[0].hostname,
             leader_nprocs=self._node_infos[0].nprocs,
             delay=self._delay,
         )
@@ -352,7 +352,7 @@ class Leader:
             size=self._size,
             min_nodes=self._min_nodes,
             waiting_nodes=self._waiting_nodes,
-            stopped_for_newcomers=self._stopped_for_newcomers,
+            stopped_for_waiting_nodes=self._stopped_for_waiting_nodes,
             failure_order=self._failure_order,
             reports=self._reports,
             lost_nodes=self._lost_nodes,

@@ -2,22 +2,30 @@
 
 node thread --- commands ---> watcher thread: start the ranks, stop them, renew their lease
             --- updates ----> caller's thread: prepare the ranks, decisions, errors
+
+How an event on another node stops the ranks of this node:
+
+    the leader     StopAttempt        broadcast to all nodes. NodeMachine makes a StopRanks of it, or when it misses the
+                                      leader's heartbeats, the store is lost, or this node was silent for too long.
+    node thread    StopRanks          LocalRanks posts a CancelAttempt. The caller's thread logs the reason.
+    watcher thread CancelAttempt      the state machine of the ranks stops them, as after a failure.
+                   CANCELLED_BY_JOB   the StopReason of the attempt, which becomes the NodeOutcome STOPPED.
+
+An expired lease also has the reason CANCELLED_BY_JOB. Then no message of another node is needed.
 """
 
-import logging
 import socket
 from collections import deque
 
-from mpwatch.multinode.node_machine import PrepareRanks, ReportAttempt, ReportJob
+from mpwatch.multinode.node_machine import PrepareRanks, ReportAttempt, ReportJob, StopRanks
 from mpwatch.multinode.protocol.messages import StartAttempt
 from mpwatch.watcher.commands import CommandQueue, RestartCommand
 from mpwatch.watcher.machine.transitions import CancelAttempt, Lease, Restart
 from mpwatch.watcher.processes.rank_environment import reserve_port
 from mpwatch.watcher.restarts.restart_group import RankSetup
 
-log = logging.getLogger("mpwatch")
-NodeUpdate = PrepareRanks | ReportAttempt | ReportJob | BaseException
-# Fractions of node_timeout after which the ranks of a node that is cut off get SIGTERM, and then SIGKILL.
+NodeUpdate = PrepareRanks | StopRanks | ReportAttempt | ReportJob | BaseException
+# If a node is cut off, its ranks get SIGTERM and then SIGKILL after these fractions of node_timeout.
 STOP_SHARE, KILL_SHARE = 0.65, 0.85
 
 
@@ -41,12 +49,12 @@ class LocalRanks:
 
     @property
     def has_started(self) -> bool:
-        """Whether ranks have ever been started."""
+        """Whether ranks were started in this run."""
         return self._starts > 0
 
     @property
     def prepared_attempt(self) -> int | None:
-        """The attempt whose ranks can be started now, or None. It may have been stopped meanwhile."""
+        """The attempt whose ranks can be started now, or None. The leader may have stopped that attempt meanwhile."""
         return self._setups_attempt if self._setups is not None else None
 
     def notify_caller(self, update: NodeUpdate) -> None:
@@ -60,26 +68,30 @@ class LocalRanks:
         """Return the updates for the caller's thread since the last call."""
         return [self._updates.popleft() for _ in range(len(self._updates))]
 
-    def set_prepared(self, start: StartAttempt, setups: list[RankSetup]) -> None:
-        """Keep the environments that the caller's thread has made, unless a later attempt has replaced this one."""
+    def set_rank_setups(self, start: StartAttempt, setups: list[RankSetup]) -> None:
+        """Keep the environments that the caller's thread has made, unless a later attempt has begun."""
         if start is self._wanted_start:
             self._setups, self._setups_attempt = setups, start.attempt
 
     def start(self) -> None:
-        """Start the ranks that are prepared."""
+        """Start the ranks that are prepared.
+
+        The first start is a Restart, too. All starts then come from the node thread in the same way: the ranks of the node,
+        and so their numbers, are known only after a rendezvous.
+        """
         assert self._setups is not None
         setups, self._setups = self._setups, None
         ranks = tuple(worker.rank for worker, _ in setups)
         self._commands.post(RestartCommand(Restart(ranks[0], generation=self._starts, ranks=ranks), setups))
         self._starts += 1
 
-    def stop(self, reason: str) -> None:
-        """Stop the ranks, and log the reason."""
-        log.info("the ranks of this node are stopped: %s", reason)
+    def stop(self, action: StopRanks) -> None:
+        """Stop the ranks, and let the caller's thread log the reason. A logging handler may be slow."""
         self._commands.post(CancelAttempt())
+        self.notify_caller(action)
 
     def renew_lease(self, since: float) -> None:
-        """Let the ranks run on: at time `since` this node has sent a heartbeat.
+        """Let the ranks run longer: this node has sent a heartbeat at time `since`.
 
         If the lease is not renewed, the watcher thread stops the ranks before the other nodes go on without this node.
         """
@@ -88,7 +100,8 @@ class LocalRanks:
 
     def reserve_port(self) -> int:
         """Reserve a port of this host for MASTER_PORT, until the next one is reserved. Raises LaunchError."""
-        earlier, self._port_socket = self._port_socket, reserve_port()  # in this order, so that the port is another one
+        # the new port is reserved before the old one is released, so the two differ
+        earlier, self._port_socket = self._port_socket, reserve_port()
         if earlier is not None:
             earlier.close()
         port: int = self._port_socket.getsockname()[1]

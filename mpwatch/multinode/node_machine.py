@@ -296,8 +296,8 @@ class NodeMachine:
             actions = [SendToLeader(report)]
         return actions + self.acknowledge_shutdown()
 
-    def leave(self, reason: str) -> list[NodeAction]:
-        """Report that a signal ends this node. The watcher stops its ranks."""
+    def report_signal(self, reason: str) -> list[NodeAction]:
+        """Report that a signal ends this node. The watcher thread stops its ranks."""
         self._is_leaving = True
         if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
             return []
@@ -357,7 +357,7 @@ class NodeMachine:
             return self._fail_job(history, reason=self._loss)
         lost_nodes: tuple[LostNode, ...] = ()
         if self._start is not None:
-            lost_nodes = (LostNode(0, self._start.leader_host, 0, self._start.leader_nprocs, self._loss),)
+            lost_nodes = (LostNode(0, self._start.leader_hostname, 0, self._start.leader_nprocs, self._loss),)
         root_cause_rank = 0 if lost_nodes else -1
         remaining = self._size - 1
         if remaining < self._min_nodes:

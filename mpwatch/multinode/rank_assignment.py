@@ -1,4 +1,4 @@
-"""Make the Worker of each rank of a node, from the numbers that the leader has assigned. Pure."""
+"""Build the Worker of each rank of a node, from the numbers that the leader has assigned. Pure."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from mpwatch.options.spec import WorkerSpec
 from mpwatch.options.worker_info import Worker
 
 
-def make_workers(
+def build_assigned_workers(
     spec: WorkerSpec[Any],
     first_rank: int,
     *,
@@ -20,7 +20,7 @@ def make_workers(
     master_addr: str,
     master_port: int,
 ) -> tuple[Worker, ...]:
-    """Make the workers of a node whose first rank is `first_rank`. The other arguments are fields of RendezvousCompleted."""
+    """Build the workers of the node whose first rank this is. The other arguments are fields of RendezvousCompleted."""
     assert isinstance(spec.nprocs, int)
     return tuple(
         Worker(

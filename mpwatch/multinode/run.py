@@ -30,7 +30,7 @@ def run_multi_node(
     Args:
         spec: the options of the run, with a `rendezvous`.
         make_view: makes the live view.
-        client: how this node joins the others. None: by `spec.rendezvous`.
+        client: the rendezvous of this node. None: the one that `spec.rendezvous` describes.
 
     Raises LaunchError, or what the host's handler raises for a signal that came during the run, such as KeyboardInterrupt.
     """
@@ -38,13 +38,13 @@ def run_multi_node(
     assert spec.rendezvous is not None
     event_bus = EventBus(spec.rendezvous.run_id, spec.observers, keep_events=True)
     call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
-    run_by = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout
-    node_thread = NodeThread(spec, run_by, client)
+    run_deadline = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout
+    node_thread = NodeThread(spec, run_deadline, client)
     with (
         open_standard_descriptors(),
         closing(pack_call(call)) as payload,
         closing(
-            WatcherThread(spec, event_bus, keep_ranks=False, on_attempt_end=node_thread.on_attempt_end)
+            WatcherThread(spec, event_bus, keep_ranks=False, on_outcome_change=node_thread.on_outcome_change)
         ) as watcher_thread,
         closing(node_thread),
     ):
@@ -54,7 +54,7 @@ def run_multi_node(
             watcher_thread.output.use_current_streams()
             pending_call = PendingCall(payload, event_bus.started_at, spec.timeout)
             controller.begin(pending_call)
-            node_thread.start(watcher_thread.commands)
+            node_thread.start(watcher_thread.commands, watcher_thread.deferred_log)
             blocking_call.execute(pending_call, until=lambda: False)
             watcher_thread.drain_output(blocking_call.drain_timeout(controller.seconds_left()))
             blocking_call.raise_error()
@@ -62,7 +62,7 @@ def run_multi_node(
             if controller.is_job_decided:
                 node_thread.acknowledge_shutdown()
             elif len(blocking_call.signals.received) > 1:  # the user asks for a faster end
-                node_thread.leave(0.0)
+                node_thread.finish_within(0.0)
         except BaseException as error:
             controller.end_with_error(error)
             raise

@@ -1,13 +1,13 @@
-"""The caller's thread in a run of several nodes: report attempts to the leader, follow its decisions, make the result.
+"""The caller's thread in a run of several nodes: report attempts to the leader, follow its decisions, build the result.
 
 As watcher/restarts/run_controller.py, except that all nodes together decide what follows on an attempt.
 
-    NodeThread -- PrepareRanks --> make the workers and environments -- set_prepared --> NodeThread: start the ranks
+    NodeThread -- PrepareRanks --> make the workers and environments -- set_rank_setups --> NodeThread: start the ranks
     watcher thread -- the ranks have exited --> diagnose them -- report_attempt --> NodeThread --> the leader decides
     NodeThread -- ReportAttempt, ReportJob --> publish events, complete the failures with those of other nodes
 
-The caller's code runs in this thread: `retry_if`, `env`, and classes of exceptions that are rebuilt. An exception that it
-raises ends the run.
+User code runs in this thread: `retry_if`, `env`, logging handlers, and classes of exceptions that are rebuilt. An exception
+that it raises ends the run.
 """
 
 import logging
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from mpwatch.errors import LaunchError
 from mpwatch.events.types import RendezvousCompleted, Restarting
 from mpwatch.multinode.local_ranks import NodeUpdate
-from mpwatch.multinode.node_machine import PrepareRanks, ReportJob
+from mpwatch.multinode.node_machine import PrepareRanks, ReportJob, StopRanks
 from mpwatch.multinode.node_thread import NodeThread
 from mpwatch.multinode.protocol.failure_codec import decode_failure, encode_failure, limit_total_size
 from mpwatch.multinode.protocol.json_codec import MAX_INTEGER
@@ -35,7 +35,7 @@ from mpwatch.multinode.protocol.messages import (
     StartAttempt,
 )
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError
-from mpwatch.multinode.rank_assignment import make_workers
+from mpwatch.multinode.rank_assignment import build_assigned_workers
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.model import Attempt, FailureKind, ProcessFailure, WorkerState
 from mpwatch.results.report import format_verdict, summarize_exception
@@ -111,7 +111,7 @@ class MultiNodeRunController(RunController[T]):
         assert self._pending_call is not None
         (observations,) = self._pending_call.observations
         if observations.ranks and observations.attempt not in {attempt.number for attempt in self._attempts}:
-            self._end_attempt(observations)  # the last attempt was interrupted, so no decision was requested
+            self._record_attempt(observations)  # the last attempt was interrupted, so no decision was requested
         local = next((result for _, result in self._last_attempts.values()), _make_empty_result(observations))
         self._publish_pending_outcomes()
         result = replace(self._combine_with_job(local), attempts=tuple(self._attempts))
@@ -139,6 +139,9 @@ class MultiNodeRunController(RunController[T]):
         if isinstance(update, PrepareRanks):
             self._prepare_ranks(update.start, update.assignment)
             return
+        if isinstance(update, StopRanks):
+            log.info("the ranks of this node are stopped: %s", update.reason)
+            return
         self._latest_decision = decision = self._restore_root_cause(update.decision)
         self._record_decision(decision)
         if isinstance(update, ReportJob):
@@ -159,18 +162,18 @@ class MultiNodeRunController(RunController[T]):
             "master_addr": start.master_addr,
             "master_port": start.master_port,
         }
-        workers = make_workers(self._spec, assignment.first_rank, **facts)
+        workers = build_assigned_workers(self._spec, assignment.first_rank, **facts)
         self.event_bus.ranks = [worker.rank for worker in workers]
         self.event_bus.publish(RendezvousCompleted, self.event_bus.ranks, backend=self._node_thread.backend, **facts)
         environments = build_environments(self._spec, workers)
         self._delayed_restarts.clear()  # a start that was due later: its attempt has been stopped
-        self._schedule_restart(start.delay, partial(self._node_thread.set_prepared, start, environments))
+        self._schedule_restart(start.delay, partial(self._node_thread.set_rank_setups, start, environments))
 
     def _make_report(self, observations: AttemptObservations) -> AttemptReport:
         """Diagnose the attempt on this node, and make its report for the leader."""
         observations.collect_stderr()
         waiting, possible_victims = find_waiting_ranks(observations), find_possible_victims(observations)
-        result = self._end_attempt(observations)
+        result = self._record_attempt(observations)
         stop_reason = observations.stop_reason
         assert stop_reason is not None
         has_failed = bool(result.failures) and stop_reason is not StopReason.TIMED_OUT
@@ -217,7 +220,7 @@ class MultiNodeRunController(RunController[T]):
         self._publish_pending_outcomes(failures, cause)
         state = attempt.state if cause is None else WorkerState.FAILED
         if cause is None and decision.next_step is NextStep.RE_RENDEZVOUS:
-            state = WorkerState.STOPPED  # for newcomers: failures of ranks only followed from the stop
+            state = WorkerState.STOPPED  # because nodes wait to join: failures of ranks only followed from the stop
         self._attempts[-1] = replace(attempt, failures=failures, root_cause=cause, state=state, reason=decision.reason)
         if decision.next_step in (NextStep.RESTART, NextStep.RE_RENDEZVOUS):
             self.event_bus.publish(
@@ -308,7 +311,7 @@ def _make_lost_failure(node: LostNode, rank: int) -> ProcessFailure:
         rank=rank,
         local_rank=rank - node.first_rank,
         pid=None,
-        hostname=node.host,
+        hostname=node.hostname,
         group_rank=node.group_rank,
         kind=FailureKind.LOST,
         exit_code=1,

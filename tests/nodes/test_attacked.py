@@ -28,8 +28,8 @@ def test_any_step_may_be_reported(job, step):
 @pytest.mark.parametrize(
     "body",
     [
-        {"host": CLEAR_SCREEN, "job_config": {"items": []}},
-        {"host": "host0", "job_config": {"items": [["the function", CLEAR_SCREEN]]}},
+        {"hostname": CLEAR_SCREEN, "job_config": {"items": []}},
+        {"hostname": "host0", "job_config": {"items": [["the function", CLEAR_SCREEN]]}},
     ],
 )
 def test_control_characters_in_a_job_config_of_another_program_reach_no_terminal(job, body):
@@ -46,7 +46,7 @@ def test_control_characters_in_a_job_config_of_another_program_reach_no_terminal
 def test_control_characters_in_the_reason_of_a_refusal_reach_no_terminal(job):
     job.rendezvous["join_timeout"] = 3.0
     store = job.start_store()
-    write_into_job_store(job, "refused", {"host": "host0", "reason": CLEAR_SCREEN})
+    write_into_job_store(job, "refused", {"hostname": "host0", "reason": CLEAR_SCREEN})
     outcome = job.start().outcome()
     store.kill()
     store.exit_status()

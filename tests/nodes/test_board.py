@@ -1,5 +1,6 @@
 """The channel of a round, over a store of torch, while another program writes into the same store."""
 
+import logging
 import time
 
 import pytest
@@ -19,7 +20,14 @@ def open_channels(secret):
     """The channels of the leader and of another node."""
     store = PrefixedStore(StoreConnection(HashStore(), [], Endpoint("host", 1)), "round")
     channels = [
-        StoreChannel(store, SignedJson(secret, "job"), group_rank=rank, write_timeout=WRITE_TIMEOUT) for rank in (0, 1)
+        StoreChannel(
+            store,
+            SignedJson(secret, "job"),
+            group_rank=rank,
+            write_timeout=WRITE_TIMEOUT,
+            log_warning=logging.getLogger("mpwatch").warning,
+        )
+        for rank in (0, 1)
     ]
     assert all(channel.try_open() for channel in channels)
     return channels

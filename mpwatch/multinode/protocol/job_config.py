@@ -48,7 +48,7 @@ def describe_difference(ours: JobConfig, theirs: JobConfig, our_name: str, their
 
 
 def _describe_node(info: NodeInfo) -> str:
-    return f"node {info.group_rank} ({info.host})"
+    return f"node {info.group_rank} ({info.hostname})"
 
 
 def _describe(name: str, value: str, node: str, other_value: str, other_node: str) -> str:

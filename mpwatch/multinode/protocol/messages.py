@@ -62,7 +62,7 @@ class NodeInfo:
     """To the leader: this node has joined the round."""
 
     group_rank: int
-    host: str
+    hostname: str
     address: str
     nprocs: int
     role: str
@@ -155,7 +155,7 @@ class StartAttempt:
     group_world_size: int
     master_addr: str
     master_port: int
-    leader_host: str
+    leader_hostname: str
     """The host of the leader."""
     leader_nprocs: int
     """The number of the leader's ranks."""
@@ -176,7 +176,7 @@ class LostNode:
     """A node that was lost or has left, and its ranks. Part of an AttemptDecision."""
 
     group_rank: int
-    host: str
+    hostname: str
     first_rank: int
     nprocs: int
     reason: str
@@ -210,7 +210,7 @@ class JobClosed:
 class PublishedJobConfig:
     """An entry in the store of the job, for all nodes that want to join: the options of the first node."""
 
-    host: str
+    hostname: str
     job_config: JobConfig
 
 
@@ -218,7 +218,7 @@ class PublishedJobConfig:
 class RefusedNode:
     """An entry in the store of the job, for all nodes that wait for others: a node could not join, for this reason."""
 
-    host: str
+    hostname: str
     reason: str
 
 

@@ -12,7 +12,6 @@ A channel uses only `set`, `get`, `add` and `check` of the store, and never wait
 entry and ignores it. All methods raise StoreLostError if the store cannot be reached.
 """
 
-import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -32,7 +31,6 @@ from mpwatch.multinode.protocol.signed_json import MAX_ENTRY_BYTES, InvalidEntry
 from mpwatch.multinode.rendezvous.store import PrefixedStore
 
 T = TypeVar("T")
-log = logging.getLogger("mpwatch")
 MAX_BROADCAST_BYTES = 4 * MAX_ENTRY_BYTES  # a decision contains failures of many nodes
 
 
@@ -44,11 +42,21 @@ class StoreChannel:
         signed_json: encodes and verifies the entries of the job.
         group_rank: that of this node.
         write_timeout: seconds in which a node must write a message after it has counted up `inbox`.
+        log_warning: logs a warning, and returns at once.
     """
 
-    def __init__(self, store: PrefixedStore, signed_json: SignedJson, *, group_rank: int, write_timeout: float) -> None:
+    def __init__(
+        self,
+        store: PrefixedStore,
+        signed_json: SignedJson,
+        *,
+        group_rank: int,
+        write_timeout: float,
+        log_warning: Callable[..., object],
+    ) -> None:
         self._store, self._signed_json = store, signed_json
         self.group_rank, self._write_timeout = group_rank, write_timeout
+        self._log_warning = log_warning
         self._round_name = ""
         self._inbox_count = 0
         self._missing_messages: dict[int, float] = {}  # number of a message that is missing or invalid, and since when
@@ -162,5 +170,5 @@ class StoreChannel:
         except InvalidEntryError as error:
             if key not in self._logged_keys:  # the entry is read again, since its writer may be late
                 self._logged_keys.add(key)
-                log.warning("an invalid entry in the store of the rendezvous is ignored: %s: %s", key, error)
+                self._log_warning("an invalid entry in the store of the rendezvous is ignored: %s: %s", key, error)
             return None
