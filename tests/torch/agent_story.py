@@ -1,4 +1,7 @@
-"""A program: what torch's elastic agent tells its handlers of a run whose rank 1 fails so many times; a JSON line for each."""
+"""A program: print, as JSON lines, the events and metrics that torch's elastic agent sends to its handlers.
+
+python agent_story.py FAILURES     rank 1 fails in the first FAILURES attempts of the run
+"""
 
 import json
 import logging
@@ -14,8 +17,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
 class Events(logging.Handler):
-    def emit(self, line):
-        print(line.getMessage(), flush=True)
+    def emit(self, record):
+        print(record.getMessage(), flush=True)
 
 
 class Metrics(metrics.MetricHandler):
@@ -24,15 +27,15 @@ class Metrics(metrics.MetricHandler):
 
 
 @record
-def train(fails):
-    if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < fails:
+def train(failures):
+    if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < failures:
         raise ValueError("boom")
-    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < fails:
-        threading.Event().wait()  # to be stopped
+    if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < failures:
+        threading.Event().wait()  # until the rank is stopped
 
 
 if __name__ == "__main__":
-    handlers._log_handlers["told"] = Events()
+    handlers._log_handlers["test"] = Events()
     metrics.configure(Metrics())
     config = LaunchConfig(
         min_nodes=1,
@@ -46,7 +49,7 @@ if __name__ == "__main__":
         max_restarts=1,
         monitor_interval=0.02,
         start_method="fork",
-        event_log_handler="told",
+        event_log_handler="test",
     )
     with suppress(ChildFailedError):
         elastic_launch(config, train)(int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Trains a few steps and prints the losses: under torchrun where that has started it, else under mpwatch."""
+"""A program: train a few steps and print the losses. It uses mpwatch, unless torchrun has started it."""
 
 import json
 import os
@@ -14,17 +14,17 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from train_digits import train
 
 
-def few_steps():
+def train_few_steps():
     return train(2, max_steps=3, verbose=False).losses
 
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
     dist.init_process_group("gloo")
-    losses = few_steps()
+    losses = train_few_steps()
     if dist.get_rank() == 0:
         print(json.dumps(losses))
     dist.destroy_process_group()
 else:
-    results = mpwatch.run(few_steps, 2, backend="gloo")
+    results = mpwatch.run(train_few_steps, 2, backend="gloo")
     assert all(losses == results[0] for losses in results)
     print(json.dumps(results[0]))

@@ -1,4 +1,4 @@
-"""Real ranks that hang in real collectives: the one that is not there is to blame."""
+"""Ranks hang in real collectives. The rank that is missing from the collective is the root cause."""
 
 import sys
 import time
@@ -17,15 +17,15 @@ from mpwatch import FailureKind
 pytestmark = pytest.mark.usefixtures("_wait_for_all_stacks")
 
 
-def is_not_there():
+def sleeps():
     time.sleep(60)
 
 
-def is_in_another_one():
+def joins_another_collective():
     dist.broadcast(torch.ones(1), src=0)
 
 
-def validates_in_peace():
+def sends_heartbeats_only():
     while True:
         mpwatch.heartbeat()
         time.sleep(0.01)
@@ -40,18 +40,18 @@ def train(diversion):
 
 
 @pytest.mark.parametrize(
-    ("diversion", "words"),
+    ("diversion", "text"),
     [
         (
-            is_not_there,
-            r"was silent for [\d.]+ s \(heartbeat_timeout=1\), at step 3 of 10: still at work \(.* in is_not_there",
+            sleeps,
+            r"was silent for [\d.]+ s \(heartbeat_timeout=1\), at step 3 of 10: still at work \(.* in sleeps",
         ),
-        (is_in_another_one, r"was silent .*: still at work in broadcast \(.* in is_in_another_one"),
-        (validates_in_peace, r"kept its peers waiting: still at work \(.* in validates_in_peace"),
+        (joins_another_collective, r"was silent .*: still at work in broadcast \(.* in joins_another_collective"),
+        (sends_heartbeats_only, r"kept its peers waiting: still at work \(.* in sends_heartbeats_only"),
     ],
 )
-def test_the_rank_that_is_missing_is_blamed(diversion, words):
-    with pytest.raises(mpwatch.RunFailedError, match=f"^rank 1 {words}") as failed:
+def test_the_rank_that_is_missing_from_a_collective_is_the_root_cause(diversion, text):
+    with pytest.raises(mpwatch.RunFailedError, match=f"^rank 1 {text}") as failed:
         mpwatch.run(train, 3, args=(diversion,), backend="gloo", heartbeat_timeout=1.0, grace_period=0.5)
     assert {rank: failure.kind for rank, failure in failed.value.failures.items()} == dict.fromkeys(
         range(3), FailureKind.HANG
@@ -62,16 +62,16 @@ def test_the_rank_that_is_missing_is_blamed(diversion, words):
 
 
 def train_in_parallel():
-    """The others wait for its gradients, or for its buffers, in C++ that autograd or DistributedDataParallel calls."""
+    """Let ranks 0 and 2 wait for gradients or buffers of rank 1, in C++ that autograd or DistributedDataParallel calls."""
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     for step in range(10):
         mpwatch.report(step=step)
         if dist.get_rank() == 1 and step == 3:
-            is_not_there()
+            sleeps()
         model(torch.ones(2, 4)).sum().backward()
 
 
-def test_the_rank_whose_gradients_do_not_come_is_blamed():
-    with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 was silent for .* in is_not_there") as failed:
+def test_the_rank_that_sends_no_gradients_is_the_root_cause():
+    with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 was silent for .* in sleeps") as failed:
         mpwatch.run(train_in_parallel, 3, backend="gloo", heartbeat_timeout=1.0, grace_period=0.5)
     assert [failure.is_secondary for _, failure in sorted(failed.value.failures.items())] == [True, False, True]

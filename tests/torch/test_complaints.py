@@ -1,4 +1,4 @@
-"""What torch's stores and gloo really say of peers that have gone, that are late, and of other trouble."""
+"""The errors that torch's stores and gloo raise for peers that are lost or late, and for other reasons."""
 
 import datetime
 import socket
@@ -24,12 +24,12 @@ def free_port():
         return server.getsockname()[1]
 
 
-def store_gets_what_nobody_sets():
+def gets_a_key_that_no_client_sets():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=SHORT)
-    store.get("nobody sets this")
+    store.get("missing key")
 
 
-def store_has_lost_its_server():
+def loses_the_server_of_the_store():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     del server
@@ -38,63 +38,63 @@ def store_has_lost_its_server():
         client.get("key")
 
 
-def store_without_a_server():
+def connects_to_a_store_without_a_server():
     dist.TCPStore("127.0.0.1", free_port(), is_master=False, timeout=SHORT)
 
 
-def store_waits_for_clients():
+def waits_for_clients_of_the_store():
     dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=datetime.timedelta(seconds=1), wait_for_workers=True)
 
 
-def store_s_port_is_taken():
+def opens_a_store_at_a_used_port():
     with socket.create_server(("0.0.0.0", 0)) as server:
         dist.TCPStore("127.0.0.1", server.getsockname()[1], is_master=True)
 
 
-def gloo_has_no_such_device():
+def uses_a_missing_gloo_device():
     dist.ProcessGroupGloo.create_device(interface="no such device")
 
 
 EXPECTED = {
-    store_gets_what_nobody_sets: PeerErrorKind.PEER_TIMEOUT,
-    store_has_lost_its_server: PeerErrorKind.CONNECTION_LOST,
-    store_without_a_server: PeerErrorKind.PEER_TIMEOUT,
-    store_waits_for_clients: PeerErrorKind.PEER_TIMEOUT,
-    store_s_port_is_taken: PeerErrorKind.HINT,
-    gloo_has_no_such_device: None,
+    gets_a_key_that_no_client_sets: PeerErrorKind.PEER_TIMEOUT,
+    loses_the_server_of_the_store: PeerErrorKind.CONNECTION_LOST,
+    connects_to_a_store_without_a_server: PeerErrorKind.PEER_TIMEOUT,
+    waits_for_clients_of_the_store: PeerErrorKind.PEER_TIMEOUT,
+    opens_a_store_at_a_used_port: PeerErrorKind.HINT,
+    uses_a_missing_gloo_device: None,
 }
 
 
-def test_what_torch_says():
-    def complaints(fails):
-        """In a rank, since torch leaves descriptors open."""
+def test_errors_of_torch_are_classified():
+    def classify_errors(functions):
+        """Runs in a rank, since torch leaves descriptors open."""
         found = {}
-        for fail in fails:
+        for function in functions:
             try:
-                fail()
+                function()
             except RuntimeError as error:
-                found[fail.__name__] = classify_exception(ExceptionEncoder(error).plain())
+                found[function.__name__] = classify_exception(ExceptionEncoder(error).plain())
         return found
 
-    (found,) = mpwatch.run(complaints, 1, args=(list(EXPECTED),))
-    assert found == {fail.__name__: complaint for fail, complaint in EXPECTED.items()}
+    (found,) = mpwatch.run(classify_errors, 1, args=(list(EXPECTED),))
+    assert found == {function.__name__: kind for function, kind in EXPECTED.items()}
 
 
-def hangs(how):
+def hangs_on_rank_1(hang):
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1.5))
     dist.all_reduce(torch.ones(1))
     if dist.get_rank() == 1:
-        how()
+        hang()
     dist.all_reduce(torch.ones(1))
 
 
-def wait_for_godot():
+def wait_without_end():
     import threading
 
     threading.Event().wait()
 
 
-def suspend_myself():
+def suspend_itself():
     import os
     import signal
 
@@ -102,12 +102,12 @@ def suspend_myself():
 
 
 @pytest.mark.parametrize(
-    ("how", "where"),
-    [(wait_for_godot, "in wait (test_complaints.py:"), (suspend_myself, "(suspended, by SIGSTOP or SIGTSTP)")],
+    ("hang", "where"),
+    [(wait_without_end, "in wait (test_complaints.py:"), (suspend_itself, "(suspended, by SIGSTOP or SIGTSTP)")],
 )
-def test_the_rank_that_keeps_its_peers_waiting_is_to_blame(how, where):
+def test_the_rank_that_keeps_its_peers_waiting_is_the_root_cause(hang, where):
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(hangs, 3, args=(how,))
+        mpwatch.run(hangs_on_rank_1, 3, args=(hang,))
     root = caught.value.root_cause
     assert (root.rank, root.kind, root.is_secondary) == (1, mpwatch.FailureKind.HANG, False)
     verdict, *others = str(caught.value).splitlines()
@@ -116,8 +116,8 @@ def test_the_rank_that_keeps_its_peers_waiting_is_to_blame(how, where):
     assert all("a victim of rank 1: RuntimeError" in line or "stopped by the watcher" in line for line in others)
 
 
-def test_ranks_that_wait_for_one_another_blame_nobody():
-    """Each waits in a collective of its own: no rank is away."""
+def test_ranks_that_wait_for_one_another_have_no_root_cause():
+    """Each rank waits in a collective, so no rank is missing."""
 
     def deadlock():
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1.5))
@@ -127,5 +127,7 @@ def test_ranks_that_wait_for_one_another_blame_nobody():
 
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(deadlock, 2)
-    assert str(caught.value).startswith("no rank was seen to fail by itself; the first to report a lost or late peer: rank 0: ")
+    assert str(caught.value).startswith(
+        "no rank was seen to fail by itself; the first to report a lost or late peer: rank 0: "
+    )
     assert "  rank 1: stopped by the watcher in all_reduce (test_complaints.py:" in str(caught.value)

@@ -1,4 +1,4 @@
-"""A WorkerGroup whose ranks keep a process group of torch from call to call."""
+"""The ranks of a WorkerGroup keep their torch process group from call to call."""
 
 import functions
 import pytest
@@ -7,42 +7,42 @@ import mpwatch
 from mpwatch import WorkerGroup
 
 
-def total(value=1):
-    """Also whether the process group is that of the call before."""
+def sum_over_ranks(value=1):
+    """Return a sum over all ranks, and whether the process group is that of the previous call."""
     import torch
     import torch.distributed as dist
 
     tensor = torch.tensor([float(value * (functions.rank() + 1))])
     dist.all_reduce(tensor)
     state = mpwatch.current_worker().state
-    before, state["group"] = state.get("group"), dist.group.WORLD
-    return int(tensor.item()), before is dist.group.WORLD
+    previous, state["group"] = state.get("group"), dist.group.WORLD
+    return int(tensor.item()), previous is dist.group.WORLD
 
 
-def raise_in_rank_1():
+def raise_on_rank_1():
     if functions.rank() == 1:
         raise ValueError("bad")
 
 
-def leave_it():
+def destroy_group():
     import torch.distributed as dist
 
     dist.destroy_process_group()
 
 
-def test_the_process_group_is_kept_and_made_anew_after_a_failure():
+def test_the_process_group_is_kept_and_replaced_after_a_failure():
     with WorkerGroup(2, backend="gloo") as group:
-        assert list(group.run(total)) == [(3, False)] * 2
-        assert list(group.run(total, (2,))) == [(6, True)] * 2
+        assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
+        assert list(group.run(sum_over_ranks, (2,))) == [(6, True)] * 2
         with pytest.raises(mpwatch.RunFailedError, match="bad"):
-            group.run(raise_in_rank_1)
-        assert list(group.run(total)) == [(3, False)] * 2
-        group.run(leave_it)
-        assert list(group.run(total)) == [(3, False)] * 2
+            group.run(raise_on_rank_1)
+        assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
+        group.run(destroy_group)
+        assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
         assert [worker.restart_count for worker in group.workers] == [0, 0]
 
 
-def raise_beside_a_collective():
+def raise_while_rank_0_is_in_a_collective():
     import torch.distributed as dist
 
     if functions.rank() == 1:
@@ -50,10 +50,10 @@ def raise_beside_a_collective():
     dist.barrier()
 
 
-def test_ranks_that_wait_for_one_that_has_raised_are_started_anew():
+def test_ranks_that_wait_in_a_collective_are_restarted_after_a_failure():
     with WorkerGroup(2, backend="gloo") as group:
         with pytest.raises(mpwatch.RunFailedError) as caught:
-            group.run(raise_beside_a_collective)
+            group.run(raise_while_rank_0_is_in_a_collective)
         assert str(caught.value.__cause__) == "the others wait"
-        assert list(group.run(total)) == [(3, False)] * 2
+        assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
         assert [worker.restart_count for worker in group.workers] == [1, 1]

@@ -1,4 +1,4 @@
-"""Tests on ranks that have a process group: one mark, one group, and nothing stale after a failure."""
+"""Tests run on ranks that have a process group. After a failure, the next test gets a working process group."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 PLUGIN = ("-p", "mpwatch.integrations.pytest_plugin", "-p", "no:cacheprovider")
 
 
-def test_a_failure_in_one_rank_leaves_the_next_test_a_group_in_step(pytester, monkeypatch):
+def test_the_process_group_works_after_a_failure_on_one_rank(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(
         """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 pytestmark = pytest.mark.mpwatch(nprocs=2, backend="gloo")
 
-def total():
+def sum_over_ranks():
     tensor = torch.tensor([dist.get_rank() + 1])
     dist.all_reduce(tensor)
     return tensor.item()
@@ -36,26 +36,26 @@ def count():
     counter += 1
 
 def test_sum(group):
-    assert total() == 3
+    assert sum_over_ranks() == 3
 
-def test_one_raises_and_the_other_is_on_its_way(group):
+def test_one_raises_and_the_other_returns(group):
     if dist.get_rank() == 1:
         raise ValueError("bad")
 
 def test_the_same_ranks_and_a_new_group(group):
     assert counter == 3
     dist.barrier(group)
-    assert total() == 3
+    assert sum_over_ranks() == 3
 
 def test_one_raises_and_the_other_waits(group):
     if dist.get_rank() == 1:
         raise ValueError("bad")
-    total()
+    sum_over_ranks()
 
 def test_new_ranks(group):
     assert counter == 1
     dist.barrier(group)
-    assert total() == 3
+    assert sum_over_ranks() == 3
 """
     )
     result = pytester.runpytest_subprocess(*PLUGIN)
@@ -71,9 +71,9 @@ def test_new_ranks(group):
     )
 
 
-def test_the_example_looks_as_the_readme_shows_it(pytester, monkeypatch):
+def test_the_readme_shows_the_output_of_the_example(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-    monkeypatch.delenv("CI", raising=False)  # by which pytest shortens nothing
+    monkeypatch.delenv("CI", raising=False)  # with it, pytest does not shorten texts
     pytester.copy_example(str(ROOT / "examples" / "test_shards.py"))
     result = pytester.runpytest_subprocess(*PLUGIN)
     result.assert_outcomes(passed=2, failed=1)

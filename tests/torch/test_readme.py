@@ -1,4 +1,4 @@
-"""What the README shows is what its code and the examples print."""
+"""The outputs in the README are what its code and the examples print."""
 
 import re
 import sys
@@ -13,23 +13,23 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
 
 
-def test_the_first_example_prints_what_is_shown():
-    (_, code), (_, shown) = BLOCKS[0], BLOCKS[1]
-    assert python("-c", code).stdout == shown
+def test_the_readme_shows_the_output_of_the_first_example():
+    (_, code), (_, output) = BLOCKS[0], BLOCKS[1]
+    assert python("-c", code).stdout == output
 
 
-def test_the_crash_looks_as_it_is_shown():
+def test_the_readme_shows_the_output_of_the_crash_example():
     done = python("-W", "default", "examples/crash.py", cwd=ROOT, env={**ENV, "PYTHONWARNINGS": "default"}, check=False)
     printed = re.sub(r'File "[^"]*/(?=examples/)', 'File "', done.stderr)
     assert (done.returncode, printed) == (1, BLOCKS[2][1])
 
 
-def test_its_code_can_be_read_by_python():
+def test_the_code_of_the_readme_compiles():
     for language, code in BLOCKS:
         assert language != "python" or compile(code, "README.md", "exec")
 
 
-def test_the_policy_is_one():
+def test_the_restart_policy_of_the_readme_is_valid():
     import mpwatch
 
     (code,) = (code for _, code in BLOCKS if code.startswith("policy = "))
@@ -38,7 +38,7 @@ def test_the_policy_is_one():
     assert mpwatch.FailureKind.OOM in names["policy"].causes
 
 
-def test_the_options_are_those_of_run():
+def test_the_options_in_the_readme_are_those_of_run():
     import inspect
 
     import mpwatch

@@ -1,4 +1,4 @@
-"""Process groups of ranks that are started again: made anew each time, on another port, by mpwatch or by the function itself."""
+"""Restarted ranks get a new process group at another port, made by mpwatch or by the function itself."""
 
 import os
 import sys
@@ -15,8 +15,8 @@ import mpwatch
 from mpwatch import FailureKind, RestartPolicy, RunFailedError, WorkerState
 
 
-def falls_twice(folder):
-    """Rank 1 is killed while it is in a collective, then rank 0 raises, then all goes well."""
+def fails_twice(folder):
+    """Kill rank 1 in a collective in attempt 0, raise on rank 0 in attempt 1, and return in attempt 2."""
     me = mpwatch.current_worker()
     Path(folder, f"{me.restart_count}-{me.rank}").write_text(str(me.master_port))
     pids = [None] * me.world_size
@@ -30,17 +30,17 @@ def falls_twice(folder):
     return me.restart_count, float(total.sum())
 
 
-def falls_twice_in_a_group_of_its_own(folder):
+def fails_twice_with_its_own_group(folder):
     dist.init_process_group("gloo", init_method="env://")
     try:
-        return falls_twice(folder)
+        return fails_twice(folder)
     finally:
-        if mpwatch.current_worker().restart_count == 2:  # a failure is left as it is
+        if mpwatch.current_worker().restart_count == 2:  # after a failure the group is left open
             dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("fn", "backend"), [(falls_twice, "gloo"), (falls_twice_in_a_group_of_its_own, None)])
-def test_collectives_go_on_after_restarts(fn, backend, tmp_path):
+@pytest.mark.parametrize(("fn", "backend"), [(fails_twice, "gloo"), (fails_twice_with_its_own_group, None)])
+def test_collectives_work_after_restarts(fn, backend, tmp_path):
     result = mpwatch.run(fn, 2, args=(str(tmp_path),), backend=backend, max_restarts=2)
     assert list(result) == [(2, 3000.0)] * 2
     assert [attempt.state for attempt in result.attempts] == [WorkerState.FAILED, WorkerState.FAILED, WorkerState.SUCCEEDED]
@@ -52,20 +52,20 @@ def test_collectives_go_on_after_restarts(fn, backend, tmp_path):
     assert all(before != after for before, after in pairwise(ports))
 
 
-def never_comes_up():
+def is_killed_before_it_joins():
     me = mpwatch.current_worker()
     if me.rank == 1:
-        os.kill(os.getpid(), 9)  # before it has joined; the others wait for it in the store
+        os.kill(os.getpid(), 9)  # rank 0 waits for it in the store
     dist.init_process_group("gloo")
 
 
-def test_ranks_that_are_killed_as_they_join_are_blamed_each_time():
+def test_a_rank_that_is_killed_before_it_joins_is_the_root_cause_in_each_attempt():
     with pytest.raises(RunFailedError, match=r"^rank 1 was killed by SIGKILL") as caught:
-        mpwatch.run(never_comes_up, 2, max_restarts=1)
+        mpwatch.run(is_killed_before_it_joins, 2, max_restarts=1)
     assert [attempt.root_cause.rank for attempt in caught.value.result.attempts] == [1, 1]
 
 
-def test_a_rank_alone_cannot_come_back_into_a_process_group():
+def test_scope_worker_is_refused_with_a_process_group():
     policy = RestartPolicy(2, scope="worker")
     with pytest.raises(ValueError, match=r"backend='gloo' makes a process group.* cannot join; use scope='group'"):
-        mpwatch.run(falls_twice, 2, backend="gloo", restart_policy=policy)
+        mpwatch.run(fails_twice, 2, backend="gloo", restart_policy=policy)

@@ -1,4 +1,4 @@
-"""Tensors in shared memory, where the host is short of shared memory or of descriptors."""
+"""Tensors in shared memory, on a host that is short of shared memory or of descriptors."""
 
 import subprocess
 
@@ -16,23 +16,23 @@ def fill():
             while file.write(bytes(4096)): pass
         except OSError: pass
     return empty
-def empty():  # torch leaves a file that it could not fill
+def empty():  # torch does not delete a file that it could not fill
     for name in os.listdir("/dev/shm"): os.unlink(f"/dev/shm/{name}")
 def add(tensor):
     tensor += 1
     return float(tensor.sum())
-def more(_):
+def share_another_tensor(_):
     return torch.zeros(1 << 16).share_memory_()
 """
 
 
-def in_small_shared_memory(program):
-    within = ("unshare", "--mount", "sh", "-c", SMALL + 'exec "$@"', "sh")
+def run_in_small_shared_memory(program):
+    command = ("unshare", "--mount", "sh", "-c", SMALL + 'exec "$@"', "sh")
     try:
-        subprocess.run([*within, "true"], check=True, capture_output=True, timeout=20)
+        subprocess.run([*command, "true"], check=True, capture_output=True, timeout=20)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no mounts of its own can be made here: {error}")
-    return python("-W", "ignore", "-c", IMPORTS + FILL + program, within=within).stdout.splitlines()
+        pytest.skip(f"cannot create a mount namespace: {error}")
+    return python("-W", "ignore", "-c", IMPORTS + FILL + program, within=command).stdout.splitlines()
 
 
 def test_a_shared_tensor_needs_no_more_shared_memory():
@@ -42,13 +42,13 @@ def test_a_shared_tensor_needs_no_more_shared_memory():
         "print(float(shared.sum()))\n"
         "print(attempt(add, args=(plain,), short=fill))\n"
     )
-    assert in_small_shared_memory(program) == ["values [1000.0]", "1000.0", "values [262144.0, 262144.0]"]
+    assert run_in_small_shared_memory(program) == ["values [1000.0]", "1000.0", "values [262144.0, 262144.0]"]
 
 
-def test_a_rank_that_finds_shared_memory_full_says_so():
-    said, *_ = in_small_shared_memory("print(attempt(more, 1, args=(None,), short=fill))\n")
-    assert said.startswith("EXCEPTION rank 0 failed first: RuntimeError: unable to "), said
-    assert "No space left on device" in said
+def test_the_report_says_that_shared_memory_is_full():
+    output, *_ = run_in_small_shared_memory("print(attempt(share_another_tensor, 1, args=(None,), short=fill))\n")
+    assert output.startswith("EXCEPTION rank 0 failed first: RuntimeError: unable to "), output
+    assert "No space left on device" in output
 
 
 def test_a_shared_tensor_takes_descriptors():
@@ -57,8 +57,8 @@ def test_a_shared_tensor_takes_descriptors():
         "print(attempt(len, args=(tensors,)))\n"
         "print(attempt(len, args=(tensors,), short=lambda: leave_descriptors(20)))\n"
     )
-    fine, short = python("-W", "ignore", "-c", IMPORTS + program).stdout.splitlines()
-    assert fine == "values [30, 30]"
+    enough, short = python("-W", "ignore", "-c", IMPORTS + program).stdout.splitlines()
+    assert enough == "values [30, 30]"
     assert short.startswith("LaunchError the call could not be packed: "), short
     assert "Too many open files" in short
     assert "args[" not in short
