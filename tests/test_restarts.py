@@ -136,7 +136,7 @@ def test_the_error_names_what_happened_each_time():
     error = failed(reborn.ends, 1, args=("kill", "exit", "raise"), max_restarts=2)
     verdict, *lines = str(error).splitlines()
     assert verdict.startswith("rank 0 failed first: ValueError: the third time (reborn.py:")
-    assert lines[0] == "  started again 2 times, and then no more: all restarts are used up (max_restarts=2)"
+    assert lines[0] == "  restarted 2 times, then no more: all restarts are used up (max_restarts=2)"
     starts = [
         r"    first start, [\d.]+ s: rank 0 was killed by SIGKILL \(not sent by mpwatch",
         r"    restart 1, [\d.]+ s: rank 0 ended with exit code 3 and no result",
@@ -173,7 +173,7 @@ def test_a_program_exits_with_the_status_of_the_last_attempt(fn, args, status, c
     with pytest.raises(SystemExit) as caught:
         mpwatch.main(fn, 1, args=args, max_restarts=2)
     assert caught.value.code == status
-    assert "started again 2 times" in capfd.readouterr().err
+    assert "restarted 2 times" in capfd.readouterr().err
 
 
 def test_values_that_cannot_be_unpickled_are_no_reason_for_a_restart():
@@ -196,14 +196,13 @@ def test_check_false_returns_the_attempts():
     assert (result.state, result.restarts, len(result.attempts)) == (WorkerState.FAILED, 1, 2)
     assert result.not_restarted == "all restarts are used up (max_restarts=1)"
     table = result._repr_html_()
-    assert "started again once, and then no more" in table
+    assert "restarted once, then no more" in table
     assert [table.count(f'left">{attempt}, ') for attempt in ("first start", "restart 1", "restart 2")] == [1, 1, 0]
 
 
 def test_without_max_restarts_the_error_does_not_mention_restarts():
     error = failed(reborn.always_raises, 1)
     assert "restart" not in str(error)
-    assert "started again" not in str(error)
     assert (error.result.restarts, len(error.result.attempts), error.result.not_restarted) == (0, 1, "")
 
 
@@ -212,7 +211,7 @@ def test_without_max_restarts_the_error_does_not_mention_restarts():
 
 def test_programming_errors_are_restarted_only_after_a_heartbeat():
     error = failed(reborn.always_raises, 1, args=(TypeError,), max_restarts=2)
-    assert (error.result.restarts, "  not started again: TypeError before" in str(error)) == (0, True)
+    assert (error.result.restarts, "  not restarted: TypeError before" in str(error)) == (0, True)
     assert failed(reborn.raises_after_a_heartbeat, 1, args=(TypeError,), max_restarts=2).result.restarts == 2
 
 
@@ -344,7 +343,7 @@ def test_the_timeout_is_for_all_attempts_together():
     assert isinstance(error, mpwatch.RunTimeoutError)
     assert str(error).startswith("the run did not end within timeout=1.5 s: ranks 0-1 had not returned")
     assert [attempt.state for attempt in error.result.attempts] == [WorkerState.FAILED] * 2
-    assert "  started again once" in str(error)
+    assert "  restarted once" in str(error)
 
 
 def test_no_restart_if_the_delay_is_longer_than_what_is_left_of_the_timeout():

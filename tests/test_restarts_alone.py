@@ -79,7 +79,7 @@ def test_a_rank_that_has_used_up_its_restarts_ends_the_run():
         mpwatch.run(reborn.fails, 3, args=(99, 1), restart_policy=restart_single(2))
     error, result = caught.value, caught.value.result
     assert str(error).startswith("rank 1 failed first: ValueError: attempt 2 ")
-    assert "  started again 2 times, and then no more: all restarts are used up (max_restarts=2)" in str(error)
+    assert "  restarted 2 times, then no more: all restarts are used up (max_restarts=2)" in str(error)
     assert repr(error.__cause__) == "ValueError('attempt 2')"
     assert (set(error.failures), result.return_values, result.state) == ({1}, {}, WorkerState.FAILED)
     assert result.worker_states == {0: WorkerState.STOPPED, 1: WorkerState.FAILED, 2: WorkerState.STOPPED}

@@ -53,7 +53,7 @@ def test_ctrl_c_during_the_delay_ends_the_run_at_once(scope):
     failed = caught.value.__cause__
     assert isinstance(failed, mpwatch.RunFailedError)
     assert failed.__cause__ is failed.root_cause.exception
-    assert "  not started again: this process received a signal" in str(failed)
+    assert "  not restarted: this process received a signal" in str(failed)
     assert failed.result.state is WorkerState.FAILED
     assert failed.result.events[-1].reason.startswith("rank ")
 

@@ -15,8 +15,8 @@ TEXT_LIMIT = 1000  # characters of the repr of an object that has no JSON equiva
 def to_json(value: Any) -> Any:
     """Convert a value to data for JSON.
 
-    An enum and the type of an exception become their names, a dataclass becomes a dict, and a number of NumPy becomes a
-    number of Python. A number that JSON lacks, and any other object, becomes a text.
+    An enum and the type of an exception become their names. A dataclass becomes a dict, and a number of NumPy a number of
+    Python. A number that JSON lacks, and any other object, becomes a text.
     """
     try:
         return _to_json(value)

@@ -141,7 +141,7 @@ class LogSpec:
 
 
 def in_notebook() -> bool:
-    """Return whether a Jupyter kernel runs this program. IPython in a terminal is not a notebook."""
+    """Return whether a Jupyter kernel runs the host program. IPython in a terminal is not a notebook."""
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_ipython is not None and getattr(get_ipython(), "kernel", None) is not None
 

@@ -1,13 +1,15 @@
-"""Makes the text of reports: the verdict, the other ranks, the attempts. Runs in the caller's thread.
+"""Makes the text of reports: the verdict, the other ranks, the attempts.
 
-`format_report` is the entry point. All text is made from the data of model.py, when it is asked for. Pure.
+`format_report` is the entry point. All text is made from the data of model.py, when it is asked for. No function does I/O.
+They run in the caller's thread. The watcher thread also calls `format_exit`, which runs no user code. `summarize_exception`
+does: it calls `__str__` of the exception.
 
 A report looks like this:
 
     rank 1 failed first: ValueError: x (train.py:88 in step)      the verdict
       its logs: ...                                               details of the root cause
       ranks 0, 2: stopped by the watcher (train.py:12 in step)    the fates of the other ranks, grouped
-      started again 2 times, and then no more: ...                restarts
+      restarted 2 times, then no more: ...                        restarts
         first start, 1.2 s: rank 3 was killed by SIGKILL          failed attempts
 """
 
@@ -34,22 +36,28 @@ USUAL_CAUSES = {
     signal.SIGKILL: "not sent by mpwatch: the out-of-memory killer, or somebody's kill -9",
     signal.SIGTERM: "not sent by mpwatch: somebody's kill, or a job scheduler",
 }
+# The fate of a rank that has not failed, by its state.
 FATES_WITHOUT_FAILURE = {
     WorkerState.SUCCEEDED: "had returned",
     WorkerState.STOPPED: "stopped by the watcher",
 }
 STACK_LINES = 24  # of the stack of a crash: a dozen frames, each with its line of source
-STDERR_LINES = 12  # of the end of stderr
+STDERR_LINES = 12  # that the report quotes, from the end of stderr
 ATTEMPT_LINES = 30
 FATE_LINES = 30  # groups of ranks; further groups are counted
 TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
 SOURCE_LIMIT = 100  # characters of a line of source
 MANY_SECONDS = 100  # durations of this length and more are printed without tenths
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(__file__))  # of mpwatch
-LIBRARIES = (PACKAGE_FOLDER, sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen ")  # no user's code
+LIBRARIES = (
+    PACKAGE_FOLDER,
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    "<frozen ",
+)  # files that are not user code
 # Parts in which texts of equal fates may differ: "peer [10.0.0.1]:4711", "host<4711>", "silent for 5.1 s".
 SMALL_DIFFERENCES = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)|(?<=silent for )[\d.]+")
-# What a rank does outside of its function, by the file of the outermost frame. The first match counts.
+# What a rank does while its function does not run, by the file of the outermost frame. The first match counts.
 ACTIVITIES_BY_FILE = {
     "/wire/pickling/call_payload.py": "while it loaded its call",
     "/worker/process_group.py": "while it joined its process group",
@@ -75,12 +83,11 @@ def format_report(result: RunData[Any]) -> str:
 
 
 def format_restarts(result: RunData[Any]) -> str:
-    """Return how often ranks were started again, and why not once more. Empty if neither is known."""
+    """Return how often ranks were restarted, and why not once more. Empty if neither is known."""
     if not result.restarts:
-        return f"not started again: {result.not_restarted}" if result.not_restarted else ""
-    return f"started again {format_times(result.restarts)}" + (
-        f", and then no more: {result.not_restarted}" if result.not_restarted else ""
-    )
+        return f"not restarted: {result.not_restarted}" if result.not_restarted else ""
+    no_more = f", then no more: {result.not_restarted}" if result.not_restarted else ""
+    return f"restarted {format_times(result.restarts)}{no_more}"
 
 
 def format_times(count: int) -> str:
@@ -94,7 +101,7 @@ def select_failed_attempts(result: RunData[Any]) -> list[Attempt]:
 
 
 def _is_worth_reporting(attempt: Attempt, result: RunData[Any]) -> bool:
-    """Whether an attempt ended for a reason of its own.
+    """Return whether an attempt ended for a reason of its own.
 
     If each rank is restarted alone, one timeout or signal ends many attempts. It is reported once, for the run.
     """
@@ -151,7 +158,8 @@ def format_failure(failure: ProcessFailure) -> str:
 def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
     """Return what happened to the ranks other than the root cause: each text with its ranks. Ranks that failed come first.
 
-    Texts that differ only in the port of a peer or in the seconds of silence are one group, with the text of its first rank.
+    Texts that differ only in the port of a peer or in the seconds of silence are one group. Its text is that of its first
+    rank.
     """
     found: dict[str, tuple[str, list[int]]] = {}
     for rank, state in sorted(result.worker_states.items(), key=partial(_get_fate_order, result)):
@@ -187,18 +195,24 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return f"{word} " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def format_timeout(timeout: float, late: Iterable[int], missing: Collection[int] = ()) -> str:
-    """Return that the timeout expired for the ranks `late`. The ranks `missing` were not in the collective of the others."""
-    absent = f", and {format_ranks(missing)} not in the collective that others waited in" if missing else ""
-    return f"the run did not end within timeout={timeout:g} s: {format_ranks(late)} had not returned{absent}"
+def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collection[int] = ()) -> str:
+    """Return a sentence that says that the timeout expired.
+
+    Args:
+        timeout: seconds.
+        unfinished: the ranks that had not returned.
+        stragglers: those of them that were not in the collective in which the others waited.
+    """
+    outside = f", and {format_ranks(stragglers)} not in the collective that others waited in" if stragglers else ""
+    return f"the run did not end within timeout={timeout:g} s: {format_ranks(unfinished)} had not returned{outside}"
 
 
 def format_interrupt(number: int) -> str:
-    """Return that a signal to this process stopped the run."""
+    """Return a sentence that says that a signal to the host program stopped the run."""
     return f"the run was stopped: this process received {signal.Signals(number).name}"
 
 
-def format_silence(seconds: float, heartbeat_timeout: float | None, progress: Progress | None) -> str:
+def format_silence(seconds: float, heartbeat_timeout: float, progress: Progress | None) -> str:
     """Return how long a rank sent no heartbeat, and its last reported step, as a phrase that follows the rank's name."""
     text = f"{seconds:.1f}" if seconds < MANY_SECONDS else f"{seconds:.0f}"
     step = "" if progress is None or progress.step is None else f", at step {progress.step}"
@@ -207,7 +221,7 @@ def format_silence(seconds: float, heartbeat_timeout: float | None, progress: Pr
 
 
 def format_not_ready(start_timeout: float) -> str:
-    """Return that an interpreter took longer than `start_timeout` to start."""
+    """Return a sentence that says that an interpreter took longer than `start_timeout` to start."""
     return f"its interpreter was not ready after {start_timeout:g} s"
 
 
@@ -254,8 +268,8 @@ def _describe_fate(result: RunData[Any], rank: int, failure: ProcessFailure | No
 def format_location(stacks: str) -> str:
     """Return where the first thread of a stack was, as a phrase: ` in all_reduce (train.py:88 in step: ...)`.
 
-    The phrase names the innermost function, and the innermost frame of the user's own code. If there are no stacks, it is
-    the line that says why, or empty.
+    The phrase names the innermost function, and the innermost frame of user code. If there are no stacks, it is the line
+    that says why, or empty.
     """
     frames = list(parse_frames(stacks))
     if not frames:
@@ -332,13 +346,13 @@ def summarize_exception(error: BaseException) -> str:
     """Return the type and the text of an exception that was raised in this process."""
     try:
         text = str(error).strip()
-    except BaseException as broken:  # noqa: BLE001  the class's own code, which may even exit
+    except BaseException as broken:  # noqa: BLE001  user code of the class, which may even exit
         text = f"<its __str__ raised {type(broken).__name__}>"
     return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
 
 
 def _format_raise_location(error: BaseException) -> str:
-    """Return the innermost frame of the user's own code, or of any code if there is none."""
+    """Return the innermost frame of user code, or of any code if there is none."""
     trace = get_builtin_attribute(error, "__traceback__")
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(trace)]
     if not frames:
@@ -349,15 +363,15 @@ def _format_raise_location(error: BaseException) -> str:
 
 
 def _find_user_frame(files: Iterable[str]) -> int:
-    """Return the index of the innermost frame of the user's own code, or 0 if there is none. `files` begins innermost.
+    """Return the index of the innermost frame of user code, or 0 if there is none. `files` begins with the innermost one.
 
     Files are preferred to strings such as `<string>`, which may be the generated methods of a dataclass.
     """
-    own_code = [
+    user_code = [
         (n, file) for n, file in enumerate(files) if not file.startswith(LIBRARIES) and "/site-packages/" not in file
     ]
-    in_files = [n for n, file in own_code if not file.startswith("<")]
-    return next(iter(in_files), own_code[0][0] if own_code else 0)
+    in_files = [n for n, file in user_code if not file.startswith("<")]
+    return next(iter(in_files), user_code[0][0] if user_code else 0)
 
 
 def _format_file_name(path: str) -> str:

@@ -66,8 +66,8 @@ class EventLoop:
         event_bus: events, which the caller's thread passes to the observers.
         output: where stdout and stderr of the ranks go.
         keep_ranks: True: the ranks stay after a call, for the next call.
-        on_outcome_change: called in this thread with the state machine when it becomes clear how an attempt ends, and again
-            when all ranks of that attempt have exited.
+        on_outcome_change: called in this thread, with the state machine, when it becomes clear how an attempt ends. It is
+            called again when all ranks of that attempt have exited.
     """
 
     def __init__(

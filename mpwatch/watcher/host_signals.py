@@ -15,7 +15,7 @@ runs signal handlers in the main thread only.
                                                     |
                                                     `--> Python's handler ---> Interrupted ---> watcher_wakeup
 
-The caller's thread waits for a descriptor, not for a lock: a signal that comes just before a thread waits for a lock does
+The caller's thread waits for a descriptor, not for a lock. A signal that comes just before a thread waits for a lock does
 not wake that thread.
 """
 

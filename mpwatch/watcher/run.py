@@ -157,7 +157,7 @@ class BlockingCall:
     def deliver_signals(self, result: RunResult[Any]) -> None:
         """Deliver the deferred signals to the host's handlers. For SIGINT they usually raise KeyboardInterrupt.
 
-        Call this last, when everything is cleaned up, and outside an `except` block: a KeyboardInterrupt then has no other
+        Call this last, when everything is cleaned up, and outside an `except` block. A KeyboardInterrupt then has no other
         cause or context than the failure of the run.
         """
         __tracebackhide__ = True  # see mpwatch.run

@@ -10,8 +10,8 @@ an exception would leave it behind. No other code knows of the watcher thread, s
 
 No user code runs in the watcher thread.
 
-If Python can start no thread, as at the end of the program, the event loop of a simple run runs in the caller's thread (see
-`start`).
+One exception: at the end of the program Python can start no thread. Then the event loop of a simple run runs in the caller's
+thread (see `WatcherThread.start`).
 """
 
 import logging

@@ -85,7 +85,7 @@ def _die_with_watcher() -> None:
 
 
 def _reset_signals() -> None:
-    """Reset inherited signal settings: the watcher's thread may block signals, and its program may ignore some.
+    """Reset inherited signal settings: the watcher thread may block signals, and the host program may ignore some.
 
     Without SIGTERM, a rank could be stopped only by SIGKILL. Without SIGCHLD, it could not wait for its own children.
     """

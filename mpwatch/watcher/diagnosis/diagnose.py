@@ -187,12 +187,14 @@ def _find_silent_ranks(attempt: AttemptObservations, running: Mapping[int, RankO
     A rank that waits for another rank is its victim, even if the other rank sent heartbeats.
     """
     assert attempt.stopped_at is not None
-    stopped_at, silent = attempt.stopped_at, set(attempt.silent_ranks.keys() & running.keys())
+    stopped_at, heartbeat_timeout = attempt.stopped_at, attempt.heartbeat_timeout
+    silent = set(attempt.silent_ranks.keys() & running.keys())
     to_blame = find_cause_of_silence(running, silent) or silent
     hangs: Failures = {}
     for rank in silent:
+        assert heartbeat_timeout is not None
         last_beat, progress = attempt.silent_ranks[rank], attempt.ranks[rank].get_progress(attempt.run_started_at)
-        why = texts.format_silence(stopped_at - last_beat, attempt.heartbeat_timeout, progress)
+        why = texts.format_silence(stopped_at - last_beat, heartbeat_timeout, progress)
         hangs[rank] = build_hang(attempt, running[rank], last_beat, why, is_secondary=rank not in to_blame)
     for rank in to_blame - silent:
         hangs[rank] = build_hang(attempt, running[rank], stopped_at, texts.KEPT_PEERS_WAITING)
@@ -237,9 +239,9 @@ def _get_overall_state(stop_reason: StopReason | None, failures: Mapping[int, Pr
 def _get_reason(attempt: AttemptObservations, failures: Failures, states: Mapping[int, WorkerState]) -> str:
     """Return what ended the attempt, if it was not the failure of a rank."""
     if attempt.stop_reason is StopReason.TIMED_OUT:
-        late = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
+        unfinished = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
         # A rank that is not in the collective is named, but not blamed: healthy ranks, too, reach it at different times.
-        return texts.format_timeout(attempt.timeout or 0.0, late, find_stragglers(_get_running(attempt, failures)))
+        return texts.format_timeout(attempt.timeout or 0.0, unfinished, find_stragglers(_get_running(attempt, failures)))
     if attempt.stop_reason is StopReason.INTERRUPTED and attempt.signum is not None:
         return texts.format_interrupt(attempt.signum)
     return ""

@@ -3,8 +3,8 @@
 A rank that died of a SIGKILL that the watcher did not send is a *suspect*. There are two sources of evidence:
 
 1. The kernel's log, /dev/kmsg. It names the pid of each process that the OOM killer killed. If the log can be read, it alone
-   decides: a suspect that the log names is proved to be killed for memory, and no other suspect is. The log can be read only
-   with the necessary rights, and only if this process sees the kernel's own pids. In most containers it cannot be read.
+   decides: the OOM killer has killed the suspects that the log names, and no other ones. The log can be read only with the
+   necessary rights, and only if this process sees the kernel's own pids. In most containers it cannot be read.
 2. The counter `oom_kill` of this process's memory cgroup. The kernel increments it before it kills. It is used if the log
    cannot be read:
    - the counter rose by at least the number of suspects of one wake-up: proof for each of them;

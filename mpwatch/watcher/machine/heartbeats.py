@@ -36,7 +36,7 @@ class Heartbeats:
 
     def begin_reading(self, ranks: Iterable[int], now: float) -> list[int]:
         """Return the ranks, of these running ones, whose heartbeats must be read now."""
-        # So late a reading means that neither this program nor its ranks could run. No rank is to blame for its silence.
+        # A reading that comes so late means that neither the host program nor its ranks could run. No rank is to blame.
         was_suspended = now > self.due_at + SUSPENDED_SECONDS
         self.due_at = now + self._limit * (1 if was_suspended else LATE_SHARE)
         self._unread = set() if was_suspended else set(ranks)

@@ -1,12 +1,12 @@
 r"""Assemble the bytes of one stream into lines as a terminal would show them. Pure.
 
-A progress bar is one line that is written again and again: each update starts with a carriage return ("\r"), which moves
-the cursor back to the start of the line. Of such a line, only the text after the last carriage return is kept:
+A progress bar is one line that is written many times. Each update starts with a carriage return ("\r"), which moves the
+cursor back to the start of the line. Of such a line, only the text after the last carriage return is kept:
 
     "10%\r20%\r30%\n"    becomes    "30%\n"
 
-The multiplexer shows the lines of several ranks below each other, so escape sequences that move the cursor or erase text are
-removed: they would damage the lines of other ranks. Colours stay.
+Escape sequences that move the cursor or erase text are removed. The multiplexer shows the lines of several ranks below each
+other, and such a sequence would damage the lines of other ranks. Colours stay.
 """
 
 import re

@@ -10,8 +10,8 @@ line mode begins; if not, passthrough mode. When a second rank prints later, pas
 stays until the end of the call.
 
 A progress bar in line mode: LineAssembler keeps only the latest update of the unfinished line. That update is shown, as a
-line of its own, every SHOW_SECONDS if it has changed. The last update is shown as soon as one of these happens: the line
-ends with a newline, the stream ends, or the call ends (`flush`).
+line of its own, every SHOW_SECONDS if it has changed. The last update is shown as soon as the line ends
+with a newline, the stream ends, or the call ends (`flush`).
 """
 
 import math

@@ -11,7 +11,7 @@
                              sinks.py ------------------------------------------------------> caller's sys.stdout and
                                                                                               sys.stderr, notebook cell
 
-A stream that the watcher need not read has no pipe: the rank writes to its log file or to the caller's own descriptor
+A stream that the watcher need not read has no pipe. The rank then writes to its log file or to the caller's own descriptor
 (StreamRoute in log_spec.py).
 
 Owners:

@@ -115,8 +115,8 @@ def _reopen(fd: int) -> tuple[FileIO, bool, int]:
     The caller's descriptor may be in blocking mode, and that mode is shared with other processes, so it stays unchanged. A
     pipe or a terminal can be opened a second time in non-blocking mode where there is /proc. A socket cannot.
     """
-    # One C call opens the descriptor and makes the object that owns it: an exception of a signal handler, which is raised
-    # between two bytecodes, cannot leak the descriptor.
+    # One C call opens the descriptor and makes the object that owns it. A signal handler runs between two bytecodes. So its
+    # exception cannot leak the descriptor.
     is_file = stat.S_ISREG(os.fstat(fd).st_mode)
     if not is_file:
         with suppress(OSError):

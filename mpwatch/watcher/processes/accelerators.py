@@ -16,7 +16,7 @@ from mpwatch.os_support.hardware import may_have_gpus
 DEVICE_PLUGINS = ("torch_mlu", "habana_frameworks", "torch_musa", "torch_npu", "torch_sdaa", "torch_neuronx", "torch_xla")
 # A line of torch/version.py whose value is not None.
 GPU_BUILD = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*= *['\"]", re.MULTILINE)
-# torch ends the list of devices at an entry that is neither a device's number nor its name, so "", "-1" and "NoDevFiles"
+# torch ends the list of devices at an entry that is neither a device's number nor its name. So "", "-1" and "NoDevFiles"
 # hide all devices.
 VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 DEVICE_ENTRY = re.compile(r"\s*(\d|GPU-|MIG-)")

@@ -1,6 +1,6 @@
 """Starts the guardian process and sends it its orders. Runs in the watcher thread.
 
-The orders say which process groups the guardian kills, and which terminal it restores, if this program is killed. Their
+The orders say which process groups the guardian kills, and which terminal it restores, if the host program is killed. Their
 format is in guardian/main.py.
 """
 
@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).parents[2] / "guardian" / "main.py"
 
 
 class Guardian:
-    """The guardian of one run. If this program dies, the guardian kills every process group that was passed to `guard`.
+    """The guardian of one run. If the host program dies, the guardian kills each group passed to `guard`.
 
     Close it when all ranks are reaped. The constructor raises OSError if the guardian cannot be started.
     """
@@ -43,12 +43,12 @@ class Guardian:
                 stderr=subprocess.DEVNULL,
                 cwd="/",
                 pass_fds=fds,
-                start_new_session=True,  # it survives a signal to this program's group, and the loss of its terminal
+                start_new_session=True,  # it survives a signal to the host program's group, and the loss of its terminal
             )
             kept.pop_all()
 
     def guard(self, pgid: int) -> None:
-        """Have the guardian kill this process group if this program dies."""
+        """Have the guardian kill this process group if the host program dies."""
         self._send(b"+%d\n" % pgid)
 
     def release(self, pgid: int) -> None:
@@ -56,7 +56,7 @@ class Guardian:
         self._send(b"-%d\n" % pgid)
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
-        """Have the guardian restore a terminal if this program dies.
+        """Have the guardian restore a terminal if the host program dies.
 
         Args:
             restore: the terminal's path, and the bytes to write to it; None: no terminal needs restoring any more.

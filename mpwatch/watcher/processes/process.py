@@ -94,7 +94,7 @@ class RankPopen(Popen):
             launch_info: what the rank needs to know first.
             name: of its multiprocessing.Process.
             env: the whole environment of the rank.
-            stdout: descriptor that becomes the rank's stdout; None: this program's stdout.
+            stdout: descriptor that becomes the rank's stdout; None: the host program's stdout.
             stderr: descriptor that becomes the rank's stderr.
             passed_fds: descriptors that the rank has under the same numbers.
         """
@@ -176,8 +176,8 @@ class RankPopen(Popen):
     def read_exit_code(self) -> int | None:
         """Return the exit code of a rank whose sentinel is readable. None: it is not known.
 
-        A debugger can delay it for longer than this waits. It is lost if SIGCHLD is ignored in this program, or if other
-        code of this program has reaped the rank.
+        A debugger can delay it for longer than this waits. It is lost if SIGCHLD is ignored in the host program, or
+        if other code there has reaped the rank.
         """
         deadline = time.monotonic() + DEBUGGER_SECONDS
         while (code := self.poll()) is None and time.monotonic() < deadline:

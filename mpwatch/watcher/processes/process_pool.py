@@ -1,11 +1,19 @@
 """The pool of rank processes. It starts and reaps them, and owns all that they need. Runs in the watcher thread.
 
     ProcessPool --- Selector: the one place where the event loop waits
-                --- Guardian: kills the ranks if this program is killed
+                --- Guardian: kills the ranks if the host program is killed
                 --- memory file: a slot for each rank, for heartbeats and the black box (wire/shared_memory.py)
                 --- RankHandle for each rank --- RankPopen: its process
                                              --- channel: messages in both directions
                                              --- stack pipe: stderr until the rank is ready, then stack dumps
+
+    descriptor of a rank                     is closed
+    the rank's ends, stdio and /dev/null     by `start`, when the process has them
+    channel, stack pipe                      by RankHandle.close, in `reap` and `abandon`
+    sentinel, multiprocessing's pipe         by RankPopen, in `reap` and `abandon`
+    pipes of stdout and stderr, log files    by the output thread, after RankOutput.end_rank
+
+A helper is a process that a rank started in its process group. It is killed when the rank is reaped.
 
 Guarantee: when the pool is closed, every rank that it started is dead and reaped, and every descriptor that it opened is
 closed. Two kinds of ranks are left behind, with a warning: one that SIGKILL does not end, and a dead one that a debugger
@@ -31,7 +39,7 @@ from mpwatch.watcher.machine.transitions import KILL_SECONDS
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.guardian import Guardian
-from mpwatch.watcher.processes.process import RankPopen
+from mpwatch.watcher.processes.process import POLL_SECONDS, RankPopen
 from mpwatch.watcher.processes.rank_handle import RankHandle
 from mpwatch.watcher.processes.selector import Selector
 from mpwatch.wire.launch import LaunchInfo
@@ -55,6 +63,9 @@ class ProcessPool:
 
     Attributes:
         handles: of the ranks that have not been reaped or abandoned, by rank.
+        selector: where the event loop waits for the ranks. It exists while the pool is open.
+        guardian: kills the ranks if the host program is killed. It exists while the pool is open.
+        deferred_log: receives warnings about ranks that are left behind.
     """
 
     def __init__(self, deferred_log: DeferredLog, output: RankOutput) -> None:
@@ -62,11 +73,11 @@ class ProcessPool:
         self._output = output
         self.handles: dict[int, RankHandle] = {}
         self.selector: Selector[Any]
+        self.guardian: Guardian
         self._slots: dict[int, int] = {}  # number of the slot, by rank
-        # Dead ranks that cannot be reaped yet. The value is the time of the first attempt.
-        self._held_by_debugger: dict[RankPopen, float] = {}
-        # Process groups of reaped ranks that still have members (helpers). The value is the time when they were killed.
-        self._killed_groups: dict[int, float] = {}
+        # Each with the time when the pool began to reap the rank. At that time the rank's process group is killed.
+        self._held_by_debugger: dict[RankPopen, float] = {}  # dead ranks that cannot be reaped yet
+        self._killed_groups: dict[int, float] = {}  # process groups of reaped ranks that may still have members (helpers)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -78,6 +89,7 @@ class ProcessPool:
                 stack.callback(os.close, self._stderr_fd)
             except OSError as error:
                 raise LaunchError(with_remedy("the ranks cannot be watched", error)) from error
+            # The stack calls these in the opposite order, before it closes the descriptors.
             stack.callback(self.wait_for_helpers)
             stack.callback(self._wait_for_debuggers)
             stack.callback(self._kill_and_reap_all)
@@ -97,8 +109,10 @@ class ProcessPool:
     def _start(self, worker: Worker, env: dict[str, str]) -> RankHandle:
         slot = self._allocate_slot(worker.rank)
         with ExitStack() as kept, ExitStack() as passed:
-            channel_end, rank_channel = map(passed.enter_context, socket.socketpair())
-            channel_end.setblocking(False)
+            channel, rank_channel = socket.socketpair()
+            kept.enter_context(channel)
+            passed.enter_context(rank_channel)
+            channel.setblocking(False)
             stack_pipe, rank_stack_pipe = os.pipe()
             kept.callback(os.close, stack_pipe)
             passed.callback(os.close, rank_stack_pipe)
@@ -116,12 +130,12 @@ class ProcessPool:
                 stderr=rank_stack_pipe,
                 passed_fds=[rank_channel.fileno(), self._slots_fd, stderr],
             )
-            channel = socket.socket(fileno=channel_end.detach())
+            # At once: from here on the end of the pool kills and reaps the rank, whatever is raised.
+            handle = self.handles[worker.rank] = RankHandle(
+                worker, process, channel, stack_pipe, stdio=stdio, deferred_log=self.deferred_log
+            )
             kept.pop_all()
-        handle = self.handles[worker.rank] = RankHandle(
-            worker, process, channel, stack_pipe, stdio=stdio, deferred_log=self.deferred_log
-        )
-        self.guardian.guard(process.pid)
+            self.guardian.guard(process.pid)
         return handle
 
     def _allocate_slot(self, rank: int) -> int:
@@ -178,24 +192,24 @@ class ProcessPool:
     def reap(self, handle: RankHandle) -> None:
         """Reap a dead rank, after killing the processes that are left in its group."""
         pid = handle.process.pid
-        del self.handles[handle.observations.worker.rank]
-        reaped_at = time.monotonic()
+        del self.handles[handle.observations.worker.rank]  # first: after an error the end of the pool must not reap it again
+        reap_started_at = time.monotonic()
         try:
             handle.close()
         finally:  # even if the host program has closed descriptors of mpwatch
             if not handle.process.reap():
-                self._held_by_debugger[handle.process] = reaped_at
+                self._held_by_debugger[handle.process] = reap_started_at
             self._output.end_rank(handle.stdio, handle.stack_parser.unforwarded_output)
             self.guardian.release(pid)
             if group_exists(pid):
-                self._killed_groups[pid] = reaped_at
+                self._killed_groups[pid] = reap_started_at
 
     def abandon(self, handle: RankHandle) -> None:
         """Leave a rank that cannot be killed to the kernel."""
         handle.close()
         handle.process.abandon()
         self._output.end_rank(handle.stdio, handle.stack_parser.unforwarded_output)
-        del self.handles[handle.observations.worker.rank]
+        del self.handles[handle.observations.worker.rank]  # last: after an error the end of the pool tries again
 
     def _kill_and_reap_all(self) -> None:
         """Kill and reap the ranks that are left. There are some only if the watcher itself has failed."""
@@ -214,28 +228,30 @@ class ProcessPool:
 
     def _wait_for_debuggers(self) -> None:
         """Reap the ranks that a debugger holds, or leave them behind after KILL_SECONDS."""
-        for process, died_at in self._held_by_debugger.items():
-            while not (is_reaped := process.reap()) and time.monotonic() < died_at + KILL_SECONDS:
+        for process, reap_started_at in self._held_by_debugger.items():
+            while not (is_reaped := process.reap()) and time.monotonic() < reap_started_at + KILL_SECONDS:
                 pass  # each `reap` waits for DEBUGGER_SECONDS
             if not is_reaped:
-                text = "%s (pid %d) is dead, but a debugger holds it: it is left behind, a zombie until the debugger lets go"
+                text = (
+                    "%s (pid %d) is dead, but a debugger holds it: it is left behind, a zombie until the debugger detaches"
+                )
                 self.deferred_log.warning(text, process.name, process.pid)
                 process.abandon()
 
     def wait_for_helpers(self) -> None:
-        """Wait until the processes that dead ranks had started are gone.
+        """Wait until the helpers of reaped ranks are gone.
 
-        They were killed with the rank. The kernel needs time to free a process with much memory or a GPU, and a restarted
-        rank needs that memory.
+        They were killed when the rank was reaped. The kernel needs time to free a process with much memory or a GPU, and a
+        restarted rank needs that memory.
         """
         while self._killed_groups:
-            group, killed_at = self._killed_groups.popitem()
-            deadline = killed_at + KILL_SECONDS
+            group, reap_started_at = self._killed_groups.popitem()
+            deadline = reap_started_at + KILL_SECONDS
             try:
                 _wait_for_group(group, deadline, self.deferred_log)
             except OSError:  # no descriptors are left to read /proc or to wait with
                 while group_exists(group) and time.monotonic() < deadline:
-                    time.sleep(0.001)
+                    time.sleep(POLL_SECONDS)
 
 
 def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> None:

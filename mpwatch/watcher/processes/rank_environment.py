@@ -2,8 +2,8 @@
 
 A rank's environment has four parts. A later part replaces variables of an earlier one.
 
-1. The environment of this program.
-2. Defaults, only where this program does not set them: OMP_NUM_THREADS, TORCH_NCCL_ASYNC_ERROR_HANDLING.
+1. The environment of the host program.
+2. Defaults, only where the host program does not set them: OMP_NUM_THREADS, TORCH_NCCL_ASYNC_ERROR_HANDLING.
 3. The variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_NAME,
    ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
    TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. Also NODE_RANK, with the value of GROUP_RANK.

@@ -17,17 +17,17 @@ V = TypeVar("V")
 
 
 def merge_results(
-    parts: Sequence[tuple[AttemptObservations, RunResult[T]]], awaiting_restart: Collection[int] = ()
+    parts: Sequence[tuple[AttemptObservations, RunResult[T]]], restartable_groups: Collection[int] = ()
 ) -> RunResult[T]:
     """Return the result of all restart groups together.
 
     There are return values only if all ranks have returned. The root cause is the earliest one. The root cause of a group
-    in `awaiting_restart` (by first rank) did not end the run, so it counts only if there is no other.
+    in `restartable_groups` (by lowest rank) did not end the run, so it counts only if there is no other.
     """
     results = [result for _, result in parts]
     if len(parts) == 1:
         return results[0]
-    final = [result for observations, result in parts if min(observations.ranks) not in awaiting_restart]
+    final = [result for observations, result in parts if min(observations.ranks) not in restartable_groups]
     late = [(observations, result) for observations, result in parts if observations.stop_reason is StopReason.TIMED_OUT]
     failures = _merge_dicts(result.failures for result in results)
     states = _merge_dicts(result.worker_states for result in results)

@@ -4,10 +4,11 @@
                    <--- RestartCommand, after the delay ----'
                    <--- DoNotRestart, at once --------------'
 
-This is the only place where a restart is delayed: see `_schedule_restart` and `_run_due_restarts`. MultiNodeRunController
-inherits these methods for a job of several nodes. restart_budget.py computes the delay.
+This is the only place that waits for the delay of the policy: see `_schedule_restart` and `_run_due_restarts`.
+MultiNodeRunController inherits these methods for a job of several nodes. restart_budget.py computes the delay.
 
-Code of the user runs here: exceptions are unpickled, and `retry_if` and `env` are called. What they raise ends the run.
+User code runs here. Exceptions and return values are unpickled; what their classes raise becomes part of the diagnosis.
+`retry_if` and `env` are called; what these raise ends the run.
 """
 
 import math
@@ -37,7 +38,7 @@ T = TypeVar("T")
 
 
 class RunController(Generic[T]):
-    """The controller of one run, from its start. Restart groups are named by the first of their ranks.
+    """The controller of one run, from its start. The id of a restart group is its lowest rank.
 
     Args:
         spec: what to run.
@@ -49,9 +50,9 @@ class RunController(Generic[T]):
         self.started_at = event_bus.started_at
         self._spec = spec
         self._pending_call: PendingCall | None = None  # None until the ranks are about to be started
-        self._budgets: dict[int, RestartBudget] = {}  # by restart group
-        self._last_attempts: dict[int, tuple[AttemptObservations, RunResult[T]]] = {}  # by restart group
-        self._restartable_groups: set[int] = set()  # restart groups whose last attempt has failed, and does not end the run
+        self._budgets: dict[int, RestartBudget] = {}  # by id of the restart group
+        self._last_attempts: dict[int, tuple[AttemptObservations, RunResult[T]]] = {}  # by id of the restart group
+        self._restartable_groups: set[int] = set()  # ids of groups whose last attempt failed, but may be restarted
         self._attempts: list[Attempt] = []
         self._delayed_restarts: list[tuple[float, Callable[[], None]]] = []  # each with the time when it is due
         self._run_has_failed = False  # a restart group will not be restarted
@@ -75,21 +76,23 @@ class RunController(Generic[T]):
         """
         for observations in watcher_thread.commands.take_decision_requests():
             watcher_thread.output.drain_ended_ranks(LAST_DRAIN_SECONDS)
-            self._decide(watcher_thread, observations, self._record_attempt(observations))
+            result = self._record_attempt(observations)
+            self._decide(watcher_thread, observations, result)
         return self._run_due_restarts()
 
     def _decide(self, watcher_thread: WatcherThread, observations: AttemptObservations, result: RunResult[T]) -> None:
-        """Decide whether to restart a restart group that has failed, and have it done."""
-        first, commands = min(observations.ranks), watcher_thread.commands
-        budget = self._budgets.setdefault(first, RestartBudget(self._spec.policy))
+        """Decide whether to restart a restart group that has failed. Schedule its restart, or post DoNotRestart."""
+        group_id, commands = min(observations.ranks), watcher_thread.commands
+        budget = self._budgets.setdefault(group_id, RestartBudget(self._spec.policy))
         decision = budget.decide(self._build_failed_attempt(observations, result))
         if decision.delay is None:
             self._run_has_failed, self._no_restart_reason = True, decision.no_restart_reason
             self._delayed_restarts.clear()
-        elif self._run_has_failed:  # another group has ended the run; this group could have been restarted
-            self._restartable_groups.add(first)
-        if decision.delay is None or self._run_has_failed:
-            commands.post(DoNotRestart(first, generation=observations.attempt))
+            commands.post(DoNotRestart(group_id, generation=observations.attempt))
+            return
+        self._restartable_groups.add(group_id)
+        if self._run_has_failed:  # another group has ended the run
+            commands.post(DoNotRestart(group_id, generation=observations.attempt))
             return
         setups = watcher_thread.prepare_restart(list(observations.ranks), observations.attempt + 1)
         self.event_bus.publish(
@@ -100,8 +103,7 @@ class RunController(Generic[T]):
             delay=decision.delay,
             restarts_left=decision.restarts_left,
         )
-        self._restartable_groups.add(first)
-        restart = RestartCommand(Restart(first, generation=observations.attempt), setups)
+        restart = RestartCommand(Restart(group_id, generation=observations.attempt), setups)
         self._schedule_restart(decision.delay, partial(commands.post, restart))
 
     def _build_failed_attempt(self, observations: AttemptObservations, result: RunResult[Any]) -> FailedAttempt:
@@ -110,7 +112,7 @@ class RunController(Generic[T]):
         steps = [progress.step for progress in result.progress.values() if progress.step is not None]
         return FailedAttempt(
             cause=cause,
-            had_heartbeat=heartbeat is not None and (heartbeat.beat_at, heartbeat.report) != (None, None),
+            had_heartbeat=heartbeat is not None and (heartbeat.beat_at is not None or heartbeat.report is not None),
             healthy_seconds=observations.healthy_seconds,
             step=max(steps, default=None),
             seconds_left=self.seconds_left,
@@ -187,7 +189,7 @@ class RunController(Generic[T]):
         self._publish_run_ended(state, summarize_exception(error))
 
     def _publish_run_ended(self, state: WorkerState, reason: str) -> None:
-        observed = {first: observations for first, (observations, _) in self._last_attempts.items()}
+        observed = {group_id: observations for group_id, (observations, _) in self._last_attempts.items()}
         if self._pending_call is not None:  # also of attempts that were not diagnosed, since an error ended the run
             observed |= {
                 min(observations.ranks): observations
