@@ -1,11 +1,13 @@
 """Histories of the leader and the nodes of a job, and its decisions, without a network."""
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from mpwatch.multinode.job_decision import AttemptSummary, decide_next_step
 from mpwatch.multinode.leader import NODE_INFO_SHARE, Broadcast, Leader, PublishAssignments, ReservePort, RoundStage
+from mpwatch.multinode.local_ranks import LocalRanks
 from mpwatch.multinode.node_machine import NodeMachine, PrepareRanks, Rejoin, ReportJob, SendToLeader, StartRanks, StopRanks
 from mpwatch.multinode.protocol.messages import (
     NO_ATTEMPT,
@@ -25,6 +27,8 @@ from mpwatch.multinode.protocol.messages import (
 from mpwatch.multinode.protocol.signed_json import SignedJson
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.results.model import FailureKind
+from mpwatch.watcher.commands import CommandQueue
+from mpwatch.watcher.machine.transitions import CancelAttempt
 
 TIMEOUT, GRACE = 15.0, 10.0
 MAX_ENTRY = 1 << 20  # bytes, of the longest broadcast
@@ -386,3 +390,14 @@ def test_a_possible_victim_is_not_the_root_cause_if_a_rank_of_another_node_faile
     )
     assert decide_after_victim(reports={0: victim, 1: AttemptReport(1, 0, NodeOutcome.STOPPED)}).root_cause_rank == 0
     assert decide_after_victim(reports={0: victim}, lost_nodes={1: "silent"}).root_cause_rank == 1
+
+
+def test_a_slow_logging_handler_does_not_delay_the_stop_of_the_ranks(caplog):
+    """The node thread only posts the stop. The caller's thread logs the reason."""
+    with closing(CommandQueue()) as commands:
+        local_ranks = LocalRanks(commands, TIMEOUT)
+        with caplog.at_level("DEBUG"):
+            local_ranks.stop(StopRanks("why"))
+        assert not caplog.records
+        assert commands.take() == [CancelAttempt()]
+        assert local_ranks.take_updates() == [StopRanks("why")]

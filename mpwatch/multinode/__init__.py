@@ -11,7 +11,8 @@ The messages of an event grow linearly with the nodes. The order of the inbox is
 Clocks of different hosts are never compared. A node compares a heartbeat counter only with its last value, by its own clock.
 
     caller's thread    run_controller.py   makes the environments of the ranks, reports attempts, makes the result
-    node thread        node_thread.py      joins rounds, and runs each of them (round_runner.py) with pure state machines:
+    node thread        node_thread.py      checks that the nodes have the same options (job_config_check.py), joins rounds,
+                                           and runs each of them (round_runner.py) with pure state machines:
                                            node_machine.py, and on one node leader.py, which decides by job_decision.py
     watcher thread     watcher/            as on one node; local_ranks.py sends it commands: start, stop, renew the lease
 

@@ -1,6 +1,6 @@
 """Agent: the counterpart of torch's elastic agent, for users who extend one or have a RendezvousHandler of their own.
 
-It is a thin layer over the run of `mpwatch.run(..., rendezvous=...)`. It learns the ranks of the node from the run's events.
+It is a thin layer over the run of `mpwatch.run(..., rendezvous=...)`. The events of the run contain the ranks of the node.
 One thread calls `run`; any thread may call `get_worker_group`.
 """
 
@@ -59,11 +59,13 @@ class Agent(Generic[T]):
             `spec.rendezvous` are then ignored. Its other fields apply, and its run_id must be the handler's. The handler's
             own settings say how many nodes it waits for, and how long. It must return a new store for each round, as torch's
             dynamic rendezvous does. When the job is over the handler is closed; call `rdzv_handler.shutdown()` yourself to
-            release what it holds. Nodes that join later (newcomers and replacements) need
+            release what it holds. Nodes that join later need
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of all nodes if the handler is torch's own.
 
-    Raises TypeError or ValueError if `spec` has no rendezvous or one of another run_id than the handler's, or if the handler
-    may give up nodes whose ranks still run.
+    Raises:
+        TypeError: `spec` or `rdzv_handler` has a wrong type.
+        ValueError: `spec` has no rendezvous, or its run_id is not the handler's. Or the handler may count a node as lost
+            while the ranks of that node still run.
     """
 
     def __init__(self, spec: WorkerSpec[T], *, rdzv_handler: RendezvousHandler | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Decide what follows on an attempt: success, restart, new rendezvous, or failure. Pure functions; the leader calls them.
+"""Decide what the nodes do after an attempt: end, restart, or join another round. The leader calls these functions.
 
     all nodes succeeded                                    DONE
     a node's `timeout` ran out, or its caller raised       FAILED
@@ -7,6 +7,8 @@
     a node is lost, too few nodes remain                   RE_RENDEZVOUS if a restart is left, else FAILED
     the node that served the store is lost                 FAILED
     more nodes want to join                                RE_RENDEZVOUS; costs no restart
+
+The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
 The root cause on several nodes: a rank that failed on its own comes before a victim, and then the order of the inbox counts.
 If ranks failed only because they waited for a rank of another node, then the rank that they waited for is the root cause. A
@@ -67,13 +69,13 @@ class AttemptSummary:
 
 
 def decide_next_step(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float] = random) -> AttemptDecision:
-    """Decide what follows on the attempt, and name the rank that failed first."""
+    """Decide what the nodes do after the attempt, and name the rank that failed first."""
     decision = _decide(_report_missing_ranks(summary, policy), policy, rng)
     return replace(decision, restarts_left=max(0, policy.max_restarts - decision.history.restarts_used))
 
 
 def describe_node(node_infos: Mapping[int, NodeInfo], node: int) -> str:
-    """Return the name of a node for texts: its group rank, and its host if that is known."""
+    """Return the name of a node for texts: its group rank, and its hostname if that is known."""
     info = node_infos.get(node)
     return f"node {node}" if info is None else f"node {node} ({info.hostname})"
 
@@ -88,7 +90,7 @@ def _decide(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], fl
         if report.outcome is NodeOutcome.TIMED_OUT:
             return _make_decision(summary, NextStep.FAILED, reason=reason, timed_out=True)
         if report.outcome is NodeOutcome.ABORTED:
-            failed = root or report  # a rank that failed before the caller's own code is the root cause
+            failed = root or report  # a rank that failed before user code raised is the root cause
             return _make_decision(
                 summary,
                 NextStep.FAILED,
@@ -176,7 +178,7 @@ def _restart_or_fail(
             reason=reason,
             no_restart_reason=restart.no_restart_reason,
         )
-    if summary.lost_nodes or summary.waiting_nodes:  # without the delay: the rendezvous itself takes time
+    if summary.lost_nodes or summary.waiting_nodes:  # without the delay, because the rendezvous itself takes time
         return _make_decision(summary, NextStep.RE_RENDEZVOUS, root_cause_rank=root_cause_rank, reason=reason)
     decision = _make_decision(summary, NextStep.RESTART, root_cause_rank=root_cause_rank, reason=reason)
     return replace(decision, delay=restart.delay)

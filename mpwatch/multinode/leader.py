@@ -1,7 +1,8 @@
 """The state machine of the leader: the node of group rank 0 runs it for one round, and decides for the whole job.
 
-The machine is pure. The node thread feeds it with the messages of all nodes in the order of the inbox, with heartbeats and
-with the time (round_runner.py). Each call returns the actions that the node thread has to carry out.
+The machine is pure, except that random numbers come from `rng`. The node thread feeds it with the messages of all nodes in
+the order of the inbox, with heartbeats and with the time (round_runner.py). Each call returns the actions that the node
+thread has to execute.
 
     WAITING_FOR_NODES --> STARTING --> RUNNING --> STOPPING --> decision --> SHUTTING_DOWN --> FINISHED
                              ^                                   |  |                             ^
@@ -93,7 +94,7 @@ class PublishAssignments:
 
 @dataclass(frozen=True, slots=True)
 class ReservePort:
-    """Reserve a port of this host for the next attempt, other than that of the last attempt."""
+    """Reserve a port of the leader's node for the next attempt. It differs from the port of the last attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class Leader:
         node_timeout: seconds without a heartbeat after which a node is lost.
         exit_barrier_timeout: seconds that the nodes have to acknowledge the success of the job.
         now: the time on a monotonic clock. All later times are of the same clock.
-        rng: returns a number between 0 and 1, for the jitter of delays.
+        rng: returns a random number between 0 and 1, for the jitter of delays. A test can replace it.
     """
 
     def __init__(
@@ -222,10 +223,10 @@ class Leader:
         self._deadline += seconds
 
     def step_down(self, reason: str) -> list[LeaderAction]:
-        """Stop leading: this node was silent for so long that the other nodes may have gone on without it.
+        """Stop leading, because this node was silent for so long that the other nodes may have decided without it.
 
-        The leader must not decide about their job any more. Nodes that are still in this round stop their ranks. Then they
-        miss the leader's heartbeats and take it for lost.
+        The leader must not decide about the job any more. Nodes that are still in this round stop their ranks. Then they
+        miss the leader's heartbeats, and find that it is lost.
         """
         self.stage = RoundStage.FINISHED
         return [Broadcast(StopAttempt(self._attempt, reason))]
@@ -323,7 +324,7 @@ class Leader:
         return self._decide(now) if is_attempt_started and self.active_nodes <= self._reports.keys() else []
 
     def _decide(self, now: float, disagreement: str = "") -> list[LeaderAction]:
-        """Decide what follows on the attempt, broadcast the decision, and enter the next stage."""
+        """Decide what the nodes do next, broadcast the decision, and enter the next stage."""
         if disagreement:
             decision = AttemptDecision(self._attempt, NextStep.FAILED, self._history, reason=disagreement)
         else:

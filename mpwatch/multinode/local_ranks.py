@@ -34,7 +34,7 @@ class LocalRanks:
 
     Args:
         commands: the queue of the watcher thread.
-        node_timeout: seconds without a heartbeat after which the other nodes may go on without this node.
+        node_timeout: seconds without a heartbeat after which the other nodes may count this node as lost.
     """
 
     def __init__(self, commands: CommandQueue, node_timeout: float) -> None:
@@ -93,13 +93,13 @@ class LocalRanks:
     def renew_lease(self, since: float) -> None:
         """Let the ranks run longer: this node has sent a heartbeat at time `since`.
 
-        If the lease is not renewed, the watcher thread stops the ranks before the other nodes go on without this node.
+        If the lease is not renewed, the watcher thread stops the ranks before the other nodes may count this node as lost.
         """
         stop_at, kill_at = (since + share * self._node_timeout for share in (STOP_SHARE, KILL_SHARE))
         self._commands.post(Lease(stop_at, kill_at))
 
     def reserve_port(self) -> int:
-        """Reserve a port of this host for MASTER_PORT, until the next one is reserved. Raises LaunchError."""
+        """Reserve a port of this node for MASTER_PORT, until the next one is reserved. Raises LaunchError."""
         # the new port is reserved before the old one is released, so the two differ
         earlier, self._port_socket = self._port_socket, reserve_port()
         if earlier is not None:

@@ -1,7 +1,7 @@
 """The state machine that every node runs for one round, the leader's node included.
 
 The machine is pure. The node thread feeds it with the leader's broadcasts, with events of the node's own ranks, and with the
-time (round_runner.py). Each call returns the actions that the node thread has to carry out.
+time (round_runner.py). Each call returns the actions that the node thread has to execute.
 
     JOINING --> PREPARING --> RUNNING --> STOPPING --> AWAITING_DECISION --> SHUTTING_DOWN --> FINISHED
                    ^                                        |       |                             ^
@@ -23,12 +23,26 @@ time (round_runner.py). Each call returns the actions that the node thread has t
 
 What happens when the leader is lost: `check_leader_heartbeat` finds that its heartbeats have not changed for `node_timeout`.
 Then the node stops its ranks. After they have exited, it decides on its own (`_decide_without_leader`): RE_RENDEZVOUS if
-enough nodes remain or a restart is left, FAILED otherwise. All nodes come to the same decision, because they know the same
+enough nodes remain or a restart is left, FAILED otherwise. All nodes make the same decision, because they know the same
 facts. If the store is lost, the job fails on every node that cannot reach it.
 
+How a node can leave a round:
+
+    method                when                                  it sends                   then the node
+    handle_broadcast      the decision is RE_RENDEZVOUS                                    joins the next round
+    acknowledge_shutdown  the decision is DONE or FAILED        ShutdownAck                ends
+    report_signal         the watcher receives a signal         NodeLeaving                ends
+    abort                 user code raises in the watcher       a report and ShutdownAck   ends
+    withdraw              this node was silent for too long     NodeLeaving                follows the decision
+    Leader.step_down      the same, on the leader's node        StopAttempt                does as if the leader is lost
+    handle_leader_loss    the leader is lost                                               joins the next round, or ends
+    handle_store_loss     the store is lost                                                ends
+
+`NodeThread.finish_within` limits how long the other nodes have to see that this node ends.
+
 Guarantees: if the leader sends no heartbeat, or the store is lost, every stage ends within `node_timeout`. While the leader
-is alive, RUNNING, PREPARING and AWAITING_DECISION last as long as the caller's code runs on some node. If the other nodes
-may give up a node, its ranks are stopped before: see `Lease` (LocalRanks.renew_lease).
+is alive, RUNNING, PREPARING and AWAITING_DECISION last as long as user code runs on some node. The ranks of a node are
+stopped before the other nodes may count it as lost: see `Lease` (LocalRanks.renew_lease).
 """
 
 from dataclasses import dataclass, replace
@@ -78,7 +92,7 @@ class SendToLeader:
 
 @dataclass(frozen=True, slots=True)
 class PrepareRanks:
-    """Let the caller's thread make the environments of the node's ranks. This runs the caller's code (`env`)."""
+    """Let the caller's thread make the environments of the node's ranks. This runs user code (`env`)."""
 
     start: StartAttempt
     assignment: RankAssignment
@@ -154,7 +168,9 @@ class NodeMachine:
         self._is_leaving = False
         self._start: StartAttempt | None = None
         self._assignment: RankAssignment | None = None
-        self._late_decision: AttemptDecision | None = None  # it came while the ranks ran: the other nodes go on without them
+        self._late_decision: AttemptDecision | None = (
+            None  # it came while the ranks ran: the other nodes have decided without them
+        )
 
     @property
     def is_finished(self) -> bool:
@@ -214,7 +230,7 @@ class NodeMachine:
         self._leader_seen_at += seconds
 
     def handle_leader_loss(self, reason: str) -> list[NodeAction]:
-        """Stop the ranks and go on without the leader. The other nodes find out in the same way, and do the same."""
+        """Stop the ranks, then decide without the leader. The other nodes find the same loss, and do the same."""
         if self.stage in (NodeStage.FINISHED, NodeStage.SHUTTING_DOWN):
             self.stage = NodeStage.FINISHED  # the decision about the job is known
             return []
@@ -238,7 +254,7 @@ class NodeMachine:
         return self._decide_without_leader()
 
     def withdraw(self, reason: str) -> list[NodeAction]:
-        """Leave the round: this node was silent for so long that the other nodes may have gone on without it.
+        """Leave the round, because this node was silent for so long that the other nodes may have decided without it.
 
         Report it to the leader, stop the ranks, and start no others in this round. The node rejoins when it has read the
         leader's decision, or finds that the leader is lost.
@@ -304,7 +320,7 @@ class NodeMachine:
         return [SendToLeader(NodeLeaving(self._node_info.group_rank, reason))]
 
     def acknowledge_shutdown(self) -> list[NodeAction]:
-        """Report that the caller's thread knows the decision about the job, and that this node needs the store no more."""
+        """Report that the caller's thread knows the decision about the job, and that this node no longer needs the store."""
         if self.stage is not NodeStage.SHUTTING_DOWN:
             return []
         if not self._node_info.serves_store and self._node_info.group_rank != 0:

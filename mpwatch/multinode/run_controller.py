@@ -1,6 +1,6 @@
 """The caller's thread in a run of several nodes: report attempts to the leader, follow its decisions, build the result.
 
-As watcher/restarts/run_controller.py, except that all nodes together decide what follows on an attempt.
+As watcher/restarts/run_controller.py, except that all nodes together decide what they do after an attempt.
 
     NodeThread -- PrepareRanks --> make the workers and environments -- set_rank_setups --> NodeThread: start the ranks
     watcher thread -- the ranks have exited --> diagnose them -- report_attempt --> NodeThread --> the leader decides

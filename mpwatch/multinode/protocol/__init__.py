@@ -14,8 +14,8 @@ A message becomes an entry of the store in two steps, and is read in the opposit
 - Signature: an HMAC-SHA256 over the JSON, the job and the name of the entry. The key is the job's secret: that of
   `Rendezvous(secret=...)`, or else the environment variable MPWATCH_SECRET. A job without a secret signs nothing. Then every
   program that can reach the store can write valid entries.
-- Size limits: 256 KiB for an entry, 1 MiB for a broadcast of the leader, 65,536 characters for a text, and 64 KiB for the
-  JSON of one failure. A larger failure is shortened before it is sent.
+- Size limits: 256 KiB for an entry, and 1 MiB for a broadcast of the leader. A text may have 65,536 characters, and the JSON
+  of one failure 64 KiB. A larger failure is shortened before it is sent.
 - Checks: first the size and the signature, then each field against its type. Control characters are refused, since a text
   may end up on a terminal. An invalid entry is ignored and logged.
 - Pickles: nodes exchange none. The one exception is torch's own rendezvous state, which mpwatch reads with a restricted

@@ -167,17 +167,17 @@ def _is_text(value: Any) -> bool:
 
 
 def _encode_graph(error: BaseException, bytes_left: int) -> ExceptionGraph:
-    nodes = ExceptionEncoder(error).nodes[:MAX_EXCEPTIONS]
+    exception_nodes = ExceptionEncoder(error).nodes[:MAX_EXCEPTIONS]
     exceptions: list[EncodedException] = []
     bytes_left -= _json_size({"exceptions": [], "sources": {}})
-    for node in nodes:
+    for exception in exception_nodes:
         if exceptions and bytes_left < MIN_EXCEPTION_BYTES:
             break
         # the nearest exception gets the most bytes
-        encoded = _encode_exception(node, bytes_left // 2 if exceptions else bytes_left * 2 // 3)
+        encoded = _encode_exception(exception, bytes_left // 2 if exceptions else bytes_left * 2 // 3)
         bytes_left -= _json_size(to_json(encoded)) + 1
         exceptions.append(encoded)
-    files = {frame[0] for node in nodes[: len(exceptions)] for frame in node["frames"]}
+    files = {frame[0] for exception in exception_nodes[: len(exceptions)] for frame in exception["frames"]}
     sources: dict[str, str] = {}
     for file, text in source_lines.collect_for_files(files).items():
         entry = {_encode_name(file, MAX_PATH_BYTES): clean_text(text)}
@@ -197,21 +197,23 @@ def _drop_references_beyond(exception: EncodedException, count: int) -> EncodedE
     )
 
 
-def _encode_exception(node: ExceptionNode, max_bytes: int) -> EncodedException:
-    names = {name: _encode_name(node[name], min(MAX_NAME_BYTES, max_bytes // 8)) for name in ("name", "qualname", "module")}
+def _encode_exception(exception: ExceptionNode, max_bytes: int) -> EncodedException:
+    names = {
+        name: _encode_name(exception[name], min(MAX_NAME_BYTES, max_bytes // 8)) for name in ("name", "qualname", "module")
+    }
     without_texts = EncodedException(
         **names,
-        bases=tuple(node["bases"][:MAX_BASES]),
+        bases=tuple(exception["bases"][:MAX_BASES]),
         text="",
         message="",
         notes=(),
-        frames=_encode_frames(node["frames"], max_bytes // 3),
-        cause=node["cause"],
-        context=node["context"],
-        suppress=node["suppress"],
-        members=tuple(member for member in node["members"] if member < MAX_EXCEPTIONS),
+        frames=_encode_frames(exception["frames"], max_bytes // 3),
+        cause=exception["cause"],
+        context=exception["context"],
+        suppress=exception["suppress"],
+        members=tuple(member for member in exception["members"] if member < MAX_EXCEPTIONS),
     )
-    texts = [node["text"], node["message"], *node["notes"][: min(MAX_NOTES, max_bytes // 100)]]
+    texts = [exception["text"], exception["message"], *exception["notes"][: min(MAX_NOTES, max_bytes // 100)]]
     bytes_left = max_bytes - _json_size(to_json(without_texts)) - len(texts)
     text, message, *notes = _shorten_all([clean_text(text) for text in texts], bytes_left)
     return replace(without_texts, text=text, message=message, notes=tuple(notes))
@@ -293,12 +295,12 @@ def _rebuild_exception(graph: ExceptionGraph, hostname: str) -> BaseException:
         raise InvalidEntryError("ExceptionGraph.exceptions has a group that is a member of itself") from None
     renamed = {name: f"<{name.strip('<>')} on {hostname}>" for name in graph.sources}
     used_files = {frame[0] for exception in graph.exceptions for frame in exception.frames}
-    nodes: list[ExceptionNode] = []
+    exception_nodes: list[ExceptionNode] = []
     for exception in graph.exceptions:
         frames = [(renamed.get(file, file), *rest) for file, *rest in exception.frames]
-        nodes.append({**asdict(exception), "notes": list(exception.notes), "frames": frames})
+        exception_nodes.append({**asdict(exception), "notes": list(exception.notes), "frames": frames})
     try:
-        error = build_graph(nodes)
+        error = build_graph(exception_nodes)
     except (TypeError, ValueError, OverflowError) as wrong:  # no class can have these bases, or no frame such a line
         raise InvalidEntryError(f"ExceptionGraph.exceptions cannot be built: {wrong}") from None
     source_lines.add_to_linecache({renamed[name]: text for name, text in graph.sources.items() if name in used_files})

@@ -24,7 +24,7 @@ class NodeOutcome(Enum):
     FAILED = "FAILED"
     STOPPED = "STOPPED"  # because of an event on another node
     TIMED_OUT = "TIMED_OUT"
-    ABORTED = "ABORTED"  # the ranks could not be started, or the caller's own code raised
+    ABORTED = "ABORTED"  # the ranks could not be started, or user code raised in the watcher
 
 
 class NextStep(Enum):
@@ -156,7 +156,7 @@ class StartAttempt:
     master_addr: str
     master_port: int
     leader_hostname: str
-    """The host of the leader."""
+    """The hostname of the leader's node."""
     leader_nprocs: int
     """The number of the leader's ranks."""
     delay: float = 0.0

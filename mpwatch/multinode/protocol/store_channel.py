@@ -41,7 +41,7 @@ class StoreChannel:
         store: the store of the round.
         signed_json: encodes and verifies the entries of the job.
         group_rank: that of this node.
-        write_timeout: seconds in which a node must write a message after it has counted up `inbox`.
+        write_timeout: seconds in which a node must write a message after it has increased `inbox`.
         log_warning: logs a warning, and returns at once.
     """
 
@@ -65,7 +65,10 @@ class StoreChannel:
         self._logged_keys: set[str] = set()
 
     def try_open(self) -> bool:
-        """Return whether the leader has named the round, so that messages can be sent. On the leader, name the round."""
+        """Open the channel: on the leader, name the round; elsewhere, read its name. Return whether the round has a name.
+
+        Messages can be sent from then on, since each is signed for the round.
+        """
         if not self._round_name:
             if self.group_rank == 0:
                 self._round_name = uuid4().hex

@@ -85,7 +85,7 @@ class RendezvousClient:
         return self._get_implementation().join(Deadline(deadline, self._cancelled), last_call, expected_nodes)
 
     def count_waiting_nodes(self) -> int:
-        """Return how many newcomers wait for the next round. Raises StoreLostError."""
+        """Return how many nodes wait to join the next round. Raises StoreLostError."""
         return self._get_implementation().count_waiting_nodes()
 
     def set_closed(self) -> None:

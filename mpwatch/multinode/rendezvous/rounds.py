@@ -267,7 +267,7 @@ class StaticRendezvous:
         )
 
     def count_waiting_nodes(self) -> int:
-        """Return 0: a static job has no newcomers. Raises StoreLostError."""
+        """Return 0: no nodes can join a static job later. Raises StoreLostError."""
         return self._opened_store.connection.call(int)
 
     def set_closed(self) -> None:

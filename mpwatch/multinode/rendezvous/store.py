@@ -190,7 +190,7 @@ def open_tcp_store(
     Args:
         endpoint: for error messages, and for its port.
         host: the address of the store, which needs no resolver.
-        deadline: when to give up.
+        deadline: when to stop the tries.
         silence_timeout: seconds after which a silent connection is lost.
         listener: a socket that listens at the endpoint. Torch owns it from then on.
 
@@ -246,8 +246,8 @@ def wrap_store(store: Store, description: str, silence_timeout: float) -> tuple[
         silence_timeout: seconds after which a silent connection of a TCPStore is lost.
 
     Returns:
-        The connection; the name or address by which other nodes reach this machine, or "" if that is not known; and whether
-        this process serves the store.
+        The connection. The name or address by which other nodes reach this machine, or "" if that is not known. Whether this
+        process serves the store.
     """
     base = store
     while isinstance(base, PrefixStore):
