@@ -169,8 +169,8 @@ class RunData(Generic[T]):
     and the innermost frames are first. Instead of stacks there may be a line that says why there are none. Ranks that wrote
     no stacks in time are missing."""
     helpers_oom: str = ""
-    """Text that shows that the kernel's out-of-memory killer killed a process that is no rank. A rank had started it, such as
-    a DataLoader's worker, or it belongs to the same memory cgroup. Else empty."""
+    """Text that shows that the kernel's out-of-memory killer killed a process that is no rank. Else empty. The process may
+    be one that a rank had started, such as a DataLoader's worker, or another one in the same memory cgroup."""
     reason: str = ""
     """What ended the run, if no failure did: the timeout, or a signal to the host program. Else empty."""
     log_dir: str = ""

@@ -165,7 +165,7 @@ class HostSignals:
 
 
 def _list_terminating_signals(python_handlers: Collection[int]) -> list[int]:
-    """Return the deferred signals that would end the program.
+    """Return the deferred signals that would end the host program.
 
     `signal.getsignal` returns SIG_DFL also for a signal that C code handles; the kernel knows which signals are caught.
     """

@@ -114,7 +114,7 @@ class PersistentRanks:
             watcher_thread.close_when_finished()
 
     def shut_down_at_exit(self) -> None:
-        """Have the ranks end, and wait for that. This is for the end of the program, without observers and live view."""
+        """Have the ranks end, and wait for that. For the end of the host program: no observers, no live view."""
         watcher_thread = self._watcher_thread
         if watcher_thread is not None and watcher_thread.belongs_to_this_process():
             watcher_thread.commands.post(Shutdown())

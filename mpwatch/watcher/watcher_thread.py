@@ -10,8 +10,8 @@ an exception would leave it behind. No other code knows of the watcher thread, s
 
 No user code runs in the watcher thread.
 
-One exception: at the end of the program Python can start no thread. Then the event loop of a simple run runs in the caller's
-thread (see `WatcherThread.start`).
+One exception: at the end of the host program Python can start no thread. Then the event loop of a simple run runs in the
+caller's thread (see `WatcherThread.start`).
 """
 
 import logging
@@ -51,7 +51,7 @@ class WatcherThread:
         spec: number of ranks, and the limits.
         event_bus: of the run or the WorkerGroup.
         restart_count: how often the ranks of the WorkerGroup were restarted before.
-        keep_ranks: True: the ranks stay after a call. The program may then end without closing this.
+        keep_ranks: True: the ranks stay after a call. The host program may then end without closing this.
         on_outcome_change: called in the watcher thread, see EventLoop.
     """
 

@@ -68,7 +68,7 @@ class Channel:
             return None
 
     def detach(self) -> None:
-        """Leave the descriptor open, for the kernel to close at exit: its number may belong to a file of the user by now."""
+        """Leave the descriptor open; the kernel closes it at exit. Its number may belong to a file of user code by now."""
         self._socket.detach()
 
     def reserve_fd(self) -> None:

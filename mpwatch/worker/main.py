@@ -139,7 +139,7 @@ def _load_and_call(received: ReceivedCall, deferred_signals: DeferredSignals) ->
     deferred_signals.restore()
     try:
         call = call_payload.unpack(*received)
-    except BaseException as error:  # noqa: BLE001  unpickling imports the caller's own modules
+    except BaseException as error:  # noqa: BLE001  unpickling imports modules of user code
         raise _LoadError(error) from None
     return _call_function(call)
 

@@ -146,7 +146,7 @@ class EventBus:
                 with suppress(Exception):  # a logging handler may raise, too
                     text = "the observer %r failed at the event %r; it receives no more events"
                     log.exception(text, observer, event.name, exc_info=error)
-            except BaseException:  # it ends the program. The other observers receive the event first
+            except BaseException:  # it ends the host program. The other observers receive the event first
                 self._notify(observers[n + 1 :], event)
                 raise
 

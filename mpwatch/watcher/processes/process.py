@@ -244,7 +244,7 @@ class RankPopen(Popen):
         return ended
 
     def abandon(self) -> None:
-        """Give up a rank that cannot be killed or reaped. At its end, the program joins all children except this one.
+        """Give up a rank that cannot be killed or reaped. At its end, the host program joins all other children.
 
         subprocess reaps the rank, once it is dead, whenever it starts another process.
         """
@@ -255,7 +255,7 @@ class RankPopen(Popen):
         self._release()
 
     def _release(self) -> None:
-        # Not Process.close(): another thread may be in join(), as multiprocessing is at the end of the program.
+        # Not Process.close(): another thread may be in join(), as multiprocessing is when the host program ends.
         self.close()
         forget_child(self._process)
 
