@@ -32,7 +32,7 @@ How a node can leave a round:
     handle_broadcast      the decision is RE_RENDEZVOUS                                    joins the next round
     acknowledge_shutdown  the decision is DONE or FAILED        ShutdownAck                ends
     report_signal         the watcher receives a signal         NodeLeaving                ends
-    abort                 user code raises in the watcher       a report and ShutdownAck   ends
+    abort                 user code raises in the watcher       AttemptReport, ShutdownAck ends
     withdraw              this node was silent for too long     NodeLeaving                follows the decision
     Leader.step_down      the same, on the leader's node        StopAttempt                does as if the leader is lost
     handle_leader_loss    the leader is lost                                               joins the next round, or ends

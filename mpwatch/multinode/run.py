@@ -66,5 +66,8 @@ def run_multi_node(
         except BaseException as error:
             controller.end_with_error(error)
             raise
-    blocking_call.deliver_signals(result)
+    try:
+        watcher_thread.deferred_log.emit()  # records of the node thread while it ended
+    finally:
+        blocking_call.deliver_signals(result)
     return result

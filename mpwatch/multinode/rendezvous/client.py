@@ -73,8 +73,8 @@ class RendezvousClient:
             last_call: seconds to wait for more nodes once the minimum has joined. None: options["last_call_timeout"], else
                 30. The time runs from the moment at which a node sees that the minimum has joined. The node with the
                 shortest last call completes the round.
-            expected_nodes: number of nodes of the previous round that will join again. When they have joined and no newcomer
-                waits, the last call ends at once.
+            expected_nodes: number of nodes of the previous round that will join again. When they have joined and no other
+                node waits, the last call ends at once.
 
         Raises LaunchError when the time is over, with the number of nodes that have joined. Raises CancelledError,
         JobClosedError and StoreLostError. After an error other than StoreLostError this node has left the rendezvous, and

@@ -32,7 +32,7 @@ from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection, w
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.torch_private import leave_rendezvous, stop_heartbeats
 
-NEWCOMER_HINT = (
+LATE_JOIN_HINT = (
     ". Torch's own handlers wait like this for an address that only the first node of the first round has written. To let"
     " nodes join later, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of all nodes"
 )
@@ -85,7 +85,7 @@ class CustomHandlerClient(RendezvousClient):
                 " timeouts and join_timeout set the time"
             ) from error
         except (RendezvousConnectionError, RendezvousStateError, DistError) as error:
-            hint = NEWCOMER_HINT if "MASTER_ADDR" in str(error) else ""
+            hint = LATE_JOIN_HINT if "MASTER_ADDR" in str(error) else ""
             raise StoreLostError(f"{self._description}: {error}{hint}") from error
         self._has_joined = True
         return self._make_round(info)

@@ -138,7 +138,8 @@ class DynamicRendezvous:
     def _last_call(self) -> timedelta:
         """Return how long a round waits for more nodes once the minimum has joined.
 
-        That is no time if all expected nodes have joined and no other node waits. A newcomer does not count as expected.
+        That is no time if all expected nodes have joined and no other node waits. A node that was not in the previous
+        round does not count as expected.
         """
         state = self._state
         returned = state.participants.keys() & (self._previous_nodes or state.participants.keys())
