@@ -137,7 +137,7 @@ def _decide_after_node_loss(summary: AttemptSummary, policy: RestartPolicy, rng:
     if remaining >= summary.min_nodes:
         return _make_decision(summary, NextStep.RE_RENDEZVOUS, root_cause_rank=first_rank, reason=reason)
     too_few = f"{remaining} of at least {summary.min_nodes} nodes remain"
-    failed_attempt = FailedAttempt(cause=None, no_restart_reason=str)
+    failed_attempt = FailedAttempt(cause=None, no_restart_reason=lambda: "")
     decision = _restart_or_fail(summary, policy, rng, failed_attempt, root_cause_rank=first_rank, reason=reason)
     if decision.next_step is not NextStep.FAILED:
         return decision
