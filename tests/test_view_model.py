@@ -120,7 +120,9 @@ def test_before_the_rendezvous_there_are_no_ranks():
 
 
 def test_ranks_with_different_totals_are_compared_by_fraction_done():
-    overall = SnapshotBuilder().update([status(0, 30, total=100), status(1, 20, total=40), status(2, 40, total=None)]).overall
+    overall = (
+        SnapshotBuilder().update([status(0, 30, total=100), status(1, 20, total=40), status(2, 40, total=None)]).overall
+    )
     assert (overall.step, overall.total) == (30, 100)
 
 
@@ -249,7 +251,11 @@ def test_more_ranks_are_summarized():
 
 def test_ranks_with_equal_progress_have_no_slowest():
     assert summarize_ranks(SnapshotBuilder().update(statuses_with_steps(*[7] * 20)).rows).slowest == []
-    assert [row.rank for row in summarize_ranks(SnapshotBuilder().update(statuses_with_steps(8, 9, 7, 6)).rows).slowest] == [3, 2, 0]
+    assert [row.rank for row in summarize_ranks(SnapshotBuilder().update(statuses_with_steps(8, 9, 7, 6)).rows).slowest] == [
+        3,
+        2,
+        0,
+    ]
 
 
 # --- when the view appears

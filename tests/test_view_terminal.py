@@ -236,7 +236,10 @@ def foreground(monkeypatch):
 
 def test_no_rows_are_reserved_while_in_the_background(pty_terminal, foreground, emulator):
     termios.tcsetwinsize(pty_terminal.fd, (ROWS, COLUMNS))
-    display, snapshot = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"), SnapshotBuilder().update([status(step=1)])
+    display, snapshot = (
+        TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"),
+        SnapshotBuilder().update([status(step=1)]),
+    )
     for is_there in (True, False, True):
         foreground["is_foreground"] = is_there
         display.show(snapshot)
@@ -251,7 +254,10 @@ def test_no_rows_are_reserved_while_in_the_background(pty_terminal, foreground, 
 def test_the_terminal_is_restored_after_an_interrupted_close(pty_terminal, foreground, emulator, monkeypatch):
     assert foreground["is_foreground"]
     termios.tcsetwinsize(pty_terminal.fd, (ROWS, COLUMNS))
-    display, snapshot = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"), SnapshotBuilder().update([status(step=1)])
+    display, snapshot = (
+        TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"),
+        SnapshotBuilder().update([status(step=1)]),
+    )
     display.show(snapshot)
     assert emulator.feed(pty_terminal.read()).screen.margins is not None
 
@@ -271,7 +277,10 @@ def test_the_terminal_is_restored_after_an_interrupted_close(pty_terminal, foreg
 def test_an_incomplete_drawing_leaves_nothing(pty_terminal, foreground, emulator, monkeypatch, fraction):
     """As by Ctrl-C, pressed twice, while a slow terminal takes the drawing in small pieces."""
     termios.tcsetwinsize(pty_terminal.fd, (ROWS, COLUMNS))
-    display, snapshot = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"), SnapshotBuilder().update([status(step=1)])
+    display, snapshot = (
+        TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"),
+        SnapshotBuilder().update([status(step=1)]),
+    )
     os.write(pty_terminal.fd, b"printed\n")
     display.show(snapshot)
     write = os.write
@@ -295,7 +304,10 @@ def test_an_incomplete_drawing_leaves_nothing(pty_terminal, foreground, emulator
 
 def test_a_terminal_that_takes_no_output_is_left_alone(pty_terminal, foreground, monkeypatch):
     monkeypatch.setattr(terminal, "WRITE_SECONDS", 0.01)
-    display, snapshot = TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"), SnapshotBuilder().update([status(step=1)])
+    display, snapshot = (
+        TerminalDisplay(pty_terminal.fd, RichRenderer("utf-8"), "utf-8"),
+        SnapshotBuilder().update([status(step=1)]),
+    )
     termios.tcsetwinsize(pty_terminal.fd, (ROWS, COLUMNS))
     display.show(snapshot)
     os.set_blocking(pty_terminal.fd, False)
