@@ -6,8 +6,6 @@ package before its function runs.
 
 from importlib import import_module
 
-from mpwatch.version import __version__
-
 TYPE_CHECKING = False  # a rank must not pay for the import of typing
 if TYPE_CHECKING:
     from mpwatch import events as events
@@ -51,6 +49,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "__version__": ".version",
     "Attempt": ".results.model",
     "Event": ".events.types",
     "FailureKind": ".results.model",
