@@ -165,7 +165,7 @@ def test_a_node_that_sends_heartbeats_but_no_node_info_is_lost():
     round_.execute_leader_actions(round_.leader.handle_deadline(NODE_INFO_SHARE * TIMEOUT + 1.0))
     (decision,) = round_.decisions
     assert decision.next_step is NextStep.RE_RENDEZVOUS
-    assert "has not sent its NodeInfo" in decision.reason
+    assert "has not sent its data (NodeInfo) in time" in decision.reason
 
 
 @pytest.mark.parametrize("attempts", [0, 3])

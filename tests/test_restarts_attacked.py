@@ -152,6 +152,8 @@ def test_a_run_that_may_restart_needs_a_thread_of_its_own(monkeypatch):
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", refuse_watcher_thread)
-    with pytest.raises(LaunchError, match="the ranks cannot be watched: can't start new thread"):
+    with pytest.raises(
+        LaunchError, match="cannot be watched: RuntimeError: can't start new thread; raise the limit of processes"
+    ):
         mpwatch.run(functions.rank, 1, max_restarts=1)
     assert list(mpwatch.run(functions.rank, 2)) == [0, 1]

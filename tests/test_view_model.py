@@ -244,7 +244,7 @@ def test_more_ranks_are_summarized():
         ("ranks", "64 ranks: 61 running, 2 returned, 1 failed"),
         ("steps", "minimum 100, median 131, maximum 500"),
         ("slowest", "rank 0 (100 of 100), rank 1 (101 of 100), rank 2 (102 of 100)"),
-        ("machine", "memory 128 GB in total, 2 GB at most in one rank, CPU 6000 %"),
+        ("all ranks", "memory 128 GB in total, 2 GB at most in one rank, CPU 6000 %"),
         ("heartbeat", "of every rank in the last 8.0 s"),
     ]
 

@@ -52,7 +52,7 @@ def write_chrome_trace(events: Iterable[Event], path: str | os.PathLike[str]) ->
             raise TypeError(f"events must be events of a run, as in `result.events`, not {event!r:.200}")
     first = min(known, key=lambda event: event.monotonic)
     entries = [
-        entry for pid, run in enumerate(timelines(known), 1) for entry in _TraceWriter(pid, run, first.monotonic).entries()
+        entry for pid, run in enumerate(timelines(known), 1) for entry in _TraceBuilder(pid, run, first.monotonic).entries()
     ]
     document = {
         "traceEvents": entries,
@@ -64,7 +64,7 @@ def write_chrome_trace(events: Iterable[Event], path: str | os.PathLike[str]) ->
         file.write(text)
 
 
-class _TraceWriter:
+class _TraceBuilder:
     """Makes the trace entries of one run."""
 
     def __init__(self, pid: int, run: Timeline, zero: float) -> None:

@@ -1,7 +1,7 @@
 """`LogEvents`: the observer of every run. It logs events to `logging.getLogger("mpwatch")`, in the caller's thread.
 
 A restart is a WARNING, since the ranks lose their state. The course of a run is INFO, and events of single ranks are DEBUG.
-The final failure is not logged, since the caller gets it as an exception.
+The INFO line at the end of a failed run has the verdict. The report is not logged, since the caller gets an exception.
 """
 
 import logging

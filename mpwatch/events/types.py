@@ -3,7 +3,7 @@
 The watcher makes events and hands them to observers. The times of one run are consistent: `time` is derived from
 `monotonic`, so it does not jump when the system clock is set.
 
-To add an event: add a class here, publish it with `EventBus.publish`, and give it a line in logging_observer.py.
+ARCHITECTURE.md says where an event is added.
 """
 
 import re

@@ -62,7 +62,7 @@ def format_summary(snapshot: Snapshot) -> list[tuple[str, str]]:
     if summary.slowest:
         slowest = ", ".join(f"rank {row.rank} ({_format_step(row.step, row.total)})" for row in summary.slowest)
         rows.append(("slowest", slowest))
-    rows.append(("machine", ", ".join(_format_usage(summary.total_memory, summary.max_memory, summary.cpu))))
+    rows.append(("all ranks", ", ".join(_format_usage(summary.total_memory, summary.max_memory, summary.cpu))))
     if summary.max_heartbeat_age is not None:
         rows.append(("heartbeat", f"of every rank in the last {_format_seconds(summary.max_heartbeat_age)}"))
     return [row for row in rows if row[1]]

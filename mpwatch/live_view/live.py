@@ -56,7 +56,7 @@ class LiveView:
         self._choose_display = choose_display
         self._starts_at_once = starts_at_once
         self._clock = clock
-        self._tracker = SnapshotBuilder()
+        self._snapshot_builder = SnapshotBuilder()
         self._display: Display | None = None
         self._was_chosen = False
         self._snapshot: Snapshot | None = None
@@ -74,7 +74,7 @@ class LiveView:
 
     def show(self, statuses: Sequence[RankStatus]) -> None:
         """Draw the present statuses of the ranks, in order of rank."""
-        self._snapshot = self._tracker.update(statuses)
+        self._snapshot = self._snapshot_builder.update(statuses)
         if self._starts_at_once or _has_reports(statuses):
             self._choose_once()
         if self._display is not None:
@@ -88,7 +88,7 @@ class LiveView:
     def close(self, statuses: Sequence[RankStatus]) -> None:
         """Draw the final statuses, if there are any, and close the display."""
         if statuses:
-            self._snapshot = self._tracker.update(statuses)
+            self._snapshot = self._snapshot_builder.update(statuses)
             if self._starts_at_once and _has_reports(statuses):
                 self._choose_once()
         if self._display is not None and self._snapshot is not None:

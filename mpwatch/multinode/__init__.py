@@ -1,4 +1,4 @@
-"""Several nodes: the same call on each node forms one job. In the watcher, only this package needs torch.
+"""Several nodes: the same call on each node forms one job. This package imports torch.
 
 Nodes join by torch's own rendezvous (rendezvous/). It numbers them, and gives them a store for the round. The node of group
 rank 0 is the leader. All messages of a round go through the store (protocol/), and to or from the leader:

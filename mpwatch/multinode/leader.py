@@ -188,7 +188,7 @@ class Leader:
             return []
         if isinstance(message, AttemptFailing):
             self._failure_order.append(node)
-            return self._stop_attempt(f"a rank has failed on {self._describe(node)}", now)
+            return self._stop_attempt(f"the attempt failed on {self._describe(node)}", now)
         if isinstance(message, RanksStopped):
             self._stopped_nodes.add(node)
             return []
@@ -206,7 +206,9 @@ class Leader:
             if count != last_count:
                 self._heartbeats[node] = (count, now)
             elif now - since > self._node_timeout and self.stage is not RoundStage.FINISHED:
-                actions += self._handle_lost_node(node, f"no heartbeat for {self._node_timeout:g} s", now)
+                actions += self._handle_lost_node(
+                    node, f"it sent no heartbeat for {self._node_timeout:g} s (node_timeout)", now
+                )
         return actions
 
     def update_waiting_nodes(self, count: int, now: float) -> list[LeaderAction]:
@@ -256,7 +258,10 @@ class Leader:
         if self.stage is RoundStage.SHUTTING_DOWN:
             return self._finish()
         if self.stage is RoundStage.WAITING_FOR_NODES:
-            late, reason = self.active_nodes - self._node_infos.keys(), "it sends heartbeats, but has not sent its NodeInfo"
+            late, reason = (
+                self.active_nodes - self._node_infos.keys(),
+                "it has joined, but has not sent its data (NodeInfo) in time; see the log of that node",
+            )
         else:
             late, reason = self.active_nodes - self._stopped_nodes - self._reports.keys(), "it does not stop its ranks"
         return [action for node in sorted(late) for action in self._handle_lost_node(node, reason, now)]
@@ -296,7 +301,7 @@ class Leader:
         if report.outcome not in (NodeOutcome.SUCCEEDED, NodeOutcome.STOPPED):
             if node not in self._failure_order:
                 self._failure_order.append(node)
-            actions = self._stop_attempt(f"a rank has failed on {self._describe(node)}", now)
+            actions = self._stop_attempt(f"the attempt failed on {self._describe(node)}", now)
         return actions + self._decide_if_complete(now)
 
     def _handle_lost_node(self, node: int, reason: str, now: float) -> list[LeaderAction]:

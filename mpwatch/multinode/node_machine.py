@@ -40,7 +40,8 @@ How a node can leave a round:
 
 `NodeThread.finish_within` limits how long the other nodes have to see that this node ends.
 
-Guarantees: if the leader sends no heartbeat, or the store is lost, every stage ends within `node_timeout`. While the leader
+Guarantees: if the leader sends no heartbeat, or the store is lost, every stage ends within `node_timeout`, and STOPPING when
+the ranks have exited (`grace_period`). While the leader
 is alive, RUNNING, PREPARING and AWAITING_DECISION last as long as user code runs on some node. The ranks of a node are
 stopped before the other nodes may count it as lost: see `Lease` (LocalRanks.renew_lease).
 """
@@ -222,7 +223,7 @@ class NodeMachine:
         if count != self._leader_heartbeat:
             self._leader_heartbeat, self._leader_seen_at = count, now
         elif now - self._leader_seen_at > self._node_timeout:
-            return self.handle_leader_loss(f"no heartbeat for {self._node_timeout:g} s")
+            return self.handle_leader_loss(f"it sent no heartbeat for {self._node_timeout:g} s (node_timeout)")
         return []
 
     def extend_deadlines(self, seconds: float) -> None:

@@ -53,6 +53,7 @@ from mpwatch.watcher.machine.state_machine import StateMachine
 from mpwatch.watcher.machine.transitions import RunStage, StopReason
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.restarts.restart_group import RankSetup
+from mpwatch.wire.resource_errors import with_remedy
 
 # After the ranks of this node have ended, the other nodes get the grace period and so long to see that this node leaves.
 LEAVE_SECONDS = 2.0
@@ -107,7 +108,7 @@ class NodeThread:
         try:
             self._thread.start()
         except RuntimeError as error:  # Python is shutting down, or the limit of threads is reached
-            raise LaunchError(f"the thread that joins the other nodes cannot be started: {error}") from error
+            raise LaunchError(with_remedy("the thread that joins the other nodes cannot be started", error)) from error
 
     def take_updates(self) -> list[NodeUpdate]:
         """Return the updates for the caller's thread since the last call."""

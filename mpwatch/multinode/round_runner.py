@@ -151,7 +151,7 @@ class RoundRunner:
             self._leader.extend_deadlines(silence)
         if silence <= self._max_silence:
             return
-        reason = f"it was silent for {silence:.1f} s"
+        reason = f"its watcher did not run for {silence:.1f} s (suspended, or too little CPU time)"
         if self._leader is None:
             self.add_actions(self.node_machine.withdraw(reason))
         elif not self._leader.has_decided:

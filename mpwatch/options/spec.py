@@ -1,6 +1,6 @@
 """`WorkerSpec` and `GroupSpec`: all options of a run or a WorkerGroup, validated once and then frozen.
 
-To add an option of `mpwatch.run`: add a parameter to `api.run` and a field with its check here.
+ARCHITECTURE.md says where an option is added.
 """
 
 import os
@@ -14,7 +14,7 @@ from mpwatch.events.types import Event
 from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
-from mpwatch.options.validation import as_int, check_count, check_mapping, check_seconds, is_async
+from mpwatch.options.validation import as_int, check_count, check_env_mapping, check_seconds, is_async
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.hardware import count_usable_cpus, may_have_gpus
 
@@ -78,7 +78,7 @@ class GroupSpec:
         """Return the extra environment variables of this rank. Raises TypeError or ValueError if they are bad."""
         extra = self.env(worker) if callable(self.env) else self.env
         if callable(self.env):
-            check_mapping("what env() returned", extra)
+            check_env_mapping("what env() returned", extra)
         return dict(extra or {})
 
 
@@ -223,7 +223,7 @@ def _check_backend(backend: object) -> None:
 
 def _check_env(env: object) -> None:
     if env is not None and not callable(env):
-        check_mapping("env", env)
+        check_env_mapping("env", env)
 
 
 def _resolve_logs(logs: object, world_size: object) -> LogSpec | None:

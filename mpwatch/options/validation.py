@@ -23,7 +23,7 @@ def check_flag(name: str, value: object) -> None:
         raise TypeError(f"{name} must be True or False, not {value!r}")
 
 
-def check_mapping(what: str, env: object) -> None:
+def check_env_mapping(what: str, env: object) -> None:
     """Check that a value maps names of environment variables to strings, and sets none of the variables of mpwatch."""
     if not isinstance(env, Mapping):
         raise TypeError(f"{what} must be a mapping of strings to strings, not {env!r:.200}")

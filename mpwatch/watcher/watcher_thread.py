@@ -36,6 +36,7 @@ from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.rank_environment import build_environments, build_workers, reserve_port
 from mpwatch.watcher.restarts.restart_group import RankSetup
+from mpwatch.wire.resource_errors import with_remedy
 
 log = logging.getLogger("mpwatch")
 THREAD_START_SECONDS = 1.0  # a thread needs microseconds to start
@@ -128,7 +129,7 @@ class WatcherThread:
             self._thread = None
             if self._keep_ranks or self._spec.policy.max_restarts or self._spec.is_multi_node:
                 self.is_finished = True
-                raise LaunchError(f"the ranks cannot be watched: {error}") from error
+                raise LaunchError(with_remedy("the ranks cannot be watched", error)) from error
             self._run()
 
     def _run(self) -> None:

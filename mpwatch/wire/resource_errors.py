@@ -15,6 +15,7 @@ REMEDIES: dict[int | None, str] = {
     errno.ETOOMANYREFS: "raise the limit of open files (`ulimit -n`), or use torch's sharing strategy 'file_system'",
 }
 SHORTAGE_ERRNOS = frozenset((errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOSPC, errno.EFBIG))
+NO_THREAD = "can't start new thread"  # the text of the RuntimeError of threading
 # torch raises a RuntimeError with one of these texts.
 SHORTAGE_TEXTS = tuple(os.strerror(number) for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC))
 
@@ -32,6 +33,6 @@ def with_remedy(what: str, error: BaseException) -> str:
     """Return a text that says what failed, the cause, and the remedy if one is known."""
     if isinstance(error, MemoryError):
         return f"{what}: there is not enough memory; free some, or let each rank load large data itself"
-    number = error.errno if isinstance(error, OSError) else None
+    number = error.errno if isinstance(error, OSError) else errno.EAGAIN if str(error) == NO_THREAD else None
     remedy = f"; {REMEDIES[number]}" if number in REMEDIES else ""
     return f"{what}: {type(error).__name__}: {error}{remedy}"

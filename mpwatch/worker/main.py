@@ -6,12 +6,12 @@
         _run_call       unpickle the call, run the function, pickle its return value
         _send_value     RETURNED
         _send_failure   FAILING, then RAISED or LOAD_FAILED, then DETAILS
-      exit              restore signals, leave the process group, send EXIT_BLOCKED if threads or processes remain
+      exit              restore signals, destroy the torch process group, send EXIT_BLOCKED if threads or processes remain
 
 Guarantees:
 
 - A rank sends exactly one answer to each call, whatever the function raises. The answer has the time at which the function
-  ended, and the rank does nothing else before it is sent.
+  ended and, with `backend`, its torch process group was destroyed. Then the rank only pickles and sends the answer.
 - A rank prints no traceback: the watcher reports it.
 - A rank whose watcher is dead ends.
 """
@@ -66,7 +66,7 @@ def main(launch_info: LaunchInfo) -> None:
     channel.send(MessageKind.READY, ready_body)
     _serve(channel, deferred_signals)
     deferred_signals.restore_for_exit()
-    _leave_process_group()
+    _destroy_torch_process_group()
     _report_exit_blockers(channel)
     channel.detach()
 
@@ -297,8 +297,8 @@ def _is_of_mpwatch(trace: TracebackType) -> bool:
 # --- Exit ---
 
 
-def _leave_process_group() -> None:
-    """Destroy a process group that was kept between calls. Exceptions do not matter any more: it may be long broken."""
+def _destroy_torch_process_group() -> None:
+    """Destroy a torch process group that was kept between calls. Ignore its exceptions: it may have been broken before."""
     process_group = sys.modules.get("mpwatch.worker.process_group")
     if process_group is not None:
         with suppress(Exception):

@@ -2,7 +2,7 @@
 
     what the rank does          what a signal does
     run the function            the function's own handler runs, or the default action
-    pickle and send an answer   deferred: SIGTERM takes effect when the answer is sent; other signals come too late
+    pickle and send an answer   deferred: SIGTERM takes effect when the answer is sent; other signals are dropped
     wait for a call             SIGTERM ends the rank, even if a function has set a handler for it. SIGINT is deferred: it
                                 reaches the function of the next call, if the watcher meant that call (it may be on its way)
 

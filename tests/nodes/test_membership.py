@@ -46,7 +46,7 @@ def test_without_enough_nodes_the_job_fails_and_names_the_one_that_was_lost(job)
     assert outcome.error == "RunFailedError"
     assert outcome.ended - killed_at < DETECTION_SECONDS
     assert lost.hostname in outcome.text.splitlines()[0]
-    assert f"no heartbeat for {NODE_TIMEOUT} s" in outcome.text
+    assert f"it sent no heartbeat for {NODE_TIMEOUT} s (node_timeout)" in outcome.text
     assert outcome.root_cause is None or outcome.root_cause["hostname"] == lost.hostname
     assert world.ended_at - killed_at < DETECTION_SECONDS
 

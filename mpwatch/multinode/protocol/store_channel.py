@@ -117,7 +117,7 @@ class StoreChannel:
     def read_broadcasts(self) -> list[MessageToAll]:
         """Return the messages that the leader has sent to all nodes since the last call.
 
-        An invalid entry stops the reading for now. The leader overwrites it with its next message.
+        An invalid entry stops the reading. If another program wrote it before the leader, the leader overwrites it.
         """
         found: list[MessageToAll] = []
         while True:

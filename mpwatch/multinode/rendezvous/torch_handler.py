@@ -1,4 +1,4 @@
-"""Torch's dynamic rendezvous handler, with four changes.
+"""Torch's dynamic rendezvous handler, with a few changes.
 
 - Torch opens a store for the trainers on the first node of each round. The other nodes wait minutes for its address, in C++.
   mpwatch gives the ranks a new store for each attempt, so this handler opens none.
@@ -6,7 +6,7 @@
 - Each join has its own timeouts.
 - A lost store ends the heartbeat thread without a message.
 
-Imports only the elastic part of torch. Torch's private names come from torch_private.py.
+Torch's private names come from torch_private.py.
 """
 
 import os

@@ -8,10 +8,10 @@ The machine does not decide whether failed ranks are worth a restart: run_contro
 
 Guarantees:
 
-- IDLE and RUNNING have a deadline only while ranks start, and RUNNING for `timeout` and heartbeats. AWAITING_DECISION has
-  none: it lasts as long as the user code that decides. Every other stage before FINISHED has a deadline.
-- The first failure that is not secondary ends an attempt at once. Ranks of a WorkerGroup have ROOT_CAUSE_WAIT_SECONDS to
-  return or raise, too; if all of them do so, they stay.
+- IDLE and RUNNING have a deadline only while ranks start, for a lease, and RUNNING for `timeout` and heartbeats.
+  AWAITING_DECISION has none: it lasts as long as the user code that decides. Every other stage before FINISHED has one.
+- In a run, the first failure that is not secondary ends an attempt at once. In a WorkerGroup, the other ranks first have
+  ROOT_CAUSE_WAIT_SECONDS to return or raise. If all of them do so, all ranks stay.
 - In each call a rank is asked for its stacks at most once, stopped once, killed once and abandoned once.
 - No report of a rank is lost.
 """

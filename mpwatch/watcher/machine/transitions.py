@@ -28,7 +28,7 @@ The phases of a rank, with the events and the actions that change them:
 The stages of a run:
 
     IDLE --- StartCall ---> RUNNING
-    IDLE --- `start_timeout` expires ---> DUMPING_STACKS
+    IDLE --- `start_timeout` expires ---> TERMINATING
     RUNNING --- every rank has returned ---> SHUTTING_DOWN --- all have exited ---> the end
     RUNNING --- a rank fails or is silent, `timeout` or `start_timeout` expires ---> DUMPING_STACKS
     RUNNING --- Abort, CancelAttempt, or the Lease has run out ---> DUMPING_STACKS
@@ -89,7 +89,9 @@ class RunStage(Enum):
 
     IDLE = auto()  # no call is running: the ranks start, or wait for a call
     RUNNING = auto()
-    AWAITING_ROOT_CAUSE = auto()  # a rank has failed, and another one may be the root cause
+    # A rank has raised, and its report or the root cause may still come. In a WorkerGroup: some ranks have answered, and the
+    # others have a limited time to do so, also after Ctrl-C.
+    AWAITING_ROOT_CAUSE = auto()
     DUMPING_STACKS = auto()  # the ranks that are running send their stacks before they are stopped
     SHUTTING_DOWN = auto()  # all ranks have returned, and were asked to exit
     TERMINATING = auto()  # all ranks were stopped by a signal
@@ -103,7 +105,7 @@ class StopReason(Enum):
     SUCCEEDED = auto()
     FAILED = auto()
     TIMED_OUT = auto()
-    INTERRUPTED = auto()
+    INTERRUPTED = auto()  # by a signal to the watcher, by a Shutdown during a call, or since another restart group failed
     CANCELLED_BY_JOB = auto()  # other nodes have ended the attempt, or this node has not heard of them for too long
 
 

@@ -244,9 +244,9 @@ class RankPopen(Popen):
         return ended
 
     def abandon(self) -> None:
-        """Give up a rank that cannot be killed or reaped. At its end, the host program joins all other children.
+        """Give up a rank that cannot be killed or reaped. The host program does not wait for it at its end.
 
-        subprocess reaps the rank, once it is dead, whenever it starts another process.
+        Once the rank is dead, subprocess reaps it when it starts another process.
         """
         with self._lock:
             if not self._is_reaped:

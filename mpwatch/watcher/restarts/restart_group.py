@@ -146,7 +146,7 @@ class RestartGroup:
             deferred_log.warning(
                 f"rank %d {what_was} but was still running %g s later (%s); mpwatch stopped it{value_kept}",
                 rank,
-                self._spec.grace_period,
+                max(self._spec.grace_period, m.EXIT_SECONDS),
                 self.exit_blockers.get(rank) or "an exit hook or a finaliser that does not end",
             )
         for rank, observed in self.observed.items():

@@ -4,8 +4,9 @@
                    <--- RestartCommand, after the delay ----'
                    <--- DoNotRestart, at once --------------'
 
-This is the only place that waits for the delay of the policy: see `_schedule_restart` and `_run_due_restarts`.
-MultiNodeRunController inherits these methods for a job of several nodes. restart_budget.py computes the delay.
+This is the only place that delays a restart: see `_schedule_restart` and `_run_due_restarts`. BlockingCall calls it again
+when the next restart is due. MultiNodeRunController inherits these methods for a job of several nodes. restart_budget.py
+computes the delay.
 
 User code runs here. Exceptions and return values are unpickled; what their classes raise becomes part of the diagnosis.
 `retry_if` and `env` are called; what these raise ends the run.

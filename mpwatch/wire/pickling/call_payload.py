@@ -24,7 +24,6 @@ import os
 import pickle
 import sys
 
-from mpwatch.wire.exceptions import source_lines
 from mpwatch.wire.pickling.pickle_buffers import VIEW_REDUCERS, NullBundle, PickleBundle, map_bundle, open_bundle
 
 TYPE_CHECKING = False
@@ -218,6 +217,8 @@ def _dump_with_main(call: Call, bundle: PickleBundle) -> None:
         pickler.dump(new)  # can add more definitions
         sent |= new.keys()
     pickler.dump({})
+    from mpwatch.wire.exceptions import source_lines  # not at the top: a rank needs this module only in rare cases
+
     pickler.dump(source_lines.collect_for_code(pickler.codes) if pickler.codes else {})
 
 
@@ -253,7 +254,10 @@ def unpack(body: bytes, fds: list[int] | None) -> Call:
         while names := unpickler.load():
             vars(main).update(names)
             caller_definitions.update(names)
-        source_lines.add_in_rank(unpickler.load())
+        if sources := unpickler.load():  # of notebook cells and programs on stdin
+            from mpwatch.wire.exceptions import source_lines
+
+            source_lines.add_in_rank(sources)
         return Call(fn, args, kwargs, backend, process_group_version)
     finally:
         _received_fds.clear()

@@ -1,6 +1,6 @@
 """Picklers based on cloudpickle: `CallPickler` for calls in the watcher, `AnswerPickler` for return values in a rank.
 
-They also use the reducers that multiprocessing and torch have registered (reducers.py).
+Both use the reducers of torch (reducers.py). CallPickler also uses those that multiprocessing has registered.
 """
 
 import functools
