@@ -111,7 +111,7 @@ class LogSpec:
         return self.dir is not None and _is_among(rank, _choice_for(self.files, stream))
 
     def route_of(self, stream: str, rank: int) -> StreamRoute:
-        """Return where this stream of this rank leads. The watcher keeps the last lines of a stderr that is not inherited."""
+        """Return where this stream of a rank leads. The watcher keeps the last lines of stderr, unless it is inherited."""
         if self.inherits(stream):
             return StreamRoute.INHERIT
         if self.shows(stream, rank):
