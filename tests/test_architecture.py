@@ -95,6 +95,25 @@ def test_only_os_support_asks_for_the_operating_system():
             assert "os.name" not in source
 
 
+def test_private_names_of_others_are_imported_in_one_file_for_each():
+    """torch_private and cpython_private say what breaks if a name goes. The pytest plugin is written against pytest itself."""
+    homes = (
+        "mpwatch.torch_private",
+        "mpwatch.os_support.cpython_private",
+        "mpwatch.integrations.pytest_plugin.rank_session",
+    )
+    for path, module in find_modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("mpwatch", "__future__")):
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [part for alias in node.names for part in alias.name.split(".")]
+            else:
+                continue
+            private = [name for name in names if name.startswith("_")]
+            assert not private or module in homes, f"{module} imports {private}"
+
+
 def test_the_public_names_exist_and_are_sorted():
     assert mpwatch.__all__ == sorted(mpwatch.__all__)
     for name in mpwatch.__all__:
