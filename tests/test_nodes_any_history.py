@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import TIMEOUT, Node, SimulatedJob
 
-from mpwatch.multinode.leader import Broadcast, CloseJob
+from mpwatch.multinode.leader import Broadcast, CloseRendezvous
 from mpwatch.multinode.node_machine import NodeStage, PrepareRanks
 from mpwatch.multinode.protocol.messages import NO_ATTEMPT, AttemptDecision, AttemptReport, NextStep, NodeOutcome
 from mpwatch.watcher.machine.transitions import Interrupted, Lease, RankPhase
@@ -83,7 +83,7 @@ class FaultyNode(Node):
         messages = [action.message for action in actions if isinstance(action, Broadcast)]
         self.job.decisions += [message for message in messages if isinstance(message, AttemptDecision)]
         super().execute_leader_actions(actions)
-        if any(isinstance(action, CloseJob) for action in actions):
+        if any(isinstance(action, CloseRendezvous) for action in actions):
             self.job.close()
 
     # faults

@@ -13,8 +13,8 @@ from mpwatch.multinode.protocol.messages import (
     NO_ATTEMPT,
     AttemptDecision,
     AttemptReport,
-    JobClosed,
     JobConfig,
+    JobFinished,
     NextStep,
     NodeInfo,
     NodeLeaving,
@@ -137,7 +137,7 @@ def test_the_leader_does_not_wait_for_a_node_that_aborts():
     (decision,) = round_.decisions
     assert (decision.next_step, decision.reason) == (NextStep.FAILED, "node 1 (host1): ValueError: of env")
     round_.execute(0, round_.machines[0].acknowledge_shutdown())
-    assert round_.broadcasts[-1] == JobClosed()
+    assert round_.broadcasts[-1] == JobFinished()
 
 
 def test_nodes_with_different_options_all_leave_at_once():
@@ -146,14 +146,14 @@ def test_nodes_with_different_options_all_leave_at_once():
     assert [decision.next_step for decision in round_.decisions] == [NextStep.FAILED]
     for node, machine in round_.machines.items():
         round_.execute(node, machine.abort(DONE))
-    assert round_.broadcasts[-1] == JobClosed()
+    assert round_.broadcasts[-1] == JobFinished()
 
 
 def test_the_node_that_serves_the_store_stays_until_all_others_know_that_it_leaves():
     leaving = make_node_machine(1, size=2, serves_store=True)
     assert leaving.report_signal("it received SIGINT") == [SendToLeader(NodeLeaving(1, "it received SIGINT"))]
     assert not leaving.is_finished
-    leaving.handle_broadcast(JobClosed())
+    leaving.handle_broadcast(JobFinished())
     assert leaving.is_finished
 
 

@@ -47,7 +47,7 @@ from mpwatch.multinode.protocol.messages import (
     AttemptDecision,
     AttemptFailing,
     AttemptReport,
-    JobClosed,
+    JobFinished,
     MessageToAll,
     MessageToLeader,
     NextStep,
@@ -98,11 +98,11 @@ class ReservePort:
 
 
 @dataclass(frozen=True, slots=True)
-class CloseJob:
+class CloseRendezvous:
     """Mark the job as over in the rendezvous, so that no node can join it."""
 
 
-LeaderAction = Broadcast | PublishAssignments | ReservePort | CloseJob
+LeaderAction = Broadcast | PublishAssignments | ReservePort | CloseRendezvous
 
 
 class Leader:
@@ -346,7 +346,7 @@ class Leader:
         self.stage = RoundStage.SHUTTING_DOWN
         has_succeeded = decision.next_step is NextStep.DONE
         self._deadline = now + (self._exit_barrier_timeout if has_succeeded else self._node_timeout)
-        return [CloseJob(), Broadcast(decision)]
+        return [CloseRendezvous(), Broadcast(decision)]
 
     def _summarize_attempt(self) -> AttemptSummary:
         return AttemptSummary(
@@ -370,7 +370,7 @@ class Leader:
 
     def _finish(self) -> list[LeaderAction]:
         self.stage = RoundStage.FINISHED
-        return [Broadcast(JobClosed())]
+        return [Broadcast(JobFinished())]
 
     def _describe(self, node: int) -> str:
         return describe_node(self._node_infos, node)

@@ -19,7 +19,7 @@ time (round_runner.py). Each call returns the actions that the node thread has t
                          the decision is RE_RENDEZVOUS: the node joins the next round   FINISHED
                          the decision is DONE or FAILED                                 SHUTTING_DOWN
     SHUTTING_DOWN        the caller's thread knows the decision                         FINISHED
-                         (the leader and the node that serves the store: JobClosed)
+                         (the leader and the node that serves the store: JobFinished)
 
 What happens when the leader is lost: `check_leader_heartbeat` finds that its heartbeats have not changed for `node_timeout`.
 Then the node stops its ranks. After they have exited, it decides on its own (`_decide_without_leader`): RE_RENDEZVOUS if
@@ -55,7 +55,7 @@ from mpwatch.multinode.protocol.messages import (
     AttemptDecision,
     AttemptFailing,
     AttemptReport,
-    JobClosed,
+    JobFinished,
     LostNode,
     MessageToAll,
     MessageToLeader,
@@ -203,7 +203,7 @@ class NodeMachine:
             return self._handle_start(message)
         if isinstance(message, StopAttempt):
             return self._handle_stop(message) if message.attempt == self.attempt else []
-        if isinstance(message, JobClosed):
+        if isinstance(message, JobFinished):
             if self.stage is NodeStage.SHUTTING_DOWN or self._is_leaving:
                 self.stage = NodeStage.FINISHED
             return []

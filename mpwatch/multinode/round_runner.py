@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
 
-from mpwatch.multinode.leader import Broadcast, CloseJob, Leader, LeaderAction, PublishAssignments, ReservePort
+from mpwatch.multinode.leader import Broadcast, CloseRendezvous, Leader, LeaderAction, PublishAssignments, ReservePort
 from mpwatch.multinode.local_ranks import LocalRanks
 from mpwatch.multinode.node_machine import (
     NodeAction,
@@ -194,7 +194,7 @@ class RoundRunner:
         elif isinstance(action, ReservePort):
             self._leader_actions += leader.start_attempt(self._local_ranks.reserve_port())
         else:
-            assert isinstance(action, CloseJob)
+            assert isinstance(action, CloseRendezvous)
             self._client.set_closed()
 
     def _feed_node_machine(self) -> None:

@@ -6,14 +6,14 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from mpwatch.multinode.protocol.messages import AttemptFailing, JobClosed, ShutdownAck, StopAttempt
+from mpwatch.multinode.protocol.messages import AttemptFailing, JobFinished, ShutdownAck, StopAttempt
 from mpwatch.multinode.protocol.signed_json import SignedJson
 from mpwatch.multinode.protocol.store_channel import StoreChannel
 from mpwatch.multinode.rendezvous.endpoint import Endpoint
 from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection
 
 WRITE_TIMEOUT = 0.05  # seconds
-INVALID = ["", "garbage", '\n{"kind":"JobClosed"}', "\n{}", "\n" + "[" * 100, "\n" + "x" * (2 << 20)]
+INVALID = ["", "garbage", '\n{"kind":"JobFinished"}', "\n{}", "\n" + "[" * 100, "\n" + "x" * (2 << 20)]
 
 
 def open_channels(secret):
@@ -73,10 +73,10 @@ def test_announced_messages_that_are_never_written_are_forgotten_after_the_timeo
 def test_a_signed_entry_that_was_copied_to_another_key_is_ignored():
     leader, node = open_channels(b"secret")
     leader.broadcast(StopAttempt(0, "why"))
-    leader.broadcast(JobClosed())
+    leader.broadcast(JobFinished())
     node.send_to_leader(AttemptFailing(1, 0))
     node._store.set("broadcast/3", node._store.get("broadcast/1"))
     node._store.add("inbox", 1)
     node._store.set("inbox/2", node._store.get("inbox/1"))
-    assert node.read_broadcasts() == [StopAttempt(0, "why"), JobClosed()]
+    assert node.read_broadcasts() == [StopAttempt(0, "why"), JobFinished()]
     assert leader.read_inbox() == [AttemptFailing(1, 0)]

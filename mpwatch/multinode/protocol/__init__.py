@@ -3,7 +3,7 @@
 The messages (messages.py) go through the store of the round, and always to or from the leader (store_channel.py):
 
     every node --- NodeInfo, AttemptFailing, RanksStopped, AttemptReport, NodeLeaving, ShutdownAck ---> the leader
-    the leader --- StartAttempt, StopAttempt, AttemptDecision, JobClosed -----------------------------> all nodes
+    the leader --- StartAttempt, StopAttempt, AttemptDecision, JobFinished ---------------------------> all nodes
     the leader --- RankAssignment --------------------------------------------------------------------> one node
     every node --- heartbeat: a counter, which is neither encoded nor signed -------------------------> the leader
 

@@ -202,7 +202,7 @@ class AttemptDecision:
 
 
 @dataclass(frozen=True, slots=True)
-class JobClosed:
+class JobFinished:
     """To all nodes: no node needs the store any more."""
 
 
@@ -230,7 +230,7 @@ class RoundName:
 
 
 MessageToLeader = NodeInfo | AttemptFailing | RanksStopped | AttemptReport | NodeLeaving | ShutdownAck
-MessageToAll = StartAttempt | StopAttempt | AttemptDecision | JobClosed
+MessageToAll = StartAttempt | StopAttempt | AttemptDecision | JobFinished
 Message = MessageToLeader | MessageToAll | RankAssignment
 MESSAGE_TYPES: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_args(Message)}
 
