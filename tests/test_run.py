@@ -230,7 +230,7 @@ def test_ranks_run_exit_hooks_and_wait_for_threads(tmp_path):
 def test_a_rank_that_does_not_exit_is_named(caplog):
     result = mpwatch.run(saboteurs.leaves_a_thread, 2, grace_period=0.2)
     assert list(result) == [0, 1]
-    assert "rank 0 had returned but was still running 0.2 s later (non-daemon threads: endless prefetcher)" in caplog.text
+    assert "rank 0 had returned but was still running 1 s later (non-daemon threads: endless prefetcher)" in caplog.text
 
 
 def test_a_forked_child_of_a_rank_sends_no_value():
