@@ -8,7 +8,6 @@ The text of an error is made from its `result` when it is asked for.
 
 from typing import Any
 
-from mpwatch.results.html import make_result_table
 from mpwatch.results.model import FailureKind, ProcessFailure, WorkerState
 from mpwatch.results.report import format_fates, format_report, format_verdict
 from mpwatch.results.run_result import RunResult
@@ -70,6 +69,8 @@ class RunFailedError(MpwatchError):
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
+        from mpwatch.results.html import make_result_table  # imported on use
+
         return make_result_table(self.result)
 
 

@@ -16,7 +16,6 @@ from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.spec import GroupSpec, Nprocs, Observers, check_call
 from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.options.worker_info import Worker
-from mpwatch.results.html import make_group_table
 from mpwatch.results.model import WorkerState
 from mpwatch.results.report import summarize_exception
 from mpwatch.results.run_result import RunResult
@@ -181,6 +180,8 @@ class WorkerGroup:
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows for the group."""
+        from mpwatch.results.html import make_group_table  # imported on use
+
         return make_group_table(self.state, self.workers, self._spec.backend)
 
     def _run(

@@ -52,6 +52,12 @@ def raises_then_waits(*failures):
     wait_to_be_stopped()
 
 
+def raises_then_sets(event):
+    if attempt() == 0:
+        raise ValueError("attempt 0")
+    event.set()
+
+
 def always_raises(error=ValueError):
     raise error(f"attempt {attempt()} of rank {rank()}")
 

@@ -294,7 +294,9 @@ def test_an_exception_whose_str_never_returns_is_reported(barrier):
     assert time.monotonic() - start < 20
     root = caught.value.root_cause
     assert (root.rank, root.kind, root.exception) == (1, EXCEPTION, None)
-    assert "raised an exception that could not be sent (str() of the exception did not end in time" in str(caught.value)
+    assert "raised an exception that could not be sent (making the text of the exception did not end in time" in str(
+        caught.value
+    )
     assert "in __str__" in root.stack
 
 

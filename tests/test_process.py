@@ -1,5 +1,6 @@
 """Tests of one real rank process and one real guardian, without the event loop."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -213,3 +214,14 @@ def test_count_usable_cpus_follows_the_affinity():
     )
     assert python("-c", code).stdout == "1\n"
     assert count_usable_cpus() >= 1
+
+
+def test_no_process_object_is_left_where_the_garbage_collector_is_off():
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(multiprocessing.process._dangling)
+        mpwatch.run(functions.rank, 2)
+        assert len(multiprocessing.process._dangling) == before
+    finally:
+        gc.enable()

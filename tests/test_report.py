@@ -309,7 +309,10 @@ def test_an_exception_whose_details_cannot_be_unpickled_is_reported():
 
 @pytest.mark.parametrize(
     ("code", "why"),
-    [(-9, "str() of the exception did not end in time"), (3, "the rank ended before the text of the exception was made")],
+    [
+        (-9, "making the text of the exception did not end in time"),
+        (3, "the rank ended before the text of the exception was made"),
+    ],
 )
 def test_an_exception_that_was_announced_but_never_sent(code, why):
     silent = {"raised_at": 9.0, **rank_that_died(code, 20.0, sent=[signal.SIGTERM, signal.SIGKILL])}

@@ -142,6 +142,34 @@ def test_an_exception_during_the_last_dispatch_loses_no_event(monkeypatch):
     assert [event.name for event in events[-2:]] == ["state_changed", "run_ended"]
 
 
+@pytest.mark.parametrize("delay", [0.0, 0.05])
+def test_a_slow_observer_does_not_hold_up_a_restart(delay):
+    """The restart is due while the caller's thread is in the observer."""
+    has_restarted, waits = SPAWN.Event(), []
+
+    def observe(event):
+        if isinstance(event, Restarting):
+            waits.append(has_restarted.wait(60))
+
+    policy = RestartPolicy(1, delay=delay, jitter=0)
+    mpwatch.run(reborn.raises_then_sets, 1, args=(has_restarted,), restart_policy=policy, on_event=observe)
+    assert waits == [True]
+
+
+def test_a_delay_of_a_year_can_be_interrupted():
+    """It is longer than poll(2) can wait."""
+    interrupt = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+
+    def observe(event):
+        if isinstance(event, Restarting):
+            interrupt.start()
+
+    policy = RestartPolicy(1, delay=3e7, max_delay=3e7)
+    with pytest.raises(KeyboardInterrupt):
+        mpwatch.run(reborn.always_raises, 1, restart_policy=policy, on_event=observe)
+    interrupt.join()
+
+
 def test_a_run_that_may_restart_needs_a_thread_of_its_own(monkeypatch):
     """Decisions about restarts run in the caller's thread, so the event loop cannot run there."""
     start = threading.Thread.start

@@ -108,3 +108,15 @@ def test_very_long_sources_are_left_out():
     with pytest.raises(ZeroDivisionError) as caught:
         exec(code)
     assert decode_exception(ExceptionEncoder(caught.value).plain()).__traceback__ is not None
+
+
+def raise_from_a_string():
+    exec("raise ValueError(2)")
+
+
+def test_code_from_a_string_is_not_shown_with_the_command_that_started_the_rank():
+    """From Python 3.13 on, linecache has that command as the source of "<string>"."""
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(raise_from_a_string, 1)
+    assert 'File "<string>", line 1, in <module>' in caught.value.root_cause.traceback
+    assert "spawn_main" not in caught.value.root_cause.traceback

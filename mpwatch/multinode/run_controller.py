@@ -47,7 +47,7 @@ from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.processes.rank_environment import build_environments
 from mpwatch.watcher.restarts.restart_budget import find_no_restart_reason
-from mpwatch.watcher.restarts.run_controller import RunController, publish_outcomes
+from mpwatch.watcher.restarts.run_controller import RunController, publish_outcomes, schedule_restart
 from mpwatch.watcher.watcher_thread import WatcherThread
 
 log = logging.getLogger("mpwatch")
@@ -89,8 +89,8 @@ class MultiNodeRunController(RunController[T]):
         """Whether the decision that ends the job is known. Otherwise this node leaves the job while it goes on."""
         return self._job_decision is not None
 
-    def handle_ended_attempts(self, watcher_thread: WatcherThread) -> float | None:
-        """Report the attempts that have ended here, follow what the other nodes decide, and start the restart that is due.
+    def handle_ended_attempts(self, watcher_thread: WatcherThread) -> None:
+        """Report the attempts that have ended here, and follow what the other nodes decide.
 
         See RunController. Raises LaunchError, and what `retry_if` and `env` raise.
         """
@@ -100,7 +100,6 @@ class MultiNodeRunController(RunController[T]):
                 self._node_thread.report_attempt(self._make_report(observations))
             for update in self._node_thread.take_updates():
                 self._handle_update(watcher_thread, update)
-            return self._run_due_restarts()
         except Exception as error:
             # First: the exception makes the watcher stop the ranks as by a signal, which would be reported as the reason.
             self._abort(error)
@@ -137,7 +136,7 @@ class MultiNodeRunController(RunController[T]):
         if isinstance(update, BaseException):
             raise update
         if isinstance(update, PrepareRanks):
-            self._prepare_ranks(update.start, update.assignment)
+            self._prepare_ranks(watcher_thread, update.start, update.assignment)
             return
         if isinstance(update, StopRanks):
             log.info("the ranks of this node are stopped: %s", update.reason)
@@ -147,7 +146,7 @@ class MultiNodeRunController(RunController[T]):
         if isinstance(update, ReportJob):
             self._end_job(watcher_thread, decision)
 
-    def _prepare_ranks(self, start: StartAttempt, assignment: RankAssignment) -> None:
+    def _prepare_ranks(self, watcher_thread: WatcherThread, start: StartAttempt, assignment: RankAssignment) -> None:
         self._last_attempts.clear()
         self._missing_ranks.clear()
         self._start = start
@@ -166,8 +165,9 @@ class MultiNodeRunController(RunController[T]):
         self.event_bus.ranks = [worker.rank for worker in workers]
         self.event_bus.publish(RendezvousCompleted, self.event_bus.ranks, backend=self._node_thread.backend, **facts)
         environments = build_environments(self._spec, workers)
-        self._delayed_restarts.clear()  # a start that was due later: its attempt has been stopped
-        self._schedule_restart(start.delay, partial(self._node_thread.set_rank_setups, start, environments))
+        # The node thread ignores the environments if the attempt has been stopped meanwhile.
+        hand_over = partial(self._node_thread.set_rank_setups, start, environments)
+        schedule_restart(watcher_thread.commands, start.delay, hand_over)
 
     def _make_report(self, observations: AttemptObservations) -> AttemptReport:
         """Diagnose the attempt on this node, and make its report for the leader."""

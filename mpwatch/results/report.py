@@ -69,7 +69,7 @@ KEPT_PEERS_WAITING = "kept its peers waiting"
 KEPT_PEERS_UNTIL_TIMEOUT = "kept its peers waiting until they timed out"
 KEPT_OTHER_NODES_WAITING = "kept its peers on other nodes waiting"
 EXITED_BEFORE_TEXT = "the rank ended before the text of the exception was made"
-TEXT_DID_NOT_END = "str() of the exception did not end in time"
+TEXT_DID_NOT_END = "making the text of the exception did not end in time"
 EXITED_DURING_TEXT = "its function had raised an exception, and the rank ended while the exception's text was made"
 NCCL_WATCHDOG = "NCCL's watchdog: a peer did not come to a collective in time"
 

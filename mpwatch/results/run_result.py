@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import TypeVar
 
-from mpwatch.events.chrome_trace import write_chrome_trace
 from mpwatch.events.types import Event
-from mpwatch.results.html import make_result_table
 from mpwatch.results.model import RunData, WorkerState
 
 T = TypeVar("T")
@@ -37,6 +35,8 @@ class RunResult(RunData[T]):
             OSError: the file cannot be written.
             ValueError: the result has no events, because it is the result of a WorkerGroup's call: see its `on_event`.
         """
+        from mpwatch.events.chrome_trace import write_chrome_trace  # imported on use, as most runs need neither
+
         write_chrome_trace(self.events, path)
 
     def __getitem__(self, rank: int) -> T:
@@ -53,6 +53,8 @@ class RunResult(RunData[T]):
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
+        from mpwatch.results.html import make_result_table
+
         return make_result_table(self)
 
     def __repr__(self) -> str:

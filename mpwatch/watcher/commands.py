@@ -8,6 +8,7 @@
     StatusRequest     its `statuses`
     RestartCommand    none; it is itself the answer to what the watcher thread has passed to `request_decision`
     TerminalRestore   none
+    DelayedAction     none
     machine events    none: Interrupted, Shutdown, DoNotRestart, CancelAttempt, Lease
 
 Each side waits for its WakeupPipe, and then looks at the queues and the fields. Each field is written by one side only.
@@ -15,7 +16,7 @@ Each side waits for its WakeupPipe, and then looks at the queues and the fields.
 
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 
@@ -109,7 +110,16 @@ class TerminalRestore:
     """The name of the terminal, and the bytes to write to it. None if nothing is to be restored."""
 
 
-Command = Event | PendingCall | StatusRequest | TerminalRestore | RestartCommand
+@dataclass(eq=False)
+class DelayedAction:
+    """Call `action` in the watcher thread, no sooner than `due_at`. It runs no user code and does not block."""
+
+    due_at: float
+    """In seconds of CLOCK_MONOTONIC."""
+    action: Callable[[], object]
+
+
+Command = Event | PendingCall | StatusRequest | TerminalRestore | RestartCommand | DelayedAction
 
 
 class CommandQueue:

@@ -16,9 +16,9 @@ Guarantees:
 - Every rank is dead and reaped when `EventLoop.run` returns or raises. Two kinds of ranks are left behind, with a
   warning: one that SIGKILL does not end, and a dead one that a debugger holds (process_pool.py).
 - A message is read before the death that followed it: `_on_exit` first reads what is left in the rank's channel.
-- The loop waits in one place, `Selector.wait`, until the earliest deadline of the state machines. Two other waits are short
-  and bounded. Before a restart it waits for killed helpers, the processes that earlier ranks had started (KILL_SECONDS). It
-  also waits for a debugger that holds a dead rank (50 ms).
+- The loop waits in one place, `Selector.wait`, until the earliest deadline of the state machines, or until a delayed restart
+  is due. Two other waits are short and bounded. Before a restart it waits for killed helpers, the processes that earlier
+  ranks had started (KILL_SECONDS). It also waits for a debugger that holds a dead rank (50 ms).
 - All events of one wake-up are handled before the first action is executed. So a death that is seen in the same wake-up is
   not taken for a consequence of that action.
 """
@@ -34,7 +34,14 @@ from mpwatch.errors import LaunchError
 from mpwatch.events.types import WorkerStarted
 from mpwatch.options.spec import GroupSpec
 from mpwatch.results.report import format_exit
-from mpwatch.watcher.commands import CommandQueue, PendingCall, RestartCommand, StatusRequest, TerminalRestore
+from mpwatch.watcher.commands import (
+    CommandQueue,
+    DelayedAction,
+    PendingCall,
+    RestartCommand,
+    StatusRequest,
+    TerminalRestore,
+)
 from mpwatch.watcher.diagnosis.death_order import DeathClock
 from mpwatch.watcher.diagnosis.failures import is_crash, may_be_oom_kill
 from mpwatch.watcher.diagnosis.oom import OomDetector
@@ -96,6 +103,7 @@ class EventLoop:
         # unless it comes too late.
         self._next_call: PendingCall | None = None
         self._running_call: PendingCall | None = None  # the call that the ranks are executing
+        self._delayed_actions: list[DelayedAction] = []
         self._death_clock = DeathClock()
         self._hostname = platform.node()
         self._wall_started_at = time.time()  # source files that are newer are not quoted in stack dumps
@@ -142,12 +150,21 @@ class EventLoop:
     def _handle_events_until_finished(self) -> None:
         events = self._handle_events(self._take_commands())
         while self._unfinished_groups:
-            deadline = min(group.due_at for group in self._unfinished_groups)
+            due_times = [group.due_at for group in self._unfinished_groups]
+            deadline = min(due_times + [delayed.due_at for delayed in self._delayed_actions])
             seconds = 0.0 if events else None if deadline == math.inf else deadline - time.monotonic()
             self._death_clock.start_wakeup()
             for read_events in self._pool.selector.wait(seconds):
                 events += read_events()
+            self._run_due_actions()
             events = self._handle_events(events)
+
+    def _run_due_actions(self) -> None:
+        now = time.monotonic()
+        due = [delayed for delayed in self._delayed_actions if delayed.due_at <= now]
+        self._delayed_actions = [delayed for delayed in self._delayed_actions if delayed.due_at > now]
+        for delayed in due:
+            delayed.action()
 
     # ---- what is read in a wake-up, as events
 
@@ -163,8 +180,12 @@ class EventLoop:
             elif isinstance(command, TerminalRestore):
                 self._pool.guardian.set_terminal_restore(command.restore)
             elif isinstance(command, RestartCommand):
-                self._replace_setups(self._group_of(command.event), command.setups)
+                group = self._group_of(command.event)
+                if group.machine.stage is m.RunStage.AWAITING_DECISION:  # not if the run has been ended meanwhile
+                    self._replace_setups(group, command.setups)
                 events.append(command.event)
+            elif isinstance(command, DelayedAction):
+                self._delayed_actions.append(command)
             else:
                 events.append(command)
         return events

@@ -85,14 +85,14 @@ class BlockingCall:
 
     Args:
         watcher_thread: the thread that the command is for.
-        handle_ended_attempts: decides about restarts. It returns the seconds until its next call; None: no limit.
+        handle_ended_attempts: decides about restarts.
         make_view: makes the live view of a call that takes longer than QUICK_CALL_SECONDS.
     """
 
     def __init__(
         self,
         watcher_thread: WatcherThread,
-        handle_ended_attempts: Callable[[], float | None] | None = None,
+        handle_ended_attempts: Callable[[], None] | None = None,
         make_view: MakeView = no_view,
     ) -> None:
         self._watcher_thread = watcher_thread
@@ -190,24 +190,20 @@ class BlockingCall:
 
     def _wait(self, until: Callable[[], bool]) -> None:
         """Wait for wake-ups. `Thread.join` would not do: it waits for a lock, see host_signals.py."""
-        seconds = self._run_callbacks()  # for what has come before the signals were taken over
+        self._run_callbacks()  # for what has come before the signals were taken over
         while not (until() or self._watcher_thread.is_finished):
-            self.signals.wait_for_wakeup(seconds)
-            seconds = self._run_callbacks()
+            self.signals.wait_for_wakeup(None if self._view_driver is None else self._view_driver.seconds_to_next_update())
+            self._run_callbacks()
 
-    def _run_callbacks(self) -> float | None:
-        """Run what belongs to the caller's thread: logging, observers, decisions about restarts, and the live view.
-
-        Return the seconds until the next call; None: at the next wake-up.
-        """
+    def _run_callbacks(self) -> None:
+        """Run what belongs to the caller's thread: logging, observers, decisions about restarts, and the live view."""
         self.signals.is_in_user_code = True
         try:
             self._watcher_thread.emit_logs_and_events()
-            waits = [None if self._handle_ended_attempts is None else self._handle_ended_attempts()]
+            if self._handle_ended_attempts is not None:
+                self._handle_ended_attempts()
             if self._view_driver is not None:
                 self._view_driver.update()
-                waits.append(self._view_driver.seconds_to_next_update())
-            return min((seconds for seconds in waits if seconds is not None), default=None)
         finally:
             self.signals.is_in_user_code = False
 

@@ -109,7 +109,7 @@ class RankPopen(Popen):
         self, process: "_WatchedProcess", *, env: dict[str, str], stdout: int | None, stderr: int, passed_fds: list[int]
     ) -> None:
         self.name = process.name
-        self._process = process
+        self._process: _WatchedProcess | None = process
         self._env = env
         self._stdout = stdout
         self._stderr = stderr
@@ -257,7 +257,11 @@ class RankPopen(Popen):
     def _release(self) -> None:
         # Not Process.close(): another thread may be in join(), as multiprocessing is when the host program ends.
         self.close()
-        forget_child(self._process)
+        # Process and RankPopen refer to each other. Without this, a host program that has switched the garbage collector off
+        # would keep them, with the environment of each rank.
+        process, self._process = self._process, None
+        if process is not None:
+            forget_child(process)
 
     def close(self) -> None:
         """Close the descriptors of a reaped rank. Those of a running rank stay open, because the watcher waits on them."""

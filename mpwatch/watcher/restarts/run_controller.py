@@ -4,9 +4,8 @@
                    <--- RestartCommand, after the delay ----'
                    <--- DoNotRestart, at once --------------'
 
-This is the only place that delays a restart: see `_schedule_restart` and `_run_due_restarts`. BlockingCall calls it again
-when the next restart is due. MultiNodeRunController inherits these methods for a job of several nodes. restart_budget.py
-computes the delay.
+`schedule_restart` is the only place where a restart is delayed, on one node and on several. restart_budget.py computes the
+delay. The watcher thread waits for it, so an observer that is slow does not lengthen it.
 
 User code runs here. Exceptions and return values are unpickled; what their classes raise becomes part of the diagnosis.
 `retry_if` and `env` are called; what these raise ends the run.
@@ -24,7 +23,7 @@ from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.model import Attempt, WorkerState
 from mpwatch.results.report import format_attempts, format_verdict, summarize_exception
 from mpwatch.results.run_result import RunResult
-from mpwatch.watcher.commands import PendingCall, RestartCommand
+from mpwatch.watcher.commands import CommandQueue, DelayedAction, PendingCall, RestartCommand
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import DoNotRestart, Restart, StopReason
@@ -55,7 +54,6 @@ class RunController(Generic[T]):
         self._last_attempts: dict[int, tuple[AttemptObservations, RunResult[T]]] = {}  # by id of the restart group
         self._restartable_groups: set[int] = set()  # ids of groups whose last attempt failed, but may be restarted
         self._attempts: list[Attempt] = []
-        self._delayed_restarts: list[tuple[float, Callable[[], None]]] = []  # each with the time when it is due
         self._run_has_failed = False  # a restart group will not be restarted
         self._no_restart_reason = ""
 
@@ -69,17 +67,15 @@ class RunController(Generic[T]):
         timeout = self._spec.timeout
         return math.inf if timeout is None else self.started_at + timeout - time.monotonic()
 
-    def handle_ended_attempts(self, watcher_thread: WatcherThread) -> float | None:
-        """Decide about the attempts that have failed since the last call, and start the restarts that are due.
+    def handle_ended_attempts(self, watcher_thread: WatcherThread) -> None:
+        """Decide about the attempts that have failed since the last call.
 
-        Return the seconds until the next restart is due; None if no restart waits for its delay. Raises what `retry_if`
-        and `env` raise, and LaunchError.
+        Raises what `retry_if` and `env` raise, and LaunchError.
         """
         for observations in watcher_thread.commands.take_decision_requests():
             watcher_thread.output.drain_ended_ranks(LAST_DRAIN_SECONDS)
             result = self._record_attempt(observations)
             self._decide(watcher_thread, observations, result)
-        return self._run_due_restarts()
 
     def _decide(self, watcher_thread: WatcherThread, observations: AttemptObservations, result: RunResult[T]) -> None:
         """Decide whether to restart a restart group that has failed. Schedule its restart, or post DoNotRestart."""
@@ -88,7 +84,6 @@ class RunController(Generic[T]):
         decision = budget.decide(self._build_failed_attempt(observations, result))
         if decision.delay is None:
             self._run_has_failed, self._no_restart_reason = True, decision.no_restart_reason
-            self._delayed_restarts.clear()
             commands.post(DoNotRestart(group_id, generation=observations.attempt))
             return
         self._restartable_groups.add(group_id)
@@ -105,7 +100,7 @@ class RunController(Generic[T]):
             restarts_left=decision.restarts_left,
         )
         restart = RestartCommand(Restart(group_id, generation=observations.attempt), setups)
-        self._schedule_restart(decision.delay, partial(commands.post, restart))
+        schedule_restart(commands, decision.delay, partial(commands.post, restart))
 
     def _build_failed_attempt(self, observations: AttemptObservations, result: RunResult[Any]) -> FailedAttempt:
         cause = result.root_cause
@@ -118,19 +113,6 @@ class RunController(Generic[T]):
             step=max(steps, default=None),
             seconds_left=self.seconds_left,
         )
-
-    def _schedule_restart(self, seconds: float, restart: Callable[[], None]) -> None:
-        """Have `handle_ended_attempts` call `restart` when this many seconds have passed."""
-        self._delayed_restarts.append((time.monotonic() + seconds, restart))
-
-    def _run_due_restarts(self) -> float | None:
-        """Start the restarts that are due. Return the seconds until the next one; None if there is none."""
-        now = time.monotonic()
-        due = [restart for due_at, restart in self._delayed_restarts if due_at <= now]
-        self._delayed_restarts = [(due_at, restart) for due_at, restart in self._delayed_restarts if due_at > now]
-        for restart in due:
-            restart()
-        return min((due_at - now for due_at, _ in self._delayed_restarts), default=None)
 
     def _record_attempt(self, observations: AttemptObservations) -> RunResult[T]:
         """Diagnose an attempt that is over, record it and publish what became of its ranks."""
@@ -209,6 +191,11 @@ def diagnose_attempt(observations: AttemptObservations) -> RunResult[Any]:
         return diagnose(observations)
     finally:
         observations.drop_payloads()
+
+
+def schedule_restart(commands: CommandQueue, seconds: float, restart: Callable[[], object]) -> None:
+    """Have the watcher thread call `restart` when this many seconds have passed."""
+    commands.post(DelayedAction(time.monotonic() + seconds, restart))
 
 
 def publish_outcomes(event_bus: EventBus, observations: AttemptObservations, result: RunResult[Any]) -> None:

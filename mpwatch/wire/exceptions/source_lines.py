@@ -57,13 +57,6 @@ def cell_name(file: str) -> str:
     return " ".join(name_of(file) or ())
 
 
-def add_in_rank(sources: Mapping[str, str]) -> None:
-    """In a rank: add these sources, and remove that of the interpreter's own `-c` command (newer Pythons keep it)."""
-    if "linecache" in sys.modules:
-        sys.modules["linecache"].cache.pop(COMMAND, None)
-    add_to_linecache(sources)
-
-
 def add_to_linecache(sources: Mapping[str, str]) -> None:
     """Add these sources to `linecache`, except where it has a source already."""
     if sources:

@@ -254,10 +254,12 @@ def unpack(body: bytes, fds: list[int] | None) -> Call:
         while names := unpickler.load():
             vars(main).update(names)
             caller_definitions.update(names)
+        if "linecache" in sys.modules:  # newer Pythons put the interpreter's own `-c` command there
+            sys.modules["linecache"].cache.pop("<string>", None)
         if sources := unpickler.load():  # of notebook cells and programs on stdin
             from mpwatch.wire.exceptions import source_lines
 
-            source_lines.add_in_rank(sources)
+            source_lines.add_to_linecache(sources)
         return Call(fn, args, kwargs, backend, process_group_version)
     finally:
         _received_fds.clear()
