@@ -249,4 +249,5 @@ def test_an_environment_that_is_too_large_at_the_restart(scope):
         )
     (note,) = caught.value.__notes__
     assert note.startswith("raised after ranks had failed:\n    first start, ")
-    assert [event.name for event in events[-3:]] == ["restarting", "state_changed", "run_ended"]
+    names = [event.name for event in events if event.name != "worker_ready"]  # another rank may still be starting
+    assert names[-3:] == ["restarting", "state_changed", "run_ended"]
