@@ -1,6 +1,7 @@
 """The architecture: the import rules of the package, its public names, and the cost of its import."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -112,6 +113,16 @@ def test_private_names_of_others_are_imported_in_one_file_for_each():
                 continue
             private = [name for name in names if name.startswith("_")]
             assert not private or module in homes, f"{module} imports {private}"
+
+
+def test_each_answer_in_architecture_names_at_most_three_files_that_exist():
+    text = (PACKAGE.parent / "ARCHITECTURE.md").read_text().partition("## Where do I find")[2].replace("\\_", "_")
+    answers = [part.partition("**")[2] for part in text.split("**... ")[1:]]
+    assert len(answers) >= 9
+    for answer in answers:
+        files = set(re.findall(r"[\w/]+\.py", answer))
+        assert 1 <= len(files) <= 3, answer
+        assert all((PACKAGE / file).exists() for file in files), answer
 
 
 def test_the_public_names_exist_and_are_sorted():

@@ -39,7 +39,7 @@ def check_env_mapping(what: str, env: object) -> None:
         if name == "MASTER_PORT" and not is_port(value):
             raise ValueError(f"{what} must give MASTER_PORT as a TCP port, not {value!r}")
         if name in RANK_VARIABLES:
-            raise ValueError(f"{what} may not set {name}={value!r}: it is the identity of a rank, so mpwatch sets it")
+            raise ValueError(f"{what} may not set {name}={value!r}: it identifies the rank, so mpwatch sets it")
 
 
 def check_seconds(name: str, value: object, at_least: str) -> None:
