@@ -13,6 +13,7 @@ ENDS = (_S.SUCCEEDED, _S.FAILED, _S.STOPPED)
 TRANSITIONS: Mapping[WorkerState, Mapping[WorkerState, str]] = {
     _S.UNKNOWN: {
         _S.INIT: "there is a process for each rank",
+        _S.UNHEALTHY: "all are stopped as soon as they start",
         _S.FAILED: "a rank cannot be started",
         _S.STOPPED: "interrupted before that",
     },

@@ -180,20 +180,14 @@ class EventLoop:
             elif isinstance(command, TerminalRestore):
                 self._pool.guardian.set_terminal_restore(command.restore)
             elif isinstance(command, RestartCommand):
-                group = self._group_of(command.event)
-                if group.machine.stage is m.RunStage.AWAITING_DECISION:  # not if the run has been ended meanwhile
-                    self._replace_setups(group, command.setups)
+                # The group uses them when its machine handles the event. Commands before it may end the run.
+                self._group_of(command.event.rank).next_setups = command.setups
                 events.append(command.event)
             elif isinstance(command, DelayedAction):
                 self._delayed_actions.append(command)
             else:
                 events.append(command)
         return events
-
-    def _replace_setups(self, group: RestartGroup, setups: list[RankSetup]) -> None:
-        """Set the ranks of the next start. On several nodes they may be other ranks than before."""
-        group.setups = {worker.rank: (worker, env) for worker, env in setups}
-        self._group_by_rank = {rank: group for group in self._groups for rank in group.setups}
 
     def _on_message(self, handle: RankHandle) -> list[m.Event]:
         events = []
@@ -209,7 +203,7 @@ class EventLoop:
             handle.on_ready(message.body)
             return [m.Ready(rank, generation=generation)]
         if message.kind is MessageKind.EXIT_BLOCKED:
-            self._group_by_rank[rank].exit_blockers[rank] = message.body.decode()
+            self._group_of(rank).exit_blockers[rank] = message.body.decode()
             return []
         if message.kind is MessageKind.DETAILS:
             observed.details = message.body
@@ -284,11 +278,11 @@ class EventLoop:
         return new_events
 
     def _groups_of(self, event: m.Event) -> Sequence[RestartGroup]:
-        return (self._group_of(event),) if isinstance(event, m.RankEvent) else list(self._unfinished_groups)
+        return (self._group_of(event.rank),) if isinstance(event, m.RankEvent) else list(self._unfinished_groups)
 
-    def _group_of(self, event: m.RankEvent) -> RestartGroup:
-        """Return the rank's group. On several nodes there is one group, and its ranks are not known before they start."""
-        return self._group_by_rank[event.rank] if len(self._groups) > 1 else self._groups[0]
+    def _group_of(self, rank: int) -> RestartGroup:
+        """Return the rank's group. On several nodes there is one group, and its ranks change from start to start."""
+        return self._group_by_rank[rank] if len(self._groups) > 1 else self._groups[0]
 
     def _handle_event(self, group: RestartGroup, event: m.Event, now: float) -> list[m.Action]:
         if isinstance(event, m.StartCall) and not self._start_call(group):

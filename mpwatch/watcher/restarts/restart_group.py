@@ -45,14 +45,14 @@ class RestartGroup:
     def __init__(self, spec: GroupSpec, setups: list[RankSetup], event_bus: EventBus, *, keep_ranks: bool) -> None:
         self._spec = spec
         self._event_bus = event_bus
-        self.setups = {worker.rank: (worker, env) for worker, env in setups}
+        self.next_setups = setups  # of the next start of the machine's ranks
         self.observed: dict[int, RankObservations] = {}
         self.exit_blockers: dict[int, str] = {}  # by rank: what keeps a rank that has returned from exiting
         self._run_started_at = math.inf
         self._timeout: float | None = None
         self._has_published_call = False
         self.machine = StateMachine(
-            self.setups,
+            [worker.rank for worker, _ in setups],
             now=time.monotonic(),
             grace_period=spec.grace_period,
             start_timeout=spec.start_timeout,
@@ -63,6 +63,7 @@ class RestartGroup:
         self._begin_generation()
 
     def _begin_generation(self) -> None:
+        self.setups = {worker.rank: (worker, env) for worker, env in self.next_setups}
         self.observed.clear()
         self.exit_blockers.clear()
         self._attempt_started_at = time.monotonic()
@@ -72,7 +73,7 @@ class RestartGroup:
 
     @property
     def workers(self) -> list[Worker]:
-        """The Worker of each rank: of the next start, once a restart was decided."""
+        """The Worker of each rank, of the latest start."""
         return [worker for worker, _ in self.setups.values()]
 
     def read_machine(self) -> None:

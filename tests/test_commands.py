@@ -1,0 +1,121 @@
+"""Commands that come together, because the watcher thread is late: it takes them in one batch. The ranks are real."""
+
+from contextlib import closing
+from multiprocessing.connection import wait
+
+import pytest
+
+from mpwatch import Rendezvous, WorkerSpec
+from mpwatch.options.spec import GroupSpec
+from mpwatch.watcher.commands import DelayedAction, PendingCall, RestartCommand, StatusRequest, TerminalRestore
+from mpwatch.watcher.machine.transitions import (
+    CancelAttempt,
+    DoNotRestart,
+    Interrupted,
+    Lease,
+    Restart,
+    Shutdown,
+    StopReason,
+)
+from mpwatch.watcher.observers.event_bus import EventBus
+from mpwatch.watcher.pack_call import pack_call
+from mpwatch.watcher.watcher_thread import WatcherThread
+from mpwatch.wire.pickling.call_payload import Call
+
+RANKS = (0, 1)
+LAST_GENERATION = 10
+SUCCEEDED, INTERRUPTED = StopReason.SUCCEEDED, StopReason.INTERRUPTED
+
+
+@pytest.fixture
+def watcher_thread():
+    """The thread of one node of a job, whose ranks are not known until a RestartCommand comes."""
+    spec = WorkerSpec(fn=int, nprocs=len(RANKS), rendezvous=Rendezvous("localhost:1", "job", 1))
+    with closing(WatcherThread(spec, EventBus("job", (), keep_events=False), keep_ranks=False)) as thread:
+        yield thread
+
+
+@pytest.fixture
+def group_thread():
+    """The thread of a WorkerGroup."""
+    spec = GroupSpec(nprocs=len(RANKS))
+    with closing(WatcherThread(spec, EventBus("group", (), keep_events=False), keep_ranks=True)) as thread:
+        thread.prepare()
+        yield thread
+
+
+@pytest.fixture
+def call():
+    with closing(pack_call(Call(int, (), {}, None))) as payload:
+        yield PendingCall(payload, 0.0, None)
+
+
+def start(watcher_thread):
+    return RestartCommand(Restart(0, ranks=RANKS), watcher_thread.prepare_restart(RANKS, 0))
+
+
+def run_all(watcher_thread, call, *commands):
+    """Run the thread, which finds all commands at once. Return why the ranks ended, and which ranks there were.
+
+    Return None if the call came too late.
+    """
+    for command in commands:
+        watcher_thread.commands.post(command)
+    watcher_thread.start()
+    while not watcher_thread.is_finished:
+        wait([watcher_thread.commands.caller_wakeup.fileno()])
+        watcher_thread.commands.caller_wakeup.drain()
+        for _ in watcher_thread.commands.take_decision_requests():
+            watcher_thread.commands.post(DoNotRestart(0, generation=LAST_GENERATION))
+    watcher_thread.join()
+    assert watcher_thread.error is None
+    return next(((observed.stop_reason, tuple(observed.ranks)) for observed in call.observations), None)
+
+
+HARMLESS = [Lease(), StatusRequest(), TerminalRestore(None), DelayedAction(0.0, int)]
+
+
+@pytest.mark.parametrize("other", [None, *HARMLESS, CancelAttempt()], ids=lambda other: type(other).__name__)
+def test_ranks_start_if_their_call_and_their_places_come_together(watcher_thread, call, other):
+    """A CancelAttempt before the start is one for earlier ranks, which have ended meanwhile."""
+    commands = (call, other, start(watcher_thread)) if other else (call, start(watcher_thread))
+    assert run_all(watcher_thread, call, *commands) == (SUCCEEDED, RANKS)
+
+
+@pytest.mark.parametrize("other", HARMLESS, ids=lambda other: type(other).__name__)
+def test_what_comes_with_the_start_of_ranks_does_not_disturb_it(watcher_thread, call, other):
+    assert run_all(watcher_thread, call, call, start(watcher_thread), other) == (SUCCEEDED, RANKS)
+
+
+def test_the_lease_may_come_before_the_call(watcher_thread, call):
+    assert run_all(watcher_thread, call, Lease(), call, start(watcher_thread)) == (SUCCEEDED, RANKS)
+
+
+@pytest.mark.parametrize(
+    ("other", "stop_reason"),
+    [
+        (CancelAttempt(), StopReason.CANCELLED_BY_JOB),
+        (Interrupted(15), INTERRUPTED),
+        (Interrupted(2), INTERRUPTED),
+        (Shutdown(), INTERRUPTED),
+        (Lease(stop_at=0.0, kill_at=0.0), StopReason.CANCELLED_BY_JOB),
+    ],
+    ids=repr,
+)
+def test_ranks_stop_if_their_end_comes_together_with_their_start(watcher_thread, call, other, stop_reason):
+    assert run_all(watcher_thread, call, call, start(watcher_thread), other) == (stop_reason, RANKS)
+
+
+@pytest.mark.parametrize("other", [Interrupted(15), Interrupted(2), Shutdown(), DoNotRestart(0)], ids=repr)
+def test_no_ranks_start_if_the_end_of_the_run_comes_before(watcher_thread, call, other):
+    assert run_all(watcher_thread, call, call, other, start(watcher_thread)) == (None, ())
+
+
+@pytest.mark.parametrize("other", [Interrupted(15), Interrupted(2), Shutdown()], ids=repr)
+def test_a_group_ends_if_its_end_comes_together_with_a_call(group_thread, call, other):
+    assert run_all(group_thread, call, call, other) == (INTERRUPTED, RANKS)
+
+
+@pytest.mark.parametrize("other", [Interrupted(15), Shutdown()], ids=repr)
+def test_a_call_is_too_late_if_the_end_of_the_group_comes_before(group_thread, call, other):
+    assert run_all(group_thread, call, other, call) is None
