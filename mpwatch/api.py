@@ -93,6 +93,7 @@ def run(
         LaunchError: the ranks could not be started; none is left. With `rendezvous`: the nodes have not met within
             `join_timeout` or `timeout`.
         TypeError, ValueError: an argument is not valid.
+        RuntimeError: the call is made in a rank at the import of the module of its function. Its ranks would import it, too.
         KeyboardInterrupt: Ctrl-C. The ranks received SIGINT, too, and had grace_period seconds to exit.
     """
     __tracebackhide__ = True  # IPython and pytest then show the user's frames only

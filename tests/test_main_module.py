@@ -228,5 +228,5 @@ def test_a_run_while_main_is_imported_again_is_explained(tmp_path):
         "child.join()\n"
     )
     err = python("program.py", cwd=tmp_path).stderr
-    assert "LaunchError: mpwatch was called while __main__ is being imported again" in err
-    assert "if __name__ == '__main__':" in err
+    assert "RuntimeError: mpwatch was called while __main__ is being imported again" in err
+    assert 'if __name__ == "__main__":' in err

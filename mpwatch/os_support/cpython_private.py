@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import _socket
-from multiprocessing import process, spawn, util
+from multiprocessing import process, util
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 # typeshed knows only the public part of these.
 mp_process: Any = process
-mp_spawn: Any = spawn
 mp_util: Any = util
 
 # The module socket replaces these numbers by enums, and their arithmetic runs in Python. Replacement: the module socket.
@@ -61,14 +60,8 @@ def get_original_dir() -> str | None:
 
 def is_importing_main() -> bool:
     """Return whether this process was spawned and is still importing `__main__`."""
-    # For the message of a LaunchError. Without it: the message no longer names `if __name__ == "__main__":` as the remedy.
+    # Without it: such a process starts ranks at the import of its main module, although its parent has done that already.
     return bool(getattr(mp_process.current_process(), "_inheriting", False))
-
-
-def check_not_importing_main() -> None:
-    """Raise RuntimeError in a process that was spawned and is still importing `__main__`."""
-    # Without it: such a process starts ranks for each import of its main module, and never ends. Use `is_importing_main`.
-    mp_spawn._check_not_importing_main()
 
 
 def get_logging_setup() -> dict[str, Any]:

@@ -31,6 +31,7 @@ from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import WorkerState
 from mpwatch.watcher.commands import CommandQueue
 from mpwatch.watcher.event_loop import EventLoop, OutcomeCallback
+from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.rank_output import RankOutput
@@ -65,6 +66,7 @@ class WatcherThread:
         keep_ranks: bool,
         on_outcome_change: OutcomeCallback = lambda _: None,
     ) -> None:
+        check_not_importing()
         self._spec = spec
         self._event_bus = event_bus
         self._restart_count = restart_count

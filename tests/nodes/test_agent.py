@@ -1,5 +1,6 @@
 """An Agent on each node, also with a rendezvous handler of torch, and the exit status of `mpwatch.main`."""
 
+import importlib
 import signal
 
 import pytest
@@ -143,3 +144,19 @@ def test_a_closed_handler_cannot_join_its_job():
     handler.set_closed()
     with pytest.raises(mpwatch.LaunchError, match=r"closed: that job is over"):
         Agent(make_spec(), rdzv_handler=handler).run()
+
+
+def test_an_agent_at_the_import_of_a_module_is_refused_in_the_rank(tmp_path, monkeypatch):
+    (tmp_path / "launches.py").write_text(
+        "import os, mpwatch, mpwatch.multinode\n"
+        "def fn(): pass\n"
+        "here = mpwatch.Rendezvous('localhost:29400', run_id='job', nnodes=1)\n"
+        "spec = mpwatch.WorkerSpec(fn=fn, nprocs=1, rendezvous=here)\n"
+        "if 'RANK' in os.environ:\n"
+        "    mpwatch.multinode.Agent(spec).run()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    launches = importlib.import_module("launches")
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(launches.fn, 1)
+    assert "at the import of module launches, line 6 (" in str(caught.value.__cause__)

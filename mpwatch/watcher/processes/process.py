@@ -41,7 +41,6 @@ from multiprocessing.popen_spawn_posix import Popen
 from typing import Any, Self
 
 from mpwatch.os_support.cpython_private import (
-    check_not_importing_main,
     forget_child,
     get_logging_setup,
     get_original_dir,
@@ -312,11 +311,7 @@ def _get_resource_tracker_fd() -> Any:
 
 
 def _make_preparation_data(process: RankProcess) -> dict[str, Any]:
-    """Return what spawn sends a child first, without the import of `__main__` and without the start method.
-
-    Raises RuntimeError in a process that was spawned and is still importing `__main__`, as spawn does.
-    """
-    check_not_importing_main()
+    """Return what spawn sends a child first, without the import of `__main__` and without the start method."""
     original_dir = get_original_dir()
     return {
         "name": process.name,

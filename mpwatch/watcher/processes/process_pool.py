@@ -32,7 +32,6 @@ from typing import Any, Self
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.worker_info import Worker
-from mpwatch.os_support.cpython_private import is_importing_main
 from mpwatch.os_support.descriptors import STDERR, open_anonymous_file
 from mpwatch.os_support.processes import group_exists, group_members, open_pidfd
 from mpwatch.watcher.machine.transitions import KILL_SECONDS
@@ -273,11 +272,6 @@ def _worker_fields(worker: Worker) -> dict[str, Any]:
 
 
 def _explain_start_error(worker: Worker, error: Exception) -> str:
-    if is_importing_main():
-        return (
-            "mpwatch was called while __main__ is being imported again, in a process that multiprocessing has spawned (such "
-            "as a DataLoader's worker); put the call under: if __name__ == '__main__':"
-        )
     what = f"rank {worker.rank} could not be started"
     if current_process().daemon:
         return f"{what}: {error}; start the run in a process that is not daemonic"

@@ -23,6 +23,8 @@ import errno
 import os
 import pickle
 import sys
+import threading
+from weakref import WeakSet
 
 from mpwatch.wire.pickling.pickle_buffers import VIEW_REDUCERS, NullBundle, PickleBundle, map_bundle, open_bundle
 
@@ -107,6 +109,8 @@ class FdPlaceholder:
 # In a rank: functions and classes that came from the caller's `__main__`, by name.
 caller_definitions: dict[str, object] = {}
 _received_fds: list[int] = []  # in a rank, during `unpack`: the descriptors of placeholders
+_is_unpacking = False  # in a rank
+_threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # that were started while a call was unpacked
 
 
 class _SpawnPopenStub:
@@ -244,6 +248,9 @@ def unpack(body: bytes, fds: list[int] | None) -> Call:
     """
     if fds is None:
         raise OSError(errno.EMFILE, "the descriptors of the call could not be taken in; see `ulimit -n`")
+    global _is_unpacking
+    earlier_threads = set(threading.enumerate())
+    _is_unpacking = True
     try:
         _received_fds[:] = fds if body else fds[1:]
         stream, buffers = open_bundle(body or map_bundle(fds[0]))
@@ -255,16 +262,25 @@ def unpack(body: bytes, fds: list[int] | None) -> Call:
             vars(main).update(names)
             caller_definitions.update(names)
         if "linecache" in sys.modules:  # newer Pythons put the interpreter's own `-c` command there
-            sys.modules["linecache"].cache.pop("<string>", None)
+            import linecache  # waits for a thread that is just importing it
+
+            linecache.cache.pop("<string>", None)
         if sources := unpickler.load():  # of notebook cells and programs on stdin
             from mpwatch.wire.exceptions import source_lines
 
             source_lines.add_to_linecache(sources)
         return Call(fn, args, kwargs, backend, process_group_version)
     finally:
+        _is_unpacking = False
+        _threads_of_imports.update(thread for thread in threading.enumerate() if thread not in earlier_threads)
         _received_fds.clear()
         for fd in fds:
             os.close(fd)
+
+
+def is_unpacking() -> bool:
+    """Return whether this is a rank that is unpacking its call, or a thread of a rank that was started then."""
+    return _is_unpacking or threading.current_thread() in _threads_of_imports
 
 
 def _set_up_main(main: Any, about: dict[str, Any]) -> None:

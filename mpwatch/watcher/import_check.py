@@ -1,0 +1,42 @@
+"""Refuse to start ranks at the import of a module that the ranks would import, too. Runs in the caller's thread.
+
+A rank imports the module of its function to unpack the call. If that module starts ranks at its import, each of them imports
+the module again, and the number of processes grows without end. It is the same with `__main__` in a process that
+multiprocessing has spawned.
+"""
+
+import sys
+from types import FrameType
+
+from mpwatch.os_support.cpython_private import is_importing_main
+from mpwatch.wire.pickling import call_payload
+
+GUARD = 'under `if __name__ == "__main__":`'
+
+
+def check_not_importing() -> None:
+    """Raise RuntimeError in a rank that is unpacking its call, or in a spawned process that is importing `__main__`."""
+    if is_importing_main():
+        raise RuntimeError(
+            "mpwatch was called while __main__ is being imported again, in a process that multiprocessing has spawned (such "
+            f"as a DataLoader's worker); put the call {GUARD}"
+        )
+    if call_payload.is_unpacking():
+        module = _find_imported_module(sys._getframe(1))
+        if module is None:
+            where = "mpwatch was called while a rank was loading its own call, or in a thread that was started then"
+        else:
+            name, path = module.f_globals.get("__name__"), module.f_code.co_filename
+            where = f"mpwatch was called at the import of module {name}, line {module.f_lineno} ({path}), in a rank"
+        raise RuntimeError(
+            f"{where}; the new ranks would do the same, without end; put the call into a function, or {GUARD}"
+        )
+
+
+def _find_imported_module(frame: FrameType | None) -> FrameType | None:
+    """Return the frame of the module whose import has led to this frame; None: an argument or a thread has."""
+    while frame is not None and frame.f_code is not call_payload.unpack.__code__:
+        if frame.f_code.co_name == "<module>":
+            return frame
+        frame = frame.f_back
+    return None
