@@ -76,7 +76,8 @@ def run(
         logs: where stdout and stderr of the ranks go. See LogSpec. None: to the caller's stdout and stderr. In a notebook
             None means that the output is captured and shown in the calling cell.
         on_event: a function or several functions, called in this thread with each `mpwatch.Event`. A function that raises
-            is dropped. While it runs, signals are deferred, except a second Ctrl-C.
+            is dropped, whatever it raises, except KeyboardInterrupt, which ends the run. While the function runs, signals
+            are deferred, except a second Ctrl-C.
         progress: live view of the `report()` calls of the ranks. None: shown in a terminal or a notebook, from the first
             report. True: shown from the start; without terminal and notebook as lines on stderr. False: never shown.
         rendezvous: for ranks on several machines: how the nodes find one another. See Rendezvous. Each node makes the same

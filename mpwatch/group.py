@@ -50,7 +50,7 @@ class WorkerGroup:
         logs: where stdout and stderr of the ranks go. See LogSpec. None: to the caller's stdout and stderr. In a notebook
             None means that the output is captured and shown in the calling cell.
         on_event: a function or several functions, called with each `mpwatch.Event` in the thread that waits for a call or
-            for `close`.
+            for `close`. A function that raises is dropped, as for `mpwatch.run`.
         progress: live view of each call, as for `mpwatch.run`.
         check: False: `run` returns the result of a failed call instead of raising.
 

@@ -7,6 +7,8 @@ import os
 import pickle
 import signal
 import threading
+from asyncio import CancelledError
+from contextlib import ExitStack
 
 import functions
 import pytest
@@ -16,6 +18,7 @@ from conftest import SPAWN
 import mpwatch
 from mpwatch import RestartPolicy, WorkerState
 from mpwatch.events import JsonLines, Restarting, RunEnded, RunStarted, WorkerExited, WorkerFailed, WorkerStarted
+from mpwatch.watcher.observers.deferred_log import DeferredLog
 
 START = ["run_started", "worker_started", "worker_started", "UNKNOWN > INIT", "call_started"]
 READY = ["worker_ready", "worker_ready", "INIT > HEALTHY"]
@@ -125,58 +128,90 @@ def test_observers_are_called_in_the_callers_thread_one_after_another():
 # --- observers that raise
 
 
-def test_an_observer_that_raises_is_logged_once_and_dropped(caplog):
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, GeneratorExit, CancelledError, pytest.fail.Exception])
+def test_an_observer_that_raises_is_logged_once_and_dropped(caplog, error):
+    """Also SystemExit and others that are no `Exception`."""
     received, seen = [], []
 
     def raises(event):
         received.append(event.name)
         if len(received) == 3:
-            raise ZeroDivisionError("in the observer")
+            raise error("in the observer")
 
     result = mpwatch.run(reborn.fails, 2, args=(1, 1), max_restarts=1, on_event=[raises, seen.append])
     assert len(received) == 3
     assert tuple(seen) == result.events
     (record,) = [record for record in caplog.records if "observer" in record.message]
-    assert (record.levelno, record.exc_info[0]) == (logging.ERROR, ZeroDivisionError)
+    assert (record.levelno, record.exc_info[0]) == (logging.ERROR, error)
     assert "raises" in record.message
     assert f"failed at the event '{received[-1]}'; it receives no more events" in record.message
 
 
-def test_a_logging_handler_that_raises_does_not_affect_the_run():
-    class Broken(logging.Handler):
-        def handle(self, record):
-            raise ZeroDivisionError
+@pytest.fixture
+def add_handler():
+    """Return a function that adds a logging handler, which calls another function with each message."""
+    with ExitStack() as stack:
 
-    log, handler, seen = logging.getLogger("mpwatch"), Broken(), []
-    log.addHandler(handler)
-    try:
-        result = mpwatch.run(reborn.fails, 2, args=(1, 1), max_restarts=1, on_event=seen.append)
-    finally:
-        log.removeHandler(handler)
+        def add(handle):
+            handler, log = logging.Handler(), logging.getLogger("mpwatch")
+            handler.handle = lambda record: handle(record.getMessage())
+            log.addHandler(handler)
+            stack.callback(log.removeHandler, handler)
+
+        yield add
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_a_logging_handler_that_raises_does_not_affect_the_run(add_handler, error):
+    """Neither for events, nor for the report about an observer that raises."""
+    seen = []
+
+    def raises(_):
+        raise error
+
+    add_handler(raises)
+    result = mpwatch.run(reborn.fails, 2, args=(1, 1), max_restarts=1, on_event=[raises, seen.append])
     assert tuple(seen) == result.events
+
+
+def test_a_logging_handler_that_raises_receives_all_records_of_the_watcher_thread(add_handler):
+    errors, received = [ZeroDivisionError, SystemExit, KeyboardInterrupt, ValueError], []
+
+    def handle(message):
+        received.append(message)
+        raise errors[len(received) - 1]
+
+    add_handler(handle)
+    log = DeferredLog(lambda: None)
+    for n in range(4):
+        log.warning("record %d", n)
+    with pytest.raises(KeyboardInterrupt):
+        log.emit()
+    log.emit()
+    assert received == ["record 0", "record 1", "record 2", "record 3"]
 
 
 EVENTS_OF_A_RESTART = [*START, *READY, *FAIL, *AGAIN, *READY, *RETURN, "HEALTHY > SUCCEEDED", "run_ended"]
 
 
 @pytest.mark.parametrize("n", range(len(EVENTS_OF_A_RESTART)))
-def test_what_ends_the_program_in_an_observer_is_raised_by_the_run(n):
-    """KeyboardInterrupt and SystemExit end the program, so they are no failures of the observer."""
+def test_a_keyboard_interrupt_in_an_observer_is_raised_by_the_run(n):
+    """All other observers receive all events, also the one during which it came."""
     seen = []
 
-    def ends_program(event):
+    def interrupts(event):
         seen.append(event)
         if len(seen) == n + 1:
-            raise SystemExit(f"at event {n}")
+            raise KeyboardInterrupt(f"at event {n}")
 
     more = []
-    with pytest.raises(SystemExit, match=f"^at event {n}$"):
+    with pytest.raises(KeyboardInterrupt, match=f"^at event {n}$"):
         mpwatch.run(
             reborn.fails,
             2,
             args=(1, 1, make_barriers(2)),
             max_restarts=1,
-            on_event=[ends_program, more.append],
+            on_event=[interrupts, more.append],
             grace_period=5,
         )
     assert names_of(seen)[: n + 1] == EVENTS_OF_A_RESTART[: n + 1]
@@ -184,8 +219,10 @@ def test_what_ends_the_program_in_an_observer_is_raised_by_the_run(n):
         assert (more[-1].name, more[-1].state, more[-1].reason) == (
             "run_ended",
             WorkerState.STOPPED,
-            f"SystemExit: at event {n}",
+            f"KeyboardInterrupt: at event {n}",
         )
+    assert names_of(more).count("run_ended") == 1
+    assert names_of(more)[: n + 1] == EVENTS_OF_A_RESTART[: n + 1]
 
 
 def test_an_observer_may_call_run():
@@ -321,19 +358,19 @@ def test_the_end_of_a_group_is_published_when_its_end_is_interrupted():
 
 
 @pytest.mark.parametrize("n", range(15))
-def test_what_ends_the_program_in_an_observer_is_raised_by_the_group(n):
+def test_a_keyboard_interrupt_in_an_observer_is_raised_by_the_group(n):
     seen = []
 
-    def ends_program(event):
+    def interrupts(event):
         seen.append(event)
         if len(seen) == n + 1:
-            raise SystemExit(f"at event {n}")
+            raise KeyboardInterrupt(f"at event {n}")
 
     def calls():
-        with mpwatch.WorkerGroup(2, on_event=ends_program, grace_period=5) as group:
+        with mpwatch.WorkerGroup(2, on_event=interrupts, grace_period=5) as group:
             for _ in range(2):
                 assert list(group.run(functions.rank)) == [0, 1]
 
-    with pytest.raises(SystemExit, match=f"^at event {n}$"):
+    with pytest.raises(KeyboardInterrupt, match=f"^at event {n}$"):
         calls()
     assert names_of(seen).count("run_ended") == 1

@@ -172,15 +172,16 @@ class RaisingView(RecordingView):
         self._raise_at("close")
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 @pytest.mark.parametrize("where", ["period", "show", "close"])
-def test_a_view_that_raises_is_logged_and_dropped(view, event, caplog, where):
-    recorder = view(RaisingView(where, condition=lambda statuses: True, then=event.set))
+def test_a_view_that_raises_is_logged_and_dropped(view, event, caplog, where, error):
+    recorder = view(RaisingView(where, error, condition=lambda statuses: True, then=event.set))
     if where == "period":
         event.set()
     result = mpwatch.run(reporting.report_one_step_and_wait, 2, args=(event,))
     assert list(result) == [0, 1]
     (record,) = caplog.records
-    assert (record.levelno, record.exc_info[0]) == (logging.WARNING, ZeroDivisionError)
+    assert (record.levelno, record.exc_info[0]) == (logging.WARNING, error)
     assert record.message == "the live view failed; the run goes on without it"
     assert len(recorder.seen) == {"period": 0, "show": 1}.get(where, len(recorder.seen))
     assert recorder.ends[-1] == []
@@ -202,15 +203,15 @@ def test_a_keyboard_interrupt_in_a_view_is_raised_by_the_run(view, event, where)
     assert where == "period" or recorder.ends
 
 
-def test_a_view_is_closed_when_an_observer_raises(view):
+def test_a_view_is_closed_when_an_observer_is_interrupted(view):
     recorder = view(RecordingView())
 
-    def raise_system_exit(event):
+    def interrupt(event):
         if event.name == "worker_ready":
-            raise SystemExit
+            raise KeyboardInterrupt
 
-    with pytest.raises(SystemExit):
-        mpwatch.run(saboteurs.wait_to_be_stopped, 2, on_event=raise_system_exit, grace_period=5)
+    with pytest.raises(KeyboardInterrupt):
+        mpwatch.run(saboteurs.wait_to_be_stopped, 2, on_event=interrupt, grace_period=5)
     assert len(recorder.ends) == 1
 
 

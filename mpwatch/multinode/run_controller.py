@@ -6,8 +6,8 @@ As watcher/restarts/run_controller.py, except that all nodes together decide wha
     watcher thread -- the ranks have exited --> diagnose them -- report_attempt --> NodeThread --> the leader decides
     NodeThread -- ReportAttempt, ReportJob --> publish events, complete the failures with those of other nodes
 
-User code runs in this thread: `retry_if`, `env`, logging handlers, and classes of exceptions that are rebuilt. An exception
-that it raises ends the run.
+User code runs in this thread: `retry_if`, `env`, and classes of exceptions that are rebuilt. An exception that `retry_if` or
+`env` raises ends the run.
 """
 
 import logging
@@ -43,6 +43,7 @@ from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.diagnosis.diagnose import find_missing_ranks, find_possible_victims, find_waiting_ranks
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import DoNotRestart, StopReason
+from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.processes.rank_environment import build_environments
@@ -50,7 +51,6 @@ from mpwatch.watcher.restarts.restart_budget import find_no_restart_reason
 from mpwatch.watcher.restarts.run_controller import RunController, publish_outcomes, schedule_restart
 from mpwatch.watcher.watcher_thread import WatcherThread
 
-log = logging.getLogger("mpwatch")
 T = TypeVar("T")
 MAX_FAILURES_BYTES = 128 * 1024  # of the failures in an AttemptReport
 MAX_MISSING_RANKS_BYTES = 64 * 1024  # of the missing ranks in an AttemptReport
@@ -100,7 +100,7 @@ class MultiNodeRunController(RunController[T]):
                 self._node_thread.report_attempt(self._make_report(observations))
             for update in self._node_thread.take_updates():
                 self._handle_update(watcher_thread, update)
-        except Exception as error:
+        except BaseException as error:
             # First: the exception makes the watcher stop the ranks as by a signal, which would be reported as the reason.
             self._abort(error)
             raise
@@ -139,7 +139,7 @@ class MultiNodeRunController(RunController[T]):
             self._prepare_ranks(watcher_thread, update.start, update.assignment)
             return
         if isinstance(update, StopRanks):
-            log.info("the ranks of this node are stopped: %s", update.reason)
+            log_now(logging.INFO, "the ranks of this node are stopped: %s", update.reason)
             return
         self._latest_decision = decision = self._restore_root_cause(update.decision)
         self._record_decision(decision)
@@ -236,7 +236,8 @@ class MultiNodeRunController(RunController[T]):
     def _collect_remote_failures(self, decision: AttemptDecision) -> dict[int, ProcessFailure]:
         """Return the failures of other nodes by rank, one for each rank of a lost node, and those of missing ranks here."""
         if decision.failures_omitted:
-            log.warning("%d more failures are not listed: messages between nodes are limited", decision.failures_omitted)
+            text = "%d more failures are not listed: messages between nodes are limited"
+            log_now(logging.WARNING, text, decision.failures_omitted)
         found: dict[int, ProcessFailure] = {}
         for node in decision.lost_nodes:
             if node.first_rank >= 0:
@@ -246,7 +247,7 @@ class MultiNodeRunController(RunController[T]):
             try:
                 failure = decode_failure(encoded)
             except InvalidEntryError as error:
-                log.warning("a failure that another node has reported is dropped: %s", error)
+                log_now(logging.WARNING, "a failure that another node has reported is dropped: %s", error)
                 continue
             if failure.rank not in self.event_bus.ranks:
                 found[failure.rank] = failure

@@ -22,6 +22,7 @@ from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import PendingCall
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import Shutdown, StopReason
+from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, no_view
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
@@ -143,7 +144,7 @@ class PersistentRanks:
 
     def _restart_and_call(self, pending_call: PendingCall) -> tuple[BlockingCall, RunResult[Any]]:
         """Start the ranks for this call. The call is posted before they start, so a failure to start is its failure."""
-        log.warning("all ranks are restarted: %s", self._restart_reason)
+        log_now(logging.WARNING, "all ranks are restarted: %s", self._restart_reason)
         with open_standard_descriptors():
             answer = self._call(self._make_watcher_thread(), pending_call)
         assert answer is not None

@@ -14,7 +14,6 @@ One exception: at the end of the host program Python can start no thread. Then t
 caller's thread (see `WatcherThread.start`).
 """
 
-import logging
 import os
 import socket
 import threading
@@ -39,7 +38,6 @@ from mpwatch.watcher.processes.rank_environment import build_environments, build
 from mpwatch.watcher.restarts.restart_group import RankSetup
 from mpwatch.wire.resource_errors import with_remedy
 
-log = logging.getLogger("mpwatch")
 THREAD_START_SECONDS = 1.0  # a thread needs microseconds to start
 
 
@@ -164,7 +162,8 @@ class WatcherThread:
     def drain_output(self, seconds: float | None) -> None:
         """Wait until everything that the ranks have printed so far is written. Log a warning after `seconds`."""
         if not self.output.drain_all(seconds):
-            log.warning("the output of the ranks is incomplete: the reader of stdout or stderr did not read it in time")
+            text = "the output of the ranks is incomplete: the reader of stdout or stderr did not read it in time"
+            self.deferred_log.warning(text)
         self.deferred_log.emit()
 
     def has_started_ranks(self) -> bool:

@@ -127,6 +127,11 @@ def failing_env(worker):
     raise RankError(f"rank {worker.rank} cannot be")
 
 
+def exiting_env(worker):
+    """For `env`: exit."""
+    raise SystemExit(f"rank {worker.rank} cannot be")
+
+
 def fail_in_first_attempt():
     """Let rank 1 raise in the first attempt, when rank 0 ignores SIGTERM."""
     worker = mpwatch.current_worker()

@@ -70,13 +70,14 @@ def test_environments_that_are_ready_too_late_are_not_used_for_another_attempt(j
     assert {worker["restart_count"] for outcome in outcomes for worker in outcome.workers} == {1}
 
 
-def test_an_error_in_the_callers_code_on_one_node_is_reported_by_all(job):
+@pytest.mark.parametrize(("env", "error"), [("failing_env", "RankError"), ("exiting_env", "SystemExit")])
+def test_an_error_in_the_callers_code_on_one_node_is_reported_by_all(job, env, error):
     """The other node does not report the signal that stops the ranks there, and does not wait for that node."""
-    healthy, broken = job.start(), job.start(env="failing_env")
+    healthy, broken = job.start(), job.start(env=env)
     outcome = healthy.outcome()
-    assert broken.outcome().error == "RankError"
+    assert broken.outcome().error == error
     assert outcome.error == "RunFailedError"
-    assert outcome.text.startswith(f"node 1 ({broken.hostname}): RankError: rank 1 cannot be")
+    assert outcome.text.startswith(f"node 1 ({broken.hostname}): {error}: rank 1 cannot be")
     assert "SIG" not in outcome.text
 
 

@@ -1,11 +1,14 @@
 """Log records of a run: queued in the watcher thread or the output thread, logged in the caller's thread.
 
-A logging handler is user code. It may wait for a lock that the caller holds, or raise. Neither may delay the run.
+A logging handler is user code. It may wait for a lock that the caller holds, which delays only the caller's thread. What it
+raises is ignored, except what ends the run.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable
+
+from mpwatch.watcher.observers.user_errors import ignore_user_errors
 
 log = logging.getLogger("mpwatch")
 
@@ -26,14 +29,24 @@ class DeferredLog:
         self._queue(logging.DEBUG, text, args)
 
     def emit(self) -> None:
-        """Log the queued records, in the caller's thread.
-
-        Raises what a handler raises. The next call goes on with the next record.
-        """
+        """Log the queued records, in the caller's thread. After an exception, the next call goes on with the next record."""
         while self._records:
             level, text, args = self._records.popleft()
-            log.log(level, text, *args)
+            log_now(level, text, *args)
 
     def _queue(self, level: int, text: str, args: tuple[object, ...]) -> None:
         self._records.append((level, text, args))
         self._wake()
+
+
+def log_now(level: int, text: str, *args: object, error: BaseException | None = None) -> None:
+    """Log a record, in the caller's thread. Ignore what a logging handler raises, except what ends the run.
+
+    Args:
+        level: of the logging module.
+        text: may have placeholders for `args`.
+        args: see `logging.log`.
+        error: an exception to log with its traceback.
+    """
+    with ignore_user_errors():
+        log.log(level, text, *args, exc_info=error)

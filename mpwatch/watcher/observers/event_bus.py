@@ -3,7 +3,7 @@
     watcher thread, caller's thread --- publish ---> queue --- dispatch, in the caller's thread ---> observers, log, result
 
 An observer is user code. It may be slow, or wait for a lock that the caller holds. That delays only the caller's
-thread, not the ranks. An observer that raises is logged once and dropped.
+thread, not the ranks. An observer that raises is logged once and dropped, whatever it raises, except KeyboardInterrupt.
 """
 
 import logging
@@ -11,7 +11,6 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from mpwatch.events.logging_observer import LogEvents
@@ -20,8 +19,9 @@ from mpwatch.options.spec import GroupSpec, Observer
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.model import WorkerState
 from mpwatch.results.state_transitions import ENDS, check_transition
+from mpwatch.watcher.observers.deferred_log import log_now
+from mpwatch.watcher.observers.user_errors import ENDS_RUN
 
-log = logging.getLogger("mpwatch")
 MAX_EVENTS = 100_000  # about 10 MB. A run that is long or has many ranks keeps only the latest events
 
 
@@ -116,7 +116,7 @@ class EventBus:
         try:
             self.dispatch()
         finally:
-            self.dispatch()  # the rest, if an observer has raised KeyboardInterrupt or SystemExit
+            self.dispatch()  # the rest, after a KeyboardInterrupt
 
     def change_state(self, after: WorkerState, workers: Iterable[Worker]) -> None:
         """Set the state of all ranks together, and publish StateChanged if it is a new one. Raises ValueError."""
@@ -135,20 +135,24 @@ class EventBus:
             event = self._queue.popleft()
             if self._keep_events:
                 self.events.append(event)
-            self._notify(self._observers, event)
+            self._notify(event)
 
-    def _notify(self, observers: Sequence[Observer], event: Event) -> None:
-        for n, observer in enumerate(observers):
+    def _notify(self, event: Event) -> None:
+        interrupt: BaseException | None = None
+        for observer in self._observers:
             try:
                 observer(event)
-            except Exception as error:
+            except ENDS_RUN as error:  # the other observers receive the event first
+                interrupt = error
+            except BaseException as error:  # noqa: BLE001  an observer must not end the run, not even by sys.exit()
                 self._observers = [other for other in self._observers if other is not observer]
-                with suppress(Exception):  # a logging handler may raise, too
-                    text = "the observer %r failed at the event %r; it receives no more events"
-                    log.exception(text, observer, event.name, exc_info=error)
-            except BaseException:  # it ends the host program. The other observers receive the event first
-                self._notify(observers[n + 1 :], event)
-                raise
+                text = "the observer %r failed at the event %r; it receives no more events"
+                log_now(logging.ERROR, text, observer, event.name, error=error)
+        try:
+            if interrupt is not None:
+                raise interrupt
+        finally:
+            del interrupt  # its traceback has this frame
 
 
 def _latest_attempt(workers: Iterable[Worker]) -> int:

@@ -13,14 +13,14 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.watcher.commands import CommandQueue, PendingCall, StatusRequest, TerminalRestore
+from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.status_snapshot import final_statuses
+from mpwatch.watcher.observers.user_errors import ENDS_RUN, ignore_user_errors
 
-log = logging.getLogger("mpwatch")
 MAX_CLOSES = 2
 
 
@@ -50,7 +50,7 @@ def no_view() -> None:
 
 
 class ViewDriver:
-    """The driver of the view of one call. Only the caller's thread uses it. Its methods raise no Exception."""
+    """The driver of the view of one call. Only the caller's thread uses it. Its methods raise only what ends the run."""
 
     def __init__(self, make_view: MakeView, commands: CommandQueue, pending_call: PendingCall) -> None:
         self._commands = commands
@@ -118,14 +118,15 @@ class ViewDriver:
             self._commands.post(TerminalRestore(terminal_restore))
 
     def _guard(self, do: Callable[[], None]) -> None:
-        """Call `do`. If it raises an Exception, drop the view and log a warning."""
+        """Call `do`. If it raises, drop the view and log a warning."""
         try:
             do()
-        except Exception as error:
+        except ENDS_RUN:
+            raise
+        except BaseException as error:  # noqa: BLE001  a view must not end the run
             view, self._view = self._view, None
-            with suppress(Exception):  # so that the view releases its rows of the terminal, if it still can
+            with ignore_user_errors():  # so that the view releases its rows of the terminal, if it still can
                 if view is not None:
                     view.close(())
                     self._post_restore(view)
-            with suppress(Exception):  # a logging handler may raise, too
-                log.warning("the live view failed; the run goes on without it", exc_info=error)
+            log_now(logging.WARNING, "the live view failed; the run goes on without it", error=error)

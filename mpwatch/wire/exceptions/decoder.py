@@ -29,6 +29,10 @@ PickledParts = dict[str, Any]  # the pickles of one exception; for its keys see 
 MEMORY_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
+class HostHandlerError(BaseException):
+    """A signal handler of the host program has raised, so user code ends. `run_user_code` raises the handler's exception."""
+
+
 def get_builtin_attribute(error: BaseException, name: str) -> Any:
     """Read an attribute that every exception has (such as `__cause__`), even if its class overrides it."""
     return BaseException.__dict__[name].__get__(error)
