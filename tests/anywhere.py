@@ -103,7 +103,8 @@ def throw_at(what, at):
         except (
             mpwatch.RunFailedError
         ) as error:  # raised while a value was unpickled: mpwatch reports it as a failure of that
-            return str(error.__cause__) if isinstance(error.__cause__, ThrownError) else None
+            reason = error.__cause__ and error.__cause__.__cause__
+            return str(reason) if isinstance(reason, ThrownError) else None
     return None
 
 

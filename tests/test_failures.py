@@ -156,9 +156,18 @@ def test_nothing_is_written_into_files_that_replaced_descriptors_of_mpwatch(capl
 
 
 def test_a_value_that_cannot_be_unpickled_is_a_failure_of_its_rank():
-    with pytest.raises(mpwatch.RunFailedError, match="rank 0 failed first: LookupError: not here") as caught:
-        mpwatch.run(saboteurs.returns_a_value_that_cannot_be_unpickled, 1)
-    assert "while the return value of rank 0 was rebuilt" in caught.value.__cause__.__notes__[0]
+    with mpwatch.WorkerGroup(1) as ranks:
+        with pytest.raises(mpwatch.RunFailedError) as caught:
+            ranks.run(saboteurs.returns_a_value_that_cannot_be_unpickled)
+        assert list(ranks.run(int)) == [0]
+        assert ranks.workers[0].restart_count == 0
+    assert str(caught.value) == (
+        "rank 0 failed first: TypeError: its return value cannot be rebuilt in the caller: it is of type"
+        " saboteurs.CannotBeUnpickled (saboteurs._refuse raised LookupError: not here); return plain data instead"
+    )
+    reason = caught.value.__cause__.__cause__
+    assert isinstance(reason, LookupError)
+    assert frames_of(reason)[-1][1] == "_refuse"
 
 
 def test_an_exception_of_a_local_class_is_caught_as_itself():

@@ -40,6 +40,87 @@ for seconds in [n / 100 for n in range(1, 20)]:
     assert output == "raised\n" * 19
 
 
+REBUILT = """
+host = os.getpid()
+def ring(result=None):
+    if os.getpid() == host: signal.raise_signal(signal.SIGALRM)
+    return result
+class Rings:
+    def __reduce__(self): return ring, (ring(7),)
+class Swallows:
+    def __getstate__(self): return 1
+    def __setstate__(self, _):
+        try: ring()
+        except Exception: pass
+class RingsError(Exception):
+    def __reduce__(self): return rebuild_error, ()
+def rebuild_error(): return ring(RingsError())
+def fail(): raise RingsError
+def attempt(run, *arguments, **options):
+    try: print("FAULT: no exception from", run(*arguments, **options))
+    except TimeoutError as error: print(error)
+    assert state() == before, run
+"""
+
+
+def test_an_exception_of_a_handler_comes_out_of_a_run_that_rebuilds_or_pickles():
+    output = run(
+        REBUILT
+        + """
+observer = lambda event: event.name == "run_ended" and ring()
+mpwatch.run(functions.rank, 1)
+signal.signal(signal.SIGALRM, raise_timeout)
+before = state()
+attempt(mpwatch.run, Rings, 1)
+attempt(mpwatch.run, Swallows, 1)
+attempt(mpwatch.run, fail, 1)
+attempt(mpwatch.run, repr, 1, args=(Rings(),))
+attempt(mpwatch.run, functions.rank, 1, on_event=observer)
+"""
+    ).stdout
+    assert output == "raised\n" * 5
+
+
+def test_an_exception_of_a_handler_comes_out_of_a_call_that_rebuilds_or_pickles():
+    """The ranks stay alive."""
+    output = run(
+        REBUILT
+        + """
+observer = lambda event: event.name == "run_ended" and ring()
+signal.signal(signal.SIGALRM, raise_timeout)
+ranks = mpwatch.WorkerGroup(1, on_event=observer)
+ranks.run(functions.rank)
+before = state()
+attempt(ranks.run, Rings)
+attempt(ranks.run, Swallows)
+attempt(ranks.run, fail)
+attempt(ranks.run, repr, args=(Rings(),))
+print(list(ranks.run(functions.rank)), ranks.workers[0].restart_count)
+try: ranks.close()
+except TimeoutError as error: print(error)
+"""
+    ).stdout
+    assert output == "raised\n" * 4 + "[0] 0\nraised\n"
+
+
+def test_one_ctrl_c_ends_the_rebuilding_of_a_value():
+    output = run("""
+host = os.getpid()
+def rebuild():
+    if os.getpid() == host:
+        signal.raise_signal(signal.SIGINT)
+        while True: signal.pause()
+class Endless:
+    def __reduce__(self): return rebuild, ()
+def raise_my_own(*_): raise BlockingIOError("mine")
+for handler, kind in [(signal.default_int_handler, KeyboardInterrupt), (raise_my_own, BlockingIOError)]:
+    signal.signal(signal.SIGINT, handler)
+    try: mpwatch.run(Endless, 1)
+    except kind as error: print(error.__cause__)
+""").stdout
+    assert output == "None\nNone\n"
+
+
 def test_many_handlers_that_raise_in_a_row_leave_nothing():
     run("""
 left = 0

@@ -46,7 +46,7 @@ def send_as_argument(thing):
 def send_as_value(thing):
     packed = return_values.pack(thing)
     try:
-        return return_values.load(packed.body or map_bundle(packed.file.fileno()))
+        return return_values.open_value(packed.body or map_bundle(packed.file.fileno()))[1].load()
     finally:
         packed.close()
 
@@ -213,7 +213,7 @@ def test_any_mixture_of_small_and_large(parts, sent):
 def test_bytes_that_are_not_a_bundle_are_refused():
     for data in (b"", b"x", bytes(100), b"x" * (1 << 20)):
         with pytest.raises(ValueError, match="not a bundle"):
-            return_values.load(data)
+            return_values.open_value(data)
 
 
 @both_ways

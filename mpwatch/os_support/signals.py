@@ -24,6 +24,11 @@ def set_handler(number: int, handler: Any) -> None:
     c_signal(number, handler if callable(handler) else int(handler))
 
 
+def get_handler(number: int) -> Any:
+    """Return the handler of a signal: a function, or a number such as signal.SIG_DFL. None: it is not Python's."""
+    return c_getsignal(number)
+
+
 def list_python_handlers() -> dict[int, Any]:
     """Return the signals that have a handler in Python.
 

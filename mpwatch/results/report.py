@@ -230,9 +230,21 @@ def format_likely_oom(clue: str) -> str:
     return f"likely the out-of-memory killer: {clue}"
 
 
-def format_unloadable_value(rank: int) -> str:
-    """Return the note for an exception that unpickling a return value raised in the caller."""
-    return f"raised here, in the caller, while the return value of rank {rank} was rebuilt"
+def format_unloadable_value(kind: str, error: BaseException) -> str:
+    """Return a sentence that says that a return value of this type raised `error` when the caller rebuilt it."""
+    function = _name_first_user_function(error)
+    summary = summarize_exception(error).partition("\n")[0][:TEXT_LIMIT]
+    why = f"{function} raised {summary}" if function else summary
+    return f"its return value cannot be rebuilt in the caller: it is of type {kind} ({why}); return plain data instead"
+
+
+def _name_first_user_function(error: BaseException) -> str:
+    """Return the function that pickle has called, such as `train.Model.__setstate__`. Empty if pickle itself has raised."""
+    for frame, _ in walk_tb(get_builtin_attribute(error, "__traceback__")):
+        module, code = str(frame.f_globals.get("__name__", "")), frame.f_code
+        if not (code.co_filename.startswith((PACKAGE_FOLDER, "<frozen importlib")) or module == "importlib"):
+            return f"{module}.{code.co_qualname}"
+    return ""
 
 
 def _format_details(result: RunData[Any]) -> list[str]:

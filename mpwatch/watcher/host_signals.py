@@ -17,6 +17,8 @@ runs signal handlers in the main thread only.
 
 The caller's thread waits for a descriptor, not for a lock. A signal that comes just before a thread waits for a lock does
 not wake that thread.
+
+Before and after a run the host has its own handlers. For user code that is run then, see user_code.py.
 """
 
 import os

@@ -1,9 +1,11 @@
 """Pack a call for the ranks. If it cannot be sent, find the part that cannot be pickled and name it in the error."""
 
+from functools import partial
 from typing import Any
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.spec import name_of
+from mpwatch.watcher.user_code import run_user_code
 from mpwatch.wire.pickling import unpicklable
 from mpwatch.wire.pickling.call_payload import Call, Payload, pack, probe
 from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
@@ -11,6 +13,10 @@ from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 
 def pack_call(call: Call) -> Payload:
     """Return the call as a payload that can be sent to any number of ranks. Raises LaunchError."""
+    return run_user_code(partial(_pack, call))
+
+
+def _pack(call: Call) -> Payload:
     try:
         return pack(call)
     except Exception as error:

@@ -11,6 +11,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from mpwatch.options.spec import GroupSpec
@@ -29,10 +30,10 @@ from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.restarts.run_controller import diagnose_attempt, publish_outcomes
 from mpwatch.watcher.run import BlockingCall
+from mpwatch.watcher.user_code import run_user_code
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.pickling.call_payload import Call
 
-log = logging.getLogger("mpwatch")
 LOST_WHILE_IDLE = "a rank was lost while no call was running"
 CALL_ABORTED = "the last call was aborted"
 
@@ -127,7 +128,8 @@ class PersistentRanks:
     def publish_run_ended(self, reason: str = "") -> None:
         """Publish that there will be no more calls."""
         restarts = max(0, self._restart_count)
-        self._event_bus.publish_run_ended(WorkerState.STOPPED, self.workers, restarts=restarts, reason=reason)
+        publish = self._event_bus.publish_run_ended
+        run_user_code(partial(publish, WorkerState.STOPPED, self.workers, restarts=restarts, reason=reason))
 
     def _make_watcher_thread(self) -> WatcherThread:
         watcher_thread = WatcherThread(self._spec, self._event_bus, restart_count=self._restart_count + 1, keep_ranks=True)
@@ -164,12 +166,12 @@ class PersistentRanks:
         has_succeeded = observations.stop_reason is StopReason.SUCCEEDED
         if has_succeeded:
             self._process_group_version -= 1
-        result = blocking_call.build_result(lambda: self._diagnose(observations))
+        if self._watcher_thread is not None and not blocking_call.signals.received:
+            self._restart_reason = LOST_WHILE_IDLE  # else a signal may reach the ranks after the call, and end them
+        result = blocking_call.build_result(partial(self._diagnose, observations))
         if self._watcher_thread is None:
             why = "a rank ended after it had returned" if has_succeeded else format_verdict(result)
             self._restart_reason = f"not all of them survived the last call: {why}"
-        elif not blocking_call.signals.received:  # a signal may reach the ranks after the call, and end them
-            self._restart_reason = LOST_WHILE_IDLE
         return blocking_call, result
 
     def _diagnose(self, observations: AttemptObservations) -> RunResult[Any]:

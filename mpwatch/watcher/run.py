@@ -40,6 +40,7 @@ from mpwatch.watcher.observers.view_driver import MakeView, ViewDriver, no_view
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.restarts.run_controller import RunController
+from mpwatch.watcher.user_code import run_user_code
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.pickling.call_payload import Call
 
@@ -147,9 +148,13 @@ class BlockingCall:
             raise
 
     def build_result(self, make: Callable[[], RunResult[T]]) -> RunResult[T]:
-        """Return `make()`. If it raises, deliver the deferred signals, and let the exception go on."""
+        """Return `make()`, which rebuilds return values and exceptions, and calls observers.
+
+        If it raises, deliver the deferred signals, and let the exception go on. A handler of the host that raises ends
+        `make` at once, so one Ctrl-C is enough here.
+        """
         try:
-            return make()
+            return run_user_code(make)
         except BaseException:
             self.signals.deliver_received()
             raise
@@ -185,7 +190,6 @@ class BlockingCall:
         while not until():
             if not self.signals.wait_for_wakeup_until(deadline):
                 return False
-        self._watcher_thread.emit_logs_and_events()
         return True
 
     def _wait(self, until: Callable[[], bool]) -> None:
@@ -213,7 +217,7 @@ class BlockingCall:
         if self._watcher_thread.is_finished:
             self._watcher_thread.join()
         self.signals.restore()
-        self._watcher_thread.emit_logs_and_events()
+        run_user_code(self._watcher_thread.emit_logs_and_events)
 
     def _abort(self, signum: int, until: Callable[[], bool]) -> None:
         """Stop the ranks as on this signal, and restore the host, after an exception in the caller's thread.

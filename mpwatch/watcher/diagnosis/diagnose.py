@@ -26,6 +26,7 @@ from mpwatch.watcher.diagnosis.failures import (
     TimedFailure,
     build_hang,
     build_unloadable_value,
+    explain_unloadable_value,
     find_failure,
     has_returned,
     is_before_stop,
@@ -42,7 +43,7 @@ from mpwatch.watcher.diagnosis.stragglers import (
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.wire.exceptions import decoder
 from mpwatch.wire.messages import MessageKind
-from mpwatch.wire.pickling.return_values import load
+from mpwatch.wire.pickling.return_values import open_value
 
 Failures = dict[int, TimedFailure]  # by rank
 # The kernel closes the connections of a process before it reports the death: 0.2 to 4 ms before in measurements, longer on a
@@ -122,15 +123,17 @@ def _load_value(
 ) -> None:
     assert observed.answer is not None
     rank, body, file = observed.worker.rank, observed.answer.body, observed.answer.file
+    kind = "unknown"
     try:
         if isinstance(file, OSError):
             raise file
-        values[rank] = load(body if file is None else file)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001  unpickling runs user code, which may raise anything
-        decoder.add_note(error, texts.format_unloadable_value(rank))
-        failures[rank] = build_unloadable_value(attempt, observed, observed.answer.stamp, error)
+        kind, unpickler = open_value(body if file is None else file)
+        values[rank] = unpickler.load()
+    except BaseException as error:  # unpickling runs user code, which may raise anything
+        if decoder.comes_from_host(error):
+            raise
+        reason = error if error is file else explain_unloadable_value(kind, error)
+        failures[rank] = build_unloadable_value(attempt, observed, observed.answer.stamp, reason)
 
 
 def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:

@@ -15,7 +15,9 @@ from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_death,
 from mpwatch.watcher.diagnosis.stragglers import get_stacks_or_state
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.wire.exceptions import decoder
+from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 from mpwatch.wire.messages import Message, MessageKind
+from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 
 TimedFailure = tuple[float, ProcessFailure]  # the time in seconds of CLOCK_MONOTONIC
 CRASH_SIGNALS = frozenset(
@@ -90,9 +92,30 @@ def build_hang(
 def build_unloadable_value(
     attempt: AttemptObservations, observed: RankObservations, at: float, error: BaseException
 ) -> TimedFailure:
-    """Build the failure of a rank whose return value raised this exception when the caller unpickled it."""
-    summary = texts.summarize_exception(error)
-    return _build(attempt, observed, at, FailureKind.EXCEPTION, exception=error, summary=summary)
+    """Build the failure of a rank whose return value the caller could not receive or rebuild, for this reason."""
+    plain = ExceptionEncoder(error).plain()
+    return _build(
+        attempt,
+        observed,
+        at,
+        FailureKind.EXCEPTION,
+        exception=error,
+        summary=decoder.read_summary(plain),
+        traceback=decoder.read_traceback_text(plain),
+    )
+
+
+def explain_unloadable_value(kind: str, error: BaseException) -> BaseException:
+    """Return an exception that says that a return value of this type raised `error` when the caller rebuilt it."""
+    explained: BaseException
+    is_of_system = isinstance(error, OSError | MemoryError) or type(error) is RuntimeError  # the last one is torch's
+    if is_of_system and is_resource_shortage(error):
+        cls = MemoryError if isinstance(error, MemoryError) else OSError
+        explained = cls(with_remedy("the return value could not be rebuilt in the caller", error))
+    else:
+        explained = TypeError(texts.format_unloadable_value(kind, error))
+    explained.__cause__ = error
+    return explained
 
 
 def _find_death_after_return(attempt: AttemptObservations, observed: RankObservations) -> TimedFailure | None:

@@ -17,6 +17,7 @@ import builtins
 import marshal
 import pickle
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,17 @@ MEMORY_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 class HostHandlerError(BaseException):
     """A signal handler of the host program has raised, so user code ends. `run_user_code` raises the handler's exception."""
+
+
+def comes_from_host(error: BaseException) -> bool:
+    """Return whether an exception that was raised while user code rebuilt an object is meant for the host program.
+
+    KeyboardInterrupt always is. Off the main thread, so is any other exception that is no `Exception`: SystemExit is thrown
+    into a thread to end it (PyThreadState_SetAsyncExc). All others count as exceptions of that user code.
+    """
+    if isinstance(error, KeyboardInterrupt | HostHandlerError):
+        return True
+    return not isinstance(error, Exception) and threading.current_thread() is not threading.main_thread()
 
 
 def get_builtin_attribute(error: BaseException, name: str) -> Any:
@@ -50,8 +62,8 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def decode_exception(plain: bytes, details: bytes = b"") -> BaseException:
-    """Rebuild an exception from its messages. It raises nothing that the exceptions' classes raise, except
-    KeyboardInterrupt.
+    """Rebuild an exception from its messages. It raises nothing that the exceptions' classes raise, except what is meant for
+    the host program (see `comes_from_host`).
 
     Args:
         plain: a message of `ExceptionEncoder`.
@@ -95,10 +107,10 @@ def _build_exception(node: ExceptionNode, parts: PickledParts | None, members: l
     if parts is not None:
         try:
             return rebuild_from_pickles(node, parts, members)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # noqa: BLE001, S110  it worked in the rank, but the classes here may differ
-            pass
+        except BaseException as error:
+            if comes_from_host(error):
+                raise
+            # It worked in the rank, but the classes here may differ.
     return _build_stand_in(node, members)
 
 

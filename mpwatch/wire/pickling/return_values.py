@@ -1,5 +1,7 @@
 """Pickle what a rank sends back: its return value as a bundle, and parts of exceptions as bytes. The watcher unpickles both.
 
+The bundle has two pickles: the name of the value's type, and the value.
+
 A function or class that came from the caller's `__main__` is sent back by name. So the caller gets its own object back.
 Others that only cloudpickle can pickle are sent by value.
 """
@@ -42,10 +44,14 @@ def probe(value: Any) -> None:
     _make_pickler(NullBundle()).dump(value)
 
 
-def load(bundle: bytes | memoryview) -> Any:
-    """In the watcher: unpickle a value. It runs code of the value's classes, and raises what they raise."""
+def open_value(bundle: bytes | memoryview) -> tuple[str, pickle.Unpickler]:
+    """In the watcher: return the name of the value's type, and an unpickler whose `load` rebuilds the value.
+
+    `load` runs code of the value's classes, and raises what they raise.
+    """
     stream, buffers = open_bundle(bundle)
-    return _AnswerUnpickler(stream, buffers=buffers).load()
+    unpickler = _AnswerUnpickler(stream, buffers=buffers)
+    return unpickler.load(), unpickler
 
 
 def dumps(part: Any) -> bytes:
@@ -74,12 +80,18 @@ def loads(data: bytes) -> Any:
 def _pack(value: Any, pickler: Callable[[PickleBundle], pickle.Pickler]) -> PickleBundle:
     bundle = PickleBundle("mpwatch-value", MAX_INLINE_SIZE)
     try:
-        pickler(bundle).dump(value)
+        into_bundle = pickler(bundle)
+        into_bundle.dump(_get_type_name(type(value)))  # for the error of a value that the caller cannot rebuild
+        into_bundle.dump(value)
         bundle.finish()
     except BaseException:
         bundle.close()
         raise
     return bundle
+
+
+def _get_type_name(cls: type) -> str:
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _make_plain_pickler(bundle: PickleBundle) -> pickle.Pickler:

@@ -1,0 +1,83 @@
+"""Run user code in the caller's thread while the host's signals are not taken over. Runs in the caller's thread.
+
+That is before and after a run: arguments are pickled, return values and exceptions are rebuilt, observers are called. An
+exception of this code is reported as the failure of an argument, a rank or an observer. An exception of a signal handler of
+the host comes out of the same code, and is no such failure:
+
+    kernel ---> our handler ---> the host's handler raises: an alarm, for example
+                     |
+                     `--> HostHandlerError, which ends the user code ---> run_user_code raises the host's exception
+
+So a handler that raises ends slow user code at once. No rank has to be stopped for that.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from mpwatch.os_support.signals import get_handler, list_python_handlers, set_handler
+from mpwatch.wire.exceptions.decoder import HostHandlerError
+
+T = TypeVar("T")
+
+
+def run_user_code(action: Callable[[], T]) -> T:
+    """Return `action()`. If a signal handler of the host raises meanwhile, end `action`, and raise the handler's exception.
+
+    Off the main thread, this only calls `action`: Python runs signal handlers in the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return action()
+    # Python's own handler of Ctrl-C may stay: nothing that calls user code reports a KeyboardInterrupt as a failure.
+    host_handlers = {n: one for n, one in list_python_handlers().items() if one is not signal.default_int_handler}
+    if not host_handlers:
+        return action()
+    handlers = _HandlerWatch(host_handlers)
+    try:
+        handlers.replace()
+        result = action()
+        handlers.restore()
+    except BaseException:
+        handlers.restore()
+        if handlers.error is None:
+            raise
+    if handlers.error is None:
+        return result
+    try:
+        raise handlers.error
+    finally:
+        del handlers  # its traceback has this frame
+
+
+class _HandlerWatch:
+    """Replaces the host's handlers. The host's own is still called. The first exception is kept in `error`."""
+
+    def __init__(self, host_handlers: Mapping[int, Any]) -> None:
+        self._host_handlers = host_handlers
+        self.error: BaseException | None = None
+        self._is_watching = False
+        self._pid = os.getpid()
+
+    def replace(self) -> None:
+        self._is_watching = True
+        for signum in self._host_handlers:
+            set_handler(signum, self._call_host_handler)
+
+    def restore(self) -> None:
+        """Give the host its handlers back. A handler that it has set meanwhile stays."""
+        self._is_watching = False  # if an exception prevents the rest, the handlers do what the host's own do
+        for signum, handler in self._host_handlers.items():
+            if get_handler(signum) == self._call_host_handler:
+                set_handler(signum, handler)
+
+    def _call_host_handler(self, signum: int, frame: object) -> None:
+        try:
+            self._host_handlers[signum](signum, frame)
+        except BaseException as error:
+            if not self._is_watching or os.getpid() != self._pid:
+                raise
+            if self.error is None:  # a second one could leave `run_user_code` as HostHandlerError
+                self.error = error
+                raise HostHandlerError from None
