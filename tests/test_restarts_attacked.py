@@ -112,20 +112,6 @@ def test_an_exception_in_the_caller_during_a_later_attempt_counts_the_restarts(s
     assert events[-2].attempt == 2
 
 
-@pytest.mark.parametrize("name", ["worker_ready", "restarting", "run_ended"])
-def test_the_other_observers_receive_all_events_if_one_ends_the_program(name):
-    def leave(event):
-        if event.name == name:
-            raise SystemExit(3)
-
-    first, last = [], []
-    with pytest.raises(SystemExit):
-        mpwatch.run(reborn.fails, 2, args=(1, 1), max_restarts=1, on_event=[first.append, leave, last.append])
-    assert first == last
-    assert [event.name for event in last].count("run_ended") == 1
-    assert last[-1].name == "run_ended"
-
-
 def test_an_exception_during_the_last_dispatch_loses_no_event(monkeypatch):
     """The exception comes from a handler of the host, which gets its signals back before that."""
     events, dispatch = [], EventBus.dispatch
