@@ -118,10 +118,11 @@ class ViewDriver:
             self._commands.post(TerminalRestore(terminal_restore))
 
     def _guard(self, do: Callable[[], None]) -> None:
-        """Call `do`. If it raises, drop the view and log a warning."""
+        """Call `do`. If it raises, drop the view and log a warning. If the run ends for it, the view can only be closed."""
         try:
             do()
         except ENDS_RUN:
+            self._due_at = math.inf  # a view that raises at each update would interrupt the end of the run again and again
             raise
         except BaseException as error:  # noqa: BLE001  a view must not end the run
             view, self._view = self._view, None
