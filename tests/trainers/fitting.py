@@ -50,8 +50,18 @@ class Line(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Silent(Line):
+    """Does not return which weights it has not loaded."""
+
+    def load_state_dict(self, *args, **kwargs):
+        super().load_state_dict(*args, **kwargs)
+
+
 class Sharded(Line):
-    """Each rank has half of every weight, and a layer that the caller's module does not have."""
+    """Each rank has half of every weight, and a layer and a checkpoint callback that the caller does not have."""
+
+    def configure_callbacks(self):
+        return ModelCheckpoint(monitor="loss")
 
     def configure_model(self):
         self.more = torch.nn.Linear(1, 1)
@@ -63,6 +73,32 @@ class Locked(Line):
     def __init__(self):
         super().__init__()
         self.lock = threading.Lock()
+
+
+class SetUpInRanks(Callback):
+    """Cannot load a state in the caller, where Lightning does not call `setup`."""
+
+    def setup(self, trainer, module, stage):
+        self.counts = {}
+
+    def state_dict(self):
+        return {"stages": len(self.counts)}
+
+    def load_state_dict(self, state):
+        self.counts.update(state)
+
+
+class TornDown(Callback):
+    """Has no state after `teardown`."""
+
+    def setup(self, trainer, module, stage):
+        self.count = 0
+
+    def teardown(self, trainer, module, stage):
+        del self.count
+
+    def state_dict(self):
+        return {"count": self.count}
 
 
 class Recorder(Callback):
@@ -77,7 +113,7 @@ class Recorder(Callback):
             "local_rank": os.environ["LOCAL_RANK"],
             "rank": mpwatch.current_worker().rank,
             "port": os.environ["MASTER_PORT"] == str(mpwatch.current_worker().master_port),
-            "launcher": trainer.strategy.launcher,
+            "launched": trainer.strategy.launcher.launch(os.getpid, trainer=trainer) == os.getpid(),
             "random": torch.rand(()).item(),
         }
 
@@ -131,7 +167,7 @@ def in_fabric(fabric, factor, lazy, trainer):
     fabric.launch()  # has no effect in a rank
     lazy(torch.ones(1, 3))
     total = fabric.all_reduce(torch.tensor(factor * (fabric.global_rank + 1.0)), reduce_op="sum")
-    return Answer(fabric.global_rank, total.item(), trainer, os.getppid())
+    return Answer(fabric.global_rank, total.item(), trainer, fabric.strategy.launcher.launch(os.getppid))
 
 
 def get_error_text(function):
@@ -145,7 +181,7 @@ results = {"me": ME, "first": weights(model())}
 
 module = model()
 results["random"] = torch.rand(()).item()
-module = model().share_memory()  # like a model that ddp_spawn has trained. All ranks would write to it
+module = model(Silent).share_memory()  # like a model that ddp_spawn has trained. All ranks would write to it
 recorder = Recorder()
 events = []
 fit_trainer = trainer(
@@ -153,9 +189,10 @@ fit_trainer = trainer(
     logger=CSVLogger("logs"),
     enable_checkpointing=True,
     enable_progress_bar=True,
-    callbacks=[ModelCheckpoint("kept", monitor="loss", save_last=True), recorder],
+    callbacks=[ModelCheckpoint("kept", monitor="loss", save_last=True), ModelCheckpoint(), recorder],
 )
 fit_trainer.fit(module, loader(shuffle=True), ckpt_path="last")
+first, second = fit_trainer.checkpoint_callbacks
 results["fit"] = {
     "weights": weights(module),
     "recorder": recorder.record,
@@ -167,9 +204,10 @@ results["fit"] = {
         fit_trainer.logged_metrics["loss"].item(),
         fit_trainer.progress_bar_metrics["loss"],
     ],
-    "best": os.path.isfile(fit_trainer.checkpoint_callback.best_model_path),
-    "score": fit_trainer.checkpoint_callback.best_model_score.item(),
-    "last": os.path.basename(fit_trainer.checkpoint_callback.last_model_path),
+    "best": [os.path.isfile(callback.best_model_path) for callback in (first, second)],
+    "score": first.best_model_score.item(),
+    "last": os.path.basename(first.last_model_path),
+    "second": os.path.dirname(second.best_model_path) == second.dirpath,
     "restarts": events[-1].restarts,
 }
 fit_trainer.save_checkpoint("caller.ckpt")
@@ -193,7 +231,7 @@ sharded = model(Sharded)
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always", UserWarning)
     parallel = watched(ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1))
-    sharded_trainer = trainer(parallel, enable_checkpointing=True)
+    sharded_trainer = trainer(parallel, enable_checkpointing=True, callbacks=[TornDown(), SetUpInRanks()])
     sharded_trainer.fit(sharded, loader(shuffle=True))
 results["sharded"] = weights(sharded)
 results["checkpoint"] = [

@@ -26,6 +26,14 @@ class BadShardError(ValueError):
         self.columns = columns
 
 
+class ExplainingStrategy(DDPStrategy):
+    """Explains an exception of a rank, as DDPStrategy does if parameters were not used."""
+
+    def on_exception(self, exception):
+        if isinstance(exception, BadShardError):
+            exception.explanation = "explained by the strategy"
+
+
 class FailingModel(LightningModule):
     """A linear model whose training fails in rank 1."""
 
@@ -66,7 +74,7 @@ if __name__ == "__main__":  # Lightning's own launchers import this file
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=watched(DDPStrategy()) if launcher == "watched" else launcher,
+        strategy=watched(ExplainingStrategy()) if launcher == "watched" else launcher,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
@@ -79,7 +87,12 @@ if __name__ == "__main__":  # Lightning's own launchers import this file
         print_time("raised")
         print(error)
         if failure == "raises":
-            print("the exception itself:", type(error.__cause__) is BadShardError, error.__cause__.columns)
+            print(
+                "the exception itself:",
+                type(error.__cause__) is BadShardError,
+                error.__cause__.columns,
+                error.__cause__.explanation,
+            )
         sys.exit(error.exit_code)
     except SystemExit:  # Lightning raises it after Ctrl-C
         print_time("raised")

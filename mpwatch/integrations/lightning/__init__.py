@@ -10,7 +10,7 @@ the program has not imported.
 Guarantees in addition to those of `mpwatch.run`:
 
 - No rank runs the script. The ranks of Lightning's own launchers do.
-- The launcher and the options stay in the caller's process.
+- The options stay in the caller's process. The launcher of a rank starts nothing: it calls the function.
 - Trained weights come back through memory, not through a file.
 - The caller's environment does not change.
 - If other software has started the processes of a strategy (mpwatch.run, torchrun, SLURM), `watched` has no effect.
@@ -50,13 +50,18 @@ def watched(strategy: S, **options: Any) -> S:
     `predict` returns the predictions of rank 0, as with "ddp". `Fabric.launch(fn)` returns the value of fn in rank 0. If a
     rank fails, `mpwatch.RunFailedError` is raised.
 
+    A callback's `load_state_dict` may raise in the caller, since Lightning calls `setup` only in the ranks. A warning then
+    names the callback and the error, and all else comes back. The same holds if a callback's `state_dict` raises after the
+    training, or if the module's `load_state_dict` raises in the caller.
+
     The limits are those of Lightning's own spawning strategies:
 
     - A Trainer can `fit` once.
     - Layers that only `configure_model` makes do not exist in the caller's module, so their weights do not come back. A
       warning names them.
     - A logger that counts its versions takes a new version for each run. The caller's logger does not know it.
-    - Callbacks' `on_exception` is called in the caller. A checkpoint written there has the weights from before the run.
+    - Callbacks' `on_exception` is called in the caller, with the RunFailedError. A checkpoint written there has the weights
+      from before the run. The strategy's `on_exception` is called in the rank, too, with the rank's own exception.
 
     If the processes exist already, `watched` changes nothing. This is so under torchrun, and for a Trainer that is built in
     a function that `mpwatch.run` calls.
@@ -147,13 +152,31 @@ class _LauncherFactory(_StrategyHook):
         return partial, (type(self._strategy)._configure_launcher, self._strategy)
 
 
+class _FabricLauncherInRank:
+    """The launcher of a strategy in a rank. All processes exist, so it only calls the function."""
+
+    is_interactive_compatible = True
+
+    def launch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+
+class _TrainerLauncherInRank(_FabricLauncherInRank):
+    def launch(self, function: Callable[..., Any], /, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:  # noqa: ARG002
+        return function(*args, **kwargs)
+
+    def kill(self, _: int) -> None:
+        """Do nothing: a rank has started no other rank."""
+
+
 class _Launcher(_StrategyHook):
     """The parts of Lightning's launcher interface that Trainer and Fabric share."""
 
     is_interactive_compatible = True
+    _class_in_rank: type
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # a rank launches nothing
+        return self._class_in_rank, ()
 
     def _run(self, trainer: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function in all ranks. Return the value of rank 0."""
@@ -165,6 +188,8 @@ class _Launcher(_StrategyHook):
 
 
 class _FabricLauncher(_Launcher):
+    _class_in_rank = _FabricLauncherInRank
+
     def launch(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the function in all ranks. Return the value of rank 0."""
         __tracebackhide__ = True
@@ -172,6 +197,7 @@ class _FabricLauncher(_Launcher):
 
 
 class _TrainerLauncher(_Launcher):
+    _class_in_rank = _TrainerLauncherInRank
     _has_fit = False
 
     def launch(self, function: Callable[..., Any], /, *args: Any, trainer: Any, **kwargs: Any) -> Any:
@@ -204,7 +230,12 @@ def _run_in_rank(*args: Any, **kwargs: Any) -> Any:
         # Lightning's handler of SIGTERM only sets a flag, and training continues. In a collective of NCCL it never runs.
         trainer._signal_connector.register_signal_handlers = _keep_signal_handlers
     _unshare_weights([*args, *kwargs.values(), trainer and trainer.lightning_module])
-    value = function(*args, **kwargs)
+    try:
+        value = function(*args, **kwargs)
+    except BaseException as error:
+        if trainer is not None:
+            trainer.strategy.on_exception(error)  # DDPStrategy replaces torch's text about unused parameters
+        raise
     answer = value if trainer is None else TrainerState.collect(trainer, value)
     if mpwatch.current_worker().rank != 0:
         return None

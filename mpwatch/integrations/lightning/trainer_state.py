@@ -22,43 +22,77 @@ class TrainerState:
     state: Any
     should_stop: bool
     metrics: dict[str, Any]
-    callback_states: dict[str, Any]
+    first_checkpoint_paths: dict[str, Any]  # of `trainer.checkpoint_callback`
     checkpoint_paths: dict[str, dict[str, Any]]
+    callback_states: dict[str, Any]
     progress: dict[str, Any]
     weights: Any
+    problems: list[str]  # what could not be collected, and why
 
     @classmethod
     def collect(cls, trainer: Any, value: Any) -> Self:
         """Collect the state of the trainer. All ranks must call it, since sharded weights are gathered."""
         is_fit = trainer.state.fn == "fit"
-        # Only `fit` decides where checkpoints go. Before it, the caller's logger may choose another folder than the ranks'.
-        callbacks = [callback for callback in trainer.callbacks if is_fit or not _get_checkpoint_paths(callback)]
+        weights = _gather_whole_weights(trainer.strategy) if is_fit else {}
+        paths, states, problems = {}, {}, []
+        for callback in trainer.callbacks:
+            own_paths = _get_checkpoint_paths(callback)
+            # Only `fit` decides where checkpoints go. The caller's logger may choose another folder before `fit`.
+            if own_paths and not is_fit:
+                continue
+            try:
+                paths[callback.state_key] = own_paths
+                states[callback.state_key] = callback.state_dict()
+            except Exception as error:  # noqa: BLE001  for example, `teardown` has deleted the state
+                problems.append(_describe_problem(callback, "state_dict", "in rank 0", error))
         return cls(
             value,
             trainer.state,
             trainer.should_stop,
             {name: getattr(trainer, name) for name in METRICS},
-            {callback.state_key: callback.state_dict() for callback in callbacks},
-            {callback.state_key: _get_checkpoint_paths(callback) for callback in callbacks},
+            _get_checkpoint_paths(trainer.checkpoint_callback) if is_fit and trainer.checkpoint_callback else {},
+            paths,
+            states,
             trainer.fit_loop.state_dict(),
-            _gather_whole_weights(trainer.strategy) if is_fit else {},
+            weights,
+            problems,
         )
 
     def restore(self, trainer: Any) -> None:
-        """Copy the state into the caller's trainer. The weights come first: if a later step fails, they are not lost."""
+        """Copy the state into the caller's trainer. If code of the user raises, warn: the training has succeeded.
+
+        The warnings come last. If warnings are errors, all that can be copied has been copied.
+        """
+        problems = [*self.problems]
         if self.weights:
-            _load_weights(trainer.lightning_module, self.weights)
+            problems += _load_weights(trainer.lightning_module, self.weights)
         trainer.state, trainer.should_stop = self.state, self.should_stop
         for name, metrics in self.metrics.items():
             own_metrics = getattr(trainer, name)
             own_metrics.clear()
             own_metrics.update(metrics)
-        for callback in trainer.callbacks:  # the trainers of the ranks may have had more callbacks
-            vars(callback).update(self.checkpoint_paths.get(callback.state_key, {}))
-            if state := self.callback_states.get(callback.state_key):
-                callback.load_state_dict(state)
         trainer.fit_loop.load_state_dict(self.progress)
         trainer.fit_loop.restarting = False  # load_state_dict sets it, but the caller's trainer does not resume from here
+        # `configure_callbacks` of the module may have replaced the checkpoint callback in the ranks.
+        if trainer.checkpoint_callback:
+            vars(trainer.checkpoint_callback).update(self.first_checkpoint_paths)
+        for callback in trainer.callbacks:  # the trainers of the ranks may have had more callbacks
+            try:
+                vars(callback).update(self.checkpoint_paths.get(callback.state_key, {}))
+                if state := self.callback_states.get(callback.state_key):
+                    callback.load_state_dict(state)
+            except Exception as error:  # noqa: BLE001  the training has succeeded
+                where = "in the caller, where Lightning does not call its setup"
+                problems.append(_describe_problem(callback, "load_state_dict", where, error))
+        for problem in problems:
+            warnings.warn(problem, stacklevel=2)
+
+
+def _describe_problem(callback: Any, method: str, where: str, error: Exception) -> str:
+    return (
+        f"the caller's {type(callback).__name__} does not have the state of rank 0: "
+        f"its {method} raised {type(error).__name__} {where}: {error!s:.500}"
+    )
 
 
 def _get_checkpoint_paths(callback: Any) -> dict[str, Any]:
@@ -73,19 +107,18 @@ def _gather_whole_weights(strategy: Any) -> Any:
     return strategy.lightning_module_state_dict()
 
 
-def _load_weights(module: Any, weights: dict[str, Any]) -> None:
-    """Load the weights that the caller's module has a layer for, and warn about others.
+def _load_weights(module: Any, weights: dict[str, Any]) -> list[str]:
+    """Load the weights that the caller's module has a layer for. Return a text about others.
 
     The module may have got other layers in the ranks, for example in `configure_model`.
     """
     try:
-        missing, unexpected = module.load_state_dict(weights, strict=False)
-        lost = [*missing, *unexpected]
-    except RuntimeError as error:  # load_state_dict has loaded all weights that fit
-        lost = [error]
-    if lost:
-        warnings.warn(
-            f"the caller's {type(module).__name__} differs from the module that was trained, so some weights were not "
-            f"loaded: {', '.join(map(str, lost)):.500}; load them from a checkpoint",
-            stacklevel=2,
-        )
+        keys = module.load_state_dict(weights, strict=False)  # a method of the user may return None
+        lost = [*getattr(keys, "missing_keys", ()), *getattr(keys, "unexpected_keys", ())]
+    except Exception as error:  # noqa: BLE001  torch's own method has loaded all weights that fit
+        lost = [f"{type(error).__name__}: {error}"]
+    text = (
+        f"the caller's {type(module).__name__} differs from the module that was trained, so some weights were not "
+        f"loaded: {', '.join(lost):.500}; load them from a checkpoint"
+    )
+    return [text] if lost else []
