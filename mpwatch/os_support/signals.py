@@ -12,9 +12,11 @@ from mpwatch.os_support.cpython_private import c_getsignal, c_signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
 
 SIGNALS = [int(number) for number in signal.valid_signals()]
+STANDARD_SIGNALS = [number for number in SIGNALS if number < getattr(signal, "SIGRTMIN", signal.NSIG)]
 # Asks a rank for its stacks. It is a real-time signal, because programs use the others. None: no such signal is sent.
 DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 
@@ -29,12 +31,12 @@ def get_handler(number: int) -> Any:
     return c_getsignal(number)
 
 
-def list_python_handlers() -> dict[int, Any]:
-    """Return the signals that have a handler in Python.
+def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
+    """Return those of these signals that have a handler in Python.
 
     As fast as `set_handler`: the signal module would convert each number to an enum and back.
     """
-    return {number: handler for number in SIGNALS if callable(handler := c_getsignal(number))}
+    return {number: handler for number in signals if callable(handler := c_getsignal(number))}
 
 
 def die_with_writer(pipe: int) -> None:
