@@ -78,7 +78,7 @@ class Node:
         job.after(0.0, self.send_heartbeat)
 
     def send_heartbeat(self):
-        if self.is_alive and not self.is_over() and not (self.leader and self.leader.is_finished):
+        if self.is_alive and not self.is_over() and not (self.leader and self.leader.has_stepped_down):
             round_, now = self.round, self.job.now
             round_.heartbeats[self.group_rank] += 1
             self.execute_node_actions(self.node_machine.check_leader_heartbeat(round_.heartbeats[0], now))

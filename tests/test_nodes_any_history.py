@@ -13,6 +13,7 @@ from mpwatch.watcher.machine.transitions import Interrupted, Lease, RankPhase
 
 JOIN_TIMEOUT = 120.0
 LEAVE_SECONDS = 12.0  # seconds that a leader which leaves waits for the others, at most
+AT_ONCE = 1.0  # seconds, for a few messages
 STOP_SECONDS = 0.5  # seconds after it has woken up, for a node to stop ranks
 NODES, WORK = 4, 40.0
 
@@ -256,6 +257,17 @@ def test_no_history_breaks_a_guarantee(least, max_restarts, faults, seed):
     started = [decision.attempt for decision in job.decisions if decision.history.attempts > decision.attempt]
     assert len(started) == len(set(started)), "two decisions about one attempt"
     assert not job.overlaps
+
+
+FAILURES = st.lists(st.tuples(st.just("fail rank"), TIMES, NODE), max_size=3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(TIMES, st.integers(1, NODES), st.integers(0, 2), FAILURES, st.integers(0, 3))
+def test_no_node_waits_for_others_if_all_leave(at, least, max_restarts, failures, seed):
+    job = run_history(least, max_restarts, [*failures, *(("leave", at, node) for node in range(NODES))], seed)
+    assert job.is_over()
+    assert job.now < at + AT_ONCE
 
 
 SHORT = TIMEOUT / 3

@@ -157,6 +157,30 @@ def test_the_node_that_serves_the_store_stays_until_all_others_know_that_it_leav
     assert leaving.is_finished
 
 
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("max_restarts", [0, 1])
+def test_the_leader_waits_for_no_node_if_all_leave(size, max_restarts):
+    round_ = SimulatedRound(size, policy=RestartPolicy(max_restarts))
+    round_.start_ranks()
+    for node, machine in round_.machines.items():
+        assert not round_.leader.is_finished
+        round_.execute(node, machine.report_signal("it received SIGTERM"))
+    assert round_.leader.is_finished
+    assert len(round_.decisions) == 1
+
+
+def test_a_node_that_leaves_when_the_job_is_decided_acknowledges_the_decision():
+    """Its caller's thread may end before it reads the decision. The leader does not wait for `node_timeout`."""
+    round_ = SimulatedRound(2)
+    round_.start_ranks()
+    for node, machine in round_.machines.items():
+        round_.execute(node, machine.report_attempt(DONE))
+    assert [decision.next_step for decision in round_.decisions] == [NextStep.DONE]
+    for node, machine in round_.machines.items():
+        round_.execute(node, machine.report_signal("it received SIGTERM"))
+    assert round_.broadcasts[-1] == JobFinished()
+
+
 def test_a_node_that_sends_heartbeats_but_no_node_info_is_lost():
     round_ = SimulatedRound(3, nnodes=(2, 3), lost=[2])
     for now in range(int(NODE_INFO_SHARE * TIMEOUT)):

@@ -19,7 +19,8 @@ thread has to execute.
     the decision         (job_decision.py)  RESTART                                     STARTING
                                             RE_RENDEZVOUS                               FINISHED
                                             DONE, FAILED                                SHUTTING_DOWN
-    SHUTTING_DOWN        all nodes have sent ShutdownAck, or the time is over           FINISHED
+    SHUTTING_DOWN        all nodes that are not lost have sent ShutdownAck,             FINISHED
+                         or the time is over
 
 What happens when a node is lost:
 
@@ -130,6 +131,7 @@ class Leader:
         rng: Callable[[], float] = random,
     ) -> None:
         self.stage = RoundStage.WAITING_FOR_NODES
+        self.has_stepped_down = False
         self._size, (self._min_nodes, self._max_nodes) = size, nnodes
         self._policy, self._rng = policy, rng
         self._node_timeout, self._exit_barrier_timeout = node_timeout, exit_barrier_timeout
@@ -230,7 +232,7 @@ class Leader:
         The leader must not decide about the job any more. Nodes that are still in this round stop their ranks. Then they
         miss the leader's heartbeats, and find that it is lost.
         """
-        self.stage = RoundStage.FINISHED
+        self.stage, self.has_stepped_down = RoundStage.FINISHED, True
         return [Broadcast(StopAttempt(self._attempt, reason))]
 
     def start_attempt(self, port: int) -> list[LeaderAction]:
@@ -346,7 +348,7 @@ class Leader:
         self.stage = RoundStage.SHUTTING_DOWN
         has_succeeded = decision.next_step is NextStep.DONE
         self._deadline = now + (self._exit_barrier_timeout if has_succeeded else self._node_timeout)
-        return [CloseRendezvous(), Broadcast(decision)]
+        return [CloseRendezvous(), Broadcast(decision), *self._finish_if_acknowledged()]
 
     def _summarize_attempt(self) -> AttemptSummary:
         return AttemptSummary(

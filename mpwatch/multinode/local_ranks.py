@@ -20,7 +20,7 @@ from collections import deque
 from mpwatch.multinode.node_machine import PrepareRanks, ReportAttempt, ReportJob, StopRanks
 from mpwatch.multinode.protocol.messages import StartAttempt
 from mpwatch.watcher.commands import CommandQueue, RestartCommand
-from mpwatch.watcher.machine.transitions import CancelAttempt, Lease, Restart
+from mpwatch.watcher.machine.transitions import NO_LEASE, CancelAttempt, Lease, Restart
 from mpwatch.watcher.processes.rank_environment import reserve_port
 from mpwatch.watcher.restarts.restart_group import RankSetup
 
@@ -97,6 +97,10 @@ class LocalRanks:
         """
         stop_at, kill_at = (since + share * self._node_timeout for share in (STOP_SHARE, KILL_SHARE))
         self._commands.post(Lease(stop_at, kill_at))
+
+    def end_lease(self) -> None:
+        """Let the ranks have their whole grace period, which may be longer than the lease. The job is over for this node."""
+        self._commands.post(NO_LEASE)
 
     def reserve_port(self) -> int:
         """Reserve a port of this node for MASTER_PORT, until the next one is reserved. Raises LaunchError."""

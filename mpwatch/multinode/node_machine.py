@@ -317,7 +317,7 @@ class NodeMachine:
         """Report that a signal ends this node. The watcher thread stops its ranks."""
         self._is_leaving = True
         if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
-            return []
+            return self.acknowledge_shutdown()  # the caller's thread may end before it reads the decision
         return [SendToLeader(NodeLeaving(self._node_info.group_rank, reason))]
 
     def acknowledge_shutdown(self) -> list[NodeAction]:

@@ -215,6 +215,7 @@ class NodeThread:
                 self._make_join_deadline(), last_call=REJOIN_LAST_CALL_SECONDS, expected_nodes=rejoin.expected_nodes
             )
             rejoin = self._run_round(round_, rejoin.history)
+        self._local_ranks.end_lease()
 
     def _make_join_deadline(self) -> float:
         return min(time.monotonic() + self._rendezvous.join_timeout, self._run_deadline)

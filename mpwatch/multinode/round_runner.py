@@ -160,8 +160,8 @@ class RoundRunner:
 
     def _exchange_heartbeats(self, now: float) -> None:
         # A leader that has stepped down sends no heartbeats, so that the other nodes find that it is lost.
-        is_leader_finished = self._leader is not None and self._leader.is_finished
-        if now < self._next_heartbeat or is_leader_finished:
+        has_stepped_down = self._leader is not None and self._leader.has_stepped_down
+        if now < self._next_heartbeat or has_stepped_down:
             return
         self._next_heartbeat = now + self._heartbeat_interval
         self._channel.send_heartbeat()

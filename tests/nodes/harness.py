@@ -112,6 +112,11 @@ class Node:
     def is_over(self):
         return self.ended_at is not None and not self.is_pipe_open
 
+    @property
+    def log(self):
+        """What the node and its ranks have printed."""
+        return self._job.read_log(self)
+
     def __repr__(self):
         return f"{self.name}: pid {self.pid}, " + ("running" if self.ended_at is None else f"ended with {self.status}")
 
@@ -368,6 +373,9 @@ class Job:
         process.ended_at = time.monotonic()
         self._selector.unregister(pidfd)
 
+    def read_log(self, node):
+        return (self._folder / f"{node.name}.log").read_text(errors="replace")
+
     # the end
 
     def close(self):
@@ -384,7 +392,7 @@ class Job:
             left = self._kill_leftovers()
         finally:
             for node in self.nodes:
-                print(f"--- {node!r}\n{(self._folder / f'{node.name}.log').read_text(errors='replace')}")
+                print(f"--- {node!r}\n{node.log}")
             files = os.listdir(self._folder / "tmp")
             self._stack.close()
         assert not running, "nodes that the test had not seen end"

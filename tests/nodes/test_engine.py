@@ -336,6 +336,19 @@ def test_close_leaves_no_thread_and_no_server(make_client, port):
         formed.store.check(["key"])
 
 
+def test_a_static_host_keeps_the_store_until_the_others_have_left(make_client, monkeypatch):
+    monkeypatch.setattr("mpwatch.multinode.rendezvous.client.OTHERS_LEAVE_SECONDS", 30.0)
+    host, guest = connect(*(make_client(2, backend="static", options={"rank": rank}) for rank in (0, 1)))
+    _, seen = join(host, guest)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(host.close)
+        while seen.store.add("left", 0) < 1:
+            os.sched_yield()
+        assert not closing.done()
+        guest.close()
+        closing.result()
+
+
 def test_the_host_keeps_the_store_for_nodes_that_leave_at_the_same_time(make_client, eventually, monkeypatch, capfd):
     monkeypatch.setattr("mpwatch.multinode.rendezvous.client.OTHERS_LEAVE_SECONDS", 30.0)
     host, guest = connect(make_client(), make_client())

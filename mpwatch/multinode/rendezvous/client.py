@@ -25,7 +25,7 @@ LAST_CALL_SECONDS = 30.0  # torch's default
 LEAVE_SECONDS = 1.0  # for this node to leave the round; then its connection is shut down
 SHUTDOWN_SECONDS = 0.5  # for the leaving thread to notice the shutdown
 # The node that serves the store waits so long for the others to leave. They need some hundredths of a second. The limit is
-# needed because the state may also list nodes that were lost.
+# needed because nodes that were lost do not leave.
 OTHERS_LEAVE_SECONDS, OTHERS_LEAVE_POLL_SECONDS = 0.3, 0.01
 
 
@@ -120,7 +120,7 @@ class RendezvousClient:
         if implementation is not None:
             leave_within_limit(implementation.leave, opened.connection)
             if opened.is_host:
-                _wait_for_others_to_leave(implementation)
+                wait_for_others_to_leave(implementation.has_other_nodes)
         opened.connection.close()
 
 
@@ -136,11 +136,11 @@ def leave_within_limit(leave: Callable[[], object], connection: StoreConnection)
         wait_for_thread_exit(thread.native_id)
 
 
-def _wait_for_others_to_leave(implementation: DynamicRendezvous | StaticRendezvous) -> None:
+def wait_for_others_to_leave(has_other_nodes: Callable[[], bool]) -> None:
     """Keep the store for nodes that are just leaving.
 
     Torch prints a page of C++ frames if its server goes away during a call.
     """
     deadline = time.monotonic() + OTHERS_LEAVE_SECONDS
-    while implementation.has_other_nodes() and time.monotonic() < deadline:
+    while has_other_nodes() and time.monotonic() < deadline:
         time.sleep(OTHERS_LEAVE_POLL_SECONDS)

@@ -25,7 +25,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from mpwatch.errors import LaunchError
 from mpwatch.multinode.rendezvous.cancellable_wait import Deadline, call_with_deadline
-from mpwatch.multinode.rendezvous.client import LEAVE_SECONDS, RendezvousClient, leave_within_limit
+from mpwatch.multinode.rendezvous.client import (
+    LEAVE_SECONDS,
+    RendezvousClient,
+    leave_within_limit,
+    wait_for_others_to_leave,
+)
 from mpwatch.multinode.rendezvous.errors import JobClosedError, StoreLostError
 from mpwatch.multinode.rendezvous.rounds import Round
 from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection, wrap_store
@@ -51,6 +56,7 @@ class CustomHandlerClient(RendezvousClient):
         self._handler = handler
         self._connection: StoreConnection | None = None  # to the store of the round
         self._has_joined = False
+        self._round: Round | None = None  # the latest
         self.backend = handler.get_backend()
         self._description = f"job {handler.get_run_id()!r}, which meets by a rendezvous handler ({self.backend})"
 
@@ -108,7 +114,8 @@ class CustomHandlerClient(RendezvousClient):
                 " the same rank, or has given several rounds the same store. Each round needs its own store or prefix, as in"
                 " torch's dynamic rendezvous"
             )
-        return Round(store, info.rank, info.world_size)
+        self._round = Round(store, info.rank, info.world_size)
+        return self._round
 
     def count_waiting_nodes(self) -> int:
         """See RendezvousClient."""
@@ -125,8 +132,15 @@ class CustomHandlerClient(RendezvousClient):
         """Leave the round. The handler stays open: its owner shuts it down, which closes it for all nodes."""
         self.cancel()
         if self._has_joined and self._connection is not None:
-            leave_within_limit(self._leave_rendezvous, self._connection)
+            leave_within_limit(self._leave, self._connection)
+            if self.is_host and self._round is not None:
+                wait_for_others_to_leave(self._round.has_other_nodes)
         self._release_connection()
+
+    def _leave(self) -> None:
+        self._leave_rendezvous()
+        if self._round is not None:
+            self._round.mark_as_left()
 
     def _leave_rendezvous(self) -> None:
         """Leave torch's dynamic rendezvous, so that the other nodes do not wait for this node in the next round.

@@ -33,6 +33,7 @@ from mpwatch.options.rendezvous import Rendezvous
 
 T = TypeVar("T")
 
+LEFT_KEY = "left"  # in the store of a round: how many of its nodes have left
 LEAVE_TRIES = 20  # a try fails if another node has written the state in between
 
 
@@ -48,6 +49,17 @@ class Round:
     """The store of this round only. Any thread may use it. Its calls raise StoreLostError."""
     group_rank: int
     group_world_size: int
+
+    def mark_as_left(self) -> None:
+        """Count this node among those that have left. It does not use the store after that."""
+        with suppress(StoreLostError):
+            self.store.add(LEFT_KEY, 1)
+
+    def has_other_nodes(self) -> bool:
+        """Whether nodes of this round have not left yet: nodes that are leaving, or that were lost."""
+        with suppress(StoreLostError):
+            return self.store.add(LEFT_KEY, 0) < self.group_world_size
+        return False
 
 
 class _NoRoomError(Exception):
@@ -230,6 +242,7 @@ class StaticRendezvous:
         self._opened_store = opened
         self._job_store = PrefixedStore(opened.connection, f"mpwatch.{rendezvous.run_id}")
         self._rounds = 0
+        self._round: Round | None = None  # the latest
         self._own_entry: tuple[PrefixedStore, str] | None = None  # store and key of a join that is in progress
 
     def join(self, deadline: Deadline, *_: float) -> Round:
@@ -257,7 +270,8 @@ class StaticRendezvous:
             raise
         self._rounds += 1
         self._own_entry = None
-        return Round(store, rank, size)
+        self._round = Round(store, rank, size)
+        return self._round
 
     def _describe_timeout(self, missing: list[str], seconds: float) -> str:
         ranks = ", ".join(key.partition("/")[2] for key in missing)
@@ -276,12 +290,14 @@ class StaticRendezvous:
         self._job_store.set("closed", "1")
 
     def has_other_nodes(self) -> bool:
-        """Return False: the nodes of a static rendezvous do not announce that they leave."""
-        return False
+        """Whether nodes of the latest round have not left yet."""
+        return self._round is not None and self._round.has_other_nodes()
 
     def leave(self) -> None:
-        """Delete the entry of a join that is in progress. The store holds nothing else about this node."""
+        """Delete the entry of a join that is in progress, and leave the latest round."""
         self._delete_own_entry()
+        if self._round is not None:
+            self._round.mark_as_left()
 
     def _delete_own_entry(self) -> None:
         if self._own_entry:
