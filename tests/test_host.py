@@ -148,6 +148,71 @@ def test_ctrl_c_twice_ends_ranks_that_ignore_the_first():
     assert not alive(program.pids)
 
 
+IN_THREAD = """
+from concurrent.futures import ThreadPoolExecutor
+def call_in_thread():
+    try: {call}
+    except KeyboardInterrupt: os.write(1, b"interrupted\\n")
+{start}
+"""
+SAVING = "signal.signal(2, lambda *_: (os.write(1, b'saved\\n'), os._exit(0)))"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "ThreadPoolExecutor().submit(call_in_thread)",
+        "ThreadPoolExecutor().submit(call_in_thread).result()",
+        "with ThreadPoolExecutor() as pool: pool.submit(call_in_thread)",
+        "threading.Thread(target=call_in_thread).start()",
+    ],
+)
+def test_ctrl_c_while_a_program_waits_for_the_run_of_a_thread(start):
+    program = Program("pass", SAVING, IN_THREAD.format(call=RUN, start=start))
+    program.signal(signal.SIGINT, group=True)
+    status, out, _, seconds = program.end()
+    assert status == -signal.SIGINT
+    assert sorted(out.split()) == ["interrupted", "saved", "saved"]
+    assert seconds < 4
+    assert not alive(program.pids)
+
+
+def test_ctrl_c_while_a_program_waits_for_the_group_of_a_thread():
+    group = "group = mpwatch.WorkerGroup(2, grace_period=5)"
+    start = f"{group}; ThreadPoolExecutor().submit(call_in_thread)"
+    program = Program("pass", in_host=IN_THREAD.format(call="group.run(work)", start=start))
+    program.signal(signal.SIGINT)
+    status, out, _, seconds = program.end()
+    assert (status, out) == (-signal.SIGINT, "interrupted\n")
+    assert seconds < 4
+    assert not alive(program.pids)
+
+
+def test_ctrl_c_while_a_program_waits_for_several_runs_of_a_thread():
+    start = "pool = ThreadPoolExecutor(1); [pool.submit(call_in_thread) for _ in range(3)]"
+    program = Program("pass", in_host=IN_THREAD.format(call=PATIENT_RUN, start=start))
+    program.signal(signal.SIGINT)
+    status, out, _, seconds = program.end()
+    assert status == -signal.SIGINT
+    assert "interrupted" in out
+    assert seconds < 8
+    assert not alive(program.pids)
+
+
+def test_ctrl_c_twice_while_a_program_waits_for_the_run_of_a_thread():
+    ignoring = "signal.signal(2, lambda *_: os.write(1, b'received\\n')); signal.signal(15, signal.SIG_IGN)"
+    start = "ThreadPoolExecutor().submit(call_in_thread)"
+    program = Program("pass", ignoring, IN_THREAD.format(call=PATIENT_RUN, start=start))
+    program.signal(signal.SIGINT)
+    for _ in range(2):
+        assert "received" in program.process.stdout.readline()
+    program.signal(signal.SIGINT)
+    status, _, _, seconds = program.end()
+    assert status == -signal.SIGINT
+    assert seconds < 4
+    assert not alive(program.pids)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_sigterm_and_sighup_end_the_program_after_its_ranks(number):
     program = Program()

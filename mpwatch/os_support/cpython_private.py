@@ -30,11 +30,14 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import _socket
+import threading
+from contextlib import suppress
 from multiprocessing import process, util
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import subprocess
+    from collections.abc import Callable
     from multiprocessing.process import BaseProcess
     from typing import Any
 
@@ -108,3 +111,19 @@ def make_fds_finalizer(owner: object, fds: set[int]) -> Any:
     """Return a finalizer that closes these descriptors when it is called, or when the owner is collected."""
     # multiprocessing's Popen.close() calls it. Without it: weakref.finalize does the same.
     return mp_util.Finalize(owner, mp_util.close_fds, fds)
+
+
+def call_before_joining_threads(action: Callable[[], object]) -> None:
+    """Call this when the script has ended, before Python waits for the threads. Do nothing if that wait has begun."""
+    # Without it: the program still waits for the runs of other threads after Ctrl-C has ended its script, until the next
+    # Ctrl-C.
+    with suppress(RuntimeError):
+        threading._register_atexit(action)  # type: ignore[attr-defined]
+
+
+def exit_by_sigint() -> None:
+    """At the end of the program, have Python end by SIGINT, as after a KeyboardInterrupt that nobody has caught."""
+    # Python notes a KeyboardInterrupt that leaves code made from a string. Without it: the program's exit status is 0,
+    # although it was interrupted.
+    with suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")  # noqa: S102  the code is a constant

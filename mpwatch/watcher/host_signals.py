@@ -9,7 +9,7 @@ During a run no handler raises an exception in the caller's thread:
   the exception is raised when the run is over.
 
 A signal that the host ignores, or that C code handles, is left alone. Off the main thread nothing is changed, since Python
-runs signal handlers in the main thread only.
+runs signal handlers in the main thread only. program_end.py interrupts such a call when Ctrl-C ends the program.
 
     kernel ---> C handler, in any thread ---> caller_wakeup: wakes up the caller's thread
                                                     |
@@ -35,6 +35,7 @@ from mpwatch.os_support.processes import read_process_state
 from mpwatch.os_support.signals import list_python_handlers, set_handler
 from mpwatch.watcher.commands import CommandQueue
 from mpwatch.watcher.machine.transitions import Interrupted
+from mpwatch.watcher.program_end import add_call, remove_call
 
 DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -54,7 +55,8 @@ class HostSignals:
         self._caller_wakeup = commands.caller_wakeup
         self._host_handlers: dict[int, Any] = {}
         self._host_wakeup_fds: list[int] = []  # the wake-up descriptor that the host had, once it has been replaced
-        self._pid = os.getpid()
+        self.thread_id = threading.get_native_id()
+        self.pid = os.getpid()
         self._unposted: list[int] = []
         self._may_post = False
 
@@ -64,6 +66,8 @@ class HostSignals:
             return
         self.is_taken_over = True
         if threading.current_thread() is not threading.main_thread():
+            self.is_over = threading.Event()
+            add_call(self)
             return
         set_wakeup_fd = partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
         # one call of C, for the reason given in os_support.descriptors.open_anonymous_file
@@ -86,10 +90,15 @@ class HostSignals:
 
     def post_interrupt(self, signum: int) -> None:
         """Have the watcher thread act as on this signal, which the host's handler does not get."""
-        if os.getpid() == self._pid:  # this is not a child that the host has forked
+        if os.getpid() == self.pid:  # this is not a child that the host has forked
             self._unposted.append(signum)
             if self._may_post:
                 self.start_posting()
+
+    def interrupt(self) -> None:
+        """Act as on Ctrl-C. This is for a call off the main thread; any thread may do it."""
+        self.received.append(signal.SIGINT)
+        self.post_interrupt(signal.SIGINT)
 
     def wait_for_wakeup(self, seconds: float | None = None) -> None:
         """Wait until a signal or the watcher thread wakes up this thread, and `seconds` at most. None: no limit."""
@@ -121,7 +130,17 @@ class HostSignals:
             self._forward_wakeups()
 
     def deliver_received(self) -> None:
-        """Deliver each deferred signal to the host's handler. For SIGINT that handler usually raises KeyboardInterrupt."""
+        """Deliver each deferred signal to the host's handler. For SIGINT that handler usually raises KeyboardInterrupt.
+
+        This is the last act of every call. Off the main thread, raise KeyboardInterrupt if the call was interrupted.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            if self.is_taken_over:
+                remove_call(self)
+            if self.received:
+                self.received.clear()
+                raise KeyboardInterrupt
+            return
         while self.received:
             signum = self.received.pop(0)
             try:
@@ -138,7 +157,7 @@ class HostSignals:
 
     def _defer_signal(self, signum: int, _: object) -> None:
         """The handler of DEFERRED_SIGNALS."""
-        if os.getpid() == self._pid:
+        if os.getpid() == self.pid:
             is_urgent = signum == signal.SIGINT and signum in self.received
             self.received.append(signum)
             self.post_interrupt(signum)
@@ -154,12 +173,12 @@ class HostSignals:
         try:
             self._host_handlers[signum](signum, frame)
         except BaseException as error:
-            if os.getpid() != self._pid:
+            if os.getpid() != self.pid:
                 raise
             if self.handler_error is None:
                 self.handler_error = error
             self.post_interrupt(signal.SIGTERM)
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise RuntimeError(
                 "a signal handler has forked this process during a run; the ranks belong to the parent, so the child must "
                 "not return from the handler: end it there with os._exit()"

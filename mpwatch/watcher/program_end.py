@@ -1,0 +1,103 @@
+"""Interrupt the calls of other threads when Ctrl-C ends the program. Runs in the main thread, at the end of the program.
+
+Python runs signal handlers in the main thread only. As long as that thread runs code of the program, Ctrl-C belongs to the
+program. After that, Python waits for the other threads. So there are two ways in which Ctrl-C ends a program while another
+thread waits for a call:
+
+    main thread   script ------------> wait for other threads -----------------> atexit functions --> end
+                    |                   ^                    |                     ^
+                    '-- Ctrl-C ---------'                    '-- Ctrl-C -----------'
+                        _interrupt_after_script                  _interrupt_and_wait
+
+The first call of a thread registers both functions. They do nothing while no call is under way.
+"""
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from functools import cache
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from mpwatch.os_support.cpython_private import call_before_joining_threads, exit_by_sigint
+from mpwatch.os_support.processes import wait_for_thread_exit
+
+CALLER_SECONDS = 1.0  # how long the caller's thread may take to handle its KeyboardInterrupt
+
+
+class CallOfThread(Protocol):
+    """A call whose caller's thread is not the main thread."""
+
+    thread_id: int
+    pid: int
+    is_over: threading.Event
+
+    def interrupt(self) -> None:
+        """Do what Ctrl-C does to a call of the main thread."""
+
+
+_calls: WeakValueDictionary[int, CallOfThread] = WeakValueDictionary()
+_is_interrupted = False
+
+
+def add_call(call: CallOfThread) -> None:
+    """Interrupt this call when Ctrl-C ends the program, or now if that has happened already."""
+    _register_functions()
+    _calls[id(call)] = call
+    if _is_interrupted:
+        call.interrupt()
+
+
+def remove_call(call: CallOfThread) -> None:
+    """Mark the call as over. The program's end does not interrupt it any more."""
+    _calls.pop(id(call), None)
+    call.is_over.set()
+
+
+@cache
+def _register_functions() -> None:
+    atexit.register(_interrupt_and_wait)
+    call_before_joining_threads(_interrupt_after_script)
+
+
+def _interrupt_after_script() -> None:
+    """Interrupt all calls if Ctrl-C has ended the script. Python then waits for their threads."""
+    if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+        _interrupt_calls()
+
+
+def _interrupt_and_wait() -> None:
+    """Interrupt all calls, and wait for them, if Ctrl-C has ended Python's wait for the threads.
+
+    Daemon threads, for which Python does not wait, are no sign of that.
+    """
+    other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    if not _list_calls() or all(thread.daemon for thread in other_threads):
+        return
+    for _ in range(2):  # the first time the ranks get SIGINT, the second time SIGKILL
+        try:
+            _interrupt_calls()
+            while calls := _list_calls():
+                calls[0].is_over.wait()
+                # not `join`: before Python 3.13, it returns at once if Ctrl-C has ended another `join` of that thread
+                wait_for_thread_exit(calls[0].thread_id, CALLER_SECONDS)
+            break
+        except KeyboardInterrupt:
+            continue
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        exit_by_sigint()
+
+
+def _interrupt_calls() -> None:
+    global _is_interrupted
+    _is_interrupted = True  # first, so that a call that begins now is interrupted, too
+    for call in _list_calls():
+        call.interrupt()
+
+
+def _list_calls() -> list[CallOfThread]:
+    """Return the calls that are under way. After a fork, the calls of the parent are not the child's."""
+    calls = [call for reference in _calls.valuerefs() if (call := reference()) is not None]
+    return [call for call in calls if call.pid == os.getpid()]
