@@ -3,6 +3,7 @@
 import signal
 import time
 from collections import Counter
+from itertools import permutations
 
 import pytest
 
@@ -13,20 +14,25 @@ from mpwatch.watcher.machine.transitions import (
     STACK_DUMP_SECONDS,
     AbandonRank,
     CallRank,
+    CancelAttempt,
     DumpStacks,
     Exited,
     Failed,
     Failing,
     IllegalEventError,
     Interrupted,
+    Lease,
     RankPhase,
     Ready,
     RequestExit,
+    Restart,
     Returned,
     RunStage,
     SendSignal,
+    Shutdown,
     StackDumped,
     StartCall,
+    StartRank,
     StopReason,
 )
 
@@ -313,3 +319,14 @@ def test_ten_thousand_ranks_of_which_a_thousand_fail():
     assert machine.stage is RunStage.FINISHED
     assert Counter(type(action) for action in actions) == {DumpStacks: 9000, RequestExit: 1000, SendSignal: 21_000}
     assert time.process_time() - began < 2.0
+
+
+def test_in_a_job_of_several_nodes_ranks_are_started_unless_the_end_comes_before():
+    """Commands that come together are handled in their order. The actions are executed after that."""
+    start, ends = Restart(0, ranks=(0, 1)), (Interrupted(signal.SIGTERM), Shutdown())
+    for order in permutations([start, *ends, CancelAttempt(), Lease(5.0, 6.0)]):
+        machine = start_call(StateMachine((), now=0.0, grace_period=GRACE, decide_after=[StopReason.CANCELLED_BY_JOB]))
+        actions = [action for event in order for action in machine.handle(event, 0.0)]
+        is_started = order.index(start) < min(map(order.index, ends))
+        assert actions[:2] == ([StartRank(0), StartRank(1)] if is_started else [])
+        assert machine.stage is (RunStage.TERMINATING if is_started else RunStage.FINISHED)
