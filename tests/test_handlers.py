@@ -18,9 +18,9 @@ def state():
 """
 
 
-def run(program):
+def run(program, *args):
     done = subprocess.run(
-        [sys.executable, "-c", BEGIN + program], env=ENV, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", BEGIN + program, *args], env=ENV, capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
     return done
@@ -38,6 +38,61 @@ for seconds in [n / 100 for n in range(1, 20)]:
     assert state() == before
 """).stdout
     assert output == "raised\n" * 19
+
+
+AT_EACH_LINE = """
+class RingsAtLine:
+    'Raise SIGALRM at the n-th line that this thread executes in a code object of this name, or in a file of this name.'
+    def __init__(self, name, n): self.name, self.left, self.rang = name, n, False
+    def __enter__(self): sys.settrace(self.trace); return self
+    def __exit__(self, *_): sys.settrace(None)
+    def trace(self, frame, event, arg):
+        code = frame.f_code
+        if self.rang or "mpwatch" not in code.co_filename or self.name not in (code.co_qualname, os.path.basename(code.co_filename)):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.rang = True
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGALRM)
+        return self.trace
+class CannotBePickled:
+    def __reduce__(self): raise ValueError("no")
+signal.signal(signal.SIGALRM, raise_timeout)
+mpwatch.run(functions.rank, 1)
+try: mpwatch.run(functions.rank, 1, args=(CannotBePickled(),))
+except mpwatch.LaunchError: pass
+before = state()
+for name in sys.argv[2:]:
+    n = 0
+    while True:
+        n += 1
+        with RingsAtLine(name, n) as alarm:
+            try: mpwatch.run(functions.rank, 1, args=(CannotBePickled(),) if sys.argv[1] == "refused" else ())
+            except TimeoutError: outcome = "raised"
+            except BaseException as error: outcome = repr(error)
+            else: outcome = "returned"
+        if not alarm.rang: break
+        if outcome != "raised" or state() != before: print(name, "line", n, outcome, before, state())
+    print(name, "has lines:", n > 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (
+            "sent",
+            ("accelerators.py", "cgroups.py", "read_process_state", "_is_open", "reserve_port", "CommandQueue.__init__"),
+        ),
+        ("sent", ("HostSignals.restore", "_list_terminating_signals")),
+        ("refused", ("run_until_handler_raises", "_HandlerWatch.replace", "_HandlerWatch.restore")),
+    ],
+)
+def test_an_alarm_is_raised_wherever_it_comes(call, names):
+    """TimeoutError is an OSError, which mpwatch handles in many places while it prepares a run."""
+    assert run(AT_EACH_LINE, call, *names).stdout.splitlines() == [f"{name} has lines: True" for name in names]
 
 
 REBUILT = """

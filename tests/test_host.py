@@ -177,6 +177,33 @@ def test_ctrl_c_while_a_program_waits_for_the_run_of_a_thread(start):
     assert not alive(program.pids)
 
 
+def test_ctrl_c_stops_the_run_of_a_pool_that_was_imported_late():
+    """concurrent.futures registers the function that waits for its threads when it is imported."""
+    earlier = "thread = threading.Thread(target=mpwatch.run, args=(os.getpid, 1)); thread.start(); thread.join()\n"
+    in_host = earlier + IN_THREAD.format(call=RUN, start="ThreadPoolExecutor().submit(call_in_thread).result()")
+    program = Program("pass", in_host=in_host)
+    program.signal(signal.SIGINT)
+    status, out, _, seconds = program.end()
+    assert (status, out) == (-signal.SIGINT, "interrupted\n")
+    assert seconds < 4
+
+
+def test_the_end_of_an_interactive_python_stops_no_run_for_an_earlier_ctrl_c():
+    program = (
+        "import multiprocessing, threading, time, mpwatch\n"
+        "raise KeyboardInterrupt\n"
+        "thread = threading.Thread(target=lambda: print(list(mpwatch.run(time.sleep, 1, args=(0.5,)))))\n"
+        "thread.start()\n"
+        "while not multiprocessing.active_children(): pass\n"
+        "\n"
+        "exit()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-i"], input=program, env=ENV, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "[None]\n"), done.stderr
+
+
 def test_ctrl_c_while_a_program_waits_for_the_group_of_a_thread():
     group = "group = mpwatch.WorkerGroup(2, grace_period=5)"
     start = f"{group}; ThreadPoolExecutor().submit(call_in_thread)"

@@ -1,7 +1,9 @@
 """Modules that start ranks at their import, which the ranks would repeat."""
 
 import importlib
+import os
 import sys
+import threading
 
 import functions
 import pytest
@@ -77,6 +79,40 @@ def test_a_module_of_a_later_call_of_a_group_is_refused(make_module):
         assert list(group.run(list_ranks)) == [[0]]
 
 
+class SetsInRank:
+    """An argument that calls `meet` in the rank while it is unpickled."""
+
+    def __getstate__(self):
+        return os.getpid()
+
+    def __setstate__(self, pid):
+        if os.getpid() != pid:
+            meet()
+
+
+def meet():
+    """Have the thread that `start_thread` has started start ranks, and wait until it has."""
+    may_start.set()
+    thread.join()
+
+
+def start_thread():
+    global may_start, thread, results
+    may_start, results = threading.Event(), []
+    thread = threading.Thread(target=lambda: may_start.wait() and results.append(list_ranks()), daemon=True)
+    thread.start()
+
+
+def return_results(_):
+    return results
+
+
+def test_a_thread_of_an_earlier_call_may_start_ranks_while_the_next_call_is_loaded():
+    with mpwatch.WorkerGroup(1) as group:
+        group.run(start_thread)
+        assert list(group.run(return_results, (SetsInRank(),))) == [[[0]]]
+
+
 def list_ranks():
     return list(mpwatch.run(functions.rank, 1))
 
@@ -98,8 +134,9 @@ def test_a_thread_that_a_module_starts_at_its_import_is_refused_at_any_time(make
         "    return errors\n",
     )
     ((error,),) = mpwatch.run(module.fn, 1)
-    assert error.startswith(
-        "mpwatch was called while a rank was loading its own call, or in a thread that was started then;"
+    assert error == (
+        "mpwatch was called while a rank was loading its own call, or in a thread that was started then; the new ranks would do "
+        "the same, without end; make the call, and start its thread, in the function that the rank runs"
     )
 
 

@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -395,22 +394,6 @@ def test_a_value_that_cannot_be_rebuilt_for_lack_of_a_resource(error, text):
 def test_a_keyboard_interrupt_is_no_failure_of_the_value_that_is_being_rebuilt():
     with pytest.raises(KeyboardInterrupt):
         diagnose_value(CallsWhenRebuilt(raise_error, KeyboardInterrupt()))
-
-
-@pytest.mark.parametrize(
-    "rank",
-    [
-        rank_that_returned(CallsWhenRebuilt(sys.exit)),
-        {
-            **rank_that_raised(ValueError(), 9.0),
-            "details": pickle.dumps([{"exact": pickle.dumps(CallsWhenRebuilt(sys.exit)), "attributes": {}}]),
-        },
-    ],
-)
-def test_an_exception_that_is_thrown_into_a_thread_is_no_failure_of_what_is_being_rebuilt(rank):
-    given = make_observations(rank, stop_reason=StopReason.SUCCEEDED, stopped_at=None)
-    with ThreadPoolExecutor(1) as threads, pytest.raises(SystemExit):
-        threads.submit(diagnose, given).result()
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Entry of a run of several nodes, on one node: as watcher/run.py, with a NodeThread that talks to the other nodes."""
 
 import math
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mpwatch.multinode.node_thread import NodeThread
 from mpwatch.multinode.rendezvous.client import RendezvousClient
@@ -12,6 +12,7 @@ from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import PendingCall
+from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, no_view
 from mpwatch.watcher.pack_call import pack_call
@@ -37,22 +38,13 @@ def run_multi_node(
     __tracebackhide__ = True  # see mpwatch.run
     assert spec.rendezvous is not None
     event_bus = EventBus(spec.rendezvous.run_id, spec.observers, keep_events=True)
-    call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
-    run_deadline = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout
-    node_thread = NodeThread(spec, run_deadline, client)
-    with (
-        open_standard_descriptors(),
-        closing(pack_call(call)) as payload,
-        closing(
-            WatcherThread(spec, event_bus, keep_ranks=False, on_outcome_change=node_thread.on_outcome_change)
-        ) as watcher_thread,
-        closing(node_thread),
-    ):
+    with ExitStack() as resources:
+        watcher_thread, node_thread, pending_call = run_until_handler_raises(
+            partial(_prepare, spec, event_bus, client, resources)
+        )
         controller = MultiNodeRunController(spec, event_bus, node_thread)
         blocking_call = BlockingCall(watcher_thread, partial(controller.handle_ended_attempts, watcher_thread), make_view)
         try:
-            watcher_thread.output.use_current_streams()
-            pending_call = PendingCall(payload, event_bus.started_at, spec.timeout)
             controller.begin(pending_call)
             node_thread.start(watcher_thread.commands, watcher_thread.deferred_log)
             blocking_call.execute(pending_call, until=lambda: False)
@@ -71,3 +63,20 @@ def run_multi_node(
     finally:
         blocking_call.deliver_signals(result)
     return result
+
+
+def _prepare(
+    spec: WorkerSpec[Any], event_bus: EventBus, client: RendezvousClient | None, resources: ExitStack
+) -> tuple[WatcherThread, NodeThread, PendingCall]:
+    """Do all that comes before the threads start. `resources` closes what is made here."""
+    resources.enter_context(open_standard_descriptors())
+    call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
+    payload = resources.enter_context(closing(pack_call(call)))
+    run_deadline = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout
+    node_thread = NodeThread(spec, run_deadline, client)
+    watcher_thread = resources.enter_context(
+        closing(WatcherThread(spec, event_bus, keep_ranks=False, on_outcome_change=node_thread.on_outcome_change))
+    )
+    resources.enter_context(closing(node_thread))
+    watcher_thread.output.use_current_streams()
+    return watcher_thread, node_thread, PendingCall(payload, event_bus.started_at, spec.timeout)

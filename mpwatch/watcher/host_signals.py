@@ -18,7 +18,7 @@ runs signal handlers in the main thread only. program_end.py interrupts such a c
 The caller's thread waits for a descriptor, not for a lock. A signal that comes just before a thread waits for a lock does
 not wake that thread.
 
-Before and after a run the host has its own handlers. For user code that is run then, see user_code.py.
+Before and after a run the host has its own handlers. For what they raise then, see handler_errors.py.
 """
 
 import os
@@ -34,6 +34,7 @@ from typing import Any
 from mpwatch.os_support.processes import read_process_state
 from mpwatch.os_support.signals import list_python_handlers, set_handler
 from mpwatch.watcher.commands import CommandQueue
+from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.machine.transitions import Interrupted
 from mpwatch.watcher.program_end import add_call, remove_call
 
@@ -73,7 +74,8 @@ class HostSignals:
         # one call of C, for the reason given in os_support.descriptors.open_anonymous_file
         self._host_wakeup_fds.extend(map(set_wakeup_fd, [self._caller_wakeup.write_fd]))
         handlers = list_python_handlers()
-        self._host_handlers = handlers | dict.fromkeys(_list_terminating_signals(handlers), signal.SIG_DFL)
+        terminating = run_until_handler_raises(partial(_list_terminating_signals, handlers))
+        self._host_handlers = handlers | dict.fromkeys(terminating, signal.SIG_DFL)
         for signum in self._host_handlers:
             set_handler(signum, self._defer_signal if signum in DEFERRED_SIGNALS else self._call_host_handler)
 
@@ -118,15 +120,14 @@ class HostSignals:
 
     def restore(self) -> None:
         """Give the host its handlers and its wake-up descriptor back. A handler that it has set meanwhile stays."""
+        # checked before the host has its handlers back, which may raise
+        usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
         ours = (self._defer_signal, self._call_host_handler)
         replaced = [signum for signum, handler in list_python_handlers().items() if handler in ours]
         for signum in replaced:
             set_handler(signum, self._host_handlers[signum])
-        if self._host_wakeup_fds:
-            try:
-                signal.set_wakeup_fd(self._host_wakeup_fds[0])
-            except (OSError, ValueError):  # the host has closed it, or made it blocking: it cannot be used any more
-                signal.set_wakeup_fd(-1)
+        for fd in usable_wakeup_fds:
+            signal.set_wakeup_fd(fd)
             self._forward_wakeups()
 
     def deliver_received(self) -> None:
@@ -183,6 +184,14 @@ class HostSignals:
                 "a signal handler has forked this process during a run; the ranks belong to the parent, so the child must "
                 "not return from the handler: end it there with os._exit()"
             )
+
+
+def _can_be_woken(fd: int) -> bool:
+    """Return False if the host has closed its wake-up descriptor, or made it blocking: Python then refuses it."""
+    try:
+        return fd == -1 or not os.get_blocking(fd)
+    except OSError:
+        return False
 
 
 def _list_terminating_signals(python_handlers: Collection[int]) -> list[int]:

@@ -6,6 +6,7 @@ multiprocessing has spawned.
 """
 
 import sys
+import threading
 from types import FrameType
 
 from mpwatch.os_support.cpython_private import is_importing_main
@@ -21,16 +22,16 @@ def check_not_importing() -> None:
             "mpwatch was called while __main__ is being imported again, in a process that multiprocessing has spawned (such "
             f"as a DataLoader's worker); put the call {GUARD}"
         )
-    if call_payload.is_unpacking():
+    if call_payload.is_unpacking(threading.current_thread()):
         module = _find_imported_module(sys._getframe(1))
         if module is None:
-            where = "mpwatch was called while a rank was loading its own call, or in a thread that was started then"
+            where = "while a rank was loading its own call, or in a thread that was started then"
+            remedy = "make the call, and start its thread, in the function that the rank runs"
         else:
             name, path = module.f_globals.get("__name__"), module.f_code.co_filename
-            where = f"mpwatch was called at the import of module {name}, line {module.f_lineno} ({path}), in a rank"
-        raise RuntimeError(
-            f"{where}; the new ranks would do the same, without end; put the call into a function, or {GUARD}"
-        )
+            where = f"at the import of module {name}, line {module.f_lineno} ({path}), in a rank"
+            remedy = f"put the call into a function, or {GUARD}"
+        raise RuntimeError(f"mpwatch was called {where}; the new ranks would do the same, without end; {remedy}")
 
 
 def _find_imported_module(frame: FrameType | None) -> FrameType | None:

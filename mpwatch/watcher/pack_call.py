@@ -5,7 +5,7 @@ from typing import Any
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.spec import name_of
-from mpwatch.watcher.user_code import run_user_code
+from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.wire.pickling import unpicklable
 from mpwatch.wire.pickling.call_payload import Call, Payload, pack, probe
 from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
@@ -13,7 +13,7 @@ from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 
 def pack_call(call: Call) -> Payload:
     """Return the call as a payload that can be sent to any number of ranks. Raises LaunchError."""
-    return run_user_code(partial(_pack, call))
+    return run_until_handler_raises(partial(_pack, call))
 
 
 def _pack(call: Call) -> Payload:

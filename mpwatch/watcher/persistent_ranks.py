@@ -22,6 +22,7 @@ from mpwatch.results.report import format_verdict
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import PendingCall
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
+from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.machine.transitions import Shutdown, StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
@@ -30,7 +31,6 @@ from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.restarts.run_controller import diagnose_attempt, publish_outcomes
 from mpwatch.watcher.run import BlockingCall
-from mpwatch.watcher.user_code import run_user_code
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.pickling.call_payload import Call
 
@@ -70,7 +70,7 @@ class PersistentRanks:
     def start(self) -> None:
         """Start the ranks. Raises LaunchError."""
         with open_standard_descriptors():
-            watcher_thread = self._make_watcher_thread()
+            watcher_thread = run_until_handler_raises(self._make_watcher_thread)
             self._event_bus.publish_run_started(self._spec, fn="")
             blocking_call = self._execute(watcher_thread, None, until=watcher_thread.has_started_ranks)
         if blocking_call.signals.received or blocking_call.signals.handler_error is not None:
@@ -129,7 +129,7 @@ class PersistentRanks:
         """Publish that there will be no more calls."""
         restarts = max(0, self._restart_count)
         publish = self._event_bus.publish_run_ended
-        run_user_code(partial(publish, WorkerState.STOPPED, self.workers, restarts=restarts, reason=reason))
+        run_until_handler_raises(partial(publish, WorkerState.STOPPED, self.workers, restarts=restarts, reason=reason))
 
     def _make_watcher_thread(self) -> WatcherThread:
         watcher_thread = WatcherThread(self._spec, self._event_bus, restart_count=self._restart_count + 1, keep_ranks=True)
@@ -148,7 +148,7 @@ class PersistentRanks:
         """Start the ranks for this call. The call is posted before they start, so a failure to start is its failure."""
         log_now(logging.WARNING, "all ranks are restarted: %s", self._restart_reason)
         with open_standard_descriptors():
-            answer = self._call(self._make_watcher_thread(), pending_call)
+            answer = self._call(run_until_handler_raises(self._make_watcher_thread), pending_call)
         assert answer is not None
         return answer
 

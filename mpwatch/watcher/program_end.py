@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from functools import cache
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -58,13 +59,21 @@ def remove_call(call: CallOfThread) -> None:
 
 @cache
 def _register_functions() -> None:
+    # At the end, Python calls last what was registered first. This module waits there for all ThreadPoolExecutors, so it has
+    # to be registered before. If it has not been imported yet, it can be imported until the end begins.
+    with suppress(RuntimeError):
+        import concurrent.futures.thread  # noqa: F401
+
     atexit.register(_interrupt_and_wait)
     call_before_joining_threads(_interrupt_after_script)
 
 
 def _interrupt_after_script() -> None:
-    """Interrupt all calls if Ctrl-C has ended the script. Python then waits for their threads."""
-    if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+    """Interrupt all calls if Ctrl-C has ended the script. Python then waits for their threads.
+
+    An interactive Python goes on after Ctrl-C, and has been ended in another way.
+    """
+    if not hasattr(sys, "ps1") and isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
         _interrupt_calls()
 
 

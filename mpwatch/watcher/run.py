@@ -24,7 +24,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -34,13 +34,13 @@ from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import Command, PendingCall
+from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.host_signals import HostSignals
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, ViewDriver, no_view
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.restarts.run_controller import RunController
-from mpwatch.watcher.user_code import run_user_code
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.pickling.call_payload import Call
 
@@ -56,17 +56,9 @@ def run_single_node(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunRe
     """
     __tracebackhide__ = True  # see mpwatch.run
     controller = RunController(spec, EventBus(uuid.uuid4().hex, spec.observers, keep_events=True))
-    call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
     try:
-        with (
-            open_standard_descriptors(),
-            closing(pack_call(call)) as payload,
-            closing(WatcherThread(spec, controller.event_bus, keep_ranks=False)) as watcher_thread,
-        ):
-            watcher_thread.prepare()
-            watcher_thread.output.use_current_streams()
-            pending_call = PendingCall(payload, controller.started_at, spec.timeout)
-            controller.begin(pending_call)
+        with ExitStack() as resources:
+            watcher_thread, pending_call = run_until_handler_raises(partial(_prepare, spec, controller, resources))
             blocking_call = BlockingCall(
                 watcher_thread, partial(controller.handle_ended_attempts, watcher_thread), make_view
             )
@@ -79,6 +71,21 @@ def run_single_node(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunRe
         raise
     blocking_call.deliver_signals(result)
     return result
+
+
+def _prepare(
+    spec: WorkerSpec[Any], controller: RunController[Any], resources: ExitStack
+) -> tuple[WatcherThread, PendingCall]:
+    """Do all that comes before the watcher thread starts. `resources` closes what is made here."""
+    resources.enter_context(open_standard_descriptors())
+    call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
+    payload = resources.enter_context(closing(pack_call(call)))
+    watcher_thread = resources.enter_context(closing(WatcherThread(spec, controller.event_bus, keep_ranks=False)))
+    watcher_thread.prepare()
+    watcher_thread.output.use_current_streams()
+    pending_call = PendingCall(payload, controller.started_at, spec.timeout)
+    controller.begin(pending_call)
+    return watcher_thread, pending_call
 
 
 class BlockingCall:
@@ -154,7 +161,7 @@ class BlockingCall:
         `make` at once, so one Ctrl-C is enough here.
         """
         try:
-            return run_user_code(make)
+            return run_until_handler_raises(make)
         except BaseException:
             self.signals.deliver_received()
             raise
@@ -217,7 +224,7 @@ class BlockingCall:
         if self._watcher_thread.is_finished:
             self._watcher_thread.join()
         self.signals.restore()
-        run_user_code(self._watcher_thread.emit_logs_and_events)
+        run_until_handler_raises(self._watcher_thread.emit_logs_and_events)
 
     def _abort(self, signum: int, until: Callable[[], bool]) -> None:
         """Stop the ranks as on this signal, and restore the host, after an exception in the caller's thread.

@@ -81,14 +81,16 @@ class TrainerState:
                 vars(callback).update(self.checkpoint_paths.get(callback.state_key, {}))
                 if state := self.callback_states.get(callback.state_key):
                     callback.load_state_dict(state)
-            except Exception as error:  # noqa: BLE001  the training has succeeded
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001  the training has succeeded
                 where = "in the caller, where Lightning does not call its setup"
                 problems.append(_describe_problem(callback, "load_state_dict", where, error))
         for problem in problems:
             warnings.warn(problem, stacklevel=2)
 
 
-def _describe_problem(callback: Any, method: str, where: str, error: Exception) -> str:
+def _describe_problem(callback: Any, method: str, where: str, error: BaseException) -> str:
     return (
         f"the caller's {type(callback).__name__} does not have the state of rank 0: "
         f"its {method} raised {type(error).__name__} {where}: {error!s:.500}"

@@ -129,9 +129,9 @@ def _load_value(
             raise file
         kind, unpickler = open_value(body if file is None else file)
         values[rank] = unpickler.load()
-    except BaseException as error:  # unpickling runs user code, which may raise anything
-        if decoder.comes_from_host(error):
-            raise
+    except decoder.ENDS_RUN:
+        raise
+    except BaseException as error:  # noqa: BLE001  unpickling runs user code, which may raise anything
         reason = error if error is file else explain_unloadable_value(kind, error)
         failures[rank] = build_unloadable_value(attempt, observed, observed.answer.stamp, reason)
 

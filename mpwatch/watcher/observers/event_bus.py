@@ -20,7 +20,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.results.model import WorkerState
 from mpwatch.results.state_transitions import ENDS, check_transition
 from mpwatch.watcher.observers.deferred_log import log_now
-from mpwatch.watcher.observers.user_errors import ENDS_RUN
+from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
 MAX_EVENTS = 100_000  # about 10 MB. A run that is long or has many ranks keeps only the latest events
 

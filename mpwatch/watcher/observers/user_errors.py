@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mpwatch.wire.exceptions.decoder import HostHandlerError
-
-ENDS_RUN = (KeyboardInterrupt, HostHandlerError)
+from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
 
 @contextmanager

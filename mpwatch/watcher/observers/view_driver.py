@@ -19,7 +19,8 @@ from mpwatch.results.rank_status import RankStatus
 from mpwatch.watcher.commands import CommandQueue, PendingCall, StatusRequest, TerminalRestore
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.status_snapshot import final_statuses
-from mpwatch.watcher.observers.user_errors import ENDS_RUN, ignore_user_errors
+from mpwatch.watcher.observers.user_errors import ignore_user_errors
+from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
 MAX_CLOSES = 2
 

@@ -17,7 +17,6 @@ import builtins
 import marshal
 import pickle
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,18 +30,11 @@ MEMORY_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
 class HostHandlerError(BaseException):
-    """A signal handler of the host program has raised, so user code ends. `run_user_code` raises the handler's exception."""
+    """A signal handler of the host program has raised. `run_until_handler_raises` raises the handler's own exception."""
 
 
-def comes_from_host(error: BaseException) -> bool:
-    """Return whether an exception that was raised while user code rebuilt an object is meant for the host program.
-
-    KeyboardInterrupt always is. Off the main thread, so is any other exception that is no `Exception`: SystemExit is thrown
-    into a thread to end it (PyThreadState_SetAsyncExc). All others count as exceptions of that user code.
-    """
-    if isinstance(error, KeyboardInterrupt | HostHandlerError):
-        return True
-    return not isinstance(error, Exception) and threading.current_thread() is not threading.main_thread()
+# What ends a run if it is raised while user code runs in the caller's thread. All else is an error of that code.
+ENDS_RUN = (KeyboardInterrupt, HostHandlerError)
 
 
 def get_builtin_attribute(error: BaseException, name: str) -> Any:
@@ -62,8 +54,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def decode_exception(plain: bytes, details: bytes = b"") -> BaseException:
-    """Rebuild an exception from its messages. It raises nothing that the exceptions' classes raise, except what is meant for
-    the host program (see `comes_from_host`).
+    """Rebuild an exception from its messages. It raises nothing that the exceptions' classes raise, except ENDS_RUN.
 
     Args:
         plain: a message of `ExceptionEncoder`.
@@ -107,10 +98,10 @@ def _build_exception(node: ExceptionNode, parts: PickledParts | None, members: l
     if parts is not None:
         try:
             return rebuild_from_pickles(node, parts, members)
-        except BaseException as error:
-            if comes_from_host(error):
-                raise
-            # It worked in the rank, but the classes here may differ.
+        except ENDS_RUN:
+            raise
+        except BaseException:  # noqa: BLE001, S110
+            pass  # it worked in the rank, but the classes here may differ.
     return _build_stand_in(node, members)
 
 

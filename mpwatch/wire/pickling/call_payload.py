@@ -109,7 +109,8 @@ class FdPlaceholder:
 # In a rank: functions and classes that came from the caller's `__main__`, by name.
 caller_definitions: dict[str, object] = {}
 _received_fds: list[int] = []  # in a rank, during `unpack`: the descriptors of placeholders
-_is_unpacking = False  # in a rank
+# In a rank, while a call is unpacked: the threads that do other things.
+_other_threads: WeakSet[threading.Thread] | None = None
 _threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # that were started while a call was unpacked
 
 
@@ -248,9 +249,8 @@ def unpack(body: bytes, fds: list[int] | None) -> Call:
     """
     if fds is None:
         raise OSError(errno.EMFILE, "the descriptors of the call could not be taken in; see `ulimit -n`")
-    global _is_unpacking
-    earlier_threads = set(threading.enumerate())
-    _is_unpacking = True
+    global _other_threads
+    _other_threads = WeakSet(thread for thread in threading.enumerate() if thread is not threading.current_thread())
     try:
         _received_fds[:] = fds if body else fds[1:]
         stream, buffers = open_bundle(body or map_bundle(fds[0]))
@@ -271,16 +271,17 @@ def unpack(body: bytes, fds: list[int] | None) -> Call:
             source_lines.add_to_linecache(sources)
         return Call(fn, args, kwargs, backend, process_group_version)
     finally:
-        _is_unpacking = False
-        _threads_of_imports.update(thread for thread in threading.enumerate() if thread not in earlier_threads)
+        _threads_of_imports.update(thread for thread in threading.enumerate() if is_unpacking(thread))
+        _other_threads = None
+        _threads_of_imports.discard(threading.current_thread())
         _received_fds.clear()
         for fd in fds:
             os.close(fd)
 
 
-def is_unpacking() -> bool:
-    """Return whether this is a rank that is unpacking its call, or a thread of a rank that was started then."""
-    return _is_unpacking or threading.current_thread() in _threads_of_imports
+def is_unpacking(thread: threading.Thread) -> bool:
+    """Return whether this thread of a rank is unpacking a call, or was started while a call was unpacked."""
+    return thread in _threads_of_imports or (_other_threads is not None and thread not in _other_threads)
 
 
 def _set_up_main(main: Any, about: dict[str, Any]) -> None:

@@ -1,14 +1,19 @@
-"""Run user code in the caller's thread while the host's signals are not taken over. Runs in the caller's thread.
+"""Exceptions of the host's signal handlers while the signals are not taken over. Runs in the caller's thread.
 
-That is before and after a run: arguments are pickled, return values and exceptions are rebuilt, observers are called. An
-exception of this code is reported as the failure of an argument, a rank or an observer. An exception of a signal handler of
-the host comes out of the same code, and is no such failure:
+That is before and after a run. An exception of a handler then comes out of whatever code is running, and that code may take
+it for its own:
+
+- user code: arguments are pickled, return values and exceptions are rebuilt, observers are called. An exception of this code
+  is reported as the failure of an argument, a rank or an observer.
+- the preparation of a run, which handles OSError in many places. An alarm usually raises TimeoutError, which is an OSError.
+
+So the exception is replaced by one that nothing handles:
 
     kernel ---> our handler ---> the host's handler raises: an alarm, for example
                      |
-                     `--> HostHandlerError, which ends the user code ---> run_user_code raises the host's exception
+                     `--> HostHandlerError, which ends the code ---> run_until_handler_raises raises the host's exception
 
-So a handler that raises ends slow user code at once. No rank has to be stopped for that.
+A handler that raises therefore ends slow code at once. No rank has to be stopped for that.
 """
 
 import os
@@ -23,7 +28,7 @@ from mpwatch.wire.exceptions.decoder import HostHandlerError
 T = TypeVar("T")
 
 
-def run_user_code(action: Callable[[], T]) -> T:
+def run_until_handler_raises(action: Callable[[], T]) -> T:
     """Return `action()`. If a signal handler of the host raises meanwhile, end `action`, and raise the handler's exception.
 
     Off the main thread, this only calls `action`: Python runs signal handlers in the main thread. Real-time signals are left
@@ -31,26 +36,29 @@ def run_user_code(action: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return action()
-    # Python's own handler of Ctrl-C may stay: nothing that calls user code reports a KeyboardInterrupt as a failure.
+    # Python's own handler of Ctrl-C may stay: nothing here handles a KeyboardInterrupt.
     found = list_python_handlers(STANDARD_SIGNALS)
     host_handlers = {signum: handler for signum, handler in found.items() if handler is not signal.default_int_handler}
     if not host_handlers:
         return action()
     handlers = _HandlerWatch(host_handlers)
     try:
-        handlers.replace()
-        result = action()
-        handlers.restore()
+        try:
+            handlers.replace()
+            result = action()
+        finally:
+            handlers.restore()
     except BaseException:
-        handlers.restore()
+        handlers.restore()  # again: a handler may have raised before the first time was complete
         if handlers.error is None:
             raise
     if handlers.error is None:
         return result
+    error, handlers.error = handlers.error, None
     try:
-        raise handlers.error
+        raise error
     finally:
-        del handlers  # its traceback has this frame
+        del error  # its traceback has this frame
 
 
 class _HandlerWatch:
@@ -80,6 +88,6 @@ class _HandlerWatch:
         except BaseException as error:
             if not self._is_watching or os.getpid() != self._pid:
                 raise
-            if self.error is None:  # a second one could leave `run_user_code` as HostHandlerError
+            if self.error is None:  # a second one could leave `run_until_handler_raises`
                 self.error = error
                 raise HostHandlerError from None
