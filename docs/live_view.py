@@ -21,7 +21,7 @@ from rich.text import Text
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from screens import Program
+from support.screens import Program
 
 PROGRAM = ROOT / "examples" / "live_view.py"
 COLUMNS, ROWS = 100, 13

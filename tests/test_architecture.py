@@ -8,9 +8,9 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from programs import python
 
 import mpwatch
+from support.programs import python
 
 PACKAGE = Path(mpwatch.__file__).parent
 DATA = {"errors", "events", "options", "results"}

@@ -8,14 +8,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import functions
 import pytest
-import saboteurs
-from conftest import SPAWN, children, is_alive
-from programs import python
 
 import mpwatch
 from mpwatch import WorkerGroup, WorkerState
+from support import failing, functions
+from support.process_state import SPAWN, children, is_alive
+from support.programs import python
 
 
 def put(value):
@@ -44,14 +43,14 @@ def raise_in_1_while_others_wait(barrier):
     barrier.wait()
     if functions.rank() == 1:
         raise ValueError("bad")
-    saboteurs.wait_to_be_stopped()
+    failing.wait_to_be_stopped()
 
 
 def kill_1_while_others_wait(barrier):
     barrier.wait()
     if functions.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    saboteurs.wait_to_be_stopped()
+    failing.wait_to_be_stopped()
 
 
 def test_ranks_and_their_state_stay_between_calls():
@@ -194,7 +193,7 @@ def test_each_call_has_the_whole_timeout():
     with WorkerGroup(2, timeout=1.0, grace_period=0) as group:
         for _ in range(2):
             with pytest.raises(mpwatch.RunTimeoutError):
-                group.run(saboteurs.wait_to_be_stopped)
+                group.run(failing.wait_to_be_stopped)
             assert list(group.run(functions.rank)) == [0, 1]
 
 

@@ -5,14 +5,14 @@ import signal
 import threading
 import time
 
-import functions
 import pytest
-from conftest import is_alive
-from programs import python
 
 import mpwatch
 from mpwatch import WorkerGroup
 from mpwatch.watcher.run import QUICK_CALL_SECONDS
+from support import functions
+from support.process_state import is_alive
+from support.programs import python
 
 
 def pids_of(group):
@@ -45,7 +45,8 @@ def test_a_group_that_is_forgotten_ends(eventually):
 PROGRAM = """
 import atexit, logging, os, signal, sys, threading, time
 {first}
-import functions, mpwatch
+import mpwatch
+from support import functions
 from mpwatch import WorkerGroup
 from mpwatch.watcher.run import QUICK_CALL_SECONDS
 def note(path): atexit.register(lambda: open(path, "w").write("ended"))

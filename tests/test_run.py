@@ -13,12 +13,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import conftest
-import functions
 import pytest
-import saboteurs
 
 import mpwatch
+from support import failing, functions, process_state
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -208,7 +206,7 @@ def test_a_run_in_a_thread_that_has_ended():
     assert list(results[0]) == [0, 1]
 
 
-@pytest.mark.parametrize("saboteur", [saboteurs.exits_with_0, saboteurs.exits_with_none])
+@pytest.mark.parametrize("saboteur", [functions.exits_with_0, functions.exits_with_none])
 def test_sys_exit_0_is_a_success_without_a_value(saboteur):
     assert list(mpwatch.run(saboteur, 2)) == [None, None]
 
@@ -228,13 +226,13 @@ def test_ranks_run_exit_hooks_and_wait_for_threads(tmp_path):
 
 
 def test_a_rank_that_does_not_exit_is_named(caplog):
-    result = mpwatch.run(saboteurs.leaves_a_thread, 2, grace_period=0.2)
+    result = mpwatch.run(functions.leaves_a_thread, 2, grace_period=0.2)
     assert list(result) == [0, 1]
     assert "rank 0 had returned but was still running 1 s later (non-daemon threads: endless prefetcher)" in caplog.text
 
 
 def test_a_forked_child_of_a_rank_sends_no_value():
-    result = mpwatch.run(saboteurs.forks_and_both_return, 2)
+    result = mpwatch.run(functions.forks_and_both_return, 2)
     assert list(result) == [False, False]
 
 
@@ -292,7 +290,7 @@ def test_other_threads_may_join_the_ranks(barrier):
     thread = threading.Thread(target=join)
     thread.start()
     with pytest.raises(mpwatch.RunFailedError, match="rank 1 failed first"):
-        mpwatch.run(saboteurs.call_on_rank_1, 3, args=(saboteurs.raises_value_error, barrier))
+        mpwatch.run(failing.call_on_rank_1, 3, args=(failing.raises_value_error, barrier))
     thread.join()
     assert joined
 
@@ -341,17 +339,17 @@ def test_a_port_from_env_is_the_worker_s_master_port():
 
 def test_nothing_grows_over_many_runs():
     """Every fourth run fails. The leak check after each test looks for the rest."""
-    for n in range(8 + conftest.RUNS):
+    for n in range(8 + process_state.RUNS):
         if n == 8:
             gc.collect()
-            before = resident_megabytes(), conftest.state()
+            before = resident_megabytes(), process_state.state()
         if n % 4:
             mpwatch.run(functions.rank, 1)
         else:
             with pytest.raises(mpwatch.RunFailedError):
-                mpwatch.run(saboteurs.raises_value_error, 1)
+                mpwatch.run(failing.raises_value_error, 1)
     gc.collect()
-    after = resident_megabytes(), conftest.state()
+    after = resident_megabytes(), process_state.state()
     assert after[1] == before[1]
     assert after[0] - before[0] < 2
 
@@ -363,7 +361,8 @@ def resident_megabytes():
 
 def test_a_torch_free_run_never_imports_torch_nor_cloudpickle():
     code = (
-        "import sys, functions, mpwatch\n"
+        "import sys, mpwatch\n"
+        "from support import functions\n"
         "result = mpwatch.run(functions.rank, 1)\n"
         "assert not {'torch', 'cloudpickle', 'numpy'} & set(sys.modules)\n"
         "print(mpwatch.run(functions.list_modules, 1)[0])\n"

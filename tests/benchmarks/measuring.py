@@ -14,8 +14,9 @@ from pathlib import Path
 import tasks
 from launchers import LAUNCH, WARM
 from measures import MEASURES
-from nodes import nodes_failure, nodes_loss, nodes_start
 from teed import tee
+
+from nodes import nodes_failure, nodes_loss, nodes_start
 
 WARM_UP = 20  # calls
 

@@ -13,10 +13,9 @@ import sys
 import threading
 import time
 
-from board import EventTimes
-from histories import History
-
 import mpwatch
+from chaos.board import EventTimes
+from chaos.histories import History
 from mpwatch.wire.messages import MessageKind, encode_frame
 
 SECONDS = 600  # longer than any history: the harness ends it before

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from board import CALLED, ENDED, TIMER_FIRED, EventTimes
-from histories import Fault, History
-from programs import ENV
+from chaos.board import CALLED, ENDED, TIMER_FIRED, EventTimes
+from chaos.histories import Fault, History
+from support.programs import ENV
 
 HERE = Path(__file__).parent
 TIMEOUT = 60.0  # seconds for a history, which takes two
@@ -69,12 +69,11 @@ def run_history(history: History, folder: Path) -> Evidence:
 
 
 def _run_program(history: History, folder: Path, mark: str, evidence: Evidence) -> None:
-    path = os.pathsep.join([str(HERE), ENV["PYTHONPATH"]])
     ready_read, ready_write = os.pipe()
     with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err, open(ready_read, "rb") as ready:
         program = subprocess.Popen(
             [sys.executable, str(HERE / "host.py"), str(folder), str(ready_write)],
-            env={**ENV, "PYTHONPATH": path, "TMPDIR": str(folder / "tmp"), MARK: mark},
+            env={**ENV, "TMPDIR": str(folder / "tmp"), MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

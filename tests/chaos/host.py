@@ -18,11 +18,10 @@ import threading
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-from acts import run_rank
-from board import CALLED, ENDED, TIMER_FIRED, EventTimes
-from histories import Fault
-
 import mpwatch.api  # imported before the state is read: in Python 3.12 the import of `typing` adds to copyreg
+from chaos.acts import run_rank
+from chaos.board import CALLED, ENDED, TIMER_FIRED, EventTimes
+from chaos.histories import Fault
 
 
 class TimerError(Exception):

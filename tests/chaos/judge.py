@@ -4,9 +4,9 @@ Only what mpwatch promises is checked. If two things happened too close together
 accepted.
 """
 
-from acts import CHAIN_LENGTH, expected_value
-from harness import Evidence
-from histories import ACTIONS, DEATH_REPORT_DELAY, ENDS_THE_RUN, Fate, Fault, History, RankPlan
+from chaos.acts import CHAIN_LENGTH, expected_value
+from chaos.harness import Evidence
+from chaos.histories import ACTIONS, DEATH_REPORT_DELAY, ENDS_THE_RUN, Fate, Fault, History, RankPlan
 
 TIE = 0.02  # seconds between two failures, in which either may be first: a rank that is not running cannot fail
 REPORT_SECONDS = 0.5  # a failure this long before a fault has been reported

@@ -10,12 +10,12 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import acts
-import histories
 import pytest
-from harness import run_history
-from histories import Fault, make_history, make_interrupted_restarts, make_interrupted_start
-from judge import find_errors, find_leftovers, seconds_over_limit
+
+from chaos import acts, histories
+from chaos.harness import run_history
+from chaos.histories import Fault, make_history, make_interrupted_restarts, make_interrupted_start
+from chaos.judge import find_errors, find_leftovers, seconds_over_limit
 
 SEED = int(os.environ.get("MPWATCH_CHAOS_SEED", "1"))
 HISTORIES = int(os.environ.get("MPWATCH_CHAOS_HISTORIES", "12"))

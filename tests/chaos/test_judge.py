@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from acts import expected_value
-from harness import Evidence
-from histories import Fault, History, Injection, RankPlan
-from judge import find_errors
+
+from chaos.acts import expected_value
+from chaos.harness import Evidence
+from chaos.histories import Fault, History, Injection, RankPlan
+from chaos.judge import find_errors
 
 RAISED = {"kind": "EXCEPTION", "exit_code": 1, "exception": "ValueError", "is_secondary": False}
 DIED = {"kind": "SIGNAL", "exit_code": 137, "exception": "", "is_secondary": False}

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from .harness import Job
-from .networks import Network, may_rename_hosts, reason_against
-from .processes import ForkServer
+from nodes.harness import Job
+from nodes.networks import Network, may_rename_hosts, reason_against
+from nodes.processes import ForkServer
 
 TIMES = int(os.environ.get("MPWATCH_NODES_TIMES", "1"))
 HOSTS = 3

@@ -17,8 +17,7 @@ import sys
 import traceback
 
 import mpwatch
-
-from . import node_program
+from nodes import node_program
 
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 PR_SET_PDEATHSIG = 1

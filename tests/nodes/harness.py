@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from . import tasks
-from .networks import free_port
-from .processes import MARK, kill, processes_of
+from nodes import tasks
+from nodes.networks import free_port
+from nodes.processes import MARK, kill, processes_of
 
 __all__ = ["Job", "Node", "Outcome", "RankProcess", "World"]
 

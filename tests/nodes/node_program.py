@@ -17,13 +17,12 @@ from pkgutil import resolve_name
 import torch.distributed
 import torch.distributed.elastic.rendezvous.dynamic_rendezvous as engine
 import torch.distributed.elastic.rendezvous.registry as torch_s
-from conftest import difference, state
 
 import mpwatch
 from mpwatch.multinode import Agent
 from mpwatch.multinode.rendezvous import clock_skew
-
-from . import tasks
+from nodes import tasks
+from support.process_state import difference, state
 
 FAILURE = (
     "rank",

@@ -10,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from programs import ENV
+from support.programs import ENV
 
 __all__ = ["MARK", "ForkServer", "kill", "processes_of"]
 

@@ -4,7 +4,6 @@ import importlib
 import signal
 
 import pytest
-from programs import python
 from torch import distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -13,10 +12,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 import mpwatch
 from mpwatch import Rendezvous, WorkerSpec
 from mpwatch.multinode import Agent
-
-from . import tasks
-from .harness import NODE_TIMEOUT
-from .test_jobs import values_of
+from nodes import tasks
+from nodes.harness import NODE_TIMEOUT
+from nodes.test_jobs import values_of
+from support.programs import python
 
 AT_ONCE = 1.0  # seconds, if the node reports that it leaves
 

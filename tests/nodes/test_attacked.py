@@ -6,8 +6,7 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore
 
 from mpwatch.multinode.protocol.signed_json import SignedJson
-
-from . import tasks
+from nodes import tasks
 
 AT_ONCE = 1.5  # seconds, which include a poll and the end of the ranks
 CLEAR_SCREEN = "\x1b[2J"

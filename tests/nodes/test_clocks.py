@@ -6,18 +6,14 @@ import io
 import os
 import pickle
 import socket
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import mpwatch.multinode.rendezvous.client
 from mpwatch.multinode.rendezvous.client import RendezvousClient

@@ -15,16 +15,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from programs import ENV
-
 from mpwatch import LaunchError
 from mpwatch.multinode.rendezvous import store
 from mpwatch.multinode.rendezvous.client import RendezvousClient
 from mpwatch.multinode.rendezvous.errors import CancelledError, JobClosedError, StoreLostError
 from mpwatch.multinode.rendezvous.torch_state import State, load_state
 from mpwatch.options.rendezvous import Rendezvous
+from support.programs import ENV
 
 LONE_NODE = Path(__file__).parent / "lonely.py"
 SHORT_LAST_CALL = 0.2  # seconds

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from . import tasks
-from .harness import World
+from nodes import tasks
+from nodes.harness import World
 
 AT_ONCE = 1.0  # seconds, from a failure on one node until the ranks of all nodes have exited
 

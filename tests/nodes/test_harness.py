@@ -6,9 +6,9 @@ import time
 from contextlib import suppress
 
 import pytest
-from conftest import is_alive
 
-from . import tasks
+from nodes import tasks
+from support.process_state import is_alive
 
 ALONE = {"rendezvous": False}
 

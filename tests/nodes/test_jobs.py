@@ -3,9 +3,8 @@
 import pytest
 
 import mpwatch
-
-from . import tasks
-from .harness import NODE_TIMEOUT
+from nodes import tasks
+from nodes.harness import NODE_TIMEOUT
 
 JOIN_TIMEOUT = 3.0  # seconds, where no other node joins
 SECRET = {"secret": "of the job"}

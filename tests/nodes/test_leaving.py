@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from . import tasks
-from .harness import NODE_TIMEOUT
+from nodes import tasks
+from nodes.harness import NODE_TIMEOUT
 
 AT_ONCE = 1.0  # seconds
 GRACE = 60.0  # seconds; no test waits so long

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from .harness import NODE_TIMEOUT
+from nodes.harness import NODE_TIMEOUT
 
 DETECTION_SECONDS = NODE_TIMEOUT + 1.0  # from the loss of a node until the others have stopped their ranks
 AT_ONCE = 1.0  # seconds, if the node reports that it leaves

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from .networks import Network
+from nodes.networks import Network
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Nodes on hosts of their own (network namespaces), whose cables are cut and mended. Skipped if the machine has no such hosts."""
 
-from .harness import NODE_TIMEOUT
+from nodes.harness import NODE_TIMEOUT
 
 STORE, CUT = 0, 2  # hosts
 SHORT_CUT_SECONDS = 0.5  # seconds

@@ -2,8 +2,8 @@
 
 import pytest
 
-from .harness import NODE_TIMEOUT, Job
-from .training import (
+from nodes.harness import NODE_TIMEOUT, Job
+from nodes.training import (
     HALF,
     HEARTBEAT_SECONDS,
     STEPS,

@@ -17,8 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mpwatch
-
-from . import tasks
+from nodes import tasks
 
 __all__ = [
     "HALF",

@@ -1,19 +1,13 @@
 """Tests of Hugging Face accelerate in ranks of mpwatch: in a plain run, and by mpwatch's `notebook_launcher`."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "notebook"))
-
-from kernels import Kernel
-from programs import python
-
 import mpwatch
 from mpwatch.integrations.accelerate import notebook_launcher
+from notebooks.kernels import Kernel
+from support.programs import python
 
 
 def get_accelerate_info():

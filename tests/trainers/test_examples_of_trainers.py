@@ -1,14 +1,11 @@
 """Tests of the examples with accelerate and Ignite, run as users run them."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from programs import python
+from support.programs import python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

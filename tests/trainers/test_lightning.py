@@ -18,13 +18,9 @@ from types import SimpleNamespace
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "notebook"))
-
-from kernels import Kernel
-from programs import ENV, python
-
 from mpwatch.integrations.lightning.trainer_state import TrainerState
+from notebooks.kernels import Kernel
+from support.programs import ENV, python
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"

@@ -15,13 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from old_ways import NOTEBOOK, SCRIPT, SPAWN
-from programs import ENV, python
-
 import mpwatch
 from mpwatch.integrations.accelerate import notebook_launcher
+from support.programs import ENV, python
+from trainers.old_ways import NOTEBOOK, SCRIPT, SPAWN
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 TABLE = README.partition("## Moving from")[2].partition("\n## ")[0]

@@ -1,0 +1,562 @@
+"""Events as JSON data, and the output of the observers of the package. The event streams are made by hand."""
+
+import json
+import logging
+import math
+import os
+import signal
+from dataclasses import dataclass, fields, replace
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mpwatch
+import mpwatch.events
+from mpwatch import FailureKind, Progress, RunResult, WorkerState
+from mpwatch.events import (
+    CallStarted,
+    Event,
+    HeartbeatLate,
+    JsonLines,
+    RendezvousCompleted,
+    Restarting,
+    RunStarted,
+    WorkerExited,
+    WorkerFailed,
+    WorkerReady,
+    WorkerSucceeded,
+    write_chrome_trace,
+)
+from mpwatch.events.logging_observer import LogEvents
+from mpwatch.events.to_json import to_json
+from support.event_streams import START, EventHistory, failed_run, failure, moved_node_run, restarted_run
+from support.programs import python
+
+EVENT_TYPES = Event.__subclasses__()
+NOT_UTF8 = "caf\udce9"  # a file name that is not UTF-8, as os.fsdecode has it
+
+
+def parse_strictly(text):
+    """Parse JSON without the constants that Python adds to it, such as NaN."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text.encode().decode(), parse_constant=refuse)
+
+
+def test_the_public_names_are_sorted_and_documented():
+    assert mpwatch.events.__all__ == sorted(mpwatch.events.__all__)
+    for name in mpwatch.events.__all__:
+        assert getattr(mpwatch.events, name).__doc__
+    assert {event_type.__name__ for event_type in EVENT_TYPES} <= set(mpwatch.events.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        mpwatch.events.nonsense
+
+
+def test_dir_lists_the_observers_before_they_are_imported():
+    program = "import mpwatch.events as e; assert 'JsonLines' not in vars(e); assert {*e.__all__} <= {*dir(e)}; print('ok')"
+    assert python("-c", program).stdout.split() == ["ok"]
+
+
+def test_import_of_events_loads_few_modules():
+    out = python("-c", "import sys, mpwatch.events; print(*sys.modules)").stdout.split()
+    assert not {"torch", "json", "logging", "mpwatch.events.chrome_trace"} & set(out)
+
+
+def test_each_event_type_has_its_own_name():
+    assert RunStarted.name == "run_started"
+    assert HeartbeatLate.name == "heartbeat_late"
+    assert len({event_type.name for event_type in EVENT_TYPES}) == len(EVENT_TYPES)
+
+
+# --- JSON data
+
+
+def test_an_event_as_json_data():
+    (event,) = (event for event in restarted_run() if isinstance(event, WorkerFailed))
+    assert event.to_dict() == {
+        "event": "worker_failed",
+        "time": event.time,
+        "monotonic": event.monotonic,
+        "run_id": "a1b2c3d4e5",
+        "ranks": [1],
+        "attempt": 0,
+        "is_root_cause": True,
+        "failure": {
+            "rank": 1,
+            "local_rank": 1,
+            "pid": 101,
+            "hostname": "here",
+            "group_rank": None,
+            "kind": "EXCEPTION",
+            "exit_code": 1,
+            "signal": None,
+            "exception": "ValueError",
+            "summary": "ValueError: boom",
+            "traceback": "Traceback ...\nValueError: boom\n",
+            "stack": "",
+            "stderr": "",
+            "log_files": {},
+            "evidence": "",
+            "is_secondary": False,
+            "elapsed": 1.5,
+        },
+    }
+
+
+def test_states_are_names_and_special_numbers_are_text():
+    dicts = [event.to_dict() for event in restarted_run()]
+    assert {"event": "state_changed", "before": "UNKNOWN", "after": "INIT"}.items() <= dicts[1].items()
+    (ended,) = (line for line in dicts if line["event"] == "worker_exited" and line["progress"])
+    assert ended["progress"] == {"step": 3, "total": 9, "metrics": {"loss": "nan"}, "elapsed": 1.2}
+
+
+class CustomError(Exception):
+    pass
+
+
+class FailsInRepr:
+    def __repr__(self):
+        raise ValueError("no")
+
+
+class FailsInEncode(str):
+    __slots__ = ()
+
+    def encode(self, *_, **__):
+        raise ValueError("no")
+
+
+@dataclass
+class Pair:
+    left: object
+    right: object
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (numpy.float32(0.5), 0.5),
+        (numpy.float64(0.1), 0.1),
+        (numpy.float64("nan"), "nan"),
+        (numpy.int64(7), 7),
+        (True, True),
+        (-math.inf, "-inf"),
+        (1 << 70, hex(1 << 70)),
+        (10**5000, hex(10**5000)),
+        (NOT_UTF8, "caf\\udce9"),
+        (FailsInEncode("text"), "text"),
+        (
+            {1: 2, None: 3, FailureKind.OOM: 4, ("a", 1): 5, NOT_UTF8: 6},
+            {"1": 2, "None": 3, "OOM": 4, "['a', 1]": 5, "caf\\udce9": 6},
+        ),
+        (signal.SIGTERM, "SIGTERM"),
+        (CustomError("x"), f"{__name__}.CustomError"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (Pair((1, [2]), Pair), {"left": [1, [2]], "right": repr(Pair)}),
+        (b"\xff", "b'\\xff'"),
+        (FailsInRepr(), "<FailsInRepr>"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_value_becomes_json_data(value, expected):
+    found = to_json(value)
+    assert found == expected
+    assert type(found) is type(expected)
+    assert parse_strictly(json.dumps(found, allow_nan=False)) == expected
+
+
+ANY_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers()
+    | st.text(st.characters(codec=None))
+    | st.binary()
+    | st.builds(FailsInRepr)
+    | st.sampled_from(
+        [FailureKind.OOM, ValueError(NOT_UTF8), Pair(NOT_UTF8, math.nan), numpy.float16(1e-7), numpy.bool_(1)]
+    ),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(st.characters(codec=None)) | st.integers(), inner)
+    ),
+    max_leaves=10,
+)
+
+
+@settings(deadline=None)
+@given(value=ANY_VALUES)
+def test_the_data_of_any_value_is_valid_json(value):
+    progress = Progress(step=1, total=None, metrics={"value": value}, elapsed=0.0)
+    event = WorkerExited(time=0.0, monotonic=0.0, run_id=NOT_UTF8, ranks=(0,), pid=1, exit_code=0, progress=progress)
+    data = event.to_dict()
+    assert parse_strictly(json.dumps(data, ensure_ascii=False, allow_nan=False)) == data
+
+
+# --- logging
+
+
+def log_events(caplog, level, events):
+    caplog.set_level(level, "mpwatch")
+    for event in events:
+        LogEvents()(event)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_by_default_only_restarts_are_logged(caplog):
+    (line,) = log_events(caplog, logging.WARNING, restarted_run())
+    assert line == "run a1b2c3d4: restarting ranks 0-1 in 1.0 s (restart 1, 0 left): rank 1 failed first: ValueError: boom"
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_the_progress_of_a_run_is_logged_at_info(caplog):
+    lines = [line.removeprefix("run a1b2c3d4: ") for line in log_events(caplog, logging.INFO, restarted_run())]
+    assert lines[0] == "train starts on here: 2 ranks of role trainer"
+    assert lines[1:4] == ["UNKNOWN -> INIT", "INIT -> HEALTHY", "rank 0: silent for 5.0 s of 10.0 s allowed"]
+    assert lines[-1] == "SUCCEEDED after 4.7 s, after 1 restart"
+    assert len(lines) == 10
+
+
+def test_events_of_each_rank_are_logged_at_debug(caplog):
+    lines = log_events(caplog, logging.DEBUG, failed_run())
+    assert len(lines) == len(failed_run())
+    assert "run a1b2c3d4: rank 1: ValueError: boom (the root cause)" in lines
+    assert "run a1b2c3d4: rank 0: process 110, restart 1" in lines
+    assert "run a1b2c3d4: rank 0: process 100 was stopped" in lines
+    assert lines[-1].endswith("FAILED after 4.7 s, after 1 restart: rank 1 failed first: ValueError: boom")
+
+
+def test_the_ranks_of_this_node_are_logged_after_each_rendezvous(caplog):
+    lines = [line.removeprefix("run a1b2c3d4: ") for line in log_events(caplog, logging.INFO, moved_node_run())]
+    assert [line for line in lines if line.startswith("node ")] == [
+        "node 2 of 3: ranks 4-5 of 6, store at 10.0.0.1:4711",
+        "node 1 of 2: ranks 2-3 of 4, store at 10.0.0.1:4712, restart 1",
+        "node 1 of 3: ranks 2-3 of 6, store at 10.0.0.1:4713, restart 2",
+    ]
+    assert [line for line in lines if line.startswith("restarting")] == [
+        "restarting ranks 4-5 (restart 1, 1 left): rank 0 failed first: ValueError: boom",
+        "restarting ranks 2-3 (restart 2, 1 left): other nodes have come: 1",
+    ]
+
+
+def test_an_ipv6_address_is_logged_in_brackets(caplog):
+    (event,) = (
+        event
+        for event in EventHistory(is_multi_node=True).complete_rendezvous(0.1, 0, 2).events
+        if isinstance(event, RendezvousCompleted)
+    )
+    (line,) = log_events(caplog, logging.INFO, [replace(event, master_addr="fd00::1")])
+    assert line.endswith("store at [fd00::1]:4711")
+
+
+def test_a_log_record_is_one_line_that_can_be_encoded(caplog):
+    cause = failure(0, FailureKind.OOM, evidence=f"one\ntwo {NOT_UTF8}")
+    at = {"time": 0.0, "monotonic": 0.0, "ranks": (0,)}
+    event = Restarting(run_id=NOT_UTF8, cause=cause, delay=0.0, restarts_left=2, **at)
+    (line,) = log_events(caplog, logging.INFO, [event, Event(run_id="of a later version", **at)])
+    expected = (
+        "restarting rank 0 (restart 1, 2 left): rank 0 was killed by the kernel's out-of-memory killer (one two caf\\udce9)"
+    )
+    assert line == f"run caf\\udce: {expected}"
+
+
+def test_the_logging_observer_wants_only_events_of_its_level(caplog):
+    caplog.set_level(logging.WARNING, "mpwatch")
+    log = LogEvents()
+    assert log.wants(Restarting)
+    assert not log.wants(RunStarted)
+    caplog.set_level(logging.CRITICAL, "mpwatch")
+    assert not any(log.wants(event_type) for event_type in EVENT_TYPES)
+    caplog.set_level(logging.DEBUG, "mpwatch")
+    assert all(log.wants(event_type) for event_type in EVENT_TYPES)
+
+
+# --- JSON lines
+
+
+def test_json_lines_has_a_line_for_each_event(tmp_path):
+    path = tmp_path / "events.jsonl"
+    observe = JsonLines(path)
+    events = restarted_run() + moved_node_run()
+    for event in events:
+        observe(event)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert [parse_strictly(line) for line in lines] == [event.to_dict() for event in events]
+
+
+def test_any_text_stays_on_one_line_and_readable(tmp_path):
+    path = tmp_path / "events.jsonl"
+    text = f"größer\n\r\x0b\x1c\x85\u2028\u2029\x00 {NOT_UTF8}"
+    for _ in range(2):
+        JsonLines(path)(EventHistory(fn=text).events[0])
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 2
+    assert "größer" in lines[0]
+    assert parse_strictly(lines[1])["fn"] == text.replace("\udce9", "\\udce9")
+
+
+def append_many(path):
+    observe = JsonLines(path)
+    event = EventHistory(run_id=str(mpwatch.current_worker().rank), fn="f" * 5000).events[0]
+    for _ in range(200):
+        observe(event)
+
+
+def test_several_processes_append_to_one_file(tmp_path):
+    path = tmp_path / "events.jsonl"
+    mpwatch.run(append_many, 2, args=(path,))
+    found = [parse_strictly(line)["run_id"] for line in path.read_text().splitlines()]
+    assert sorted(found) == ["0"] * 200 + ["1"] * 200
+
+
+def test_a_relative_path_is_resolved_when_the_observer_is_created(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    observe = JsonLines("events.jsonl")
+    monkeypatch.chdir(tmp_path)
+    observe(restarted_run()[0])
+    assert os.listdir(tmp_path / "here") == ["events.jsonl"]
+    assert repr(observe) == f"JsonLines({str(tmp_path / 'here' / 'events.jsonl')!r})"
+
+
+def test_a_file_that_cannot_be_written_is_an_error_at_once(tmp_path):
+    with pytest.raises(FileNotFoundError, match="folder for the file of events does not exist") as caught:
+        JsonLines(tmp_path / "nowhere" / "events.jsonl")
+    assert caught.value.filename == str(tmp_path / "nowhere")
+    with pytest.raises(IsADirectoryError):
+        JsonLines(tmp_path)
+    with pytest.raises(TypeError):
+        JsonLines(3)
+
+
+# --- the trace
+
+
+def write_trace(tmp_path, events):
+    path = tmp_path / "trace.json"
+    write_chrome_trace(events, path)
+    return parse_strictly(path.read_text(encoding="utf-8"))["traceEvents"]
+
+
+def find_spans(lines, tid):
+    return [
+        (line["name"], line["ts"], line["ts"] + line["dur"]) for line in lines if line["ph"] == "X" and line["tid"] == tid
+    ]
+
+
+def find_marks(lines, tid):
+    return [(line["name"], line["ts"]) for line in lines if line["ph"] == "i" and line["tid"] == tid]
+
+
+def check_nesting(lines):
+    """Check that two overlapping spans of a lane are nested, and that the inner span is written after the outer one."""
+    for tid in {line["tid"] for line in lines}:
+        found = find_spans(lines, tid)
+        for number, (_, start, end) in enumerate(found):
+            assert 0 <= start <= end
+            for _, later_start, later_end in found[number + 1 :]:
+                assert later_start >= end or start <= later_start <= later_end <= end
+    assert all(line["ts"] >= 0 for line in lines if line["ph"] != "M")
+
+
+def test_the_trace_has_a_lane_for_each_rank(tmp_path):
+    lines = write_trace(tmp_path, restarted_run())
+    names = {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"}
+    assert names == {1: "group", 2: "rank 0", 3: "rank 1"}
+    assert [line["args"]["name"] for line in lines if line["name"] == "process_name"] == ["train on here (a1b2c3d4e5)"]
+    assert {line["pid"] for line in lines} == {1}
+
+
+def test_the_attempts_and_calls_of_a_rank(tmp_path):
+    lines = write_trace(tmp_path, restarted_run())
+    assert find_spans(lines, 3) == [
+        ("attempt 0", 100_000, 1_600_000),
+        ("start-up", 100_000, 500_000),
+        ("train", 500_000, 1_500_000),
+        ("waiting to be restarted", 2_000_000, 3_000_000),
+        ("attempt 1", 3_000_000, 4_600_000),
+        ("start-up", 3_000_000, 3_500_000),
+        ("train", 3_500_000, 4_500_000),
+    ]
+    calls = [line for line in lines if line["ph"] == "X" and line["name"] == "train"]
+    assert [(line["tid"], line["cat"], line["cname"]) for line in calls] == [
+        (2, "call,stopped", "grey"),
+        (2, "call,succeeded", "good"),
+        (3, "call,failed", "terrible"),
+        (3, "call,succeeded", "good"),
+    ]
+    check_nesting(lines)
+
+
+def test_the_call_of_a_hanging_rank_lasts_until_it_is_stopped(tmp_path):
+    """The failure itself is drawn at the last heartbeat."""
+    history = EventHistory().start_and_call().add(WorkerExited, 9.0, (1,), pid=101, exit_code=-9, heartbeat_at=START + 1.0)
+    history.add(WorkerFailed, 1.0, (1,), failure=failure(1, FailureKind.HANG), is_root_cause=True)
+    lines = write_trace(tmp_path, history.events)
+    assert ("train", 500_000, 9_000_000) in find_spans(lines, 3)
+    assert [line["cat"] for line in lines if line["ph"] == "X" and line["tid"] == 3][-1] == "call,failed"
+    assert ("failed first", 1_000_000) in find_marks(lines, 3)
+
+
+def test_events_without_duration_are_marks(tmp_path):
+    lines = write_trace(tmp_path, restarted_run())
+    assert find_marks(lines, 1) == [("restart of ranks 0-1", 2_000_000), ("SUCCEEDED", 4_700_000)]
+    assert find_marks(lines, 2) == [("heartbeat late", 1_200_000)]
+    assert find_marks(lines, 3) == [("last heartbeat", 1_400_000), ("last report", 1_200_000), ("failed first", 1_500_000)]
+    (failed_first,) = (line for line in lines if line["name"] == "failed first")
+    assert failed_first["args"]["what"] == "rank 1: ValueError: boom"
+    assert failed_first["args"]["kind"] == "EXCEPTION"
+    (report,) = (line for line in lines if line["name"] == "last report")
+    assert report["args"]["metrics"] == {"loss": "nan"}
+
+
+def test_ranks_that_moved_from_another_node_are_drawn(tmp_path):
+    lines = write_trace(tmp_path, moved_node_run())
+    assert {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"} == {
+        1: "group",
+        4: "rank 2",
+        5: "rank 3",
+        6: "rank 4",
+        7: "rank 5",
+    }
+    for tid, starts in ((6, [500_000]), (4, [2_500_000, 4_500_000])):
+        assert [start for name, start, _ in find_spans(lines, tid) if name == "train"] == starts
+    assert [mark for mark in find_marks(lines, 1) if mark[0].startswith("node")] == [
+        ("node 2 of 3: ranks 4-5", 100_000),
+        ("node 1 of 2: ranks 2-3", 2_000_000),
+        ("node 1 of 3: ranks 2-3", 4_000_000),
+    ]
+    (_, newcomers) = (line["args"] for line in lines if line["name"].startswith("restart of"))
+    assert newcomers["cause"] == "other nodes have come: 1"
+    check_nesting(lines)
+
+
+def test_the_states_of_the_group_are_spans(tmp_path):
+    found = find_spans(write_trace(tmp_path, restarted_run()), 1)
+    assert [name for name, _, _ in found] == ["INIT", "HEALTHY", "UNHEALTHY", "INIT", "HEALTHY", "SUCCEEDED"]
+    assert [end for _, _, end in found[:-1]] == [start for _, start, _ in found[1:]]
+
+
+def test_the_calls_of_a_group_are_numbered(tmp_path):
+    history = (
+        EventHistory(fn="", nprocs=1)
+        .change_state(WorkerState.INIT, 0.0)
+        .start_ranks(0.0)
+        .add_for_each_rank(WorkerReady, 0.5)
+    )
+    for second in range(1, 4):
+        history.add(CallStarted, float(second)).add_for_each_rank(WorkerSucceeded, second + 0.5)
+    lines = write_trace(tmp_path, history.events)
+    calls = [(name, start, end) for name, start, end in find_spans(lines, 2) if name.startswith("call")]
+    assert calls == [(f"call {n}", n * 1_000_000, n * 1_000_000 + 500_000) for n in (1, 2, 3)]
+    assert [name for name, _, _ in find_spans(lines, 2)][:2] == ["attempt 0", "start-up"]
+
+
+def test_a_rank_that_is_restarted_alone(tmp_path):
+    history = EventHistory().start_and_call().add(WorkerExited, 1.0, (1,), pid=101, exit_code=1)
+    history.add(WorkerFailed, 1.0, (1,), failure=failure(1), is_root_cause=True)
+    history.add(Restarting, 1.0, (1,), cause=failure(1), delay=1.0, restarts_left=0).start_ranks(2.0, 1, (1,))
+    history.add(WorkerReady, 2.5, (1,), attempt=1).add(WorkerSucceeded, 3.0, (0,)).add(WorkerSucceeded, 4.0, (1,), attempt=1)
+    lines = write_trace(tmp_path, history.events)
+    assert ("train", 500_000, 3_000_000) in find_spans(lines, 2)
+    assert [name for name, _, _ in find_spans(lines, 3)].count("train") == 2
+    assert find_spans(lines, 3)[-1] == ("train", 2_500_000, 4_000_000)
+
+
+@pytest.mark.parametrize("length", range(1, len(failed_run()) + 1))
+def test_an_incomplete_stream_can_be_drawn(tmp_path, length):
+    check_nesting(write_trace(tmp_path, failed_run()[:length]))
+    check_nesting(write_trace(tmp_path, failed_run()[-length:]))
+
+
+def test_a_rank_that_could_not_be_started_has_no_spans(tmp_path):
+    history = EventHistory().add(WorkerFailed, 0.2, (1,), failure=failure(1, FailureKind.START), is_root_cause=True)
+    lines = write_trace(tmp_path, history.change_state(WorkerState.FAILED, 0.3).events)
+    assert not find_spans(lines, 3)
+    assert find_marks(lines, 3) == [("failed first", 200_000)]
+
+
+def test_each_run_is_a_process_of_the_trace(tmp_path):
+    both = [
+        event
+        for pair in zip(restarted_run(), EventHistory(run_id="b").start_and_call().events, strict=False)
+        for event in pair
+    ]
+    lines = write_trace(tmp_path, both)
+    assert {line["pid"] for line in lines} == {1, 2}
+
+
+AT = st.floats(0, 100, allow_nan=False).map(lambda seconds: START + seconds)
+FIELDS = {
+    "time": AT,
+    "monotonic": AT,
+    "run_id": st.just("a"),
+    "ranks": st.sampled_from([(0,), (1,), (0, 1)]),
+    "attempt": st.integers(0, 2),
+    "fn": st.sampled_from(["", "train"]),
+    "role": st.just("default"),
+    "nprocs": st.just(2),
+    "max_restarts": st.just(1),
+    "hostname": st.text(),
+    "pid": st.integers(1),
+    "silent_seconds": st.floats(0),
+    "heartbeat_timeout": st.floats(0),
+    "failure": st.sampled_from([failure(0), failure(1, FailureKind.SIGNAL, signal=9, exit_code=137)]),
+    "is_root_cause": st.booleans(),
+    "exit_code": st.sampled_from([None, 0, 1, -9]),
+    "heartbeat_at": st.none() | AT,
+    "progress": st.none()
+    | st.builds(Progress, step=st.none(), total=st.none(), metrics=st.just({}), elapsed=st.floats(0, 200)),
+    "reported_at": st.none() | AT,
+    "was_stopped": st.booleans(),
+    "cause": st.sampled_from([None, failure(0)]),
+    "delay": st.floats(0, 50),
+    "restarts_left": st.integers(0, 3),
+    "before": st.sampled_from(WorkerState),
+    "after": st.sampled_from(WorkerState),
+    "state": st.sampled_from(WorkerState),
+    "elapsed": st.floats(0),
+    "restarts": st.integers(0, 3),
+    "reason": st.text(),
+    "job": st.text(),
+    "backend": st.just("c10d"),
+    "group_rank": st.integers(0, 3),
+    "group_world_size": st.integers(1, 4),
+    "world_size": st.integers(2, 8),
+    "role_rank": st.integers(0, 6),
+    "role_world_size": st.integers(2, 8),
+    "master_addr": st.text(),
+    "master_port": st.integers(1, 65535),
+}
+EVENTS = st.one_of(
+    [st.builds(event_type, **{field.name: FIELDS[field.name] for field in fields(event_type)}) for event_type in EVENT_TYPES]
+)
+
+
+@settings(deadline=None)
+@given(events=st.lists(EVENTS, min_size=1, max_size=25))
+def test_any_events_in_any_order_can_be_drawn(tmp_path_factory, events):
+    check_nesting(write_trace(tmp_path_factory.getbasetemp(), events))
+
+
+def test_the_error_without_events_says_how_to_collect_them(tmp_path):
+    with pytest.raises(ValueError, match=r"on_event=events\.append"):
+        RunResult(WorkerState.SUCCEEDED).to_chrome_trace(tmp_path / "trace.json")
+    with pytest.raises(TypeError, match=r"result\.events"):
+        write_chrome_trace(RunResult(WorkerState.SUCCEEDED, {0: "value"}), tmp_path / "trace.json")
+    assert not os.listdir(tmp_path)
+
+
+def test_a_result_writes_the_trace_of_its_events(tmp_path):
+    path = tmp_path / "trace.json"
+    RunResult(WorkerState.SUCCEEDED, events=tuple(restarted_run())).to_chrome_trace(path)
+    write_chrome_trace(iter(restarted_run()), tmp_path / "again.json")
+    assert path.read_bytes() == (tmp_path / "again.json").read_bytes()
+    with pytest.raises(FileNotFoundError):
+        RunResult(WorkerState.SUCCEEDED, events=tuple(restarted_run())).to_chrome_trace(tmp_path / "nowhere" / "trace.json")

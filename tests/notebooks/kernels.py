@@ -1,0 +1,162 @@
+"""Jupyter kernels for tests, controlled as a notebook server does it.
+
+    test <---- a line of JSON, and one in answer ----> this file as a program <---- ZeroMQ ----> real kernel
+
+The program is a separate process because Jupyter's client leaves an event loop, threads and descriptors behind.
+"""
+
+import ast
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import time
+
+from support.programs import ENV
+
+TIMEOUT = 60.0  # seconds for each step
+SHOWN_TYPES = {"stream", "execute_result", "display_data", "error"}
+
+
+class Kernel:
+    """A running kernel that assigns outputs to cells, as a notebook does."""
+
+    def __init__(self):
+        # With PYTEST_CURRENT_TEST a kernel does not redirect its descriptors 1 and 2, as it does for users. Jupyter warns.
+        env = {name: value for name, value in ENV.items() if name not in ("PYTEST_CURRENT_TEST", "PYTHONWARNINGS")}
+        self._log = tempfile.TemporaryFile("a+")  # append mode: writes go to the end, wherever this process reads
+        self._driver = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=env,
+        )
+        self.pid = self._request("start")
+
+    def start_cell(self, code):
+        """Start a cell without waiting for its end. Return its id."""
+        return self._request("start_cell", code)
+
+    def wait_for_cell(self, cell):
+        """Wait until the cell has ended. Return all its outputs so far."""
+        return self._request("wait_for_cell", cell)
+
+    def run(self, code):
+        """Run a cell and return its outputs."""
+        return self.wait_for_cell(self.start_cell(code))
+
+    def value(self, code):
+        """Return the value of the expression at the end of this cell, which must be its only output."""
+        (output,) = self.run(code)
+        assert output["output_type"] == "execute_result", output
+        return ast.literal_eval(output["data"]["text/plain"])
+
+    def interrupt(self):
+        """Interrupt the kernel, as the button does."""
+        self._request("interrupt")
+
+    def restart(self, *, now):
+        """Restart the kernel, as the button does. `now`: kill the kernel instead of asking it to end."""
+        self.pid = self._request("restart", now)
+
+    def log(self):
+        """Return what the kernel and its ranks have written to the log of the notebook server."""
+        self._log.seek(0)
+        return self._log.read()
+
+    def close(self):
+        """Ask the kernel to end."""
+        with self._log:
+            self._driver.communicate(timeout=TIMEOUT)
+
+    def _request(self, command, *args):
+        self._driver.stdin.write(json.dumps([command, *args]) + "\n")
+        self._driver.stdin.flush()
+        answer = self._driver.stdout.readline()
+        assert answer, self.log()
+        return json.loads(answer)
+
+
+class _Driver:
+    def __init__(self):
+        from jupyter_client.manager import KernelManager  # only this program needs it
+
+        # It is asked, gets SIGTERM after half of this, and SIGKILL in the end. Once anything has been spawned, it comes to
+        # SIGTERM: ipykernel waits for multiprocessing's resource tracker, which ends last.
+        self._manager = KernelManager(shutdown_wait_time=1.0)
+        self._client = None
+        self._outputs = {}
+        self._ended = set()
+
+    def start(self):
+        self._manager.start_kernel(extra_arguments=["--HistoryManager.hist_file=:memory:"])
+        return self._connect()
+
+    def _connect(self):
+        """Connect a client. Messages published before its subscription has arrived are lost, so ask until one comes."""
+        self._client = self._manager.blocking_client()
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=TIMEOUT)
+        deadline = time.monotonic() + TIMEOUT
+        while not self._receives_messages():
+            assert time.monotonic() < deadline, "the kernel publishes no messages"
+        return self._manager.provisioner.pid
+
+    def _receives_messages(self):
+        self._client.kernel_info()
+        try:
+            self._client.get_iopub_msg(timeout=0.1)
+        except queue.Empty:
+            return False
+        return True
+
+    def start_cell(self, code):
+        cell = self._client.execute(code)
+        self._outputs[cell] = []
+        return cell
+
+    def wait_for_cell(self, cell):
+        while cell not in self._ended:
+            self._handle_message(self._client.get_iopub_msg(timeout=TIMEOUT))
+        return self._outputs[cell]
+
+    def interrupt(self):
+        self._manager.interrupt_kernel()
+
+    def restart(self, now):
+        self._client.stop_channels()
+        self._manager.restart_kernel(now=now)
+        return self._connect()
+
+    def close(self):
+        if self._client is not None:
+            self._client.stop_channels()
+            self._manager.shutdown_kernel()
+
+    def _handle_message(self, message):
+        kind, content, cell = message["msg_type"], message["content"], message["parent_header"].get("msg_id")
+        if kind == "status" and content["execution_state"] == "idle":
+            self._ended.add(cell)
+        if kind not in SHOWN_TYPES or cell not in self._outputs:
+            return
+        outputs = self._outputs[cell]
+        if kind == "stream" and outputs and outputs[-1].get("name") == content["name"]:
+            outputs[-1]["text"] += content["text"]
+        else:
+            outputs.append({"output_type": kind, **content})
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # the kernel inherits it
+    driver = _Driver()
+    try:
+        for line in sys.stdin:
+            command, *args = json.loads(line)
+            print(json.dumps(getattr(driver, command)(*args)), file=answers, flush=True)
+    finally:
+        driver.close()

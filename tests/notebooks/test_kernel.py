@@ -1,0 +1,208 @@
+"""A real kernel that is interrupted, restarted and killed, with threads, an event loop, and groups that serve several cells.
+
+One kernel, which some tests restart, runs all the tests.
+"""
+
+import os
+import signal
+import time
+
+import pytest
+
+from notebooks.kernels import Kernel
+from support.process_state import is_alive
+
+DEFINITIONS = """
+import asyncio, mpwatch, os, signal, subprocess, threading
+from pathlib import Path
+def mark(name, folder):
+    Path(folder, str(name)).touch()
+def wait(folder):
+    mark(os.getpid(), folder)
+    while True:
+        threading.Event().wait()
+def wait_with_helper(folder):
+    mark(subprocess.Popen(["sleep", "1000"]).pid, folder)
+    wait(folder)
+def wait_ignoring_signals(folder):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, lambda *_: mark(f"ignored {os.getpid()}", folder))
+    wait_with_helper(folder)
+def pids():
+    return os.getpid()
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    """A kernel in which the functions are defined."""
+    kernel = Kernel()
+    assert kernel.run(DEFINITIONS) == []
+    yield kernel
+    kernel.close()
+
+
+@pytest.fixture
+def start_waiting_cell(kernel, tmp_path, eventually):
+    """Start a cell that calls a `wait...` function in two ranks. Return the cell and the pids of ranks and helpers."""
+
+    def start(call):
+        cell = kernel.start_cell(call.replace("FOLDER", repr(str(tmp_path))))
+        processes = 4 if "helper" in call or "ignoring" in call else 2
+        eventually(lambda: len(os.listdir(tmp_path)) == processes, 30.0)
+        return cell, [int(name) for name in os.listdir(tmp_path)]
+
+    return start
+
+
+def interrupt_cell(kernel, cell):
+    """Interrupt the kernel and return the error that the cell ends with."""
+    before = time.monotonic()
+    kernel.interrupt()
+    error = kernel.wait_for_cell(cell)[-1]
+    assert time.monotonic() - before < 5  # half of grace_period
+    return error
+
+
+def restart_kernel(kernel, *, now):
+    kernel.restart(now=now)
+    assert kernel.run(DEFINITIONS) == []
+
+
+def test_functions_and_globals_of_cells(kernel):
+    kernel.run("scale = 2\ndef inner(x): return x * scale\ndef outer(x): return inner(x) + 1")
+    assert kernel.value("list(mpwatch.run(outer, 2, args=(10,)))") == [21, 21]
+    kernel.run("scale = 3\ndef inner(x): return -x * scale")  # a later cell: the call uses the present definitions
+    assert kernel.value("list(mpwatch.run(outer, 2, args=(10,)))") == [-29, -29]
+    kernel.run("def make(y):\n    def nested(x): return x + y + scale\n    return nested")
+    assert kernel.value("list(mpwatch.run(make(100), 2, args=(10,)))") == [113, 113]
+    assert kernel.value("[f() for f in mpwatch.run(lambda: lambda: scale, 2)]") == [3, 3]
+
+
+def test_an_interrupt_ends_a_run(kernel, start_waiting_cell):
+    cell, processes = start_waiting_cell("mpwatch.run(wait_with_helper, 2, args=(FOLDER,))")
+    error = interrupt_cell(kernel, cell)
+    assert error["ename"] == "KeyboardInterrupt"
+    assert sum("/mpwatch/" in frame for frame in error["traceback"]) == 1  # the others are hidden
+    assert not any(is_alive(pid) for pid in processes)
+    assert kernel.value("list(mpwatch.run(lambda: 7, 2))") == [7, 7]
+
+
+def test_a_second_interrupt_kills_ranks_that_ignore_the_first(kernel, start_waiting_cell, tmp_path, eventually):
+    cell, processes = start_waiting_cell("mpwatch.run(wait_ignoring_signals, 2, args=(FOLDER,), grace_period=1000)")
+    kernel.interrupt()
+    eventually(lambda: sum(name.startswith("ignored") for name in os.listdir(tmp_path)) == 2)
+    assert interrupt_cell(kernel, cell)["ename"] == "KeyboardInterrupt"
+    assert not any(is_alive(pid) for pid in processes)
+
+
+def test_a_group_serves_many_cells(kernel):
+    kernel.run("group = mpwatch.WorkerGroup(2)\ndef keep(x): mpwatch.current_worker().state['x'] = x")
+    kernel.run("group.run(keep, (5,))")
+    first = kernel.value("list(group.run(pids))")
+    assert kernel.value("list(group.run(lambda: mpwatch.current_worker().state['x'] + scale))") == [8, 8]
+    assert kernel.value("list(group.run(pids))") == first
+    (shown,) = kernel.run("group")
+    assert "HEALTHY: the ranks are ready" in shown["data"]["text/html"]
+    assert shown["data"]["text/plain"] == "<WorkerGroup HEALTHY: 2 ranks>"
+    kernel.interrupt()  # ignored between two calls
+    assert kernel.value("list(group.run(pids))") == first
+    assert kernel.run("group.close()") == []
+    assert not any(is_alive(pid) for pid in first)
+
+
+def test_ranks_of_a_group_that_answer_an_interrupt_stay(kernel, start_waiting_cell):
+    kernel.run("group = mpwatch.WorkerGroup(2)")
+    cell, processes = start_waiting_cell("group.run(wait, (FOLDER,))")
+    assert interrupt_cell(kernel, cell)["ename"] == "KeyboardInterrupt"
+    assert set(kernel.value("list(group.run(pids))")) == set(processes)
+    assert kernel.run("group.close()") == []
+
+
+def test_ranks_of_a_group_that_do_not_answer_an_interrupt_are_restarted(kernel, start_waiting_cell, tmp_path, eventually):
+    kernel.run("group = mpwatch.WorkerGroup(2, grace_period=1000)")
+    cell, processes = start_waiting_cell("group.run(wait_ignoring_signals, (FOLDER,))")
+    kernel.interrupt()
+    eventually(lambda: sum(name.startswith("ignored") for name in os.listdir(tmp_path)) == 2)
+    assert interrupt_cell(kernel, cell)["ename"] == "KeyboardInterrupt"
+    assert not any(is_alive(pid) for pid in processes)
+    (shown,) = kernel.run("group")
+    assert "UNHEALTHY" in shown["data"]["text/html"]
+    warning, value = kernel.run("[worker.restart_count for worker in group.run(pids).workers]")
+    assert "all ranks are restarted" in warning["text"]
+    assert value["data"]["text/plain"] == "[1, 1]"
+    assert kernel.run("group.close()") == []
+
+
+def test_an_interrupt_leaves_the_block_of_a_group(kernel, start_waiting_cell):
+    cell, processes = start_waiting_cell("with mpwatch.WorkerGroup(2) as group: group.run(wait, (FOLDER,))")
+    assert interrupt_cell(kernel, cell)["ename"] == "KeyboardInterrupt"
+    assert not any(is_alive(pid) for pid in processes)
+    assert kernel.value("group.state.name") == "STOPPED"
+
+
+def test_cells_with_magic_and_with_await(kernel):
+    timed, value = kernel.run("%%time\nlist(mpwatch.run(lambda: 4, 2))")
+    assert "Wall time" in timed["text"]
+    assert value["data"]["text/plain"] == "[4, 4]"
+    assert kernel.value("await asyncio.sleep(0)\nlist(mpwatch.run(lambda: 5, 2))") == [5, 5]
+    assert kernel.value("list(await asyncio.to_thread(mpwatch.run, lambda: 6, 2))") == [6, 6]
+
+
+def test_an_interrupt_of_a_cell_with_await(kernel, start_waiting_cell):
+    """For such a cell ipykernel has its own signal handler, which raises nothing, so the run raises RunFailedError."""
+    cell, processes = start_waiting_cell("await asyncio.sleep(0)\nmpwatch.run(wait, 2, args=(FOLDER,))")
+    assert interrupt_cell(kernel, cell)["ename"] == "RunFailedError"
+    assert not any(is_alive(pid) for pid in processes)
+    assert kernel.value("1 + 1") == 2
+
+
+def test_threads_tasks_and_torch_in_the_kernel(kernel):
+    kernel.run("""
+import torch
+total = torch.ones(2_000_000).sum()  # by many threads
+thread = threading.Thread(target=threading.Event().wait, daemon=True)
+thread.start()
+async def tick():
+    while True:
+        await asyncio.sleep(0.001)
+task = asyncio.ensure_future(tick())
+""")
+    assert kernel.value("list(mpwatch.run(lambda: bool(torch.ones(2_000_000).sum() == total), 2))") == [True, True]
+    assert kernel.value("await asyncio.sleep(0)\nthread.is_alive() and not task.done()")
+    kernel.run("task.cancel()")
+
+
+def test_a_group_that_is_not_closed_ends_with_the_kernel(kernel, eventually):
+    ranks = kernel.value("forgotten = mpwatch.WorkerGroup(2)\nlist(forgotten.run(pids))")
+    kernel.run("exit")
+    eventually(lambda: not is_alive(kernel.pid))
+    assert not any(is_alive(pid) for pid in ranks)
+    assert "mpwatch" not in kernel.log()
+    assert "Traceback" not in kernel.log()
+    restart_kernel(kernel, now=True)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "mpwatch.run(wait_ignoring_signals, 2, args=(FOLDER,))",
+        "mpwatch.WorkerGroup(2).run(wait_ignoring_signals, (FOLDER,))",
+    ],
+    ids=["run", "group"],
+)
+@pytest.mark.parametrize("how", ["killed", "restarted at once"])
+def test_ranks_end_when_the_kernel_is(how, call, kernel, start_waiting_cell, eventually):
+    _, processes = start_waiting_cell(call)
+    if how == "killed":
+        os.kill(kernel.pid, signal.SIGKILL)
+        eventually(lambda: not any(is_alive(pid) for pid in processes), 1.0)
+    restart_kernel(kernel, now=True)
+    eventually(lambda: not any(is_alive(pid) for pid in processes), 1.0)
+
+
+def test_ranks_end_when_the_kernel_is_restarted(kernel, start_waiting_cell, eventually):
+    _, processes = start_waiting_cell("mpwatch.run(wait_with_helper, 2, args=(FOLDER,))")
+    restart_kernel(kernel, now=False)
+    eventually(lambda: not any(is_alive(pid) for pid in processes), 1.0)
+    assert kernel.value("list(mpwatch.run(lambda: 7, 2))") == [7, 7]

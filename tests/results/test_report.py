@@ -1,0 +1,517 @@
+"""The diagnosis and the report of an attempt: pure functions of observations."""
+
+import errno
+import importlib
+import os
+import pickle
+import signal
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, WorkerState
+from mpwatch.os_support.signals import DUMP_SIGNAL
+from mpwatch.results.html import make_group_table
+from mpwatch.results.report import (
+    ACTIVITIES_BY_FILE,
+    PACKAGE_FOLDER,
+    format_exit,
+    format_location,
+    format_ranks,
+    format_report,
+)
+from mpwatch.watcher.diagnosis.diagnose import diagnose
+from mpwatch.watcher.diagnosis.stack_dumps import RANK_MAIN_FILE
+from mpwatch.watcher.machine.transitions import StopReason
+from support.observations import (
+    CONNECTION_LOST_ERROR,
+    IN_TORCH,
+    LIBRARY,
+    STOPPED_RANK,
+    make_observations,
+    rank_that_died,
+    rank_that_raised,
+    rank_that_returned,
+    stack_in,
+)
+
+
+def test_the_earliest_primary_failure_is_the_cause():
+    result = diagnose(
+        make_observations(
+            rank_that_raised(ValueError("late"), 9.9), rank_that_raised(ValueError("early"), 9.8), STOPPED_RANK
+        )
+    )
+    assert result.root_cause.rank == 1
+    assert set(result.failures) == {0, 1}
+    assert result.worker_states[2] is WorkerState.STOPPED
+
+
+def test_a_secondary_failure_is_not_the_cause_even_if_it_is_earlier():
+    result = diagnose(
+        make_observations(
+            rank_that_raised(CONNECTION_LOST_ERROR, 1.0), rank_that_raised(ValueError("cause"), 9.0), rank_that_died(-9, 9.5)
+        )
+    )
+    assert result.root_cause.rank == 1
+    assert result.failures[0].is_secondary
+    assert not result.failures[2].is_secondary
+
+
+def test_an_exception_raised_from_a_lost_connection_is_secondary():
+    error = RuntimeError("training failed")
+    error.__cause__ = CONNECTION_LOST_ERROR
+    result = diagnose(make_observations(rank_that_raised(error, 1.0), rank_that_died(-9)))
+    assert result.root_cause.rank == 1
+
+
+def test_an_exception_after_the_stop_is_no_failure():
+    result = diagnose(
+        make_observations(
+            rank_that_raised(ValueError("cause"), 9.0), rank_that_raised(KeyboardInterrupt(), 10.1), STOPPED_RANK
+        )
+    )
+    assert set(result.failures) == {0}
+
+
+@pytest.mark.parametrize(("code", "failed"), [(-9, True), (-11, True), (-15, False), (3, False), (0, False)])
+def test_a_death_during_the_stop_is_a_failure_only_if_the_watcher_cannot_have_caused_it(code, failed):
+    result = diagnose(
+        make_observations(rank_that_raised(ValueError("x"), 9.0), rank_that_died(code, 10.2, sent=[signal.SIGTERM]))
+    )
+    assert (1 in result.failures) == failed
+    assert (
+        1
+        not in diagnose(
+            make_observations(rank_that_raised(ValueError("x"), 9.0), rank_that_died(-9, 20.2, sent=[9, 15]))
+        ).failures
+    )
+
+
+def test_a_program_that_a_rank_executed_and_that_died_of_the_dump_signal_is_no_failure():
+    dumped = {**rank_that_died(-DUMP_SIGNAL, 10.01), "was_asked_for_stacks": True}
+    assert set(diagnose(make_observations(dumped, rank_that_raised(ValueError("x"), 9.9))).failures) == {1}
+    assert set(
+        diagnose(make_observations(rank_that_died(-DUMP_SIGNAL, 10.01), rank_that_raised(ValueError("x"), 9.9))).failures
+    ) == {0, 1}
+
+
+def test_a_crash_during_the_stop_is_a_failure_but_not_the_cause():
+    result = diagnose(
+        make_observations(rank_that_raised(CONNECTION_LOST_ERROR, 9.0), rank_that_died(-6, 10.2, sent=[signal.SIGTERM]))
+    )
+    assert result.root_cause.rank == 0
+    assert set(result.failures) == {0, 1}
+
+
+def test_a_rank_that_was_killed_after_it_had_returned_may_be_the_cause():
+    gone = {**rank_that_returned(), "died_at": 5.0, "exit_code": -9}
+    result = diagnose(make_observations(gone, rank_that_raised(CONNECTION_LOST_ERROR, 6.0)))
+    assert result.root_cause.rank == 0
+    assert (
+        diagnose(make_observations(gone, rank_that_returned(), stop_reason=StopReason.SUCCEEDED, stopped_at=None)).failures
+        == {}
+    )
+
+
+def test_a_user_s_own_timeout_text_is_no_peer_error():
+    result = diagnose(
+        make_observations(rank_that_raised(RuntimeError("timed out waiting for the data server"), 9.0), STOPPED_RANK)
+    )
+    assert not result.root_cause.is_secondary
+
+
+def test_a_text_of_several_lines_takes_one_line_of_the_report():
+    result = diagnose(
+        make_observations(rank_that_raised(ValueError("first\nsecond"), 9.0), rank_that_raised(ValueError("a\nb"), 9.5))
+    )
+    assert format_report(result).splitlines() == ["rank 0 failed first: ValueError: first …", "  rank 1: ValueError: a …"]
+
+
+def test_two_ranks_that_died_before_the_stop_are_both_failures():
+    result = diagnose(make_observations(rank_that_died(7), rank_that_died(7), STOPPED_RANK))
+    assert set(result.failures) == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "exit_code", "text"),
+    [
+        (rank_that_died(7), FailureKind.EXIT, 7, "rank 0 ended with exit code 7 and no result"),
+        (rank_that_died(0), FailureKind.LOST, 1, "rank 0 ended without returning a result"),
+        (rank_that_died(None), FailureKind.LOST, 1, "rank 0 ended without returning a result"),
+        (rank_that_died(-11), FailureKind.SIGNAL, 139, "rank 0 was killed by SIGSEGV (an invalid memory access"),
+        (rank_that_died(-40), FailureKind.SIGNAL, 168, "rank 0 was killed by signal 40"),
+        (
+            {**rank_that_died(1), "was_ready": False},
+            FailureKind.START,
+            1,
+            "rank 0 never started: its interpreter ended with exit code 1",
+        ),
+        (
+            {**rank_that_died(-9), "was_ready": False},
+            FailureKind.START,
+            137,
+            "rank 0 never started: it was killed by SIGKILL",
+        ),
+        (
+            rank_that_raised(SystemExit(256), 1.0),
+            FailureKind.EXIT,
+            1,
+            "rank 0 ended with exit code 1 and no result (SystemExit: 256)",
+        ),
+        (rank_that_raised(SystemExit("no"), 1.0), FailureKind.EXIT, 1, "(SystemExit: no)"),
+        (rank_that_raised(ValueError(), 1.0), FailureKind.EXCEPTION, 1, "rank 0 failed first: ValueError"),
+        (rank_that_raised(ValueError("x" * 600), 1.0), FailureKind.EXCEPTION, 1, "x" * 488 + " …"),
+    ],
+)
+def test_kinds_and_verdicts(what, kind, exit_code, text):
+    was_ready = what.pop("was_ready", True)
+    given = make_observations(what)
+    given.ranks[0].was_ready = was_ready
+    result = diagnose(given)
+    assert (result.root_cause.kind, result.root_cause.exit_code) == (kind, exit_code)
+    assert text in format_report(result).splitlines()[0]
+
+
+def test_a_rank_that_was_never_ready():
+    result = diagnose(make_observations(rank_that_returned(), STOPPED_RANK, never_ready=[1], start_timeout=300.0))
+    assert result.root_cause.kind is FailureKind.START
+    assert "was not ready after 300 s" in format_report(result)
+
+
+def test_a_success():
+    result = diagnose(
+        make_observations(rank_that_returned(1), rank_that_returned(2), stop_reason=StopReason.SUCCEEDED, stopped_at=None)
+    )
+    assert list(result) == [1, 2]
+    assert result.state is WorkerState.SUCCEEDED
+
+
+def test_an_interrupt():
+    result = diagnose(
+        make_observations(STOPPED_RANK, rank_that_returned(), stop_reason=StopReason.INTERRUPTED, signum=signal.SIGTERM)
+    )
+    assert result.state is WorkerState.STOPPED
+    assert format_report(result).splitlines() == [
+        "the run was stopped: this process received SIGTERM",
+        "  rank 0: stopped by the watcher",
+        "  rank 1: had returned",
+    ]
+
+
+def test_equal_fates_share_a_line_at_512_ranks():
+    ranks = [STOPPED_RANK] * 512
+    ranks[100] = rank_that_raised(ValueError("x"), 9.0)
+    ranks[200] = ranks[300] = rank_that_raised(CONNECTION_LOST_ERROR, 9.5)
+    text = format_report(diagnose(make_observations(*ranks)))
+    assert len(text.splitlines()) == 3
+    assert "ranks 200, 300: a victim of rank 100: RuntimeError" in text
+    assert "ranks 0-99, 101-199, 201-299, 301-511: stopped by the watcher" in text
+
+
+FROM_STEP = " in all_reduce (train.py:88 in step: dist.all_reduce(x))"
+
+
+@pytest.mark.parametrize(
+    ("stacks", "phrase"),
+    [
+        (stack_in("step", 88, "time.sleep(60)"), " (train.py:88 in step: time.sleep(60))"),
+        (stack_in("step", 88), " (train.py:88 in step)"),
+        (stack_in("step", 88) + "\n\n" + stack_in("other", 1, thread="Thread 0x2"), " (train.py:88 in step)"),
+        (IN_TORCH + '\n    wait()\n  File "/home/me/train.py", line 88 in step\n    dist.all_reduce(x)', FROM_STEP),
+        (f'Thread 0x1 (most recent call first):\n  File "{LIBRARY}/torch/c10d.py", line 3 in f', " (c10d.py:3 in f)"),
+        (stack_in("step", 88, "x" * 300), f" (train.py:88 in step: {'x' * 100})"),
+        (
+            'Thread 0x1 (most recent call first):\n  File "<string>", line 2 in __init__\n  File "/me/train.py", line 8 in f\n    Cfg()',
+            " in __init__ (train.py:8 in f: Cfg())",
+        ),
+        ('Thread 0x1 (most recent call first):\n  File "<stdin>", line 2 in f', " (<stdin>:2 in f)"),
+        ("suspended, by SIGSTOP or SIGTSTP", " (suspended, by SIGSTOP or SIGTSTP)"),
+        ("Thread 0x1 (most recent call first):\n  <no Python frame>", ""),
+        ("", ""),
+    ],
+)
+def test_format_location(stacks, phrase):
+    assert format_location(stacks) == phrase
+
+
+def test_ranks_are_grouped_by_where_they_were():
+    ranks = [{**STOPPED_RANK, "stacks": stack_in("step", 88 if rank % 2 else 12)} for rank in range(8)]
+    ranks[3] = rank_that_raised(ValueError("x"), 9.0)
+    error = RunFailedError(diagnose(make_observations(*ranks)))
+    assert str(error).splitlines() == [
+        "rank 3 failed first: ValueError: x",
+        "  ranks 0, 2, 4, 6: stopped by the watcher (train.py:12 in step)",
+        "  ranks 1, 5, 7: stopped by the watcher (train.py:88 in step)",
+    ]
+    assert str(error).splitlines() == [error.verdict, *(f"  {line}" for line in error.fates)]
+
+
+def test_many_groups_are_counted():
+    ranks = [
+        rank_that_raised(ValueError("x"), 9.0),
+        *({**STOPPED_RANK, "stacks": stack_in("step", line)} for line in range(1, 512)),
+    ]
+    lines = format_report(diagnose(make_observations(*ranks))).splitlines()
+    assert len(lines) == 32
+    assert lines[-1] == "  and 481 more groups of ranks: see .failures and .stacks"
+
+
+def test_secondary_failures_are_called_victims_if_there_is_a_cause():
+    result = diagnose(
+        make_observations(rank_that_raised(CONNECTION_LOST_ERROR, 1.0), rank_that_raised(ValueError("x"), 9.0))
+    )
+    assert "  rank 0: a victim of rank 1: RuntimeError: [gloo/" in format_report(result)
+    alone = diagnose(
+        make_observations(
+            rank_that_raised(CONNECTION_LOST_ERROR, 1.0), rank_that_raised(CONNECTION_LOST_ERROR, 2.0), rank_that_returned()
+        )
+    )
+    verdict, other, ended = format_report(alone).splitlines()
+    assert verdict.startswith(
+        "no rank was seen to fail by itself; the first to report a lost or late peer: rank 0: RuntimeError: [gloo/"
+    )
+    assert other.startswith("  rank 1: RuntimeError: [gloo/")
+    assert ended == "  rank 2: had returned"
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "text"),
+    [
+        ({"oom_proof": "proof"}, FailureKind.OOM, "rank 0 was killed by the kernel's out-of-memory killer (proof)"),
+        (
+            {"oom_hint": "why"},
+            FailureKind.SIGNAL,
+            "rank 0 was killed by SIGKILL (likely the out-of-memory killer: why)",
+        ),
+        (
+            {"was_ready": False, "oom_proof": "proof"},
+            FailureKind.OOM,
+            "rank 0 was killed by the kernel's out-of-memory killer",
+        ),
+    ],
+)
+def test_out_of_memory(what, kind, text):
+    was_ready = what.pop("was_ready", True)
+    given = make_observations({**rank_that_died(-9), **what})
+    given.ranks[0].was_ready = was_ready
+    result = diagnose(given)
+    assert (result.root_cause.kind, result.root_cause.exit_code, result.root_cause.signal) == (kind, 137, 9)
+    assert format_report(result).startswith(text)
+
+
+def test_an_exception_whose_details_cannot_be_unpickled_is_reported():
+    broken = {**rank_that_raised(ValueError("x"), 9.0), "details": b"garbage"}
+    result = diagnose(make_observations(broken))
+    assert isinstance(result.root_cause.exception, ValueError)
+    assert format_report(result) == "rank 0 failed first: ValueError: x"
+
+
+class NeedsState:
+    def __getstate__(self):
+        return {"x": 1}
+
+    def __setstate__(self, _):
+        raise LookupError("not here\nbut there")
+
+
+class NeedsArgument:
+    def __new__(cls, _):
+        return object.__new__(cls)
+
+
+class CallsWhenRebuilt:
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], self.call[1:]
+
+
+class HasGone:
+    pass
+
+
+def raise_error(error):
+    raise error
+
+
+def diagnose_value(value):
+    return diagnose(make_observations(rank_that_returned(value), stop_reason=StopReason.SUCCEEDED, stopped_at=None))
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "why"),
+    [
+        (NeedsState(), "NeedsState", "results.test_report.NeedsState.__setstate__ raised LookupError: not here"),
+        ({"a": [NeedsState()]}, "dict", "results.test_report.NeedsState.__setstate__ raised LookupError: not here"),
+        (
+            NeedsArgument(1),
+            "NeedsArgument",
+            "TypeError: NeedsArgument.__new__() missing 1 required positional argument: '_'",
+        ),
+        (CallsWhenRebuilt(int, "x"), "CallsWhenRebuilt", "ValueError: invalid literal for int() with base 10: 'x'"),
+        (CallsWhenRebuilt(sys.exit, 3), "CallsWhenRebuilt", "SystemExit: 3"),
+        (CallsWhenRebuilt(importlib.import_module, "a.b"), "CallsWhenRebuilt", "ModuleNotFoundError: No module named 'a'"),
+        (HasGone(), "HasGone", f"AttributeError: Can't get attribute 'HasGone' on {sys.modules[__name__]}"),
+    ],
+)
+def test_a_value_that_cannot_be_rebuilt(monkeypatch, value, kind, why):
+    given = make_observations(rank_that_returned(value), stop_reason=StopReason.SUCCEEDED, stopped_at=None)
+    monkeypatch.delattr(sys.modules[__name__], "HasGone")
+    failure = diagnose(given).root_cause
+    assert (failure.rank, failure.kind, failure.exit_code) == (0, FailureKind.EXCEPTION, 1)
+    kind = kind if kind == "dict" else f"results.test_report.{kind}"
+    assert failure.summary == (
+        f"TypeError: its return value cannot be rebuilt in the caller: it is of type {kind} ({why}); return plain data instead"
+    )
+    assert str(failure.exception) == failure.summary.removeprefix("TypeError: ")
+    assert type(failure.exception.__cause__).__name__ in why
+    assert "The above exception was the direct cause" in failure.traceback
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            MemoryError(),
+            "MemoryError: the return value could not be rebuilt in the caller: there is not enough memory; free some",
+        ),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            "OSError: the return value could not be rebuilt in the caller: OSError: [Errno 24] Too many open files; raise",
+        ),
+    ],
+)
+def test_a_value_that_cannot_be_rebuilt_for_lack_of_a_resource(error, text):
+    failure = diagnose_value(CallsWhenRebuilt(raise_error, error)).root_cause
+    assert failure.summary.startswith(text)
+    assert type(failure.exception) is type(failure.exception.__cause__)
+
+
+def test_a_keyboard_interrupt_is_no_failure_of_the_value_that_is_being_rebuilt():
+    with pytest.raises(KeyboardInterrupt):
+        diagnose_value(CallsWhenRebuilt(raise_error, KeyboardInterrupt()))
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (-9, "making the text of the exception did not end in time"),
+        (3, "the rank ended before the text of the exception was made"),
+    ],
+)
+def test_an_exception_that_was_announced_but_never_sent(code, why):
+    silent = {"raised_at": 9.0, **rank_that_died(code, 20.0, sent=[signal.SIGTERM, signal.SIGKILL])}
+    result = diagnose(make_observations(silent, STOPPED_RANK))
+    assert result.root_cause.kind is FailureKind.EXCEPTION
+    assert format_report(result).startswith(f"rank 0 failed first: raised an exception that could not be sent ({why})")
+
+
+def test_the_end_of_the_startup_output_is_reported():
+    given = make_observations({**rank_that_died(1), "startup_output": "".join(f"line {n}\n" for n in range(100))})
+    given.ranks[0].was_ready = False
+    lines = format_report(diagnose(given)).splitlines()
+    assert lines[1:3] == ["  what it printed:", "    line 88"]
+    assert lines[-1] == "    line 99"
+
+
+def test_the_html_table_of_a_result():
+    good = diagnose(
+        make_observations(
+            rank_that_returned("<b>"), rank_that_returned([1] * 1000), stop_reason=StopReason.SUCCEEDED, stopped_at=None
+        )
+    )
+    assert "&lt;b&gt;" in good._repr_html_()
+    assert len(good._repr_html_()) < 1000
+    bad = diagnose(
+        make_observations(rank_that_raised(ValueError("<script>"), 9.0), {**STOPPED_RANK, "stacks": stack_in("<module>", 3)})
+    )
+    html = RunFailedError(bad)._repr_html_()
+    assert html == bad._repr_html_()
+    assert "<script>" not in html
+    assert "<b>rank 0 failed first: ValueError: &lt;script&gt;</b>" in html
+    assert '<th style="text-align:left">rank 1</th>' in html
+    assert "(train.py:3 in &lt;module&gt;)" in html
+    assert "<summary>traceback of rank 0</summary>" in html
+    assert "__repr__" not in RunResult(WorkerState.STOPPED, reason="why")._repr_html_()
+
+
+def test_the_html_table_of_very_many_values():
+    many = diagnose(
+        make_observations(*[rank_that_returned(n) for n in range(512)], stop_reason=StopReason.SUCCEEDED, stopped_at=None)
+    )._repr_html_()
+    assert many.count("<tr>") == 33
+    assert "480 more" in many
+
+
+def test_the_html_table_of_a_group():
+    ranks = diagnose(make_observations(STOPPED_RANK, STOPPED_RANK, STOPPED_RANK)).workers
+    html = make_group_table(WorkerState.HEALTHY, ranks, None)
+    assert "<b>WorkerGroup of ranks 0-2</b>" in html
+    assert "HEALTHY: the ranks are ready" in html
+    assert '<th style="text-align:left">restarts</th><td style="text-align:left">never</td>' in html
+    assert "backend" not in html
+    html = make_group_table(WorkerState.UNHEALTHY, [replace(rank, restart_count=2) for rank in ranks], "gloo")
+    assert "the next call restarts all of them" in html
+    assert ">2 times<" in html
+    assert ">gloo<" in html
+
+
+def test_notebook_cells_have_the_names_that_ipython_gives_them(monkeypatch):
+    compiler = SimpleNamespace(format_code_name=lambda file: ("Cell", "In[7]") if file == "/home/me/train.py" else None)
+    shell = SimpleNamespace(compile=compiler)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    bad = diagnose(
+        make_observations(rank_that_raised(ValueError("bad"), 9.0), {**STOPPED_RANK, "stacks": stack_in("train", 3)})
+    )
+    assert "(Cell In[7]:3 in train" in format_report(bad)
+    shell.compile = None  # of another kind
+    assert "(train.py:3 in train" in format_report(bad)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([5, 0, 2, 1], "ranks 0-2, 5"), ([0, 2], "ranks 0, 2")],
+)
+def test_format_ranks(ranks, text):
+    assert format_ranks(ranks) == text
+
+
+def test_format_exit():
+    assert format_exit(3) == "ended with exit code 3"
+    assert format_exit(-11).startswith("was killed by SIGSEGV")
+
+
+@pytest.mark.parametrize("kind", [RunFailedError, RunTimeoutError])
+def test_every_error_pickles(kind):
+    error = kind(diagnose(make_observations(rank_that_raised(ValueError("x", lambda: None), 9.0), STOPPED_RANK)))
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is kind
+    assert str(back).splitlines()[1:] == str(error).splitlines()[1:]
+    assert back.root_cause.exception.args[0] == "x"
+
+
+def test_is_running():
+    assert {state for state in WorkerState if state.is_running} == {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
+
+
+def test_a_failure_and_a_result_can_be_made_by_users():
+    failure = ProcessFailure(rank=0, local_rank=0, pid=1, hostname="h", kind=FailureKind.LOST, exit_code=1)
+    result = RunResult(WorkerState.FAILED, failures={0: failure}, root_cause=failure)
+    assert "rank 0 ended without" in str(RunFailedError(result))
+
+
+def test_files_of_mpwatch_that_reports_recognise_exist():
+    """A renamed module would silently lose its phrase, or show its frames as the user's."""
+    files = [PACKAGE_FOLDER + file for file in ACTIVITIES_BY_FILE] + [f"{PACKAGE_FOLDER}/../{RANK_MAIN_FILE}"]
+    assert [file for file in files if not os.path.exists(file)] == []
+
+
+def test_format_location_of_a_rank_outside_of_its_function():
+    file = f"{PACKAGE_FOLDER}/worker/process_group.py"
+    assert format_location(f'Thread 0x1 (most recent call first):\n  File "{file}", line 2 in f') == (
+        " while it joined its process group"
+    )

@@ -1,0 +1,123 @@
+"""Functions for ranks that fail or wait, for tests of several features. A rank imports this module, so it imports little."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+import mpwatch
+
+
+def rank():
+    return mpwatch.current_worker().rank
+
+
+def wait_to_be_stopped():
+    while True:
+        signal.pause()
+
+
+def call_on_rank_1(action, barrier, *args):
+    """Call `action` on rank 1 once all ranks run. The other ranks wait until they are stopped."""
+    barrier.wait()
+    if rank() == 1:
+        return action(*args)
+    return wait_to_be_stopped()
+
+
+class KeywordOnlyError(Exception):
+    """An exception that plain pickle cannot rebuild: it takes two arguments that are not in `args`."""
+
+    def __init__(self, code, *, detail):
+        super().__init__(f"code {code}: {detail}")
+        self.code = code
+        self.detail = detail
+
+
+def raises_value_error():
+    raise ValueError("the batch is bad")  # THE-LINE
+
+
+def raises_keyword_only_error():
+    raise KeywordOnlyError(7, detail="two arguments")
+
+
+def recurses():
+    recurses()
+
+
+def exits_with_3():
+    sys.exit(3)
+
+
+def calls_os_exit_with_7():
+    os._exit(7)
+
+
+def is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_terminated():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def crashes():
+    ctypes.string_at(0)
+
+
+def fails_beside_a_suspended_rank(barrier, suspended_pid):
+    barrier.wait()
+    if rank() == 1:
+        while state_of(suspended_pid.value) != "T":
+            os.sched_yield()
+        raise ValueError("the batch is bad")
+    if rank() == 0:
+        suspended_pid.value = os.getpid()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_to_be_stopped()
+
+
+def state_of(pid):
+    if not pid:
+        return None
+    with open(f"/proc/{pid}/stat") as text:
+        return text.read().rpartition(")")[2].split()[0]
+
+
+class RefusesAttributesError(Exception):
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+
+class ExitsInStrError(Exception):
+    def __str__(self):
+        return str(sys.exit(0))
+
+
+class HidesItsArgumentsError(Exception):
+    @property
+    def args(self):
+        raise RuntimeError("no arguments")
+
+
+def nested_group(depth):
+    error = ValueError("innermost")
+    for _ in range(depth):
+        error = ExceptionGroup("one", [error])
+    return error
+
+
+def wait_in_a_thread():
+    threading.Event().wait()
+
+
+def interrupts_its_watcher():
+    if rank() == 0:
+        os.kill(os.getppid(), signal.SIGINT)
+    wait_to_be_stopped()
+
+
+def returns_1_mib():
+    return bytes(1 << 20)

@@ -1,0 +1,291 @@
+"""Stacks of ranks: parsing of the stack pipe, and real ranks whose stacks the watcher reads before it stops them."""
+
+import json
+import multiprocessing
+import time
+
+import pytest
+
+import mpwatch
+from mpwatch.results.stack_frames import parse_frames
+from mpwatch.watcher.diagnosis.stack_dumps import (
+    MAIN_THREAD_MISSING,
+    StackDumpParser,
+    add_source_lines,
+    format_stacks,
+)
+from support import failing
+from support.programs import python
+from watcher.diagnosis import stack_functions
+
+pytestmark = pytest.mark.usefixtures("_wait_for_all_stacks")
+SPAWN = multiprocessing.get_context("spawn")
+MAIN = 0x7F00
+OTHER = 'Thread 0x0000000000001000 (most recent call first):\n  File "threading.py", line 1002 in _bootstrap\n\n'
+HEAD = "Current thread 0x0000000000007f00 (most recent call first):\n"
+FRAMES = '  File "/home/me/train.py", line 3 in step\n'
+RANK_MAIN = '  File "/x/mpwatch/worker/main.py", line 9 in _call\n'
+END = '  File "<string>", line 1 in <module>\n'
+CRASH = f"Fatal Python error: Aborted\n\n{HEAD}{FRAMES}{RANK_MAIN}{END}"
+
+
+def parser_with(text):
+    parser = StackDumpParser()
+    parser.mark_ready(MAIN)
+    parser.start_dump()
+    parser.feed(text.encode())
+    return parser
+
+
+def test_output_before_the_rank_is_ready_is_no_stack():
+    parser = StackDumpParser()
+    parser.feed(b"no licence\n" * (1 << 17))  # more than is kept
+    assert (parser.failed_startup_output[:11], parser.dump, parser.crash_stack) == ("no licence\n", "", "")
+    parser.mark_ready(MAIN)
+    assert parser.startup_output[:11] == b"no licence\n"
+    assert parser.startup_output.endswith(b"the rest was cut off]\n")
+    parser.start_dump()
+    parser.feed((HEAD + END).encode())
+    assert (parser.failed_startup_output, parser.dump) == ("", (HEAD + END).strip())
+
+
+def test_stacks_that_were_not_requested_are_ignored():
+    parser = StackDumpParser()
+    parser.mark_ready(MAIN)
+    parser.feed((HEAD + FRAMES + END).encode())
+    assert (parser.is_complete(), parser.dump) == (False, "")
+    parser.start_dump()
+    assert (parser.is_complete(), parser.dump) == (False, "")
+    parser.feed((HEAD + END).encode())
+    assert (parser.is_complete(), parser.dump) == (True, (HEAD + END).strip())
+
+
+def test_a_dump_is_complete_when_the_last_frame_of_the_main_thread_has_come():
+    text = OTHER + HEAD + FRAMES + END
+    assert [n for n in range(len(text) + 1) if parser_with(text[:n]).is_complete()] == [len(text)]
+
+
+def test_a_main_thread_of_very_many_frames_is_complete_after_100_frames():
+    assert not parser_with(HEAD + 99 * FRAMES).is_complete()
+    assert parser_with(HEAD + 100 * FRAMES).is_complete()  # some versions of Python write "..." then, some do not
+
+
+def test_the_main_thread_is_missing_if_there_are_more_than_100_threads():
+    parser = parser_with(OTHER + OTHER + "...\n")
+    assert parser.is_complete()
+    first, *others = format_stacks(parser.dump, MAIN).split("\n\n")
+    assert first == MAIN_THREAD_MISSING
+    assert others[0] == OTHER.strip()
+    assert list(parse_frames(format_stacks(parser.dump, MAIN))) == []
+
+
+def test_a_crash_comes_after_the_stacks():
+    parser = parser_with(OTHER + HEAD + FRAMES + END + CRASH)
+    assert parser.dump.endswith("in <module>")
+    assert parser.crash_stack.splitlines()[0] == "Fatal Python error: Aborted"
+    assert parser.crash_stack.endswith("line 3 in step")
+
+
+def test_the_main_thread_comes_first_and_begins_at_the_function():
+    text = format_stacks(OTHER + HEAD + FRAMES + RANK_MAIN + END, MAIN)
+    assert text == (HEAD + FRAMES + "\n" + OTHER).strip()
+    assert next(parse_frames(text)) == ("/home/me/train.py", 3, "step", "")
+    assert format_stacks(HEAD + RANK_MAIN + END, MAIN) == ""
+    assert list(parse_frames("")) == []
+    assert next(parse_frames(f"{HEAD}  Garbage-collecting\n{FRAMES}    step()\n  File")) == (
+        "/home/me/train.py",
+        3,
+        "step",
+        "step()",
+    )
+
+
+def test_frames_show_their_source(tmp_path):
+    (tmp_path / "program.py").write_text("first\n    second()\n")
+    frame = f'  File "{tmp_path}/program.py", line 2 in f'
+    assert (
+        add_source_lines(f"{HEAD}{frame}\n{FRAMES}", started_at=time.time() + 1)
+        == f"{HEAD}{frame}\n    second()\n{FRAMES}".strip()
+    )
+    changed = f"{HEAD}{frame}\n{FRAMES}".strip()  # after the start: the rank runs an earlier version
+    assert add_source_lines(f"{HEAD}{frame}\n{FRAMES}", started_at=time.time() - 60) == changed
+
+
+def test_a_thread_that_floods_the_pipe_is_cut_off():
+    parser = parser_with("x" * (3 << 20))
+    assert len(parser.dump) == 1 << 20
+
+
+def error_of(fn, *args, nprocs=2, **options):
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(fn, nprocs, args=args, **options)
+    return caught.value
+
+
+def test_stacks_of_a_rank_that_holds_the_gil_in_c():
+    error = error_of(
+        stack_functions.fails_while_rank_0_sleeps, stack_functions.holds_the_gil, SPAWN.Value("i", 0), grace_period=0.3
+    )
+    assert "rank 0: stopped by the watcher (stack_functions.py:" in str(error)
+    assert "in holds_the_gil" in error.stacks[0]
+
+
+def test_stacks_of_all_threads():
+    error = error_of(stack_functions.fails_while_rank_0_sleeps, stack_functions.waits_with_a_thread, SPAWN.Value("i", 0))
+    main, *others = error.stacks[0].split("\n\n")
+    assert "in waits_with_a_thread" in main
+    assert any("in wait_in_a_thread" in other for other in others)
+
+
+def test_a_deep_stack_is_no_reason_to_wait():
+    ended_at = SPAWN.Value("d", 0.0)
+    error = error_of(stack_functions.fails_beside_a_deep_stack, SPAWN.Barrier(2), ended_at)
+    assert time.monotonic() - ended_at.value < 5
+    assert error.stacks[0].count("in recurses_then_waits") >= 90  # of 100: the others may be those of the barrier
+
+
+def test_a_suspended_rank_is_reported_as_suspended(barrier):
+    error = error_of(failing.fails_beside_a_suspended_rank, barrier, SPAWN.Value("i", 0), nprocs=3)
+    assert "rank 0: stopped by the watcher (suspended, by SIGSTOP or SIGTSTP)" in str(error)
+
+
+def test_nothing_is_written_into_a_file_that_replaced_the_pipe(tmp_path):
+    files = [tmp_path / "0", tmp_path / "1"]
+    error = error_of(stack_functions.replaces_descriptors_and_waits, str(tmp_path))
+    assert error.root_cause.rank == 1
+    assert [file.read_bytes() for file in files] == [b"", b""]
+    assert 0 not in error.stacks
+
+
+def test_a_rank_that_executed_another_program_gets_no_dump_signal(tmp_path):
+    error = error_of(stack_functions.execs_a_program_that_exits_at_sigterm, str(tmp_path / "ended"))
+    assert error.root_cause.rank == 1
+    assert (tmp_path / "ended").read_text() == "by SIGTERM"
+
+
+SITE = """
+import os, sys
+print("output of the site", file=sys.stderr)
+if os.environ.get("RANK") == "1" and os.environ.get("REFUSE"):
+    raise SystemExit("no licence")
+"""
+STARTS = """
+import os, sys, mpwatch
+os.environ["PYTHONPATH"] = os.pathsep.join([sys.argv[1], os.environ["PYTHONPATH"]])
+mpwatch.run(os.getpid, 2)
+os.environ["REFUSE"] = "1"
+result = mpwatch.run(os.getpid, 2, check=False)
+print(result.root_cause.kind.name, result.root_cause.rank, "no licence" in result.root_cause.stderr)
+print(mpwatch.RunFailedError(result))
+"""
+
+
+def test_startup_output_of_an_interpreter(tmp_path):
+    """It goes to stderr. If the rank never becomes ready, it is in the report instead."""
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    done = python("-c", STARTS, str(tmp_path))
+    first, verdict, *rest = done.stdout.splitlines()
+    assert first == "START 1 True"
+    assert verdict == "rank 1 never started: its interpreter ended with exit code 1"
+    assert rest[0] == "  what it printed:"
+    assert "    SystemExit: no licence" in rest
+    # two ranks, multiprocessing's resource tracker, and the other rank if it was called before it was stopped
+    assert done.stderr in ("output of the site\n" * 3, "output of the site\n" * 4)
+
+
+def test_much_startup_output_if_the_caller_s_stderr_is_not_read(tmp_path):
+    """The rank blocks. The watcher does not, and the timeout holds."""
+    (tmp_path / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ: os.write(2, b'x' * 400_000)\n")
+    code = (
+        "import os, sys, threading, mpwatch\n"
+        "os.environ['PYTHONPATH'] = os.pathsep.join([sys.argv[1], os.environ['PYTHONPATH']])\n"
+        "unread = os.pipe()\n"
+        "os.dup2(unread[1], 2)\n"
+        "try: mpwatch.run(os.getpid, 2, timeout=2, grace_period=0.5)\n"
+        "except mpwatch.RunTimeoutError as error: print(str(error).splitlines()[0])"
+    )
+    out = python("-c", code, str(tmp_path)).stdout
+    assert out == "the run did not end within timeout=2 s: ranks 0-1 had not returned\n"
+
+
+@pytest.mark.parametrize("closed", [(2,), (0, 1), (0, 1, 2)], ids=str)
+def test_a_program_without_standard_descriptors(closed, tmp_path):
+    """No descriptor of mpwatch takes their numbers, and they are closed again afterwards."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, sys, mpwatch\n"
+        "def look(): return [os.readlink(f'/proc/self/fd/{fd}') for fd in (0, 1, 2)]\n"
+        f"for fd in {closed}: os.close(fd)\n"
+        "(found,) = mpwatch.run(look, 1)\n"
+        "left = [fd for fd in (0, 1, 2) if os.path.exists(f'/proc/self/fd/{fd}')]\n"
+        "with open(sys.argv[1], 'w') as file: json.dump([found, left], file)\n"
+    )
+    python(str(program), str(tmp_path / "found"))
+    found, left = json.loads((tmp_path / "found").read_text())
+    assert [found[fd] for fd in closed] == ["/dev/null"] * len(closed)
+    assert left == sorted({0, 1, 2} - set(closed))
+
+
+def test_ranks_have_the_stderr_of_the_caller():
+    code = (
+        "import os, sys, mpwatch\n"
+        "def write():\n"
+        "    os.write(2, b'by number\\n')\n"
+        "    print('by name', file=sys.stderr)\n"
+        "    return os.fstat(2)[:3]\n"
+        "assert mpwatch.run(write, 1)[0] == os.fstat(2)[:3]"
+    )
+    assert python("-c", code).stderr == "by number\nby name\n"
+
+
+SUSPENDED = """
+import multiprocessing, sys
+import mpwatch
+from watcher.diagnosis import stack_functions
+spawn = multiprocessing.get_context("spawn")
+args = (sys.argv[1], spawn.Array("i", 3), spawn.Value("i", 0))
+print(mpwatch.run(stack_functions.two_fail_while_the_watcher_is_suspended, 3, args=args, check=False).root_cause.rank)
+"""
+
+
+@pytest.mark.parametrize(("order", "first"), [("death first", 2), ("exception first", 0)])
+def test_a_watcher_that_wakes_up_late_still_finds_the_first_failure(order, first):
+    """A rank suspends the watcher, so that it notices a death and an exception in one wake-up."""
+    assert python("-c", SUSPENDED, order).stdout == f"{first}\n"
+
+
+def test_deaths_of_one_wake_up_are_ordered():
+    program = (
+        "import multiprocessing, mpwatch\n"
+        "from watcher.diagnosis import stack_functions\n"
+        "pids = multiprocessing.get_context('spawn').Array('i', 3)\n"
+        "result = mpwatch.run(stack_functions.three_fail_while_the_watcher_is_suspended, 3, args=(pids,), check=False)\n"
+        "print(sorted(result.failures, key=lambda rank: result.failures[rank].elapsed))"
+    )
+    assert python("-c", program).stdout == "[2, 1, 0]\n"
+
+
+def test_a_crash_of_a_forked_child_is_not_the_rank_s():
+    error = error_of(
+        stack_functions.fails_while_rank_0_sleeps, stack_functions.forks_a_child_that_crashes_and_waits, SPAWN.Value("i", 0)
+    )
+    assert "in forks_a_child_that_crashes_and_waits" in error.stacks[0]
+    assert error.root_cause.stack == ""
+    killed = error_of(stack_functions.forks_a_child_that_crashes_and_is_killed, nprocs=1)
+    assert (killed.root_cause.kind, killed.root_cause.stack) == (mpwatch.FailureKind.SIGNAL, "")
+
+
+def test_a_dump_that_the_watcher_did_not_request_is_ignored():
+    assert list(mpwatch.run(stack_functions.dumps_its_own_stack, 2)) == [0, 1]
+
+
+def test_a_rank_with_very_many_threads():
+    error = error_of(stack_functions.fails_while_rank_0_sleeps, stack_functions.waits_with_120_threads, SPAWN.Value("i", 0))
+    assert "rank 0: stopped by the watcher (main thread not seen: there are too many threads)" in str(error)
+
+
+def test_what_the_dump_signal_makes_a_rank_do_is_no_failure():
+    """The dump signal interrupts code that waits for a signal, or for a system call in C."""
+    error = error_of(stack_functions.fails_while_rank_0_sleeps, stack_functions.pauses_once, SPAWN.Value("i", 0))
+    assert error.result.worker_states[0] is mpwatch.WorkerState.STOPPED
+    assert set(error.failures) == {1}

@@ -1,0 +1,145 @@
+"""A program: raises an exception at one bytecode of mpwatch after another, and prints where that leaked something.
+
+    python exception_at_any_bytecode.py WHAT FIRST STRIDE
+
+WHAT is `run` (one run), `group` (create a group, call it twice, close it), or `printing` (with captured output).
+
+The exception is raised only in the caller's thread, as Python does it. Bytecodes without a line are left out: CPython never
+releases the frame if a tracer raises there.
+"""
+
+import gc
+import os
+import signal
+import sys
+import threading
+from contextlib import suppress
+from multiprocessing import resource_tracker
+
+import mpwatch
+from mpwatch.os_support.processes import wait_for_thread_exit
+from support import functions
+
+PACKAGE = os.path.dirname(mpwatch.__file__)
+EVENT = "line" if sys.version_info[:2] == (3, 12) else "opcode"  # which that version does not trace
+
+
+class ThrownError(BaseException):
+    """The exception that is raised. mpwatch does not know it."""
+
+
+class Thrower:
+    """Counts bytecodes, and raises at one of them."""
+
+    def __init__(self, at):
+        self.at = at
+        self.count = 0
+
+    def __enter__(self):
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _enter(self, frame, *_):
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = EVENT == "opcode", EVENT == "line"
+        return self._step
+
+    def _step(self, frame, event, _):
+        if event == EVENT:
+            self.count += 1
+            if self.count == self.at and frame.f_lineno is not None:
+                sys.settrace(None)
+                raise ThrownError(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
+        return self._step
+
+
+def read_process_state():
+    descriptors = {}
+    for entry in os.listdir("/proc/self/fd"):
+        if os.path.exists(path := f"/proc/self/fd/{entry}"):
+            descriptors[entry] = os.readlink(path)
+    tasks = os.listdir("/proc/self/task")
+    wakeup_fd = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup_fd)
+    return {
+        "descriptors": descriptors,
+        "threads": (threading.active_count(), len(tasks)),
+        "children": [open(f"/proc/self/task/{task}/children").read() for task in tasks],
+        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+        "wake-up descriptor": wakeup_fd,
+        "environment": dict(os.environ),
+    }
+
+
+def run():
+    mpwatch.run(functions.rank, 1)
+
+
+def run_with_captured_output():
+    mpwatch.run(functions.rank, 1, logs=mpwatch.LogSpec())
+    run_group(logs=mpwatch.LogSpec())
+
+
+def run_group(**options):
+    try:
+        with mpwatch.WorkerGroup(1, **options) as ranks:
+            ranks.run(functions.rank)
+            ranks.run(functions.rank)
+    except RuntimeError as error:  # raised just before a lock is released, where Python itself raises nothing
+        raise error.__context__ from None
+
+
+def throw_at(what, at):
+    """Return where the exception was raised; None if it was not."""
+    with Thrower(at):
+        try:
+            what()
+        except ThrownError as thrown:
+            return str(thrown)
+        except (
+            mpwatch.RunFailedError
+        ) as error:  # raised while a value was unpickled: mpwatch reports it as a failure of that
+            reason = error.__cause__ and error.__cause__.__cause__
+            return str(reason) if isinstance(reason, ThrownError) else None
+    return None
+
+
+def wait_for_dropped_groups():
+    """Wait for a group that was not fully created or closed: the garbage collector deletes it, and then its ranks exit."""
+    collect_garbage()
+    for thread in threading.enumerate():
+        if thread.name.startswith("mpwatch"):
+            thread.join(10.0)
+            wait_for_thread_exit(thread.native_id, 10.0)
+    collect_garbage()  # objects that the threads held
+
+
+def collect_garbage():
+    with suppress(BufferError):  # CPython can raise it for views of views that are collected together
+        gc.collect()
+
+
+def main(what, first, stride):
+    resource_tracker.ensure_running()
+    what()
+    with Thrower(0) as counter:
+        what()
+    thrown, before = 0, read_process_state()
+    for at in range(first, counter.count, stride):
+        where = throw_at(what, at)
+        thrown += where is not None
+        wait_for_dropped_groups()
+        after = read_process_state()
+        for name in before:
+            if before[name] != after[name]:
+                print(f"bytecode {at}, {where}: {name}: {before[name]} -> {after[name]}")
+        before = after
+    print(f"thrown {thrown} times at {counter.count} bytecodes")
+
+
+if __name__ == "__main__":
+    main({"run": run, "group": run_group, "printing": run_with_captured_output}[sys.argv[1]], *map(int, sys.argv[2:]))

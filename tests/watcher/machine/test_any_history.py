@@ -1,0 +1,382 @@
+"""Any order of events, tried by Hypothesis: the state machine, used as the event loop uses it, and the diagnosis afterwards."""
+
+import signal
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mpwatch import WorkerState
+from mpwatch.results.state_transitions import check_transition
+from mpwatch.watcher.diagnosis.diagnose import diagnose
+from mpwatch.watcher.machine.state_machine import StateMachine
+from mpwatch.watcher.machine.transitions import (
+    ALIVE_PHASES,
+    CONFIRM_SECONDS,
+    AbandonRank,
+    Abort,
+    CallRank,
+    DetailsReceived,
+    DoNotRestart,
+    DumpStacks,
+    Exited,
+    Failed,
+    Failing,
+    HeartbeatRead,
+    Interrupted,
+    RankPhase,
+    ReadHeartbeat,
+    Ready,
+    RequestExit,
+    Restart,
+    Returned,
+    RunStage,
+    SendSignal,
+    Shutdown,
+    StackDumped,
+    StartCall,
+    StartRank,
+    StopReason,
+)
+from mpwatch.wire.messages import Message
+from support.observations import CONNECTION_LOST_ERROR, make_observations, rank_that_raised, rank_that_returned
+
+GRACE = 3.0
+START_TIMEOUT = 30.0
+LIMIT = 5.0
+REPORTS = {False: rank_that_raised(ValueError("the batch is bad"), 0.0), True: rank_that_raised(CONNECTION_LOST_ERROR, 0.0)}
+RETURNED = rank_that_returned(7)
+for report in (*REPORTS.values(), RETURNED):  # none of these ranks has exited
+    del report["died_at"], report["exit_code"]
+EXIT_CODES = st.sampled_from([-signal.SIGKILL, -signal.SIGSEGV, 0, 3])
+MAY_REPORT = (RankPhase.RUNNING, RankPhase.TERMINATING, RankPhase.KILLED)  # a rank in these phases may still report
+WAS_STOPPED = {RankPhase.EXITING, RankPhase.TERMINATING, RankPhase.KILLED}
+
+
+class History(RuleBasedStateMachine):
+    """Ranks do anything that the event loop could observe. The machine's actions are recorded."""
+
+    @initialize(
+        may_restart=st.booleans(),
+        keep=st.booleans(),
+        n=st.integers(2, 5),
+        timeout=st.none() | st.floats(0.5, 30),
+        limit=st.none() | st.just(LIMIT),
+        ready=st.integers(0, 5),
+        signals=st.integers(0, 2),
+        exits=st.integers(0, 2),
+    )
+    def begin(self, *, may_restart, keep, n, timeout, limit, ready, signals, exits):
+        self.now = 1.0
+        self.keep = keep
+        self.limits = {"timeout": timeout, "heartbeat_timeout": limit}
+        more = {
+            "grace_period": GRACE,
+            "start_timeout": START_TIMEOUT,
+            "keep_ranks": keep,
+            "decide_after": (StopReason.FAILED,) if may_restart else (),
+        }
+        self.machine = StateMachine(range(n), now=self.now, **more, heartbeat_timeout=limit)
+        self.state = WorkerState.INIT
+        self.have_others_failed = False
+        self.restarts = 3
+        self.signals, self.exits = signals, exits  # how many may still come; without a limit most histories are soon over
+        self.begin_generation(n)
+        self.send(StartCall(self.now, timeout))
+        self.make_some_ready(ready)
+
+    def begin_generation(self, n):
+        self.observed = {rank: {"was_ready": False} for rank in range(n)}
+        self.begin_call()
+
+    def make_some_ready(self, number):
+        for rank in sorted(self.observed)[:number]:
+            self.make_ready(rank)
+
+    def begin_call(self):
+        self.is_diagnosed = False
+        self.actions = []
+        self.observed = {rank: {"was_ready": it["was_ready"], "signals_sent": set()} for rank, it in self.observed.items()}
+        self.has_answered = set()
+        self.has_sent_details = set()
+        self.heartbeats = dict.fromkeys(self.observed)
+        self.asked_for_stacks = set()
+
+    @precondition(lambda self: self.machine.stage is RunStage.IDLE)
+    @rule(timeout=st.none() | st.floats(0.5, 30))
+    def call_again(self, timeout):
+        assert self.keep
+        assert set(self.machine.phase_table.phases.values()) == {RankPhase.READY}
+        self.limits["timeout"] = timeout
+        self.begin_call()
+        self.send(StartCall(self.now, timeout))
+
+    @precondition(lambda self: self.keep)
+    @rule()
+    def shut_down(self):
+        self.send(Shutdown())
+
+    @precondition(lambda self: self.machine.stage is RunStage.AWAITING_DECISION)
+    @rule(exits=st.integers(0, 2))
+    def decide_about_restart(self, exits):
+        assert set(self.machine.phase_table.phases.values()) == {RankPhase.EXITED}
+        assert self.machine.signum is None
+        self.diagnose()
+        self.exits = exits
+        self.restarts -= 1
+        event = Restart(0, generation=self.machine.generation) if self.restarts else self.make_event(DoNotRestart, 0)
+        self.send(event)
+        assert self.machine.stage is (
+            RunStage.RUNNING if self.restarts and not self.have_others_failed else RunStage.FINISHED
+        )
+
+    @rule()
+    def abort(self):
+        self.have_others_failed = True
+        self.send(Abort())
+
+    @precondition(lambda self: self.machine.generation)
+    @rule(data=st.data(), kind=st.sampled_from([Ready, Returned, Failing, Failed, StackDumped, HeartbeatRead, Exited]))
+    def send_event_of_earlier_generation(self, data, kind):
+        rank = data.draw(st.sampled_from(sorted(self.observed)))
+        before = dict(self.machine.phase_table.phases), self.machine.stage, self.machine.deadline
+        assert self.machine.handle(kind(rank, generation=self.machine.generation - 1), self.now) == []
+        assert (dict(self.machine.phase_table.phases), self.machine.stage, self.machine.deadline) == before
+
+    def make_ready(self, rank):
+        self.observed[rank]["was_ready"] = True
+        self.send(self.make_event(Ready, rank))
+
+    def make_event(self, kind, rank, **more):
+        return kind(rank, generation=self.machine.generation, **more)
+
+    def send(self, event):
+        self.execute(self.machine.handle(event, self.now))
+        self.check_state()
+        if self.machine.stage is RunStage.IDLE:
+            self.diagnose()
+
+    def execute(self, actions):
+        if any(isinstance(action, StartRank) for action in actions):
+            assert actions == [StartRank(rank) for rank in self.observed]
+            self.begin_generation(len(self.observed))
+        self.actions += actions
+        for action in actions:
+            if isinstance(action, SendSignal):
+                self.observed[action.rank]["signals_sent"].add(action.signum)
+            elif isinstance(action, DumpStacks):
+                self.asked_for_stacks.add(action.rank)
+        for action in actions:
+            if isinstance(action, ReadHeartbeat):
+                self.send(self.make_event(HeartbeatRead, action.rank, beat_at=self.heartbeats[action.rank]))
+
+    def check_state(self):
+        """Check that the new state may follow the last one, as EventBus.change_state does."""
+        before, self.state = self.state, self.machine.state
+        if self.state is not before:
+            check_transition(before, self.state)
+
+    def ranks_in(self, *phases):
+        return [rank for rank, phase in self.machine.phase_table.phases.items() if phase in phases]
+
+    def ranks_that_may_report(self):
+        return [
+            rank for rank in self.ranks_in(*MAY_REPORT) if CallRank(rank) in self.actions and rank not in self.has_answered
+        ]
+
+    def answer(self, rank, observed):
+        message = observed["answer"]
+        self.observed[rank] |= {**observed, "answer": Message(message.kind, self.now, message.body)}
+        self.has_answered.add(rank)
+
+    @precondition(lambda self: self.ranks_in(RankPhase.STARTING))
+    @rule(data=st.data())
+    def become_ready(self, data):
+        self.make_ready(data.draw(st.sampled_from(self.ranks_in(RankPhase.STARTING))))
+
+    @precondition(lambda self: self.ranks_that_may_report())
+    @rule(data=st.data(), is_secondary=st.booleans(), announced=st.booleans())
+    def raise_error(self, data, is_secondary, announced):
+        rank = data.draw(st.sampled_from(self.ranks_that_may_report()))
+        if announced:
+            self.send(self.make_event(Failing, rank))
+        self.answer(rank, REPORTS[is_secondary])
+        self.send(self.make_event(Failed, rank, is_secondary=is_secondary))
+
+    @precondition(lambda self: self.ranks_that_may_send_details())
+    @rule(data=st.data())
+    def send_details(self, data):
+        rank = data.draw(st.sampled_from(self.ranks_that_may_send_details()))
+        self.has_sent_details.add(rank)
+        self.send(self.make_event(DetailsReceived, rank))
+
+    def ranks_that_may_send_details(self):
+        failed = [rank for rank in self.has_answered - self.has_sent_details if "details" in self.observed[rank]]
+        return sorted(set(failed) & set(self.ranks_in(RankPhase.FAILED, RankPhase.TERMINATING, RankPhase.KILLED)))
+
+    @precondition(lambda self: self.ranks_that_may_report())
+    @rule(data=st.data())
+    def return_value(self, data):
+        rank = data.draw(st.sampled_from(self.ranks_that_may_report()))
+        self.answer(rank, RETURNED)
+        self.send(self.make_event(Returned, rank))
+
+    @precondition(lambda self: self.exits and self.ranks_in(*ALIVE_PHASES - WAS_STOPPED))
+    @rule(data=st.data(), code=EXIT_CODES)
+    def exit_unasked(self, data, code):
+        self.exits -= 1
+        self.exit(data.draw(st.sampled_from(self.ranks_in(*ALIVE_PHASES - WAS_STOPPED))), code)
+
+    @precondition(lambda self: self.ranks_in(*WAS_STOPPED))
+    @rule(data=st.data())
+    def exit_after_stop(self, data):
+        self.exit(data.draw(st.sampled_from(self.ranks_in(*WAS_STOPPED))), -signal.SIGTERM)
+
+    def exit(self, rank, code):
+        self.observed[rank] |= {"died_at": self.now, "exit_code": code}
+        self.send(self.make_event(Exited, rank))
+
+    @precondition(lambda self: self.ranks_in(RankPhase.RUNNING))
+    @rule(data=st.data())
+    def send_heartbeat(self, data):
+        self.heartbeats[data.draw(st.sampled_from(self.ranks_in(RankPhase.RUNNING)))] = self.now
+
+    @precondition(lambda self: self.asked_for_stacks & set(self.ranks_in(*ALIVE_PHASES - {RankPhase.EXITING})))
+    @rule(data=st.data())
+    def dump_stacks(self, data):
+        rank = data.draw(
+            st.sampled_from(sorted(self.asked_for_stacks & set(self.ranks_in(*ALIVE_PHASES - {RankPhase.EXITING}))))
+        )
+        self.asked_for_stacks.remove(rank)
+        self.send(self.make_event(StackDumped, rank))
+
+    @precondition(lambda self: self.signals)
+    @rule(signum=st.sampled_from([signal.SIGINT, signal.SIGTERM]))
+    def signal_host(self, signum):
+        self.signals -= 1
+        self.send(Interrupted(signum))
+
+    @rule(seconds=st.floats(0.001, 2.0))
+    def let_time_pass(self, seconds):
+        deadline = self.machine.deadline
+        self.now = min(self.now + seconds, max(self.now, deadline if deadline is not None else self.now + seconds))
+        self.execute(self.machine.handle_deadline(self.now))
+        self.check_state()
+
+    @rule()
+    def reach_deadline(self):
+        if self.machine.deadline is not None:
+            self.now = max(self.now, self.machine.deadline)
+            self.execute(self.machine.handle_deadline(self.now))
+            self.check_state()
+
+    @invariant()
+    def every_wait_has_a_deadline(self):
+        machine = getattr(self, "machine", None)
+        if machine is None or machine.stage is RunStage.FINISHED:
+            return
+        if machine.stage not in (RunStage.RUNNING, RunStage.IDLE, RunStage.AWAITING_DECISION):
+            assert machine.deadline is not None
+        elif machine.deadline is None:
+            assert (
+                machine.stage in (RunStage.IDLE, RunStage.AWAITING_DECISION)
+                or RankPhase.RUNNING in machine.phase_table.phases.values()
+            )
+            assert RankPhase.STARTING not in machine.phase_table.phases.values()
+
+    @invariant()
+    def every_silence_is_noticed(self):
+        machine = getattr(self, "machine", None)
+        if machine is not None and machine.stage is RunStage.RUNNING and self.limits["heartbeat_timeout"] is not None:
+            heartbeats = [
+                beat
+                for rank, beat in self.heartbeats.items()
+                if machine.phase_table.phases[rank] is RankPhase.RUNNING and beat is not None
+            ]
+            late = [beat for beat in heartbeats if self.now >= beat + LIMIT]
+            assert not late or machine.deadline <= max(self.now, min(late) + LIMIT + CONFIRM_SECONDS)
+
+    @invariant()
+    def no_action_is_repeated(self):
+        sent = getattr(self, "actions", [])
+        # a rank that is asked to exit, and does not, is stopped; a stopped rank that then answers is asked to exit
+        goes_on = SendSignal, signal.SIGCONT  # which follows each of the other signals
+        once = [
+            a
+            for a in sent
+            if not isinstance(a, ReadHeartbeat | RequestExit) and (type(a), getattr(a, "signum", 0)) != goes_on
+        ]
+        assert len(once) == len(set(once)), once
+        assert all(sent.count(action) <= 2 for action in sent if isinstance(action, RequestExit))
+        for rank in getattr(self, "observed", ()):
+            stop_signals = [
+                a
+                for a in once
+                if isinstance(a, SendSignal) and a.rank == rank and a.signum in (signal.SIGINT, signal.SIGTERM)
+            ]
+            assert (
+                len(stop_signals) <= 1 + self.keep
+            )  # a rank that may stay after an interrupt gets SIGTERM if it does not answer
+
+    @invariant()
+    def no_stopped_rank_is_called(self):
+        stopped = set()
+        for action in getattr(self, "actions", []):
+            if isinstance(action, SendSignal):
+                stopped.add(action.rank)
+            assert not (isinstance(action, CallRank) and action.rank in stopped)
+
+    def teardown(self):
+        if not hasattr(self, "machine"):
+            return
+        for attempt in range(10):  # no rank does anything any more
+            if attempt == 5 and self.machine.stage is RunStage.RUNNING:
+                self.send(Interrupted(signal.SIGINT))
+            if self.machine.stage is RunStage.IDLE:
+                self.send(Shutdown())
+            if self.machine.stage is RunStage.AWAITING_DECISION:
+                self.send(self.make_event(DoNotRestart, 0))
+            self.reach_deadline()
+        assert self.machine.stage is RunStage.FINISHED
+        assert set(self.machine.phase_table.phases.values()) <= {RankPhase.EXITED, RankPhase.ABANDONED}
+        assert self.machine.stop_reason is not None
+        assert sum(isinstance(action, AbandonRank) for action in self.actions) <= len(self.observed)
+        self.diagnose()
+
+    def diagnose(self):
+        """Check that no report is lost, and that no victim is the root cause while another failure is known.
+
+        It is called once for each call. Events between two calls belong to no call.
+        """
+        if self.is_diagnosed:
+            return
+        self.is_diagnosed = True
+        observed = make_observations(
+            *self.observed.values(),
+            stop_reason=self.machine.stop_reason,
+            stopped_at=self.machine.stopped_at,
+            silent_ranks=self.machine.heartbeats.silent_ranks,
+            never_ready=self.machine.never_ready,
+            signum=self.machine.signum,
+            **self.limits,
+        )
+        result = diagnose(observed)
+        stopped_at = self.machine.stopped_at if self.machine.stopped_at is not None else self.now
+        reported_in_time = {
+            rank for rank, it in self.observed.items() if "answer" in it and it["answer"].stamp <= stopped_at
+        }
+        raised_in_time = {rank for rank in reported_in_time if self.observed[rank]["answer"].body != RETURNED["answer"].body}
+        assert raised_in_time <= set(result.failures)
+        if result.state is WorkerState.SUCCEEDED:
+            assert dict(result.return_values) == dict.fromkeys(self.observed, 7)
+        elif self.machine.stop_reason is StopReason.FAILED:
+            assert result.failures
+            assert result.root_cause is not None
+        primaries = [failure for failure in result.failures.values() if not failure.is_secondary]
+        if primaries and result.root_cause is not None:
+            assert not result.root_cause.is_secondary
+        str(result)
+
+
+TestHistory = History.TestCase
+TestHistory.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)

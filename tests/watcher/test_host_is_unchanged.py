@@ -1,0 +1,310 @@
+"""A run leaves the host process unchanged: after a success, failure, timeout, failed launch, Ctrl-C; and the host can fork."""
+
+import faulthandler
+import gc
+import locale
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import warnings
+from multiprocessing import reduction
+
+import pytest
+
+import mpwatch
+from support import failing, functions
+from support.process_state import difference, state
+from support.programs import python
+from watcher import interrupting_functions
+
+
+def everything():
+    """Return the state of this process that a library might change, `process_state.state` included."""
+    return {
+        **state(),
+        "hooks": (sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook),
+        "tracing": (sys.gettrace(), sys.getprofile()),
+        "warnings": (list(warnings.filters), warnings.showwarning, dict(warnings.onceregistry)),
+        "file mode mask": mode_mask(),
+        "modules are found": (list(sys.path), list(sys.meta_path), list(sys.path_hooks)),
+        "main": (sys.modules["__main__"], dict(vars(sys.modules["__main__"]))),
+        "arguments": list(sys.argv),
+        "streams": (sys.stdin, sys.stdout, sys.stderr),
+        "wake-up descriptor": wakeup_fd(),
+        "timers": {
+            timer: signal.getitimer(timer) for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+        },
+        "pending signals": signal.sigpending(),
+        "signals as the kernel has them": lines_of_status("SigBlk", "SigIgn", "SigCgt"),
+        "faulthandler": faulthandler.is_enabled(),
+        "logging": [(logger, logger.level, list(logger.handlers), logger.propagate) for logger in loggers()],
+        "priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "scheduling": (os.sched_getaffinity(0), os.sched_getscheduler(0)),
+        "process group": (os.getpgrp(), os.getsid(0)),
+        "limits": {
+            name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")
+        },
+        "death signal and the like": lines_of_status("Uid", "Gid", "NoNewPrivs", "Seccomp"),
+        "blocking": {fd: os.get_blocking(fd) for fd in range(3)},
+        "inherited": {fd: os.get_inheritable(fd) for fd in range(3)},
+        "recursion": sys.getrecursionlimit(),
+        "switch interval": sys.getswitchinterval(),
+        "collector": (gc.isenabled(), gc.get_threshold(), gc.get_debug(), list(gc.callbacks)),
+        "locale": locale.setlocale(locale.LC_ALL),
+        "reducers": dict(reduction.ForkingPickler._extra_reducers),
+        "multiprocessing": (multiprocessing.active_children(), dict(vars(multiprocessing.current_process()))),
+        "spawning": getattr(multiprocessing.context._tls, "spawning_popen", None),
+        "executable": multiprocessing.spawn.get_executable(),
+    }
+
+
+def mode_mask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def wakeup_fd():
+    fd = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(fd)
+    return fd
+
+
+def lines_of_status(*names):
+    with open("/proc/self/status") as lines:
+        return [line for line in lines if line.startswith(names)]
+
+
+def loggers():
+    return [logging.getLogger(), *(logging.getLogger(name) for name in ("mpwatch", "multiprocessing", "asyncio"))]
+
+
+def is_unchanged(before, after):
+    return {name: difference(before[name], after[name]) for name in before if before[name] != after[name]} == {}
+
+
+def succeeds():
+    assert list(mpwatch.run(functions.rank, 2)) == [0, 1]
+
+
+def fails():
+    with pytest.raises(mpwatch.RunFailedError):
+        mpwatch.run(interrupting_functions.only_rank_0_raises, 2)
+
+
+def dies():
+    with pytest.raises(mpwatch.RunFailedError):
+        mpwatch.run(failing.is_killed, 2)
+
+
+def times_out():
+    with pytest.raises(mpwatch.RunTimeoutError):
+        mpwatch.run(failing.wait_to_be_stopped, 2, timeout=0.5)
+
+
+def cannot_be_sent():
+    with pytest.raises(mpwatch.LaunchError):
+        mpwatch.run(print, 2, args=(threading.Lock(),))
+
+
+def cannot_be_started():
+    environment = {"TOO_LARGE": "x" * (1 << 24)}
+    with pytest.raises(mpwatch.LaunchError, match="the environment is too large"):
+        mpwatch.run(functions.rank, 2, env=environment)
+
+
+def is_refused():
+    with pytest.raises(ValueError, match="nprocs"):
+        mpwatch.run(functions.rank, 0)
+
+
+def is_interrupted():
+    with pytest.raises(KeyboardInterrupt):
+        mpwatch.run(failing.interrupts_its_watcher, 2, grace_period=5)
+
+
+def is_terminated():
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        with pytest.raises(mpwatch.RunFailedError, match="SIGTERM"):
+            mpwatch.run(interrupting_functions.terminates_its_watcher, 2, grace_period=5)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM]
+
+
+OUTCOMES = (
+    succeeds,
+    fails,
+    dies,
+    times_out,
+    cannot_be_sent,
+    cannot_be_started,
+    is_refused,
+    is_interrupted,
+    is_terminated,
+)
+
+
+def name(outcome):
+    return outcome.__name__
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES, ids=name)
+def test_a_run_leaves_the_host_unchanged(outcome):
+    before = everything()
+    outcome()
+    after = everything()
+    assert is_unchanged(before, after), {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+
+
+@pytest.mark.parametrize(
+    "outcome", [outcome for outcome in OUTCOMES if outcome not in (is_interrupted, is_terminated)], ids=name
+)
+def test_a_run_in_a_thread_leaves_the_host_unchanged(outcome):
+    """Off the main thread, where Python delivers no signals."""
+    before, errors = everything(), []
+
+    def run():
+        try:
+            outcome()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    after = everything()
+    assert errors == []
+    assert is_unchanged(before, after), {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+
+
+@pytest.fixture
+def _unusual_settings(tmp_path, monkeypatch):
+    """A host with settings of its own, each unlike the default."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    wakeup = signal.set_wakeup_fd(writer)
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1)}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    mask = os.umask(0o027)
+    signal.setitimer(signal.ITIMER_REAL, 3600, 3600)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+    monkeypatch.setenv("RANK", "7")
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    os.umask(mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    signal.set_wakeup_fd(wakeup)
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.usefixtures("_unusual_settings")
+@pytest.mark.parametrize("outcome", [succeeds, fails, times_out, cannot_be_started], ids=name)
+def test_settings_of_the_host_stay(outcome):
+    before = everything()
+    outcome()
+    after = everything()
+    timers = before.pop("timers"), after.pop("timers")
+    assert is_unchanged(before, after), {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    for was, now in zip(*(list(timer.values()) for timer in timers), strict=True):
+        assert now[1] == was[1]
+        assert now[0] == pytest.approx(was[0], abs=60)
+
+
+FORKED = """
+import os, sys, threading
+import mpwatch
+from support import failing, functions
+from watcher import interrupting_functions
+def fork():
+    pid = os.fork()
+    if pid: return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        import decimal, wsgiref.util  # not imported yet
+        thread = threading.Thread(target=sum, args=([1],))
+        thread.start()
+        thread.join()
+        assert list(mpwatch.run(functions.rank, 2)) == [0, 1]
+        try: mpwatch.run(failing.raises_value_error, 2)
+        except mpwatch.RunFailedError as error: assert isinstance(error.__cause__, ValueError)
+        print("the child is done", flush=True)
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+        os._exit(1)
+    sys.exit(0)  # as any program, exit hooks of multiprocessing and all
+"""
+
+
+@pytest.mark.parametrize("after", ["rank", "raises_value_error", "is_killed"])
+def test_a_fork_after_a_run_works(after):
+    program = FORKED + (
+        "try: mpwatch.run(getattr(failing, sys.argv[1]), 2)\n"
+        "except mpwatch.RunFailedError: pass\n"
+        "assert fork() == 0\n"
+        "print(list(mpwatch.run(functions.rank, 2)))\n"
+    )
+    assert python("-c", program, after).stdout == "the child is done\n[0, 1]\n"
+
+
+def test_a_fork_during_a_run_works():
+    """Another thread forks. The child holds the run's descriptors; the run must end while the child lives."""
+    program = FORKED + (
+        "import multiprocessing, signal\n"
+        "barrier = multiprocessing.get_context('spawn').Barrier(3)\n"
+        "codes = []\n"
+        "def fork_during_the_run():\n"
+        "    barrier.wait()\n"
+        "    codes.append(fork())\n"
+        "    barrier.wait()\n"
+        "thread = threading.Thread(target=fork_during_the_run)\n"
+        "thread.start()\n"
+        "print(list(mpwatch.run(interrupting_functions.waits_at_barrier_twice, 2, args=(barrier,))))\n"
+        "thread.join()\n"
+        "assert codes == [0], codes\n"
+    )
+    done = python("-W", "ignore::DeprecationWarning", "-c", program)
+    assert done.stdout == "the child is done\n[0, 1]\n", done
+    assert done.stderr == ""
+
+
+def test_a_fork_of_the_host_does_not_delay_the_failure():
+    """The child is forked during a run, and keeps every descriptor of the run open."""
+    barrier = multiprocessing.get_context("spawn").Barrier(3)
+    children = []
+
+    def fork():
+        barrier.wait()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(60)
+            signal.pause()
+            os._exit(0)
+        children.append(pid)
+        barrier.wait()
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    start = time.monotonic()
+    with pytest.raises(mpwatch.RunFailedError, match="was killed by SIGKILL"):
+        mpwatch.run(interrupting_functions.waits_at_barrier_twice_and_is_killed, 2, args=(barrier,), grace_period=30)
+    seconds = time.monotonic() - start
+    thread.join()
+    os.kill(children[0], signal.SIGKILL)
+    os.waitpid(children[0], 0)
+    assert seconds < 10

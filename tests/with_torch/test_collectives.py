@@ -1,0 +1,73 @@
+"""Ranks hang in real collectives. The rank that is missing from the collective is the root cause."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mpwatch
+from mpwatch import FailureKind
+
+pytestmark = pytest.mark.usefixtures("_wait_for_all_stacks")
+
+
+def sleeps():
+    time.sleep(60)
+
+
+def joins_another_collective():
+    dist.broadcast(torch.ones(1), src=0)
+
+
+def sends_heartbeats_only():
+    while True:
+        mpwatch.heartbeat()
+        time.sleep(0.01)
+
+
+def train(diversion):
+    for step in range(10):
+        mpwatch.report(step=step, total=10)
+        if dist.get_rank() == 1 and step == 3:
+            diversion()
+        dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("diversion", "text"),
+    [
+        (
+            sleeps,
+            r"was silent for [\d.]+ s \(heartbeat_timeout=1\), at step 3 of 10: still at work \(.* in sleeps",
+        ),
+        (joins_another_collective, r"was silent .*: still at work in broadcast \(.* in joins_another_collective"),
+        (sends_heartbeats_only, r"kept its peers waiting: still at work \(.* in sends_heartbeats_only"),
+    ],
+)
+def test_the_rank_that_is_missing_from_a_collective_is_the_root_cause(diversion, text):
+    with pytest.raises(mpwatch.RunFailedError, match=f"^rank 1 {text}") as failed:
+        mpwatch.run(train, 3, args=(diversion,), backend="gloo", heartbeat_timeout=1.0, grace_period=0.5)
+    assert {rank: failure.kind for rank, failure in failed.value.failures.items()} == dict.fromkeys(
+        range(3), FailureKind.HANG
+    )
+    assert [failure.is_secondary for _, failure in sorted(failed.value.failures.items())] == [True, False, True]
+    assert "  ranks 0, 2: a victim of rank 1: was silent for " in str(failed.value)
+    assert "still at work in all_reduce (test_collectives.py" in str(failed.value)
+
+
+def train_in_parallel():
+    """Let ranks 0 and 2 wait for gradients or buffers of rank 1, in C++ that autograd or DistributedDataParallel calls."""
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    for step in range(10):
+        mpwatch.report(step=step)
+        if dist.get_rank() == 1 and step == 3:
+            sleeps()
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_the_rank_that_sends_no_gradients_is_the_root_cause():
+    with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 was silent for .* in sleeps") as failed:
+        mpwatch.run(train_in_parallel, 3, backend="gloo", heartbeat_timeout=1.0, grace_period=0.5)
+    assert [failure.is_secondary for _, failure in sorted(failed.value.failures.items())] == [True, False, True]

@@ -1,0 +1,39 @@
+"""docs/live_view.py still makes the image of the README from a real run."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyte")
+
+from support.programs import ENV, python
+
+ROOT = Path(__file__).parents[2]
+IMAGE = ROOT / "docs" / "live_view.svg"
+
+
+def read_svg_text(image):
+    """Return the text of an SVG file with plain blanks."""
+    return image.read_text().replace("&#160;", " ")
+
+
+@pytest.fixture(scope="module")
+def new_image(tmp_path_factory):
+    path = tmp_path_factory.mktemp("image") / "live_view.svg"
+    few = ("150", "13")  # steps, and per cent
+    python("-W", "default", str(ROOT / "docs" / "live_view.py"), str(path), *few, env={**ENV, "PYTHONWARNINGS": "default"})
+    return read_svg_text(path)
+
+
+def test_the_image_shows_the_ranks(new_image):
+    for image, steps in ((new_image, 150), (read_svg_text(IMAGE), 1000)):
+        assert image.count(f" of {steps}") == 5
+        assert image.count(">running<") + image.count("  running") >= 4
+        assert image.count("loss ") == 5
+        assert image.count(" MB") == 4
+        assert "4 ranks running" in image
+        assert "of the points are told apart" in image
+
+
+def test_the_readme_shows_the_image():
+    assert f"({IMAGE.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
