@@ -12,8 +12,13 @@ from multiprocessing import resource_tracker
 
 import pytest
 
+from support.isolation import remove_folder
 from support.process_state import SPAWN, difference, state
 from support.pytest_runs import PLUGIN
+
+
+def pytest_unconfigure():
+    remove_folder()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,15 +1,21 @@
-"""The state of this process: what a test compares before and after, since nothing may be left of a run."""
+"""The state of this process: what a test compares before and after, since nothing may be left of a run.
+
+It has only what this process and its ranks have made. Other programs, such as a second run of the tests, do not change it.
+"""
 
 import copyreg
 import faulthandler
 import multiprocessing
 import os
+import re
 import signal
+import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
 
 SEMAPHORE_PREFIX = f"sem.mpwatch-test-{os.getpid()}-"  # of this process and its ranks: see _start_resource_tracker
+TAG = f"MPWATCH_TESTS={os.environ.get('MPWATCH_TESTS', '')}"  # in the environment of all processes of these tests: see isolation.py
 SPAWN = multiprocessing.get_context("spawn")
 RUNS = int(os.environ.get("MPWATCH_TEST_RUNS", "60"))  # of a test that checks for leaks; `tox -e chaos` sets more
 
@@ -33,15 +39,28 @@ def descriptors() -> dict[int, str]:
     return found
 
 
+def is_own_shared_memory(name: str) -> bool:
+    """Return whether a file in /dev/shm is of this process or its ranks. torch puts the pid into the names of its files."""
+    if name.startswith(SEMAPHORE_PREFIX):
+        return True
+    is_of_torch = re.match(r"torch_(\d+)_", name)
+    if not is_of_torch:
+        return False
+    try:
+        return TAG.encode() in Path(f"/proc/{is_of_torch[1]}/environ").read_bytes().split(b"\0")
+    except PermissionError:  # it is another user's
+        return False
+    except (FileNotFoundError, ProcessLookupError):  # the process has left this file, or has just deleted it
+        return os.path.exists(f"/dev/shm/{name}")
+
+
 def state() -> dict[str, object]:
     return {
         "children": children(),
         "descriptors": descriptors(),
         "threads": {thread for thread in threading.enumerate() if not thread.name.startswith("pytest_timeout")},
-        "shared memory": {
-            name for name in os.listdir("/dev/shm") if name.startswith(SEMAPHORE_PREFIX) or not name.startswith("sem.")
-        },
-        "temporary files": {name for name in os.listdir("/tmp") if name.startswith("mpwatch")},
+        "shared memory": {name for name in os.listdir("/dev/shm") if is_own_shared_memory(name)},
+        "temporary files": {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("mpwatch")},
         "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "signal mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
         "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
