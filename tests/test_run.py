@@ -245,6 +245,7 @@ def test_arguments_and_results_of_a_hundred_megabytes():
         assert back == data
 
 
+@pytest.mark.slow
 def test_a_hundred_ranks():
     for _ in range(2):
         assert list(mpwatch.run(functions.rank, 100)) == list(range(100))
@@ -337,6 +338,7 @@ def test_a_port_from_env_is_the_worker_s_master_port():
     assert mpwatch.run(port, 1, env={"MASTER_PORT": "29999"})[0] == ("29999", 29999)
 
 
+@pytest.mark.slow
 def test_nothing_grows_over_many_runs():
     """Every fourth run fails. The leak check after each test looks for the rest."""
     for n in range(8 + process_state.RUNS):

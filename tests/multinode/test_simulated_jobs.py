@@ -64,6 +64,7 @@ def test_all_remaining_nodes_reach_the_same_decision(seed):
     assert {node.decision.attempt + 1 for node in alive} == {node.decision.history.attempts for node in alive}
 
 
+@pytest.mark.slow
 def test_a_job_of_a_thousand_nodes_survives_ranks_and_nodes():
     job = SimulatedJob(1000, nodes=(900, 1000), work=100.0)
     job.after(20.0, lambda: fail_any_rank(job))

@@ -47,6 +47,7 @@ def undisturbed(fork_server, hostnames, tmp_path_factory):
     job.close()
 
 
+@pytest.mark.slow
 def test_training_on_two_nodes_is_training_on_one_bit_for_bit(job, undisturbed, tmp_path):
     nodes = job.start_several(2, train, 2, **make_options(tmp_path))
     trained = get_common_value([node.outcome(TRAINING_SECONDS) for node in nodes])
@@ -55,6 +56,7 @@ def test_training_on_two_nodes_is_training_on_one_bit_for_bit(job, undisturbed, 
     assert trained["losses"][-1] < 0.3 * trained["losses"][0]
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_its_checkpoint_when_a_node_is_killed(job, undisturbed, tmp_path):
     job.rendezvous["nnodes"] = 1, 2
     kept, lost = job.start_several(2, train_with_order, 2, **make_options(tmp_path))
@@ -97,6 +99,7 @@ def test_a_rank_that_is_silent_because_it_waits_for_another_node_is_not_blamed(j
         assert "wait_in_barrier" in outcome.root_cause["stack"]
 
 
+@pytest.mark.slow
 def test_a_node_whose_rank_others_wait_for_restarts_with_them(job):
     """The node has no other rank that could be a victim."""
     options = {"args": [2], "backend": "gloo", "env": OVER_LOOPBACK, "max_restarts": 1}

@@ -8,6 +8,8 @@ import pytest
 
 from support.programs import ENV, python
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 NOTEBOOK = HERE.parents[1] / "examples/notebook.ipynb"
 

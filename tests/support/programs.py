@@ -9,10 +9,11 @@ TESTS = Path(__file__).parents[1]
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "PYTHONWARNINGS": "error"}
 
 
-def python(*args, program=None, stdin=None, cwd=None, check=True, env=ENV, within=()):
+def python(*args, program=None, stdin=None, cwd=None, check=True, env=ENV, within=(), timeout=100):
     """Run `python ARGS` and return the finished process.
 
     `program` is text for its stdin, `stdin` a file for it. `within` is a command that starts Python, such as `unshare`.
+    `timeout` is in seconds.
     """
     done = subprocess.run(
         [*within, sys.executable, *args],
@@ -21,7 +22,7 @@ def python(*args, program=None, stdin=None, cwd=None, check=True, env=ENV, withi
         capture_output=True,
         cwd=cwd,
         env=env,
-        timeout=100,
+        timeout=timeout,
         check=False,
     )
     assert not check or done.returncode == 0, done.stdout + done.stderr

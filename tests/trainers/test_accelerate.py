@@ -163,6 +163,7 @@ def test_bad_arguments_are_named(arguments, message):
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.slow
 def test_in_a_notebook():
     """The kernel has an Accelerator already. Values and exceptions have the classes of its cells."""
     kernel = Kernel()

@@ -7,6 +7,8 @@ import pytest
 
 from support.programs import python
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -25,6 +25,7 @@ def get_idist_info():
     return idist.get_rank(), idist.get_world_size(), idist.backend(), idist.all_gather(idist.get_rank() * 10)
 
 
+@pytest.mark.slow
 def test_parallel_makes_a_process_group():
     assert list(mpwatch.run(in_parallel, 2, args=("gloo",))) == [
         [(rank, 1, 2, rank, 2, "gloo", [0, 10])] for rank in range(2)

@@ -1,5 +1,6 @@
 """Tests of the Trainer of transformers in ranks of mpwatch. It needs no configuration."""
 
+import pytest
 import torch
 
 import mpwatch
@@ -44,6 +45,7 @@ def train(folder):
     }
 
 
+@pytest.mark.slow
 def test_all_ranks_train_one_model(tmp_path):
     first, second = mpwatch.run(train, 2, args=(str(tmp_path),))
     for rank in (first, second):

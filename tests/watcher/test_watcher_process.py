@@ -415,7 +415,15 @@ def test_an_error_in_mpwatch_leaves_nothing(monkeypatch):
         mpwatch.run(failing.wait_to_be_stopped, 2)
 
 
-@pytest.mark.parametrize(("what", "stride", "chaos_stride"), [("run", 53, 1), ("group", 211, 1), ("printing", 1499, 29)])
+@pytest.mark.parametrize(
+    ("what", "stride", "chaos_stride"),
+    [
+        ("run", 211, 53),
+        pytest.param("run", 53, 1, marks=pytest.mark.slow),
+        pytest.param("group", 211, 1, marks=pytest.mark.slow),
+        pytest.param("printing", 1499, 29, marks=pytest.mark.slow),
+    ],
+)
 def test_an_exception_at_any_bytecode_leaves_nothing(what, stride, chaos_stride):
     """Throw at some bytecodes. `tox -e chaos` throws at all, except with captured output, which is slow to trace."""
     stride = chaos_stride if "MPWATCH_TEST_THOROUGHLY" in os.environ else stride
@@ -436,4 +444,4 @@ def test_an_exception_at_any_bytecode_leaves_nothing(what, stride, chaos_stride)
     )
     (line,) = done.stdout.splitlines()
     thrown, of = (int(word) for word in line.split() if word.isdigit())
-    assert thrown > 0.9 * (of // stride), line
+    assert thrown > 0.5 * (of // stride), line  # a run that is done sooner than the first one has fewer bytecodes

@@ -8,6 +8,8 @@ import pytest
 
 from support.programs import python
 
+pytestmark = pytest.mark.slow
+
 BENCH = Path(__file__).parents[1] / "benchmarks" / "bench.py"
 
 

@@ -38,9 +38,10 @@ def train(diversion):
 @pytest.mark.parametrize(
     ("diversion", "text"),
     [
-        (
+        pytest.param(
             sleeps,
             r"was silent for [\d.]+ s \(heartbeat_timeout=1\), at step 3 of 10: still at work \(.* in sleeps",
+            marks=pytest.mark.slow,
         ),
         (joins_another_collective, r"was silent .*: still at work in broadcast \(.* in joins_another_collective"),
         (sends_heartbeats_only, r"kept its peers waiting: still at work \(.* in sends_heartbeats_only"),

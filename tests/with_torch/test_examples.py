@@ -4,7 +4,11 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from support.programs import ENV, python
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 LINES = [f"rank {rank} of 4: y = 3.00 x + 2.00" for rank in range(4)]
 
 
+@pytest.mark.slow
 def test_the_script_fits_a_line_on_two_nodes(tmp_path):
     settings = {"MPWATCH_SECRET": "of the test", "KEEP": str(tmp_path), "PYTHONWARNINGS": "default"}
     command = [sys.executable, str(EXAMPLES / "several_nodes.py"), f"127.0.0.1:{free_port()}"]

@@ -8,6 +8,8 @@ pytest.importorskip("pyte")
 
 from support.programs import ENV, python
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 IMAGE = ROOT / "docs" / "live_view.svg"
 

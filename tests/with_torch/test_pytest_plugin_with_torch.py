@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 PLUGIN = ("-p", "mpwatch.integrations.pytest_plugin", "-p", "no:cacheprovider")
 
 
+@pytest.mark.slow
 def test_the_process_group_works_after_a_failure_on_one_rank(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(

@@ -36,6 +36,7 @@ def fails_twice_with_its_own_group(folder):
             dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fn", "backend"), [(fails_twice, "gloo"), (fails_twice_with_its_own_group, None)])
 def test_collectives_work_after_restarts(fn, backend, tmp_path):
     result = mpwatch.run(fn, 2, args=(str(tmp_path),), backend=backend, max_restarts=2)

@@ -38,6 +38,7 @@ def run_in_small_shared_memory(program):
     return python("-W", "ignore", "-c", IMPORTS + FILL + program, within=command).stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_shared_tensor_needs_no_more_shared_memory():
     program = (
         "shared, plain = torch.zeros(1000).share_memory_(), torch.zeros(1 << 18)\n"
@@ -54,6 +55,7 @@ def test_the_report_says_that_shared_memory_is_full():
     assert "No space left on device" in output
 
 
+@pytest.mark.slow
 def test_a_shared_tensor_takes_descriptors():
     program = (
         "tensors = [torch.zeros(1).share_memory_() for _ in range(30)]\n"

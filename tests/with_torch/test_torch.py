@@ -103,8 +103,8 @@ def kill_itself():
     ("fail", "order", "nprocs"),
     [
         *((fail, order, 3) for fail in (raise_value_error, kill_itself) for order in ("cause first", "peers first")),
-        (raise_value_error, "peers first", 8),
-        (kill_itself, "cause first", 8),
+        pytest.param(raise_value_error, "peers first", 8, marks=pytest.mark.slow),
+        pytest.param(kill_itself, "cause first", 8, marks=pytest.mark.slow),
     ],
 )
 def test_the_first_failure_is_the_root_cause_and_peers_that_lose_it_are_victims(fail, order, nprocs):

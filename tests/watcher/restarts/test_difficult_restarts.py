@@ -94,6 +94,7 @@ exception_at_any_bytecode.main(restarted, 1, 401)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scope", ["group", "worker"])
 def test_an_exception_at_any_bytecode_leaves_nothing_of_any_attempt(scope):
     done = subprocess.run(

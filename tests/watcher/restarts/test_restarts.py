@@ -391,6 +391,7 @@ def measure_this_process(seen):
     return retry_if
 
 
+@pytest.mark.slow
 def test_many_restarts_leak_nothing():
     """The check after each test finds any other leak."""
     seen = []
@@ -402,6 +403,7 @@ def test_many_restarts_leak_nothing():
     assert len(of_kind(WorkerExited, result.events)) == 2 * (process_state.RUNS + 1)
 
 
+@pytest.mark.slow
 def test_restarts_of_single_ranks_leak_nothing():
     seen = []
     policy = RestartPolicy(41, scope="worker", retry_if=measure_this_process(seen))
