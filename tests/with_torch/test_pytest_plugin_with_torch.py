@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 pytest_plugins = "pytester"
 
 ROOT = Path(__file__).parents[2]
