@@ -127,6 +127,31 @@ def test_ranks_that_answer_to_ctrl_c_stay(ignores, after):
         assert output == "interrupted\nTrue\n"
 
 
+AT_EACH_LINE = """
+import itertools
+from mpwatch import RunTimeoutError
+from support.signal_at_line import SignalAtLine
+def wait():
+    while True: time.sleep(0.01)
+def pids(): return os.getpid()
+if __name__ == "__main__":
+    with WorkerGroup(1) as group:
+        before = list(group.run(pids))
+        for n in itertools.count(1):
+            with SignalAtLine(signal.SIGINT, "HostSignals.take_over", n) as interrupt:
+                try: group.run(wait, timeout=2.0)
+                except KeyboardInterrupt: pass
+                except RunTimeoutError: break  # there are no more lines
+            assert interrupt.was_sent
+            assert list(group.run(pids)) == before, n
+    print("tried all lines:", n > 5)
+"""
+
+
+def test_ranks_stay_if_ctrl_c_comes_while_the_signals_are_taken_over():
+    assert program(AT_EACH_LINE).stdout == "tried all lines: True\n"
+
+
 def test_sigterm_ends_the_program_and_its_group():
     done = program(INTERRUPTED.format(signal="SIGTERM", ignores=False, after=0), check=False)
     assert done.returncode == -signal.SIGTERM

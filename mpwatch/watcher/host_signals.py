@@ -51,6 +51,7 @@ class HostSignals:
         self.received: list[int] = []  # deferred signals that are still to be delivered to the host's handlers
         self.handler_error: BaseException | None = None  # the first exception that a handler of the host raised
         self.is_taken_over = False
+        self._has_begun = False  # to take over
         self.is_in_user_code = False  # which may take any time
         self._commands = commands
         self._caller_wakeup = commands.caller_wakeup
@@ -63,11 +64,12 @@ class HostSignals:
 
     def take_over(self) -> None:
         """Replace the host's handlers and its wake-up descriptor. Do nothing if that has been tried before."""
-        if self.is_taken_over:
+        if self._has_begun:
             return
-        self.is_taken_over = True
+        self._has_begun = True
         if threading.current_thread() is not threading.main_thread():
             self.is_over = threading.Event()
+            self.is_taken_over = True
             add_call(self)
             return
         set_wakeup_fd = partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
@@ -78,6 +80,7 @@ class HostSignals:
         self._host_handlers = handlers | dict.fromkeys(terminating, signal.SIG_DFL)
         for signum in self._host_handlers:
             set_handler(signum, self._defer_signal if signum in DEFERRED_SIGNALS else self._call_host_handler)
+        self.is_taken_over = True
 
     def start_posting(self) -> None:
         """Post an Interrupted event for each signal so far, and from now on for each signal when it comes.

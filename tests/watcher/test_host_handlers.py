@@ -43,22 +43,7 @@ for seconds in [n / 100 for n in range(1, 20)]:
 
 
 AT_EACH_LINE = """
-class RingsAtLine:
-    'Raise SIGALRM at the n-th line that this thread executes in a code object of this name, or in a file of this name.'
-    def __init__(self, name, n): self.name, self.left, self.rang = name, n, False
-    def __enter__(self): sys.settrace(self.trace); return self
-    def __exit__(self, *_): sys.settrace(None)
-    def trace(self, frame, event, arg):
-        code = frame.f_code
-        if self.rang or "mpwatch" not in code.co_filename or self.name not in (code.co_qualname, os.path.basename(code.co_filename)):
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                self.rang = True
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGALRM)
-        return self.trace
+from support.signal_at_line import SignalAtLine
 class CannotBePickled:
     def __reduce__(self): raise ValueError("no")
 signal.signal(signal.SIGALRM, raise_timeout)
@@ -70,12 +55,12 @@ for name in sys.argv[2:]:
     n = 0
     while True:
         n += 1
-        with RingsAtLine(name, n) as alarm:
+        with SignalAtLine(signal.SIGALRM, name, n) as alarm:
             try: mpwatch.run(functions.rank, 1, args=(CannotBePickled(),) if sys.argv[1] == "refused" else ())
             except TimeoutError: outcome = "raised"
             except BaseException as error: outcome = repr(error)
             else: outcome = "returned"
-        if not alarm.rang: break
+        if not alarm.was_sent: break
         if outcome != "raised" or state() != before: print(name, "line", n, outcome, before, state())
     print(name, "has lines:", n > 1)
 """
