@@ -37,6 +37,7 @@ def test_each_node_ends_with_its_ranks_if_all_are_interrupted(job, way):
     for node in range(3):
         job.start(tasks.ignore_sigterm, args=(2,), grace_period=GRACE, **make_options(way, node))
     *others, slow = job.await_world(3)
+    job.watch_for(NODE_TIMEOUT / 2)  # until each node knows that the round is complete
     for node in job.nodes:
         node.send(signal.SIGTERM)
     left = [node for node in job.nodes if node.name != slow.node]
