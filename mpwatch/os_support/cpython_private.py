@@ -1,6 +1,6 @@
 """Names of CPython's private API that mpwatch uses. The comments say what each name is for, and what breaks without it.
 
-All of them exist in CPython 3.11, 3.12 and 3.13. Runs in the watcher and in the ranks.
+All of them exist in CPython 3.11 to 3.15. Runs in the watcher and in the ranks.
 
 Some methods must be overridden in a subclass, so they are not here but in watcher/processes/process.py:
 
@@ -20,6 +20,8 @@ mpwatch/wire uses these details of CPython where they are needed:
   that of a rank may differ from that of the host program.
 - pickling/call_payload.py passes an object of its own to `context.set_spawning_popen`. multiprocessing pickles a descriptor
   as `popen.DupFd(popen.duplicate_for_child(fd))`. Without these names no lock, queue or connection can be in a call.
+- pickling/call_payload.py deletes an entry of `linecache._interactive_cache`, which exists from Python 3.14 on. Without it
+  tracebacks of code from a string show the command that has started the rank.
 - exceptions/source_lines.py reads and writes `linecache.cache`. Without it a traceback has no source lines of code that is
   in no file (notebook cells).
 - exceptions/tracebacks.py takes the entry `tb_lasti // 2` of `co_positions()`: one entry for each instruction of two bytes.

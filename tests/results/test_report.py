@@ -338,6 +338,13 @@ def raise_error(error):
     raise error
 
 
+GONE = (
+    f"module {__name__!r} has no attribute 'HasGone'"
+    if sys.version_info >= (3, 14)
+    else f"Can't get attribute 'HasGone' on {sys.modules[__name__]}"
+)
+
+
 def diagnose_value(value):
     return diagnose(make_observations(rank_that_returned(value), stop_reason=StopReason.SUCCEEDED, stopped_at=None))
 
@@ -355,7 +362,7 @@ def diagnose_value(value):
         (CallsWhenRebuilt(int, "x"), "CallsWhenRebuilt", "ValueError: invalid literal for int() with base 10: 'x'"),
         (CallsWhenRebuilt(sys.exit, 3), "CallsWhenRebuilt", "SystemExit: 3"),
         (CallsWhenRebuilt(importlib.import_module, "a.b"), "CallsWhenRebuilt", "ModuleNotFoundError: No module named 'a'"),
-        (HasGone(), "HasGone", f"AttributeError: Can't get attribute 'HasGone' on {sys.modules[__name__]}"),
+        (HasGone(), "HasGone", f"AttributeError: {GONE}"),
     ],
 )
 def test_a_value_that_cannot_be_rebuilt(monkeypatch, value, kind, why):

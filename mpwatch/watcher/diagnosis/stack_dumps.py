@@ -13,6 +13,7 @@ Runs in the watcher thread. Pure, except for `add_source_lines`, which reads sou
 import linecache
 import os
 import re
+from itertools import dropwhile, takewhile
 
 from mpwatch.results.stack_frames import FRAME_LINE
 
@@ -25,6 +26,8 @@ OUTERMOST_FRAME = '  File "<string>", line 1 in <module>\n'  # of the main threa
 MORE_THREADS = "\n...\n"  # after a hundred threads faulthandler stops; the main thread is the oldest and would be the last
 MAIN_THREAD_MISSING = "main thread not seen: there are too many threads"
 RANK_MAIN_FILE = "/mpwatch/worker/main.py"
+NATIVE_HEAD = "Current thread's C stack trace (most recent call first):\n"  # Python 3.14 and newer write it after a crash
+NATIVE_FRAME = re.compile(r'  Binary file "([^"]*)"')
 
 
 class StackDumpParser:
@@ -78,10 +81,18 @@ class StackDumpParser:
 
     @property
     def crash_stack(self) -> str:
-        """The stack of the last crash, without mpwatch's frames. A child that the rank forked may have written it."""
+        """The stack of the last crash, without mpwatch's frames. A child that the rank forked may have written it.
+
+        Python 3.14 and newer add the native frames. Here these are the ones between the crash and the interpreter.
+        """
         text = self._get_text()
         start = text.rfind(CRASH_HEAD)
-        return _cut_at_rank_main(text[start:]) if start >= 0 else ""
+        if start < 0:
+            return ""
+        python_stack, head, native_stack = text[start:].partition(NATIVE_HEAD)
+        native_frames = _find_crashed_native_frames(native_stack)
+        blocks = [_cut_at_rank_main(python_stack).rstrip("\n"), "\n".join([head.rstrip("\n"), *native_frames])]
+        return "\n\n".join(blocks if native_frames else blocks[:1])
 
     @property
     def unforwarded_output(self) -> bytes:
@@ -131,6 +142,17 @@ def _cut_at_rank_main(block: str) -> str:
     lines = block.splitlines()
     end = next((number for number, line in enumerate(lines) if RANK_MAIN_FILE in line), len(lines))
     return "\n".join(lines[:end])
+
+
+def _find_crashed_native_frames(native_stack: str) -> list[str]:
+    """Return the frames between the crash and the interpreter; none if the interpreter itself has crashed.
+
+    First come frames of the interpreter, whose signal handler writes the stack, and one of libc, which called the handler.
+    """
+    frames = [(match[1], line) for line in native_stack.splitlines() if (match := NATIVE_FRAME.match(line))]
+    interpreter = frames[0][0] if frames else ""
+    below_handler = list(dropwhile(lambda frame: frame[0] == interpreter, frames))[1:]
+    return [line for _, line in takewhile(lambda frame: frame[0] != interpreter, below_handler)]
 
 
 def _read_source_line(file: str, line: int, started_at: float) -> str:

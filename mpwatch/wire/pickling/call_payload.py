@@ -265,6 +265,8 @@ def unpack(body: bytes, fds: list[int] | None) -> Call:
             import linecache  # waits for a thread that is just importing it
 
             linecache.cache.pop("<string>", None)
+            # the same in Python 3.14 and newer, by the name, the function and the first line of the code
+            getattr(linecache, "_interactive_cache", {}).pop(("<string>", "<module>", 1), None)
         if sources := unpickler.load():  # of notebook cells and programs on stdin
             from mpwatch.wire.exceptions import source_lines
 

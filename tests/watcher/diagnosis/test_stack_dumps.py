@@ -86,6 +86,30 @@ def test_a_crash_comes_after_the_stacks():
     assert parser.crash_stack.endswith("line 3 in step")
 
 
+NATIVE_HEAD = "Current thread's C stack trace (most recent call first):\n"
+NATIVE_HANDLER = (
+    '  Binary file "python3.14", at _Py_DumpStack+0x4a [0x49b2f9]\n'
+    '  Binary file "python3.14" [0x53d28e]\n'
+    '  Binary file "/usr/lib/x86_64-linux-gnu/libc.so.6", at +0x406b0 [0x7f04eca726b0]\n'
+)
+NATIVE_CRASH = (
+    '  Binary file "/usr/lib/x86_64-linux-gnu/libc.so.6", at +0x16a499 [0x7f04ecb9c499]\n'
+    '  Binary file "/usr/lib/x86_64-linux-gnu/libffi.so.8", at ffi_call+0x155 [0x7f04ec735fe5]\n'
+)
+NATIVE_INTERPRETER = '  Binary file "python3.14" [0x576aab]\n  Binary file "/usr/lib/x86_64-linux-gnu/libc.so.6", at +0x29fba [0x7f04eca5bfba]\n'
+
+
+@pytest.mark.parametrize("rank_main", ["", RANK_MAIN], ids=["thread", "main thread"])
+@pytest.mark.parametrize("crash", ["", NATIVE_CRASH], ids=["in Python", "in a library"])
+def test_native_frames_between_the_crash_and_the_interpreter(rank_main, crash):
+    """As Python 3.14 and 3.15 write them, with the frames of the signal handler and of the interpreter."""
+    python_stack = f"Fatal Python error: Aborted\n\n{HEAD}{FRAMES}{rank_main}"
+    parser = parser_with(f"{python_stack}\n" + NATIVE_HEAD + NATIVE_HANDLER + crash + NATIVE_INTERPRETER)
+    python_stack, _, native_stack = parser.crash_stack.partition("\n\n" + NATIVE_HEAD)
+    assert python_stack.endswith("line 3 in step")
+    assert native_stack == crash.rstrip("\n")
+
+
 def test_the_main_thread_comes_first_and_begins_at_the_function():
     text = format_stacks(OTHER + HEAD + FRAMES + RANK_MAIN + END, MAIN)
     assert text == (HEAD + FRAMES + "\n" + OTHER).strip()
