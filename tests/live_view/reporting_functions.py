@@ -7,10 +7,7 @@ import time
 from contextlib import contextmanager
 
 import mpwatch
-
-
-def rank():
-    return mpwatch.current_worker().rank
+from support.functions import rank
 
 
 def report_one_step_and_wait(event, **metrics):

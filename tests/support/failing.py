@@ -6,11 +6,7 @@ import signal
 import sys
 import threading
 
-import mpwatch
-
-
-def rank():
-    return mpwatch.current_worker().rank
+from support.functions import rank
 
 
 def wait_to_be_stopped():

@@ -10,10 +10,7 @@ import sys
 import threading
 
 import mpwatch
-
-
-def rank():
-    return mpwatch.current_worker().rank
+from support.functions import rank
 
 
 def print_text(out="", err=""):
