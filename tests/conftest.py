@@ -21,12 +21,6 @@ def pytest_unconfigure():
     remove_folder()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers():
-    """Return how many processes run tests with `--numprocesses auto`: one more than CPUs, since many tests wait."""
-    return (os.cpu_count() or 1) + 1
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _start_resource_tracker():
     """Start multiprocessing's resource tracker before all tests, since it lives until this program ends."""

@@ -47,7 +47,7 @@ def find_failing_test(root: Path, tests: list[str]) -> str:
         "no:cacheprovider",
         "-m",
         "not slow",
-        "--numprocesses=auto",
+        "--numprocesses=logical",
         *tests,
     ]
     environment = {**os.environ, "PYTHONPATH": str(root)}
