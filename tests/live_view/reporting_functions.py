@@ -7,7 +7,10 @@ import time
 from contextlib import contextmanager
 
 import mpwatch
-from support.functions import rank
+
+
+def rank():
+    return mpwatch.current_worker().rank
 
 
 def report_one_step_and_wait(event, **metrics):

@@ -6,7 +6,11 @@ import signal
 import sys
 import threading
 
-from support.functions import rank
+import mpwatch
+
+
+def rank():
+    return mpwatch.current_worker().rank
 
 
 def wait_to_be_stopped():

@@ -10,7 +10,10 @@ import sys
 import threading
 
 import mpwatch
-from support.functions import rank
+
+
+def rank():
+    return mpwatch.current_worker().rank
 
 
 def print_text(out="", err=""):

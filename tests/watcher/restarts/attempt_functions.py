@@ -5,13 +5,21 @@ import signal
 import sys
 
 import mpwatch
-from support.failing import rank, wait_to_be_stopped
 
 VARIABLES = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID")
 
 
 def attempt():
     return mpwatch.current_worker().restart_count
+
+
+def rank():
+    return mpwatch.current_worker().rank
+
+
+def wait_to_be_stopped():
+    while True:
+        signal.pause()
 
 
 def describe_self():
