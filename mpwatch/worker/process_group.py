@@ -17,6 +17,9 @@ _group_number = 0  # of the last group within its version; the same in all ranks
 def init(backend: str, version: int | None) -> None:
     """Join the default process group, unless the one of this version still exists. Raises what torch raises.
 
+    Return when all ranks have joined. With gloo, torch returns as soon as this rank is connected. If this rank then left the
+    group, the connections that the other ranks still make would fail.
+
     Args:
         backend: a backend of torch.distributed, or "auto": nccl if there are GPUs, else gloo.
         version: see `Call` in wire/pickling/call_payload.py.
@@ -38,6 +41,9 @@ def init(backend: str, version: int | None) -> None:
     # A prefix of its own separates this group's keys from those that other groups have left.
     store = dist.PrefixStore(f"mpwatch/{version}/{_group_number}", _get_store(dist))
     dist.init_process_group(backend, store=store, rank=worker.rank, world_size=worker.world_size)
+    if store.add("joined", 1) == worker.world_size:
+        store.set("all have joined", "")
+    store.wait(["all have joined"])
 
 
 def destroy() -> None:

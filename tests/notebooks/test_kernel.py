@@ -12,6 +12,8 @@ import pytest
 from notebooks.kernels import Kernel
 from support.process_state import is_alive
 
+pytestmark = pytest.mark.xdist_group("the kernel of test_kernel")
+
 DEFINITIONS = """
 import asyncio, mpwatch, os, signal, subprocess, threading
 from pathlib import Path
@@ -97,7 +99,7 @@ def test_a_second_interrupt_kills_ranks_that_ignore_the_first(kernel, start_wait
 
 
 def test_a_group_serves_many_cells(kernel):
-    kernel.run("group = mpwatch.WorkerGroup(2)\ndef keep(x): mpwatch.current_worker().state['x'] = x")
+    kernel.run("group, scale = mpwatch.WorkerGroup(2), 3\ndef keep(x): mpwatch.current_worker().state['x'] = x")
     kernel.run("group.run(keep, (5,))")
     first = kernel.value("list(group.run(pids))")
     assert kernel.value("list(group.run(lambda: mpwatch.current_worker().state['x'] + scale))") == [8, 8]

@@ -1,21 +1,12 @@
 """Functions, classes and exceptions of cells in a real kernel, and how they are shown. One kernel runs all the cells."""
 
-import json
 import re
 
 import pytest
 
-from support.programs import ENV, python
+from notebooks.run_cells import run_cells
 
-# Runs in a Python of its own, because the client leaves an event loop behind.
-CLIENT = """
-import json, sys
-import nbformat
-from nbclient import NotebookClient
-notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in json.load(sys.stdin)])
-NotebookClient(notebook, timeout=60, allow_errors=True, shutdown_kernel="immediate").execute()  # faster than asking it to end
-json.dump([cell.outputs for cell in notebook.cells], sys.stdout)
-"""
+pytestmark = pytest.mark.xdist_group("a kernel for the cells of a notebook")
 CELLS = {
     "definitions": """
 import mpwatch
@@ -49,10 +40,8 @@ scale = 3
 @pytest.fixture(scope="module")
 def outputs():
     """Return the outputs of each cell."""
-    done = python(
-        "-W", "ignore", "-c", CLIENT, program=json.dumps(list(CELLS.values())), env={**ENV, "PYTHONWARNINGS": "ignore"}
-    )
-    return dict(zip(CELLS, json.loads(done.stdout), strict=True))
+    outputs, _ = run_cells(CELLS.values())
+    return dict(zip(CELLS, outputs, strict=True))
 
 
 def strip_colours(traceback):

@@ -1,27 +1,12 @@
 """The live view in a real kernel: a table in the cell that runs, updated in place."""
 
-import json
 import re
 
 import pytest
 
-from support.programs import ENV, python
+from notebooks.run_cells import run_cells
 
-# Runs in a Python of its own, because the client leaves an event loop behind. Prints outputs and display messages.
-CLIENT = """
-import json, sys
-import nbformat
-from nbclient import NotebookClient
-class Client(NotebookClient):
-    def process_message(self, message, cell, number):
-        if message["msg_type"] in ("display_data", "update_display_data"):
-            messages.append((number, message["msg_type"], message["content"]["data"].get("text/plain")))
-        return super().process_message(message, cell, number)
-messages = []
-notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in json.load(sys.stdin)])
-Client(notebook, timeout=60, allow_errors=True, shutdown_kernel="immediate").execute()  # faster than asking it to end
-json.dump([[cell.outputs for cell in notebook.cells], messages], sys.stdout)
-"""
+pytestmark = pytest.mark.xdist_group("a kernel for the cells with views")
 CELLS = {
     "definitions": """
 import mpwatch
@@ -51,9 +36,7 @@ def return_at_once(): pass
 @pytest.fixture(scope="module")
 def cells():
     """Return the final outputs and the display messages of each cell."""
-    env = {**ENV, "PYTHONWARNINGS": "ignore"}
-    done = python("-W", "ignore", "-c", CLIENT, program=json.dumps(list(CELLS.values())), env=env)
-    outputs, messages = json.loads(done.stdout)
+    outputs, messages = run_cells(CELLS.values())
     return {name: (outputs[n], [message[1:] for message in messages if message[0] == n]) for n, name in enumerate(CELLS)}
 
 

@@ -1,41 +1,6 @@
-"""Programs of users before they move to mpwatch, for test_moving.py. They run unchanged, and with the changes of the README."""
+"""Programs of users before they move to mpwatch, for test_moving.py. They run unchanged, and with the changes of the README.
 
-# A program with torch.multiprocessing. It prints its results as JSON.
-SPAWN = """
-import json, os, sys, time
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-def fn(rank, a, shared):
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", sys.argv[1]
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    total = torch.tensor(a * (rank + 1))
-    dist.all_reduce(total)
-    shared[rank] = rank, a, int(total)
-    dist.destroy_process_group()
-
-def fail(rank, what):
-    if rank == 1:
-        exec(what)
-    time.sleep(100)  # until it is stopped
-
-if __name__ == "__main__":
-    with mp.Manager() as manager:
-        shared = manager.dict()
-        context = mp.spawn(fn, args=(5, shared), nprocs=2, join=False)
-        while not context.join():
-            pass
-        results = {"values": list(dict(sorted(shared.items())).values())}
-    try:
-        mp.start_processes(fail, args=("raise KeyError('lr')",), nprocs=2, start_method="fork")
-    except mp.ProcessRaisedException as error:
-        results["raised"] = str(error), str(error.__cause__)
-    try:
-        mp.start_processes(fail, args=("os._exit(3)",), nprocs=2, start_method="fork")
-    except mp.ProcessExitedException as error:
-        results["exited"] = error.exit_code
-    print(json.dumps(results))
+A program with torch.multiprocessing is in old_spawn.py.
 """
 
 # A program with accelerate. Each rank writes its environment to a file, since accelerate's own launcher returns nothing.

@@ -1,6 +1,7 @@
 """Tests of Hugging Face accelerate in ranks of mpwatch: in a plain run, and by mpwatch's `notebook_launcher`."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,8 @@ import mpwatch
 from mpwatch.integrations.accelerate import notebook_launcher
 from notebooks.kernels import Kernel
 from support.programs import python
+
+pytestmark = pytest.mark.xdist_group("the program notebook_launchers")
 
 
 def get_accelerate_info():
@@ -19,11 +22,12 @@ def get_accelerate_info():
     return accelerator.num_processes, accelerator.process_index, accelerator.device.type, accelerator.state.backend, total
 
 
-@pytest.mark.parametrize("backend", [None, "gloo"])
+@pytest.mark.parametrize("backend", [None, pytest.param("gloo", marks=pytest.mark.slow)])
 def test_accelerate_finds_the_ranks_of_a_plain_run(backend):
     assert list(mpwatch.run(get_accelerate_info, 2, backend=backend)) == [(2, rank, "cpu", "gloo", 3.0) for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_the_variable_of_accelerate_can_be_overridden():
     """Each rank then believes that it is the only process, as in any run without the variable."""
     result = mpwatch.run(get_accelerate_info, 2, env={"ACCELERATE_USE_CPU": "no"})
@@ -42,49 +46,10 @@ def test_a_partial_state_needs_the_argument_cpu():
     assert list(mpwatch.run(share_of, 2, args=([1, 2, 3, 4],))) == [[1, 2], [3, 4]]
 
 
-# Runs in its own Python, since accelerate's state stays in a process. accelerate's own launcher must fail there.
-PROGRAM = """
-import inspect, json, os, sys
-from accelerate import Accelerator, notebook_launcher as theirs
-from mpwatch import RunFailedError, current_worker
-from mpwatch.integrations.accelerate import notebook_launcher
-
-mine = Accelerator(cpu=True)
-
-class TooBad(Exception):
-    pass
-
-def train(step):
-    import torch
-    accelerator = Accelerator()
-    with accelerator.autocast():
-        product = torch.ones(2, 2) @ torch.ones(2, 2)
-    return accelerator.num_processes, str(product.dtype), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], step
-
-def fail():
-    if current_worker().restart_count == 1:
-        raise TooBad(current_worker().rank)
-    os._exit(1)
-
-results = {"parameters": [[(p.name, p.default) for p in inspect.signature(f).parameters.values() if p.name != "function"]
-                       for f in (theirs, notebook_launcher)]}
-try:
-    theirs(train, (7,), num_processes=2)
-except ValueError as error:
-    results["theirs"] = str(error)
-results["values"] = list(notebook_launcher(train, (7,), 2, "BF16", 29876, "localhost"))
-results["alone"] = notebook_launcher(os.getpid, num_processes=1)[0] != os.getpid()
-try:
-    notebook_launcher(fail, num_processes=1, max_restarts=1)
-except RunFailedError as error:
-    results["failed"] = [type(error.__cause__) is TooBad, error.__cause__.args, error.result.restarts]
-print(json.dumps(results, default=str))
-"""
-
-
 @pytest.fixture(scope="module")
 def results():
-    return json.loads(python("-W", "default", "-c", PROGRAM).stdout)
+    """Return the results of tests/trainers/notebook_launchers.py."""
+    return json.loads(python("-W", "default", str(Path(__file__).parent / "notebook_launchers.py")).stdout)
 
 
 def test_the_parameters_are_those_of_accelerates_own_launcher_in_the_same_order(results):

@@ -18,7 +18,9 @@ import torch.distributed as dist
 import mpwatch
 from mpwatch.integrations.accelerate import notebook_launcher
 from support.programs import ENV, python
-from trainers.old_ways import NOTEBOOK, SCRIPT, SPAWN
+from trainers.old_ways import NOTEBOOK, SCRIPT
+
+pytestmark = pytest.mark.xdist_group("programs before and after they move")
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 TABLE = README.partition("## Moving from")[2].partition("\n## ")[0]
@@ -50,7 +52,7 @@ def test_each_row_has_a_test_and_each_test_a_row():
 @pytest.fixture(scope="module")
 def spawned():
     """Return the results of the program with torch.multiprocessing."""
-    return json.loads(run_as_file(SPAWN, free_port()).stdout)
+    return json.loads(python(str(Path(__file__).parent / "old_spawn.py"), free_port(), env=QUIET).stdout)
 
 
 def run_as_file(program, *args):

@@ -68,6 +68,7 @@ def train_in_parallel():
         model(torch.ones(2, 4)).sum().backward()
 
 
+@pytest.mark.slow
 def test_the_rank_that_sends_no_gradients_is_the_root_cause():
     with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 was silent for .* in sleeps") as failed:
         mpwatch.run(train_in_parallel, 3, backend="gloo", heartbeat_timeout=1.0, grace_period=0.5)

@@ -98,12 +98,12 @@ def suspend_itself():
 
 
 @pytest.mark.parametrize(
-    ("hang", "where"),
-    [(wait_without_end, "in wait (test_complaints.py:"), (suspend_itself, "(suspended, by SIGSTOP or SIGTSTP)")],
+    ("hang", "nprocs", "where"),
+    [(wait_without_end, 3, "in wait (test_complaints.py:"), (suspend_itself, 2, "(suspended, by SIGSTOP or SIGTSTP)")],
 )
-def test_the_rank_that_keeps_its_peers_waiting_is_the_root_cause(hang, where):
+def test_the_rank_that_keeps_its_peers_waiting_is_the_root_cause(hang, nprocs, where):
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(hangs_on_rank_1, 3, args=(hang,))
+        mpwatch.run(hangs_on_rank_1, nprocs, args=(hang,))
     root = caught.value.root_cause
     assert (root.rank, root.kind, root.is_secondary) == (1, mpwatch.FailureKind.HANG, False)
     verdict, *others = str(caught.value).splitlines()

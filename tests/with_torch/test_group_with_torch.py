@@ -30,7 +30,16 @@ def destroy_group():
     dist.destroy_process_group()
 
 
+def raise_while_rank_0_is_in_a_collective():
+    import torch.distributed as dist
+
+    if functions.rank() == 1:
+        raise ValueError("the others wait")
+    dist.barrier()
+
+
 def test_the_process_group_is_kept_and_replaced_after_a_failure():
+    """Ranks that return or raise stay. Ranks that wait in a collective are restarted."""
     with WorkerGroup(2, backend="gloo") as group:
         assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
         assert list(group.run(sum_over_ranks, (2,))) == [(6, True)] * 2
@@ -41,19 +50,15 @@ def test_the_process_group_is_kept_and_replaced_after_a_failure():
         assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
         assert [worker.restart_count for worker in group.workers] == [0, 0]
 
-
-def raise_while_rank_0_is_in_a_collective():
-    import torch.distributed as dist
-
-    if functions.rank() == 1:
-        raise ValueError("the others wait")
-    dist.barrier()
-
-
-def test_ranks_that_wait_in_a_collective_are_restarted_after_a_failure():
-    with WorkerGroup(2, backend="gloo") as group:
         with pytest.raises(mpwatch.RunFailedError) as caught:
             group.run(raise_while_rank_0_is_in_a_collective)
         assert str(caught.value.__cause__) == "the others wait"
         assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
         assert [worker.restart_count for worker in group.workers] == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_leaves_the_process_group_at_once_disturbs_no_rank_that_still_joins():
+    with WorkerGroup(2, backend="gloo") as group:
+        for _ in range(100):  # each call makes a new process group
+            group.run(destroy_group)

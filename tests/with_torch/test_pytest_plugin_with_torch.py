@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 pytest_plugins = "pytester"
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ("-p", "mpwatch.integrations.pytest_plugin", "-p", "no:cacheprovider")
 
 
-@pytest.mark.slow
 def test_the_process_group_works_after_a_failure_on_one_rank(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(

@@ -50,16 +50,16 @@ def test_collectives_work_after_restarts(fn, backend, tmp_path):
     assert all(before != after for before, after in pairwise(ports))
 
 
-def is_killed_before_it_joins():
-    me = mpwatch.current_worker()
-    if me.rank == 1:
-        os.kill(os.getpid(), 9)  # rank 0 waits for it in the store
-    dist.init_process_group("gloo")
-
-
 def test_a_rank_that_is_killed_before_it_joins_is_the_root_cause_in_each_attempt():
+    def join_without_rank_1():
+        if mpwatch.current_worker().rank == 1:
+            os.kill(os.getpid(), 9)
+        import torch.distributed  # here, since rank 1 does not need it
+
+        torch.distributed.init_process_group("gloo")  # waits for rank 1 in the store
+
     with pytest.raises(RunFailedError, match=r"^rank 1 was killed by SIGKILL") as caught:
-        mpwatch.run(is_killed_before_it_joins, 2, max_restarts=1)
+        mpwatch.run(join_without_rank_1, 2, max_restarts=1)
     assert [attempt.root_cause.rank for attempt in caught.value.result.attempts] == [1, 1]
 
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import mpwatch
-from support import functions
 from wire.pickling.test_payload import both_ways, list_mappings, send_as_argument, send_as_value
 
 MANY = 1 << 15
@@ -138,13 +136,3 @@ def test_arguments_in_shared_memory_stay_there():
     assert not send_as_value(shared).is_shared()
     del came
     assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def test_to_a_rank_and_back():
-    """One rank is enough: importing torch takes time."""
-    tensor = torch.ones(MANY)
-    came, (first, second) = mpwatch.run(functions.add_one, 1, args=(tensor, (tensor[1:], tensor[:3])))[0]
-    assert set(first.tolist()) == {2.0}
-    came.fill_(7)
-    assert second.tolist() == [7.0] * 3
-    assert set(tensor.tolist()) == {1.0}
