@@ -21,6 +21,28 @@ CALL_PAYLOAD, PICKLE_BUFFERS = "wire/pickling/call_payload.py", "wire/pickling/p
 MESSAGES, RETURN_VALUES = "wire/messages.py", "wire/pickling/return_values.py"
 JSON_CODEC, SIGNED_JSON = "multinode/protocol/json_codec.py", "multinode/protocol/signed_json.py"
 
+HANGS = "watcher/diagnosis/test_hangs.py::test_the_rank_outside_of_the_collective_is_blamed"
+# The tests that should find a fault in a file. Most start no process. Those of the event loop start a run, and those of
+# process.py start a rank.
+TESTED_BY = {
+    MACHINE: ["watcher/machine/test_state_machine.py", "watcher/machine/test_restart_histories.py"],
+    TRANSITIONS: ["watcher/machine/test_state_machine.py"],
+    HEARTBEATS: ["watcher/machine/test_heartbeats.py"],
+    DIAGNOSE: ["watcher/diagnosis/test_diagnose.py", HANGS],
+    FAILURES: ["watcher/diagnosis/test_diagnose.py"],
+    STRAGGLERS: [HANGS],
+    PEER_ERRORS: ["watcher/diagnosis/test_peer_errors.py"],
+    BUDGET: ["watcher/restarts/test_restart_budget.py"],
+    PROCESS: ["watcher/processes/test_process.py"],
+    EVENT_LOOP: ["watcher/diagnosis/test_failures.py::test_the_first_failure_is_reported"],
+    CALL_PAYLOAD: ["wire/pickling/test_return_values.py"],
+    PICKLE_BUFFERS: ["wire/pickling/test_return_values.py"],
+    MESSAGES: ["wire/test_messages.py"],
+    RETURN_VALUES: ["wire/pickling/test_return_values.py"],
+    JSON_CODEC: ["multinode/protocol/test_json_codec.py"],
+    SIGNED_JSON: ["multinode/protocol/test_signed_json.py"],
+}
+
 MUTATIONS = [
     # the state machine
     Mutation(MACHINE, "if not is_secondary and not self._keep_ranks:", "if not self._keep_ranks:"),

@@ -1,5 +1,6 @@
-"""`python()` runs a program in a Python process of its own, as users do."""
+"""`python()` runs a program in a Python process of its own, as users do. `call()` runs a function there."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -27,3 +28,28 @@ def python(*args, program=None, stdin=None, cwd=None, check=True, env=ENV, withi
     )
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def call(function, *args, **options):
+    """Call a function of a test module in a Python process of its own. The options are those of `python()`.
+
+    The process gets the arguments as `repr()` writes them. A rank imports the module if a function of the module reaches it by
+    reference. Ranks get nested functions by value.
+    """
+    return python(*command(function, *args), **options)
+
+
+def command(function, *args):
+    """Return the arguments of Python for `call()`."""
+    name = function.__name__
+    return "-c", f"from {function.__module__} import {name} as fn; getattr(fn, '__wrapped__', fn)(*{args!r})"
+
+
+def in_own_process(test):
+    """Decorate a test that changes its process: run it in a Python process of its own, as `call()` does."""
+
+    @functools.wraps(test)
+    def run(**kwargs):
+        call(test, *kwargs.values())
+
+    return run

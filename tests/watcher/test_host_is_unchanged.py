@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from multiprocessing import reduction
 
@@ -19,8 +20,8 @@ import pytest
 
 import mpwatch
 from support import failing, functions
-from support.process_state import difference, state
-from support.programs import python
+from support.process_state import SPAWN, difference, state
+from support.programs import call, command, python
 from watcher import interrupting_functions
 
 
@@ -226,66 +227,66 @@ def test_settings_of_the_host_stay(outcome):
         assert now[0] == pytest.approx(was[0], abs=60)
 
 
-FORKED = """
-import os, sys, threading
-import mpwatch
-from support import failing, functions
-from watcher import interrupting_functions
 def fork():
+    """Do two runs in a fork of this program. Return its exit code."""
     pid = os.fork()
-    if pid: return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     try:
-        import decimal, wsgiref.util  # not imported yet
+        assert not {"cProfile", "wsgiref"} & set(sys.modules)
+        import cProfile  # noqa: F401 - a fork can import modules
+        import wsgiref.util  # noqa: F401
+
         thread = threading.Thread(target=sum, args=([1],))
         thread.start()
         thread.join()
         assert list(mpwatch.run(functions.rank, 2)) == [0, 1]
-        try: mpwatch.run(failing.raises_value_error, 2)
-        except mpwatch.RunFailedError as error: assert isinstance(error.__cause__, ValueError)
+        with pytest.raises(mpwatch.RunFailedError) as caught:
+            mpwatch.run(failing.raises_value_error, 2)
+        assert isinstance(caught.value.__cause__, ValueError)
         print("the child is done", flush=True)
     except BaseException:
-        import traceback
         traceback.print_exc()
         os._exit(1)
     sys.exit(0)  # as any program, exit hooks of multiprocessing and all
-"""
+
+
+def fork_after_a_run(name):
+    mpwatch.run(getattr(failing, name), 2, check=False)
+    assert fork() == 0
+    print(list(mpwatch.run(functions.rank, 2)))
 
 
 @pytest.mark.parametrize("after", ["rank", "raises_value_error", "is_killed"])
 def test_a_fork_after_a_run_works(after):
-    program = FORKED + (
-        "try: mpwatch.run(getattr(failing, sys.argv[1]), 2)\n"
-        "except mpwatch.RunFailedError: pass\n"
-        "assert fork() == 0\n"
-        "print(list(mpwatch.run(functions.rank, 2)))\n"
-    )
-    assert python("-c", program, after).stdout == "the child is done\n[0, 1]\n"
+    assert call(fork_after_a_run, after).stdout == "the child is done\n[0, 1]\n"
+
+
+def fork_during_a_run():
+    barrier, codes = SPAWN.Barrier(3), []
+
+    def fork_between_barriers():
+        barrier.wait()
+        codes.append(fork())
+        barrier.wait()
+
+    thread = threading.Thread(target=fork_between_barriers)
+    thread.start()
+    print(list(mpwatch.run(interrupting_functions.waits_at_barrier_twice, 2, args=(barrier,))))
+    thread.join()
+    assert codes == [0], codes
 
 
 def test_a_fork_during_a_run_works():
     """Another thread forks. The child holds the run's descriptors; the run must end while the child lives."""
-    program = FORKED + (
-        "import multiprocessing, signal\n"
-        "barrier = multiprocessing.get_context('spawn').Barrier(3)\n"
-        "codes = []\n"
-        "def fork_during_the_run():\n"
-        "    barrier.wait()\n"
-        "    codes.append(fork())\n"
-        "    barrier.wait()\n"
-        "thread = threading.Thread(target=fork_during_the_run)\n"
-        "thread.start()\n"
-        "print(list(mpwatch.run(interrupting_functions.waits_at_barrier_twice, 2, args=(barrier,))))\n"
-        "thread.join()\n"
-        "assert codes == [0], codes\n"
-    )
-    done = python("-W", "ignore::DeprecationWarning", "-c", program)
+    done = python("-W", "ignore::DeprecationWarning", *command(fork_during_a_run))
     assert done.stdout == "the child is done\n[0, 1]\n", done
     assert done.stderr == ""
 
 
 def test_a_fork_of_the_host_does_not_delay_the_failure():
     """The child is forked during a run, and keeps every descriptor of the run open."""
-    barrier = multiprocessing.get_context("spawn").Barrier(3)
+    barrier = SPAWN.Barrier(3)
     children = []
 
     def fork():

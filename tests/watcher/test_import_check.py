@@ -4,25 +4,16 @@ import importlib
 import os
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 import mpwatch
 from support import functions
-from support.programs import python
+from support.programs import ENV, python
+from watcher.launching_modules import threaded
 
-# It stops after three generations, in case nothing else stops it.
-HEAD = """\
-import os, mpwatch
-
-def fn():
-    return os.getpid()
-
-with open("imports", "a") as imports: print(os.getpid(), file=imports)
-generation = int(os.environ.get("GENERATION", "0"))
-os.environ["GENERATION"] = str(generation + 1)
-if generation < 3:
-    """
+LAUNCHES = Path(__file__).parent / "launching_modules" / "launches.py"
 REMEDY = 'put the call into a function, or under `if __name__ == "__main__":`'
 
 
@@ -45,25 +36,26 @@ def in_rank_only(statement):
 
 
 @pytest.mark.parametrize(
-    "statement",
+    ("way", "statement"),
     [
-        "mpwatch.run(fn, 1)",
-        "mpwatch.main(fn, 1)",
-        "with mpwatch.WorkerGroup(1) as group: group.run(fn)",
+        ("run", "    mpwatch.run(fn, 1)"),
+        ("main", "    mpwatch.main(fn, 1)"),
+        ("group", "    with mpwatch.WorkerGroup(1) as group:"),
     ],
-    ids=["run", "main", "group"],
 )
-def test_a_module_that_starts_ranks_at_its_import_is_refused_in_the_rank(tmp_path, statement):
-    (tmp_path / "launches.py").write_text(HEAD + statement)
-    done = python("-c", "import launches", cwd=tmp_path, check=False)
+def test_a_module_that_starts_ranks_at_its_import_is_refused_in_the_rank(tmp_path, way, statement):
+    program = "from watcher.launching_modules import launches"
+    done = python("-c", program, cwd=tmp_path, env={**ENV, "LAUNCH": way}, check=False)
     assert done.returncode == 1
     pids = (tmp_path / "imports").read_text().split()
     assert len(pids) == 2, "the caller and its rank"
-    line = len(HEAD.splitlines())
-    where = f"mpwatch was called at the import of module launches, line {line} ({tmp_path / 'launches.py'}), in a rank"
+    line = LAUNCHES.read_text().splitlines().index(statement) + 1
+    where = (
+        f"mpwatch was called at the import of module watcher.launching_modules.launches, line {line} ({LAUNCHES}), in a rank"
+    )
     text = f"RuntimeError: {where}; the new ranks would do the same, without end; {REMEDY}"
     assert f"RunFailedError: rank 0 could not load the call: {text}" in done.stderr
-    assert f'  File "{tmp_path / "launches.py"}", line {line}, in <module>\n    {statement[:20]}' in done.stderr
+    assert f'  File "{LAUNCHES}", line {line}, in <module>\n{statement}\n' in done.stderr
     assert "importlib" not in done.stderr
 
 
@@ -117,24 +109,8 @@ def list_ranks():
     return list(mpwatch.run(functions.rank, 1))
 
 
-def test_a_thread_that_a_module_starts_at_its_import_is_refused_at_any_time(make_module):
-    module = make_module(
-        "threaded",
-        "import os, threading, mpwatch\n"
-        "from support import functions\n"
-        "errors, may_start = [], threading.Event()\n"
-        "def launch():\n"
-        "    may_start.wait()\n"
-        "    try: mpwatch.run(functions.rank, 1)\n"
-        "    except RuntimeError as error: errors.append(str(error))\n"
-        "thread = threading.Thread(target=launch, daemon=True)\n"
-        "if 'RANK' in os.environ: thread.start()\n"
-        "def fn():\n"
-        "    may_start.set()\n"
-        "    thread.join()\n"
-        "    return errors\n",
-    )
-    ((error,),) = mpwatch.run(module.fn, 1)
+def test_a_thread_that_a_module_starts_at_its_import_is_refused_at_any_time():
+    ((error,),) = mpwatch.run(threaded.fn, 1)
     assert error == (
         "mpwatch was called while a rank was loading its own call, or in a thread that was started then; the new ranks would do "
         "the same, without end; make the call, and start its thread, in the function that the rank runs"

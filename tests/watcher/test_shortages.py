@@ -4,35 +4,33 @@ The error of a failed launch names the resource. A running run still reports the
 that would harm the other tests makes its shortage in a program of its own.
 """
 
+import contextlib
 import os
 import re
+import resource
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
 from functools import partial
+from multiprocessing import reduction, set_executable
 from pathlib import Path
 
 import pytest
 
 import mpwatch
-from support import failing, functions, one_run
-from support.process_state import SPAWN
-from support.programs import ENV, python
-from watcher import shortage_functions
+from support import failing
+from support.functions import Adder, rank
+from support.one_run import attempt, leave_descriptors, limit
+from support.process_state import SPAWN, children
+from support.programs import ENV, call, in_own_process, python
+from watcher import first_runs, shortage_functions
 
+KEYWORD_ONLY_ERROR = "EXCEPTION rank {} failed first: KeywordOnlyError: code 7: two arguments"
 PIDS = Path("/sys/fs/cgroup/pids")
-IMPORTS = (
-    "import os, resource, signal, sys, threading\n"
-    "from support import failing, functions, one_run\n"
-    "from support.one_run import attempt, limit\n"
-    "from support.process_state import SPAWN, children\n"
-    "from watcher import shortage_functions\n"
-)
 OTHER_USER = 1_000_000_000 + os.getpid()  # has no other processes than those of one test
-
-
-def run_program(program, *args, within=()):
-    """Run a program that can use `support.one_run`, and return the lines that it prints."""
-    return python("-c", IMPORTS + program, *args, within=within).stdout.splitlines()
 
 
 def skip_unless_works(*command, why):
@@ -61,7 +59,7 @@ def test_every_step_of_a_launch_without_descriptors_raises_launch_error(is_captu
     """The number of free descriptors grows from zero until the run succeeds."""
     logs = mpwatch.LogSpec(tmp_path) if is_captured else None
     for spare in range(60):
-        line = one_run.attempt(short=partial(one_run.leave_descriptors, spare), logs=logs)
+        line = attempt(short=partial(leave_descriptors, spare), logs=logs)
         if line == "values [0, 1]":
             break
         assert line.startswith("LaunchError "), line
@@ -73,7 +71,7 @@ def test_every_step_of_a_launch_without_descriptors_raises_launch_error(is_captu
 def test_descriptors_run_out_after_some_ranks_have_been_started():
     for spare in range(30, 90, 7):
         with pytest.raises(mpwatch.LaunchError, match=r"rank \d+ could not be started: .*Too many open files"):
-            restore_limit = one_run.leave_descriptors(spare)
+            restore_limit = leave_descriptors(spare)
             try:
                 mpwatch.run(failing.rank, 32)
             finally:
@@ -82,14 +80,7 @@ def test_descriptors_run_out_after_some_ranks_have_been_started():
 
 def test_a_first_run_without_descriptors_blames_no_argument():
     """The first run imports the modules that pack a call."""
-    program = (
-        "import os, resource, signal\nfrom support import failing\n"
-        "from mpwatch import LaunchError, run\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 100))\n"
-        "try: run(failing.rank, 2, args=('x',))\n"
-        "except LaunchError as error: print(error)\n"
-    )
-    output = python("-c", program).stdout
+    output = call(first_runs.with_100_descriptors).stdout
     assert output.startswith("the call could not be packed: OSError: [Errno 24] Too many open files"), output
     assert "ulimit -n" in output
 
@@ -99,87 +90,81 @@ def test_descriptors_run_out_for_the_descriptors_of_a_call():
     ours, theirs = SPAWN.Pipe()
     with ours, theirs:
         for spare in range(2):
-            args = (functions.Adder(theirs), ours)
-            line = one_run.attempt(print, short=partial(one_run.leave_descriptors, spare), args=args)
+            args = (Adder(theirs), ours)
+            line = attempt(print, short=partial(leave_descriptors, spare), args=args)
             assert line.startswith("LaunchError the call could not be packed: OSError: [Errno 24]"), line
             assert "args[" not in line
 
 
-IN_FLIGHT = """
-import array, socket
-line = socket.socketpair()
-resource.setrlimit(resource.RLIMIT_NOFILE, (50, 100))
-for _ in range(2):  # no process receives them
-    socket.send_fds(line[0], [b"x"], [0] * 30)
-print(attempt(len, args=(bytes(10_000),)))
-for end in line: end.close()
-"""
+def send_with_descriptors_in_flight():
+    line = socket.socketpair()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (50, 100))
+    for _ in range(2):  # no process receives them
+        socket.send_fds(line[0], [b"x"], [0] * 30)
+    print(attempt(len, args=(bytes(10_000),)))
 
 
 def test_more_descriptors_in_flight_than_a_user_may_have():
-    (output,) = run_program(IN_FLIGHT, within=command_of_other_user())
+    (output,) = call(send_with_descriptors_in_flight, within=command_of_other_user()).stdout.splitlines()
     assert re.match(
         r"LaunchError the call could not be sent to rank [01]: OSError: \[Errno 109\] Too many references", output
     )
     assert output.endswith("raise the limit of open files (`ulimit -n`), or use torch's sharing strategy 'file_system'")
 
 
-NO_ROOM = """
-low = [os.open(os.devnull, os.O_RDONLY) for _ in range(60)]
-pipes = [os.fdopen(fd, "wb", 0) for _ in range(40) for fd in os.pipe()]
-class Pipes:
-    def __reduce__(self):
-        from multiprocessing import reduction
-        return list, ([reduction.DupFd(pipe.fileno()) for pipe in pipes],)
-def lower(worker):
-    while low: os.close(low.pop())
-    lift.append(limit(resource.RLIMIT_NOFILE, 60))
-    return {}
-lift = []
-from mpwatch import RunFailedError, run
-try: run(len, 1, args=(Pipes(),), env=lower)
-except RunFailedError as error:
-    print(error.root_cause.kind.name, error)
-"""
-
-
+@in_own_process
 def test_a_rank_has_no_room_for_the_descriptors_of_its_call():
     """The caller has more descriptors than its lowered limit allows. Its ranks inherit the limit."""
-    output, *_ = run_program(NO_ROOM)
-    assert output.startswith("START rank 0 could not load the call: OSError: [Errno 24] the descriptors of the call"), output
-    assert "see `ulimit -n`" in output
+    low = [os.open(os.devnull, os.O_RDONLY) for _ in range(60)]
+    pipes = [os.fdopen(fd, "wb", 0) for _ in range(40) for fd in os.pipe()]
+
+    class Pipes:
+        def __reduce__(self):
+            return list, ([reduction.DupFd(pipe.fileno()) for pipe in pipes],)
+
+    def lower(_):
+        while low:
+            os.close(low.pop())
+        limit(resource.RLIMIT_NOFILE, 60)
+        return {}
+
+    why = r"OSError: \[Errno 24\] the descriptors of the call .*see `ulimit -n`"
+    with pytest.raises(mpwatch.RunFailedError, match=f"^rank 0 could not load the call: {why}") as caught:
+        mpwatch.run(len, 1, args=(Pipes(),), env=lower)
+    assert caught.value.root_cause.kind is mpwatch.FailureKind.START
 
 
-LATER = """
-def take_all(soft):
-    for _ in range(3): at_work.acquire()
-    lift.append(limit(resource.RLIMIT_NOFILE, soft))
-    for _ in range(3): go.release()
-for ending, soft in [words.split("/") for words in sys.argv[1:]]:
-    lift = []
-    at_work, go = SPAWN.Semaphore(0), SPAWN.Semaphore(0)
-    thread = threading.Thread(target=take_all, args=(int(soft),))
+def attempt_with_lower_limit(end, soft):
+    """Lower the limit of descriptors while three ranks run. Then each rank calls `end`, or waits."""
+    at_work, go, restore = SPAWN.Semaphore(0), SPAWN.Semaphore(0), []
+
+    def lower():
+        for _ in range(3):
+            at_work.acquire()
+        restore.append(limit(resource.RLIMIT_NOFILE, soft))
+        for _ in range(3):
+            go.release()
+
     def begin():
         thread.start()
-        return lambda: (thread.join(), lift.pop()())
-    end = getattr(shortage_functions, ending)
-    try: print(attempt(shortage_functions.ends_after_the_host_acted, 3, args=(at_work, go, end), grace_period=1, short=begin))
-    except OSError as error: print(repr(error))
-"""
+        return lambda: (thread.join(), restore.pop()())
+
+    thread = threading.Thread(target=lower)
+    args = (at_work, go, end)
+    return attempt(shortage_functions.ends_after_the_host_acted, 3, args=args, grace_period=1, short=begin)
 
 
+@in_own_process
 def test_a_running_run_needs_no_more_descriptors():
     """Neither for answers, nor for a diagnosis, nor to wait for the end of helpers."""
-    endings = {
-        "rank": "values [0, 1, 2]",
-        "raises_keyword_only_error": "EXCEPTION rank 1 failed first: KeywordOnlyError: code 7: two arguments (failing.py:",
-        "is_killed": "SIGNAL rank 1 was killed by SIGKILL",
-        "is_killed_beside_a_helper": "SIGNAL rank 1 was killed by SIGKILL",
-    }
-    output = [line for line in run_program(LATER, *(f"{ending}/5" for ending in endings)) if not line.startswith("  ")]
-    assert len(output) == len(endings), output
-    for line, expected in zip(output, endings.values(), strict=True):
-        assert line.startswith(expected)
+    for end, expected in (
+        (failing.rank, "values [0, 1, 2]"),
+        (failing.raises_keyword_only_error, f"{KEYWORD_ONLY_ERROR.format(1)} (failing.py:"),
+        (failing.is_killed, "SIGNAL rank 1 was killed by SIGKILL"),
+        (shortage_functions.is_killed_beside_a_helper, "SIGNAL rank 1 was killed by SIGKILL"),
+    ):
+        line = attempt_with_lower_limit(end, 5)
+        assert line.startswith(expected), line
 
 
 @pytest.mark.parametrize("shortage", ["without_free_descriptors", "under_a_file_size_limit"])
@@ -191,32 +176,22 @@ def test_a_rank_that_cannot_open_a_file_for_its_return_value(shortage):
     assert ("`ulimit -n`" if shortage == "without_free_descriptors" else "`ulimit -f`") in output
 
 
+@in_own_process
 def test_the_watcher_needs_a_descriptor_to_receive_a_large_value():
-    output, *_ = run_program(LATER, "returns_1_mib/5")
+    line = attempt_with_lower_limit(failing.returns_1_mib, 5)
     why = r"OSError: the watcher could not receive its return value: OSError: \[Errno 24\] Too many open files; raise the limit of open"
-    assert re.match(rf"EXCEPTION rank \d failed first: {why} files \(`ulimit -n`\)", output), output
+    assert re.match(rf"EXCEPTION rank \d failed first: {why} files \(`ulimit -n`\)", line), line
 
 
+@in_own_process
 def test_nothing_is_left_if_poll_fails():
     """poll(2) fails if it gets more descriptors than the limit of open files."""
-    output, *_ = run_program(LATER, "is_killed_beside_a_helper/0")
-    assert output == "OSError(22, 'Invalid argument')"
+    with pytest.raises(OSError, match=r"^\[Errno 22\] Invalid argument$"):
+        attempt_with_lower_limit(shortage_functions.is_killed_beside_a_helper, 0)
 
 
 # --------------------------------------------------------------------------------------------------------- processes
 
-PROCESSES = """
-def of_group(room):
-    with open(f"{sys.argv[1]}/pids.current") as file: used = int(file.read())
-    with open(f"{sys.argv[1]}/pids.max", "w") as file: file.write(str(used + room))
-    return lambda: None
-def of_user(room):
-    return limit(resource.RLIMIT_NPROC, 1 + len(children()) + room)
-if sys.argv[1] != "of user":
-    with open(f"{sys.argv[1]}/cgroup.procs", "w") as file: file.write(str(os.getpid()))
-for room in range(6):
-    print(attempt(short=lambda: (of_user if sys.argv[1] == "of user" else of_group)(room)))
-"""
 MANY = "BlockingIOError: [Errno 11] Resource temporarily unavailable; raise the limit of processes (`ulimit -u`, or pids.max"
 
 
@@ -248,29 +223,33 @@ def check_processes(output):
     assert output[4:] == ["values [0, 1]"] * 2
 
 
+def run_with_room_in_group(group):
+    def leave_room(room):
+        used = int(Path(f"{group}/pids.current").read_text())
+        Path(f"{group}/pids.max").write_text(str(used + room))
+        return lambda: None
+
+    Path(f"{group}/cgroup.procs").write_text(str(os.getpid()))
+    for room in range(6):
+        print(attempt(short=partial(leave_room, room)))
+
+
+def run_with_room_of_user():
+    for room in range(6):
+        print(attempt(short=lambda room=room: limit(resource.RLIMIT_NPROC, 1 + len(children()) + room)))
+
+
 def test_a_container_with_room_for_some_processes(pids_group):
-    check_processes(run_program(PROCESSES, str(pids_group)))
+    check_processes(call(run_with_room_in_group, str(pids_group)).stdout.splitlines())
 
 
 def test_a_user_with_room_for_some_processes():
-    check_processes(run_program(PROCESSES, "of user", within=command_of_other_user()))
-
-
-FIRST = """
-import subprocess
-with open(f"{sys.argv[1]}/cgroup.procs", "w") as file: file.write(str(os.getpid()))
-from mpwatch import LaunchError, run
-for room in range(6):
-    with open(f"{sys.argv[1]}/pids.max", "w") as file: file.write(str(1 + room))
-    try: print(list(run(functions.rank, 2)))
-    except LaunchError as error: print(error)
-    with open(f"{sys.argv[1]}/pids.current") as file: print(file.read().strip())
-"""
+    check_processes(call(run_with_room_of_user, within=command_of_other_user()).stdout.splitlines())
 
 
 def test_a_first_run_with_room_for_some_processes(pids_group):
     """The first run that can start multiprocessing's resource tracker does so, and the tracker stays."""
-    output = python("-c", "import os, sys\nfrom support import functions\n" + FIRST, str(pids_group)).stdout.splitlines()
+    output = call(first_runs.with_room_for_some_processes, str(pids_group)).stdout.splitlines()
     launches, left = output[::2], output[1::2]
     assert [text.partition(":")[0] for text in launches] == [
         "the ranks cannot be watched",
@@ -286,34 +265,36 @@ def test_a_first_run_with_room_for_some_processes(pids_group):
 
 # ------------------------------------------------------------------------------------------------------------ memory
 
-LITTLE = """
-size = int(sys.argv[1]) << 20
-def used():
-    with open("/proc/self/statm") as file: return int(file.read().split()[0]) * resource.getpagesize()
-data = {"bytes": bytes, "text": lambda size: "x" * size}.get(sys.argv[2], lambda _: b"")(100 << 20)
-short = lambda: limit(resource.RLIMIT_AS, used() + size)
-"""
+
+def leave_memory(mib):
+    """Limit the address space of this process to that many MiB more. Return a function that restores the old limit."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    return limit(resource.RLIMIT_AS, used + (mib << 20))
 
 
+@in_own_process
 def test_no_memory_for_the_payload_blames_no_argument():
-    (output,) = run_program(LITTLE + "print(attempt(len, args=(data,), short=short))", "40", "text")
-    assert output.startswith("LaunchError the call could not be packed: there is not enough memory; free some"), output
-    assert "args[" not in output
-    assert "bytes" not in output
+    line = attempt(len, args=("x" * (100 << 20),), short=partial(leave_memory, 40))
+    assert line.startswith("LaunchError the call could not be packed: there is not enough memory; free some"), line
+    assert "args[" not in line
+    assert "bytes" not in line
 
 
+@in_own_process
 def test_no_memory_for_the_call_in_a_rank():
     """The caller has enough memory, then lowers its limit. Its ranks inherit the limit."""
-    program = LITTLE + (
-        "from mpwatch import RunFailedError, run\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (used() + (600 << 20), -1))\n"
-        "def env(worker): resource.setrlimit(resource.RLIMIT_AS, (used() + (40 << 20), -1)); return {}\n"
-        "try: run(len, 2, args=(data,), env=env)\n"
-        "except RunFailedError as error: print(error.root_cause.kind.name, type(error.__cause__).__name__, error)\n"
-    )
-    output, *_ = run_program(program, "0", "bytes")
-    assert output.startswith("START MemoryError rank "), output
-    assert "could not load the call: MemoryError" in output
+    data = bytes(100 << 20)
+    leave_memory(600)
+    with pytest.raises(mpwatch.RunFailedError, match="could not load the call: MemoryError") as caught:
+        mpwatch.run(len, 2, args=(data,), env=lambda _: leave_memory(40) and {})
+    error = caught.value
+    assert (error.root_cause.kind, type(error.__cause__)) == (mpwatch.FailureKind.START, MemoryError)
+    assert str(error).startswith("rank ")
+
+
+def run_with_executable(path):
+    set_executable(path)
+    print(attempt(nprocs=1))
 
 
 def test_no_memory_for_the_interpreter_of_a_rank(tmp_path):
@@ -324,16 +305,12 @@ def test_no_memory_for_the_interpreter_of_a_rank(tmp_path):
     guardian = f'case "$*" in *guardian/main.py*) ({run}); : > {gone}; exit 1;; esac\n'
     starved.write_text(f"#!/bin/sh\n{guardian}until [ -e {gone} ]; do :; done\n{run}")
     starved.chmod(0o755)
-    program = "import multiprocessing\nmultiprocessing.set_executable(sys.argv[1])\nprint(attempt(nprocs=1))\n"
-    done = python("-c", IMPORTS + program, str(starved))
+    done = call(run_with_executable, str(starved))
     assert done.stdout.startswith("START rank 0 never started: its interpreter ended with exit code "), done
     assert (
         "memory" in done.stdout.lower() or "failed to map" in done.stdout
     )  # a message of the loader, or of the interpreter
     assert "the guardian is gone" in done.stderr
-
-
-RETURNED = LITTLE + "print(attempt(FN, 1, args=(150 << 20,), short=short))"
 
 
 @pytest.mark.parametrize(
@@ -343,32 +320,31 @@ RETURNED = LITTLE + "print(attempt(FN, 1, args=(150 << 20,), short=short))"
         (250, "MemoryError"),
     ],
 )
+@in_own_process
 def test_the_watcher_has_no_memory_for_a_return_value(size, why):
     """There is none for the mapping of its file, or for the unpickled value."""
-    output, *_ = run_program(RETURNED.replace("FN", "bytes"), str(size), "none")
-    assert output.startswith(f"EXCEPTION rank 0 failed first: {why}"), output
+    line = attempt(bytes, 1, args=(150 << 20,), short=partial(leave_memory, size))
+    assert line.startswith(f"EXCEPTION rank 0 failed first: {why}"), line
 
 
+@in_own_process
 def test_no_memory_to_pack_a_return_value_does_not_blame_its_type():
-    output, *_ = run_program(RETURNED.replace("FN", "'x'.ljust"), "250", "none")
-    assert output.startswith(
-        "EXCEPTION rank 0 failed first: MemoryError: there is not enough memory to pack the return value"
-    )
-    assert "is of type" not in output
-    assert "return plain data instead" not in output
+    line = attempt("x".ljust, 1, args=(150 << 20,), short=partial(leave_memory, 250))
+    why = "MemoryError: there is not enough memory to pack the return value"
+    assert line.startswith(f"EXCEPTION rank 0 failed first: {why}"), line
+    assert "is of type" not in line
+    assert "return plain data instead" not in line
 
 
 @pytest.mark.parametrize(
     ("size", "what"), [(100_000, "the call could not be packed"), (1_000_000, "rank 0 could not be started")]
 )
+@in_own_process
 def test_the_limit_of_file_sizes_counts_for_files_in_memory(size, what):
     """Python ignores SIGXFSZ, so a write beyond RLIMIT_FSIZE fails with EFBIG."""
-    program = "print(attempt(len, args=(bytes(500_000),), short=lambda: limit(resource.RLIMIT_FSIZE, int(sys.argv[1]))))"
-    (output,) = run_program(program, str(size))
-    assert output.startswith(f"LaunchError {what}: OSError: [Errno 27] File too large; raise the limit of file sizes"), (
-        output
-    )
-    assert "args[" not in output
+    line = attempt(len, args=(bytes(500_000),), short=partial(limit, resource.RLIMIT_FSIZE, size))
+    assert line.startswith(f"LaunchError {what}: OSError: [Errno 27] File too large; raise the limit of file sizes"), line
+    assert "args[" not in line
 
 
 # ------------------------------------------------------------------------------------ shared memory, temporary folders
@@ -378,19 +354,20 @@ FULL = "mount -t tmpfs -o size=4k mpwatch-test /dev/shm && echo x > /dev/shm/ful
 READ_ONLY = "mount --bind /tmp /tmp && mount -o remount,ro,bind /tmp && "
 
 
+def succeed_and_fail(is_full):
+    if is_full:
+        with pytest.raises(OSError, match="No space left on device"):
+            Path("/dev/shm/more").write_bytes(bytes(8192))
+        os.unlink("/dev/shm/more")
+    print(attempt(len, args=(bytes(1 << 20),)))
+    print(attempt(failing.raises_value_error, 1))
+
+
 @pytest.mark.parametrize("mount", [FULL, READ_ONLY, FULL + READ_ONLY], ids=["/dev/shm full", "/tmp read-only", "both"])
 def test_runs_need_neither_dev_shm_nor_a_temporary_folder(mount):
     within = (*IN_NAMESPACE, mount + 'exec "$@"', "sh")
     skip_unless_works(*within, why="no mounts of its own can be made here")
-    program = (
-        "import tempfile\n"
-        "if '/dev/shm' in sys.argv[1]:\n"
-        "    try: open('/dev/shm/more', 'wb').write(bytes(8192)); print('there is room')\n"
-        "    except OSError: os.unlink('/dev/shm/more')\n"
-        "print(attempt(len, args=(bytes(1 << 20),)))\n"
-        "print(attempt(failing.raises_value_error, 1))\n"
-    )
-    fine, failed, *_ = run_program(program, mount, within=within)
+    fine, failed, *_ = call(succeed_and_fail, "/dev/shm" in mount, within=within).stdout.splitlines()
     assert fine == "values [1048576, 1048576]"
     assert failed.startswith("EXCEPTION rank 0 failed first: ValueError: the batch is bad")
 
@@ -399,31 +376,31 @@ def test_runs_need_neither_dev_shm_nor_a_temporary_folder(mount):
 def test_runs_do_not_depend_on_the_temporary_folder(folder):
     env = {name: value for name, value in ENV.items() if name not in ("TMPDIR", "TEMP", "TMP", "HOME")}
     env |= {} if folder is None else {"TMPDIR": folder}
-    assert python("-c", IMPORTS + "print(attempt())", env=env).stdout == "values [0, 1]\n"
+    program = "from support.one_run import attempt; print(attempt())"
+    assert python("-c", program, env=env).stdout == "values [0, 1]\n"
 
 
+@in_own_process
 def test_the_error_names_a_removed_working_directory():
-    program = "import tempfile\nos.chdir(tempfile.mkdtemp())\nos.rmdir(os.getcwd())\nfrom mpwatch import run\nrun(functions.rank, 1)"
-    done = python("-c", IMPORTS + program, check=False)
-    assert "LaunchError: rank 0 could not be started: FileNotFoundError" in done.stderr
-    assert "check that the current folder of this program" in done.stderr
+    os.chdir(tempfile.mkdtemp())
+    os.rmdir(os.getcwd())
+    with pytest.raises(mpwatch.LaunchError, match=r"^rank 0 could not be started: FileNotFoundError") as caught:
+        mpwatch.run(rank, 1)
+    assert "check that the current folder of this program" in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------ the status of dead children
 
-PREPARE = {
-    "SIGCHLD ignored": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n",
-    "reaped by others": (
-        "def reap():\n"
-        "    while True:\n"
-        "        try: os.waitpid(-1, 0)\n"
-        "        except ChildProcessError: pass\n"
-        "threading.Thread(target=reap, daemon=True).start()\n"
-    ),
-}
+
+def reap_all_children():
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+
+
 VERDICTS = {  # the first one: if every exit code is lost. The others: if other code sometimes reaps a rank first
     "rank": ("values [0, 1]",),
-    "raises_keyword_only_error": ("EXCEPTION rank 0 failed first: KeywordOnlyError: code 7: two arguments",),
+    "raises_keyword_only_error": (KEYWORD_ONLY_ERROR.format(0),),
     "exits_with_3": ("EXIT rank 0 ended with exit code 3 and no result",),
     "calls_os_exit_with_7": ("LOST rank 0 ", "EXIT rank 0 ended with exit code 7"),
     "is_killed": ("LOST rank 0 ", "SIGNAL rank 0 was killed by SIGKILL"),
@@ -431,23 +408,19 @@ VERDICTS = {  # the first one: if every exit code is lost. The others: if other 
     "crashes": ("LOST rank 0 ", "SIGNAL rank 0 was killed by SIGSEGV"),
     "keeps_waiting": ("RunTimeoutError the run did not end",),
 }
-STATUSES = """
-import collections
-for name in sys.argv[1:]:
-    options = {"timeout": 0.7} if name == "keeps_waiting" else {}
-    print(attempt(shortage_functions.call_on_rank_0, args=(getattr(shortage_functions, name),), **options), flush=True)
-interrupt = lambda: threading.Thread(target=signal.raise_signal, args=(signal.SIGINT,))
-try: attempt(failing.interrupts_its_watcher, grace_period=5)
-except KeyboardInterrupt: print("KeyboardInterrupt", flush=True)
-os._exit(0)
-"""
 
 
-@pytest.mark.parametrize("prepare", PREPARE)
-def test_a_host_that_loses_the_exit_codes_of_its_children(prepare):
-    output = [line for line in run_program(PREPARE[prepare] + STATUSES, *VERDICTS) if line[:1].isalpha()]
-    assert len(output) == len(VERDICTS) + 1, output
-    for line, (name, verdicts) in zip(output, VERDICTS.items(), strict=False):
-        allowed = verdicts if prepare == "reaped by others" else verdicts[:1]
-        assert line.startswith(allowed), name
-    assert output[-1] == "KeyboardInterrupt"
+@pytest.mark.parametrize("how", ["SIGCHLD ignored", "reaped by others"])
+@in_own_process
+def test_a_host_that_loses_the_exit_codes_of_its_children(how):
+    if how == "SIGCHLD ignored":
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    else:
+        threading.Thread(target=reap_all_children, daemon=True).start()
+    for name, verdicts in VERDICTS.items():
+        options = {"timeout": 0.7} if name == "keeps_waiting" else {}
+        line = attempt(shortage_functions.call_on_rank_0, args=(getattr(shortage_functions, name),), **options)
+        assert line.startswith(verdicts if how == "reaped by others" else verdicts[:1]), line
+    with pytest.raises(KeyboardInterrupt):
+        attempt(failing.interrupts_its_watcher, grace_period=5)
+    os._exit(0)  # at its end Python would wait for children

@@ -1,35 +1,54 @@
 """The process of the watcher: what signals and its death do to the ranks, and that a run leaves it unchanged."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 import mpwatch
-from support.programs import ENV
-from watcher.watcher_program import PATIENT_RUN, RUN, Program, alive, guardian_of
+from mpwatch.watcher.processes.guardian import Guardian
+from support import failing
+from support.programs import ENV, call, command, python
+from watcher import interrupting_functions
+from watcher.watcher_program import PATIENT_RUN, Program, alive, guardian_of
+
+SAVE = r"signal.signal(2, lambda *_: (os.write(1, b'saved\n'), os._exit(0)))"
+IGNORE = r"signal.signal(2, lambda *_: os.write(1, b'received\n')); signal.signal(15, signal.SIG_IGN)"
 
 
-@pytest.mark.parametrize("where", ["main thread", "thread"])
-def test_no_rank_outlives_a_killed_watcher(where, eventually):
-    thread = "thread = threading.Thread(target=lambda: mpwatch.run(work, 2)); thread.start(); thread.join()"
-    program = Program(call=thread if where == "thread" else RUN)
+IN_THREAD = "thread = threading.Thread(target=mpwatch.run, args=(work, 2)); thread.start(); thread.join()"
+FORK = "threading.Timer(0.2, lambda: os.fork() or (signal.alarm(2), signal.pause(), os._exit(0))).start()"
+
+
+def end_soon(program, number):
+    """Wait for a program that ends soon by this signal, and leaves no process. Return its output."""
+    status, out, err, seconds = program.end()
+    assert status == -number, err
+    assert seconds < 4
+    assert not alive(program.pids)
+    return out, err
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        pytest.param({}, id="in the main thread"),
+        pytest.param({"call": IN_THREAD}, id="in a thread"),
+        pytest.param({"in_host": FORK}, id="has forked"),  # the fork holds every pipe open: the guardian ends the ranks
+        pytest.param({"in_rank": "os.closerange(3, 4096)"}, id="ranks have closed its pipes"),  # the guardian ends the ranks
+    ],
+)
+def test_no_rank_outlives_a_killed_watcher(statements, eventually):
+    program = Program(**statements)
     program.signal(signal.SIGKILL)
+    eventually(lambda: not alive(program.pids), seconds=1.0)
     assert program.end()[0] == -signal.SIGKILL
-    eventually(lambda: not alive(program.pids), seconds=1.0)
-
-
-def test_no_rank_outlives_a_watcher_that_has_forked(eventually):
-    """A fork of the watcher's program holds every pipe open. The guardian must end the ranks all the same."""
-    fork = "threading.Timer(0, lambda: os.fork() or (signal.alarm(2), signal.pause(), os._exit(0))).start()"
-    program = Program(in_rank="", in_host=fork.replace("Timer(0,", "Timer(0.2,"))
-    program.signal(signal.SIGKILL)
-    eventually(lambda: not alive(program.pids), seconds=1.0)
-    program.end()
 
 
 def test_no_rank_outlives_a_watcher_that_has_lost_its_guardian(eventually):
@@ -41,27 +60,16 @@ def test_no_rank_outlives_a_watcher_that_has_lost_its_guardian(eventually):
     eventually(lambda: not alive(program.pids), seconds=1.0)
 
 
-def test_no_rank_outlives_a_watcher_whose_pipes_the_ranks_have_closed(eventually):
-    """The guardian alone ends the ranks."""
-    program = Program(in_rank="os.closerange(3, 4096)")
-    program.signal(signal.SIGKILL)
-    program.end()
-    eventually(lambda: not alive(program.pids), seconds=1.0)
-
-
 def test_ctrl_c_raises_keyboard_interrupt_and_prints_one_traceback():
     program = Program()
     program.signal(signal.SIGINT, group=True)
-    status, _, err, seconds = program.end()
-    assert status == -signal.SIGINT
+    _, err = end_soon(program, signal.SIGINT)
     assert err.count("Traceback") == 1
     assert err.rstrip().endswith("KeyboardInterrupt")
-    assert seconds < 4
-    assert not alive(program.pids)
 
 
 def test_ctrl_c_reaches_the_functions_so_that_they_can_save():
-    program = Program(in_rank="signal.signal(2, lambda *_: (os.write(1, b'saved\\n'), os._exit(0)))")
+    program = Program(in_rank=SAVE)
     program.signal(signal.SIGINT, group=True)
     status, out, _, _ = program.end()
     assert status == -signal.SIGINT
@@ -69,56 +77,36 @@ def test_ctrl_c_reaches_the_functions_so_that_they_can_save():
 
 
 def test_ctrl_c_twice_ends_ranks_that_ignore_the_first():
-    ignoring = "signal.signal(2, lambda *_: os.write(1, b'received\\n')); signal.signal(15, signal.SIG_IGN)"
-    program = Program(call=PATIENT_RUN, in_rank=ignoring)
+    program = Program(call=PATIENT_RUN, in_rank=IGNORE)
     program.signal(signal.SIGINT)
     for _ in range(2):
         assert "received" in program.process.stdout.readline()
     program.signal(signal.SIGINT)
-    status, _, _, seconds = program.end()
-    assert status == -signal.SIGINT
-    assert seconds < 4
-    assert not alive(program.pids)
-
-
-IN_THREAD = """
-from concurrent.futures import ThreadPoolExecutor
-def call_in_thread():
-    try: {call}
-    except KeyboardInterrupt: os.write(1, b"interrupted\\n")
-{start}
-"""
-SAVING = "signal.signal(2, lambda *_: (os.write(1, b'saved\\n'), os._exit(0)))"
+    end_soon(program, signal.SIGINT)
 
 
 @pytest.mark.parametrize(
     "start",
     [
-        "ThreadPoolExecutor().submit(call_in_thread)",
-        "ThreadPoolExecutor().submit(call_in_thread).result()",
-        "with ThreadPoolExecutor() as pool: pool.submit(call_in_thread)",
+        "executor().submit(call_in_thread)",
+        "executor().submit(call_in_thread).result()",
+        "with executor() as pool: pool.submit(call_in_thread)",
         "threading.Thread(target=call_in_thread).start()",
     ],
 )
 def test_ctrl_c_while_a_program_waits_for_the_run_of_a_thread(start):
-    program = Program("pass", SAVING, IN_THREAD.format(call=RUN, start=start))
+    program = Program("pass", SAVE, start)
     program.signal(signal.SIGINT, group=True)
-    status, out, _, seconds = program.end()
-    assert status == -signal.SIGINT
+    out, _ = end_soon(program, signal.SIGINT)
     assert sorted(out.split()) == ["interrupted", "saved", "saved"]
-    assert seconds < 4
-    assert not alive(program.pids)
 
 
 def test_ctrl_c_stops_the_run_of_a_pool_that_was_imported_late():
     """concurrent.futures registers the function that waits for its threads when it is imported."""
-    earlier = "thread = threading.Thread(target=mpwatch.run, args=(os.getpid, 1)); thread.start(); thread.join()\n"
-    in_host = earlier + IN_THREAD.format(call=RUN, start="ThreadPoolExecutor().submit(call_in_thread).result()")
-    program = Program("pass", in_host=in_host)
+    earlier = "thread = threading.Thread(target=mpwatch.run, args=(os.getpid, 1)); thread.start(); thread.join()"
+    program = Program("pass", in_host=f"{earlier}; executor().submit(call_in_thread).result()")
     program.signal(signal.SIGINT)
-    status, out, _, seconds = program.end()
-    assert (status, out) == (-signal.SIGINT, "interrupted\n")
-    assert seconds < 4
+    assert end_soon(program, signal.SIGINT)[0] == "interrupted\n"
 
 
 def test_the_end_of_an_interactive_python_stops_no_run_for_an_earlier_ctrl_c():
@@ -131,26 +119,19 @@ def test_the_end_of_an_interactive_python_stops_no_run_for_an_earlier_ctrl_c():
         "\n"
         "exit()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-i"], input=program, env=ENV, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "[None]\n"), done.stderr
+    assert python("-i", program=program).stdout == "[None]\n"
 
 
 def test_ctrl_c_while_a_program_waits_for_the_group_of_a_thread():
-    group = "group = mpwatch.WorkerGroup(2, grace_period=5)"
-    start = f"{group}; ThreadPoolExecutor().submit(call_in_thread)"
-    program = Program("pass", in_host=IN_THREAD.format(call="group.run(work)", start=start))
+    start = "group = mpwatch.WorkerGroup(2, grace_period=5); executor().submit(call_in_thread, 'group.run(work)')"
+    program = Program("pass", in_host=start)
     program.signal(signal.SIGINT)
-    status, out, _, seconds = program.end()
-    assert (status, out) == (-signal.SIGINT, "interrupted\n")
-    assert seconds < 4
-    assert not alive(program.pids)
+    assert end_soon(program, signal.SIGINT)[0] == "interrupted\n"
 
 
 def test_ctrl_c_while_a_program_waits_for_several_runs_of_a_thread():
-    start = "pool = ThreadPoolExecutor(1); [pool.submit(call_in_thread) for _ in range(3)]"
-    program = Program("pass", in_host=IN_THREAD.format(call=PATIENT_RUN, start=start))
+    start = "pool = executor(1); [pool.submit(call_in_thread, PATIENT_RUN) for _ in range(3)]"
+    program = Program("pass", in_host=start)
     program.signal(signal.SIGINT)
     status, out, _, seconds = program.end()
     assert status == -signal.SIGINT
@@ -160,28 +141,19 @@ def test_ctrl_c_while_a_program_waits_for_several_runs_of_a_thread():
 
 
 def test_ctrl_c_twice_while_a_program_waits_for_the_run_of_a_thread():
-    ignoring = "signal.signal(2, lambda *_: os.write(1, b'received\\n')); signal.signal(15, signal.SIG_IGN)"
-    start = "ThreadPoolExecutor().submit(call_in_thread)"
-    program = Program("pass", ignoring, IN_THREAD.format(call=PATIENT_RUN, start=start))
+    program = Program("pass", IGNORE, "executor().submit(call_in_thread, PATIENT_RUN)")
     program.signal(signal.SIGINT)
     for _ in range(2):
         assert "received" in program.process.stdout.readline()
     program.signal(signal.SIGINT)
-    status, _, _, seconds = program.end()
-    assert status == -signal.SIGINT
-    assert seconds < 4
-    assert not alive(program.pids)
+    end_soon(program, signal.SIGINT)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_sigterm_and_sighup_end_the_program_after_its_ranks(number):
     program = Program()
     program.signal(number)
-    status, _, err, seconds = program.end()
-    assert status == -number
-    assert err == ""
-    assert seconds < 4
-    assert not alive(program.pids)
+    assert end_soon(program, number)[1] == ""
 
 
 def test_a_host_s_own_handler_runs_when_all_is_over():
@@ -201,18 +173,17 @@ def test_nohup_is_respected():
     assert program.end()[0] == -signal.SIGTERM
 
 
+def announce_and_run():
+    os.write(1, b"go\n")
+    mpwatch.run(failing.wait_to_be_stopped, 3, grace_period=2)
+
+
 @pytest.mark.parametrize("moment", range(12))
 def test_a_signal_at_any_moment_of_the_start_leaves_nothing(moment):
     """From the start of the first rank until the last one is ready. An environment variable marks all processes of the run."""
-    code = (
-        "import os, sys, threading, time, mpwatch\n"
-        "from support import failing\n"
-        "os.write(1, b'go\\n')\n"
-        "mpwatch.run(failing.wait_to_be_stopped, 3, grace_period=2)\n"
-    )
     tag = f"moment-{os.getpid()}-{moment}"
     process = subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, *command(announce_and_run)],
         env={**ENV, "MPWATCH_TEST_TAG": tag},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -244,17 +215,21 @@ def tagged(tag):
     return found
 
 
+def rebuild_slow_value():
+    def wait():
+        os.write(1, b"rebuilding\n")
+        signal.pause()
+
+    class Slow:
+        def __reduce__(self):
+            return wait, ()
+
+    mpwatch.run(Slow, 1)
+
+
 def test_ctrl_c_while_a_value_is_rebuilt_here():
-    code = (
-        "import os, signal, mpwatch\n"
-        "def wait(): os.write(1, b'rebuilding\\n'); signal.pause()\n"
-        "class Slow:\n"
-        "    def __reduce__(self): return wait, ()\n"
-        "mpwatch.run(Slow, 1)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    arguments = [sys.executable, *command(rebuild_slow_value)]
+    process = subprocess.Popen(arguments, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "rebuilding\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -262,18 +237,26 @@ def test_ctrl_c_while_a_value_is_rebuilt_here():
     assert err.endswith("KeyboardInterrupt\n")
 
 
+def send_signals_at_the_end(*numbers):
+    def close_after_signals(self, close=Guardian.close):
+        for number in numbers:
+            signal.raise_signal(number)
+        close(self)
+
+    signal.signal(signal.SIGTERM, lambda *_: print("the handler", flush=True))
+    Guardian.close = close_after_signals
+    mpwatch.run(failing.rank, 1)
+
+
 def test_ctrl_c_at_the_end_of_a_run_is_not_lost():
-    code = (
-        "import signal, mpwatch\n"
-        "from support import failing\n"
-        "from mpwatch.watcher.processes.guardian import Guardian\n"
-        "close = Guardian.close\n"
-        "Guardian.close = lambda self: (signal.raise_signal(signal.SIGINT), close(self))\n"
-        "mpwatch.run(failing.rank, 1)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=False)
+    done = call(send_signals_at_the_end, 2, check=False)
     assert done.returncode == -signal.SIGINT
     assert done.stderr.endswith("KeyboardInterrupt\n")
+
+
+def test_every_signal_is_delivered():
+    done = call(send_signals_at_the_end, 2, 15, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGINT, "the handler\n")
 
 
 def test_ctrl_c_while_a_failed_run_is_stopped_keeps_the_failure(eventually):
@@ -283,11 +266,9 @@ def test_ctrl_c_while_a_failed_run_is_stopped_keeps_the_failure(eventually):
     os.kill(ranks[0], signal.SIGUSR1)
     eventually(lambda: len(alive(ranks)) == 1)  # the failed rank has ended, and the other one ignores SIGTERM
     program.signal(signal.SIGINT)
-    status, _, err, seconds = program.end()
-    assert status == -signal.SIGINT
+    _, err = end_soon(program, signal.SIGINT)
     assert "failed first: ValueError: the batch is bad" in err
     assert err.endswith("KeyboardInterrupt\n")
-    assert seconds < 4
 
 
 def set_event_and_wait(started):
@@ -297,11 +278,6 @@ def set_event_and_wait(started):
 
 
 def test_a_child_that_the_host_forks_during_a_run_has_its_own_signals(barrier):
-    import multiprocessing
-    import threading
-
-    from watcher import interrupting_functions
-
     codes = []
 
     def fork_and_terminate():
@@ -322,27 +298,7 @@ def test_a_child_that_the_host_forks_during_a_run_has_its_own_signals(barrier):
     assert codes == [-signal.SIGTERM]
 
 
-def test_every_signal_is_delivered():
-    code = (
-        "import os, signal, mpwatch\n"
-        "from support import failing\n"
-        "signal.signal(signal.SIGTERM, lambda *_: print('the handler', flush=True))\n"
-        "from mpwatch.watcher.processes.guardian import Guardian\n"
-        "close = Guardian.close\n"
-        "Guardian.close = lambda self: (signal.raise_signal(2), signal.raise_signal(15), close(self))\n"
-        "mpwatch.run(failing.rank, 1)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGINT
-    assert done.stdout == "the handler\n"
-
-
 def test_other_code_may_close_the_processes(barrier):
-    import multiprocessing
-    import threading
-
-    from support import failing
-
     def close():
         while not (ranks := [p for p in multiprocessing.active_children() if p.name.startswith("mpwatch-rank")]):
             os.sched_yield()
@@ -357,8 +313,6 @@ def test_other_code_may_close_the_processes(barrier):
 
 
 def test_ranks_do_not_ignore_sigterm_if_the_host_does():
-    from watcher import interrupting_functions
-
     handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         start = time.monotonic()
@@ -369,19 +323,19 @@ def test_ranks_do_not_ignore_sigterm_if_the_host_does():
         signal.signal(signal.SIGTERM, handler)
 
 
+def run_with_default_sigpipe_and_no_guardian():
+    def kill_guardian_first(self, pid, guard=Guardian.guard):
+        self._process.kill()
+        self._process.wait()
+        guard(self, pid)
+
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    Guardian.guard = kill_guardian_first
+    print(list(mpwatch.run(failing.rank, 2)))
+
+
 def test_sigpipe_at_its_default_does_not_end_the_host():
-    code = (
-        "import os, signal, mpwatch\n"
-        "from support import failing\n"
-        "from mpwatch.watcher.processes.guardian import Guardian\n"
-        "signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
-        "guard = Guardian.guard\n"
-        "def kill_it_first(self, pid):\n"
-        "    self._process.kill(); self._process.wait(); guard(self, pid)\n"
-        "Guardian.guard = kill_it_first\n"
-        "print(list(mpwatch.run(failing.rank, 2)))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=False)
+    done = call(run_with_default_sigpipe_and_no_guardian)
     assert done.stdout == "[0, 1]\n", done
     assert "the guardian is gone" in done.stderr
 
@@ -395,9 +349,8 @@ def test_a_rank_that_has_gone_to_another_group_does_not_outlive_a_killed_watcher
         eventually(lambda: not alive(ranks), seconds=1.0)
     finally:
         for pid in helpers:
-            os.kill(
-                pid, signal.SIGKILL
-            )  # they are in the host's process group, like their ranks, so mpwatch does not kill them
+            # They are in the host's process group, like their ranks, so mpwatch does not kill them.
+            os.kill(pid, signal.SIGKILL)
     program.end()
 
 
@@ -407,8 +360,6 @@ def test_an_error_in_mpwatch_leaves_nothing(monkeypatch):
 
     def fail(*_):
         raise ZeroDivisionError("a bug in mpwatch")
-
-    from support import failing
 
     monkeypatch.setattr(event_loop.EventLoop, "_handle_message", fail)
     with pytest.raises(ZeroDivisionError):
@@ -427,21 +378,8 @@ def test_an_error_in_mpwatch_leaves_nothing(monkeypatch):
 def test_an_exception_at_any_bytecode_leaves_nothing(what, stride, chaos_stride):
     """Throw at some bytecodes. `tox -e chaos` throws at all, except with captured output, which is slow to trace."""
     stride = chaos_stride if "MPWATCH_TEST_THOROUGHLY" in os.environ else stride
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            str(Path(__file__).parent / "exception_at_any_bytecode.py"),
-            what,
-            "1",
-            str(stride),
-        ],
-        env=ENV,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    program = Path(__file__).parent / "exception_at_any_bytecode.py"
+    done = python("-W", "ignore", str(program), what, "1", str(stride), timeout=None)
     (line,) = done.stdout.splitlines()
     thrown, of = (int(word) for word in line.split() if word.isdigit())
     assert thrown > 0.5 * (of // stride), line  # a run that is done sooner than the first one has fewer bytecodes

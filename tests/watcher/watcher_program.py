@@ -1,4 +1,4 @@
-"""Programs with a run, for tests that send signals to the watcher and its ranks."""
+"""`Program` starts a program with a run, for tests that send signals to the watcher and its ranks."""
 
 import os
 import subprocess
@@ -7,43 +7,18 @@ import time
 from pathlib import Path
 
 from support.process_state import is_alive
-from support.programs import ENV
+from support.programs import ENV, command
+from watcher.watched_program import PATIENT_RUN, RUN, main
 
-# When the ranks run, each prints its own pid and the pid of a helper that it has started.
-PROGRAM = """
-import os, pathlib, signal, subprocess, sys, threading, time
-import mpwatch
-from support import failing
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
-
-def work():
-    {in_rank}
-    helper = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", "import signal; signal.pause()"], os.environ)
-    os.write(1, f"running {{os.getpid()}} {{helper}}\\n".encode())
-    failing.wait_to_be_stopped()
-
-def before(): return (signal.getsignal(2), signal.getsignal(15), signal.getsignal(1), signal.set_wakeup_fd(-1))
-{in_host}
-state = before()
-try:
-    {call}
-except BaseException as error:
-    assert before() == state
-    children = pathlib.Path(f"/proc/self/task/{{os.getpid()}}/children").read_text().split()
-    assert all("resource_tracker" in pathlib.Path(f"/proc/{{pid}}/cmdline").read_text() for pid in children)
-    raise
-"""
-RUN = "mpwatch.run(work, 2, grace_period=5)"
-PATIENT_RUN = "mpwatch.run(work, 2, grace_period=60)"
+__all__ = ["PATIENT_RUN", "Program", "alive", "guardian_of"]
 
 
 class Program:
-    """A running program whose pids are known."""
+    """A running program whose pids are known. Its arguments are statements in the names of watched_program.py."""
 
     def __init__(self, call=RUN, in_rank="", in_host=""):
-        code = PROGRAM.format(call=call, in_rank=in_rank, in_host=in_host)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, *command(main, call, in_rank, in_host)],
             env=ENV,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

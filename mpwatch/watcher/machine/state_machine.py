@@ -348,7 +348,8 @@ class StateMachine:
         if self.is_call_running():
             return self._dump_stacks_then_stop(now, StopReason.CANCELLED_BY_JOB)
         self._lease = m.NO_LEASE
-        return self._terminate(now, self.stop_reason) + self._kill(now)
+        terminated = [] if self.stage is RunStage.TERMINATING else self._terminate(now, self.stop_reason)
+        return terminated + self._kill(now)
 
     # --- stopping: DumpStacks, SIGTERM, SIGKILL, AbandonRank
 

@@ -7,21 +7,10 @@ from pathlib import Path
 import pytest
 
 from mpwatch.os_support import cgroups
-from support.programs import python
+from support.programs import call
+from watcher.diagnosis import oom_programs
 
 LIMIT = 150 << 20
-PROGRAM = """
-import os, signal, subprocess, sys, time
-import mpwatch
-def join_group(): open(sys.argv[1] + "/cgroup.procs", "w").write(str(os.getpid()))
-def use_memory(): return [bytearray(range(256)) * (1 << 12) for _ in range(400)]
-def wait(): signal.pause()
-def report(fn, nprocs=2):
-    result = mpwatch.run(fn, nprocs, check=False)
-    print(result.root_cause.kind.name, result.root_cause.rank, result.root_cause.exit_code)
-    print(mpwatch.RunFailedError(result))
-rank = lambda: mpwatch.current_worker().rank
-"""
 
 
 def is_removed(folder):
@@ -53,20 +42,13 @@ def group(eventually):
 
 
 def test_a_rank_that_uses_all_memory(group):
-    program = PROGRAM + "join_group()\nreport(lambda: use_memory() if rank() == 1 else wait())"
-    kind, verdict, *_ = python("-c", program, group).stdout.splitlines()
+    kind, verdict, *_ = call(oom_programs.exhaust_memory, group).stdout.splitlines()
     assert kind == "OOM 1 137"
     assert verdict.startswith("rank 1 was killed by the kernel's out-of-memory killer (")
 
 
 def test_the_counter_is_the_proof_if_the_log_cannot_be_read(group):
-    program = PROGRAM + (
-        "import mpwatch.watcher.diagnosis.oom as oom\n"
-        "oom.KERNEL_LOG = '/nowhere'\n"
-        "join_group()\nreport(lambda: use_memory() if rank() == 1 else wait())\n"
-        "report(lambda: os.kill(os.getpid(), 9) if rank() == 1 else wait())"
-    )
-    kind, verdict, _, second_kind, second, *_ = python("-c", program, group).stdout.splitlines()
+    kind, verdict, _, second_kind, second, *_ = call(oom_programs.exhaust_memory_without_log, group).stdout.splitlines()
     assert kind == "OOM 1 137"
     assert f"(oom_kill in {group}/" in verdict
     assert "rose by 1 during the run)" in verdict
@@ -75,14 +57,7 @@ def test_the_counter_is_the_proof_if_the_log_cannot_be_read(group):
 
 
 def test_a_killed_helper_is_reported(group):
-    program = PROGRAM + (
-        "helper = [sys.executable, '-c', 'x = [bytearray(range(256)) * (1 << 12) for _ in range(400)]']\n"
-        "def train():\n"
-        "    if rank() == 1: raise RuntimeError(f'my worker ended with {subprocess.call(helper)}')\n"
-        "    wait()\n"
-        "join_group()\nreport(train)"
-    )
-    kind, verdict, more, *_ = python("-c", program, group).stdout.splitlines()
+    kind, verdict, more, *_ = call(oom_programs.exhaust_memory_in_helper, group).stdout.splitlines()
     assert kind == "EXCEPTION 1 1"
     assert "my worker ended with -9" in verdict
     assert more.startswith(f"  the kernel's out-of-memory killer killed a process that is no rank: oom_kill in {group}/")

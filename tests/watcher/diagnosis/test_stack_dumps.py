@@ -2,7 +2,10 @@
 
 import json
 import multiprocessing
+import os
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +18,7 @@ from mpwatch.watcher.diagnosis.stack_dumps import (
     format_stacks,
 )
 from support import failing
-from support.programs import python
+from support.programs import call, in_own_process
 from watcher.diagnosis import stack_functions
 
 pytestmark = pytest.mark.usefixtures("_wait_for_all_stacks")
@@ -187,27 +190,22 @@ def test_a_rank_that_executed_another_program_gets_no_dump_signal(tmp_path):
     assert (tmp_path / "ended").read_text() == "by SIGTERM"
 
 
-SITE = """
-import os, sys
-print("output of the site", file=sys.stderr)
-if os.environ.get("RANK") == "1" and os.environ.get("REFUSE"):
-    raise SystemExit("no licence")
-"""
-STARTS = """
-import os, sys, mpwatch
-os.environ["PYTHONPATH"] = os.pathsep.join([sys.argv[1], os.environ["PYTHONPATH"]])
-mpwatch.run(os.getpid, 2)
-os.environ["REFUSE"] = "1"
-result = mpwatch.run(os.getpid, 2, check=False)
-print(result.root_cause.kind.name, result.root_cause.rank, "no licence" in result.root_cause.stderr)
-print(mpwatch.RunFailedError(result))
-"""
+def start_ranks_that_a_site_refuses(site):
+    add_to_path_of_ranks(site)
+    mpwatch.run(os.getpid, 2)
+    os.environ["REFUSE"] = "1"
+    result = mpwatch.run(os.getpid, 2, check=False)
+    print(result.root_cause.kind.name, result.root_cause.rank, "no licence" in result.root_cause.stderr)
+    print(mpwatch.RunFailedError(result))
 
 
-def test_startup_output_of_an_interpreter(tmp_path):
+def add_to_path_of_ranks(site):
+    os.environ["PYTHONPATH"] = os.pathsep.join([site, os.environ["PYTHONPATH"]])
+
+
+def test_startup_output_of_an_interpreter():
     """It goes to stderr. If the rank never becomes ready, it is in the report instead."""
-    (tmp_path / "sitecustomize.py").write_text(SITE)
-    done = python("-c", STARTS, str(tmp_path))
+    done = call(start_ranks_that_a_site_refuses, str(Path(__file__).parent / "site_that_prints"))
     first, verdict, *rest = done.stdout.splitlines()
     assert first == "START 1 True"
     assert verdict == "rank 1 never started: its interpreter ended with exit code 1"
@@ -217,76 +215,69 @@ def test_startup_output_of_an_interpreter(tmp_path):
     assert done.stderr in ("output of the site\n" * 3, "output of the site\n" * 4)
 
 
+def run_with_unread_stderr(site):
+    add_to_path_of_ranks(site)
+    unread = os.pipe()
+    os.dup2(unread[1], 2)
+    with pytest.raises(mpwatch.RunTimeoutError) as caught:
+        mpwatch.run(os.getpid, 2, timeout=2, grace_period=0.5)
+    print(str(caught.value).splitlines()[0])
+
+
 def test_much_startup_output_if_the_caller_s_stderr_is_not_read(tmp_path):
     """The rank blocks. The watcher does not, and the timeout holds."""
     (tmp_path / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ: os.write(2, b'x' * 400_000)\n")
-    code = (
-        "import os, sys, threading, mpwatch\n"
-        "os.environ['PYTHONPATH'] = os.pathsep.join([sys.argv[1], os.environ['PYTHONPATH']])\n"
-        "unread = os.pipe()\n"
-        "os.dup2(unread[1], 2)\n"
-        "try: mpwatch.run(os.getpid, 2, timeout=2, grace_period=0.5)\n"
-        "except mpwatch.RunTimeoutError as error: print(str(error).splitlines()[0])"
-    )
-    out = python("-c", code, str(tmp_path)).stdout
+    out = call(run_with_unread_stderr, str(tmp_path)).stdout
     assert out == "the run did not end within timeout=2 s: ranks 0-1 had not returned\n"
+
+
+def close_descriptors_and_run(closed, path):
+    def read_links():
+        return [os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1, 2)]
+
+    for fd in closed:
+        os.close(fd)
+    (found,) = mpwatch.run(read_links, 1)
+    left = [fd for fd in (0, 1, 2) if os.path.exists(f"/proc/self/fd/{fd}")]
+    Path(path).write_text(json.dumps([found, left]))
 
 
 @pytest.mark.parametrize("closed", [(2,), (0, 1), (0, 1, 2)], ids=str)
 def test_a_program_without_standard_descriptors(closed, tmp_path):
     """No descriptor of mpwatch takes their numbers, and they are closed again afterwards."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import json, os, sys, mpwatch\n"
-        "def look(): return [os.readlink(f'/proc/self/fd/{fd}') for fd in (0, 1, 2)]\n"
-        f"for fd in {closed}: os.close(fd)\n"
-        "(found,) = mpwatch.run(look, 1)\n"
-        "left = [fd for fd in (0, 1, 2) if os.path.exists(f'/proc/self/fd/{fd}')]\n"
-        "with open(sys.argv[1], 'w') as file: json.dump([found, left], file)\n"
-    )
-    python(str(program), str(tmp_path / "found"))
+    call(close_descriptors_and_run, closed, str(tmp_path / "found"))
     found, left = json.loads((tmp_path / "found").read_text())
     assert [found[fd] for fd in closed] == ["/dev/null"] * len(closed)
     assert left == sorted({0, 1, 2} - set(closed))
 
 
+def write_to_stderr():
+    def write():
+        os.write(2, b"by number\n")
+        print("by name", file=sys.stderr)
+        return os.fstat(2)[:3]
+
+    assert mpwatch.run(write, 1)[0] == os.fstat(2)[:3]
+
+
 def test_ranks_have_the_stderr_of_the_caller():
-    code = (
-        "import os, sys, mpwatch\n"
-        "def write():\n"
-        "    os.write(2, b'by number\\n')\n"
-        "    print('by name', file=sys.stderr)\n"
-        "    return os.fstat(2)[:3]\n"
-        "assert mpwatch.run(write, 1)[0] == os.fstat(2)[:3]"
-    )
-    assert python("-c", code).stderr == "by number\nby name\n"
-
-
-SUSPENDED = """
-import multiprocessing, sys
-import mpwatch
-from watcher.diagnosis import stack_functions
-spawn = multiprocessing.get_context("spawn")
-args = (sys.argv[1], spawn.Array("i", 3), spawn.Value("i", 0))
-print(mpwatch.run(stack_functions.two_fail_while_the_watcher_is_suspended, 3, args=args, check=False).root_cause.rank)
-"""
+    assert call(write_to_stderr).stderr == "by number\nby name\n"
 
 
 @pytest.mark.parametrize(("order", "first"), [("death first", 2), ("exception first", 0)])
+@in_own_process
 def test_a_watcher_that_wakes_up_late_still_finds_the_first_failure(order, first):
     """A rank suspends the watcher, so that it notices a death and an exception in one wake-up."""
-    assert python("-c", SUSPENDED, order).stdout == f"{first}\n"
+    args = (order, SPAWN.Array("i", 3), SPAWN.Value("i", 0))
+    result = mpwatch.run(stack_functions.two_fail_while_the_watcher_is_suspended, 3, args=args, check=False)
+    assert result.root_cause.rank == first
 
 
+@in_own_process
 def test_deaths_of_one_wake_up_are_ordered():
-    program = (
-        "import multiprocessing, mpwatch\n"
-        "from watcher.diagnosis import stack_functions\n"
-        "pids = multiprocessing.get_context('spawn').Array('i', 3)\n"
-        "result = mpwatch.run(stack_functions.three_fail_while_the_watcher_is_suspended, 3, args=(pids,), check=False)\n"
-        "print(sorted(result.failures, key=lambda rank: result.failures[rank].elapsed))"
-    )
-    assert python("-c", program).stdout == "[2, 1, 0]\n"
+    pids = SPAWN.Array("i", 3)
+    result = mpwatch.run(stack_functions.three_fail_while_the_watcher_is_suspended, 3, args=(pids,), check=False)
+    assert sorted(result.failures, key=lambda rank: result.failures[rank].elapsed) == [2, 1, 0]
 
 
 def test_a_crash_of_a_forked_child_is_not_the_rank_s():

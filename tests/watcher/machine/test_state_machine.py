@@ -15,6 +15,7 @@ from mpwatch.watcher.machine.transitions import (
     AbandonRank,
     CallRank,
     CancelAttempt,
+    DetailsReceived,
     DumpStacks,
     Exited,
     Failed,
@@ -119,6 +120,20 @@ def test_a_rank_that_reports_during_a_stack_dump_is_not_waited_for(event):
     machine.handle(Failed(1), 1.0)
     assert SendSignal(1, signal.SIGTERM) in machine.handle(event(0), 1.1)
     assert (machine.stage, machine.stop_reason) == (RunStage.TERMINATING, StopReason.FAILED)
+
+
+@pytest.mark.parametrize(
+    "events",
+    [[Returned(0)], [Failed(0)], [Failed(0), DetailsReceived(0)]],
+    ids=["returned", "failed", "failed with details"],
+)
+def test_the_stacks_of_a_rank_may_come_after_its_answer(events):
+    machine = running_machine()
+    assert machine.handle(Failed(1), 1.0) == [DumpStacks(0), DumpStacks(2)]
+    for event in events:
+        assert machine.handle(event, 1.1) == []
+    assert machine.handle(StackDumped(0), 1.1) == []
+    assert SendSignal(2, signal.SIGTERM) in machine.handle(StackDumped(2), 1.1)
 
 
 def test_a_rank_that_becomes_ready_during_a_stack_dump_is_not_called():
@@ -319,6 +334,27 @@ def test_ten_thousand_ranks_of_which_a_thousand_fail():
     assert machine.stage is RunStage.FINISHED
     assert Counter(type(action) for action in actions) == {DumpStacks: 9000, RequestExit: 1000, SendSignal: 21_000}
     assert time.process_time() - began < 2.0
+
+
+def test_ranks_are_stopped_and_killed_at_the_times_of_the_lease():
+    machine = running_machine(2)
+    assert machine.handle(Lease(stop_at=5.0, kill_at=6.0), 1.0) == []
+    assert machine.deadline == 5.0
+    assert machine.handle_deadline(4.999) == []
+    assert after_stack_dump(machine, None, 5.0, 0, 1) == sigterm(0, 1)
+    assert (machine.stop_reason, machine.deadline) == (StopReason.CANCELLED_BY_JOB, 6.0)
+    assert machine.handle_deadline(5.999) == []
+    assert machine.handle_deadline(6.0) == [SendSignal(0, signal.SIGKILL), SendSignal(1, signal.SIGKILL)]
+    assert machine.deadline == 6.0 + KILL_SECONDS
+
+
+def test_a_renewed_lease_keeps_the_ranks():
+    machine = running_machine(2)
+    machine.handle(Lease(stop_at=5.0, kill_at=6.0), 1.0)
+    machine.handle(Lease(stop_at=9.0, kill_at=10.0), 4.0)
+    assert machine.handle_deadline(5.0) == []
+    assert machine.deadline == 9.0
+    assert after_stack_dump(machine, None, 9.0, 0, 1) == sigterm(0, 1)
 
 
 def test_in_a_job_of_several_nodes_ranks_are_started_unless_the_end_comes_before():

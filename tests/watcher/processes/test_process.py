@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import wait
 
 import pytest
@@ -22,6 +23,7 @@ from mpwatch.watcher.processes.process import UNKNOWN_EXIT, RankPopen
 from mpwatch.watcher.processes.rank_environment import reserve_port
 from mpwatch.wire.launch import LaunchInfo
 from mpwatch.wire.messages import HEADER, READY_BODY, FrameDecoder, MessageKind, encode_frame
+from mpwatch.wire.pickling import call_payload, return_values
 from mpwatch.wire.shared_memory import BLACK_BOX_SIZE, SLOT_SIZE, BlackBox, open_slot, read_black_box
 from support import functions
 from support.process_state import is_alive
@@ -116,6 +118,45 @@ def test_the_exit_code_of_a_rank_that_other_code_has_reaped_is_unknown(rank):
     process.reap()
 
 
+def start_helper(channel):
+    """Let the rank start a process in its group. Return the pid."""
+    start = call_payload.Call(os.posix_spawnp, ("sleep", ["sleep", "60"], {}), {}, None)
+    payload = call_payload.pack(start)
+    channel.sendall(encode_frame(MessageKind.CALL, payload.body))
+    frames, messages = FrameDecoder(), []
+    while not messages:
+        messages = frames.feed(channel.recv(1000))
+    (answer,) = messages
+    assert answer.kind is MessageKind.RETURNED
+    return return_values.open_value(answer.body)[1].load()
+
+
+def test_a_signal_reaches_the_processes_that_a_rank_has_started(rank, eventually):
+    process, channel = rank
+    helper = start_helper(channel)
+    try:
+        assert os.getpgid(helper) == process.pid
+        process.send_signal_to_group(signal.SIGTERM)
+        eventually(lambda: not is_alive(helper))
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(helper, signal.SIGKILL)
+
+
+def test_the_processes_that_a_dead_rank_has_left_are_killed_before_it_is_reaped(rank, eventually):
+    process, channel = rank
+    helper = start_helper(channel)
+    try:
+        process.send_signal(signal.SIGKILL)  # to the rank alone
+        assert wait([process.sentinel], 20)
+        assert is_alive(helper)
+        assert process.reap()
+        eventually(lambda: not is_alive(helper))
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(helper, signal.SIGKILL)
+
+
 def test_the_guardian_kills_guarded_groups_when_its_program_dies(eventually):
     code = (
         "import os, signal, subprocess, sys\n"
@@ -174,18 +215,6 @@ def test_a_full_black_box_is_read_and_an_overwritten_one_is_refused():
         with pytest.raises(ValueError, match=r"not a message|a message of"):
             read_black_box(slots, 0)
     os.close(slots)
-
-
-def test_frames_are_decoded_from_any_pieces_and_garbage_is_refused():
-    data = encode_frame(MessageKind.READY) + encode_frame(MessageKind.RETURNED, b"x" * 1000)
-    frames = FrameDecoder()
-    messages = [message for byte in data for message in frames.feed(bytes([byte]))]
-    assert [(message.kind, len(message.body)) for message in messages] == [
-        (MessageKind.READY, 0),
-        (MessageKind.RETURNED, 1000),
-    ]
-    with pytest.raises(ValueError, match="not a message of mpwatch"):
-        frames.feed(b"something else, and long enough")
 
 
 def test_the_kernel_gives_a_reserved_port_to_no_program_that_asks_for_any_port():

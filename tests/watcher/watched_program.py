@@ -1,0 +1,55 @@
+"""A program with a run, for tests that send signals to its processes. A rank imports this module, so it imports little."""
+
+import functools
+import os
+import signal
+import sys
+import threading  # noqa: F401 - for the statements
+from pathlib import Path
+
+import mpwatch  # noqa: F401 - for the statements
+from support import failing
+
+RUN = "mpwatch.run(work, 2, grace_period=5)"
+PATIENT_RUN = "mpwatch.run(work, 2, grace_period=60)"
+
+
+def main(call, in_rank, in_host):
+    """Execute the statement `in_host`, then `call`. The ranks of `call` execute the statement `in_rank`."""
+    global work
+    work = functools.partial(wait_with_helper, in_rank)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+    exec(in_host, globals())
+    before = state()
+    try:
+        exec(call, globals())
+    except BaseException:
+        assert state() == before
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        assert all("resource_tracker" in Path(f"/proc/{pid}/cmdline").read_text() for pid in children)
+        raise
+
+
+def wait_with_helper(in_rank):
+    """Print the pid of this rank, and that of a helper that it starts."""
+    exec(in_rank, globals())
+    helper = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", "import signal; signal.pause()"], os.environ)
+    os.write(1, f"running {os.getpid()} {helper}\n".encode())
+    failing.wait_to_be_stopped()
+
+
+def state():
+    return *(signal.getsignal(number) for number in (2, 15, 1)), signal.set_wakeup_fd(-1)
+
+
+def call_in_thread(call=RUN):
+    try:
+        exec(call, globals())
+    except KeyboardInterrupt:
+        os.write(1, b"interrupted\n")
+
+
+def executor(*args):
+    from concurrent.futures import ThreadPoolExecutor  # the time of its first import matters
+
+    return ThreadPoolExecutor(*args)
