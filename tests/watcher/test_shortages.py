@@ -306,10 +306,9 @@ def test_no_memory_for_the_interpreter_of_a_rank(tmp_path):
     starved.write_text(f"#!/bin/sh\n{guardian}until [ -e {gone} ]; do :; done\n{run}")
     starved.chmod(0o755)
     done = call(run_with_executable, str(starved))
-    assert done.stdout.startswith("START rank 0 never started: its interpreter ended with exit code "), done
-    assert (
-        "memory" in done.stdout.lower() or "failed to map" in done.stdout
-    )  # a message of the loader, or of the interpreter
+    assert done.stdout.startswith("START rank 0 never started: "), done
+    # a message of the interpreter or of the loader; some interpreters crash instead
+    assert "memory" in done.stdout.lower() or "failed to map" in done.stdout or "was killed by SIGSEGV" in done.stdout
     assert "the guardian is gone" in done.stderr
 
 

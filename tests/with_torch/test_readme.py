@@ -18,7 +18,13 @@ def test_the_readme_shows_the_output_of_the_first_example():
 def test_the_readme_shows_the_output_of_the_crash_example():
     done = python("-W", "default", "examples/crash.py", cwd=ROOT, env={**ENV, "PYTHONWARNINGS": "default"}, check=False)
     printed = re.sub(r'File "[^"]*/(?=examples/)', 'File "', done.stderr)
-    assert (done.returncode, printed) == (1, BLOCKS[2][1])
+    assert done.returncode == 1
+    assert without_carets(printed) == without_carets(BLOCKS[2][1])
+
+
+def without_carets(text):
+    """Leave out the lines that mark a part of the line above. Python 3.13 and newer mark fewer parts."""
+    return re.sub(r"^ +[~^]+\n", "", text, flags=re.MULTILINE)
 
 
 def test_the_code_of_the_readme_compiles():

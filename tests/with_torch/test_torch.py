@@ -192,8 +192,12 @@ def test_tensors_of_one_memory_share_it_in_the_rank_and_after_their_return(gloo_
 
 def test_the_death_of_a_rank_with_data_loader_workers_is_reported_at_once():
     def iterate():
-        """Let the workers become idle first: a worker that is killed while it shares a tensor leaves a file of torch."""
-        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(4)), num_workers=2)
+        """Let the workers become idle first: a worker that is killed while it shares a tensor leaves a file of torch.
+
+        They are forks. For the others, multiprocessing keeps named semaphores until the host program ends.
+        """
+        data = torch.utils.data.TensorDataset(torch.arange(4))
+        loader = torch.utils.data.DataLoader(data, num_workers=2, multiprocessing_context="fork")
         batches = iter(loader)
         for _ in range(4):
             next(batches)

@@ -99,7 +99,7 @@ def test_a_valid_signature_needs_the_secret():
 NOT_JSON = {
     "not JSON: ": "{",
     "not JSON: .*utf-8": b'{"a":"\xff"}',
-    "not JSON: .*recursion": "[" * 100_000,
+    "not JSON: .*(recursion|Stack overflow)": "[" * 100_000,
     "not JSON: Exceeds the limit": '{"a":%s}' % ("9" * 5000),
     "not a mapping": "[]",
     "NaN is not a JSON number": '{"a":NaN}',
