@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 
 from nodes import tasks
-from nodes.networks import free_port
 from nodes.processes import MARK, kill, processes_of
+from support.ports import free_port
 
 __all__ = ["Job", "Node", "Outcome", "RankProcess", "World"]
 

@@ -10,7 +10,6 @@ all packets: the bridge neither takes packets from the cable nor sends any into 
 import ctypes
 import os
 import shutil
-import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
@@ -125,9 +124,3 @@ def _in_thread(do):
     """Call `do` in a new thread, whose namespaces end with it."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(do).result()
-
-
-def free_port():
-    """Return a free port of the loopback device."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

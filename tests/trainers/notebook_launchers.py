@@ -1,11 +1,14 @@
 """A program: call accelerate's own launcher, and that of mpwatch, in a process that has an Accelerator. Print what was seen.
 
+python notebook_launchers.py PORT
+
 accelerate's own launcher must fail there. An Accelerator changes its process, so this is not in the process of the tests.
 """
 
 import inspect
 import json
 import os
+import sys
 
 from accelerate import Accelerator
 from accelerate import notebook_launcher as accelerates_launcher
@@ -44,7 +47,7 @@ if __name__ == "__main__":
         accelerates_launcher(train, (7,), num_processes=2)
     except ValueError as error:
         results["theirs"] = str(error)
-    results["values"] = list(notebook_launcher(train, (7,), 2, "BF16", 29876, "localhost"))
+    results["values"] = list(notebook_launcher(train, (7,), 2, "BF16", int(sys.argv[1]), "localhost"))
     results["alone"] = notebook_launcher(os.getpid, num_processes=1)[0] != os.getpid()
     try:
         notebook_launcher(fail, num_processes=1, max_restarts=1)

@@ -8,6 +8,7 @@ import pytest
 import mpwatch
 from mpwatch.integrations.accelerate import notebook_launcher
 from notebooks.kernels import Kernel
+from support.ports import free_port
 from support.programs import python
 
 pytestmark = pytest.mark.xdist_group("the program notebook_launchers")
@@ -49,7 +50,9 @@ def test_a_partial_state_needs_the_argument_cpu():
 @pytest.fixture(scope="module")
 def results():
     """Return the results of tests/trainers/notebook_launchers.py."""
-    return json.loads(python("-W", "default", str(Path(__file__).parent / "notebook_launchers.py")).stdout)
+    port = free_port()
+    out = python("-W", "default", str(Path(__file__).parent / "notebook_launchers.py"), str(port)).stdout
+    return {**json.loads(out), "port": str(port)}
 
 
 def test_the_parameters_are_those_of_accelerates_own_launcher_in_the_same_order(results):
@@ -63,7 +66,7 @@ def test_the_parameters_are_those_of_accelerates_own_launcher_in_the_same_order(
 
 def test_an_accelerator_in_the_caller_does_no_harm(results):
     assert "should only be initialized inside your training function" in results["theirs"]
-    assert results["values"] == [[2, "torch.bfloat16", "localhost", "29876", 7]] * 2
+    assert results["values"] == [[2, "torch.bfloat16", "localhost", results["port"], 7]] * 2
 
 
 def test_a_single_rank_is_a_new_process(results):

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 import mpwatch
 from mpwatch.integrations.accelerate import notebook_launcher
+from support.ports import free_port
 from support.programs import ENV, python
 from trainers.old_ways import NOTEBOOK, SCRIPT
 
@@ -35,12 +35,6 @@ def row(old, new):
     return lambda test: test
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_each_row_has_a_test_and_each_test_a_row():
     assert Counter(ROWS) == Counter(TESTED)
     assert len(ROWS) == TABLE.count("\n|") - 5  # two lines of the heading, three of group titles
@@ -52,7 +46,7 @@ def test_each_row_has_a_test_and_each_test_a_row():
 @pytest.fixture(scope="module")
 def spawned():
     """Return the results of the program with torch.multiprocessing."""
-    return json.loads(python(str(Path(__file__).parent / "old_spawn.py"), free_port(), env=QUIET).stdout)
+    return json.loads(python(str(Path(__file__).parent / "old_spawn.py"), str(free_port()), env=QUIET).stdout)
 
 
 def run_as_file(program, *args):
@@ -180,7 +174,7 @@ def launched():
 
 def read_rank_environments(launcher):
     with tempfile.TemporaryDirectory() as folder:
-        run_as_file(NOTEBOOK.replace("LAUNCHER", launcher), folder, port := free_port())
+        run_as_file(NOTEBOOK.replace("LAUNCHER", launcher), folder, port := str(free_port()))
         return port, [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
 
 
@@ -230,7 +224,7 @@ def test_ports_are_free_or_as_given():
         return my_port(), notebook_launcher(my_port, num_processes=1)[0]
 
     assert len({"29500", *notebook_launcher(both, num_processes=1)[0]}) == 3
-    port = free_port()
+    port = str(free_port())
     assert notebook_launcher(my_port, num_processes=1, use_port=port)[0] == port
     assert mpwatch.run(my_port, 1, env={"MASTER_PORT": port})[0] == port
 

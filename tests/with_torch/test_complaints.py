@@ -10,14 +10,10 @@ import torch.distributed as dist
 import mpwatch
 from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_exception
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
+from support.ports import free_port
 
 pytestmark = pytest.mark.usefixtures("_wait_for_all_stacks")
 SHORT = datetime.timedelta(seconds=0.5)
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def gets_a_key_that_no_client_sets():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nodes.networks import free_port
+from support.ports import free_port
 from support.programs import ENV
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
