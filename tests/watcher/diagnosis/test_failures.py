@@ -63,7 +63,7 @@ TABLE = {
 
 
 @pytest.mark.usefixtures("_wait_for_all_stacks")
-@pytest.mark.parametrize("nprocs", [3, 8])
+@pytest.mark.parametrize("nprocs", [3, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("saboteur", TABLE, ids=lambda saboteur: saboteur.__name__)
 def test_the_first_failure_is_reported(saboteur, nprocs, barrier):
     kind, exit_code, exception, text = TABLE[saboteur]
