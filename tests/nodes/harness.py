@@ -254,9 +254,13 @@ class Job:
     def _address(self, host):
         return self.network.address(host) if self.network else f"127.0.0.{1 + host}"
 
+    def hostname(self, host):
+        """Return the name of this host: its own, or that of the machine if the user may not give a process another one."""
+        return f"host{host}" if self._hostnames else socket.gethostname()
+
     def _fork(self, request, host):
         name = f"node{len(self.nodes)}"
-        hostname = f"host{host}" if self._hostnames else ""
+        hostname = self.hostname(host) if self._hostnames else ""
         read_end, write_end = os.pipe()
         with open(self._folder / f"{name}.log", "wb") as log, open(write_end, "wb") as pipe:
             fds = [pipe.fileno(), log.fileno(), *([self.network.namespace(host)] if self.network else ())]

@@ -174,21 +174,21 @@ def test_nodes_that_call_different_functions_are_refused(job):
     job.rendezvous["join_timeout"] = JOIN_TIMEOUT
     job.start(tasks.follow_order)
     job.start(tasks.another_function)
-    assert_all_refuse(job, "follow_order", "another", "host1")
+    assert_all_refuse(job, "follow_order", "another", job.hostname(1))
 
 
 def test_nodes_that_expect_different_numbers_of_nodes_are_refused(job):
     job.rendezvous["join_timeout"] = JOIN_TIMEOUT
     job.start(rendezvous={"nnodes": (2, 3)})
     job.start(rendezvous={"nnodes": 2})
-    assert_all_refuse(job, "nnodes", "host1")
+    assert_all_refuse(job, "nnodes", job.hostname(1))
 
 
 def test_nodes_that_differ_in_their_restarts_are_refused(job):
     job.rendezvous["join_timeout"] = JOIN_TIMEOUT
     job.start(max_restarts=1)
     job.start(max_restarts=2)
-    assert_all_refuse(job, "restart", "host1")
+    assert_all_refuse(job, "restart", job.hostname(1))
 
 
 def test_a_node_whose_time_runs_out_before_it_joins_names_the_number_of_nodes(job):
