@@ -17,9 +17,11 @@ from support.process_state import SPAWN, difference, state
 from support.pytest_runs import PLUGIN
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_auto_num_workers():
     """Return the number of processes for `-n logical`: one more than there are CPUs, since many tests wait."""
-    return len(os.sched_getaffinity(0)) + 1
+    is_chosen = "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ  # xdist reads it
+    return None if is_chosen else len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_unconfigure():

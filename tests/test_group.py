@@ -190,7 +190,7 @@ def test_a_call_may_have_a_timeout_of_its_own():
 
 
 def test_each_call_has_the_whole_timeout():
-    with WorkerGroup(2, timeout=1.0, grace_period=0) as group:
+    with WorkerGroup(2, timeout=3.0, grace_period=0) as group:
         for _ in range(2):
             with pytest.raises(mpwatch.RunTimeoutError):
                 group.run(failing.wait_to_be_stopped)

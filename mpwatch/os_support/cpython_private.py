@@ -126,10 +126,13 @@ def call_before_joining_threads(action: Callable[[], object]) -> None:
 
 def exit_by_sigint() -> None:
     """At the end of the program, have Python end by SIGINT, as after a KeyboardInterrupt that nobody has caught."""
-    # The function runs code as a script, and Python notes that a KeyboardInterrupt has ended a script: up to 3.13 at once,
-    # from 3.14 on when it calls `sys.excepthook`. Without it: the program's exit status is 0, although it was interrupted.
-    import ctypes
+    # Python notes a KeyboardInterrupt that leaves code made from a string, and from 3.14 on only one that it prints: by
+    # `sys.excepthook`. Without it: the program's exit status is 0, although it was interrupted.
+    with suppress(KeyboardInterrupt):
+        exec("raise KeyboardInterrupt")  # noqa: S102  the code is a constant
+    if sys.version_info >= (3, 14):
+        with suppress(ImportError, KeyboardInterrupt):  # a Python built without ctypes; one more Ctrl-C
+            import ctypes
 
-    excepthook, sys.excepthook = sys.excepthook, lambda *_: None
-    ctypes.pythonapi.PyRun_SimpleString(b"raise KeyboardInterrupt")
-    sys.excepthook = excepthook
+            sys.excepthook = lambda *_: None  # nothing else is run or printed in the main thread
+            ctypes.pythonapi.PyRun_SimpleString(b"raise KeyboardInterrupt")

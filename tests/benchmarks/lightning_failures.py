@@ -33,13 +33,13 @@ class ProgramEnd:
     left: list[str]  # commands of processes that are left, except multiprocessing's resource tracker
 
 
-def run_program(launcher, failure):
+def run_program(launcher, failure, env=os.environ):
     with tempfile.TemporaryFile("w+") as file:
         program = subprocess.Popen(
             [sys.executable, str(PROGRAM), launcher, failure],
             stdout=file,
             stderr=file,
-            env={**os.environ, "PYTHONWARNINGS": "ignore"},  # torch warns of functions that Lightning calls
+            env={**env, "PYTHONWARNINGS": "ignore"},  # torch warns of functions that Lightning calls
             start_new_session=True,
         )
         try:

@@ -25,7 +25,7 @@ class Mean(LightningModule):
 model = Mean()
 before = model.weight.item()
 off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-trainer = Trainer(accelerator="cpu", devices=1, strategy=watched(DDPStrategy()), max_epochs=1, **off)
+trainer = Trainer(accelerator="cpu", devices=2, strategy=watched(DDPStrategy()), max_epochs=1, **off)
 trainer.fit(model, torch.utils.data.DataLoader(torch.ones(16, 1), batch_size=2))
 after = model.weight.item()
 """
@@ -66,6 +66,6 @@ def test_a_trainer_in_a_notebook():
     kernel = Kernel()
     try:
         kernel.run(CELL)
-        assert kernel.value("before < after < 1, trainer.global_step, trainer.state.finished") == (True, 8, True)
+        assert kernel.value("before < after < 1, trainer.global_step, trainer.state.finished") == (True, 4, True)
     finally:
         kernel.close()

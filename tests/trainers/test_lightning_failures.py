@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from benchmarks.lightning_failures import run_program
+from support.programs import ENV
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +20,7 @@ ENDS = {  # failure of rank 1: exit status of the program, what it prints
 @pytest.mark.parametrize("failure", ENDS)
 def test_a_failure_of_rank_1_ends_the_program_at_once_and_is_reported(failure):
     status, text = ENDS[failure]
-    end = run_program("watched", failure)
+    end = run_program("watched", failure, ENV)
     assert end.status == status
     assert text in end.output
     assert end.seconds < 15  # Python unloads torch and Lightning, which takes seconds on a busy machine

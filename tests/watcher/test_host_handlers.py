@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import faulthandler
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -23,6 +24,11 @@ from watcher import alarm_functions
 ALARMING = (alarm_functions.Alarms, alarm_functions.SwallowsTheException, alarm_functions.raises_alarms_error)
 
 
+def assert_unchanged(before):
+    after = state()
+    assert after == before, f"before {before}\nafter {after}"
+
+
 def state():
     descriptor = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(descriptor)
@@ -39,7 +45,7 @@ def check_raises(run, *args, **options):
     before = state()
     with pytest.raises(TimeoutError, match=r"^raised$"):
         run(*args, **options)
-    assert state() == before
+    assert_unchanged(before)
 
 
 @in_own_process
@@ -129,7 +135,7 @@ def test_one_ctrl_c_ends_the_rebuilding_of_a_value():
 
 @in_own_process
 def test_many_handlers_that_raise_in_a_row_leave_nothing():
-    """They begin to raise when the function runs."""
+    """They begin to raise when a rank is started, or when the function is called."""
     left = 0
 
     def raise_again(*_):
@@ -138,24 +144,24 @@ def test_many_handlers_that_raise_in_a_row_leave_nothing():
             left -= 1
             raise TimeoutError
 
-    def set_timer(interval, event):
-        if event.name == "call_started":
+    def set_timer(name, interval, event):
+        if event.name == name:
             signal.setitimer(signal.ITIMER_REAL, 0.01, interval)
 
     signal.signal(signal.SIGALRM, raise_again)
     mpwatch.run(functions.rank, 1)
     before = state()
-    for interval in (2e-5, 1e-4, 1e-3) * 5:
+    for name, interval in itertools.product(["worker_started", "call_started"] * 3, [2e-5, 1e-4, 1e-3]):
         left = 5
         try:
-            mpwatch.run(failing.wait_to_be_stopped, 1, grace_period=1, on_event=partial(set_timer, interval))
+            mpwatch.run(failing.wait_to_be_stopped, 1, grace_period=1, on_event=partial(set_timer, name, interval))
         except TimeoutError:
             pass
         finally:
             left = 0
             signal.setitimer(signal.ITIMER_REAL, 0)
         gc.collect()
-        assert state() == before
+        assert_unchanged(before)
 
 
 @in_own_process

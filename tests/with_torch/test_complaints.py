@@ -72,9 +72,15 @@ def test_errors_of_torch_are_classified():
     assert found == {function.__name__: kind for function, kind in EXPECTED.items()}
 
 
+def limit_collectives(seconds, group=None):
+    """Set the timeout of later collectives. All ranks have joined by then, which may take long on a busy machine."""
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+
+
 def hangs_on_rank_1(hang):
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1.5))
-    dist.all_reduce(torch.ones(1))
+    dist.init_process_group("gloo")
+    dist.barrier()
+    limit_collectives(1.5)
     if dist.get_rank() == 1:
         hang()
     dist.all_reduce(torch.ones(1))
@@ -112,9 +118,12 @@ def test_ranks_that_wait_for_one_another_have_no_root_cause():
     """Each rank waits in a collective, so no rank is missing."""
 
     def deadlock():
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1.5))
+        dist.init_process_group("gloo")
         me = dist.get_rank()
-        groups = [dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1.5 + 60 * n)) for n in range(2)]
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        dist.barrier()
+        for n, group in enumerate(groups):
+            limit_collectives(1.5 + 60 * n, group)
         dist.all_reduce(torch.ones(1), group=groups[me])
 
     with pytest.raises(mpwatch.RunFailedError) as caught:

@@ -46,7 +46,8 @@ def test_the_process_group_is_kept_and_replaced_after_a_failure():
         with pytest.raises(mpwatch.RunFailedError, match="bad"):
             group.run(raise_on_rank_1)
         assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
-        group.run(destroy_group)
+        for _ in range(10):  # each call makes a new process group. A rank that leaves it at once disturbs no other rank
+            group.run(destroy_group)
         assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
         assert [worker.restart_count for worker in group.workers] == [0, 0]
 
@@ -55,10 +56,3 @@ def test_the_process_group_is_kept_and_replaced_after_a_failure():
         assert str(caught.value.__cause__) == "the others wait"
         assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
         assert [worker.restart_count for worker in group.workers] == [1, 1]
-
-
-@pytest.mark.slow
-def test_a_rank_that_leaves_the_process_group_at_once_disturbs_no_rank_that_still_joins():
-    with WorkerGroup(2, backend="gloo") as group:
-        for _ in range(100):  # each call makes a new process group
-            group.run(destroy_group)

@@ -125,7 +125,9 @@ def start_helper(channel):
     channel.sendall(encode_frame(MessageKind.CALL, payload.body))
     frames, messages = FrameDecoder(), []
     while not messages:
-        messages = frames.feed(channel.recv(1000))
+        data = channel.recv(1000)
+        assert data, "the rank has closed its channel"
+        messages = frames.feed(data)
     (answer,) = messages
     assert answer.kind is MessageKind.RETURNED
     return return_values.open_value(answer.body)[1].load()

@@ -70,7 +70,7 @@ def test_no_restarted_rank_outlives_a_killed_watcher(scope, way, eventually):
         os.kill(guardian_of(program.process.pid), signal.SIGKILL)
     program.signal(signal.SIGKILL)
     program.end()
-    eventually(lambda: not alive(program.pids), seconds=1.0)
+    eventually(lambda: not alive(program.pids))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

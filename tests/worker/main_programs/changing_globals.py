@@ -13,6 +13,10 @@ class Thing:
     pass
 
 
+def make():
+    return Thing()
+
+
 with WorkerGroup(2) as group:
     assert list(group.run(get)) == [1, 1]
     n = 2
@@ -22,4 +26,4 @@ with WorkerGroup(2) as group:
         return -n
 
     assert list(group.run(get)) == [-2, -2]
-    assert {type(thing) for thing in group.run(Thing)} == {Thing}
+    assert {type(thing) for thing in group.run(make)} == {Thing}
