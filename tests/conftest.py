@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import time
+from contextlib import suppress
 from multiprocessing import resource_tracker
 
 import pytest
@@ -16,12 +17,51 @@ from support.isolation import remove_folder
 from support.process_state import SPAWN, difference, state
 from support.pytest_runs import PLUGIN
 
+with suppress(ImportError):  # some environments of tox have no hypothesis
+    from hypothesis import HealthCheck, settings
+
+    # Times measured on a busy machine are no faults.
+    settings.register_profile("mpwatch", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("mpwatch")
+
+SHARING_FIXTURES = {  # files whose tests share a fixture that takes seconds
+    "notebooks/test_example.py",
+    "notebooks/test_kernel.py",
+    "notebooks/test_notebook.py",
+    "notebooks/test_output_in_cells.py",
+    "notebooks/test_view_in_notebook.py",
+    "trainers/test_accelerate.py",
+    "trainers/test_lightning_results.py",
+    "trainers/test_moving.py",
+    "with_torch/test_picture.py",
+    "with_torch/test_torch.py",
+    "with_torch/test_torch_events.py",
+}
+
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_auto_num_workers():
     """Return the number of processes for `-n logical`: one more than there are CPUs, since many tests wait."""
     is_chosen = "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ  # xdist reads it
     return None if is_chosen else len(os.sched_getaffinity(0)) + 1
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config, log):
+    """With `--dist loadgroup`, let one process run all tests of a file in SHARING_FIXTURES.
+
+    The marker `xdist_group` does the same, but pytest-xdist 3.8 ignores it with pytest 9.2.
+    """
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if file.removeprefix("tests/") in SHARING_FIXTURES else nodeid
+
+    return Scheduling(config, log)
 
 
 def pytest_unconfigure():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mpwatch
@@ -190,7 +190,6 @@ ANY_VALUES = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(value=ANY_VALUES)
 def test_the_data_of_any_value_is_valid_json(value):
     progress = Progress(step=1, total=None, metrics={"value": value}, elapsed=0.0)
@@ -539,7 +538,6 @@ EVENTS = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(events=st.lists(EVENTS, min_size=1, max_size=25))
 def test_any_events_in_any_order_can_be_drawn(tmp_path_factory, events):
     check_nesting(write_trace(tmp_path_factory.getbasetemp(), events))

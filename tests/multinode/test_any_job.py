@@ -237,7 +237,7 @@ def run_history(least, max_restarts, faults, seed):
     return job
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(1, NODES), st.integers(0, 2), st.lists(FAULTS, max_size=7), st.integers(0, 3))
 def test_no_history_breaks_a_guarantee(least, max_restarts, faults, seed):
     job = run_history(least, max_restarts, faults, seed)
@@ -262,7 +262,7 @@ def test_no_history_breaks_a_guarantee(least, max_restarts, faults, seed):
 FAILURES = st.lists(st.tuples(st.just("fail rank"), TIMES, NODE), max_size=3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(TIMES, st.integers(1, NODES), st.integers(0, 2), FAILURES, st.integers(0, 3))
 def test_no_node_waits_for_others_if_all_leave(at, least, max_restarts, failures, seed):
     job = run_history(least, max_restarts, [*failures, *(("leave", at, node) for node in range(NODES))], seed)
@@ -273,7 +273,7 @@ def test_no_node_waits_for_others_if_all_leave(at, least, max_restarts, failures
 SHORT = TIMEOUT / 3
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.just("suspend"), TIMES, NODE, st.floats(0.1, SHORT)), max_size=5), st.integers(0, 3))
 def test_nodes_that_are_silent_for_a_short_time_cost_no_attempt(faults, seed):
     job = run_history(NODES, 0, faults, seed)

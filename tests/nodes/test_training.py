@@ -48,7 +48,6 @@ def undisturbed(fork_server, hostnames, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("the undisturbed training")
 def test_training_on_two_nodes_is_training_on_one_bit_for_bit(job, undisturbed, tmp_path):
     nodes = job.start_several(2, train, 2, **make_options(tmp_path))
     trained = get_common_value([node.outcome(TRAINING_SECONDS) for node in nodes])
@@ -58,7 +57,6 @@ def test_training_on_two_nodes_is_training_on_one_bit_for_bit(job, undisturbed, 
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("the undisturbed training")
 def test_training_goes_on_from_its_checkpoint_when_a_node_is_killed(job, undisturbed, tmp_path):
     job.rendezvous["nnodes"] = 1, 2
     kept, lost = job.start_several(2, train_with_order, 2, **make_options(tmp_path))

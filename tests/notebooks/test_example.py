@@ -8,7 +8,7 @@ import pytest
 
 from support.programs import ENV, python
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("the notebook of the examples")]
+pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 NOTEBOOK = HERE.parents[1] / "examples/notebook.ipynb"

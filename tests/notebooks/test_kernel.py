@@ -12,8 +12,6 @@ import pytest
 from notebooks.kernels import Kernel
 from support.process_state import is_alive
 
-pytestmark = pytest.mark.xdist_group("the kernel of test_kernel")
-
 DEFINITIONS = """
 import asyncio, mpwatch, os, signal, subprocess, threading
 from pathlib import Path

@@ -6,8 +6,6 @@ import pytest
 
 from notebooks.kernels import Kernel
 
-pytestmark = pytest.mark.xdist_group("the kernel of test_output_in_cells")
-
 DEFINITIONS = """
 import mpwatch, multiprocessing, os, signal, sys, time
 def rank():

@@ -6,7 +6,6 @@ import pytest
 
 from notebooks.run_cells import run_cells
 
-pytestmark = pytest.mark.xdist_group("a kernel for the cells with views")
 CELLS = {
     "definitions": """
 import mpwatch

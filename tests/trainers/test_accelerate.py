@@ -11,8 +11,6 @@ from notebooks.kernels import Kernel
 from support.ports import free_port
 from support.programs import python
 
-pytestmark = pytest.mark.xdist_group("the program notebook_launchers")
-
 
 def get_accelerate_info():
     import torch

@@ -9,7 +9,7 @@ import pytest
 
 from support.programs import ENV, python
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(330), pytest.mark.xdist_group("the program fitting")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(330)]
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"

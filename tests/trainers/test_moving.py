@@ -20,8 +20,6 @@ from support.ports import free_port
 from support.programs import ENV, python
 from trainers.old_ways import NOTEBOOK, SCRIPT
 
-pytestmark = pytest.mark.xdist_group("programs before and after they move")
-
 README = (Path(__file__).parents[2] / "README.md").read_text()
 TABLE = README.partition("## Moving from")[2].partition("\n## ")[0]
 ROWS = re.findall(r"^\| (?!\*|what you had)(.+?) \| (.+?) \|$", TABLE, re.MULTILINE)

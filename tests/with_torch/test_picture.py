@@ -8,7 +8,7 @@ pytest.importorskip("pyte")
 
 from support.programs import ENV, python
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("the image")]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 IMAGE = ROOT / "docs" / "live_view.svg"

@@ -18,8 +18,6 @@ from mpwatch import WorkerSpec
 from support import functions
 from support.programs import python
 
-pytestmark = pytest.mark.xdist_group("gloo_ranks")
-
 HERE = Path(__file__).parent
 SPAWN = multiprocessing.get_context("spawn")
 

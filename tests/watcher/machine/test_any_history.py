@@ -379,4 +379,4 @@ class History(RuleBasedStateMachine):
 
 
 TestHistory = History.TestCase
-TestHistory.settings = settings(max_examples=400, stateful_step_count=40, deadline=None)
+TestHistory.settings = settings(max_examples=400, stateful_step_count=40)

@@ -333,7 +333,7 @@ def describe_graph(error, seen=()):
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(TREES)
 def test_any_tree_keeps_its_shape(error):
     assert describe_graph(round_trip(error)) == describe_graph(error)

@@ -203,7 +203,7 @@ PARTS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(parts=st.lists(PARTS, max_size=6), sent=st.sampled_from([send_as_argument, send_as_value]))
 def test_any_mixture_of_small_and_large(parts, sent):
     for came, part in zip(sent(parts), parts, strict=True):
