@@ -1,6 +1,6 @@
 """Check that the quick tests notice faults: make each fault of mutations.py in a copy of the package, and run the tests.
 
-    python tests/mutations/check.py             all of them; ten minutes, but a missed fault takes the whole suite
+    python tests/mutations/check.py             all of them; three minutes, but a missed fault takes the whole suite
     python tests/mutations/check.py 3 17        only these
     python tests/mutations/check.py --quick     run only the tests that should find the fault, in TESTED_BY of mutations.py
 
