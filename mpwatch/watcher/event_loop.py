@@ -174,6 +174,8 @@ class EventLoop:
             if isinstance(command, PendingCall):
                 self._next_call = command
                 events.append(m.StartCall(command.started_at, command.timeout))
+            elif isinstance(command, StatusRequest) and events:
+                self._commands.post(command)  # again, since these events may start the call that the statuses are for
             elif isinstance(command, StatusRequest):
                 command.statuses = current_statuses(self._groups, self._pool)
                 self._commands.caller_wakeup.wake()
