@@ -175,7 +175,7 @@ class EventLoop:
                 self._next_call = command
                 events.append(m.StartCall(command.started_at, command.timeout))
             elif isinstance(command, StatusRequest) and events:
-                self._commands.post(command)  # again, since these events may start the call that the statuses are for
+                self._commands.post(command)  # for the next wake-up: these events may start the call
             elif isinstance(command, StatusRequest):
                 command.statuses = current_statuses(self._groups, self._pool)
                 self._commands.caller_wakeup.wake()
