@@ -1,4 +1,4 @@
-"""Signals: handlers without the cost of enums, the signal that asks for stacks, and death with another process.
+"""Signals: handlers without the cost of enums, the signals that ask for stacks, and death with another process.
 
 Runs in the watcher and in the ranks.
 """
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 SIGNALS = [int(number) for number in signal.valid_signals()]
 STANDARD_SIGNALS = [number for number in SIGNALS if number < getattr(signal, "SIGRTMIN", signal.NSIG)]
-# Asks a rank for its stacks. It is a real-time signal, because programs use the others. None: no such signal is sent.
-DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
+# These ask a rank for its stacks: a handler in Python, or one in C. See worker/stack_dumps.py. They are real-time signals,
+# because programs use the others. None: no such signal is sent.
+PYTHON_DUMP_SIGNAL: int | None = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else None
+NATIVE_DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 
 
 def set_handler(number: int, handler: Any) -> None:

@@ -61,6 +61,8 @@ from mpwatch.wire.resource_errors import with_remedy
 
 OutcomeCallback = Callable[[StateMachine], object]  # see EventLoop: on_outcome_change
 
+NATIVE_DUMP_SECONDS = 0.05  # later than the request in Python, which a rank answers within 1 ms if it runs Python code
+
 
 class EventLoop:
     """The event loop of one run, or of a WorkerGroup until its ranks are lost.
@@ -331,6 +333,8 @@ class EventLoop:
             has_died = observed.died_at is not None  # in this wake-up
             if not has_died and not handle.request_stack_dump():
                 return [m.StackDumped(action.rank, generation=handle.generation)]
+            native_at = time.monotonic() + NATIVE_DUMP_SECONDS
+            self._delayed_actions.append(DelayedAction(native_at, handle.request_native_stack_dump))
         elif isinstance(action, m.ReadHeartbeat):
             return [
                 m.HeartbeatRead(action.rank, beat_at=self._pool.read_heartbeat_time(handle), generation=handle.generation)

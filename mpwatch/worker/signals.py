@@ -6,7 +6,8 @@
     wait for a call             SIGTERM ends the rank, even if a function has set a handler for it. SIGINT is deferred: it
                                 reaches the function of the next call, if the watcher meant that call (it may be on its way)
 
-This holds for SIGINT, SIGTERM and every other signal that has a handler in Python, such as a timer whose handler raises.
+This holds for SIGINT, SIGTERM and every other signal that has a handler in Python, such as a timer whose handler raises. It
+does not hold for PYTHON_DUMP_SIGNAL, whose handler disturbs nothing.
 It is done with handlers. A signal mask would not do: it belongs to one thread, and the kernel gives a signal to any thread
 that does not block it.
 """
@@ -15,7 +16,7 @@ import mmap
 import signal
 from typing import Any
 
-from mpwatch.os_support.signals import list_python_handlers, set_handler
+from mpwatch.os_support.signals import PYTHON_DUMP_SIGNAL, list_python_handlers, set_handler
 from mpwatch.wire.shared_memory import read_interrupted_call
 
 
@@ -39,7 +40,7 @@ class DeferredSignals:
             if always not in handlers and (default := signal.getsignal(always)) is not None:  # None: a handler in C
                 handlers[always] = default
         for number, handler in handlers.items():
-            if handler != self._record:
+            if handler != self._record and number != PYTHON_DUMP_SIGNAL:
                 self._handlers[number] = handler
                 set_handler(number, self._record)
 

@@ -1,9 +1,7 @@
 """Set up stdout, stderr and the pipe for stack dumps. Runs in a rank.
 
 A rank starts with a pipe to the watcher as its stderr. So the watcher reads what an interpreter prints that never becomes
-ready. `move_stderr` then makes stderr what the caller wants it to be, and gives the pipe to faulthandler. faulthandler's
-signal handler writes Python stacks in C, whatever the interpreter is doing and whichever thread holds the GIL. It never
-blocks: stacks that do not fit into the pipe are lost.
+ready. `move_stderr` then makes stderr what the caller wants it to be. From then on the pipe is for stack dumps alone.
 
 If stdout is a pipe or a file, Python and C write it in blocks. The watcher would read lines late, and would miss the last
 block of a rank that is killed. `flush_at_newline` makes stdout flush at the end of each line, as it does on a terminal.
@@ -11,15 +9,13 @@ block of a rank that is killed. `flush_at_newline` makes stdout flush at the end
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import sys
-import threading
 from contextlib import suppress
 
 from mpwatch.os_support.descriptors import STDERR, line_buffer_c_stdout
-from mpwatch.os_support.signals import DUMP_SIGNAL
 from mpwatch.wire.messages import READY_BODY
+from mpwatch.worker.stack_dumps import register_stack_dumps
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,22 +28,11 @@ _flush_c_stdout: Callable[[], object] | None = None  # set if the rank's output 
 
 
 def move_stderr(stderr_fd: int) -> bytes:
-    """Make this descriptor stderr, and use the pipe that was stderr for stack dumps. Return the body of READY.
-
-    faulthandler writes the stack of the crashed thread on SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL, and the stacks of all
-    threads on DUMP_SIGNAL. If the function enables faulthandler itself, the stack of a crash goes where the function wants
-    it.
-    """
+    """Make this descriptor stderr, and use the pipe that was stderr for stack dumps. Return the body of READY."""
     pipe = _duplicate_to_high_fd(STDERR)
-    os.set_blocking(pipe, False)
     os.dup2(stderr_fd, STDERR)
     os.close(stderr_fd)
-    faulthandler.enable(file=pipe, all_threads=False)
-    if DUMP_SIGNAL is not None:
-        faulthandler.register(DUMP_SIGNAL, file=pipe, all_threads=True)
-    status = os.fstat(pipe)
-    os.register_at_fork(after_in_child=lambda: _discard_dumps(pipe, status))
-    return READY_BODY.pack(pipe, threading.main_thread().ident)
+    return READY_BODY.pack(pipe, register_stack_dumps(pipe))
 
 
 def flush_at_newline() -> None:
@@ -83,12 +68,3 @@ def _duplicate_to_high_fd(fd: int) -> int:
         with suppress(OSError):
             return os.dup2(fd, HIGH_FD, inheritable=False)
     return os.dup(fd)
-
-
-def _discard_dumps(pipe: int, status: os.stat_result) -> None:
-    """Discard stack dumps in a forked child of the rank: a crash of the child is not a crash of the rank."""
-    with suppress(OSError):  # closed, or the limit of open files is reached
-        if os.path.samestat(os.fstat(pipe), status):
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, pipe, inheritable=False)
-            os.close(null)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, WorkerState
-from mpwatch.os_support.signals import DUMP_SIGNAL
+from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.results.html import make_group_table
 from mpwatch.results.report import (
     ACTIVITIES_BY_FILE,
@@ -90,12 +90,11 @@ def test_a_death_during_the_stop_is_a_failure_only_if_the_watcher_cannot_have_ca
     )
 
 
-def test_a_program_that_a_rank_executed_and_that_died_of_the_dump_signal_is_no_failure():
-    dumped = {**rank_that_died(-DUMP_SIGNAL, 10.01), "was_asked_for_stacks": True}
-    assert set(diagnose(make_observations(dumped, rank_that_raised(ValueError("x"), 9.9))).failures) == {1}
-    assert set(
-        diagnose(make_observations(rank_that_died(-DUMP_SIGNAL, 10.01), rank_that_raised(ValueError("x"), 9.9))).failures
-    ) == {0, 1}
+@pytest.mark.parametrize("signum", [PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL])
+def test_a_program_that_a_rank_executed_and_that_died_of_a_dump_signal_is_no_failure(signum):
+    died, raised = rank_that_died(-signum, 10.01), rank_that_raised(ValueError("x"), 9.9)
+    assert set(diagnose(make_observations({**died, "was_asked_for_stacks": True}, raised)).failures) == {1}
+    assert set(diagnose(make_observations(died, raised)).failures) == {0, 1}
 
 
 def test_a_crash_during_the_stop_is_a_failure_but_not_the_cause():

@@ -1,10 +1,12 @@
 """Commands that come together, because the watcher thread is late: it takes them in one batch. The ranks are real."""
 
+import threading
 from contextlib import closing
 from multiprocessing.connection import wait
 
 import pytest
 
+import mpwatch
 from mpwatch import Rendezvous, WorkerSpec
 from mpwatch.options.spec import GroupSpec
 from mpwatch.watcher.commands import DelayedAction, PendingCall, RestartCommand, StatusRequest, TerminalRestore
@@ -62,14 +64,19 @@ def run_all(watcher_thread, call, *commands):
     for command in commands:
         watcher_thread.commands.post(command)
     watcher_thread.start()
-    while not watcher_thread.is_finished:
+    wait_until(watcher_thread, lambda: watcher_thread.is_finished)
+    watcher_thread.join()
+    assert watcher_thread.error is None
+    return next(((observed.stop_reason, tuple(observed.ranks)) for observed in call.observations), None)
+
+
+def wait_until(watcher_thread, condition):
+    """Do what the caller's thread does, until the condition is true: wait for the watcher thread, and restart no rank."""
+    while not condition():
         wait([watcher_thread.commands.caller_wakeup.fileno()])
         watcher_thread.commands.caller_wakeup.drain()
         for _ in watcher_thread.commands.take_decision_requests():
             watcher_thread.commands.post(DoNotRestart(0, generation=LAST_GENERATION))
-    watcher_thread.join()
-    assert watcher_thread.error is None
-    return next(((observed.stop_reason, tuple(observed.ranks)) for observed in call.observations), None)
 
 
 HARMLESS = [Lease(), StatusRequest(), TerminalRestore(None), DelayedAction(0.0, int)]
@@ -119,3 +126,23 @@ def test_a_group_ends_if_its_end_comes_together_with_a_call(group_thread, call, 
 @pytest.mark.parametrize("other", [Interrupted(15), Shutdown()], ids=repr)
 def test_a_call_is_too_late_if_the_end_of_the_group_comes_before(group_thread, call, other):
     assert run_all(group_thread, call, other, call) is None
+
+
+def test_statuses_that_are_requested_together_with_a_call_are_those_of_this_call(group_thread, call):
+    """Otherwise the view of a call begins with the steps that the call before it reported."""
+    commands, request = group_thread.commands, StatusRequest()
+    with closing(pack_call(Call(mpwatch.report, (), {"step": 1}, None))) as payload:
+        earlier_call = PendingCall(payload, 0.0, None)
+        commands.post(earlier_call)
+        group_thread.start()
+        wait_until(group_thread, lambda: earlier_call.is_done)
+    is_late, may_go_on = threading.Event(), threading.Event()
+    commands.post(DelayedAction(0.0, lambda: (is_late.set(), may_go_on.wait())))
+    is_late.wait()
+    commands.post(call)
+    commands.post(request)
+    may_go_on.set()
+    wait_until(group_thread, lambda: request.statuses is not None and call.is_done)
+    commands.post(Shutdown())
+    group_thread.join()
+    assert [status.report for status in request.statuses] == [None, None]

@@ -7,7 +7,7 @@ one. Here, a failure is marked as secondary only if it is certain that a lost or
 import signal
 from typing import Any
 
-from mpwatch.os_support.signals import DUMP_SIGNAL
+from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.results import report as texts
 from mpwatch.results.model import FailureKind, ProcessFailure
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
@@ -135,7 +135,7 @@ def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at
     if is_before_stop(attempt, at):
         return True
     number = -(observed.exit_code or 0)
-    if observed.was_asked_for_stacks and number == DUMP_SIGNAL:
+    if observed.was_asked_for_stacks and number in (PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL):
         return False
     if not observed.signals_sent:
         return True  # the watcher was still reading stacks, and had not sent SIGTERM

@@ -1,11 +1,11 @@
 """Parses what a rank writes into its stack pipe, and formats stacks for the report.
 
-The pipe is the rank's stderr while the interpreter starts. When the rank is ready, only faulthandler writes into it:
+The pipe is the rank's stderr while the interpreter starts. When the rank is ready, only stacks are written into it:
 
-- the stacks of all threads, when the watcher asks for them;
+- the stacks of all threads, when the watcher asks for them; twice, if the rank answers both signals that ask;
 - the stack of the crashing thread, on a crash.
 
-Both list the innermost frame first. The worker's side is worker/stdio.py.
+All list the innermost frame first. The worker's side is worker/stack_dumps.py.
 
 Runs in the watcher thread. Pure, except for `add_source_lines`, which reads source files.
 """
@@ -13,7 +13,7 @@ Runs in the watcher thread. Pure, except for `add_source_lines`, which reads sou
 import linecache
 import os
 import re
-from itertools import dropwhile, takewhile
+from itertools import dropwhile, pairwise, takewhile
 
 from mpwatch.results.stack_frames import FRAME_LINE
 
@@ -60,24 +60,18 @@ class StackDumpParser:
             self._dump_start = None
 
     def is_complete(self) -> bool:
-        """Whether the requested stacks of all threads have come.
+        """Whether the requested stacks of all threads have come."""
+        return any(map(self._is_complete_dump, self._split_dumps()))
 
-        faulthandler writes the main thread last. It is complete when its outermost frame has come, or MAX_FRAMES frames. If
-        there are too many threads, MORE_THREADS comes instead of the main thread.
-        """
-        text = self._get_dump_text()
-        heads = list(THREAD_HEAD.finditer(text))
-        if not heads or not text.endswith("\n"):
-            return False
-        if text.endswith(MORE_THREADS):
-            return True
-        is_main = int(heads[-1][1], 16) == self.main_thread
-        return is_main and (text.endswith(OUTERMOST_FRAME) or text.count("\n  File ", heads[-1].end()) >= MAX_FRAMES)
+    def is_dump_missing(self) -> bool:
+        """Whether stacks were requested, and not all of them have come."""
+        return self._dump_start is not None and not self.is_complete()
 
     @property
     def dump(self) -> str:
-        """The requested stacks, as far as they have come."""
-        return self._get_dump_text().partition(CRASH_HEAD)[0].strip("\n")
+        """The requested stacks; as far as they have come, if they are not complete."""
+        dumps = self._split_dumps()
+        return next(filter(self._is_complete_dump, dumps), dumps[0]).strip("\n")
 
     @property
     def crash_stack(self) -> str:
@@ -104,8 +98,25 @@ class StackDumpParser:
         """What the interpreter printed, if the rank never became ready; else empty."""
         return "" if self.main_thread else self._get_text()
 
-    def _get_dump_text(self) -> str:
-        return "" if self._dump_start is None else self._get_text(self._dump_start)
+    def _split_dumps(self) -> list[str]:
+        """Split what has come since the request. A dump ends with the main thread. There is at least one, perhaps empty."""
+        text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
+        heads = list(THREAD_HEAD.finditer(text))
+        starts = [0, *(after.start() for head, after in pairwise(heads) if int(head[1], 16) == self.main_thread)]
+        return [text[start:end] for start, end in pairwise([*starts, len(text)])]
+
+    def _is_complete_dump(self, text: str) -> bool:
+        """Whether the main thread has come, with its outermost frame or MAX_FRAMES frames.
+
+        If there are too many threads, faulthandler writes MORE_THREADS instead of the main thread.
+        """
+        heads = list(THREAD_HEAD.finditer(text))
+        if not heads or not text.endswith("\n"):
+            return False
+        if text.endswith(MORE_THREADS):
+            return True
+        is_main = int(heads[-1][1], 16) == self.main_thread
+        return is_main and (text.endswith(OUTERMOST_FRAME) or text.count("\n  File ", heads[-1].end()) >= MAX_FRAMES)
 
     def _get_text(self, start: int = 0) -> str:
         return bytes(self._data[start:]).decode(errors="replace")

@@ -15,7 +15,7 @@ from typing import Any
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.descriptors import MSG_NOSIGNAL, map_private, open_anonymous_file, receive_with_fds, seal, write_all
 from mpwatch.os_support.processes import has_descriptor, read_process_state
-from mpwatch.os_support.signals import DUMP_SIGNAL
+from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.watcher.diagnosis.observations import RankObservations
 from mpwatch.watcher.diagnosis.stack_dumps import StackDumpParser
 from mpwatch.watcher.observers.deferred_log import DeferredLog
@@ -189,24 +189,36 @@ class RankHandle:
         self.stack_parser.mark_ready(main_thread)
 
     def request_stack_dump(self) -> bool:
-        """Ask the rank for the stacks of its threads. Return False if it cannot write them.
+        """Ask the rank for the stacks of its threads, by its handler in Python. Return False if it cannot write them."""
+        signum = next(filter(self._can_dump_stacks, (PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL)), None)
+        if signum is None:
+            return False
+        self.read_stack_pipe()
+        self.stack_parser.start_dump()
+        self.observations.was_asked_for_stacks = True
+        self.process.send_signal(signum)
+        return True
+
+    def request_native_stack_dump(self) -> None:
+        """Ask faulthandler for the stacks, if the handler in Python has not answered: the main thread may be in C code."""
+        if self.observations.signals_sent or not self.stack_parser.is_dump_missing():
+            return
+        if NATIVE_DUMP_SIGNAL is not None and self._can_dump_stacks(NATIVE_DUMP_SIGNAL):
+            self.process.send_signal(NATIVE_DUMP_SIGNAL)
+
+    def _can_dump_stacks(self, signum: int | None) -> bool:
+        """Return whether the rank can write stacks when it gets this signal.
 
         It cannot if it is stopped or has become another program. It also cannot if it has closed its end of the stack pipe:
         the stacks would go to the file that now has that descriptor.
         """
         state = read_process_state(self.process.pid)
-        if state is None or DUMP_SIGNAL is None:
+        if state is None or signum is None:
             return False
         self.observations.process_state = state.letter
-        if state.letter in "TtZX" or not state.catches(DUMP_SIGNAL):
+        if state.letter in "TtZX" or not state.catches(signum):
             return False
-        if not has_descriptor(self.process.pid, self._rank_stack_fd, self._stack_pipe):
-            return False
-        self.read_stack_pipe()
-        self.stack_parser.start_dump()
-        self.observations.was_asked_for_stacks = True
-        self.process.send_signal(DUMP_SIGNAL)
-        return True
+        return has_descriptor(self.process.pid, self._rank_stack_fd, self._stack_pipe)
 
     def read_stack_pipe(self) -> None:
         """Read what has arrived in the stack pipe."""

@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import faulthandler
 import os
 import resource
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 import time
 
+from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from support.failing import is_killed, rank, state_of, wait_in_a_thread, wait_to_be_stopped
 
 
@@ -45,9 +47,15 @@ def forks_a_child_that_crashes_and_is_killed():
 
 
 def dumps_its_own_stack():
-    signal.raise_signal(signal.SIGRTMAX - 3)
-    atexit.register(signal.raise_signal, signal.SIGRTMAX - 3)
+    for signum in (PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL):
+        signal.raise_signal(signum)
+        atexit.register(signal.raise_signal, signum)
     return rank()
+
+
+def waits_without_faulthandler(pid):
+    faulthandler.unregister(NATIVE_DUMP_SIGNAL)
+    shares_its_pid_and_waits(pid)
 
 
 def waits_with_120_threads(pid):
