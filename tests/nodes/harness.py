@@ -35,6 +35,7 @@ WAIT_SECONDS = 30.0  # after which a test fails; what happens normally takes les
 CLEANUP_SECONDS = 1.0  # after the last node has ended, for processes that end by themselves
 CHUNK = 65536
 NODE_TIMEOUT = 2  # seconds
+AT_ONCE = 0.95 * NODE_TIMEOUT  # seconds, also on a busy machine: a node that waited for a silent node would need longer
 LAST_CALL = 1  # seconds that torch waits for more nodes than it needs
 STORE_PORT = 29400  # on a host of its own
 

@@ -13,11 +13,9 @@ import mpwatch
 from mpwatch import Rendezvous, WorkerSpec
 from mpwatch.multinode import Agent
 from nodes import tasks
-from nodes.harness import NODE_TIMEOUT
+from nodes.harness import AT_ONCE, NODE_TIMEOUT
 from nodes.test_jobs import values_of
 from support.programs import python
-
-AT_ONCE = 1.0  # seconds, if the node reports that it leaves
 
 
 @pytest.fixture(scope="module", autouse=True)

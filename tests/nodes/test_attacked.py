@@ -7,8 +7,8 @@ from torch.distributed import PrefixStore, TCPStore
 
 from mpwatch.multinode.protocol.signed_json import SignedJson
 from nodes import tasks
+from nodes.harness import AT_ONCE
 
-AT_ONCE = 1.5  # seconds, which include a poll and the end of the ranks
 CLEAR_SCREEN = "\x1b[2J"
 
 

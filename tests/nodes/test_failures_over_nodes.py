@@ -5,9 +5,7 @@ import signal
 import pytest
 
 from nodes import tasks
-from nodes.harness import World
-
-AT_ONCE = 1.0  # seconds, from a failure on one node until the ranks of all nodes have exited
+from nodes.harness import AT_ONCE, World
 
 
 @pytest.fixture

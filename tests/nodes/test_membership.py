@@ -4,10 +4,9 @@ import signal
 
 import pytest
 
-from nodes.harness import NODE_TIMEOUT
+from nodes.harness import AT_ONCE, NODE_TIMEOUT
 
 DETECTION_SECONDS = NODE_TIMEOUT + 1.0  # from the loss of a node until the others have stopped their ranks
-AT_ONCE = 1.0  # seconds, if the node reports that it leaves
 
 
 def node_of(job, process):

@@ -5,6 +5,7 @@ that would harm the other tests makes its shortage in a program of its own.
 """
 
 import contextlib
+import itertools
 import os
 import re
 import resource
@@ -30,7 +31,7 @@ from watcher import first_runs, shortage_functions
 
 KEYWORD_ONLY_ERROR = "EXCEPTION rank {} failed first: KeywordOnlyError: code 7: two arguments"
 PIDS = Path("/sys/fs/cgroup/pids")
-OTHER_USER = 1_000_000_000 + os.getpid()  # has no other processes than those of one test
+OTHER_USERS = itertools.count(1_000_000_000 + 100 * os.getpid())  # a new one for each test: zombies count as processes
 
 
 def skip_unless_works(*command, why):
@@ -46,7 +47,8 @@ def skip_unless_works(*command, why):
 def command_of_other_user():
     """Return a command that runs a program as a user without other processes, with all limits, who may read the tests."""
     caps = "+dac_override,+dac_read_search"
-    within = ("setpriv", f"--reuid={OTHER_USER}", "--clear-groups", f"--inh-caps=-all,{caps}", f"--ambient-caps=-all,{caps}")
+    user = f"--reuid={next(OTHER_USERS)}"
+    within = ("setpriv", user, "--clear-groups", f"--inh-caps=-all,{caps}", f"--ambient-caps=-all,{caps}")
     skip_unless_works(*within, why="no other user can be made here: that takes root, and setpriv")
     return within
 
