@@ -68,8 +68,12 @@ def test_a_run_in_a_terminal_that_changes_its_size(fifo):
         assert not any(rows[1:-5])
         program.emulator.screen.resize(40, 120)
         program.resize(120, 40)
-        assert program.read_until(lambda rows: shows_step(3)(rows) and program.emulator.screen.margins == (0, 34))
-        assert sum("running" in row for row in program.emulator.rows()) == 4
+
+        def is_drawn_once(rows):  # an incomplete drawing has fewer rows
+            is_resized = program.emulator.screen.margins == (0, 34)
+            return is_resized and shows_step(3)(rows) and sum("running" in row for row in rows) == 4
+
+        assert program.read_until(is_drawn_once)
         fifo.close()
         assert program.end() == 0
         last = "mpwatch: step 8 of 8 (100 %); loss 0.25; 3 ranks returned"

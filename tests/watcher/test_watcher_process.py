@@ -176,8 +176,9 @@ def test_nohup_is_respected():
 
 
 def announce_and_run():
+    run = mpwatch.run  # imports most of the package; Python may lose a Ctrl-C during an import (in `_get_module_lock`)
     os.write(1, b"go\n")
-    mpwatch.run(failing.wait_to_be_stopped, 3, grace_period=2)
+    run(failing.wait_to_be_stopped, 3, grace_period=2)
 
 
 @pytest.mark.parametrize("moment", range(12))
