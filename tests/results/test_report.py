@@ -1,7 +1,5 @@
 """The diagnosis and the report of an attempt: pure functions of observations."""
 
-import errno
-import importlib
 import os
 import pickle
 import signal
@@ -12,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 
 from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, WorkerState
-from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.results.html import make_group_table
 from mpwatch.results.report import (
     ACTIVITIES_BY_FILE,
@@ -38,100 +35,11 @@ from support.observations import (
 )
 
 
-def test_the_earliest_primary_failure_is_the_cause():
-    result = diagnose(
-        make_observations(
-            rank_that_raised(ValueError("late"), 9.9), rank_that_raised(ValueError("early"), 9.8), STOPPED_RANK
-        )
-    )
-    assert result.root_cause.rank == 1
-    assert set(result.failures) == {0, 1}
-    assert result.worker_states[2] is WorkerState.STOPPED
-
-
-def test_a_secondary_failure_is_not_the_cause_even_if_it_is_earlier():
-    result = diagnose(
-        make_observations(
-            rank_that_raised(CONNECTION_LOST_ERROR, 1.0), rank_that_raised(ValueError("cause"), 9.0), rank_that_died(-9, 9.5)
-        )
-    )
-    assert result.root_cause.rank == 1
-    assert result.failures[0].is_secondary
-    assert not result.failures[2].is_secondary
-
-
-def test_an_exception_raised_from_a_lost_connection_is_secondary():
-    error = RuntimeError("training failed")
-    error.__cause__ = CONNECTION_LOST_ERROR
-    result = diagnose(make_observations(rank_that_raised(error, 1.0), rank_that_died(-9)))
-    assert result.root_cause.rank == 1
-
-
-def test_an_exception_after_the_stop_is_no_failure():
-    result = diagnose(
-        make_observations(
-            rank_that_raised(ValueError("cause"), 9.0), rank_that_raised(KeyboardInterrupt(), 10.1), STOPPED_RANK
-        )
-    )
-    assert set(result.failures) == {0}
-
-
-@pytest.mark.parametrize(("code", "failed"), [(-9, True), (-11, True), (-15, False), (3, False), (0, False)])
-def test_a_death_during_the_stop_is_a_failure_only_if_the_watcher_cannot_have_caused_it(code, failed):
-    result = diagnose(
-        make_observations(rank_that_raised(ValueError("x"), 9.0), rank_that_died(code, 10.2, sent=[signal.SIGTERM]))
-    )
-    assert (1 in result.failures) == failed
-    assert (
-        1
-        not in diagnose(
-            make_observations(rank_that_raised(ValueError("x"), 9.0), rank_that_died(-9, 20.2, sent=[9, 15]))
-        ).failures
-    )
-
-
-@pytest.mark.parametrize("signum", [PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL])
-def test_a_program_that_a_rank_executed_and_that_died_of_a_dump_signal_is_no_failure(signum):
-    died, raised = rank_that_died(-signum, 10.01), rank_that_raised(ValueError("x"), 9.9)
-    assert set(diagnose(make_observations({**died, "was_asked_for_stacks": True}, raised)).failures) == {1}
-    assert set(diagnose(make_observations(died, raised)).failures) == {0, 1}
-
-
-def test_a_crash_during_the_stop_is_a_failure_but_not_the_cause():
-    result = diagnose(
-        make_observations(rank_that_raised(CONNECTION_LOST_ERROR, 9.0), rank_that_died(-6, 10.2, sent=[signal.SIGTERM]))
-    )
-    assert result.root_cause.rank == 0
-    assert set(result.failures) == {0, 1}
-
-
-def test_a_rank_that_was_killed_after_it_had_returned_may_be_the_cause():
-    gone = {**rank_that_returned(), "died_at": 5.0, "exit_code": -9}
-    result = diagnose(make_observations(gone, rank_that_raised(CONNECTION_LOST_ERROR, 6.0)))
-    assert result.root_cause.rank == 0
-    assert (
-        diagnose(make_observations(gone, rank_that_returned(), stop_reason=StopReason.SUCCEEDED, stopped_at=None)).failures
-        == {}
-    )
-
-
-def test_a_user_s_own_timeout_text_is_no_peer_error():
-    result = diagnose(
-        make_observations(rank_that_raised(RuntimeError("timed out waiting for the data server"), 9.0), STOPPED_RANK)
-    )
-    assert not result.root_cause.is_secondary
-
-
 def test_a_text_of_several_lines_takes_one_line_of_the_report():
     result = diagnose(
         make_observations(rank_that_raised(ValueError("first\nsecond"), 9.0), rank_that_raised(ValueError("a\nb"), 9.5))
     )
     assert format_report(result).splitlines() == ["rank 0 failed first: ValueError: first …", "  rank 1: ValueError: a …"]
-
-
-def test_two_ranks_that_died_before_the_stop_are_both_failures():
-    result = diagnose(make_observations(rank_that_died(7), rank_that_died(7), STOPPED_RANK))
-    assert set(result.failures) == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -178,14 +86,6 @@ def test_a_rank_that_was_never_ready():
     result = diagnose(make_observations(rank_that_returned(), STOPPED_RANK, never_ready=[1], start_timeout=300.0))
     assert result.root_cause.kind is FailureKind.START
     assert "was not ready after 300 s" in format_report(result)
-
-
-def test_a_success():
-    result = diagnose(
-        make_observations(rank_that_returned(1), rank_that_returned(2), stop_reason=StopReason.SUCCEEDED, stopped_at=None)
-    )
-    assert list(result) == [1, 2]
-    assert result.state is WorkerState.SUCCEEDED
 
 
 def test_an_interrupt():
@@ -306,100 +206,6 @@ def test_an_exception_whose_details_cannot_be_unpickled_is_reported():
     result = diagnose(make_observations(broken))
     assert isinstance(result.root_cause.exception, ValueError)
     assert format_report(result) == "rank 0 failed first: ValueError: x"
-
-
-class NeedsState:
-    def __getstate__(self):
-        return {"x": 1}
-
-    def __setstate__(self, _):
-        raise LookupError("not here\nbut there")
-
-
-class NeedsArgument:
-    def __new__(cls, _):
-        return object.__new__(cls)
-
-
-class CallsWhenRebuilt:
-    def __init__(self, *call):
-        self.call = call
-
-    def __reduce__(self):
-        return self.call[0], self.call[1:]
-
-
-class HasGone:
-    pass
-
-
-def raise_error(error):
-    raise error
-
-
-GONE = (
-    f"module {__name__!r} has no attribute 'HasGone'"
-    if sys.version_info >= (3, 14)
-    else f"Can't get attribute 'HasGone' on {sys.modules[__name__]}"
-)
-
-
-def diagnose_value(value):
-    return diagnose(make_observations(rank_that_returned(value), stop_reason=StopReason.SUCCEEDED, stopped_at=None))
-
-
-@pytest.mark.parametrize(
-    ("value", "kind", "why"),
-    [
-        (NeedsState(), "NeedsState", "results.test_report.NeedsState.__setstate__ raised LookupError: not here"),
-        ({"a": [NeedsState()]}, "dict", "results.test_report.NeedsState.__setstate__ raised LookupError: not here"),
-        (
-            NeedsArgument(1),
-            "NeedsArgument",
-            "TypeError: NeedsArgument.__new__() missing 1 required positional argument: '_'",
-        ),
-        (CallsWhenRebuilt(int, "x"), "CallsWhenRebuilt", "ValueError: invalid literal for int() with base 10: 'x'"),
-        (CallsWhenRebuilt(sys.exit, 3), "CallsWhenRebuilt", "SystemExit: 3"),
-        (CallsWhenRebuilt(importlib.import_module, "a.b"), "CallsWhenRebuilt", "ModuleNotFoundError: No module named 'a'"),
-        (HasGone(), "HasGone", f"AttributeError: {GONE}"),
-    ],
-)
-def test_a_value_that_cannot_be_rebuilt(monkeypatch, value, kind, why):
-    given = make_observations(rank_that_returned(value), stop_reason=StopReason.SUCCEEDED, stopped_at=None)
-    monkeypatch.delattr(sys.modules[__name__], "HasGone")
-    failure = diagnose(given).root_cause
-    assert (failure.rank, failure.kind, failure.exit_code) == (0, FailureKind.EXCEPTION, 1)
-    kind = kind if kind == "dict" else f"results.test_report.{kind}"
-    assert failure.summary == (
-        f"TypeError: its return value cannot be rebuilt in the caller: it is of type {kind} ({why}); return plain data instead"
-    )
-    assert str(failure.exception) == failure.summary.removeprefix("TypeError: ")
-    assert type(failure.exception.__cause__).__name__ in why
-    assert "The above exception was the direct cause" in failure.traceback
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (
-            MemoryError(),
-            "MemoryError: the return value could not be rebuilt in the caller: there is not enough memory; free some",
-        ),
-        (
-            OSError(errno.EMFILE, "Too many open files"),
-            "OSError: the return value could not be rebuilt in the caller: OSError: [Errno 24] Too many open files; raise",
-        ),
-    ],
-)
-def test_a_value_that_cannot_be_rebuilt_for_lack_of_a_resource(error, text):
-    failure = diagnose_value(CallsWhenRebuilt(raise_error, error)).root_cause
-    assert failure.summary.startswith(text)
-    assert type(failure.exception) is type(failure.exception.__cause__)
-
-
-def test_a_keyboard_interrupt_is_no_failure_of_the_value_that_is_being_rebuilt():
-    with pytest.raises(KeyboardInterrupt):
-        diagnose_value(CallsWhenRebuilt(raise_error, KeyboardInterrupt()))
 
 
 @pytest.mark.parametrize(
