@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 SIGNALS = [int(number) for number in signal.valid_signals()]
 STANDARD_SIGNALS = [number for number in SIGNALS if number < getattr(signal, "SIGRTMIN", signal.NSIG)]
-# These ask a rank for its stacks: a handler in Python, or one in C. See worker/stack_dumps.py. They are real-time signals,
-# because programs use the others. None: no such signal is sent.
+# These ask a rank for its stacks: the first one has a handler in Python, the second one a handler in C (see
+# worker/stack_dumps.py). They are real-time signals, which hardly any program uses. None: no such signal is sent.
 PYTHON_DUMP_SIGNAL: int | None = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else None
 NATIVE_DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 

@@ -16,9 +16,9 @@ Guarantees:
 - Every rank is dead and reaped when `EventLoop.run` returns or raises. Two kinds of ranks are left behind, with a
   warning: one that SIGKILL does not end, and a dead one that a debugger holds (process_pool.py).
 - A message is read before the death that followed it: `_on_exit` first reads what is left in the rank's channel.
-- The loop waits in one place, `Selector.wait`, until the earliest deadline of the state machines, or until a delayed restart
-  is due. Two other waits are short and bounded. Before a restart it waits for killed helpers, the processes that earlier
-  ranks had started (KILL_SECONDS). It also waits for a debugger that holds a dead rank (50 ms).
+- The loop waits in one place, `Selector.wait`, until the earliest deadline of the state machines, a delayed restart or a
+  DelayedAction. Two other waits are short and bounded. Before a restart it waits for killed helpers, the processes that
+  earlier ranks had started (KILL_SECONDS). It also waits for a debugger that holds a dead rank (50 ms).
 - All events of one wake-up are handled before the first action is executed. So a death that is seen in the same wake-up is
   not taken for a consequence of that action.
 """
@@ -46,7 +46,7 @@ from mpwatch.watcher.diagnosis.death_order import DeathClock
 from mpwatch.watcher.diagnosis.failures import is_crash, may_be_oom_kill
 from mpwatch.watcher.diagnosis.oom import OomDetector
 from mpwatch.watcher.diagnosis.peer_errors import classify_exception
-from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, format_stacks
+from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, cut_frames_of_mpwatch
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.state_machine import StateMachine
 from mpwatch.watcher.observers.deferred_log import DeferredLog
@@ -61,7 +61,7 @@ from mpwatch.wire.resource_errors import with_remedy
 
 OutcomeCallback = Callable[[StateMachine], object]  # see EventLoop: on_outcome_change
 
-NATIVE_DUMP_SECONDS = 0.05  # later than the request in Python, which a rank answers within 1 ms if it runs Python code
+NATIVE_DUMP_SECONDS = 0.05  # later than the request in Python; a rank that runs Python code answers in milliseconds
 
 
 class EventLoop:
@@ -250,7 +250,7 @@ class EventLoop:
     def _finish_observations(self, handle: RankHandle) -> None:
         observed, parser = handle.observations, handle.stack_parser
         observed.heartbeat = self._pool.read_heartbeat(handle)
-        observed.stacks = add_source_lines(format_stacks(parser.dump, parser.main_thread), self._wall_started_at)
+        observed.stacks = add_source_lines(cut_frames_of_mpwatch(parser.dump), self._wall_started_at)
         if is_crash(observed.exit_code):  # otherwise the stack is that of a forked child
             observed.crash_stack = add_source_lines(parser.crash_stack, self._wall_started_at)
         observed.startup_output = parser.failed_startup_output
@@ -330,8 +330,9 @@ class EventLoop:
         elif isinstance(action, m.RequestExit):
             handle.send(MessageKind.SHUTDOWN)
         elif isinstance(action, m.DumpStacks):
-            has_died = observed.died_at is not None  # in this wake-up
-            if not has_died and not handle.request_stack_dump():
+            if observed.died_at is not None:  # in this wake-up
+                return []
+            if not handle.request_stack_dump():
                 return [m.StackDumped(action.rank, generation=handle.generation)]
             native_at = time.monotonic() + NATIVE_DUMP_SECONDS
             self._delayed_actions.append(DelayedAction(native_at, handle.request_native_stack_dump))

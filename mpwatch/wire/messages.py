@@ -24,6 +24,7 @@ import time
 
 HEADER = struct.Struct("<4sBdQ")  # magic number, kind, time, length of the body
 READY_BODY = struct.Struct("<iQ")  # the descriptor for stack dumps, and the main thread's identity in these dumps
+STACKS_END = b"(end of the stacks)\n"  # after the stacks of all threads, which a rank writes into its stack pipe
 MAGIC = b"mpw1"
 MAX_DESCRIPTORS = 250  # in one message; the kernel passes at most 253 (SCM_MAX_FD)
 

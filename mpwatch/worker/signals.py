@@ -7,7 +7,7 @@
                                 reaches the function of the next call, if the watcher meant that call (it may be on its way)
 
 This holds for SIGINT, SIGTERM and every other signal that has a handler in Python, such as a timer whose handler raises. It
-does not hold for PYTHON_DUMP_SIGNAL, whose handler disturbs nothing.
+does not hold for mpwatch's own handler, which only writes stacks (stack_dumps.py).
 It is done with handlers. A signal mask would not do: it belongs to one thread, and the kernel gives a signal to any thread
 that does not block it.
 """
@@ -16,8 +16,9 @@ import mmap
 import signal
 from typing import Any
 
-from mpwatch.os_support.signals import PYTHON_DUMP_SIGNAL, list_python_handlers, set_handler
+from mpwatch.os_support.signals import list_python_handlers, set_handler
 from mpwatch.wire.shared_memory import read_interrupted_call
+from mpwatch.worker.stack_dumps import StackWriter
 
 
 class DeferredSignals:
@@ -40,7 +41,7 @@ class DeferredSignals:
             if always not in handlers and (default := signal.getsignal(always)) is not None:  # None: a handler in C
                 handlers[always] = default
         for number, handler in handlers.items():
-            if handler != self._record and number != PYTHON_DUMP_SIGNAL:
+            if handler != self._record and not isinstance(handler, StackWriter):
                 self._handlers[number] = handler
                 set_handler(number, self._record)
 

@@ -1,15 +1,19 @@
-"""Writes stacks into the rank's stack pipe: of a crash, and of all threads when the watcher asks for them. Runs in a rank.
+"""Writes stacks into the rank's stack pipe: of a crash, and when the watcher asks for them. Runs in a rank.
 
 The watcher asks in two ways, because each fails where the other works:
 
-- PYTHON_DUMP_SIGNAL has a handler in Python. It runs between two bytecodes of the main thread, so it sees whole stacks. It
-  does not run while the main thread waits or computes in C code.
+- PYTHON_DUMP_SIGNAL has a handler in Python. It runs between two bytecodes of the main thread. So it sees whole stacks, and
+  it writes those of all threads. It does not run while the main thread computes in C code, or waits there in a way that a
+  signal does not end.
 - NATIVE_DUMP_SIGNAL has faulthandler's handler, in C. It runs at once, whatever the interpreter is doing and whichever
-  thread holds the GIL. But a thread that enters or leaves a function at this moment has an invalid frame. Python 3.11 to
-  3.13 may crash on it (with `sorted(key=function)` in 0.3 % to 6 % of the dumps). Python 3.14 leaves out the rest of the
-  stack (4 %).
+  thread holds the GIL. It writes the stack of the main thread only. A thread that enters or leaves a function at this moment
+  has an invalid frame. Python 3.11 to 3.13 may crash on it (with `sorted(key=function)` in 0.3 % to 6 % of the dumps).
+  Python 3.14 leaves out the rest of the stack (4 %).
 
-Neither ever blocks: threads that do not fit into the pipe are left out.
+So the watcher sends the second signal only if no answer to the first one has begun: the main thread is in C code then.
+Neither ever blocks: what does not fit into the pipe is left out.
+
+Like any handler in Python, that of PYTHON_DUMP_SIGNAL ends a system call early (EINTR). A tracer (`sys.settrace`) sees it.
 """
 
 from __future__ import annotations
@@ -21,12 +25,14 @@ import threading
 from contextlib import suppress
 
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, set_handler
+from mpwatch.wire.messages import STACKS_END
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
 
 MAX_FRAMES = 100  # of a thread, as in faulthandler
+MAX_NAME = 500  # characters, as in faulthandler
 MAX_BYTES = 1 << 16  # the room in a pipe, unless its user has very many
 
 
@@ -40,23 +46,39 @@ def register_stack_dumps(pipe: int) -> int:
     os.set_blocking(pipe, False)
     faulthandler.enable(file=pipe, all_threads=False)
     if NATIVE_DUMP_SIGNAL is not None:
-        faulthandler.register(NATIVE_DUMP_SIGNAL, file=pipe, all_threads=True)
+        faulthandler.register(NATIVE_DUMP_SIGNAL, file=pipe, all_threads=False)
     if PYTHON_DUMP_SIGNAL is not None:
-        set_handler(PYTHON_DUMP_SIGNAL, lambda _, frame: _write_stacks(pipe, main_thread, frame))
+        set_handler(PYTHON_DUMP_SIGNAL, StackWriter(pipe, main_thread))
     status = os.fstat(pipe)
     os.register_at_fork(after_in_child=lambda: _discard_dumps(pipe, status))
     return main_thread
 
 
-def _write_stacks(pipe: int, main_thread: int, frame: FrameType | None) -> None:
-    """Write the stacks of all threads in faulthandler's format, with the main thread last. `frame` is its innermost one."""
-    with suppress(OSError, MemoryError, RecursionError):
-        stacks = _format_stack("Current thread", main_thread, frame)
-        for thread, other in sys._current_frames().items():
-            stack = _format_stack("Thread", thread, other) + b"\n"
-            if thread != main_thread and len(stack) + len(stacks) <= MAX_BYTES:
-                stacks = stack + stacks
-        os.write(pipe, stacks)
+class StackWriter:
+    """The handler of PYTHON_DUMP_SIGNAL. It writes stacks in faulthandler's format, that of the main thread first."""
+
+    def __init__(self, pipe: int, main_thread: int) -> None:
+        self._pipe = pipe
+        self._main_thread = main_thread
+
+    def __call__(self, _: int, frame: FrameType | None) -> None:
+        """Write the stacks. `frame` is the innermost one of the main thread."""
+        stack = _format_stack("Current thread", self._main_thread, frame)
+        self._write(stack)  # at once: the watcher sees that the answer has begun
+        room = MAX_BYTES - len(stack) - len(STACKS_END)
+        others = []
+        for thread, innermost in sys._current_frames().items():
+            if thread != self._main_thread:
+                stack = b"\n" + _format_stack("Thread", thread, innermost)
+                room -= len(stack)
+                if room < 0:
+                    break
+                others.append(stack)
+        self._write(b"".join(others) + STACKS_END)
+
+    def _write(self, data: bytes) -> None:
+        with suppress(OSError):  # the pipe is full or closed
+            os.write(self._pipe, data)
 
 
 def _format_stack(title: str, thread: int, frame: FrameType | None) -> bytes:
@@ -69,6 +91,7 @@ def _format_stack(title: str, thread: int, frame: FrameType | None) -> bytes:
 
 
 def _escape(name: str) -> str:
+    name = name[:MAX_NAME]
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 

@@ -277,6 +277,8 @@ def test_ctrl_c_while_a_failed_run_is_stopped_keeps_the_failure(eventually):
 def set_event_and_wait(started):
     started.set()
     while True:  # not signal.pause(), which may begin just after the signal has come
+        # It calls the handlers. In a child that a thread has forked, the interpreter of Python 3.13 and newer does not.
+        signal.pthread_sigmask(signal.SIG_BLOCK, ())
         time.sleep(0.01)
 
 

@@ -49,7 +49,8 @@ class RankObservations:
     stderr: str = ""
     """The last lines of the rank's stderr, if the watcher reads it."""
     was_asked_for_stacks: bool = False
-    """Whether the watcher sent a signal that asks for stacks. A program that the rank executes at that moment dies of it."""
+    """Whether the watcher sent a signal that asks for stacks. If the rank executes another program at that moment, the
+    signal kills that program."""
     process_state: str = ""
     """The letter of the process state when the watcher asked for stacks, see proc(5)."""
     heartbeat: HeartbeatSample = field(default_factory=partial(HeartbeatSample, None, None))

@@ -2,7 +2,7 @@
 
 The pipe is the rank's stderr while the interpreter starts. When the rank is ready, only stacks are written into it:
 
-- the stacks of all threads, when the watcher asks for them; twice, if the rank answers both signals that ask;
+- when the watcher asks for stacks: those of all threads and then STACKS_END, or that of the main thread, or both, mixed;
 - the stack of the crashing thread, on a crash.
 
 All list the innermost frame first. The worker's side is worker/stack_dumps.py.
@@ -16,15 +16,17 @@ import re
 from itertools import dropwhile, pairwise, takewhile
 
 from mpwatch.results.stack_frames import FRAME_LINE
+from mpwatch.wire.messages import STACKS_END
 
 CRASH_HEAD = "Fatal Python error: "
-THREAD_HEAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)", re.MULTILINE)
+NATIVE_DUMP_HEAD = "Stack"  # faulthandler does not name the thread
+STACK_HEAD = re.compile(r"^(?:Current thread|Thread|Stack)\b.*\(most recent call first\):$", re.MULTILINE)
+THREAD_HEAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+END_LINE = STACKS_END.decode()
 MAX_FRAMES = 100  # faulthandler writes no more frames of a thread
 MAX_BYTES = 1 << 20  # more than a hundred threads of a hundred frames each
 CUT_NOTE = b"\n[mpwatch: the interpreter printed more than this before the rank was ready; the rest was cut off]\n"
-OUTERMOST_FRAME = '  File "<string>", line 1 in <module>\n'  # of the main thread of a spawned interpreter
-MORE_THREADS = "\n...\n"  # after a hundred threads faulthandler stops; the main thread is the oldest and would be the last
-MAIN_THREAD_MISSING = "main thread not seen: there are too many threads"
+OUTERMOST_FRAME = '\n  File "<string>", line 1 in <module>'  # of the main thread of a spawned interpreter
 RANK_MAIN_FILE = "/mpwatch/worker/main.py"
 NATIVE_HEAD = "Current thread's C stack trace (most recent call first):\n"  # Python 3.14 and newer write it after a crash
 NATIVE_FRAME = re.compile(r'  Binary file "([^"]*)"')
@@ -59,19 +61,26 @@ class StackDumpParser:
             self._data.clear()
             self._dump_start = None
 
-    def is_complete(self) -> bool:
-        """Whether the requested stacks of all threads have come."""
-        return any(map(self._is_complete_dump, self._split_dumps()))
+    def has_dump_begun(self) -> bool:
+        """Return whether anything has come since the watcher asked for stacks."""
+        return self._dump_start is not None and len(self._data) > self._dump_start
 
-    def is_dump_missing(self) -> bool:
-        """Whether stacks were requested, and not all of them have come."""
-        return self._dump_start is not None and not self.is_complete()
+    def is_complete(self) -> bool:
+        """Return whether the requested stacks have come, as one of the two signal handlers writes them."""
+        if self._dump_start is None:
+            return False
+        if self._data.find(STACKS_END, self._dump_start) >= 0:
+            return True
+        native_stack = self._split_dump()[1]
+        is_at_end = native_stack.rstrip("\n").endswith(OUTERMOST_FRAME) or native_stack.count("\n  File ") >= MAX_FRAMES
+        return is_at_end and native_stack.endswith("\n")
 
     @property
     def dump(self) -> str:
-        """The requested stacks; as far as they have come, if they are not complete."""
-        dumps = self._split_dumps()
-        return next(filter(self._is_complete_dump, dumps), dumps[0]).strip("\n")
+        """The requested stacks, that of the main thread first; as far as they have come, if they are not complete."""
+        python_stack, native_stack, others = self._split_dump()
+        main_stack = python_stack or native_stack.replace(NATIVE_DUMP_HEAD, f"Current thread 0x{self.main_thread:016x}", 1)
+        return "\n\n".join(stack.strip("\n") for stack in [main_stack, *others] if stack)
 
     @property
     def crash_stack(self) -> str:
@@ -98,39 +107,31 @@ class StackDumpParser:
         """What the interpreter printed, if the rank never became ready; else empty."""
         return "" if self.main_thread else self._get_text()
 
-    def _split_dumps(self) -> list[str]:
-        """Split what has come since the request. A dump ends with the main thread. There is at least one, perhaps empty."""
+    def _split_dump(self) -> tuple[str, str, list[str]]:
+        """Split what has come since the request: the main thread as Python saw it, as faulthandler saw it, other threads."""
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
-        heads = list(THREAD_HEAD.finditer(text))
-        starts = [0, *(after.start() for head, after in pairwise(heads) if int(head[1], 16) == self.main_thread)]
-        return [text[start:end] for start, end in pairwise([*starts, len(text)])]
-
-    def _is_complete_dump(self, text: str) -> bool:
-        """Whether the main thread has come, with its outermost frame or MAX_FRAMES frames.
-
-        If there are too many threads, faulthandler writes MORE_THREADS instead of the main thread.
-        """
-        heads = list(THREAD_HEAD.finditer(text))
-        if not heads or not text.endswith("\n"):
-            return False
-        if text.endswith(MORE_THREADS):
-            return True
-        is_main = int(heads[-1][1], 16) == self.main_thread
-        return is_main and (text.endswith(OUTERMOST_FRAME) or text.count("\n  File ", heads[-1].end()) >= MAX_FRAMES)
+        starts = [match.start() for match in STACK_HEAD.finditer(text)]
+        python_stack, native_stack = "", ""
+        others: list[str] = []
+        for start, end in pairwise([*starts, len(text)]):
+            stack = text[start:end].partition(END_LINE)[0]
+            thread = THREAD_HEAD.match(stack)
+            if thread is None:
+                native_stack = native_stack or stack
+            elif int(thread[1], 16) != self.main_thread:
+                others.append(stack)
+            else:
+                python_stack = python_stack or stack
+        return python_stack, native_stack, others
 
     def _get_text(self, start: int = 0) -> str:
         return bytes(self._data[start:]).decode(errors="replace")
 
 
-def format_stacks(stacks: str, main_thread: int) -> str:
-    """Put the main thread first, which runs the function, and cut the frames of mpwatch that called the function."""
-    blocks = [block for block in stacks.split("\n\n") if "\n" in block]  # a head alone has no frames
-    is_main = {block: bool((head := THREAD_HEAD.match(block)) and int(head[1], 16) == main_thread) for block in blocks}
-    main_blocks = [_cut_at_rank_main(block) for block in blocks if is_main[block]]
-    others = [block for block in blocks if not is_main[block]]
-    if others and not main_blocks:
-        main_blocks = [MAIN_THREAD_MISSING]
-    return "\n\n".join([block for block in main_blocks if "\n" in block or block is MAIN_THREAD_MISSING] + others)
+def cut_frames_of_mpwatch(stacks: str) -> str:
+    """Cut the frames of mpwatch that called the function. A thread without other frames is left out."""
+    blocks = map(_cut_at_rank_main, stacks.split("\n\n"))
+    return "\n\n".join(block for block in blocks if "\n" in block)  # a head alone has no frames
 
 
 def add_source_lines(stacks: str, started_at: float) -> str:

@@ -58,7 +58,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 ROOT_CAUSE_WAIT_SECONDS = 1.0  # how much later than a secondary failure its root cause may be reported
-STACK_DUMP_SECONDS = 0.2  # for the stacks of all ranks together; the stacks of one rank take 0.1 ms
+STACK_DUMP_SECONDS = 0.2  # for the stacks of all ranks together; one in Python code needs 0.1 ms, one in C code 50 ms
 MIN_GRACE_SECONDS = 0.2  # so that a failed rank can send the details of its exception, however short the grace period is
 KILL_SECONDS = 0.8  # from SIGKILL to AbandonRank; a process that takes longer sleeps in the kernel. With the dump: 1 s
 EXIT_SECONDS = 1.0  # the least time for a rank to exit after it has returned, however short the grace period is

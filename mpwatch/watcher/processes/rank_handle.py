@@ -200,8 +200,8 @@ class RankHandle:
         return True
 
     def request_native_stack_dump(self) -> None:
-        """Ask faulthandler for the stacks, if the handler in Python has not answered: the main thread may be in C code."""
-        if self.observations.signals_sent or not self.stack_parser.is_dump_missing():
+        """Ask faulthandler for the main thread's stack if Python has not begun to answer: this thread is in C code then."""
+        if self.observations.signals_sent or self.stack_parser.has_dump_begun():
             return
         if NATIVE_DUMP_SIGNAL is not None and self._can_dump_stacks(NATIVE_DUMP_SIGNAL):
             self.process.send_signal(NATIVE_DUMP_SIGNAL)

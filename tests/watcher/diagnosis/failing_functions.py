@@ -397,6 +397,21 @@ class InterruptedWhenPickledError(Exception):
         return type(self), self.args
 
 
+def raises_in_a_handler_again_and_again(number):
+    """A thread sends the signal until the process ends."""
+
+    def send():
+        while True:
+            os.kill(os.getpid(), number)
+
+    def raise_in_handler(*_):
+        raise RuntimeError("from the handler")
+
+    signal.signal(number, raise_in_handler)
+    threading.Thread(target=send, daemon=True).start()
+    wait_to_be_stopped()
+
+
 def raises_exception_that_is_interrupted_when_pickled():
     # this thread receives the signals if the main thread has blocked them
     threading.Thread(target=threading.Event().wait, daemon=True).start()

@@ -11,6 +11,7 @@ import pytest
 
 import mpwatch
 from mpwatch import FailureKind, WorkerState
+from mpwatch.os_support.signals import PYTHON_DUMP_SIGNAL
 from support import failing
 from support.process_state import is_alive
 from watcher.diagnosis import failing_functions
@@ -377,6 +378,12 @@ def test_a_lost_connection_to_another_program_makes_no_victim():
 def test_signals_do_not_disturb_the_report_of_an_exception(barrier):
     error = fail(failing_functions.raises_exception_that_is_interrupted_when_pickled, barrier)
     assert type(error.__cause__) is failing_functions.InterruptedWhenPickledError
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, PYTHON_DUMP_SIGNAL])
+def test_a_handler_of_the_function_does_not_disturb_the_report(number):
+    with pytest.raises(mpwatch.RunFailedError, match="rank 0 failed first: RuntimeError: from the handler"):
+        mpwatch.run(failing_functions.raises_in_a_handler_again_and_again, 1, args=(number,))
 
 
 def test_a_forked_child_that_raises_prints_its_own_traceback(capfd):

@@ -12,11 +12,11 @@ import pytest
 import mpwatch
 from mpwatch.results.stack_frames import parse_frames
 from mpwatch.watcher.diagnosis.stack_dumps import (
-    MAIN_THREAD_MISSING,
     StackDumpParser,
     add_source_lines,
-    format_stacks,
+    cut_frames_of_mpwatch,
 )
+from mpwatch.wire.messages import STACKS_END
 from support import failing
 from support.programs import call, in_own_process
 from watcher.diagnosis import stack_functions
@@ -24,12 +24,16 @@ from watcher.diagnosis import stack_functions
 pytestmark = pytest.mark.usefixtures("_wait_for_all_stacks")
 SPAWN = multiprocessing.get_context("spawn")
 MAIN = 0x7F00
-OTHER = 'Thread 0x0000000000001000 (most recent call first):\n  File "threading.py", line 1002 in _bootstrap\n\n'
+OTHER = '\nThread 0x0000000000001000 (most recent call first):\n  File "threading.py", line 1002 in _bootstrap\n'
 HEAD = "Current thread 0x0000000000007f00 (most recent call first):\n"
+NATIVE_DUMP_HEAD = "Stack (most recent call first):\n"
 FRAMES = '  File "/home/me/train.py", line 3 in step\n'
 RANK_MAIN = '  File "/x/mpwatch/worker/main.py", line 9 in _call\n'
-END = '  File "<string>", line 1 in <module>\n'
-CRASH = f"Fatal Python error: Aborted\n\n{HEAD}{FRAMES}{RANK_MAIN}{END}"
+OUTERMOST = '  File "<string>", line 1 in <module>\n'
+WHOLE = HEAD + FRAMES + OUTERMOST
+NATIVE_WHOLE = NATIVE_DUMP_HEAD + FRAMES + OUTERMOST
+END = STACKS_END.decode()
+CRASH = f"Fatal Python error: Aborted\n\n{HEAD}{FRAMES}{RANK_MAIN}{OUTERMOST}"
 
 
 def parser_with(text):
@@ -48,61 +52,66 @@ def test_output_before_the_rank_is_ready_is_no_stack():
     assert parser.startup_output[:11] == b"no licence\n"
     assert parser.startup_output.endswith(b"the rest was cut off]\n")
     parser.start_dump()
-    parser.feed((HEAD + END).encode())
-    assert (parser.failed_startup_output, parser.dump) == ("", (HEAD + END).strip())
+    parser.feed((WHOLE + END).encode())
+    assert (parser.failed_startup_output, parser.dump) == ("", WHOLE.strip())
 
 
 def test_stacks_that_were_not_requested_are_ignored():
     parser = StackDumpParser()
     parser.mark_ready(MAIN)
-    parser.feed((HEAD + FRAMES + END).encode())
-    assert (parser.is_complete(), parser.dump) == (False, "")
+    parser.feed((WHOLE + END).encode())
+    assert (parser.has_dump_begun(), parser.is_complete(), parser.dump) == (False, False, "")
     parser.start_dump()
-    assert (parser.is_complete(), parser.dump) == (False, "")
-    parser.feed((HEAD + END).encode())
-    assert (parser.is_complete(), parser.dump) == (True, (HEAD + END).strip())
-
-
-def test_a_dump_is_complete_when_the_last_frame_of_the_main_thread_has_come():
-    text = OTHER + HEAD + FRAMES + END
-    assert [n for n in range(len(text) + 1) if parser_with(text[:n]).is_complete()] == [len(text)]
-
-
-def test_a_main_thread_of_very_many_frames_is_complete_after_100_frames():
-    assert not parser_with(HEAD + 99 * FRAMES).is_complete()
-    assert parser_with(HEAD + 100 * FRAMES).is_complete()  # some versions of Python write "..." then, some do not
-
-
-def test_the_main_thread_is_missing_if_there_are_more_than_100_threads():
-    parser = parser_with(OTHER + OTHER + "...\n")
-    assert parser.is_complete()
-    first, *others = format_stacks(parser.dump, MAIN).split("\n\n")
-    assert first == MAIN_THREAD_MISSING
-    assert others[0] == OTHER.strip()
-    assert list(parse_frames(format_stacks(parser.dump, MAIN))) == []
+    assert (parser.has_dump_begun(), parser.is_complete(), parser.dump) == (False, False, "")
+    parser.feed((HEAD + OUTERMOST + END).encode())
+    assert (parser.is_complete(), parser.dump) == (True, (HEAD + OUTERMOST).strip())
+    parser.discard_dump()
+    assert (parser.has_dump_begun(), parser.is_complete(), parser.dump) == (False, False, "")
 
 
 @pytest.mark.parametrize(
-    "texts", [(FRAMES + END, FRAMES + END), (FRAMES + END, "  <inv"), ("  <invalid frame>\n", FRAMES + END)]
+    "text", [WHOLE + OTHER + END, HEAD + 100 * FRAMES + END, NATIVE_WHOLE, NATIVE_DUMP_HEAD + 100 * FRAMES]
 )
-def test_a_rank_may_answer_both_signals(texts):
-    """The first complete dump counts."""
-    parser = parser_with("".join(OTHER + HEAD + text for text in texts))
+def test_a_dump_is_complete_when_its_last_line_has_come(text):
+    """A stack is cut after 100 frames."""
+    assert [n for n in range(len(text) + 1) if parser_with(text[:n]).is_complete()] == [len(text)]
+
+
+@pytest.mark.parametrize("text", [NATIVE_DUMP_HEAD + 100 * FRAMES + "  ...\n", NATIVE_WHOLE + HEAD + "  File"])
+def test_a_dump_stays_complete(text):
+    assert parser_with(text).is_complete()
+
+
+@pytest.mark.parametrize("text", [HEAD, WHOLE, WHOLE + OTHER, NATIVE_DUMP_HEAD + "  <invalid frame>\n"])
+def test_a_dump_that_has_begun_is_not_complete(text):
+    parser = parser_with(text)
+    assert (parser.has_dump_begun(), parser.is_complete()) == (True, False)
+    assert parser.dump.splitlines()[0] == HEAD.strip()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        WHOLE + OTHER + END,
+        NATIVE_WHOLE + WHOLE + OTHER + END,
+        WHOLE + NATIVE_WHOLE + OTHER + END,
+        WHOLE + OTHER + END + NATIVE_DUMP_HEAD + "  <inv",
+        WHOLE + OTHER + END + WHOLE,
+    ],
+)
+def test_a_rank_may_answer_both_signals(text):
+    """What Python wrote has all threads. It counts, wherever it comes."""
+    parser = parser_with(text)
     assert parser.is_complete()
-    assert not parser.is_dump_missing()
-    assert parser.dump == (OTHER + HEAD + FRAMES + END).strip()
+    assert parser.dump == WHOLE + OTHER.rstrip()
 
 
-def test_a_dump_is_missing_if_the_stack_of_the_main_thread_is_not_whole():
-    parser = parser_with(OTHER + HEAD + "  <invalid frame>\n")
-    assert (parser.is_complete(), parser.is_dump_missing()) == (False, True)
-    assert parser.dump.endswith("<invalid frame>")
-    parser.discard_dump()
-    assert not parser.is_dump_missing()
+def test_the_main_thread_alone_is_seen_in_c_code():
+    assert parser_with(NATIVE_WHOLE).dump == WHOLE.strip()
 
 
 def test_a_crash_comes_after_the_stacks():
-    parser = parser_with(OTHER + HEAD + FRAMES + END + CRASH)
+    parser = parser_with(WHOLE + END + CRASH)
     assert parser.dump.endswith("in <module>")
     assert parser.crash_stack.splitlines()[0] == "Fatal Python error: Aborted"
     assert parser.crash_stack.endswith("line 3 in step")
@@ -132,11 +141,11 @@ def test_native_frames_between_the_crash_and_the_interpreter(rank_main, crash):
     assert native_stack == crash.rstrip("\n")
 
 
-def test_the_main_thread_comes_first_and_begins_at_the_function():
-    text = format_stacks(OTHER + HEAD + FRAMES + RANK_MAIN + END, MAIN)
-    assert text == (HEAD + FRAMES + "\n" + OTHER).strip()
+def test_stacks_begin_at_the_function():
+    text = cut_frames_of_mpwatch((HEAD + FRAMES + RANK_MAIN + OUTERMOST + OTHER).strip())
+    assert text == HEAD + FRAMES + OTHER.rstrip()
     assert next(parse_frames(text)) == ("/home/me/train.py", 3, "step", "")
-    assert format_stacks(HEAD + RANK_MAIN + END, MAIN) == ""
+    assert cut_frames_of_mpwatch(HEAD + RANK_MAIN + OUTERMOST) == ""
     assert list(parse_frames("")) == []
     assert next(parse_frames(f"{HEAD}  Garbage-collecting\n{FRAMES}    step()\n  File")) == (
         "/home/me/train.py",
@@ -158,7 +167,7 @@ def test_frames_show_their_source(tmp_path):
 
 
 def test_a_thread_that_floods_the_pipe_is_cut_off():
-    parser = parser_with("x" * (3 << 20))
+    parser = parser_with(HEAD + "x" * (3 << 20))
     assert len(parser.dump) == 1 << 20
 
 
