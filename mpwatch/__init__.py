@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from mpwatch.options.restart_policy import RestartPolicy
     from mpwatch.options.spec import WorkerSpec
     from mpwatch.options.worker_info import Worker
-    from mpwatch.results.model import Attempt, FailureKind, ProcessFailure, Progress, WorkerState
+    from mpwatch.results.failure import FailureKind, ProcessFailure
+    from mpwatch.results.model import Attempt, Progress, WorkerState
     from mpwatch.results.run_result import RunResult
     from mpwatch.worker.context import current_worker, heartbeat, report
 
@@ -52,11 +53,11 @@ _HOME = {
     "__version__": ".version",
     "Attempt": ".results.model",
     "Event": ".events.types",
-    "FailureKind": ".results.model",
+    "FailureKind": ".results.failure",
     "LaunchError": ".errors",
     "LogSpec": ".options.log_spec",
     "MpwatchError": ".errors",
-    "ProcessFailure": ".results.model",
+    "ProcessFailure": ".results.failure",
     "Progress": ".results.model",
     "Rendezvous": ".options.rendezvous",
     "RestartPolicy": ".options.restart_policy",

@@ -8,7 +8,8 @@ The text of an error is made from its `result` when it is asked for.
 
 from typing import Any
 
-from mpwatch.results.model import FailureKind, ProcessFailure, WorkerState
+from mpwatch.results.failure import FailureKind, ProcessFailure
+from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_fates, format_report, format_verdict
 from mpwatch.results.run_result import RunResult
 

@@ -16,8 +16,8 @@ from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.spec import GroupSpec, Nprocs, Observers, check_call
 from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.options.worker_info import Worker
+from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import summarize_exception
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.persistent_ranks import PersistentRanks
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -65,17 +66,25 @@ def test_a_program_may_end_without_closing_its_group(first, tmp_path):
 
 
 def end_during_a_call():
+    def run():
+        try:
+            group.run(time.sleep, (1000,))
+        except mpwatch.RunFailedError as error:
+            os.write(1, error.verdict.encode())
+        has_ended.set()
+
+    has_ended = threading.Event()
+    Finalize(None, has_ended.wait, exitpriority=-1000)  # after the end of the group, which has a higher priority
     group = WorkerGroup(1, grace_period=60)
     group.run(functions.rank)
-    threading.excepthook = lambda *_: None  # Python may die of a daemon thread that prints while it ends
-    threading.Thread(target=group.run, args=(time.sleep, (1000,)), daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     while not group._call_lock.locked():
         os.sched_yield()
 
 
 def test_a_program_may_end_during_another_thread_s_call():
     began = time.monotonic()
-    call(end_during_a_call)
+    assert call(end_during_a_call).stdout == "the run was stopped: the program ended during the call"
     assert time.monotonic() - began < 30
 
 

@@ -26,7 +26,7 @@ from mpwatch.events.types import (
     WorkerStopped,
     WorkerSucceeded,
 )
-from mpwatch.results.model import FailureKind
+from mpwatch.results.failure import FailureKind
 
 OUTCOMES: dict[type[Event], str] = {WorkerSucceeded: "succeeded", WorkerFailed: "failed", WorkerStopped: "stopped"}
 

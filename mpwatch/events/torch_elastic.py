@@ -20,8 +20,8 @@ from mpwatch.events.types import (
     WorkerStopped,
     WorkerSucceeded,
 )
-from mpwatch.results.model import ProcessFailure, WorkerState
-from mpwatch.results.report import format_failure
+from mpwatch.results.failure import ProcessFailure
+from mpwatch.results.model import WorkerState
 
 WORKER_STATES: Mapping[type[Event], str] = {
     WorkerSucceeded: "SUCCEEDED",
@@ -240,7 +240,7 @@ def _raw_error(failed: WorkerFailed) -> str:
     return json.dumps(
         {
             "message": {
-                "message": failure.summary or format_failure(failure),
+                "message": failure.summary if failure.exception else str(failure),
                 "extraInfo": {"py_callstack": failure.traceback or failure.stack, "timestamp": str(int(failed.time))},
             }
         }

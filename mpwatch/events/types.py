@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from mpwatch.events.to_json import to_json
-from mpwatch.results.model import ProcessFailure, Progress, WorkerState
+from mpwatch.results.failure import ProcessFailure
+from mpwatch.results.model import Progress, WorkerState
 
 
 @dataclass(frozen=True, kw_only=True)

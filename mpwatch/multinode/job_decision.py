@@ -31,7 +31,7 @@ from mpwatch.multinode.protocol.messages import (
     RestartHistory,
 )
 from mpwatch.options.restart_policy import RestartPolicy
-from mpwatch.results.model import FailureKind
+from mpwatch.results.failure import FailureKind
 from mpwatch.watcher.restarts.restart_budget import NOT_IN_RETRY_IF, FailedAttempt, RestartBudget, RestartCounters
 
 MAX_FAILURES = 64  # that are sent in full; more failures are counted

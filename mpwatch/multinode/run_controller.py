@@ -37,8 +37,9 @@ from mpwatch.multinode.protocol.messages import (
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError
 from mpwatch.multinode.rank_assignment import build_assigned_workers
 from mpwatch.options.spec import WorkerSpec
-from mpwatch.results.model import Attempt, FailureKind, ProcessFailure, WorkerState
-from mpwatch.results.report import format_verdict, summarize_exception
+from mpwatch.results.failure import FailureKind, ProcessFailure, summarize_exception
+from mpwatch.results.model import Attempt, WorkerState
+from mpwatch.results.report import format_verdict
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.diagnosis.diagnose import find_missing_ranks, find_possible_victims, find_waiting_ranks
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
@@ -317,6 +318,7 @@ def _make_lost_failure(node: LostNode, rank: int) -> ProcessFailure:
         kind=FailureKind.LOST,
         exit_code=1,
         evidence=node.reason,
+        summary=f"was lost: {node.reason}",
     )
 
 

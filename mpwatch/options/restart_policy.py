@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from mpwatch.options.validation import check_count, check_fraction, check_seconds, is_async
-from mpwatch.results.model import FailureKind, ProcessFailure
+from mpwatch.results.failure import FailureKind, ProcessFailure
 
 # An error in the code would be raised again. After such an error ranks are restarted only if they had made progress.
 PROGRAMMING_ERRORS = (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError)

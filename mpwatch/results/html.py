@@ -10,7 +10,8 @@ from reprlib import Repr
 from typing import Any
 
 from mpwatch.options.worker_info import Worker
-from mpwatch.results.model import ProcessFailure, RunData, WorkerState
+from mpwatch.results.failure import ProcessFailure
+from mpwatch.results.model import RunData, WorkerState
 from mpwatch.results.report import (
     format_ranks,
     format_restarts,

@@ -1,8 +1,7 @@
 """Makes the text of reports: the verdict, the other ranks, the attempts.
 
 `format_report` is the entry point. All text is made from the data of model.py, when it is asked for. No function does I/O.
-They run in the caller's thread. The watcher thread also calls `format_exit`, which runs no user code. `summarize_exception`
-does: it calls `__str__` of the exception.
+They run in the caller's thread. What happened to one rank is said by failure.py, and where it was by places.py.
 
 A report looks like this:
 
@@ -13,29 +12,26 @@ A report looks like this:
         first start, 1.2 s: rank 3 was killed by SIGKILL          failed attempts
 """
 
-import os
 import re
 import signal
-import sysconfig
 from collections.abc import Collection, Iterable
 from functools import partial
 from traceback import walk_tb
 from typing import Any
 
-from mpwatch.results.model import Attempt, FailureKind, ProcessFailure, Progress, RunData, WorkerState
-from mpwatch.results.stack_frames import parse_frames
+from mpwatch.results.failure import (
+    TEXT_LIMIT,
+    FailureKind,
+    ProcessFailure,
+    describe_failure,
+    format_failure,
+    name_rank,
+    summarize_exception,
+)
+from mpwatch.results.model import Attempt, Progress, RunData, WorkerState
+from mpwatch.results.places import PACKAGE_FOLDER, format_location
 from mpwatch.wire.exceptions.decoder import get_builtin_attribute
-from mpwatch.wire.exceptions.source_lines import cell_name
 
-USUAL_CAUSES = {
-    signal.SIGSEGV: "an invalid memory access, usually in compiled code",
-    signal.SIGBUS: "a memory error, often a full /dev/shm",
-    signal.SIGFPE: "an arithmetic error in compiled code",
-    signal.SIGILL: "an instruction this CPU does not have",
-    signal.SIGABRT: "compiled code called abort(): see the end of stderr",
-    signal.SIGKILL: "not sent by mpwatch: the out-of-memory killer, or somebody's kill -9",
-    signal.SIGTERM: "not sent by mpwatch: somebody's kill, or a job scheduler",
-}
 # The fate of a rank that has not failed, by its state.
 FATES_WITHOUT_FAILURE = {
     WorkerState.SUCCEEDED: "had returned",
@@ -45,25 +41,9 @@ STACK_LINES = 24  # of the stack of a crash: a dozen frames, each with its line 
 STDERR_LINES = 12  # that the report quotes, from the end of stderr
 ATTEMPT_LINES = 30
 FATE_LINES = 30  # groups of ranks; further groups are counted
-TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
-SOURCE_LIMIT = 100  # characters of a line of source
 MANY_SECONDS = 100  # durations of this length and more are printed without tenths
-PACKAGE_FOLDER = os.path.dirname(os.path.dirname(__file__))  # of mpwatch
-LIBRARIES = (
-    PACKAGE_FOLDER,
-    sysconfig.get_path("stdlib"),
-    sysconfig.get_path("purelib"),
-    "<frozen ",
-)  # files that are not user code
 # Parts in which texts of equal fates may differ: "peer [10.0.0.1]:4711", "host<4711>", "silent for 5.1 s".
 SMALL_DIFFERENCES = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)|(?<=silent for )[\d.]+")
-# What a rank does while its function does not run, by the file of the outermost frame. The first match counts.
-ACTIVITIES_BY_FILE = {
-    "/wire/pickling/call_payload.py": "while it loaded its call",
-    "/worker/process_group.py": "while it joined its process group",
-    "/worker/channel.py": "while it sent its answer",
-    "/wire/": "while it made its answer",
-}
 # Evidence of failures, as phrases that follow the name of the rank or what happened to it.
 KEPT_PEERS_WAITING = "kept its peers waiting"
 KEPT_PEERS_UNTIL_TIMEOUT = "kept its peers waiting until they timed out"
@@ -140,19 +120,8 @@ def format_root_cause(root: ProcessFailure) -> str:
     if root.is_secondary:
         return f"no rank was seen to fail by itself; the first to report a lost or late peer: {format_failure(root)}"
     if root.kind is FailureKind.EXCEPTION:
-        return f"{_name_rank(root)} failed first: {_describe_failure(root)}"
-    return f"{_name_rank(root)} {_describe_failure(root)}"
-
-
-def _name_rank(failure: ProcessFailure) -> str:
-    """Return the rank, and in a job of several nodes also its node."""
-    node = "" if failure.group_rank is None else f" on node {failure.group_rank} ({failure.hostname})"
-    return f"rank {failure.rank}{node}"
-
-
-def format_failure(failure: ProcessFailure) -> str:
-    """Return which rank failed, and what happened to it."""
-    return f"{_name_rank(failure)}: {_describe_failure(failure)}"
+        return f"{name_rank(root)} failed first: {describe_failure(root)}"
+    return f"{name_rank(root)} {describe_failure(root)}"
 
 
 def group_fates(result: RunData[Any]) -> dict[str, list[int]]:
@@ -220,6 +189,11 @@ def format_silence(seconds: float, heartbeat_timeout: float, progress: Progress 
     return f"was silent for {text} s (heartbeat_timeout={heartbeat_timeout:g}){step}{of}"
 
 
+def format_end_of_program() -> str:
+    """Return a sentence that says that the program ended during a call of its WorkerGroup."""
+    return "the run was stopped: the program ended during the call"
+
+
 def format_not_ready(start_timeout: float) -> str:
     """Return a sentence that says that an interpreter took longer than `start_timeout` to start."""
     return f"its interpreter was not ready after {start_timeout:g} s"
@@ -252,7 +226,8 @@ def _format_details(result: RunData[Any]) -> list[str]:
     root, lines = result.root_cause, []
     if root is not None and root.kind in (FailureKind.SIGNAL, FailureKind.LOST, FailureKind.OOM) and root.stack:
         frames = [f"  {line}" for line in root.stack.splitlines() if line.startswith(("  File ", "    "))]
-        lines += ["  its Python stack, innermost frame first:", *frames[:STACK_LINES]]
+        if frames:  # else a thread crashed that runs no Python code
+            lines += ["  its Python stack, innermost frame first:", *frames[:STACK_LINES]]
     if root is not None and root.stderr:
         printed = root.stderr.rstrip().splitlines()
         what = "what it printed" if root.kind is FailureKind.START else "the end of its stderr"
@@ -273,118 +248,5 @@ def _describe_fate(result: RunData[Any], rank: int, failure: ProcessFailure | No
         )
     root = result.root_cause
     if failure.is_secondary and root is not None and not root.is_secondary:
-        return f"a victim of rank {root.rank}: {_describe_failure(failure)}"
-    return _describe_failure(failure)
-
-
-def format_location(stacks: str) -> str:
-    """Return where the first thread of a stack was, as a phrase: ` in all_reduce (train.py:88 in step: ...)`.
-
-    The phrase names the innermost function, and the innermost frame of user code. If there are no stacks, it is the line
-    that says why, or empty.
-    """
-    frames = list(parse_frames(stacks))
-    if not frames:
-        lines = stacks.partition("\n\n")[0].splitlines()
-        return f" ({lines[0]})" if len(lines) == 1 else ""
-    for file, activity in ACTIVITIES_BY_FILE.items():
-        if frames[-1].file.startswith(PACKAGE_FOLDER + file):
-            return f" {activity}"
-    frame = frames[_find_user_frame(frame.file for frame in frames)]
-    function = f" in {frames[0].function}" if frame is not frames[0] else ""
-    source = f": {frame.source[:SOURCE_LIMIT]}" if frame.source else ""
-    return f"{function} ({_format_file_name(frame.file)}:{frame.line} in {frame.function}{source})"
-
-
-def _describe_failure(failure: ProcessFailure) -> str:
-    """Return what happened to a rank, as a phrase that follows its name."""
-    if failure.kind is FailureKind.SIGNAL:
-        return _describe_signal(failure.signal, failure.evidence)
-    if failure.kind is FailureKind.OOM:
-        return f"was killed by the kernel's out-of-memory killer ({failure.evidence})"
-    if failure.kind is FailureKind.EXCEPTION:
-        return _describe_exception(failure)
-    if failure.kind is FailureKind.START:
-        return _describe_start_failure(failure)
-    if failure.kind is FailureKind.HANG:
-        return f"{failure.evidence or 'hung'}: still at work{format_location(failure.stack)}"
-    if failure.kind is FailureKind.TIMEOUT:
-        return f"still at work{format_location(failure.stack)}"
-    if failure.kind is FailureKind.LOST and failure.pid is None and failure.evidence:  # its node was lost
-        return f"was lost: {failure.evidence}"
-    because = failure.evidence or (_describe_exception(failure) if failure.exception else "")
-    if failure.kind is FailureKind.EXIT:
-        return f"ended with exit code {failure.exit_code} and no result" + (f" ({because})" if because else "")
-    usual = "os._exit(0), os.exec*(), or other code in this program took its exit status"
-    return f"ended without returning a result ({because or usual})"
-
-
-def format_exit(code: int) -> str:
-    """Return how a process ended, as a phrase. `code` is negative for a signal, as in multiprocessing."""
-    return _describe_signal(-code) if code < 0 else f"ended with exit code {code}"
-
-
-def _describe_signal(number: int | None, evidence: str = "") -> str:
-    try:
-        name = signal.Signals(number or 0)
-    except ValueError:  # a real-time signal has no name
-        return f"was killed by signal {number}"
-    cause = evidence or USUAL_CAUSES.get(name)
-    return f"was killed by {name.name}" + (f" ({cause})" if cause else "")
-
-
-def _describe_start_failure(failure: ProcessFailure) -> str:
-    if failure.signal is not None:
-        return f"never started: it {_describe_signal(failure.signal, failure.evidence)}"
-    if failure.evidence:
-        return f"never started: {failure.evidence}"
-    if failure.exception is not None:
-        hint = "; a rank uses the caller's sys.path, and imports modules from where the caller found them"
-        lacks = isinstance(failure.exception, ImportError | AttributeError)
-        return f"could not load the call: {_describe_exception(failure)}{hint if lacks else ''}"
-    return f"never started: its interpreter ended with exit code {failure.exit_code}"
-
-
-def _describe_exception(failure: ProcessFailure) -> str:
-    """Return the first line of the exception's text, and where it was raised."""
-    if failure.exception is None:
-        return "raised an exception that could not be sent" + (f" ({failure.evidence})" if failure.evidence else "")
-    text = (failure.summary or summarize_exception(failure.exception)).strip()
-    line = text.partition("\n")[0]
-    return line[:TEXT_LIMIT] + (" …" if line[:TEXT_LIMIT] != text else "") + _format_raise_location(failure.exception)
-
-
-def summarize_exception(error: BaseException) -> str:
-    """Return the type and the text of an exception that was raised in this process."""
-    try:
-        text = str(error).strip()
-    except BaseException as broken:  # noqa: BLE001  user code of the class, which may even exit
-        text = f"<its __str__ raised {type(broken).__name__}>"
-    return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__
-
-
-def _format_raise_location(error: BaseException) -> str:
-    """Return the innermost frame of user code, or of any code if there is none."""
-    trace = get_builtin_attribute(error, "__traceback__")
-    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(trace)]
-    if not frames:
-        return ""
-    frames.reverse()
-    path, line, name = frames[_find_user_frame(path for path, _, _ in frames)]
-    return f" ({_format_file_name(path)}:{line} in {name})"
-
-
-def _find_user_frame(files: Iterable[str]) -> int:
-    """Return the index of the innermost frame of user code, or 0 if there is none. `files` begins with the innermost one.
-
-    Files are preferred to strings such as `<string>`, which may be the generated methods of a dataclass.
-    """
-    user_code = [
-        (n, file) for n, file in enumerate(files) if not file.startswith(LIBRARIES) and "/site-packages/" not in file
-    ]
-    in_files = [n for n, file in user_code if not file.startswith("<")]
-    return next(iter(in_files), user_code[0][0] if user_code else 0)
-
-
-def _format_file_name(path: str) -> str:
-    return cell_name(path) or path.rpartition("/")[2].replace("\n", "\\n")
+        return f"a victim of rank {root.rank}: {describe_failure(failure)}"
+    return describe_failure(failure)

@@ -33,7 +33,7 @@ from functools import partial
 from mpwatch.errors import LaunchError
 from mpwatch.events.types import WorkerStarted
 from mpwatch.options.spec import GroupSpec
-from mpwatch.results.report import format_exit
+from mpwatch.results.failure import format_exit
 from mpwatch.watcher.commands import (
     CommandQueue,
     DelayedAction,

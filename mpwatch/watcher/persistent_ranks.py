@@ -11,6 +11,7 @@ import math
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_verdict
+from mpwatch.results.report import format_end_of_program, format_verdict
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import PendingCall
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
@@ -176,6 +177,8 @@ class PersistentRanks:
 
     def _diagnose(self, observations: AttemptObservations) -> RunResult[Any]:
         result = diagnose_attempt(observations)
+        if result.state is WorkerState.STOPPED and not result.reason:  # only `shut_down_at_exit` interrupts a call
+            result = replace(result, reason=format_end_of_program())
         publish_outcomes(self._event_bus, observations, result)
         self._event_bus.dispatch()
         return result

@@ -22,6 +22,7 @@ import faulthandler
 import os
 import sys
 import threading
+from collections import deque
 from contextlib import suppress
 
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, set_handler
@@ -31,7 +32,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
 
-MAX_FRAMES = 100  # of a thread, as in faulthandler
+INNERMOST_FRAMES, OUTERMOST_FRAMES = 80, 20  # of a thread. faulthandler writes the 100 innermost ones
 MAX_NAME = 500  # characters, as in faulthandler
 MAX_BYTES = 1 << 16  # the room in a pipe, unless its user has very many
 
@@ -55,7 +56,10 @@ def register_stack_dumps(pipe: int) -> int:
 
 
 class StackWriter:
-    """The handler of PYTHON_DUMP_SIGNAL. It writes stacks in faulthandler's format, that of the main thread first."""
+    """The handler of PYTHON_DUMP_SIGNAL. It writes stacks in faulthandler's format, that of the main thread first.
+
+    Of a deep stack it leaves out the middle: the outermost frames say whether the rank loads its call, or runs the function.
+    """
 
     def __init__(self, pipe: int, main_thread: int) -> None:
         self._pipe = pipe
@@ -82,12 +86,20 @@ class StackWriter:
 
 
 def _format_stack(title: str, thread: int, frame: FrameType | None) -> bytes:
-    lines = [f"{title} 0x{thread:016x} (most recent call first):\n"]
-    while frame is not None and len(lines) <= MAX_FRAMES:
-        code = frame.f_code
-        lines.append(f'  File "{_escape(code.co_filename)}", line {frame.f_lineno or 0} in {_escape(code.co_name)}\n')
-        frame = frame.f_back
-    return "".join(lines).encode()
+    innermost: list[FrameType] = []
+    outermost: deque[FrameType] = deque(maxlen=OUTERMOST_FRAMES)
+    count = 0
+    while frame is not None:
+        kept: list[FrameType] | deque[FrameType] = innermost if count < INNERMOST_FRAMES else outermost
+        kept.append(frame)
+        frame, count = frame.f_back, count + 1
+    gap = ["  ...\n"] if count > INNERMOST_FRAMES + OUTERMOST_FRAMES else []
+    head = f"{title} 0x{thread:016x} (most recent call first):\n"
+    return "".join([head, *map(_format_frame, innermost), *gap, *map(_format_frame, outermost)]).encode()
+
+
+def _format_frame(frame: FrameType) -> str:
+    return f'  File "{_escape(frame.f_code.co_filename)}", line {frame.f_lineno or 0} in {_escape(frame.f_code.co_name)}\n'
 
 
 def _escape(name: str) -> str:

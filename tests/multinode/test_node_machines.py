@@ -26,7 +26,7 @@ from mpwatch.multinode.protocol.messages import (
 )
 from mpwatch.multinode.protocol.signed_json import SignedJson
 from mpwatch.options.restart_policy import RestartPolicy
-from mpwatch.results.model import FailureKind
+from mpwatch.results.failure import FailureKind
 from mpwatch.watcher.commands import CommandQueue
 from mpwatch.watcher.machine.transitions import CancelAttempt
 

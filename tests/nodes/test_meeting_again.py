@@ -98,7 +98,7 @@ def test_a_node_polls_several_times_a_second_at_first(clients, monkeypatch):
     with pytest.raises(LaunchError):
         clients[0].join(time.monotonic() + 1.0, last_call=LONG)
     assert pauses
-    assert max(pauses) < 0.2  # torch would pause for a second
+    assert max(pauses) < 0.5  # torch would pause for a second
 
 
 def test_the_poll_interval_grows_with_the_time_waited_and_with_the_nodes():

@@ -10,15 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, WorkerState
+from mpwatch.results.failure import format_exit
 from mpwatch.results.html import make_group_table
-from mpwatch.results.report import (
-    ACTIVITIES_BY_FILE,
-    PACKAGE_FOLDER,
-    format_exit,
-    format_location,
-    format_ranks,
-    format_report,
-)
+from mpwatch.results.places import ACTIVITIES_BY_FILE, PACKAGE_FOLDER, format_location
+from mpwatch.results.report import format_ranks, format_report
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.diagnosis.stack_dumps import RANK_MAIN_FILE
 from mpwatch.watcher.machine.transitions import StopReason
@@ -316,6 +311,9 @@ def test_a_failure_and_a_result_can_be_made_by_users():
     assert "rank 0 ended without" in str(RunFailedError(result))
 
 
+HEAD = "Thread 0x1 (most recent call first):\n"
+
+
 def test_files_of_mpwatch_that_reports_recognise_exist():
     """A renamed module would silently lose its phrase, or show its frames as the user's."""
     files = [PACKAGE_FOLDER + file for file in ACTIVITIES_BY_FILE] + [f"{PACKAGE_FOLDER}/../{RANK_MAIN_FILE}"]
@@ -324,6 +322,34 @@ def test_files_of_mpwatch_that_reports_recognise_exist():
 
 def test_format_location_of_a_rank_outside_of_its_function():
     file = f"{PACKAGE_FOLDER}/worker/process_group.py"
-    assert format_location(f'Thread 0x1 (most recent call first):\n  File "{file}", line 2 in f') == (
-        " while it joined its process group"
-    )
+    assert format_location(f'{HEAD}  File "{file}", line 2 in f') == (" while joining the process group")
+    call = f'  File "{PACKAGE_FOLDER}/wire/pickling/call_payload.py", line 2 in unpack'
+    user = '  File "/home/me/model.py", line 3 in <module>\n    import torch'
+    assert format_location(f"{HEAD}{user}\n{call}") == " while loading the call (model.py:3 in <module>: import torch)"
+
+
+def test_a_crash_without_python_frames_has_no_stack():
+    """A thread that runs no Python code has crashed."""
+    crash = "Fatal Python error: Aborted\n\n<no Python frame>"
+    report = format_report(diagnose(make_observations({**rank_that_died(-6), "crash_stack": crash}, STOPPED_RANK)))
+    assert "its Python stack" not in report
+
+
+def test_a_failure_says_what_happened():
+    result = diagnose(make_observations(rank_that_died(-9), rank_that_raised(ValueError("x"), 9.9), rank_that_died(3, 9.9)))
+    assert [str(failure) for failure in result.failures.values()] == [
+        "rank 0: was killed by SIGKILL (not sent by mpwatch: the out-of-memory killer, or somebody's kill -9)",
+        "rank 1: ValueError: x",
+        "rank 2: ended with exit code 3 and no result",
+    ]
+    assert [failure.summary for failure in result.failures.values()] == [
+        "was killed by SIGKILL (not sent by mpwatch: the out-of-memory killer, or somebody's kill -9)",
+        "ValueError: x",
+        "ended with exit code 3 and no result",
+    ]
+
+
+def test_a_rank_that_has_not_started_is_starting():
+    given = make_observations(STOPPED_RANK, stop_reason=StopReason.TIMED_OUT)
+    given.ranks[0].was_ready = False
+    assert format_report(diagnose(given)).splitlines()[-1] == "  rank 0: still at work (starting)"

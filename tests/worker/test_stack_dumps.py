@@ -9,7 +9,7 @@ from random import Random
 from mpwatch.os_support.signals import PYTHON_DUMP_SIGNAL
 from mpwatch.watcher.diagnosis.stack_dumps import StackDumpParser
 from mpwatch.wire.messages import STACKS_END
-from mpwatch.worker.stack_dumps import MAX_FRAMES, register_stack_dumps
+from mpwatch.worker.stack_dumps import INNERMOST_FRAMES, OUTERMOST_FRAMES, register_stack_dumps
 from support.programs import in_own_process
 
 
@@ -116,7 +116,10 @@ def test_the_main_thread_is_seen_if_the_stacks_do_not_fit_into_the_pipe():
     has_started.wait()
     main = recurse(200, StackPipe().dump).partition("\n\n")[0]
     assert main.startswith("Current thread ")
-    assert main.count("in recurse") == MAX_FRAMES - 1
+    inner, outer = main.split("  ...\n")
+    assert inner.count("in recurse") == INNERMOST_FRAMES - 1
+    assert outer.count("  File ") == OUTERMOST_FRAMES
+    assert outer.endswith('  File "<string>", line 1 in <module>')
 
 
 @in_own_process

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from mpwatch.multinode.protocol.json_codec import MAX_INTEGER, MAX_TEXT, clean_text, from_json, to_json
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError, dump_json
-from mpwatch.results.model import ProcessFailure
+from mpwatch.results.failure import ProcessFailure
 from mpwatch.wire.exceptions import source_lines
 from mpwatch.wire.exceptions.decoder import ExceptionNode, build_graph
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder

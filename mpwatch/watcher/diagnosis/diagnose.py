@@ -20,7 +20,8 @@ from functools import partial
 from typing import Any
 
 from mpwatch.results import report as texts
-from mpwatch.results.model import FailureKind, ProcessFailure, WorkerState
+from mpwatch.results.failure import FailureKind, ProcessFailure
+from mpwatch.results.model import WorkerState
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.diagnosis.failures import (
     TimedFailure,

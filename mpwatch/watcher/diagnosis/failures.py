@@ -5,11 +5,12 @@ one. Here, a failure is marked as secondary only if it is certain that a lost or
 """
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.results import report as texts
-from mpwatch.results.model import FailureKind, ProcessFailure
+from mpwatch.results.failure import FailureKind, ProcessFailure, describe_failure
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_death, classify_exception
 from mpwatch.watcher.diagnosis.stragglers import get_stacks_or_state
@@ -219,7 +220,7 @@ def _build(
     exit_code: int = 1,
     **fields: Any,
 ) -> TimedFailure:
-    return at, ProcessFailure(
+    failure = ProcessFailure(
         rank=observed.worker.rank,
         local_rank=observed.worker.local_rank,
         pid=observed.pid,
@@ -231,3 +232,4 @@ def _build(
         log_files=dict(observed.stderr_tail.log_files),
         **{"stderr": observed.stderr, **fields},
     )
+    return at, failure if failure.summary else replace(failure, summary=describe_failure(failure))

@@ -71,7 +71,7 @@ def get_stacks_or_state(observed: RankObservations) -> str:
     """Return the stacks of the rank, or the reason why it wrote none. Empty if neither is known."""
     if observed.stacks:
         return observed.stacks
-    return BLOCKED_STATES.get(observed.process_state, "")
+    return BLOCKED_STATES.get(observed.process_state, "" if observed.was_ready else "starting")
 
 
 def _is_outside_collectives(observed: RankObservations) -> bool:

@@ -6,7 +6,8 @@ With scope="worker" each rank is a restart group of its own, and has its own res
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mpwatch.results.model import ProcessFailure, WorkerState
+from mpwatch.results.failure import ProcessFailure
+from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_timeout
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.diagnosis.observations import AttemptObservations

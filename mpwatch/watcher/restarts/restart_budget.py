@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from random import random
 
 from mpwatch.options.restart_policy import PROGRAMMING_ERRORS, RestartPolicy
-from mpwatch.results.model import FailureKind, ProcessFailure
+from mpwatch.results.failure import FailureKind, ProcessFailure
 
 NOT_IN_RETRY_IF = "`retry_if` does not allow a restart after this failure"
 

@@ -12,8 +12,8 @@ from typing import Any
 from mpwatch.events.types import CallStarted, Event, HeartbeatLate, WorkerExited, WorkerReady, WorkerSucceeded
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
+from mpwatch.results.failure import format_exit
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_exit
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.state_machine import StateMachine

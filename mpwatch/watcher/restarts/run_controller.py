@@ -20,8 +20,9 @@ from typing import Any, Generic, TypeVar
 
 from mpwatch.events.types import Restarting, WorkerFailed, WorkerStopped
 from mpwatch.options.spec import WorkerSpec
+from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
-from mpwatch.results.report import format_attempts, format_verdict, summarize_exception
+from mpwatch.results.report import format_attempts, format_verdict
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import CommandQueue, DelayedAction, PendingCall, RestartCommand
 from mpwatch.watcher.diagnosis.diagnose import diagnose

@@ -203,7 +203,9 @@ def test_a_deep_stack_is_no_reason_to_wait():
     ended_at = SPAWN.Value("d", 0.0)
     error = error_of(stack_functions.fails_beside_a_deep_stack, SPAWN.Barrier(2), ended_at)
     assert time.monotonic() - ended_at.value < 5
-    assert error.stacks[0].count("in recurses_then_waits") >= 90  # of 100: the others may be those of the barrier
+    assert (
+        error.stacks[0].count("in recurses_then_waits") >= 80
+    )  # of 100: the others are those of the barrier and of mpwatch
 
 
 def test_a_suspended_rank_is_reported_as_suspended(barrier):

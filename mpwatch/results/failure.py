@@ -1,0 +1,180 @@
+"""The failure of one rank, and the words that say what happened to it.
+
+The functions make text when it is asked for, and do no I/O. `summarize_exception` runs user code: `__str__` of the
+exception. The watcher thread calls `format_exit`, which runs none.
+"""
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from mpwatch.results.places import format_location, format_raise_location
+from mpwatch.wire.exceptions import decoder
+from mpwatch.wire.exceptions.encoder import ExceptionEncoder
+
+USUAL_CAUSES = {
+    signal.SIGSEGV: "an invalid memory access, usually in compiled code",
+    signal.SIGBUS: "a memory error, often a full /dev/shm",
+    signal.SIGFPE: "an arithmetic error in compiled code",
+    signal.SIGILL: "an instruction this CPU does not have",
+    signal.SIGABRT: "compiled code called abort(): see the end of stderr",
+    signal.SIGKILL: "not sent by mpwatch: the out-of-memory killer, or somebody's kill -9",
+    signal.SIGTERM: "not sent by mpwatch: somebody's kill, or a job scheduler",
+}
+TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
+
+
+class FailureKind(Enum):
+    """Why a rank has no result."""
+
+    EXCEPTION = "EXCEPTION"  # its function raised, or its return value could not be pickled, sent or unpickled
+    EXIT = "EXIT"  # it exited with a status other than 0
+    SIGNAL = "SIGNAL"  # a signal killed it, and the watcher did not send it
+    OOM = "OOM"  # the kernel's out-of-memory killer killed it, and there is proof
+    HANG = "HANG"  # it sent no heartbeat for `heartbeat_timeout`, or it kept its peers waiting in a collective
+    START = "START"  # it ended, failed or timed out before it called the function
+    LOST = "LOST"  # it ended without a result, with status 0 or an unknown status; or its node was lost
+    TIMEOUT = "TIMEOUT"  # it was still running when `timeout` expired
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessFailure:
+    """The failure of one rank: its own, or a secondary one (`is_secondary`). Ranks that the watcher stopped have none.
+
+    To add a field: add it here, and set it in watcher/diagnosis/failures.py. Other nodes get it automatically:
+    multinode/protocol/failure_codec.py encodes all fields of this class.
+    """
+
+    rank: int
+    """Global rank."""
+    local_rank: int
+    """Rank on its node."""
+    pid: int | None
+    """Process id. Another process may have it by now. None: not known, for example because the node was lost."""
+    hostname: str
+    """Name of the machine."""
+    group_rank: int | None = None
+    """Number of its node in a job of several nodes. None in a run on one node."""
+    kind: FailureKind
+    exit_code: int
+    """The exit status that a shell would show: 1 for an exception, the code of SystemExit, 128 + n for signal n. Never 0."""
+    signal: int | None = None
+    """Number of the signal that killed the rank. None: no signal did."""
+    exception: BaseException | None = None
+    """The rank's own exception, with its cause, context, notes and frames. None: it raised none, or could not send it."""
+    summary: str = ""
+    """What happened: the exception's type and text, as formatted in the rank. Without an exception, the words of the report,
+    such as "was killed by SIGSEGV (...)". mpwatch never leaves it empty."""
+    traceback: str = ""
+    """The traceback as the rank would have printed it, with source lines. Empty without an exception."""
+    stack: str = ""
+    """The Python stacks of a rank that crashed, hung or ran into the timeout. Format of faulthandler, with source lines. The
+    innermost frame is first. Empty if there are none."""
+    stderr: str = ""
+    """The last lines of the rank's stderr, if the option `logs` lets the watcher read it. If the rank never became ready:
+    what its interpreter printed."""
+    log_files: Mapping[str, str] = field(default_factory=dict)
+    """Paths of the rank's log files by stream: "stdout", "stderr". Empty without log files. See `LogSpec`."""
+    evidence: str = ""
+    """What else is known about the cause, for example the proof of an OOM kill. May be empty."""
+    is_secondary: bool = False
+    """Whether this is a consequence of another failure: the rank lost a peer, or waited for one without success."""
+    elapsed: float = 0.0
+    """Seconds from the start of the run to the failure. For a silent rank: to its last heartbeat."""
+
+    def __str__(self) -> str:
+        """Return a line of the report: `rank 3: was killed by SIGKILL (...)`."""
+        return format_failure(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for pickle, with the exception encoded: many exceptions cannot be pickled as they are."""
+        state = dict(self.__dict__)
+        if self.exception is not None:
+            encoder = ExceptionEncoder(self.exception)
+            state["exception"] = (encoder.plain(), encoder.details())
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["exception"] is not None:
+            state = {**state, "exception": decoder.decode_exception(*state["exception"])}
+        self.__dict__.update(state)
+
+
+def format_failure(failure: ProcessFailure) -> str:
+    """Return which rank failed, and what happened to it."""
+    return f"{name_rank(failure)}: {describe_failure(failure)}"
+
+
+def name_rank(failure: ProcessFailure) -> str:
+    """Return the rank, and in a job of several nodes also its node."""
+    node = "" if failure.group_rank is None else f" on node {failure.group_rank} ({failure.hostname})"
+    return f"rank {failure.rank}{node}"
+
+
+def describe_failure(failure: ProcessFailure) -> str:
+    """Return what happened to a rank, as a phrase that follows its name."""
+    if failure.kind is FailureKind.SIGNAL:
+        return _describe_signal(failure.signal, failure.evidence)
+    if failure.kind is FailureKind.OOM:
+        return f"was killed by the kernel's out-of-memory killer ({failure.evidence})"
+    if failure.kind is FailureKind.EXCEPTION:
+        return _describe_exception(failure)
+    if failure.kind is FailureKind.START:
+        return _describe_start_failure(failure)
+    if failure.kind is FailureKind.HANG:
+        return f"{failure.evidence or 'hung'}: still at work{format_location(failure.stack)}"
+    if failure.kind is FailureKind.TIMEOUT:
+        return f"still at work{format_location(failure.stack)}"
+    if failure.kind is FailureKind.LOST and failure.pid is None and failure.evidence:  # its node was lost
+        return f"was lost: {failure.evidence}"
+    because = failure.evidence or (_describe_exception(failure) if failure.exception else "")
+    if failure.kind is FailureKind.EXIT:
+        return f"ended with exit code {failure.exit_code} and no result" + (f" ({because})" if because else "")
+    usual = "os._exit(0), os.exec*(), or other code in this program took its exit status"
+    return f"ended without returning a result ({because or usual})"
+
+
+def format_exit(code: int) -> str:
+    """Return how a process ended, as a phrase. `code` is negative for a signal, as in multiprocessing."""
+    return _describe_signal(-code) if code < 0 else f"ended with exit code {code}"
+
+
+def _describe_signal(number: int | None, evidence: str = "") -> str:
+    try:
+        name = signal.Signals(number or 0)
+    except ValueError:  # a real-time signal has no name
+        return f"was killed by signal {number}"
+    cause = evidence or USUAL_CAUSES.get(name)
+    return f"was killed by {name.name}" + (f" ({cause})" if cause else "")
+
+
+def _describe_start_failure(failure: ProcessFailure) -> str:
+    if failure.signal is not None:
+        return f"never started: it {_describe_signal(failure.signal, failure.evidence)}"
+    if failure.evidence:
+        return f"never started: {failure.evidence}"
+    if failure.exception is not None:
+        hint = "; a rank uses the caller's sys.path, and imports modules from where the caller found them"
+        lacks = isinstance(failure.exception, ImportError | AttributeError)
+        return f"could not load the call: {_describe_exception(failure)}{hint if lacks else ''}"
+    return f"never started: its interpreter ended with exit code {failure.exit_code}"
+
+
+def _describe_exception(failure: ProcessFailure) -> str:
+    """Return the first line of the exception's text, and where it was raised."""
+    if failure.exception is None:
+        return "raised an exception that could not be sent" + (f" ({failure.evidence})" if failure.evidence else "")
+    text = (failure.summary or summarize_exception(failure.exception)).strip()
+    line = text.partition("\n")[0]
+    return line[:TEXT_LIMIT] + (" …" if line[:TEXT_LIMIT] != text else "") + format_raise_location(failure.exception)
+
+
+def summarize_exception(error: BaseException) -> str:
+    """Return the type and the text of an exception that was raised in this process."""
+    try:
+        text = str(error).strip()
+    except BaseException as broken:  # noqa: BLE001  user code of the class, which may even exit
+        text = f"<its __str__ raised {type(broken).__name__}>"
+    return f"{type(error).__qualname__}: {text}" if text else type(error).__qualname__

@@ -1,0 +1,81 @@
+"""Names the place in the code where a rank was, or where it raised, as a phrase of the report.
+
+The place is a frame of user code, if there is one: not of mpwatch, the standard library or an installed package.
+"""
+
+import os
+import sysconfig
+from collections.abc import Iterable
+from traceback import walk_tb
+
+from mpwatch.results.stack_frames import parse_frames
+from mpwatch.wire.exceptions.decoder import get_builtin_attribute
+from mpwatch.wire.exceptions.source_lines import cell_name
+
+SOURCE_LIMIT = 100  # characters of a line of source
+PACKAGE_FOLDER = os.path.dirname(os.path.dirname(__file__))  # of mpwatch
+LIBRARIES = (
+    PACKAGE_FOLDER,
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    "<frozen ",
+)  # files that are not user code
+# What a rank does while its function does not run, by the file of the outermost frame. The first match counts.
+ACTIVITIES_BY_FILE = {
+    "/wire/pickling/call_payload.py": "while loading the call",
+    "/worker/process_group.py": "while joining the process group",
+    "/worker/channel.py": "while sending the answer",
+    "/wire/": "while making the answer",
+    "/worker/": "just before or after the function",
+}
+
+
+def format_location(stacks: str) -> str:
+    """Return where the first thread of a stack was, as a phrase: ` in all_reduce (train.py:88 in step: ...)`.
+
+    The phrase names the innermost function, and the innermost frame of user code. Outside of the function it is what the
+    rank did, and the frame of user code if there is one: ` while loading the call (model.py:3 in <module>: ...)`. If there
+    are no stacks, it is the line that says why, or empty.
+    """
+    frames = list(parse_frames(stacks))
+    if not frames:
+        lines = stacks.partition("\n\n")[0].splitlines()
+        return f" ({lines[0]})" if len(lines) == 1 else ""
+    files = [frame.file for frame in frames]
+    frame = frames[_find_user_frame(files)]
+    source = f": {frame.source[:SOURCE_LIMIT]}" if frame.source else ""
+    place = f" ({_format_file_name(frame.file)}:{frame.line} in {frame.function}{source})"
+    for file, activity in ACTIVITIES_BY_FILE.items():
+        if files[-1].startswith(PACKAGE_FOLDER + file):
+            return f" {activity}{'' if _is_of_library(frame.file) else place}"
+    function = f" in {frames[0].function}" if frame is not frames[0] else ""
+    return f"{function}{place}"
+
+
+def format_raise_location(error: BaseException) -> str:
+    """Return the innermost frame of user code, or of any code if there is none."""
+    trace = get_builtin_attribute(error, "__traceback__")
+    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(trace)]
+    if not frames:
+        return ""
+    frames.reverse()
+    path, line, name = frames[_find_user_frame(path for path, _, _ in frames)]
+    return f" ({_format_file_name(path)}:{line} in {name})"
+
+
+def _find_user_frame(files: Iterable[str]) -> int:
+    """Return the index of the innermost frame of user code, or 0 if there is none. `files` begins with the innermost one.
+
+    Files are preferred to strings such as `<string>`, which may be the generated methods of a dataclass.
+    """
+    user_code = [(n, file) for n, file in enumerate(files) if not _is_of_library(file)]
+    in_files = [n for n, file in user_code if not file.startswith("<")]
+    return next(iter(in_files), user_code[0][0] if user_code else 0)
+
+
+def _is_of_library(file: str) -> bool:
+    return file.startswith(LIBRARIES) or "/site-packages/" in file
+
+
+def _format_file_name(path: str) -> str:
+    return cell_name(path) or path.rpartition("/")[2].replace("\n", "\\n")
