@@ -135,6 +135,7 @@ def test_ranks_that_answer_to_ctrl_c_stay(ignores, after):
 def test_ranks_stay_if_ctrl_c_comes_while_the_signals_are_taken_over():
     with WorkerGroup(1) as group:
         before = pids_of(group)
+        group.run(callable, (sleep_until_interrupted,))  # an interrupted import may leave broken modules
         for n in itertools.count(1):
             with SignalAtLine(signal.SIGINT, "HostSignals.take_over", n) as interrupt:
                 try:
