@@ -34,6 +34,8 @@ class RunFailedError(MpwatchError):
     def __init__(self, result: RunResult[Any]) -> None:
         super().__init__(result)
         self.result = result
+        # here, since a pickle has the result only: another process unpickles the error with its cause
+        self.__cause__ = result.root_cause.exception if result.root_cause else None
 
     @property
     def root_cause(self) -> ProcessFailure | None:
@@ -85,11 +87,9 @@ class RunTimeoutError(RunFailedError, TimeoutError):
 
 
 def make_error(result: RunResult[Any]) -> RunFailedError:
-    """Return the error for a run that did not succeed. Its `__cause__` is the exception of the rank that failed first."""
+    """Return the error for a run that did not succeed."""
     timed_out = any(failure.kind is FailureKind.TIMEOUT for failure in result.failures.values())
-    error = (RunTimeoutError if timed_out else RunFailedError)(result)
-    error.__cause__ = result.root_cause.exception if result.root_cause else None
-    return error
+    return (RunTimeoutError if timed_out else RunFailedError)(result)
 
 
 def raise_if_failed(result: RunResult[Any]) -> None:

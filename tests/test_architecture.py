@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import mpwatch
-from support.programs import python
+from support.programs import call, python
 
 PACKAGE = Path(mpwatch.__file__).parent
 DATA = {"errors", "events", "options", "results"}
@@ -148,6 +148,17 @@ def test_mpwatch_events_is_imported_at_first_use():
 def test_import_mpwatch_loads_few_modules():
     out = python("-c", "import sys, mpwatch; mpwatch.run; print(*sys.modules)").stdout.split()
     assert not {"torch", "cloudpickle", "tblib", "numpy"} & set(out)
+
+
+def list_modules_of_tblib():
+    def find():
+        return [name for name in sys.modules if name.partition(".")[0] == "tblib"]
+
+    print(list(mpwatch.run(find, 2)), find())
+
+
+def test_a_run_that_succeeds_does_not_import_tblib():
+    assert call(list_modules_of_tblib).stdout == "[[], []] []\n"
 
 
 def test_the_guardian_imports_no_module_of_mpwatch():

@@ -25,7 +25,8 @@ mpwatch/wire uses these details of CPython where they are needed:
 - exceptions/source_lines.py reads and writes `linecache.cache`. Without it a traceback has no source lines of code that is
   in no file (notebook cells).
 - exceptions/tracebacks.py takes the entry `tb_lasti // 2` of `co_positions()`: one entry for each instruction of two bytes.
-  If that changes, tracebacks of ranks have no carets, or wrong ones.
+  If that changes, tracebacks of ranks have no carets, or wrong ones. It also relies on the first line of compiled module
+  code being 1. If that changes, their lines are wrong.
 """
 
 from __future__ import annotations

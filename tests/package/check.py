@@ -28,7 +28,7 @@ with tempfile.TemporaryDirectory() as folder:
     python = Path(folder) / "bin" / "python"
     # without dependencies: torch has hundreds of megabytes, and this code does not need it
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True)
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "cloudpickle", "pytest>=8.2"], check=True)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "cloudpickle", "tblib", "pytest>=8.2"], check=True)
     code = "import mpwatch; print(mpwatch.__version__, list(mpwatch.run(abs, 2, args=(-3,))))"
     finished = subprocess.run([python, "-W", "error", "-c", code], check=True, capture_output=True, text=True, cwd=folder)
     assert finished.stdout == "0.1.0 [3, 3]\n", finished.stdout

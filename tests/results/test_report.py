@@ -299,6 +299,7 @@ def test_every_error_pickles(kind):
     assert type(back) is kind
     assert str(back).splitlines()[1:] == str(error).splitlines()[1:]
     assert back.root_cause.exception.args[0] == "x"
+    assert back.__cause__ is back.root_cause.exception
 
 
 def test_is_running():

@@ -24,7 +24,7 @@ from mpwatch.results.failure import ProcessFailure
 from mpwatch.wire.exceptions import source_lines
 from mpwatch.wire.exceptions.decoder import ExceptionNode, build_graph
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
-from mpwatch.wire.exceptions.tracebacks import Frame
+from mpwatch.wire.exceptions.tracebacks import Frame, Span, get_file, is_hidden, make_frame
 
 LOCAL_FIELDS: Final[Mapping[str, str]] = {
     "exception": "nodes exchange no pickles, so an ExceptionGraph of the same name is sent instead of the exception",
@@ -48,6 +48,10 @@ BUILTIN_EXCEPTIONS = {
 }
 
 
+# file, name, qualified name, first line of the code, current line, module, is hidden, span (None if it is unknown)
+EncodedFrame = tuple[str, str, str, int, int, str, bool, Span | None]
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedException:
     """One exception of a graph. It refers to others by their index in the graph."""
@@ -59,7 +63,7 @@ class EncodedException:
     text: str
     message: str
     notes: tuple[str, ...]
-    frames: tuple[Frame, ...]
+    frames: tuple[EncodedFrame, ...]
     cause: int | None
     context: int | None
     suppress: bool
@@ -177,7 +181,7 @@ def _encode_graph(error: BaseException, bytes_left: int) -> ExceptionGraph:
         encoded = _encode_exception(exception, bytes_left // 2 if exceptions else bytes_left * 2 // 3)
         bytes_left -= _json_size(to_json(encoded)) + 1
         exceptions.append(encoded)
-    files = {frame[0] for exception in exception_nodes[: len(exceptions)] for frame in exception["frames"]}
+    files = {get_file(frame) for exception in exception_nodes[: len(exceptions)] for frame in exception["frames"]}
     sources: dict[str, str] = {}
     for file, text in source_lines.collect_for_files(files).items():
         entry = {_encode_name(file, MAX_PATH_BYTES): clean_text(text)}
@@ -219,21 +223,22 @@ def _encode_exception(exception: ExceptionNode, max_bytes: int) -> EncodedExcept
     return replace(without_texts, text=text, message=message, notes=tuple(notes))
 
 
-def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[Frame, ...]:
+def _encode_frames(frames: list[Frame], bytes_left: int) -> tuple[EncodedFrame, ...]:
     """Keep the innermost and the outermost frames, in turn, as long as they fit. Those in between belong to a recursion."""
-    kept: dict[int, Frame] = {}
+    kept: dict[int, EncodedFrame] = {}
     for number in range(min(len(frames), MAX_FRAMES)):
         index = number // 2 if number % 2 else len(frames) - 1 - number // 2
-        file, name, qualname, first_line, line, module, is_hidden, span = frames[index]
+        frame = frames[index]
+        code, variables = frame["tb_frame"]["f_code"], frame["tb_frame"]["f_globals"]
         encoded = (
-            _encode_name(file, MAX_PATH_BYTES),
-            _encode_name(name, MAX_NAME_BYTES),
-            _encode_name(qualname, MAX_NAME_BYTES),
-            _clamp(first_line, 0, MAX_LINE_NUMBER),
-            _clamp(line, 0, MAX_LINE_NUMBER),
-            _encode_name(module, MAX_NAME_BYTES),
-            is_hidden,
-            span,
+            _encode_name(code["co_filename"], MAX_PATH_BYTES),
+            _encode_name(code["co_name"], MAX_NAME_BYTES),
+            _encode_name(code["co_qualname"], MAX_NAME_BYTES),
+            _clamp(code["co_firstlineno"], 0, MAX_LINE_NUMBER),
+            _clamp(frame["tb_lineno"], 0, MAX_LINE_NUMBER),
+            _encode_name(variables.get("__name__", "?"), MAX_NAME_BYTES),
+            is_hidden(frame),
+            frame["span"],
         )
         bytes_left -= _json_size(encoded) + 1
         if bytes_left < 0:
@@ -297,7 +302,7 @@ def _rebuild_exception(graph: ExceptionGraph, hostname: str) -> BaseException:
     used_files = {frame[0] for exception in graph.exceptions for frame in exception.frames}
     exception_nodes: list[ExceptionNode] = []
     for exception in graph.exceptions:
-        frames = [(renamed.get(file, file), *rest) for file, *rest in exception.frames]
+        frames = [_decode_frame(frame, renamed) for frame in exception.frames]
         exception_nodes.append({**asdict(exception), "notes": list(exception.notes), "frames": frames})
     try:
         error = build_graph(exception_nodes)
@@ -305,6 +310,20 @@ def _rebuild_exception(graph: ExceptionGraph, hostname: str) -> BaseException:
         raise InvalidEntryError(f"ExceptionGraph.exceptions cannot be built: {wrong}") from None
     source_lines.add_to_linecache({renamed[name]: text for name, text in graph.sources.items() if name in used_files})
     return error
+
+
+def _decode_frame(encoded: EncodedFrame, renamed: Mapping[str, str]) -> Frame:
+    file, name, qualname, first_line, line, module, hides, span = encoded
+    return make_frame(
+        file=renamed.get(file, file),
+        name=name,
+        qualname=qualname,
+        first_line=first_line,
+        line=line,
+        module=module,
+        is_hidden=hides,
+        span=span,
+    )
 
 
 def _check_exception(exception: EncodedException, path: str, count: int) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpwatch.wire.exceptions import source_lines
-from mpwatch.wire.exceptions.tracebacks import build_traceback
+from mpwatch.wire.exceptions.tracebacks import build_traceback, get_file
 from mpwatch.wire.pickling import return_values
 
 ExceptionNode = dict[str, Any]  # one exception in the message "plain"; for its keys see `_encode_node` in encoder.py
@@ -179,7 +179,7 @@ class ExceptionHeader:
     def __init__(self, node: ExceptionNode) -> None:
         self.name: str = node["name"]
         self.text: str = node["text"]
-        self.raised_in: str = node["frames"][-1][0] if node["frames"] else ""
+        self.raised_in: str = get_file(node["frames"][-1]) if node["frames"] else ""
 
 
 def read_cause_chain(plain: bytes) -> list[ExceptionHeader]:

@@ -29,7 +29,7 @@ from mpwatch.wire.exceptions.decoder import (
     is_builtin_class,
     rebuild_from_pickles,
 )
-from mpwatch.wire.exceptions.tracebacks import read_frames
+from mpwatch.wire.exceptions.tracebacks import get_file, read_frames
 from mpwatch.wire.pickling import return_values
 
 MAX_NODES = 2000  # causes, contexts and group members together; more nodes are left out
@@ -68,7 +68,7 @@ class ExceptionEncoder:
 
     def plain(self) -> bytes:
         """Encode the message "plain"."""
-        files = {frame[0] for node in self.nodes for frame in node["frames"]}
+        files = {get_file(frame) for node in self.nodes for frame in node["frames"]}
         sources = source_lines.collect_for_files(files)
         return marshal.dumps({"nodes": self.nodes, "traceback": _format_traceback(self._errors[0]), "sources": sources})
 

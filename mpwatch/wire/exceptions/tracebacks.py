@@ -1,47 +1,108 @@
-"""Send the frames of a traceback as plain values, and rebuild real frames from them.
+"""Send the frames of a traceback as plain values, and rebuild real frames from them, with tblib.
 
-    in the rank:     read_frames       traceback -> a list of `Frame`, called by encoder.py
-    in the watcher:  build_traceback   a list of `Frame` -> traceback, called by decoder.py
+    in the rank:     read_frames       traceback -> tblib.Traceback -> a list of `Frame`, called by encoder.py
+    in the watcher:  build_traceback   a list of `Frame` -> tblib.Traceback -> traceback, called by decoder.py
+
+A `Frame` is the dictionary that tblib makes of one entry of a traceback, and what tblib lacks: the qualified name, the first
+line of the code, and the span of the expression that raised. tblib would nest the dictionaries of all entries, but the
+traceback of a RecursionError is too deep for that. So here each entry has a dictionary of its own.
 
 A debugger, IPython and the traceback module read file, function, lines and columns from a frame's code object. So
-`build_traceback` compiles a stub function for each frame: a `raise` at the frame's position, in a function that begins at
-the frame's first line. A call of the stub raises, and leaves the wanted frame in the traceback. The frame has no local
-variables, with one exception: `__tracebackhide__ = True`, if the rank's frame had it. pytest and IPython hide such a frame.
+`build_traceback` compiles a stub for each frame: a `raise` at the frame's position, in code that begins at the frame's first
+line. The stub raises, and leaves the wanted frame in the traceback, with the local variables of the `Frame`. There is only
+one: `__tracebackhide__ = True`, if the rank's frame had it. pytest and IPython hide such a frame.
 """
 
 from __future__ import annotations
 
 from itertools import islice
-from types import CodeType, FunctionType, TracebackType
+from types import CodeType, FrameType, SimpleNamespace, TracebackType
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+Frame = dict[str, "Any"]  # as `make_frame` returns it
 # last line, first column, column after the last one; columns count bytes of UTF-8
 Span = tuple[int, int, int]
-# file, name, qualified name, first line of the code, current line, module, is hidden, span (None if it is unknown)
-Frame = tuple[str, str, str, int, int, str, bool, Span | None]
 HIDE_VARIABLE = "__tracebackhide__"
 NO_COLUMN = -1  # makes the compiler write no columns
 CODE_UNIT = 2  # bytes of code for which co_positions() has one entry; see os_support/cpython_private.py
+RAISED = "__mpwatch_error"  # the variable of a stub, removed when it has raised
 
 
 def read_frames(trace: TracebackType | None) -> list[Frame]:
-    """Return the frames of a traceback, outermost first."""
+    """Return the frames of a traceback, outermost first. They hold builtin values only."""
     frames = []
     while trace is not None:
-        code = trace.tb_frame.f_code
-        module = trace.tb_frame.f_globals.get("__name__", "?")
-        line = trace.tb_lineno or 0  # generated code may have no line numbers
-        names = (str.__str__(code.co_filename), str.__str__(code.co_name), str.__str__(code.co_qualname))
-        module = str.__str__(module) if isinstance(module, str) else "?"
-        # The second test copies all local variables, so it runs only after the first. A callable, which pytest would call,
-        # counts as False.
-        is_hidden = HIDE_VARIABLE in code.co_varnames and trace.tb_frame.f_locals.get(HIDE_VARIABLE) is True
-        frames.append((*names, code.co_firstlineno, line, module, is_hidden, _read_span(trace, line)))
+        frames.append(_read_frame(trace))
         trace = trace.tb_next
     return frames
+
+
+def make_frame(
+    *,
+    file: str,
+    name: str,
+    qualname: str,
+    first_line: int,
+    line: int,
+    module: str,
+    is_hidden: bool = False,
+    span: Span | None = None,
+) -> Frame:
+    """Return a frame as `tblib.Traceback.to_dict` does, with "co_qualname", "co_firstlineno" and "span" added.
+
+    Args:
+        file: name of the file.
+        name: name of the function.
+        qualname: its qualified name.
+        first_line: first line of the function.
+        line: line that was executed.
+        module: name of the module.
+        is_hidden: whether `__tracebackhide__` was true.
+        span: of the expression that raised. None: it is unknown.
+    """
+    frame = {
+        "f_globals": {"__name__": module, "__file__": file},
+        "f_locals": {HIDE_VARIABLE: True} if is_hidden else {},
+        "f_code": {"co_filename": file, "co_name": name, "co_qualname": qualname, "co_firstlineno": first_line},
+        "f_lineno": line,
+    }
+    return {"tb_frame": frame, "tb_lineno": line, "tb_next": None, "span": span}
+
+
+def get_file(frame: Frame) -> str:
+    """Return the name of the frame's file."""
+    file: str = frame["tb_frame"]["f_code"]["co_filename"]
+    return file
+
+
+def is_hidden(frame: Frame) -> bool:
+    """Return whether pytest and IPython hide the frame."""
+    return frame["tb_frame"]["f_locals"].get(HIDE_VARIABLE) is True
+
+
+def _read_frame(trace: TracebackType) -> Frame:
+    from tblib import Traceback  # not at the top: most ranks never need it
+
+    code = trace.tb_frame.f_code
+    line = trace.tb_lineno or 0  # generated code may have no line numbers
+    entry = SimpleNamespace(tb_frame=trace.tb_frame, tb_lineno=line, tb_next=None)
+    read: Frame = Traceback(entry, get_locals=_get_hide_variable).to_dict()
+    frame = read["tb_frame"]
+    frame["f_globals"] = {name: str.__str__(text) for name, text in frame["f_globals"].items() if isinstance(text, str)}
+    frame["f_code"] = {name: str.__str__(text) for name, text in frame["f_code"].items()}
+    frame["f_code"]["co_qualname"] = str.__str__(code.co_qualname)
+    frame["f_code"]["co_firstlineno"] = code.co_firstlineno
+    return {**read, "span": _read_span(trace, line)}
+
+
+def _get_hide_variable(frame: FrameType) -> dict[str, bool]:
+    # The second test copies all local variables, so it runs only after the first. A callable, which pytest would call,
+    # counts as False.
+    hides = HIDE_VARIABLE in frame.f_code.co_varnames and frame.f_locals.get(HIDE_VARIABLE) is True
+    return {HIDE_VARIABLE: True} if hides else {}
 
 
 def _read_span(trace: TracebackType, line: int) -> Span | None:
@@ -57,44 +118,51 @@ def _read_span(trace: TracebackType, line: int) -> Span | None:
 
 def build_traceback(frames: list[Frame]) -> TracebackType | None:
     """Return a traceback with these frames. It does not recurse, because a RecursionError has a thousand frames."""
-    stubs: dict[Frame, CodeType] = {}  # the frames of a recursion share their code
+    from tblib import Traceback
+
+    stubs: dict[tuple[Any, ...], CodeType] = {}  # the frames of a recursion share their code
     trace = None
     for frame in reversed(frames):
-        if frame not in stubs:
-            stubs[frame] = _compile_stub(frame)
-        raised = _call_stub(stubs[frame], frame)
-        trace = TracebackType(trace, raised.tb_frame, raised.tb_lasti, frame[4])
+        key = (*frame["tb_frame"]["f_code"].values(), frame["tb_lineno"], frame["span"])
+        if key not in stubs:
+            stubs[key] = _compile_stub(frame)
+        entry = Traceback.from_dict(frame)
+        raised = _run_stub(stubs[key], entry.tb_frame.f_globals, entry.tb_frame.f_locals)
+        trace = TracebackType(trace, raised.tb_frame, raised.tb_lasti, entry.tb_lineno)
     return trace
 
 
 def _compile_stub(frame: Frame) -> CodeType:
     import ast  # not at the top: a rank never needs it
 
-    file, name, qualname, first, line, _, is_hidden, span = frame
-    end, column, end_column = span or (line, NO_COLUMN, NO_COLUMN)
-    position: Any = {"lineno": line, "end_lineno": end, "col_offset": column, "end_col_offset": end_column}
-    body: list[ast.stmt] = [ast.Raise(ast.Name("error", ast.Load(), **position), None, **position)]
-    if is_hidden:
-        body.insert(
-            0,
-            ast.Assign([ast.Name(HIDE_VARIABLE, ast.Store(), **position)], ast.Constant(value=True, **position), **position),
-        )
-    parameters = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
-    # The line of the `def` becomes co_firstlineno. It cannot be replaced later: the code stores its lines relative to it.
-    def_position: Any = {"lineno": first, "end_lineno": first, "col_offset": 0, "end_col_offset": 0}
-    module = ast.Module([ast.FunctionDef("stub", parameters, body, [], **def_position)], [])
-    (code,) = (constant for constant in compile(module, "stub", "exec").co_consts if isinstance(constant, CodeType))
-    return code.replace(co_filename=file, co_name=name, co_qualname=qualname)
+    names, line = frame["tb_frame"]["f_code"], frame["tb_lineno"]
+    end, column, end_column = frame["span"] or (line, NO_COLUMN, NO_COLUMN)
+    # The lines of a module are relative to its first line, which is 1 until it is replaced below.
+    first = min(names["co_firstlineno"], line)
+    before = first - 1
+    position: Any = {
+        "lineno": line - before,
+        "end_lineno": end - before,
+        "col_offset": column,
+        "end_col_offset": end_column,
+    }
+    module = ast.Module([ast.Raise(ast.Name(RAISED, ast.Load(), **position), None, **position)], [])
+    return compile(module, "stub", "exec").replace(
+        co_filename=names["co_filename"],
+        co_name=names["co_name"],
+        co_qualname=names["co_qualname"],
+        co_firstlineno=first,
+    )
 
 
-def _call_stub(code: CodeType, frame: Frame) -> TracebackType:
-    variables = {"__name__": frame[5], "__file__": frame[0], "error": _StubError()}
+def _run_stub(code: CodeType, global_variables: dict[str, Any], local_variables: dict[str, Any]) -> TracebackType:
+    global_variables[RAISED] = _StubError()
     trace = None
     try:
-        FunctionType(code, variables)()
+        exec(code, global_variables, local_variables)  # noqa: S102  the stub
     except _StubError as error:
-        del variables["error"]  # the error refers to the frame, and the frame to these variables: a reference cycle
         trace = error.__traceback__
+    del global_variables[RAISED]  # the error refers to the frame, and the frame to these variables: a reference cycle
     assert trace is not None  # the stub raised
     assert trace.tb_next is not None  # the first entry is that of this function
     return trace.tb_next

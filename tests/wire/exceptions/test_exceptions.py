@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mpwatch.wire.exceptions.decoder import decode_exception, read_cause_chain, read_traceback_text
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
-from mpwatch.wire.exceptions.tracebacks import build_traceback, read_frames
+from mpwatch.wire.exceptions.tracebacks import build_traceback, make_frame, read_frames
 from support import failing
 
 
@@ -466,7 +466,8 @@ def test_frames_have_the_attributes_that_a_debugger_reads():
 
 @pytest.mark.parametrize(("first", "line"), [(1, 1), (5, 3), (1, 100_000), (70, 6), (10, 0)])
 def test_any_line_of_any_function(first, line):
-    (trace,) = iterate_traceback(build_traceback([("file.py", "f", "A.f", first, line, "module", False, None)]))
+    frame = make_frame(file="file.py", name="f", qualname="A.f", first_line=first, line=line, module="module")
+    (trace,) = iterate_traceback(build_traceback([frame]))
     assert (trace.tb_lineno, trace.tb_frame.f_lineno) == (line, line)
     assert trace.tb_frame.f_globals["__name__"] == "module"
 

@@ -1,0 +1,240 @@
+"""Functions that raise in expressions of many forms. The lines are long, short, nested and of several lines on purpose."""
+
+# ruff: noqa: E731, F401, PIE804, PLR0133, RUF059
+# fmt: off
+
+import contextlib
+import dataclasses
+import functools
+import linecache
+from types import SimpleNamespace
+
+zero = 0
+nothing = None
+data = {"a": {"b": [1, 2, 3]}, "größe": 0}
+tree = SimpleNamespace(left=SimpleNamespace(right=None))
+
+
+def returns(value, *_, **__):
+    return value
+
+
+def division():
+    return 1 + 2 / zero * 3
+
+
+def division_after_wide_characters():
+    return {"größe": "äöü 漢字", "ratio": 1 / data["größe"]}
+
+
+def call_of_several_lines():
+    return returns(
+        1,
+        returns(
+            2,
+            1 / zero,
+        ),
+    )
+
+
+def call_that_takes_no_such_argument():
+    return returns(1, 2)(
+        3,
+        4,
+    )
+
+
+def chained_attributes():
+    return tree.left.right.value.more
+
+
+def chained_calls():
+    return "abc".upper().lower().no_such_method().strip()
+
+
+def chained_subscripts():
+    return data["a"]["b"][2][0]
+
+
+def missing_key():
+    return data["a"]["c"]["d"]
+
+
+def slice_of_nothing():
+    return returns(nothing)[1:2]
+
+
+def list_comprehension():
+    return [1 / n for n in (2, 1, 0)]
+
+
+def nested_comprehension():
+    return [[x / y for x in range(2)] for y in (1, 0)]
+
+
+def generator_expression():
+    return sum(
+        1 / n
+        for n in (1, 0)
+    )
+
+
+def dictionary_comprehension():
+    return {n: data[n] for n in ("a", "b")}
+
+
+def condition():
+    return 1 if zero else 2 / zero
+
+
+def comparison():
+    return 1 < "a" < 3
+
+
+def boolean_operators():
+    return zero or (nothing and 1) or 1 % zero
+
+
+def unary_operator():
+    return -returns(nothing)
+
+
+def call_with_stars():
+    return returns(*[1], **{"a": 1 // zero})
+
+
+def unpacking():
+    first, second = returns([1, 2, 3])
+    return first
+
+
+def assertion():
+    assert returns(zero) == 1, f"{zero} is not one"
+
+
+def formatted_text():
+    return f"the ratio is {1 / zero:.2f} of all"
+
+
+def lambda_function():
+    invert = lambda value: 1 / value
+    return invert(zero)
+
+
+def raise_from():
+    try:
+        division()
+    except ZeroDivisionError as error:
+        raise RuntimeError("the second") from error
+
+
+def raise_in_a_handler():
+    try:
+        missing_key()
+    except KeyError:
+        chained_attributes()
+
+
+def with_statement():
+    with contextlib.suppress(KeyError), returns(nothing):
+        pass
+
+
+def loop_over_nothing():
+    for _ in returns(nothing):
+        pass
+
+
+def augmented_assignment():
+    value = [1]
+    value += zero
+
+
+def deletion():
+    del data["no such key"]
+
+
+def import_statement():
+    from contextlib import no_such_name
+
+
+def fails_first(fn):
+    @functools.wraps(fn)
+    def wrapped(*args):
+        return fn(*args) / zero
+
+    return wrapped
+
+
+@fails_first
+@functools.lru_cache
+def decorated():
+    return 1
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+    def __post_init__(self):
+        self.x / zero
+
+    @property
+    def inverse(self):
+        return 1 / (self.x - self.x)
+
+
+def method_that_a_dataclass_calls():
+    return Point(
+        x=1
+    )
+
+
+def generated_code():
+    source = "def generated():\n    return 1 + (\n        2 / 0\n    )\n"
+    linecache.cache["<generated>"] = (len(source), None, source.splitlines(keepends=True), "<generated>")
+    names = {}
+    exec(compile(source, "<generated>", "exec"), names)
+    return names["generated"]()
+
+
+def cell_of_a_notebook():
+    source = "values = [1, 0]\nratios = [1 / value for value in values]\n"
+    linecache.cache["<ipython-input-7-abc>"] = (len(source), None, source.splitlines(keepends=True), "<ipython-input-7-abc>")
+    exec(compile(source, "<ipython-input-7-abc>", "exec"), {})
+
+
+def code_without_source():
+    exec("1 / 0")
+
+
+def deep_recursion():
+    def recurse(depth):
+        return recurse(depth - 1) if depth else 1 / zero
+
+    return recurse(50)
+
+
+def endless_recursion():
+    return endless_recursion() + 1
+
+
+EXAMPLES = [
+    value
+    for value in list(vars().values())
+    if getattr(value, "__module__", "") == __name__ and callable(value) and value not in (returns, fails_first, Point)
+]
+
+
+def raise_all():
+    """Raise a group of all their exceptions. Each has its own traceback, as this process prints it, as `text`."""
+    import traceback
+
+    errors = []
+    for example in EXAMPLES:
+        try:
+            example()
+        except Exception as error:
+            error.text = traceback.format_exc()
+            errors.append(error)
+    raise ExceptionGroup("all", errors)
