@@ -95,7 +95,8 @@ def run(
             `join_timeout` or `timeout`.
         TypeError, ValueError: an argument is not valid.
         RuntimeError: the call is made in a rank at the import of the module of its function. Its ranks would import it, too.
-        KeyboardInterrupt: Ctrl-C. The ranks received SIGINT, too, and had grace_period seconds to exit.
+        KeyboardInterrupt: Ctrl-C. The ranks received SIGINT, too, and had grace_period seconds to exit. Its note says where
+            each rank was, and which step it had reported last.
     """
     __tracebackhide__ = True  # IPython and pytest then show the user's frames only
     check_flag("check", check)

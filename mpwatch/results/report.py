@@ -8,13 +8,14 @@ A report looks like this:
     rank 1 failed first: ValueError: x (train.py:88 in step)      the verdict
       its logs: ...                                               details of the root cause
       ranks 0, 2: stopped by the watcher (train.py:12 in step)    the fates of the other ranks, grouped
+      last reports: ranks 0-3 at step 30 of 100                   of a run that no failure has ended
       restarted 2 times, then no more: ...                        restarts
         first start, 1.2 s: rank 3 was killed by SIGKILL          failed attempts
 """
 
 import re
 import signal
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -41,6 +42,7 @@ STACK_LINES = 24  # of the stack of a crash: a dozen frames, each with its line 
 STDERR_LINES = 12  # that the report quotes, from the end of stderr
 ATTEMPT_LINES = 30
 FATE_LINES = 30  # groups of ranks; further groups are counted
+STEP_GROUPS = 8  # groups of ranks that have reported the same step last
 MANY_SECONDS = 100  # durations of this length and more are printed without tenths
 # Parts in which texts of equal fates may differ: "peer [10.0.0.1]:4711", "host<4711>", "silent for 5.1 s".
 SMALL_DIFFERENCES = re.compile(r"(?<=\]:)\d+|(?<=<)\d+(?=>)|(?<=silent for )[\d.]+")
@@ -57,6 +59,8 @@ NCCL_WATCHDOG = "NCCL's watchdog: a peer did not come to a collective in time"
 def format_report(result: RunData[Any]) -> str:
     """Return the whole report: the verdict in the first line, then details, fates and attempts."""
     groups = [f"  {line}" for line in format_fates(result)]
+    if result.root_cause is None and (steps := format_last_steps(result.progress)):
+        groups.append(f"  last reports: {steps}")
     restarts = [f"  {text}"] if (text := format_restarts(result)) else []
     restarts += format_attempts(select_failed_attempts(result))
     return "\n".join([format_verdict(result), *_format_details(result), *groups, *restarts])
@@ -145,6 +149,23 @@ def format_fates(result: RunData[Any]) -> list[str]:
     if len(groups) > FATE_LINES:
         groups[FATE_LINES:] = [f"and {len(groups) - FATE_LINES} more groups of ranks: see .failures and .stacks"]
     return groups
+
+
+def format_last_steps(progress: Mapping[int, Progress]) -> str:
+    """Return the steps that the ranks have reported last: `ranks 0-2 at step 30 of 100; rank 3 at step 12 of 100`.
+
+    Ranks that have reported no step are left out. More than STEP_GROUPS different steps are summarized.
+    """
+    ranks_by_step: dict[tuple[int, int | None], list[int]] = {}
+    for rank, report in progress.items():
+        if report.step is not None:
+            ranks_by_step.setdefault((report.step, report.total), []).append(rank)
+    steps = sorted(ranks_by_step, key=lambda step: (-step[0], step[1] or 0))
+    if len(steps) > STEP_GROUPS:
+        ranks = [rank for group in ranks_by_step.values() for rank in group]
+        return f"{format_ranks(ranks)} at steps {steps[-1][0]} to {steps[0][0]}"
+    texts = [f"step {step}" if total is None else f"step {step} of {total}" for step, total in steps]
+    return "; ".join(f"{format_ranks(ranks_by_step[step])} at {text}" for step, text in zip(steps, texts, strict=True))
 
 
 def _get_fate_order(result: RunData[Any], item: tuple[int, WorkerState]) -> tuple[bool, int]:

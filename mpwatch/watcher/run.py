@@ -32,6 +32,7 @@ from mpwatch.errors import make_error
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
+from mpwatch.results.report import format_report
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import Command, PendingCall
 from mpwatch.watcher.handler_errors import run_until_handler_raises
@@ -42,6 +43,7 @@ from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.restarts.run_controller import RunController
 from mpwatch.watcher.watcher_thread import WatcherThread
+from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.call_payload import Call
 
 T = TypeVar("T")
@@ -170,7 +172,7 @@ class BlockingCall:
         """Deliver the deferred signals to the host's handlers. For SIGINT they usually raise KeyboardInterrupt.
 
         Call this last, when everything is cleaned up, and outside an `except` block. A KeyboardInterrupt then has no other
-        cause or context than the failure of the run.
+        cause or context than the failure of the run. If the signal has stopped the run, it has a note: where the ranks were.
         """
         __tracebackhide__ = True  # see mpwatch.run
         try:
@@ -178,6 +180,8 @@ class BlockingCall:
         except BaseException as error:
             if result.state is WorkerState.FAILED:
                 raise error from make_error(result)
+            if result.state is WorkerState.STOPPED and isinstance(error, KeyboardInterrupt):
+                add_note(error, format_report(result))
             raise
 
     def _post_once(self, command: Command | None) -> None:

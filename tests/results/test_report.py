@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpwatch import FailureKind, ProcessFailure, RunFailedError, RunResult, RunTimeoutError, WorkerState
+from mpwatch import FailureKind, ProcessFailure, Progress, RunFailedError, RunResult, RunTimeoutError, WorkerState
 from mpwatch.results.failure import format_exit
 from mpwatch.results.html import make_group_table
 from mpwatch.results.places import ACTIVITIES_BY_FILE, PACKAGE_FOLDER, format_location
@@ -348,6 +348,16 @@ def test_a_failure_says_what_happened():
         "ValueError: x",
         "ended with exit code 3 and no result",
     ]
+
+
+def test_the_report_of_a_run_without_failure_has_the_last_steps():
+    reports = {0: (30, 100), 1: (30, 100), 2: (12, 100), 3: (None, None), 4: (7, None)}
+    progress = {rank: Progress(step=step, total=total, metrics={}, elapsed=1.0) for rank, (step, total) in reports.items()}
+    result = RunResult(WorkerState.STOPPED, progress=progress, reason="the run was stopped")
+    expected = "  last reports: ranks 0-1 at step 30 of 100; rank 2 at step 12 of 100; rank 4 at step 7"
+    assert format_report(result).splitlines() == ["the run was stopped", expected]
+    many = {rank: replace(progress[0], step=rank) for rank in range(9)}
+    assert format_report(replace(result, progress=many)).splitlines()[1] == "  last reports: ranks 0-8 at steps 0 to 8"
 
 
 def test_a_rank_that_has_not_started_is_starting():

@@ -167,6 +167,8 @@ def forks_a_child_that_waits(pid_of_child, barrier):
             signal.pause()
             os._exit(0)
         pid_of_child.value = pid
+        while os.getsid(pid) != pid:  # else the watcher may kill the child with the group of the rank
+            os.sched_yield()
     return call_on_rank_1(is_killed, barrier)
 
 
