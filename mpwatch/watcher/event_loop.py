@@ -250,10 +250,14 @@ class EventLoop:
     def _finish_observations(self, handle: RankHandle) -> None:
         observed, parser = handle.observations, handle.stack_parser
         observed.heartbeat = self._pool.read_heartbeat(handle)
-        observed.stacks = add_source_lines(cut_frames_of_mpwatch(parser.dump), self._wall_started_at)
+        self._take_stacks(handle)
         if is_crash(observed.exit_code):  # otherwise the stack is that of a forked child
             observed.crash_stack = add_source_lines(parser.crash_stack, self._wall_started_at)
         observed.startup_output = parser.failed_startup_output
+
+    def _take_stacks(self, handle: RankHandle) -> None:
+        stacks = cut_frames_of_mpwatch(handle.stack_parser.dump)
+        handle.observations.stacks = add_source_lines(stacks, self._wall_started_at)
 
     # ---- what follows: state machines, actions, changes of state
 
@@ -381,6 +385,8 @@ class EventLoop:
         """Answer a call after which the ranks stay."""
         for handle in self._pool.handles.values():
             handle.observations.heartbeat = self._pool.read_heartbeat(handle)
+            if handle.observations.was_asked_for_stacks:
+                self._take_stacks(handle)
         pending_call.observations = [group.observations(hostname=self._hostname, helpers_oom="")]
         pending_call.is_done = True
         self._running_call = None

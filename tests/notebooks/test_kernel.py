@@ -84,6 +84,7 @@ def test_an_interrupt_ends_a_run(kernel, start_waiting_cell):
     error = interrupt_cell(kernel, cell)
     assert error["ename"] == "KeyboardInterrupt"
     assert sum("/mpwatch/" in frame for frame in error["traceback"]) == 1  # the others are hidden
+    assert "ranks 0-1: stopped by the watcher in wait (Cell In[" in "".join(error["traceback"])
     assert not any(is_alive(pid) for pid in processes)
     assert kernel.value("list(mpwatch.run(lambda: 7, 2))") == [7, 7]
 
@@ -114,7 +115,9 @@ def test_a_group_serves_many_cells(kernel):
 def test_ranks_of_a_group_that_answer_an_interrupt_stay(kernel, start_waiting_cell):
     kernel.run("group = mpwatch.WorkerGroup(2)")
     cell, processes = start_waiting_cell("group.run(wait, (FOLDER,))")
-    assert interrupt_cell(kernel, cell)["ename"] == "KeyboardInterrupt"
+    error = interrupt_cell(kernel, cell)
+    assert error["ename"] == "KeyboardInterrupt"
+    assert "ranks 0-1: stopped by the watcher in wait (Cell In[" in "".join(error["traceback"])
     assert set(kernel.value("list(group.run(pids))")) == set(processes)
     assert kernel.run("group.close()") == []
 

@@ -71,9 +71,7 @@ class StackDumpParser:
             return False
         if self._data.find(STACKS_END, self._dump_start) >= 0:
             return True
-        native_stack = self._split_dump()[1]
-        is_at_end = native_stack.rstrip("\n").endswith(OUTERMOST_FRAME) or native_stack.count("\n  File ") >= MAX_FRAMES
-        return is_at_end and native_stack.endswith("\n")
+        return _is_whole_native_stack(self._split_dump()[1])
 
     @property
     def dump(self) -> str:
@@ -108,7 +106,10 @@ class StackDumpParser:
         return "" if self.main_thread else self._get_text()
 
     def _split_dump(self) -> tuple[str, str, list[str]]:
-        """Split what has come since the request: the main thread as Python saw it, as faulthandler saw it, other threads."""
+        """Split what has come since the request: the main thread as Python saw it, as faulthandler saw it, other threads.
+
+        What follows a whole stack from faulthandler is left out: Python wrote it later, when the C code had ended.
+        """
         text = "" if self._dump_start is None else self._get_text(self._dump_start).partition(CRASH_HEAD)[0]
         starts = [match.start() for match in STACK_HEAD.finditer(text)]
         python_stack, native_stack = "", ""
@@ -118,6 +119,8 @@ class StackDumpParser:
             thread = THREAD_HEAD.match(stack)
             if thread is None:
                 native_stack = native_stack or stack
+                if not python_stack and _is_whole_native_stack(native_stack):
+                    break
             elif int(thread[1], 16) != self.main_thread:
                 others.append(stack)
             else:
@@ -126,6 +129,11 @@ class StackDumpParser:
 
     def _get_text(self, start: int = 0) -> str:
         return bytes(self._data[start:]).decode(errors="replace")
+
+
+def _is_whole_native_stack(stack: str) -> bool:
+    is_at_end = stack.rstrip("\n").endswith(OUTERMOST_FRAME) or stack.count("\n  File ") >= MAX_FRAMES
+    return is_at_end and stack.endswith("\n")
 
 
 def cut_frames_of_mpwatch(stacks: str) -> str:

@@ -161,7 +161,9 @@ class StateMachine:
             return self._abandon() if self.phase_table.counts[RankPhase.KILLED] else self._kill(now)
         if self.stage is RunStage.SHUTTING_DOWN:
             self.overdue_exits = self.phase_table.ranks_in(RankPhase.EXITING)
-        if self.stage in (RunStage.SHUTTING_DOWN, RunStage.DUMPING_STACKS):
+        if self.stage is RunStage.DUMPING_STACKS:
+            return self._stop(now)
+        if self.stage is RunStage.SHUTTING_DOWN:
             return self._terminate(now, self.stop_reason)
         if self.stop_reason is not None:  # ranks of a WorkerGroup that did not react to SIGINT within the grace period
             return self._terminate(now, self.stop_reason) + self._kill(now)
@@ -325,9 +327,8 @@ class StateMachine:
             return []
         is_first, self.signum = self.signum is None, self.signum or signum
         stop_reason = self.stop_reason or StopReason.INTERRUPTED  # a success or a failure before the signal remains one
-        may_stay = self._keep_ranks and self.is_call_running() and not self.phase_table.counts[RankPhase.STARTING]
-        if is_first and signum == signal.SIGINT and may_stay:
-            return self._interrupt_calls(now)
+        if is_first and signum == signal.SIGINT and self.is_call_running():
+            return self._dump_stacks_then_stop(now, stop_reason)
         if self.stage is RunStage.TERMINATING:
             return self._kill(now) if self.phase_table.counts[RankPhase.TERMINATING] else []
         signum_for_running = signal.SIGINT if signum == signal.SIGINT and is_first else signal.SIGTERM
@@ -338,11 +339,10 @@ class StateMachine:
     def _interrupt_calls(self, now: float) -> list[Action]:
         """Interrupt the functions of all ranks of a WorkerGroup. Ranks that answer within the grace period stay."""
         self.stage = RunStage.AWAITING_ROOT_CAUSE
-        self.stop_reason = StopReason.INTERRUPTED
-        self.stopped_at = now
         self._stage_deadline = now + max(self._grace_period, m.MIN_GRACE_SECONDS)
         ranks = self.phase_table.ranks_in(RankPhase.RUNNING)
-        return [m.SendSignal(rank, number) for rank in ranks for number in (signal.SIGINT, signal.SIGCONT)]
+        signals = [m.SendSignal(rank, number) for rank in ranks for number in (signal.SIGINT, signal.SIGCONT)]
+        return signals + self._end_call_if_complete(now)  # they may have answered while the stacks came
 
     def _on_lease_deadline(self, now: float) -> list[Action]:
         if self.is_call_running():
@@ -360,7 +360,7 @@ class StateMachine:
         self.stopped_at = now
         self._dumping = set(self.phase_table.ranks_in(RankPhase.RUNNING))
         if not self._dumping:
-            return self._terminate(now, stop_reason)
+            return self._stop(now)
         self.stage = RunStage.DUMPING_STACKS
         self._stage_deadline = now + STACK_DUMP_SECONDS
         return [m.DumpStacks(rank) for rank in sorted(self._dumping)]
@@ -372,7 +372,16 @@ class StateMachine:
         does not wait for the stacks of a rank that has returned, failed or exited.
         """
         self._dumping.discard(rank)
-        return [] if self._dumping else self._terminate(now, self.stop_reason)
+        return [] if self._dumping else self._stop(now)
+
+    def _stop(self, now: float) -> list[Action]:
+        """Stop the ranks, now that their stacks have come: as Ctrl-C does, if that is the reason."""
+        if self.stop_reason is not StopReason.INTERRUPTED or self.signum != signal.SIGINT:
+            return self._terminate(now, self.stop_reason)
+        counts = self.phase_table.counts
+        if self._keep_ranks and not (counts[RankPhase.STARTING] or counts[RankPhase.EXITED]):
+            return self._interrupt_calls(now)
+        return self._terminate(now, self.stop_reason, signum_for_running=signal.SIGINT)
 
     def _terminate(
         self, now: float, stop_reason: StopReason | None, signum_for_running: int = signal.SIGTERM

@@ -31,12 +31,12 @@ The stages of a run:
     IDLE --- `start_timeout` expires ---> TERMINATING
     RUNNING --- every rank has returned ---> SHUTTING_DOWN --- all have exited ---> the end
     RUNNING --- a rank fails or is silent, `timeout` or `start_timeout` expires ---> DUMPING_STACKS
-    RUNNING --- Abort, CancelAttempt, or the Lease has run out ---> DUMPING_STACKS
+    RUNNING --- Abort, CancelAttempt, SIGINT, or the Lease has run out ---> DUMPING_STACKS
     RUNNING --- a rank reports a secondary failure, or has not reported yet what it raised ---> AWAITING_ROOT_CAUSE
     AWAITING_ROOT_CAUSE --- a rank fails by itself, or ROOT_CAUSE_WAIT_SECONDS later ---> DUMPING_STACKS
     DUMPING_STACKS --- all stacks are there, or STACK_DUMP_SECONDS later ---> TERMINATING --- all have exited ---> the end
     SHUTTING_DOWN --- `grace_period` later ---> TERMINATING
-    each stage above --- Interrupted ---> TERMINATING        (IDLE ignores SIGINT)
+    each stage above --- Interrupted ---> TERMINATING        (except SIGINT in IDLE, and the first SIGINT in RUNNING)
 
     the end is FINISHED; or AWAITING_DECISION, if the ranks may be restarted
     AWAITING_DECISION --- Restart ---> RUNNING, in the next generation
@@ -46,7 +46,8 @@ Ranks of a WorkerGroup (`keep_ranks`) stay after a call, which changes this:
 
     RUNNING --- every rank has returned ---> IDLE
     RUNNING --- a rank raises ---> AWAITING_ROOT_CAUSE --- every rank has returned or raised ---> IDLE
-    RUNNING --- SIGINT, which the ranks receive too ---> AWAITING_ROOT_CAUSE --- every rank has returned or raised ---> IDLE
+    DUMPING_STACKS because of SIGINT --- all stacks are there; the ranks get SIGINT ---> AWAITING_ROOT_CAUSE
+    AWAITING_ROOT_CAUSE --- every rank has returned or raised ---> IDLE
     IDLE --- a rank exits ---> TERMINATING
     IDLE --- Shutdown ---> SHUTTING_DOWN
 

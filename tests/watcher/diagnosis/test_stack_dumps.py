@@ -93,21 +93,23 @@ def test_a_dump_that_has_begun_is_not_complete(text):
     "text",
     [
         WHOLE + OTHER + END,
-        NATIVE_WHOLE + WHOLE + OTHER + END,
+        NATIVE_DUMP_HEAD + "  <invalid frame>\n" + WHOLE + OTHER + END,
         WHOLE + NATIVE_WHOLE + OTHER + END,
         WHOLE + OTHER + END + NATIVE_DUMP_HEAD + "  <inv",
         WHOLE + OTHER + END + WHOLE,
     ],
 )
 def test_a_rank_may_answer_both_signals(text):
-    """What Python wrote has all threads. It counts, wherever it comes."""
+    """What Python wrote has all threads."""
     parser = parser_with(text)
     assert parser.is_complete()
     assert parser.dump == WHOLE + OTHER.rstrip()
 
 
-def test_the_main_thread_alone_is_seen_in_c_code():
-    assert parser_with(NATIVE_WHOLE).dump == WHOLE.strip()
+@pytest.mark.parametrize("later", ["", WHOLE.replace("step", "later") + OTHER + END])
+def test_the_main_thread_alone_is_seen_in_c_code(later):
+    """When the C code has ended, Python's handler still runs, and writes where the rank is then."""
+    assert parser_with(NATIVE_WHOLE + later).dump == WHOLE.strip()
 
 
 def test_a_crash_comes_after_the_stacks():

@@ -41,8 +41,8 @@ GRACE = 10.0
 START_TIMEOUT = 300.0
 
 
-def make_machine(n=3, timeout=None):
-    return start_call(StateMachine(range(n), now=0.0, grace_period=GRACE, start_timeout=START_TIMEOUT), timeout)
+def make_machine(n=3, timeout=None, **more):
+    return start_call(StateMachine(range(n), now=0.0, grace_period=GRACE, start_timeout=START_TIMEOUT, **more), timeout)
 
 
 def start_call(machine, timeout=None):
@@ -50,8 +50,8 @@ def start_call(machine, timeout=None):
     return machine
 
 
-def running_machine(n=3, timeout=None):
-    machine = make_machine(n, timeout)
+def running_machine(n=3, timeout=None, **more):
+    machine = make_machine(n, timeout, **more)
     for rank in range(n):
         assert machine.handle(Ready(rank), 0.0) == [CallRank(rank)]
     return machine
@@ -253,24 +253,47 @@ def test_ctrl_c_is_sent_to_running_functions_only():
     machine.handle(Ready(0), 0.0)
     machine.handle(Ready(1), 0.0)
     machine.handle(Returned(1), 0.5)
-    assert machine.handle(Interrupted(signal.SIGINT), 1.0) == [
+    assert machine.handle(Interrupted(signal.SIGINT), 1.0) == [DumpStacks(0)]
+    assert machine.stop_reason is StopReason.INTERRUPTED
+    assert machine.handle(StackDumped(0), 1.1) == [
         SendSignal(0, signal.SIGINT),
         SendSignal(0, signal.SIGCONT),
         RequestExit(1),
         *sigterm(1, 2),
     ]
-    assert machine.stop_reason is StopReason.INTERRUPTED
     assert machine.handle(Failed(0), 1.5) == [RequestExit(0)]
     assert machine.handle(Ready(2), 1.5) == [RequestExit(2)]
 
 
 def test_ctrl_c_twice_kills():
     machine = running_machine(2)
-    machine.handle(Interrupted(signal.SIGINT), 1.0)
+    after_stack_dump(machine, Interrupted(signal.SIGINT), 1.0, 0, 1)
     kills = [SendSignal(0, signal.SIGKILL), SendSignal(1, signal.SIGKILL)]
     assert machine.handle(Interrupted(signal.SIGINT), 1.1) == kills
     assert machine.handle(Interrupted(signal.SIGINT), 1.2) == []
     assert machine.deadline == 1.1 + KILL_SECONDS
+
+
+def test_ctrl_c_twice_does_not_wait_for_stacks():
+    machine = running_machine(2)
+    machine.handle(Interrupted(signal.SIGINT), 1.0)
+    kills = [SendSignal(0, signal.SIGKILL), SendSignal(1, signal.SIGKILL)]
+    assert machine.handle(Interrupted(signal.SIGINT), 1.1) == [*sigterm(0, 1), *kills]
+
+
+def test_ctrl_c_reaches_ranks_that_write_no_stacks():
+    machine = running_machine(2)
+    machine.handle(Interrupted(signal.SIGINT), 1.0)
+    assert machine.deadline == 1.0 + STACK_DUMP_SECONDS
+    assert machine.handle_deadline(machine.deadline)[0] == SendSignal(0, signal.SIGINT)
+
+
+@pytest.mark.parametrize("answers", [(Returned(0), Returned(1)), (Returned(0), Failed(1), DetailsReceived(1))])
+def test_ranks_of_a_group_that_answer_while_stacks_are_dumped_stay(answers):
+    machine = running_machine(2, keep_ranks=True)
+    machine.handle(Interrupted(signal.SIGINT), 1.0)
+    assert [action for answer in answers for action in machine.handle(answer, 1.1)] == []
+    assert (machine.stage, machine.stop_reason) == (RunStage.IDLE, StopReason.INTERRUPTED)
 
 
 def test_ctrl_c_while_a_failed_run_is_stopped_kills():
