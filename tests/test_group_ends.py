@@ -19,7 +19,7 @@ from mpwatch import WorkerGroup
 from mpwatch.watcher.processes.process_pool import ProcessPool
 from mpwatch.watcher.run import QUICK_CALL_SECONDS
 from support import functions
-from support.process_state import children, is_alive
+from support.process_state import SPAWN, children, is_alive
 from support.programs import call, command, in_own_process, python
 from support.signal_at_line import SignalAtLine
 
@@ -65,21 +65,25 @@ def test_a_program_may_end_without_closing_its_group(first, tmp_path):
     assert path.read_text() == "ended"
 
 
+def set_and_wait(event):
+    event.set()
+    time.sleep(1000)
+
+
 def end_during_a_call():
     def run():
         try:
-            group.run(time.sleep, (1000,))
+            group.run(set_and_wait, (has_begun,))
         except mpwatch.RunFailedError as error:
             os.write(1, error.verdict.encode())
-        has_ended.set()
+        finally:
+            has_ended.set()
 
-    has_ended = threading.Event()
+    has_begun, has_ended = SPAWN.Event(), threading.Event()
     Finalize(None, has_ended.wait, exitpriority=-1000)  # after the end of the group, which has a higher priority
     group = WorkerGroup(1, grace_period=60)
-    group.run(functions.rank)
     threading.Thread(target=run, daemon=True).start()
-    while not group._call_lock.locked():
-        os.sched_yield()
+    has_begun.wait()
 
 
 def test_a_program_may_end_during_another_thread_s_call():

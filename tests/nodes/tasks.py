@@ -78,18 +78,27 @@ def connect_to(address):
             os.sched_yield()
 
 
-def wait_for_rank_0(until=signal.pause):
-    """Let all ranks wait for rank 0, each with a connection. They lose it when rank 0 ends."""
+def wait_for_rank_0(until=lambda _: signal.pause()):
+    """Let all ranks wait for rank 0, each with a connection. They lose it when rank 0 ends. Rank 0 calls `until(links)`."""
     worker = mpwatch.current_worker()
     address = worker.master_addr, worker.master_port
     while worker.rank:
         with suppress(ConnectionRefusedError), connection.Client(address) as link:  # it is about to listen
             link.recv()
         os.sched_yield()
-    with connection.Listener(address, backlog=worker.world_size) as listener, ExitStack() as links:
-        for _ in range(1, worker.world_size):
-            links.enter_context(listener.accept())
-        until()
+    with connection.Listener(address, backlog=worker.world_size) as listener, ExitStack() as stack:
+        until([stack.enter_context(listener.accept()) for _ in range(1, worker.world_size)])
+
+
+def fail_when_all_have_lost_it(links):
+    """Raise on rank 0 when all other ranks have found that their connection is lost."""
+    for link in links:
+        with socket.socket(fileno=os.dup(link.fileno())) as end:
+            end.shutdown(socket.SHUT_WR)
+    for link in links:
+        with suppress(EOFError):
+            link.recv()
+    raise_error("failed while connected")
 
 
 def lose_connection():
@@ -182,7 +191,7 @@ ORDERS = {
     "raise": raise_error,
     "exit": sys.exit,
     "wait_for_rank_0": wait_for_rank_0,
-    "fail_while_connected": lambda: wait_for_rank_0(until=lambda: raise_error("failed while connected")),
+    "fail_while_connected": lambda: wait_for_rank_0(until=fail_when_all_have_lost_it),
     "be_killed": be_killed,
     "abandon": lambda: sys.exit("the test has ended without an order for this rank"),
 }
