@@ -4,6 +4,7 @@ One kernel, which some tests restart, runs all the tests.
 """
 
 import os
+import re
 import signal
 import time
 
@@ -84,7 +85,7 @@ def test_an_interrupt_ends_a_run(kernel, start_waiting_cell):
     error = interrupt_cell(kernel, cell)
     assert error["ename"] == "KeyboardInterrupt"
     assert sum("/mpwatch/" in frame for frame in error["traceback"]) == 1  # the others are hidden
-    assert "ranks 0-1: stopped by the watcher in wait (Cell In[" in "".join(error["traceback"])
+    assert re.search(r"stopped by the watcher.* \(Cell In\[", "".join(error["traceback"]))
     assert not any(is_alive(pid) for pid in processes)
     assert kernel.value("list(mpwatch.run(lambda: 7, 2))") == [7, 7]
 
@@ -117,7 +118,7 @@ def test_ranks_of_a_group_that_answer_an_interrupt_stay(kernel, start_waiting_ce
     cell, processes = start_waiting_cell("group.run(wait, (FOLDER,))")
     error = interrupt_cell(kernel, cell)
     assert error["ename"] == "KeyboardInterrupt"
-    assert "ranks 0-1: stopped by the watcher in wait (Cell In[" in "".join(error["traceback"])
+    assert re.search(r"stopped by the watcher.* \(Cell In\[", "".join(error["traceback"]))
     assert set(kernel.value("list(group.run(pids))")) == set(processes)
     assert kernel.run("group.close()") == []
 
