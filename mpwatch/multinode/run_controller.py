@@ -37,7 +37,7 @@ from mpwatch.multinode.protocol.messages import (
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError
 from mpwatch.multinode.rank_assignment import build_assigned_workers
 from mpwatch.options.spec import WorkerSpec
-from mpwatch.results.failure import FailureKind, ProcessFailure, summarize_exception
+from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary, summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
 from mpwatch.results.report import format_verdict
 from mpwatch.results.run_result import RunResult
@@ -309,7 +309,7 @@ def _encode_failures(source: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any
 
 
 def _make_lost_failure(node: LostNode, rank: int) -> ProcessFailure:
-    return ProcessFailure(
+    failure = ProcessFailure(
         rank=rank,
         local_rank=rank - node.first_rank,
         pid=None,
@@ -318,8 +318,8 @@ def _make_lost_failure(node: LostNode, rank: int) -> ProcessFailure:
         kind=FailureKind.LOST,
         exit_code=1,
         evidence=node.reason,
-        summary=f"was lost: {node.reason}",
     )
+    return add_summary(failure)
 
 
 def _make_empty_result(observations: AttemptObservations) -> RunResult[Any]:

@@ -6,7 +6,7 @@ exception. The watcher thread calls `format_exit`, which runs none.
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -48,13 +48,13 @@ class ProcessFailure:
     """
 
     rank: int
-    """Global rank."""
+    """Number of the rank among all ranks of the run or the job, from 0."""
     local_rank: int
-    """Rank on its node."""
+    """Number of the rank among the ranks of its node, from 0."""
     pid: int | None
     """Process id. Another process may have it by now. None: not known, for example because the node was lost."""
     hostname: str
-    """Name of the machine."""
+    """Name of the machine that the rank ran on, as `platform.node()` returns it there."""
     group_rank: int | None = None
     """Number of its node in a job of several nodes. None in a run on one node."""
     kind: FailureKind
@@ -100,6 +100,11 @@ class ProcessFailure:
         if state["exception"] is not None:
             state = {**state, "exception": decoder.decode_exception(*state["exception"])}
         self.__dict__.update(state)
+
+
+def add_summary(failure: ProcessFailure) -> ProcessFailure:
+    """Return the failure with a summary, from the words of the report if it has none."""
+    return failure if failure.summary else replace(failure, summary=describe_failure(failure))
 
 
 def format_failure(failure: ProcessFailure) -> str:

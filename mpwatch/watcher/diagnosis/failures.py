@@ -5,12 +5,11 @@ one. Here, a failure is marked as secondary only if it is certain that a lost or
 """
 
 import signal
-from dataclasses import replace
 from typing import Any
 
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.results import report as texts
-from mpwatch.results.failure import FailureKind, ProcessFailure, describe_failure
+from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_death, classify_exception
 from mpwatch.watcher.diagnosis.stragglers import get_stacks_or_state
@@ -232,4 +231,4 @@ def _build(
         log_files=dict(observed.stderr_tail.log_files),
         **{"stderr": observed.stderr, **fields},
     )
-    return at, failure if failure.summary else replace(failure, summary=describe_failure(failure))
+    return at, add_summary(failure)

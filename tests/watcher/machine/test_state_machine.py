@@ -296,6 +296,14 @@ def test_ranks_of_a_group_that_answer_while_stacks_are_dumped_stay(answers):
     assert (machine.stage, machine.stop_reason) == (RunStage.IDLE, StopReason.INTERRUPTED)
 
 
+def test_ranks_of_a_group_end_if_one_exits_while_stacks_are_dumped():
+    machine = running_machine(2, keep_ranks=True)
+    machine.handle(Interrupted(signal.SIGINT), 1.0)
+    assert machine.handle(Exited(1), 1.1) == []
+    assert machine.handle(StackDumped(0), 1.1) == [SendSignal(0, signal.SIGINT), SendSignal(0, signal.SIGCONT)]
+    assert machine.stage is RunStage.TERMINATING
+
+
 def test_ctrl_c_while_a_failed_run_is_stopped_kills():
     machine = running_machine(2)
     after_stack_dump(machine, Failed(0), 1.0, 1)
