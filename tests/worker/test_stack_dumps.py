@@ -1,13 +1,12 @@
 """Stacks that a process writes of itself: real signals, and a real pipe. Each test has a Python process of its own."""
 
-import ctypes
 import os
 import signal
 import threading
 import time
 from random import Random
 
-from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
+from mpwatch.os_support.signals import PYTHON_DUMP_SIGNAL
 from mpwatch.watcher.diagnosis.stack_dumps import StackDumpParser
 from mpwatch.wire.messages import STACKS_END
 from mpwatch.worker.stack_dumps import INNERMOST_FRAMES, OUTERMOST_FRAMES, register_stack_dumps
@@ -70,31 +69,6 @@ def test_each_dump_while_functions_begin_and_end_is_whole():
     assert len(dumps) > 100  # Python's handler runs once for all signals that came since its last check
     outermost = '\n  File "<string>", line 1 in <module>\n'
     assert all(dump.replace(STACKS_END.decode(), "").endswith(outermost) for dump in dumps)
-
-
-@in_own_process
-def test_a_main_thread_in_c_code_survives_native_dumps_beside_a_busy_thread():
-    """faulthandler would crash on the frames of the busy thread."""
-
-    def sort_again_and_again():
-        while True:
-            sorted(map(Item, range(200)), key=Item.get)
-
-    StackPipe()
-    ready = os.pipe()
-    child = os.fork()
-    if child == 0:
-        threading.Thread(target=sort_again_and_again, daemon=True).start()
-        os.write(ready[1], b"x")
-        mutex, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
-        while True:  # the second lock waits without end
-            libc.pthread_mutex_lock(mutex)
-    os.read(ready[0], 1)
-    for _ in range(3_000):
-        os.kill(child, NATIVE_DUMP_SIGNAL)
-        time.sleep(0.0005)
-    os.kill(child, signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
 @in_own_process
