@@ -19,6 +19,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import WorkerState
 from mpwatch.results.run_result import RunResult
+from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.persistent_ranks import PersistentRanks
 
 T = TypeVar("T")
@@ -155,6 +156,25 @@ class WorkerGroup:
         """
         self._run_exclusively("close", self._close)
 
+    def stacks(self) -> Stacks:
+        """Return where each rank is now: the stacks of all its threads. The ranks go on.
+
+        Any thread may call it, during a call and between calls, and so may an observer of this group. It takes a few
+        milliseconds, or 0.2 s at most if a rank does not answer. `print(group.stacks())` shows ranks with the same stacks
+        together. Like any signal with a handler, the request ends a system call of the rank early (EINTR), which Python
+        repeats.
+
+        Returns:
+            The stacks by global rank, in the format of `RunResult.stacks`. Of a rank that runs no function, and of one that
+            does not answer, it is a line that says so. Empty if the next call has to restart the ranks.
+
+        Raises:
+            RuntimeError: the group is closed, or belongs to another process.
+        """
+        self._check_process("stacks")
+        self._check_open()
+        return self._ranks.take_stacks()
+
     @property
     def state(self) -> WorkerState:
         """INIT until all ranks are ready, then HEALTHY. STOPPED after `close`.
@@ -188,8 +208,7 @@ class WorkerGroup:
         self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
     ) -> RunResult[T]:
         __tracebackhide__ = True
-        if self._is_closed:
-            raise RuntimeError("this WorkerGroup is closed; make another one")
+        self._check_open()
         result = self._ranks.call(fn, args, kwargs, timeout)
         if self._check:
             raise_if_failed(result)
@@ -207,10 +226,7 @@ class WorkerGroup:
 
     def _run_exclusively(self, method: str, action: Callable[[], R]) -> R:
         __tracebackhide__ = True
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                f"{method}() was called in a fork of the process that owns this WorkerGroup; make another group in the fork"
-            )
+        self._check_process(method)
         with self._lock:
             if self._call_lock.locked():
                 raise RuntimeError(
@@ -218,6 +234,18 @@ class WorkerGroup:
                 )
             with self._call_lock:
                 return action()
+
+    def _check_process(self, method: str) -> None:
+        __tracebackhide__ = True
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"{method}() was called in a fork of the process that owns this WorkerGroup; make another group in the fork"
+            )
+
+    def _check_open(self) -> None:
+        __tracebackhide__ = True
+        if self._is_closed:
+            raise RuntimeError("this WorkerGroup is closed; make another one")
 
 
 def _end_unclosed_group(ranks: PersistentRanks, at_end: Finalize, pid: int) -> None:

@@ -6,6 +6,7 @@
     command           answer
     PendingCall       its `observations` and `is_done`
     StatusRequest     its `statuses`
+    StacksRequest     its `stacks`; any thread may wait for its `is_answered`
     RestartCommand    none; it is itself the answer to what the watcher thread has passed to `request_decision`
     TerminalRestore   none
     DelayedAction     none
@@ -15,6 +16,7 @@ Each side waits for its WakeupPipe, and then looks at the queues and the fields.
 """
 
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -24,6 +26,7 @@ from mpwatch.errors import LaunchError
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import Event, Restart
 from mpwatch.wire.pickling.call_payload import Payload
@@ -103,6 +106,15 @@ class StatusRequest:
 
 
 @dataclass(eq=False)
+class StacksRequest:
+    """Take the stacks of every rank now. The ranks go on."""
+
+    stacks: Stacks | None = None
+    """None until the request is answered. It is never answered if the run ends before."""
+    is_answered: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(eq=False)
 class TerminalRestore:
     """Have the guardian put a terminal in order if the watcher is killed."""
 
@@ -119,7 +131,7 @@ class DelayedAction:
     action: Callable[[], object]
 
 
-Command = Event | PendingCall | StatusRequest | TerminalRestore | RestartCommand | DelayedAction
+Command = Event | PendingCall | StatusRequest | StacksRequest | TerminalRestore | RestartCommand | DelayedAction
 
 
 class CommandQueue:

@@ -39,6 +39,7 @@ from mpwatch.watcher.commands import (
     DelayedAction,
     PendingCall,
     RestartCommand,
+    StacksRequest,
     StatusRequest,
     TerminalRestore,
 )
@@ -51,6 +52,7 @@ from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.state_machine import StateMachine
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
+from mpwatch.watcher.observers.stack_requests import StackRequests
 from mpwatch.watcher.observers.status_snapshot import current_statuses
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.process_pool import ProcessPool
@@ -106,6 +108,13 @@ class EventLoop:
         self._next_call: PendingCall | None = None
         self._running_call: PendingCall | None = None  # the call that the ranks are executing
         self._delayed_actions: list[DelayedAction] = []
+        self._stack_requests = StackRequests(
+            self._pool,
+            commands,
+            ask=self._request_stacks_of_running_rank,
+            format_stacks=self._format_stacks,
+            call_at=self._call_at,
+        )
         self._death_clock = DeathClock()
         self._hostname = platform.node()
         self._wall_started_at = time.time()  # source files that are newer are not quoted in stack dumps
@@ -181,6 +190,8 @@ class EventLoop:
             elif isinstance(command, StatusRequest):
                 command.statuses = current_statuses(self._groups, self._pool)
                 self._commands.caller_wakeup.wake()
+            elif isinstance(command, StacksRequest):
+                self._stack_requests.begin(command, self._groups)
             elif isinstance(command, TerminalRestore):
                 self._pool.guardian.set_terminal_restore(command.restore)
             elif isinstance(command, RestartCommand):
@@ -227,7 +238,9 @@ class EventLoop:
         handle.read_stack_pipe()
         if was_complete or not handle.stack_parser.is_complete():
             return []
-        return [m.StackDumped(handle.observations.worker.rank, generation=handle.generation)]
+        is_for_report = handle.observations.is_dump_for_report
+        self._stack_requests.add_stacks(handle)
+        return [m.StackDumped(handle.observations.worker.rank, generation=handle.generation)] if is_for_report else []
 
     def _on_exit(self, handle: RankHandle) -> list[m.Event]:
         """Read everything that the dead rank has sent, and then its exit code.
@@ -245,6 +258,7 @@ class EventLoop:
             for message in self._pool.read_black_box(handle):
                 events += self._handle_message(handle, message)
         self._finish_observations(handle)
+        self._stack_requests.add_stacks(handle)
         return [*events, m.Exited(observed.worker.rank, generation=handle.generation)]
 
     def _finish_observations(self, handle: RankHandle) -> None:
@@ -256,8 +270,31 @@ class EventLoop:
         observed.startup_output = parser.failed_startup_output
 
     def _take_stacks(self, handle: RankHandle) -> None:
-        stacks = cut_frames_of_mpwatch(handle.stack_parser.dump)
-        handle.observations.stacks = add_source_lines(stacks, self._wall_started_at)
+        """Store the stacks that were dumped for the report, if any were."""
+        if handle.observations.is_dump_for_report:
+            handle.observations.stacks = self._format_stacks(handle)
+
+    def _format_stacks(self, handle: RankHandle) -> str:
+        return add_source_lines(cut_frames_of_mpwatch(handle.stack_parser.dump), self._wall_started_at)
+
+    def _request_stacks(self, handle: RankHandle) -> bool:
+        """Ask a rank for its stacks, unless it is writing them already. Return False if it cannot write them."""
+        if handle.stack_parser.is_dump_pending():
+            return True
+        if not handle.request_stack_dump():
+            return False
+        self._call_at(time.monotonic() + NATIVE_DUMP_SECONDS, handle.request_native_stack_dump)
+        return True
+
+    def _request_stacks_of_running_rank(self, handle: RankHandle) -> bool:
+        """Do the same for a StacksRequest. Stacks that were dumped for the report before are kept."""
+        if handle.stack_parser.is_complete():
+            self._take_stacks(handle)
+            handle.observations.is_dump_for_report = False
+        return self._request_stacks(handle)
+
+    def _call_at(self, due_at: float, action: Callable[[], object]) -> None:
+        self._delayed_actions.append(DelayedAction(due_at, action))
 
     # ---- what follows: state machines, actions, changes of state
 
@@ -336,10 +373,9 @@ class EventLoop:
         elif isinstance(action, m.DumpStacks):
             if observed.died_at is not None:  # in this wake-up
                 return []
-            if not handle.request_stack_dump():
+            observed.is_dump_for_report = True
+            if not self._request_stacks(handle):
                 return [m.StackDumped(action.rank, generation=handle.generation)]
-            native_at = time.monotonic() + NATIVE_DUMP_SECONDS
-            self._delayed_actions.append(DelayedAction(native_at, handle.request_native_stack_dump))
         elif isinstance(action, m.ReadHeartbeat):
             return [
                 m.HeartbeatRead(action.rank, beat_at=self._pool.read_heartbeat_time(handle), generation=handle.generation)
@@ -385,8 +421,7 @@ class EventLoop:
         """Answer a call after which the ranks stay."""
         for handle in self._pool.handles.values():
             handle.observations.heartbeat = self._pool.read_heartbeat(handle)
-            if handle.observations.was_asked_for_stacks:
-                self._take_stacks(handle)
+            self._take_stacks(handle)
         pending_call.observations = [group.observations(hostname=self._hostname, helpers_oom="")]
         pending_call.is_done = True
         self._running_call = None

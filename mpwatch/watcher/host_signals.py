@@ -5,6 +5,7 @@ During a run no handler raises an exception in the caller's thread:
 - SIGINT, SIGTERM and SIGHUP are deferred. The watcher thread gets an Interrupted event at once, and stops the run. The
   host's own handler gets the signal when the run is over. One exception: a second SIGINT raises KeyboardInterrupt at once
   while user code runs in the caller's thread (an observer, `retry_if`, `env`).
+- SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if it would end the host program otherwise.
 - For any other signal the host's handler is called at once. If the handler raises, the run is stopped as by SIGTERM, and
   the exception is raised when the run is over.
 
@@ -33,7 +34,7 @@ from typing import Any
 
 from mpwatch.os_support.processes import read_process_state
 from mpwatch.os_support.signals import list_python_handlers, set_handler
-from mpwatch.watcher.commands import CommandQueue
+from mpwatch.watcher.commands import CommandQueue, StacksRequest
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.machine.transitions import Interrupted
 from mpwatch.watcher.program_end import add_call, remove_call
@@ -50,6 +51,7 @@ class HostSignals:
     def __init__(self, commands: CommandQueue) -> None:
         self.received: list[int] = []  # deferred signals that are still to be delivered to the host's handlers
         self.handler_error: BaseException | None = None  # the first exception that a handler of the host raised
+        self.stacks_request: StacksRequest | None = None  # for the last SIGQUIT
         self.is_taken_over = False
         self._has_begun = False  # to take over
         self.is_in_user_code = False  # which may take any time
@@ -79,7 +81,10 @@ class HostSignals:
         terminating = run_until_handler_raises(partial(_list_terminating_signals, handlers))
         self._host_handlers = handlers | dict.fromkeys(terminating, signal.SIG_DFL)
         for signum in self._host_handlers:
-            set_handler(signum, self._defer_signal if signum in DEFERRED_SIGNALS else self._call_host_handler)
+            if signum in DEFERRED_SIGNALS:
+                set_handler(signum, self._defer_signal)
+            else:
+                set_handler(signum, self._request_stacks if signum in terminating else self._call_host_handler)
         self.is_taken_over = True
 
     def start_posting(self) -> None:
@@ -125,7 +130,7 @@ class HostSignals:
         """Give the host its handlers and its wake-up descriptor back. A handler that it has set meanwhile stays."""
         # checked before the host has its handlers back, which may raise
         usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
-        ours = (self._defer_signal, self._call_host_handler)
+        ours = (self._defer_signal, self._request_stacks, self._call_host_handler)
         replaced = [signum for signum, handler in list_python_handlers().items() if handler in ours]
         for signum in replaced:
             set_handler(signum, self._host_handlers[signum])
@@ -172,6 +177,15 @@ class HostSignals:
         self.restore()
         signal.raise_signal(signum)
 
+    def _request_stacks(self, signum: int, _: object) -> None:
+        """The handler of SIGQUIT."""
+        if os.getpid() == self.pid:
+            self.stacks_request = StacksRequest()
+            self._commands.post(self.stacks_request)
+            return
+        self.restore()
+        signal.raise_signal(signum)
+
     def _call_host_handler(self, signum: int, frame: object) -> None:
         """The handler of all other signals."""
         try:
@@ -198,12 +212,13 @@ def _can_be_woken(fd: int) -> bool:
 
 
 def _list_terminating_signals(python_handlers: Collection[int]) -> list[int]:
-    """Return the deferred signals that would end the host program.
+    """Return the signals among DEFERRED_SIGNALS and SIGQUIT that would end the host program.
 
     `signal.getsignal` returns SIG_DFL also for a signal that C code handles; the kernel knows which signals are caught.
     """
+    candidates = [*DEFERRED_SIGNALS, signal.SIGQUIT]
     default = [
-        signum for signum in DEFERRED_SIGNALS if signum not in python_handlers and signal.getsignal(signum) is signal.SIG_DFL
+        signum for signum in candidates if signum not in python_handlers and signal.getsignal(signum) is signal.SIG_DFL
     ]
     state = read_process_state(os.getpid()) if default else None
     return [signum for signum in default if state is None or not state.catches(signum)]

@@ -21,6 +21,7 @@ is over.
 
 import math
 import signal
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from mpwatch.watcher.commands import Command, PendingCall
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.host_signals import HostSignals
 from mpwatch.watcher.observers.event_bus import EventBus
+from mpwatch.watcher.observers.user_errors import ignore_user_errors
 from mpwatch.watcher.observers.view_driver import MakeView, ViewDriver, no_view
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
@@ -219,8 +221,18 @@ class BlockingCall:
                 self._handle_ended_attempts()
             if self._view_driver is not None:
                 self._view_driver.update()
+            self._print_stacks()
         finally:
             self.signals.is_in_user_code = False
+
+    def _print_stacks(self) -> None:
+        """Print the stacks of all ranks on stderr, if a SIGQUIT has asked for them and they have come."""
+        request = self.signals.stacks_request
+        if request is not None and request.stacks is not None:
+            self.signals.stacks_request = None
+            with ignore_user_errors():  # stderr may be closed, or an object that raises anything
+                sys.stderr.write(f"mpwatch: where the ranks are now (they go on)\n{request.stacks}\n")
+                sys.stderr.flush()
 
     def _restore_host(self) -> None:
         if self._view_driver is not None:

@@ -51,6 +51,8 @@ class RankObservations:
     was_asked_for_stacks: bool = False
     """Whether the watcher sent a signal that asks for stacks. If the rank executes another program at that moment, the
     signal kills that program."""
+    is_dump_for_report: bool = False
+    """Whether the watcher asked because it stops the rank. False: only a StacksRequest has asked."""
     process_state: str = ""
     """The letter of the process state when the watcher asked for stacks, see proc(5)."""
     heartbeat: HeartbeatSample = field(default_factory=partial(HeartbeatSample, None, None))

@@ -55,11 +55,21 @@ class StackDumpParser:
         """Note that the watcher asks the rank for stacks: what follows is the answer."""
         self._dump_start = len(self._data)
 
+    def end_dump(self) -> None:
+        """Forget the requested stacks, but not the stack of a crash."""
+        crash = self._data.find(CRASH_HEAD.encode())
+        del self._data[: crash if crash >= 0 else len(self._data)]
+        self._dump_start = None
+
     def discard_dump(self) -> None:
         """Forget the stacks of an earlier call. The output of the interpreter stays."""
         if self.main_thread:
             self._data.clear()
             self._dump_start = None
+
+    def is_dump_pending(self) -> bool:
+        """Return whether stacks were requested that have not come completely."""
+        return self._dump_start is not None and not self.is_complete()
 
     def has_dump_begun(self) -> bool:
         """Return whether anything has come since the watcher asked for stacks."""

@@ -69,9 +69,12 @@ def is_in_collective(observed: RankObservations) -> bool:
 
 def get_stacks_or_state(observed: RankObservations) -> str:
     """Return the stacks of the rank, or the reason why it wrote none. Empty if neither is known."""
-    if observed.stacks:
-        return observed.stacks
-    return BLOCKED_STATES.get(observed.process_state, "" if observed.was_ready else "starting")
+    return observed.stacks or describe_blocked_process(observed) or ("" if observed.was_ready else "starting")
+
+
+def describe_blocked_process(observed: RankObservations) -> str:
+    """Return why the rank's process can write no stacks at this moment; empty if it can."""
+    return BLOCKED_STATES.get(observed.process_state, "")
 
 
 def _is_outside_collectives(observed: RankObservations) -> bool:

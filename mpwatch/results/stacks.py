@@ -1,0 +1,33 @@
+"""The stacks of the ranks at one moment, and their text: ranks with the same stacks are one group. Pure."""
+
+import re
+from textwrap import indent
+
+from mpwatch.results.places import format_location
+from mpwatch.results.report import format_ranks
+
+MAIN_THREAD_HEAD = re.compile(r"^Current thread 0x[0-9a-f]+", re.MULTILINE)
+OTHER_THREAD_HEAD = re.compile(r"^Thread 0x[0-9a-f]+", re.MULTILINE)  # the number differs from rank to rank
+
+
+class Stacks(dict[int, str]):
+    """The stacks of all threads, by global rank, as in `RunResult.stacks`.
+
+    Of a rank that runs no function, or whose stacks did not come in time, it is a line that says so. `print(stacks)` shows
+    ranks with the same stacks together.
+    """
+
+    def __str__(self) -> str:
+        groups: dict[str, list[int]] = {}
+        for rank, stacks in sorted(self.items()):
+            text = MAIN_THREAD_HEAD.sub("main thread", stacks)
+            groups.setdefault(OTHER_THREAD_HEAD.sub("another thread", text), []).append(rank)
+        return "\n".join(f"{format_ranks(ranks)}:{_format_group(text)}" for text, ranks in groups.items())
+
+    __repr__ = __str__
+
+
+def _format_group(stacks: str) -> str:
+    if "\n" not in stacks:
+        return f" {stacks}"
+    return f"{format_location(stacks)}\n{indent(stacks, '  ')}"

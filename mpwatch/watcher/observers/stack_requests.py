@@ -1,0 +1,112 @@
+"""Answers requests for the stacks of all ranks while these go on. Runs in the watcher thread.
+
+    any thread --- StacksRequest ---> `begin` asks each rank by a signal (rank_handle.py)
+                                      `add_stacks`: those of a rank have come
+    any thread <--- its `stacks` ---- all have come, or STACK_DUMP_SECONDS later
+
+The state machine asks for stacks, too, when it stops the ranks. If both ask at the same time, one answer is for both.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.commands import CommandQueue, StacksRequest
+from mpwatch.watcher.diagnosis.stragglers import describe_blocked_process
+from mpwatch.watcher.machine.transitions import STACK_DUMP_SECONDS, RankPhase
+from mpwatch.watcher.processes.process_pool import ProcessPool
+from mpwatch.watcher.processes.rank_handle import RankHandle
+from mpwatch.watcher.restarts.restart_group import RestartGroup
+
+WITHOUT_STACK = {
+    RankPhase.STARTING: "starting",
+    RankPhase.READY: "waiting for a call",
+    RankPhase.RUNNING: "running; no stack came in time",
+    RankPhase.RETURNED: "has returned",
+    RankPhase.FAILED: "has raised an exception",
+    RankPhase.DETAILS_SENT: "has raised an exception",
+    RankPhase.EXITING: "has returned, and is exiting",
+    RankPhase.TERMINATING: "was sent a signal to stop; no stack came in time",
+    RankPhase.KILLED: "was sent SIGKILL",
+    RankPhase.EXITED: "has exited",
+    RankPhase.ABANDONED: "was sent SIGKILL, and has not exited",
+}
+
+
+WITHOUT_FUNCTION = (RankPhase.STARTING, RankPhase.READY, RankPhase.RETURNED, RankPhase.DETAILS_SENT)
+
+
+class StackRequests:
+    """The requests that are not answered yet.
+
+    Args:
+        pool: the processes of the ranks.
+        commands: whose caller is woken up by an answer.
+        ask: asks a rank for its stacks. Return False if the rank cannot send them.
+        format_stacks: returns the stacks that a rank has sent.
+        call_at: calls a function in this thread at a time of CLOCK_MONOTONIC.
+    """
+
+    def __init__(
+        self,
+        pool: ProcessPool,
+        commands: CommandQueue,
+        *,
+        ask: Callable[[RankHandle], bool],
+        format_stacks: Callable[[RankHandle], str],
+        call_at: Callable[[float, Callable[[], object]], object],
+    ) -> None:
+        self._pool = pool
+        self._commands = commands
+        self._ask = ask
+        self._format_stacks = format_stacks
+        self._call_at = call_at
+        self._requests: list[StacksRequest] = []
+        self._asked: set[RankHandle] = set()  # ranks that have not answered
+        self._stacks = Stacks()  # that have come
+
+    def begin(self, request: StacksRequest, groups: Sequence[RestartGroup]) -> None:
+        """Ask all ranks for their stacks, unless they have been asked by an earlier request."""
+        self._requests.append(request)
+        if len(self._requests) > 1:
+            return
+        self._stacks.clear()
+        ranks = [(rank, phase) for group in groups for rank, phase in group.machine.phase_table.phases.items()]
+        for rank, phase in sorted(ranks, key=lambda item: item[0]):
+            self._stacks[rank] = WITHOUT_STACK[phase]
+            handle = self._pool.handles.get(rank)
+            if handle is None or phase in WITHOUT_FUNCTION:
+                continue
+            if self._ask(handle):
+                self._asked.add(handle)
+            elif reason := describe_blocked_process(handle.observations):
+                self._stacks[rank] = reason
+        if self._asked:
+            self._call_at(time.monotonic() + STACK_DUMP_SECONDS, self._answer)
+        else:
+            self._answer()
+
+    def add_stacks(self, handle: RankHandle) -> None:
+        """Note that the stacks of a rank have come, or will not come, since the rank has exited."""
+        if handle in self._asked:
+            self._take(handle)
+            if not self._asked:
+                self._answer()
+
+    def _take(self, handle: RankHandle) -> None:
+        self._asked.discard(handle)
+        rank = handle.observations.worker.rank
+        self._stacks[rank] = self._format_stacks(handle) or self._stacks[rank]
+        if not handle.observations.is_dump_for_report:
+            handle.stack_parser.end_dump()
+
+    def _answer(self) -> None:
+        """Answer all requests. What has not come by now is missing."""
+        for handle in list(self._asked):
+            self._take(handle)
+        for request in self._requests:
+            request.stacks = Stacks(self._stacks)
+            request.is_answered.set()
+        if self._requests:
+            self._commands.caller_wakeup.wake()
+        self._requests.clear()

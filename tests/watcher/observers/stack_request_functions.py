@@ -1,0 +1,72 @@
+"""Functions whose ranks wait at a place that stacks show, and a program for terminals that calls them."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+import mpwatch
+
+
+def rank():
+    return mpwatch.current_worker().rank
+
+
+def wait_at_gate(path):
+    """Wait until somebody opens the FIFO for writing."""
+    os.close(os.open(path, os.O_RDONLY))
+    return rank()
+
+
+def wait_at_gate_or_in_a_lock(path):
+    if rank() != 1:
+        return wait_at_gate(path)
+    lock = threading.Lock()
+    lock.acquire()
+    threading.Thread(target=release_at_gate, args=(path, lock.release)).start()
+    lock.acquire()
+    return rank()
+
+
+def release_at_gate(path, release):
+    os.close(os.open(path, os.O_RDONLY))
+    release()
+
+
+def wait_in_c(path):
+    """Wait in C code that no signal ends."""
+    libc = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(64)
+    libc.pthread_mutex_init(mutex, None)
+    libc.pthread_mutex_lock(mutex)
+    threading.Thread(target=release_at_gate, args=(path, lambda: libc.pthread_mutex_unlock(mutex))).start()
+    libc.pthread_mutex_lock(mutex)
+    return rank()
+
+
+def raise_after_gate(path):
+    if rank() == 0:
+        wait_at_gate(path)
+        raise ValueError("after the gate")
+    threading.Thread(target=wait_at_gate, args=(path,), daemon=True).start()
+    return wait_elsewhere()
+
+
+def wait_elsewhere():
+    threading.Event().wait()
+
+
+def wait_and_say(path):
+    print(f"rank {rank()} waits", flush=True)
+    return wait_at_gate(path)
+
+
+def main(kind, path):
+    if kind == "handler":
+        signal.signal(signal.SIGQUIT, lambda *_: print("the user's handler", flush=True))
+    print(f"values: {list(mpwatch.run(wait_and_say, 2, args=(path,), progress=False))}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

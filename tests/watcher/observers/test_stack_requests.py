@@ -1,0 +1,206 @@
+"""`WorkerGroup.stacks()` and Ctrl-\\: where the ranks are while they go on."""
+
+import os
+import signal
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import mpwatch
+from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.diagnosis.stragglers import BLOCKED_STATES
+from support.functions import rank
+from support.programs import ENV, in_own_process
+from support.screens import Program
+from watcher.observers import stack_request_functions as fn
+
+PROGRAM = Path(fn.__file__)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """The path of a FIFO. The ranks go on when a byte for each of them is written into it."""
+    path = tmp_path / "gate"
+    os.mkfifo(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def group():
+    with mpwatch.WorkerGroup(3, env={"PYTHONUNBUFFERED": "1"}) as group:
+        group.run(rank)
+        yield group
+
+
+def stacks_during(group, function, *args, gate, condition):
+    """Return the first stacks in a call that fulfil the condition. Then let the call end."""
+    result = []
+    thread = threading.Thread(target=lambda: result.append(group.run(function, args=(str(gate), *args))))
+    thread.start()
+    while not condition(stacks := group.stacks()):
+        assert thread.is_alive()
+    open_gate(gate, thread.is_alive)
+    assert list(result[0]) == [0, 1, 2]
+    assert not result[0].stacks
+    return stacks
+
+
+def open_gate(gate, is_waiting):
+    """Let all go on that wait at the gate, and those that come to it later."""
+    while is_waiting():
+        with suppress(OSError):  # nobody waits at this moment
+            os.close(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+
+
+def is_reading(text):
+    return "in wait_at_gate" in text
+
+
+def test_stacks_during_a_call_are_those_of_all_ranks(group, gate):
+    stacks = stacks_during(
+        group, fn.wait_at_gate, gate=gate, condition=lambda stacks: all(map(is_reading, stacks.values()))
+    )
+    assert sorted(stacks) == [0, 1, 2]
+    assert all("os.open(path" in text and "/mpwatch/worker/" not in text for text in stacks.values())
+
+
+def test_equal_stacks_are_shown_once(group, gate):
+    stacks = stacks_during(
+        group,
+        fn.wait_at_gate_or_in_a_lock,
+        gate=gate,
+        condition=lambda stacks: "in release_at_gate" in stacks[1] and all(is_reading(stacks[rank]) for rank in (0, 2)),
+    )
+    text = str(stacks)
+    assert text.startswith("ranks 0, 2: (stack_request_functions.py:")
+    assert "\nrank 1: (stack_request_functions.py:" in text
+    assert "\n  another thread (most recent call first):\n" in text
+    assert "0x" not in text
+
+
+def test_stacks_between_calls_say_that_the_ranks_wait(group):
+    assert str(group.stacks()) == "ranks 0-2: waiting for a call"
+
+
+def test_a_rank_in_c_code_is_shown_too(group, gate):
+    """Its handler in Python does not run. So its main thread alone is shown, by faulthandler."""
+
+    def condition(stacks):
+        return all("pthread_mutex_lock(mutex)" in text and "libc" in text for text in stacks.values())
+
+    stacks_during(group, fn.wait_in_c, gate=gate, condition=condition)
+
+
+def test_a_stopped_rank_is_called_stopped(group):
+    pid = group.run(os.getpid)[1]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        thread = threading.Thread(target=group.run, args=(rank,))
+        thread.start()
+        while "SIGSTOP" not in (text := group.stacks()[1]):
+            assert thread.is_alive()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    thread.join()
+    assert text == BLOCKED_STATES["T"]
+
+
+def test_many_requests_at_once_are_all_answered(group, gate):
+    answers = []
+
+    def ask():
+        answers.append(group.stacks())
+
+    def condition(stacks):
+        threads = [threading.Thread(target=ask) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return all(map(is_reading, stacks.values()))
+
+    stacks_during(group, fn.wait_at_gate, gate=gate, condition=condition)
+    assert len(answers) % 20 == 0
+    assert all(sorted(stacks) == [0, 1, 2] for stacks in answers)
+
+
+def test_an_observer_gets_stacks():
+    seen = []
+
+    def observe(event):
+        if isinstance(event, mpwatch.events.WorkerReady):
+            seen.append(group.stacks())
+
+    with mpwatch.WorkerGroup(2, on_event=observe) as group:
+        group.run(rank)
+    assert seen
+    assert isinstance(seen[0], Stacks)
+
+
+def test_a_failure_after_a_request_has_its_own_stacks(group, gate):
+    """What a request has dumped is not shown as the stack at the end."""
+
+    def condition(stacks):
+        return "in raise_after_gate" in stacks[0] and "in wait_at_gate" in stacks[1]
+
+    with mpwatch.WorkerGroup(2, check=False) as group:
+        result = []
+        thread = threading.Thread(
+            target=lambda: result.append(group.run(fn.raise_after_gate, args=(str(gate),), timeout=None))
+        )
+        thread.start()
+        while not condition(group.stacks()):
+            assert thread.is_alive()
+        open_gate(gate, thread.is_alive)
+    (result,) = result
+    assert result.root_cause.rank == 0
+    assert "in wait_elsewhere" in result.stacks[1]
+    assert "in wait_at_gate" not in result.stacks[1]
+
+
+def test_stacks_of_a_closed_group():
+    with mpwatch.WorkerGroup(1) as group:
+        pass
+    with pytest.raises(RuntimeError, match="this WorkerGroup is closed"):
+        group.stacks()
+
+
+def test_stacks_of_a_group_whose_ranks_are_lost():
+    with mpwatch.WorkerGroup(1, check=False) as group:
+        group.run(os._exit, args=(3,))
+        assert group.stacks() == {}
+
+
+def run_program(*args):
+    return Program(str(PROGRAM), *args, env=ENV, columns=160, rows=60)
+
+
+def test_ctrl_backslash_shows_stacks_and_the_run_goes_on(gate):
+    with run_program("wait", str(gate)) as program:
+        program.read_until(lambda rows: any("rank 1 waits" in row for row in rows))
+        program.type(b"\x1c")
+        assert program.read_until(lambda rows: any("in wait_at_gate" in row for row in rows))
+        open_gate(gate, lambda: program.process.poll() is None)
+        assert program.end() == 0
+    rows = program.emulator.all_rows()
+    assert "mpwatch: where the ranks are now (they go on)" in "\n".join(rows)
+    assert "values: [0, 1]" in rows
+
+
+def test_a_handler_of_the_user_for_sigquit_wins(gate):
+    with run_program("handler", str(gate)) as program:
+        program.read_until(lambda rows: any("rank 1 waits" in row for row in rows))
+        program.type(b"\x1c")
+        assert program.read_until(lambda rows: any("the user's handler" in row for row in rows))
+        open_gate(gate, lambda: program.process.poll() is None)
+        assert program.end() == 0
+    assert "where the ranks are" not in "\n".join(program.emulator.all_rows())
+
+
+@in_own_process
+def test_sigquit_has_its_default_action_again_after_a_run():
+    mpwatch.run(rank, 1)
+    assert signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL
