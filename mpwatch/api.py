@@ -43,6 +43,7 @@ def run(
     on_event: Observers | None = None,
     progress: bool | None = None,
     rendezvous: Rendezvous | None = None,
+    capture_locals: bool = False,
     check: bool = True,
 ) -> RunResult[T]:
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
@@ -82,6 +83,10 @@ def run(
             report. True: shown from the start; without terminal and notebook as lines on stderr. False: never shown.
         rendezvous: for ranks on several machines: how the nodes find one another. See Rendezvous. Each node makes the same
             call, and `nprocs` is its own number of ranks. None: this machine alone.
+        capture_locals: True: the frames of a rank's exception have the text of their local variables. Debuggers (`%debug`,
+            `pdb.post_mortem`), pytest's `-l` and `traceback.TracebackException(capture_locals=True)` show them. The rank
+            makes the texts with `repr`, in one second at most: 100 variables of a frame, 2,000 characters of a variable.
+            False is the default because variables can hold secrets. They are not sent to other nodes.
         check: False: return the result of a failed run instead of raising.
 
     Returns:
@@ -118,6 +123,7 @@ def run(
         on_event=on_event,
         progress=progress,
         rendezvous=rendezvous,
+        capture_locals=capture_locals,
     )
     if rendezvous is None:
         result = run_single_node(spec, partial(select_view, progress))

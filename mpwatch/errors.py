@@ -6,12 +6,15 @@
 The text of an error is made from its `result` when it is asked for.
 """
 
+from types import TracebackType
 from typing import Any
 
 from mpwatch.results.failure import FailureKind, ProcessFailure
 from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_fates, format_report, format_verdict
 from mpwatch.results.run_result import RunResult
+from mpwatch.wire.exceptions.decoder import get_builtin_attribute
+from mpwatch.wire.exceptions.source_lines import get_ipython_shell
 
 TIMEOUT_EXIT_CODE = 124  # the exit status of timeout(1)
 
@@ -70,6 +73,16 @@ class RunFailedError(MpwatchError):
     def __str__(self) -> str:
         return format_report(self.result)
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows. mpwatch's frames, and those of the rank below them, are left out.
+
+        `__cause__`, which IPython shows before, has the rank's frames already.
+        """
+        lines: list[str] = get_ipython_shell().InteractiveTB.structured_traceback(
+            type(self), self, _cut_frames_of_mpwatch(self.__traceback__)
+        )
+        return lines
+
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
         from mpwatch.results.html import make_result_table  # imported on use
@@ -93,7 +106,26 @@ def make_error(result: RunResult[Any]) -> RunFailedError:
 
 
 def raise_if_failed(result: RunResult[Any]) -> None:
-    """Raise RunFailedError or RunTimeoutError if the run did not succeed."""
+    """Raise RunFailedError or RunTimeoutError if the run did not succeed.
+
+    In IPython the traceback ends with the frames of the rank's own exception. So `%debug` opens where the rank raised.
+    """
     __tracebackhide__ = True  # as in mpwatch.run
     if result.state is not WorkerState.SUCCEEDED:
-        raise make_error(result)
+        error = make_error(result)
+        if error.__cause__ is not None and get_ipython_shell() is not None:
+            error.__traceback__ = get_builtin_attribute(error.__cause__, "__traceback__")
+        raise error
+
+
+def _cut_frames_of_mpwatch(trace: TracebackType | None) -> TracebackType | None:
+    """Return a copy that ends before the first frame of mpwatch; the whole traceback if it would be empty."""
+    entries = []
+    rest = trace
+    while rest is not None and not str(rest.tb_frame.f_globals.get("__name__", "")).startswith("mpwatch."):
+        entries.append(rest)
+        rest = rest.tb_next
+    copy = None
+    for entry in reversed(entries):
+        copy = TracebackType(copy, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return copy or trace

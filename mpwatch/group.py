@@ -53,6 +53,10 @@ class WorkerGroup:
         on_event: a function or several functions, called with each `mpwatch.Event` in the thread that waits for a call or
             for `close`. A function that raises is dropped, as for `mpwatch.run`.
         progress: live view of each call, as for `mpwatch.run`.
+        capture_locals: True: the frames of a rank's exception have the text of their local variables. Debuggers (`%debug`,
+            `pdb.post_mortem`), pytest's `-l` and `traceback.TracebackException(capture_locals=True)` show them. The rank
+            makes the texts with `repr`, in one second at most: 100 variables of a frame, 2,000 characters of a variable.
+            False is the default because variables can hold secrets.
         check: False: `run` returns the result of a failed call instead of raising.
 
     Raises:
@@ -74,6 +78,7 @@ class WorkerGroup:
         logs: LogSpec | None = None,
         on_event: Observers | None = None,
         progress: bool | None = None,
+        capture_locals: bool = False,
         check: bool = True,
     ) -> None:
         check_flag("check", check)
@@ -90,6 +95,7 @@ class WorkerGroup:
             logs=logs,
             on_event=on_event,
             progress=progress,
+            capture_locals=capture_locals,
         )
         self._pid = os.getpid()
         self._lock = threading.RLock()  # calls of other threads wait for it

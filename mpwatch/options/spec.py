@@ -14,7 +14,7 @@ from mpwatch.events.types import Event
 from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
-from mpwatch.options.validation import as_int, check_count, check_env_mapping, check_seconds, is_async
+from mpwatch.options.validation import as_int, check_count, check_env_mapping, check_flag, check_seconds, is_async
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.hardware import count_usable_cpus, may_have_gpus
 
@@ -39,8 +39,10 @@ class GroupSpec:
     logs: LogSpec | None = None
     on_event: Observers | None = None
     progress: bool | None = None
+    capture_locals: bool = False
 
     def __post_init__(self) -> None:
+        check_flag("capture_locals", self.capture_locals)
         _check_backend(self.backend)
         _check_env(self.env)
         if self.timeout is not None:

@@ -93,7 +93,7 @@ class ProcessFailure:
         state = dict(self.__dict__)
         if self.exception is not None:
             encoder = ExceptionEncoder(self.exception)
-            state["exception"] = (encoder.plain(), encoder.details())
+            state["exception"] = (encoder.plain(), encoder.details(), encoder.locals())
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -97,7 +97,8 @@ class EventLoop:
         self._groups = [RestartGroup(spec, setups, event_bus, keep_ranks=keep_ranks) for setups in setups_of_groups]
         self._group_by_rank = {rank: group for group in self._groups for rank in group.setups}
         self._unfinished_groups = list(self._groups)
-        self._pool = ProcessPool(deferred_log, output)
+        self._pool = ProcessPool(deferred_log, output, capture_locals=spec.capture_locals)
+        self._capture_locals = spec.capture_locals
         self._commands = commands
         self._event_bus = event_bus
         self._deferred_log = deferred_log
@@ -222,6 +223,9 @@ class EventLoop:
             return []
         if message.kind is MessageKind.DETAILS:
             observed.details = message.body
+            return [] if self._capture_locals else [m.DetailsReceived(rank, generation=generation)]
+        if message.kind is MessageKind.LOCALS:
+            observed.local_variables = message.body
             return [m.DetailsReceived(rank, generation=generation)]
         if message.kind is MessageKind.FAILING:
             observed.raised_at = message.stamp

@@ -17,10 +17,18 @@ if TYPE_CHECKING:
 class LaunchInfo:
     """The data that a rank is started with: the fields of its Worker, and the numbers of its descriptors."""
 
-    __slots__ = ("channel_fd", "is_captured", "slot", "slots_fd", "stderr_fd", "worker")
+    __slots__ = ("capture_locals", "channel_fd", "is_captured", "slot", "slots_fd", "stderr_fd", "worker")
 
     def __init__(
-        self, worker: dict[str, object], channel_fd: int, slots_fd: int, slot: int, stderr_fd: int, *, is_captured: bool
+        self,
+        worker: dict[str, object],
+        channel_fd: int,
+        slots_fd: int,
+        slot: int,
+        stderr_fd: int,
+        *,
+        is_captured: bool,
+        capture_locals: bool = False,
     ) -> None:
         self.worker = worker  # its fields: importing the class takes time, and many ranks never need it
         self.channel_fd = channel_fd
@@ -28,6 +36,7 @@ class LaunchInfo:
         self.slot = slot  # number of the rank's slot in that file
         self.stderr_fd = stderr_fd  # becomes stderr when the rank is ready, see worker/stdio.py
         self.is_captured = is_captured  # whether the output goes to files or to the watcher
+        self.capture_locals = capture_locals  # see mpwatch.run
 
 
 class RankProcess(SpawnProcess):

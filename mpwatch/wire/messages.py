@@ -5,7 +5,8 @@
        | --- [STARTUP_OUTPUT] -------------------------> |   once, before the first call
        | --- [DESCRIPTORS ...] CALL -------------------> |   one call: see pickling/call_payload.py
        | <-- RETURNED ---------------------------------- |   the answer, if the function returned
-       | <-- FAILING, RAISED | LOAD_FAILED, [DETAILS] -- |   the answer, if not: see exceptions/encoder.py
+       | <-- FAILING, RAISED | LOAD_FAILED, ... -------- |   the answer, if not: see exceptions/encoder.py
+       | <-- DETAILS, [LOCALS] ------------------------- |   more about the exception just sent
        | ----------------- SHUTDOWN -------------------> |   or the watcher closes its end of the channel
        | <-------------- [EXIT_BLOCKED] ---------------- |   only if threads or processes keep the rank from exiting
 
@@ -42,6 +43,7 @@ class MessageKind(enum.IntEnum):
     DESCRIPTORS = 8  # empty; some of the descriptors of the next CALL
     FAILING = 9  # empty; the function has just raised. RAISED or LOAD_FAILED follows
     DETAILS = 10  # the pickled parts of the exception just sent: the "details" message of exceptions/encoder.py
+    LOCALS = 12  # the local variables of the exception just sent: the "locals" message of exceptions/encoder.py
     STARTUP_OUTPUT = 11  # empty; its descriptor holds the interpreter's early output, which the rank writes to its stderr
 
 

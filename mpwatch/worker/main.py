@@ -6,6 +6,7 @@
         _run_call       unpickle the call, run the function, pickle its return value
         _send_value     RETURNED
         _send_failure   FAILING, then RAISED or LOAD_FAILED, then DETAILS
+        _send_locals    LOCALS, if the option `capture_locals` is set
       exit              restore signals, destroy the torch process group, send EXIT_BLOCKED if threads or processes remain
 
 Guarantees:
@@ -64,7 +65,7 @@ def main(launch_info: LaunchInfo) -> None:
     channel = Channel(launch_info.channel_fd, BlackBox(memory))
     context.set_rank(launch_info.worker, HeartbeatWriter(memory))
     channel.send(MessageKind.READY, ready_body)
-    _serve(channel, deferred_signals)
+    _serve(channel, deferred_signals, capture_locals=launch_info.capture_locals)
     deferred_signals.restore_for_exit()
     _destroy_torch_process_group()
     _report_exit_blockers(channel)
@@ -97,7 +98,7 @@ def _reset_signals() -> None:
 # --- Calls ---
 
 
-def _serve(channel: Channel, deferred_signals: DeferredSignals) -> None:
+def _serve(channel: Channel, deferred_signals: DeferredSignals, *, capture_locals: bool) -> None:
     """Answer calls until the watcher sends SHUTDOWN or closes the channel."""
     pid = os.getpid()
     while True:
@@ -111,6 +112,8 @@ def _serve(channel: Channel, deferred_signals: DeferredSignals) -> None:
             _exit_forked_process(outcome)
         if isinstance(outcome, _Failure):
             _send_failure(channel, outcome)
+            if capture_locals:
+                _send_locals(channel, outcome)
         else:
             stdio.flush_before_answer()
             _send_value(channel, *outcome)
@@ -236,6 +239,14 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
         channel.send(MessageKind.DETAILS, encoder.details(), failure.at)
     else:
         channel.send(failure.kind, failure.make_encoder_of(_make_size_error(len(plain))).plain(), failure.at)
+
+
+def _send_locals(channel: Channel, failure: _Failure) -> None:
+    """Send the text of the local variables, or an empty one: the watcher waits for this message."""
+    texts = b""
+    with suppress(BaseException):  # memory or threads have run out
+        texts = failure.make_encoder().locals()
+    channel.send(MessageKind.LOCALS, texts, failure.at)
 
 
 def _make_size_error(size: int) -> OSError:

@@ -144,7 +144,7 @@ def _died_by_itself(attempt: AttemptObservations, observed: RankObservations, at
 
 def _build_reported(attempt: AttemptObservations, observed: RankObservations, answer: Message) -> TimedFailure:
     try:
-        error = decoder.decode_exception(answer.body, observed.details)
+        error = decoder.decode_exception(answer.body, observed.details, observed.local_variables)
     except Exception:  # noqa: BLE001  unpickling runs user code; the answer alone can be decoded without the user's classes
         error = decoder.decode_exception(answer.body)
     kind, exit_code = FailureKind.EXCEPTION, 1

@@ -33,6 +33,8 @@ class RankObservations:
     """When the watcher received `answer`. This is later than the time stamp of the message."""
     details: bytes = b""
     """The pickled parts of a reported exception."""
+    local_variables: bytes = b""
+    """The texts of local variables, if they were asked for."""
     died_at: float | None = None
     exit_code: int | None = None
     """As in multiprocessing: negative for a signal. None: not known."""

@@ -67,9 +67,10 @@ class ProcessPool:
         deferred_log: receives warnings about ranks that are left behind.
     """
 
-    def __init__(self, deferred_log: DeferredLog, output: RankOutput) -> None:
+    def __init__(self, deferred_log: DeferredLog, output: RankOutput, *, capture_locals: bool) -> None:
         self.deferred_log = deferred_log
         self._output = output
+        self._capture_locals = capture_locals
         self.handles: dict[int, RankHandle] = {}
         self.selector: Selector[Any]
         self.guardian: Guardian
@@ -119,7 +120,13 @@ class ProcessPool:
             stdio = self._output.open_stdio(worker, passed)
             stderr = self._stderr_fd if stdio.stderr is None else stdio.stderr
             launch_info = LaunchInfo(
-                _worker_fields(worker), rank_channel.fileno(), self._slots_fd, slot, stderr, is_captured=stdio.is_captured
+                _worker_fields(worker),
+                rank_channel.fileno(),
+                self._slots_fd,
+                slot,
+                stderr,
+                is_captured=stdio.is_captured,
+                capture_locals=self._capture_locals,
             )
             process = RankPopen.start(
                 launch_info,

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpwatch.wire.exceptions import source_lines
-from mpwatch.wire.exceptions.tracebacks import build_traceback, get_file
+from mpwatch.wire.exceptions.tracebacks import add_local_variables, build_traceback, get_file
 from mpwatch.wire.pickling import return_values
 
 ExceptionNode = dict[str, Any]  # one exception in the message "plain"; for its keys see `_encode_node` in encoder.py
@@ -53,15 +53,19 @@ def add_note(error: BaseException, note: str) -> None:
     BaseException.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else ()), note])
 
 
-def decode_exception(plain: bytes, details: bytes = b"") -> BaseException:
+def decode_exception(plain: bytes, details: bytes = b"", local_variables: bytes = b"") -> BaseException:
     """Rebuild an exception from its messages. It raises nothing that the exceptions' classes raise, except ENDS_RUN.
 
     Args:
         plain: a message of `ExceptionEncoder`.
-        details: the other one; without it, the result is a stand-in.
+        details: the second one; without it, the result is a stand-in.
+        local_variables: the third one; without it, the frames have no local variables.
     """
     content = marshal.loads(plain)
     source_lines.add_to_linecache(content["sources"])
+    if local_variables:
+        for node, texts in zip(content["nodes"], marshal.loads(local_variables), strict=True):
+            add_local_variables(node["frames"], texts)
     return build_graph(content["nodes"], pickle.loads(details) if details else [])
 
 

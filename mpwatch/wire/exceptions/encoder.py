@@ -1,15 +1,17 @@
 """Encode an exception for the watcher. Runs in the rank, and in any process that pickles a failure.
 
 An exception is a node of a graph: it refers to its cause, its context and the members of a group. `ExceptionEncoder` lists
-all nodes of the graph and makes two messages of them. In both, a node is known by its index in that list.
+all nodes of the graph and makes messages of them. In each, a node is known by its index in that list.
 
     plain      for each node: names, texts, notes, frames, and the indices of the nodes that it refers to. Then the printed
                traceback, and source lines that are in no file. All are builtin values, encoded by marshal.
     details    for each node: `PickledParts`, the pickles from which decoder.py can rebuild it. None if it cannot be rebuilt.
+    locals     for each node: the texts of the local variables of its frames, if they were asked for (local_variables.py).
 
 `plain` is sent first. It runs nothing that the exceptions' classes define, except `__str__` and `__notes__`, and it catches
 whatever these raise. `details` pickles each node and tries to rebuild it. That runs code of the classes, which may raise,
-exit, crash or hang. The watcher then already has `plain`, so it knows that the rank failed, where and why.
+exit, crash or hang. The watcher then already has `plain`, so it knows that the rank failed, where and why. `locals` runs
+code of all classes that the variables have, and is sent last.
 
 A part that cannot be pickled is left out. It does not affect the other parts.
 """
@@ -76,6 +78,12 @@ class ExceptionEncoder:
         """Encode the message "details"."""
         parts = [_pickle_parts(error, node) for error, node in zip(self._errors, self.nodes, strict=True)]
         return pickle.dumps(parts, protocol=5)
+
+    def locals(self) -> bytes:
+        """Encode the message "locals"."""
+        from mpwatch.wire.exceptions.local_variables import format_local_variables
+
+        return marshal.dumps(format_local_variables(get_builtin_attribute(error, "__traceback__") for error in self._errors))
 
 
 def _get_neighbours(error: BaseException) -> list[BaseException]:

@@ -16,6 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from types import CodeType
+    from typing import Any
 
 STDIN = "<stdin>"
 COMMAND = "<string>"  # the name for `python -c`, and for any other code from a string; the two cannot be distinguished
@@ -50,10 +51,16 @@ def collect_for_code(codes: Iterable[CodeType]) -> dict[str, str]:
     return found
 
 
+def get_ipython_shell() -> Any:
+    """Return the shell of IPython if this program runs in it; else None."""
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+
+
 def cell_name(file: str) -> str:
     """Return IPython's name for the cell that it compiled as this file: `Cell In[3]`. Empty if it is not a cell."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    name_of = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)  # in IPython 8 and newer
+    name_of = getattr(
+        getattr(get_ipython_shell(), "compile", None), "format_code_name", lambda _: None
+    )  # in IPython 8 and newer
     return " ".join(name_of(file) or ())
 
 

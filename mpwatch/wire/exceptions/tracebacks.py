@@ -9,14 +9,17 @@ traceback of a RecursionError is too deep for that. So here each entry has a dic
 
 A debugger, IPython and the traceback module read file, function, lines and columns from a frame's code object. So
 `build_traceback` compiles a stub for each frame: a `raise` at the frame's position, in code that begins at the frame's first
-line. The stub raises, and leaves the wanted frame in the traceback, with the local variables of the `Frame`. There is only
-one: `__tracebackhide__ = True`, if the rank's frame had it. pytest and IPython hide such a frame.
+line. The stub raises, and leaves the wanted frame in the traceback, with the local variables of the `Frame`. These are
+`__tracebackhide__ = True`, if the rank's frame had it (pytest and IPython hide such a frame), and the texts of
+local_variables.py, if they were asked for.
 """
 
 from __future__ import annotations
 
 from itertools import islice
 from types import CodeType, FrameType, SimpleNamespace, TracebackType
+
+from mpwatch.wire.exceptions.source_lines import COMMAND
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ Span = tuple[int, int, int]
 HIDE_VARIABLE = "__tracebackhide__"
 NO_COLUMN = -1  # makes the compiler write no columns
 CODE_UNIT = 2  # bytes of code for which co_positions() has one entry; see os_support/cpython_private.py
+NO_FIRST_LINE = 0  # of code from a string: Python 3.13 and newer would show lines of the caller's own `python -c` program
 RAISED = "__mpwatch_error"  # the variable of a stub, removed when it has raised
 
 
@@ -70,6 +74,17 @@ def make_frame(
         "f_lineno": line,
     }
     return {"tb_frame": frame, "tb_lineno": line, "tb_next": None, "span": span}
+
+
+def add_local_variables(frames: list[Frame], texts: dict[int, dict[str, str]]) -> None:
+    """Add the texts of local variables: by index of the frame, and by name."""
+    from mpwatch.wire.exceptions.local_variables import LocalText
+
+    for number, variables in texts.items():
+        local_variables = frames[number]["tb_frame"]["f_locals"]
+        frames[number]["tb_frame"]["f_locals"] = {
+            name: LocalText(text) for name, text in variables.items()
+        } | local_variables
 
 
 def get_file(frame: Frame) -> str:
@@ -138,7 +153,7 @@ def _compile_stub(frame: Frame) -> CodeType:
     names, line = frame["tb_frame"]["f_code"], frame["tb_lineno"]
     end, column, end_column = frame["span"] or (line, NO_COLUMN, NO_COLUMN)
     # The lines of a module are relative to its first line, which is 1 until it is replaced below.
-    first = min(names["co_firstlineno"], line)
+    first = NO_FIRST_LINE if names["co_filename"] == COMMAND else min(names["co_firstlineno"], line)
     before = first - 1
     position: Any = {
         "lineno": line - before,

@@ -59,9 +59,7 @@ def is_reading(text):
 
 
 def test_stacks_during_a_call_are_those_of_all_ranks(group, gate):
-    stacks = stacks_during(
-        group, fn.wait_at_gate, gate=gate, condition=lambda stacks: all(map(is_reading, stacks.values()))
-    )
+    stacks = stacks_during(group, fn.wait_at_gate, gate=gate, condition=lambda stacks: all(map(is_reading, stacks.values())))
     assert sorted(stacks) == [0, 1, 2]
     assert all("os.open(path" in text and "/mpwatch/worker/" not in text for text in stacks.values())
 
@@ -140,7 +138,7 @@ def test_an_observer_gets_stacks():
     assert isinstance(seen[0], Stacks)
 
 
-def test_a_failure_after_a_request_has_its_own_stacks(group, gate):
+def test_a_failure_after_a_request_has_its_own_stacks(gate):
     """What a request has dumped is not shown as the stack at the end."""
 
     def condition(stacks):

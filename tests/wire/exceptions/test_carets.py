@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 import mpwatch
-from support.programs import in_own_process
+from support.programs import in_own_process, python
 from wire.exceptions.raising_expressions import EXAMPLES, division_after_wide_characters, raise_all
 
 
@@ -18,6 +18,12 @@ def test_tracebacks_are_printed_as_in_the_rank():
     assert len(errors) == len(EXAMPLES) > 30
     for example, error in zip(EXAMPLES, errors, strict=True):
         assert "".join(traceback.format_exception(error)) == error.text, example.__name__
+
+
+def test_code_from_a_string_has_no_lines_of_the_callers_own_program():
+    program = "import mpwatch, wire.exceptions.raising_expressions as e; mpwatch.run(e.code_without_source, 1)"
+    text = python("-c", program, check=False).stderr
+    assert '\n  File "<string>", line 1, in <module>\nZeroDivisionError: division by zero\n' in text
 
 
 def run_one_rank():
