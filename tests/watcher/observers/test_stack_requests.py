@@ -69,7 +69,11 @@ def test_equal_stacks_are_shown_once(group, gate):
         group,
         fn.wait_at_gate_or_in_a_lock,
         gate=gate,
-        condition=lambda stacks: "in release_at_gate" in stacks[1] and all(is_reading(stacks[rank]) for rank in (0, 2)),
+        condition=lambda stacks: (
+            "in release_at_gate" in stacks[1]
+            and "\n    lock.acquire()" in stacks[1]
+            and all(is_reading(stacks[rank]) for rank in (0, 2))
+        ),
     )
     text = str(stacks)
     assert text.startswith("ranks 0, 2: (stack_request_functions.py:")
@@ -200,5 +204,6 @@ def test_a_handler_of_the_user_for_sigquit_wins(gate):
 
 @in_own_process
 def test_sigquit_has_its_default_action_again_after_a_run():
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     mpwatch.run(rank, 1)
     assert signal.getsignal(signal.SIGQUIT) is signal.SIG_DFL
