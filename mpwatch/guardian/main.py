@@ -8,6 +8,8 @@ A script for a bare interpreter (`-I -S`): it imports the standard library only.
     "-1234\n"                 that rank is dead and reaped: do not kill its group
     "=1b5b72 /dev/pts/0\n"    a live view is on this terminal: write these bytes (hexadecimal) to it if the watcher dies
     "=\n"                     no terminal needs restoring
+    "~[...] /dev/pts/0\n"     a prompt is open on this terminal: give it these modes (JSON, as tcgetattr returns them)
+    "~\n"                     no modes need restoring
 
 There are two ways to kill the ranks of a dead watcher. A rank arranges the first one itself: the kernel kills its group when
 the watcher's end of spawn's pipe is closed (`die_with_writer` in os_support/signals.py). The guardian is the second one. It
@@ -39,7 +41,7 @@ def main(orders: int, watcher: int | None = None) -> None:
     """
     os.set_blocking(orders, False)
     groups: set[int] = set()
-    restore = rest = b""
+    restore = modes = rest = b""
     poll = select.poll()
     poll.register(orders, select.POLLIN)
     if watcher is not None:
@@ -53,6 +55,8 @@ def main(orders: int, watcher: int | None = None) -> None:
         for line in lines:
             if line[:1] == b"=":
                 restore = line[1:]
+            elif line[:1] == b"~":
+                modes = line[1:]
             else:
                 (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
     for group in groups:
@@ -66,6 +70,8 @@ def main(orders: int, watcher: int | None = None) -> None:
             restore_terminal(*restore.split(b" ", 1))
         except OSError:
             pass  # the terminal is gone, too
+    if modes:
+        restore_modes(*modes.rsplit(b" ", 1))
 
 
 def read_available(orders: int) -> bytes | None:
@@ -93,6 +99,19 @@ def restore_terminal(data: bytes, path: bytes) -> None:
                 return
             except BlockingIOError:
                 pass  # another process filled the terminal's buffer first
+
+
+def restore_modes(modes: bytes, path: bytes) -> None:
+    """Set the modes of the terminal with this path, such as whether it echoes what is typed."""
+    import json
+    import termios
+
+    *numbers, characters = json.loads(modes)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK)
+        termios.tcsetattr(fd, termios.TCSANOW, [*numbers, [bytes.fromhex(character) for character in characters]])
+    except (OSError, termios.error):
+        pass  # the terminal is gone, too
 
 
 if __name__ == "__main__":

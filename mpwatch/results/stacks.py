@@ -1,6 +1,7 @@
 """The stacks of the ranks at one moment, and their text: ranks with the same stacks are one group. Pure."""
 
 import re
+from collections.abc import Mapping
 from textwrap import indent
 
 from mpwatch.results.places import format_location
@@ -25,6 +26,15 @@ class Stacks(dict[int, str]):
         return "\n".join(f"{format_ranks(ranks)}:{_format_group(text)}" for text, ranks in groups.items())
 
     __repr__ = __str__
+
+
+def group_places(stacks: Mapping[int, str]) -> list[tuple[str, str]]:
+    """Return the groups of ranks at the same place: `("ranks 0-2", " in all_reduce (train.py:7 in train: ...)")`."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in sorted(stacks.items()):
+        place = format_location(text) if "\n" in text else f" {text}"
+        groups.setdefault(place, []).append(rank)
+    return [(format_ranks(ranks), place) for place, ranks in groups.items()]
 
 
 def _format_group(stacks: str) -> str:

@@ -9,18 +9,21 @@
     StacksRequest     its `stacks`; any thread may wait for its `is_answered`
     RestartCommand    none; it is itself the answer to what the watcher thread has passed to `request_decision`
     TerminalRestore   none
+    TerminalModes     none
     DelayedAction     none
-    machine events    none: Interrupted, Shutdown, DoNotRestart, CancelAttempt, Lease
+    machine events    none: Interrupted, Shutdown, DoNotRestart, CancelAttempt, Lease, SuspendLimits, ResumeLimits
 
 Each side waits for its WakeupPipe, and then looks at the queues and the fields. Each field is written by one side only.
 """
 
+import os
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.worker_info import Worker
@@ -123,6 +126,15 @@ class TerminalRestore:
 
 
 @dataclass(eq=False)
+class TerminalModes:
+    """Have the guardian give a terminal these modes if the watcher is killed."""
+
+    path: str
+    modes: list[Any] | None
+    """As `termios.tcgetattr` returns them. None if nothing is to be restored."""
+
+
+@dataclass(eq=False)
 class DelayedAction:
     """Call `action` in the watcher thread, no sooner than `due_at`. It runs no user code and does not block."""
 
@@ -131,7 +143,9 @@ class DelayedAction:
     action: Callable[[], object]
 
 
-Command = Event | PendingCall | StatusRequest | StacksRequest | TerminalRestore | RestartCommand | DelayedAction
+Command = (
+    Event | PendingCall | StatusRequest | StacksRequest | TerminalRestore | TerminalModes | RestartCommand | DelayedAction
+)
 
 
 class CommandQueue:
@@ -145,6 +159,7 @@ class CommandQueue:
         self.state = WorkerState.UNKNOWN  # of all ranks together; written by the watcher thread
         self._commands: deque[Command] = deque()
         self._decision_requests: deque[AttemptObservations] = deque()
+        self._debugger_sockets: deque[tuple[int, int]] = deque()
 
     def post(self, command: Command) -> None:
         """Send a command to the watcher thread. The caller's threads and signal handlers call this."""
@@ -165,5 +180,20 @@ class CommandQueue:
         """Return the attempts to decide about that have come since the last call. The caller's thread calls this."""
         return [self._decision_requests.popleft() for _ in range(len(self._decision_requests))]
 
+    def offer_debugger_socket(self, rank: int, fd: int) -> None:
+        """Pass on the socket of a rank that is at a breakpoint. The watcher thread calls this."""
+        self._debugger_sockets.append((rank, fd))
+        self.caller_wakeup.wake()
+
+    def has_debugger_sockets(self) -> bool:
+        """Return whether `take_debugger_sockets` returns any."""
+        return bool(self._debugger_sockets)
+
+    def take_debugger_sockets(self) -> list[tuple[int, int]]:
+        """Return ranks and their sockets that have come since the last call. The caller's thread calls this."""
+        return [self._debugger_sockets.popleft() for _ in range(len(self._debugger_sockets))]
+
     def close(self) -> None:
+        for _, fd in self.take_debugger_sockets():
+            os.close(fd)
         self._wakeups.close()

@@ -41,6 +41,7 @@ from mpwatch.watcher.commands import (
     RestartCommand,
     StacksRequest,
     StatusRequest,
+    TerminalModes,
     TerminalRestore,
 )
 from mpwatch.watcher.diagnosis.death_order import DeathClock
@@ -195,6 +196,8 @@ class EventLoop:
                 self._stack_requests.begin(command, self._groups)
             elif isinstance(command, TerminalRestore):
                 self._pool.guardian.set_terminal_restore(command.restore)
+            elif isinstance(command, TerminalModes):
+                self._pool.guardian.set_terminal_modes(command.path, command.modes)
             elif isinstance(command, RestartCommand):
                 # The group uses them when its machine handles the event. Commands before it may end the run.
                 self._group_of(command.event.rank).next_setups = command.setups
@@ -218,6 +221,9 @@ class EventLoop:
         if message.kind is MessageKind.READY:
             handle.on_ready(message.body)
             return [m.Ready(rank, generation=generation)]
+        if message.kind is MessageKind.DEBUGGER:
+            self._commands.offer_debugger_socket(rank, message.fd)
+            return []
         if message.kind is MessageKind.EXIT_BLOCKED:
             self._group_of(rank).exit_blockers[rank] = message.body.decode()
             return []

@@ -3,8 +3,8 @@
 During a run no handler raises an exception in the caller's thread:
 
 - SIGINT, SIGTERM and SIGHUP are deferred. The watcher thread gets an Interrupted event at once, and stops the run. The
-  host's own handler gets the signal when the run is over. One exception: a second SIGINT raises KeyboardInterrupt at once
-  while user code runs in the caller's thread (an observer, `retry_if`, `env`).
+  host's own handler gets the signal when the run is over. Two exceptions raise KeyboardInterrupt at once: a second SIGINT
+  while user code runs in the caller's thread (an observer, `retry_if`, `env`), and SIGINT at the prompt of a debugger.
 - SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if it would end the host program otherwise.
 - For any other signal the host's handler is called at once. If the handler raises, the run is stopped as by SIGTERM, and
   the exception is raised when the run is over.
@@ -29,7 +29,7 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from mpwatch.os_support.processes import read_process_state
@@ -55,6 +55,7 @@ class HostSignals:
         self.is_taken_over = False
         self._has_begun = False  # to take over
         self.is_in_user_code = False  # which may take any time
+        self.is_at_prompt = False  # of a debugger: Ctrl-C raises KeyboardInterrupt at once
         self._commands = commands
         self._caller_wakeup = commands.caller_wakeup
         self._host_handlers: dict[int, Any] = {}
@@ -105,14 +106,23 @@ class HostSignals:
             if self._may_post:
                 self.start_posting()
 
+    def quit(self, error: BaseException) -> None:
+        """Stop the ranks as on SIGTERM, and raise this error when they have ended."""
+        if self.handler_error is None:
+            self.handler_error = error
+        self.post_interrupt(signal.SIGTERM)
+
     def interrupt(self) -> None:
         """Act as on Ctrl-C. This is for a call off the main thread; any thread may do it."""
         self.received.append(signal.SIGINT)
         self.post_interrupt(signal.SIGINT)
 
-    def wait_for_wakeup(self, seconds: float | None = None) -> None:
-        """Wait until a signal or the watcher thread wakes up this thread, and `seconds` at most. None: no limit."""
-        wait([self._caller_wakeup.fileno()], seconds)
+    def wait_for_wakeup(self, seconds: float | None = None, others: Collection[Connection] = ()) -> None:
+        """Wait until a signal or the watcher thread wakes up this thread, and `seconds` at most. None: no limit.
+
+        Something to read from one of `others` ends the wait, too.
+        """
+        wait([self._caller_wakeup.fileno(), *others], seconds)
         self._forward_wakeups()
 
     def wait_for_wakeup_until(self, deadline: float) -> bool:
@@ -167,6 +177,8 @@ class HostSignals:
     def _defer_signal(self, signum: int, _: object) -> None:
         """The handler of DEFERRED_SIGNALS."""
         if os.getpid() == self.pid:
+            if self.is_at_prompt and signum == signal.SIGINT:
+                raise KeyboardInterrupt
             is_urgent = signum == signal.SIGINT and signum in self.received
             self.received.append(signum)
             self.post_interrupt(signum)
@@ -193,9 +205,7 @@ class HostSignals:
         except BaseException as error:
             if os.getpid() != self.pid:
                 raise
-            if self.handler_error is None:
-                self.handler_error = error
-            self.post_interrupt(signal.SIGTERM)
+            self.quit(error)
         if os.getpid() != self.pid:
             raise RuntimeError(
                 "a signal handler has forked this process during a run; the ranks belong to the parent, so the child must "

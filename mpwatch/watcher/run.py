@@ -209,7 +209,9 @@ class BlockingCall:
         """Wait for wake-ups. `Thread.join` would not do: it waits for a lock, see host_signals.py."""
         self._run_callbacks()  # for what has come before the signals were taken over
         while not (until() or self._watcher_thread.is_finished):
-            self.signals.wait_for_wakeup(None if self._view_driver is None else self._view_driver.seconds_to_next_update())
+            seconds = None if self._view_driver is None else self._view_driver.seconds_to_next_update()
+            debugger = self._watcher_thread.debugger
+            self.signals.wait_for_wakeup(seconds, () if debugger is None else debugger.connections)
             self._run_callbacks()
 
     def _run_callbacks(self) -> None:
@@ -222,6 +224,8 @@ class BlockingCall:
             if self._view_driver is not None:
                 self._view_driver.update()
             self._print_stacks()
+            if (debugger := self._watcher_thread.debugger) is not None:
+                debugger.serve(self.signals, self._view_driver)
         finally:
             self.signals.is_in_user_code = False
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from multiprocessing.context import set_spawning_popen
+from typing import TYPE_CHECKING
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.log_spec import default_logs
@@ -37,6 +38,9 @@ from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.rank_environment import build_environments, build_workers, reserve_port
 from mpwatch.watcher.restarts.restart_group import RankSetup
 from mpwatch.wire.resource_errors import with_remedy
+
+if TYPE_CHECKING:
+    from mpwatch.watcher.debugger.console import DebuggerConsole
 
 THREAD_START_SECONDS = 1.0  # a thread needs microseconds to start
 
@@ -81,6 +85,7 @@ class WatcherThread:
             self._port_socket: socket.socket | None = None  # keeps MASTER_PORT reserved
             stack.callback(self._release_port)
             self._resources = stack.pop_all()
+        self._debugger: DebuggerConsole | None = None
         self._setups: list[RankSetup] = []
         self._thread: threading.Thread | None = None
         self._is_cancelled = False
@@ -166,6 +171,15 @@ class WatcherThread:
             self.deferred_log.warning(text)
         self.deferred_log.emit()
 
+    @property
+    def debugger(self) -> "DebuggerConsole | None":
+        """The console of the debugger. None if no rank has been at a breakpoint."""
+        if self._debugger is None and self.commands.has_debugger_sockets():
+            from mpwatch.watcher.debugger.console import DebuggerConsole  # most runs never need it
+
+            self._debugger = DebuggerConsole(self.commands, self.output)
+        return self._debugger
+
     def has_started_ranks(self) -> bool:
         """Return whether every rank has a process."""
         return self.commands.state is not WorkerState.UNKNOWN
@@ -202,6 +216,8 @@ class WatcherThread:
         self.is_finished = True
         try:
             self.output.close()
+            if self._debugger is not None:
+                self._debugger.close()
         finally:
             self._resources.close()
 

@@ -7,6 +7,7 @@
        | <-- RETURNED ---------------------------------- |   the answer, if the function returned
        | <-- FAILING, RAISED | LOAD_FAILED, ... -------- |   the answer, if not: see exceptions/encoder.py
        | <-- DETAILS, [LOCALS] ------------------------- |   more about the exception just sent
+       | <----------------- [DEBUGGER] ----------------- |   at the first breakpoint, from any thread
        | ----------------- SHUTDOWN -------------------> |   or the watcher closes its end of the channel
        | <-------------- [EXIT_BLOCKED] ---------------- |   only if threads or processes keep the rank from exiting
 
@@ -44,6 +45,7 @@ class MessageKind(enum.IntEnum):
     FAILING = 9  # empty; the function has just raised. RAISED or LOAD_FAILED follows
     DETAILS = 10  # the pickled parts of the exception just sent: the "details" message of exceptions/encoder.py
     LOCALS = 12  # the local variables of the exception just sent: the "locals" message of exceptions/encoder.py
+    DEBUGGER = 13  # empty; its descriptor is the watcher's end of a socket for pdb: see worker/debugger.py
     STARTUP_OUTPUT = 11  # empty; its descriptor holds the interpreter's early output, which the rank writes to its stderr
 
 
@@ -51,16 +53,17 @@ class Message:
     """A received message.
 
     `stamp` is the time in its header. `file` holds the content that came in a file instead of the body, or the error that
-    kept the watcher from reading that file.
+    kept the watcher from reading that file. `fd` is the descriptor that came with DEBUGGER; the receiver closes it.
     """
 
-    __slots__ = ("body", "file", "kind", "stamp")
+    __slots__ = ("body", "fd", "file", "kind", "stamp")
 
     def __init__(self, kind: MessageKind, stamp: float, body: bytes) -> None:
         self.kind = kind
         self.stamp = stamp
         self.body = body
         self.file: memoryview | OSError | None = None
+        self.fd = -1
 
 
 def encode_frame(kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bytes:

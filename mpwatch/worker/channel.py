@@ -8,6 +8,7 @@ checks before each use that the number still refers to its socket. An answer tha
 import os
 import select
 import socket
+import threading
 from io import FileIO
 
 from mpwatch.os_support.descriptors import MSG_NOSIGNAL, STDERR, receive_with_fds, write_all
@@ -16,7 +17,7 @@ from mpwatch.wire.shared_memory import BLACK_BOX_SIZE, BlackBox
 
 
 class Channel:
-    """A blocking channel. Only the rank's main thread may use it.
+    """A blocking channel. Only the rank's main thread may use it, except for `send_debugger_socket`.
 
     Args:
         fd: the descriptor of a connected Unix socket.
@@ -32,13 +33,15 @@ class Channel:
         self._poll.register(fd, select.POLLIN)
         self._black_box = black_box
         self._reserved_fd = -1
+        self._lock = threading.Lock()  # one message at a time
 
     def send(self, kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bool:
         """Send a message, or write it into the black box. Return False if neither is possible."""
         data = encode_frame(kind, body, stamp)
         if self._is_open():
             try:
-                write_all(self._fd, data)
+                with self._lock:
+                    write_all(self._fd, data)
             except OSError:  # the watcher is dead, or has closed the channel
                 return False
             return True
@@ -50,8 +53,16 @@ class Channel:
         if not self._is_open():
             content = os.pread(fd, BLACK_BOX_SIZE, 0)  # so much that `append` refuses it, if the file is longer
             return self._black_box.append(encode_frame(kind, content, stamp))
+        return self._send_with_fd(encode_frame(kind, stamp=stamp), fd)
+
+    def send_debugger_socket(self, fd: int) -> bool:
+        """Send DEBUGGER with this descriptor, in any thread. Return False if that is not possible."""
+        return self._is_open() and self._send_with_fd(encode_frame(MessageKind.DEBUGGER), fd)
+
+    def _send_with_fd(self, data: bytes, fd: int) -> bool:
         try:
-            socket.send_fds(self._socket, [encode_frame(kind, stamp=stamp)], [fd], MSG_NOSIGNAL)
+            with self._lock:
+                socket.send_fds(self._socket, [data], [fd], MSG_NOSIGNAL)
         except (BrokenPipeError, ConnectionResetError):
             return False
         return True

@@ -30,9 +30,19 @@ class Heartbeats:
         self._limit = math.inf if limit is None else limit
         self._unread: set[int] = set()
         self._is_second_reading = False
+        self._begun_at = -math.inf  # silence counts from then on, at the earliest
         self.due_at = now + self._limit * LATE_SHARE  # when the next reading is due
         self.late_ranks: dict[int, float] = {}  # late ranks, with the times of their last heartbeats
         self.silent_ranks: dict[int, float] = {}  # ranks that were silent for the whole limit, with the same
+
+    def restart(self, now: float) -> None:
+        """Count the silence of all ranks from now on: a debugger has stopped them, or their peers."""
+        self._begun_at = now
+        self._unread.clear()
+        self._is_second_reading = False
+        self.due_at = now + self._limit * LATE_SHARE
+        self.late_ranks.clear()
+        self.silent_ranks.clear()
 
     def begin_reading(self, ranks: Iterable[int], now: float) -> list[int]:
         """Return the ranks, of these running ones, whose heartbeats must be read now."""
@@ -65,7 +75,8 @@ class Heartbeats:
 
     def _update(self, rank: int, beat_at: float, now: float) -> None:
         self.late_ranks.pop(rank, None)
-        late_at, silent_at = beat_at + self._limit * LATE_SHARE, beat_at + self._limit
+        counted_from = max(beat_at, self._begun_at)
+        late_at, silent_at = counted_from + self._limit * LATE_SHARE, counted_from + self._limit
         if late_at > now:
             self.due_at = min(self.due_at, late_at)
             return

@@ -63,6 +63,7 @@ class StateMachine:
         self.generation = 0  # which start of the ranks
         self._keep_ranks, self._decide_after = keep_ranks, decide_after
         self._lease = m.NO_LEASE
+        self._limits_suspended_at: float | None = None  # while a prompt of a debugger is open
         self._may_restart = True  # False once another restart group has failed
         self._start_timeout, self._grace_period = start_timeout, grace_period
         self._heartbeat_timeout = heartbeat_timeout
@@ -103,6 +104,8 @@ class StateMachine:
     @property
     def deadline(self) -> float | None:
         """The latest time to call `handle_deadline`. None: the machine waits only for user code."""
+        if self._limits_suspended_at is not None and self.is_call_running():
+            return self._lease_deadline if self._lease_deadline < math.inf else None
         soonest = min(self._stage_deadline, self._timeout_at if self.is_call_running() else math.inf)
         if self.phase_table.counts[RankPhase.STARTING] and (self.is_call_running() or self.stage is RunStage.IDLE):
             soonest = min(soonest, self._start_deadline)
@@ -136,6 +139,9 @@ class StateMachine:
             return self._dump_stacks_then_stop(now, StopReason.CANCELLED_BY_JOB) if self.is_call_running() else []
         if isinstance(event, m.Lease):
             self._lease = event
+            return []
+        if isinstance(event, m.SuspendLimits | m.ResumeLimits):
+            self._on_limits(event, now)
             return []
         if isinstance(event, m.Shutdown):
             return self._on_shutdown(now)
@@ -176,6 +182,19 @@ class StateMachine:
             return self._dump_stacks_then_stop(now, StopReason.FAILED)
         running = self.phase_table.ranks_in(RankPhase.RUNNING)
         return [m.ReadHeartbeat(rank) for rank in self.heartbeats.begin_reading(running, now)]
+
+    def _on_limits(self, event: m.SuspendLimits | m.ResumeLimits, now: float) -> None:
+        """Let the limits of the call stand still, or go on by the time that is left of them."""
+        suspended_at = self._limits_suspended_at
+        if isinstance(event, m.SuspendLimits):
+            self._limits_suspended_at = now if suspended_at is None else suspended_at
+        elif suspended_at is not None:
+            self._limits_suspended_at = None
+            self._timeout_at += now - suspended_at
+            self._start_deadline += now - suspended_at
+            if self.is_call_running():
+                self._stage_deadline += now - suspended_at
+            self.heartbeats.restart(now)
 
     # --- starting calls and generations
 
@@ -267,7 +286,8 @@ class StateMachine:
             self._stage_deadline = now + m.ROOT_CAUSE_WAIT_SECONDS
 
     def _on_heartbeat(self, event: m.HeartbeatRead, now: float) -> list[Action]:
-        if self.stage is RunStage.RUNNING and self.heartbeats.add(event.rank, event.beat_at, now):
+        is_limited = self.stage is RunStage.RUNNING and self._limits_suspended_at is None
+        if is_limited and self.heartbeats.add(event.rank, event.beat_at, now):
             return self._dump_stacks_then_stop(now, StopReason.FAILED)
         return []
 

@@ -200,6 +200,16 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class SuspendLimits:
+    """A prompt of a debugger is open: `timeout`, `heartbeat_timeout` and the other limits of the call stand still."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeLimits:
+    """No prompt is open any more: the limits go on."""
+
+
+@dataclass(frozen=True, slots=True)
 class CancelAttempt:
     """Other nodes have ended the attempt, or this node has not heard of them for too long."""
 
@@ -217,7 +227,7 @@ class Lease:
 
 NO_LEASE = Lease()
 
-Event = RankEvent | Interrupted | StartCall | Shutdown | Abort | CancelAttempt | Lease
+Event = RankEvent | Interrupted | StartCall | Shutdown | Abort | SuspendLimits | ResumeLimits | CancelAttempt | Lease
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,8 @@ class ViewDriver:
         self._view: View | None = None
         self._due_at = 0.0  # when the next update is due
         self._close_count = 0
+        self._make_view = make_view
+        self._is_paused = False
         self._posted_restore: tuple[str, bytes] | None = None
         self._guard(lambda: self._open_view(make_view))
 
@@ -80,6 +82,24 @@ class ViewDriver:
         elif self._request.statuses is not None:
             statuses, self._request = self._request.statuses, None
             self._guard(lambda: self._show(statuses))
+
+    def pause(self) -> None:
+        """Remove the view while a prompt of a debugger is open."""
+        view, self._view = self._view, None
+        self._request = None
+        self._is_paused = view is not None
+        if view is not None:
+            self._guard(lambda: self._remove_view(view))
+
+    def resume(self) -> None:
+        """Show the view again."""
+        if self._is_paused:
+            self._is_paused = False
+            self._guard(lambda: self._open_view(self._make_view))
+
+    def _remove_view(self, view: View) -> None:
+        view.close(())
+        self._post_restore(view)
 
     def close(self) -> None:
         """Close the view, since the call is over or an exception ends it.

@@ -62,6 +62,7 @@ class OutputThread:
         self._broken_sinks: set[str] = set()  # the caller's streams that nothing more is written to
         self._multiplexer = OutputMultiplexer(is_line_mode=True, has_several_ranks=True)
         self._thread: threading.Thread | None = None
+        self._is_held = False  # only jobs run, such as `_drain_all`
         self.is_over = False  # the thread reads and writes nothing more
         self.is_reader_stalled = False  # the last wait for the reader of the caller's streams reached its time limit
 
@@ -80,6 +81,10 @@ class OutputThread:
         """Have the output thread run this job after the jobs posted before."""
         self._jobs.append(job)
         self._job_wakeup.wake()
+
+    def hold(self, is_held: bool) -> None:
+        """Stop reading the pipes and writing, except in `drain_all`; or go on."""
+        self._is_held = is_held
 
     def drain_all(self, timeout: float | None) -> bool:
         """Wait until all that the ranks have written by now has reached its files and streams.
@@ -194,6 +199,11 @@ class OutputThread:
             self._release()
 
     def _run_once(self) -> None:
+        if self._is_held:
+            wait([self._job_wakeup.fileno()])
+            self._job_wakeup.drain()
+            self._run_jobs()
+            return
         due_at = self._multiplexer.due_at
         timeout = None if due_at == math.inf else max(0.0, due_at - time.monotonic())
         sizes = [0]

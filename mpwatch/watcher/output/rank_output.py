@@ -101,6 +101,11 @@ class RankOutput:
         if self._output_thread is not None:
             self._output_thread.post(partial(self._output_thread.end_pipes, stdio.pipes, startup_output))
 
+    def hold(self, *, is_held: bool) -> None:
+        """While a prompt of a debugger is open, write nothing but in `drain_all`. The ranks may have to wait for that."""
+        if self._output_thread is not None and not self._output_thread.is_over:
+            self._output_thread.post(partial(self._output_thread.hold, is_held))
+
     def drain_all(self, timeout: float | None) -> bool:
         """Wait until all that the ranks have written by now has reached its files and streams.
 

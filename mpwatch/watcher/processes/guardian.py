@@ -4,6 +4,7 @@ The orders say which process groups the guardian kills, and which terminal it re
 format is in guardian/main.py.
 """
 
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 from contextlib import ExitStack
 from multiprocessing import spawn
 from pathlib import Path
+from typing import Any
 
 from mpwatch.os_support.processes import open_pidfd
 from mpwatch.watcher.observers.deferred_log import DeferredLog
@@ -63,6 +65,20 @@ class Guardian:
         """
         path, data = restore or ("", b"")
         self._send(b"=%s\n" % (data.hex().encode() + b" " + os.fsencode(path) if restore else b""))
+
+    def set_terminal_modes(self, path: str, modes: list[Any] | None) -> None:
+        """Have the guardian give a terminal these modes if the host program dies.
+
+        Args:
+            path: of the terminal.
+            modes: as `termios.tcgetattr` returns them; None: no modes need restoring any more.
+        """
+        if modes is None:
+            self._send(b"~\n")
+            return
+        # a character is a number in some modes
+        characters = [(one if isinstance(one, bytes) else bytes([one])).hex() for one in modes[-1]]
+        self._send(b"~%s %s\n" % (json.dumps([*modes[:-1], characters]).encode(), os.fsencode(path)))
 
     def _send(self, line: bytes) -> None:
         try:

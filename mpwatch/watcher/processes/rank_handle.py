@@ -158,6 +158,8 @@ class RankHandle:
                     break
                 for message in self._frames.feed(data):
                     self._read_returned_file(message)
+                    if message.kind is MessageKind.DEBUGGER and self._files:
+                        message.fd = self._files.pop(0)
                     messages.append(message)
                 if len(self._files) > 1:
                     raise ValueError("more files than messages")

@@ -1,0 +1,1 @@
+"""The prompt of pdb in the caller's terminal or notebook, for ranks at a breakpoint. Runs in the caller's thread."""

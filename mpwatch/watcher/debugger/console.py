@@ -1,0 +1,275 @@
+"""The console of the debugger: it shows the prompts of ranks that are at a breakpoint, one after another.
+
+    rank --- DEBUGGER with a socket ---> event loop ---> CommandQueue ---> `accept` ---> RankSession
+    RankSession: "output", "prompt"  ---> the user, who answers ---> "line" ---> RankSession ---> rank
+
+worker/debugger.py lists the messages. The rank runs pdb. The console knows four commands of its own, for all ranks: `ranks`,
+`rank N`, `all COMMAND`, and `q`, which ends the run.
+
+While a prompt is open, the limits of the run stand still, the live view is removed, and output that the watcher
+reads is held back. It is shown before the next prompt.
+"""
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from mpwatch.results.stacks import Stacks, group_places
+from mpwatch.watcher.commands import CommandQueue, StacksRequest
+from mpwatch.watcher.debugger.line_input import LineInput, PromptClosedError, explain_missing_prompt
+from mpwatch.watcher.host_signals import HostSignals
+from mpwatch.watcher.machine.transitions import ResumeLimits, SuspendLimits
+from mpwatch.watcher.observers.view_driver import ViewDriver
+from mpwatch.watcher.output.rank_output import RankOutput
+
+NEXT_PROMPT_SECONDS = 0.3  # a rank that is stepped is at its next prompt by then; other prompts wait as long
+ANSWER_SECONDS = 5.0  # for the answers to `all COMMAND`
+COMPLETION_SECONDS = 1.0
+STACKS_SECONDS = 1.0
+DRAIN_SECONDS = 0.5  # for the output that is shown before a prompt
+RANKS_COMMAND = re.compile(r"\s*ranks\s*$")
+RANK_COMMAND = re.compile(r"\s*rank\s+(\d+)\s*$")
+ALL_COMMAND = re.compile(r"\s*all\s+(?=[\w!])(.*\S)\s*$")
+PLACE = re.compile(r"^ in \w+(?= \()")  # the function that waits for the watcher
+NEWLINE = "\n"
+USER_QUIT = "the user has ended the run at the prompt of rank {}"
+
+
+class RankSession:
+    """The conversation with one rank. Only the caller's thread uses it."""
+
+    def __init__(self, rank: int, connection: Connection) -> None:
+        self.rank = rank
+        self.connection = connection
+        self.output = ""  # that has not been shown
+        self.prompt = ""
+        self.is_at_prompt = False  # the rank waits for a line
+        self.is_post_mortem = False
+        self.wants_to_quit = False
+        self._completions: list[list[str]] = []  # the answers to `complete`
+
+    def receive(self) -> None:
+        """Read the messages that have come. Raises EOFError or OSError if the rank has ended."""
+        while self.connection.poll():
+            kind, *values = self.connection.recv()
+            if kind == "output":
+                self.output += values[0]
+            elif kind == "prompt":
+                text, self.is_post_mortem, thread = values
+                self.prompt = f"(rank {self.rank}{', ' if thread else ''}{thread}) {text}"
+                self.is_at_prompt = True
+            elif kind == "completions":
+                self._completions.append(values[0])
+            else:
+                self.wants_to_quit = True
+
+    def answer(self, *message: object) -> None:
+        """Send what the user has entered."""
+        self.is_at_prompt = False
+        with suppress(OSError):  # the rank has ended; `receive` notices it
+            self.connection.send(message)
+
+    def complete(self, text: str, line: str, begin: int, end: int) -> list[str]:
+        """Ask the rank for completions of a word."""
+        self._completions.clear()
+        deadline = time.monotonic() + COMPLETION_SECONDS
+        try:
+            self.connection.send(("complete", text, line, begin, end))
+            while not self._completions and self.connection.poll(max(0.0, deadline - time.monotonic())):
+                self.receive()
+        except (EOFError, OSError):
+            return []
+        return self._completions[0] if self._completions else []
+
+
+class DebuggerConsole:
+    """The sessions of all ranks. It lives as long as the ranks do; each call of a WorkerGroup `serve`s it.
+
+    Args:
+        commands: of the watcher thread.
+        output: of the ranks.
+    """
+
+    def __init__(self, commands: CommandQueue, output: RankOutput) -> None:
+        self._commands = commands
+        self._output = output
+        self._sessions: dict[int, RankSession] = {}
+        self._history: list[str] = []
+        self._current: RankSession | None = None
+        self._has_quit = False
+
+    @property
+    def connections(self) -> list[Connection]:
+        """The sockets to wait for. A message on one of them is for `serve`."""
+        return [] if self._has_quit else [session.connection for session in self._sessions.values()]
+
+    def serve(self, signals: HostSignals, view: ViewDriver | None) -> None:
+        """Show the prompts of all ranks that are at one, until none is."""
+        self._update()
+        if self._choose() is None:
+            return
+        if reason := explain_missing_prompt():  # an earlier call of the group could show prompts
+            for refused in self._sessions.values():
+                refused.answer("refused", reason)
+            return
+        with self._suspended_run(view), LineInput(self._commands, self._history) as line_input:
+            while (session := self._choose()) is not None:
+                self._current = session
+                try:
+                    self._show_output()
+                    signals.is_at_prompt = True
+                    self._handle_line(
+                        session, line_input.read(session.prompt, session.connection.fileno(), session.complete)
+                    )
+                except PromptClosedError:
+                    self._write("\n")
+                    self._receive()
+                except EOFError:
+                    self._write("\n")
+                    if session.is_post_mortem:
+                        session.answer("end of file")
+                        self._wait_for_prompt(session)
+                    else:
+                        self._quit(session, signals)
+                except KeyboardInterrupt:
+                    self._write("\n")
+                    self._quit(session, signals)
+                finally:
+                    signals.is_at_prompt = False
+                if any(one.wants_to_quit for one in self._sessions.values()):
+                    self._quit(session, signals)
+
+    def close(self) -> None:
+        """Close all sockets. The ranks have ended."""
+        for session in self._sessions.values():
+            session.connection.close()
+        self._sessions.clear()
+
+    def _update(self) -> None:
+        """Begin a session with each rank that has sent a socket, or refuse it. Read what the ranks have sent."""
+        accepted = []
+        for rank, fd in self._commands.take_debugger_sockets():
+            connection = Connection(fd)
+            reason = explain_missing_prompt()
+            with suppress(OSError):  # the rank has ended
+                connection.send(("refused", reason) if reason else ("ready",))
+            if reason:
+                connection.close()
+                continue
+            if rank in self._sessions:  # of the rank before it was restarted
+                self._sessions[rank].connection.close()
+            self._sessions[rank] = RankSession(rank, connection)
+            accepted.append(self._sessions[rank])
+        self._receive()
+        self._wait_for_prompt(*accepted)
+
+    def _receive(self) -> None:
+        """Read the messages of all ranks. Forget ranks that have ended."""
+        for session in list(self._sessions.values()):
+            try:
+                session.receive()
+            except (EOFError, OSError):
+                session.connection.close()
+                del self._sessions[session.rank]
+                if session is self._current:
+                    self._write(session.output)
+                    self._current = None
+
+    def _choose(self) -> RankSession | None:
+        """Return the rank whose prompt is shown next: the same as before, else the lowest. None: no rank is at one."""
+        if self._has_quit:
+            return None
+        waiting = [session for session in self._sessions.values() if session.is_at_prompt]
+        if self._current is not None and self._current in waiting:
+            return self._current
+        return min(waiting, key=lambda session: session.rank, default=None)
+
+    def _handle_line(self, session: RankSession, line: str) -> None:
+        self._update()  # other ranks may have come to a breakpoint while the user was typing
+        if RANKS_COMMAND.match(line):
+            self._write(self._describe_ranks() + "\n")
+        elif match := RANK_COMMAND.match(line):
+            self._switch(int(match[1]))
+        elif match := ALL_COMMAND.match(line):
+            self._ask_all(match[1])
+        else:
+            session.answer("line", line)
+            self._wait_for_prompt(session)
+
+    def _wait_for_prompt(self, *expected: RankSession, seconds: float = NEXT_PROMPT_SECONDS) -> None:
+        """Wait until these ranks are at a prompt again, have ended, or run for longer than `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            running = [one.connection for one in expected if not one.is_at_prompt and self._sessions.get(one.rank) is one]
+            if not running or not wait(running, max(0.0, deadline - time.monotonic())):
+                return
+            self._receive()
+            if any(session.wants_to_quit for session in self._sessions.values()):
+                return
+
+    def _switch(self, rank: int) -> None:
+        session = self._sessions.get(rank)
+        if session is not None and session.is_at_prompt:
+            self._current = session
+        else:
+            self._write(f"rank {rank} is not at a prompt; `ranks` shows where each rank is\n")
+
+    def _ask_all(self, line: str) -> None:
+        """Send a line to all ranks that are at a prompt, and show their answers."""
+        asked = [session for session in self._sessions.values() if session.is_at_prompt]
+        for session in asked:
+            session.answer("line", line)
+        self._wait_for_prompt(*asked, seconds=ANSWER_SECONDS)
+        for session in sorted(asked, key=lambda one: one.rank):
+            output, session.output = session.output, ""
+            if output:
+                self._write(f"rank {session.rank}:{' ' if output.count(NEWLINE) == 1 else NEWLINE}{output}")
+
+    def _describe_ranks(self) -> str:
+        request = StacksRequest()
+        self._commands.post(request)
+        request.is_answered.wait(STACKS_SECONDS)
+        at_prompt = {session.rank for session in self._sessions.values() if session.is_at_prompt}
+        stacks = request.stacks if request.stacks is not None else Stacks()
+        waiting, others = (
+            {rank: text for rank, text in stacks.items() if (rank in at_prompt) is is_waiting}
+            for is_waiting in (True, False)
+        )
+        lines = [f"{ranks}: at a prompt{PLACE.sub('', place)}" for ranks, place in group_places(waiting)]
+        return "\n".join(lines + [f"{ranks}:{place}" for ranks, place in group_places(others)])
+
+    def _quit(self, session: RankSession, signals: HostSignals) -> None:
+        if not self._has_quit:
+            self._has_quit = True
+            signals.quit(KeyboardInterrupt(USER_QUIT.format(session.rank)))
+
+    @contextmanager
+    def _suspended_run(self, view: ViewDriver | None) -> Iterator[None]:
+        """Let the limits stand still, and keep the terminal free, until the last prompt is closed."""
+        with ExitStack() as stack:
+            self._commands.post(SuspendLimits())
+            stack.callback(self._commands.post, ResumeLimits())
+            self._output.hold(is_held=True)
+            stack.callback(self._output.hold, is_held=False)
+            if view is not None:
+                view.pause()
+                stack.callback(view.resume)
+            yield
+            self._show_output()
+
+    def _show_output(self) -> None:
+        """Show what the ranks have printed, and then what pdb has printed in the current rank."""
+        self._output.drain_all(DRAIN_SECONDS)
+        if self._current is not None:
+            output, self._current.output = self._current.output, ""
+            self._write(output)
+
+    def _write(self, text: str) -> None:
+        stream: Any = sys.stdout
+        with suppress(Exception):  # a stream of the user's own may raise anything, and be None
+            stream.write(text)
+            stream.flush()

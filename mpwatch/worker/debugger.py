@@ -1,0 +1,295 @@
+"""Opens pdb in the terminal or the notebook of the caller. Runs in a rank, in any thread.
+
+    import pdb ---> PdbFinder ---> `route_pdb` changes pdb.Pdb: its input and output go over a socket to the watcher
+    breakpoint(), pdb.set_trace(), torch.distributed.breakpoint() ---> pdb.Pdb ---> DebuggerClient ---> watcher/debugger/
+
+The messages on the socket are tuples of builtin values, sent by a multiprocessing Connection:
+
+    rank to watcher     ("output", text)
+                        ("prompt", text, is_post_mortem, name of the thread)    one of the first three answers follows
+                        ("completions", words)
+                        ("quit",)                                               the watcher ends the run
+    watcher to rank     ("line", text), ("end of file",), ("refused", reason), ("complete", text, line, begin, end)
+                        ("ready",) or ("refused", reason)                       once, when the socket has been opened
+
+A Pdb that was made with streams of its own, or with a `cmdloop` of its own (IPython's), is left alone. The default
+`sys.breakpointhook` calls pdb.set_trace. So PYTHONBREAKPOINT, and a hook of the user's own, keep their meaning.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from functools import update_wrapper
+from importlib.machinery import PathFinder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+    from multiprocessing.connection import Connection
+    from types import FrameType, ModuleType
+    from typing import Any
+
+    from mpwatch.worker.channel import Channel
+
+MPWATCH = ("mpwatch", "mpwatch.*")  # modules that stepping passes over
+IGNORE_HINT = "set PYTHONBREAKPOINT=0 to ignore breakpoints"
+
+
+_last_debugger: Any = None  # the Pdb that was used last
+
+
+def install(channel: Channel) -> None:
+    """Route pdb to the watcher as soon as it is imported."""
+    client = DebuggerClient(channel)
+    if "pdb" in sys.modules:
+        route_pdb(sys.modules["pdb"], client)
+    else:
+        sys.meta_path.insert(0, PdbFinder(client))
+
+
+def finish_stepping() -> None:
+    """Stop only at the breakpoints that the user has set, now that the function has ended."""
+    if _last_debugger is not None:
+        _last_debugger.set_continue()
+
+
+class PdbFinder:
+    """Finds the module pdb, once, and lets `route_pdb` change it when it has been loaded."""
+
+    def __init__(self, client: DebuggerClient) -> None:
+        self._client = client
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of pdb; None for any other module, which the other finders find."""
+        if name != "pdb":
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = PdbLoader(spec.loader, self._client)  # type: ignore[assignment]  # typeshed wants optional methods, too
+        return spec
+
+
+class PdbLoader:
+    """Loads pdb as its own loader does, and then routes it."""
+
+    def __init__(self, loader: Loader, client: DebuggerClient) -> None:
+        self._loader = loader
+        self._client = client
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Return the module if its own loader creates it. None: Python creates it."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module, and change it."""
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        route_pdb(module, self._client)
+
+
+class DebuggerClient:
+    """The rank's end of the conversation. Its socket is opened at the first prompt."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._pid = os.getpid()
+        self._connection: Connection | None = None
+        self._lock = threading.RLock()  # reentrant, since a signal handler may reach a breakpoint, too
+
+    def open(self) -> None:
+        """Connect to the watcher, if that has not been done. Raises RuntimeError if the caller can show no prompt."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "breakpoint() works in the rank itself, not in a process that the rank has forked, such as the worker of a "
+                f"DataLoader (use num_workers=0); {IGNORE_HINT}"
+            )
+        with self._lock:
+            if self._connection is None:
+                self._connection = self._connect()
+
+    def _connect(self) -> Connection:
+        import socket
+        from multiprocessing.connection import Connection
+
+        ours, theirs = socket.socketpair()
+        with theirs:
+            is_sent = self._channel.send_debugger_socket(theirs.fileno())
+        connection = Connection(ours.detach())
+        try:
+            kind, *reason = connection.recv() if is_sent else ("refused", "the rank has closed its channel to the watcher")
+        except (EOFError, OSError):
+            kind, *reason = "refused", "the run is ending"
+        if kind == "refused":
+            connection.close()
+            raise RuntimeError(f"breakpoint() can open no prompt: {reason[0]}; {IGNORE_HINT}")
+        return connection
+
+    def write(self, text: str) -> None:
+        """Show text in the caller."""
+        self._send("output", text)
+
+    def ask(self, prompt: str, debugger: Any, *, is_post_mortem: bool = False) -> str:
+        """Show a prompt in the caller, and return the line that the user enters; empty at the end of the input."""
+        thread = threading.current_thread()
+        name = "" if thread is threading.main_thread() else thread.name
+        with self._lock:
+            self._send("prompt", prompt, is_post_mortem, name)
+            while True:
+                kind, *values = self._receive()
+                if kind == "complete":
+                    self._send("completions", _complete(debugger, *values))
+                elif kind == "refused":
+                    raise RuntimeError(f"the debugger can open no prompt: {values[0]}")
+                else:
+                    return f"{values[0]}\n" if kind == "line" else ""
+
+    def quit(self) -> None:
+        """Have the watcher end the run, and wait for that."""
+        self._send("quit")
+        _wait_for_end()
+
+    def _send(self, *message: object) -> None:
+        self.open()
+        assert self._connection is not None
+        try:
+            self._connection.send(message)
+        except OSError:
+            _wait_for_end()
+
+    def _receive(self) -> Any:
+        assert self._connection is not None
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError):
+            _wait_for_end()
+
+
+def _wait_for_end() -> None:
+    """Wait until the watcher stops this rank. A handler for SIGTERM in this rank may raise, and so end the wait."""
+    while True:
+        threading.Event().wait()
+
+
+class PromptStream:
+    """The stdin and stdout of one Pdb."""
+
+    encoding = "utf-8"
+
+    def __init__(self, client: DebuggerClient, debugger: Any) -> None:
+        self.client = client
+        self.is_post_mortem = False
+        self._debugger = debugger
+        self._unfinished_line = ""  # the prompt, when pdb reads a line
+
+    def write(self, text: str) -> int:
+        """Show the lines that are complete."""
+        lines, newline, self._unfinished_line = (self._unfinished_line + text).rpartition("\n")
+        if newline:
+            self.client.write(lines + newline)
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: lines are sent at once."""
+
+    def isatty(self) -> bool:
+        """Return False: pdb then writes no escape sequences."""
+        return False
+
+    def readline(self) -> str:
+        """Return a line that the user enters; empty at the end of the input."""
+        prompt, self._unfinished_line = self._unfinished_line, ""
+        return self.client.ask(prompt, self._debugger, is_post_mortem=self.is_post_mortem)
+
+
+def route_pdb(module: Any, client: DebuggerClient) -> None:
+    """Change the module pdb: a Pdb without streams of its own talks to the watcher."""
+    import code
+    from cmd import Cmd
+
+    cls = module.Pdb
+
+    def get_stream(debugger: Any) -> PromptStream | None:
+        stream = getattr(debugger, "stdin", None)
+        return stream if isinstance(stream, PromptStream) else None
+
+    originals = {name: getattr(cls, name) for name in ("__init__", "set_trace", "interaction", "get_stack", "set_quit")}
+
+    def initialize(
+        self: Any, completekey: str = "tab", stdin: Any = None, stdout: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        originals["__init__"](self, completekey, stdin, stdout, *args, **kwargs)
+        if stdin is None and stdout is None and type(self).cmdloop is Cmd.cmdloop:
+            self.stdin = self.stdout = PromptStream(client, self)
+            self.use_rawinput = 0
+            self.nosigint = True  # otherwise `continue` sets a handler that opens a prompt when the watcher sends SIGINT
+            self.skip = {*(self.skip or ()), *MPWATCH}
+            self.mode = None  # Python 3.14: `quit` must not ask whether to kill the process
+
+    def set_trace(self: Any, frame: FrameType | None = None, **kwargs: Any) -> None:
+        global _last_debugger
+        if get_stream(self) is not None:
+            client.open()
+            _last_debugger = self
+        originals["set_trace"](self, frame or sys._getframe(1), **kwargs)
+
+    def interaction(self: Any, frame: FrameType | None, trace: Any) -> None:
+        if (stream := get_stream(self)) is not None:
+            client.open()
+            stream.is_post_mortem = trace is not None
+        originals["interaction"](self, frame, trace)
+
+    def get_stack(self: Any, frame: FrameType | None, trace: Any) -> tuple[list[tuple[FrameType, int]], int]:
+        stack, current = originals["get_stack"](self, frame, trace)
+        count = _count_outer_frames(stack) if get_stream(self) is not None else 0
+        return stack[count:], current - count
+
+    def set_quit(self: Any) -> None:
+        if (stream := get_stream(self)) is not None and not stream.is_post_mortem:
+            client.quit()
+        originals["set_quit"](self)
+
+    def ask(prompt: object = "") -> str:
+        line = client.ask(str(prompt), None)
+        if not line:
+            raise EOFError
+        return line[:-1]
+
+    replacements: dict[str, Any] = {
+        "__init__": initialize,
+        "set_trace": set_trace,
+        "interaction": interaction,
+        "get_stack": get_stack,
+        "set_quit": set_quit,
+    }
+    for name, method in replacements.items():
+        setattr(cls, name, update_wrapper(method, originals[name]))
+    # These modules call the builtin `input`, which would read the rank's own stdin: pdb to confirm, code for `interact`.
+    module.input = ask
+    code.input = ask  # type: ignore[attr-defined]
+
+
+def _count_outer_frames(stack: list[tuple[FrameType, int]]) -> int:
+    """Return the number of frames that called the rank's function: of multiprocessing and of mpwatch."""
+    is_of_mpwatch = [str(frame.f_globals.get("__name__", "")).startswith("mpwatch.") for frame, _ in stack]
+    if True not in is_of_mpwatch:
+        return 0
+    first = is_of_mpwatch.index(True)
+    return next((number for number in range(first, len(stack)) if not is_of_mpwatch[number]), 0)
+
+
+def _complete(debugger: Any, text: str, line: str, begin: int, end: int) -> list[str]:
+    """Return the completions of a word, as `cmd.Cmd.complete` finds them. The line begins without blanks."""
+    try:
+        complete = debugger.completenames
+        if begin > 0:
+            command = debugger.parseline(line)[0]
+            complete = getattr(debugger, f"complete_{command}", debugger.completedefault)
+        return [str(word) for word in complete(text, line, begin, end)]
+    except Exception:  # noqa: BLE001  code of the user's objects may raise; a completion is not worth a message
+        return []
