@@ -44,6 +44,7 @@ def run(
     progress: bool | None = None,
     rendezvous: Rendezvous | None = None,
     capture_locals: bool = False,
+    post_mortem: bool = False,
     check: bool = True,
 ) -> RunResult[T]:
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
@@ -87,6 +88,10 @@ def run(
             `pdb.post_mortem`), pytest's `-l` and `traceback.TracebackException(capture_locals=True)` show them. The rank
             makes the texts with `repr`, in one second at most: 100 variables of a frame, 2,000 characters of a variable.
             False is the default because variables can hold secrets. They are not sent to other nodes.
+        post_mortem: True: if a rank raises an exception, a prompt of pdb opens where it was raised, before any rank is
+            stopped. The other ranks run or wait meanwhile, and `rank N` shows the stack and the variables of another
+            rank. When the prompt is left (`q`), the run fails as without it. It needs a terminal or a notebook. Elsewhere it
+            has no effect.
         check: False: return the result of a failed run instead of raising.
 
     Returns:
@@ -124,6 +129,7 @@ def run(
         progress=progress,
         rendezvous=rendezvous,
         capture_locals=capture_locals,
+        post_mortem=post_mortem,
     )
     if rendezvous is None:
         result = run_single_node(spec, partial(select_view, progress))

@@ -57,6 +57,10 @@ class WorkerGroup:
             `pdb.post_mortem`), pytest's `-l` and `traceback.TracebackException(capture_locals=True)` show them. The rank
             makes the texts with `repr`, in one second at most: 100 variables of a frame, 2,000 characters of a variable.
             False is the default because variables can hold secrets.
+        post_mortem: True: if a rank raises an exception, a prompt of pdb opens where it was raised, before any rank is
+            stopped. The other ranks run or wait meanwhile, and `rank N` shows the stack and the variables of another
+            rank. When the prompt is left (`q`), the run fails as without it. It needs a terminal or a notebook. Elsewhere it
+            has no effect.
         check: False: `run` returns the result of a failed call instead of raising.
 
     Raises:
@@ -79,6 +83,7 @@ class WorkerGroup:
         on_event: Observers | None = None,
         progress: bool | None = None,
         capture_locals: bool = False,
+        post_mortem: bool = False,
         check: bool = True,
     ) -> None:
         check_flag("check", check)
@@ -96,6 +101,7 @@ class WorkerGroup:
             on_event=on_event,
             progress=progress,
             capture_locals=capture_locals,
+            post_mortem=post_mortem,
         )
         self._pid = os.getpid()
         self._lock = threading.RLock()  # calls of other threads wait for it

@@ -40,9 +40,11 @@ class GroupSpec:
     on_event: Observers | None = None
     progress: bool | None = None
     capture_locals: bool = False
+    post_mortem: bool = False
 
     def __post_init__(self) -> None:
         check_flag("capture_locals", self.capture_locals)
+        check_flag("post_mortem", self.post_mortem)
         _check_backend(self.backend)
         _check_env(self.env)
         if self.timeout is not None:

@@ -42,7 +42,7 @@ def format_location(stacks: str) -> str:
         lines = stacks.partition("\n\n")[0].splitlines()
         return f" ({lines[0]})" if len(lines) == 1 else ""
     files = [frame.file for frame in frames]
-    frame = frames[_find_user_frame(files)]
+    frame = frames[find_user_frame(files)]
     source = f": {frame.source[:SOURCE_LIMIT]}" if frame.source else ""
     place = f" ({_format_file_name(frame.file)}:{frame.line} in {frame.function}{source})"
     for file, activity in ACTIVITIES_BY_FILE.items():
@@ -59,11 +59,11 @@ def format_raise_location(error: BaseException) -> str:
     if not frames:
         return ""
     frames.reverse()
-    path, line, name = frames[_find_user_frame(path for path, _, _ in frames)]
+    path, line, name = frames[find_user_frame(path for path, _, _ in frames)]
     return f" ({_format_file_name(path)}:{line} in {name})"
 
 
-def _find_user_frame(files: Iterable[str]) -> int:
+def find_user_frame(files: Iterable[str]) -> int:
     """Return the index of the innermost frame of user code, or 0 if there is none. `files` begins with the innermost one.
 
     Files are preferred to strings such as `<string>`, which may be the generated methods of a dataclass.

@@ -32,7 +32,7 @@ def group_places(stacks: Mapping[int, str]) -> list[tuple[str, str]]:
     """Return the groups of ranks at the same place: `("ranks 0-2", " in all_reduce (train.py:7 in train: ...)")`."""
     groups: dict[str, list[int]] = {}
     for rank, text in sorted(stacks.items()):
-        place = format_location(text) if "\n" in text else f" {text}"
+        place = format_location(text) if "\n" in text else f" {text.strip()}"
         groups.setdefault(place, []).append(rank)
     return [(format_ranks(ranks), place) for place, ranks in groups.items()]
 

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.worker_info import Worker
@@ -148,6 +148,14 @@ Command = (
 )
 
 
+class DebuggerSocket(NamedTuple):
+    """A socket on which a rank talks to the debugger's console: see worker/debugger.py."""
+
+    rank: int
+    fd: int
+    is_inspector: bool
+
+
 class CommandQueue:
     """The queues between the caller's threads and the watcher thread, and the wake-up pipe of each side."""
 
@@ -159,7 +167,7 @@ class CommandQueue:
         self.state = WorkerState.UNKNOWN  # of all ranks together; written by the watcher thread
         self._commands: deque[Command] = deque()
         self._decision_requests: deque[AttemptObservations] = deque()
-        self._debugger_sockets: deque[tuple[int, int]] = deque()
+        self._debugger_sockets: deque[DebuggerSocket] = deque()
 
     def post(self, command: Command) -> None:
         """Send a command to the watcher thread. The caller's threads and signal handlers call this."""
@@ -180,20 +188,20 @@ class CommandQueue:
         """Return the attempts to decide about that have come since the last call. The caller's thread calls this."""
         return [self._decision_requests.popleft() for _ in range(len(self._decision_requests))]
 
-    def offer_debugger_socket(self, rank: int, fd: int) -> None:
+    def offer_debugger_socket(self, debugger_socket: DebuggerSocket) -> None:
         """Pass on the socket of a rank that is at a breakpoint. The watcher thread calls this."""
-        self._debugger_sockets.append((rank, fd))
+        self._debugger_sockets.append(debugger_socket)
         self.caller_wakeup.wake()
 
     def has_debugger_sockets(self) -> bool:
         """Return whether `take_debugger_sockets` returns any."""
         return bool(self._debugger_sockets)
 
-    def take_debugger_sockets(self) -> list[tuple[int, int]]:
-        """Return ranks and their sockets that have come since the last call. The caller's thread calls this."""
+    def take_debugger_sockets(self) -> list[DebuggerSocket]:
+        """Return the sockets that have come since the last call. The caller's thread calls this."""
         return [self._debugger_sockets.popleft() for _ in range(len(self._debugger_sockets))]
 
     def close(self) -> None:
-        for _, fd in self.take_debugger_sockets():
-            os.close(fd)
+        for debugger_socket in self.take_debugger_sockets():
+            os.close(debugger_socket.fd)
         self._wakeups.close()

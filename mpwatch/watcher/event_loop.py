@@ -36,6 +36,7 @@ from mpwatch.options.spec import GroupSpec
 from mpwatch.results.failure import format_exit
 from mpwatch.watcher.commands import (
     CommandQueue,
+    DebuggerSocket,
     DelayedAction,
     PendingCall,
     RestartCommand,
@@ -98,7 +99,7 @@ class EventLoop:
         self._groups = [RestartGroup(spec, setups, event_bus, keep_ranks=keep_ranks) for setups in setups_of_groups]
         self._group_by_rank = {rank: group for group in self._groups for rank in group.setups}
         self._unfinished_groups = list(self._groups)
-        self._pool = ProcessPool(deferred_log, output, capture_locals=spec.capture_locals)
+        self._pool = ProcessPool(deferred_log, output, capture_locals=spec.capture_locals, post_mortem=spec.post_mortem)
         self._capture_locals = spec.capture_locals
         self._commands = commands
         self._event_bus = event_bus
@@ -222,7 +223,7 @@ class EventLoop:
             handle.on_ready(message.body)
             return [m.Ready(rank, generation=generation)]
         if message.kind is MessageKind.DEBUGGER:
-            self._commands.offer_debugger_socket(rank, message.fd)
+            self._commands.offer_debugger_socket(DebuggerSocket(rank, message.fd, is_inspector=bool(message.body)))
             return []
         if message.kind is MessageKind.EXIT_BLOCKED:
             self._group_of(rank).exit_blockers[rank] = message.body.decode()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class LaunchInfo:
     """The data that a rank is started with: the fields of its Worker, and the numbers of its descriptors."""
 
-    __slots__ = ("capture_locals", "channel_fd", "is_captured", "slot", "slots_fd", "stderr_fd", "worker")
+    __slots__ = ("capture_locals", "channel_fd", "is_captured", "post_mortem", "slot", "slots_fd", "stderr_fd", "worker")
 
     def __init__(
         self,
@@ -29,6 +29,7 @@ class LaunchInfo:
         *,
         is_captured: bool,
         capture_locals: bool = False,
+        post_mortem: bool = False,
     ) -> None:
         self.worker = worker  # its fields: importing the class takes time, and many ranks never need it
         self.channel_fd = channel_fd
@@ -37,6 +38,7 @@ class LaunchInfo:
         self.stderr_fd = stderr_fd  # becomes stderr when the rank is ready, see worker/stdio.py
         self.is_captured = is_captured  # whether the output goes to files or to the watcher
         self.capture_locals = capture_locals  # see mpwatch.run
+        self.post_mortem = post_mortem  # see mpwatch.run
 
 
 class RankProcess(SpawnProcess):

@@ -45,7 +45,7 @@ class MessageKind(enum.IntEnum):
     FAILING = 9  # empty; the function has just raised. RAISED or LOAD_FAILED follows
     DETAILS = 10  # the pickled parts of the exception just sent: the "details" message of exceptions/encoder.py
     LOCALS = 12  # the local variables of the exception just sent: the "locals" message of exceptions/encoder.py
-    DEBUGGER = 13  # empty; its descriptor is the watcher's end of a socket for pdb: see worker/debugger.py
+    DEBUGGER = 13  # empty, or b"inspector"; its descriptor is the watcher's end of a socket for pdb: see worker/debugger.py
     STARTUP_OUTPUT = 11  # empty; its descriptor holds the interpreter's early output, which the rank writes to its stderr
 
 

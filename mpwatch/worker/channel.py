@@ -55,9 +55,9 @@ class Channel:
             return self._black_box.append(encode_frame(kind, content, stamp))
         return self._send_with_fd(encode_frame(kind, stamp=stamp), fd)
 
-    def send_debugger_socket(self, fd: int) -> bool:
+    def send_debugger_socket(self, fd: int, body: bytes) -> bool:
         """Send DEBUGGER with this descriptor, in any thread. Return False if that is not possible."""
-        return self._is_open() and self._send_with_fd(encode_frame(MessageKind.DEBUGGER), fd)
+        return self._is_open() and self._send_with_fd(encode_frame(MessageKind.DEBUGGER, body), fd)
 
     def _send_with_fd(self, data: bytes, fd: int) -> bool:
         try:

@@ -6,11 +6,16 @@
 The messages on the socket are tuples of builtin values, sent by a multiprocessing Connection:
 
     rank to watcher     ("output", text)
-                        ("prompt", text, is_post_mortem, name of the thread)    one of the first three answers follows
+                        ("prompt", text, is_post_mortem, thread, place)         one of the first three answers follows
                         ("completions", words)
                         ("quit",)                                               the watcher ends the run
+                        ("left",)                                               the user has left the inspector
     watcher to rank     ("line", text), ("end of file",), ("refused", reason), ("complete", text, line, begin, end)
                         ("ready",) or ("refused", reason)                       once, when the socket has been opened
+                        ("inspect",)                                            the user wants to look at this rank
+
+With `post_mortem` a rank has an inspector: a thread with a socket of its own. It shows the main thread's stack to the user
+while that thread runs, or waits in C code.
 
 A Pdb that was made with streams of its own, or with a `cmdloop` of its own (IPython's), is left alone. The default
 `sys.breakpointhook` calls pdb.set_trace. So PYTHONBREAKPOINT, and a hook of the user's own, keep their meaning.
@@ -21,6 +26,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from contextlib import suppress
 from functools import update_wrapper
 from importlib.machinery import PathFinder
 
@@ -35,15 +41,25 @@ if TYPE_CHECKING:
 
     from mpwatch.worker.channel import Channel
 
-MPWATCH = ("mpwatch", "mpwatch.*")  # modules that stepping passes over
+SKIPPED_MODULES = ("mpwatch", "mpwatch.*", "bdb")  # stepping does not stop there, see `finish_stepping`
 IGNORE_HINT = "set PYTHONBREAKPOINT=0 to ignore breakpoints"
 
 
 _last_debugger: Any = None  # the Pdb that was used last
+_is_post_mortem = False  # whether a prompt opens if the rank's function raises
 
 
-def install(channel: Channel) -> None:
-    """Route pdb to the watcher as soon as it is imported."""
+def install(channel: Channel, *, post_mortem: bool) -> None:
+    """Route pdb to the watcher as soon as it is imported.
+
+    Args:
+        channel: to the watcher.
+        post_mortem: whether a prompt opens if the rank's function raises.
+    """
+    global _is_post_mortem
+    _is_post_mortem = post_mortem
+    if post_mortem:
+        start_inspector(channel)
     client = DebuggerClient(channel)
     if "pdb" in sys.modules:
         route_pdb(sys.modules["pdb"], client)
@@ -96,8 +112,9 @@ class PdbLoader:
 class DebuggerClient:
     """The rank's end of the conversation. Its socket is opened at the first prompt."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, body: bytes = b"") -> None:
         self._channel = channel
+        self._body = body  # of the message that sends the socket
         self._pid = os.getpid()
         self._connection: Connection | None = None
         self._lock = threading.RLock()  # reentrant, since a signal handler may reach a breakpoint, too
@@ -119,7 +136,7 @@ class DebuggerClient:
 
         ours, theirs = socket.socketpair()
         with theirs:
-            is_sent = self._channel.send_debugger_socket(theirs.fileno())
+            is_sent = self._channel.send_debugger_socket(theirs.fileno(), self._body)
         connection = Connection(ours.detach())
         try:
             kind, *reason = connection.recv() if is_sent else ("refused", "the rank has closed its channel to the watcher")
@@ -138,8 +155,9 @@ class DebuggerClient:
         """Show a prompt in the caller, and return the line that the user enters; empty at the end of the input."""
         thread = threading.current_thread()
         name = "" if thread is threading.main_thread() else thread.name
+        place = "" if debugger is None else _format_place(debugger.curframe)
         with self._lock:
-            self._send("prompt", prompt, is_post_mortem, name)
+            self._send("prompt", prompt, is_post_mortem, name, place)
             while True:
                 kind, *values = self._receive()
                 if kind == "complete":
@@ -148,6 +166,15 @@ class DebuggerClient:
                     raise RuntimeError(f"the debugger can open no prompt: {values[0]}")
                 else:
                     return f"{values[0]}\n" if kind == "line" else ""
+
+    def wait_for_request(self) -> None:
+        """Wait until the user wants to look at this rank."""
+        self.open()
+        self._receive()
+
+    def leave(self) -> None:
+        """Have the watcher show no prompt of this client any more, until the user asks for one."""
+        self._send("left")
 
     def quit(self) -> None:
         """Have the watcher end the run, and wait for that."""
@@ -183,7 +210,7 @@ class PromptStream:
 
     def __init__(self, client: DebuggerClient, debugger: Any) -> None:
         self.client = client
-        self.is_post_mortem = False
+        self.is_post_mortem = False  # leaving the prompt does not end the run
         self._debugger = debugger
         self._unfinished_line = ""  # the prompt, when pdb reads a line
 
@@ -228,7 +255,7 @@ def route_pdb(module: Any, client: DebuggerClient) -> None:
             self.stdin = self.stdout = PromptStream(client, self)
             self.use_rawinput = 0
             self.nosigint = True  # otherwise `continue` sets a handler that opens a prompt when the watcher sends SIGINT
-            self.skip = {*(self.skip or ()), *MPWATCH}
+            self.skip = {*(self.skip or ()), *SKIPPED_MODULES}
             self.mode = None  # Python 3.14: `quit` must not ask whether to kill the process
 
     def set_trace(self: Any, frame: FrameType | None = None, **kwargs: Any) -> None:
@@ -240,14 +267,17 @@ def route_pdb(module: Any, client: DebuggerClient) -> None:
 
     def interaction(self: Any, frame: FrameType | None, trace: Any) -> None:
         if (stream := get_stream(self)) is not None:
-            client.open()
-            stream.is_post_mortem = trace is not None
+            stream.client.open()
+            stream.is_post_mortem = trace is not None or stream.client is not client
         originals["interaction"](self, frame, trace)
 
     def get_stack(self: Any, frame: FrameType | None, trace: Any) -> tuple[list[tuple[FrameType, int]], int]:
         stack, current = originals["get_stack"](self, frame, trace)
-        count = _count_outer_frames(stack) if get_stream(self) is not None else 0
-        return stack[count:], current - count
+        if (stream := get_stream(self)) is None:
+            return stack, current
+        count = _count_outer_frames(stack)
+        stack, current = stack[count:], current - count
+        return stack, _find_user_frame(stack) if stream.is_post_mortem else current
 
     def set_quit(self: Any) -> None:
         if (stream := get_stream(self)) is not None and not stream.is_post_mortem:
@@ -274,6 +304,12 @@ def route_pdb(module: Any, client: DebuggerClient) -> None:
     code.input = ask  # type: ignore[attr-defined]
 
 
+def _format_place(frame: FrameType | None) -> str:
+    if frame is None:
+        return ""
+    return f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name})"
+
+
 def _count_outer_frames(stack: list[tuple[FrameType, int]]) -> int:
     """Return the number of frames that called the rank's function: of multiprocessing and of mpwatch."""
     is_of_mpwatch = [str(frame.f_globals.get("__name__", "")).startswith("mpwatch.") for frame, _ in stack]
@@ -281,6 +317,68 @@ def _count_outer_frames(stack: list[tuple[FrameType, int]]) -> int:
         return 0
     first = is_of_mpwatch.index(True)
     return next((number for number in range(first, len(stack)) if not is_of_mpwatch[number]), 0)
+
+
+def _find_user_frame(stack: list[tuple[FrameType, int]]) -> int:
+    """Return the index of the innermost frame of user code; that of the innermost frame if there is none."""
+    from mpwatch.results.places import find_user_frame
+
+    files = [frame.f_code.co_filename for frame, _ in reversed(stack)]
+    return len(stack) - 1 - find_user_frame(files) if files else 0
+
+
+def open_post_mortem(error: Exception) -> None:
+    """Show a prompt where the exception was raised, and wait until the user leaves it. Do nothing without `post_mortem`."""
+    if not _is_post_mortem:
+        return
+    import bdb
+    import pdb  # noqa: T100  this is what the option asks for
+
+    if isinstance(error, bdb.BdbQuit):
+        return
+    debugger = pdb.Pdb()
+    if not isinstance(debugger.stdout, PromptStream):  # pdb was replaced
+        return
+    try:
+        debugger.stdout.client.open()
+    except RuntimeError:  # the caller has neither a terminal nor a notebook
+        return
+    debugger.stdout.write(f"the rank has raised {_describe(error)}\n")
+    debugger.reset()
+    trace: Any = error if sys.version_info >= (3, 13) else error.__traceback__  # newer ones have the command `exceptions`
+    debugger.interaction(None, trace)
+
+
+def _describe(error: Exception) -> str:
+    from mpwatch.results.failure import summarize_exception
+
+    return summarize_exception(error)
+
+
+def start_inspector(channel: Channel) -> None:
+    """Start the thread that shows the main thread's stack to the user."""
+    client = DebuggerClient(channel, b"inspector")
+    threading.Thread(target=_run_inspector, args=(client,), name="mpwatch-inspector", daemon=True).start()
+
+
+def _run_inspector(client: DebuggerClient) -> None:
+    main_thread = threading.main_thread().ident
+    while True:
+        try:
+            client.wait_for_request()
+        except RuntimeError:  # the caller has neither a terminal nor a notebook
+            return
+        import pdb  # noqa: T100  this is what the user asks for
+
+        debugger: Any = pdb.Pdb()
+        debugger.stdin = debugger.stdout = PromptStream(client, debugger)
+        debugger.use_rawinput = 0
+        debugger.reset()
+        frame = sys._current_frames().get(main_thread or 0)
+        with suppress(Exception):  # of the user's objects
+            debugger.interaction(frame, None)
+        sys.settrace(None)
+        client.leave()
 
 
 def _complete(debugger: Any, text: str, line: str, begin: int, end: int) -> list[str]:

@@ -64,7 +64,7 @@ def main(launch_info: LaunchInfo) -> None:
         stdio.flush_at_newline()
     channel = Channel(launch_info.channel_fd, BlackBox(memory))
     context.set_rank(launch_info.worker, HeartbeatWriter(memory))
-    debugger.install(channel)
+    debugger.install(channel, post_mortem=launch_info.post_mortem)
     channel.send(MessageKind.READY, ready_body)
     _serve(channel, deferred_signals, capture_locals=launch_info.capture_locals)
     deferred_signals.restore_for_exit()
@@ -159,6 +159,9 @@ def _call_function(call: Call) -> object:
         if not (error.code is None or (isinstance(error.code, int) and error.code == 0)):  # a success for Python, too
             raise
         value = None
+    except Exception as error:
+        debugger.open_post_mortem(error)
+        raise
     finally:
         debugger.finish_stepping()
     context.stop_heartbeats()

@@ -29,24 +29,32 @@ from mpwatch.watcher.output.rank_output import RankOutput
 NEXT_PROMPT_SECONDS = 0.3  # a rank that is stepped is at its next prompt by then; other prompts wait as long
 ANSWER_SECONDS = 5.0  # for the answers to `all COMMAND`
 COMPLETION_SECONDS = 1.0
+INSPECTOR_SECONDS = 1.0  # for the inspector of a rank to answer; it needs the GIL
 STACKS_SECONDS = 1.0
 DRAIN_SECONDS = 0.5  # for the output that is shown before a prompt
 RANKS_COMMAND = re.compile(r"\s*ranks\s*$")
 RANK_COMMAND = re.compile(r"\s*rank\s+(\d+)\s*$")
 ALL_COMMAND = re.compile(r"\s*all\s+(?=[\w!])(.*\S)\s*$")
-PLACE = re.compile(r"^ in \w+(?= \()")  # the function that waits for the watcher
 NEWLINE = "\n"
 USER_QUIT = "the user has ended the run at the prompt of rank {}"
 
 
 class RankSession:
-    """The conversation with one rank. Only the caller's thread uses it."""
+    """The conversation with one rank. Only the caller's thread uses it.
 
-    def __init__(self, rank: int, connection: Connection) -> None:
+    Args:
+        rank: the global rank.
+        connection: the socket.
+        is_inspector: the rank's other end is its inspector, which shows the main thread while that runs or waits.
+    """
+
+    def __init__(self, rank: int, connection: Connection, *, is_inspector: bool) -> None:
         self.rank = rank
         self.connection = connection
+        self.is_inspector = is_inspector
         self.output = ""  # that has not been shown
         self.prompt = ""
+        self.place = ""  # in the code, as a phrase
         self.is_at_prompt = False  # the rank waits for a line
         self.is_post_mortem = False
         self.wants_to_quit = False
@@ -59,12 +67,13 @@ class RankSession:
             if kind == "output":
                 self.output += values[0]
             elif kind == "prompt":
-                text, self.is_post_mortem, thread = values
-                self.prompt = f"(rank {self.rank}{', ' if thread else ''}{thread}) {text}"
+                text, self.is_post_mortem, thread, self.place = values
+                thread = f", {thread}" if thread and not self.is_inspector else ""
+                self.prompt = f"(rank {self.rank}{thread}) {text}"
                 self.is_at_prompt = True
             elif kind == "completions":
                 self._completions.append(values[0])
-            else:
+            elif kind == "quit":
                 self.wants_to_quit = True
 
     def answer(self, *message: object) -> None:
@@ -97,7 +106,7 @@ class DebuggerConsole:
     def __init__(self, commands: CommandQueue, output: RankOutput) -> None:
         self._commands = commands
         self._output = output
-        self._sessions: dict[int, RankSession] = {}
+        self._sessions: dict[tuple[int, bool], RankSession] = {}  # by rank, and whether it is the inspector
         self._history: list[str] = []
         self._current: RankSession | None = None
         self._has_quit = False
@@ -152,7 +161,7 @@ class DebuggerConsole:
     def _update(self) -> None:
         """Begin a session with each rank that has sent a socket, or refuse it. Read what the ranks have sent."""
         accepted = []
-        for rank, fd in self._commands.take_debugger_sockets():
+        for rank, fd, is_inspector in self._commands.take_debugger_sockets():
             connection = Connection(fd)
             reason = explain_missing_prompt()
             with suppress(OSError):  # the rank has ended
@@ -160,10 +169,11 @@ class DebuggerConsole:
             if reason:
                 connection.close()
                 continue
-            if rank in self._sessions:  # of the rank before it was restarted
-                self._sessions[rank].connection.close()
-            self._sessions[rank] = RankSession(rank, connection)
-            accepted.append(self._sessions[rank])
+            if (earlier := self._sessions.pop((rank, is_inspector), None)) is not None:  # before the rank was restarted
+                earlier.connection.close()
+            session = self._sessions[rank, is_inspector] = RankSession(rank, connection, is_inspector=is_inspector)
+            if not is_inspector:
+                accepted.append(session)
         self._receive()
         self._wait_for_prompt(*accepted)
 
@@ -174,7 +184,7 @@ class DebuggerConsole:
                 session.receive()
             except (EOFError, OSError):
                 session.connection.close()
-                del self._sessions[session.rank]
+                del self._sessions[session.rank, session.is_inspector]
                 if session is self._current:
                     self._write(session.output)
                     self._current = None
@@ -183,10 +193,14 @@ class DebuggerConsole:
         """Return the rank whose prompt is shown next: the same as before, else the lowest. None: no rank is at one."""
         if self._has_quit:
             return None
-        waiting = [session for session in self._sessions.values() if session.is_at_prompt]
-        if self._current is not None and self._current in waiting:
+        stopped = self._get_stopped()
+        if stopped and self._current is not None and self._current.is_at_prompt:
             return self._current
-        return min(waiting, key=lambda session: session.rank, default=None)
+        return min(stopped, key=lambda session: session.rank, default=None)
+
+    def _get_stopped(self) -> list[RankSession]:
+        """Return the ranks that are at a prompt themselves."""
+        return [session for session in self._sessions.values() if session.is_at_prompt and not session.is_inspector]
 
     def _handle_line(self, session: RankSession, line: str) -> None:
         self._update()  # other ranks may have come to a breakpoint while the user was typing
@@ -204,7 +218,7 @@ class DebuggerConsole:
         """Wait until these ranks are at a prompt again, have ended, or run for longer than `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
-            running = [one.connection for one in expected if not one.is_at_prompt and self._sessions.get(one.rank) is one]
+            running = [one.connection for one in expected if not one.is_at_prompt and one in self._sessions.values()]
             if not running or not wait(running, max(0.0, deadline - time.monotonic())):
                 return
             self._receive()
@@ -212,15 +226,23 @@ class DebuggerConsole:
                 return
 
     def _switch(self, rank: int) -> None:
-        session = self._sessions.get(rank)
+        session, inspector = self._sessions.get((rank, False)), self._sessions.get((rank, True))
         if session is not None and session.is_at_prompt:
             self._current = session
-        else:
+        elif inspector is None:
             self._write(f"rank {rank} is not at a prompt; `ranks` shows where each rank is\n")
+        else:
+            if not inspector.is_at_prompt:
+                inspector.answer("inspect")
+                self._wait_for_prompt(inspector, seconds=INSPECTOR_SECONDS)
+            if inspector.is_at_prompt:
+                self._current = inspector
+            else:
+                self._write(f"rank {rank} does not answer: its interpreter is busy in C code; `ranks` shows where it is\n")
 
     def _ask_all(self, line: str) -> None:
         """Send a line to all ranks that are at a prompt, and show their answers."""
-        asked = [session for session in self._sessions.values() if session.is_at_prompt]
+        asked = self._get_stopped()
         for session in asked:
             session.answer("line", line)
         self._wait_for_prompt(*asked, seconds=ANSWER_SECONDS)
@@ -233,14 +255,9 @@ class DebuggerConsole:
         request = StacksRequest()
         self._commands.post(request)
         request.is_answered.wait(STACKS_SECONDS)
-        at_prompt = {session.rank for session in self._sessions.values() if session.is_at_prompt}
+        stopped = {session.rank: f" at a prompt{session.place}" for session in self._get_stopped()}
         stacks = request.stacks if request.stacks is not None else Stacks()
-        waiting, others = (
-            {rank: text for rank, text in stacks.items() if (rank in at_prompt) is is_waiting}
-            for is_waiting in (True, False)
-        )
-        lines = [f"{ranks}: at a prompt{PLACE.sub('', place)}" for ranks, place in group_places(waiting)]
-        return "\n".join(lines + [f"{ranks}:{place}" for ranks, place in group_places(others)])
+        return "\n".join(f"{ranks}:{place}" for ranks, place in group_places(stacks | stopped))
 
     def _quit(self, session: RankSession, signals: HostSignals) -> None:
         if not self._has_quit:
@@ -259,6 +276,9 @@ class DebuggerConsole:
                 view.pause()
                 stack.callback(view.resume)
             yield
+            for session in self._sessions.values():
+                if session.is_inspector and session.is_at_prompt:
+                    session.answer("end of file")
             self._show_output()
 
     def _show_output(self) -> None:

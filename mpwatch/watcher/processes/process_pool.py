@@ -67,10 +67,10 @@ class ProcessPool:
         deferred_log: receives warnings about ranks that are left behind.
     """
 
-    def __init__(self, deferred_log: DeferredLog, output: RankOutput, *, capture_locals: bool) -> None:
+    def __init__(self, deferred_log: DeferredLog, output: RankOutput, *, capture_locals: bool, post_mortem: bool) -> None:
         self.deferred_log = deferred_log
         self._output = output
-        self._capture_locals = capture_locals
+        self._options = {"capture_locals": capture_locals, "post_mortem": post_mortem}
         self.handles: dict[int, RankHandle] = {}
         self.selector: Selector[Any]
         self.guardian: Guardian
@@ -126,7 +126,7 @@ class ProcessPool:
                 slot,
                 stderr,
                 is_captured=stdio.is_captured,
-                capture_locals=self._capture_locals,
+                **self._options,
             )
             process = RankPopen.start(
                 launch_info,

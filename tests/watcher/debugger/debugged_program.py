@@ -1,0 +1,115 @@
+"""A program for a terminal: it runs a function whose ranks come to breakpoints. `python debugged_program.py FUNCTION OPTIONS`."""
+
+import json
+import os
+import pdb
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import mpwatch
+
+
+def rank():
+    return mpwatch.current_worker().rank
+
+
+def loop(ranks):
+    """Come to a breakpoint in these ranks, at step 1 of 3."""
+    values = {"rank": rank()}
+    for step in range(3):
+        mpwatch.report(step=step, total=3)
+        if rank() in ranks and step == 1:
+            breakpoint()
+        values["step"] = step
+    return values["step"]
+
+
+def print_lines(ranks):
+    """Rank 0 comes to a breakpoint; the other ranks print until it goes on."""
+    for number in range(20):
+        print(f"line {number} of rank {rank()}", flush=True)
+        if rank() in ranks and number == 10:
+            breakpoint()
+    return number
+
+
+def call_set_trace(_):
+    pdb.set_trace()
+    return 1
+
+
+def debug_an_exception(_):
+    try:
+        return 1 / rank()
+    except ZeroDivisionError as error:
+        pdb.post_mortem(error.__traceback__)
+        return 2
+
+
+def stop_in_a_thread(_):
+    thread = threading.Thread(target=loop, args=([0, 1],), name="worker")
+    thread.start()
+    thread.join()
+    return 1
+
+
+def stop_in_a_fork(_):
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        try:
+            breakpoint()
+        except RuntimeError as error:
+            os.write(writer, str(error).encode())
+        os._exit(0)
+    os.close(writer)
+    return os.read(reader, 1000).decode()
+
+
+def fail_while_others_stop(ranks):
+    if rank() in ranks:
+        breakpoint()
+        return 1
+    time.sleep(1.0)
+    raise ValueError("of another rank")
+
+
+def raise_in_one(ranks):
+    secret = f"secret of rank {rank()}"
+    if rank() in ranks:
+        raise ValueError(secret)
+    wait_for_peer(secret)
+
+
+def wait_for_peer(text):
+    threading.Event().wait()
+    return text
+
+
+def main(name, ranks, options):
+    for number in (signal.SIGINT, signal.SIGQUIT):  # the tests may run with both ignored
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    options = json.loads(options)
+    if options.pop("logs", False):
+        options["logs"] = mpwatch.LogSpec(prefix="<{rank}> ")
+    function, ranks = globals()[name], json.loads(ranks)
+    try:
+        if options.pop("group", False):
+            with mpwatch.WorkerGroup(2, **options) as group:
+                for _ in range(2):
+                    print(f"values: {list(group.run(function, args=(ranks,)))}", flush=True)
+        else:
+            print(f"values: {list(mpwatch.run(function, args=(ranks,), **{'nprocs': 2, **options}))}", flush=True)
+    except KeyboardInterrupt as error:
+        print(f"KeyboardInterrupt: {error}")
+    except mpwatch.RunFailedError as error:
+        print(f"failed: {error}")
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    left = [child for child in children if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes()]
+    print(f"children that are left: {left}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
