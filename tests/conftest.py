@@ -25,6 +25,7 @@ with suppress(ImportError):  # some environments of tox have no hypothesis
     settings.load_profile("mpwatch")
 
 SHARING_FIXTURES = {  # files whose tests share a fixture that takes seconds
+    "notebooks/test_debugger_in_kernel.py",
     "notebooks/test_example.py",
     "notebooks/test_kernel.py",
     "notebooks/test_notebook.py",

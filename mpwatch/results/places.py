@@ -44,7 +44,7 @@ def format_location(stacks: str) -> str:
     files = [frame.file for frame in frames]
     frame = frames[find_user_frame(files)]
     source = f": {frame.source[:SOURCE_LIMIT]}" if frame.source else ""
-    place = f" ({_format_file_name(frame.file)}:{frame.line} in {frame.function}{source})"
+    place = f" ({format_place(frame.file, frame.line, frame.function)}{source})"
     for file, activity in ACTIVITIES_BY_FILE.items():
         if files[-1].startswith(PACKAGE_FOLDER + file):
             return f" {activity}{'' if _is_of_library(frame.file) else place}"
@@ -60,7 +60,12 @@ def format_raise_location(error: BaseException) -> str:
         return ""
     frames.reverse()
     path, line, name = frames[find_user_frame(path for path, _, _ in frames)]
-    return f" ({_format_file_name(path)}:{line} in {name})"
+    return f" ({format_place(path, line, name)})"
+
+
+def format_place(path: str, line: int | None, function: str) -> str:
+    """Return `train.py:88 in step`, with IPython's name of the file if it is a cell."""
+    return f"{_format_file_name(path)}:{line} in {function}"
 
 
 def find_user_frame(files: Iterable[str]) -> int:

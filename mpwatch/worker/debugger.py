@@ -155,7 +155,8 @@ class DebuggerClient:
         """Show a prompt in the caller, and return the line that the user enters; empty at the end of the input."""
         thread = threading.current_thread()
         name = "" if thread is threading.main_thread() else thread.name
-        place = "" if debugger is None else _format_place(debugger.curframe)
+        frame = debugger.curframe if debugger is not None else None
+        place = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame is not None else None
         with self._lock:
             self._send("prompt", prompt, is_post_mortem, name, place)
             while True:
@@ -302,12 +303,6 @@ def route_pdb(module: Any, client: DebuggerClient) -> None:
     # These modules call the builtin `input`, which would read the rank's own stdin: pdb to confirm, code for `interact`.
     module.input = ask
     code.input = ask  # type: ignore[attr-defined]
-
-
-def _format_place(frame: FrameType | None) -> str:
-    if frame is None:
-        return ""
-    return f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name})"
 
 
 def _count_outer_frames(stack: list[tuple[FrameType, int]]) -> int:

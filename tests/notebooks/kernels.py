@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 
 from support.programs import ENV
 
@@ -54,6 +55,10 @@ class Kernel:
         (output,) = self.run(code)
         assert output["output_type"] == "execute_result", output
         return ast.literal_eval(output["data"]["text/plain"])
+
+    def converse(self, code, answers):
+        """Run a cell that reads lines. Return its outputs as one text, with the prompts and the answers in it."""
+        return self._request("converse", code, answers)
 
     def interrupt(self):
         """Interrupt the kernel, as the button does."""
@@ -123,6 +128,25 @@ class _Driver:
         while cell not in self._ended:
             self._handle_message(self._client.get_iopub_msg(timeout=TIMEOUT))
         return self._outputs[cell]
+
+    def converse(self, code, answers):
+        cell = self.start_cell(code)
+        deadline = time.monotonic() + TIMEOUT
+        while cell not in self._ended:
+            assert time.monotonic() < deadline, self._outputs[cell]
+            with suppress(queue.Empty):
+                prompt = self._client.get_stdin_msg(timeout=0.01)["content"]["prompt"]
+                self._read_messages()
+                answer = answers.pop(0)
+                self._outputs[cell].append({"text": f"{prompt}{answer}\n"})
+                self._client.input(answer)
+            self._read_messages()
+        return "".join(output["text"] if "text" in output else output["evalue"] for output in self._outputs[cell])
+
+    def _read_messages(self):
+        with suppress(queue.Empty):
+            while True:
+                self._handle_message(self._client.get_iopub_msg(timeout=0.05))
 
     def interrupt(self):
         self._manager.interrupt_kernel()

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from mpwatch.results.places import format_place
 from mpwatch.results.stacks import Stacks, group_places
 from mpwatch.watcher.commands import CommandQueue, StacksRequest
 from mpwatch.watcher.debugger.line_input import LineInput, PromptClosedError, explain_missing_prompt
@@ -67,7 +68,8 @@ class RankSession:
             if kind == "output":
                 self.output += values[0]
             elif kind == "prompt":
-                text, self.is_post_mortem, thread, self.place = values
+                text, self.is_post_mortem, thread, place = values
+                self.place = f" ({format_place(*place)})" if place is not None else ""
                 thread = f", {thread}" if thread and not self.is_inspector else ""
                 self.prompt = f"(rank {self.rank}{thread}) {text}"
                 self.is_at_prompt = True
@@ -75,6 +77,11 @@ class RankSession:
                 self._completions.append(values[0])
             elif kind == "quit":
                 self.wants_to_quit = True
+
+    def take_output(self) -> str:
+        """Return the output that has not been shown, and forget it."""
+        output, self.output = self.output, ""
+        return output
 
     def answer(self, *message: object) -> None:
         """Send what the user has entered."""
@@ -242,14 +249,16 @@ class DebuggerConsole:
 
     def _ask_all(self, line: str) -> None:
         """Send a line to all ranks that are at a prompt, and show their answers."""
-        asked = self._get_stopped()
+        asked = sorted(self._get_stopped(), key=lambda session: session.rank)
+        earlier = [session.take_output() for session in asked]  # shown with the rank's next prompt
         for session in asked:
             session.answer("line", line)
         self._wait_for_prompt(*asked, seconds=ANSWER_SECONDS)
-        for session in sorted(asked, key=lambda one: one.rank):
-            output, session.output = session.output, ""
+        for session, before in zip(asked, earlier, strict=True):
+            output = session.take_output()
             if output:
                 self._write(f"rank {session.rank}:{' ' if output.count(NEWLINE) == 1 else NEWLINE}{output}")
+            session.output = before
 
     def _describe_ranks(self) -> str:
         request = StacksRequest()
@@ -285,8 +294,7 @@ class DebuggerConsole:
         """Show what the ranks have printed, and then what pdb has printed in the current rank."""
         self._output.drain_all(DRAIN_SECONDS)
         if self._current is not None:
-            output, self._current.output = self._current.output, ""
-            self._write(output)
+            self._write(self._current.take_output())
 
     def _write(self, text: str) -> None:
         stream: Any = sys.stdout

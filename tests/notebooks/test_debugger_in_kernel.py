@@ -1,0 +1,61 @@
+"""`breakpoint()` in a rank opens pdb in the notebook cell that called."""
+
+import pytest
+
+from notebooks.kernels import Kernel
+
+DEFINITIONS = """
+import mpwatch
+def train(ranks, n):
+    rank = mpwatch.current_worker().rank
+    values = {"rank": rank}
+    if rank in ranks:
+        breakpoint()
+    return rank + n
+def fail():
+    rank = mpwatch.current_worker().rank
+    secret = f"secret of rank {rank}"
+    if rank == 1:
+        raise ValueError("boo")
+    wait()
+def wait():
+    import threading
+    threading.Event().wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    kernel = Kernel()
+    assert kernel.run(DEFINITIONS) == []
+    yield kernel
+    kernel.close()
+
+
+def test_all_ranks_stop(kernel):
+    answers = ["p values", "ll", "ranks", "all p values", "all c"]
+    text = kernel.converse("print(list(mpwatch.run(train, 2, args=([0, 1], 1))))", answers)
+    assert ") (Pdb) p values\n{'rank': " in text
+    assert "        breakpoint()\n" in text  # the source of the cell
+    assert "ranks 0-1: at a prompt (Cell In[" in text
+    assert "rank 0: {'rank': 0}\nrank 1: {'rank': 1}\n" in text
+    assert text.endswith("[1, 2]\n")
+
+
+def test_the_user_ends_the_run(kernel):
+    text = kernel.converse("mpwatch.run(train, 2, args=([1], 1))", ["q"])
+    assert text.endswith("the user has ended the run at the prompt of rank 1")
+
+
+def test_a_group_over_two_cells(kernel):
+    text = kernel.converse("g = mpwatch.WorkerGroup(2); print(list(g.run(train, ([1], 2))))", ["p n", "c"])
+    assert text.endswith("(rank 1) (Pdb) p n\n2\n(rank 1) (Pdb) c\n[2, 3]\n")
+    text = kernel.converse("print(list(g.run(train, ([0], 3)))); g.close()", ["p n", "c"])
+    assert text.endswith("(rank 0) (Pdb) p n\n3\n(rank 0) (Pdb) c\n[3, 4]\n")
+
+
+def test_post_mortem(kernel):
+    text = kernel.converse("mpwatch.run(fail, 2, post_mortem=True)", ["p secret", "rank 0", "u", "p secret", "rank 1", "q"])
+    assert "(rank 1) (Pdb) p secret\n'secret of rank 1'\n" in text
+    assert "(rank 0) (Pdb) p secret\n'secret of rank 0'\n" in text
+    assert "rank 1 failed first: ValueError: boo (Cell In[" in text
