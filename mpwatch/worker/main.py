@@ -56,6 +56,7 @@ def main(launch_info: LaunchInfo) -> None:
     """Run a rank from its start to its exit."""
     _die_with_watcher()
     _reset_signals()
+    stdio.leave_terminal()
     memory = open_slot(launch_info.slots_fd, launch_info.slot)
     deferred_signals = DeferredSignals(memory)
     deferred_signals.defer()

@@ -35,6 +35,24 @@ def move_stderr(stderr_fd: int) -> bytes:
     return READY_BODY.pack(pipe, register_stack_dumps(pipe))
 
 
+def leave_terminal() -> None:
+    """Give up the controlling terminal, if there is one. Descriptors that are open for it still work.
+
+    A rank is in a background process group of the terminal. If it reads from /dev/tty, the kernel stops it (SIGTTIN), and no
+    message says why. Without a controlling terminal /dev/tty cannot be opened.
+    """
+    try:
+        fd = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
+    except OSError:
+        return
+    import fcntl
+    import termios
+
+    with suppress(OSError):
+        fcntl.ioctl(fd, termios.TIOCNOTTY)
+    os.close(fd)
+
+
 def flush_at_newline() -> None:
     """Flush the stdout of Python and of C at the end of each line. (They always flush stderr.)"""
     global _flush_c_stdout

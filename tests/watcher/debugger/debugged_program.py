@@ -41,6 +41,11 @@ def call_set_trace(_):
     return 1
 
 
+def read_terminal(_):
+    with open("/dev/tty") as terminal:
+        return terminal.readline()
+
+
 def debug_an_exception(_):
     try:
         return 1 / rank()

@@ -128,6 +128,13 @@ def test_set_trace():
         assert "values: [1, 1]" in program.finish("all c")
 
 
+def test_a_rank_that_reads_the_terminal_raises():
+    """It would be stopped by SIGTTIN if the terminal were its controlling one."""
+    with debugged("read_terminal") as program:
+        assert program.end() == 0
+    assert any("OSError: [Errno 6] No such device or address: '/dev/tty'" in row for row in program.rows())
+
+
 def test_pdb_post_mortem_in_a_rank():
     with debugged("debug_an_exception") as program:
         program.wait_for_prompt()
