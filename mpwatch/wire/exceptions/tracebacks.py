@@ -102,7 +102,7 @@ def _read_frame(trace: TracebackType) -> Frame:
     from tblib import Traceback  # not at the top: most ranks never need it
 
     code = trace.tb_frame.f_code
-    line = trace.tb_lineno or 0  # generated code may have no line numbers
+    line = max(trace.tb_lineno or 0, 0)  # generated code may have no line numbers: None, or -1 in early versions of 3.11
     entry = SimpleNamespace(tb_frame=trace.tb_frame, tb_lineno=line, tb_next=None)
     read: Frame = Traceback(entry, get_locals=_get_hide_variable).to_dict()
     frame = read["tb_frame"]
