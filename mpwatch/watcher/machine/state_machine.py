@@ -87,6 +87,7 @@ class StateMachine:
         self.stopped_at: float | None = None
         self._stage_deadline = math.inf
         self._timeout_at = timeout_at
+        self._limits_suspended_at = None if self._limits_suspended_at is None else now
         self.heartbeats = Heartbeats(self._heartbeat_timeout, now)
 
     @property

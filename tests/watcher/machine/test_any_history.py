@@ -29,6 +29,7 @@ from mpwatch.watcher.machine.transitions import (
     Ready,
     RequestExit,
     Restart,
+    ResumeLimits,
     Returned,
     RunStage,
     SendSignal,
@@ -37,6 +38,7 @@ from mpwatch.watcher.machine.transitions import (
     StartCall,
     StartRank,
     StopReason,
+    SuspendLimits,
 )
 from mpwatch.wire.messages import Message
 from support.observations import CONNECTION_LOST_ERROR, make_observations, rank_that_raised, rank_that_returned
@@ -68,6 +70,7 @@ class History(RuleBasedStateMachine):
     )
     def begin(self, *, may_restart, keep, n, timeout, limit, ready, signals, exits):
         self.now = 1.0
+        self.are_limits_suspended, self.resumed_at = False, 0.0
         self.keep = keep
         self.limits = {"timeout": timeout, "heartbeat_timeout": limit}
         more = {
@@ -129,6 +132,12 @@ class History(RuleBasedStateMachine):
         assert self.machine.stage is (
             RunStage.RUNNING if self.restarts and not self.have_others_failed else RunStage.FINISHED
         )
+
+    @rule()
+    def suspend_or_resume_limits(self):
+        self.are_limits_suspended = not self.are_limits_suspended
+        self.send(SuspendLimits() if self.are_limits_suspended else ResumeLimits())
+        self.resumed_at = self.now
 
     @rule()
     def abort(self):
@@ -275,6 +284,9 @@ class History(RuleBasedStateMachine):
         machine = getattr(self, "machine", None)
         if machine is None or machine.stage is RunStage.FINISHED:
             return
+        if self.are_limits_suspended and machine.is_call_running():  # the user may take any time
+            assert machine.deadline is None
+            return
         if machine.stage not in (RunStage.RUNNING, RunStage.IDLE, RunStage.AWAITING_DECISION):
             assert machine.deadline is not None
         elif machine.deadline is None:
@@ -287,9 +299,11 @@ class History(RuleBasedStateMachine):
     @invariant()
     def every_silence_is_noticed(self):
         machine = getattr(self, "machine", None)
-        if machine is not None and machine.stage is RunStage.RUNNING and self.limits["heartbeat_timeout"] is not None:
+        if machine is None or self.are_limits_suspended:
+            return
+        if machine.stage is RunStage.RUNNING and self.limits["heartbeat_timeout"] is not None:
             heartbeats = [
-                beat
+                max(beat, self.resumed_at)
                 for rank, beat in self.heartbeats.items()
                 if machine.phase_table.phases[rank] is RankPhase.RUNNING and beat is not None
             ]
@@ -329,6 +343,7 @@ class History(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "machine"):
             return
+        self.send(ResumeLimits())
         for attempt in range(10):  # no rank does anything any more
             if attempt == 5 and self.machine.stage is RunStage.RUNNING:
                 self.send(Interrupted(signal.SIGINT))

@@ -1,0 +1,43 @@
+"""A program for a terminal: ranks with gloo that come to breakpoints, and one that fails."""
+
+import torch
+import torch.distributed as dist
+
+import mpwatch
+
+
+def train(steps):
+    rank = mpwatch.current_worker().rank
+    total = torch.zeros(1)
+    for step in range(steps):
+        gradient = torch.full((1,), float(rank + step))
+        if rank == 2 and step == 3:
+            breakpoint()
+        dist.all_reduce(gradient)
+        total += gradient
+    return total.item()
+
+
+def train_with_torchs_breakpoint(_):
+    weights = torch.ones(2) * mpwatch.current_worker().rank
+    dist.breakpoint(rank=1)
+    dist.all_reduce(weights)
+    return weights.tolist()
+
+
+def fail_in_rank_1(_):
+    rank = mpwatch.current_worker().rank
+    weights = torch.full((2,), float(rank))
+    if rank == 1:
+        raise ValueError("bad batch")
+    dist.all_reduce(weights)
+
+
+if __name__ == "__main__":
+    with mpwatch.WorkerGroup(4, backend="gloo", post_mortem=True) as group:
+        print("values:", list(group.run(train, args=(10,))), flush=True)
+        print("values:", list(group.run(train_with_torchs_breakpoint, args=(1,))), flush=True)
+        try:
+            group.run(fail_in_rank_1, args=(1,))
+        except mpwatch.RunFailedError as error:
+            print(error, flush=True)
