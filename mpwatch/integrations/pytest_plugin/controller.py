@@ -5,7 +5,8 @@ options of the test, or starts one, and raises what the ranks raised. `rank_sess
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -32,6 +33,7 @@ TMP_PATH_FACTORY = "tmp_path_factory"  # its folders outlive the tests for some 
 RESERVED_OPTIONS = ("check", "logs", "progress")  # options of WorkerGroup that the plugin sets itself
 PLAIN_TYPES = str | int | float | bool | None
 SKIP_OR_XFAIL = (pytest.skip.Exception, pytest.xfail.Exception)
+DEBUGGER_PLUGIN = "pdbinvoke"  # the plugin of pytest that opens pdb after a failure
 MODULE_GROUPS = pytest.StashKey[list["ModuleGroup"]]()  # in the stash of a module
 NEXT_ITEM = pytest.StashKey[pytest.Item | None]()  # in the stash of an item
 
@@ -43,10 +45,22 @@ def redirect_to_ranks(item: pytest.Item) -> None:
     item.runtest = partial(_run_test, item)  # type: ignore[method-assign]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Remember the next test. It determines which fixtures are torn down after this one."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, bool | None, bool | None]:
+    """Remember the next test: it determines which fixtures are torn down after this one.
+
+    With `--pdb` the ranks of a marked test open the debugger, and pytest itself does not.
+    """
     item.stash[NEXT_ITEM] = nextitem
+    plugins = item.config.pluginmanager
+    debugger = plugins.get_plugin(DEBUGGER_PLUGIN) if item.get_closest_marker(MARK) else None
+    if debugger is not None:
+        plugins.unregister(debugger)
+    try:
+        return (yield)
+    finally:
+        if debugger is not None:
+            plugins.register(debugger, DEBUGGER_PLUGIN)
 
 
 def _run_test(item: pytest.Item) -> None:
@@ -122,7 +136,8 @@ class ModuleGroup:
         result: RunResult[Any]
         result, failure = self._call(partial(prepare_session, self._session_config))
         if failure is None:
-            result, failure = self._call(partial(run_item, self._session_config, request), timeout)
+            with _terminal_input(item.config):
+                result, failure = self._call(partial(run_item, self._session_config, request), timeout)
             self._last_timeout = timeout
         self._add_report_sections(item, "call", result)
         if failure is None:
@@ -200,6 +215,20 @@ def _make_session_config(config: pytest.Config, module: Path, folder: Path) -> S
         worker_input={**options, **getattr(config, "workerinput", {})},
         markers=tuple(config.getini("markers")),
     )
+
+
+@contextmanager
+def _terminal_input(config: pytest.Config) -> Iterator[None]:
+    """Let a debugger read from the terminal, which pytest's capture hides."""
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    if capture is None:
+        yield
+        return
+    capture.suspend(in_=True)
+    try:
+        yield
+    finally:
+        capture.resume()
 
 
 def _report_passed_data(item: pytest.Item, data_of_ranks: Sequence[PassedTestData]) -> None:

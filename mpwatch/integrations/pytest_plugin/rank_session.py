@@ -6,8 +6,10 @@ The controller calls `prepare_session`, then `run_item` for each test, and at la
 
 import io
 import os
+import pdb  # noqa: T100  for the option --pdb
 import sys
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,7 @@ class RankSession:
         worker_input = config.worker_input | {"workerid": worker_id, RANK_KEY: rank}
         pytest_config.workerinput = worker_input  # type: ignore[attr-defined]
         pytest_config.args = [config.module]
+        self._opens_debugger = bool(pytest_config.option.usepdb)
         for option in INTERACTIVE_OPTIONS:
             setattr(pytest_config.option, option, False)
         pytest_config.option.no_summary = True
@@ -233,6 +236,12 @@ class RankSession:
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
             self._collection_errors.append(report.longreprtext)
+
+    def pytest_exception_interact(self, call: pytest.CallInfo[None]) -> None:
+        """Open pdb in the terminal of the controller if the option `--pdb` is set, before fixtures are torn down."""
+        if self._opens_debugger and call.excinfo is not None:
+            with suppress(RuntimeError):  # the controller has no terminal
+                pdb.post_mortem(call.excinfo.tb)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
