@@ -26,6 +26,9 @@ class LineDisplay:
     def show(self, snapshot: Snapshot) -> None:
         self._write_if_changed(snapshot, timeout=0.0)
 
+    def pause(self) -> None:
+        """Do nothing: a line stays where it is."""
+
     def close(self, snapshot: Snapshot) -> None:
         self._write_if_changed(snapshot, timeout=LAST_LINE_SECONDS)
 

@@ -33,6 +33,9 @@ class Display(Protocol):
     def show(self, snapshot: Snapshot) -> None:
         """Draw this snapshot in the place of the last one."""
 
+    def pause(self) -> None:
+        """Leave the terminal to others until the next `show`."""
+
     def close(self, snapshot: Snapshot) -> None:
         """Draw the last snapshot as it is to stay, and release the display. May be called again after an exception."""
 
@@ -84,6 +87,11 @@ class LiveView:
             self._period = max(self._display.period, min(duration / MAX_CPU_SHARE, MAX_PERIOD))
         elif self._was_chosen:
             self._period = math.inf
+
+    def pause(self) -> None:
+        """Leave the terminal to others until the next `show`."""
+        if self._display is not None:
+            self._display.pause()
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
         """Draw the final statuses, if there are any, and close the display."""

@@ -27,6 +27,9 @@ class NotebookDisplay:
         else:
             self._display_handle.update(bundle, raw=True)
 
+    def pause(self) -> None:
+        """Do nothing: the table has a place of its own."""
+
     def close(self, snapshot: Snapshot) -> None:
         """Show the last snapshot. It stays in the notebook."""
         self.show(snapshot)

@@ -69,8 +69,7 @@ class TerminalDisplay:
     def show(self, snapshot: Snapshot) -> None:
         """Draw in one write. Draw nothing while this program is in the background, or the terminal takes no output."""
         if not is_foreground(self._fd):
-            self._write(self._region.release(), timeout=0.0)  # the program in the foreground needs all rows
-            self._region.mark_released()
+            self.pause()  # the program in the foreground needs all rows
             return
         columns, rows = os.get_terminal_size(self._fd)
         if not is_writable(self._fd, 0.0):
@@ -81,6 +80,11 @@ class TerminalDisplay:
         self._write(self._region.draw(columns, rows, lines, is_state_known=is_state_known), timeout=WRITE_SECONDS)
         self._drawn_at = now
         self._was_drawn = self._was_drawn or bool(lines)
+
+    def pause(self) -> None:
+        """Release the rows. The next `show` reserves them again."""
+        self._write(self._region.release(), timeout=0.0)
+        self._region.mark_released()
 
     def close(self, snapshot: Snapshot) -> None:
         """Release the rows, and leave one line of text at the cursor."""

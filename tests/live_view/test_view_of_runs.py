@@ -254,12 +254,15 @@ def test_lines_in_a_pipe_only_if_requested(progress, expected):
 def test_without_a_view_the_caller_does_not_wake_up(monkeypatch):
     slept = []
     sleep = HostSignals.wait_for_wakeup
-    monkeypatch.setattr(
-        HostSignals, "wait_for_wakeup", lambda self, seconds=None: (slept.append(seconds), sleep(self, seconds))
-    )
+
+    def wait_for_wakeup(signals, seconds, others):
+        slept.append((seconds, *others))
+        sleep(signals, seconds, others)
+
+    monkeypatch.setattr(HostSignals, "wait_for_wakeup", wait_for_wakeup)
     mpwatch.run(reporting_functions.report_and_wait_for_fifo, 2, args=("/dev/null", 1))
     assert slept
-    assert set(slept) == {None}
+    assert set(slept) == {(None,)}
 
 
 def test_a_returned_rank_is_not_shown_as_failed_during_the_restart_delay(view, event):

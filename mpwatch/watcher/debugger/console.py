@@ -283,7 +283,6 @@ class DebuggerConsole:
             stack.callback(self._output.hold, is_held=False)
             if view is not None:
                 view.pause()
-                stack.callback(view.resume)
             yield
             for session in self._sessions.values():
                 if session.is_inspector and session.is_at_prompt:

@@ -39,6 +39,9 @@ class View(Protocol):
     def show(self, statuses: Sequence[RankStatus]) -> None:
         """Show the present statuses, which are sorted by rank."""
 
+    def pause(self) -> None:
+        """Leave the terminal to others until the next `show`."""
+
     def close(self, statuses: Sequence[RankStatus]) -> None:
         """Show the final statuses, sorted by rank; they are empty if they are not known. It may be called twice."""
 
@@ -60,8 +63,6 @@ class ViewDriver:
         self._view: View | None = None
         self._due_at = 0.0  # when the next update is due
         self._close_count = 0
-        self._make_view = make_view
-        self._is_paused = False
         self._posted_restore: tuple[str, bytes] | None = None
         self._guard(lambda: self._open_view(make_view))
 
@@ -84,22 +85,11 @@ class ViewDriver:
             self._guard(lambda: self._show(statuses))
 
     def pause(self) -> None:
-        """Remove the view while a prompt of a debugger is open."""
-        view, self._view = self._view, None
-        self._request = None
-        self._is_paused = view is not None
+        """Give back the rows of the terminal, since a prompt of a debugger opens. The next update draws the view again."""
+        view = self._view
         if view is not None:
-            self._guard(lambda: self._remove_view(view))
-
-    def resume(self) -> None:
-        """Show the view again."""
-        if self._is_paused:
-            self._is_paused = False
-            self._guard(lambda: self._open_view(self._make_view))
-
-    def _remove_view(self, view: View) -> None:
-        view.close(())
-        self._post_restore(view)
+            self._guard(view.pause)
+            self._post_restore(view)
 
     def close(self) -> None:
         """Close the view, since the call is over or an exception ends it.
