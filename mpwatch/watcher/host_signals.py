@@ -192,8 +192,9 @@ class HostSignals:
     def _request_stacks(self, signum: int, _: object) -> None:
         """The handler of SIGQUIT."""
         if os.getpid() == self.pid:
-            self.stacks_request = StacksRequest()
-            self._commands.post(self.stacks_request)
+            if not self.is_at_prompt:  # where the command `ranks` shows them
+                self.stacks_request = StacksRequest()
+                self._commands.post(self.stacks_request)
             return
         self.restore()
         signal.raise_signal(signum)

@@ -165,7 +165,7 @@ class DebuggerClient:
                     self._send("completions", _complete(debugger, *values))
                 elif kind == "refused":
                     raise RuntimeError(f"the debugger can open no prompt: {values[0]}")
-                else:
+                elif kind != "inspect":  # a second request, since the first one took long
                     return f"{values[0]}\n" if kind == "line" else ""
 
     def wait_for_request(self) -> None:

@@ -1,13 +1,14 @@
 """The console of the debugger: it shows the prompts of ranks that are at a breakpoint, one after another.
 
-    rank --- DEBUGGER with a socket ---> event loop ---> CommandQueue ---> `accept` ---> RankSession
-    RankSession: "output", "prompt"  ---> the user, who answers ---> "line" ---> RankSession ---> rank
+    rank --- DEBUGGER with a socket ---> event loop ---> CommandQueue ---> DebuggerConsole.serve ---> RankSession
+    rank --- "output", "prompt" ---> RankSession ---> the terminal or the notebook
+    rank <--- "line" --------------- RankSession <--- the user
 
-worker/debugger.py lists the messages. The rank runs pdb. The console knows four commands of its own, for all ranks: `ranks`,
-`rank N`, `all COMMAND`, and `q`, which ends the run.
+The rank runs pdb; worker/debugger.py lists the messages. The console has three commands of its own: `ranks`, `rank N` and
+`all COMMAND`. It passes all other lines to the rank.
 
-While a prompt is open, the limits of the run stand still, the live view is removed, and output that the watcher
-reads is held back. It is shown before the next prompt.
+While a prompt is open, the limits of the run stand still and the live view is away. Output that the watcher reads is held
+back, and shown before the next prompt.
 """
 
 import re
@@ -103,7 +104,7 @@ class RankSession:
 
 
 class DebuggerConsole:
-    """The sessions of all ranks. It lives as long as the ranks do; each call of a WorkerGroup `serve`s it.
+    """The sessions of all ranks, as long as the ranks live. In a WorkerGroup, each call uses the same console.
 
     Args:
         commands: of the watcher thread.
