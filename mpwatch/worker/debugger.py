@@ -1,6 +1,6 @@
 """Opens pdb in the terminal or the notebook of the caller. Runs in a rank, in any thread.
 
-    import pdb ---> PdbFinder ---> `route_pdb` changes pdb.Pdb: its input and output go over a socket to the watcher
+    import pdb ---> debugger_hook.py ---> `route_pdb` changes pdb.Pdb: its input and output go over a socket to the watcher
     breakpoint(), pdb.set_trace(), torch.distributed.breakpoint() ---> pdb.Pdb ---> DebuggerClient ---> watcher/debugger/
 
 The messages on the socket are tuples of builtin values, sent by a multiprocessing Connection:
@@ -28,15 +28,11 @@ import sys
 import threading
 from contextlib import suppress
 from functools import update_wrapper
-from importlib.machinery import PathFinder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from importlib.abc import Loader
-    from importlib.machinery import ModuleSpec
     from multiprocessing.connection import Connection
-    from types import FrameType, ModuleType
+    from types import FrameType
     from typing import Any
 
     from mpwatch.worker.channel import Channel
@@ -46,25 +42,6 @@ IGNORE_HINT = "set PYTHONBREAKPOINT=0 to ignore breakpoints"
 
 
 _last_debugger: Any = None  # the Pdb that was used last
-_is_post_mortem = False  # whether a prompt opens if the rank's function raises
-
-
-def install(channel: Channel, *, post_mortem: bool) -> None:
-    """Route pdb to the watcher as soon as it is imported.
-
-    Args:
-        channel: to the watcher.
-        post_mortem: whether a prompt opens if the rank's function raises.
-    """
-    global _is_post_mortem
-    _is_post_mortem = post_mortem
-    if post_mortem:
-        start_inspector(channel)
-    client = DebuggerClient(channel)
-    if "pdb" in sys.modules:
-        route_pdb(sys.modules["pdb"], client)
-    else:
-        sys.meta_path.insert(0, PdbFinder(client))
 
 
 def finish_stepping() -> None:
@@ -73,49 +50,19 @@ def finish_stepping() -> None:
         _last_debugger.set_continue()
 
 
-class PdbFinder:
-    """Finds the module pdb, once, and lets `route_pdb` change it when it has been loaded."""
-
-    def __init__(self, client: DebuggerClient) -> None:
-        self._client = client
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the spec of pdb; None for any other module, which the other finders find."""
-        if name != "pdb":
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = PdbLoader(spec.loader, self._client)  # type: ignore[assignment]  # typeshed wants optional methods, too
-        return spec
-
-
-class PdbLoader:
-    """Loads pdb as its own loader does, and then routes it."""
-
-    def __init__(self, loader: Loader, client: DebuggerClient) -> None:
-        self._loader = loader
-        self._client = client
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Return the module if its own loader creates it. None: Python creates it."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, and change it."""
-        assert module.__spec__ is not None
-        module.__loader__ = module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        route_pdb(module, self._client)
-
-
 class DebuggerClient:
-    """The rank's end of the conversation. Its socket is opened at the first prompt."""
+    """The rank's end of the conversation. Its socket is opened at the first prompt.
 
-    def __init__(self, channel: Channel, body: bytes = b"") -> None:
+    Args:
+        channel: to the watcher.
+        pid: of the rank. This process may be a fork of it.
+        body: of the message that sends the socket.
+    """
+
+    def __init__(self, channel: Channel, pid: int, body: bytes = b"") -> None:
         self._channel = channel
-        self._body = body  # of the message that sends the socket
-        self._pid = os.getpid()
+        self._body = body
+        self._pid = pid
         self._connection: Connection | None = None
         self._lock = threading.RLock()  # reentrant, since a signal handler may reach a breakpoint, too
 
@@ -323,9 +270,7 @@ def _find_user_frame(stack: list[tuple[FrameType, int]]) -> int:
 
 
 def open_post_mortem(error: Exception) -> None:
-    """Show a prompt where the exception was raised, and wait until the user leaves it. Do nothing without `post_mortem`."""
-    if not _is_post_mortem:
-        return
+    """Show a prompt where the exception was raised, and wait until the user leaves it."""
     import bdb
     import pdb  # noqa: T100  this is what the option asks for
 
@@ -352,7 +297,7 @@ def _describe(error: Exception) -> str:
 
 def start_inspector(channel: Channel) -> None:
     """Start the thread that shows the main thread's stack to the user."""
-    client = DebuggerClient(channel, b"inspector")
+    client = DebuggerClient(channel, os.getpid(), b"inspector")
     threading.Thread(target=_run_inspector, args=(client,), name="mpwatch-inspector", daemon=True).start()
 
 

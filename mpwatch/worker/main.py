@@ -36,7 +36,7 @@ from mpwatch.wire.resource_errors import (  # not in a function: later, there ma
     with_remedy,
 )
 from mpwatch.wire.shared_memory import BlackBox, HeartbeatWriter, open_slot
-from mpwatch.worker import context, debugger, stdio
+from mpwatch.worker import context, debugger_hook, stdio
 from mpwatch.worker.channel import Channel
 from mpwatch.worker.signals import DeferredSignals
 
@@ -65,7 +65,7 @@ def main(launch_info: LaunchInfo) -> None:
         stdio.flush_at_newline()
     channel = Channel(launch_info.channel_fd, BlackBox(memory))
     context.set_rank(launch_info.worker, HeartbeatWriter(memory))
-    debugger.install(channel, post_mortem=launch_info.post_mortem)
+    debugger_hook.install(channel, post_mortem=launch_info.post_mortem)
     channel.send(MessageKind.READY, ready_body)
     _serve(channel, deferred_signals, capture_locals=launch_info.capture_locals)
     deferred_signals.restore_for_exit()
@@ -161,10 +161,10 @@ def _call_function(call: Call) -> object:
             raise
         value = None
     except Exception as error:
-        debugger.open_post_mortem(error)
+        debugger_hook.open_post_mortem(error)
         raise
     finally:
-        debugger.finish_stepping()
+        debugger_hook.finish_stepping()
     context.stop_heartbeats()
     # Not after a failure: destroying the group may wait for peers that wait for this rank, and would delay the answer.
     if call.backend is not None and call.process_group_version is None:
