@@ -282,7 +282,7 @@ def test_a_rank_that_ends_because_of_sigterm_counts_as_stopped(ending, barrier, 
     with pytest.raises(mpwatch.RunFailedError) as caught:
         mpwatch.run(failing_functions.exits_or_raises_at_sigterm, 3, args=(ending, barrier))
     for others in str(caught.value).splitlines()[1:]:  # one or two lines: a rank may still be in the barrier
-        assert re.match(r"  ranks? [02](, 2)?: stopped by the watcher .*\(failing\.py:", others)
+        assert re.match(r"  ranks? [02](, 2)?: stopped by the watcher .*\(failing(_functions)?\.py:", others)
     assert set(caught.value.failures) == {1}
     out, err = capfd.readouterr()
     assert (out.count("received SIGTERM"), err) == (2, "")
