@@ -94,8 +94,8 @@ def wait_for_peer(text):
 
 
 def main(name, ranks, options):
-    for number in (signal.SIGINT, signal.SIGQUIT):  # the tests may run with both ignored
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run with these signals ignored
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     options = json.loads(options)
     if options.pop("logs", False):
         options["logs"] = mpwatch.LogSpec(prefix="<{rank}> ")
