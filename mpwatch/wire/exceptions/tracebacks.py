@@ -31,7 +31,7 @@ Span = tuple[int, int, int]
 HIDE_VARIABLE = "__tracebackhide__"
 NO_COLUMN = -1  # makes the compiler write no columns
 CODE_UNIT = 2  # bytes of code for which co_positions() has one entry; see os_support/cpython_private.py
-NO_FIRST_LINE = 0  # of code from a string: Python 3.13 and newer would show lines of the caller's own `python -c` program
+NO_FIRST_LINE = 0  # of code from a string: Python 3.14 would show lines of the caller's own `python -c` program
 RAISED = "__mpwatch_error"  # the variable of a stub, removed when it has raised
 
 
