@@ -55,8 +55,8 @@ class WorkerGroup:
         progress: live view of each call, as for `mpwatch.run`.
         capture_locals: True: the frames of a rank's exception have the text of their local variables. Debuggers (`%debug`,
             `pdb.post_mortem`), pytest's `-l` and `traceback.TracebackException(capture_locals=True)` show them. The rank
-            makes the texts with `repr`, in one second at most: 100 variables of a frame, 2,000 characters of a variable.
-            False is the default because variables can hold secrets.
+            makes the texts with `repr`, and waits one second for them. A text has 2,000 characters at most, and a frame
+            100 variables. False is the default because variables can hold secrets.
         post_mortem: True: if a rank raises an exception, a prompt of pdb opens where it was raised, before any rank is
             stopped. The other ranks run or wait meanwhile, and `rank N` shows the stack and the variables of another
             rank. When the prompt is left (`q`), the run fails as without it. It needs a terminal or a notebook. Elsewhere it

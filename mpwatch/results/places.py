@@ -20,6 +20,7 @@ LIBRARIES = (
     sysconfig.get_path("purelib"),
     "<frozen ",
 )  # files that are not user code
+DEBUGGER_FILE = "/worker/debugger.py"
 # What a rank does while its function does not run, by the file of the outermost frame. The first match counts.
 ACTIVITIES_BY_FILE = {
     "/wire/pickling/call_payload.py": "while loading the call",
@@ -45,6 +46,8 @@ def format_location(stacks: str) -> str:
     frame = frames[find_user_frame(files)]
     source = f": {frame.source[:SOURCE_LIMIT]}" if frame.source else ""
     place = f" ({format_place(frame.file, frame.line, frame.function)}{source})"
+    if any(file.startswith(PACKAGE_FOLDER + DEBUGGER_FILE) for file in files):
+        return f" at a prompt of the debugger{'' if _is_of_library(frame.file) else place}"
     for file, activity in ACTIVITIES_BY_FILE.items():
         if files[-1].startswith(PACKAGE_FOLDER + file):
             return f" {activity}{'' if _is_of_library(frame.file) else place}"

@@ -57,7 +57,10 @@ class Channel:
 
     def send_debugger_socket(self, fd: int, body: bytes) -> bool:
         """Send DEBUGGER with this descriptor, in any thread. Return False if that is not possible."""
-        return self._is_open() and self._send_with_fd(encode_frame(MessageKind.DEBUGGER, body), fd)
+        try:
+            return self._is_open() and self._send_with_fd(encode_frame(MessageKind.DEBUGGER, body), fd)
+        except OSError:  # the main thread has just detached it
+            return False
 
     def _send_with_fd(self, data: bytes, fd: int) -> bool:
         try:

@@ -6,10 +6,11 @@
 The messages on the socket are tuples of builtin values, sent by a multiprocessing Connection:
 
     rank to watcher     ("output", text)
-                        ("prompt", text, is_post_mortem, thread, place)         one of the first three answers follows
+                        ("prompt", text, can_be_left, thread, place)            one of the first three answers follows;
+                                                                                can_be_left: its end does not end the run
                         ("completions", words)
                         ("quit",)                                               the watcher ends the run
-                        ("left",)                                               the user has left the inspector
+                        ("left",)                                               pdb goes on, or the user has left it
     watcher to rank     ("line", text), ("end of file",), ("refused", reason), ("complete", text, line, begin, end)
                         ("ready",) or ("refused", reason)                       once, when the socket has been opened
                         ("inspect",)                                            the user wants to look at this rank
@@ -24,13 +25,15 @@ A Pdb that was made with streams of its own, or with a `cmdloop` of its own (IPy
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import update_wrapper
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from multiprocessing.connection import Connection
     from types import FrameType
     from typing import Any
@@ -64,7 +67,9 @@ class DebuggerClient:
         self._body = body
         self._pid = pid
         self._connection: Connection | None = None
-        self._lock = threading.RLock()  # reentrant, since a signal handler may reach a breakpoint, too
+        # Held while a Pdb interacts with the user: another thread of the rank waits its turn. Reentrant, since a signal
+        # handler may reach a breakpoint, too.
+        self.lock = threading.RLock()
 
     def open(self) -> None:
         """Connect to the watcher, if that has not been done. Raises RuntimeError if the caller can show no prompt."""
@@ -73,7 +78,7 @@ class DebuggerClient:
                 "breakpoint() works in the rank itself, not in a process that the rank has forked, such as the worker of a "
                 f"DataLoader (use num_workers=0); {IGNORE_HINT}"
             )
-        with self._lock:
+        with self.lock:
             if self._connection is None:
                 self._connection = self._connect()
 
@@ -86,7 +91,7 @@ class DebuggerClient:
             is_sent = self._channel.send_debugger_socket(theirs.fileno(), self._body)
         connection = Connection(ours.detach())
         try:
-            kind, *reason = connection.recv() if is_sent else ("refused", "the rank has closed its channel to the watcher")
+            kind, *reason = connection.recv() if is_sent else ("refused", "the rank is ending, or has closed its channel")
         except (EOFError, OSError):
             kind, *reason = "refused", "the run is ending"
         if kind == "refused":
@@ -98,20 +103,20 @@ class DebuggerClient:
         """Show text in the caller."""
         self._send("output", text)
 
-    def ask(self, prompt: str, debugger: Any, *, is_post_mortem: bool = False) -> str:
+    def ask(self, prompt: str, debugger: Any, *, can_be_left: bool = False) -> str:
         """Show a prompt in the caller, and return the line that the user enters; empty at the end of the input."""
         thread = threading.current_thread()
         name = "" if thread is threading.main_thread() else thread.name
         frame = debugger.curframe if debugger is not None else None
         place = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame is not None else None
-        with self._lock:
-            self._send("prompt", prompt, is_post_mortem, name, place)
+        with self.lock:
+            self._send("prompt", prompt, can_be_left, name, place)
             while True:
                 kind, *values = self._receive()
                 if kind == "complete":
                     self._send("completions", _complete(debugger, *values))
                 elif kind == "refused":
-                    raise RuntimeError(f"the debugger can open no prompt: {values[0]}")
+                    raise RuntimeError(f"breakpoint() can open no prompt: {values[0]}; {IGNORE_HINT}")
                 elif kind != "inspect":  # a second request, since the first one took long
                     return f"{values[0]}\n" if kind == "line" else ""
 
@@ -121,7 +126,7 @@ class DebuggerClient:
         self._receive()
 
     def leave(self) -> None:
-        """Have the watcher show no prompt of this client any more, until the user asks for one."""
+        """Tell the watcher that pdb has left its prompt. In a moment it may open the next one, if the user steps."""
         self._send("left")
 
     def quit(self) -> None:
@@ -158,7 +163,7 @@ class PromptStream:
 
     def __init__(self, client: DebuggerClient, debugger: Any) -> None:
         self.client = client
-        self.is_post_mortem = False  # leaving the prompt does not end the run
+        self.can_be_left = False  # leaving the prompt does not end the run
         self._debugger = debugger
         self._unfinished_line = ""  # the prompt, when pdb reads a line
 
@@ -179,7 +184,7 @@ class PromptStream:
     def readline(self) -> str:
         """Return a line that the user enters; empty at the end of the input."""
         prompt, self._unfinished_line = self._unfinished_line, ""
-        return self.client.ask(prompt, self._debugger, is_post_mortem=self.is_post_mortem)
+        return self.client.ask(prompt, self._debugger, can_be_left=self.can_be_left)
 
 
 def route_pdb(module: Any, client: DebuggerClient) -> None:
@@ -188,12 +193,15 @@ def route_pdb(module: Any, client: DebuggerClient) -> None:
     from cmd import Cmd
 
     cls = module.Pdb
+    users = threading.local()  # `client`: the one with which a thread has talked last
 
     def get_stream(debugger: Any) -> PromptStream | None:
         stream = getattr(debugger, "stdin", None)
         return stream if isinstance(stream, PromptStream) else None
 
-    originals = {name: getattr(cls, name) for name in ("__init__", "set_trace", "interaction", "get_stack", "set_quit")}
+    originals = {
+        name: getattr(cls, name) for name in ("__init__", "set_trace", "interaction", "get_stack", "set_quit", "do_run")
+    }
 
     def initialize(
         self: Any, completekey: str = "tab", stdin: Any = None, stdout: Any = None, *args: Any, **kwargs: Any
@@ -214,10 +222,15 @@ def route_pdb(module: Any, client: DebuggerClient) -> None:
         originals["set_trace"](self, frame or sys._getframe(1), **kwargs)
 
     def interaction(self: Any, frame: FrameType | None, trace: Any) -> None:
-        if (stream := get_stream(self)) is not None:
+        if (stream := get_stream(self)) is None:
+            originals["interaction"](self, frame, trace)
+            return
+        with stream.client.lock:
             stream.client.open()
-            stream.is_post_mortem = trace is not None or stream.client is not client
-        originals["interaction"](self, frame, trace)
+            stream.can_be_left = trace is not None or stream.client is not client
+            users.client = stream.client
+            originals["interaction"](self, frame, trace)
+            stream.client.leave()
 
     def get_stack(self: Any, frame: FrameType | None, trace: Any) -> tuple[list[tuple[FrameType, int]], int]:
         stack, current = originals["get_stack"](self, frame, trace)
@@ -225,15 +238,21 @@ def route_pdb(module: Any, client: DebuggerClient) -> None:
             return stack, current
         count = _count_outer_frames(stack)
         stack, current = stack[count:], current - count
-        return stack, _find_user_frame(stack) if stream.is_post_mortem else current
+        return stack, _find_user_frame(stack) if stream.can_be_left else current
 
     def set_quit(self: Any) -> None:
-        if (stream := get_stream(self)) is not None and not stream.is_post_mortem:
+        if (stream := get_stream(self)) is not None and not stream.can_be_left:
             client.quit()
         originals["set_quit"](self)
 
+    def restart(self: Any, arg: str) -> Any:
+        if get_stream(self) is None:
+            return originals["do_run"](self, arg)
+        self.error("a rank cannot be restarted from its debugger; q ends the run")
+        return None
+
     def ask(prompt: object = "") -> str:
-        line = client.ask(str(prompt), None)
+        line = getattr(users, "client", client).ask(str(prompt), None, can_be_left=True)
         if not line:
             raise EOFError
         return line[:-1]
@@ -244,7 +263,9 @@ def route_pdb(module: Any, client: DebuggerClient) -> None:
         "interaction": interaction,
         "get_stack": get_stack,
         "set_quit": set_quit,
+        "do_run": restart,
     }
+    cls.do_restart = restart
     for name, method in replacements.items():
         setattr(cls, name, update_wrapper(method, originals[name]))
     # These modules call the builtin `input`, which would read the rank's own stdin: pdb to confirm, code for `interact`.
@@ -279,14 +300,33 @@ def open_post_mortem(error: Exception) -> None:
     debugger = pdb.Pdb()
     if not isinstance(debugger.stdout, PromptStream):  # pdb was replaced
         return
-    try:
-        debugger.stdout.client.open()
-    except RuntimeError:  # the caller has neither a terminal nor a notebook
-        return
-    debugger.stdout.write(f"the rank has raised {_describe(error)}\n")
-    debugger.reset()
     trace: Any = error if sys.version_info >= (3, 13) else error.__traceback__  # newer ones have the command `exceptions`
-    debugger.interaction(None, trace)
+    with suppress(RuntimeError, _StopError), _raised_at_sigterm():  # RuntimeError: the caller can show no prompt
+        debugger.stdout.client.open()
+        debugger.stdout.write(f"the rank has raised {_describe(error)}\n")
+        debugger.reset()
+        debugger.interaction(None, trace)
+
+
+class _StopError(BaseException):
+    """The watcher stops this rank while the user looks at its exception."""
+
+
+@contextmanager
+def _raised_at_sigterm() -> Iterator[None]:
+    """Raise _StopError at SIGTERM, unless the function has a handler: the rank then reports its exception, and ends."""
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _raise_stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _raise_stop(*_: object) -> None:
+    raise _StopError
 
 
 def _describe(error: Exception) -> str:
@@ -318,7 +358,6 @@ def _run_inspector(client: DebuggerClient) -> None:
         with suppress(Exception):  # of the user's objects
             debugger.interaction(frame, None)
         sys.settrace(None)
-        client.leave()
 
 
 def _complete(debugger: Any, text: str, line: str, begin: int, end: int) -> list[str]:

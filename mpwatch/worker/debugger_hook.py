@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from importlib.machinery import PathFinder
 
 TYPE_CHECKING = False
@@ -50,16 +51,20 @@ def finish_stepping() -> None:
         debugger.finish_stepping()
 
 
-def open_post_mortem(error: Exception) -> None:
-    """With the option `post_mortem`, show a prompt where the exception was raised, and wait until the user leaves it."""
+def open_post_mortem(error: Exception) -> bool:
+    """With the option `post_mortem`, show a prompt where the exception was raised, and wait until the user leaves it.
+
+    Return whether it was tried.
+    """
     if _is_post_mortem:
         from mpwatch.worker import debugger
 
         debugger.open_post_mortem(error)
+    return _is_post_mortem
 
 
 class PdbFinder:
-    """Finds the module pdb, once, and lets debugger.py change it when it has been loaded.
+    """Finds the module pdb, and lets debugger.py change it when it has been loaded.
 
     Args:
         channel: to the watcher.
@@ -74,7 +79,6 @@ class PdbFinder:
         """Return the spec of pdb; None for any other module, which the other finders find."""
         if name != "pdb":
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = PdbLoader(spec.loader, self)  # type: ignore[assignment]  # typeshed wants optional methods, too
@@ -100,6 +104,8 @@ class PdbLoader:
 
     def exec_module(self, module: ModuleType) -> None:
         """Execute the module, and change it."""
+        with suppress(ValueError):
+            sys.meta_path.remove(self._finder)
         assert module.__spec__ is not None
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)

@@ -134,6 +134,9 @@ def _run_call(received: ReceivedCall, deferred_signals: DeferredSignals) -> _Fai
         return _pack_value(value, returned_at)
     except _LoadError as error:
         return _Failure(MessageKind.LOAD_FAILED, error.error, time.monotonic())
+    except _DebuggedError as error:
+        deferred_signals.defer()
+        return _Failure(MessageKind.RAISED, error.error, error.raised_at)
     except BaseException as error:  # noqa: BLE001  KeyboardInterrupt and SystemExit are answers, too
         failed_at = time.monotonic()
         deferred_signals.defer()  # again: the exception may be an interrupt that came before the first `defer`
@@ -161,7 +164,9 @@ def _call_function(call: Call) -> object:
             raise
         value = None
     except Exception as error:
-        debugger_hook.open_post_mortem(error)
+        raised_at = time.monotonic()
+        if debugger_hook.open_post_mortem(error):
+            raise _DebuggedError(error, raised_at) from None
         raise
     finally:
         debugger_hook.finish_stepping()
@@ -306,6 +311,14 @@ class _LoadError(Exception):
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
+
+
+class _DebuggedError(Exception):
+    """The function has raised `error`, and then the user has looked at it."""
+
+    def __init__(self, error: Exception, raised_at: float) -> None:
+        self.error = error
+        self.raised_at = raised_at
 
 
 def _is_of_mpwatch(trace: TracebackType) -> bool:

@@ -38,6 +38,11 @@ class DebuggedProgram(Program):
             pass
         return rows
 
+    def wait_for_ranks(self, *groups):
+        """Wait until these groups of ranks, such as "ranks 0-1", are at a prompt, each at one place."""
+        while not all(any(row.startswith(f"{group}: at a prompt") for row in self.ask("ranks")) for group in groups):
+            pass
+
     def finish(self, line):
         """Type a line at the prompt, and wait until the program has ended. Return all rows."""
         self.type(line.encode() + (b"\r" if line.isprintable() else b""))

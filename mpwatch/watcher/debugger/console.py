@@ -11,20 +11,25 @@ While a prompt is open, the limits of the run stand still and the live view is a
 back, and shown before the next prompt.
 """
 
+import math
 import re
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from multiprocessing.connection import Connection, wait
+from operator import attrgetter
 from typing import Any
 
+from mpwatch.options.log_spec import in_notebook
 from mpwatch.results.places import format_place
 from mpwatch.results.stacks import Stacks, group_places
-from mpwatch.watcher.commands import CommandQueue, StacksRequest
+from mpwatch.watcher.commands import CommandQueue, DelayedAction, StacksRequest
 from mpwatch.watcher.debugger.line_input import LineInput, PromptClosedError, explain_missing_prompt
 from mpwatch.watcher.host_signals import HostSignals
-from mpwatch.watcher.machine.transitions import ResumeLimits, SuspendLimits
+from mpwatch.watcher.machine.transitions import Interrupted, ResumeLimits, SuspendLimits
 from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.output.rank_output import RankOutput
 
@@ -33,11 +38,13 @@ ANSWER_SECONDS = 5.0  # for the answers to `all COMMAND`
 COMPLETION_SECONDS = 1.0
 INSPECTOR_SECONDS = 1.0  # for the inspector of a rank to answer; it needs the GIL
 STACKS_SECONDS = 1.0
+QUIT_SECONDS = 0.5  # for the ranks to end when the user quits, before they are killed
 DRAIN_SECONDS = 0.5  # for the output that is shown before a prompt
 RANKS_COMMAND = re.compile(r"\s*ranks\s*$")
 RANK_COMMAND = re.compile(r"\s*rank\s+(\d+)\s*$")
 ALL_COMMAND = re.compile(r"\s*all\s+(?=[\w!])(.*\S)\s*$")
 NEWLINE = "\n"
+PDB_PROMPT = "(Pdb) "
 USER_QUIT = "the user has ended the run at the prompt of rank {}"
 
 
@@ -58,8 +65,9 @@ class RankSession:
         self.prompt = ""
         self.place = ""  # in the code, as a phrase
         self.is_at_prompt = False  # the rank waits for a line
-        self.is_post_mortem = False
+        self.can_be_left = False
         self.wants_to_quit = False
+        self.left_at = math.inf  # when pdb left its last prompt
         self._completions: list[list[str]] = []  # the answers to `complete`
 
     def receive(self) -> None:
@@ -69,13 +77,15 @@ class RankSession:
             if kind == "output":
                 self.output += values[0]
             elif kind == "prompt":
-                text, self.is_post_mortem, thread, place = values
+                text, self.can_be_left, thread, place = values
                 self.place = f" ({format_place(*place)})" if place is not None else ""
                 thread = f", {thread}" if thread and not self.is_inspector else ""
                 self.prompt = f"(rank {self.rank}{thread}) {text}"
                 self.is_at_prompt = True
             elif kind == "completions":
                 self._completions.append(values[0])
+            elif kind == "left":
+                self.left_at = time.monotonic()
             elif kind == "quit":
                 self.wants_to_quit = True
 
@@ -87,6 +97,7 @@ class RankSession:
     def answer(self, *message: object) -> None:
         """Send what the user has entered."""
         self.is_at_prompt = False
+        self.left_at = math.inf
         with suppress(OSError):  # the rank has ended; `receive` notices it
             self.connection.send(message)
 
@@ -127,11 +138,15 @@ class DebuggerConsole:
     def serve(self, signals: HostSignals, view: ViewDriver | None) -> None:
         """Show the prompts of all ranks that are at one, until none is."""
         self._update()
-        if self._choose() is None:
+        first = self._choose()
+        if first is None:
             return
         if reason := explain_missing_prompt():  # an earlier call of the group could show prompts
-            for refused in self._sessions.values():
-                refused.answer("refused", reason)
+            for refused in filter(attrgetter("is_at_prompt"), self._sessions.values()):
+                refused.answer(*(("end of file",) if refused.can_be_left else ("refused", reason)))
+            return
+        if signals.received:  # Ctrl-C came while a rank executed a command
+            self._quit(first, signals)
             return
         with self._suspended_run(view), LineInput(self._commands, self._history) as line_input:
             while (session := self._choose()) is not None:
@@ -145,9 +160,11 @@ class DebuggerConsole:
                 except PromptClosedError:
                     self._write("\n")
                     self._receive()
+                except UnicodeDecodeError as error:
+                    self._write(f"*** {error}\n")
                 except EOFError:
                     self._write("\n")
-                    if session.is_post_mortem:
+                    if session.can_be_left:
                         session.answer("end of file")
                         self._wait_for_prompt(session)
                     else:
@@ -212,7 +229,10 @@ class DebuggerConsole:
 
     def _handle_line(self, session: RankSession, line: str) -> None:
         self._update()  # other ranks may have come to a breakpoint while the user was typing
-        if RANKS_COMMAND.match(line):
+        if not session.prompt.endswith(PDB_PROMPT):  # of `interact`, `commands`, or a question
+            session.answer("line", line)
+            self._wait_for_prompt(session)
+        elif RANKS_COMMAND.match(line):
             self._write(self._describe_ranks() + "\n")
         elif match := RANK_COMMAND.match(line):
             self._switch(int(match[1]))
@@ -226,8 +246,11 @@ class DebuggerConsole:
         """Wait until these ranks are at a prompt again, have ended, or run for longer than `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
-            running = [one.connection for one in expected if not one.is_at_prompt and one in self._sessions.values()]
-            if not running or not wait(running, max(0.0, deadline - time.monotonic())):
+            running = [one for one in expected if not one.is_at_prompt and one in self._sessions.values()]
+            # A rank that has left its prompt either opens the next one soon, or runs for a while.
+            last_left_at = max((one.left_at for one in running), default=0.0)
+            until = min(deadline, last_left_at + NEXT_PROMPT_SECONDS)
+            if not running or not wait([one.connection for one in running], max(0.0, until - time.monotonic())):
                 return
             self._receive()
             if any(session.wants_to_quit for session in self._sessions.values()):
@@ -237,6 +260,8 @@ class DebuggerConsole:
         session, inspector = self._sessions.get((rank, False)), self._sessions.get((rank, True))
         if session is not None and session.is_at_prompt:
             self._current = session
+            if not session.output:
+                self._write(f"rank {rank} is at{session.place}\n")
         elif inspector is None:
             self._write(f"rank {rank} is not at a prompt; `ranks` shows where each rank is\n")
         else:
@@ -251,15 +276,14 @@ class DebuggerConsole:
     def _ask_all(self, line: str) -> None:
         """Send a line to all ranks that are at a prompt, and show their answers."""
         asked = sorted(self._get_stopped(), key=lambda session: session.rank)
-        earlier = [session.take_output() for session in asked]  # shown with the rank's next prompt
         for session in asked:
+            session.take_output()  # where it had stopped; `rank N` shows it, too
             session.answer("line", line)
         self._wait_for_prompt(*asked, seconds=ANSWER_SECONDS)
-        for session, before in zip(asked, earlier, strict=True):
+        for session in asked:
             output = session.take_output()
             if output:
                 self._write(f"rank {session.rank}:{' ' if output.count(NEWLINE) == 1 else NEWLINE}{output}")
-            session.output = before
 
     def _describe_ranks(self) -> str:
         request = StacksRequest()
@@ -273,6 +297,9 @@ class DebuggerConsole:
         if not self._has_quit:
             self._has_quit = True
             signals.quit(KeyboardInterrupt(USER_QUIT.format(session.rank)))
+            # A rank may have a handler for SIGTERM that does not end it. A second signal kills.
+            kill = partial(self._commands.post, Interrupted(signal.SIGTERM))
+            self._commands.post(DelayedAction(time.monotonic() + QUIT_SECONDS, kill))
 
     @contextmanager
     def _suspended_run(self, view: ViewDriver | None) -> Iterator[None]:
@@ -284,11 +311,19 @@ class DebuggerConsole:
             stack.callback(self._output.hold, is_held=False)
             if view is not None:
                 view.pause()
+            self._announce_prompt()
             yield
             for session in self._sessions.values():
                 if session.is_inspector and session.is_at_prompt:
                     session.answer("end of file")
             self._show_output()
+
+    def _announce_prompt(self) -> None:
+        """Say on stderr that there is a prompt, if stdout is not the terminal: the prompt goes to stdout."""
+        with suppress(Exception):  # streams of the user's own may raise anything, and be None
+            if not in_notebook() and not sys.stdout.isatty():
+                sys.stderr.write("mpwatch: a rank is at a breakpoint; the prompt of its debugger is on stdout\n")
+                sys.stderr.flush()
 
     def _show_output(self) -> None:
         """Show what the ranks have printed, and then what pdb has printed in the current rank."""

@@ -93,6 +93,10 @@ class LineInput:
             try:
                 self._is_reading = True
                 line = input(prompt)
+            except SystemError as error:  # CPython may run a signal handler in a function of C, and then raises this
+                if isinstance(error.__cause__, KeyboardInterrupt | PromptClosedError):
+                    raise error.__cause__ from None
+                raise
             finally:
                 self._is_reading = False
         if line.strip() and (not self._history or self._history[-1] != line):

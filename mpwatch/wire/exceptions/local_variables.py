@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from itertools import islice
 from reprlib import Repr
 from types import FunctionType, ModuleType
 
@@ -16,12 +18,26 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import FrameType, TracebackType
+    from typing import Any
 
 LIMIT_SECONDS = 1.0
 OUTERMOST_FRAMES, INNERMOST_FRAMES = 20, 80  # of each traceback; those between belong to a recursion
 MAX_VARIABLES = 100  # of a frame
+MAX_ITEMS = 20  # of a container
+MAX_STRING = 500  # characters of a string, or bytes
 MAX_TEXT = 2000  # characters of a variable
 MAX_TOTAL = 1 << 20  # characters of all variables
+LITERALS = (
+    str,
+    bytes,
+    bytearray,
+    dict,
+    list,
+    set,
+    tuple,
+)  # their texts are those of literals, without the name of the class
+BRACKETS = {tuple: ("(", ")"), set: ("{", "}"), frozenset: ("{", "}")}
+MISSING = "<missing>"
 STOPPED = "<its text was not made in time>"
 DEFINITIONS = (ModuleType, FunctionType, type)  # left out of the frames of modules
 
@@ -36,13 +52,62 @@ class LocalText(str):
 
 
 class BoundedRepr(Repr):
-    """Makes texts of bounded length. Of a long list, dictionary or string it shows the beginning."""
+    """Makes texts of bounded length. It looks only at the beginning of a container, a string or bytes, however large.
+
+    A subclass of a container is shown as `Name(container)`, and a dataclass or a named tuple by its fields. The text of any
+    other object is that of its own `repr`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdeque = self.maxarray = self.maxdict = 20
-        self.maxstring = self.maxlong = 500
         self.maxother = MAX_TEXT
+
+    def repr1(self, x: Any, level: int) -> str:
+        """Return the text of an object, `level` levels of containers deep."""
+        cls = type(x)
+        if cls is LocalText:
+            return str(x)
+        for base, make_text in (
+            (str, self._cut_text),
+            (bytes, self._cut_text),
+            (bytearray, self._cut_text),
+            (dict, self._show_dict),
+            (list, self._show_list),
+            (set, self._show_list),
+            (frozenset, self._show_list),
+            (deque, self._show_list),
+            (tuple, self._show_list),
+        ):
+            if issubclass(cls, base) and not hasattr(cls, "_fields"):
+                text = make_text(x, base, level)
+                return text if cls is base and base in LITERALS else f"{cls.__name__}({text})"
+        names = getattr(cls, "_fields", None) or getattr(cls, "__dataclass_fields__", None)
+        if isinstance(names, tuple | dict) and level > 0:
+            fields = (f"{name}={self.repr1(getattr(x, name, MISSING), level - 1)}" for name in islice(names, MAX_ITEMS))
+            return f"{cls.__name__}({', '.join(fields)})"
+        return self.repr_instance(x, level)
+
+    def _cut_text(self, x: Any, base: Any, _: int) -> str:
+        is_long = base.__len__(x) > MAX_STRING
+        return repr(base.__getitem__(x, slice(MAX_STRING))) + ("..." if is_long else "")
+
+    def _show_dict(self, x: Any, base: Any, level: int) -> str:
+        if level <= 0:
+            return "{...}"
+        items = list(islice(base.items(x), MAX_ITEMS))
+        texts = [f"{self.repr1(key, level - 1)}: {self.repr1(value, level - 1)}" for key, value in items]
+        return f"{{{', '.join(texts + ['...'] * (base.__len__(x) > MAX_ITEMS))}}}"
+
+    def _show_list(self, x: Any, base: Any, level: int) -> str:
+        left, right = BRACKETS.get(base, ("[", "]"))
+        if level <= 0:
+            return f"{left}...{right}"
+        texts = [self.repr1(item, level - 1) for item in islice(base.__iter__(x), MAX_ITEMS)]
+        texts += ["..."] * (base.__len__(x) > MAX_ITEMS)
+        comma = "," if base is tuple and len(texts) == 1 else ""
+        if base is set and not texts:
+            return "set()"
+        return f"{left}{', '.join(texts)}{comma}{right}"
 
     def repr_instance(self, x: object, level: int) -> str:  # noqa: ARG002  as in the base class
         """Return the text of any other object. (`Repr` replaces a repr that raises by the object's address.)"""

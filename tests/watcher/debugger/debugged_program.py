@@ -5,8 +5,10 @@ import os
 import pdb
 import signal
 import sys
+import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mpwatch
@@ -88,6 +90,64 @@ def raise_in_one(ranks):
     wait_for_peer(secret)
 
 
+def raise_one_after_another(ranks):
+    mark = Path(tempfile.gettempdir(), os.environ["TORCHELASTIC_RUN_ID"])
+    if rank() in ranks:
+        mark.touch()
+        raise ValueError("the cause")
+    while not mark.exists():
+        os.sched_yield()
+    mark.unlink()
+    time.sleep(0.2)  # so that the order is certain
+    raise KeyError("the consequence")
+
+
+def exit_while_another_has_raised(ranks):
+    mark = Path(tempfile.gettempdir(), os.environ["TORCHELASTIC_RUN_ID"])
+    if rank() in ranks:
+        mark.touch()
+        raise ValueError("the cause")
+    while not mark.exists():
+        os.sched_yield()
+    mark.unlink()
+    time.sleep(1.5)  # the prompt is open by then
+    os._exit(9)
+
+
+def ignore_sigterm(_):
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    if rank() == 0:
+        breakpoint()
+    wait_for_peer("")
+
+
+def stop_in_a_thread_at_the_end(_):
+    main_thread = threading.main_thread()
+
+    def stop():
+        main_thread.join()
+        try:
+            breakpoint()
+        except RuntimeError as error:
+            print(error, flush=True)
+
+    threading.Thread(target=stop).start()
+
+
+def stop_once(_):
+    breakpoint()
+    return 1
+
+
+def call_from_threads():
+    with mpwatch.WorkerGroup(1) as group:
+        print(f"first: {list(group.run(stop_once, args=(0,)))}", flush=True)
+        with ThreadPoolExecutor(1) as pool:
+            error = pool.submit(group.run, stop_once, (0,)).exception()
+        print(f"second: {error.__cause__}", flush=True)
+        print(f"third: {list(group.run(stop_once, args=(0,)))}", flush=True)
+
+
 def wait_for_peer(text):
     threading.Event().wait()
     return text
@@ -100,6 +160,9 @@ def main(name, ranks, options):
     if options.pop("logs", False):
         options["logs"] = mpwatch.LogSpec(prefix="<{rank}> ")
     function, ranks = globals()[name], json.loads(ranks)
+    if name == "call_from_threads":
+        function()
+        return
     try:
         if options.pop("group", False):
             with mpwatch.WorkerGroup(2, **options) as group:

@@ -49,6 +49,7 @@ def test_stepping_beyond_the_end_of_the_function_ends_the_call():
 def test_ranks_stop_one_after_another():
     with debugged("loop") as program:
         first = program.wait_for_prompt()
+        program.wait_for_ranks("ranks 0-1")
         other = {"(rank 0) (Pdb)": "1", "(rank 1) (Pdb)": "0"}[first]
         assert program.ask(f"rank {other}")[-1] == f"(rank {other}) (Pdb)"
         assert program.ask("p rank()")[0] == other
@@ -62,7 +63,7 @@ def test_ranks_stop_one_after_another():
 def test_all_ranks_go_on_together():
     with debugged("loop") as program:
         program.wait_for_prompt()
-        program.ask("all p step")
+        program.wait_for_ranks("ranks 0-1")
         assert "values: [2, 2]" in program.finish("all c")
 
 
@@ -235,7 +236,7 @@ def test_the_limits_stand_still_while_a_prompt_is_open():
         program.wait_for_prompt()
         until = time.monotonic() + 4
         while time.monotonic() < until:
-            program.ask("p step")
+            program.ask("ranks")
             time.sleep(0.2)
         assert "values: [2, 2]" in program.finish("all c")
 
@@ -251,6 +252,67 @@ def test_a_post_mortem_prompt_shows_the_variables_of_all_ranks():
         assert program.ask("ranks")[0].startswith("rank 0: in wait (debugged_program.py:")
         rows = program.finish("q")
     assert any(row.startswith("failed: rank 1 failed first: ValueError: secret of rank 1") for row in rows)
+
+
+@pytest.mark.parametrize("answers", [["q"], ["rank 0", "q"]], ids=["one prompt", "the later failure first"])
+def test_the_rank_that_raised_first_is_blamed_whatever_the_user_looks_at(answers):
+    with debugged("raise_one_after_another", [1], post_mortem=True) as program:
+        program.wait_for_prompt()
+        program.wait_for_ranks("rank 0", "rank 1")
+        for answer in answers[:-1]:
+            program.ask(answer)
+        rows = program.finish(answers[-1])
+    assert any(row.startswith("failed: rank 1 failed first: ValueError: the cause") for row in rows)
+    assert any(row.startswith("  rank 0: KeyError: 'the consequence'") for row in rows)
+
+
+def test_a_rank_that_ends_during_a_post_mortem_is_not_blamed():
+    with debugged("exit_while_another_has_raised", [1], post_mortem=True) as program:
+        assert program.wait_for_prompt() == "(rank 1) (Pdb)"
+        assert program.end() == 0
+    rows = program.rows()
+    assert any(row.startswith("failed: rank 1 failed first: ValueError: the cause") for row in rows)
+
+
+def test_a_call_from_a_thread_has_no_prompt_and_a_later_call_has_one():
+    with debugged("call_from_threads") as program:
+        assert program.wait_for_prompt() == "(rank 0) (Pdb)"
+        rows = program.ask("c")
+        assert any("breakpoint() can open no prompt: the run was started in a thread" in row for row in rows)
+        assert rows[-1] == "(rank 0) (Pdb)"
+        assert "third: [1]" in program.finish("c")
+
+
+def test_ctrl_d_leaves_interact():
+    with debugged("loop", [1]) as program:
+        program.wait_for_prompt()
+        program.type(b"interact\r")
+        assert program.read_until(lambda rows: rows[program.emulator.cursor[0]].endswith(">>>"))
+        before = program.emulator.cursor[0]
+        program.type(b"\x04")
+        program.wait_for_prompt(after=before)
+        program.finish("c")
+
+
+def test_restart_is_refused():
+    with debugged("loop", [1]) as program:
+        program.wait_for_prompt()
+        assert program.ask("restart")[0] == "*** a rank cannot be restarted from its debugger; q ends the run"
+        program.finish("c")
+
+
+def test_the_user_ends_ranks_that_ignore_sigterm():
+    with debugged("ignore_sigterm", grace_period=60) as program:
+        program.wait_for_prompt()
+        started_at = time.monotonic()
+        program.finish("q")
+        assert time.monotonic() - started_at < 20  # it takes 0.5 s; grace_period is longer
+
+
+def test_a_breakpoint_in_a_thread_of_a_rank_that_ends():
+    with debugged("stop_in_a_thread_at_the_end", nprocs=1) as program:
+        assert program.end() == 0
+    assert "breakpoint() can open no prompt: the rank is ending" in "".join(program.rows())
 
 
 def test_post_mortem_without_a_terminal_has_no_effect():

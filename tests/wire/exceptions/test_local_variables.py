@@ -4,6 +4,8 @@ import pickle
 import threading
 import time
 import traceback
+from collections import defaultdict, deque
+from dataclasses import dataclass
 
 import pytest
 
@@ -79,6 +81,32 @@ def test_texts_are_bounded():
     texts = texts_of(divide, Prints(), list(range(10_000)))[0]
     assert len(texts["value"]) <= MAX_TEXT
     assert texts["count"].endswith("19, ...]")
+
+
+@dataclass
+class Batch:
+    number: int
+    values: list
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (b"x" * 100_000_000, f"{b'x' * 500!r}..."),
+        (range_dict := dict.fromkeys(range(1_000_000)), "{" + ", ".join(f"{n}: None" for n in range(20)) + ", ...}"),
+        (defaultdict(int, range_dict), "defaultdict({" + ", ".join(f"{n}: None" for n in range(20)) + ", ...})"),
+        (set(range(1_000_000)), "{" + ", ".join(map(str, range(20))) + ", ...}"),
+        (Batch(1, [2] * 1_000_000), "Batch(number=1, values=[" + "2, " * 20 + "...])"),
+        ((1,), "(1,)"),
+        (set(), "set()"),
+        (bytearray(b"x"), "bytearray(b'x')"),
+        (deque([1]), "deque([1])"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_the_beginning_of_a_large_value_is_read(value, text, monkeypatch):
+    monkeypatch.setattr(local_variables, "LIMIT_SECONDS", 60.0)
+    assert texts_of(divide, value)[0]["value"] == text
 
 
 def test_variables_are_bounded_in_number():
