@@ -1,9 +1,12 @@
 """`breakpoint()` in a rank opens pdb in the notebook cell that called."""
 
+import re
+
 import pytest
 
 from notebooks.kernels import Kernel
 
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of source lines, on Python 3.14
 DEFINITIONS = """
 import mpwatch
 def train(ranks, n):
@@ -34,7 +37,7 @@ def kernel():
 
 def test_all_ranks_stop(kernel):
     answers = ["p values", "ll", "ranks", "all p values", "all c"]
-    text = kernel.converse("print(list(mpwatch.run(train, 2, args=([0, 1], 1))))", answers)
+    text = COLOURS.sub("", kernel.converse("print(list(mpwatch.run(train, 2, args=([0, 1], 1))))", answers))
     assert ") (Pdb) p values\n{'rank': " in text
     assert "        breakpoint()\n" in text  # the source of the cell
     assert "ranks 0-1: at a prompt (Cell In[" in text
