@@ -16,6 +16,7 @@ def program():
         yield program
 
 
+@pytest.mark.slow
 def test_a_training_in_a_terminal(program):
     assert program.wait_for_prompt() == "(rank 2) (Pdb)"
     assert program.ask("p step, gradient")[0] == "(3, tensor([5.]))"

@@ -75,7 +75,7 @@ def test_a_rank_that_runs_is_not_at_a_prompt():
         program.finish("c")
 
 
-@pytest.mark.parametrize("key", ["q\r", "\x04", "\x03", "quit\r"], ids=["q", "ctrl-d", "ctrl-c", "quit"])
+@pytest.mark.parametrize("key", ["q\r", "\x04", "\x03"], ids=["q", "ctrl-d", "ctrl-c"])
 def test_the_user_ends_the_run(key):
     with debugged("loop", grace_period=60) as program:
         program.wait_for_prompt()
@@ -231,10 +231,11 @@ def test_ignored_breakpoints():
     assert "values: [2, 2]" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_limits_stand_still_while_a_prompt_is_open():
-    with debugged("loop", timeout=3, heartbeat_timeout=0.5) as program:
+    with debugged("loop", timeout=5, heartbeat_timeout=1) as program:
         program.wait_for_prompt()
-        until = time.monotonic() + 4
+        until = time.monotonic() + 8
         while time.monotonic() < until:
             program.ask("ranks")
             time.sleep(0.2)
