@@ -74,7 +74,7 @@ def test_training_goes_on_from_its_checkpoint_when_a_node_is_killed(job, undistu
     assert trained["losses"] == pytest.approx(undisturbed["losses"], rel=1e-3)
 
 
-@pytest.mark.parametrize("missing", [0, 3])
+@pytest.mark.parametrize("missing", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_that_others_wait_for_is_blamed_on_every_node(job, missing):
     """The victims are on its own node and on the other one."""
     for node in job.start_several(2, all_reduce_without_one, 2, args=[missing], backend="gloo", env=OVER_LOOPBACK):

@@ -32,6 +32,7 @@ def test_parallel_makes_a_process_group():
     ]
 
 
+@pytest.mark.slow
 def test_idist_finds_the_process_group_of_backend():
     def use_idist_in_all_ways():
         found = get_idist_info(), in_parallel(None)

@@ -62,6 +62,7 @@ def test_a_module_that_cannot_take_over_its_weights_is_named_in_a_warning():
     assert (trainer.state, trainer.callback_metrics) == ("finished", {"loss": 0.5})
 
 
+@pytest.mark.slow
 def test_a_trainer_in_a_notebook():
     kernel = Kernel()
     try:

@@ -210,6 +210,7 @@ def test_the_death_of_a_rank_with_data_loader_workers_is_reported_at_once():
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.slow
 def test_torch_save_and_data_loaders_find_the_classes_of_the_script():
     assert python("-W", "ignore", str(HERE / "classes_of_script.py")).stdout == "done\n"
 

@@ -136,6 +136,7 @@ def test_a_rank_that_reads_the_terminal_raises():
     assert any("OSError: [Errno 6] No such device or address: '/dev/tty'" in row for row in program.rows())
 
 
+@pytest.mark.slow
 def test_pdb_post_mortem_in_a_rank():
     with debugged("debug_an_exception") as program:
         program.wait_for_prompt()
@@ -267,6 +268,7 @@ def test_the_rank_that_raised_first_is_blamed_whatever_the_user_looks_at(answers
     assert any(row.startswith("  rank 0: KeyError: 'the consequence'") for row in rows)
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_during_a_post_mortem_is_not_blamed():
     with debugged("exit_while_another_has_raised", [1], post_mortem=True) as program:
         assert program.wait_for_prompt() == "(rank 1) (Pdb)"
@@ -275,6 +277,7 @@ def test_a_rank_that_ends_during_a_post_mortem_is_not_blamed():
     assert any(row.startswith("failed: rank 1 failed first: ValueError: the cause") for row in rows)
 
 
+@pytest.mark.slow
 def test_a_call_from_a_thread_has_no_prompt_and_a_later_call_has_one():
     with debugged("call_from_threads") as program:
         assert program.wait_for_prompt() == "(rank 0) (Pdb)"
@@ -302,6 +305,7 @@ def test_restart_is_refused():
         program.finish("c")
 
 
+@pytest.mark.slow
 def test_the_user_ends_ranks_that_ignore_sigterm():
     with debugged("ignore_sigterm", grace_period=60) as program:
         program.wait_for_prompt()
@@ -310,6 +314,7 @@ def test_the_user_ends_ranks_that_ignore_sigterm():
         assert time.monotonic() - started_at < 20  # it takes 0.5 s; grace_period is longer
 
 
+@pytest.mark.slow
 def test_a_breakpoint_in_a_thread_of_a_rank_that_ends():
     with debugged("stop_in_a_thread_at_the_end", nprocs=1) as program:
         assert program.end() == 0
