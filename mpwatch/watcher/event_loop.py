@@ -294,7 +294,8 @@ class EventLoop:
             return True
         if not handle.request_stack_dump():
             return False
-        self._call_at(time.monotonic() + NATIVE_DUMP_SECONDS, handle.request_native_stack_dump)
+        ask_natively = partial(handle.request_native_stack_dump, handle.stack_parser.dump_count)
+        self._call_at(time.monotonic() + NATIVE_DUMP_SECONDS, ask_natively)
         return True
 
     def _request_stacks_of_running_rank(self, handle: RankHandle) -> bool:

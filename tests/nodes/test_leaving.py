@@ -29,7 +29,9 @@ def test_a_node_alone_ends_with_its_ranks(job, way, number):
     assert node.ended_at - job.await_end(world) < AT_ONCE
 
 
-@pytest.mark.parametrize("way", ["c10d", "static", "handler"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("c10d", marks=pytest.mark.slow), "static", pytest.param("handler", marks=pytest.mark.slow)]
+)
 def test_each_node_ends_with_its_ranks_if_all_are_interrupted(job, way):
     """Rank 2 takes long to end. It needs neither the other nodes nor the store, which a node serves."""
     job.rendezvous["nnodes"] = 3
@@ -48,7 +50,7 @@ def test_each_node_ends_with_its_ranks_if_all_are_interrupted(job, way):
     assert [node.log for node in job.nodes] == [""] * 3
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_job_goes_on_when_the_ranks_of_a_node_that_leaves_have_ended(job, rank):
     store = job.start_store()
     job.rendezvous["nnodes"] = 1, 2

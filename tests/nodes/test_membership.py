@@ -225,7 +225,7 @@ def test_a_watcher_that_was_stopped_for_a_short_time_costs_no_restart(job):
     assert_success(*job.nodes)
 
 
-@pytest.mark.parametrize("minutes", [-5, 5])
+@pytest.mark.parametrize("minutes", [pytest.param(-5, marks=pytest.mark.slow), 5])
 def test_a_wrong_clock_does_no_harm(job, minutes):
     job.rendezvous["nnodes"] = 2, 3
     job.start()

@@ -53,6 +53,7 @@ def results():
     return {**json.loads(out), "port": str(port)}
 
 
+@pytest.mark.slow
 def test_the_parameters_are_those_of_accelerates_own_launcher_in_the_same_order(results):
     theirs, ours = map(dict, results["parameters"])
     assert [*theirs, "options"] == list(ours)
@@ -62,15 +63,18 @@ def test_the_parameters_are_those_of_accelerates_own_launcher_in_the_same_order(
     }  # here None means: a free port, this machine
 
 
+@pytest.mark.slow
 def test_an_accelerator_in_the_caller_does_no_harm(results):
     assert "should only be initialized inside your training function" in results["theirs"]
     assert results["values"] == [[2, "torch.bfloat16", "localhost", results["port"], 7]] * 2
 
 
+@pytest.mark.slow
 def test_a_single_rank_is_a_new_process(results):
     assert results["alone"]
 
 
+@pytest.mark.slow
 def test_the_ranks_own_exception_is_raised_after_the_restarts(results):
     assert results["failed"] == [True, [0], 1]
 

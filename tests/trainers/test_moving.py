@@ -78,6 +78,7 @@ def test_the_rank_is_in_current_worker(spawned):
     '`os.environ["MASTER_PORT"] = "29500"`, `dist.init_process_group("gloo", rank=rank, world_size=4)`',
     '`mpwatch.run(fn, 4, backend="gloo")`; or `dist.init_process_group("gloo")` in `fn`, for all else is in the environment',
 )
+@pytest.mark.slow
 def test_the_process_group_is_made_by_backend_or_by_the_function(spawned):
     def fn(a):
         dist.init_process_group("gloo")
@@ -186,12 +187,14 @@ def get_precision(config):
     "`from accelerate import notebook_launcher`",
     "`from mpwatch.integrations.accelerate import notebook_launcher`; calls stay as they are",
 )
+@pytest.mark.slow
 def test_only_the_import_changes(launched):
     for port, found in launched:
         assert found == [[{"lr": 0.1}, [str(rank), "2", "127.0.0.1", port]] for rank in range(2)]
 
 
 @row("`notebook_launcher(train, (config,), num_processes=4)`", "`mpwatch.run(train, 4, args=(config,))`")
+@pytest.mark.slow
 def test_a_plain_run_has_the_same_environment(launched):
     result = mpwatch.run(
         lambda config: [config, [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]], 2, args=({"lr": 0.1},)
@@ -203,6 +206,7 @@ def test_a_plain_run_has_the_same_environment(launched):
     '`notebook_launcher(..., mixed_precision="bf16")`',
     'the same; or `mpwatch.run(..., env={"ACCELERATE_MIXED_PRECISION": "bf16"})`',
 )
+@pytest.mark.slow
 def test_accelerate_gets_the_precision():
     expected = [(5, "0", "bf16")]
     assert list(notebook_launcher(get_precision, (5,), num_processes=1, mixed_precision="bf16")) == expected

@@ -101,7 +101,10 @@ def suspend_itself():
 
 @pytest.mark.parametrize(
     ("hang", "nprocs", "where"),
-    [(wait_without_end, 3, "in wait (test_complaints.py:"), (suspend_itself, 2, "(suspended, by SIGSTOP or SIGTSTP)")],
+    [
+        (wait_without_end, 3, "in wait (test_complaints.py:"),
+        pytest.param(suspend_itself, 2, "(suspended, by SIGSTOP or SIGTSTP)", marks=pytest.mark.slow),
+    ],
 )
 def test_the_rank_that_keeps_its_peers_waiting_is_the_root_cause(hang, nprocs, where):
     with pytest.raises(mpwatch.RunFailedError) as caught:

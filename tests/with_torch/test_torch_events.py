@@ -105,7 +105,7 @@ def end_metrics(recorded):
     return ends, found[found.index(next(item for item in found if item[0] == "flakiness")) :]
 
 
-@pytest.mark.parametrize(("failures", "stream"), [(1, restarted_run), (2, failed_run)])
+@pytest.mark.parametrize(("failures", "stream"), [(1, restarted_run), pytest.param(2, failed_run, marks=pytest.mark.slow)])
 def test_events_and_metrics_equal_those_of_torch_s_agent(recorded, failures, stream):
     expected = record_torch_agent(failures)
     send_events(stream())

@@ -38,6 +38,7 @@ class StackDumpParser:
     def __init__(self) -> None:
         self._data = bytearray()
         self._dump_start: int | None = None  # where in `_data` the requested stacks begin
+        self.dump_count = 0  # how often the watcher has asked for stacks
         self.startup_output = b""  # what the interpreter printed before the rank was ready
         self.main_thread = 0  # the identifier of the rank's main thread; 0 until the rank is ready
 
@@ -54,6 +55,7 @@ class StackDumpParser:
     def start_dump(self) -> None:
         """Note that the watcher asks the rank for stacks: what follows is the answer."""
         self._dump_start = len(self._data)
+        self.dump_count += 1
 
     def end_dump(self) -> None:
         """Forget the requested stacks, but not the stack of a crash."""
@@ -71,9 +73,9 @@ class StackDumpParser:
         """Return whether stacks were requested that have not come completely."""
         return self._dump_start is not None and not self.is_complete()
 
-    def has_dump_begun(self) -> bool:
-        """Return whether anything has come since the watcher asked for stacks."""
-        return self._dump_start is not None and len(self._data) > self._dump_start
+    def is_unanswered(self, request: int) -> bool:
+        """Return whether nothing has come since the watcher asked for stacks. The first request has number 1."""
+        return request == self.dump_count and self._dump_start is not None and len(self._data) == self._dump_start
 
     def is_complete(self) -> bool:
         """Return whether the requested stacks have come, as one of the two signal handlers writes them."""

@@ -201,9 +201,12 @@ class RankHandle:
         self.process.send_signal(signum)
         return True
 
-    def request_native_stack_dump(self) -> None:
-        """Ask faulthandler for the main thread's stack if Python has not begun to answer: this thread is in C code then."""
-        if self.observations.signals_sent or self.stack_parser.has_dump_begun():
+    def request_native_stack_dump(self, request: int) -> None:
+        """Ask faulthandler for the main thread's stack if Python has not begun to answer: this thread is in C code then.
+
+        Nothing is asked if this request is over: faulthandler may crash a rank that runs Python code.
+        """
+        if self.observations.signals_sent or not self.stack_parser.is_unanswered(request):
             return
         if NATIVE_DUMP_SIGNAL is not None and self._can_dump_stacks(NATIVE_DUMP_SIGNAL):
             self.process.send_signal(NATIVE_DUMP_SIGNAL)

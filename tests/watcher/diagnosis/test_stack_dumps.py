@@ -60,13 +60,26 @@ def test_stacks_that_were_not_requested_are_ignored():
     parser = StackDumpParser()
     parser.mark_ready(MAIN)
     parser.feed((WHOLE + END).encode())
-    assert (parser.has_dump_begun(), parser.is_complete(), parser.dump) == (False, False, "")
+    assert (parser.is_complete(), parser.dump) == (False, "")
     parser.start_dump()
-    assert (parser.has_dump_begun(), parser.is_complete(), parser.dump) == (False, False, "")
+    assert (parser.is_complete(), parser.dump) == (False, "")
     parser.feed((HEAD + OUTERMOST + END).encode())
     assert (parser.is_complete(), parser.dump) == (True, (HEAD + OUTERMOST).strip())
     parser.discard_dump()
-    assert (parser.has_dump_begun(), parser.is_complete(), parser.dump) == (False, False, "")
+    assert (parser.is_complete(), parser.dump) == (False, "")
+
+
+@pytest.mark.parametrize("end", [StackDumpParser.end_dump, StackDumpParser.discard_dump])
+def test_a_request_that_is_over_is_not_unanswered(end):
+    parser = StackDumpParser()
+    parser.mark_ready(MAIN)
+    assert not parser.is_unanswered(0)
+    parser.start_dump()
+    assert parser.is_unanswered(1)
+    end(parser)
+    assert not parser.is_unanswered(1)
+    parser.start_dump()
+    assert [parser.is_unanswered(number) for number in (1, 2)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +98,7 @@ def test_a_dump_stays_complete(text):
 @pytest.mark.parametrize("text", [HEAD, WHOLE, WHOLE + OTHER, NATIVE_DUMP_HEAD + "  <invalid frame>\n"])
 def test_a_dump_that_has_begun_is_not_complete(text):
     parser = parser_with(text)
-    assert (parser.has_dump_begun(), parser.is_complete()) == (True, False)
+    assert (parser.is_unanswered(1), parser.is_complete()) == (False, False)
     assert parser.dump.splitlines()[0] == HEAD.strip()
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 
 import mpwatch
+from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL
 
 
 def rank():
@@ -43,6 +44,14 @@ def wait_in_c(path):
     threading.Thread(target=release_at_gate, args=(path, lambda: libc.pthread_mutex_unlock(mutex))).start()
     libc.pthread_mutex_lock(mutex)
     return rank()
+
+
+def count_native_requests(path):
+    """Return how often the watcher has asked for the stack that faulthandler writes."""
+    requests = []
+    signal.signal(NATIVE_DUMP_SIGNAL, lambda *_: requests.append(1))
+    wait_at_gate(path)
+    return len(requests)
 
 
 def raise_after_gate(path):

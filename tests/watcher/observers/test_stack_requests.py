@@ -12,6 +12,8 @@ import pytest
 import mpwatch
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.diagnosis.stragglers import BLOCKED_STATES
+from mpwatch.watcher.machine.transitions import STACK_DUMP_SECONDS
+from mpwatch.watcher.processes.rank_handle import RankHandle
 from support.functions import rank
 from support.programs import ENV, in_own_process
 from support.screens import Program
@@ -94,6 +96,25 @@ def test_a_rank_in_c_code_is_shown_too(group, gate):
         return all("pthread_mutex_lock(mutex)" in text and "libc" in text for text in stacks.values())
 
     stacks_during(group, fn.wait_in_c, gate=gate, condition=condition)
+
+
+def test_a_rank_that_has_answered_is_not_asked_again(gate, monkeypatch):
+    """faulthandler may crash a rank that runs Python code. So it is not asked when the request is over."""
+    monkeypatch.setattr("mpwatch.watcher.event_loop.NATIVE_DUMP_SECONDS", STACK_DUMP_SECONDS + 0.1)
+    has_come = threading.Event()  # the moment at which faulthandler is asked if nothing else has answered
+    ask = RankHandle.request_native_stack_dump
+    monkeypatch.setattr(RankHandle, "request_native_stack_dump", lambda *args: (ask(*args), has_come.set()))
+    with mpwatch.WorkerGroup(1) as group:
+        result = []
+        thread = threading.Thread(target=lambda: result.append(group.run(fn.count_native_requests, args=(str(gate),))))
+        thread.start()
+        while not is_reading(group.stacks().get(0, "")):
+            assert thread.is_alive()
+        has_come.clear()
+        assert is_reading(group.stacks()[0])
+        assert has_come.wait(60)
+        open_gate(gate, thread.is_alive)
+    assert result[0][0] == 0
 
 
 def test_a_stopped_rank_is_called_stopped(group):
