@@ -42,9 +42,9 @@ SHARING_FIXTURES = {  # files whose tests share a fixture that takes seconds
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_auto_num_workers():
-    """Return the number of processes for `-n logical`: one more than there are CPUs, since many tests wait."""
+    """Return the number of processes for `-n logical`: two more than there are CPUs, since many tests wait."""
     is_chosen = "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ  # xdist reads it
-    return None if is_chosen else len(os.sched_getaffinity(0)) + 1
+    return None if is_chosen else len(os.sched_getaffinity(0)) + 2
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
