@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mpwatch.options.restart_policy import RestartPolicy
     from mpwatch.options.spec import WorkerSpec
     from mpwatch.options.worker_info import Worker
+    from mpwatch.results.collective import Collective, CollectiveState
     from mpwatch.results.failure import FailureKind, ProcessFailure
     from mpwatch.results.model import Attempt, Progress, WorkerState
     from mpwatch.results.run_result import RunResult
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attempt",
+    "Collective",
+    "CollectiveState",
     "Event",
     "FailureKind",
     "LaunchError",
@@ -52,6 +55,8 @@ __all__ = [
 _HOME = {
     "__version__": ".version",
     "Attempt": ".results.model",
+    "Collective": ".results.collective",
+    "CollectiveState": ".results.collective",
     "Event": ".events.types",
     "FailureKind": ".results.failure",
     "LaunchError": ".errors",

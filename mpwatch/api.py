@@ -45,6 +45,8 @@ def run(
     rendezvous: Rendezvous | None = None,
     capture_locals: bool = False,
     post_mortem: bool = False,
+    stall_after: float | None = 60.0,
+    backend_timeout: float | None = None,
     check: bool = True,
 ) -> RunResult[T]:
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
@@ -92,6 +94,11 @@ def run(
             stopped. The other ranks run or wait meanwhile, and `rank N` shows the stack and the variables of another
             rank. When the prompt is left (`q`), the run fails as without it. It needs a terminal or a notebook. Elsewhere it
             has no effect.
+        stall_after: seconds. If ranks have waited so long in a collective of torch.distributed for a rank that has not
+            joined it, mpwatch logs one warning that names that rank, and goes on. If ranks call different collectives with
+            the same number, the run ends within a few seconds (FailureKind.MISMATCH). None: neither.
+        backend_timeout: limit in seconds for each collective of the process group that `backend` makes. None: torch's
+            default, which is 30 minutes for gloo and 10 for nccl.
         check: False: return the result of a failed run instead of raising.
 
     Returns:
@@ -130,6 +137,8 @@ def run(
         rendezvous=rendezvous,
         capture_locals=capture_locals,
         post_mortem=post_mortem,
+        stall_after=stall_after,
+        backend_timeout=backend_timeout,
     )
     if rendezvous is None:
         result = run_single_node(spec, partial(select_view, progress))

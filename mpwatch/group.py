@@ -61,6 +61,11 @@ class WorkerGroup:
             stopped. The other ranks run or wait meanwhile, and `rank N` shows the stack and the variables of another
             rank. When the prompt is left (`q`), the run fails as without it. It needs a terminal or a notebook. Elsewhere it
             has no effect.
+        stall_after: seconds. If ranks have waited so long in a collective of torch.distributed for a rank that has not
+            joined it, mpwatch logs one warning that names that rank, and goes on. If ranks call different collectives with
+            the same number, the run ends within a few seconds (FailureKind.MISMATCH). None: neither.
+        backend_timeout: limit in seconds for each collective of the process group that `backend` makes. None: torch's
+            default, which is 30 minutes for gloo and 10 for nccl.
         check: False: `run` returns the result of a failed call instead of raising.
 
     Raises:
@@ -84,6 +89,8 @@ class WorkerGroup:
         progress: bool | None = None,
         capture_locals: bool = False,
         post_mortem: bool = False,
+        stall_after: float | None = 60.0,
+        backend_timeout: float | None = None,
         check: bool = True,
     ) -> None:
         check_flag("check", check)
@@ -102,6 +109,8 @@ class WorkerGroup:
             progress=progress,
             capture_locals=capture_locals,
             post_mortem=post_mortem,
+            stall_after=stall_after,
+            backend_timeout=backend_timeout,
         )
         self._pid = os.getpid()
         self._lock = threading.RLock()  # calls of other threads wait for it

@@ -3,12 +3,14 @@
 The comment or docstring of each name says what breaks if it goes, and which versions of torch have it. The source of four
 versions was read: 2.4, 2.6, 2.9 and 2.13.
 
-This module imports torch. Import it only where torch is needed anyway: in `multinode/rendezvous/`, and in
-`wire/pickling/torch_storages.py`, which is imported when a tensor may be pickled or unpickled. The names of torch's
+This module imports torch. Import it only where torch is needed anyway: in `multinode/rendezvous/`, in
+`wire/pickling/torch_storages.py`, which is imported when a tensor may be pickled or unpickled, and in
+`worker/collectives.py`, which is imported when a rank makes a process group. The names of torch's
 rendezvous are imported when they are first used, because the import of `torch.distributed.elastic.rendezvous` loads the
 entry points of other packages.
 """
 
+import pickle
 import threading
 import time
 from datetime import UTC, tzinfo
@@ -60,6 +62,7 @@ def make_typed_storage(storage: Any, dtype: Any) -> Any:
 
 # The rendezvous: multinode/rendezvous/.
 
+FLIGHT_RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
 DYNAMIC_RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 
 # The names below are those of torch. At run time `__getattr__` finds them.
@@ -147,3 +150,41 @@ def leave_rendezvous(handler: "dynamic_rendezvous.DynamicRendezvousHandler", sec
     """
     leave: Any = import_module(DYNAMIC_RENDEZVOUS)._RendezvousExitOp()
     handler._op_executor.run(leave, time.monotonic() + seconds)
+
+
+# The flight recorder: worker/collectives.py.
+
+
+def read_flight_recorder() -> list[dict[str, Any]]:
+    """Return the recorded collectives of this process, the oldest first.
+
+    Without the stacks: to read one torch imports torch._inductor, which takes a second and more.
+
+    `_dump_fr_trace` has those of gloo, `_dump_nccl_trace` those of NCCL. If one goes, the verdict on a hang rests on stacks
+    alone. 2.13 has both, if it was built with NCCL. 2.4 to 2.9 have the second one, and record nothing of gloo.
+    """
+    bindings: Any = import_module("torch._C._distributed_c10d")
+    entries: list[dict[str, Any]] = []
+    for name in FLIGHT_RECORDERS:
+        if dump := getattr(bindings, name, None):
+            entries += pickle.loads(dump(True, False, False)).get("entries", ())
+    return entries
+
+
+def has_flight_recorder() -> bool:
+    """Return whether this torch can record collectives."""
+    bindings = import_module("torch._C._distributed_c10d")
+    return any(hasattr(bindings, name) for name in FLIGHT_RECORDERS)
+
+
+def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the process groups of this process by torch's name for them: the description, and the global ranks.
+
+    `_world`, its `pg_names` and `pg_group_ranks`: torch has no public list of groups. If one goes, a collective's ranks are
+    not known, and no rank can be missing from it. All four versions have them.
+    """
+    world = import_module("torch.distributed.distributed_c10d")._world
+    return {
+        name: (getattr(group, "group_desc", ""), tuple(sorted(world.pg_group_ranks.get(group, ()))))
+        for group, name in list(world.pg_names.items())
+    }

@@ -25,7 +25,7 @@ LAYERS = {
     "watcher": {"os_support", "wire", "data"},
     "live_view": {"data"},
     "multinode": {"version", "os_support", "torch_private", "wire", "data", "watcher", "live_view"},
-    "worker": {"os_support", "wire", "data"},
+    "worker": {"os_support", "torch_private", "wire", "data"},
     "api": {"data", "live_view", "watcher", "multinode"},
     "group": {"data", "live_view", "watcher"},
     "facade": {"version", "api", "group", "data", "worker"},

@@ -70,7 +70,7 @@ def _prepare(
 ) -> tuple[WatcherThread, NodeThread, PendingCall]:
     """Do all that comes before the threads start. `resources` closes what is made here."""
     resources.enter_context(open_standard_descriptors())
-    call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
+    call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend, backend_timeout=spec.backend_timeout)
     payload = resources.enter_context(closing(pack_call(call)))
     run_deadline = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout
     node_thread = NodeThread(spec, run_deadline, client)

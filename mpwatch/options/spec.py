@@ -41,6 +41,8 @@ class GroupSpec:
     progress: bool | None = None
     capture_locals: bool = False
     post_mortem: bool = False
+    stall_after: float | None = 60.0
+    backend_timeout: float | None = None
 
     def __post_init__(self) -> None:
         check_flag("capture_locals", self.capture_locals)
@@ -51,6 +53,11 @@ class GroupSpec:
             check_seconds("timeout", self.timeout, at_least="more than 0")
         if self.heartbeat_timeout is not None:
             check_seconds("heartbeat_timeout", self.heartbeat_timeout, at_least="more than 0")
+        if self.stall_after is not None:
+            check_seconds("stall_after", self.stall_after, at_least="more than 0")
+        if self.backend_timeout is not None:
+            check_seconds("backend_timeout", self.backend_timeout, at_least="more than 0")
+            _check_has_backend(self.backend, self.backend_timeout)
         check_seconds("grace_period", self.grace_period, at_least="0 or more")
         check_seconds("start_timeout", self.start_timeout, at_least="more than 0")
         if not isinstance(self.role, str):
@@ -223,6 +230,14 @@ def _check_backend(backend: object) -> None:
         raise ValueError("backend must name a backend of torch.distributed, such as 'gloo', 'nccl' or 'auto', not ''")
     if "torch" not in sys.modules and find_spec("torch") is None:
         raise ValueError(f"backend={backend!r} needs torch, which is not installed here: pip install torch")
+
+
+def _check_has_backend(backend: str | None, timeout: float) -> None:
+    if backend is None:
+        raise ValueError(
+            f"backend_timeout={timeout:g} is the limit of the process group that `backend` makes, and backend is None; pass "
+            "a backend, or pass timeout= to your own init_process_group"
+        )
 
 
 def _check_env(env: object) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from mpwatch.results.collective import Collective
 from mpwatch.results.places import format_location, format_raise_location
 from mpwatch.wire.exceptions import decoder
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
@@ -33,6 +34,7 @@ class FailureKind(Enum):
     EXIT = "EXIT"  # it exited with a status other than 0
     SIGNAL = "SIGNAL"  # a signal killed it, and the watcher did not send it
     OOM = "OOM"  # the kernel's out-of-memory killer killed it, and there is proof
+    MISMATCH = "MISMATCH"  # it called another collective than its peers, or returned while they waited for it in one
     HANG = "HANG"  # it sent no heartbeat for `heartbeat_timeout`, or it kept its peers waiting in a collective
     START = "START"  # it ended, failed or timed out before it called the function
     LOST = "LOST"  # it ended without a result, with status 0 or an unknown status; or its node was lost
@@ -79,6 +81,8 @@ class ProcessFailure:
     """Paths of the rank's log files by stream: "stdout", "stderr". Empty without log files. See `LogSpec`."""
     evidence: str = ""
     """What else is known about the cause, for example the proof of an OOM kill. May be empty."""
+    collective: Collective | None = None
+    """The collective that the rank waited in, or else its last one, if torch's flight recorder has it."""
     is_secondary: bool = False
     """Whether this is a consequence of another failure: the rank lost a peer, or waited for one without success."""
     elapsed: float = 0.0
@@ -128,6 +132,8 @@ def describe_failure(failure: ProcessFailure) -> str:
         return _describe_exception(failure)
     if failure.kind is FailureKind.START:
         return _describe_start_failure(failure)
+    if failure.kind is FailureKind.MISMATCH:
+        return failure.evidence
     if failure.kind is FailureKind.HANG:
         return f"{failure.evidence or 'hung'}: still at work{format_location(failure.stack)}"
     if failure.kind is FailureKind.TIMEOUT:

@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Generic, TypeVar
 
 from mpwatch.options.worker_info import Worker
+from mpwatch.results.collective import Collective
 from mpwatch.results.failure import ProcessFailure
 
 T = TypeVar("T")
@@ -97,6 +98,9 @@ class RunData(Generic[T]):
     """The Python stacks by global rank, of the ranks that were running just before the watcher stopped them. The main thread
     and the innermost frames are first. Instead of stacks there may be a line that says why there are none. Ranks that wrote
     no stacks in time are missing."""
+    collectives: Mapping[int, Collective] = field(default_factory=dict)
+    """The collective of torch.distributed that each rank waited in, or else its last one, by global rank. Only if the run
+    did not succeed, and of ranks that have a process group and answered in time. Torch's flight recorder has them."""
     helpers_oom: str = ""
     """Text that shows that the kernel's out-of-memory killer killed a process that is no rank. Else empty. The process may
     be one that a rank had started, such as a DataLoader's worker, or another one in the same memory cgroup."""

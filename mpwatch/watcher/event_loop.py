@@ -52,6 +52,7 @@ from mpwatch.watcher.diagnosis.peer_errors import classify_exception
 from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, cut_frames_of_mpwatch
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.state_machine import StateMachine
+from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.stack_requests import StackRequests
@@ -64,6 +65,8 @@ from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.resource_errors import with_remedy
 
 OutcomeCallback = Callable[[StateMachine], object]  # see EventLoop: on_outcome_change
+
+CRASH_HOLD_SECONDS = 0.1  # how long a crashing rank may take to answer; it cannot if the crashing thread holds the GIL
 
 NATIVE_DUMP_SECONDS = 0.05  # later than the request in Python; a rank that runs Python code answers in milliseconds
 
@@ -117,6 +120,14 @@ class EventLoop:
             ask=self._request_stacks_of_running_rank,
             format_stacks=self._format_stacks,
             call_at=self._call_at,
+        )
+        self._collective_monitor = CollectiveMonitor(
+            self._pool,
+            spec.stall_after,
+            deferred_log,
+            is_checking=lambda: all(group.machine.are_limits_active() for group in self._unfinished_groups),
+            call_at=self._call_at,
+            end_call=commands.post,
         )
         self._death_clock = DeathClock()
         self._hostname = platform.node()
@@ -225,6 +236,9 @@ class EventLoop:
         if message.kind is MessageKind.DEBUGGER:
             self._commands.offer_debugger_socket(DebuggerSocket(rank, message.fd, is_inspector=bool(message.body)))
             return []
+        if message.kind is MessageKind.COLLECTIVES:
+            self._open_collectives_socket(handle, message)
+            return []
         if message.kind is MessageKind.EXIT_BLOCKED:
             self._group_of(rank).exit_blockers[rank] = message.body.decode()
             return []
@@ -249,9 +263,60 @@ class EventLoop:
         handle.read_stack_pipe()
         if was_complete or not handle.stack_parser.is_complete():
             return []
-        is_for_report = handle.observations.is_dump_for_report
         self._stack_requests.add_stacks(handle)
-        return [m.StackDumped(handle.observations.worker.rank, generation=handle.generation)] if is_for_report else []
+        return self._end_dump(handle)
+
+    def _end_dump(self, handle: RankHandle) -> list[m.Event]:
+        """Return StackDumped if the machine waits for it, and the rank has sent all that it was asked for."""
+        is_pending = handle.collective_sockets.is_pending or handle.stack_parser.is_dump_pending()
+        if is_pending or not handle.awaits_dump or handle.observations.died_at is not None:
+            return []
+        handle.awaits_dump = False
+        return [m.StackDumped(handle.observations.worker.rank, generation=handle.generation)]
+
+    def _open_collectives_socket(self, handle: RankHandle, message: Message) -> None:
+        if message.fd == -1:  # it was lost, for want of descriptors
+            return
+        read = partial(self._on_crash_data if message.body else self._on_collectives, handle)
+        handle.collective_sockets.open(self._pool.selector, message.fd, read, is_crash_socket=bool(message.body))
+        if not message.body:
+            self._collective_monitor.start()
+
+    def _on_collectives(self, handle: RankHandle) -> list[m.Event]:
+        """Read a rank's answer. A rank that crashes may die then."""
+        sockets, observed = handle.collective_sockets, handle.observations
+        was_pending = sockets.is_pending
+        answer = sockets.read_answer()
+        if answer is not None and observed.wants_collectives:
+            observed.collectives, observed.wants_collectives = answer, False
+        if not was_pending or sockets.is_pending:
+            return []
+        self._collective_monitor.add(handle, answer)
+        if sockets.is_crashing:
+            handle.stack_parser.feed(sockets.read_crash())
+        return self._end_dump(handle)
+
+    def _on_crash_data(self, handle: RankHandle) -> list[m.Event]:
+        """A rank crashes. Ask all ranks for their collectives before it dies."""
+        sockets = handle.collective_sockets
+        if sockets.hold_crash():
+            self._request_collectives(self._group_of(handle.observations.worker.rank))
+            self._call_at(time.monotonic() + CRASH_HOLD_SECONDS, lambda: handle.stack_parser.feed(sockets.read_crash()))
+        else:
+            handle.stack_parser.feed(sockets.read_crash())
+        return []
+
+    def _request_collectives(self, group: RestartGroup) -> None:
+        """Ask the ranks of a group for their collectives, for the report. Ranks that have answered are not asked again."""
+        for rank in group.setups:
+            handle = self._pool.handles.get(rank)
+            if handle is not None and handle.observations.died_at is None:
+                self._request_collectives_of(handle)
+
+    def _request_collectives_of(self, handle: RankHandle) -> None:
+        observed = handle.observations
+        if observed.collectives is None and not observed.wants_collectives:
+            observed.wants_collectives = handle.collective_sockets.ask()
 
     def _on_exit(self, handle: RankHandle) -> list[m.Event]:
         """Read everything that the dead rank has sent, and then its exit code.
@@ -263,6 +328,7 @@ class EventLoop:
             return []
         events = self._on_message(handle)
         handle.read_stack_pipe()
+        handle.stack_parser.feed(handle.collective_sockets.read_crash())
         self._death_clock.record_death(observed)
         observed.exit_code = handle.process.read_exit_code()
         if observed.answer is None:
@@ -388,6 +454,8 @@ class EventLoop:
             observed.is_dump_for_report = True
             if not self._request_stacks(handle):
                 return [m.StackDumped(action.rank, generation=handle.generation)]
+            handle.awaits_dump = True
+            self._request_collectives_of(handle)
         elif isinstance(action, m.ReadHeartbeat):
             return [
                 m.HeartbeatRead(action.rank, beat_at=self._pool.read_heartbeat_time(handle), generation=handle.generation)
@@ -417,6 +485,8 @@ class EventLoop:
             is_new_stage and stage in (m.RunStage.AWAITING_DECISION, m.RunStage.FINISHED)
         ):
             self._on_outcome_change(group.machine)
+        if is_new_stage and stage in (m.RunStage.AWAITING_ROOT_CAUSE, m.RunStage.DUMPING_STACKS):
+            self._request_collectives(group)
         if stage is m.RunStage.IDLE and self._running_call is not None:
             self._finish_call(self._running_call, group)
         elif stage is m.RunStage.AWAITING_DECISION and is_new_stage:

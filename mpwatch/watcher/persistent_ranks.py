@@ -90,7 +90,8 @@ class PersistentRanks:
         """
         __tracebackhide__ = True  # see mpwatch.run
         started_at = time.monotonic()
-        payload = pack_call(Call(fn, args, kwargs, self._spec.backend, self._process_group_version))
+        spec, version = self._spec, self._process_group_version
+        payload = pack_call(Call(fn, args, kwargs, spec.backend, version, backend_timeout=spec.backend_timeout))
         self._process_group_version += 1  # for the next call, unless this one succeeds
         try:
             answer = None

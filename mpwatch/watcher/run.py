@@ -82,7 +82,7 @@ def _prepare(
 ) -> tuple[WatcherThread, PendingCall]:
     """Do all that comes before the watcher thread starts. `resources` closes what is made here."""
     resources.enter_context(open_standard_descriptors())
-    call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend)
+    call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend, backend_timeout=spec.backend_timeout)
     payload = resources.enter_context(closing(pack_call(call)))
     watcher_thread = resources.enter_context(closing(WatcherThread(spec, controller.event_bus, keep_ranks=False)))
     watcher_thread.prepare()

@@ -8,6 +8,7 @@
        | <-- FAILING, RAISED | LOAD_FAILED, ... -------- |   the answer, if not: see exceptions/encoder.py
        | <-- DETAILS, [LOCALS] ------------------------- |   more about the exception just sent
        | <----------------- [DEBUGGER] ----------------- |   at the first breakpoint, from any thread
+       | <-------------- [COLLECTIVES ...] ------------- |   two, at the first process group, from any thread
        | ----------------- SHUTDOWN -------------------> |   or the watcher closes its end of the channel
        | <-------------- [EXIT_BLOCKED] ---------------- |   only if threads or processes keep the rank from exiting
 
@@ -46,6 +47,7 @@ class MessageKind(enum.IntEnum):
     DETAILS = 10  # the pickled parts of the exception just sent: the "details" message of exceptions/encoder.py
     LOCALS = 12  # the local variables of the exception just sent: the "locals" message of exceptions/encoder.py
     DEBUGGER = 13  # empty, or b"inspector"; its descriptor is the watcher's end of a socket for pdb: see worker/debugger.py
+    COLLECTIVES = 14  # empty, or b"crash"; its descriptor is the watcher's end of a socket: see worker/collectives.py
     STARTUP_OUTPUT = 11  # empty; its descriptor holds the interpreter's early output, which the rank writes to its stderr
 
 
@@ -53,7 +55,8 @@ class Message:
     """A received message.
 
     `stamp` is the time in its header. `file` holds the content that came in a file instead of the body, or the error that
-    kept the watcher from reading that file. `fd` is the descriptor that came with DEBUGGER; the receiver closes it.
+    kept the watcher from reading that file. `fd` is the descriptor that came with DEBUGGER or COLLECTIVES. The receiver
+    closes it.
     """
 
     __slots__ = ("body", "fd", "file", "kind", "stamp")

@@ -17,7 +17,7 @@ from mpwatch.wire.shared_memory import BLACK_BOX_SIZE, BlackBox
 
 
 class Channel:
-    """A blocking channel. Only the rank's main thread may use it, except for `send_debugger_socket`.
+    """A blocking channel. Only the rank's main thread may use it, except for `send_socket`.
 
     Args:
         fd: the descriptor of a connected Unix socket.
@@ -55,10 +55,10 @@ class Channel:
             return self._black_box.append(encode_frame(kind, content, stamp))
         return self._send_with_fd(encode_frame(kind, stamp=stamp), fd)
 
-    def send_debugger_socket(self, fd: int, body: bytes) -> bool:
-        """Send DEBUGGER with this descriptor, in any thread. Return False if that is not possible."""
+    def send_socket(self, kind: MessageKind, fd: int, body: bytes) -> bool:
+        """Send DEBUGGER or COLLECTIVES with this descriptor, in any thread. Return False if that is not possible."""
         try:
-            return self._is_open() and self._send_with_fd(encode_frame(MessageKind.DEBUGGER, body), fd)
+            return self._is_open() and self._send_with_fd(encode_frame(kind, body), fd)
         except OSError:  # the main thread has just detached it
             return False
 

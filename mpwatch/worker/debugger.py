@@ -86,9 +86,11 @@ class DebuggerClient:
         import socket
         from multiprocessing.connection import Connection
 
+        from mpwatch.wire.messages import MessageKind
+
         ours, theirs = socket.socketpair()
         with theirs:
-            is_sent = self._channel.send_debugger_socket(theirs.fileno(), self._body)
+            is_sent = self._channel.send_socket(MessageKind.DEBUGGER, theirs.fileno(), self._body)
         connection = Connection(ours.detach())
         try:
             kind, *reason = connection.recv() if is_sent else ("refused", "the rank is ending, or has closed its channel")

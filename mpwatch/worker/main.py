@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 
 from mpwatch.os_support.signals import die_with_writer
 from mpwatch.wire.launch import LaunchInfo
@@ -38,11 +39,12 @@ from mpwatch.wire.resource_errors import (  # not in a function: later, there ma
 from mpwatch.wire.shared_memory import BlackBox, HeartbeatWriter, open_slot
 from mpwatch.worker import context, debugger_hook, stdio
 from mpwatch.worker.channel import Channel
+from mpwatch.worker.import_hook import ModuleFinder
 from mpwatch.worker.signals import DeferredSignals
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import TracebackType
+    from types import ModuleType, TracebackType
 
     from mpwatch.wire.exceptions.encoder import ExceptionEncoder
     from mpwatch.wire.pickling.call_payload import Call
@@ -66,6 +68,7 @@ def main(launch_info: LaunchInfo) -> None:
     channel = Channel(launch_info.channel_fd, BlackBox(memory))
     context.set_rank(launch_info.worker, HeartbeatWriter(memory))
     debugger_hook.install(channel, post_mortem=launch_info.post_mortem)
+    ModuleFinder("torch.distributed.distributed_c10d", partial(_answer_when_used, channel)).install()
     channel.send(MessageKind.READY, ready_body)
     _serve(channel, deferred_signals, capture_locals=launch_info.capture_locals)
     deferred_signals.restore_for_exit()
@@ -95,6 +98,13 @@ def _reset_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _answer_when_used(channel: Channel, module: ModuleType) -> None:
+    """Let the rank answer which collectives it has called, from its first process group on."""
+    from mpwatch.worker import collectives
+
+    collectives.answer_when_used(module, channel)
 
 
 # --- Calls ---
@@ -156,7 +166,7 @@ def _call_function(call: Call) -> object:
     if call.backend is not None:
         from mpwatch.worker import process_group
 
-        process_group.init(call.backend, call.process_group_version)
+        process_group.init(call.backend, call.process_group_version, call.backend_timeout)
     try:
         value = call.fn(*call.args, **call.kwargs)
     except SystemExit as error:

@@ -3,6 +3,7 @@
 It is initialised before the function runs. It is destroyed after the function, or kept for the next calls.
 """
 
+from datetime import timedelta
 from typing import Any
 
 from mpwatch.worker.context import current_worker
@@ -14,7 +15,7 @@ _version: int | None = None  # of the last group, even if its initialisation fai
 _group_number = 0  # of the last group within its version; the same in all ranks, even if earlier groups failed in some
 
 
-def init(backend: str, version: int | None) -> None:
+def init(backend: str, version: int | None, timeout: float | None) -> None:
     """Join the default process group, unless the one of this version still exists. Raises what torch raises.
 
     Return when all ranks have joined. With gloo, torch returns as soon as this rank is connected. If this rank then left the
@@ -23,6 +24,7 @@ def init(backend: str, version: int | None) -> None:
     Args:
         backend: a backend of torch.distributed, or "auto": nccl if there are GPUs, else gloo.
         version: see `Call` in wire/pickling/call_payload.py.
+        timeout: seconds for each collective; None: torch's default.
     """
     global _version, _group_number
     import torch
@@ -40,7 +42,8 @@ def init(backend: str, version: int | None) -> None:
     _version, _group_number = version, _group_number + 1 if version == _version else 0
     # A prefix of its own separates this group's keys from those that other groups have left.
     store = dist.PrefixStore(f"mpwatch/{version}/{_group_number}", _get_store(dist))
-    dist.init_process_group(backend, store=store, rank=worker.rank, world_size=worker.world_size)
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    dist.init_process_group(backend, timeout=limit, store=store, rank=worker.rank, world_size=worker.world_size)
     if store.add("joined", 1) == worker.world_size:
         store.set("all have joined", "")
     store.wait(["all have joined"])

@@ -22,6 +22,7 @@ import faulthandler
 import os
 import sys
 import threading
+import weakref
 from collections import deque
 from contextlib import suppress
 
@@ -30,11 +31,14 @@ from mpwatch.wire.messages import STACKS_END
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import socket
     from types import FrameType
 
 INNERMOST_FRAMES, OUTERMOST_FRAMES = 80, 20  # of a thread. faulthandler writes the 100 innermost ones
 MAX_NAME = 500  # characters, as in faulthandler
 MAX_BYTES = 1 << 16  # the room in a pipe, unless its user has very many
+
+_crash_file: weakref.ref[CrashFile]  # a dead reference: the function has chosen another file
 
 
 def register_stack_dumps(pipe: int) -> int:
@@ -45,7 +49,7 @@ def register_stack_dumps(pipe: int) -> int:
     """
     main_thread = threading.get_ident()
     os.set_blocking(pipe, False)
-    faulthandler.enable(file=pipe, all_threads=False)
+    _enable_crash_stack(pipe)
     if NATIVE_DUMP_SIGNAL is not None:
         faulthandler.register(NATIVE_DUMP_SIGNAL, file=pipe, all_threads=False)
     if PYTHON_DUMP_SIGNAL is not None:
@@ -53,6 +57,36 @@ def register_stack_dumps(pipe: int) -> int:
     status = os.fstat(pipe)
     os.register_at_fork(after_in_child=lambda: _discard_dumps(pipe, status))
     return main_thread
+
+
+def redirect_crash_stack(target: socket.socket) -> None:
+    """Write the stack of a crash into this socket instead of the pipe, unless the function has chosen another file."""
+    if _crash_file() is not None:
+        fd = target.detach()
+        status = os.fstat(fd)
+        _enable_crash_stack(fd)
+        os.register_at_fork(after_in_child=lambda: _discard_dumps(fd, status))
+
+
+def _enable_crash_stack(fd: int) -> None:
+    global _crash_file
+    file = CrashFile(fd)
+    faulthandler.enable(file=file, all_threads=False)
+    _crash_file = weakref.ref(file)
+
+
+class CrashFile:
+    """The file that faulthandler writes a crash into. faulthandler keeps it alive until it gets another one."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def fileno(self) -> int:
+        """Return the descriptor. faulthandler calls this once."""
+        return self._fd
+
+    def flush(self) -> None:
+        """Do nothing. faulthandler calls this once, and writes without a buffer."""
 
 
 class StackWriter:

@@ -101,6 +101,7 @@ def test_an_event_as_json_data():
             "stderr": "",
             "log_files": {},
             "evidence": "",
+            "collective": None,
             "is_secondary": False,
             "elapsed": 1.5,
         },

@@ -14,18 +14,29 @@ Exceptions and return values are unpickled here, which runs user code. No rank w
 Apart from that, the diagnosis is pure.
 """
 
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from mpwatch.results import report as texts
+from mpwatch.results.collective import Collective, CollectiveState
 from mpwatch.results.failure import FailureKind, ProcessFailure
 from mpwatch.results.model import WorkerState
+from mpwatch.results.places import format_raise_location
+from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.results.run_result import RunResult
+from mpwatch.watcher.diagnosis.collective_verdict import (
+    CollectiveVerdict,
+    VerdictKind,
+    find_verdict,
+    get_current_collective,
+)
 from mpwatch.watcher.diagnosis.failures import (
     TimedFailure,
     build_hang,
+    build_mismatch,
     build_unloadable_value,
     explain_unloadable_value,
     find_failure,
@@ -62,15 +73,23 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
         elif (failure := find_failure(attempt, observed)) is not None:
             failures[rank] = failure
     failures |= _find_victims(attempt, failures)
-    failures |= _find_hangs(attempt, failures)
+    verdict = None if attempt.stop_reason is StopReason.SUCCEEDED else find_collective_verdict(attempt, failures)
+    is_explained = verdict is not None and _is_explained(attempt, failures, verdict)
+    if verdict is not None and is_explained:
+        failures = _blame_for_collective(attempt, failures, verdict)
+    else:
+        failures |= _find_hangs(attempt, failures, verdict)
     first = min(failures.values(), key=partial(_get_order_of_blame, attempt), default=(0.0, None))[1]
+    is_blame_certain = attempt.stop_reason is not StopReason.TIMED_OUT and not (
+        is_explained and verdict and not verdict.blamed
+    )
     by_rank = {rank: failure for rank, (_, failure) in sorted(failures.items())}
     states = {rank: _get_state(attempt, observed, rank in by_rank) for rank, observed in attempt.ranks.items()}
     return RunResult(
         state=_get_overall_state(attempt.stop_reason, by_rank),
         return_values=values if not by_rank else {},
         failures=by_rank,
-        root_cause=None if attempt.stop_reason is StopReason.TIMED_OUT else first,
+        root_cause=first if is_blame_certain else None,
         workers=tuple(observed.worker for observed in attempt.ranks.values()),
         worker_states=states,
         progress={
@@ -79,10 +98,30 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
             if (progress := observed.get_progress(attempt.run_started_at)) is not None
         },
         stacks={rank: text for rank, observed in attempt.ranks.items() if (text := get_stacks_or_state(observed))},
-        reason=_get_reason(attempt, failures, states),
+        collectives=_get_collectives(attempt),
+        reason=verdict.sentence if verdict and is_explained else _get_reason(attempt, failures, states, verdict),
         helpers_oom=attempt.helpers_oom if by_rank else "",
         log_dir=attempt.log_dir,
     )
+
+
+def find_collective_verdict(attempt: AttemptObservations, failures: Failures) -> CollectiveVerdict | None:
+    """Return which ranks did not fit in their collectives."""
+    answers = {rank: observed.collectives for rank, observed in attempt.ranks.items() if observed.collectives is not None}
+    for rank in answers.keys() & failures.keys():
+        _, failure = failures[rank]
+        if failure.is_secondary and failure.exception is not None:
+            answers[rank] = _mark_failed_call(answers[rank], failure.exception)
+    return find_verdict(answers, [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)])
+
+
+def _mark_failed_call(answer: RankCollectives, error: BaseException) -> RankCollectives:
+    """Let a rank wait in its last collective, in which it has lost a peer. The flight recorder calls it completed."""
+    *others, last = answer.collectives or (None,)
+    if last is None:
+        return answer
+    place = last.place or format_raise_location(error).strip(" ()")
+    return replace(answer, collectives=(*others, replace(last, state=CollectiveState.WAITING, place=place)))
 
 
 def find_waiting_ranks(attempt: AttemptObservations) -> set[int]:
@@ -168,14 +207,50 @@ def _was_reported(failure: ProcessFailure) -> bool:
     return failure.exception is not None or failure.kind in (FailureKind.EXCEPTION, FailureKind.TIMEOUT)
 
 
-def _find_hangs(attempt: AttemptObservations, failures: Failures) -> Failures:
+def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
+    """Whether the collectives that did not fit are the root cause: no rank has failed for a reason of its own.
+
+    gloo ends a rank by abort() if its peers send another number of bytes. That is a consequence of a mismatch.
+    """
+    if attempt.stop_reason is not StopReason.FAILED or attempt.silent_ranks:
+        return False
+    return all(
+        failure.is_secondary or (verdict.kind is VerdictKind.MISMATCH and failure.signal == signal.SIGABRT)
+        for _, failure in failures.values()
+    )
+
+
+def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> Failures:
+    """Return all failures: those that there were as secondary ones, and the ranks to blame."""
+    blamed: Failures = {rank: (at, replace(failure, is_secondary=True)) for rank, (at, failure) in failures.items()}
+    latest = max((at for at, _ in failures.values()), default=attempt.ended_at)
+    at = latest if attempt.stopped_at is None else attempt.stopped_at
+    for rank in verdict.blamed:
+        observed, before = attempt.ranks[rank], failures.get(rank)
+        if verdict.kind is VerdictKind.ABSENT and before is None and not has_returned(attempt, observed):
+            blamed[rank] = build_hang(attempt, observed, at, verdict.evidence[rank])
+        else:
+            blamed[rank] = build_mismatch(attempt, observed, at, verdict.evidence[rank], before and before[1])
+    return blamed
+
+
+def _get_collectives(attempt: AttemptObservations) -> dict[int, Collective]:
+    """Return the collective that each rank waited in, or else its last one; of the ranks that have answered."""
+    return {
+        rank: collective
+        for rank, observed in attempt.ranks.items()
+        if observed.collectives is not None and (collective := get_current_collective(observed.collectives)) is not None
+    }
+
+
+def _find_hangs(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict | None) -> Failures:
     """Return the hangs: ranks that were silent for too long, or that kept their peers waiting until these timed out."""
     at = attempt.stopped_at
     if at is None:
         return {}
     running = _get_running(attempt, failures)
     if attempt.silent_ranks:
-        return _find_silent_ranks(attempt, running)
+        return _find_silent_ranks(attempt, running, verdict)
     peer_errors = {_get_peer_error(attempt, rank) for rank in failures}
     if PeerErrorKind.PEER_TIMEOUT in peer_errors and all(failure.is_secondary for _, failure in failures.values()):
         return {
@@ -185,7 +260,9 @@ def _find_hangs(attempt: AttemptObservations, failures: Failures) -> Failures:
     return {}
 
 
-def _find_silent_ranks(attempt: AttemptObservations, running: Mapping[int, RankObservations]) -> Failures:
+def _find_silent_ranks(
+    attempt: AttemptObservations, running: Mapping[int, RankObservations], verdict: CollectiveVerdict | None
+) -> Failures:
     """Return the hangs of the silent ranks, at the time of the last heartbeat, and of the ranks for which they waited.
 
     A rank that waits for another rank is its victim, even if the other rank sent heartbeats.
@@ -193,7 +270,8 @@ def _find_silent_ranks(attempt: AttemptObservations, running: Mapping[int, RankO
     assert attempt.stopped_at is not None
     stopped_at, heartbeat_timeout = attempt.stopped_at, attempt.heartbeat_timeout
     silent = set(attempt.silent_ranks.keys() & running.keys())
-    to_blame = find_cause_of_silence(running, silent) or silent
+    absent = running.keys() & verdict.blamed if verdict is not None else set()
+    to_blame = absent or find_cause_of_silence(running, silent) or silent
     hangs: Failures = {}
     for rank in silent:
         assert heartbeat_timeout is not None
@@ -201,7 +279,8 @@ def _find_silent_ranks(attempt: AttemptObservations, running: Mapping[int, RankO
         why = texts.format_silence(stopped_at - last_beat, heartbeat_timeout, progress)
         hangs[rank] = build_hang(attempt, running[rank], last_beat, why, is_secondary=rank not in to_blame)
     for rank in to_blame - silent:
-        hangs[rank] = build_hang(attempt, running[rank], stopped_at, texts.KEPT_PEERS_WAITING)
+        why = verdict.evidence[rank] if verdict is not None and rank in absent else texts.KEPT_PEERS_WAITING
+        hangs[rank] = build_hang(attempt, running[rank], stopped_at, why)
     return hangs
 
 
@@ -240,11 +319,18 @@ def _get_overall_state(stop_reason: StopReason | None, failures: Mapping[int, Pr
     return WorkerState.SUCCEEDED if stop_reason is StopReason.SUCCEEDED and not failures else WorkerState.FAILED
 
 
-def _get_reason(attempt: AttemptObservations, failures: Failures, states: Mapping[int, WorkerState]) -> str:
+def _get_reason(
+    attempt: AttemptObservations,
+    failures: Failures,
+    states: Mapping[int, WorkerState],
+    verdict: CollectiveVerdict | None,
+) -> str:
     """Return what ended the attempt, if it was not the failure of a rank."""
     if attempt.stop_reason is StopReason.TIMED_OUT:
         unfinished = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
         # A rank that is not in the collective is named, but not blamed: healthy ranks, too, reach it at different times.
+        if verdict is not None:
+            return f"{texts.format_timeout(attempt.timeout or 0.0, unfinished)}; {verdict.sentence}"
         return texts.format_timeout(attempt.timeout or 0.0, unfinished, find_stragglers(_get_running(attempt, failures)))
     if attempt.stop_reason is StopReason.INTERRUPTED and attempt.signum is not None:
         return texts.format_interrupt(attempt.signum)

@@ -5,11 +5,13 @@ one. Here, a failure is marked as secondary only if it is certain that a lost or
 """
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.results import report as texts
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
+from mpwatch.watcher.diagnosis.collective_verdict import get_current_collective
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_death, classify_exception
 from mpwatch.watcher.diagnosis.stragglers import get_stacks_or_state
@@ -87,6 +89,19 @@ def build_hang(
     """Build the failure of a rank that was silent for too long, or that kept its peers waiting."""
     stack = get_stacks_or_state(observed)
     return _build(attempt, observed, at, FailureKind.HANG, stack=stack, evidence=evidence, is_secondary=is_secondary)
+
+
+def build_mismatch(
+    attempt: AttemptObservations, observed: RankObservations, at: float, evidence: str, before: ProcessFailure | None
+) -> TimedFailure:
+    """Build the failure of a rank that called another collective than its peers.
+
+    `before` is what happened to the rank because of that. Its exception, its exit code and its stack are kept.
+    """
+    if before is None:
+        return _build(attempt, observed, at, FailureKind.MISMATCH, stack=get_stacks_or_state(observed), evidence=evidence)
+    failure = replace(before, kind=FailureKind.MISMATCH, evidence=evidence, summary="", is_secondary=False)
+    return at, add_summary(failure)
 
 
 def build_unloadable_value(
@@ -229,6 +244,7 @@ def _build(
         exit_code=exit_code,
         elapsed=at - attempt.run_started_at,
         log_files=dict(observed.stderr_tail.log_files),
+        collective=None if observed.collectives is None else get_current_collective(observed.collectives),
         **{"stderr": observed.stderr, **fields},
     )
     return at, add_summary(failure)

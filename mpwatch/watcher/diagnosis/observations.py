@@ -10,6 +10,7 @@ from functools import partial
 
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.model import Progress
+from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.output.stderr_tail import StderrTail
 from mpwatch.wire.messages import Message
@@ -55,6 +56,10 @@ class RankObservations:
     signal kills that program."""
     is_dump_for_report: bool = False
     """Whether the watcher asked because it stops the rank. False: only a StacksRequest has asked."""
+    collectives: RankCollectives | None = None
+    """The rank's latest collectives, when the first sign of a failure came. None: it was not asked, or did not answer."""
+    wants_collectives: bool = False
+    """Whether the rank's next answer belongs here."""
     process_state: str = ""
     """The letter of the process state when the watcher asked for stacks, see proc(5)."""
     heartbeat: HeartbeatSample = field(default_factory=partial(HeartbeatSample, None, None))

@@ -126,6 +126,10 @@ class StateMachine:
         """Return whether a call is running, and nothing has ended it yet."""
         return self.stage in (RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE) and self.stop_reason is None
 
+    def are_limits_active(self) -> bool:
+        """Return whether a call is running, and its limits do not stand still."""
+        return self.is_call_running() and self._limits_suspended_at is None
+
     def handle(self, event: Event, now: float) -> list[Action]:
         """Return the actions that follow from an event. Raises IllegalEventError."""
         if isinstance(event, m.Interrupted | m.Shutdown | m.Abort) and self.stage is RunStage.AWAITING_DECISION:
@@ -138,6 +142,8 @@ class StateMachine:
             return self._on_start_call(event, now)
         if isinstance(event, m.CancelAttempt):
             return self._dump_stacks_then_stop(now, StopReason.CANCELLED_BY_JOB) if self.is_call_running() else []
+        if isinstance(event, m.CollectivesMismatched):
+            return self._dump_stacks_then_stop(now, StopReason.FAILED) if self.are_limits_active() else []
         if isinstance(event, m.Lease):
             self._lease = event
             return []

@@ -31,6 +31,7 @@ The stages of a run:
     IDLE --- `start_timeout` expires ---> TERMINATING
     RUNNING --- every rank has returned ---> SHUTTING_DOWN --- all have exited ---> the end
     RUNNING --- a rank fails or is silent, `timeout` or `start_timeout` expires ---> DUMPING_STACKS
+    RUNNING --- CollectivesMismatched ---> DUMPING_STACKS
     RUNNING --- Abort, CancelAttempt, SIGINT, or the Lease has run out ---> DUMPING_STACKS
     RUNNING --- a rank reports a secondary failure, or has not reported yet what it raised ---> AWAITING_ROOT_CAUSE
     AWAITING_ROOT_CAUSE --- a rank fails by itself, or ROOT_CAUSE_WAIT_SECONDS later ---> DUMPING_STACKS
@@ -215,6 +216,11 @@ class CancelAttempt:
 
 
 @dataclass(frozen=True, slots=True)
+class CollectivesMismatched:
+    """Ranks have called different collectives with the same number, so the call can never end."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """In a job of several nodes: how long this node may keep its ranks without hearing from the other nodes.
 
@@ -227,7 +233,18 @@ class Lease:
 
 NO_LEASE = Lease()
 
-Event = RankEvent | Interrupted | StartCall | Shutdown | Abort | SuspendLimits | ResumeLimits | CancelAttempt | Lease
+Event = (
+    RankEvent
+    | Interrupted
+    | StartCall
+    | Shutdown
+    | Abort
+    | SuspendLimits
+    | ResumeLimits
+    | CancelAttempt
+    | CollectivesMismatched
+    | Lease
+)
 
 
 @dataclass(frozen=True, slots=True)

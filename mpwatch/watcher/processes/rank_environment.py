@@ -9,7 +9,9 @@ A rank's environment has four parts. A later part replaces variables of an earli
    TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. Also NODE_RANK, with the value of GROUP_RANK.
 4. The user's `env` option.
 
-If there are several ranks and torch can find no accelerator, ACCELERATE_USE_CPU=true is added, unless it is set.
+TORCH_FR_BUFFER_SIZE=128 is added, unless the user sets it or TORCH_NCCL_TRACE_BUFFER_SIZE. torch's flight recorder then
+keeps the last collectives (worker/collectives.py). If there are several ranks and torch can find no accelerator,
+ACCELERATE_USE_CPU=true is added, unless it is set.
 """
 
 import os
@@ -25,6 +27,7 @@ from mpwatch.watcher.processes.accelerators import find_torch_accelerators, is_c
 from mpwatch.wire.resource_errors import with_remedy
 
 MASTER_ADDR = "127.0.0.1"
+FLIGHT_RECORDER_SIZE = "128"  # collectives that torch keeps; torch 2.13 keeps 2,000 by default, older ones none
 
 
 def reserve_port() -> socket.socket:
@@ -109,6 +112,8 @@ def _build_rank_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store, even inside a job of torchrun
     }
     env |= extra
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # the older name, which warns
+        env.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER_SIZE)
     if worker.world_size > 1 and is_cpu_only(accelerators, env):
         # Without it, accelerate and transformers treat a rank without a GPU as the only process.
         env.setdefault("ACCELERATE_USE_CPU", "true")

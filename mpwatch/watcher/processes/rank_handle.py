@@ -20,6 +20,7 @@ from mpwatch.watcher.diagnosis.observations import RankObservations
 from mpwatch.watcher.diagnosis.stack_dumps import StackDumpParser
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.pipes import StdioFds
+from mpwatch.watcher.processes.collective_sockets import CollectiveSockets
 from mpwatch.watcher.processes.process import RankPopen
 from mpwatch.watcher.processes.selector import Selector
 from mpwatch.wire.messages import MAX_DESCRIPTORS, READY_BODY, FrameDecoder, Message, MessageKind, encode_frame
@@ -41,6 +42,8 @@ class RankHandle:
         observations: what the watcher has observed of the rank in the current call.
         call_number: number of the current call, counted from 1.
         stack_parser: parses what the rank writes to the stack pipe.
+        collective_sockets: over them the rank answers which collectives it has called.
+        awaits_dump: whether the state machine waits for StackDumped of this rank.
     """
 
     def __init__(
@@ -59,6 +62,8 @@ class RankHandle:
         self.observations = RankObservations(worker, pid=process.pid, stderr_tail=stdio.stderr_tail)
         self.stdio = stdio
         self.stack_parser = StackDumpParser()
+        self.collective_sockets = CollectiveSockets()
+        self.awaits_dump = False
         self.call_number = 0
         self._channel = channel
         self._frames = FrameDecoder()
@@ -93,6 +98,7 @@ class RankHandle:
             before.worker, pid=before.pid, stderr_tail=before.stderr_tail, was_ready=before.was_ready
         )
         self.stack_parser.discard_dump()
+        self.awaits_dump = False
         before.stderr_tail.clear()
         return self.observations
 
@@ -104,6 +110,7 @@ class RankHandle:
     def close(self) -> None:
         """Close the watcher's ends. The pool reaps the process."""
         self._close_channel()
+        self.collective_sockets.close()
         for fd in list(self._registered_fds):
             self._unregister(fd)
         os.close(self._stack_pipe)
@@ -158,7 +165,7 @@ class RankHandle:
                     break
                 for message in self._frames.feed(data):
                     self._read_returned_file(message)
-                    if message.kind is MessageKind.DEBUGGER and self._files:
+                    if message.kind in (MessageKind.DEBUGGER, MessageKind.COLLECTIVES) and self._files:
                         message.fd = self._files.pop(0)
                     messages.append(message)
                 if len(self._files) > 1:

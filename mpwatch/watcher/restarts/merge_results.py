@@ -42,6 +42,7 @@ def merge_results(
         worker_states=states,
         progress=_merge_dicts(result.progress for result in results),
         stacks=_merge_dicts(result.stacks for result in results),
+        collectives=_merge_dicts(result.collectives for result in results),
         helpers_oom="; ".join(dict.fromkeys(result.helpers_oom for result in results if result.helpers_oom)),
         log_dir=results[0].log_dir,
         reason=_describe_timeout(late) or next((result.reason for result in results if result.reason), ""),

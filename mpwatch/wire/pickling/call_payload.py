@@ -40,7 +40,7 @@ MAX_INLINE_SIZE = 7 << 10
 class Call:
     """A function call for a rank."""
 
-    __slots__ = ("args", "backend", "fn", "kwargs", "process_group_version")
+    __slots__ = ("args", "backend", "backend_timeout", "fn", "kwargs", "process_group_version")
 
     def __init__(
         self,
@@ -49,11 +49,14 @@ class Call:
         kwargs: Mapping[str, Any],
         backend: str | None,
         process_group_version: int | None = None,
+        *,
+        backend_timeout: float | None = None,
     ) -> None:
         self.fn = fn
         self.args = args
         self.kwargs = kwargs
         self.backend = backend  # of the process group that exists while fn runs; None: no process group
+        self.backend_timeout = backend_timeout  # seconds for each collective of that group; None: torch's default
         # A rank keeps its process group for the next call of the same version. None: it is for this call only.
         self.process_group_version = process_group_version
 
@@ -207,7 +210,7 @@ def _can_try_plain_pickler(fn: object) -> bool:
 
 def _dump_plain(call: Call, bundle: PickleBundle) -> None:
     pickler = PlainPickler(bundle)
-    pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.process_group_version))
+    pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.process_group_version, call.backend_timeout))
     pickler.dump({})
     pickler.dump({})
 
@@ -216,7 +219,7 @@ def _dump_with_main(call: Call, bundle: PickleBundle) -> None:
     from mpwatch.wire.pickling.pickler import CallPickler
 
     pickler = CallPickler(bundle, sys.modules["__main__"])
-    pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.process_group_version))
+    pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.process_group_version, call.backend_timeout))
     sent: set[str] = set()
     while new := {name: definition for name, definition in pickler.main_definitions.items() if name not in sent}:
         pickler.dump(new)  # can add more definitions
@@ -257,7 +260,7 @@ def unpack(body: bytes, fds: list[int] | None) -> Call:
         main = sys.modules["__main__"]
         _set_up_main(main, pickle.load(stream))
         unpickler = pickle.Unpickler(stream, buffers=buffers)
-        fn, args, kwargs, backend, process_group_version = unpickler.load()
+        fn, args, kwargs, backend, process_group_version, backend_timeout = unpickler.load()
         while names := unpickler.load():
             vars(main).update(names)
             caller_definitions.update(names)
@@ -271,7 +274,7 @@ def unpack(body: bytes, fds: list[int] | None) -> Call:
             from mpwatch.wire.exceptions import source_lines
 
             source_lines.add_to_linecache(sources)
-        return Call(fn, args, kwargs, backend, process_group_version)
+        return Call(fn, args, kwargs, backend, process_group_version, backend_timeout=backend_timeout)
     finally:
         _threads_of_imports.update(thread for thread in threading.enumerate() if is_unpacking(thread))
         _other_threads = None

@@ -1,0 +1,72 @@
+"""`Collective`: one call of a collective by one rank, and the words that name it. Frozen data, without I/O."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+DEFAULT_GROUP = "default"  # the name of torch's default process group in all texts
+
+
+class CollectiveState(Enum):
+    """Whether a rank still waits in a collective."""
+
+    WAITING = "WAITING"  # the rank has called it, and it has not ended. A call that has failed stays in this state
+    COMPLETED = "COMPLETED"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A call of a collective of torch.distributed by one rank, as torch's flight recorder has recorded it."""
+
+    name: str
+    """The operation, such as "all_reduce"."""
+    sequence: int
+    """Number of the call among the collectives of its process group, from 1. It is the same on all ranks of the group."""
+    group: str
+    """Name of the process group: "default", the description that the user gave it, or torch's number of it."""
+    ranks: tuple[int, ...]
+    """The global ranks of the group, in order. Empty if they are not known."""
+    input_shapes: tuple[tuple[int, ...], ...] = ()
+    output_shapes: tuple[tuple[int, ...], ...] = ()
+    input_dtypes: tuple[str, ...] = ()
+    """The names of torch's types without "torch.", such as "float32"."""
+    output_dtypes: tuple[str, ...] = ()
+    state: CollectiveState
+    place: str = ""
+    """The user's line that waits for it, such as "train.py:31 in step". Empty if none does, or it is not known."""
+    reduce_op: str = ""
+    """The reduction, such as "SUM". It is known only while the rank waits in a function of torch.distributed."""
+    root: int | None = None
+    """The global rank of `src` or `dst`. It is known only while the rank waits in a function of torch.distributed."""
+    seconds: float = field(default=0.0, compare=False)
+    """How long ago the rank had called it, when it was asked."""
+
+    def __str__(self) -> str:
+        """Return the collective in words: `all_reduce #3 (float32[16], default group) at train.py:31 in step`."""
+        place = f" at {self.place}" if self.place else ""
+        return f"{self.title} ({', '.join(filter(None, (self.tensors, self.group_title)))}){place}"
+
+    @property
+    def title(self) -> str:
+        """The operation and its number: `all_reduce #3`."""
+        return f"{self.name} #{self.sequence}"
+
+    @property
+    def group_title(self) -> str:
+        """The process group in words: `default group`, or `group 1`."""
+        return f"{DEFAULT_GROUP} group" if self.group == DEFAULT_GROUP else f"group {self.group}"
+
+    @property
+    def tensors(self) -> str:
+        """The tensors of the call: `float32[16]`. Empty if it has none."""
+        return format_tensors(self.input_dtypes, self.input_shapes) or format_tensors(self.output_dtypes, self.output_shapes)
+
+
+def format_tensors(dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> str:
+    """Return types and shapes in words: `float32[16, 4]`, or `3 x float32[16]`."""
+    if not shapes:
+        return ""
+    dtype = dtypes[0] if dtypes else "tensor"
+    texts = [f"{dtype}{list(shape)}" for shape in shapes]
+    if len(set(texts)) == 1:
+        return texts[0] if len(texts) == 1 else f"{len(texts)} x {texts[0]}"
+    return f"{texts[0]} and {len(texts) - 1} more"

@@ -1,0 +1,129 @@
+"""Looks every few seconds whether the ranks' collectives fit together. Runs in the watcher thread.
+
+    CHECK_SECONDS later --- ask all ranks ---> ranks answer --- all have answered, or ANSWER_SECONDS later ---> find_verdict
+        ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning
+        MISMATCH, twice ---> the machine's event CollectivesMismatched, which ends the call
+
+A mismatch must be found twice, since ranks that exchange bytes of another type may be about to succeed.
+
+Nothing is checked while no call runs, while a prompt of a debugger is open, and before two ranks have a process group.
+"""
+
+import time
+from collections.abc import Callable
+
+from mpwatch.results.rank_collectives import RankCollectives
+from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, VerdictKind, find_verdict
+from mpwatch.watcher.machine.transitions import CollectivesMismatched
+from mpwatch.watcher.observers.deferred_log import DeferredLog
+from mpwatch.watcher.processes.process_pool import ProcessPool
+from mpwatch.watcher.processes.rank_handle import RankHandle
+from mpwatch.wire.messages import MessageKind
+
+CHECK_SECONDS = 5.0  # between two checks, at most
+CHECKS_PER_STALL = 4  # in `stall_after`, if that is shorter
+ANSWER_SECONDS = 1.0  # a rank that needs longer holds the GIL, or is stopped
+CONFIRM_SECONDS = 1.0  # from the first to the second finding of a mismatch
+
+
+class CollectiveMonitor:
+    """The checks during the calls of a run, or of a WorkerGroup.
+
+    Args:
+        pool: the processes of the ranks.
+        stall_after: the option, in seconds; None: never check.
+        deferred_log: where the warning goes.
+        is_checking: returns whether a call is running, and no limit stands still.
+        call_at: calls a function in this thread at a time of CLOCK_MONOTONIC.
+        end_call: passes an event to the state machines.
+    """
+
+    def __init__(
+        self,
+        pool: ProcessPool,
+        stall_after: float | None,
+        deferred_log: DeferredLog,
+        *,
+        is_checking: Callable[[], bool],
+        call_at: Callable[[float, Callable[[], object]], object],
+        end_call: Callable[[CollectivesMismatched], object],
+    ) -> None:
+        self._pool = pool
+        self._stall_after = stall_after
+        self._deferred_log = deferred_log
+        self._is_checking = is_checking
+        self._call_at = call_at
+        self._end_call = end_call
+        self._is_started = False
+        self._asked: set[RankHandle] = set()  # ranks that have not answered
+        self._answers: dict[int, RankCollectives] = {}
+        self._last_mismatch: CollectiveVerdict | None = None
+        self._warned: list[CollectiveVerdict] = []
+
+    def start(self) -> None:
+        """Check from now on, since a rank has a process group."""
+        if not self._is_started and self._stall_after is not None:
+            self._is_started = True
+            self._check_later()
+
+    def add(self, handle: RankHandle, answer: RankCollectives | None) -> None:
+        """Add the answer of a rank; None if it has closed its socket."""
+        if handle in self._asked:
+            self._asked.discard(handle)
+            if answer is not None:
+                self._answers[handle.observations.worker.rank] = answer
+            if not self._asked:
+                self._judge()
+
+    def _check_later(self) -> None:
+        assert self._stall_after is not None
+        self._call_at(time.monotonic() + min(CHECK_SECONDS, self._stall_after / CHECKS_PER_STALL), self._check_and_repeat)
+
+    def _check_and_repeat(self) -> None:
+        self._check_later()
+        self._check()
+
+    def _check(self) -> None:
+        handles = [handle for handle in self._pool.handles.values() if handle.collective_sockets.is_open]
+        if self._asked or len(handles) <= 1 or not self._is_checking():
+            return
+        self._answers.clear()
+        self._asked = {handle for handle in handles if handle.collective_sockets.ask()}
+        self._call_at(time.monotonic() + ANSWER_SECONDS, self._stop_waiting)
+
+    def _stop_waiting(self) -> None:
+        if self._asked:
+            self._asked.clear()
+            self._judge()
+
+    def _judge(self) -> None:
+        returned = [
+            handle.observations.worker.rank
+            for handle in self._pool.handles.values()
+            if handle.observations.answer is not None and handle.observations.answer.kind is MessageKind.RETURNED
+        ]
+        verdict = find_verdict(self._answers, returned)
+        if not self._is_checking() or verdict is None:
+            self._last_mismatch = None
+        elif verdict.kind is not VerdictKind.MISMATCH:
+            self._last_mismatch = None
+            self._warn(verdict)
+        elif verdict == self._last_mismatch:
+            self._end_call(CollectivesMismatched())
+        else:
+            self._last_mismatch = verdict
+            self._call_at(time.monotonic() + CONFIRM_SECONDS, self._check)
+
+    def _warn(self, verdict: CollectiveVerdict) -> None:
+        assert self._stall_after is not None
+        if verdict.seconds >= self._stall_after and verdict not in self._warned:
+            self._warned.append(verdict)
+            places = "; ".join(
+                f"rank {rank} is at {self._answers[rank].place}" for rank in verdict.blamed if self._answers[rank].place
+            )
+            self._deferred_log.warning(
+                "ranks have waited for %.0f s in a collective: %s%s",
+                verdict.seconds,
+                verdict.sentence,
+                places and f"; {places}",
+            )

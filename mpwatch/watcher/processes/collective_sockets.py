@@ -1,0 +1,148 @@
+"""The watcher's ends of two sockets, over which a rank answers which collectives it has called. Runs in the watcher thread.
+
+    watcher --- one byte ---> request socket ---> rank --- one line of JSON ---> watcher
+    rank --- the stack of a crash ---> crash socket: held back until the rank has answered
+
+The rank opens them with its first process group: see worker/collectives.py.
+"""
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from mpwatch.os_support.descriptors import MSG_NOSIGNAL
+from mpwatch.results.rank_collectives import RankCollectives
+from mpwatch.watcher.processes.selector import Selector
+
+READ_SIZE = 1 << 16
+MAX_ANSWER = 1 << 22  # bytes; an answer of 64 collectives in a group of 1,000 ranks has 0.4 MB
+
+
+class CollectiveSockets:
+    """The two sockets of one rank. Without them, `ask` returns False and nothing is ever read.
+
+    Attributes:
+        is_pending: whether the rank was asked and has not answered.
+        is_crashing: whether the rank has begun to write the stack of a crash.
+    """
+
+    def __init__(self) -> None:
+        self.is_pending = False
+        self.is_crashing = False
+        self._requests: socket.socket | None = None
+        self._crash: socket.socket | None = None
+        self._selector: Selector[Any] | None = None
+        self._on_crash: Callable[[], Any] | None = None
+        self._answer = bytearray()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the rank can be asked."""
+        return self._requests is not None
+
+    def open(self, selector: Selector[Any], fd: int, on_readable: Callable[[], Any], *, is_crash_socket: bool) -> None:
+        """Take over the descriptor of a socket that the rank has sent. Raises OSError.
+
+        Args:
+            selector: calls `on_readable` when an answer, or the stack of a crash, has come.
+            fd: the descriptor.
+            on_readable: calls `read_answer` or `hold_crash`.
+            is_crash_socket: which of the two it is.
+        """
+        self._selector = selector
+        end = socket.socket(fileno=fd)
+        end.setblocking(False)
+        if is_crash_socket:
+            self._close(self._crash)
+            self._crash, self._on_crash = end, on_readable
+        else:
+            self._close(self._requests)
+            self._requests = end
+        selector.add(end.fileno(), on_readable)
+
+    def ask(self) -> bool:
+        """Ask the rank, unless it was asked and has not answered. Return False if it cannot be asked."""
+        if self._requests is None:
+            return False
+        if not self.is_pending:
+            try:
+                self._requests.send(b"?", MSG_NOSIGNAL)
+            except OSError:  # the rank is dead, or has closed its end
+                return False
+            self.is_pending = True
+        return True
+
+    def read_answer(self) -> RankCollectives | None:
+        """Read what has come. Return the answer when it is complete."""
+        assert self._requests is not None
+        try:
+            data = self._requests.recv(READ_SIZE)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        self._answer += data
+        if not data or len(self._answer) > MAX_ANSWER:
+            self._close_requests()
+            return None
+        if not self._answer.endswith(b"\n"):
+            return None
+        text = bytes(self._answer)
+        self._answer.clear()
+        self.is_pending = False
+        try:
+            return RankCollectives.from_json(text)
+        except (ValueError, KeyError, TypeError):  # other code of the rank has written to the socket
+            self._close_requests()
+            return None
+
+    def hold_crash(self) -> bool:
+        """Let the crashing rank wait until `read_crash`, once. Return False if it has waited before, or cannot be asked."""
+        if self.is_crashing or self._crash is None or self._selector is None or not self._has_crash_data() or not self.ask():
+            return False
+        self.is_crashing = True
+        self._selector.remove(self._crash.fileno())
+        return True
+
+    def _has_crash_data(self) -> bool:
+        """Return whether the rank has written something. A rank that ends closes the socket."""
+        try:
+            return self._crash is not None and bool(self._crash.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    def read_crash(self) -> bytes:
+        """Return what the rank has written of the stack of its crash, and let it go on."""
+        data = b""
+        if self._crash is None or self._selector is None or self._on_crash is None:
+            return data
+        with suppress(KeyError):  # it is registered
+            self._selector.add(self._crash.fileno(), self._on_crash)
+        try:
+            while more := self._crash.recv(READ_SIZE):
+                data += more
+        except BlockingIOError:
+            return data
+        except OSError:  # the rank is dead, and has not read everything
+            pass
+        self._close(self._crash)
+        self._crash = None
+        return data
+
+    def close(self) -> None:
+        """Close both sockets."""
+        self._close_requests()
+        self._close(self._crash)
+        self._crash = None
+
+    def _close_requests(self) -> None:
+        self._close(self._requests)
+        self._requests, self.is_pending = None, False
+
+    def _close(self, end: socket.socket | None) -> None:
+        if end is not None:
+            with suppress(KeyError, ValueError):  # a held crash socket is not registered
+                assert self._selector is not None
+                self._selector.remove(end.fileno())
+            end.close()

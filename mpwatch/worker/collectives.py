@@ -1,0 +1,186 @@
+"""Answers which collectives this rank has called, and where its main thread is. Runs in a rank, in a thread of its own.
+
+    watcher --- one byte ---> request socket ---> thread: reads torch's flight recorder --- one line of JSON ---> watcher
+
+The thread is started when the rank makes its first process group. It answers while the main thread waits in C++ code. It
+cannot answer while another thread holds the GIL.
+
+The crash socket lets the watcher ask a rank that is dying. gloo ends a rank by abort() if its peers send another number of
+bytes. Then faulthandler writes the stack of the crash into this socket, whose buffer is so small that the write blocks until
+the watcher reads. The watcher first asks for the collectives, and then reads (watcher/processes/collective_sockets.py). So
+the process is held for 0.1 s at most, and dies by its own signal. If the watcher is dead, the write fails at once.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING
+
+from mpwatch import torch_private
+from mpwatch.os_support.descriptors import MSG_NOSIGNAL
+from mpwatch.results.collective import DEFAULT_GROUP, Collective, CollectiveState
+from mpwatch.results.places import find_user_frame, format_place
+from mpwatch.results.rank_collectives import RankCollectives
+from mpwatch.wire.messages import MessageKind
+from mpwatch.worker import stack_dumps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from types import FrameType, ModuleType
+    from typing import Any
+
+    from mpwatch.worker.channel import Channel
+
+MAX_COLLECTIVES = 64  # in an answer: those that were called last
+TORCH_FOLDER = "/torch/"
+COLLECTIVE_FILE = "/torch/distributed/distributed_c10d.py"
+ROOT_ARGUMENTS = ("src", "dst")
+GROUP_ROOT_ARGUMENTS = ("group_src", "group_dst")  # ranks within the group
+# The names of torch's types in the flight recorder, where they differ from those in Python by more than the case.
+DTYPE_NAMES = {
+    "Byte": "uint8",
+    "Char": "int8",
+    "Short": "int16",
+    "Int": "int32",
+    "Long": "int64",
+    "Half": "float16",
+    "Float": "float32",
+    "Double": "float64",
+    "ComplexHalf": "complex32",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+}
+
+_has_started = False
+
+
+def answer_when_used(module: ModuleType, channel: Channel) -> None:
+    """Let `init_process_group` of torch.distributed start the thread, before it makes the first process group."""
+    make_group = module.init_process_group
+
+    @wraps(make_group)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        start(channel)
+        return make_group(*args, **kwargs)
+
+    module.init_process_group = init_process_group  # type: ignore[attr-defined]
+
+
+def start(channel: Channel) -> None:
+    """Start the thread, unless it runs. Without it, for want of descriptors or threads, the watcher has the stacks alone."""
+    global _has_started
+    if _has_started or not torch_private.has_flight_recorder():
+        return
+    _has_started = True
+    with suppress(OSError, RuntimeError):
+        requests = _open_socket(channel, b"")
+        threading.Thread(target=_answer_requests, args=(requests,), name="mpwatch collectives", daemon=True).start()
+        crash = _open_socket(channel, b"crash")
+        crash.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)  # the kernel takes its minimum
+        stack_dumps.redirect_crash_stack(crash)
+
+
+def _open_socket(channel: Channel, purpose: bytes) -> socket.socket:
+    """Return one end of a new socket pair; the watcher gets the other one. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        if not channel.send_socket(MessageKind.COLLECTIVES, theirs.fileno(), purpose):
+            raise OSError("the channel to the watcher is closed")
+    return ours
+
+
+def _answer_requests(requests: socket.socket) -> None:
+    with suppress(OSError):  # the watcher is dead
+        while requests.recv(1):
+            requests.sendall(describe_rank().to_json().encode() + b"\n", MSG_NOSIGNAL)
+
+
+def describe_rank() -> RankCollectives:
+    """Return the collectives of this process, the oldest first, and the place of its main thread."""
+    main_frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = list(_walk_frames(main_frame))
+    groups = torch_private.get_process_groups()
+    now = time.time_ns()
+    entries = sorted(torch_private.read_flight_recorder(), key=lambda entry: entry["time_created_ns"])
+    selected = _select_entries(entries)
+    found = [_make_collective(entry, groups, now) for entry in selected]
+    place = _format_user_place(frames)
+    if found and found[-1].state is CollectiveState.WAITING and frames and TORCH_FOLDER in frames[0].f_code.co_filename:
+        found[-1] = replace(_add_arguments(found[-1], frames), place=place)
+    oldest = {_get_backend(entry): entry["record_id"] for entry in reversed(entries)}
+    has_all = len(selected) == len(entries) and not any(oldest.values())
+    return RankCollectives(collectives=tuple(found), place=place, has_all=has_all)
+
+
+def _select_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the latest entries, and the latest one of each process group."""
+    last_of_group = {entry["process_group"]: number for number, entry in enumerate(entries)}.values()
+    latest = range(max(0, len(entries) - MAX_COLLECTIVES), len(entries))
+    return [entries[number] for number in sorted({*last_of_group, *latest})]
+
+
+def _get_backend(entry: Mapping[str, Any]) -> str:
+    return str(entry["profiling_name"]).partition(":")[0]
+
+
+def _walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _make_collective(entry: Mapping[str, Any], groups: Mapping[str, tuple[str, tuple[int, ...]]], now: int) -> Collective:
+    """Return an entry of the flight recorder as a Collective. `now` is in nanoseconds since 1970, as its times are."""
+    group, description = entry["process_group"]
+    known_description, ranks = groups.get(group, ("", ()))
+    is_default = "default_pg" in (description, known_description)
+    is_described = description not in ("", "undefined")
+    return Collective(
+        name=entry["profiling_name"].rpartition(":")[2],
+        sequence=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+        group=DEFAULT_GROUP if is_default else f"{group} ({description})" if is_described else group,
+        ranks=ranks,
+        input_shapes=tuple(map(tuple, entry["input_sizes"])),
+        output_shapes=tuple(map(tuple, entry["output_sizes"])),
+        input_dtypes=tuple(map(_name_dtype, entry["input_dtypes"])),
+        output_dtypes=tuple(map(_name_dtype, entry["output_dtypes"])),
+        # gloo's entries keep the state "scheduled", and are retired when the call has ended.
+        state=CollectiveState.COMPLETED if entry["retired"] or entry["state"] == "completed" else CollectiveState.WAITING,
+        seconds=(now - entry["time_created_ns"]) / 1e9,
+    )
+
+
+def _name_dtype(name: str) -> str:
+    return DTYPE_NAMES.get(name, name.lower())
+
+
+def _format_user_place(frames: list[FrameType]) -> str:
+    """Return the innermost frame of user code, or an empty string. `frames` begins with the innermost one."""
+    if not frames:
+        return ""
+    frame = frames[find_user_frame(frame.f_code.co_filename for frame in frames)]
+    return format_place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def _add_arguments(collective: Collective, frames: list[FrameType]) -> Collective:
+    """Add the reduction and the root, which the recorder does not have, if the main thread is in that call."""
+    for frame in frames:
+        if frame.f_code.co_name == collective.name and frame.f_code.co_filename.endswith(COLLECTIVE_FILE):
+            arguments = frame.f_locals
+            reduce_op = getattr(arguments.get("op"), "name", "")
+            return replace(collective, reduce_op=str(reduce_op), root=_find_root(collective, arguments))
+    return collective
+
+
+def _find_root(collective: Collective, arguments: Mapping[str, Any]) -> int | None:
+    root = next((arguments[name] for name in ROOT_ARGUMENTS if arguments.get(name) is not None), None)
+    if root is None and collective.ranks:
+        index = next((arguments[name] for name in GROUP_ROOT_ARGUMENTS if arguments.get(name) is not None), None)
+        root = None if index is None else collective.ranks[index]
+    return root if isinstance(root, int) else None

@@ -1,0 +1,67 @@
+"""Changes a module as soon as it has been imported. Runs in a rank.
+
+This module is small, since every rank imports it. Most ranks never import the modules that are changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from importlib.machinery import PathFinder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.abc import Loader
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+
+class ModuleFinder:
+    """Finds one module, and passes it to a function when it has been loaded. If it is loaded already, that is at once.
+
+    Args:
+        name: full name of the module.
+        change: is called once with the module.
+    """
+
+    def __init__(self, name: str, change: Callable[[ModuleType], object]) -> None:
+        self._name = name
+        self.change = change
+
+    def install(self) -> None:
+        """Change the module if it is loaded, or wait for its import."""
+        if self._name in sys.modules:
+            self.change(sys.modules[self._name])
+        else:
+            sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of the module; None for any other one, which the other finders find."""
+        if name != self._name:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ChangingLoader(spec.loader, self)  # type: ignore[assignment]  # typeshed wants optional methods, too
+        return spec
+
+
+class _ChangingLoader:
+    """Loads a module as its own loader does, and then changes it."""
+
+    def __init__(self, loader: Loader, finder: ModuleFinder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Return the module if its own loader creates it. None: Python creates it."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module, and change it."""
+        with suppress(ValueError):
+            sys.meta_path.remove(self._finder)
+        assert module.__spec__ is not None
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._finder.change(module)
