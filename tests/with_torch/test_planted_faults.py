@@ -1,0 +1,123 @@
+"""Ranks call collectives that do not fit together. The report names the rank, the collective and the line."""
+
+import re
+
+import pytest
+
+import mpwatch
+from mpwatch import FailureKind
+from with_torch import planted_faults as faults
+from with_torch.planted_faults import ODD_RANK
+
+LINE = r"\(planted_faults\.py:\d+ in \w+(<lambda>)?\)"
+SLOW = pytest.mark.slow
+# What the first line of the report says of rank 1, and of the other ranks.
+VERDICTS = {
+    faults.other_shape: rf"called all_reduce #3 with float32\[17\] {LINE}, OTHERS with float32\[16\] {LINE}",
+    faults.smaller_shape: rf"called all_reduce #3 with float32\[15\] {LINE}, OTHERS with float32\[16\] {LINE}",
+    faults.other_dtype: rf"called all_reduce #3 with float64\[16\] {LINE}, OTHERS with float32\[16\] {LINE}",
+    faults.other_operation: rf"called broadcast #3 with float32\[16\] {LINE}, OTHERS all_reduce #3 with float32\[16\] {LINE}",
+    faults.swapped_order: r"called broadcast #3 with float32\[8\] \(.*\), OTHERS all_reduce #3 with float32\[16\] \(.*\)",
+    faults.missing_call: rf"called broadcast #3 with float32\[8\] {LINE}, OTHERS all_reduce #3 with float32\[16\] {LINE}",
+    faults.extra_call: r"called all_reduce #3 with float32\[16\].*, OTHERS broadcast #3 with float32\[8\]",
+    faults.early_return: rf"has returned, but .* for it in all_reduce #3 \(float32\[16\], default group\) {LINE}; its last "
+    "collective was all_reduce #2",
+    faults.early_exit: rf"has returned, but .* for it in all_reduce #3 \(float32\[16\], default group\) {LINE}; its last "
+    "collective was all_reduce #2",
+    faults.uneven_inputs_of_ddp: rf"has returned, but .* for it in all_reduce #\d+ \(float32\[20\], default group\) {LINE}",
+}
+
+
+def others(nprocs):
+    return "ranks 0, 2" if nprocs == 3 else f"ranks 0, 2-{nprocs - 1}"
+
+
+def run(fault, nprocs, **options):
+    with pytest.raises(mpwatch.RunFailedError) as failed:
+        mpwatch.run(faults.run_fault, nprocs, args=(fault,), backend="gloo", stall_after=2.0, grace_period=0.5, **options)
+    return failed.value
+
+
+def check_verdict(fault, nprocs):
+    error = run(fault, nprocs)
+    root = error.root_cause
+    assert re.match(f"rank {ODD_RANK} {VERDICTS[fault].replace('OTHERS', others(nprocs))}", str(error)), str(error)
+    assert (root.rank, root.kind, root.is_secondary) == (ODD_RANK, FailureKind.MISMATCH, False)
+    assert all(failure.is_secondary for rank, failure in error.failures.items() if rank != ODD_RANK)
+    return error
+
+
+QUICK = [faults.other_shape, faults.early_return]
+
+
+@pytest.mark.parametrize("fault", [fault if fault in QUICK else pytest.param(fault, marks=SLOW) for fault in VERDICTS])
+def test_the_rank_that_does_not_fit_is_blamed(fault):
+    error = check_verdict(fault, 3)
+    collective = error.result.collectives[0]
+    assert (collective.group, collective.ranks) in (("default", (0, 1, 2)), ("default", ()))
+    assert error.root_cause.collective == error.result.collectives[ODD_RANK]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", VERDICTS)
+def test_one_of_eight_ranks_does_not_fit(fault):
+    check_verdict(fault, 8)
+
+
+@pytest.mark.slow
+def test_ranks_that_differ_in_the_root_are_named():
+    """The recorder does not know the root, so a rank that has gone on says nothing about it. Nobody is blamed."""
+    error = run(faults.wrong_root, 3)
+    assert re.match(rf"rank 0 called broadcast #3 with root 0 {LINE}, rank 1 with root 1 {LINE}", str(error)), str(error)
+    assert error.root_cause is None
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_in_different_groups_are_named(caplog):
+    """This may be legal: a call may be asynchronous. So the run goes on until its timeout."""
+    with pytest.raises(mpwatch.RunTimeoutError) as failed:
+        mpwatch.run(faults.run_fault, 3, args=(faults.other_group,), backend="gloo", stall_after=1.0, timeout=20.0)
+    text = r"rank 1 waits in all_reduce #1 \(float32\[16\], group 1\) at planted_faults.*, but ranks 0, 2 wait for it in all_reduce"
+    assert re.search(text, str(failed.value)), str(failed.value)
+    assert re.search(text, caplog.text), caplog.text
+
+
+@pytest.mark.slow
+def test_two_ranks_are_both_named():
+    error = run(faults.other_operation, 2)
+    text = r"rank 0 called all_reduce #3 with float32\[16\] \(.*\), rank 1 broadcast #3 with float32\[16\] \(.*\)\n"
+    assert re.match(text, str(error)), str(error)
+    assert error.root_cause is None
+
+
+def test_a_late_rank_is_named_in_a_warning(caplog):
+    result = mpwatch.run(faults.load_slowly, 3, args=(3.0,), backend="gloo", stall_after=1.0)
+    assert list(result) == [0, 1, 2]
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert re.match(r"ranks have waited for \d s in a collective: rank 1 has not joined all_reduce #2", text), text
+    assert re.search(r"; rank 1 is at planted_faults.py:\d+ in load_slowly$", text), text
+
+
+@pytest.mark.slow
+def test_no_warning_without_the_option(caplog):
+    with mpwatch.WorkerGroup(2, backend="gloo", stall_after=None) as group:
+        assert list(group.run(faults.load_slowly, (1.5,))) == [0, 1]
+    assert not caplog.records
+
+
+def test_a_group_ends_a_call_that_cannot_end():
+    with mpwatch.WorkerGroup(3, backend="gloo", stall_after=2.0, grace_period=0.5) as group:
+        for _ in range(2):
+            with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 called broadcast #3 with"):
+                group.run(faults.run_fault, (faults.other_operation,))
+        assert list(group.run(faults.load_slowly, (0.0,))) == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_sound_training_with_delays_raises_no_alarm(caplog):
+    """No delay is longer than half of `stall_after`."""
+    with mpwatch.WorkerGroup(4, backend="gloo", stall_after=0.6) as group:
+        for seed in range(125):
+            assert list(group.run(faults.train_with_delays, (seed, 0.3))) == [[4, 4, 4, 4]] * 4
+    assert not caplog.records
