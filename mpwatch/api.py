@@ -95,8 +95,9 @@ def run(
             rank. When the prompt is left (`q`), the run fails as without it. It needs a terminal or a notebook. Elsewhere it
             has no effect.
         stall_after: seconds. If ranks have waited so long in a collective of torch.distributed for a rank that has not
-            joined it, mpwatch logs one warning that names that rank, and goes on. If ranks call different collectives with
-            the same number, the run ends within a few seconds (FailureKind.MISMATCH). None: neither.
+            joined it, mpwatch logs one warning that names that rank, and goes on; if that rank has returned, the run
+            ends. If ranks call different collectives with the same number, the run ends within a few seconds
+            (FailureKind.MISMATCH). None: none of this.
         backend_timeout: limit in seconds for each collective of the process group that `backend` makes. None: torch's
             default, which is 30 minutes for gloo and 10 for nccl.
         check: False: return the result of a failed run instead of raising.

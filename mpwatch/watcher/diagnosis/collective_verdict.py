@@ -66,6 +66,7 @@ class CollectiveVerdict:
         evidence: for each blamed rank, a phrase that follows the rank's name.
         key: identifies the collective. Two verdicts with the same kind, key and blamed ranks are the same finding.
         seconds: how long the first rank has waited in the collective.
+        have_returned: whether all ranks to blame have returned.
     """
 
     kind: VerdictKind
@@ -74,6 +75,7 @@ class CollectiveVerdict:
     evidence: Mapping[int, str] = field(compare=False)
     key: Key
     seconds: float = field(default=0.0, compare=False)
+    have_returned: bool = False
 
 
 def find_verdict(answers: Mapping[int, RankCollectives], returned: Iterable[int] = ()) -> CollectiveVerdict | None:
@@ -271,6 +273,7 @@ def _make_absent(
         evidence,
         key,
         max(waits[rank].seconds for rank in waiting),
+        have_returned=returned.issuperset(absent),
     )
 
 

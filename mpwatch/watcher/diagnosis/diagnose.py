@@ -183,11 +183,11 @@ def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
     """
     peer_errors = {rank: _get_peer_error(attempt, rank) for rank in failures}
     deaths = [at for at, failure in failures.values() if not _was_reported(failure)]
-    causes = [at for rank, (at, _) in failures.items() if peer_errors[rank] in (None, PeerErrorKind.HINT)]
+    has_cause = any(kind in (None, PeerErrorKind.HINT) for kind in peer_errors.values())
     victims: Failures = {}
     for rank, (at, failure) in failures.items():
         if peer_errors[rank] is PeerErrorKind.POSSIBLY_PEER:
-            is_victim = bool(deaths) or any(cause < at for cause in causes)
+            is_victim = bool(deaths) or has_cause  # also a later one: a rank may close its connections before it raises
         else:
             is_victim = peer_errors[rank] is PeerErrorKind.HINT and any(death - DEATH_LAG_SECONDS <= at for death in deaths)
         if is_victim:

@@ -1,8 +1,9 @@
 """Looks every few seconds whether the ranks' collectives fit together. Runs in the watcher thread.
 
     CHECK_SECONDS later --- ask all ranks ---> ranks answer --- all have answered, or ANSWER_SECONDS later ---> find_verdict
-        ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning
         MISMATCH, twice ---> the machine's event CollectivesMismatched, which ends the call
+        ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning
+        the same if the absent ranks have returned ---> CollectivesMismatched
 
 A mismatch must be found twice, since ranks that exchange bytes of another type may be about to succeed.
 
@@ -105,18 +106,22 @@ class CollectiveMonitor:
         verdict = find_verdict(self._answers, returned)
         if not self._is_checking() or verdict is None:
             self._last_mismatch = None
-        elif verdict.kind is not VerdictKind.MISMATCH:
-            self._last_mismatch = None
-            self._warn(verdict)
-        elif verdict == self._last_mismatch:
+        elif verdict.kind is VerdictKind.MISMATCH and verdict == self._last_mismatch:
             self._end_call(CollectivesMismatched())
-        else:
+        elif verdict.kind is VerdictKind.MISMATCH:
             self._last_mismatch = verdict
             self._call_at(time.monotonic() + CONFIRM_SECONDS, self._check)
+        else:
+            self._last_mismatch = None
+            self._handle_stall(verdict)
 
-    def _warn(self, verdict: CollectiveVerdict) -> None:
+    def _handle_stall(self, verdict: CollectiveVerdict) -> None:
         assert self._stall_after is not None
-        if verdict.seconds >= self._stall_after and verdict not in self._warned:
+        if verdict.seconds < self._stall_after:
+            return
+        if verdict.have_returned:
+            self._end_call(CollectivesMismatched())
+        elif verdict not in self._warned:
             self._warned.append(verdict)
             places = "; ".join(
                 f"rank {rank} is at {self._answers[rank].place}" for rank in verdict.blamed if self._answers[rank].place

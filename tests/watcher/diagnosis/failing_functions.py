@@ -486,15 +486,17 @@ class ReportedBrokenPipeError(BrokenPipeError):
         return "broken"
 
 
-def loses_a_connection_to_another_program(barrier, has_failed):
-    """Raise BrokenPipeError on rank 0: it loses a connection to a process that is not a rank. Then rank 1 fails as a consequence."""
+def loses_a_connection(barrier, has_failed, *, other_raises):
+    """Raise BrokenPipeError on rank 0. Then rank 1 raises, too, or waits to be stopped."""
     global _has_failed
     _has_failed = has_failed
     barrier.wait()
     if rank() == 0:
         raise ReportedBrokenPipeError
     has_failed.wait()
-    raise KeyError("no shard of rank 0")
+    if other_raises:
+        raise KeyError("lr")
+    wait_to_be_stopped()
 
 
 class FailsToPickleWhenThePeerIsDead:

@@ -368,11 +368,21 @@ def test_a_rank_that_lost_its_peer_is_a_victim(how, barrier):
     assert all(failure.is_secondary for rank, failure in caught.value.failures.items() if rank != 1)
 
 
-def test_a_lost_connection_to_another_program_makes_no_victim():
+@pytest.mark.parametrize(
+    ("other_raises", "verdict"),
+    [(False, "rank 0 failed first: ReportedBrokenPipeError: broken"), (True, "rank 1 failed first: KeyError: 'lr'")],
+)
+def test_a_lost_connection_is_the_cause_unless_another_rank_raises(other_raises, verdict):
+    """A rank may close its connections before it raises. Then its peer fails first."""
     with pytest.raises(mpwatch.RunFailedError) as caught:
-        mpwatch.run(failing_functions.loses_a_connection_to_another_program, 2, args=(SPAWN.Barrier(2), SPAWN.Event()))
-    assert str(caught.value).startswith("rank 0 failed first: ReportedBrokenPipeError: broken")
-    assert "victim" not in str(caught.value)
+        mpwatch.run(
+            failing_functions.loses_a_connection,
+            2,
+            args=(SPAWN.Barrier(2), SPAWN.Event()),
+            kwargs={"other_raises": other_raises},
+        )
+    assert str(caught.value).startswith(verdict)
+    assert ("a victim of rank 1: ReportedBrokenPipeError" in str(caught.value)) is other_raises
 
 
 def test_signals_do_not_disturb_the_report_of_an_exception(barrier):

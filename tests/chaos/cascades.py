@@ -1,0 +1,134 @@
+"""Random cascades: one rank of a ring fails, and its neighbours lose their connections and fail, too, often before it.
+
+Run it with a number of cascades and the first seed: `python tests/chaos/cascades.py 1000 1`. It prints each cascade in which
+another rank than the right one is blamed.
+"""
+
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import mpwatch
+
+LONGEST_DELAY = 0.3  # seconds from the end of the connections to the exception of the rank that ended them
+ENDS = ["raise", "raise in a cause", "memory", "exit", "os._exit", "SIGKILL", "SIGSEGV"]
+
+
+@dataclass(frozen=True)
+class Cascade:
+    """What happens in the ranks. `wrapped` are the ranks that raise another exception from the error of their socket."""
+
+    seed: int
+    nprocs: int
+    culprit: int
+    end: str
+    closes_first: bool
+    delay: float
+    wrapped: tuple[int, ...]
+
+
+def make_cascade(seed):
+    choose = random.Random(seed)
+    nprocs = choose.randint(2, 5)
+    return Cascade(
+        seed=seed,
+        nprocs=nprocs,
+        culprit=choose.randrange(nprocs),
+        end=choose.choice(ENDS),
+        closes_first=choose.random() < 0.6,
+        delay=choose.uniform(0, LONGEST_DELAY),
+        wrapped=tuple(rank for rank in range(nprocs) if choose.random() < 0.3),
+    )
+
+
+def fail(end):
+    """End this rank by a failure of its own."""
+    if end == "raise":
+        raise ValueError("the loss is nan")
+    if end == "raise in a cause":
+        try:
+            raise KeyError("lr")
+        except KeyError as error:
+            raise RuntimeError("the configuration is wrong") from error
+    if end == "memory":
+        raise MemoryError
+    if end == "exit":
+        sys.exit(3)
+    if end == "os._exit":
+        os._exit(4)
+    os.kill(os.getpid(), getattr(signal, end))
+
+
+def connect(folder, nprocs, barrier):
+    """Return the connections to the next rank and from the one before."""
+    rank = mpwatch.current_worker().rank
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(Path(folder, str(rank))))
+    listener.listen()
+    barrier.wait()
+    following = socket.socket(socket.AF_UNIX)
+    following.connect(str(Path(folder, str((rank + 1) % nprocs))))
+    previous, _ = listener.accept()
+    listener.close()
+    barrier.wait()
+    return following, previous
+
+
+def be_rank(cascade, folder, barrier):
+    rank = mpwatch.current_worker().rank
+    following, previous = connect(folder, cascade.nprocs, barrier)
+    if rank == cascade.culprit:
+        if cascade.closes_first:
+            for end in (following, previous):
+                end.close()
+            time.sleep(cascade.delay)
+        fail(cascade.end)
+    try:
+        exchange(following, previous)
+    except OSError as error:
+        if rank in cascade.wrapped:
+            raise RuntimeError(f"step {rank} failed") from error
+        raise
+
+
+def exchange(following, previous):
+    """Send to the next rank and receive from the one before, for ever."""
+    while True:
+        following.sendall(struct.pack("<d", time.monotonic()))
+        if not previous.recv(8, socket.MSG_WAITALL):
+            raise ConnectionResetError("the connection has ended")
+
+
+def run_cascade(cascade):
+    """Run it. Return what is wrong with the result, or an empty text."""
+    from multiprocessing import get_context
+
+    barrier = get_context("spawn").Barrier(cascade.nprocs)
+    with tempfile.TemporaryDirectory(prefix="cascade-") as folder:
+        result = mpwatch.run(be_rank, cascade.nprocs, args=(cascade, folder, barrier), grace_period=1.0, check=False)
+    root = result.root_cause
+    if root is not None and root.rank == cascade.culprit and not root.is_secondary:
+        return ""
+    return f"{cascade}\n  blamed: {root}\n  failures: {[str(failure) for failure in result.failures.values()]}"
+
+
+def run_cascades(count, first_seed=1):
+    """Run cascades, two at a time. Return what is wrong."""
+    with ThreadPoolExecutor(2) as pool:
+        return [text for text in pool.map(run_cascade, map(make_cascade, range(first_seed, first_seed + count))) if text]
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        COUNT = int(sys.argv[1])
+        WRONG = run_cascades(COUNT, int(sys.argv[2]))
+        print(*WRONG, f"{COUNT - len(WRONG)} of {COUNT} right", sep="\n")
