@@ -43,8 +43,13 @@ def train(diversion):
             r"was silent for [\d.]+ s \(heartbeat_timeout=1\), at step 3 of 10: still at work \(.* in sleeps",
             marks=pytest.mark.slow,
         ),
-        (joins_another_collective, r"was silent .*: still at work in broadcast \(.* in joins_another_collective"),
-        (sends_heartbeats_only, r"kept its peers waiting: still at work \(.* in sends_heartbeats_only"),
+        (
+            sends_heartbeats_only,
+            (
+                r"has not joined all_reduce #4 \(float32\[1\], default group\), in which ranks 0, 2 wait \(.* in train\); its "
+                r"last collective was all_reduce #3: still at work \(.* in sends_heartbeats_only"
+            ),
+        ),
     ],
 )
 def test_the_rank_that_is_missing_from_a_collective_is_the_root_cause(diversion, text):
@@ -56,6 +61,13 @@ def test_the_rank_that_is_missing_from_a_collective_is_the_root_cause(diversion,
     assert [failure.is_secondary for _, failure in sorted(failed.value.failures.items())] == [True, False, True]
     assert "  ranks 0, 2: a victim of rank 1: was silent for " in str(failed.value)
     assert "still at work in all_reduce (test_collectives.py" in str(failed.value)
+
+
+def test_a_rank_in_another_collective_does_not_fit():
+    with pytest.raises(mpwatch.RunFailedError, match=r"^rank 1 called broadcast #4 with float32\[1\] ") as failed:
+        mpwatch.run(train, 3, args=(joins_another_collective,), backend="gloo", heartbeat_timeout=1.0, grace_period=0.5)
+    assert (failed.value.root_cause.kind, failed.value.root_cause.exit_code) == (FailureKind.MISMATCH, 1)
+    assert "  ranks 0, 2: stopped by the watcher in all_reduce (test_collectives.py" in str(failed.value)
 
 
 def train_in_parallel():

@@ -212,7 +212,7 @@ def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: Col
 
     gloo ends a rank by abort() if its peers send another number of bytes. That is a consequence of a mismatch.
     """
-    if attempt.stop_reason is not StopReason.FAILED or attempt.silent_ranks:
+    if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False
     return all(
         failure.is_secondary or (verdict.kind is VerdictKind.MISMATCH and failure.signal == signal.SIGABRT)
