@@ -47,6 +47,7 @@ from mpwatch.watcher.commands import (
 )
 from mpwatch.watcher.diagnosis.death_order import DeathClock
 from mpwatch.watcher.diagnosis.failures import is_crash, may_be_oom_kill
+from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.diagnosis.oom import OomDetector
 from mpwatch.watcher.diagnosis.peer_errors import classify_exception
 from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, cut_frames_of_mpwatch
@@ -141,9 +142,11 @@ class EventLoop:
                 self._handle_events_until_finished()
             helpers_oom = self._oom.resolve_suspects()
         if self._running_call is not None:  # the ranks have ended with this call
-            self._running_call.observations = [
-                group.observations(hostname=self._hostname, helpers_oom=helpers_oom) for group in self._groups
-            ]
+            self._running_call.observations = [self._get_observations(group, helpers_oom) for group in self._groups]
+
+    def _get_observations(self, group: RestartGroup, helpers_oom: str) -> AttemptObservations:
+        verdict = self._collective_monitor.final_verdict
+        return group.observations(hostname=self._hostname, helpers_oom=helpers_oom, collective_verdict=verdict)
 
     def _start_all_ranks(self) -> None:
         for group in self._groups:
@@ -430,6 +433,7 @@ class EventLoop:
         if group.machine.stage is not m.RunStage.IDLE or not is_whole:
             return False
         self._running_call = self._next_call
+        self._collective_monitor.begin_call()
         for handle in handles:
             group.observed[handle.observations.worker.rank] = handle.reset_observations()
             self._pool.clear_heartbeat(handle)
@@ -438,6 +442,7 @@ class EventLoop:
     def _execute(self, group: RestartGroup, action: m.Action) -> list[m.Event]:
         """Execute an action, and return the events that it causes at once."""
         if isinstance(action, m.StartRank):
+            self._collective_monitor.begin_call()
             self._pool.wait_for_helpers()
             self._start_rank(group, action.rank)
             return []
@@ -491,7 +496,7 @@ class EventLoop:
             self._finish_call(self._running_call, group)
         elif stage is m.RunStage.AWAITING_DECISION and is_new_stage:
             helpers_oom = self._oom.resolve_suspects()
-            self._commands.request_decision(group.observations(hostname=self._hostname, helpers_oom=helpers_oom))
+            self._commands.request_decision(self._get_observations(group, helpers_oom))
         elif stage is m.RunStage.FINISHED and is_new_stage:
             self._unfinished_groups.remove(group)
             group.log_exit_problems(self._deferred_log, of_run=self._running_call is not None)
@@ -504,7 +509,7 @@ class EventLoop:
         for handle in self._pool.handles.values():
             handle.observations.heartbeat = self._pool.read_heartbeat(handle)
             self._take_stacks(handle)
-        pending_call.observations = [group.observations(hostname=self._hostname, helpers_oom="")]
+        pending_call.observations = [self._get_observations(group, "")]
         pending_call.is_done = True
         self._running_call = None
         self._commands.caller_wakeup.wake()

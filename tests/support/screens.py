@@ -51,6 +51,7 @@ class Program:
         self.controller_fd, terminal_fd = pty.openpty()
         self.resize(columns, rows)
         self.emulator = Emulator(columns, rows)
+        self.output = bytearray()  # all that the program has written
         command = [sys.executable, "-c", LOGIN, sys.executable, *args]
         self.process = subprocess.Popen(command, stdin=terminal_fd, env={**env, "TERM": "xterm-256color"})
         os.close(terminal_fd)
@@ -82,6 +83,7 @@ class Program:
                     data = os.read(self.controller_fd, 1 << 16)
                 if not data:
                     return False
+                self.output += data
                 self.emulator.feed(data)
         return True
 

@@ -106,13 +106,17 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
 
 
 def find_collective_verdict(attempt: AttemptObservations, failures: Failures) -> CollectiveVerdict | None:
-    """Return which ranks did not fit in their collectives."""
+    """Return which ranks did not fit in their collectives.
+
+    If that is no longer clear at the end, it is the verdict that has ended the attempt.
+    """
     answers = {rank: observed.collectives for rank, observed in attempt.ranks.items() if observed.collectives is not None}
     for rank in answers.keys() & failures.keys():
         _, failure = failures[rank]
         if failure.is_secondary and failure.exception is not None:
             answers[rank] = _mark_failed_call(answers[rank], failure.exception)
-    return find_verdict(answers, [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)])
+    returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
+    return find_verdict(answers, returned) or attempt.collective_verdict
 
 
 def _mark_failed_call(answer: RankCollectives, error: BaseException) -> RankCollectives:

@@ -11,6 +11,7 @@ from functools import partial
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.model import Progress
 from mpwatch.results.rank_collectives import RankCollectives
+from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.watcher.output.stderr_tail import StderrTail
 from mpwatch.wire.messages import Message
@@ -98,6 +99,8 @@ class AttemptObservations:
     signum: int | None = None
     """The signal to the host program that stopped the run."""
     log_dir: str = ""
+    collective_verdict: CollectiveVerdict | None = None
+    """The verdict on the ranks' collectives that has ended the attempt."""
     helpers_oom: str = ""
     """Text that shows that the out-of-memory killer killed processes other than the ranks."""
     attempt_started_at: float = 0.0

@@ -30,6 +30,9 @@ CONFIRM_SECONDS = 1.0  # from the first to the second finding of a mismatch
 class CollectiveMonitor:
     """The checks during the calls of a run, or of a WorkerGroup.
 
+    Attributes:
+        final_verdict: the verdict that has ended the call. None: no verdict has.
+
     Args:
         pool: the processes of the ranks.
         stall_after: the option, in seconds; None: never check.
@@ -55,6 +58,7 @@ class CollectiveMonitor:
         self._is_checking = is_checking
         self._call_at = call_at
         self._end_call = end_call
+        self.final_verdict: CollectiveVerdict | None = None
         self._is_started = False
         self._asked: set[RankHandle] = set()  # ranks that have not answered
         self._answers: dict[int, RankCollectives] = {}
@@ -66,6 +70,11 @@ class CollectiveMonitor:
         if not self._is_started and self._stall_after is not None:
             self._is_started = True
             self._check_later()
+
+    def begin_call(self) -> None:
+        """Forget what was found in earlier calls."""
+        self.final_verdict = self._last_mismatch = None
+        self._warned.clear()
 
     def add(self, handle: RankHandle, answer: RankCollectives | None) -> None:
         """Add the answer of a rank; None if it has closed its socket."""
@@ -107,7 +116,7 @@ class CollectiveMonitor:
         if not self._is_checking() or verdict is None:
             self._last_mismatch = None
         elif verdict.kind is VerdictKind.MISMATCH and verdict == self._last_mismatch:
-            self._end_call(CollectivesMismatched())
+            self._finish(verdict)
         elif verdict.kind is VerdictKind.MISMATCH:
             self._last_mismatch = verdict
             self._call_at(time.monotonic() + CONFIRM_SECONDS, self._check)
@@ -115,12 +124,16 @@ class CollectiveMonitor:
             self._last_mismatch = None
             self._handle_stall(verdict)
 
+    def _finish(self, verdict: CollectiveVerdict) -> None:
+        self.final_verdict = verdict
+        self._end_call(CollectivesMismatched())
+
     def _handle_stall(self, verdict: CollectiveVerdict) -> None:
         assert self._stall_after is not None
         if verdict.seconds < self._stall_after:
             return
         if verdict.have_returned:
-            self._end_call(CollectivesMismatched())
+            self._finish(verdict)
         elif verdict not in self._warned:
             self._warned.append(verdict)
             places = "; ".join(

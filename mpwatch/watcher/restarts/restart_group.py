@@ -14,6 +14,7 @@ from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.failure import format_exit
 from mpwatch.results.model import WorkerState
+from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.state_machine import StateMachine
@@ -113,7 +114,9 @@ class RestartGroup:
         """Pass the time to the machine. Return its actions; none if its deadline has not come."""
         return self.machine.handle_deadline(now)
 
-    def observations(self, *, hostname: str, helpers_oom: str) -> AttemptObservations:
+    def observations(
+        self, *, hostname: str, helpers_oom: str, collective_verdict: CollectiveVerdict | None
+    ) -> AttemptObservations:
         """Return what was observed of the ranks since their last start; of ranks that stay, during the last call."""
         machine, spec, now = self.machine, self._spec, time.monotonic()
         return AttemptObservations(
@@ -129,6 +132,7 @@ class RestartGroup:
             start_timeout=spec.start_timeout,
             signum=machine.signum,
             helpers_oom=helpers_oom,
+            collective_verdict=collective_verdict,
             log_dir=spec.logs.folder_of_run(self._event_bus.run_id) if spec.logs is not None else "",
             attempt_started_at=self._attempt_started_at,
             all_ready_at=self._all_ready_at,

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mpwatch import WorkerState
 from mpwatch.results.state_transitions import check_transition
+from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, VerdictKind
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.machine.state_machine import StateMachine
 from mpwatch.watcher.machine.transitions import (
@@ -16,6 +17,7 @@ from mpwatch.watcher.machine.transitions import (
     AbandonRank,
     Abort,
     CallRank,
+    CollectivesMismatched,
     DetailsReceived,
     DoNotRestart,
     DumpStacks,
@@ -97,6 +99,7 @@ class History(RuleBasedStateMachine):
             self.make_ready(rank)
 
     def begin_call(self):
+        self.verdict = None
         self.is_diagnosed = False
         self.actions = []
         self.observed = {rank: {"was_ready": it["was_ready"], "signals_sent": set()} for rank, it in self.observed.items()}
@@ -138,6 +141,14 @@ class History(RuleBasedStateMachine):
         self.are_limits_suspended = not self.are_limits_suspended
         self.send(SuspendLimits() if self.are_limits_suspended else ResumeLimits())
         self.resumed_at = self.now
+
+    @rule()
+    def find_a_mismatch(self):
+        if self.machine.are_limits_active():
+            self.verdict = CollectiveVerdict(
+                VerdictKind.MISMATCH, (0,), "x", {0: "called something else"}, ("default", (), 1)
+            )
+        self.send(CollectivesMismatched())
 
     @rule()
     def abort(self):
@@ -373,6 +384,7 @@ class History(RuleBasedStateMachine):
             silent_ranks=self.machine.heartbeats.silent_ranks,
             never_ready=self.machine.never_ready,
             signum=self.machine.signum,
+            collective_verdict=self.verdict,
             **self.limits,
         )
         result = diagnose(observed)

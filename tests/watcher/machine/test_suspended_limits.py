@@ -4,6 +4,7 @@ import signal
 
 from mpwatch.watcher.machine.state_machine import StateMachine
 from mpwatch.watcher.machine.transitions import (
+    CollectivesMismatched,
     DumpStacks,
     Failed,
     HeartbeatRead,
@@ -15,6 +16,7 @@ from mpwatch.watcher.machine.transitions import (
     RunStage,
     SendSignal,
     StartCall,
+    StopReason,
     SuspendLimits,
 )
 
@@ -37,6 +39,21 @@ def test_the_timeout_goes_on_by_what_was_left_of_it():
     machine.handle(ResumeLimits(), 100.0)
     assert machine.deadline == 103.0
     assert machine.handle_deadline(103.0) == [DumpStacks(0), DumpStacks(1)]
+
+
+def test_a_mismatch_of_collectives_ends_the_call():
+    machine = machine_with_limits()
+    assert machine.handle(CollectivesMismatched(), 1.0) == [DumpStacks(0), DumpStacks(1)]
+    assert machine.stop_reason is StopReason.FAILED
+    assert machine.handle(CollectivesMismatched(), 1.1) == []
+
+
+def test_a_mismatch_does_not_close_a_prompt():
+    machine = machine_with_limits()
+    machine.handle(SuspendLimits(), 1.0)
+    assert machine.handle(CollectivesMismatched(), 2.0) == []
+    machine.handle(ResumeLimits(), 3.0)
+    assert machine.handle(CollectivesMismatched(), 4.0) == [DumpStacks(0), DumpStacks(1)]
 
 
 def test_a_second_prompt_before_the_first_is_closed_changes_nothing():
