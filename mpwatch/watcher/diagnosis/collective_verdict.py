@@ -9,7 +9,7 @@ the same number. Three things can be wrong:
   returned.
 - CROSSED: ranks wait in different collectives for one another. They may still go on if a call was asynchronous.
 
-The minority is blamed. If there is none, all ranks that differ are named and nobody is blamed.
+The minority is blamed. If it is not certain which one that is, all ranks that differ are named and nobody is blamed.
 
 torch compares dumps of the flight recorder, too (torch.distributed.flight_recorder). It needs torch in the process that
 compares, takes the first rank for the right one, and calls reshaped tensors a mismatch. So the comparison here is mpwatch's
@@ -171,7 +171,8 @@ DIFFERENCES: tuple[Reader, ...] = (_read_operation, _read_tensors, _read_reducti
 
 
 def _make_mismatch(key: Key, called: Mapping[int, Collective], camps: list[list[int]]) -> CollectiveVerdict:
-    has_majority = len(camps[0]) > len(camps[1])
+    unknown = set(key[1]) - called.keys()  # ranks that have not called it yet, or have not answered
+    has_majority = len(camps[0]) > len(camps[1]) + len(unknown)
     read = next(read for read in DIFFERENCES if len({read(called[camp[0]]) for camp in camps}) > 1)
     phrases = {
         rank: _format_camps(called, [camp, *(other for other in camps if other is not camp)], read)

@@ -90,6 +90,19 @@ def test_nobody_is_blamed_without_a_majority():
     assert verdict.sentence == "rank 0 called all_reduce #1 with float32[16], rank 1 with float32[17]"
 
 
+def test_nobody_is_blamed_while_the_majority_may_change():
+    """Four ranks have not called it yet, or are on another node."""
+    ranks = tuple(range(7))
+    calls = [(waiting("all_reduce", 1, shape, ranks=ranks),) for shape in (17, 17, 16)]
+    verdict = verdict_of(*calls, (), ())
+    assert (verdict.kind, verdict.blamed) == (VerdictKind.MISMATCH, ())
+    assert verdict.sentence == "ranks 0-1 called all_reduce #1 with float32[17], rank 2 with float32[16]"
+    verdict = verdict_of(*calls, *[(waiting("all_reduce", 1, 16, ranks=ranks),)] * 2)
+    assert verdict.blamed == ()
+    verdict = verdict_of(*calls, *[(waiting("all_reduce", 1, 16, ranks=ranks),)] * 4)
+    assert verdict.blamed == (0, 1)
+
+
 def test_several_ranks_that_differ_are_all_blamed():
     shapes = (16, 16, 16, 17, 18)
     verdict = verdict_of(*[(waiting("all_reduce", 1, shape, ranks=tuple(range(5))),) for shape in shapes])
