@@ -73,7 +73,7 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
         elif (failure := find_failure(attempt, observed)) is not None:
             failures[rank] = failure
     failures |= _find_victims(attempt, failures)
-    verdict = None if attempt.stop_reason is StopReason.SUCCEEDED else find_collective_verdict(attempt, failures)
+    verdict = None if attempt.stop_reason is StopReason.SUCCEEDED else find_collective_verdict(attempt)
     is_explained = verdict is not None and _is_explained(attempt, failures, verdict)
     if verdict is not None and is_explained:
         failures = _blame_for_collective(attempt, failures, verdict)
@@ -105,26 +105,28 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
     )
 
 
-def find_collective_verdict(attempt: AttemptObservations, failures: Failures) -> CollectiveVerdict | None:
+def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict | None:
     """Return which ranks did not fit in their collectives.
 
     If that is no longer clear at the end, it is the verdict that has ended the attempt.
     """
-    answers = {rank: observed.collectives for rank, observed in attempt.ranks.items() if observed.collectives is not None}
-    for rank in answers.keys() & failures.keys():
-        _, failure = failures[rank]
-        if failure.is_secondary and failure.exception is not None:
-            answers[rank] = _mark_failed_call(answers[rank], failure.exception)
+    answers = {rank: answer for rank in attempt.ranks if (answer := _get_collectives_of(attempt, rank)) is not None}
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
     return find_verdict(answers, returned) or attempt.collective_verdict
 
 
-def _mark_failed_call(answer: RankCollectives, error: BaseException) -> RankCollectives:
-    """Let a rank wait in its last collective, in which it has lost a peer. The flight recorder calls it completed."""
-    *others, last = answer.collectives or (None,)
-    if last is None:
+def _get_collectives_of(attempt: AttemptObservations, rank: int) -> RankCollectives | None:
+    """Return what the rank has answered. If it has lost a peer in its last collective, it waits in it.
+
+    The flight recorder calls a collective completed that has failed.
+    """
+    observed = attempt.ranks[rank]
+    answer = observed.collectives
+    lost_peer = _get_peer_error(attempt, rank) in (PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT)
+    if answer is None or not answer.collectives or not lost_peer or observed.answer is None:
         return answer
-    place = last.place or format_raise_location(error).strip(" ()")
+    *others, last = answer.collectives
+    place = last.place or format_raise_location(decoder.decode_exception(observed.answer.body)).strip(" ()")
     return replace(answer, collectives=(*others, replace(last, state=CollectiveState.WAITING, place=place)))
 
 
