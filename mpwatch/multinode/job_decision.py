@@ -11,8 +11,8 @@
 The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
 The root cause on several nodes: a rank that failed on its own comes before a victim, and then the order of the inbox counts.
-If ranks failed only because they waited for a rank of another node, then the rank that they waited for is the root cause. A
-lost node is the root cause only if no rank failed on its own.
+If no rank failed on its own, the collectives of all ranks are compared: see job_verdict.py. If that names no cause, victims
+may have waited for a rank of another node: the root cause. A lost node is it only if no rank failed on its own.
 """
 
 import math
@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import random
 
+from mpwatch.multinode.job_verdict import blame_ranks, find_job_verdict, is_explained
 from mpwatch.multinode.protocol.failure_codec import limit_total_size
 from mpwatch.multinode.protocol.messages import (
     AttemptDecision,
@@ -32,6 +33,7 @@ from mpwatch.multinode.protocol.messages import (
 )
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.results.failure import FailureKind
+from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
 from mpwatch.watcher.restarts.restart_budget import NOT_IN_RETRY_IF, FailedAttempt, RestartBudget, RestartCounters
 
 MAX_FAILURES = 64  # that are sent in full; more failures are counted
@@ -66,11 +68,13 @@ class AttemptSummary:
     """By node."""
     lost_nodes: Mapping[int, str]
     """By node, in the order in which they were lost: the reason."""
+    verdict: CollectiveVerdict | None = None
+    """What did not fit in the collectives of the ranks, if that is the root cause."""
 
 
 def decide_next_step(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float] = random) -> AttemptDecision:
     """Decide what the nodes do after the attempt, and name the rank that failed first."""
-    decision = _decide(_report_missing_ranks(summary, policy), policy, rng)
+    decision = _decide(_find_cause_on_other_node(summary, policy), policy, rng)
     return replace(decision, restarts_left=max(0, policy.max_restarts - decision.history.restarts_used))
 
 
@@ -88,6 +92,9 @@ def _decide(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], fl
     for report in reports:
         reason = f"{describe_node(summary.node_infos, report.group_rank)}: {report.reason}"
         if report.outcome is NodeOutcome.TIMED_OUT:
+            verdict = find_job_verdict(reports)
+            if verdict is not None and verdict.sentence not in reason:
+                reason = f"{reason}; {verdict.sentence}"
             return _make_decision(summary, NextStep.FAILED, reason=reason, timed_out=True)
         if report.outcome is NodeOutcome.ABORTED:
             failed = root or report  # a rank that failed before user code raised is the root cause
@@ -114,7 +121,9 @@ def _decide_after_failure(
         healthy_seconds=root.healthy_seconds,
         step=max((report.step for report in summary.reports.values() if report.step >= 0), default=None),
     )
-    return _restart_or_fail(summary, policy, rng, failed_attempt, root_cause_rank=_root_cause_rank(root), reason=root.reason)
+    is_cause_known = summary.verdict is None or summary.verdict.blamed
+    root_cause_rank = _root_cause_rank(root) if is_cause_known else -1
+    return _restart_or_fail(summary, policy, rng, failed_attempt, root_cause_rank=root_cause_rank, reason=root.reason)
 
 
 def _decide_after_node_loss(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float]) -> AttemptDecision:
@@ -218,14 +227,49 @@ def _make_decision(
 # Which rank failed first.
 
 
+def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
+    """Blame the rank that all nodes together can name, if no rank failed on its own and no node is lost."""
+    if summary.lost_nodes or summary.stopped_for_waiting_nodes:
+        return summary
+    reports = summary.reports
+    if all(report.outcome is not NodeOutcome.FAILED for report in reports.values()):
+        return summary
+    verdict = find_job_verdict(reports.values())
+    if verdict is not None and is_explained(reports.values(), verdict):
+        return _apply_verdict(summary, verdict, policy)
+    return _report_missing_ranks(summary, policy)
+
+
+def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: RestartPolicy) -> AttemptSummary:
+    """Make the ranks to blame the first failures, and all others secondary ones."""
+    victim = next(report for report in summary.reports.values() if report.outcome is NodeOutcome.FAILED)
+    reports = {}
+    for node, report in summary.reports.items():
+        failures = blame_ranks(report, summary.node_infos[node], _first_rank(summary, node), verdict)
+        is_blamed = any(record.rank in verdict.blamed for record in report.collectives)
+        causes = {FailureKind[failure["kind"]] for failure in failures if not failure["is_secondary"]}
+        reports[node] = replace(
+            report,
+            outcome=NodeOutcome.FAILED if is_blamed else report.outcome,
+            failures=failures,
+            waited_for_other_nodes=False,
+            may_be_victim=False,
+            no_restart_reason=_get_no_restart_reason(causes, victim, policy) if is_blamed else report.no_restart_reason,
+            reason=verdict.sentence,
+        )
+    blamed = [node for node, report in sorted(reports.items()) if not _victim_level(report) and report.failures]
+    order = list(dict.fromkeys([*blamed, *summary.failure_order]))
+    return replace(summary, reports=reports, failure_order=order, verdict=verdict)
+
+
 def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:
     """Add the ranks that other nodes waited for to the failures of their nodes.
 
-    Do so only if every failure came from waiting for ranks of other nodes, and no node is lost.
+    Do so only if every failure came from waiting for ranks of other nodes.
     """
     root = _find_root_report(summary)
     victims = [report for report in summary.reports.values() if report.waited_for_other_nodes]
-    if root is None or not _victim_level(root) or not victims or summary.lost_nodes:
+    if root is None or not _victim_level(root) or not victims:
         return summary
     blamed = {
         node: _blame_missing_ranks(report, victims[0], policy)
@@ -241,18 +285,24 @@ def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> Att
 
 def _blame_missing_ranks(report: AttemptReport, victim: AttemptReport, policy: RestartPolicy) -> AttemptReport:
     """Turn the missing ranks of a node into its failures. Each of them is a HANG."""
-    no_restart_reason = "" if policy.retry_if is None or FailureKind.HANG in policy.causes else NOT_IN_RETRY_IF
-    if policy.retry_if is not None and not policy.causes:  # a function of the user, which saw only the victim's failure
-        no_restart_reason = victim.no_restart_reason
     return replace(
         report,
         outcome=NodeOutcome.FAILED,
         failures=(*report.missing_ranks, *report.failures),
         failures_omitted=report.failures_omitted + report.missing_ranks_omitted,
         waited_for_other_nodes=False,
-        no_restart_reason=no_restart_reason,
+        no_restart_reason=_get_no_restart_reason({FailureKind.HANG}, victim, policy),
         reason=victim.reason,
     )
+
+
+def _get_no_restart_reason(causes: set[FailureKind], victim: AttemptReport, policy: RestartPolicy) -> str:
+    """Return why failures of these kinds are not worth a restart; empty if they are."""
+    if policy.retry_if is None:
+        return ""
+    if not policy.causes:  # a function of the user, which saw only the victim's failure
+        return victim.no_restart_reason
+    return "" if causes <= set(policy.causes) else NOT_IN_RETRY_IF
 
 
 def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:

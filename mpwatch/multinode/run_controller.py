@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from mpwatch.errors import LaunchError
 from mpwatch.events.types import RendezvousCompleted, Restarting
+from mpwatch.multinode.job_verdict import limit_records
 from mpwatch.multinode.local_ranks import NodeUpdate
 from mpwatch.multinode.node_machine import PrepareRanks, ReportJob, StopRanks
 from mpwatch.multinode.node_thread import NodeThread
@@ -32,6 +33,7 @@ from mpwatch.multinode.protocol.messages import (
     NextStep,
     NodeOutcome,
     RankAssignment,
+    RankRecord,
     StartAttempt,
 )
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError
@@ -41,7 +43,13 @@ from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary, su
 from mpwatch.results.model import Attempt, WorkerState
 from mpwatch.results.report import format_verdict
 from mpwatch.results.run_result import RunResult
-from mpwatch.watcher.diagnosis.diagnose import find_missing_ranks, find_possible_victims, find_waiting_ranks
+from mpwatch.watcher.diagnosis.diagnose import (
+    find_missing_ranks,
+    find_possible_victims,
+    find_waiting_ranks,
+    get_all_collectives,
+)
+from mpwatch.watcher.diagnosis.failures import has_returned
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import DoNotRestart, StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
@@ -81,7 +89,7 @@ class MultiNodeRunController(RunController[T]):
         self._job_decision: AttemptDecision | None = None  # it ended the job
         self._latest_decision: AttemptDecision | None = None
         self._start: StartAttempt | None = None
-        self._remote_failures: dict[int, ProcessFailure] = {}  # by rank; of other nodes, and of missing ranks of this one
+        self._job_failures: dict[int, ProcessFailure] = {}  # by rank; of other nodes, and what the job says of ranks here
         self._missing_ranks: dict[int, ProcessFailure] = {}  # of this node: to blame if ranks of other nodes waited for them
         self._unpublished: tuple[AttemptObservations, RunResult[T]] | None = None  # until the job has decided
 
@@ -174,6 +182,7 @@ class MultiNodeRunController(RunController[T]):
         """Diagnose the attempt on this node, and make its report for the leader."""
         observations.collect_stderr()
         waiting, possible_victims = find_waiting_ranks(observations), find_possible_victims(observations)
+        records = () if observations.stop_reason is StopReason.SUCCEEDED else limit_records(_get_records(observations))
         result = self._record_attempt(observations)
         stop_reason = observations.stop_reason
         assert stop_reason is not None
@@ -197,6 +206,7 @@ class MultiNodeRunController(RunController[T]):
             may_be_victim=result.root_cause is not None and result.root_cause.rank in possible_victims,
             missing_ranks=missing_ranks,
             missing_ranks_omitted=len(missing) - len(missing_ranks),
+            collectives=records,
             no_restart_reason=no_restart_reason[:MAX_REASON],
             reason=result.reason[:MAX_REASON],
             healthy_seconds=max(0.0, observations.healthy_seconds),
@@ -212,11 +222,11 @@ class MultiNodeRunController(RunController[T]):
 
     def _record_decision(self, decision: AttemptDecision) -> None:
         """Complete the attempt with what the job has decided about it, and publish its events."""
-        self._remote_failures = self._collect_remote_failures(decision)
+        self._job_failures = self._collect_job_failures(decision)
         if not self._attempts or self._attempts[-1].number != decision.attempt:
             return
         attempt = self._attempts[-1]
-        failures = {**self._remote_failures, **attempt.failures}
+        failures = {**attempt.failures, **self._job_failures}
         cause = failures.get(decision.root_cause_rank)
         self._publish_pending_outcomes(failures, cause)
         state = attempt.state if cause is None else WorkerState.FAILED
@@ -234,8 +244,8 @@ class MultiNodeRunController(RunController[T]):
                 reason=decision.reason if cause is None else "",
             )
 
-    def _collect_remote_failures(self, decision: AttemptDecision) -> dict[int, ProcessFailure]:
-        """Return the failures of other nodes by rank, one for each rank of a lost node, and those of missing ranks here."""
+    def _collect_job_failures(self, decision: AttemptDecision) -> dict[int, ProcessFailure]:
+        """Return the failures of other nodes by rank, also of lost nodes, and what the job says of ranks here."""
         if decision.failures_omitted:
             text = "%d more failures are not listed: messages between nodes are limited"
             log_now(logging.WARNING, text, decision.failures_omitted)
@@ -252,9 +262,25 @@ class MultiNodeRunController(RunController[T]):
                 continue
             if failure.rank not in self.event_bus.ranks:
                 found[failure.rank] = failure
-            elif failure.rank in self._missing_ranks:  # ranks of other nodes waited for it
-                found[failure.rank] = self._missing_ranks[failure.rank]
+            elif self._attempts and self._attempts[-1].number == decision.attempt:
+                found[failure.rank] = self._add_local_facts(failure, self._attempts[-1])
         return found
+
+    def _add_local_facts(self, failure: ProcessFailure, attempt: Attempt) -> ProcessFailure:
+        """Return what the job says of a failure of this node, with all that this node knows of it."""
+        local = attempt.failures.get(failure.rank) or self._missing_ranks.get(failure.rank)
+        if local is None:  # the collectives of all nodes have shown that this rank did not fit
+            stacks = [result.stacks.get(failure.rank, "") for _, result in self._last_attempts.values()]
+            return replace(failure, stack="".join(stacks))
+        if failure.evidence == local.evidence:
+            return replace(local, is_secondary=failure.is_secondary)
+        return replace(
+            local,
+            kind=failure.kind,
+            evidence=failure.evidence,
+            summary=failure.summary,
+            is_secondary=failure.is_secondary,
+        )
 
     def _end_job(self, watcher_thread: WatcherThread, decision: AttemptDecision) -> None:
         self._job_decision = decision
@@ -288,7 +314,7 @@ class MultiNodeRunController(RunController[T]):
             return replace(local, state=WorkerState.STOPPED, return_values={}) if is_success else local
         if decision.next_step is NextStep.DONE:
             return local
-        failures = dict(sorted({**self._remote_failures, **local.failures}.items()))
+        failures = dict(sorted({**local.failures, **self._job_failures}.items()))
         cause = failures.get(decision.root_cause_rank)
         return replace(
             local,
@@ -296,10 +322,19 @@ class MultiNodeRunController(RunController[T]):
             return_values={},
             failures=failures,
             root_cause=None if decision.timed_out else cause,
-            worker_states={**local.worker_states, **dict.fromkeys(self._remote_failures, WorkerState.FAILED)},
+            worker_states={**local.worker_states, **dict.fromkeys(self._job_failures, WorkerState.FAILED)},
             reason=decision.reason or local.reason,
             not_restarted=decision.no_restart_reason,
         )
+
+
+def _get_records(observations: AttemptObservations) -> list[RankRecord]:
+    """Return the collectives of this node's ranks for the other nodes."""
+    records = []
+    for rank, answer in get_all_collectives(observations).items():
+        observed = observations.ranks[rank]
+        records.append(RankRecord(rank, observed.pid, has_returned(observations, observed), answer))
+    return records
 
 
 def _encode_failures(source: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any], ...]:

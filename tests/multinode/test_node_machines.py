@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 
 from mpwatch.multinode.job_decision import AttemptSummary, decide_next_step
+from mpwatch.multinode.job_verdict import limit_records
 from mpwatch.multinode.leader import NODE_INFO_SHARE, Broadcast, Leader, PublishAssignments, ReservePort, RoundStage
 from mpwatch.multinode.local_ranks import LocalRanks
 from mpwatch.multinode.node_machine import NodeMachine, PrepareRanks, Rejoin, ReportJob, SendToLeader, StartRanks, StopRanks
+from mpwatch.multinode.protocol.failure_codec import decode_failure, encode_failure
 from mpwatch.multinode.protocol.messages import (
     NO_ATTEMPT,
     AttemptDecision,
@@ -19,6 +21,7 @@ from mpwatch.multinode.protocol.messages import (
     NodeInfo,
     NodeLeaving,
     NodeOutcome,
+    RankRecord,
     RestartHistory,
     StartAttempt,
     StopAttempt,
@@ -26,7 +29,9 @@ from mpwatch.multinode.protocol.messages import (
 )
 from mpwatch.multinode.protocol.signed_json import SignedJson
 from mpwatch.options.restart_policy import RestartPolicy
-from mpwatch.results.failure import FailureKind
+from mpwatch.results.collective import Collective, CollectiveState
+from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
+from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.commands import CommandQueue
 from mpwatch.watcher.machine.transitions import CancelAttempt
 
@@ -414,6 +419,132 @@ def test_a_possible_victim_is_not_the_root_cause_if_a_rank_of_another_node_faile
     )
     assert decide_after_victim(reports={0: victim, 1: AttemptReport(1, 0, NodeOutcome.STOPPED)}).root_cause_rank == 0
     assert decide_after_victim(reports={0: victim}, lost_nodes={1: "silent"}).root_cause_rank == 1
+
+
+def make_record(rank, name, *, sequence=1, elements=16, state=CollectiveState.WAITING, has_returned=False, world=3):
+    call = Collective(
+        name=name,
+        sequence=sequence,
+        group="default",
+        ranks=tuple(range(world)),
+        input_shapes=((elements,),),
+        input_dtypes=("float32",),
+        state=state,
+    )
+    return RankRecord(rank, 100 + rank, has_returned, RankCollectives(collectives=(call,)))
+
+
+def decide_on_collectives(policy=ONCE, *, failures, records, **summary):
+    """Decide for two nodes: ranks 0 and 1, and rank 2. `failures` and `records` are those of each node."""
+    reports = {
+        node: AttemptReport(
+            node, 0, NodeOutcome.FAILED if of_node else NodeOutcome.STOPPED, of_node, collectives=limit_records(found)
+        )
+        for node, (of_node, found) in enumerate(zip(failures, records, strict=True))
+    }
+    first_ranks = {0: 0, 1: 2}
+    return decide_after_victim(policy, reports=reports, first_ranks=first_ranks, **summary)
+
+
+ABORTED = encode_failure(
+    add_summary(
+        ProcessFailure(
+            rank=0, local_rank=0, pid=100, hostname="host0", group_rank=0, kind=FailureKind.SIGNAL, exit_code=134, signal=6
+        )
+    )
+)
+MISMATCHED = [make_record(0, "all_reduce"), make_record(1, "all_reduce")], [make_record(2, "all_reduce", elements=17)]
+
+
+def test_a_rank_that_called_another_collective_on_another_node_is_the_root_cause():
+    """gloo aborts a rank that is not to blame."""
+    decision = decide_on_collectives(failures=[(ABORTED,), ()], records=MISMATCHED)
+    blamed, victim = map(decode_failure, decision.failures)
+    assert (decision.next_step, decision.root_cause_rank) == (NextStep.FAILED, 2)
+    assert (blamed.rank, blamed.local_rank, blamed.pid, blamed.group_rank, blamed.hostname) == (2, 0, 102, 1, "host1")
+    assert (blamed.kind, blamed.is_secondary) == (FailureKind.MISMATCH, False)
+    assert blamed.summary == "called all_reduce #1 with float32[17], ranks 0-1 with float32[16]"
+    assert decision.reason == f"rank 2 {blamed.summary}"
+    assert (victim.rank, victim.kind, victim.is_secondary) == (0, FailureKind.SIGNAL, True)
+
+
+def test_a_rank_of_another_node_that_has_returned_is_the_root_cause():
+    ended = make_record(2, "broadcast", state=CollectiveState.COMPLETED, has_returned=True)
+    waiting = [make_record(rank, "all_reduce", sequence=2) for rank in (0, 1)]
+    decision = decide_on_collectives(failures=[(VICTIM,), ()], records=[waiting, [ended]])
+    blamed = decode_failure(decision.failures[0])
+    assert (blamed.rank, blamed.kind) == (2, FailureKind.MISMATCH)
+    assert blamed.summary.startswith("has returned, but ranks 0-1 wait for it in all_reduce #2 ")
+
+
+def test_a_missing_rank_that_is_late_for_a_collective_keeps_its_stack():
+    late = make_record(2, "broadcast", state=CollectiveState.COMPLETED)
+    waiting = [make_record(rank, "all_reduce", sequence=2) for rank in (0, 1)]
+    missing = decode_failure(ABORTED)
+    missing = encode_failure(
+        replace(missing, rank=2, signal=None, kind=FailureKind.HANG, stack="where it was", summary="hung")
+    )
+    reports = {
+        0: AttemptReport(
+            0, 0, NodeOutcome.FAILED, (VICTIM,), waited_for_other_nodes=True, collectives=limit_records(waiting)
+        ),
+        1: AttemptReport(1, 0, NodeOutcome.STOPPED, missing_ranks=(missing,), collectives=limit_records([late])),
+    }
+    blamed = decode_failure(decide_after_victim(reports=reports, first_ranks={0: 0, 1: 2}).failures[0])
+    assert (blamed.rank, blamed.kind, blamed.stack) == (2, FailureKind.HANG, "where it was")
+    assert blamed.evidence.startswith("has not joined all_reduce #2 ")
+
+
+def test_two_ranks_that_do_not_agree_are_named_and_nobody_is_blamed():
+    records = [make_record(0, "all_reduce", world=2)], [make_record(1, "broadcast", world=2)]
+    decision = decide_on_collectives(failures=[(ABORTED,), ()], records=records)
+    assert (decision.next_step, decision.root_cause_rank) == (NextStep.FAILED, -1)
+    assert decision.reason == "rank 0 called all_reduce #1 with float32[16], rank 1 broadcast #1 with float32[16]"
+    assert [failure["is_secondary"] for failure in decision.failures] == [True]
+
+
+@pytest.mark.parametrize(
+    ("failures", "summary"),
+    [
+        pytest.param([({**ABORTED, "signal": 11},), ()], {}, id="a rank has crashed"),
+        pytest.param([(ABORTED,), ({"rank": 2, "is_secondary": False},)], {}, id="a rank has failed on its own"),
+        pytest.param([(ABORTED,), ()], {"lost_nodes": {2: "silent"}, "size": 3}, id="a node is lost"),
+    ],
+)
+def test_a_failure_of_its_own_comes_before_a_mismatch(failures, summary):
+    decision = decide_on_collectives(failures=failures, records=MISMATCHED, **summary)
+    assert decision.root_cause_rank == 0
+    assert decision.failures[0] == failures[0][0]
+
+
+def test_the_policy_is_asked_about_the_mismatch():
+    facts = {"failures": [(ABORTED,), ()], "records": MISMATCHED}
+    signals, mismatches = (RestartPolicy(1, retry_if=[kind]) for kind in (FailureKind.SIGNAL, FailureKind.MISMATCH))
+    assert decide_on_collectives(signals, **facts).no_restart_reason
+    assert decide_on_collectives(mismatches, **facts).next_step is NextStep.RESTART
+
+
+def test_a_timeout_names_the_rank_of_another_node_that_has_not_joined():
+    reports = {
+        0: AttemptReport(0, 0, NodeOutcome.TIMED_OUT, (), reason="timeout", collectives=tuple(MISMATCHED[0])),
+        1: AttemptReport(1, 0, NodeOutcome.STOPPED, collectives=tuple(MISMATCHED[1])),
+    }
+    decision = decide_after_victim(reports=reports, first_ranks={0: 0, 1: 2})
+    assert decision.timed_out
+    assert decision.reason.startswith("node 0 (host0): timeout; rank 2 called all_reduce #1 with float32[17]")
+
+
+def test_only_the_latest_collectives_are_sent():
+    calls = [make_record(0, "all_reduce", sequence=number, state=CollectiveState.COMPLETED) for number in range(1, 65)]
+    calls[3] = make_record(0, "all_reduce", sequence=4)
+    record = replace(
+        calls[0], collectives=RankCollectives(collectives=tuple(each.collectives.collectives[0] for each in calls))
+    )
+    (limited,) = limit_records([record])
+    assert [call.sequence for call in limited.collectives.collectives] == [4, *range(57, 65)]
+    assert not limited.collectives.has_all
+    wide = [make_record(rank, "all_reduce", world=2000) for rank in range(100)]
+    assert 1 < len(limit_records(wide)) < 30
 
 
 def test_a_slow_logging_handler_does_not_delay_the_stop_of_the_ranks(caplog):

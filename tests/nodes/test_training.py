@@ -7,6 +7,7 @@ from nodes.training import (
     HALF,
     HEARTBEAT_SECONDS,
     STEPS,
+    all_reduce_with_other_shape,
     all_reduce_without_one,
     save_digits,
     train,
@@ -88,6 +89,25 @@ def test_a_rank_that_others_wait_for_is_blamed_on_every_node(job, missing):
         victims = [failure["is_secondary"] for rank, failure in outcome.failures.items() if rank != missing]
         assert victims
         assert all(victims)
+
+
+@pytest.mark.parametrize("odd", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_called_another_collective_is_blamed_on_every_node(job, odd):
+    """Only both nodes together have a majority: gloo's errors name other ranks."""
+    options = {"args": [odd], "backend": "gloo", "env": OVER_LOOPBACK}
+    nodes = job.start_several(2, all_reduce_with_other_shape, 2, **options)
+    pids = set()
+    for node in nodes:
+        outcome = node.outcome(TRAINING_SECONDS)
+        assert (outcome.error, outcome.state) == ("RunFailedError", "FAILED")
+        cause = outcome.root_cause
+        assert (cause["rank"], cause["kind"], cause["is_secondary"]) == (odd, "MISMATCH", False)
+        assert "all_reduce #2 with float32[17] (training.py:" in cause["evidence"]
+        assert "with float32[16]" in cause["evidence"]
+        assert f"rank {odd} " in outcome.text.splitlines()[0]
+        assert all(failure["is_secondary"] for rank, failure in outcome.failures.items() if rank != odd)
+        pids.add(cause["pid"])
+    assert len(pids) == 1
 
 
 def test_a_rank_that_is_silent_because_it_waits_for_another_node_is_not_blamed(job):

@@ -23,6 +23,7 @@ __all__ = [
     "HALF",
     "HEARTBEAT_SECONDS",
     "STEPS",
+    "all_reduce_with_other_shape",
     "all_reduce_without_one",
     "save_digits",
     "train",
@@ -90,6 +91,13 @@ def all_reduce_without_one(missing):
     if dist.get_rank() == missing and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         hang()
     dist.all_reduce(torch.ones(1), group=group)
+
+
+def all_reduce_with_other_shape(odd):
+    """Let one rank call an all_reduce with another number of elements than the others."""
+    dist.barrier()
+    dist.all_reduce(torch.ones(17 if dist.get_rank() == odd else 16))
+    hang()
 
 
 def wait_in_barrier():

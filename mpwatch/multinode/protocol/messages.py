@@ -13,6 +13,7 @@ from typing import Any, Final, get_args
 
 from mpwatch.multinode.protocol.json_codec import from_json, to_json
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError
+from mpwatch.results.rank_collectives import RankCollectives
 
 NO_ATTEMPT = -1  # no attempt has been started
 
@@ -92,6 +93,16 @@ class RanksStopped:
 
 
 @dataclass(frozen=True, slots=True)
+class RankRecord:
+    """The latest collectives of one rank. Part of an AttemptReport."""
+
+    rank: int
+    pid: int | None
+    has_returned: bool
+    collectives: RankCollectives
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptReport:
     """To the leader: how the attempt ended for the ranks of this node."""
 
@@ -110,6 +121,8 @@ class AttemptReport:
     """Hangs of ranks that are to blame if ranks of other nodes timed out waiting for them."""
     missing_ranks_omitted: int = 0
     """Number of further missing ranks that are not sent."""
+    collectives: tuple[RankRecord, ...] = ()
+    """The latest collectives of its ranks, as many as fit. Empty if the attempt has succeeded here."""
     no_restart_reason: str = ""
     """Why the root cause of this node is not worth a restart; empty if it is."""
     reason: str = ""

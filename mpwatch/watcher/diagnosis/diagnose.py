@@ -110,9 +110,13 @@ def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict |
 
     If that is no longer clear at the end, it is the verdict that has ended the attempt.
     """
-    answers = {rank: answer for rank in attempt.ranks if (answer := _get_collectives_of(attempt, rank)) is not None}
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
-    return find_verdict(answers, returned) or attempt.collective_verdict
+    return find_verdict(get_all_collectives(attempt), returned) or attempt.collective_verdict
+
+
+def get_all_collectives(attempt: AttemptObservations) -> dict[int, RankCollectives]:
+    """Return what each rank has answered; ranks that have not answered are missing. Call this before `drop_payloads`."""
+    return {rank: answer for rank in attempt.ranks if (answer := _get_collectives_of(attempt, rank)) is not None}
 
 
 def _get_collectives_of(attempt: AttemptObservations, rank: int) -> RankCollectives | None:

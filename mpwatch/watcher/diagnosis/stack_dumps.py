@@ -28,6 +28,7 @@ MAX_BYTES = 1 << 20  # more than a hundred threads of a hundred frames each
 CUT_NOTE = b"\n[mpwatch: the interpreter printed more than this before the rank was ready; the rest was cut off]\n"
 OUTERMOST_FRAME = '\n  File "<string>", line 1 in <module>'  # of the main thread of a spawned interpreter
 RANK_MAIN_FILE = "/mpwatch/worker/main.py"
+DUMP_HANDLER_FRAME = re.compile(r'/mpwatch/worker/stack_dumps\.py", line \d+ in __call__$')
 NATIVE_HEAD = "Current thread's C stack trace (most recent call first):\n"  # Python 3.14 and newer write it after a crash
 NATIVE_FRAME = re.compile(r'  Binary file "([^"]*)"')
 
@@ -149,8 +150,11 @@ def _is_whole_native_stack(stack: str) -> bool:
 
 
 def cut_frames_of_mpwatch(stacks: str) -> str:
-    """Cut the frames of mpwatch that called the function. A thread without other frames is left out."""
-    blocks = map(_cut_at_rank_main, stacks.split("\n\n"))
+    """Cut the frames of mpwatch that called the function, and those of a signal handler that was still writing stacks.
+
+    A thread without other frames is left out.
+    """
+    blocks = map(_cut_dump_handler, map(_cut_at_rank_main, stacks.split("\n\n")))
     return "\n\n".join(block for block in blocks if "\n" in block)  # a head alone has no frames
 
 
@@ -174,6 +178,13 @@ def _cut_at_rank_main(block: str) -> str:
     lines = block.splitlines()
     end = next((number for number, line in enumerate(lines) if RANK_MAIN_FILE in line), len(lines))
     return "\n".join(lines[:end])
+
+
+def _cut_dump_handler(block: str) -> str:
+    """Return the stack without the innermost frames, those of the handler of PYTHON_DUMP_SIGNAL and what it calls."""
+    lines = block.splitlines()
+    handler = max((number for number, line in enumerate(lines) if DUMP_HANDLER_FRAME.search(line)), default=0)
+    return "\n".join([*lines[:1], *lines[handler + 1 :]])
 
 
 def _find_crashed_native_frames(native_stack: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 def make_sample(kind):
     """Make an instance of a dataclass in which no field has its default."""
     hints = get_type_hints(kind)
-    made = kind(**{field.name: make_value(hints[field.name]) for field in fields(kind)})
+    made = kind(**{field.name: field.default is not True and make_value(hints[field.name]) for field in fields(kind)})
     for field in fields(kind):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         assert getattr(made, field.name) != default, f"{kind.__name__}.{field.name} has its default"

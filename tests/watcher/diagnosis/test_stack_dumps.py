@@ -170,6 +170,21 @@ def test_stacks_begin_at_the_function():
     )
 
 
+def test_stacks_begin_below_a_handler_that_still_writes_the_stacks_before():
+    """The watcher may ask again before the handler has returned."""
+    handler = "".join(
+        f'  File "/x/{file}", line 9 in {function}\n'
+        for file, function in [
+            ("contextlib.py", "__exit__"),
+            ("mpwatch/worker/stack_dumps.py", "_write"),
+            ("mpwatch/worker/stack_dumps.py", "__call__"),
+        ]
+    )
+    text = f"{HEAD}{handler}{FRAMES}{RANK_MAIN}{OUTERMOST}{OTHER}".strip()
+    assert cut_frames_of_mpwatch(text) == HEAD + FRAMES + OTHER.rstrip()
+    assert cut_frames_of_mpwatch("") == ""
+
+
 def test_frames_show_their_source(tmp_path):
     (tmp_path / "program.py").write_text("first\n    second()\n")
     frame = f'  File "{tmp_path}/program.py", line 2 in f'

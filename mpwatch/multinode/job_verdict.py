@@ -1,0 +1,108 @@
+"""Decides which rank of a job did not fit, from the collectives of the ranks of all nodes. Pure.
+
+Each node sends the latest collectives of its ranks with its AttemptReport. The leader compares them all, with the same code
+that compares the ranks of one node. It blames a rank only if no rank of the job has failed for a reason of its own, and no
+node is lost.
+"""
+
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mpwatch.multinode.protocol.failure_codec import decode_failure, encode_failure
+from mpwatch.multinode.protocol.json_codec import to_json
+from mpwatch.multinode.protocol.messages import AttemptReport, NodeInfo, RankRecord
+from mpwatch.multinode.protocol.signed_json import InvalidEntryError, dump_json
+from mpwatch.results.collective import CollectiveState
+from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
+from mpwatch.results.rank_collectives import RankCollectives
+from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, VerdictKind, find_verdict, get_current_collective
+
+MAX_RECORDS_BYTES = 128 * 1024  # of all collectives in an AttemptReport
+MAX_LATEST = 8  # completed collectives of a rank that are sent
+Failures = tuple[Mapping[str, Any], ...]  # as failure_codec.py encodes them
+
+
+def limit_records(records: Iterable[RankRecord]) -> tuple[RankRecord, ...]:
+    """Return the latest collectives of each rank, and of as many ranks as fit into MAX_RECORDS_BYTES."""
+    kept: list[RankRecord] = []
+    bytes_left = MAX_RECORDS_BYTES
+    for record in records:
+        limited = replace(record, collectives=_keep_latest(record.collectives))
+        bytes_left -= len(dump_json(to_json(limited)))
+        if bytes_left < 0:
+            break
+        kept.append(limited)
+    return tuple(kept)
+
+
+def _keep_latest(answer: RankCollectives) -> RankCollectives:
+    """Return the latest collectives, and those in which the rank waits."""
+    first = max(0, len(answer.collectives) - MAX_LATEST)
+    kept = tuple(
+        call for number, call in enumerate(answer.collectives) if number >= first or call.state is CollectiveState.WAITING
+    )
+    return replace(answer, collectives=kept, has_all=answer.has_all and len(kept) == len(answer.collectives))
+
+
+def find_job_verdict(reports: Iterable[AttemptReport]) -> CollectiveVerdict | None:
+    """Return which ranks of the job did not fit, or None."""
+    records = [record for report in reports for record in report.collectives]
+    answers = {record.rank: record.collectives for record in records}
+    return find_verdict(answers, [record.rank for record in records if record.has_returned])
+
+
+def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
+    """Whether the verdict is the root cause: no rank of the job has failed for a reason of its own."""
+    failures = [failure for report in reports for failure in report.failures]
+    return bool(failures) and all(_is_consequence(failure, verdict) for failure in failures)
+
+
+def _is_consequence(failure: Mapping[str, Any], verdict: CollectiveVerdict) -> bool:
+    is_abort = verdict.kind is VerdictKind.MISMATCH and failure.get("signal") == signal.SIGABRT
+    return is_abort or failure.get("is_secondary") is True or failure.get("kind") == FailureKind.MISMATCH.name
+
+
+def blame_ranks(report: AttemptReport, info: NodeInfo, first_rank: int, verdict: CollectiveVerdict) -> Failures:
+    """Return the failures of a node: first its ranks that the verdict blames, and then the others as secondary ones.
+
+    Args:
+        report: the node's report.
+        info: the node.
+        first_rank: the node's first rank.
+        verdict: the verdict on the job.
+    """
+    known = {failure.get("rank"): failure for failure in (*report.missing_ranks, *report.failures)}
+    have_failed = {failure.get("rank") for failure in report.failures}
+    blamed = {}
+    for record in report.collectives:
+        if record.rank in verdict.blamed:
+            before = _decode(known.get(record.rank)) or _build_failure(record, info, first_rank)
+            is_late = verdict.kind is VerdictKind.ABSENT and not record.has_returned and record.rank not in have_failed
+            kind = FailureKind.HANG if is_late else FailureKind.MISMATCH
+            failure = replace(before, kind=kind, evidence=verdict.evidence[record.rank], summary="", is_secondary=False)
+            blamed[record.rank] = encode_failure(add_summary(failure))
+    others = [{**failure, "is_secondary": True} for failure in report.failures if failure.get("rank") not in blamed]
+    return *blamed.values(), *others
+
+
+def _decode(failure: Mapping[str, Any] | None) -> ProcessFailure | None:
+    try:
+        return None if failure is None else decode_failure(failure)
+    except InvalidEntryError:  # the node may have another version of mpwatch
+        return None
+
+
+def _build_failure(record: RankRecord, info: NodeInfo, first_rank: int) -> ProcessFailure:
+    """Return a failure with what is known of a rank that has not failed."""
+    return ProcessFailure(
+        rank=record.rank,
+        local_rank=record.rank - first_rank,
+        pid=record.pid,
+        hostname=info.hostname,
+        group_rank=info.group_rank,
+        kind=FailureKind.MISMATCH,
+        exit_code=1,
+        collective=get_current_collective(record.collectives),
+    )
