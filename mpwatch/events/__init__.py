@@ -7,6 +7,7 @@ from importlib import import_module
 
 from mpwatch.events.types import (
     CallStarted,
+    CollectivesRecorded,
     Event,
     HeartbeatLate,
     RendezvousCompleted,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CallStarted",
+    "CollectivesRecorded",
     "Event",
     "HeartbeatLate",
     "JsonLines",

@@ -1,6 +1,9 @@
 """`write_chrome_trace`: write the timeline of a run in the Trace Event Format, which Perfetto and chrome://tracing show.
 
 A run is shown as a process. It has one lane (a "thread") for the states of the group, and one lane for each rank.
+
+A rank whose collectives were recorded has a second lane. A collective in which it waited is a span. A completed one is a
+mark at the time of the call, since torch's flight recorder does not have the time of its end.
 """
 
 import os
@@ -11,6 +14,7 @@ from typing import Any
 from mpwatch.events.timeline import Lane, ProcessSpan, Timeline, calls_within, timelines
 from mpwatch.events.to_json import to_json
 from mpwatch.events.types import Event, HeartbeatLate, RendezvousCompleted, Restarting, WorkerFailed
+from mpwatch.results.collective import CollectiveState
 from mpwatch.results.failure import format_failure
 from mpwatch.results.report import format_ranks, format_root_cause
 
@@ -79,12 +83,19 @@ class _TraceBuilder:
         what = (started.fn or "WorkerGroup") + f" on {started.hostname}" if started is not None else "run"
         yield self._metadata("process_name", GROUP_LANE, {"name": to_json(f"{what} ({self._run.run_id})")})
         ranks = sorted(self._run.lanes)
-        for tid, name in [(GROUP_LANE, "group"), *((FIRST_RANK_LANE + rank, f"rank {rank}") for rank in ranks)]:
+        first_lane_of_collectives = FIRST_RANK_LANE + max(ranks, default=0) + 1
+        names = {GROUP_LANE: "group"}
+        for rank in ranks:
+            names[FIRST_RANK_LANE + rank] = f"rank {rank}"
+            if self._run.lanes[rank].collectives:
+                names[first_lane_of_collectives + rank] = f"rank {rank}: collectives"
+        for position, (tid, name) in enumerate(names.items(), 1):
             yield self._metadata("thread_name", tid, {"name": name})
-            yield self._metadata("thread_sort_index", tid, {"sort_index": tid})
+            yield self._metadata("thread_sort_index", tid, {"sort_index": position})
         yield from self._group()
         for rank in ranks:
             yield from self._rank(FIRST_RANK_LANE + rank, self._run.lanes[rank])
+            yield from self._collectives(first_lane_of_collectives + rank, self._run.lanes[rank])
 
     def _group(self) -> Iterator[dict[str, Any]]:
         run, start = self._run, self._zero
@@ -132,6 +143,19 @@ class _TraceBuilder:
         if process.ended is not None and process.ended.reported_at is not None:
             reported = min(max(start, process.ended.reported_at), end)
             yield self._mark(tid, "last report", "report", reported, to_json(process.ended.progress))
+
+    def _collectives(self, tid: int, lane: Lane) -> Iterator[dict[str, Any]]:
+        start = self._zero
+        for recorded in sorted(lane.collectives, key=lambda event: event.monotonic):
+            end = recorded.monotonic
+            for call in sorted(recorded.collectives, key=lambda call: -call.seconds):
+                called = min(max(start, end - call.seconds), end)
+                args = {"group": call.group_title, "tensors": call.tensors, "place": call.place, "attempt": recorded.attempt}
+                if call.state is CollectiveState.WAITING:
+                    yield self._span(tid, call.title, called, end, category="collective", args=args, colour="failed")
+                else:
+                    yield self._mark(tid, call.title, "collective", called, args)
+            start = end
 
     def _metadata(self, name: str, tid: int, args: Mapping[str, Any]) -> dict[str, Any]:
         return {"ph": "M", "name": name, "pid": self._pid, "tid": tid, "args": args}

@@ -11,6 +11,7 @@ from typing import Any
 from mpwatch.events.to_json import encodable
 from mpwatch.events.types import (
     CallStarted,
+    CollectivesRecorded,
     Event,
     HeartbeatLate,
     RendezvousCompleted,
@@ -84,6 +85,11 @@ def _worker_failed(event: WorkerFailed) -> str:
     return format_failure(event.failure) + (" (the root cause)" if event.is_root_cause else "")
 
 
+def _collectives_recorded(event: CollectivesRecorded) -> str:
+    last = f", the last one is {event.collectives[-1]}" if event.collectives else ""
+    return f"{_who(event)}: {_count(len(event.collectives), 'collective')} recorded{last}"
+
+
 def _worker_exited(event: WorkerExited) -> str:
     if event.exit_code is None:
         how = "has exited with unknown status"
@@ -118,5 +124,6 @@ LINES: Mapping[type[Event], tuple[int, Callable[[Any], str]]] = {
     WorkerSucceeded: (logging.DEBUG, lambda event: f"{_who(event)}: returned"),
     WorkerFailed: (logging.DEBUG, _worker_failed),
     WorkerStopped: (logging.DEBUG, lambda event: f"{_who(event)}: stopped by the watcher"),
+    CollectivesRecorded: (logging.DEBUG, _collectives_recorded),
     WorkerExited: (logging.DEBUG, _worker_exited),
 }

@@ -12,6 +12,7 @@ from itertools import zip_longest
 
 from mpwatch.events.types import (
     CallStarted,
+    CollectivesRecorded,
     Event,
     HeartbeatLate,
     RendezvousCompleted,
@@ -59,10 +60,11 @@ class ProcessSpan:
 
 @dataclass(kw_only=True)
 class Lane:
-    """One rank: its processes, its waits for a restart, and marks for what happened at one instant."""
+    """One rank: its processes, its waits for a restart, marks for what happened at one instant, and its collectives."""
 
     blocks: list[ProcessSpan | Restarting] = field(default_factory=list)
     marks: list[HeartbeatLate | WorkerFailed] = field(default_factory=list)
+    collectives: list[CollectivesRecorded] = field(default_factory=list)
     call: str = ""
     """Name of the call that begins when the rank is ready. Empty: there is none."""
 
@@ -157,6 +159,8 @@ class Timeline:
                 )  # the event CallStarted comes once, and these may be other ranks
             case HeartbeatLate():
                 lane.marks.append(event)
+            case CollectivesRecorded():
+                lane.collectives.append(event)
             case WorkerSucceeded() | WorkerFailed() | WorkerStopped():
                 if isinstance(event, WorkerFailed):
                     lane.marks.append(event)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from mpwatch.events.to_json import to_json
+from mpwatch.results.collective import Collective
 from mpwatch.results.failure import ProcessFailure
 from mpwatch.results.model import Progress, WorkerState
 
@@ -138,6 +139,18 @@ class WorkerFailed(Event):
 @dataclass(frozen=True, kw_only=True)
 class WorkerStopped(Event):
     """The watcher stopped this rank, since another rank had failed or the run was interrupted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectivesRecorded(Event):
+    """The latest collectives of this rank, from torch's flight recorder.
+
+    They are read when the first sign of a failure comes, which is `time`. The event is published when all ranks are stopped.
+    There is none for a rank that has not used torch.distributed, or could not answer.
+    """
+
+    collectives: tuple[Collective, ...]
+    """The oldest first. `seconds` is how long before `time` the rank had called each of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,7 +69,7 @@ class AttemptSummary:
     lost_nodes: Mapping[int, str]
     """By node, in the order in which they were lost: the reason."""
     verdict: CollectiveVerdict | None = None
-    """What did not fit in the collectives of the ranks, if that is the root cause."""
+    """What did not fit in the collectives of the ranks, if that has ended the attempt."""
 
 
 def decide_next_step(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float] = random) -> AttemptDecision:
@@ -121,8 +121,7 @@ def _decide_after_failure(
         healthy_seconds=root.healthy_seconds,
         step=max((report.step for report in summary.reports.values() if report.step >= 0), default=None),
     )
-    is_cause_known = summary.verdict is None or summary.verdict.blamed
-    root_cause_rank = _root_cause_rank(root) if is_cause_known else -1
+    root_cause_rank = -1 if _victim_level(root) and summary.verdict is not None else _root_cause_rank(root)
     return _restart_or_fail(summary, policy, rng, failed_attempt, root_cause_rank=root_cause_rank, reason=root.reason)
 
 
@@ -232,9 +231,12 @@ def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) ->
     if summary.lost_nodes or summary.stopped_for_waiting_nodes:
         return summary
     reports = summary.reports
-    if all(report.outcome is not NodeOutcome.FAILED for report in reports.values()):
+    outcomes = {report.outcome for report in reports.values()}
+    if not outcomes.isdisjoint({NodeOutcome.TIMED_OUT, NodeOutcome.ABORTED}):
         return summary
-    verdict = find_job_verdict(reports.values())
+    if summary.verdict is None and NodeOutcome.FAILED not in outcomes:
+        return summary
+    verdict = find_job_verdict(reports.values()) or summary.verdict
     if verdict is not None and is_explained(reports.values(), verdict):
         return _apply_verdict(summary, verdict, policy)
     return _report_missing_ranks(summary, policy)
@@ -242,24 +244,20 @@ def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) ->
 
 def _apply_verdict(summary: AttemptSummary, verdict: CollectiveVerdict, policy: RestartPolicy) -> AttemptSummary:
     """Make the ranks to blame the first failures, and all others secondary ones."""
-    victim = next(report for report in summary.reports.values() if report.outcome is NodeOutcome.FAILED)
     reports = {}
-    for node, report in summary.reports.items():
+    for node, report in sorted(summary.reports.items()):
         failures = blame_ranks(report, summary.node_infos[node], _first_rank(summary, node), verdict)
-        is_blamed = any(record.rank in verdict.blamed for record in report.collectives)
         causes = {FailureKind[failure["kind"]] for failure in failures if not failure["is_secondary"]}
         reports[node] = replace(
             report,
-            outcome=NodeOutcome.FAILED if is_blamed else report.outcome,
+            outcome=NodeOutcome.FAILED,
             failures=failures,
-            waited_for_other_nodes=False,
+            waited_for_other_nodes=not causes,
             may_be_victim=False,
-            no_restart_reason=_get_no_restart_reason(causes, victim, policy) if is_blamed else report.no_restart_reason,
+            no_restart_reason=_get_no_restart_reason(causes, report, policy) if causes else report.no_restart_reason,
             reason=verdict.sentence,
         )
-    blamed = [node for node, report in sorted(reports.items()) if not _victim_level(report) and report.failures]
-    order = list(dict.fromkeys([*blamed, *summary.failure_order]))
-    return replace(summary, reports=reports, failure_order=order, verdict=verdict)
+    return replace(summary, reports=reports, failure_order=list(reports), verdict=verdict)
 
 
 def _report_missing_ranks(summary: AttemptSummary, policy: RestartPolicy) -> AttemptSummary:

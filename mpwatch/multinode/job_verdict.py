@@ -1,8 +1,8 @@
 """Decides which rank of a job did not fit, from the collectives of the ranks of all nodes. Pure.
 
-Each node sends the latest collectives of its ranks with its AttemptReport. The leader compares them all, with the same code
-that compares the ranks of one node. It blames a rank only if no rank of the job has failed for a reason of its own, and no
-node is lost.
+Each node sends the latest collectives of its ranks when ranks have stalled (RanksStalled), and with its AttemptReport. The
+leader compares them all, with the same code that compares the ranks of one node. It blames a rank only if no rank of the job
+has failed for a reason of its own, and no node is lost.
 """
 
 import signal
@@ -12,12 +12,18 @@ from typing import Any
 
 from mpwatch.multinode.protocol.failure_codec import decode_failure, encode_failure
 from mpwatch.multinode.protocol.json_codec import to_json
-from mpwatch.multinode.protocol.messages import AttemptReport, NodeInfo, RankRecord
+from mpwatch.multinode.protocol.messages import AttemptReport, NodeInfo, RankRecord, RanksStalled
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError, dump_json
 from mpwatch.results.collective import CollectiveState
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
 from mpwatch.results.rank_collectives import RankCollectives
-from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, VerdictKind, find_verdict, get_current_collective
+from mpwatch.watcher.diagnosis.collective_verdict import (
+    CollectiveVerdict,
+    VerdictKind,
+    find_verdict,
+    format_stall_warning,
+    get_current_collective,
+)
 
 MAX_RECORDS_BYTES = 128 * 1024  # of all collectives in an AttemptReport
 MAX_LATEST = 8  # completed collectives of a rank that are sent
@@ -46,17 +52,22 @@ def _keep_latest(answer: RankCollectives) -> RankCollectives:
     return replace(answer, collectives=kept, has_all=answer.has_all and len(kept) == len(answer.collectives))
 
 
-def find_job_verdict(reports: Iterable[AttemptReport]) -> CollectiveVerdict | None:
+def find_job_verdict(messages: Iterable[AttemptReport | RanksStalled]) -> CollectiveVerdict | None:
     """Return which ranks of the job did not fit, or None."""
-    records = [record for report in reports for record in report.collectives]
+    records = [record for message in messages for record in message.collectives]
     answers = {record.rank: record.collectives for record in records}
     return find_verdict(answers, [record.rank for record in records if record.has_returned])
 
 
+def format_job_stall(messages: Iterable[RanksStalled], verdict: CollectiveVerdict) -> str:
+    """Return the warning that ranks of the job wait for others."""
+    answers = {record.rank: record.collectives for message in messages for record in message.collectives}
+    return format_stall_warning(verdict, answers)
+
+
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
     """Whether the verdict is the root cause: no rank of the job has failed for a reason of its own."""
-    failures = [failure for report in reports for failure in report.failures]
-    return bool(failures) and all(_is_consequence(failure, verdict) for failure in failures)
+    return all(_is_consequence(failure, verdict) for report in reports for failure in report.failures)
 
 
 def _is_consequence(failure: Mapping[str, Any], verdict: CollectiveVerdict) -> bool:

@@ -15,6 +15,7 @@ thread has to execute.
                          a node is lost, or more nodes wait                             the decision
     RUNNING              all nodes have reported success                                the decision
                          a rank fails, a node is lost, or more nodes wait               STOPPING
+                         ranks of several nodes do not fit in a collective              STOPPING
     STOPPING             all nodes that are not lost have reported                      the decision
     the decision         (job_decision.py)  RESTART                                     STARTING
                                             RE_RENDEZVOUS                               FINISHED
@@ -43,6 +44,7 @@ from enum import Enum, auto
 from random import random
 
 from mpwatch.multinode.job_decision import AttemptSummary, decide_next_step, describe_node
+from mpwatch.multinode.job_verdict import find_job_verdict, format_job_stall
 from mpwatch.multinode.protocol.job_config import describe_disagreement
 from mpwatch.multinode.protocol.messages import (
     AttemptDecision,
@@ -56,6 +58,7 @@ from mpwatch.multinode.protocol.messages import (
     NodeLeaving,
     NodeOutcome,
     RankAssignment,
+    RanksStalled,
     RanksStopped,
     RestartHistory,
     ShutdownAck,
@@ -63,6 +66,7 @@ from mpwatch.multinode.protocol.messages import (
     StopAttempt,
 )
 from mpwatch.options.restart_policy import RestartPolicy
+from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, VerdictKind
 
 NODE_INFO_SHARE = 2.0  # of node_timeout: how long the leader waits for every NodeInfo
 STOP_SECONDS = 5.0  # beyond its grace period, for a node to stop its ranks
@@ -103,7 +107,14 @@ class CloseRendezvous:
     """Mark the job as over in the rendezvous, so that no node can join it."""
 
 
-LeaderAction = Broadcast | PublishAssignments | ReservePort | CloseRendezvous
+@dataclass(frozen=True, slots=True)
+class LogWarning:
+    """Log a warning on the leader's node."""
+
+    text: str
+
+
+LeaderAction = Broadcast | PublishAssignments | ReservePort | CloseRendezvous | LogWarning
 
 
 class Leader:
@@ -151,6 +162,9 @@ class Leader:
         self._failure_order: list[int] = []  # the nodes whose ranks failed
         self._stopped_nodes: set[int] = set()  # the nodes whose ranks have all exited
         self._reports: dict[int, AttemptReport] = {}
+        self._stalls: dict[int, RanksStalled] = {}  # by node
+        self._known_verdicts: list[CollectiveVerdict] = []  # there was a warning
+        self._final_verdict: CollectiveVerdict | None = None  # it has ended the attempt
         self._stopped_for_waiting_nodes = False
         self._deadline = math.inf
         self._delay = 0.0
@@ -194,6 +208,9 @@ class Leader:
         if isinstance(message, RanksStopped):
             self._stopped_nodes.add(node)
             return []
+        if isinstance(message, RanksStalled):
+            self._stalls[node] = message
+            return self._judge_stall(now)
         return self._handle_report(message, now)
 
     def check_heartbeats(self, counts: Mapping[int, int], now: float) -> list[LeaderAction]:
@@ -293,6 +310,19 @@ class Leader:
             role_ranks[info.role] += info.nprocs
         return tuple(assignments)
 
+    def _judge_stall(self, now: float) -> list[LeaderAction]:
+        """Compare the ranks that have stalled. Stop the attempt if they can never go on, or warn once."""
+        verdict = find_job_verdict(self._stalls.values())
+        if verdict is None or self.stage is not RoundStage.RUNNING:
+            return []
+        if verdict.kind is VerdictKind.MISMATCH or verdict.have_returned:
+            self._final_verdict = verdict
+            return self._stop_attempt(verdict.sentence, now)
+        if verdict in self._known_verdicts:
+            return []
+        self._known_verdicts.append(verdict)
+        return [LogWarning(format_job_stall(self._stalls.values(), verdict))]
+
     def _handle_report(self, report: AttemptReport, now: float) -> list[LeaderAction]:
         node = report.group_rank
         if report.outcome is NodeOutcome.STOPPED and self.stage is RoundStage.RUNNING:
@@ -364,6 +394,7 @@ class Leader:
             failure_order=self._failure_order,
             reports=self._reports,
             lost_nodes=self._lost_nodes,
+            verdict=self._final_verdict,
         )
 
     def _finish_if_acknowledged(self) -> list[LeaderAction]:

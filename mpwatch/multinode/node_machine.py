@@ -64,6 +64,8 @@ from mpwatch.multinode.protocol.messages import (
     NodeLeaving,
     NodeOutcome,
     RankAssignment,
+    RankRecord,
+    RanksStalled,
     RanksStopped,
     RestartHistory,
     ShutdownAck,
@@ -284,6 +286,12 @@ class NodeMachine:
             return []
         self.stage = NodeStage.STOPPING
         return [SendToLeader(AttemptFailing(self._node_info.group_rank, self.attempt))]
+
+    def report_stall(self, collectives: tuple[RankRecord, ...]) -> list[NodeAction]:
+        """Report that ranks of this node have called no collective for a long time, or that all go on: none."""
+        if self.stage is not NodeStage.RUNNING:
+            return []
+        return [SendToLeader(RanksStalled(self._node_info.group_rank, self.attempt, collectives))]
 
     def report_ranks_stopped(self) -> list[NodeAction]:
         """Report that all ranks of this node have exited. The caller's thread makes the AttemptReport later."""

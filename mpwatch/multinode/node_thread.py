@@ -21,12 +21,14 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from mpwatch.errors import LaunchError
 from mpwatch.multinode.job_config_check import JobConfigCheck
+from mpwatch.multinode.job_verdict import limit_records
 from mpwatch.multinode.leader import Leader
 from mpwatch.multinode.local_ranks import LocalRanks, NodeUpdate
 from mpwatch.multinode.node_machine import NodeAction, NodeMachine, Rejoin, ReportJob
@@ -37,6 +39,7 @@ from mpwatch.multinode.protocol.messages import (
     AttemptReport,
     NextStep,
     NodeInfo,
+    RankRecord,
     RestartHistory,
     StartAttempt,
 )
@@ -48,6 +51,7 @@ from mpwatch.multinode.rendezvous.rounds import Round
 from mpwatch.multinode.round_runner import RoundRunner
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.processes import wait_for_thread_exit
+from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.commands import CommandQueue
 from mpwatch.watcher.machine.state_machine import StateMachine
 from mpwatch.watcher.machine.transitions import RunStage, StopReason
@@ -156,7 +160,7 @@ class NodeThread:
             self._thread.join()
             wait_for_thread_exit(self._thread.native_id)
 
-    # The next method is called in the watcher thread.
+    # The next two methods are called in the watcher thread.
 
     def on_outcome_change(self, machine: StateMachine) -> None:
         """Report a signal, a failure, or that all ranks have exited. The argument is the state machine of the ranks."""
@@ -167,6 +171,11 @@ class NodeThread:
             self._post_to_machine(lambda node_machine: node_machine.report_failing())
         if machine.stage is RunStage.AWAITING_DECISION:
             self._post_to_machine(lambda node_machine: node_machine.report_ranks_stopped())
+
+    def on_stall(self, answers: Mapping[int, RankCollectives], returned: Sequence[int]) -> None:
+        """Report to the leader which collectives ranks have called that have stalled: see CollectiveMonitor."""
+        records = [RankRecord(rank, rank in returned, answer) for rank, answer in answers.items()]
+        self._post_to_machine(lambda node_machine: node_machine.report_stall(limit_records(records)))
 
     # The next two methods are called in any thread.
 
@@ -286,6 +295,7 @@ class NodeThread:
             self._local_ranks,
             size=round_.group_world_size,
             node_timeout=options.node_timeout,
+            log_warning=partial(self._deferred_log.warning, "%s"),
         )
         round_runner.run(self._requests, self._wakeup)
         return round_runner.rejoin

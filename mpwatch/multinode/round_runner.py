@@ -15,7 +15,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
 
-from mpwatch.multinode.leader import Broadcast, CloseRendezvous, Leader, LeaderAction, PublishAssignments, ReservePort
+from mpwatch.multinode.leader import (
+    Broadcast,
+    CloseRendezvous,
+    Leader,
+    LeaderAction,
+    LogWarning,
+    PublishAssignments,
+    ReservePort,
+)
 from mpwatch.multinode.local_ranks import LocalRanks
 from mpwatch.multinode.node_machine import (
     NodeAction,
@@ -52,6 +60,7 @@ class RoundRunner:
         local_ranks: starts and stops the node's ranks.
         size: how many nodes are in the round.
         node_timeout: seconds without a heartbeat after which a node is lost.
+        log_warning: logs a warning in the caller's thread.
     """
 
     def __init__(
@@ -64,9 +73,10 @@ class RoundRunner:
         *,
         size: int,
         node_timeout: float,
+        log_warning: Callable[[str], object],
     ) -> None:
         self._channel, self.node_machine, self._leader = channel, node_machine, leader
-        self._client, self._local_ranks = client, local_ranks
+        self._client, self._local_ranks, self._log_warning = client, local_ranks, log_warning
         self._nodes = range(size)
         self._poll_fast_until = time.monotonic() + FAST_POLL_DURATION
         self._min_poll_seconds = size / MAX_POLLS_PER_SECOND
@@ -193,6 +203,8 @@ class RoundRunner:
             self._channel.publish_assignments(action.assignments)
         elif isinstance(action, ReservePort):
             self._leader_actions += leader.start_attempt(self._local_ranks.reserve_port())
+        elif isinstance(action, LogWarning):
+            self._log_warning(action.text)
         else:
             assert isinstance(action, CloseRendezvous)
             self._client.set_closed()

@@ -75,7 +75,15 @@ def _prepare(
     run_deadline = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout
     node_thread = NodeThread(spec, run_deadline, client)
     watcher_thread = resources.enter_context(
-        closing(WatcherThread(spec, event_bus, keep_ranks=False, on_outcome_change=node_thread.on_outcome_change))
+        closing(
+            WatcherThread(
+                spec,
+                event_bus,
+                keep_ranks=False,
+                on_outcome_change=node_thread.on_outcome_change,
+                on_stall=node_thread.on_stall,
+            )
+        )
     )
     resources.enter_context(closing(node_thread))
     watcher_thread.output.use_current_streams()

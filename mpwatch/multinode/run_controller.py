@@ -182,7 +182,7 @@ class MultiNodeRunController(RunController[T]):
         """Diagnose the attempt on this node, and make its report for the leader."""
         observations.collect_stderr()
         waiting, possible_victims = find_waiting_ranks(observations), find_possible_victims(observations)
-        records = () if observations.stop_reason is StopReason.SUCCEEDED else limit_records(_get_records(observations))
+        records = limit_records(_get_records(observations))
         result = self._record_attempt(observations)
         stop_reason = observations.stop_reason
         assert stop_reason is not None
@@ -333,7 +333,7 @@ def _get_records(observations: AttemptObservations) -> list[RankRecord]:
     records = []
     for rank, answer in get_all_collectives(observations).items():
         observed = observations.ranks[rank]
-        records.append(RankRecord(rank, observed.pid, has_returned(observations, observed), answer))
+        records.append(RankRecord(rank, has_returned(observations, observed), answer, observed.pid))
     return records
 
 

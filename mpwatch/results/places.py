@@ -34,9 +34,9 @@ ACTIVITIES_BY_FILE = {
 def format_location(stacks: str) -> str:
     """Return where the first thread of a stack was, as a phrase: ` in all_reduce (train.py:88 in step: ...)`.
 
-    The phrase names the innermost function, and the innermost frame of user code. Outside of the function it is what the
-    rank did, and the frame of user code if there is one: ` while loading the call (model.py:3 in <module>: ...)`. If there
-    are no stacks, it is the line that says why, or empty.
+    The phrase names the innermost function, unless it is mpwatch's, and the innermost frame of user code. Outside of the
+    function it is what the rank did, and the frame of user code if there is one: ` while loading the call (model.py:3 in
+    <module>: ...)`. If there are no stacks, it is the line that says why, or empty.
     """
     frames = list(parse_frames(stacks))
     if not frames:
@@ -51,7 +51,8 @@ def format_location(stacks: str) -> str:
     for file, activity in ACTIVITIES_BY_FILE.items():
         if files[-1].startswith(PACKAGE_FOLDER + file):
             return f" {activity}{'' if _is_of_library(frame.file) else place}"
-    function = f" in {frames[0].function}" if frame is not frames[0] else ""
+    innermost = next((each for each in frames if not each.file.startswith(PACKAGE_FOLDER)), frame)
+    function = f" in {innermost.function}" if innermost is not frame else ""
     return f"{function}{place}"
 
 

@@ -53,7 +53,7 @@ from mpwatch.watcher.diagnosis.peer_errors import classify_exception
 from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, cut_frames_of_mpwatch
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.state_machine import StateMachine
-from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor
+from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor, StallCallback
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.stack_requests import StackRequests
@@ -85,6 +85,7 @@ class EventLoop:
         keep_ranks: True: the ranks stay after a call, for the next call.
         on_outcome_change: called in this thread, with the state machine, when it becomes clear how an attempt ends. It is
             called again when all ranks of that attempt have exited.
+        on_stall: called in this thread on several nodes, see CollectiveMonitor. None: there is one node.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class EventLoop:
         output: RankOutput,
         keep_ranks: bool,
         on_outcome_change: OutcomeCallback,
+        on_stall: StallCallback | None,
     ) -> None:
         setups_of_groups = [setups] if spec.policy.scope == "group" else [[setup] for setup in setups]
         self._groups = [RestartGroup(spec, setups, event_bus, keep_ranks=keep_ranks) for setups in setups_of_groups]
@@ -129,7 +131,9 @@ class EventLoop:
             is_checking=lambda: all(group.machine.are_limits_active() for group in self._unfinished_groups),
             call_at=self._call_at,
             end_call=commands.post,
+            on_stall=on_stall,
         )
+        self._is_multi_node = on_stall is not None
         self._death_clock = DeathClock()
         self._hostname = platform.node()
         self._wall_started_at = time.time()  # source files that are newer are not quoted in stack dumps
@@ -256,6 +260,8 @@ class EventLoop:
             return [m.Failing(rank, generation=generation)]
         observed.answer, observed.answer_received_at = message, time.monotonic()
         if message.kind is MessageKind.RETURNED:
+            if self._is_multi_node:  # the rank exits when those of this node have returned; others may wait for it
+                self._request_collectives_of(handle)
             return [m.Returned(rank, generation=generation)]
         peer_error = classify_exception(message.body)
         is_secondary = peer_error is not None and peer_error.should_wait_for_cause
@@ -292,6 +298,7 @@ class EventLoop:
         answer = sockets.read_answer()
         if answer is not None and observed.wants_collectives:
             observed.collectives, observed.wants_collectives = answer, False
+            observed.collectives_at = time.monotonic()
         if not was_pending or sockets.is_pending:
             return []
         self._collective_monitor.add(handle, answer)
@@ -331,6 +338,8 @@ class EventLoop:
             return []
         events = self._on_message(handle)
         handle.read_stack_pipe()
+        if handle.collective_sockets.is_pending:
+            self._on_collectives(handle)
         handle.stack_parser.feed(handle.collective_sockets.read_crash())
         self._death_clock.record_death(observed)
         observed.exit_code = handle.process.read_exit_code()

@@ -32,6 +32,7 @@ from mpwatch.results.model import WorkerState
 from mpwatch.watcher.commands import CommandQueue
 from mpwatch.watcher.event_loop import EventLoop, OutcomeCallback
 from mpwatch.watcher.import_check import check_not_importing
+from mpwatch.watcher.observers.collective_monitor import StallCallback
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.rank_output import RankOutput
@@ -57,6 +58,7 @@ class WatcherThread:
         restart_count: how often the ranks of the WorkerGroup were restarted before.
         keep_ranks: True: the ranks stay after a call. The host program may then end without closing this.
         on_outcome_change: called in the watcher thread, see EventLoop.
+        on_stall: called in the watcher thread, see EventLoop.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class WatcherThread:
         restart_count: int = 0,
         keep_ranks: bool,
         on_outcome_change: OutcomeCallback = lambda _: None,
+        on_stall: StallCallback | None = None,
     ) -> None:
         check_not_importing()
         self._spec = spec
@@ -74,6 +77,7 @@ class WatcherThread:
         self._restart_count = restart_count
         self._keep_ranks = keep_ranks
         self._on_outcome_change = on_outcome_change
+        self._on_stall = on_stall
         self._pid = os.getpid()
         with ExitStack() as stack:
             self.commands = stack.enter_context(closing(CommandQueue()))
@@ -149,6 +153,7 @@ class WatcherThread:
                     output=self.output,
                     keep_ranks=self._keep_ranks,
                     on_outcome_change=self._on_outcome_change,
+                    on_stall=self._on_stall,
                 ).run()
         except BaseException as error:  # noqa: BLE001  the caller's thread raises it
             self.error = error

@@ -57,7 +57,11 @@ DTYPE_NAMES = {
     "ComplexDouble": "complex128",
 }
 
+LOCK_SECONDS = 1.0  # how long the main thread waits for an answer that the other thread makes
+
 _has_started = False
+_requests: socket.socket | None = None
+_lock = threading.Lock()  # held by the thread that takes and answers a request
 
 
 def answer_when_used(module: ModuleType, channel: Channel) -> None:
@@ -74,13 +78,13 @@ def answer_when_used(module: ModuleType, channel: Channel) -> None:
 
 def start(channel: Channel) -> None:
     """Start the thread, unless it runs. Without it, for want of descriptors or threads, the watcher has the stacks alone."""
-    global _has_started
+    global _has_started, _requests
     if _has_started or not torch_private.has_flight_recorder():
         return
     _has_started = True
     with suppress(OSError, RuntimeError):
-        requests = _open_socket(channel, b"")
-        threading.Thread(target=_answer_requests, args=(requests,), name="mpwatch collectives", daemon=True).start()
+        _requests = _open_socket(channel, b"")
+        threading.Thread(target=_answer_requests, args=(_requests,), name="mpwatch collectives", daemon=True).start()
         crash = _open_socket(channel, b"crash")
         crash.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 0)  # the kernel takes its minimum
         stack_dumps.redirect_crash_stack(crash)
@@ -95,10 +99,27 @@ def _open_socket(channel: Channel, purpose: bytes) -> socket.socket:
     return ours
 
 
+def answer_last_request() -> None:
+    """Answer a request that has come, in the main thread. The other thread dies when the main thread exits."""
+    if _requests is not None and _lock.acquire(timeout=LOCK_SECONDS):
+        try:
+            with suppress(OSError):  # there is none, or the watcher is dead
+                _answer_one(_requests)
+        finally:
+            _lock.release()
+
+
 def _answer_requests(requests: socket.socket) -> None:
     with suppress(OSError):  # the watcher is dead
-        while requests.recv(1):
-            requests.sendall(describe_rank().to_json().encode() + b"\n", MSG_NOSIGNAL)
+        while requests.recv(1, socket.MSG_PEEK):
+            with _lock, suppress(BlockingIOError):  # the main thread has taken it
+                _answer_one(requests)
+
+
+def _answer_one(requests: socket.socket) -> None:
+    """Take a request and answer it. Raises BlockingIOError if there is none, or OSError."""
+    if requests.recv(1, socket.MSG_DONTWAIT):
+        requests.sendall(describe_rank().to_json().encode() + b"\n", MSG_NOSIGNAL)
 
 
 def describe_rank() -> RankCollectives:

@@ -71,6 +71,7 @@ def main(launch_info: LaunchInfo) -> None:
     ModuleFinder("torch.distributed.distributed_c10d", partial(_answer_when_used, channel)).install()
     channel.send(MessageKind.READY, ready_body)
     _serve(channel, deferred_signals, capture_locals=launch_info.capture_locals)
+    _answer_last_request()
     deferred_signals.restore_for_exit()
     _destroy_torch_process_group()
     _report_exit_blockers(channel)
@@ -105,6 +106,14 @@ def _answer_when_used(channel: Channel, module: ModuleType) -> None:
     from mpwatch.worker import collectives
 
     collectives.answer_when_used(module, channel)
+
+
+def _answer_last_request() -> None:
+    """Answer which collectives the rank has called, if the watcher has asked just before it lets the rank exit."""
+    if "mpwatch.worker.collectives" in sys.modules:
+        from mpwatch.worker import collectives
+
+        collectives.answer_last_request()
 
 
 # --- Calls ---

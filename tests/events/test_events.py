@@ -17,6 +17,7 @@ import mpwatch.events
 from mpwatch import FailureKind, Progress, RunResult, WorkerState
 from mpwatch.events import (
     CallStarted,
+    CollectivesRecorded,
     Event,
     HeartbeatLate,
     JsonLines,
@@ -31,6 +32,7 @@ from mpwatch.events import (
 )
 from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.to_json import to_json
+from mpwatch.results.collective import Collective, CollectiveState
 from support.event_streams import START, EventHistory, failed_run, failure, moved_node_run, restarted_run
 from support.programs import python
 
@@ -416,6 +418,24 @@ def test_events_without_duration_are_marks(tmp_path):
     assert report["args"]["metrics"] == {"loss": "nan"}
 
 
+def test_the_collectives_of_a_rank_are_a_lane_of_their_own(tmp_path):
+    history = EventHistory().start_and_call().fail_rank_1(after=2.0)
+    done = Collective(
+        name="broadcast", sequence=1, group="default", ranks=(0, 1), state=CollectiveState.COMPLETED, seconds=1.0
+    )
+    waiting = replace(
+        done, name="all_reduce", sequence=2, state=CollectiveState.WAITING, seconds=0.75, place="train.py:3 in step"
+    )
+    history.add(CollectivesRecorded, 2.0, (0,), collectives=(done, waiting))
+    lines = write_trace(tmp_path, history.events)
+    names = {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"}
+    assert list(names.items()) == [(1, "group"), (2, "rank 0"), (4, "rank 0: collectives"), (3, "rank 1")]
+    assert find_marks(lines, 4) == [("broadcast #1", 1_000_000)]
+    assert find_spans(lines, 4) == [("all_reduce #2", 1_250_000, 2_000_000)]
+    (span,) = (line for line in lines if line["name"] == "all_reduce #2")
+    assert span["args"] == {"group": "default group", "tensors": "", "place": "train.py:3 in step", "attempt": 0}
+
+
 def test_ranks_that_moved_from_another_node_are_drawn(tmp_path):
     lines = write_trace(tmp_path, moved_node_run())
     assert {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"} == {
@@ -533,6 +553,18 @@ FIELDS = {
     "role_world_size": st.integers(2, 8),
     "master_addr": st.text(),
     "master_port": st.integers(1, 65535),
+    "collectives": st.lists(
+        st.builds(
+            Collective,
+            name=st.just("all_reduce"),
+            sequence=st.integers(1, 9),
+            group=st.just("default"),
+            ranks=st.just((0, 1)),
+            state=st.sampled_from(CollectiveState),
+            seconds=st.floats(-1, 200),
+        ),
+        max_size=4,
+    ).map(tuple),
 }
 EVENTS = st.one_of(
     [st.builds(event_type, **{field.name: FIELDS[field.name] for field in fields(event_type)}) for event_type in EVENT_TYPES]

@@ -7,7 +7,15 @@ import pytest
 
 from mpwatch.multinode.job_decision import AttemptSummary, decide_next_step
 from mpwatch.multinode.job_verdict import limit_records
-from mpwatch.multinode.leader import NODE_INFO_SHARE, Broadcast, Leader, PublishAssignments, ReservePort, RoundStage
+from mpwatch.multinode.leader import (
+    NODE_INFO_SHARE,
+    Broadcast,
+    Leader,
+    LogWarning,
+    PublishAssignments,
+    ReservePort,
+    RoundStage,
+)
 from mpwatch.multinode.local_ranks import LocalRanks
 from mpwatch.multinode.node_machine import NodeMachine, PrepareRanks, Rejoin, ReportJob, SendToLeader, StartRanks, StopRanks
 from mpwatch.multinode.protocol.failure_codec import decode_failure, encode_failure
@@ -77,7 +85,7 @@ class SimulatedRound:
             for node in range(size)
             if node not in lost
         }
-        self.broadcasts, self.actions, self.assignments = [], [], {}
+        self.broadcasts, self.actions, self.assignments, self.warnings = [], [], {}, []
         for node, machine in self.machines.items():
             self.execute(node, machine.send_node_info())
 
@@ -96,6 +104,8 @@ class SimulatedRound:
                 }
             elif isinstance(action, ReservePort):
                 self.execute_leader_actions(self.leader.start_attempt(29500), now)
+            elif isinstance(action, LogWarning):
+                self.warnings.append(action.text)
             elif isinstance(action, Broadcast):
                 self.broadcasts.append(action.message)
                 self.broadcast(action.message, now)
@@ -431,7 +441,7 @@ def make_record(rank, name, *, sequence=1, elements=16, state=CollectiveState.WA
         input_dtypes=("float32",),
         state=state,
     )
-    return RankRecord(rank, 100 + rank, has_returned, RankCollectives(collectives=(call,)))
+    return RankRecord(rank, has_returned, RankCollectives(collectives=(call,)), 100 + rank)
 
 
 def decide_on_collectives(policy=ONCE, *, failures, records, **summary):
@@ -532,6 +542,72 @@ def test_a_timeout_names_the_rank_of_another_node_that_has_not_joined():
     decision = decide_after_victim(reports=reports, first_ranks={0: 0, 1: 2})
     assert decision.timed_out
     assert decision.reason.startswith("node 0 (host0): timeout; rank 2 called all_reduce #1 with float32[17]")
+
+
+def start_round():
+    """Start the ranks of two nodes, each with one rank."""
+    round_ = SimulatedRound(2)
+    round_.start_ranks()
+    return round_
+
+
+def report_stall(round_, node, *records):
+    round_.execute(node, round_.machines[node].report_stall(records))
+
+
+def report_all(round_, *records):
+    """Let both nodes report that they have stopped their ranks. Return the decision."""
+    for node, record in enumerate(records):
+        round_.execute(
+            node, round_.machines[node].report_attempt(AttemptReport(0, 0, NodeOutcome.STOPPED, collectives=record))
+        )
+    (decision,) = round_.decisions
+    return decision
+
+
+LATE = make_record(1, "broadcast", state=CollectiveState.COMPLETED, world=2)
+WAITING = make_record(0, "all_reduce", sequence=2, world=2)
+
+
+def test_there_is_one_warning_of_ranks_that_wait_for_another_node():
+    round_ = start_round()
+    report_stall(round_, 0, WAITING)
+    assert round_.warnings == []
+    for _ in range(2):
+        report_stall(round_, 1, LATE)
+    (text,) = round_.warnings
+    assert "rank 1 has not joined all_reduce #2 (float32[16], default group), in which rank 0 waits" in text
+    report_stall(round_, 1)
+    report_stall(round_, 0, make_record(0, "all_reduce", sequence=3, world=2))
+    assert len(round_.warnings) == 1
+    assert round_.leader.stage is RoundStage.RUNNING
+
+
+def test_the_job_ends_if_ranks_wait_for_one_on_another_node_that_has_returned():
+    round_ = start_round()
+    report_stall(round_, 0, WAITING)
+    returned = replace(LATE, has_returned=True)
+    report_stall(round_, 1, returned)
+    assert round_.warnings == []
+    assert [action.reason[:20] for action in round_.actions_of(0, StopRanks)] == ["rank 1 has returned,"]
+    decision = report_all(round_, (WAITING,), (returned,))
+    assert (decision.next_step, decision.root_cause_rank) == (NextStep.FAILED, 1)
+    assert decode_failure(decision.failures[0]).kind is FailureKind.MISMATCH
+
+
+@pytest.mark.parametrize("are_known", [True, False], ids=["known at the end", "no longer known at the end"])
+def test_the_job_ends_if_ranks_of_two_nodes_have_called_different_collectives(are_known):
+    round_ = start_round()
+    records = (make_record(0, "all_reduce", world=2),), (make_record(1, "broadcast", world=2),)
+    for node in (0, 1):
+        report_stall(round_, node, *records[node])
+    decision = report_all(round_, *(records if are_known else ((), ())))
+    assert (decision.next_step, decision.root_cause_rank, decision.failures) == (NextStep.FAILED, -1, ())
+    assert decision.reason == "rank 0 called all_reduce #1 with float32[16], rank 1 broadcast #1 with float32[16]"
+
+
+def test_a_node_that_has_no_ranks_reports_no_stall():
+    assert make_node_machine(0, size=2).report_stall((WAITING,)) == []
 
 
 def test_only_the_latest_collectives_are_sent():

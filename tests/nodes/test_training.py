@@ -9,6 +9,7 @@ from nodes.training import (
     STEPS,
     all_reduce_with_other_shape,
     all_reduce_without_one,
+    leave_others_waiting,
     save_digits,
     train,
     train_with_order,
@@ -108,6 +109,34 @@ def test_a_rank_that_called_another_collective_is_blamed_on_every_node(job, odd)
         assert all(failure["is_secondary"] for rank, failure in outcome.failures.items() if rank != odd)
         pids.add(cause["pid"])
     assert len(pids) == 1
+
+
+def test_a_rank_that_has_returned_is_blamed_on_every_node_if_others_wait_for_it(job):
+    """Each node has one rank, so none can see alone that they do not fit."""
+    options = {"args": [True], "backend": "gloo", "env": OVER_LOOPBACK, "stall_after": 0.5}
+    for node in job.start_several(2, leave_others_waiting, 1, **options):
+        outcome = node.outcome(TRAINING_SECONDS)
+        assert outcome.root_cause["rank"] == 1
+        assert outcome.root_cause["summary"].startswith(
+            (
+                "has returned, but rank 0 waits for it in all_reduce #2 (float32[16]",
+                "has not joined all_reduce #2 (float32[16]",  # rank 0 had lost the connection a moment before
+            )
+        )
+        assert outcome.text.splitlines()[0].startswith("rank 1 ")
+
+
+@pytest.mark.slow
+def test_the_leader_warns_of_a_rank_that_others_wait_for(job):
+    options = {"args": [False], "backend": "gloo", "env": OVER_LOOPBACK, "stall_after": 0.5, "timeout": 15.0}
+    first, second = job.start_several(2, leave_others_waiting, 1, **options)
+    late = "rank 1 has not joined all_reduce #2 (float32[16], default group), in which rank 0 waits (training.py:"
+    for node in (first, second):
+        outcome = node.outcome(TRAINING_SECONDS)
+        assert outcome.root_cause is None
+        assert late in outcome.text
+    assert first.log.count("in a collective: " + late) == 1
+    assert "in a collective: " not in second.log
 
 
 def test_a_rank_that_is_silent_because_it_waits_for_another_node_is_not_blamed(job):

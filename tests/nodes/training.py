@@ -25,6 +25,7 @@ __all__ = [
     "STEPS",
     "all_reduce_with_other_shape",
     "all_reduce_without_one",
+    "leave_others_waiting",
     "save_digits",
     "train",
     "train_with_order",
@@ -98,6 +99,15 @@ def all_reduce_with_other_shape(odd):
     dist.barrier()
     dist.all_reduce(torch.ones(17 if dist.get_rank() == odd else 16))
     hang()
+
+
+def leave_others_waiting(returns):
+    """Let rank 0 wait in an all_reduce for rank 1, which returns or works on."""
+    dist.broadcast(torch.ones(4), src=0)
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(16))
+    elif not returns:
+        hang()
 
 
 def wait_in_barrier():

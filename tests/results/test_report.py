@@ -105,6 +105,7 @@ def test_equal_fates_share_a_line_at_512_ranks():
     assert "ranks 0-99, 101-199, 201-299, 301-511: stopped by the watcher" in text
 
 
+HEAD = "Thread 0x1 (most recent call first):\n"
 FROM_STEP = " in all_reduce (train.py:88 in step: dist.all_reduce(x))"
 
 
@@ -122,6 +123,10 @@ FROM_STEP = " in all_reduce (train.py:88 in step: dist.all_reduce(x))"
             " in __init__ (train.py:8 in f: Cfg())",
         ),
         ('Thread 0x1 (most recent call first):\n  File "<stdin>", line 2 in f', " (<stdin>:2 in f)"),
+        (
+            f'{HEAD}  File "{PACKAGE_FOLDER}/wire/shared_memory.py", line 2 in beat\n  File "/me/train.py", line 8 in f',
+            " (train.py:8 in f)",
+        ),
         ("suspended, by SIGSTOP or SIGTSTP", " (suspended, by SIGSTOP or SIGTSTP)"),
         ("Thread 0x1 (most recent call first):\n  <no Python frame>", ""),
         ("", ""),
@@ -310,9 +315,6 @@ def test_a_failure_and_a_result_can_be_made_by_users():
     failure = ProcessFailure(rank=0, local_rank=0, pid=1, hostname="h", kind=FailureKind.LOST, exit_code=1)
     result = RunResult(WorkerState.FAILED, failures={0: failure}, root_cause=failure)
     assert "rank 0 ended without" in str(RunFailedError(result))
-
-
-HEAD = "Thread 0x1 (most recent call first):\n"
 
 
 def test_files_of_mpwatch_that_reports_recognise_exist():

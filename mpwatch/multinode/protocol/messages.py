@@ -85,21 +85,35 @@ class AttemptFailing:
 
 
 @dataclass(frozen=True, slots=True)
+class RankRecord:
+    """The latest collectives of one rank. Part of an AttemptReport, and of RanksStalled."""
+
+    rank: int
+    has_returned: bool
+    collectives: RankCollectives
+    pid: int | None = None
+    """Not known in RanksStalled."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanksStalled:
+    """To the leader: ranks of this node have called no collective for `stall_after`, or all go on again.
+
+    It replaces the last message of this kind.
+    """
+
+    group_rank: int
+    attempt: int
+    collectives: tuple[RankRecord, ...] = ()
+    """The latest collectives of all ranks of this node. Empty if all go on."""
+
+
+@dataclass(frozen=True, slots=True)
 class RanksStopped:
     """To the leader: all ranks of this node have ended. The caller's thread then makes the AttemptReport, which follows."""
 
     group_rank: int
     attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class RankRecord:
-    """The latest collectives of one rank. Part of an AttemptReport."""
-
-    rank: int
-    pid: int | None
-    has_returned: bool
-    collectives: RankCollectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +136,7 @@ class AttemptReport:
     missing_ranks_omitted: int = 0
     """Number of further missing ranks that are not sent."""
     collectives: tuple[RankRecord, ...] = ()
-    """The latest collectives of its ranks, as many as fit. Empty if the attempt has succeeded here."""
+    """The latest collectives of its ranks, as many as fit."""
     no_restart_reason: str = ""
     """Why the root cause of this node is not worth a restart; empty if it is."""
     reason: str = ""
@@ -242,7 +256,7 @@ class RoundName:
     name: str
 
 
-MessageToLeader = NodeInfo | AttemptFailing | RanksStopped | AttemptReport | NodeLeaving | ShutdownAck
+MessageToLeader = NodeInfo | AttemptFailing | RanksStalled | RanksStopped | AttemptReport | NodeLeaving | ShutdownAck
 MessageToAll = StartAttempt | StopAttempt | AttemptDecision | JobFinished
 Message = MessageToLeader | MessageToAll | RankAssignment
 MESSAGE_TYPES: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_args(Message)}

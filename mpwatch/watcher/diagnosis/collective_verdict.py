@@ -96,6 +96,12 @@ def get_current_collective(answer: RankCollectives) -> Collective | None:
     return next(filter(_is_waiting, answer.collectives), answer.collectives[-1] if answer.collectives else None)
 
 
+def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankCollectives]) -> str:
+    """Return the warning that ranks wait for others, and where these are."""
+    places = [f"rank {rank} is at {answers[rank].place}" for rank in verdict.blamed if answers[rank].place]
+    return "; ".join([f"ranks have waited for {verdict.seconds:.0f} s in a collective: {verdict.sentence}", *places])
+
+
 def _index_calls(rank: int, answer: RankCollectives, groups: set[tuple[str, tuple[int, ...]]]) -> dict[Key, Collective]:
     """Return the calls of a rank by their keys.
 

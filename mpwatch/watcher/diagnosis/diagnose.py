@@ -98,7 +98,7 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
             if (progress := observed.get_progress(attempt.run_started_at)) is not None
         },
         stacks={rank: text for rank, observed in attempt.ranks.items() if (text := get_stacks_or_state(observed))},
-        collectives=_get_collectives(attempt),
+        collectives={} if attempt.stop_reason is StopReason.SUCCEEDED else _get_collectives(attempt),
         reason=verdict.sentence if verdict and is_explained else _get_reason(attempt, failures, states, verdict),
         helpers_oom=attempt.helpers_oom if by_rank else "",
         log_dir=attempt.log_dir,

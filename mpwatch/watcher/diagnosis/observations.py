@@ -59,6 +59,8 @@ class RankObservations:
     """Whether the watcher asked because it stops the rank. False: only a StacksRequest has asked."""
     collectives: RankCollectives | None = None
     """The rank's latest collectives, when the first sign of a failure came. None: it was not asked, or did not answer."""
+    collectives_at: float = 0.0
+    """When they were read."""
     wants_collectives: bool = False
     """Whether the rank's next answer belongs here."""
     process_state: str = ""

@@ -7,14 +7,24 @@
 
 A mismatch must be found twice, since ranks that exchange bytes of another type may be about to succeed.
 
+On several nodes, only a mismatch among ranks of this node is found here. The leader compares the ranks of all nodes: it is
+told what those have called that have called no collective for `stall_after`.
+
 Nothing is checked while no call runs, while a prompt of a debugger is open, and before two ranks have a process group.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from mpwatch.results.collective import Collective
 from mpwatch.results.rank_collectives import RankCollectives
-from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, VerdictKind, find_verdict
+from mpwatch.watcher.diagnosis.collective_verdict import (
+    CollectiveVerdict,
+    VerdictKind,
+    find_verdict,
+    format_stall_warning,
+    get_current_collective,
+)
 from mpwatch.watcher.machine.transitions import CollectivesMismatched
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.processes.process_pool import ProcessPool
@@ -25,6 +35,9 @@ CHECK_SECONDS = 5.0  # between two checks, at most
 CHECKS_PER_STALL = 4  # in `stall_after`, if that is shorter
 ANSWER_SECONDS = 1.0  # a rank that needs longer holds the GIL, or is stopped
 CONFIRM_SECONDS = 1.0  # from the first to the second finding of a mismatch
+
+
+StallCallback = Callable[[Mapping[int, RankCollectives], list[int]], object]  # see CollectiveMonitor: on_stall
 
 
 class CollectiveMonitor:
@@ -40,6 +53,8 @@ class CollectiveMonitor:
         is_checking: returns whether a call is running, and no limit stands still.
         call_at: calls a function in this thread at a time of CLOCK_MONOTONIC.
         end_call: passes an event to the state machines.
+        on_stall: called on several nodes when other ranks of this node have stalled than before. It gets what they have
+            called, or nothing if all go on, and the ranks that have returned. None: there is one node.
     """
 
     def __init__(
@@ -51,6 +66,7 @@ class CollectiveMonitor:
         is_checking: Callable[[], bool],
         call_at: Callable[[float, Callable[[], object]], object],
         end_call: Callable[[CollectivesMismatched], object],
+        on_stall: StallCallback | None,
     ) -> None:
         self._pool = pool
         self._stall_after = stall_after
@@ -58,12 +74,14 @@ class CollectiveMonitor:
         self._is_checking = is_checking
         self._call_at = call_at
         self._end_call = end_call
+        self._on_stall = on_stall
         self.final_verdict: CollectiveVerdict | None = None
         self._is_started = False
         self._asked: set[RankHandle] = set()  # ranks that have not answered
         self._answers: dict[int, RankCollectives] = {}
         self._last_mismatch: CollectiveVerdict | None = None
         self._warned: list[CollectiveVerdict] = []
+        self._known_stall: tuple[dict[int, Collective | None], list[int]] = {}, []  # what `on_stall` was called with
 
     def start(self) -> None:
         """Check from now on, since a rank has a process group."""
@@ -75,6 +93,7 @@ class CollectiveMonitor:
         """Forget what was found in earlier calls."""
         self.final_verdict = self._last_mismatch = None
         self._warned.clear()
+        self._known_stall = {}, []
 
     def add(self, handle: RankHandle, answer: RankCollectives | None) -> None:
         """Add the answer of a rank; None if it has closed its socket."""
@@ -95,7 +114,8 @@ class CollectiveMonitor:
 
     def _check(self) -> None:
         handles = [handle for handle in self._pool.handles.values() if handle.collective_sockets.is_open]
-        if self._asked or len(handles) <= 1 or not self._is_checking():
+        can_compare = len(handles) > 1 or self._on_stall is not None
+        if self._asked or not can_compare or not self._is_checking():
             return
         self._answers.clear()
         self._asked = {handle for handle in handles if handle.collective_sockets.ask()}
@@ -112,6 +132,8 @@ class CollectiveMonitor:
             for handle in self._pool.handles.values()
             if handle.observations.answer is not None and handle.observations.answer.kind is MessageKind.RETURNED
         ]
+        if self._on_stall is not None and self._is_checking():
+            self._report_stall(self._on_stall, returned)
         verdict = find_verdict(self._answers, returned)
         if not self._is_checking() or verdict is None:
             self._last_mismatch = None
@@ -122,7 +144,20 @@ class CollectiveMonitor:
             self._call_at(time.monotonic() + CONFIRM_SECONDS, self._check)
         else:
             self._last_mismatch = None
-            self._handle_stall(verdict)
+            if self._on_stall is None:
+                self._handle_stall(verdict)
+
+    def _report_stall(self, on_stall: StallCallback, returned: list[int]) -> None:
+        assert self._stall_after is not None
+        has_stalled = any(
+            not answer.collectives or answer.collectives[-1].seconds >= self._stall_after
+            for answer in self._answers.values()
+        )
+        stall = dict(self._answers) if has_stalled else {}
+        known = {rank: get_current_collective(answer) for rank, answer in stall.items()}, returned if has_stalled else []
+        if known != self._known_stall:
+            self._known_stall = known
+            on_stall(stall, returned)
 
     def _finish(self, verdict: CollectiveVerdict) -> None:
         self.final_verdict = verdict
@@ -136,12 +171,4 @@ class CollectiveMonitor:
             self._finish(verdict)
         elif verdict not in self._warned:
             self._warned.append(verdict)
-            places = "; ".join(
-                f"rank {rank} is at {self._answers[rank].place}" for rank in verdict.blamed if self._answers[rank].place
-            )
-            self._deferred_log.warning(
-                "ranks have waited for %.0f s in a collective: %s%s",
-                verdict.seconds,
-                verdict.sentence,
-                places and f"; {places}",
-            )
+            self._deferred_log.warning("%s", format_stall_warning(verdict, self._answers))

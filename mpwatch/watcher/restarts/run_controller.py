@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from mpwatch.events.types import Restarting, WorkerFailed, WorkerStopped
+from mpwatch.events.types import CollectivesRecorded, Restarting, WorkerFailed, WorkerStopped
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
@@ -200,7 +200,7 @@ def schedule_restart(commands: CommandQueue, seconds: float, restart: Callable[[
 
 
 def publish_outcomes(event_bus: EventBus, observations: AttemptObservations, result: RunResult[Any]) -> None:
-    """Publish which ranks failed, the root cause first, and which ranks were stopped."""
+    """Publish which ranks failed, the root cause first, which ranks were stopped, and the collectives of all of them."""
     for rank, failure in sorted(result.failures.items(), key=lambda item: item[1] is not result.root_cause):
         event_bus.publish(
             WorkerFailed,
@@ -213,3 +213,12 @@ def publish_outcomes(event_bus: EventBus, observations: AttemptObservations, res
     for rank, state in result.worker_states.items():
         if state is WorkerState.STOPPED:
             event_bus.publish(WorkerStopped, [rank], at=observations.stopped_at, attempt=observations.attempt)
+    for rank, observed in observations.ranks.items():
+        if observed.collectives is not None and result.state is not WorkerState.SUCCEEDED:
+            event_bus.publish(
+                CollectivesRecorded,
+                [rank],
+                at=observed.collectives_at,
+                attempt=observations.attempt,
+                collectives=observed.collectives.collectives,
+            )
