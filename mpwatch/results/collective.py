@@ -21,6 +21,8 @@ class Collective:
     """The operation, such as "all_reduce"."""
     sequence: int
     """Number of the call among the collectives of its process group, from 1. It is the same on all ranks of the group."""
+    backend: str = ""
+    """The backend of this call, such as "gloo": a process group may have several. Each one numbers its calls."""
     group: str
     """Name of the process group: "default", the description that the user gave it, or torch's number of it."""
     ranks: tuple[int, ...]

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from textwrap import indent
 
+from mpwatch.results.collective import Collective
 from mpwatch.results.places import format_location
 from mpwatch.results.report import format_ranks
 
@@ -15,15 +16,27 @@ class Stacks(dict[int, str]):
     """The stacks of all threads, by global rank, as in `RunResult.stacks`.
 
     Of a rank that runs no function, or whose stacks did not come in time, it is a line that says so. `print(stacks)` shows
-    ranks with the same stacks together.
+    ranks with the same stacks together, and then the verdict.
+
+    Attributes:
+        collectives: the collective that each rank waited in, or else its last one, as in `RunResult.collectives`.
+        verdict: which ranks wait for which others in a collective, in words. Empty if none do, or it is not known.
     """
+
+    def __init__(
+        self, stacks: Mapping[int, str] | None = None, collectives: Mapping[int, Collective] | None = None, verdict: str = ""
+    ) -> None:
+        super().__init__(stacks or {})
+        self.collectives = dict(collectives or {})
+        self.verdict = verdict
 
     def __str__(self) -> str:
         groups: dict[str, list[int]] = {}
         for rank, stacks in sorted(self.items()):
             text = MAIN_THREAD_HEAD.sub("main thread", stacks)
             groups.setdefault(OTHER_THREAD_HEAD.sub("another thread", text), []).append(rank)
-        return "\n".join(f"{format_ranks(ranks)}:{_format_group(text)}" for text, ranks in groups.items())
+        lines = [f"{format_ranks(ranks)}:{_format_group(text)}" for text, ranks in groups.items()]
+        return "\n".join([*lines, self.verdict] if self.verdict else lines)
 
     __repr__ = __str__
 

@@ -302,6 +302,7 @@ class EventLoop:
         if not was_pending or sockets.is_pending:
             return []
         self._collective_monitor.add(handle, answer)
+        self._stack_requests.add_collectives(handle, answer)
         if sockets.is_crashing:
             handle.stack_parser.feed(sockets.read_crash())
         return self._end_dump(handle)
@@ -348,6 +349,7 @@ class EventLoop:
                 events += self._handle_message(handle, message)
         self._finish_observations(handle)
         self._stack_requests.add_stacks(handle)
+        self._stack_requests.add_collectives(handle, None)
         return [*events, m.Exited(observed.worker.rank, generation=handle.generation)]
 
     def _finish_observations(self, handle: RankHandle) -> None:

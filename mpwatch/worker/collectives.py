@@ -31,12 +31,13 @@ from mpwatch.wire.messages import MessageKind
 from mpwatch.worker import stack_dumps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from types import FrameType, ModuleType
     from typing import Any
 
     from mpwatch.worker.channel import Channel
 
+BATCH_OF_POINT_TO_POINT = "batch_isend_irecv"  # the function of torch.distributed
 MAX_COLLECTIVES = 64  # in an answer: those that were called last
 TORCH_FOLDER = "/torch/"
 COLLECTIVE_FILE = "/torch/distributed/distributed_c10d.py"
@@ -60,6 +61,7 @@ DTYPE_NAMES = {
 LOCK_SECONDS = 1.0  # how long the main thread waits for an answer that the other thread makes
 
 _has_started = False
+_group_made_at = 0  # when the last default group was about to be made, in nanoseconds since 1970
 _requests: socket.socket | None = None
 _lock = threading.Lock()  # held by the thread that takes and answers a request
 
@@ -70,6 +72,8 @@ def answer_when_used(module: ModuleType, channel: Channel) -> None:
 
     @wraps(make_group)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        global _group_made_at
+        _group_made_at = time.time_ns()
         start(channel)
         return make_group(*args, **kwargs)
 
@@ -128,15 +132,34 @@ def describe_rank() -> RankCollectives:
     frames = list(_walk_frames(main_frame))
     groups = torch_private.get_process_groups()
     now = time.time_ns()
-    entries = sorted(torch_private.read_flight_recorder(), key=lambda entry: entry["time_created_ns"])
+    recorded = sorted(torch_private.read_flight_recorder(), key=lambda entry: entry["time_created_ns"])
+    entries = _merge_coalesced(entry for entry in recorded if entry["time_created_ns"] >= _group_made_at)
     selected = _select_entries(entries)
     found = [_make_collective(entry, groups, now) for entry in selected]
     place = _format_user_place(frames)
     if found and found[-1].state is CollectiveState.WAITING and frames and TORCH_FOLDER in frames[0].f_code.co_filename:
         found[-1] = replace(_add_arguments(found[-1], frames), place=place)
-    oldest = {_get_backend(entry): entry["record_id"] for entry in reversed(entries)}
-    has_all = len(selected) == len(entries) and not any(oldest.values())
+    oldest = {_get_backend(entry): entry for entry in reversed(recorded)}.values()
+    has_lost_some = any(entry["record_id"] and entry["time_created_ns"] >= _group_made_at for entry in oldest)
+    has_all = len(selected) == len(entries) and not has_lost_some
     return RankCollectives(collectives=tuple(found), place=place, has_all=has_all)
+
+
+def _merge_coalesced(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries, but only the last one of those with the same number.
+
+    NCCL records each call of a batch, and then the batch itself with the same number. Only that one's state changes.
+    """
+    return list({_identify_call(entry): entry for entry in entries}.values())
+
+
+def _identify_call(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    return _get_backend(entry), entry["process_group"], entry["is_p2p"], _get_number(entry)
+
+
+def _get_number(entry: Mapping[str, Any]) -> int:
+    number: int = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    return number
 
 
 def _select_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -163,8 +186,9 @@ def _make_collective(entry: Mapping[str, Any], groups: Mapping[str, tuple[str, t
     is_default = "default_pg" in (description, known_description)
     is_described = description not in ("", "undefined")
     return Collective(
-        name=entry["profiling_name"].rpartition(":")[2],
-        sequence=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+        name=_get_operation(entry),
+        sequence=_get_number(entry),
+        backend=_get_backend(entry),
         group=DEFAULT_GROUP if is_default else f"{group} ({description})" if is_described else group,
         ranks=ranks,
         input_shapes=tuple(map(tuple, entry["input_sizes"])),
@@ -175,6 +199,12 @@ def _make_collective(entry: Mapping[str, Any], groups: Mapping[str, tuple[str, t
         state=CollectiveState.COMPLETED if entry["retired"] or entry["state"] == "completed" else CollectiveState.WAITING,
         seconds=(now - entry["time_created_ns"]) / 1e9,
     )
+
+
+def _get_operation(entry: Mapping[str, Any]) -> str:
+    """Return the name of the operation. NCCL's names of point-to-point operations have the ranks, too: `recv 0<-1`."""
+    name = str(entry["profiling_name"]).partition(":")[2].partition(" ")[0]
+    return BATCH_OF_POINT_TO_POINT if entry["is_p2p"] and name == "coalesced" else name
 
 
 def _name_dtype(name: str) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import mpwatch
+from mpwatch.worker import collectives
 
 
 def rank():
@@ -81,8 +82,21 @@ def hold_the_gil():
     dist.barrier()
 
 
-def close_all():
-    """Close the sockets over which this rank answers."""
+def get_calls_of_two_groups():
+    """Return which calls are known after the first one of a second default group."""
     join()
+    dist.all_reduce(torch.ones(2))
+    before = collectives.describe_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.broadcast(torch.ones(3), 0)
+    return [[call.title for call in answer.collectives] for answer in (before, collectives.describe_rank())]
+
+
+def close_all():
+    """Close the sockets over which this rank answers. gloo's own thread must have ended: it aborts without its descriptors."""
+    join()
+    dist.barrier()
+    dist.destroy_process_group()
     os.closerange(3, 200)
     return rank()

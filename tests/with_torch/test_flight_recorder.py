@@ -2,6 +2,7 @@
 
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,8 @@ from mpwatch import Collective, CollectiveState, FailureKind
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.diagnosis.collective_verdict import find_verdict
 from with_torch import recorder_functions as functions
+
+FIRST_VERDICT = "rank 2 has not joined broadcast #1 (int64[2, 3], default group), in which rank 0 waits"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGABRT, pytest.param(signal.SIGSEGV, marks=pytest.mark.slow)])
@@ -52,7 +55,8 @@ def test_the_result_has_the_collectives(size):
     env = {"TORCH_FR_BUFFER_SIZE": size}
     with mpwatch.WorkerGroup(3, backend="gloo", grace_period=0.5, env=env) as group:
         group.run(functions.rank)
-        with pytest.raises(mpwatch.RunTimeoutError) as failed:
+        with ThreadPoolExecutor(1) as thread, pytest.raises(mpwatch.RunTimeoutError) as failed:
+            stacks = thread.submit(wait_for_verdict, group, FIRST_VERDICT if size != "0" else "")
             group.run(functions.wait_in_calls, timeout=4.0)
     found = failed.value.result.collectives
     assert failed.value.stacks[0]
@@ -67,7 +71,17 @@ def test_the_result_has_the_collectives(size):
     assert (second.root, second.reduce_op) == (0, "MAX")
     assert {first.state, second.state} == {CollectiveState.WAITING}
     assert 2 not in found
-    assert "rank 2 has not joined broadcast #1 (int64[2, 3], default group), in which rank 0 waits" in str(failed.value)
+    assert FIRST_VERDICT in str(failed.value)
+    assert stacks.result().collectives[0] == first
+    assert str(stacks.result()).splitlines()[-1] == stacks.result().verdict
+
+
+def wait_for_verdict(group, verdict):
+    """Return the first stacks that come with this verdict."""
+    while True:
+        stacks = group.stacks()
+        if verdict in stacks.verdict and len(stacks) == 3:
+            return stacks
 
 
 @pytest.mark.slow
@@ -75,6 +89,12 @@ def test_a_rank_that_holds_the_gil_does_not_answer():
     with pytest.raises(mpwatch.RunTimeoutError) as failed:
         mpwatch.run(functions.hold_the_gil, 2, timeout=15.0, grace_period=0.5)
     assert set(failed.value.result.collectives) == {0}
+
+
+def test_calls_of_an_earlier_process_group_are_forgotten():
+    """The calls of the new group have the same numbers."""
+    (titles,) = mpwatch.run(functions.get_calls_of_two_groups, 1)
+    assert titles == [["barrier #1", "all_reduce #2"], ["broadcast #1"]]
 
 
 def test_a_rank_may_close_all_its_descriptors():

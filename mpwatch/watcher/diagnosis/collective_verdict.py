@@ -39,7 +39,7 @@ SAME_INPUTS = {
     "reduce_scatter_tensor_coalesced",
 }
 SAME_OUTPUTS = {"scatter", "all_gather", "_all_gather_base", "all_gather_into_tensor_coalesced", "allgather_coalesced"}
-POINT_TO_POINT = {"send", "recv"}
+POINT_TO_POINT = {"send", "recv", "batch_isend_irecv"}
 
 
 class VerdictKind(Enum):
@@ -50,7 +50,7 @@ class VerdictKind(Enum):
     CROSSED = auto()
 
 
-Key = tuple[str, tuple[int, ...], int]  # group, its ranks, number of the collective
+Key = tuple[str, str, tuple[int, ...], int]  # group, backend, the group's ranks, number of the collective
 Signature = tuple[object, ...]  # two calls with different signatures do not fit
 Reader = Callable[[Collective], Signature | None]  # reads a signature; None: it is not known
 
@@ -114,7 +114,7 @@ def _index_calls(rank: int, answer: RankCollectives, groups: set[tuple[str, tupl
 
 
 def _get_key(call: Collective) -> Key:
-    return call.group, call.ranks, call.sequence
+    return call.group, call.backend, call.ranks, call.sequence
 
 
 def _is_waiting(call: Collective) -> bool:
@@ -130,7 +130,7 @@ def _find_mismatch(calls: Mapping[int, Mapping[Key, Collective]]) -> CollectiveV
     for rank, calls_of_rank in sorted(calls.items()):
         for key, call in calls_of_rank.items():
             by_key.setdefault(key, {})[rank] = call
-    for key in sorted(by_key, key=lambda key: (key[2], key)):
+    for key in sorted(by_key, key=lambda key: (key[-1], key)):
         called = by_key[key]
         if any(map(_is_waiting, called.values())) and (camps := _find_camps(called)):
             return _make_mismatch(key, called, camps)
@@ -177,7 +177,7 @@ DIFFERENCES: tuple[Reader, ...] = (_read_operation, _read_tensors, _read_reducti
 
 
 def _make_mismatch(key: Key, called: Mapping[int, Collective], camps: list[list[int]]) -> CollectiveVerdict:
-    unknown = set(key[1]) - called.keys()  # ranks that have not called it yet, or have not answered
+    unknown = set(key[2]) - called.keys()  # ranks that have not called it yet, or have not answered
     has_majority = len(camps[0]) > len(camps[1]) + len(unknown)
     read = next(read for read in DIFFERENCES if len({read(called[camp[0]]) for camp in camps}) > 1)
     phrases = {
@@ -238,7 +238,7 @@ def _find_absent(
         absent = {rank for rank in call.ranks if rank in calls and _is_absent(answers[rank], calls[rank], call)}
         if absent:
             absent_from[_get_key(call)] = absent
-    for key in sorted(absent_from, key=lambda key: (key[2], key)):
+    for key in sorted(absent_from, key=lambda key: (key[-1], key)):
         if free := absent_from[key] - blocked.keys():
             return _make_absent(key, waits, calls, sorted(free), returned)
     return _make_crossed(absent_from, waits, blocked) if absent_from else None
@@ -250,7 +250,7 @@ def _find_wait(calls: Iterable[Collective]) -> Collective | None:
 
 def _is_absent(answer: RankCollectives, calls_of_rank: Mapping[Key, Collective], call: Collective) -> bool:
     """Return whether this rank has certainly not called the collective."""
-    numbers = [key[2] for key in calls_of_rank if key[:2] == (call.group, call.ranks)]
+    numbers = [key[-1] for key in calls_of_rank if key[:-1] == _get_key(call)[:-1]]
     return max(numbers) < call.sequence if numbers else answer.has_all
 
 

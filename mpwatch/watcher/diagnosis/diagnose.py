@@ -61,6 +61,7 @@ Failures = dict[int, TimedFailure]  # by rank
 # The kernel closes the connections of a process before it reports the death: 0.2 to 4 ms before in measurements, longer on a
 # busy machine. So the watcher may notice a death this much later than the failures that the death caused.
 DEATH_LAG_SECONDS = 0.1
+STALL_SECONDS = 5.0  # a shorter wait in a collective is usual, and not worth a word when the user interrupts the run
 
 
 def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
@@ -343,5 +344,7 @@ def _get_reason(
             return f"{texts.format_timeout(attempt.timeout or 0.0, unfinished)}; {verdict.sentence}"
         return texts.format_timeout(attempt.timeout or 0.0, unfinished, find_stragglers(_get_running(attempt, failures)))
     if attempt.stop_reason is StopReason.INTERRUPTED and attempt.signum is not None:
-        return texts.format_interrupt(attempt.signum)
+        text = texts.format_interrupt(attempt.signum)
+        is_stalled = verdict is not None and (verdict.kind is VerdictKind.MISMATCH or verdict.seconds >= STALL_SECONDS)
+        return f"{text}; {verdict.sentence}" if verdict is not None and is_stalled else text
     return ""

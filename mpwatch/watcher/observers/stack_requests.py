@@ -1,17 +1,20 @@
-"""Answers requests for the stacks of all ranks while these go on. Runs in the watcher thread.
+"""Answers requests for the stacks and collectives of all ranks while these go on. Runs in the watcher thread.
 
-    any thread --- StacksRequest ---> `begin` asks each rank by a signal (rank_handle.py)
-                                      `add_stacks`: those of a rank have come
+    any thread --- StacksRequest ---> `begin` asks each rank by a signal (rank_handle.py), and over its request socket
+                                      `add_stacks`, `add_collectives`: those of a rank have come
     any thread <--- its `stacks` ---- all have come, or STACK_DUMP_SECONDS later
 
-The state machine asks for stacks, too, when it stops the ranks. If both ask at the same time, one answer is for both.
+The state machine asks for them, too, when it stops the ranks, and the CollectiveMonitor asks for collectives. If two ask at
+the same time, one answer is for both.
 """
 
 import time
 from collections.abc import Callable, Sequence
 
+from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.commands import CommandQueue, StacksRequest
+from mpwatch.watcher.diagnosis.collective_verdict import find_verdict, get_current_collective
 from mpwatch.watcher.diagnosis.stragglers import describe_blocked_process
 from mpwatch.watcher.machine.transitions import STACK_DUMP_SECONDS, RankPhase
 from mpwatch.watcher.processes.process_pool import ProcessPool
@@ -62,8 +65,11 @@ class StackRequests:
         self._format_stacks = format_stacks
         self._call_at = call_at
         self._requests: list[StacksRequest] = []
-        self._asked: set[RankHandle] = set()  # ranks that have not answered
-        self._stacks = Stacks()  # that have come
+        self._asked: set[RankHandle] = set()  # ranks whose stacks have not come
+        self._asked_for_collectives: set[RankHandle] = set()  # ranks whose collectives have not come
+        self._stacks: dict[int, str] = {}  # that have come
+        self._collectives: dict[int, RankCollectives] = {}  # that have come
+        self._returned: list[int] = []  # ranks that had returned
 
     def begin(self, request: StacksRequest, groups: Sequence[RestartGroup]) -> None:
         """Ask all ranks for their stacks, unless they have been asked by an earlier request."""
@@ -71,17 +77,23 @@ class StackRequests:
         if len(self._requests) > 1:
             return
         self._stacks.clear()
+        self._collectives.clear()
+        self._returned.clear()
         ranks = [(rank, phase) for group in groups for rank, phase in group.machine.phase_table.phases.items()]
         for rank, phase in sorted(ranks, key=lambda item: item[0]):
             self._stacks[rank] = WITHOUT_STACK[phase]
             handle = self._pool.handles.get(rank)
+            if phase is RankPhase.RETURNED:
+                self._returned.append(rank)
+            if handle is not None and handle.collective_sockets.ask():
+                self._asked_for_collectives.add(handle)
             if handle is None or phase in WITHOUT_FUNCTION:
                 continue
             if self._ask(handle):
                 self._asked.add(handle)
             elif reason := describe_blocked_process(handle.observations):
                 self._stacks[rank] = reason
-        if self._asked:
+        if self._asked or self._asked_for_collectives:
             self._call_at(time.monotonic() + STACK_DUMP_SECONDS, self._answer)
         else:
             self._answer()
@@ -90,8 +102,19 @@ class StackRequests:
         """Note that the stacks of a rank have come, or will not come, since the rank has exited."""
         if handle in self._asked:
             self._take(handle)
-            if not self._asked:
-                self._answer()
+            self._answer_if_complete()
+
+    def add_collectives(self, handle: RankHandle, answer: RankCollectives | None) -> None:
+        """Note that the collectives of a rank have come. None: they will not come."""
+        if handle in self._asked_for_collectives:
+            self._asked_for_collectives.discard(handle)
+            if answer is not None:
+                self._collectives[handle.observations.worker.rank] = answer
+            self._answer_if_complete()
+
+    def _answer_if_complete(self) -> None:
+        if not self._asked and not self._asked_for_collectives:
+            self._answer()
 
     def _take(self, handle: RankHandle) -> None:
         self._asked.discard(handle)
@@ -104,8 +127,11 @@ class StackRequests:
         """Answer all requests. What has not come by now is missing."""
         for handle in list(self._asked):
             self._take(handle)
+        self._asked_for_collectives.clear()
+        current = {rank: call for rank, answer in self._collectives.items() if (call := get_current_collective(answer))}
+        verdict = find_verdict(self._collectives, self._returned)
         for request in self._requests:
-            request.stacks = Stacks(self._stacks)
+            request.stacks = Stacks(self._stacks, current, verdict.sentence if verdict else "")
             request.is_answered.set()
         if self._requests:
             self._commands.caller_wakeup.wake()

@@ -6,6 +6,8 @@ import pytest
 
 from mpwatch import FailureKind, WorkerState
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
+from mpwatch.results.collective import Collective, CollectiveState
+from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.diagnosis.diagnose import DEATH_LAG_SECONDS, diagnose
 from mpwatch.watcher.machine.transitions import StopReason
 from support.observations import (
@@ -160,3 +162,16 @@ def test_a_success():
     )
     assert list(result) == [1, 2]
     assert result.state is WorkerState.SUCCEEDED
+
+
+@pytest.mark.parametrize(("seconds", "is_named"), [(1.0, False), (60.0, True)])
+def test_an_interrupted_run_names_the_rank_for_which_others_have_waited_long(seconds, is_named):
+    waiting = Collective(
+        name="barrier", sequence=1, group="default", ranks=(0, 1), state=CollectiveState.WAITING, seconds=seconds
+    )
+    ranks = [{"collectives": RankCollectives(collectives=calls)} for calls in ((waiting,), ())]
+    result = diagnose(make_observations(*ranks, stop_reason=StopReason.INTERRUPTED, signum=signal.SIGINT))
+    text = "the run was stopped: this process received SIGINT"
+    late = "; rank 1 has not joined barrier #1 (default group), in which rank 0 waits; it has called no collective"
+    assert result.reason == (text + late if is_named else text)
+    assert result.failures == {}

@@ -1,0 +1,122 @@
+"""How a rank reads the flight recorder. Most entries here have the form of NCCL's, which only a GPU records.
+
+The form is that of torch 2.13: `torch/csrc/distributed/c10d/FlightRecorder.hpp`, and its tests in test_c10d_nccl.py.
+"""
+
+import pytest
+
+from mpwatch import CollectiveState, torch_private
+from mpwatch.watcher.diagnosis.collective_verdict import VerdictKind, find_verdict
+from mpwatch.worker.collectives import describe_rank
+
+SECOND = 10**9  # nanoseconds
+GROUPS = {"0": ("default_pg", (0, 1, 2)), "3": ("tensor parallel", (0, 2))}
+
+
+def entry(name, number, *shapes, state="completed", group=("0", "default_pg"), is_p2p=False, at=None, record_id=None):
+    """Return an entry of the recorder. It is the call `number` of its group."""
+    shapes = list(map(list, shapes))
+    return {
+        "record_id": number - 1 if record_id is None else record_id,
+        "pg_id": int(group[0]),
+        "process_group": group,
+        "collective_seq_id": 0 if is_p2p else number,
+        "p2p_seq_id": number if is_p2p else 0,
+        "op_id": number,
+        "profiling_name": f"nccl:{name}",
+        "time_created_ns": (number if at is None else at) * SECOND,
+        "duration_ms": 0.1 if state == "completed" else None,
+        "input_sizes": shapes,
+        "input_dtypes": ["BFloat16"] * len(shapes),
+        "output_sizes": shapes,
+        "output_dtypes": ["BFloat16"] * len(shapes),
+        "state": state,
+        "time_discovered_started_ns": None if state == "scheduled" else number * SECOND,
+        "time_discovered_completed_ns": number * SECOND if state == "completed" else None,
+        "retired": state == "completed",
+        "timeout_ms": 600_000,
+        "is_p2p": is_p2p,
+    }
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    """Return what a rank with these entries answers."""
+
+    def answer(*entries):
+        monkeypatch.setattr(torch_private, "read_flight_recorder", lambda: list(entries))
+        monkeypatch.setattr(torch_private, "get_process_groups", lambda: GROUPS)
+        return describe_rank()
+
+    return answer
+
+
+def test_a_collective_of_nccl(answer):
+    done, waiting = answer(
+        entry("broadcast", 1, (8,)), entry("all_reduce", 2, (4, 16), (3,), state="started", group=("3", "tensor parallel"))
+    ).collectives
+    assert (done.name, done.sequence, done.backend, done.group, done.ranks) == ("broadcast", 1, "nccl", "default", (0, 1, 2))
+    assert (done.state, done.input_shapes, done.input_dtypes) == (CollectiveState.COMPLETED, ((8,),), ("bfloat16",))
+    assert (waiting.state, waiting.group, waiting.ranks) == (CollectiveState.WAITING, "3 (tensor parallel)", (0, 2))
+    assert str(waiting) == "all_reduce #2 (bfloat16[4, 16] and 1 more, group 3 (tensor parallel))"
+
+
+def test_a_mismatch_on_nccl_blames_the_minority(answer):
+    first = entry("broadcast", 1, (8,))
+    answers = {rank: answer(first, entry("all_reduce", 2, (16,), state="started")) for rank in (0, 1)}
+    answers[2] = answer(first, entry("all_reduce", 2, (17,), state="scheduled"))
+    verdict = find_verdict(answers)
+    assert (verdict.kind, verdict.blamed) == (VerdictKind.MISMATCH, (2,))
+    assert verdict.sentence == "rank 2 called all_reduce #2 with bfloat16[17], ranks 0-1 with bfloat16[16]"
+
+
+def test_a_rank_that_has_not_joined_a_collective_on_nccl(answer):
+    first = entry("broadcast", 1, (8,))
+    answers = {rank: answer(first, entry("all_gather", 2, (16,), state="started")) for rank in (0, 1)}
+    answers[2] = answer(first)
+    verdict = find_verdict(answers)
+    assert (verdict.kind, verdict.blamed) == (VerdictKind.ABSENT, (2,))
+    assert verdict.sentence.startswith(
+        "rank 2 has not joined all_gather #2 (bfloat16[16], default group), in which ranks 0-1 wait"
+    )
+
+
+def test_the_calls_of_a_batch_are_one_call(answer):
+    """NCCL never changes the state of the calls of a batch. Their tensors may differ: this is how it gathers uneven ones."""
+    answers = {}
+    for rank, size in enumerate([4, 5, 6]):
+        calls = [entry("_broadcast_oop", 1, (size,), state="scheduled", record_id=number) for number in range(3)]
+        answers[rank] = answer(*calls, entry("ALLGATHER_coalesced", 1, record_id=3))
+        (call,) = answers[rank].collectives
+        assert (call.name, call.state) == ("ALLGATHER_coalesced", CollectiveState.COMPLETED)
+    assert find_verdict(answers) is None
+
+
+def test_point_to_point_calls_are_not_compared(answer):
+    """Rank 2 takes no part in them."""
+    first = entry("all_reduce", 1, (8,))
+    answers = {
+        0: answer(first, entry("send 0->1", 1, (4,), state="started", is_p2p=True, at=2)),
+        1: answer(
+            first,
+            entry("recv 1<-0", 1, (4,), state="scheduled", is_p2p=True, at=2),
+            entry("coalesced", 1, state="started", is_p2p=True, at=3),
+        ),
+        2: answer(first),
+    }
+    assert [answers[rank].collectives[-1].name for rank in (0, 1)] == ["send", "batch_isend_irecv"]
+    assert find_verdict(answers) is None
+
+
+def test_the_backends_of_a_group_number_their_calls(answer):
+    gloo = {**entry("broadcast", 1, (3,)), "profiling_name": "gloo:broadcast"}
+    answers = {0: answer(gloo, entry("all_reduce", 1, (4,), state="started")), 1: answer(gloo), 2: answer(gloo)}
+    assert [call.backend for call in answers[0].collectives] == ["gloo", "nccl"]
+    verdict = find_verdict(answers)
+    assert (verdict.kind, verdict.blamed) == (VerdictKind.ABSENT, (1, 2))
+
+
+def test_a_recorder_that_has_lost_the_first_calls_does_not_say_that_they_were_not_made(answer):
+    later = entry("all_reduce", 300, (4,), record_id=299)
+    assert not answer(later).has_all
+    assert answer(entry("all_reduce", 1, (4,))).has_all
