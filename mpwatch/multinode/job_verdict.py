@@ -6,12 +6,12 @@ has failed for a reason of its own, and no node is lost.
 """
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from mpwatch.multinode.protocol.failure_codec import decode_failure, encode_failure
-from mpwatch.multinode.protocol.json_codec import to_json
+from mpwatch.multinode.protocol.json_codec import MAX_TEXT, to_json
 from mpwatch.multinode.protocol.messages import AttemptReport, NodeInfo, RankRecord, RanksStalled
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError, dump_json
 from mpwatch.results.collective import CollectiveState
@@ -30,16 +30,24 @@ MAX_LATEST = 8  # completed collectives of a rank that are sent
 Failures = tuple[Mapping[str, Any], ...]  # as failure_codec.py encodes them
 
 
-def limit_records(records: Iterable[RankRecord]) -> tuple[RankRecord, ...]:
-    """Return the latest collectives of each rank, and of as many ranks as fit into MAX_RECORDS_BYTES."""
+def make_records(
+    answers: Mapping[int, RankCollectives], returned: Container[int], pids: Mapping[int, int | None]
+) -> tuple[RankRecord, ...]:
+    """Return the latest collectives of each rank, and of as many ranks as fit into MAX_RECORDS_BYTES.
+
+    Args:
+        answers: what the ranks have answered, by global rank.
+        returned: ranks whose function has returned.
+        pids: the processes of the ranks, as far as they are known.
+    """
     kept: list[RankRecord] = []
     bytes_left = MAX_RECORDS_BYTES
-    for record in records:
-        limited = replace(record, collectives=_keep_latest(record.collectives))
-        bytes_left -= len(dump_json(to_json(limited)))
-        if bytes_left < 0:
+    for rank, answer in answers.items():
+        record = RankRecord(rank, rank in returned, _keep_latest(answer).to_json(), pids.get(rank))
+        bytes_left -= len(dump_json(to_json(record)))
+        if bytes_left < 0 or len(record.collectives) > MAX_TEXT:
             break
-        kept.append(limited)
+        kept.append(record)
     return tuple(kept)
 
 
@@ -55,14 +63,24 @@ def _keep_latest(answer: RankCollectives) -> RankCollectives:
 def find_job_verdict(messages: Iterable[AttemptReport | RanksStalled]) -> CollectiveVerdict | None:
     """Return which ranks of the job did not fit, or None."""
     records = [record for message in messages for record in message.collectives]
-    answers = {record.rank: record.collectives for record in records}
-    return find_verdict(answers, [record.rank for record in records if record.has_returned])
+    return find_verdict(_read_answers(records), [record.rank for record in records if record.has_returned])
 
 
 def format_job_stall(messages: Iterable[RanksStalled], verdict: CollectiveVerdict) -> str:
     """Return the warning that ranks of the job wait for others."""
-    answers = {record.rank: record.collectives for message in messages for record in message.collectives}
-    return format_stall_warning(verdict, answers)
+    records = [record for message in messages for record in message.collectives]
+    return format_stall_warning(verdict, _read_answers(records))
+
+
+def _read_answers(records: Iterable[RankRecord]) -> dict[int, RankCollectives]:
+    return {record.rank: answer for record in records if (answer := _read_answer(record)) is not None}
+
+
+def _read_answer(record: RankRecord) -> RankCollectives | None:
+    try:
+        return RankCollectives.from_json(record.collectives)
+    except (ValueError, LookupError, TypeError):  # the node may have another version of mpwatch
+        return None
 
 
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
@@ -107,6 +125,7 @@ def _decode(failure: Mapping[str, Any] | None) -> ProcessFailure | None:
 
 def _build_failure(record: RankRecord, info: NodeInfo, first_rank: int) -> ProcessFailure:
     """Return a failure with what is known of a rank that has not failed."""
+    answer = _read_answer(record)
     return ProcessFailure(
         rank=record.rank,
         local_rank=record.rank - first_rank,
@@ -115,5 +134,5 @@ def _build_failure(record: RankRecord, info: NodeInfo, first_rank: int) -> Proce
         group_rank=info.group_rank,
         kind=FailureKind.MISMATCH,
         exit_code=1,
-        collective=get_current_collective(record.collectives),
+        collective=None if answer is None else get_current_collective(answer),
     )

@@ -28,7 +28,7 @@ from typing import Any
 
 from mpwatch.errors import LaunchError
 from mpwatch.multinode.job_config_check import JobConfigCheck
-from mpwatch.multinode.job_verdict import limit_records
+from mpwatch.multinode.job_verdict import make_records
 from mpwatch.multinode.leader import Leader
 from mpwatch.multinode.local_ranks import LocalRanks, NodeUpdate
 from mpwatch.multinode.node_machine import NodeAction, NodeMachine, Rejoin, ReportJob
@@ -39,7 +39,6 @@ from mpwatch.multinode.protocol.messages import (
     AttemptReport,
     NextStep,
     NodeInfo,
-    RankRecord,
     RestartHistory,
     StartAttempt,
 )
@@ -174,8 +173,8 @@ class NodeThread:
 
     def on_stall(self, answers: Mapping[int, RankCollectives], returned: Sequence[int]) -> None:
         """Report to the leader which collectives ranks have called that have stalled: see CollectiveMonitor."""
-        records = [RankRecord(rank, rank in returned, answer) for rank, answer in answers.items()]
-        self._post_to_machine(lambda node_machine: node_machine.report_stall(limit_records(records)))
+        records = make_records(answers, returned, {})
+        self._post_to_machine(lambda node_machine: node_machine.report_stall(records))
 
     # The next two methods are called in any thread.
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from mpwatch.errors import LaunchError
 from mpwatch.events.types import RendezvousCompleted, Restarting
-from mpwatch.multinode.job_verdict import limit_records
+from mpwatch.multinode.job_verdict import make_records
 from mpwatch.multinode.local_ranks import NodeUpdate
 from mpwatch.multinode.node_machine import PrepareRanks, ReportJob, StopRanks
 from mpwatch.multinode.node_thread import NodeThread
@@ -33,7 +33,6 @@ from mpwatch.multinode.protocol.messages import (
     NextStep,
     NodeOutcome,
     RankAssignment,
-    RankRecord,
     StartAttempt,
 )
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError
@@ -182,7 +181,10 @@ class MultiNodeRunController(RunController[T]):
         """Diagnose the attempt on this node, and make its report for the leader."""
         observations.collect_stderr()
         waiting, possible_victims = find_waiting_ranks(observations), find_possible_victims(observations)
-        records = limit_records(_get_records(observations))
+        ranks = observations.ranks
+        returned = [rank for rank, observed in ranks.items() if has_returned(observations, observed)]
+        pids = {rank: observed.pid for rank, observed in ranks.items()}
+        records = make_records(get_all_collectives(observations), returned, pids)
         result = self._record_attempt(observations)
         stop_reason = observations.stop_reason
         assert stop_reason is not None
@@ -326,15 +328,6 @@ class MultiNodeRunController(RunController[T]):
             reason=decision.reason or local.reason,
             not_restarted=decision.no_restart_reason,
         )
-
-
-def _get_records(observations: AttemptObservations) -> list[RankRecord]:
-    """Return the collectives of this node's ranks for the other nodes."""
-    records = []
-    for rank, answer in get_all_collectives(observations).items():
-        observed = observations.ranks[rank]
-        records.append(RankRecord(rank, has_returned(observations, observed), answer, observed.pid))
-    return records
 
 
 def _encode_failures(source: RunResult[Any] | Attempt) -> tuple[Mapping[str, Any], ...]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+MAX_TENSORS = 64  # of a call that are known
 DEFAULT_GROUP = "default"  # the name of torch's default process group in all texts
 
 
@@ -28,6 +29,7 @@ class Collective:
     ranks: tuple[int, ...]
     """The global ranks of the group, in order. Empty if they are not known."""
     input_shapes: tuple[tuple[int, ...], ...] = ()
+    """Of the first 64 tensors, as `output_shapes`, `input_dtypes` and `output_dtypes`."""
     output_shapes: tuple[tuple[int, ...], ...] = ()
     input_dtypes: tuple[str, ...] = ()
     """The names of torch's types without "torch.", such as "float32"."""
@@ -69,6 +71,8 @@ def format_tensors(dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...])
         return ""
     dtype = dtypes[0] if dtypes else "tensor"
     texts = [f"{dtype}{list(shape)}" for shape in shapes]
+    if len(texts) >= MAX_TENSORS:
+        return f"{texts[0]} and many more"
     if len(set(texts)) == 1:
         return texts[0] if len(texts) == 1 else f"{len(texts)} x {texts[0]}"
     return f"{texts[0]} and {len(texts) - 1} more"

@@ -1,7 +1,7 @@
 """`RankCollectives`: what one rank answers if it is asked for its collectives, and its JSON. Without I/O."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from mpwatch.results.collective import Collective, CollectiveState
@@ -19,18 +19,26 @@ class RankCollectives:
     """Whether these are all collectives that the rank has called. False: the oldest ones are missing."""
 
     def to_json(self) -> str:
-        """Return a text that `from_json` reads."""
-        return json.dumps(asdict(self), default=lambda state: state.value)
+        """Return a text that `from_json` reads. The ranks of a group are in it once."""
+        groups = list(dict.fromkeys(call.ranks for call in self.collectives))
+        index = {ranks: number for number, ranks in enumerate(groups)}
+        calls = [{**_get_fields(call), "state": call.state.value, "ranks": index[call.ranks]} for call in self.collectives]
+        return json.dumps({"place": self.place, "has_all": self.has_all, "groups": groups, "collectives": calls})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "RankCollectives":
-        """Return the object that `to_json` has written. Raises ValueError, KeyError or TypeError for any other text."""
+        """Return the object that `to_json` has written. Raises ValueError, LookupError or TypeError for any other text."""
         data = json.loads(text)
-        collectives = tuple(map(_make_collective, data["collectives"]))
+        groups = [tuple(map(int, ranks)) for ranks in data["groups"]]
+        collectives = tuple(_make_collective(call, groups[call["ranks"]]) for call in data["collectives"])
         return cls(place=str(data["place"]), has_all=bool(data["has_all"]), collectives=collectives)
 
 
-def _make_collective(data: dict[str, Any]) -> Collective:
+def _get_fields(call: Collective) -> dict[str, Any]:
+    return {field.name: getattr(call, field.name) for field in fields(call)}
+
+
+def _make_collective(data: dict[str, Any], ranks: tuple[int, ...]) -> Collective:
     shapes = {name: tuple(map(tuple, data[name])) for name in ("input_shapes", "output_shapes")}
-    lists = {name: tuple(data[name]) for name in ("ranks", "input_dtypes", "output_dtypes")}
-    return Collective(**{**data, **shapes, **lists, "state": CollectiveState(data["state"])})
+    dtypes = {name: tuple(data[name]) for name in ("input_dtypes", "output_dtypes")}
+    return Collective(**{**data, **shapes, **dtypes, "ranks": ranks, "state": CollectiveState(data["state"])})

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from mpwatch import torch_private
 from mpwatch.os_support.descriptors import MSG_NOSIGNAL
-from mpwatch.results.collective import DEFAULT_GROUP, Collective, CollectiveState
+from mpwatch.results.collective import DEFAULT_GROUP, MAX_TENSORS, Collective, CollectiveState
 from mpwatch.results.places import find_user_frame, format_place
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.wire.messages import MessageKind
@@ -191,10 +191,10 @@ def _make_collective(entry: Mapping[str, Any], groups: Mapping[str, tuple[str, t
         backend=_get_backend(entry),
         group=DEFAULT_GROUP if is_default else f"{group} ({description})" if is_described else group,
         ranks=ranks,
-        input_shapes=tuple(map(tuple, entry["input_sizes"])),
-        output_shapes=tuple(map(tuple, entry["output_sizes"])),
-        input_dtypes=tuple(map(_name_dtype, entry["input_dtypes"])),
-        output_dtypes=tuple(map(_name_dtype, entry["output_dtypes"])),
+        input_shapes=tuple(map(tuple, entry["input_sizes"][:MAX_TENSORS])),
+        output_shapes=tuple(map(tuple, entry["output_sizes"][:MAX_TENSORS])),
+        input_dtypes=tuple(map(_name_dtype, entry["input_dtypes"][:MAX_TENSORS])),
+        output_dtypes=tuple(map(_name_dtype, entry["output_dtypes"][:MAX_TENSORS])),
         # gloo's entries keep the state "scheduled", and are retired when the call has ended.
         state=CollectiveState.COMPLETED if entry["retired"] or entry["state"] == "completed" else CollectiveState.WAITING,
         seconds=(now - entry["time_created_ns"]) / 1e9,

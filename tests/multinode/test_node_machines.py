@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mpwatch.multinode.job_decision import AttemptSummary, decide_next_step
-from mpwatch.multinode.job_verdict import limit_records
+from mpwatch.multinode.job_verdict import find_job_verdict, make_records
 from mpwatch.multinode.leader import (
     NODE_INFO_SHARE,
     Broadcast,
@@ -431,8 +431,8 @@ def test_a_possible_victim_is_not_the_root_cause_if_a_rank_of_another_node_faile
     assert decide_after_victim(reports={0: victim}, lost_nodes={1: "silent"}).root_cause_rank == 1
 
 
-def make_record(rank, name, *, sequence=1, elements=16, state=CollectiveState.WAITING, has_returned=False, world=3):
-    call = Collective(
+def make_call(name, *, sequence=1, elements=16, state=CollectiveState.WAITING, world=3):
+    return Collective(
         name=name,
         sequence=sequence,
         group="default",
@@ -441,14 +441,18 @@ def make_record(rank, name, *, sequence=1, elements=16, state=CollectiveState.WA
         input_dtypes=("float32",),
         state=state,
     )
-    return RankRecord(rank, has_returned, RankCollectives(collectives=(call,)), 100 + rank)
+
+
+def make_record(rank, name, *, has_returned=False, **details):
+    answer = RankCollectives(collectives=(make_call(name, **details),))
+    return RankRecord(rank, has_returned, answer.to_json(), 100 + rank)
 
 
 def decide_on_collectives(policy=ONCE, *, failures, records, **summary):
     """Decide for two nodes: ranks 0 and 1, and rank 2. `failures` and `records` are those of each node."""
     reports = {
         node: AttemptReport(
-            node, 0, NodeOutcome.FAILED if of_node else NodeOutcome.STOPPED, of_node, collectives=limit_records(found)
+            node, 0, NodeOutcome.FAILED if of_node else NodeOutcome.STOPPED, of_node, collectives=tuple(found)
         )
         for node, (of_node, found) in enumerate(zip(failures, records, strict=True))
     }
@@ -495,10 +499,8 @@ def test_a_missing_rank_that_is_late_for_a_collective_keeps_its_stack():
         replace(missing, rank=2, signal=None, kind=FailureKind.HANG, stack="where it was", summary="hung")
     )
     reports = {
-        0: AttemptReport(
-            0, 0, NodeOutcome.FAILED, (VICTIM,), waited_for_other_nodes=True, collectives=limit_records(waiting)
-        ),
-        1: AttemptReport(1, 0, NodeOutcome.STOPPED, missing_ranks=(missing,), collectives=limit_records([late])),
+        0: AttemptReport(0, 0, NodeOutcome.FAILED, (VICTIM,), waited_for_other_nodes=True, collectives=tuple(waiting)),
+        1: AttemptReport(1, 0, NodeOutcome.STOPPED, missing_ranks=(missing,), collectives=(late,)),
     }
     blamed = decode_failure(decide_after_victim(reports=reports, first_ranks={0: 0, 1: 2}).failures[0])
     assert (blamed.rank, blamed.kind, blamed.stack) == (2, FailureKind.HANG, "where it was")
@@ -611,16 +613,22 @@ def test_a_node_that_has_no_ranks_reports_no_stall():
 
 
 def test_only_the_latest_collectives_are_sent():
-    calls = [make_record(0, "all_reduce", sequence=number, state=CollectiveState.COMPLETED) for number in range(1, 65)]
-    calls[3] = make_record(0, "all_reduce", sequence=4)
-    record = replace(
-        calls[0], collectives=RankCollectives(collectives=tuple(each.collectives.collectives[0] for each in calls))
-    )
-    (limited,) = limit_records([record])
-    assert [call.sequence for call in limited.collectives.collectives] == [4, *range(57, 65)]
-    assert not limited.collectives.has_all
-    wide = [make_record(rank, "all_reduce", world=2000) for rank in range(100)]
-    assert 1 < len(limit_records(wide)) < 30
+    calls = [make_call("all_reduce", sequence=number, state=CollectiveState.COMPLETED) for number in range(1, 65)]
+    calls[3] = make_call("all_reduce", sequence=4)
+    (record,) = make_records({5: RankCollectives(collectives=tuple(calls))}, returned=[5], pids={5: 7})
+    assert (record.rank, record.has_returned, record.pid) == (5, True, 7)
+    answer = RankCollectives.from_json(record.collectives)
+    assert [call.sequence for call in answer.collectives] == [4, *range(57, 65)]
+    assert not answer.has_all
+    wide = dict.fromkeys(range(100), RankCollectives(collectives=(make_call("all_reduce", world=2000),)))
+    assert 8 <= len(make_records(wide, [], {})) < 30
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"place": "", "has_all": true, "groups": [], "collectives": [{"ranks": 0}]}'])
+def test_an_answer_that_cannot_be_read_says_nothing(text):
+    """The node may have another version of mpwatch."""
+    message = AttemptReport(0, 0, NodeOutcome.FAILED, collectives=(RankRecord(0, False, text), make_record(1, "barrier")))
+    assert find_job_verdict([message]) is None
 
 
 def test_a_slow_logging_handler_does_not_delay_the_stop_of_the_ranks(caplog):

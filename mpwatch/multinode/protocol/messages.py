@@ -13,7 +13,6 @@ from typing import Any, Final, get_args
 
 from mpwatch.multinode.protocol.json_codec import from_json, to_json
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError
-from mpwatch.results.rank_collectives import RankCollectives
 
 NO_ATTEMPT = -1  # no attempt has been started
 
@@ -90,7 +89,8 @@ class RankRecord:
 
     rank: int
     has_returned: bool
-    collectives: RankCollectives
+    collectives: str
+    """The JSON of a RankCollectives."""
     pid: int | None = None
     """Not known in RanksStalled."""
 
