@@ -7,6 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 ODD_RANK = 1
 
@@ -73,6 +74,22 @@ def uneven_inputs_of_ddp(is_odd):
     """The odd rank has one batch fewer, and returns while the others reduce their gradients."""
     model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
     for _ in range(2 if is_odd else 3):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def uneven_inputs_of_fsdp(is_odd):
+    """The odd rank has one batch fewer, and returns while the others gather parameters."""
+    train_sharded(nn.Linear(4, 4), 2 if is_odd else 3)
+
+
+def other_model_of_fsdp(is_odd):
+    train_sharded(nn.Linear(4, 40 if is_odd else 4), 1)
+
+
+def train_sharded(layer, steps):
+    model = nn.Sequential(layer)
+    fully_shard(model)
+    for _ in range(steps):
         model(torch.ones(2, 4)).sum().backward()
 
 
