@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mpwatch.events.types import Event
     from mpwatch.group import WorkerGroup
     from mpwatch.options.log_spec import LogSpec
+    from mpwatch.options.per_rank import PerRank
     from mpwatch.options.rendezvous import Rendezvous
     from mpwatch.options.restart_policy import RestartPolicy
     from mpwatch.options.spec import WorkerSpec
@@ -33,6 +34,7 @@ __all__ = [
     "LaunchError",
     "LogSpec",
     "MpwatchError",
+    "PerRank",
     "ProcessFailure",
     "Progress",
     "Rendezvous",
@@ -62,6 +64,7 @@ _HOME = {
     "LaunchError": ".errors",
     "LogSpec": ".options.log_spec",
     "MpwatchError": ".errors",
+    "PerRank": ".options.per_rank",
     "ProcessFailure": ".results.failure",
     "Progress": ".results.model",
     "Rendezvous": ".options.rendezvous",

@@ -59,8 +59,8 @@ def run(
             closure, partial, bound method or callable object. `__main__` is not imported again, and needs no guard.
         nprocs: number of ranks. "gpu": one for each GPU. "cpu": one for each CPU that this process may use. "auto": "gpu" if
             there is a GPU, else "cpu".
-        args: positional arguments, the same for every rank. A rank learns its identity from `current_worker()`, from the
-            environment (RANK, LOCAL_RANK, WORLD_SIZE, ...) or from torch.distributed.
+        args: positional arguments, the same for every rank, except those that are a `PerRank`. A rank learns its identity
+            from `current_worker()`, from the environment (RANK, LOCAL_RANK, WORLD_SIZE, ...) or from torch.distributed.
         kwargs: keyword arguments.
         backend: backend of torch.distributed: "gloo", "nccl", ...; "auto" is nccl with GPUs, else gloo. The default process
             group is made before fn is called and destroyed after it. None: no process group is made.

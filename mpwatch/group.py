@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 from mpwatch.errors import raise_if_failed
 from mpwatch.live_view.select import select_view
 from mpwatch.options.log_spec import LogSpec
+from mpwatch.options.per_rank import check_per_rank
 from mpwatch.options.spec import GroupSpec, Nprocs, Observers, check_call
 from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.options.worker_info import Worker
@@ -164,6 +165,7 @@ class WorkerGroup:
         """
         __tracebackhide__ = True  # as in mpwatch.run
         check_call(fn, args, kwargs)
+        check_per_rank(args, kwargs or {}, int(self._spec.nprocs))
         if timeout is None:
             timeout = self._spec.timeout
         else:

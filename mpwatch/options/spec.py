@@ -12,6 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from mpwatch.events.types import Event
 from mpwatch.options.log_spec import LogSpec
+from mpwatch.options.per_rank import check_per_rank
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.validation import as_int, check_count, check_env_mapping, check_flag, check_seconds, is_async
@@ -112,6 +113,7 @@ class WorkerSpec(GroupSpec, Generic[T]):
         super().__post_init__()
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
+        check_per_rank(self.args, self.kwargs or {}, int(self.nprocs), is_multi_node=self.is_multi_node)
         policy = _resolve_policy(self.max_restarts, self.restart_policy, self.backend)
         _check_rendezvous(self.rendezvous, policy)
         object.__setattr__(self, "restart_policy", policy)

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 from mpwatch.errors import LaunchError
+from mpwatch.options.per_rank import find_per_rank, format_argument
 from mpwatch.options.spec import name_of
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.wire.pickling import unpicklable
@@ -13,7 +14,19 @@ from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 
 def pack_call(call: Call) -> Payload:
     """Return the call as a payload that can be sent to any number of ranks. Raises LaunchError."""
-    return run_until_handler_raises(partial(_pack, call))
+    return run_until_handler_raises(partial(_pack, _split_call(call)))
+
+
+def _split_call(call: Call) -> Call:
+    """Move the values of PerRank arguments to the parts of the ranks."""
+    found = find_per_rank(call.args, call.kwargs)
+    if not found:
+        return call
+    args = tuple(None if key in found else value for key, value in enumerate(call.args))
+    kwargs = {key: None if key in found else value for key, value in call.kwargs.items()}
+    parts = [dict(zip(found, values, strict=True)) for values in zip(*(p.values for p in found.values()), strict=True)]
+    version, limit = call.process_group_version, call.backend_timeout
+    return Call(call.fn, args, kwargs, call.backend, version, backend_timeout=limit, parts=parts)
 
 
 def _pack(call: Call) -> Payload:
@@ -27,8 +40,10 @@ def _explain_failure(call: Call, error: Exception) -> str:
     if is_resource_shortage(error):  # no argument is to blame, and each one that is tried now would fail, too
         return with_remedy("the call could not be packed", error)
     candidates: list[tuple[str, Any]] = [(f"fn {name_of(call.fn)!r}", call.fn)]
-    candidates += [(f"args[{i}]", arg) for i, arg in enumerate(call.args)]
-    candidates += [(f"kwargs[{name!r}]", value) for name, value in call.kwargs.items()]
+    candidates += [(format_argument(position), value) for position, value in enumerate(call.args)]
+    candidates += [(format_argument(name), value) for name, value in call.kwargs.items()]
+    for rank, part in enumerate(call.parts):
+        candidates += [(f"{format_argument(key)}.values[{rank}]", value) for key, value in part.items()]
     for name, value in candidates:
         if not _can_be_sent(value):
             path, part = unpicklable.find_unpicklable(name, value, probe)

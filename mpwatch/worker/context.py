@@ -55,6 +55,19 @@ def current_worker() -> Worker:
     return _worker
 
 
+def choose_part(count: int) -> int:
+    """Return which of the `count` values of a PerRank is for this rank. Raises ValueError."""
+    worker = current_worker()
+    if count == worker.world_size:
+        return worker.rank
+    if count == worker.local_world_size:
+        return worker.local_rank
+    raise ValueError(
+        f"a PerRank has {count} values, but the job has {worker.world_size} ranks, and this node {worker.local_world_size}; "
+        "pass one value for each rank of the job, or one for each rank of this node"
+    )
+
+
 def heartbeat() -> None:
     """Report to the watcher that this rank makes progress. `heartbeat_timeout` applies from the first heartbeat on.
 

@@ -165,7 +165,7 @@ def _run_call(received: ReceivedCall, deferred_signals: DeferredSignals) -> _Fai
 def _load_and_call(received: ReceivedCall, deferred_signals: DeferredSignals) -> object:
     deferred_signals.restore()
     try:
-        call = call_payload.unpack(*received)
+        call = call_payload.unpack(*received, context.choose_part)
     except BaseException as error:  # noqa: BLE001  unpickling imports modules of user code
         raise _LoadError(error) from None
     return _call_function(call)

@@ -123,6 +123,8 @@ def _run(request):
     options = dict(request["options"])
     if isinstance(options.get("env"), str):
         options["env"] = getattr(tasks, options["env"])
+    if "per_rank" in options:  # for JSON
+        options["args"] = [mpwatch.PerRank(options.pop("per_rank"))]
     if request["rendezvous"] is not None:
         options["rendezvous"] = mpwatch.Rendezvous(**_restore_tuples(request["rendezvous"]))
     function, options["nprocs"] = resolve_name(request["function"]), request["nprocs"]

@@ -178,6 +178,10 @@ def leave_thread():
     threading.Thread(target=signal.pause, name="forgotten", daemon=True).start()
 
 
+def get_argument(value):
+    return value
+
+
 def raise_error(text):
     raise RankError(text)
 

@@ -55,6 +55,21 @@ def test_nodes_may_differ_in_their_ranks(job):
     assert sorted(value["rank"] for value in second.values.values()) == list(second.values)
 
 
+def test_values_for_the_ranks_of_the_job_or_of_a_node(job):
+    job.start(tasks.get_argument, 1, per_rank=["a"])
+    job.start(tasks.get_argument, 2, per_rank=["b", "c", "d"])
+    first, second = job.outcomes()
+    values_of([first, second])
+    assert list(first.values.values()) == ["a"]
+    assert list(second.values.values()) == [{0: "b", 1: "c", 2: "d"}[rank] for rank in second.values]
+
+
+def test_values_for_another_number_of_ranks(job):
+    nodes = job.start_several(2, tasks.get_argument, 2, per_rank=["a", "b", "c"])
+    for node in nodes:
+        assert "a PerRank has 3 values, but the job has 4 ranks, and this node 2" in node.outcome().text
+
+
 def test_nodes_may_differ_in_their_roles(job):
     job.rendezvous["nnodes"] = 3
     job.start(tasks.get_worker_info, 1, role="trainer")

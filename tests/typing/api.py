@@ -6,6 +6,7 @@ from typing import assert_type
 import mpwatch
 from mpwatch import (
     LaunchError,
+    PerRank,
     ProcessFailure,
     Progress,
     RunFailedError,
@@ -28,6 +29,8 @@ for value in result:
     assert_type(value, list[float])
 assert_type(mpwatch.run(lambda: 3)[0], int)
 assert_type(mpwatch.main(train, 2), RunResult[list[float]])
+assert_type(PerRank([0.1, 0.2]), PerRank[float])
+assert_type(mpwatch.run(train, 2, args=(PerRank([0.1, 0.2]),))[0], list[float])
 
 
 def variables(worker: Worker) -> dict[str, str]:

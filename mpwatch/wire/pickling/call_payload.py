@@ -1,8 +1,11 @@
 """Pickle a call once for all ranks, and unpickle it in each rank.
 
-    bundle:       [ description of __main__ ][ fn, args, kwargs, ... ][ definitions for __main__ ]...[ {} ][ sources ]
-                                             `------------------ pickles with one memo -------------------------'
+    bundle:       [ description of __main__ ][ section: fn, args, kwargs, ... ][ section: part 0 ][ section: part 1 ]...
+    section:      [ object ][ definitions for __main__ ]...[ {} ][ sources ]
     descriptors:  of the bundle's file, if it has one (pickle_buffers.py); then of connections and shared tensors in the call
+
+All sections have one pickle memo. So an object in several sections is pickled once. A rank loads the first section, and then
+its own part: its values of the arguments that differ from rank to rank. The memo of a part does not know the other parts.
 
 Functions and classes of `__main__`: a rank does not import `__main__`, so they are pickled by value (pickler.py). The rank
 sets them in its own `__main__`. The dictionary of that module *is* the globals of these functions. So plain pickle,
@@ -26,11 +29,11 @@ import sys
 import threading
 from weakref import WeakSet
 
-from mpwatch.wire.pickling.pickle_buffers import VIEW_REDUCERS, NullBundle, PickleBundle, map_bundle, open_bundle
+from mpwatch.wire.pickling.pickle_buffers import VIEW_REDUCERS, NullBundle, OpenBundle, PickleBundle, map_bundle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any, Self
 
 # Bytes. A call up to this size is sent over the channel itself. That must not block, and some systems' sockets hold 8 KiB.
@@ -40,7 +43,7 @@ MAX_INLINE_SIZE = 7 << 10
 class Call:
     """A function call for a rank."""
 
-    __slots__ = ("args", "backend", "backend_timeout", "fn", "kwargs", "process_group_version")
+    __slots__ = ("args", "backend", "backend_timeout", "fn", "kwargs", "parts", "process_group_version")
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class Call:
         process_group_version: int | None = None,
         *,
         backend_timeout: float | None = None,
+        parts: Sequence[Mapping[int | str, Any]] = (),
     ) -> None:
         self.fn = fn
         self.args = args
@@ -59,6 +63,8 @@ class Call:
         self.backend_timeout = backend_timeout  # seconds for each collective of that group; None: torch's default
         # A rank keeps its process group for the next call of the same version. None: it is for this call only.
         self.process_group_version = process_group_version
+        # For each rank the arguments that are its own, by position or name. `args` and `kwargs` have None in their place.
+        self.parts = parts
 
 
 class Payload:
@@ -186,10 +192,17 @@ class PlainPickler(pickle.Pickler):
     """
 
     def __init__(self, bundle: PickleBundle | NullBundle) -> None:
+        from mpwatch.wire.pickling.per_rank import PerRank, refuse_per_rank
         from mpwatch.wire.pickling.reducers import multiprocessing_reducers, torch_reducers
 
         # before __init__, where the C pickler reads it
-        self.dispatch_table = {**multiprocessing_reducers(), **copyreg.dispatch_table, **VIEW_REDUCERS, **torch_reducers()}
+        self.dispatch_table = {
+            **multiprocessing_reducers(),
+            **copyreg.dispatch_table,
+            **VIEW_REDUCERS,
+            **torch_reducers(),
+            PerRank: refuse_per_rank,
+        }
         super().__init__(bundle, 5, buffer_callback=bundle.keep_buffer)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -210,24 +223,45 @@ def _can_try_plain_pickler(fn: object) -> bool:
 
 def _dump_plain(call: Call, bundle: PickleBundle) -> None:
     pickler = PlainPickler(bundle)
-    pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.process_group_version, call.backend_timeout))
-    pickler.dump({})
-    pickler.dump({})
+
+    def dump_section(content: object) -> None:
+        pickler.dump(content)
+        pickler.dump({})
+        pickler.dump({})
+
+    _dump_sections(call, bundle, pickler, dump_section)
 
 
 def _dump_with_main(call: Call, bundle: PickleBundle) -> None:
+    from mpwatch.wire.exceptions import source_lines  # not at the top: a rank needs these modules only in rare cases
     from mpwatch.wire.pickling.pickler import CallPickler
 
     pickler = CallPickler(bundle, sys.modules["__main__"])
-    pickler.dump((call.fn, call.args, call.kwargs, call.backend, call.process_group_version, call.backend_timeout))
-    sent: set[str] = set()
-    while new := {name: definition for name, definition in pickler.main_definitions.items() if name not in sent}:
-        pickler.dump(new)  # can add more definitions
-        sent |= new.keys()
-    pickler.dump({})
-    from mpwatch.wire.exceptions import source_lines  # not at the top: a rank needs this module only in rare cases
 
-    pickler.dump(source_lines.collect_for_code(pickler.codes) if pickler.codes else {})
+    def dump_section(content: object) -> None:
+        pickler.main_definitions.clear()
+        pickler.codes.clear()
+        pickler.dump(content)
+        sent: set[str] = set()
+        while new := {name: definition for name, definition in pickler.main_definitions.items() if name not in sent}:
+            pickler.dump(new)  # can add more definitions
+            sent |= new.keys()
+        pickler.dump({})
+        pickler.dump(source_lines.collect_for_code(pickler.codes) if pickler.codes else {})
+
+    _dump_sections(call, bundle, pickler, dump_section)
+
+
+def _dump_sections(
+    call: Call, bundle: PickleBundle, pickler: pickle.Pickler, dump_section: Callable[[object], None]
+) -> None:
+    dump_section((call.fn, call.args, call.kwargs, call.backend, call.process_group_version, call.backend_timeout))
+    if call.parts:
+        memo: Any = pickler.memo.copy()
+        for part in call.parts:
+            bundle.begin_part()
+            pickler.memo = memo
+            dump_section(part)
 
 
 def _describe_main(main: Any) -> dict[str, Any]:
@@ -243,12 +277,13 @@ def _describe_main(main: Any) -> dict[str, Any]:
     return about
 
 
-def unpack(body: bytes, fds: list[int] | None) -> Call:
+def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]) -> Call:
     """In a rank: unpickle a call, and close its descriptors. Raises OSError and whatever unpickling raises.
 
     Args:
         body: of the message.
         fds: the descriptors that came with the message; None if the rank could not receive them.
+        choose_part: returns the number of this rank's part; its argument is how many there are. Not called if there is none.
     """
     if fds is None:
         raise OSError(errno.EMFILE, "the descriptors of the call could not be taken in; see `ulimit -n`")
@@ -256,24 +291,15 @@ def unpack(body: bytes, fds: list[int] | None) -> Call:
     _other_threads = WeakSet(thread for thread in threading.enumerate() if thread is not threading.current_thread())
     try:
         _received_fds[:] = fds if body else fds[1:]
-        stream, buffers = open_bundle(body or map_bundle(fds[0]))
-        main = sys.modules["__main__"]
-        _set_up_main(main, pickle.load(stream))
-        unpickler = pickle.Unpickler(stream, buffers=buffers)
-        fn, args, kwargs, backend, process_group_version, backend_timeout = unpickler.load()
-        while names := unpickler.load():
-            vars(main).update(names)
-            caller_definitions.update(names)
-        if "linecache" in sys.modules:  # newer Pythons put the interpreter's own `-c` command there
-            import linecache  # waits for a thread that is just importing it
-
-            linecache.cache.pop("<string>", None)
-            # the same in Python 3.14 and newer, by the name, the function and the first line of the code
-            getattr(linecache, "_interactive_cache", {}).pop(("<string>", "<module>", 1), None)
-        if sources := unpickler.load():  # of notebook cells and programs on stdin
-            from mpwatch.wire.exceptions import source_lines
-
-            source_lines.add_to_linecache(sources)
+        bundle = OpenBundle(body or map_bundle(fds[0]))
+        _set_up_main(sys.modules["__main__"], pickle.load(bundle.stream))
+        unpickler = pickle.Unpickler(bundle.stream, buffers=bundle.buffers)
+        fn, args, kwargs, backend, process_group_version, backend_timeout = _load_section(unpickler)
+        if bundle.number_of_parts:
+            bundle.open_part(choose_part(bundle.number_of_parts))
+            args = list(args)
+            for key, value in _load_section(unpickler).items():
+                (args if isinstance(key, int) else kwargs)[key] = value
         return Call(fn, args, kwargs, backend, process_group_version, backend_timeout=backend_timeout)
     finally:
         _threads_of_imports.update(thread for thread in threading.enumerate() if is_unpacking(thread))
@@ -282,6 +308,25 @@ def unpack(body: bytes, fds: list[int] | None) -> Call:
         _received_fds.clear()
         for fd in fds:
             os.close(fd)
+
+
+def _load_section(unpickler: pickle.Unpickler) -> Any:
+    """Load the object of a section. Set its definitions in `__main__`, and keep its sources for tracebacks."""
+    content = unpickler.load()
+    while names := unpickler.load():
+        vars(sys.modules["__main__"]).update(names)
+        caller_definitions.update(names)
+    if "linecache" in sys.modules:  # newer Pythons put the interpreter's own `-c` command there
+        import linecache  # waits for a thread that is just importing it
+
+        linecache.cache.pop("<string>", None)
+        # the same in Python 3.14 and newer, by the name, the function and the first line of the code
+        getattr(linecache, "_interactive_cache", {}).pop(("<string>", "<module>", 1), None)
+    if sources := unpickler.load():  # of notebook cells and programs on stdin
+        from mpwatch.wire.exceptions import source_lines
+
+        source_lines.add_to_linecache(sources)
+    return content
 
 
 def is_unpacking(thread: threading.Thread) -> bool:

@@ -1,7 +1,10 @@
 """Pickle bundles: pickles and their large buffers, as bytes if they are small, else in an anonymous file.
 
-    [ pickle ][ pickle ]...  [ buffer ]  [ buffer ]...  [ position of each buffer ][ number of buffers, magic number ]
-                             `-- each begins a new page
+    [ pickles ][ part 0 ][ part 1 ]...  [ buffer ]  [ buffer ]...  [ positions of buffers ][ positions of parts ][ trailer ]
+                                        `-- each begins a new page
+
+All receivers read the first pickles. A bundle can also have parts: more pickles, of which each receiver reads one part only.
+The trailer has the numbers of buffers and of parts, and a magic number.
 
 The sender lets pickle write directly into the bundle. The receiver maps the file. Unpickled arrays, tensors and memoryviews
 have their memory in that mapping. All receivers share its pages; a write copies the page and is seen only by the process
@@ -16,6 +19,7 @@ import io
 import mmap
 import os
 import struct
+from itertools import islice, pairwise
 
 from mpwatch.os_support.descriptors import map_private, open_anonymous_file, write_all
 
@@ -30,7 +34,8 @@ if TYPE_CHECKING:
 # KiB): pickle would write a larger PickleBuffer itself, as an object that has no length.
 MIN_BUFFER_SIZE = 1 << 16
 BUFFER_POSITION = struct.Struct("<QQ")  # offset, size
-TRAILER = struct.Struct("<Q4s")  # number of buffers, magic number
+PART_POSITION = struct.Struct("<QQ")  # offset, number of its first buffer
+TRAILER = struct.Struct("<QQ4s")  # number of buffers, number of parts, magic number
 MAGIC = b"mpwb"
 
 
@@ -48,6 +53,8 @@ class PickleBundle:
     def __init__(self, name: str, limit: int) -> None:
         self.file: io.FileIO | None = None
         self._buffers: list[memoryview] = []  # written after the pickles
+        self._parts: list[tuple[int, int]] = []
+        self._pickle_size = 0
         self.body = b""
         self._name = name
         self._limit = limit
@@ -55,6 +62,7 @@ class PickleBundle:
 
     def write(self, data: bytes | bytearray) -> None:
         """Write bytes; pickle calls it. Raises OSError."""
+        self._pickle_size += len(data)
         if self.file is None and len(self._small) + len(data) <= self._limit:
             self._small += data
         else:
@@ -68,10 +76,16 @@ class PickleBundle:
         self._buffers.append(raw)
         return False
 
+    def begin_part(self) -> None:
+        """Let the next pickles be a part of their own."""
+        self._parts.append((self._pickle_size, len(self._buffers)))
+
     def finish(self) -> None:
         """Complete the bundle after the last pickle. Raises OSError."""
-        places = [self._write_buffer(buffer) for buffer in self._buffers]
-        end = b"".join(BUFFER_POSITION.pack(*place) for place in places) + TRAILER.pack(len(places), MAGIC)
+        places = self._write_buffers()
+        end = b"".join(BUFFER_POSITION.pack(*place) for place in places)
+        end += b"".join(PART_POSITION.pack(*part) for part in self._parts)
+        end += TRAILER.pack(len(places), len(self._parts), MAGIC)
         self._buffers.clear()
         if self.file is None:
             self.body = bytes(self._small + end)
@@ -98,12 +112,39 @@ class PickleBundle:
             self._small.clear()
         return self.file.fileno()
 
+    def _write_buffers(self) -> list[tuple[int, int]]:
+        """Write all buffers, and return the position of each.
+
+        Memory that several parts need, such as a tensor of which each part has a slice, is written once. Within a part, and
+        in the common pickles, each buffer has a position of its own: a receiver can write to it.
+        """
+        starts = [first for _, first in self._parts]
+        common_end = starts[0] if starts else len(self._buffers)
+        places = [self._write_buffer(buffer) for buffer in self._buffers[:common_end]]
+        written: dict[tuple[int, int], tuple[int, int]] = {}  # by address and size
+        for start, end in pairwise([*starts, len(self._buffers)]):
+            in_part: set[tuple[int, int]] = set()
+            for buffer in self._buffers[start:end]:
+                memory = _get_address(buffer), buffer.nbytes
+                place = self._write_buffer(buffer) if memory in in_part or memory not in written else written[memory]
+                in_part.add(memory)
+                written[memory] = place
+                places.append(place)
+        return places
+
     def _write_buffer(self, buffer: memoryview) -> tuple[int, int]:
         fd = self._open_file()
         at = -(-os.lseek(fd, 0, os.SEEK_CUR) // mmap.PAGESIZE) * mmap.PAGESIZE
         os.lseek(fd, at, os.SEEK_SET)
         write_all(fd, buffer)
         return at, buffer.nbytes
+
+
+def _get_address(buffer: memoryview) -> int:
+    """Return the address of the memory. For memory that is not writable: a number that no other buffer has."""
+    import ctypes
+
+    return id(buffer) if buffer.readonly else ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 class NullBundle:
@@ -124,29 +165,55 @@ def map_bundle(fd: int) -> memoryview:
     the bundle is unpickled.
     """
     size = os.fstat(fd).st_size
-    number, _ = TRAILER.unpack(os.pread(fd, TRAILER.size, size - TRAILER.size))
+    number, _, _ = TRAILER.unpack(os.pread(fd, TRAILER.size, size - TRAILER.size))
     return map_private(fd, size) if number else memoryview(mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ))
 
 
-def open_bundle(bundle: bytes | memoryview) -> tuple[BundleReader | io.BytesIO, list[memoryview]]:
-    """Return a file-like object for pickle to read from, and the buffers. Raises ValueError if this is not a bundle."""
-    data = memoryview(bundle)
-    number, mark = TRAILER.unpack(data[-TRAILER.size :]) if len(data) >= TRAILER.size else (0, b"")
-    if mark != MAGIC:
-        raise ValueError("not a bundle of mpwatch")
-    if not number and isinstance(bundle, bytes):
-        return io.BytesIO(bundle), []
-    if number and data.readonly:  # it is short and was copied, or came through a black box, see wire/shared_memory.py
-        data = memoryview(bytearray(data))
-    places = data[len(data) - TRAILER.size - number * BUFFER_POSITION.size : len(data) - TRAILER.size]
-    return BundleReader(data), [data[at : at + size] for at, size in BUFFER_POSITION.iter_unpack(places)]
+class OpenBundle:
+    """A bundle to unpickle from: `pickle.Unpickler(bundle.stream, buffers=bundle.buffers)`.
+
+    One unpickler loads the common pickles and then, after `open_part`, those of one part. Raises ValueError if the data is
+    not a bundle.
+    """
+
+    def __init__(self, bundle: bytes | memoryview) -> None:
+        data = memoryview(bundle)
+        trailer_at = len(data) - TRAILER.size
+        buffers, parts, mark = TRAILER.unpack(data[trailer_at:]) if trailer_at >= 0 else (0, 0, b"")
+        parts_at = trailer_at - parts * PART_POSITION.size
+        buffers_at = parts_at - buffers * BUFFER_POSITION.size
+        if mark != MAGIC or buffers_at < 0:
+            raise ValueError("not a bundle of mpwatch")
+        if buffers and data.readonly:  # it is short and was copied, or came through a black box, see wire/shared_memory.py
+            data = memoryview(bytearray(data))
+        places = list(BUFFER_POSITION.iter_unpack(data[buffers_at:parts_at]))
+        self._parts = list(PART_POSITION.iter_unpack(data[parts_at:trailer_at]))
+        self._common_buffers = self._parts[0][1] if parts else buffers
+        self.buffers = iter([data[at : at + size] for at, size in places])
+        self.stream = io.BytesIO(bundle) if not buffers and isinstance(bundle, bytes) else BundleReader(data)
+
+    @property
+    def number_of_parts(self) -> int:
+        return len(self._parts)
+
+    def open_part(self, number: int) -> None:
+        """Let the unpickler go on with this part. It must have loaded all common pickles, and no part."""
+        position, first_buffer = self._parts[number]
+        self.stream.seek(position)
+        for _ in islice(self.buffers, first_buffer - self._common_buffers):
+            pass
 
 
 class BundleReader:
     """A file-like object over memory. An mmap object is one, too, but it has no `readinto`: pickle would copy twice."""
 
     def __init__(self, data: memoryview) -> None:
-        self._rest = data
+        self._data = data
+        self._position = 0
+
+    def seek(self, position: int) -> None:
+        """Read from this position on."""
+        self._position = position
 
     def read(self, size: int) -> bytes:
         """Read up to `size` bytes."""
@@ -163,8 +230,8 @@ class BundleReader:
         raise NotImplementedError
 
     def _take(self, size: int) -> memoryview:
-        taken, self._rest = self._rest[:size], self._rest[size:]
-        return taken
+        start, self._position = self._position, self._position + size
+        return self._data[start : self._position]
 
 
 def _reduce_view(view: memoryview) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 
+from mpwatch.wire.pickling.per_rank import PerRank, refuse_per_rank
 from mpwatch.wire.pickling.pickle_buffers import VIEW_REDUCERS, NullBundle, PickleBundle
 from mpwatch.wire.pickling.reducers import Reducers, multiprocessing_reducers, torch_reducers
 
@@ -81,7 +82,9 @@ class CallPickler(_ClassPickler):
     """
 
     def __init__(self, bundle: PickleBundle | NullBundle, main: ModuleType) -> None:
-        super().__init__(bundle, bundle.keep_buffer, torch_reducers(), multiprocessing_reducers())
+        super().__init__(
+            bundle, bundle.keep_buffer, {PerRank: refuse_per_rank, **torch_reducers()}, multiprocessing_reducers()
+        )
         self.main = vars(main)
         self.main_definitions: dict[str, object] = {}
         self.codes: list[CodeType] = []

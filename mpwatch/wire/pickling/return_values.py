@@ -13,7 +13,7 @@ import pickle
 import sys
 
 from mpwatch.wire.pickling.call_payload import caller_definitions
-from mpwatch.wire.pickling.pickle_buffers import VIEW_REDUCERS, NullBundle, PickleBundle, open_bundle
+from mpwatch.wire.pickling.pickle_buffers import VIEW_REDUCERS, NullBundle, OpenBundle, PickleBundle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def open_value(bundle: bytes | memoryview) -> tuple[str, pickle.Unpickler]:
 
     `load` runs code of the value's classes, and raises what they raise.
     """
-    stream, buffers = open_bundle(bundle)
-    unpickler = _AnswerUnpickler(stream, buffers=buffers)
+    opened = OpenBundle(bundle)
+    unpickler = _AnswerUnpickler(opened.stream, buffers=opened.buffers)
     return unpickler.load(), unpickler
 
 

@@ -34,7 +34,7 @@ def answers_with_invalid_files(what):
 
     empty, foreign, truncated = (os.memfd_create(name, os.MFD_ALLOW_SEALING) for name in ("empty", "foreign", "truncated"))
     os.write(foreign, bytes(100))
-    os.write(truncated, TRAILER.pack(1000, MAGIC))
+    os.write(truncated, TRAILER.pack(1000, 0, MAGIC))
     pipe = os.pipe()[0]
     fds = {
         "nothing": [],

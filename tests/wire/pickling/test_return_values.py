@@ -63,7 +63,7 @@ def test_a_function_that_came_with_another_definition_returns_as_the_caller_s_ow
     become(callers_main)
     call = call_payload.pack(call_payload.Call(print, (callers_main.Model.Layer,), {}, None))
     become(ranks_main)
-    call_payload.unpack(call.body, [])
+    call_payload.unpack(call.body, [], len)
     value = return_values.pack(ranks_main.double)
     become(callers_main)
     assert return_values.open_value(value.body)[1].load() is callers_main.double

@@ -1,0 +1,109 @@
+"""PerRank: an argument of which each rank gets its own value."""
+
+import copy
+import pickle
+import threading
+from types import MappingProxyType
+
+import pytest
+import torch
+
+import mpwatch
+from mpwatch import PerRank
+from support import functions
+from support.programs import python
+
+
+def get_arguments(*args, **kwargs):
+    return functions.rank(), args, kwargs
+
+
+def sum_tensor(tensor):
+    total = tensor.sum().item()
+    tensor.zero_()
+    return total
+
+
+def test_each_rank_gets_its_own_value():
+    result = mpwatch.run(
+        get_arguments,
+        3,
+        args=(PerRank(range(3)), "all", PerRank("abc"[rank] for rank in range(3))),
+        kwargs={"x": PerRank([7, 8, 9])},
+    )
+    assert list(result) == [(rank, (rank, "all", "abc"[rank]), {"x": 7 + rank}) for rank in range(3)]
+
+
+def test_calls_of_a_group():
+    with mpwatch.WorkerGroup(2) as group:
+        for number in range(3):
+            result = group.run(functions.double, (PerRank([number, number + 10]),), {"plus": PerRank([0, 1])})
+            assert list(result) == [2 * number, 2 * number + 21]
+        with pytest.raises(ValueError, match=r"^args\[0\] is a PerRank of 3 values, but there are 2 ranks$"):
+            group.run(functions.double, (PerRank([1, 2, 3]),))
+        with pytest.raises(mpwatch.LaunchError, match=r"^args\[0\].values\[1\]\['lock'\], a .*lock, which cannot be sent"):
+            group.run(functions.double, (PerRank([1, {"lock": threading.Lock()}]),))
+        assert list(group.run(functions.double, (1,))) == [2, 2]
+
+
+def test_slices_of_a_tensor():
+    tensor = torch.arange(400_000)
+    result = mpwatch.run(sum_tensor, 4, args=(PerRank(tensor.chunk(4)),))
+    assert list(result) == [part.sum().item() for part in tensor.chunk(4)]
+
+
+def test_a_restarted_rank_gets_its_value_again():
+    result = mpwatch.run(fail_once, 2, args=(PerRank(["a", "b"]),), max_restarts=1)
+    assert (list(result), result.restarts) == (["a", "b"], 1)
+
+
+def fail_once(value):
+    if functions.rank() == 1 and mpwatch.current_worker().restart_count == 0:
+        raise RuntimeError("first attempt")
+    return value
+
+
+def test_classes_of_a_script():
+    program = """
+import mpwatch
+
+class Config:
+    def __init__(self, rate):
+        self.rate = rate
+
+def train(config, of_all):
+    return type(config) is type(of_all) is Config and config.rate
+
+print(list(mpwatch.run(train, 2, args=(mpwatch.PerRank([Config(1), Config(2)]), Config(0)))))
+"""
+    assert python("-c", program).stdout == "[1, 2]\n"
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ("ab", r"^PerRank needs one value for each rank, such as PerRank\(\[a, b\]\), not 'ab'$"),
+        (MappingProxyType({}), "not mappingproxy"),
+        (3, "not 3$"),
+    ],
+)
+def test_bad_values(values, error):
+    with pytest.raises(TypeError, match=error):
+        PerRank(values)
+
+
+def test_it_can_be_pickled():
+    """An engine such as Ray carries it to another machine."""
+    assert pickle.loads(pickle.dumps(PerRank([1, 2]))).values == (1, 2)
+    assert copy.deepcopy(PerRank([1, 2])).values == (1, 2)
+
+
+def test_a_wrong_number_of_values():
+    with pytest.raises(ValueError, match=r"^kwargs\['plus'\] is a PerRank of 1 values, but there are 2 ranks$"):
+        mpwatch.run(functions.double, 2, args=(1,), kwargs={"plus": PerRank([1])})
+
+
+@pytest.mark.parametrize("value", [[PerRank([1, 2])], PerRank([1, PerRank([1, 2])])])
+def test_a_part_of_an_argument_is_refused(value):
+    with pytest.raises(mpwatch.LaunchError, match=r"^args\[0\].* a PerRank must itself be one of args or kwargs"):
+        mpwatch.run(functions.double, 2, args=(value,))
