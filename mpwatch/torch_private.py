@@ -10,11 +10,13 @@ rendezvous are imported when they are first used, because the import of `torch.d
 entry points of other packages.
 """
 
+import os
 import pickle
 import threading
 import time
 from datetime import UTC, tzinfo
 from importlib import import_module
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,14 +179,29 @@ def has_flight_recorder() -> bool:
     return any(hasattr(bindings, name) for name in FLIGHT_RECORDERS)
 
 
-def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the process groups of this process by torch's name for them: the description, and the global ranks.
+def get_group_names() -> dict[Any, str]:
+    """Return torch's name of each process group of this process.
 
-    `_world`, its `pg_names` and `pg_group_ranks`: torch has no public list of groups. If one goes, a collective's ranks are
-    not known, and no rank can be missing from it. All four versions have them.
+    `_world` and its `pg_names`: torch has no public list of groups. If one goes, a collective's ranks are not known, and no
+    rank can be missing from it. All four versions have them.
     """
-    world = import_module("torch.distributed.distributed_c10d")._world
-    return {
-        name: (getattr(group, "group_desc", ""), tuple(sorted(world.pg_group_ranks.get(group, ()))))
-        for group, name in list(world.pg_names.items())
-    }
+    return dict(import_module("torch.distributed.distributed_c10d")._world.pg_names)
+
+
+def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the process groups by torch's name for them: the description, and the global ranks in the order of the group.
+
+    `pg_group_ranks`: if it goes, see `get_group_names`. All four versions have it.
+    """
+    ranks = import_module("torch.distributed.distributed_c10d")._world.pg_group_ranks
+    groups = {}
+    for group, name in get_group_names().items():
+        numbers = ranks.get(group, {})
+        groups[name] = getattr(group, "group_desc", ""), tuple(sorted(numbers, key=numbers.__getitem__))
+    return groups
+
+
+def is_of_torch(code: CodeType) -> bool:
+    """Return whether this is code of torch that may wait in a collective. torch.utils has the code of DataLoaders."""
+    folder = os.path.dirname(torch.__file__) + os.sep
+    return code.co_filename.startswith(folder) and not code.co_filename.startswith(os.path.join(folder, "utils", ""))

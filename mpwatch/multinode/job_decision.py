@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import random
 
-from mpwatch.multinode.job_verdict import blame_ranks, find_job_verdict, is_explained
+from mpwatch.multinode.job_verdict import blame_ranks, find_reported_verdict, is_explained
 from mpwatch.multinode.protocol.failure_codec import limit_total_size
 from mpwatch.multinode.protocol.messages import (
     AttemptDecision,
@@ -92,7 +92,7 @@ def _decide(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], fl
     for report in reports:
         reason = f"{describe_node(summary.node_infos, report.group_rank)}: {report.reason}"
         if report.outcome is NodeOutcome.TIMED_OUT:
-            verdict = find_job_verdict(reports)
+            verdict = find_reported_verdict(reports)
             if verdict is not None and verdict.sentence not in reason:
                 reason = f"{reason}; {verdict.sentence}"
             return _make_decision(summary, NextStep.FAILED, reason=reason, timed_out=True)
@@ -236,7 +236,9 @@ def _find_cause_on_other_node(summary: AttemptSummary, policy: RestartPolicy) ->
         return summary
     if summary.verdict is None and NodeOutcome.FAILED not in outcomes:
         return summary
-    verdict = find_job_verdict(reports.values()) or summary.verdict
+    verdict = find_reported_verdict(reports.values())
+    if summary.verdict is not None and (verdict is None or verdict.finding != summary.verdict.finding):
+        verdict = summary.verdict  # it has ended the attempt
     if verdict is not None and is_explained(reports.values(), verdict):
         return _apply_verdict(summary, verdict, policy)
     return _report_missing_ranks(summary, policy)

@@ -7,12 +7,12 @@ has failed for a reason of its own, and no node is lost.
 
 import signal
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mpwatch.multinode.protocol.failure_codec import decode_failure, encode_failure
 from mpwatch.multinode.protocol.json_codec import MAX_TEXT, to_json
-from mpwatch.multinode.protocol.messages import AttemptReport, NodeInfo, RankRecord, RanksStalled
+from mpwatch.multinode.protocol.messages import AttemptReport, NodeInfo, RankRecord
 from mpwatch.multinode.protocol.signed_json import InvalidEntryError, dump_json
 from mpwatch.results.collective import CollectiveState
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
@@ -45,9 +45,10 @@ def make_records(
     for rank, answer in answers.items():
         record = RankRecord(rank, rank in returned, _keep_latest(answer).to_json(), pids.get(rank))
         bytes_left -= len(dump_json(to_json(record)))
-        if bytes_left < 0 or len(record.collectives) > MAX_TEXT:
+        if bytes_left < 0:
             break
-        kept.append(record)
+        if len(record.collectives) <= MAX_TEXT:
+            kept.append(record)
     return tuple(kept)
 
 
@@ -60,31 +61,68 @@ def _keep_latest(answer: RankCollectives) -> RankCollectives:
     return replace(answer, collectives=kept, has_all=answer.has_all and len(kept) == len(answer.collectives))
 
 
-def find_job_verdict(messages: Iterable[AttemptReport | RanksStalled]) -> CollectiveVerdict | None:
+@dataclass(frozen=True)
+class NodeCollectives:
+    """What the ranks of a node have called."""
+
+    answers: Mapping[int, RankCollectives]
+    """By global rank."""
+    returned: frozenset[int]
+    """The ranks whose function has returned."""
+
+
+def read_records(records: Iterable[RankRecord]) -> NodeCollectives:
+    """Return what a node has sent. Records that cannot be read are left out: the node may have another version."""
+    answers, returned = {}, set()
+    for record in records:
+        if (answer := _read_answer(record)) is not None:
+            answers[record.rank] = answer
+            if record.has_returned:
+                returned.add(record.rank)
+    return NodeCollectives(answers, frozenset(returned))
+
+
+def find_job_verdict(nodes: Iterable[NodeCollectives]) -> CollectiveVerdict | None:
     """Return which ranks of the job did not fit, or None."""
-    records = [record for message in messages for record in message.collectives]
-    return find_verdict(_read_answers(records), [record.rank for record in records if record.has_returned])
+    job = _merge(nodes)
+    return find_verdict(job.answers, job.returned)
 
 
-def format_job_stall(messages: Iterable[RanksStalled], verdict: CollectiveVerdict) -> str:
+def find_reported_verdict(reports: Iterable[AttemptReport]) -> CollectiveVerdict | None:
+    """Return which ranks of the job did not fit, from the reports of the nodes, or None."""
+    return find_job_verdict(read_records(report.collectives) for report in reports)
+
+
+def format_job_stall(nodes: Iterable[NodeCollectives], verdict: CollectiveVerdict) -> str:
     """Return the warning that ranks of the job wait for others."""
-    records = [record for message in messages for record in message.collectives]
-    return format_stall_warning(verdict, _read_answers(records))
+    return format_stall_warning(verdict, _merge(nodes).answers, verdict.seconds)
 
 
-def _read_answers(records: Iterable[RankRecord]) -> dict[int, RankCollectives]:
-    return {record.rank: answer for record in records if (answer := _read_answer(record)) is not None}
+def _merge(nodes: Iterable[NodeCollectives]) -> NodeCollectives:
+    answers: dict[int, RankCollectives] = {}
+    returned: set[int] = set()
+    for node in nodes:
+        answers |= node.answers
+        returned |= node.returned
+    return NodeCollectives(answers, frozenset(returned))
 
 
 def _read_answer(record: RankRecord) -> RankCollectives | None:
     try:
         return RankCollectives.from_json(record.collectives)
-    except (ValueError, LookupError, TypeError):  # the node may have another version of mpwatch
+    except (ValueError, LookupError, TypeError):
         return None
 
 
 def is_explained(reports: Iterable[AttemptReport], verdict: CollectiveVerdict) -> bool:
-    """Whether the verdict is the root cause: no rank of the job has failed for a reason of its own."""
+    """Whether the verdict is the root cause: no rank of the job has failed for a reason of its own.
+
+    A rank that is only late is a cause only if other ranks have timed out.
+    """
+    reports = list(reports)
+    has_timed_out = any(report.waited_for_other_nodes for report in reports)
+    if not (verdict.cannot_end_well or (verdict.is_complete and has_timed_out)):
+        return False
     return all(_is_consequence(failure, verdict) for report in reports for failure in report.failures)
 
 

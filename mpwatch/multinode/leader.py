@@ -44,7 +44,7 @@ from enum import Enum, auto
 from random import random
 
 from mpwatch.multinode.job_decision import AttemptSummary, decide_next_step, describe_node
-from mpwatch.multinode.job_verdict import find_job_verdict, format_job_stall
+from mpwatch.multinode.job_verdict import NodeCollectives, find_job_verdict, format_job_stall, read_records
 from mpwatch.multinode.protocol.job_config import describe_disagreement
 from mpwatch.multinode.protocol.messages import (
     AttemptDecision,
@@ -66,7 +66,7 @@ from mpwatch.multinode.protocol.messages import (
     StopAttempt,
 )
 from mpwatch.options.restart_policy import RestartPolicy
-from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, VerdictKind
+from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, Finding
 
 NODE_INFO_SHARE = 2.0  # of node_timeout: how long the leader waits for every NodeInfo
 STOP_SECONDS = 5.0  # beyond its grace period, for a node to stop its ranks
@@ -126,6 +126,7 @@ class Leader:
         policy: which failures are worth a restart, and how many restarts the job has.
         node_timeout: seconds without a heartbeat after which a node is lost.
         exit_barrier_timeout: seconds that the nodes have to acknowledge the success of the job.
+        stall_after: seconds after which ranks that wait in a collective are worth a warning. None: never.
         now: the time on a monotonic clock. All later times are of the same clock.
         rng: returns a random number between 0 and 1, for the jitter of delays. A test can replace it.
     """
@@ -138,6 +139,7 @@ class Leader:
         policy: RestartPolicy,
         node_timeout: float,
         exit_barrier_timeout: float,
+        stall_after: float | None = None,
         now: float,
         rng: Callable[[], float] = random,
     ) -> None:
@@ -146,6 +148,7 @@ class Leader:
         self._size, (self._min_nodes, self._max_nodes) = size, nnodes
         self._policy, self._rng = policy, rng
         self._node_timeout, self._exit_barrier_timeout = node_timeout, exit_barrier_timeout
+        self._stall_after = stall_after
         self._node_infos: dict[int, NodeInfo] = {}
         self._heartbeats: dict[int, tuple[int, float]] = {}  # by node: the count, and since when it has been unchanged
         self._lost_nodes: dict[int, str] = {}  # by node: why it is lost
@@ -162,8 +165,9 @@ class Leader:
         self._failure_order: list[int] = []  # the nodes whose ranks failed
         self._stopped_nodes: set[int] = set()  # the nodes whose ranks have all exited
         self._reports: dict[int, AttemptReport] = {}
-        self._stalls: dict[int, RanksStalled] = {}  # by node
-        self._known_verdicts: list[CollectiveVerdict] = []  # there was a warning
+        self._collectives: dict[int, NodeCollectives] = {}  # by node, if its ranks have stalled or have ended
+        self._has_new_collectives = False
+        self._warned: set[Finding] = set()
         self._final_verdict: CollectiveVerdict | None = None  # it has ended the attempt
         self._stopped_for_waiting_nodes = False
         self._deadline = math.inf
@@ -209,8 +213,8 @@ class Leader:
             self._stopped_nodes.add(node)
             return []
         if isinstance(message, RanksStalled):
-            self._stalls[node] = message
-            return self._judge_stall(now)
+            self._set_collectives(node, message)
+            return []
         return self._handle_report(message, now)
 
     def check_heartbeats(self, counts: Mapping[int, int], now: float) -> list[LeaderAction]:
@@ -310,18 +314,28 @@ class Leader:
             role_ranks[info.role] += info.nprocs
         return tuple(assignments)
 
-    def _judge_stall(self, now: float) -> list[LeaderAction]:
-        """Compare the ranks that have stalled. Stop the attempt if they can never go on, or warn once."""
-        verdict = find_job_verdict(self._stalls.values())
-        if verdict is None or self.stage is not RoundStage.RUNNING:
+    def judge_stalls(self, now: float) -> list[LeaderAction]:
+        """Compare the collectives of all nodes, if some have come. Stop the attempt if they can never end, or warn once.
+
+        Call this after all messages that have arrived together: it takes a second with thousands of ranks.
+        """
+        if not self._has_new_collectives or self.stage is not RoundStage.RUNNING:
             return []
-        if verdict.kind is VerdictKind.MISMATCH or verdict.have_returned:
+        self._has_new_collectives = False
+        verdict = find_job_verdict(self._collectives.values())
+        if verdict is None or self._stall_after is None or verdict.seconds < self._stall_after:
+            return []
+        if verdict.cannot_end_well:
             self._final_verdict = verdict
             return self._stop_attempt(verdict.sentence, now)
-        if verdict in self._known_verdicts:
+        if verdict.finding in self._warned:
             return []
-        self._known_verdicts.append(verdict)
-        return [LogWarning(format_job_stall(self._stalls.values(), verdict))]
+        self._warned.add(verdict.finding)
+        return [LogWarning(format_job_stall(self._collectives.values(), verdict))]
+
+    def _set_collectives(self, node: int, message: RanksStalled | AttemptReport) -> None:
+        self._collectives[node] = read_records(message.collectives)
+        self._has_new_collectives = True
 
     def _handle_report(self, report: AttemptReport, now: float) -> list[LeaderAction]:
         node = report.group_rank
@@ -329,6 +343,7 @@ class Leader:
             # no StopAttempt was sent: the lease of the node's ranks has expired, see LocalRanks.renew_lease
             return self._handle_lost_node(node, "it could not reach the store for a while, and has stopped its ranks", now)
         self._reports[node] = report
+        self._set_collectives(node, report)
         actions: list[LeaderAction] = []
         if report.outcome not in (NodeOutcome.SUCCEEDED, NodeOutcome.STOPPED):
             if node not in self._failure_order:

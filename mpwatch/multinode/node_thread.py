@@ -321,5 +321,6 @@ class NodeThread:
             policy=self._spec.policy,
             node_timeout=options.node_timeout,
             exit_barrier_timeout=options.exit_barrier_timeout,
+            stall_after=self._spec.stall_after,
             now=time.monotonic(),
         )

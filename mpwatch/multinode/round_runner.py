@@ -186,6 +186,7 @@ class RoundRunner:
         """Feed the leader with what has arrived, and execute its actions."""
         for message in self._channel.read_inbox():
             self._leader_actions += leader.handle_message(message, now)
+        self._leader_actions += leader.judge_stalls(now)
         if now >= self._next_waiting_nodes_poll and not leader.is_finished:
             self._next_waiting_nodes_poll = now + WAITING_NODES_POLL_SECONDS
             with suppress(CancelledError):  # this node is leaving, so it lets no more nodes join

@@ -184,8 +184,8 @@ class MultiNodeRunController(RunController[T]):
         ranks = observations.ranks
         returned = [rank for rank, observed in ranks.items() if has_returned(observations, observed)]
         pids = {rank: observed.pid for rank, observed in ranks.items()}
-        records = make_records(get_all_collectives(observations), returned, pids)
         result = self._record_attempt(observations)
+        records = make_records(get_all_collectives(observations), returned, pids)
         stop_reason = observations.stop_reason
         assert stop_reason is not None
         has_failed = bool(result.failures) and stop_reason is not StopReason.TIMED_OUT

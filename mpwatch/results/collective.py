@@ -1,9 +1,12 @@
 """`Collective`: one call of a collective by one rank, and the words that name it. Frozen data, without I/O."""
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 
 MAX_TENSORS = 64  # of a call that are known
+HASHED_NAME = re.compile("[0-9a-f]{40}")  # torch's name of a group that was made with use_local_synchronization
+SHORT_NAME = 8  # digits
 DEFAULT_GROUP = "default"  # the name of torch's default process group in all texts
 
 
@@ -56,8 +59,10 @@ class Collective:
 
     @property
     def group_title(self) -> str:
-        """The process group in words: `default group`, or `group 1`."""
-        return f"{DEFAULT_GROUP} group" if self.group == DEFAULT_GROUP else f"group {self.group}"
+        """The process group in words: `default group`, or `group 1`. A long number of torch's is shortened."""
+        if self.group == DEFAULT_GROUP:
+            return f"{DEFAULT_GROUP} group"
+        return f"group {self.group[:SHORT_NAME] if HASHED_NAME.fullmatch(self.group) else self.group}"
 
     @property
     def tensors(self) -> str:

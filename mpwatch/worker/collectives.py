@@ -5,6 +5,9 @@
 The thread is started when the rank makes its first process group. It answers while the main thread waits in C++ code. It
 cannot answer while another thread holds the GIL.
 
+torch can give a process group the name of one that was destroyed, and numbers its collectives from 1 again. So this module
+notes how far the recorder was when a group was made, and forgets the older calls of that name.
+
 The crash socket lets the watcher ask a rank that is dying. gloo ends a rank by abort() if its peers send another number of
 bytes. Then faulthandler writes the stack of the crash into this socket, whose buffer is so small that the write blocks until
 the watcher reads. The watcher first asks for the collectives, and then reads (watcher/processes/collective_sockets.py). So
@@ -31,7 +34,7 @@ from mpwatch.wire.messages import MessageKind
 from mpwatch.worker import stack_dumps
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from types import FrameType, ModuleType
     from typing import Any
 
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 
 BATCH_OF_POINT_TO_POINT = "batch_isend_irecv"  # the function of torch.distributed
 MAX_COLLECTIVES = 64  # in an answer: those that were called last
-TORCH_FOLDER = "/torch/"
+MAKERS_OF_GROUPS = ("init_process_group", "new_group", "split_group", "shrink_group")  # that this torch has
 COLLECTIVE_FILE = "/torch/distributed/distributed_c10d.py"
 ROOT_ARGUMENTS = ("src", "dst")
 GROUP_ROOT_ARGUMENTS = ("group_src", "group_dst")  # ranks within the group
@@ -61,23 +64,43 @@ DTYPE_NAMES = {
 LOCK_SECONDS = 1.0  # how long the main thread waits for an answer that the other thread makes
 
 _has_started = False
-_group_made_at = 0  # when the last default group was about to be made, in nanoseconds since 1970
+_first_records: dict[str, dict[str, int]] = {}  # of a process group: the number of its first possible record, by backend
 _requests: socket.socket | None = None
 _lock = threading.Lock()  # held by the thread that takes and answers a request
 
 
 def answer_when_used(module: ModuleType, channel: Channel) -> None:
-    """Let `init_process_group` of torch.distributed start the thread, before it makes the first process group."""
-    make_group = module.init_process_group
+    """Let the functions of torch.distributed that make process groups start the thread, and note the new groups."""
+    for name in MAKERS_OF_GROUPS:
+        if hasattr(module, name):
+            setattr(module, name, _note_groups(getattr(module, name), channel))
 
+
+def _note_groups(make_group: Callable[..., Any], channel: Channel) -> Callable[..., Any]:
     @wraps(make_group)
-    def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        global _group_made_at
-        _group_made_at = time.time_ns()
+    def make_and_note(*args: Any, **kwargs: Any) -> Any:
         start(channel)
-        return make_group(*args, **kwargs)
+        known = set(torch_private.get_group_names())
+        next_records = _get_next_records()
+        group = make_group(*args, **kwargs)
+        for new in torch_private.get_group_names().keys() - known:
+            _first_records[torch_private.get_group_names()[new]] = next_records
+        return group
 
-    module.init_process_group = init_process_group  # type: ignore[attr-defined]
+    return make_and_note
+
+
+def _get_next_records() -> dict[str, int]:
+    """Return the number of the next record of each backend that has recorded something."""
+    with suppress(Exception):  # another version of torch may record something else; that must not end the user's call
+        return {_get_backend(entry): entry["record_id"] + 1 for entry in torch_private.read_flight_recorder()}
+    return {}
+
+
+def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
+    """Return whether this is no call of a destroyed group whose name another one has now."""
+    first: int = _first_records.get(entry["process_group"][0], {}).get(_get_backend(entry), 0)
+    return bool(entry["record_id"] >= first)
 
 
 def start(channel: Channel) -> None:
@@ -123,7 +146,11 @@ def _answer_requests(requests: socket.socket) -> None:
 def _answer_one(requests: socket.socket) -> None:
     """Take a request and answer it. Raises BlockingIOError if there is none, or OSError."""
     if requests.recv(1, socket.MSG_DONTWAIT):
-        requests.sendall(describe_rank().to_json().encode() + b"\n", MSG_NOSIGNAL)
+        try:
+            answer = describe_rank().to_json().encode()
+        except Exception:  # noqa: BLE001  another version of torch may record something else
+            answer = b""  # the watcher does not ask again
+        requests.sendall(answer + b"\n", MSG_NOSIGNAL)
 
 
 def describe_rank() -> RankCollectives:
@@ -133,16 +160,23 @@ def describe_rank() -> RankCollectives:
     groups = torch_private.get_process_groups()
     now = time.time_ns()
     recorded = sorted(torch_private.read_flight_recorder(), key=lambda entry: entry["time_created_ns"])
-    entries = _merge_coalesced(entry for entry in recorded if entry["time_created_ns"] >= _group_made_at)
+    entries = _merge_coalesced(filter(_is_of_present_group, recorded))
     selected = _select_entries(entries)
     found = [_make_collective(entry, groups, now) for entry in selected]
     place = _format_user_place(frames)
-    if found and found[-1].state is CollectiveState.WAITING and frames and TORCH_FOLDER in frames[0].f_code.co_filename:
+    if found and found[-1].state is CollectiveState.WAITING and frames and torch_private.is_of_torch(frames[0].f_code):
         found[-1] = replace(_add_arguments(found[-1], frames), place=place)
-    oldest = {_get_backend(entry): entry for entry in reversed(recorded)}.values()
-    has_lost_some = any(entry["record_id"] and entry["time_created_ns"] >= _group_made_at for entry in oldest)
-    has_all = len(selected) == len(entries) and not has_lost_some
+    has_all = len(selected) == len(entries) and not _has_lost_records(recorded, groups)
     return RankCollectives(collectives=tuple(found), place=place, has_all=has_all)
+
+
+def _has_lost_records(recorded: Iterable[Mapping[str, Any]], groups: Iterable[str]) -> bool:
+    """Return whether the recorder has overwritten records that may be calls of these groups."""
+    oldest: dict[str, int] = {}
+    for entry in recorded:
+        oldest.setdefault(_get_backend(entry), entry["record_id"])
+    first_records = [_first_records.get(name, {}) for name in groups]
+    return any(first.get(backend, 0) < number for backend, number in oldest.items() for first in first_records)
 
 
 def _merge_coalesced(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -150,7 +184,11 @@ def _merge_coalesced(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
     NCCL records each call of a batch, and then the batch itself with the same number. Only that one's state changes.
     """
-    return list({_identify_call(entry): entry for entry in entries}.values())
+    last: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for entry in entries:
+        last.pop(_identify_call(entry), None)  # so that the new entry comes last
+        last[_identify_call(entry)] = entry
+    return list(last.values())
 
 
 def _identify_call(entry: Mapping[str, Any]) -> tuple[Any, ...]:

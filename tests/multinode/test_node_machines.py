@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mpwatch.multinode.job_decision import AttemptSummary, decide_next_step
-from mpwatch.multinode.job_verdict import find_job_verdict, make_records
+from mpwatch.multinode.job_verdict import find_job_verdict, make_records, read_records
 from mpwatch.multinode.leader import (
     NODE_INFO_SHARE,
     Broadcast,
@@ -47,6 +47,7 @@ TIMEOUT, GRACE = 15.0, 10.0
 MAX_ENTRY = 1 << 20  # bytes, of the longest broadcast
 DONE = AttemptReport(0, 0, NodeOutcome.SUCCEEDED)
 NEW = RestartHistory()
+STALL_AFTER = 60.0
 ONCE = RestartPolicy(0)
 
 
@@ -76,6 +77,7 @@ class SimulatedRound:
             policy=policy,
             node_timeout=TIMEOUT,
             exit_barrier_timeout=300.0,
+            stall_after=STALL_AFTER,
             now=0.0,
         )
         self.machines = {
@@ -93,6 +95,7 @@ class SimulatedRound:
         for action in actions:
             if isinstance(action, SendToLeader):
                 self.execute_leader_actions(self.leader.handle_message(action.message, now), now)
+                self.execute_leader_actions(self.leader.judge_stalls(now), now)
             else:
                 self.actions.append((node, action))
 
@@ -431,7 +434,7 @@ def test_a_possible_victim_is_not_the_root_cause_if_a_rank_of_another_node_faile
     assert decide_after_victim(reports={0: victim}, lost_nodes={1: "silent"}).root_cause_rank == 1
 
 
-def make_call(name, *, sequence=1, elements=16, state=CollectiveState.WAITING, world=3):
+def make_call(name, *, sequence=1, elements=16, state=CollectiveState.WAITING, world=3, seconds=STALL_AFTER):
     return Collective(
         name=name,
         sequence=sequence,
@@ -440,6 +443,7 @@ def make_call(name, *, sequence=1, elements=16, state=CollectiveState.WAITING, w
         input_shapes=((elements,),),
         input_dtypes=("float32",),
         state=state,
+        seconds=seconds,
     )
 
 
@@ -585,6 +589,23 @@ def test_there_is_one_warning_of_ranks_that_wait_for_another_node():
     assert round_.leader.stage is RoundStage.RUNNING
 
 
+def test_ranks_that_have_not_waited_long_are_not_worth_a_warning():
+    round_ = start_round()
+    report_stall(round_, 1, LATE)
+    report_stall(round_, 0, make_record(0, "all_reduce", sequence=2, world=2, seconds=0.2))
+    assert round_.warnings == []
+    report_stall(round_, 0, WAITING)
+    assert len(round_.warnings) == 1
+
+
+def test_a_rank_of_a_node_that_has_succeeded_has_returned():
+    round_ = start_round()
+    succeeded = AttemptReport(0, 0, NodeOutcome.SUCCEEDED, collectives=(replace(LATE, has_returned=True),))
+    round_.execute(1, round_.machines[1].report_attempt(succeeded))
+    report_stall(round_, 0, WAITING)
+    assert [action.reason[:20] for action in round_.actions_of(0, StopRanks)] == ["rank 1 has returned,"]
+
+
 def test_the_job_ends_if_ranks_wait_for_one_on_another_node_that_has_returned():
     round_ = start_round()
     report_stall(round_, 0, WAITING)
@@ -628,7 +649,7 @@ def test_only_the_latest_collectives_are_sent():
 def test_an_answer_that_cannot_be_read_says_nothing(text):
     """The node may have another version of mpwatch."""
     message = AttemptReport(0, 0, NodeOutcome.FAILED, collectives=(RankRecord(0, False, text), make_record(1, "barrier")))
-    assert find_job_verdict([message]) is None
+    assert find_job_verdict([read_records(message.collectives)]) is None
 
 
 def test_a_slow_logging_handler_does_not_delay_the_stop_of_the_ranks(caplog):

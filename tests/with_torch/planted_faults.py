@@ -109,6 +109,19 @@ def load_slowly(seconds):
     return dist.get_rank()
 
 
+def make_group_again_late(seconds):
+    """Let one rank come late to a group that has the name and the ranks of one that was destroyed. This is sound."""
+    ranks = list(range(dist.get_world_size()))
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    dist.broadcast(torch.ones(4), 0, group=group)
+    dist.destroy_process_group(group)
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    if dist.get_rank() == ODD_RANK:
+        time.sleep(seconds)
+    dist.all_reduce(torch.ones(16), group=group)
+    return dist.get_rank()
+
+
 def train_with_delays(seed, longest):
     """Train without faults. Each rank pauses at random. Return the number of ranks that each step has seen."""
     delays = random.Random(seed * 100 + dist.get_rank())

@@ -110,6 +110,14 @@ def test_a_late_rank_is_named_in_a_warning(caplog):
 
 
 @pytest.mark.slow
+def test_calls_of_a_destroyed_group_are_no_mismatch(caplog):
+    result = mpwatch.run(faults.make_group_again_late, 3, args=(4.0,), backend="gloo", stall_after=1.0)
+    assert list(result) == [0, 1, 2]
+    (record,) = caplog.records
+    assert "rank 1 has not joined all_reduce #1 (float32[16], group" in record.getMessage()
+
+
+@pytest.mark.slow
 def test_no_warning_without_the_option(caplog):
     with mpwatch.WorkerGroup(2, backend="gloo", stall_after=None) as group:
         assert list(group.run(faults.load_slowly, (1.5,))) == [0, 1]

@@ -19,6 +19,7 @@ def make_job_config(spec: WorkerSpec[Any]) -> JobConfig:
         "max_restarts": spec.policy.max_restarts,
         "backend": spec.backend,
         "timeout": spec.timeout,
+        "stall_after": spec.stall_after,
         "node_timeout": f"{rendezvous.node_timeout:g}",
         "the version of mpwatch": __version__,
         "the version of torch": version("torch"),

@@ -7,7 +7,7 @@ the same number. Three things can be wrong:
   well.
 - ABSENT: ranks wait in a collective, and another rank of its group has not called it. It may still do so, unless it has
   returned.
-- CROSSED: ranks wait in different collectives for one another. They may still go on if a call was asynchronous.
+- CROSSED: ranks wait for one another in different collectives. They may still go on if a call was asynchronous.
 
 The minority is blamed. If it is not certain which one that is, all ranks that differ are named and nobody is blamed.
 
@@ -50,7 +50,9 @@ class VerdictKind(Enum):
     CROSSED = auto()
 
 
-Key = tuple[str, str, tuple[int, ...], int]  # group, backend, the group's ranks, number of the collective
+Group = tuple[str, str, tuple[int, ...]]  # name of the process group, backend, ranks
+Finding = tuple[VerdictKind, Group, int]  # what does not fit in which collective
+Key = tuple[int, int]  # of a collective: index of the group in a _GroupTable, number of the collective
 Signature = tuple[object, ...]  # two calls with different signatures do not fit
 Reader = Callable[[Collective], Signature | None]  # reads a signature; None: it is not known
 
@@ -64,18 +66,33 @@ class CollectiveVerdict:
         blamed: the ranks to blame. Empty if that is not certain.
         sentence: the verdict in words.
         evidence: for each blamed rank, a phrase that follows the rank's name.
-        key: identifies the collective. Two verdicts with the same kind, key and blamed ranks are the same finding.
+        group: the process group of the collective.
+        sequence: the number of the collective in its group.
         seconds: how long the first rank has waited in the collective.
-        have_returned: whether all ranks to blame have returned.
+        have_returned: whether the ranks to blame have returned.
+        is_complete: whether it is known of all ranks concerned what they wait for. If not, a rank that has not answered, or
+            waits for a message of an unknown rank, may be the cause.
     """
 
     kind: VerdictKind
     blamed: tuple[int, ...]
     sentence: str = field(compare=False)
     evidence: Mapping[int, str] = field(compare=False)
-    key: Key
+    group: Group
+    sequence: int
     seconds: float = field(default=0.0, compare=False)
     have_returned: bool = False
+    is_complete: bool = True
+
+    @property
+    def finding(self) -> Finding:
+        """What has been found: two verdicts with the same finding may blame different ranks."""
+        return self.kind, self.group, self.sequence
+
+    @property
+    def cannot_end_well(self) -> bool:
+        """Whether the collective can never end, whatever the other ranks do."""
+        return self.kind is VerdictKind.MISMATCH or self.have_returned
 
 
 def find_verdict(answers: Mapping[int, RankCollectives], returned: Iterable[int] = ()) -> CollectiveVerdict | None:
@@ -86,9 +103,12 @@ def find_verdict(answers: Mapping[int, RankCollectives], returned: Iterable[int]
             them.
         returned: ranks whose function has returned.
     """
-    groups = {(call.group, call.ranks) for answer in answers.values() for call in answer.collectives if call.ranks}
-    calls = {rank: _index_calls(rank, answer, groups) for rank, answer in answers.items()}
-    return _find_mismatch(calls) or _find_absent(answers, calls, set(returned))
+    have_returned = set(returned)
+    groups = _GroupTable()
+    calls = {rank: _index_calls(answer, groups) for rank, answer in sorted(answers.items())}
+    for rank in have_returned & calls.keys():
+        _add_calls_of_destroyed_groups(calls[rank], rank, answers[rank], groups)
+    return _find_mismatch(groups, calls) or _find_absent(groups, answers, calls, have_returned)
 
 
 def get_current_collective(answer: RankCollectives) -> Collective | None:
@@ -96,25 +116,79 @@ def get_current_collective(answer: RankCollectives) -> Collective | None:
     return next(filter(_is_waiting, answer.collectives), answer.collectives[-1] if answer.collectives else None)
 
 
-def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankCollectives]) -> str:
-    """Return the warning that ranks wait for others, and where these are."""
+def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankCollectives], seconds: float) -> str:
+    """Return the warning that ranks have waited for others for so many seconds, and where these are."""
     places = [f"rank {rank} is at {answers[rank].place}" for rank in verdict.blamed if answers[rank].place]
-    return "; ".join([f"ranks have waited for {verdict.seconds:.0f} s in a collective: {verdict.sentence}", *places])
+    return "; ".join([f"ranks have waited for {seconds:.0f} s in a collective: {verdict.sentence}", *places])
 
 
-def _index_calls(rank: int, answer: RankCollectives, groups: set[tuple[str, tuple[int, ...]]]) -> dict[Key, Collective]:
-    """Return the calls of a rank by their keys.
+class _GroupTable:
+    """Numbers the process groups, since their tuples of ranks are slow to compare and to hash."""
 
-    A rank that has destroyed its process group no longer knows the group's ranks. The other ranks may know them.
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        self._index: dict[Group, int] = {}
+        self._index_by_id: dict[tuple[str, str, int], int] = {}  # the calls keep the tuples of ranks alive
+
+    def get_key(self, call: Collective) -> Key:
+        """Return the key of a collective."""
+        by_id = call.group, call.backend, id(call.ranks)
+        index = self._index_by_id.get(by_id)
+        if index is None:
+            group = call.group, call.backend, call.ranks
+            index = self._index_by_id[by_id] = self._index.setdefault(group, len(self.groups))
+            if index == len(self.groups):
+                self.groups.append(group)
+        return index, call.sequence
+
+    def get_ranks(self, key: Key) -> tuple[int, ...]:
+        """Return the ranks of the group of a collective. Empty if they are not known."""
+        return self.groups[key[0]][2]
+
+    def get_order(self, key: Key) -> tuple[int, Group]:
+        """Return a sort key: the collective with the lowest number comes first."""
+        return key[1], self.groups[key[0]]
+
+
+class _RankCalls:
+    """The collectives of one rank by their keys, the oldest first, and the last number in each group."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[Key, Collective] = {}
+        self.last_numbers: dict[int, int] = {}
+
+    def add(self, key: Key, call: Collective) -> None:
+        self.by_key.pop(key, None)
+        self.by_key[key] = call
+        self.last_numbers[key[0]] = max(key[1], self.last_numbers.get(key[0], 0))
+
+    @property
+    def last(self) -> Collective | None:
+        return next(reversed(self.by_key.values()), None)
+
+    def has_not_called(self, key: Key, *, has_all: bool) -> bool:
+        """Return whether the rank has certainly not called the collective. `has_all`: see RankCollectives."""
+        number = self.last_numbers.get(key[0])
+        return has_all if number is None else number < key[1]
+
+
+def _index_calls(answer: RankCollectives, groups: _GroupTable) -> _RankCalls:
+    calls = _RankCalls()
+    for call in answer.collectives:
+        if call.name not in POINT_TO_POINT:
+            calls.add(groups.get_key(call), call)
+    return calls
+
+
+def _add_calls_of_destroyed_groups(calls: _RankCalls, rank: int, answer: RankCollectives, groups: _GroupTable) -> None:
+    """Add the calls of groups that a rank has destroyed and so no longer knows. Other ranks may know them.
+
+    This is for ranks that have returned. Other ranks may make a group of the same name later.
     """
-    calls = [call for call in answer.collectives if call.name not in POINT_TO_POINT]
-    ranks = {group: ranks for group, ranks in groups if rank in ranks}
-    calls = [call if call.ranks else replace(call, ranks=ranks.get(call.group, ())) for call in calls]
-    return {_get_key(call): call for call in calls}
-
-
-def _get_key(call: Collective) -> Key:
-    return call.group, call.backend, call.ranks, call.sequence
+    ranks_of_group = {name: ranks for name, _, ranks in groups.groups if rank in ranks}
+    for call in answer.collectives:
+        if not call.ranks and call.name not in POINT_TO_POINT and call.group in ranks_of_group:
+            calls.add(groups.get_key(replace(call, ranks=ranks_of_group[call.group])), call)
 
 
 def _is_waiting(call: Collective) -> bool:
@@ -124,16 +198,16 @@ def _is_waiting(call: Collective) -> bool:
 # --- Mismatch ---
 
 
-def _find_mismatch(calls: Mapping[int, Mapping[Key, Collective]]) -> CollectiveVerdict | None:
+def _find_mismatch(groups: _GroupTable, calls: Mapping[int, _RankCalls]) -> CollectiveVerdict | None:
     """Return the first collective that ranks have called differently."""
     by_key: dict[Key, dict[int, Collective]] = {}
-    for rank, calls_of_rank in sorted(calls.items()):
-        for key, call in calls_of_rank.items():
+    for rank, of_rank in calls.items():
+        for key, call in of_rank.by_key.items():
             by_key.setdefault(key, {})[rank] = call
-    for key in sorted(by_key, key=lambda key: (key[-1], key)):
+    for key in sorted(by_key, key=groups.get_order):
         called = by_key[key]
         if any(map(_is_waiting, called.values())) and (camps := _find_camps(called)):
-            return _make_mismatch(key, called, camps)
+            return _make_mismatch(groups.groups[key[0]], key[1], called, camps)
     return None
 
 
@@ -176,8 +250,11 @@ def _read_root(call: Collective) -> Signature | None:
 DIFFERENCES: tuple[Reader, ...] = (_read_operation, _read_tensors, _read_reduction, _read_root)
 
 
-def _make_mismatch(key: Key, called: Mapping[int, Collective], camps: list[list[int]]) -> CollectiveVerdict:
-    unknown = set(key[2]) - called.keys()  # ranks that have not called it yet, or have not answered
+def _make_mismatch(
+    group: Group, sequence: int, called: Mapping[int, Collective], camps: list[list[int]]
+) -> CollectiveVerdict:
+    # ranks that have not called it yet, that have not answered, or of which it is not known what they have called
+    unknown = set(group[2]) - {rank for camp in camps for rank in camp}
     has_majority = len(camps[0]) > len(camps[1]) + len(unknown)
     read = next(read for read in DIFFERENCES if len({read(called[camp[0]]) for camp in camps}) > 1)
     phrases = {
@@ -191,7 +268,8 @@ def _make_mismatch(key: Key, called: Mapping[int, Collective], camps: list[list[
         tuple(sorted(rank for camp in blamed for rank in camp)),
         "; ".join(f"{format_ranks(camp)} {phrases[camp[0]]}" for camp in blamed or camps[:1]),
         {rank: phrases[rank] for camp in blamed for rank in camp},
-        key,
+        group,
+        sequence,
         max(call.seconds for call in called.values()),
     )
 
@@ -228,48 +306,55 @@ def _format_place(call: Collective) -> str:
 
 
 def _find_absent(
-    answers: Mapping[int, RankCollectives], calls: Mapping[int, Mapping[Key, Collective]], returned: set[int]
+    groups: _GroupTable, answers: Mapping[int, RankCollectives], calls: Mapping[int, _RankCalls], returned: set[int]
 ) -> CollectiveVerdict | None:
-    """Return the first collective in which ranks wait for a rank that is not in it."""
-    waits = {rank: call for rank, of_rank in calls.items() if (call := _find_wait(of_rank.values())) is not None}
-    blocked = {rank: call for rank, answer in answers.items() if (call := _find_wait(answer.collectives)) is not None}
+    """Return the first collective in which ranks wait for a rank that is not in it. A rank that has returned comes first."""
+    waiting: dict[Key, list[int]] = {}
+    for rank, of_rank in calls.items():
+        key = next((key for key, call in of_rank.by_key.items() if _is_waiting(call)), None)
+        if key is not None:
+            waiting.setdefault(key, []).append(rank)
     absent_from: dict[Key, set[int]] = {}
-    for call in waits.values():
-        absent = {rank for rank in call.ranks if rank in calls and _is_absent(answers[rank], calls[rank], call)}
+    for key in sorted(waiting, key=groups.get_order):
+        in_group = (rank for rank in groups.get_ranks(key) if rank in calls)
+        absent = {rank for rank in in_group if calls[rank].has_not_called(key, has_all=answers[rank].has_all)}
         if absent:
-            absent_from[_get_key(call)] = absent
-    for key in sorted(absent_from, key=lambda key: (key[-1], key)):
-        if free := absent_from[key] - blocked.keys():
-            return _make_absent(key, waits, calls, sorted(free), returned)
-    return _make_crossed(absent_from, waits, blocked) if absent_from else None
+            absent_from[key] = absent
+    blocked = {rank: call for rank, answer in answers.items() if (call := _find_block(answer)) is not None}
+    for key, absent in absent_from.items():
+        if absent & returned:
+            return _make_absent(groups, key, waiting[key], calls, sorted(absent & returned), have_returned=True)
+    for key, absent in absent_from.items():
+        if free := absent - blocked.keys():
+            return _make_absent(groups, key, waiting[key], calls, sorted(free), have_returned=False)
+    if not absent_from:
+        return None
+    return _make_crossed(groups, calls, {key: waiting[key] for key in absent_from}, absent_from, blocked)
 
 
-def _find_wait(calls: Iterable[Collective]) -> Collective | None:
-    return next(filter(_is_waiting, calls), None)
-
-
-def _is_absent(answer: RankCollectives, calls_of_rank: Mapping[Key, Collective], call: Collective) -> bool:
-    """Return whether this rank has certainly not called the collective."""
-    numbers = [key[-1] for key in calls_of_rank if key[:-1] == _get_key(call)[:-1]]
-    return max(numbers) < call.sequence if numbers else answer.has_all
+def _find_block(answer: RankCollectives) -> Collective | None:
+    """Return the call in which the rank waits: the one of which the line is known, or else the first one."""
+    pending = [call for call in answer.collectives if _is_waiting(call)]
+    return next((call for call in pending if call.place), pending[0] if pending else None)
 
 
 def _make_absent(
+    groups: _GroupTable,
     key: Key,
-    waits: Mapping[int, Collective],
-    calls: Mapping[int, Mapping[Key, Collective]],
+    waiting: list[int],
+    calls: Mapping[int, _RankCalls],
     absent: list[int],
-    returned: set[int],
+    *,
+    have_returned: bool,
 ) -> CollectiveVerdict:
-    waiting = [rank for rank, call in waits.items() if _get_key(call) == key]
-    call = waits[waiting[0]]
+    call = calls[waiting[0]].by_key[key]
     where = f"{call.title} ({', '.join(filter(None, (call.tensors, call.group_title)))})"
     wait = _format_wait(waiting)
     evidence = {}
     for rank in absent:
-        last = next(iter([*calls[rank].values()][-1:]), None)
+        last = calls[rank].last
         history = f"its last collective was {last.title}{_format_place(last)}" if last else "it has called no collective"
-        if rank in returned:
+        if have_returned:
             evidence[rank] = f"has returned, but {wait} for it in {where}{_format_place(call)}; {history}"
         else:
             evidence[rank] = f"has not joined {where}, in which {wait}{_format_place(call)}; {history}"
@@ -278,9 +363,10 @@ def _make_absent(
         tuple(absent),
         "; ".join(f"rank {rank} {evidence[rank]}" for rank in absent),
         evidence,
-        key,
-        max(waits[rank].seconds for rank in waiting),
-        have_returned=returned.issuperset(absent),
+        groups.groups[key[0]],
+        key[1],
+        max(calls[rank].by_key[key].seconds for rank in waiting),
+        have_returned=have_returned,
     )
 
 
@@ -289,26 +375,37 @@ def _format_wait(ranks: list[int]) -> str:
 
 
 def _make_crossed(
-    absent_from: Mapping[Key, set[int]], waits: Mapping[int, Collective], blocked: Mapping[int, Collective]
+    groups: _GroupTable,
+    calls: Mapping[int, _RankCalls],
+    waiting: Mapping[Key, list[int]],
+    absent_from: Mapping[Key, set[int]],
+    blocked: Mapping[int, Collective],
 ) -> CollectiveVerdict:
-    """Return the verdict on ranks that wait for one another. `blocked` has also those that wait in send and recv."""
-    camps: dict[Key, list[int]] = {}
-    for rank, call in waits.items():
-        if _get_key(call) in absent_from:
-            camps.setdefault(_get_key(call), []).append(rank)
-    keys = sorted(camps, key=lambda key: (-len(camps[key]), key))
-    has_majority = len(keys) == 1 or len(camps[keys[0]]) > len(camps[keys[1]])
-    absent = sorted(absent_from[keys[0]]) if has_majority else []
-    evidence = {
-        rank: f"waits in {blocked[rank]}, but {_format_wait(camps[keys[0]])} for it in {waits[camps[keys[0]][0]]}"
-        for rank in absent
-    }
-    parts = [f"{_format_wait(camps[key])} in {waits[camps[key][0]]}" for key in keys]
+    """Return the verdict on ranks of which each waits for others, in another collective, or in send or recv.
+
+    They are blamed only if they all wait for one another. Otherwise a rank that is not among them may be the cause.
+    """
+    first, *others = sorted(waiting, key=lambda key: (-len(waiting[key]), groups.get_order(key)))
+    in_collectives = {rank for ranks in waiting.values() for rank in ranks}
+    is_complete = all(absent_from[key] <= in_collectives and calls.keys() >= set(groups.get_ranks(key)) for key in waiting)
+    has_majority = is_complete and all(len(waiting[first]) > len(waiting[key]) for key in others)
+    evidence = {}
+    for rank in sorted(absent_from[first]):
+        doing = "waits in" if blocked[rank].place else "has not completed"
+        in_first = calls[waiting[first][0]].by_key[first]
+        evidence[rank] = f"{doing} {blocked[rank]}, but {_format_wait(waiting[first])} for it in {in_first}"
+    if has_majority or not is_complete:
+        sentence = "; ".join(f"rank {rank} {text}" for rank, text in evidence.items())
+    else:
+        parts = [f"{_format_wait(waiting[key])} in {calls[waiting[key][0]].by_key[key]}" for key in (first, *others)]
+        sentence = f"{', '.join(parts)}: they wait for one another"
     return CollectiveVerdict(
         VerdictKind.CROSSED,
-        tuple(absent),
-        "; ".join(f"rank {rank} {evidence[rank]}" for rank in absent) or f"{', '.join(parts)}: they wait for one another",
-        evidence,
-        keys[0],
-        max(call.seconds for call in waits.values()),
+        tuple(evidence) if has_majority else (),
+        sentence,
+        evidence if has_majority else {},
+        groups.groups[first[0]],
+        first[1],
+        max(calls[rank].by_key[key].seconds for key, ranks in waiting.items() for rank in ranks),
+        is_complete=is_complete,
     )

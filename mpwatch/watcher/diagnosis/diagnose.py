@@ -66,6 +66,7 @@ STALL_SECONDS = 5.0  # a shorter wait in a collective is usual, and not worth a 
 
 def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
     """Return the result of an attempt, or of a call, that has ended."""
+    _correct_collectives(attempt)
     failures: Failures = {}
     values: dict[int, Any] = {}
     for rank, observed in attempt.ranks.items():
@@ -109,30 +110,28 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
 def find_collective_verdict(attempt: AttemptObservations) -> CollectiveVerdict | None:
     """Return which ranks did not fit in their collectives.
 
-    If that is no longer clear at the end, it is the verdict that has ended the attempt.
+    The verdict that has ended the attempt stays. What the ranks answer at the end can only add ranks to it.
     """
     returned = [rank for rank, observed in attempt.ranks.items() if has_returned(attempt, observed)]
-    return find_verdict(get_all_collectives(attempt), returned) or attempt.collective_verdict
+    verdict, final = find_verdict(get_all_collectives(attempt), returned), attempt.collective_verdict
+    return verdict if final is None or (verdict is not None and verdict.finding == final.finding) else final
 
 
 def get_all_collectives(attempt: AttemptObservations) -> dict[int, RankCollectives]:
-    """Return what each rank has answered; ranks that have not answered are missing. Call this before `drop_payloads`."""
-    return {rank: answer for rank in attempt.ranks if (answer := _get_collectives_of(attempt, rank)) is not None}
+    """Return what each rank has answered; ranks that have not answered are missing."""
+    return {rank: observed.collectives for rank, observed in attempt.ranks.items() if observed.collectives is not None}
 
 
-def _get_collectives_of(attempt: AttemptObservations, rank: int) -> RankCollectives | None:
-    """Return what the rank has answered. If it has lost a peer in its last collective, it waits in it.
-
-    The flight recorder calls a collective completed that has failed.
-    """
-    observed = attempt.ranks[rank]
-    answer = observed.collectives
-    lost_peer = _get_peer_error(attempt, rank) in (PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT)
-    if answer is None or not answer.collectives or not lost_peer or observed.answer is None:
-        return answer
-    *others, last = answer.collectives
-    place = last.place or format_raise_location(decoder.decode_exception(observed.answer.body)).strip(" ()")
-    return replace(answer, collectives=(*others, replace(last, state=CollectiveState.WAITING, place=place)))
+def _correct_collectives(attempt: AttemptObservations) -> None:
+    """Let each rank that has lost a peer wait in its last collective. The recorder calls one that has failed completed."""
+    for rank, observed in attempt.ranks.items():
+        answer = observed.collectives
+        lost_peer = _get_peer_error(attempt, rank) in (PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT)
+        if answer is not None and answer.collectives and lost_peer and observed.answer is not None:
+            *others, last = answer.collectives
+            place = last.place or format_raise_location(decoder.decode_exception(observed.answer.body)).strip(" ()")
+            failed = replace(last, state=CollectiveState.WAITING, place=place)
+            observed.collectives = replace(answer, collectives=(*others, failed))
 
 
 def find_waiting_ranks(attempt: AttemptObservations) -> set[int]:
@@ -221,9 +220,13 @@ def _was_reported(failure: ProcessFailure) -> bool:
 def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
     """Whether the collectives that did not fit are the root cause: no rank has failed for a reason of its own.
 
-    gloo ends a rank by abort() if its peers send another number of bytes. That is a consequence of a mismatch.
+    gloo ends a rank by abort() if its peers send another number of bytes. That is a consequence of a mismatch. A rank that
+    is only late cannot break a connection. So it is a cause only if other ranks have timed out.
     """
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
+        return False
+    has_timed_out = any(_get_peer_error(attempt, rank) is PeerErrorKind.PEER_TIMEOUT for rank in failures)
+    if not (verdict.cannot_end_well or (verdict.is_complete and has_timed_out)):
         return False
     return all(
         failure.is_secondary or (verdict.kind is VerdictKind.MISMATCH and failure.signal == signal.SIGABRT)
@@ -236,7 +239,7 @@ def _blame_for_collective(attempt: AttemptObservations, failures: Failures, verd
     blamed: Failures = {rank: (at, replace(failure, is_secondary=True)) for rank, (at, failure) in failures.items()}
     latest = max((at for at, _ in failures.values()), default=attempt.ended_at)
     at = latest if attempt.stopped_at is None else attempt.stopped_at
-    for rank in verdict.blamed:
+    for rank in attempt.ranks.keys() & verdict.blamed:  # other ranks have attempts of their own (scope="worker")
         observed, before = attempt.ranks[rank], failures.get(rank)
         if verdict.kind is VerdictKind.ABSENT and before is None and not has_returned(attempt, observed):
             blamed[rank] = build_hang(attempt, observed, at, verdict.evidence[rank])

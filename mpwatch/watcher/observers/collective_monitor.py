@@ -2,13 +2,14 @@
 
     CHECK_SECONDS later --- ask all ranks ---> ranks answer --- all have answered, or ANSWER_SECONDS later ---> find_verdict
         MISMATCH, twice ---> the machine's event CollectivesMismatched, which ends the call
-        ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning
+        ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
         the same if the absent ranks have returned ---> CollectivesMismatched
 
-A mismatch must be found twice, since ranks that exchange bytes of another type may be about to succeed.
+A mismatch must be found twice, since ranks that exchange bytes of another type may be about to succeed. A wait is measured
+by the checks that have found it. So the time does not count in which the program was stopped, or a prompt was open.
 
-On several nodes, only a mismatch among ranks of this node is found here. The leader compares the ranks of all nodes: it is
-told what those have called that have called no collective for `stall_after`.
+On several nodes, only a mismatch among ranks of this node is found here. The leader compares the ranks of all nodes. If a
+rank has called no collective for `stall_after`, the leader gets what all ranks of this node have called.
 
 Nothing is checked while no call runs, while a prompt of a debugger is open, and before two ranks have a process group.
 """
@@ -16,10 +17,10 @@ Nothing is checked while no call runs, while a prompt of a debugger is open, and
 import time
 from collections.abc import Callable, Mapping
 
-from mpwatch.results.collective import Collective
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.diagnosis.collective_verdict import (
     CollectiveVerdict,
+    Finding,
     VerdictKind,
     find_verdict,
     format_stall_warning,
@@ -33,6 +34,8 @@ from mpwatch.wire.messages import MessageKind
 
 CHECK_SECONDS = 5.0  # between two checks, at most
 CHECKS_PER_STALL = 4  # in `stall_after`, if that is shorter
+MIN_CHECK_SECONDS = 0.05  # between two checks, at least
+MAX_GAP_PERIODS = 1.5  # a check that comes later, in periods of the checks, was delayed: the time between does not count
 ANSWER_SECONDS = 1.0  # a rank that needs longer holds the GIL, or is stopped
 CONFIRM_SECONDS = 1.0  # from the first to the second finding of a mismatch
 
@@ -55,6 +58,7 @@ class CollectiveMonitor:
         end_call: passes an event to the state machines.
         on_stall: called on several nodes when other ranks of this node have stalled than before. It gets what they have
             called, or nothing if all go on, and the ranks that have returned. None: there is one node.
+        clock: returns the time of CLOCK_MONOTONIC. A test can replace it.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class CollectiveMonitor:
         call_at: Callable[[float, Callable[[], object]], object],
         end_call: Callable[[CollectivesMismatched], object],
         on_stall: StallCallback | None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
         self._stall_after = stall_after
@@ -75,13 +80,17 @@ class CollectiveMonitor:
         self._call_at = call_at
         self._end_call = end_call
         self._on_stall = on_stall
+        self._clock = clock
         self.final_verdict: CollectiveVerdict | None = None
         self._is_started = False
         self._asked: set[RankHandle] = set()  # ranks that have not answered
         self._answers: dict[int, RankCollectives] = {}
         self._last_mismatch: CollectiveVerdict | None = None
-        self._warned: list[CollectiveVerdict] = []
-        self._known_stall: tuple[dict[int, Collective | None], list[int]] = {}, []  # what `on_stall` was called with
+        self._warned: set[Finding] = set()
+        self._waits: tuple[Finding | None, float] = None, 0.0  # the last finding, and the seconds between its checks
+        self._judged_at = 0.0
+        self._called_at = 0.0
+        self._known_stall: object = None  # what `on_stall` was called with
 
     def start(self) -> None:
         """Check from now on, since a rank has a process group."""
@@ -92,8 +101,12 @@ class CollectiveMonitor:
     def begin_call(self) -> None:
         """Forget what was found in earlier calls."""
         self.final_verdict = self._last_mismatch = None
+        self._asked.clear()
+        self._answers.clear()
         self._warned.clear()
-        self._known_stall = {}, []
+        self._waits = None, 0.0
+        self._known_stall = None
+        self._called_at = self._clock()
 
     def add(self, handle: RankHandle, answer: RankCollectives | None) -> None:
         """Add the answer of a rank; None if it has closed its socket."""
@@ -104,9 +117,13 @@ class CollectiveMonitor:
             if not self._asked:
                 self._judge()
 
-    def _check_later(self) -> None:
+    @property
+    def _period(self) -> float:
         assert self._stall_after is not None
-        self._call_at(time.monotonic() + min(CHECK_SECONDS, self._stall_after / CHECKS_PER_STALL), self._check_and_repeat)
+        return max(MIN_CHECK_SECONDS, min(CHECK_SECONDS, self._stall_after / CHECKS_PER_STALL))
+
+    def _check_later(self) -> None:
+        self._call_at(self._clock() + self._period, self._check_and_repeat)
 
     def _check_and_repeat(self) -> None:
         self._check_later()
@@ -119,7 +136,7 @@ class CollectiveMonitor:
             return
         self._answers.clear()
         self._asked = {handle for handle in handles if handle.collective_sockets.ask()}
-        self._call_at(time.monotonic() + ANSWER_SECONDS, self._stop_waiting)
+        self._call_at(self._clock() + ANSWER_SECONDS, self._stop_waiting)
 
     def _stop_waiting(self) -> None:
         if self._asked:
@@ -135,40 +152,58 @@ class CollectiveMonitor:
         if self._on_stall is not None and self._is_checking():
             self._report_stall(self._on_stall, returned)
         verdict = find_verdict(self._answers, returned)
+        seconds = self._measure_wait(verdict)
         if not self._is_checking() or verdict is None:
             self._last_mismatch = None
         elif verdict.kind is VerdictKind.MISMATCH and verdict == self._last_mismatch:
             self._finish(verdict)
         elif verdict.kind is VerdictKind.MISMATCH:
             self._last_mismatch = verdict
-            self._call_at(time.monotonic() + CONFIRM_SECONDS, self._check)
+            self._call_at(self._clock() + CONFIRM_SECONDS, self._check)
         else:
             self._last_mismatch = None
             if self._on_stall is None:
-                self._handle_stall(verdict)
+                self._handle_stall(verdict, seconds)
+
+    def _measure_wait(self, verdict: CollectiveVerdict | None) -> float:
+        """Return for how many seconds ranks have waited, as far as the checks have seen it."""
+        now = self._clock()
+        gap, self._judged_at = now - self._judged_at, now
+        if verdict is None:
+            self._waits = None, 0.0
+            return 0.0
+        finding, seconds = self._waits
+        if finding == verdict.finding:
+            seconds += min(gap, MAX_GAP_PERIODS * self._period)
+        else:
+            seconds = 0.0
+        self._waits = verdict.finding, seconds
+        return min(verdict.seconds, seconds + self._period)  # the wait may have begun just after the check before
 
     def _report_stall(self, on_stall: StallCallback, returned: list[int]) -> None:
         assert self._stall_after is not None
-        has_stalled = any(
-            not answer.collectives or answer.collectives[-1].seconds >= self._stall_after
-            for answer in self._answers.values()
-        )
-        stall = dict(self._answers) if has_stalled else {}
-        known = {rank: get_current_collective(answer) for rank, answer in stall.items()}, returned if has_stalled else []
-        if known != self._known_stall:
-            self._known_stall = known
+        has_called_long_ago = self._clock() - self._called_at >= self._stall_after
+        stalled = {
+            rank
+            for rank, answer in self._answers.items()
+            if (answer.collectives[-1].seconds >= self._stall_after if answer.collectives else has_called_long_ago)
+        }
+        stall = dict(self._answers) if stalled else {}
+        known = {rank: get_current_collective(answer) for rank, answer in stall.items()}, stalled, returned
+        if known != self._known_stall and (stalled or self._known_stall is not None):
+            self._known_stall = known if stalled else None
             on_stall(stall, returned)
 
     def _finish(self, verdict: CollectiveVerdict) -> None:
         self.final_verdict = verdict
         self._end_call(CollectivesMismatched())
 
-    def _handle_stall(self, verdict: CollectiveVerdict) -> None:
+    def _handle_stall(self, verdict: CollectiveVerdict, seconds: float) -> None:
         assert self._stall_after is not None
-        if verdict.seconds < self._stall_after:
+        if seconds < self._stall_after:
             return
         if verdict.have_returned:
             self._finish(verdict)
-        elif verdict not in self._warned:
-            self._warned.append(verdict)
-            self._deferred_log.warning("%s", format_stall_warning(verdict, self._answers))
+        elif verdict.finding not in self._warned:
+            self._warned.add(verdict.finding)
+            self._deferred_log.warning("%s", format_stall_warning(verdict, self._answers, seconds))

@@ -1,6 +1,7 @@
 """Which rank does not fit, from the collectives that the ranks have called. Without processes."""
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -177,9 +178,9 @@ def test_ranks_that_wait_for_one_another():
 def test_a_rank_that_waits_in_recv_is_not_free():
     usual = waiting("all_reduce", 1, 4)
     verdict = verdict_of((waiting("recv", 1, 4),), (usual,), (usual,))
-    assert (verdict.kind, verdict.blamed) == (VerdictKind.CROSSED, (0,))
+    assert (verdict.kind, verdict.blamed, verdict.is_complete) == (VerdictKind.CROSSED, (), False)
     assert verdict.sentence.startswith(
-        "rank 0 waits in recv #1 (float32[4], default group), but ranks 1-2 wait for it in all_reduce"
+        "rank 0 has not completed recv #1 (float32[4], default group), but ranks 1-2 wait for it in all_reduce"
     )
 
 
@@ -212,6 +213,55 @@ def test_a_destroyed_group_is_known_by_the_other_ranks():
         (waiting("broadcast", 1, 8),), (waiting("all_reduce", 1, 16),), (call("broadcast", 1, 8, ranks=()),), returned=[2]
     )
     assert verdict.blamed == (1,)
+
+
+def test_a_rank_that_has_not_returned_may_not_have_made_the_new_group_yet():
+    """The new group has the name and the ranks of the one that was destroyed."""
+    verdict = verdict_of(
+        (waiting("broadcast", 1, 8),), (waiting("broadcast", 1, 8),), (call("all_reduce", 1, 16, ranks=()),)
+    )
+    assert (verdict.kind, verdict.blamed) == (VerdictKind.ABSENT, (2,))
+
+
+def test_a_rank_that_has_returned_is_blamed_before_one_that_is_late():
+    verdict = verdict_of((FIRST, waiting("all_reduce", 2, 16)), (FIRST,), (FIRST,), returned=[2])
+    assert (verdict.blamed, verdict.have_returned) == ((2,), True)
+
+
+def test_a_rank_whose_cause_has_not_answered_is_not_blamed():
+    """Rank 2 holds the GIL. Rank 1 waits for it in a subgroup, and rank 0 waits for rank 1."""
+    inner = waiting("barrier", 1, group="1", ranks=(1, 2), place="a.py:2 in f")
+    verdict = verdict_of((FIRST, waiting("all_reduce", 2, 16)), (FIRST, inner))
+    assert (verdict.blamed, verdict.is_complete) == ((), False)
+    assert verdict.sentence.startswith("rank 1 waits in barrier #1 (group 1) at a.py:2 in f, but rank 0 waits for it in")
+
+
+def test_the_root_of_a_rank_that_has_gone_on_is_not_known():
+    ranks = (0, 1, 2, 3)
+    calls = [(waiting("broadcast", 1, 4, ranks=ranks, root=root),) for root in (0, 1, 1)]
+    verdict = verdict_of((call("broadcast", 1, 4, ranks=ranks),), *calls)
+    assert (verdict.kind, verdict.blamed) == (VerdictKind.MISMATCH, ())
+
+
+def test_the_last_collective_is_the_one_that_was_called_last():
+    group = {"group": "1", "ranks": (0, 1)}
+    history = (call("broadcast", 1, 4, **group), call("barrier", 6), call("all_reduce", 1, 4, **group))
+    verdict = verdict_of((waiting("all_reduce", 7, 16, ranks=(0, 1)),), history)
+    assert verdict.sentence.endswith("; its last collective was all_reduce #1")
+
+
+def test_many_ranks_are_compared_in_a_moment():
+    """The time grows with the number of ranks, not with its square: 1,024 ranks take half a second."""
+    world = tuple(range(1024))
+    calls = [tuple(call("all_reduce", number, 16, ranks=tuple(world)) for number in range(1, 9)) for _ in world]
+    played = [(*of_rank, waiting("all_reduce", 9, 16, ranks=tuple(world))) for of_rank in calls[:-1]]
+    before = time.process_time()
+    assert verdict_of(*played, calls[-1]).blamed == (1023,)
+    assert time.process_time() - before < 10
+
+
+def test_a_hashed_name_of_a_group_is_shortened():
+    assert waiting("barrier", 1, group="0123456789" * 4).group_title == "group 01234567"
 
 
 def test_the_current_collective_is_the_one_that_waits():
