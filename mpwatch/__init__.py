@@ -9,7 +9,7 @@ from importlib import import_module
 TYPE_CHECKING = False  # a rank must not pay for the import of typing
 if TYPE_CHECKING:
     from mpwatch import events as events
-    from mpwatch.api import main, run
+    from mpwatch.api import main, run, submit
     from mpwatch.errors import LaunchError, MpwatchError, RunFailedError, RunTimeoutError
     from mpwatch.events.types import Event
     from mpwatch.group import WorkerGroup
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mpwatch.results.failure import FailureKind, ProcessFailure
     from mpwatch.results.model import Attempt, Progress, WorkerState
     from mpwatch.results.run_result import RunResult
+    from mpwatch.run_handle import RunHandle
     from mpwatch.worker.context import current_worker, heartbeat, report
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "Rendezvous",
     "RestartPolicy",
     "RunFailedError",
+    "RunHandle",
     "RunResult",
     "RunTimeoutError",
     "Worker",
@@ -52,6 +54,7 @@ __all__ = [
     "main",
     "report",
     "run",
+    "submit",
 ]
 
 _HOME = {
@@ -70,6 +73,7 @@ _HOME = {
     "Rendezvous": ".options.rendezvous",
     "RestartPolicy": ".options.restart_policy",
     "RunFailedError": ".errors",
+    "RunHandle": ".run_handle",
     "RunResult": ".results.run_result",
     "RunTimeoutError": ".errors",
     "Worker": ".options.worker_info",
@@ -81,6 +85,7 @@ _HOME = {
     "main": ".api",
     "report": ".worker.context",
     "run": ".api",
+    "submit": ".api",
 }
 
 

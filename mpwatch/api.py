@@ -1,4 +1,4 @@
-"""`run` and `main`: make a WorkerSpec of the options, run it, and raise an error if a rank failed.
+"""`run`, `submit` and `main`: make a WorkerSpec of the options, run it, and raise an error if a rank failed.
 
 The layers from here to the process of a rank: `run_single_node` (watcher/run.py), `BlockingCall`, `WatcherThread`,
 `EventLoop`, `ProcessPool`, and the process. ARCHITECTURE.md shows them.
@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpwatch.errors import RunFailedError, raise_if_failed
 from mpwatch.live_view.select import select_view
@@ -19,7 +19,11 @@ from mpwatch.options.spec import Nprocs, Observers, WorkerSpec
 from mpwatch.options.validation import check_flag
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.run_result import RunResult
-from mpwatch.watcher.run import run_single_node
+from mpwatch.watcher.import_check import check_not_importing
+from mpwatch.watcher.run import pack_spec, run_single_node
+
+if TYPE_CHECKING:
+    from mpwatch.run_handle import RunHandle
 
 T = TypeVar("T")
 
@@ -141,15 +145,52 @@ def run(
         stall_after=stall_after,
         backend_timeout=backend_timeout,
     )
-    if rendezvous is None:
-        result = run_single_node(spec, partial(select_view, progress))
-    else:
-        from mpwatch.multinode.run import run_multi_node  # imports torch
-
-        result = run_multi_node(spec, partial(select_view, progress))
+    result = _run(spec)
     if check:
         raise_if_failed(result)
     return result
+
+
+def _run(spec: WorkerSpec[T], **details: Any) -> RunResult[T]:
+    __tracebackhide__ = True
+    make_view = partial(select_view, spec.progress)
+    if spec.rendezvous is None:
+        return run_single_node(spec, make_view, **details)
+    from mpwatch.multinode.run import run_multi_node  # imports torch
+
+    return run_multi_node(spec, make_view, **details)
+
+
+def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "RunHandle[T]":
+    """Start a run in a thread of its own, and return at once.
+
+    The arguments are pickled before `submit` returns. Observers, `retry_if` and `env` are called in the thread of the run.
+    Signals to the program are left to the program. A program that ends stops its ranks, and does not wait for the run:
+    the ranks get SIGTERM, and SIGKILL after `grace_period`.
+
+    Args:
+        fn: see `run`.
+        nprocs: see `run`.
+        options: the other options of `run`.
+
+    Returns:
+        A `concurrent.futures.Future` of the RunResult, which can also stop the run and look into it: see RunHandle.
+
+    Raises:
+        LaunchError: the function or its arguments cannot be pickled.
+        TypeError, ValueError, RuntimeError: see `run`.
+    """
+    from mpwatch.run_handle import RunHandle  # imports concurrent.futures
+
+    __tracebackhide__ = True
+    check = options.pop("check", True)
+    check_flag("check", check)
+    spec: WorkerSpec[T] = WorkerSpec(fn=fn, nprocs=nprocs, **options)
+    check_not_importing()
+    payload = pack_spec(spec)
+    handle = RunHandle(lambda on_start: _run(spec, payload=payload, on_start=on_start), check=check)
+    handle.start()
+    return handle
 
 
 def main(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> RunResult[T]:

@@ -26,9 +26,10 @@ LAYERS = {
     "live_view": {"data"},
     "multinode": {"version", "os_support", "torch_private", "wire", "data", "watcher", "live_view"},
     "worker": {"os_support", "torch_private", "wire", "data"},
-    "api": {"data", "live_view", "watcher", "multinode"},
+    "run_handle": {"data", "watcher"},
+    "api": {"data", "live_view", "watcher", "multinode", "run_handle"},
     "group": {"data", "live_view", "watcher"},
-    "facade": {"version", "api", "group", "data", "worker"},
+    "facade": {"version", "api", "group", "run_handle", "data", "worker"},
     "integrations": {"facade"},  # only what a user can import
 }
 

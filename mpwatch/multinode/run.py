@@ -1,6 +1,7 @@
 """Entry of a run of several nodes, on one node: as watcher/run.py, with a NodeThread that talks to the other nodes."""
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, TypeVar
@@ -15,16 +16,20 @@ from mpwatch.watcher.commands import PendingCall
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, no_view
-from mpwatch.watcher.pack_call import pack_call
-from mpwatch.watcher.run import BlockingCall
+from mpwatch.watcher.run import BlockingCall, pack_spec
 from mpwatch.watcher.watcher_thread import WatcherThread
-from mpwatch.wire.pickling.call_payload import Call
+from mpwatch.wire.pickling.call_payload import Payload
 
 T = TypeVar("T")
 
 
 def run_multi_node(
-    spec: WorkerSpec[T], make_view: MakeView = no_view, client: RendezvousClient | None = None
+    spec: WorkerSpec[T],
+    make_view: MakeView = no_view,
+    client: RendezvousClient | None = None,
+    *,
+    payload: Payload | None = None,
+    on_start: Callable[[BlockingCall], object] | None = None,
 ) -> RunResult[T]:
     """Join the other nodes, and run the function with them until the job is over.
 
@@ -32,6 +37,8 @@ def run_multi_node(
         spec: the options of the run, with a `rendezvous`.
         make_view: makes the live view.
         client: the rendezvous of this node. None: the one that `spec.rendezvous` describes.
+        payload: see `run_single_node`.
+        on_start: see `run_single_node`.
 
     Raises LaunchError, or what the host's handler raises for a signal that came during the run, such as KeyboardInterrupt.
     """
@@ -40,11 +47,13 @@ def run_multi_node(
     event_bus = EventBus(spec.rendezvous.run_id, spec.observers, keep_events=True)
     with ExitStack() as resources:
         watcher_thread, node_thread, pending_call = run_until_handler_raises(
-            partial(_prepare, spec, event_bus, client, resources)
+            partial(_prepare, spec, event_bus, client, payload, resources)
         )
         controller = MultiNodeRunController(spec, event_bus, node_thread)
         blocking_call = BlockingCall(watcher_thread, partial(controller.handle_ended_attempts, watcher_thread), make_view)
         try:
+            if on_start is not None:
+                on_start(blocking_call)
             controller.begin(pending_call)
             node_thread.start(watcher_thread.commands, watcher_thread.deferred_log)
             blocking_call.execute(pending_call, until=lambda: False)
@@ -66,12 +75,15 @@ def run_multi_node(
 
 
 def _prepare(
-    spec: WorkerSpec[Any], event_bus: EventBus, client: RendezvousClient | None, resources: ExitStack
+    spec: WorkerSpec[Any],
+    event_bus: EventBus,
+    client: RendezvousClient | None,
+    payload: Payload | None,
+    resources: ExitStack,
 ) -> tuple[WatcherThread, NodeThread, PendingCall]:
     """Do all that comes before the threads start. `resources` closes what is made here."""
     resources.enter_context(open_standard_descriptors())
-    call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend, backend_timeout=spec.backend_timeout)
-    payload = resources.enter_context(closing(pack_call(call)))
+    payload = resources.enter_context(closing(payload or pack_spec(spec)))
     run_deadline = math.inf if spec.timeout is None else event_bus.started_at + spec.timeout
     node_thread = NodeThread(spec, run_deadline, client)
     watcher_thread = resources.enter_context(

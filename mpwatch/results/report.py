@@ -210,6 +210,11 @@ def format_silence(seconds: float, heartbeat_timeout: float, progress: Progress 
     return f"was silent for {text} s (heartbeat_timeout={heartbeat_timeout:g}){step}{of}"
 
 
+def format_stopped_by_caller() -> str:
+    """Return a sentence that says that the program called `RunHandle.stop`."""
+    return "the run was stopped: stop() was called"
+
+
 def format_end_of_program() -> str:
     """Return a sentence that says that the program ended during a call of its WorkerGroup."""
     return "the run was stopped: the program ended during the call"

@@ -5,8 +5,8 @@
 
     command           answer
     PendingCall       its `observations` and `is_done`
-    StatusRequest     its `statuses`
-    StacksRequest     its `stacks`; any thread may wait for its `is_answered`
+    StatusRequest     its `statuses`; any thread may wait for its `is_answered`
+    StacksRequest     its `stacks`; the same
     RestartCommand    none; it is itself the answer to what the watcher thread has passed to `request_decision`
     TerminalRestore   none
     TerminalModes     none
@@ -106,6 +106,7 @@ class StatusRequest:
 
     statuses: Sequence[RankStatus] | None = None
     """None until the request is answered. It is never answered if the run ends before."""
+    is_answered: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(eq=False)

@@ -210,6 +210,7 @@ class EventLoop:
                 self._commands.post(command)  # for the next wake-up: these events may start the call
             elif isinstance(command, StatusRequest):
                 command.statuses = current_statuses(self._groups, self._pool)
+                command.is_answered.set()
                 self._commands.caller_wakeup.wake()
             elif isinstance(command, StacksRequest):
                 self._stack_requests.begin(command, self._groups)

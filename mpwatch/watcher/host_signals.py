@@ -24,6 +24,7 @@ Before and after a run the host has its own handlers. For what they raise then, 
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Collection
@@ -46,9 +47,13 @@ class HostSignals:
     """The signals of the host program during one blocking call.
 
     An exception may interrupt any method between two bytecodes. Each method can then be called again.
+
+    Args:
+        commands: to the watcher thread.
+        is_run: whether this is a run. False: a call of a WorkerGroup, which has an end of its own with the program.
     """
 
-    def __init__(self, commands: CommandQueue) -> None:
+    def __init__(self, commands: CommandQueue, *, is_run: bool) -> None:
         self.received: list[int] = []  # deferred signals that are still to be delivered to the host's handlers
         self.handler_error: BaseException | None = None  # the first exception that a handler of the host raised
         self.stacks_request: StacksRequest | None = None  # for the last SIGQUIT
@@ -62,6 +67,8 @@ class HostSignals:
         self._host_wakeup_fds: list[int] = []  # the wake-up descriptor that the host had, once it has been replaced
         self.thread_id = threading.get_native_id()
         self.pid = os.getpid()
+        self.ends_with_program = is_run and threading.current_thread().daemon
+        self._is_ended_by_program = False
         self._unposted: list[int] = []
         self._may_post = False
 
@@ -117,6 +124,11 @@ class HostSignals:
         self.received.append(signal.SIGINT)
         self.post_interrupt(signal.SIGINT)
 
+    def end_with_program(self) -> None:
+        """Stop the ranks as on SIGTERM, since the program ends and does not wait for this daemon thread."""
+        self._is_ended_by_program = True
+        self.post_interrupt(signal.SIGTERM)
+
     def wait_for_wakeup(self, seconds: float | None = None, others: Collection[Connection] = ()) -> None:
         """Wait until a signal or the watcher thread wakes up this thread, and `seconds` at most. None: no limit.
 
@@ -156,6 +168,8 @@ class HostSignals:
         if threading.current_thread() is not threading.main_thread():
             if self.is_taken_over:
                 remove_call(self)
+            if self._is_ended_by_program:
+                sys.exit()  # ends the thread, and prints nothing
             if self.received:
                 self.received.clear()
                 raise KeyboardInterrupt

@@ -22,7 +22,7 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_end_of_program, format_verdict
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
-from mpwatch.watcher.commands import PendingCall, StacksRequest
+from mpwatch.watcher.commands import PendingCall
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.machine.transitions import Shutdown, StopReason
@@ -38,7 +38,6 @@ from mpwatch.wire.pickling.call_payload import Call
 
 LOST_WHILE_IDLE = "a rank was lost while no call was running"
 CALL_ABORTED = "the last call was aborted"
-STACKS_POLL_SECONDS = 0.05  # how often a thread that waits for stacks looks whether the ranks have ended meanwhile
 
 
 class PersistentRanks:
@@ -115,13 +114,7 @@ class PersistentRanks:
     def take_stacks(self) -> Stacks:
         """Return the present stacks of all ranks; empty if there are none. Any thread may call it, also during a call."""
         watcher_thread = self._watcher_thread
-        if watcher_thread is None:
-            return Stacks()
-        request = StacksRequest()
-        watcher_thread.commands.post(request)
-        while not request.is_answered.wait(STACKS_POLL_SECONDS) and watcher_thread.is_running():
-            pass
-        return request.stacks if request.stacks is not None else Stacks()
+        return Stacks() if watcher_thread is None else watcher_thread.take_stacks()
 
     def shut_down_in_background(self) -> None:
         """Have the ranks end, and do not wait for that. This is for a WorkerGroup without references."""

@@ -1,4 +1,4 @@
-"""Interrupt the calls of other threads when Ctrl-C ends the program. Runs in the main thread, at the end of the program.
+"""End the calls of other threads with the program. Runs in the main thread, at the end of the program.
 
 Python runs signal handlers in the main thread only. As long as that thread runs code of the program, Ctrl-C belongs to the
 program. After that, Python waits for the other threads. So there are two ways in which Ctrl-C ends a program while another
@@ -8,6 +8,9 @@ thread waits for a call:
                     |                   ^                    |                     ^
                     '-- Ctrl-C ---------'                    '-- Ctrl-C -----------'
                         _interrupt_after_script                  _interrupt_and_wait
+
+Python does not wait for daemon threads. Their runs are ended at the end of any program, by `_interrupt_and_wait`. The ranks
+of a WorkerGroup are ended after that (persistent_ranks.py).
 
 The first call of a thread registers both functions. They do nothing while no call is under way.
 """
@@ -34,9 +37,13 @@ class CallOfThread(Protocol):
     thread_id: int
     pid: int
     is_over: threading.Event
+    ends_with_program: bool
 
     def interrupt(self) -> None:
         """Do what Ctrl-C does to a call of the main thread."""
+
+    def end_with_program(self) -> None:
+        """Stop the ranks, since the program ends and does not wait for the thread."""
 
 
 _calls: WeakValueDictionary[int, CallOfThread] = WeakValueDictionary()
@@ -78,24 +85,27 @@ def _interrupt_after_script() -> None:
 
 
 def _interrupt_and_wait() -> None:
-    """Interrupt all calls, and wait for them, if Ctrl-C has ended Python's wait for the threads.
+    """Interrupt all calls if Ctrl-C has ended Python's wait for the threads; else end those of daemon threads. Then wait.
 
-    Daemon threads, for which Python does not wait, are no sign of that.
+    Daemon threads, for which Python does not wait, are no sign of Ctrl-C.
     """
     other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
-    if not _list_calls() or all(thread.daemon for thread in other_threads):
-        return
-    for _ in range(2):  # the first time the ranks get SIGINT, the second time SIGKILL
+    is_interrupted = bool(_list_calls()) and not all(thread.daemon for thread in other_threads)
+    for _ in range(2):  # the first time the ranks get SIGINT or SIGTERM, the second time SIGKILL
         try:
-            _interrupt_calls()
-            while calls := _list_calls():
+            if is_interrupted:
+                _interrupt_calls()
+            else:
+                for call in _list_ending_calls():
+                    call.end_with_program()
+            while calls := _list_calls() if is_interrupted else _list_ending_calls():
                 calls[0].is_over.wait()
                 # not `join`: before Python 3.13, it returns at once if Ctrl-C has ended another `join` of that thread
                 wait_for_thread_exit(calls[0].thread_id, CALLER_SECONDS)
             break
         except KeyboardInterrupt:
             continue
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if is_interrupted and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         exit_by_sigint()
 
 
@@ -110,3 +120,7 @@ def _list_calls() -> list[CallOfThread]:
     """Return the calls that are under way. After a fork, the calls of the parent are not the child's."""
     calls = [call for reference in _calls.valuerefs() if (call := reference()) is not None]
     return [call for call in calls if call.pid == os.getpid()]
+
+
+def _list_ending_calls() -> list[CallOfThread]:
+    return [call for call in _list_calls() if call.ends_with_program]

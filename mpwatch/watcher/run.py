@@ -46,15 +46,27 @@ from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.restarts.run_controller import RunController
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.exceptions.decoder import add_note
-from mpwatch.wire.pickling.call_payload import Call
+from mpwatch.wire.pickling.call_payload import Call, Payload
 
 T = TypeVar("T")
 QUICK_CALL_SECONDS = 0.002  # most calls of idle ranks that do next to nothing are done by then
 MAX_INTERRUPTIONS = 1000  # of one abort; more exceptions than that are a bug in mpwatch
 
 
-def run_single_node(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunResult[T]:
+def run_single_node(
+    spec: WorkerSpec[T],
+    make_view: MakeView = no_view,
+    *,
+    payload: Payload | None = None,
+    on_start: "Callable[[BlockingCall], object] | None" = None,
+) -> RunResult[T]:
     """Run a function on all ranks and show their progress. Return when every rank is dead.
+
+    Args:
+        spec: the options of the run.
+        make_view: makes the live view.
+        payload: the packed call, which this closes. None: the call is packed here.
+        on_start: called before the ranks are started, with the object that waits for them.
 
     Raises LaunchError, or what the host's handler raises for a signal that came during the run, such as KeyboardInterrupt.
     """
@@ -62,10 +74,12 @@ def run_single_node(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunRe
     controller = RunController(spec, EventBus(uuid.uuid4().hex, spec.observers, keep_events=True))
     try:
         with ExitStack() as resources:
-            watcher_thread, pending_call = run_until_handler_raises(partial(_prepare, spec, controller, resources))
+            watcher_thread, pending_call = run_until_handler_raises(partial(_prepare, spec, controller, payload, resources))
             blocking_call = BlockingCall(
                 watcher_thread, partial(controller.handle_ended_attempts, watcher_thread), make_view
             )
+            if on_start is not None:
+                on_start(blocking_call)
             blocking_call.execute(pending_call, until=lambda: False)
             watcher_thread.drain_output(blocking_call.drain_timeout(controller.seconds_left()))
         blocking_call.raise_error()
@@ -77,13 +91,18 @@ def run_single_node(spec: WorkerSpec[T], make_view: MakeView = no_view) -> RunRe
     return result
 
 
+def pack_spec(spec: WorkerSpec[Any]) -> Payload:
+    """Pack the call of a run. Raises LaunchError."""
+    call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend, backend_timeout=spec.backend_timeout)
+    return pack_call(call)
+
+
 def _prepare(
-    spec: WorkerSpec[Any], controller: RunController[Any], resources: ExitStack
+    spec: WorkerSpec[Any], controller: RunController[Any], payload: Payload | None, resources: ExitStack
 ) -> tuple[WatcherThread, PendingCall]:
     """Do all that comes before the watcher thread starts. `resources` closes what is made here."""
     resources.enter_context(open_standard_descriptors())
-    call = Call(spec.fn, tuple(spec.args), spec.kwargs or {}, spec.backend, backend_timeout=spec.backend_timeout)
-    payload = resources.enter_context(closing(pack_call(call)))
+    payload = resources.enter_context(closing(payload or pack_spec(spec)))
     watcher_thread = resources.enter_context(closing(WatcherThread(spec, controller.event_bus, keep_ranks=False)))
     watcher_thread.prepare()
     watcher_thread.output.use_current_streams()
@@ -107,11 +126,11 @@ class BlockingCall:
         handle_ended_attempts: Callable[[], None] | None = None,
         make_view: MakeView = no_view,
     ) -> None:
-        self._watcher_thread = watcher_thread
+        self.watcher_thread = watcher_thread
         self._handle_ended_attempts = handle_ended_attempts
         self._make_view = make_view
         self._view_driver: ViewDriver | None = None
-        self.signals = HostSignals(watcher_thread.commands)
+        self.signals = HostSignals(watcher_thread.commands, is_run=not watcher_thread.keeps_ranks)
         self._is_posted = False
 
     def execute(self, command: Command | None, *, until: Callable[[], bool]) -> None:
@@ -120,15 +139,15 @@ class BlockingCall:
         Return when `until` holds, or when all ranks are dead.
         """
         try:
-            if isinstance(command, PendingCall) and self._watcher_thread.is_running():
+            if isinstance(command, PendingCall) and self.watcher_thread.is_running():
                 self._post_once(command)
                 if self._is_quickly_done(until):
                     return
             self.signals.take_over()
             self._post_once(command)
-            self._watcher_thread.start()
+            self.watcher_thread.start()
             if isinstance(command, PendingCall):
-                self._view_driver = ViewDriver(self._make_view, self._watcher_thread.commands, command)
+                self._view_driver = ViewDriver(self._make_view, self.watcher_thread.commands, command)
             self._wait(until)
             self._restore_host()
         except BaseException as error:
@@ -150,7 +169,7 @@ class BlockingCall:
     def raise_error(self) -> None:
         """If a host's handler or the watcher thread has raised, deliver the deferred signals and raise that exception."""
         handler_error, self.signals.handler_error = self.signals.handler_error, None
-        watcher_error, self._watcher_thread.error = self._watcher_thread.error, None
+        watcher_error, self.watcher_thread.error = self.watcher_thread.error, None
         try:
             if error := handler_error or watcher_error:
                 raise error
@@ -190,7 +209,7 @@ class BlockingCall:
         if not self._is_posted:
             self._is_posted = True
             if command is not None:
-                self._watcher_thread.commands.post(command)
+                self.watcher_thread.commands.post(command)
             self.signals.start_posting()
 
     def _is_quickly_done(self, until: Callable[[], bool]) -> bool:
@@ -208,9 +227,9 @@ class BlockingCall:
     def _wait(self, until: Callable[[], bool]) -> None:
         """Wait for wake-ups. `Thread.join` would not do: it waits for a lock, see host_signals.py."""
         self._run_callbacks()  # for what has come before the signals were taken over
-        while not (until() or self._watcher_thread.is_finished):
+        while not (until() or self.watcher_thread.is_finished):
             seconds = None if self._view_driver is None else self._view_driver.seconds_to_next_update()
-            debugger = self._watcher_thread.debugger
+            debugger = self.watcher_thread.debugger
             self.signals.wait_for_wakeup(seconds, () if debugger is None else debugger.connections)
             self._run_callbacks()
 
@@ -218,13 +237,13 @@ class BlockingCall:
         """Run what belongs to the caller's thread: logging, observers, decisions about restarts, and the live view."""
         self.signals.is_in_user_code = True
         try:
-            self._watcher_thread.emit_logs_and_events()
+            self.watcher_thread.emit_logs_and_events()
             if self._handle_ended_attempts is not None:
                 self._handle_ended_attempts()
             if self._view_driver is not None:
                 self._view_driver.update()
             self._print_stacks()
-            if (debugger := self._watcher_thread.debugger) is not None:
+            if (debugger := self.watcher_thread.debugger) is not None:
                 debugger.serve(self.signals, self._view_driver)
         finally:
             self.signals.is_in_user_code = False
@@ -241,10 +260,10 @@ class BlockingCall:
     def _restore_host(self) -> None:
         if self._view_driver is not None:
             self._view_driver.close()
-        if self._watcher_thread.is_finished:
-            self._watcher_thread.join()
+        if self.watcher_thread.is_finished:
+            self.watcher_thread.join()
         self.signals.restore()
-        run_until_handler_raises(self._watcher_thread.emit_logs_and_events)
+        run_until_handler_raises(self.watcher_thread.emit_logs_and_events)
 
     def _abort(self, signum: int, until: Callable[[], bool]) -> None:
         """Stop the ranks as on this signal, and restore the host, after an exception in the caller's thread.
@@ -258,20 +277,20 @@ class BlockingCall:
                 if must_stop:
                     self._stop_ranks(signum, until)
                 self._restore_host()
-                if must_stop and not self._watcher_thread.is_alive():  # else the ranks have answered, and stay
-                    self._watcher_thread.close()
+                if must_stop and not self.watcher_thread.is_alive():  # else the ranks have answered, and stay
+                    self.watcher_thread.close()
             except BaseException:  # noqa: BLE001, S112  the first one is re-raised; this one has made the ranks stop sooner
                 continue
             return
 
     def _must_stop_ranks(self, until: Callable[[], bool]) -> bool:
         """Return False for ranks that are idle: their call has not been posted yet, or has been answered."""
-        return not self._watcher_thread.is_alive() or (self._is_posted and not until())
+        return not self.watcher_thread.is_alive() or (self._is_posted and not until())
 
     def _stop_ranks(self, signum: int, until: Callable[[], bool]) -> None:
-        self._watcher_thread.cancel_start()
+        self.watcher_thread.cancel_start()
         self.signals.take_over()
         self.signals.post_interrupt(signum)
         self.signals.start_posting()
-        if self._watcher_thread.is_alive():
+        if self.watcher_thread.is_alive():
             self._wait(until if signum == signal.SIGINT else lambda: False)

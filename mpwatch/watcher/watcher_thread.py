@@ -29,7 +29,9 @@ from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import WorkerState
-from mpwatch.watcher.commands import CommandQueue
+from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.commands import CommandQueue, StacksRequest, StatusRequest
 from mpwatch.watcher.event_loop import EventLoop, OutcomeCallback
 from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.observers.collective_monitor import StallCallback
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from mpwatch.watcher.debugger.console import DebuggerConsole
 
 THREAD_START_SECONDS = 1.0  # a thread needs microseconds to start
+ANSWER_POLL_SECONDS = 0.05  # how often a thread that waits for an answer looks whether the ranks have ended meanwhile
 
 
 class WatcherThread:
@@ -56,7 +59,7 @@ class WatcherThread:
         spec: number of ranks, and the limits.
         event_bus: of the run or the WorkerGroup.
         restart_count: how often the ranks of the WorkerGroup were restarted before.
-        keep_ranks: True: the ranks stay after a call. The host program may then end without closing this.
+        keep_ranks: True: the ranks stay after a call.
         on_outcome_change: called in the watcher thread, see EventLoop.
         on_stall: called in the watcher thread, see EventLoop.
     """
@@ -75,7 +78,7 @@ class WatcherThread:
         self._spec = spec
         self._event_bus = event_bus
         self._restart_count = restart_count
-        self._keep_ranks = keep_ranks
+        self.keeps_ranks = keep_ranks
         self._on_outcome_change = on_outcome_change
         self._on_stall = on_stall
         self._pid = os.getpid()
@@ -131,12 +134,14 @@ class WatcherThread:
         """
         if self._thread is not None:
             return
-        self._thread = threading.Thread(target=self._run, name="mpwatch", daemon=self._keep_ranks)
+        # The program may end while a WorkerGroup is open, and while a daemon thread runs ranks (program_end.py).
+        daemon = self.keeps_ranks or threading.current_thread().daemon
+        self._thread = threading.Thread(target=self._run, name="mpwatch", daemon=daemon)
         try:
             self._thread.start()
         except RuntimeError as error:  # Python is ending, or there is no room for one more
             self._thread = None
-            if self._keep_ranks or self._spec.policy.max_restarts or self._spec.is_multi_node:
+            if self.keeps_ranks or self._spec.policy.max_restarts or self._spec.is_multi_node:
                 self.is_finished = True
                 raise LaunchError(with_remedy("the ranks cannot be watched", error)) from error
             self._run()
@@ -151,7 +156,7 @@ class WatcherThread:
                     self.deferred_log,
                     self._event_bus,
                     output=self.output,
-                    keep_ranks=self._keep_ranks,
+                    keep_ranks=self.keeps_ranks,
                     on_outcome_change=self._on_outcome_change,
                     on_stall=self._on_stall,
                 ).run()
@@ -192,6 +197,24 @@ class WatcherThread:
     def is_running(self) -> bool:
         """Return whether the event loop can take a command. This is quicker than `is_alive`."""
         return self._thread is not None and not self.is_finished
+
+    def take_stacks(self) -> Stacks:
+        """Return the present stacks of all ranks; empty if they have ended. Any thread may call it."""
+        request = StacksRequest()
+        return request.stacks or Stacks() if self._wait_for_answer(request) else Stacks()
+
+    def take_statuses(self) -> Sequence[RankStatus]:
+        """Return the present status of each rank; empty if they have ended. Any thread may call it."""
+        request = StatusRequest()
+        return request.statuses or () if self._wait_for_answer(request) else ()
+
+    def _wait_for_answer(self, request: StacksRequest | StatusRequest) -> bool:
+        """Post a request, and wait for its answer. Return False if the ranks have ended before."""
+        self.commands.post(request)
+        while not request.is_answered.wait(ANSWER_POLL_SECONDS):
+            if not self.is_running():
+                return request.is_answered.is_set()
+        return True
 
     def is_alive(self) -> bool:
         """Return whether the thread is alive. If its start was interrupted, wait until it has come up."""

@@ -1,0 +1,257 @@
+"""`mpwatch.submit`: a run in a thread of its own. How it is awaited, stopped and looked into, and how it ends with a program."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from concurrent.futures import as_completed, wait
+
+import pytest
+
+import mpwatch
+from mpwatch import RunFailedError, WorkerState
+from support import failing, functions
+from support.process_state import SPAWN, is_alive
+from support.programs import call, python
+
+
+def report_and_wait(barrier):
+    mpwatch.report(step=7, loss=0.5)
+    barrier.wait()
+    time.sleep(1000)
+
+
+def ignore_sigint_and_wait(barrier):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    barrier.wait()
+    while True:
+        time.sleep(1000)
+
+
+def save_at_sigint(barrier, path):
+    barrier.wait()
+    try:
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        path.write_text("saved")
+        raise
+
+
+def submit_waiting(function=report_and_wait, *args, **options):
+    """Submit a function to two ranks, and return when both run it."""
+    barrier = SPAWN.Barrier(3)
+    handle = mpwatch.submit(function, 2, args=(barrier, *args), **options)
+    barrier.wait(60)
+    return handle
+
+
+def list_pids(handle):
+    """Return the pids of the ranks."""
+    return [status.pid for status in handle._call.watcher_thread.take_statuses()]
+
+
+def test_the_result_of_a_run():
+    handle = mpwatch.submit(functions.double, 2, args=(mpwatch.PerRank([1, 2]),), kwargs={"plus": 1})
+    assert list(handle.result(60)) == [3, 5]
+    assert handle.state is WorkerState.SUCCEEDED
+    assert [worker.rank for worker in handle.workers] == [0, 1]
+    assert not handle.cancel()
+    handle.stop()  # does nothing
+
+
+def test_several_runs_at_the_same_time():
+    handles = {mpwatch.submit(functions.double, 1, args=(number,)): number for number in range(3)}
+    assert {handles[done]: done.result()[0] for done in as_completed(handles)} == {0: 0, 1: 2, 2: 4}
+
+
+def test_a_run_can_be_awaited():
+    async def run():
+        results = await asyncio.gather(*(mpwatch.submit(functions.double, 1, args=(number,)) for number in range(2)))
+        return [result[0] for result in results]
+
+    assert asyncio.run(run()) == [0, 2]
+
+
+def test_a_failure_is_raised_by_result():
+    handle = mpwatch.submit(failing.raises_value_error, 1)
+    with pytest.raises(RunFailedError) as caught:
+        handle.result(60)
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert handle.state is WorkerState.FAILED
+    result = mpwatch.submit(failing.raises_value_error, 1, check=False).result(60)
+    assert result.root_cause.rank == 0
+
+
+def test_arguments_are_pickled_at_once():
+    numbers = [1]
+    handle = mpwatch.submit(len, 1, args=(numbers,))
+    numbers.append(2)
+    assert handle.result(60)[0] == 1
+
+
+def test_bad_arguments_are_refused_at_once():
+    with pytest.raises(TypeError, match="fn must be callable"):
+        mpwatch.submit(3)
+    with pytest.raises(TypeError, match="check must be True or False"):
+        mpwatch.submit(functions.rank, 1, check=1)
+    with pytest.raises(mpwatch.LaunchError, match=r"^args\[0\], a _thread.lock, which cannot be sent"):
+        mpwatch.submit(functions.double, 1, args=(threading.Lock(),))
+
+
+def test_it_can_be_looked_into():
+    with submit_waiting() as handle:
+        assert handle.state is WorkerState.HEALTHY
+        assert not handle.done()
+        assert {rank: (last.step, last.metrics) for rank, last in handle.progress().items()} == {
+            0: (7, {"loss": 0.5}),
+            1: (7, {"loss": 0.5}),
+        }
+        assert all(0 < last.elapsed < 60 for last in handle.progress().values())
+        assert "in report_and_wait" in handle.stacks()[1]
+    assert handle.stacks() == {}
+    assert handle.progress()[0].step == 7
+
+
+def test_stop_interrupts_the_ranks_and_waits_for_them(tmp_path):
+    path = tmp_path / "checkpoint"
+    handle = submit_waiting(save_at_sigint, path)
+    pids = list_pids(handle)
+    handle.stop()
+    assert path.read_text() == "saved"
+    assert not any(map(is_alive, pids))
+    with pytest.raises(RunFailedError, match=r"^the run was stopped: stop\(\) was called"):
+        handle.result(0)
+    assert handle.state is WorkerState.STOPPED
+
+
+def test_a_rank_that_ignores_it_is_killed():
+    handle = submit_waiting(ignore_sigint_and_wait, grace_period=0.2, check=False)
+    handle.stop()
+    result = handle.result(0)
+    assert (result.state, result.reason) == (WorkerState.STOPPED, "the run was stopped: stop() was called")
+
+
+def test_a_second_stop_kills_at_once():
+    handle = submit_waiting(ignore_sigint_and_wait, grace_period=1000, check=False)
+    first = threading.Thread(target=handle.stop)
+    first.start()
+    while handle.state is not WorkerState.STOPPED:
+        handle.stop()
+    first.join()
+    assert handle.result(0).state is WorkerState.STOPPED
+
+
+def test_stop_before_the_ranks_have_started():
+    barrier = SPAWN.Barrier(3)
+    for _ in range(5):
+        handle = mpwatch.submit(report_and_wait, 2, args=(barrier,), check=False)
+        handle.stop()
+        assert handle.result(0).state is WorkerState.STOPPED
+
+
+def test_an_observer_may_stop_its_run():
+    handles, is_submitted = [], threading.Event()
+
+    def stop_at_start(event):
+        if type(event).__name__ == "WorkerStarted":
+            is_submitted.wait()
+            handles[0].stop()
+
+    handles.append(mpwatch.submit(report_and_wait, 2, args=(SPAWN.Barrier(3),), on_event=stop_at_start, check=False))
+    is_submitted.set()
+    assert handles[0].result(60).state is WorkerState.STOPPED
+
+
+def test_a_block_that_raises_stops_the_run():
+    with pytest.raises(ZeroDivisionError), submit_waiting() as handle:
+        1 / 0
+    assert handle.state is WorkerState.STOPPED
+
+
+def test_a_timeout():
+    handle = mpwatch.submit(report_and_wait, 2, args=(SPAWN.Barrier(3),), timeout=0.5, grace_period=0.1)
+    with pytest.raises(mpwatch.RunTimeoutError):
+        handle.result(60)
+
+
+def test_a_fork_does_not_own_the_run():
+    with submit_waiting() as handle:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                handle.stop()
+            except RuntimeError:
+                os._exit(3)
+            os._exit(4)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+        assert not handle.done()
+
+
+def print_pid_and_wait(barrier):
+    os.write(1, b"%d\n" % os.getpid())
+    barrier.wait()
+    time.sleep(1000)
+
+
+def end_while_a_run_goes_on():
+    submit_waiting(print_pid_and_wait)
+
+
+def run_in_a_daemon_thread():
+    barrier = SPAWN.Barrier(3)
+    threading.Thread(target=mpwatch.run, args=(print_pid_and_wait, 2), kwargs={"args": (barrier,)}, daemon=True).start()
+    barrier.wait(60)
+
+
+@pytest.mark.parametrize("function", [end_while_a_run_goes_on, run_in_a_daemon_thread])
+def test_a_program_that_ends_stops_its_ranks(function):
+    began = time.monotonic()
+    ended = call(function)
+    assert time.monotonic() - began < 60
+    assert ended.stderr == ""
+    pids = ended.stdout.split()
+    assert len(pids) == 2
+    assert not any(is_alive(int(pid)) for pid in pids)
+
+
+def test_an_exception_in_the_program_does_not_wait_for_a_run():
+    program = """
+import time
+import mpwatch
+
+mpwatch.submit(time.sleep, 2, args=(1000,))
+raise SystemExit(3)
+"""
+    assert python("-c", program, check=False).returncode == 3
+
+
+def test_ctrl_c_while_the_program_waits():
+    program = """
+import os, signal, threading, time
+import mpwatch
+
+def interrupt():
+    while not handle.workers or handle.state.name != "HEALTHY":
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+
+with mpwatch.submit(time.sleep, 2, args=(1000,)) as handle:
+    threading.Thread(target=interrupt).start()
+    try:
+        handle.result()
+    except KeyboardInterrupt:
+        print("interrupted")
+print(handle.state.name)
+"""
+    assert python("-c", program).stdout == "interrupted\nSTOPPED\n"
+
+
+def test_callbacks_are_called_when_nothing_is_left():
+    alive = []
+    handle = submit_waiting(grace_period=1.0)
+    pids = list_pids(handle)
+    handle.add_done_callback(lambda _: alive.extend(map(is_alive, pids)))
+    handle.stop()
+    wait([handle])
+    assert alive == [False, False]
