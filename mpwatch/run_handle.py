@@ -10,13 +10,16 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from mpwatch.errors import RunFailedError, raise_if_failed
+from mpwatch.errors import LaunchError, RunFailedError, raise_if_failed
 from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import Progress, WorkerState
 from mpwatch.results.report import format_stopped_by_caller
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.run import BlockingCall
+from mpwatch.watcher.watcher_thread import has_come_up
+from mpwatch.wire.resource_errors import with_remedy
 
 T = TypeVar("T")
 
@@ -42,7 +45,7 @@ class RunHandle(Future[RunResult[T]]):
         self._thread = threading.Thread(target=self._execute, name="mpwatch run", daemon=True)
 
     def stop(self) -> None:
-        """Stop the run, and return when no rank is left. Do nothing if the run is over.
+        """Stop the run, and return when no rank and no thread of it is left. If it is over, only wait for its thread.
 
         The ranks get SIGINT, as at Ctrl-C, and SIGKILL after `grace_period`. A second `stop` before that sends SIGKILL at
         once: from another thread, or after Ctrl-C has ended the first one. `result()` then raises RunFailedError, or returns
@@ -61,6 +64,8 @@ class RunHandle(Future[RunResult[T]]):
         if threading.current_thread() is not self._thread:
             wait([self])
             self._thread.join()
+            if self._thread.native_id is not None:  # the thread was started
+                wait_for_thread_exit(self._thread.native_id)
 
     def stacks(self) -> Stacks:
         """Return where each rank is now, as `WorkerGroup.stacks` does. The ranks go on. Empty before and after the run.
@@ -119,7 +124,7 @@ class RunHandle(Future[RunResult[T]]):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if os.getpid() == self._pid and not self.done():  # not a fork that leaves the `with` block, too
+        if os.getpid() == self._pid:  # not a fork that leaves the `with` block, too
             self.stop()
 
     def __await__(self) -> Generator[Any, None, RunResult[T]]:
@@ -128,8 +133,19 @@ class RunHandle(Future[RunResult[T]]):
         return asyncio.wrap_future(self).__await__()
 
     def start(self) -> None:
-        """Start the run. `mpwatch.submit` has done so. Raises RuntimeError if there can be no more threads."""
-        self._thread.start()
+        """Start the run. `mpwatch.submit` has done so. Raises LaunchError if Python can start no thread.
+
+        An exception that is thrown into this thread meanwhile, as by Ctrl-C, ends the run.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise LaunchError(with_remedy("the run cannot have a thread of its own", error)) from error
+        except BaseException:
+            self._is_stopped = True
+            if has_come_up(self._thread):
+                self.stop()
+            raise
 
     def _execute(self) -> None:
         try:

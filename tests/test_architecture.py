@@ -26,7 +26,7 @@ LAYERS = {
     "live_view": {"data"},
     "multinode": {"version", "os_support", "torch_private", "wire", "data", "watcher", "live_view"},
     "worker": {"os_support", "torch_private", "wire", "data"},
-    "run_handle": {"data", "watcher"},
+    "run_handle": {"os_support", "data", "watcher", "wire"},
     "api": {"data", "live_view", "watcher", "multinode", "run_handle"},
     "group": {"data", "live_view", "watcher"},
     "facade": {"version", "api", "group", "run_handle", "data", "worker"},

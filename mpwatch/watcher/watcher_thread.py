@@ -49,6 +49,14 @@ THREAD_START_SECONDS = 1.0  # a thread needs microseconds to start
 ANSWER_POLL_SECONDS = 0.05  # how often a thread that waits for an answer looks whether the ranks have ended meanwhile
 
 
+def has_come_up(thread: threading.Thread) -> bool:
+    """Return whether a thread is alive. If its start was interrupted, wait until it has come up."""
+    deadline = time.monotonic() + THREAD_START_SECONDS
+    while thread in threading.enumerate() and not thread.is_alive() and time.monotonic() < deadline:
+        os.sched_yield()
+    return thread.is_alive()
+
+
 class WatcherThread:
     """The watcher thread of one run, or of a WorkerGroup until its ranks are lost, and what it shares with the caller.
 
@@ -218,11 +226,7 @@ class WatcherThread:
 
     def is_alive(self) -> bool:
         """Return whether the thread is alive. If its start was interrupted, wait until it has come up."""
-        deadline = time.monotonic() + THREAD_START_SECONDS
-        thread = self._thread
-        while thread in threading.enumerate() and not thread.is_alive() and time.monotonic() < deadline:
-            os.sched_yield()
-        return thread is not None and thread.is_alive()
+        return self._thread is not None and has_come_up(self._thread)
 
     def belongs_to_this_process(self) -> bool:
         """Return False in a process that the host has forked."""

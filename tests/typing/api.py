@@ -29,6 +29,19 @@ for value in result:
     assert_type(value, list[float])
 assert_type(mpwatch.run(lambda: 3)[0], int)
 assert_type(mpwatch.main(train, 2), RunResult[list[float]])
+handle = mpwatch.submit(train, 2, args=(0.1,), backend="gloo")
+assert_type(handle, mpwatch.RunHandle[list[float]])
+assert_type(handle.result(timeout=3.0)[0], list[float])
+assert_type(handle.progress()[0].step, int | None)
+assert_type(handle.workers[0].rank, int)
+with mpwatch.submit(train) as stopped:
+    assert_type(stopped.stacks()[0], str)
+
+
+async def wait_for_run() -> None:
+    assert_type(await mpwatch.submit(train, 2), RunResult[list[float]])
+
+
 assert_type(PerRank([0.1, 0.2]), PerRank[float])
 assert_type(mpwatch.run(train, 2, args=(PerRank([0.1, 0.2]),))[0], list[float])
 

@@ -2,7 +2,7 @@
 
     python exception_at_any_bytecode.py WHAT FIRST STRIDE
 
-WHAT is `run` (one run), `group` (create a group, call it twice, close it), or `printing` (with captured output).
+WHAT is `run` (one run), `submit` (the same in a thread), `group` (create a group, call it twice, close it), or `printing` (with captured output).
 
 The exception is raised only in the caller's thread, as Python does it. Bytecodes without a line are left out: CPython never
 releases the frame if a tracer raises there.
@@ -79,6 +79,11 @@ def run():
     mpwatch.run(functions.rank, 1)
 
 
+def submit():
+    with mpwatch.submit(functions.rank, 1) as handle:
+        handle.result()
+
+
 def run_with_captured_output():
     mpwatch.run(functions.rank, 1, logs=mpwatch.LogSpec())
     run_group(logs=mpwatch.LogSpec())
@@ -142,4 +147,7 @@ def main(what, first, stride):
 
 
 if __name__ == "__main__":
-    main({"run": run, "group": run_group, "printing": run_with_captured_output}[sys.argv[1]], *map(int, sys.argv[2:]))
+    main(
+        {"run": run, "submit": submit, "group": run_group, "printing": run_with_captured_output}[sys.argv[1]],
+        *map(int, sys.argv[2:]),
+    )

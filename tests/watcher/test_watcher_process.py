@@ -378,6 +378,7 @@ def test_an_error_in_mpwatch_leaves_nothing(monkeypatch):
     [
         ("run", 211, 53),
         pytest.param("run", 53, 1, marks=pytest.mark.slow),
+        ("submit", 211, 11),
         pytest.param("group", 211, 1, marks=pytest.mark.slow),
         pytest.param("printing", 1499, 29, marks=pytest.mark.slow),
     ],
