@@ -68,6 +68,9 @@ class WorkerGroup:
             (FailureKind.MISMATCH). None: none of this.
         backend_timeout: limit in seconds for each collective of the process group that `backend` makes. None: torch's
             default, which is 30 minutes for gloo and 10 for nccl.
+        preload: names of modules that the ranks import as soon as they have started, in this order, while the caller goes
+            on. So the first call does not wait for `import torch`, which takes a second of CPU time on each rank. If an
+            import raises, the first call fails with that exception.
         check: False: `run` returns the result of a failed call instead of raising.
 
     Raises:
@@ -93,6 +96,7 @@ class WorkerGroup:
         post_mortem: bool = False,
         stall_after: float | None = 60.0,
         backend_timeout: float | None = None,
+        preload: Sequence[str] = (),
         check: bool = True,
     ) -> None:
         check_flag("check", check)
@@ -113,6 +117,7 @@ class WorkerGroup:
             post_mortem=post_mortem,
             stall_after=stall_after,
             backend_timeout=backend_timeout,
+            preload=preload,
         )
         self._pid = os.getpid()
         self._lock = threading.RLock()  # calls of other threads wait for it

@@ -72,6 +72,33 @@ def test_ranks_and_their_state_stay_between_calls():
     group.close()
 
 
+def test_modules_are_imported_before_the_first_call(tmp_path, monkeypatch):
+    (tmp_path / "slow_module.py").write_text("import os\nopen(os.environ['DONE'], 'a').close()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = tmp_path / "done"
+    with WorkerGroup(1, preload=["json", "slow_module"], env={"DONE": str(done)}) as group:
+        while not done.exists():
+            assert group.state in (WorkerState.INIT, WorkerState.HEALTHY)
+            time.sleep(0.01)
+        assert "slow_module" in group.run(functions.list_modules)[0]
+
+
+def test_an_import_that_fails_is_told_at_the_first_call():
+    with WorkerGroup(2, preload=["json", "no_such_module", "decimal"]) as group:
+        with pytest.raises(mpwatch.RunFailedError) as failed:
+            group.run(functions.rank)
+        assert isinstance(failed.value.__cause__, ModuleNotFoundError)
+        assert "no_such_module" in str(failed.value)
+        assert list(group.run(functions.rank)) == [0, 1]
+        assert {worker.restart_count for worker in group.workers} == {0}
+
+
+@pytest.mark.parametrize("bad", ["torch", 3, [""], [3], None])
+def test_bad_names_of_modules(bad):
+    with pytest.raises(TypeError, match="preload must be a sequence of names of modules"):
+        WorkerGroup(1, preload=bad)
+
+
 def test_a_group_that_is_never_called():
     group = WorkerGroup(2)
     assert group.state in (WorkerState.INIT, WorkerState.HEALTHY)

@@ -44,6 +44,7 @@ class GroupSpec:
     post_mortem: bool = False
     stall_after: float | None = 60.0
     backend_timeout: float | None = None
+    preload: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         check_flag("capture_locals", self.capture_locals)
@@ -67,6 +68,7 @@ class GroupSpec:
             raise ValueError(f"role must be a name, not {self.role!r}")
         if self.progress is not None and not isinstance(self.progress, bool):
             raise TypeError(f"progress must be True, False or None, not {self.progress!r:.200}")
+        object.__setattr__(self, "preload", _check_preload(self.preload))
         object.__setattr__(self, "on_event", _as_observers(self.on_event))
         object.__setattr__(self, "nprocs", _resolve_nprocs(self.nprocs))
         object.__setattr__(self, "logs", _resolve_logs(self.logs, None if self.is_multi_node else self.nprocs))
@@ -240,6 +242,16 @@ def _check_has_backend(backend: str | None, timeout: float) -> None:
             f"backend_timeout={timeout:g} is the limit of the process group that `backend` makes, and backend is None; pass "
             "a backend, or pass timeout= to your own init_process_group"
         )
+
+
+def _check_preload(preload: object) -> tuple[str, ...]:
+    if (
+        isinstance(preload, Sequence)
+        and not isinstance(preload, str)
+        and all(isinstance(name, str) and name for name in preload)
+    ):
+        return tuple(preload)
+    raise TypeError(f"preload must be a sequence of names of modules, such as ['torch'], not {preload!r:.200}")
 
 
 def _check_env(env: object) -> None:

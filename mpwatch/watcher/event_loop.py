@@ -105,7 +105,7 @@ class EventLoop:
         self._groups = [RestartGroup(spec, setups, event_bus, keep_ranks=keep_ranks) for setups in setups_of_groups]
         self._group_by_rank = {rank: group for group in self._groups for rank in group.setups}
         self._unfinished_groups = list(self._groups)
-        self._pool = ProcessPool(deferred_log, output, capture_locals=spec.capture_locals, post_mortem=spec.post_mortem)
+        self._pool = ProcessPool(deferred_log, output, spec)
         self._capture_locals = spec.capture_locals
         self._commands = commands
         self._event_bus = event_bus

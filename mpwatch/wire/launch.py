@@ -17,7 +17,17 @@ if TYPE_CHECKING:
 class LaunchInfo:
     """The data that a rank is started with: the fields of its Worker, and the numbers of its descriptors."""
 
-    __slots__ = ("capture_locals", "channel_fd", "is_captured", "post_mortem", "slot", "slots_fd", "stderr_fd", "worker")
+    __slots__ = (
+        "capture_locals",
+        "channel_fd",
+        "is_captured",
+        "post_mortem",
+        "preload",
+        "slot",
+        "slots_fd",
+        "stderr_fd",
+        "worker",
+    )
 
     def __init__(
         self,
@@ -30,6 +40,7 @@ class LaunchInfo:
         is_captured: bool,
         capture_locals: bool = False,
         post_mortem: bool = False,
+        preload: tuple[str, ...] = (),
     ) -> None:
         self.worker = worker  # its fields: importing the class takes time, and many ranks never need it
         self.channel_fd = channel_fd
@@ -39,6 +50,7 @@ class LaunchInfo:
         self.is_captured = is_captured  # whether the output goes to files or to the watcher
         self.capture_locals = capture_locals  # see mpwatch.run
         self.post_mortem = post_mortem  # see mpwatch.run
+        self.preload = preload  # see mpwatch.WorkerGroup
 
 
 class RankProcess(SpawnProcess):

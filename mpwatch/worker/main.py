@@ -27,6 +27,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 
 from mpwatch.os_support.signals import die_with_writer
 from mpwatch.wire.launch import LaunchInfo
@@ -70,7 +71,8 @@ def main(launch_info: LaunchInfo) -> None:
     debugger_hook.install(channel, post_mortem=launch_info.post_mortem)
     ModuleFinder("torch.distributed.distributed_c10d", partial(_answer_when_used, channel)).install()
     channel.send(MessageKind.READY, ready_body)
-    _serve(channel, deferred_signals, capture_locals=launch_info.capture_locals)
+    preload_error = _preload(launch_info.preload)
+    _serve(channel, deferred_signals, preload_error, capture_locals=launch_info.capture_locals)
     _answer_last_request()
     deferred_signals.restore_for_exit()
     _destroy_torch_process_group()
@@ -116,11 +118,23 @@ def _answer_last_request() -> None:
         collectives.answer_last_request()
 
 
+def _preload(names: tuple[str, ...]) -> BaseException | None:
+    """Import the modules of the option `preload`. Return what an import raises, for the first call."""
+    try:
+        for name in names:
+            import_module(name)
+    except BaseException as error:  # noqa: BLE001  code of the user
+        return error
+    return None
+
+
 # --- Calls ---
 
 
-def _serve(channel: Channel, deferred_signals: DeferredSignals, *, capture_locals: bool) -> None:
-    """Answer calls until the watcher sends SHUTDOWN or closes the channel."""
+def _serve(
+    channel: Channel, deferred_signals: DeferredSignals, preload_error: BaseException | None, *, capture_locals: bool
+) -> None:
+    """Answer calls until the watcher sends SHUTDOWN or closes the channel. The first one fails if `preload` has failed."""
     pid = os.getpid()
     while True:
         deferred_signals.prepare_for_call()
@@ -128,7 +142,8 @@ def _serve(channel: Channel, deferred_signals: DeferredSignals, *, capture_local
         if received is None:
             return
         channel.reserve_fd()
-        outcome = _run_call(received, deferred_signals)
+        outcome = _run_call(received, deferred_signals, preload_error)
+        preload_error = None
         if os.getpid() != pid:
             _exit_forked_process(outcome)
         if isinstance(outcome, _Failure):
@@ -142,11 +157,13 @@ def _serve(channel: Channel, deferred_signals: DeferredSignals, *, capture_local
         stdio.flush()
 
 
-def _run_call(received: ReceivedCall, deferred_signals: DeferredSignals) -> _Failure | Returned:
+def _run_call(
+    received: ReceivedCall, deferred_signals: DeferredSignals, preload_error: BaseException | None
+) -> _Failure | Returned:
     """Run a call, and pickle its return value. An interrupt can hit `_load_and_call`, and nothing else here."""
     try:
         try:
-            value = _load_and_call(received, deferred_signals)
+            value = _load_and_call(received, deferred_signals, preload_error)
         finally:
             deferred_signals.defer()
         returned_at = time.monotonic()
@@ -162,10 +179,12 @@ def _run_call(received: ReceivedCall, deferred_signals: DeferredSignals) -> _Fai
         return _Failure(MessageKind.RAISED, error, failed_at)
 
 
-def _load_and_call(received: ReceivedCall, deferred_signals: DeferredSignals) -> object:
+def _load_and_call(received: ReceivedCall, deferred_signals: DeferredSignals, preload_error: BaseException | None) -> object:
     deferred_signals.restore()
     try:
         call = call_payload.unpack(*received, context.choose_part)
+        if preload_error is not None:
+            raise preload_error
     except BaseException as error:  # noqa: BLE001  unpickling imports modules of user code
         raise _LoadError(error) from None
     return _call_function(call)

@@ -42,6 +42,8 @@ async def wait_for_run() -> None:
     assert_type(await mpwatch.submit(train, 2), RunResult[list[float]])
 
 
+with mpwatch.WorkerGroup(2, preload=["torch"]) as preloaded:
+    assert_type(preloaded.run(train, (PerRank([0.1, 0.2]),))[0], list[float])
 assert_type(PerRank([0.1, 0.2]), PerRank[float])
 assert_type(mpwatch.run(train, 2, args=(PerRank([0.1, 0.2]),))[0], list[float])
 

@@ -31,6 +31,7 @@ from multiprocessing.connection import wait
 from typing import Any, Self
 
 from mpwatch.errors import LaunchError
+from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.descriptors import STDERR, open_anonymous_file
 from mpwatch.os_support.processes import group_exists, group_members, open_pidfd
@@ -67,10 +68,10 @@ class ProcessPool:
         deferred_log: receives warnings about ranks that are left behind.
     """
 
-    def __init__(self, deferred_log: DeferredLog, output: RankOutput, *, capture_locals: bool, post_mortem: bool) -> None:
+    def __init__(self, deferred_log: DeferredLog, output: RankOutput, spec: GroupSpec) -> None:
         self.deferred_log = deferred_log
         self._output = output
-        self._options = {"capture_locals": capture_locals, "post_mortem": post_mortem}
+        self._spec = spec
         self.handles: dict[int, RankHandle] = {}
         self.selector: Selector[Any]
         self.guardian: Guardian
@@ -126,7 +127,9 @@ class ProcessPool:
                 slot,
                 stderr,
                 is_captured=stdio.is_captured,
-                **self._options,
+                capture_locals=self._spec.capture_locals,
+                post_mortem=self._spec.post_mortem,
+                preload=tuple(self._spec.preload),
             )
             process = RankPopen.start(
                 launch_info,
