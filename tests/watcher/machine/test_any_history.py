@@ -146,7 +146,7 @@ class History(RuleBasedStateMachine):
     def find_a_mismatch(self):
         if self.machine.are_limits_active():
             self.verdict = CollectiveVerdict(
-                VerdictKind.MISMATCH, (0,), "x", {0: "called something else"}, ("default", (), 1)
+                VerdictKind.MISMATCH, (0,), "x", {0: "called something else"}, ("default", "gloo", ()), 1
             )
         self.send(CollectivesMismatched())
 
