@@ -201,6 +201,31 @@ def get_process_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
     return groups
 
 
+def get_group_name(group: Any) -> str:
+    """Return torch's name of a process group; None stands for the default one. Empty if there is no such group.
+
+    `default_pg`: if it goes, `describe_world` fails, too. All four versions have it.
+    """
+    module = import_module("torch.distributed.distributed_c10d")
+    return get_group_names().get(module._world.default_pg if group is None else group, "")
+
+
+def describe_world() -> tuple[str, int]:
+    """Return a text that names the store of the default process group, and the rank of this process in that group.
+
+    All members of the group have the same text. Two groups may have the same text, too: the user may divide one store.
+
+    `_world.pg_map` and the stores' `underlying_store`: torch has no public way from a group to its store. If one goes, the
+    text is empty, and the ranks of two worlds in one run may not be told apart. All four versions have them.
+    """
+    module = import_module("torch.distributed.distributed_c10d")
+    group = module._world.default_pg
+    store = module._world.pg_map.get(group, ("", None))[1]
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    return str(getattr(store, "port", getattr(store, "path", ""))), group.rank()
+
+
 def is_of_torch(code: CodeType) -> bool:
     """Return whether this is code of torch that may wait in a collective. torch.utils has the code of DataLoaders."""
     folder = os.path.dirname(torch.__file__) + os.sep

@@ -20,7 +20,7 @@ from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.diagnosis.collective_verdict import (
     CollectiveVerdict,
     VerdictKind,
-    find_verdict,
+    find_verdicts,
     format_stall_warning,
     get_current_collective,
 )
@@ -82,15 +82,15 @@ def read_records(records: Iterable[RankRecord]) -> NodeCollectives:
     return NodeCollectives(answers, frozenset(returned))
 
 
-def find_job_verdict(nodes: Iterable[NodeCollectives]) -> CollectiveVerdict | None:
-    """Return which ranks of the job did not fit, or None."""
+def find_job_verdicts(nodes: Iterable[NodeCollectives]) -> list[CollectiveVerdict]:
+    """Return which ranks of the job did not fit, the most certain verdict first."""
     job = _merge(nodes)
-    return find_verdict(job.answers, job.returned)
+    return find_verdicts(job.answers, job.returned)
 
 
 def find_reported_verdict(reports: Iterable[AttemptReport]) -> CollectiveVerdict | None:
     """Return which ranks of the job did not fit, from the reports of the nodes, or None."""
-    return find_job_verdict(read_records(report.collectives) for report in reports)
+    return next(iter(find_job_verdicts(read_records(report.collectives) for report in reports)), None)
 
 
 def format_job_stall(nodes: Iterable[NodeCollectives], verdict: CollectiveVerdict) -> str:

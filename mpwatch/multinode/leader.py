@@ -44,7 +44,7 @@ from enum import Enum, auto
 from random import random
 
 from mpwatch.multinode.job_decision import AttemptSummary, decide_next_step, describe_node
-from mpwatch.multinode.job_verdict import NodeCollectives, find_job_verdict, format_job_stall, read_records
+from mpwatch.multinode.job_verdict import NodeCollectives, find_job_verdicts, format_job_stall, read_records
 from mpwatch.multinode.protocol.job_config import describe_disagreement
 from mpwatch.multinode.protocol.messages import (
     AttemptDecision,
@@ -66,7 +66,7 @@ from mpwatch.multinode.protocol.messages import (
     StopAttempt,
 )
 from mpwatch.options.restart_policy import RestartPolicy
-from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, Finding
+from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, Finding, select_new_stalls
 
 NODE_INFO_SHARE = 2.0  # of node_timeout: how long the leader waits for every NodeInfo
 STOP_SECONDS = 5.0  # beyond its grace period, for a node to stop its ranks
@@ -322,16 +322,14 @@ class Leader:
         if not self._has_new_collectives or self.stage is not RoundStage.RUNNING:
             return []
         self._has_new_collectives = False
-        verdict = find_job_verdict(self._collectives.values())
-        if verdict is None or self._stall_after is None or verdict.seconds < self._stall_after:
+        if self._stall_after is None:
             return []
-        if verdict.cannot_end_well:
-            self._final_verdict = verdict
-            return self._stop_attempt(verdict.sentence, now)
-        if verdict.finding in self._warned:
-            return []
-        self._warned.add(verdict.finding)
-        return [LogWarning(format_job_stall(self._collectives.values(), verdict))]
+        nodes = list(self._collectives.values())
+        stalls = [verdict for verdict in find_job_verdicts(nodes) if verdict.seconds >= self._stall_after]
+        if final := next((stall for stall in stalls if stall.cannot_end_well), None):
+            self._final_verdict = final
+            return self._stop_attempt(final.sentence, now)
+        return [LogWarning(format_job_stall(nodes, stall)) for stall in select_new_stalls(stalls, self._warned)]
 
     def _set_collectives(self, node: int, message: RanksStalled | AttemptReport) -> None:
         self._collectives[node] = read_records(message.collectives)

@@ -29,8 +29,11 @@ class Collective:
     """The backend of this call, such as "gloo": a process group may have several. Each one numbers its calls."""
     group: str
     """Name of the process group: "default", the description that the user gave it, or torch's number of it."""
+    group_number: int = 1
+    """1 for the first group of this name that the rank has made in its world, 2 for the second one."""
     ranks: tuple[int, ...]
-    """The global ranks of the group, in order. Empty if they are not known."""
+    """torch's global ranks of the group, in order. Empty if they are not known, as those of a group that the user has made
+    without `init_process_group` or `new_group`."""
     input_shapes: tuple[tuple[int, ...], ...] = ()
     """Of the first 64 tensors, as `output_shapes`, `input_dtypes` and `output_dtypes`."""
     output_shapes: tuple[tuple[int, ...], ...] = ()

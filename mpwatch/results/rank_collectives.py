@@ -6,6 +6,8 @@ from typing import Any
 
 from mpwatch.results.collective import Collective, CollectiveState
 
+SIMPLE_FIELDS = ("place", "has_all", "world", "rank_in_world")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankCollectives:
@@ -17,13 +19,18 @@ class RankCollectives:
     """The user's line that the main thread was in. Empty if it is not known."""
     has_all: bool = True
     """Whether these are all collectives that the rank has called. False: the oldest ones are missing."""
+    world: str = ""
+    """Names the default process group that the rank has made last. The ranks of another world have another text."""
+    rank_in_world: int | None = None
+    """The rank in that group. It differs from mpwatch's rank if the user has numbered the processes. None: there is none."""
 
     def to_json(self) -> str:
         """Return a text that `from_json` reads. The ranks of a group are in it once."""
         groups = list(dict.fromkeys(call.ranks for call in self.collectives))
         index = {ranks: number for number, ranks in enumerate(groups)}
         calls = [{**_get_fields(call), "state": call.state.value, "ranks": index[call.ranks]} for call in self.collectives]
-        return json.dumps({"place": self.place, "has_all": self.has_all, "groups": groups, "collectives": calls})
+        simple = {name: getattr(self, name) for name in SIMPLE_FIELDS}
+        return json.dumps({**simple, "groups": groups, "collectives": calls})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "RankCollectives":
@@ -31,7 +38,13 @@ class RankCollectives:
         data = json.loads(text)
         groups = [tuple(map(int, ranks)) for ranks in data["groups"]]
         collectives = tuple(_make_collective(call, groups[call["ranks"]]) for call in data["collectives"])
-        return cls(place=str(data["place"]), has_all=bool(data["has_all"]), collectives=collectives)
+        return cls(
+            place=str(data["place"]),
+            has_all=bool(data["has_all"]),
+            world=str(data["world"]),
+            rank_in_world=None if data["rank_in_world"] is None else int(data["rank_in_world"]),
+            collectives=collectives,
+        )
 
 
 def _get_fields(call: Collective) -> dict[str, Any]:

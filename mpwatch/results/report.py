@@ -53,6 +53,7 @@ KEPT_OTHER_NODES_WAITING = "kept its peers on other nodes waiting"
 EXITED_BEFORE_TEXT = "the rank ended before the text of the exception was made"
 TEXT_DID_NOT_END = "making the text of the exception did not end in time"
 EXITED_DURING_TEXT = "its function had raised an exception, and the rank ended while the exception's text was made"
+GLOO_SIZE = "gloo ended it: a peer sent more data than it expected, so tensors or splits differ between the ranks"
 NCCL_WATCHDOG = "NCCL's watchdog: a peer did not come to a collective in time"
 
 
@@ -122,7 +123,7 @@ def format_verdict(result: RunData[Any] | Attempt) -> str:
 def format_root_cause(root: ProcessFailure) -> str:
     """Return the verdict for this root cause."""
     if root.is_secondary:
-        return f"no rank was seen to fail by itself; the first to report a lost or late peer: {format_failure(root)}"
+        return f"no rank was seen to fail by itself; the first to report a problem with a peer: {format_failure(root)}"
     if root.kind is FailureKind.EXCEPTION:
         return f"{name_rank(root)} failed first: {describe_failure(root)}"
     return f"{name_rank(root)} {describe_failure(root)}"

@@ -132,6 +132,7 @@ class EventLoop:
             call_at=self._call_at,
             end_call=commands.post,
             on_stall=on_stall,
+            may_call_again=keep_ranks,
         )
         self._is_multi_node = on_stall is not None
         self._death_clock = DeathClock()

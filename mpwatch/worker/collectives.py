@@ -6,7 +6,8 @@ The thread is started when the rank makes its first process group. It answers wh
 cannot answer while another thread holds the GIL.
 
 torch can give a process group the name of one that was destroyed, and numbers its collectives from 1 again. So this module
-notes how far the recorder was when a group was made, and forgets the older calls of that name.
+notes how far the recorder was when a group was made, and forgets the older calls of that name. A "world" is what
+`init_process_group` makes: the ranks of the default group, and the groups that are made of them.
 
 The crash socket lets the watcher ask a rank that is dying. gloo ends a rank by abort() if its peers send another number of
 bytes. Then faulthandler writes the stack of the crash into this socket, whose buffer is so small that the write blocks until
@@ -20,8 +21,9 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING
 
@@ -61,10 +63,26 @@ DTYPE_NAMES = {
     "ComplexDouble": "complex128",
 }
 
+# The names of functions that gloo records under another name.
+RECORDED_NAMES = {"reduce_scatter_tensor": "all_reduce", "reduce_scatter_single": "all_reduce"}
+
 LOCK_SECONDS = 1.0  # how long the main thread waits for an answer that the other thread makes
 
+
+@dataclass(frozen=True)
+class _Group:
+    """What was noted when a process group was made."""
+
+    description: str
+    ranks: tuple[int, ...]  # torch's global ranks
+    number: int  # among the groups of this name in the world, from 1
+    first_records: Mapping[str, int]  # the number of the group's first possible record, by backend
+
+
 _has_started = False
-_first_records: dict[str, dict[str, int]] = {}  # of a process group: the number of its first possible record, by backend
+_groups: dict[str, _Group] = {}  # that were made in the present world, by torch's name for them. Some may be destroyed
+_world: tuple[str, int | None] = "", None  # the name of the present world, and the rank in it
+_worlds: Counter[str] = Counter()  # how many worlds this process has had with the same store
 _requests: socket.socket | None = None
 _lock = threading.Lock()  # held by the thread that takes and answers a request
 
@@ -82,12 +100,26 @@ def _note_groups(make_group: Callable[..., Any], channel: Channel) -> Callable[.
         start(channel)
         known = set(torch_private.get_group_names())
         next_records = _get_next_records()
-        group = make_group(*args, **kwargs)
-        for new in torch_private.get_group_names().keys() - known:
-            _first_records[torch_private.get_group_names()[new]] = next_records
-        return group
+        result = make_group(*args, **kwargs)
+        with suppress(Exception):  # another version of torch may differ; that must not end the user's call
+            _note_new_groups(known, next_records)
+        return result
 
     return make_and_note
+
+
+def _note_new_groups(known: set[Any], next_records: Mapping[str, int]) -> None:
+    global _world
+    names = torch_private.get_group_names()
+    if names and not known:
+        _groups.clear()
+        store, rank = torch_private.describe_world()
+        _worlds[store] += 1
+        _world = f"{store} {_worlds[store]}", rank
+    details = torch_private.get_process_groups()
+    for name in (names[group] for group in names.keys() - known):
+        number = _groups[name].number + 1 if name in _groups else 1
+        _groups[name] = _Group(*details[name], number, next_records)
 
 
 def _get_next_records() -> dict[str, int]:
@@ -99,8 +131,8 @@ def _get_next_records() -> dict[str, int]:
 
 def _is_of_present_group(entry: Mapping[str, Any]) -> bool:
     """Return whether this is no call of a destroyed group whose name another one has now."""
-    first: int = _first_records.get(entry["process_group"][0], {}).get(_get_backend(entry), 0)
-    return bool(entry["record_id"] >= first)
+    group = _groups.get(entry["process_group"][0])
+    return group is None or bool(entry["record_id"] >= group.first_records.get(_get_backend(entry), 0))
 
 
 def start(channel: Channel) -> None:
@@ -157,26 +189,48 @@ def describe_rank() -> RankCollectives:
     """Return the collectives of this process, the oldest first, and the place of its main thread."""
     main_frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = list(_walk_frames(main_frame))
-    groups = torch_private.get_process_groups()
     now = time.time_ns()
     recorded = sorted(torch_private.read_flight_recorder(), key=lambda entry: entry["time_created_ns"])
     entries = _merge_coalesced(filter(_is_of_present_group, recorded))
     selected = _select_entries(entries)
-    found = [_make_collective(entry, groups, now) for entry in selected]
+    found = [_make_collective(entry, now) for entry in selected]
     place = _format_user_place(frames)
-    if found and found[-1].state is CollectiveState.WAITING and frames and torch_private.is_of_torch(frames[0].f_code):
-        found[-1] = replace(_add_arguments(found[-1], frames), place=place)
-    has_all = len(selected) == len(entries) and not _has_lost_records(recorded, groups)
-    return RankCollectives(collectives=tuple(found), place=place, has_all=has_all)
+    if (index := _find_call_of_main_thread(selected, found, frames)) is not None:
+        found[index] = replace(_add_arguments(found[index], frames), place=place)
+    world, rank = _world
+    return RankCollectives(
+        collectives=tuple(found),
+        place=place,
+        has_all=len(selected) == len(entries) and not _has_lost_records(recorded),
+        world=world,
+        rank_in_world=rank,
+    )
 
 
-def _has_lost_records(recorded: Iterable[Mapping[str, Any]], groups: Iterable[str]) -> bool:
-    """Return whether the recorder has overwritten records that may be calls of these groups."""
+def _has_lost_records(recorded: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether the recorder has overwritten records that may be calls of the noted groups."""
     oldest: dict[str, int] = {}
     for entry in recorded:
         oldest.setdefault(_get_backend(entry), entry["record_id"])
-    first_records = [_first_records.get(name, {}) for name in groups]
-    return any(first.get(backend, 0) < number for backend, number in oldest.items() for first in first_records)
+    groups = list(_groups.values())  # a copy, since the main thread may make one
+    return any(group.first_records.get(backend, 0) < number for backend, number in oldest.items() for group in groups)
+
+
+def _find_call_of_main_thread(entries: list[dict[str, Any]], calls: list[Collective], frames: list[FrameType]) -> int | None:
+    """Return the index of the call in which the main thread waits, or None. Other threads may have called others."""
+    if not frames or not torch_private.is_of_torch(frames[0].f_code):
+        return None
+    frame = next(filter(_is_of_distributed, frames), None)
+    if frame is not None and "group" in frame.f_locals:
+        name = torch_private.get_group_name(frame.f_locals["group"])
+        own = [index for index, entry in enumerate(entries) if entry["process_group"][0] == name]
+    else:
+        own = list(range(len(entries)))
+    return own[-1] if own and calls[own[-1]].state is CollectiveState.WAITING else None
+
+
+def _is_of_distributed(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.endswith(COLLECTIVE_FILE)
 
 
 def _merge_coalesced(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -217,18 +271,19 @@ def _walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _make_collective(entry: Mapping[str, Any], groups: Mapping[str, tuple[str, tuple[int, ...]]], now: int) -> Collective:
+def _make_collective(entry: Mapping[str, Any], now: int) -> Collective:
     """Return an entry of the flight recorder as a Collective. `now` is in nanoseconds since 1970, as its times are."""
     group, description = entry["process_group"]
-    known_description, ranks = groups.get(group, ("", ()))
-    is_default = "default_pg" in (description, known_description)
+    noted = _groups.get(group)
+    is_default = "default_pg" in (description, noted and noted.description)
     is_described = description not in ("", "undefined")
     return Collective(
         name=_get_operation(entry),
         sequence=_get_number(entry),
         backend=_get_backend(entry),
         group=DEFAULT_GROUP if is_default else f"{group} ({description})" if is_described else group,
-        ranks=ranks,
+        group_number=noted.number if noted else 1,
+        ranks=noted.ranks if noted else (),
         input_shapes=tuple(map(tuple, entry["input_sizes"][:MAX_TENSORS])),
         output_shapes=tuple(map(tuple, entry["output_sizes"][:MAX_TENSORS])),
         input_dtypes=tuple(map(_name_dtype, entry["input_dtypes"][:MAX_TENSORS])),
@@ -260,7 +315,8 @@ def _format_user_place(frames: list[FrameType]) -> str:
 def _add_arguments(collective: Collective, frames: list[FrameType]) -> Collective:
     """Add the reduction and the root, which the recorder does not have, if the main thread is in that call."""
     for frame in frames:
-        if frame.f_code.co_name == collective.name and frame.f_code.co_filename.endswith(COLLECTIVE_FILE):
+        name = frame.f_code.co_name
+        if _is_of_distributed(frame) and RECORDED_NAMES.get(name, name) == collective.name:
             arguments = frame.f_locals
             reduce_op = getattr(arguments.get("op"), "name", "")
             return replace(collective, reduce_op=str(reduce_op), root=_find_root(collective, arguments))

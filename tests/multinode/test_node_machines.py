@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from mpwatch.multinode.job_decision import AttemptSummary, decide_next_step
-from mpwatch.multinode.job_verdict import find_job_verdict, make_records, read_records
+from mpwatch.multinode.job_verdict import find_job_verdicts, make_records, read_records
 from mpwatch.multinode.leader import (
     NODE_INFO_SHARE,
     Broadcast,
@@ -448,7 +448,7 @@ def make_call(name, *, sequence=1, elements=16, state=CollectiveState.WAITING, w
 
 
 def make_record(rank, name, *, has_returned=False, **details):
-    answer = RankCollectives(collectives=(make_call(name, **details),))
+    answer = RankCollectives(collectives=(make_call(name, **details),), rank_in_world=rank)
     return RankRecord(rank, has_returned, answer.to_json(), 100 + rank)
 
 
@@ -649,7 +649,7 @@ def test_only_the_latest_collectives_are_sent():
 def test_an_answer_that_cannot_be_read_says_nothing(text):
     """The node may have another version of mpwatch."""
     message = AttemptReport(0, 0, NodeOutcome.FAILED, collectives=(RankRecord(0, False, text), make_record(1, "barrier")))
-    assert find_job_verdict([read_records(message.collectives)]) is None
+    assert find_job_verdicts([read_records(message.collectives)]) == []
 
 
 def test_a_slow_logging_handler_does_not_delay_the_stop_of_the_ranks(caplog):

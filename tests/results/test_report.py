@@ -170,7 +170,7 @@ def test_secondary_failures_are_called_victims_if_there_is_a_cause():
     )
     verdict, other, ended = format_report(alone).splitlines()
     assert verdict.startswith(
-        "no rank was seen to fail by itself; the first to report a lost or late peer: rank 0: RuntimeError: [gloo/"
+        "no rank was seen to fail by itself; the first to report a problem with a peer: rank 0: RuntimeError: [gloo/"
     )
     assert other.startswith("  rank 1: RuntimeError: [gloo/")
     assert ended == "  rank 2: had returned"

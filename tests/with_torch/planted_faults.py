@@ -2,12 +2,15 @@
 
 import random
 import sys
+import threading
 import time
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+
+import mpwatch
 
 ODD_RANK = 1
 
@@ -96,6 +99,11 @@ def train_sharded(layer, steps):
         model(torch.ones(2, 4)).sum().backward()
 
 
+def other_splits(is_odd):
+    """gloo ends a rank that gets more than it expects. Which rank is wrong cannot be known: the recorder has no splits."""
+    dist.all_to_all_single(torch.zeros(6), torch.ones(6), [2, 2, 2], [3, 2, 1] if is_odd else [2, 2, 2])
+
+
 def run_fault(fault):
     """Run a fault in all ranks, after two collectives without one."""
     for _ in range(2):
@@ -112,17 +120,56 @@ def load_slowly(seconds):
     return dist.get_rank()
 
 
-def make_group_again_late(seconds):
-    """Let one rank come late to a group that has the name and the ranks of one that was destroyed. This is sound."""
-    ranks = list(range(dist.get_world_size()))
-    group = dist.new_group(ranks, use_local_synchronization=True)
-    dist.broadcast(torch.ones(4), 0, group=group)
-    dist.destroy_process_group(group)
-    group = dist.new_group(ranks, use_local_synchronization=True)
-    if dist.get_rank() == ODD_RANK:
+# --- Sound programs in which torch's ranks are not those of mpwatch, or threads work side by side. One rank is late. ---
+
+
+def late_all_reduce(value, is_late, seconds, **options):
+    if is_late:
         time.sleep(seconds)
-    dist.all_reduce(torch.ones(16), group=group)
-    return dist.get_rank()
+    tensor = torch.full((4,), float(value))
+    dist.all_reduce(tensor, **options)
+    return tensor[0].item()
+
+
+def number_ranks_in_reverse(folder, seconds):
+    """Return from mpwatch's rank 0, which is torch's rank 2, while torch's rank 0 waits for torch's rank 1."""
+    torch_rank = 2 - mpwatch.current_worker().rank
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=torch_rank, world_size=3)
+    pair = dist.new_group([0, 1])
+    dist.barrier()
+    return 1.0 if torch_rank == 2 else late_all_reduce(0.5, torch_rank == 1, seconds, group=pair)
+
+
+def make_two_worlds(folder, seconds):
+    """Ranks 0 and 1 make a world, and ranks 2 and 3 another one. The first calls of the two differ."""
+    world, torch_rank = divmod(mpwatch.current_worker().rank, 2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{world}", rank=torch_rank, world_size=2)
+    if world:
+        dist.broadcast(torch.ones(7), 0)
+    return late_all_reduce(0.5, torch_rank == 1, seconds)
+
+
+def use_threads(folder, seconds):
+    """Reduce in the main threads with another operation in each pair of ranks, while threads wait in a group of all ranks."""
+    rank = mpwatch.current_worker().rank
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    pairs, everyone = [dist.new_group([0, 2]), dist.new_group([1, 3])], dist.new_group([0, 1, 2, 3])
+    is_waiting = threading.Event()
+
+    def reduce_in_thread():
+        is_waiting.set()
+        dist.all_reduce(torch.ones(4), group=everyone)
+
+    thread = threading.Thread(target=reduce_in_thread)
+    if rank < 2:
+        thread.start()
+        is_waiting.wait()
+    op = dist.ReduceOp.MAX if rank % 2 else dist.ReduceOp.MIN
+    value = late_all_reduce(1.0, rank >= 2, seconds, op=op, group=pairs[rank % 2])
+    if rank >= 2:
+        thread.start()
+    thread.join()
+    return value
 
 
 def train_with_delays(seed, longest):

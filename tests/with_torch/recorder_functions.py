@@ -83,14 +83,30 @@ def hold_the_gil():
 
 
 def get_calls_of_two_groups():
-    """Return which calls are known after the first one of a second default group."""
+    """Return what is known after the first call of a second default group: the calls, the world and the rank in it."""
     join()
     dist.all_reduce(torch.ones(2))
     before = collectives.describe_rank()
     dist.destroy_process_group()
+    destroyed = collectives.describe_rank()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.broadcast(torch.ones(3), 0)
-    return [[call.title for call in answer.collectives] for answer in (before, collectives.describe_rank())]
+    answers = before, destroyed, collectives.describe_rank()
+    return [
+        (answer.world, answer.rank_in_world, [(call.title, call.ranks) for call in answer.collectives]) for answer in answers
+    ]
+
+
+def get_calls_of_groups_with_one_name():
+    """Return the calls that are known after a group was made, used, destroyed and made again."""
+    join()
+    answers = []
+    for _ in range(2):
+        group = dist.new_group([0], use_local_synchronization=True)
+        dist.all_reduce(torch.ones(4), group=group)
+        answers.append(collectives.describe_rank())
+        dist.destroy_process_group(group)
+    return [[(call.title, call.group, call.group_number) for call in answer.collectives] for answer in answers]
 
 
 def close_all():

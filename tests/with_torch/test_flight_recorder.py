@@ -92,9 +92,21 @@ def test_a_rank_that_holds_the_gil_does_not_answer():
 
 
 def test_calls_of_an_earlier_process_group_are_forgotten():
-    """The calls of the new group have the same numbers."""
-    (titles,) = mpwatch.run(functions.get_calls_of_two_groups, 1)
-    assert titles == [["barrier #1", "all_reduce #2"], ["broadcast #1"]]
+    """The calls of the new group have the same numbers. The ranks of a group are known until there is a new world."""
+    ((before, destroyed, after),) = mpwatch.run(functions.get_calls_of_two_groups, 1)
+    assert before[1:] == (0, [("barrier #1", (0,)), ("all_reduce #2", (0,))])
+    assert destroyed == before
+    assert after[1:] == (0, [("broadcast #1", (0,))])
+    assert re.fullmatch(r"\d+ 1", before[0])  # the port of the store
+    assert after[0] == " 1"  # a HashStore has none
+
+
+def test_groups_with_the_same_name_are_numbered():
+    """torch gives a group that all its ranks make without the others the name of one that was destroyed."""
+    ((first, second),) = mpwatch.run(functions.get_calls_of_groups_with_one_name, 1)
+    ((_, name, number),) = set(first) - {("barrier #1", "default", 1)}
+    assert number == 1
+    assert second == [("barrier #1", "default", 1), ("all_reduce #1", name, 2)]
 
 
 def test_a_rank_may_close_all_its_descriptors():
@@ -147,7 +159,10 @@ def make_collective(entry):
 def test_a_mismatch_is_what_torch_calls_one(one, other):
     entries = [make_entry(*one), make_entry(*other)]
     theirs = match_one_event(*entries, {"0": {0, 1}}, "0").state is not MatchState.FULLY_MATCHED
-    answers = {rank: RankCollectives(collectives=(make_collective(entry),)) for rank, entry in enumerate(entries)}
+    answers = {
+        rank: RankCollectives(collectives=(make_collective(entry),), rank_in_world=rank)
+        for rank, entry in enumerate(entries)
+    }
     if one[0] == other[0] == "barrier":
         theirs = False  # a barrier has no tensors; torch compares types that it never has
     assert (find_verdict(answers) is not None) == theirs

@@ -7,10 +7,14 @@ import pytest
 
 from mpwatch import CollectiveState, torch_private
 from mpwatch.watcher.diagnosis.collective_verdict import VerdictKind, find_verdict
+from mpwatch.worker import collectives
 from mpwatch.worker.collectives import describe_rank
 
 SECOND = 10**9  # nanoseconds
-GROUPS = {"0": ("default_pg", (0, 1, 2)), "3": ("tensor parallel", (0, 2))}
+GROUPS = {
+    "0": collectives._Group("default_pg", (0, 1, 2), 1, {}),
+    "3": collectives._Group("tensor parallel", (0, 2), 1, {}),
+}
 
 
 def entry(name, number, *shapes, state="completed", group=("0", "default_pg"), is_p2p=False, at=None, record_id=None):
@@ -43,9 +47,10 @@ def entry(name, number, *shapes, state="completed", group=("0", "default_pg"), i
 def answer(monkeypatch):
     """Return what a rank with these entries answers."""
 
-    def answer(*entries):
+    def answer(*entries, rank=0):
         monkeypatch.setattr(torch_private, "read_flight_recorder", lambda: list(entries))
-        monkeypatch.setattr(torch_private, "get_process_groups", lambda: GROUPS)
+        monkeypatch.setattr(collectives, "_groups", GROUPS)
+        monkeypatch.setattr(collectives, "_world", ("29500 1", rank))
         return describe_rank()
 
     return answer
@@ -63,8 +68,8 @@ def test_a_collective_of_nccl(answer):
 
 def test_a_mismatch_on_nccl_blames_the_minority(answer):
     first = entry("broadcast", 1, (8,))
-    answers = {rank: answer(first, entry("all_reduce", 2, (16,), state="started")) for rank in (0, 1)}
-    answers[2] = answer(first, entry("all_reduce", 2, (17,), state="scheduled"))
+    answers = {rank: answer(first, entry("all_reduce", 2, (16,), state="started"), rank=rank) for rank in (0, 1)}
+    answers[2] = answer(first, entry("all_reduce", 2, (17,), state="scheduled"), rank=2)
     verdict = find_verdict(answers)
     assert (verdict.kind, verdict.blamed) == (VerdictKind.MISMATCH, (2,))
     assert verdict.sentence == "rank 2 called all_reduce #2 with bfloat16[17], ranks 0-1 with bfloat16[16]"
@@ -72,8 +77,8 @@ def test_a_mismatch_on_nccl_blames_the_minority(answer):
 
 def test_a_rank_that_has_not_joined_a_collective_on_nccl(answer):
     first = entry("broadcast", 1, (8,))
-    answers = {rank: answer(first, entry("all_gather", 2, (16,), state="started")) for rank in (0, 1)}
-    answers[2] = answer(first)
+    answers = {rank: answer(first, entry("all_gather", 2, (16,), state="started"), rank=rank) for rank in (0, 1)}
+    answers[2] = answer(first, rank=2)
     verdict = find_verdict(answers)
     assert (verdict.kind, verdict.blamed) == (VerdictKind.ABSENT, (2,))
     assert verdict.sentence.startswith(
@@ -86,7 +91,7 @@ def test_the_calls_of_a_batch_are_one_call(answer):
     answers = {}
     for rank, size in enumerate([4, 5, 6]):
         calls = [entry("_broadcast_oop", 1, (size,), state="scheduled", record_id=number) for number in range(3)]
-        answers[rank] = answer(*calls, entry("ALLGATHER_coalesced", 1, record_id=3))
+        answers[rank] = answer(*calls, entry("ALLGATHER_coalesced", 1, record_id=3), rank=rank)
         (call,) = answers[rank].collectives
         assert (call.name, call.state) == ("ALLGATHER_coalesced", CollectiveState.COMPLETED)
     assert find_verdict(answers) is None
@@ -101,8 +106,9 @@ def test_point_to_point_calls_are_not_compared(answer):
             first,
             entry("recv 1<-0", 1, (4,), state="scheduled", is_p2p=True, at=2),
             entry("coalesced", 1, state="started", is_p2p=True, at=3),
+            rank=1,
         ),
-        2: answer(first),
+        2: answer(first, rank=2),
     }
     assert [answers[rank].collectives[-1].name for rank in (0, 1)] == ["send", "batch_isend_irecv"]
     assert find_verdict(answers) is None
@@ -110,7 +116,8 @@ def test_point_to_point_calls_are_not_compared(answer):
 
 def test_the_backends_of_a_group_number_their_calls(answer):
     gloo = {**entry("broadcast", 1, (3,)), "profiling_name": "gloo:broadcast"}
-    answers = {0: answer(gloo, entry("all_reduce", 1, (4,), state="started")), 1: answer(gloo), 2: answer(gloo)}
+    answers = {rank: answer(gloo, rank=rank) for rank in range(3)}
+    answers[0] = answer(gloo, entry("all_reduce", 1, (4,), state="started"))
     assert [call.backend for call in answers[0].collectives] == ["gloo", "nccl"]
     verdict = find_verdict(answers)
     assert (verdict.kind, verdict.blamed) == (VerdictKind.ABSENT, (1, 2))

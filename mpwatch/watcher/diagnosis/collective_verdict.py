@@ -11,6 +11,10 @@ the same number. Three things can be wrong:
 
 The minority is blamed. If it is not certain which one that is, all ranks that differ are named and nobody is blamed.
 
+torch's ranks need not be those of mpwatch: a program may make several worlds, or number its processes itself. So each rank
+tells its rank in its world. If two ranks tell the same one, nothing is said of that world. Nothing is said of groups whose
+ranks are not known, either.
+
 torch compares dumps of the flight recorder, too (torch.distributed.flight_recorder). It needs torch in the process that
 compares, takes the first rank for the right one, and calls reshaped tensors a mismatch. So the comparison here is mpwatch's
 own; a test holds it against torch's.
@@ -18,8 +22,9 @@ own; a test holds it against torch's.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from mpwatch.results.collective import DEFAULT_GROUP, Collective, CollectiveState
 from mpwatch.results.rank_collectives import RankCollectives
@@ -50,7 +55,18 @@ class VerdictKind(Enum):
     CROSSED = auto()
 
 
-Group = tuple[str, str, tuple[int, ...]]  # name of the process group, backend, ranks
+class Group(NamedTuple):
+    """A process group with one of its backends. It is the same on all ranks of the group."""
+
+    name: str
+    backend: str
+    ranks: tuple[int, ...]
+    """torch's global ranks in its world."""
+    number: int = 1
+    """Of the groups of this name in its world."""
+    world: str = ""
+
+
 Finding = tuple[VerdictKind, Group, int]  # what does not fit in which collective
 Key = tuple[int, int]  # of a collective: index of the group in a _GroupTable, number of the collective
 Signature = tuple[object, ...]  # two calls with different signatures do not fit
@@ -70,6 +86,7 @@ class CollectiveVerdict:
         sequence: the number of the collective in its group.
         seconds: how long the first rank has waited in the collective.
         have_returned: whether the ranks to blame have returned.
+        is_blocking: whether a rank is known to wait in the collective with its main thread.
         is_complete: whether it is known of all ranks concerned what they wait for. If not, a rank that has not answered, or
             waits for a message of an unknown rank, may be the cause.
     """
@@ -82,6 +99,7 @@ class CollectiveVerdict:
     sequence: int
     seconds: float = field(default=0.0, compare=False)
     have_returned: bool = False
+    is_blocking: bool = field(default=False, compare=False)
     is_complete: bool = True
 
     @property
@@ -96,19 +114,24 @@ class CollectiveVerdict:
 
 
 def find_verdict(answers: Mapping[int, RankCollectives], returned: Iterable[int] = ()) -> CollectiveVerdict | None:
-    """Return what does not fit, or None.
+    """Return the first of `find_verdicts`, or None."""
+    return next(iter(find_verdicts(answers, returned)), None)
+
+
+def find_verdicts(answers: Mapping[int, RankCollectives], returned: Iterable[int] = ()) -> list[CollectiveVerdict]:
+    """Return all that does not fit, the most certain first: a mismatch, ranks that have returned, ranks that are late.
 
     Args:
-        answers: what the ranks have answered, by global rank. Ranks that have not answered are missing: nothing is said of
-            them.
+        answers: what the ranks have answered, by mpwatch's global rank. Ranks that have not answered are missing: nothing
+            is said of them.
         returned: ranks whose function has returned.
     """
-    have_returned = set(returned)
-    groups = _GroupTable()
-    calls = {rank: _index_calls(answer, groups) for rank, answer in sorted(answers.items())}
-    for rank in have_returned & calls.keys():
-        _add_calls_of_destroyed_groups(calls[rank], rank, answers[rank], groups)
-    return _find_mismatch(groups, calls) or _find_absent(groups, answers, calls, have_returned)
+    worlds = _find_members(answers)
+    groups = _GroupTable(worlds)
+    calls = {rank: _index_calls(answers[rank], groups) for rank in sorted(answers) if answers[rank].world in worlds}
+    mismatch = _find_mismatch(groups, calls)
+    others = _find_absent(groups, answers, calls, set(returned))
+    return [*filter(None, [mismatch]), *others]
 
 
 def get_current_collective(answer: RankCollectives) -> Collective | None:
@@ -122,28 +145,68 @@ def format_stall_warning(verdict: CollectiveVerdict, answers: Mapping[int, RankC
     return "; ".join([f"ranks have waited for {seconds:.0f} s in a collective: {verdict.sentence}", *places])
 
 
+def _find_members(answers: Mapping[int, RankCollectives]) -> dict[str, dict[int, int]]:
+    """Return mpwatch's ranks by torch's ranks in each world. A world in which two ranks have the same number is left out."""
+    worlds: dict[str, dict[int, int]] = {}
+    ambiguous = set()
+    for rank, answer in answers.items():
+        if answer.rank_in_world is not None:
+            members = worlds.setdefault(answer.world, {})
+            if members.setdefault(answer.rank_in_world, rank) != rank:
+                ambiguous.add(answer.world)
+    return {world: members for world, members in worlds.items() if world not in ambiguous}
+
+
+def select_new_stalls(stalls: Iterable[CollectiveVerdict], warned: set[Finding]) -> list[CollectiveVerdict]:
+    """Return the stalls to warn of, and add them to those that were warned of.
+
+    One warning is enough if ranks wait in several groups for the same rank.
+    """
+    stalls = list(stalls)
+    named = {rank for stall in stalls if stall.finding in warned for rank in stall.blamed}
+    new = []
+    for stall in stalls:
+        if stall.finding not in warned and not (stall.blamed and named.issuperset(stall.blamed)):
+            new.append(stall)
+            warned.add(stall.finding)
+            named.update(stall.blamed)
+    return new
+
+
 class _GroupTable:
-    """Numbers the process groups, since their tuples of ranks are slow to compare and to hash."""
+    """Numbers the process groups, since their tuples of ranks are slow to compare and to hash.
 
-    def __init__(self) -> None:
+    Args:
+        worlds: mpwatch's ranks by torch's ranks in each world.
+    """
+
+    def __init__(self, worlds: Mapping[str, Mapping[int, int]]) -> None:
         self.groups: list[Group] = []
+        self._worlds = worlds
+        self._members: list[list[int]] = []  # by index of the group: the ranks that have answered
         self._index: dict[Group, int] = {}
-        self._index_by_id: dict[tuple[str, str, int], int] = {}  # the calls keep the tuples of ranks alive
+        self._index_by_id: dict[tuple[object, ...], int] = {}  # the calls keep the tuples of ranks alive
 
-    def get_key(self, call: Collective) -> Key:
+    def get_key(self, call: Collective, world: str) -> Key:
         """Return the key of a collective."""
-        by_id = call.group, call.backend, id(call.ranks)
+        by_id = call.group, call.backend, id(call.ranks), call.group_number, world
         index = self._index_by_id.get(by_id)
         if index is None:
-            group = call.group, call.backend, call.ranks
+            group = Group(call.group, call.backend, call.ranks, call.group_number, world)
             index = self._index_by_id[by_id] = self._index.setdefault(group, len(self.groups))
             if index == len(self.groups):
                 self.groups.append(group)
+                members = self._worlds[world]
+                self._members.append([members[rank] for rank in call.ranks if rank in members])
         return index, call.sequence
 
-    def get_ranks(self, key: Key) -> tuple[int, ...]:
-        """Return the ranks of the group of a collective. Empty if they are not known."""
-        return self.groups[key[0]][2]
+    def get_members(self, key: Key) -> list[int]:
+        """Return mpwatch's ranks of the group of a collective, as far as they have answered."""
+        return self._members[key[0]]
+
+    def count_unknown(self, key: Key) -> int:
+        """Return how many ranks of the group of a collective have not answered."""
+        return len(self.groups[key[0]].ranks) - len(self._members[key[0]])
 
     def get_order(self, key: Key) -> tuple[int, Group]:
         """Return a sort key: the collective with the lowest number comes first."""
@@ -175,20 +238,9 @@ class _RankCalls:
 def _index_calls(answer: RankCollectives, groups: _GroupTable) -> _RankCalls:
     calls = _RankCalls()
     for call in answer.collectives:
-        if call.name not in POINT_TO_POINT:
-            calls.add(groups.get_key(call), call)
+        if call.ranks and call.name not in POINT_TO_POINT:
+            calls.add(groups.get_key(call, answer.world), call)
     return calls
-
-
-def _add_calls_of_destroyed_groups(calls: _RankCalls, rank: int, answer: RankCollectives, groups: _GroupTable) -> None:
-    """Add the calls of groups that a rank has destroyed and so no longer knows. Other ranks may know them.
-
-    This is for ranks that have returned. Other ranks may make a group of the same name later.
-    """
-    ranks_of_group = {name: ranks for name, _, ranks in groups.groups if rank in ranks}
-    for call in answer.collectives:
-        if not call.ranks and call.name not in POINT_TO_POINT and call.group in ranks_of_group:
-            calls.add(groups.get_key(replace(call, ranks=ranks_of_group[call.group])), call)
 
 
 def _is_waiting(call: Collective) -> bool:
@@ -207,7 +259,7 @@ def _find_mismatch(groups: _GroupTable, calls: Mapping[int, _RankCalls]) -> Coll
     for key in sorted(by_key, key=groups.get_order):
         called = by_key[key]
         if any(map(_is_waiting, called.values())) and (camps := _find_camps(called)):
-            return _make_mismatch(groups.groups[key[0]], key[1], called, camps)
+            return _make_mismatch(groups, key, called, camps)
     return None
 
 
@@ -251,11 +303,12 @@ DIFFERENCES: tuple[Reader, ...] = (_read_operation, _read_tensors, _read_reducti
 
 
 def _make_mismatch(
-    group: Group, sequence: int, called: Mapping[int, Collective], camps: list[list[int]]
+    groups: _GroupTable, key: Key, called: Mapping[int, Collective], camps: list[list[int]]
 ) -> CollectiveVerdict:
+    group = groups.groups[key[0]]
     # ranks that have not called it yet, that have not answered, or of which it is not known what they have called
-    unknown = set(group[2]) - {rank for camp in camps for rank in camp}
-    has_majority = len(camps[0]) > len(camps[1]) + len(unknown)
+    unknown = len(group.ranks) - sum(map(len, camps))
+    has_majority = len(camps[0]) > len(camps[1]) + unknown
     read = next(read for read in DIFFERENCES if len({read(called[camp[0]]) for camp in camps}) > 1)
     phrases = {
         rank: _format_camps(called, [camp, *(other for other in camps if other is not camp)], read)
@@ -269,7 +322,7 @@ def _make_mismatch(
         "; ".join(f"{format_ranks(camp)} {phrases[camp[0]]}" for camp in blamed or camps[:1]),
         {rank: phrases[rank] for camp in blamed for rank in camp},
         group,
-        sequence,
+        key[1],
         max(call.seconds for call in called.values()),
     )
 
@@ -307,8 +360,11 @@ def _format_place(call: Collective) -> str:
 
 def _find_absent(
     groups: _GroupTable, answers: Mapping[int, RankCollectives], calls: Mapping[int, _RankCalls], returned: set[int]
-) -> CollectiveVerdict | None:
-    """Return the first collective in which ranks wait for a rank that is not in it. A rank that has returned comes first."""
+) -> list[CollectiveVerdict]:
+    """Return the collectives in which ranks wait for a rank that is not in it.
+
+    Ranks that have returned come first, and then the longest wait. Ranks that wait for one another come last.
+    """
     waiting: dict[Key, list[int]] = {}
     for rank, of_rank in calls.items():
         key = next((key for key, call in of_rank.by_key.items() if _is_waiting(call)), None)
@@ -316,20 +372,32 @@ def _find_absent(
             waiting.setdefault(key, []).append(rank)
     absent_from: dict[Key, set[int]] = {}
     for key in sorted(waiting, key=groups.get_order):
-        in_group = (rank for rank in groups.get_ranks(key) if rank in calls)
+        in_group = groups.get_members(key)
         absent = {rank for rank in in_group if calls[rank].has_not_called(key, has_all=answers[rank].has_all)}
         if absent:
             absent_from[key] = absent
     blocked = {rank: call for rank, answer in answers.items() if (call := _find_block(answer)) is not None}
+    verdicts, crossed = [], []
     for key, absent in absent_from.items():
-        if absent & returned:
-            return _make_absent(groups, key, waiting[key], calls, sorted(absent & returned), have_returned=True)
-    for key, absent in absent_from.items():
-        if free := absent - blocked.keys():
-            return _make_absent(groups, key, waiting[key], calls, sorted(free), have_returned=False)
-    if not absent_from:
-        return None
-    return _make_crossed(groups, calls, {key: waiting[key] for key in absent_from}, absent_from, blocked)
+        if to_blame := absent & returned or absent - blocked.keys():
+            have_returned = to_blame <= returned
+            verdicts.append(_make_absent(groups, key, waiting[key], calls, sorted(to_blame), have_returned=have_returned))
+        else:
+            crossed.append(key)
+    verdicts.sort(key=lambda verdict: (not verdict.have_returned, -verdict.seconds))
+    if closed := _find_closed(crossed, waiting, absent_from) or (crossed if not verdicts else []):
+        verdicts.append(_make_crossed(groups, calls, {key: waiting[key] for key in closed}, absent_from, blocked))
+    return verdicts
+
+
+def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from: Mapping[Key, set[int]]) -> list[Key]:
+    """Return the collectives in which ranks wait only for ranks that wait in another one of them."""
+    while True:
+        in_keys = {rank for key in keys for rank in waiting[key]}
+        closed = [key for key in keys if absent_from[key] <= in_keys]
+        if len(closed) == len(keys):
+            return closed
+        keys = closed
 
 
 def _find_block(answer: RankCollectives) -> Collective | None:
@@ -367,6 +435,7 @@ def _make_absent(
         key[1],
         max(calls[rank].by_key[key].seconds for rank in waiting),
         have_returned=have_returned,
+        is_blocking=any(calls[rank].by_key[key].place for rank in waiting),
     )
 
 
@@ -387,7 +456,7 @@ def _make_crossed(
     """
     first, *others = sorted(waiting, key=lambda key: (-len(waiting[key]), groups.get_order(key)))
     in_collectives = {rank for ranks in waiting.values() for rank in ranks}
-    is_complete = all(absent_from[key] <= in_collectives and calls.keys() >= set(groups.get_ranks(key)) for key in waiting)
+    is_complete = all(absent_from[key] <= in_collectives and not groups.count_unknown(key) for key in waiting)
     has_majority = is_complete and all(len(waiting[first]) > len(waiting[key]) for key in others)
     evidence = {}
     for rank in sorted(absent_from[first]):

@@ -40,11 +40,12 @@ from mpwatch.watcher.diagnosis.failures import (
     build_unloadable_value,
     explain_unloadable_value,
     find_failure,
+    get_death_kind,
     has_returned,
     is_before_stop,
 )
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
-from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_death, classify_exception
+from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_exception
 from mpwatch.watcher.diagnosis.stragglers import (
     find_cause_of_silence,
     find_ranks_outside_collectives,
@@ -208,7 +209,7 @@ def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:
 def _get_peer_error(attempt: AttemptObservations, rank: int) -> PeerErrorKind | None:
     observed = attempt.ranks[rank]
     if observed.answer is None:
-        return classify_death(observed.exit_code, observed.stderr)
+        return get_death_kind(observed)
     return classify_exception(observed.answer.body) if observed.answer.kind is not MessageKind.RETURNED else None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.results import report as texts
+from mpwatch.results.collective import CollectiveState
 from mpwatch.results.failure import FailureKind, ProcessFailure, add_summary
 from mpwatch.watcher.diagnosis.collective_verdict import get_current_collective
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
@@ -81,6 +82,14 @@ def find_failure(attempt: AttemptObservations, observed: RankObservations) -> Ti
     if attempt.stop_reason is StopReason.TIMED_OUT and attempt.stopped_at is not None:
         return _build(attempt, observed, attempt.stopped_at, FailureKind.TIMEOUT, stack=get_stacks_or_state(observed))
     return None
+
+
+def get_death_kind(observed: RankObservations) -> PeerErrorKind | None:
+    """Return the kind of peer error of a rank that has died. None: the death may be the rank's own failure."""
+    collective = None if observed.collectives is None else get_current_collective(observed.collectives)
+    is_waiting = collective is not None and collective.state is CollectiveState.WAITING
+    backend = collective.backend if collective is not None and is_waiting else ""
+    return classify_death(observed.exit_code, observed.stderr, observed.crash_stack, backend)
 
 
 def build_hang(
@@ -213,15 +222,15 @@ def _build_death(attempt: AttemptObservations, observed: RankObservations, at: f
         stack=observed.crash_stack,
         stderr=observed.startup_output or observed.stderr,
         evidence=_find_evidence(observed),
-        is_secondary=classify_death(code, observed.stderr) is not None,
+        is_secondary=get_death_kind(observed) is not None,
     )
 
 
 def _find_evidence(observed: RankObservations) -> str:
     if observed.raised_at is not None and observed.answer is None:
         return texts.EXITED_DURING_TEXT
-    if classify_death(observed.exit_code, observed.stderr) is not None:
-        return texts.NCCL_WATCHDOG
+    if (peer_error := get_death_kind(observed)) is not None:
+        return texts.GLOO_SIZE if peer_error is PeerErrorKind.OTHER_SIZE else texts.NCCL_WATCHDOG
     return observed.oom_proof or (texts.format_likely_oom(observed.oom_hint) if observed.oom_hint else "")
 
 

@@ -21,6 +21,7 @@ class PeerErrorKind(Enum):
     CONNECTION_LOST = auto()  # a connection to a peer broke
     PEER_TIMEOUT = auto()  # a peer did not come in time; that peer may hang
     POSSIBLY_PEER = auto()  # a connection broke, to a peer or to another program; secondary only if another rank failed
+    OTHER_SIZE = auto()  # a peer sent more bytes than expected; either of the two may be wrong
     HINT = auto()  # the text has words that are used of peers; secondary only if another rank died at the same moment
 
     @property
@@ -90,6 +91,10 @@ PATTERNS = (
 )
 # The thread of NCCL's watchdog prints this, and then ends the process with SIGABRT.
 NCCL_WATCHDOG_TEXT = "watchdog caught collective operation timeout"
+# A thread of gloo, which has no Python frame, ends the process with SIGABRT if a peer has sent more bytes than expected. It
+# prints this.
+GLOO_SIZE_TEXT = "op.preamble.length <= op.nbytes"
+PYTHON_FRAME = '  File "'  # in a stack by faulthandler
 # Whole words only: "peer" occurs in "TypeError", and "pipe" in "pipeline".
 HINT_WORDS = re.compile(
     r"\bpeers?\b|connection|connect\b|disconnect|socket|\b(broken)?pipe(error)?\b|\beof(error)?\b|end of file|"
@@ -106,9 +111,21 @@ def classify_exception(encoded: bytes) -> PeerErrorKind | None:
     return min(kinds, key=lambda kind: kind in (PeerErrorKind.POSSIBLY_PEER, PeerErrorKind.HINT), default=None)
 
 
-def classify_death(exit_code: int | None, stderr: str) -> PeerErrorKind | None:
-    """Return PEER_TIMEOUT if NCCL's watchdog ended the rank, by the last lines of its stderr; else None."""
-    return TIMEOUT if exit_code == -signal.SIGABRT and NCCL_WATCHDOG_TEXT in stderr.lower() else None
+def classify_death(exit_code: int | None, stderr: str, crash_stack: str, backend: str) -> PeerErrorKind | None:
+    """Return the kind of peer error if a backend of torch.distributed has ended the rank by abort(), else None.
+
+    Args:
+        exit_code: of the rank; negative if a signal killed it.
+        stderr: its last lines of stderr. Empty if the watcher does not read stderr.
+        crash_stack: what faulthandler wrote. Empty if it wrote nothing.
+        backend: of the collective in which the rank waited. Empty if it is not known to wait.
+    """
+    if exit_code != -signal.SIGABRT:
+        return None
+    if NCCL_WATCHDOG_TEXT in stderr.lower():
+        return PeerErrorKind.PEER_TIMEOUT
+    is_in_thread_of_gloo = backend == "gloo" and bool(crash_stack) and PYTHON_FRAME not in crash_stack
+    return PeerErrorKind.OTHER_SIZE if GLOO_SIZE_TEXT in stderr or is_in_thread_of_gloo else None
 
 
 def _classify_header(header: decoder.ExceptionHeader) -> PeerErrorKind | None:

@@ -1,6 +1,6 @@
 """Looks every few seconds whether the ranks' collectives fit together. Runs in the watcher thread.
 
-    CHECK_SECONDS later --- ask all ranks ---> ranks answer --- all have answered, or ANSWER_SECONDS later ---> find_verdict
+    CHECK_SECONDS later --- ask all ranks ---> ranks answer --- all have answered, or ANSWER_SECONDS later ---> find_verdicts
         MISMATCH, twice ---> the machine's event CollectivesMismatched, which ends the call
         ABSENT or CROSSED, and the first rank has waited for `stall_after` ---> one warning for each collective
         the same if the absent ranks have returned ---> CollectivesMismatched
@@ -22,9 +22,10 @@ from mpwatch.watcher.diagnosis.collective_verdict import (
     CollectiveVerdict,
     Finding,
     VerdictKind,
-    find_verdict,
+    find_verdicts,
     format_stall_warning,
     get_current_collective,
+    select_new_stalls,
 )
 from mpwatch.watcher.machine.transitions import CollectivesMismatched
 from mpwatch.watcher.observers.deferred_log import DeferredLog
@@ -58,6 +59,7 @@ class CollectiveMonitor:
         end_call: passes an event to the state machines.
         on_stall: called on several nodes when other ranks of this node have stalled than before. It gets what they have
             called, or nothing if all go on, and the ranks that have returned. None: there is one node.
+        may_call_again: whether the ranks stay for further calls.
         clock: returns the time of CLOCK_MONOTONIC. A test can replace it.
     """
 
@@ -71,6 +73,7 @@ class CollectiveMonitor:
         call_at: Callable[[float, Callable[[], object]], object],
         end_call: Callable[[CollectivesMismatched], object],
         on_stall: StallCallback | None,
+        may_call_again: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pool = pool
@@ -80,6 +83,7 @@ class CollectiveMonitor:
         self._call_at = call_at
         self._end_call = end_call
         self._on_stall = on_stall
+        self._may_call_again = may_call_again
         self._clock = clock
         self.final_verdict: CollectiveVerdict | None = None
         self._is_started = False
@@ -87,7 +91,7 @@ class CollectiveMonitor:
         self._answers: dict[int, RankCollectives] = {}
         self._last_mismatch: CollectiveVerdict | None = None
         self._warned: set[Finding] = set()
-        self._waits: tuple[Finding | None, float] = None, 0.0  # the last finding, and the seconds between its checks
+        self._waits: dict[Finding, float] = {}  # of the last check: the seconds between the checks that have found it
         self._judged_at = 0.0
         self._called_at = 0.0
         self._known_stall: object = None  # what `on_stall` was called with
@@ -104,7 +108,7 @@ class CollectiveMonitor:
         self._asked.clear()
         self._answers.clear()
         self._warned.clear()
-        self._waits = None, 0.0
+        self._waits.clear()
         self._known_stall = None
         self._called_at = self._clock()
 
@@ -151,34 +155,31 @@ class CollectiveMonitor:
         ]
         if self._on_stall is not None and self._is_checking():
             self._report_stall(self._on_stall, returned)
-        verdict = find_verdict(self._answers, returned)
-        seconds = self._measure_wait(verdict)
-        if not self._is_checking() or verdict is None:
+        verdicts = find_verdicts(self._answers, returned)
+        self._measure_waits(verdicts)
+        if not self._is_checking() or not verdicts:
             self._last_mismatch = None
-        elif verdict.kind is VerdictKind.MISMATCH and verdict == self._last_mismatch:
-            self._finish(verdict)
-        elif verdict.kind is VerdictKind.MISMATCH:
-            self._last_mismatch = verdict
-            self._call_at(self._clock() + CONFIRM_SECONDS, self._check)
-        else:
+        elif verdicts[0].kind is not VerdictKind.MISMATCH:
             self._last_mismatch = None
             if self._on_stall is None:
-                self._handle_stall(verdict, seconds)
-
-    def _measure_wait(self, verdict: CollectiveVerdict | None) -> float:
-        """Return for how many seconds ranks have waited, as far as the checks have seen it."""
-        now = self._clock()
-        gap, self._judged_at = now - self._judged_at, now
-        if verdict is None:
-            self._waits = None, 0.0
-            return 0.0
-        finding, seconds = self._waits
-        if finding == verdict.finding:
-            seconds += min(gap, MAX_GAP_PERIODS * self._period)
+                self._handle_stalls(verdicts)
+        elif verdicts[0] == self._last_mismatch:
+            self._finish(verdicts[0])
         else:
-            seconds = 0.0
-        self._waits = verdict.finding, seconds
-        return min(verdict.seconds, seconds + self._period)  # the wait may have begun just after the check before
+            self._last_mismatch = verdicts[0]
+            self._call_at(self._clock() + CONFIRM_SECONDS, self._check)
+
+    def _measure_waits(self, verdicts: list[CollectiveVerdict]) -> None:
+        """Count for how many seconds ranks have waited, as far as the checks have seen it."""
+        now = self._clock()
+        gap, self._judged_at = min(now - self._judged_at, MAX_GAP_PERIODS * self._period), now
+        known = self._waits
+        self._waits = {
+            verdict.finding: known[verdict.finding] + gap if verdict.finding in known else 0.0 for verdict in verdicts
+        }
+
+    def _get_wait(self, verdict: CollectiveVerdict) -> float:
+        return min(verdict.seconds, self._waits[verdict.finding] + self._period)  # it may have begun just after a check
 
     def _report_stall(self, on_stall: StallCallback, returned: list[int]) -> None:
         assert self._stall_after is not None
@@ -198,12 +199,16 @@ class CollectiveMonitor:
         self.final_verdict = verdict
         self._end_call(CollectivesMismatched())
 
-    def _handle_stall(self, verdict: CollectiveVerdict, seconds: float) -> None:
+    def _handle_stalls(self, verdicts: list[CollectiveVerdict]) -> None:
         assert self._stall_after is not None
-        if seconds < self._stall_after:
+        stalls = [verdict for verdict in verdicts if self._get_wait(verdict) >= self._stall_after]
+        final = next((stall for stall in stalls if self._is_final(stall)), None)
+        if final is not None:
+            self._finish(final)
             return
-        if verdict.have_returned:
-            self._finish(verdict)
-        elif verdict.finding not in self._warned:
-            self._warned.add(verdict.finding)
-            self._deferred_log.warning("%s", format_stall_warning(verdict, self._answers, seconds))
+        for stall in select_new_stalls(stalls, self._warned):
+            self._deferred_log.warning("%s", format_stall_warning(stall, self._answers, self._get_wait(stall)))
+
+    def _is_final(self, stall: CollectiveVerdict) -> bool:
+        """Whether ranks that have returned will never join. In a later call they may, if no rank waits for them now."""
+        return stall.have_returned and (stall.is_blocking or not self._may_call_again)

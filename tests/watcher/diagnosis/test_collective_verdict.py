@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from mpwatch.results.collective import Collective, CollectiveState
 from mpwatch.results.rank_collectives import RankCollectives
-from mpwatch.watcher.diagnosis.collective_verdict import VerdictKind, find_verdict, get_current_collective
+from mpwatch.watcher.diagnosis.collective_verdict import (
+    VerdictKind,
+    find_verdict,
+    find_verdicts,
+    get_current_collective,
+    select_new_stalls,
+)
 
 WORLD = (0, 1, 2)
 DONE, WAITING = CollectiveState.COMPLETED, CollectiveState.WAITING
@@ -37,8 +43,16 @@ def waiting(name, sequence, *shape, **details):
     return call(name, sequence, *shape, state=WAITING, **details)
 
 
+def answer(rank, *calls, **details):
+    return RankCollectives(collectives=calls, **{"rank_in_world": rank, **details})
+
+
+def answers_of(*calls_of_ranks):
+    return {rank: answer(rank, *calls) for rank, calls in enumerate(calls_of_ranks)}
+
+
 def verdict_of(*calls_of_ranks, returned=()):
-    return find_verdict({rank: RankCollectives(collectives=calls) for rank, calls in enumerate(calls_of_ranks)}, returned)
+    return find_verdict(answers_of(*calls_of_ranks), returned)
 
 
 FIRST = call("all_reduce", 1, 16)
@@ -193,33 +207,24 @@ def test_two_ranks_that_wait_for_one_another():
 
 
 def test_a_rank_that_has_not_answered_is_not_blamed():
-    answers = {rank: RankCollectives(collectives=(waiting("barrier", 1),)) for rank in (0, 2)}
+    answers = {rank: answer(rank, waiting("barrier", 1)) for rank in (0, 2)}
     assert find_verdict(answers) is None
 
 
 def test_a_rank_whose_old_collectives_are_forgotten_may_have_joined():
     answers = {
-        0: RankCollectives(collectives=(waiting("barrier", 1),)),
-        1: RankCollectives(collectives=(call("barrier", 900, group="1", ranks=(1,)),), has_all=False),
+        0: answer(0, waiting("barrier", 1)),
+        1: answer(1, call("barrier", 900, group="1", ranks=(1,)), has_all=False),
     }
     assert find_verdict(answers) is None
     answers[1] = replace(answers[1], has_all=True)
     assert find_verdict(answers).blamed == (1,)
 
 
-def test_a_destroyed_group_is_known_by_the_other_ranks():
-    """A rank that has returned has destroyed its process group, and no longer knows the group's ranks."""
-    verdict = verdict_of(
-        (waiting("broadcast", 1, 8),), (waiting("all_reduce", 1, 16),), (call("broadcast", 1, 8, ranks=()),), returned=[2]
-    )
-    assert verdict.blamed == (1,)
-
-
 def test_a_rank_that_has_not_returned_may_not_have_made_the_new_group_yet():
     """The new group has the name and the ranks of the one that was destroyed."""
-    verdict = verdict_of(
-        (waiting("broadcast", 1, 8),), (waiting("broadcast", 1, 8),), (call("all_reduce", 1, 16, ranks=()),)
-    )
+    new = waiting("broadcast", 1, 8, group_number=2)
+    verdict = verdict_of((new,), (new,), (call("all_reduce", 1, 16),))
     assert (verdict.kind, verdict.blamed) == (VerdictKind.ABSENT, (2,))
 
 
@@ -273,14 +278,101 @@ def test_the_current_collective_is_the_one_that_waits():
 
 def test_answers_survive_json():
     odd = waiting("all_reduce", 2, 4, 4, root=1, reduce_op="SUM", place="é.py:2 in f", seconds=0.5)
-    answer = RankCollectives(collectives=(FIRST, odd, call("barrier", 3)), place="a.py:1 in f", has_all=False)
-    assert RankCollectives.from_json(answer.to_json()) == answer
+    sent = answer(1, FIRST, odd, call("barrier", 3), place="a.py:1 in f", has_all=False, world="29500 1")
+    assert RankCollectives.from_json(sent.to_json()) == sent
+    assert RankCollectives.from_json(RankCollectives().to_json()) == RankCollectives()
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "1", '{"place": "", "has_all": true, "collectives": [{}]}'])
 def test_other_texts_are_refused(text):
     with pytest.raises((ValueError, KeyError, TypeError)):
         RankCollectives.from_json(text)
+
+
+# --- torch's ranks and mpwatch's ---
+
+
+def make_worlds(*worlds, late=()):
+    """Return answers of worlds of two ranks each. The ranks wait in an all_reduce of another size, but for the late ones."""
+    answers = {}
+    for rank in range(2 * len(worlds)):
+        calls = [] if rank in late else [waiting("all_reduce", 1, 4 + rank // 2, ranks=(0, 1))]
+        answers[rank] = answer(rank % 2, *calls, world=worlds[rank // 2])
+    return answers
+
+
+def test_ranks_of_two_worlds_are_not_compared():
+    assert find_verdict(make_worlds("29500 1", "29501 1")) is None
+
+
+def test_the_rank_that_is_late_in_its_world_is_blamed():
+    verdict = find_verdict(make_worlds("29500 1", "29501 1", late=[3]), returned=[0, 1])
+    assert (verdict.blamed, verdict.have_returned) == ((3,), False)
+    assert "in which rank 2 waits" in verdict.sentence
+
+
+def test_nothing_is_said_of_worlds_that_cannot_be_told_apart():
+    assert find_verdict(make_worlds("", "", late=[3])) is None
+
+
+def test_the_user_may_number_the_ranks():
+    """torch's rank 0 is mpwatch's rank 2. Rank 0 has returned, and is not in the group."""
+    pair = {"group": "1", "ranks": (0, 1)}
+    answers = {
+        0: answer(2, call("barrier", 1)),
+        1: answer(1, call("barrier", 1)),
+        2: answer(0, waiting("all_reduce", 1, **pair)),
+    }
+    verdict = find_verdict(answers, returned=[0])
+    assert (verdict.blamed, verdict.have_returned) == ((1,), False)
+
+
+def test_groups_of_unknown_ranks_are_not_compared():
+    """The user has made them without init_process_group: two groups may have the same name."""
+    assert verdict_of((waiting("all_reduce", 1, 16, ranks=()),), (waiting("all_gather", 1, 4, ranks=()),)) is None
+
+
+def test_a_rank_without_a_world_is_not_in_a_group():
+    answers = answers_of((waiting("all_reduce", 1, 16),), ())
+    assert find_verdict({**answers, 1: replace(answers[1], rank_in_world=None)}) is None
+
+
+# --- Several findings ---
+
+
+def test_all_stalls_are_found_the_longest_wait_first():
+    pair, other = {"group": "1", "ranks": (0, 1)}, {"group": "2", "ranks": (2, 3)}
+    answers = answers_of(
+        (waiting("all_reduce", 3, 4, seconds=0.1, **pair),),
+        (call("all_reduce", 2, 4, **pair),),
+        (waiting("all_reduce", 31, 4, seconds=9.0, **other),),
+        (call("all_reduce", 30, 4, **other),),
+    )
+    assert [verdict.blamed for verdict in find_verdicts(answers)] == [(3,), (1,)]
+    assert [verdict.blamed for verdict in find_verdicts(answers, returned=[1])] == [(1,), (3,)]
+
+
+def test_ranks_that_wait_for_one_another_are_found_beside_a_rank_that_is_late():
+    pair, other = {"group": "1", "ranks": (0, 1)}, {"ranks": (2, 3)}
+    answers = answers_of(
+        (waiting("all_reduce", 3, 4, **pair),),
+        (call("all_reduce", 2, 4, **pair),),
+        (waiting("barrier", 1, group="2", **other),),
+        (waiting("barrier", 1, group="3", **other),),
+    )
+    assert [verdict.kind for verdict in find_verdicts(answers)] == [VerdictKind.ABSENT, VerdictKind.CROSSED]
+
+
+def test_one_warning_for_ranks_that_wait_in_several_groups_for_the_same_rank():
+    answers = answers_of(
+        (waiting("barrier", 1, group="1", ranks=(0, 2)),), (waiting("barrier", 1, group="2", ranks=(1, 2)),), ()
+    )
+    warned = set()
+    stalls = find_verdicts(answers)
+    assert [stall.blamed for stall in stalls] == [(2,), (2,)]
+    assert select_new_stalls(stalls, warned) == stalls[:1]
+    assert select_new_stalls(stalls, warned) == []
+    assert select_new_stalls(stalls[1:], set()) == stalls[1:]
 
 
 # --- Histories: ranks that run the same program, one of which deviates.

@@ -174,8 +174,13 @@ def waiting(name, sequence, **details):
     return call(name, sequence, CollectiveState.WAITING, **details)
 
 
-def with_calls(rank, *calls):
-    return {**rank, "collectives": RankCollectives(collectives=calls)}
+def with_calls(what, *calls):
+    return {**what, "collectives": RankCollectives(collectives=calls)}
+
+
+def numbered(*ranks):
+    """Return the ranks with their numbers in torch's world."""
+    return [{**what, "collectives": replace(what["collectives"], rank_in_world=rank)} for rank, what in enumerate(ranks)]
 
 
 LOST = with_calls(rank_that_raised(CONNECTION_LOST_ERROR, 9.0), call("barrier", 1), call("barrier", 2))
@@ -185,24 +190,24 @@ LATE = with_calls(STOPPED_RANK, call("barrier", 1))
 
 def test_a_late_rank_cannot_break_a_connection():
     """A process that mpwatch does not know may have done so."""
-    result = diagnose(make_observations(LOST, LATE, LOST))
+    result = diagnose(make_observations(*numbered(LOST, LATE, LOST)))
     assert all(failure.is_secondary for failure in result.failures.values())
     assert 1 not in result.failures
 
 
 def test_a_late_rank_is_blamed_if_others_have_timed_out():
-    result = diagnose(make_observations(TIMED_OUT, LATE, LOST))
+    result = diagnose(make_observations(*numbered(TIMED_OUT, LATE, LOST)))
     assert (result.root_cause.rank, result.root_cause.kind) == (1, FailureKind.HANG)
 
 
 def test_a_rank_that_has_returned_is_blamed_and_not_one_that_is_late():
-    result = diagnose(make_observations(LOST, LATE, with_calls(rank_that_returned(), call("barrier", 1))))
+    result = diagnose(make_observations(*numbered(LOST, LATE, with_calls(rank_that_returned(), call("barrier", 1)))))
     assert (result.root_cause.rank, result.root_cause.kind) == (2, FailureKind.MISMATCH)
     assert result.failures.keys() == {0, 2}
 
 
 def test_a_collective_that_has_failed_is_not_completed():
-    result = diagnose(make_observations(LOST, LATE, with_calls(rank_that_returned(), call("barrier", 1))))
+    result = diagnose(make_observations(*numbered(LOST, LATE, with_calls(rank_that_returned(), call("barrier", 1)))))
     assert result.collectives[0].state is CollectiveState.WAITING
     assert result.failures[0].collective == result.collectives[0]
 
@@ -210,7 +215,7 @@ def test_a_collective_that_has_failed_is_not_completed():
 def test_the_verdict_that_has_ended_the_attempt_stays():
     """The odd rank does not answer at the end."""
     odd, usual, late = (waiting("broadcast", 2), waiting("barrier", 2), call("barrier", 1))
-    answers = {rank: RankCollectives(collectives=(found,)) for rank, found in enumerate((usual, late, odd, usual))}
+    answers = make_answers(usual, late, odd, usual)
     answers = {rank: replace_ranks(answer, (0, 1, 2, 3)) for rank, answer in answers.items()}
     verdict = find_verdict(answers)
     ranks = [{**STOPPED_RANK, "collectives": None if rank == 2 else answers[rank]} for rank in answers]
@@ -224,14 +229,17 @@ def test_the_verdict_that_has_ended_the_attempt_stays():
     )
 
 
+def make_answers(*calls):
+    return {rank: RankCollectives(collectives=(found,), rank_in_world=rank) for rank, found in enumerate(calls)}
+
+
 def replace_ranks(answer, ranks):
     return replace(answer, collectives=tuple(replace(found, ranks=ranks) for found in answer.collectives))
 
 
 def test_a_verdict_on_ranks_that_are_restarted_on_their_own():
     """With scope="worker" each rank has an attempt of its own."""
-    answers = {rank: RankCollectives(collectives=(found,)) for rank, found in enumerate([waiting("barrier", 1)] * 2)}
-    verdict = find_verdict({**answers, 2: RankCollectives(collectives=(waiting("broadcast", 1),))})
+    verdict = find_verdict(make_answers(waiting("barrier", 1), waiting("barrier", 1), waiting("broadcast", 1)))
     assert verdict.blamed == (2,)
     result = diagnose(make_observations(with_calls(STOPPED_RANK, waiting("barrier", 1)), collective_verdict=verdict))
     assert (result.failures, result.reason) == ({}, verdict.sentence)
@@ -240,7 +248,7 @@ def test_a_verdict_on_ranks_that_are_restarted_on_their_own():
 @pytest.mark.parametrize(("seconds", "is_named"), [(1.0, False), (60.0, True)])
 def test_an_interrupted_run_names_the_rank_for_which_others_have_waited_long(seconds, is_named):
     ranks = [with_calls({}, waiting("barrier", 1, ranks=(0, 1), seconds=seconds)), with_calls({})]
-    result = diagnose(make_observations(*ranks, stop_reason=StopReason.INTERRUPTED, signum=signal.SIGINT))
+    result = diagnose(make_observations(*numbered(*ranks), stop_reason=StopReason.INTERRUPTED, signum=signal.SIGINT))
     text = "the run was stopped: this process received SIGINT"
     late = "; rank 1 has not joined barrier #1 (default group), in which rank 0 waits; it has called no collective"
     assert result.reason == (text + late if is_named else text)

@@ -212,7 +212,7 @@ def test_a_peer_error_is_not_the_cause_even_if_it_comes_first(barrier):
 
 def test_a_report_without_a_primary_failure_says_so(barrier):
     error = fail(failing_functions.raises_connection_closed_by_peer, barrier)
-    assert str(error).startswith("no rank was seen to fail by itself; the first to report a lost or late peer: rank 1:")
+    assert str(error).startswith("no rank was seen to fail by itself; the first to report a problem with a peer: rank 1:")
 
 
 def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(barrier):

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_exception
+from mpwatch.watcher.diagnosis.peer_errors import PeerErrorKind, classify_death, classify_exception
 from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 
 LOST, TIMEOUT, POSSIBLY = PeerErrorKind.CONNECTION_LOST, PeerErrorKind.PEER_TIMEOUT, PeerErrorKind.POSSIBLY_PEER
@@ -121,6 +121,28 @@ def test_texts_of_nccl(text, kind):
         raise DistBackendError(text)
 
     assert classify(fail) is kind
+
+
+WITHOUT_FRAMES = "Fatal Python error: Aborted\n\n\nExtension modules: torch._C (total: 1)"
+WITH_FRAMES = 'Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n  File "a.py", line 1 in f'
+GLOO_TEXT = "what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 12 vs 8."
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "stderr", "crash_stack", "backend", "kind"),
+    [
+        (-6, GLOO_TEXT, "", "", PeerErrorKind.OTHER_SIZE),
+        (-6, "", WITHOUT_FRAMES, "gloo", PeerErrorKind.OTHER_SIZE),
+        (-6, "", WITH_FRAMES, "gloo", None),
+        (-6, "", WITHOUT_FRAMES, "", None),  # the rank did not wait in a collective
+        (-6, "", WITHOUT_FRAMES, "nccl", None),
+        (-6, "", "", "gloo", None),
+        (-11, GLOO_TEXT, WITHOUT_FRAMES, "gloo", None),
+        (-6, "Watchdog caught collective operation timeout", "", "nccl", TIMEOUT),
+    ],
+)
+def test_deaths_because_of_a_peer(exit_code, stderr, crash_stack, backend, kind):
+    assert classify_death(exit_code, stderr, crash_stack, backend) is kind
 
 
 @pytest.mark.parametrize("text", ["cannot pickle (TypeError: a lock)", "the pipeline has 3 stages", "presets", "typeof x"])

@@ -7,23 +7,25 @@ import pytest
 from mpwatch.results.collective import Collective, CollectiveState
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.observers.collective_monitor import MIN_CHECK_SECONDS, CollectiveMonitor
+from mpwatch.wire.messages import MessageKind
 
 WORLD = tuple(range(3))
 
 
-def call(sequence, state=CollectiveState.COMPLETED, name="barrier", seconds=0.0):
-    return Collective(name=name, sequence=sequence, group="default", ranks=WORLD, state=state, seconds=seconds)
+def call(sequence, state=CollectiveState.COMPLETED, name="barrier", seconds=0.0, **details):
+    return Collective(name=name, sequence=sequence, group="default", ranks=WORLD, state=state, seconds=seconds, **details)
 
 
 class Ranks:
     """Ranks that answer at once, and the monitor that asks them. `calls` has what each rank has called, and when."""
 
-    def __init__(self, stall_after=60.0, *, is_multi_node=False):
+    def __init__(self, stall_after=60.0, *, is_multi_node=False, may_call_again=False):
         self.now = 1000.0
         self.calls = [[] for _ in WORLD]
         self.returned = set()
         self.actions, self.warnings, self.ends, self.stalls = [], [], [], []
         self.is_mute = False
+        self.place = ""  # where the main threads wait, if they do
         self.pool = SimpleNamespace(handles={})
         self.monitor = CollectiveMonitor(
             self.pool,
@@ -33,6 +35,7 @@ class Ranks:
             call_at=lambda at, action: self.actions.append((at, action)),
             end_call=self.ends.append,
             on_stall=(lambda answers, returned: self.stalls.append((answers, returned))) if is_multi_node else None,
+            may_call_again=may_call_again,
             clock=lambda: self.now,
         )
         self.start()
@@ -57,8 +60,10 @@ class Ranks:
         """Let a rank answer: it waits in its last collective."""
         answer = RankCollectives(
             collectives=tuple(
-                call(number, CollectiveState.WAITING, name, self.now - at) for number, name, at in self.calls[rank][-1:]
-            )
+                call(number, CollectiveState.WAITING, name, self.now - at, place=self.place)
+                for number, name, at in self.calls[rank][-1:]
+            ),
+            rank_in_world=rank,
         )
         self.monitor.add(self.pool.handles[rank], answer)
 
@@ -103,6 +108,21 @@ def test_ranks_that_come_one_after_the_other_are_one_finding():
     ranks.wait_in(2, 1)
     ranks.run(70.0)
     assert len(ranks.warnings) == 1
+
+
+def finish(ranks, rank):
+    """Let a rank return from its function."""
+    ranks.pool.handles[rank].observations.answer = SimpleNamespace(kind=MessageKind.RETURNED)
+
+
+@pytest.mark.parametrize(("may_call_again", "place", "ends"), [(False, "", 1), (True, "", 0), (True, "a.py:1 in f", 1)])
+def test_a_rank_that_has_returned_ends_the_call_unless_it_may_join_in_a_later_call(may_call_again, place, ends):
+    ranks = Ranks(may_call_again=may_call_again)
+    ranks.place = place
+    ranks.wait_in(2, 0, 1)
+    finish(ranks, 2)
+    ranks.run(62.0)
+    assert (len(ranks.ends), len(ranks.warnings)) == (ends, 1 - ends)
 
 
 def test_the_time_in_which_the_program_is_stopped_does_not_count():
