@@ -6,7 +6,6 @@ import threading
 from types import MappingProxyType
 
 import pytest
-import torch
 
 import mpwatch
 from mpwatch import PerRank
@@ -16,12 +15,6 @@ from support.programs import python
 
 def get_arguments(*args, **kwargs):
     return functions.rank(), args, kwargs
-
-
-def sum_tensor(tensor):
-    total = tensor.sum().item()
-    tensor.zero_()
-    return total
 
 
 def test_each_rank_gets_its_own_value():
@@ -44,12 +37,6 @@ def test_calls_of_a_group():
         with pytest.raises(mpwatch.LaunchError, match=r"^args\[0\].values\[1\]\['lock'\], a .*lock, which cannot be sent"):
             group.run(functions.double, (PerRank([1, {"lock": threading.Lock()}]),))
         assert list(group.run(functions.double, (1,))) == [2, 2]
-
-
-def test_slices_of_a_tensor():
-    tensor = torch.arange(400_000)
-    result = mpwatch.run(sum_tensor, 4, args=(PerRank(tensor.chunk(4)),))
-    assert list(result) == [part.sum().item() for part in tensor.chunk(4)]
 
 
 def test_a_restarted_rank_gets_its_value_again():

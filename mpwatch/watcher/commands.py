@@ -5,6 +5,7 @@
 
     command           answer
     PendingCall       its `observations` and `is_done`
+    CallEvent         none
     StatusRequest     its `statuses`; any thread may wait for its `is_answered`
     StacksRequest     its `stacks`; the same
     RestartCommand    none; it is itself the answer to what the watcher thread has passed to `request_decision`
@@ -78,17 +79,29 @@ class WakeupPipe:
 
 @dataclass(eq=False)
 class PendingCall:
-    """One call of all ranks, and its answer."""
+    """One call, and its answer."""
 
     payload: Payload
     started_at: float
     """In seconds of CLOCK_MONOTONIC."""
     timeout: float | None
     """Seconds from `started_at` on."""
+    ranks: tuple[int, ...] | None = None
+    """The ranks to call, in order. None: all."""
     observations: list[AttemptObservations] = field(default_factory=list)
     """One for each restart group, as soon as the call has ended. Empty if a rank had been lost before the call came."""
     is_done: bool = False
     """Whether the call has ended and the ranks stay. If the ranks end with the call, only `observations` are set."""
+    lost_ranks: tuple[int, ...] = ()
+    """The ranks of other calls, or without a call, whose loss has ended this call."""
+
+
+@dataclass(frozen=True, eq=False)
+class CallEvent:
+    """An event for the ranks of one call of a WorkerGroup alone."""
+
+    call: PendingCall
+    event: Event
 
 
 @dataclass(eq=False)
@@ -145,7 +158,15 @@ class DelayedAction:
 
 
 Command = (
-    Event | PendingCall | StatusRequest | StacksRequest | TerminalRestore | TerminalModes | RestartCommand | DelayedAction
+    Event
+    | CallEvent
+    | PendingCall
+    | StatusRequest
+    | StacksRequest
+    | TerminalRestore
+    | TerminalModes
+    | RestartCommand
+    | DelayedAction
 )
 
 

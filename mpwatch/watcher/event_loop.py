@@ -28,13 +28,16 @@ import platform
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from mpwatch.errors import LaunchError
 from mpwatch.events.types import WorkerStarted
 from mpwatch.options.spec import GroupSpec
 from mpwatch.results.failure import format_exit
+from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.commands import (
+    CallEvent,
     CommandQueue,
     DebuggerSocket,
     DelayedAction,
@@ -101,6 +104,7 @@ class EventLoop:
         on_outcome_change: OutcomeCallback,
         on_stall: StallCallback | None,
     ) -> None:
+        self._keep_ranks = keep_ranks
         setups_of_groups = [setups] if spec.policy.scope == "group" else [[setup] for setup in setups]
         self._groups = [RestartGroup(spec, setups, event_bus, keep_ranks=keep_ranks) for setups in setups_of_groups]
         self._group_by_rank = {rank: group for group in self._groups for rank in group.setups}
@@ -112,10 +116,7 @@ class EventLoop:
         self._deferred_log = deferred_log
         self._oom = OomDetector(deferred_log)
         self._on_outcome_change = on_outcome_change
-        # `_take_commands` stores a call here and returns StartCall. For that event `_start_call` makes it the running call,
-        # unless it comes too late.
-        self._next_call: PendingCall | None = None
-        self._running_call: PendingCall | None = None  # the call that the ranks are executing
+        self._lost_ranks: list[int] = []  # of a WorkerGroup: those that have ended first, so that all others end, too
         self._delayed_actions: list[DelayedAction] = []
         self._stack_requests = StackRequests(
             self._pool,
@@ -124,16 +125,10 @@ class EventLoop:
             format_stacks=self._format_stacks,
             call_at=self._call_at,
         )
-        self._collective_monitor = CollectiveMonitor(
-            self._pool,
-            spec.stall_after,
-            deferred_log,
-            is_checking=lambda: all(group.machine.are_limits_active() for group in self._unfinished_groups),
-            call_at=self._call_at,
-            end_call=commands.post,
-            on_stall=on_stall,
-            may_call_again=keep_ranks,
-        )
+        self._stall_after = spec.stall_after
+        self._on_stall = on_stall
+        monitor = None if keep_ranks else self._make_monitor(None)
+        self._monitors = {group: monitor or self._make_monitor(group) for group in self._groups}
         self._is_multi_node = on_stall is not None
         self._death_clock = DeathClock()
         self._hostname = platform.node()
@@ -146,11 +141,37 @@ class EventLoop:
                 self._start_all_ranks()
                 self._handle_events_until_finished()
             helpers_oom = self._oom.resolve_suspects()
-        if self._running_call is not None:  # the ranks have ended with this call
-            self._running_call.observations = [self._get_observations(group, helpers_oom) for group in self._groups]
+        for group in self._groups:
+            if group.call is not None:  # the ranks have ended with this call
+                group.call.observations.append(self._get_observations(group, helpers_oom))
+
+    def _make_monitor(self, group: RestartGroup | None) -> CollectiveMonitor:
+        """Make the monitor of the collectives in one group of a WorkerGroup. None: in all groups of a run."""
+
+        def is_checking() -> bool:
+            return all(each.machine.are_limits_active() for each in ([group] if group else self._unfinished_groups))
+
+        def list_handles() -> list[RankHandle]:
+            ranks = self._pool.handles.keys() & group.setups.keys() if group else self._pool.handles.keys()
+            return [self._pool.handles[rank] for rank in sorted(ranks)]
+
+        def end_call(event: m.CollectivesMismatched) -> None:
+            call = group.call if group else None
+            self._commands.post(event if call is None else CallEvent(call, event))
+
+        return CollectiveMonitor(
+            list_handles,
+            self._stall_after,
+            self._deferred_log,
+            is_checking=is_checking,
+            call_at=self._call_at,
+            end_call=end_call,
+            on_stall=self._on_stall,
+            may_call_again=self._keep_ranks,
+        )
 
     def _get_observations(self, group: RestartGroup, helpers_oom: str) -> AttemptObservations:
-        verdict = self._collective_monitor.final_verdict
+        verdict = self._monitors[group].final_verdict
         return group.observations(hostname=self._hostname, helpers_oom=helpers_oom, collective_verdict=verdict)
 
     def _start_all_ranks(self) -> None:
@@ -201,12 +222,11 @@ class EventLoop:
 
     # ---- what is read in a wake-up, as events
 
-    def _take_commands(self) -> list[m.Event]:
-        events: list[m.Event] = []
+    def _take_commands(self) -> list[m.Event | CallEvent]:
+        events: list[m.Event | CallEvent] = []
         for command in self._commands.take():
             if isinstance(command, PendingCall):
-                self._next_call = command
-                events.append(m.StartCall(command.started_at, command.timeout))
+                events.append(CallEvent(command, m.StartCall(command.started_at, command.timeout)))
             elif isinstance(command, StatusRequest) and events:
                 self._commands.post(command)  # for the next wake-up: these events may start the call
             elif isinstance(command, StatusRequest):
@@ -247,6 +267,10 @@ class EventLoop:
             return []
         if message.kind is MessageKind.COLLECTIVES:
             self._open_collectives_socket(handle, message)
+            return []
+        if message.kind is MessageKind.CALLED_COLLECTIVES:
+            with suppress(ValueError, LookupError, TypeError):  # the rank has overwritten its own memory
+                observed.collectives = observed.collectives or RankCollectives.from_json(message.body)
             return []
         if message.kind is MessageKind.EXIT_BLOCKED:
             self._group_of(rank).exit_blockers[rank] = message.body.decode()
@@ -291,7 +315,7 @@ class EventLoop:
         read = partial(self._on_crash_data if message.body else self._on_collectives, handle)
         handle.collective_sockets.open(self._pool.selector, message.fd, read, is_crash_socket=bool(message.body))
         if not message.body:
-            self._collective_monitor.start()
+            self._monitor_of(handle).start()
 
     def _on_collectives(self, handle: RankHandle) -> list[m.Event]:
         """Read a rank's answer. A rank that crashes may die then."""
@@ -303,7 +327,7 @@ class EventLoop:
             observed.collectives_at = time.monotonic()
         if not was_pending or sockets.is_pending:
             return []
-        self._collective_monitor.add(handle, answer)
+        self._monitor_of(handle).add(handle, answer)
         self._stack_requests.add_collectives(handle, answer)
         if sockets.is_crashing:
             handle.stack_parser.feed(sockets.read_crash())
@@ -318,6 +342,9 @@ class EventLoop:
         else:
             handle.stack_parser.feed(sockets.read_crash())
         return []
+
+    def _monitor_of(self, handle: RankHandle) -> CollectiveMonitor:
+        return self._monitors[self._group_of(handle.observations.worker.rank)]
 
     def _request_collectives(self, group: RestartGroup) -> None:
         """Ask the ranks of a group for their collectives, for the report. Ranks that have answered are not asked again."""
@@ -392,7 +419,7 @@ class EventLoop:
 
     # ---- what follows: state machines, actions, changes of state
 
-    def _handle_events(self, events: list[m.Event]) -> list[m.Event]:
+    def _handle_events(self, events: list[m.Event | CallEvent]) -> list[m.Event | CallEvent]:
         """Hand all events of one wake-up to the state machines, and then execute their actions.
 
         Return the events that the actions have caused at once.
@@ -408,7 +435,9 @@ class EventLoop:
         self._oom.add_suspects(handle.observations for handle in dead_handles if may_be_oom_kill(handle.observations))
         for group in groups_to_check:
             actions += [(group, action) for action in group.handle_deadline(now)]
-        new_events = [event for group, action in actions for event in self._execute(group, action)]
+        new_events: list[m.Event | CallEvent] = [
+            event for group, action in actions for event in self._execute(group, action)
+        ]
         for handle in dead_handles:
             self._pool.reap(handle)
         for group in groups_to_check:
@@ -416,37 +445,75 @@ class EventLoop:
         self._publish_state()
         return new_events
 
-    def _groups_of(self, event: m.Event) -> Sequence[RestartGroup]:
-        return (self._group_of(event.rank),) if isinstance(event, m.RankEvent) else list(self._unfinished_groups)
+    def _groups_of(self, event: m.Event | CallEvent) -> Sequence[RestartGroup]:
+        if isinstance(event, m.RankEvent):
+            return (self._group_of(event.rank),)
+        if not isinstance(event, CallEvent) or not self._keep_ranks:
+            return list(self._unfinished_groups)
+        if isinstance(event.event, m.StartCall):
+            return self._find_idle_group(event.call)
+        return [group for group in self._unfinished_groups if group.call is event.call]
+
+    def _find_idle_group(self, call: PendingCall) -> list[RestartGroup]:
+        """Return the group of idle ranks that a call needs, and divide or join groups for that.
+
+        Return none if the call comes too late, since ranks are lost. Then the others are about to end, too.
+        """
+        ranks = set(self._group_by_rank if call.ranks is None else call.ranks)
+        idle = [group for group in self._unfinished_groups if group.machine.stage is m.RunStage.IDLE]
+        for group in idle:
+            if group.setups.keys() == ranks:
+                return [group]
+        if not ranks <= {rank for group in idle for rank in group.setups}:
+            return []
+        first, *others = idle
+        for other in others:
+            first.absorb(other)
+            self._groups.remove(other)
+            self._unfinished_groups.remove(other)
+            self._monitors.pop(other).close()
+        if first.setups.keys() != ranks:
+            self._groups.append(first.split(ranks))
+            self._unfinished_groups.append(self._groups[-1])
+            self._monitors[self._groups[-1]] = self._make_monitor(self._groups[-1])
+        self._group_by_rank = {rank: group for group in self._groups for rank in group.setups}
+        return [self._group_by_rank[next(iter(ranks))]]
 
     def _group_of(self, rank: int) -> RestartGroup:
         """Return the rank's group. On several nodes there is one group, and its ranks change from start to start."""
         return self._group_by_rank[rank] if len(self._groups) > 1 else self._groups[0]
 
-    def _handle_event(self, group: RestartGroup, event: m.Event, now: float) -> list[m.Action]:
-        if isinstance(event, m.StartCall) and not self._start_call(group):
-            return []
+    def _handle_event(self, group: RestartGroup, event: m.Event | CallEvent, now: float) -> list[m.Action]:
+        if isinstance(event, CallEvent):
+            if isinstance(event.event, m.StartCall) and not self._start_call(group, event.call):
+                return []
+            return group.handle(event.event, now)
+        if isinstance(event, m.Abort) and self._keep_ranks and group.machine.is_call_running():
+            assert group.call is not None
+            group.call.lost_ranks = tuple(self._lost_ranks)
         if isinstance(event, m.Exited) and group.machine.stage is m.RunStage.IDLE:
             observed = self._pool.handles[event.rank].observations
             how = "ended" if observed.exit_code is None else format_exit(observed.exit_code)
-            text = "rank %d (pid %s) %s while no call was running; the next call restarts all ranks"
+            text = "rank %d (pid %s) %s while it had no call; the next call restarts all ranks"
             self._deferred_log.warning(text, event.rank, observed.pid, how)
         return group.handle(event, now)
 
-    def _start_call(self, group: RestartGroup) -> bool:
-        """Prepare the ranks for `_next_call`. Return False if the call comes too late, since a rank has been lost.
+    def _start_call(self, group: RestartGroup, call: PendingCall) -> bool:
+        """Prepare the ranks for a call. Return False if the call comes too late, since a rank has been lost.
 
         The caller sees that a call came too late when all ranks have ended: the call has no observations.
         """
         if not group.setups:  # on several nodes, before the first round: the ranks are not known yet
-            self._running_call = self._next_call
+            group.call = call
             return True
         handles = [self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles]
         is_whole = len(handles) == len(group.setups) and all(handle.observations.died_at is None for handle in handles)
         if group.machine.stage is not m.RunStage.IDLE or not is_whole:
             return False
-        self._running_call = self._next_call
-        self._collective_monitor.begin_call()
+        group.call = call
+        self._monitors[group].begin_call()
+        if any(handle.collective_sockets.is_open for handle in handles):
+            self._monitors[group].start()
         for handle in handles:
             group.observed[handle.observations.worker.rank] = handle.reset_observations()
             self._pool.clear_heartbeat(handle)
@@ -455,15 +522,15 @@ class EventLoop:
     def _execute(self, group: RestartGroup, action: m.Action) -> list[m.Event]:
         """Execute an action, and return the events that it causes at once."""
         if isinstance(action, m.StartRank):
-            self._collective_monitor.begin_call()
+            self._monitors[group].begin_call()
             self._pool.wait_for_helpers()
             self._start_rank(group, action.rank)
             return []
         handle = self._pool.handles[action.rank]
         observed = handle.observations
         if isinstance(action, m.CallRank):
-            assert self._running_call is not None
-            self._pool.send_call(handle, self._running_call.payload)
+            assert group.call is not None
+            self._pool.send_call(handle, group.call.payload)
         elif isinstance(action, m.RequestExit):
             handle.send(MessageKind.SHUTDOWN)
         elif isinstance(action, m.DumpStacks):
@@ -493,7 +560,7 @@ class EventLoop:
             self._pool.abandon(handle)
         return []
 
-    def _handle_stage_change(self, group: RestartGroup) -> list[m.Event]:
+    def _handle_stage_change(self, group: RestartGroup) -> list[m.Event | CallEvent]:
         """Do what follows from the stage that the group's machine has reached. Return the event for the other groups."""
         stage_before, stop_reason_before = group.known_stage, group.known_stop_reason
         group.read_machine()
@@ -505,26 +572,32 @@ class EventLoop:
             self._on_outcome_change(group.machine)
         if is_new_stage and stage in (m.RunStage.AWAITING_ROOT_CAUSE, m.RunStage.DUMPING_STACKS):
             self._request_collectives(group)
-        if stage is m.RunStage.IDLE and self._running_call is not None:
-            self._finish_call(self._running_call, group)
+        if stage is m.RunStage.IDLE and group.call is not None:
+            self._finish_call(group.call, group)
+            if self._lost_ranks:
+                return [m.Abort()]
+        elif self._keep_ranks and is_new_stage and stage in (m.RunStage.SHUTTING_DOWN, m.RunStage.TERMINATING):
+            self._lost_ranks = self._lost_ranks or sorted(group.setups)
+            return [m.Abort()]  # the ranks of a WorkerGroup end together
         elif stage is m.RunStage.AWAITING_DECISION and is_new_stage:
             helpers_oom = self._oom.resolve_suspects()
             self._commands.request_decision(self._get_observations(group, helpers_oom))
         elif stage is m.RunStage.FINISHED and is_new_stage:
             self._unfinished_groups.remove(group)
-            group.log_exit_problems(self._deferred_log, of_run=self._running_call is not None)
+            group.log_exit_problems(self._deferred_log, of_run=group.call is not None)
             if group.machine.stop_reason is not m.StopReason.SUCCEEDED:
                 return [m.Abort()]
         return []
 
     def _finish_call(self, pending_call: PendingCall, group: RestartGroup) -> None:
         """Answer a call after which the ranks stay."""
-        for handle in self._pool.handles.values():
+        for rank in group.setups:
+            handle = self._pool.handles[rank]
             handle.observations.heartbeat = self._pool.read_heartbeat(handle)
             self._take_stacks(handle)
         pending_call.observations = [self._get_observations(group, "")]
+        group.call = None
         pending_call.is_done = True
-        self._running_call = None
         self._commands.caller_wakeup.wake()
 
     def _publish_state(self) -> None:

@@ -48,6 +48,7 @@ class MessageKind(enum.IntEnum):
     LOCALS = 12  # the local variables of the exception just sent: the "locals" message of exceptions/encoder.py
     DEBUGGER = 13  # empty, or b"inspector"; its descriptor is the watcher's end of a socket for pdb: see worker/debugger.py
     COLLECTIVES = 14  # empty, or b"crash"; its descriptor is the watcher's end of a socket: see worker/collectives.py
+    CALLED_COLLECTIVES = 15  # what a failed rank has called: RankCollectives.to_json(). Between FAILING and RAISED
     STARTUP_OUTPUT = 11  # empty; its descriptor holds the interpreter's early output, which the rank writes to its stderr
 
 

@@ -1,6 +1,7 @@
 """Answers which collectives this rank has called, and where its main thread is. Runs in a rank, in a thread of its own.
 
     watcher --- one byte ---> request socket ---> thread: reads torch's flight recorder --- one line of JSON ---> watcher
+    the function has raised ---------------------> main thread: the same, in a message -------------------------> watcher
 
 The thread is started when the rank makes its first process group. It answers while the main thread waits in C++ code. It
 cannot answer while another thread holds the GIL.
@@ -156,6 +157,13 @@ def _open_socket(channel: Channel, purpose: bytes) -> socket.socket:
         if not channel.send_socket(MessageKind.COLLECTIVES, theirs.fileno(), purpose):
             raise OSError("the channel to the watcher is closed")
     return ours
+
+
+def send_before_failure(channel: Channel) -> None:
+    """Send the watcher the collectives of this rank, in the main thread. The watcher may stop a failed rank at once."""
+    with suppress(Exception):  # another version of torch may record something else
+        if _has_started:
+            channel.send(MessageKind.CALLED_COLLECTIVES, describe_rank().to_json().encode())
 
 
 def answer_last_request() -> None:

@@ -5,7 +5,7 @@
       _serve            for each call: receive it, `_run_call`, send the answer
         _run_call       unpickle the call, run the function, pickle its return value
         _send_value     RETURNED
-        _send_failure   FAILING, then RAISED or LOAD_FAILED, then DETAILS
+        _send_failure   FAILING, CALLED_COLLECTIVES if there is a process group, then RAISED or LOAD_FAILED, then DETAILS
         _send_locals    LOCALS, if the option `capture_locals` is set
       exit              restore signals, destroy the torch process group, send EXIT_BLOCKED if threads or processes remain
 
@@ -278,6 +278,8 @@ def _send_failure(channel: Channel, failure: _Failure) -> None:
     """
     channel.send(MessageKind.FAILING, stamp=failure.at)
     stdio.flush_before_answer()
+    if (collectives := sys.modules.get("mpwatch.worker.collectives")) is not None:
+        collectives.send_before_failure(channel)
     channel.release_reserved_fd()  # the function may have used all descriptors, and the encoder must be imported
     try:
         encoder = failure.make_encoder()

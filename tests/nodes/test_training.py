@@ -116,7 +116,7 @@ def test_a_rank_that_has_returned_is_blamed_on_every_node_if_others_wait_for_it(
     options = {"args": [True], "backend": "gloo", "env": OVER_LOOPBACK, "stall_after": 0.5}
     for node in job.start_several(2, leave_others_waiting, 1, **options):
         outcome = node.outcome(TRAINING_SECONDS)
-        assert outcome.root_cause["rank"] == 1
+        assert outcome.root_cause["rank"] == 1, outcome.text
         assert outcome.root_cause["summary"].startswith(
             (
                 "has returned, but rank 0 waits for it in all_reduce #2 (float32[16]",

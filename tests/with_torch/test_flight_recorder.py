@@ -91,22 +91,23 @@ def test_a_rank_that_holds_the_gil_does_not_answer():
     assert set(failed.value.result.collectives) == {0}
 
 
-def test_calls_of_an_earlier_process_group_are_forgotten():
-    """The calls of the new group have the same numbers. The ranks of a group are known until there is a new world."""
-    ((before, destroyed, after),) = mpwatch.run(functions.get_calls_of_two_groups, 1)
-    assert before[1:] == (0, [("barrier #1", (0,)), ("all_reduce #2", (0,))])
-    assert destroyed == before
-    assert after[1:] == (0, [("broadcast #1", (0,))])
-    assert re.fullmatch(r"\d+ 1", before[0])  # the port of the store
-    assert after[0] == " 1"  # a HashStore has none
+def test_groups_that_were_destroyed():
+    """torch gives a group that all its ranks make without the others the name of one that was destroyed.
 
-
-def test_groups_with_the_same_name_are_numbered():
-    """torch gives a group that all its ranks make without the others the name of one that was destroyed."""
-    ((first, second),) = mpwatch.run(functions.get_calls_of_groups_with_one_name, 1)
+    The ranks of a group are known until there is a new world. The calls of the new one have the same numbers.
+    """
+    ((same_name, worlds),) = mpwatch.run(functions.get_calls_of_groups, 1)
+    first, second = same_name
     ((_, name, number),) = set(first) - {("barrier #1", "default", 1)}
     assert number == 1
     assert second == [("barrier #1", "default", 1), ("all_reduce #1", name, 2)]
+
+    before, destroyed, after = worlds
+    assert before[1:] == (0, [("barrier #1", (0,)), ("all_reduce #1", (0,)), ("all_reduce #2", (0,))])
+    assert destroyed == before
+    assert after[1:] == (0, [("all_reduce #1", ()), ("broadcast #1", (0,))])
+    assert re.fullmatch(r"\d+ 1", before[0])  # the port of the store
+    assert after[0] == " 1"  # a HashStore has none
 
 
 def test_a_rank_may_close_all_its_descriptors():

@@ -109,12 +109,13 @@ def test_a_late_rank_is_named_in_a_warning(caplog):
     assert re.search(r"; rank 1 is at planted_faults.py:\d+ in load_slowly$", text), text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "nprocs", "late"),
     [
         (faults.number_ranks_in_reverse, 3, {1}),
-        pytest.param(faults.make_two_worlds, 4, {1, 3}, marks=SLOW),
-        pytest.param(faults.use_threads, 4, {2, 3}, marks=SLOW),
+        (faults.make_two_worlds, 4, {1, 3}),
+        (faults.use_threads, 4, {2, 3}),
     ],
 )
 def test_the_late_ranks_of_a_sound_program_are_named(program, nprocs, late, tmp_path, caplog):
@@ -140,6 +141,7 @@ def test_no_warning_without_the_option(caplog):
     assert not caplog.records
 
 
+@pytest.mark.slow
 def test_a_group_ends_a_call_that_cannot_end():
     with mpwatch.WorkerGroup(3, backend="gloo", stall_after=2.0, grace_period=0.5) as group:
         for _ in range(2):

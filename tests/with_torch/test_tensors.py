@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import mpwatch
 from wire.pickling.test_payload import both_ways, list_mappings, send_as_argument, send_as_value
 
 MANY = 1 << 15
@@ -136,3 +137,15 @@ def test_arguments_in_shared_memory_stay_there():
     assert not send_as_value(shared).is_shared()
     del came
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def sum_tensor(tensor):
+    total = tensor.sum().item()
+    tensor.zero_()
+    return total
+
+
+def test_slices_of_a_tensor():
+    tensor = torch.arange(400_000)
+    result = mpwatch.run(sum_tensor, 2, args=(mpwatch.PerRank(tensor.chunk(2)),))
+    assert list(result) == [part.sum().item() for part in tensor.chunk(2)]

@@ -152,9 +152,8 @@ class StateMachine:
             return []
         if isinstance(event, m.Shutdown):
             return self._on_shutdown(now)
-        if isinstance(event, m.Abort):  # ranks that have all returned may exit
-            self._may_restart = False
-            return self._dump_stacks_then_stop(now, StopReason.INTERRUPTED) if self.is_call_running() else []
+        if isinstance(event, m.Abort):
+            return self._on_abort(now)
         if event.generation < self.generation:
             return []
         if isinstance(event, m.Restart | m.DoNotRestart):
@@ -204,6 +203,12 @@ class StateMachine:
             self.heartbeats.restart(now)
 
     # --- starting calls and generations
+
+    def move_idle_ranks(self, ranks: Iterable[int], other: "StateMachine") -> None:
+        """Give ranks of a WorkerGroup to another machine. Both machines are idle, or `other` has no ranks yet."""
+        for rank in ranks:
+            other.phase_table.add(rank, self.phase_table.remove(rank))
+        other._start_deadline, other._limits_suspended_at = self._start_deadline, self._limits_suspended_at
 
     def _on_start_call(self, event: m.StartCall, now: float) -> list[Action]:
         timeout_at = math.inf if event.timeout is None else event.started_at + event.timeout
@@ -334,6 +339,13 @@ class StateMachine:
             return self._shut_down(now, StopReason.SUCCEEDED)
         is_running = self.stage in (RunStage.IDLE, RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE, RunStage.DUMPING_STACKS)
         return self._terminate(now, self.stop_reason or StopReason.INTERRUPTED) if is_running else []
+
+    def _on_abort(self, now: float) -> list[Action]:
+        """Stop ranks that are running or idle. Ranks that have all returned may exit."""
+        self._may_restart = False
+        if self.is_call_running():
+            return self._dump_stacks_then_stop(now, StopReason.INTERRUPTED)
+        return self._on_shutdown(now) if self.stage is RunStage.IDLE else []
 
     def _shut_down(self, now: float, stop_reason: StopReason) -> list[Action]:
         """Ask all ranks that have returned or are ready to exit, and wait until they have."""
@@ -484,6 +496,17 @@ class PhaseTable:
         self.counts[self.phases[rank]] -= 1
         self.counts[phase] += 1
         self.phases[rank] = phase
+
+    def add(self, rank: int, phase: RankPhase) -> None:
+        """Add a rank, which comes from another table."""
+        self.phases[rank] = phase
+        self.counts[phase] += 1
+
+    def remove(self, rank: int) -> RankPhase:
+        """Remove a rank, and return its phase."""
+        phase = self.phases.pop(rank)
+        self.counts[phase] -= 1
+        return phase
 
     def have_all_exited(self) -> bool:
         """Return whether all ranks have exited."""

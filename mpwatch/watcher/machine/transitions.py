@@ -50,7 +50,9 @@ Ranks of a WorkerGroup (`keep_ranks`) stay after a call, which changes this:
     DUMPING_STACKS because of SIGINT --- all stacks are there; the ranks get SIGINT ---> AWAITING_ROOT_CAUSE
     AWAITING_ROOT_CAUSE --- every rank has returned or raised ---> IDLE
     IDLE --- a rank exits ---> TERMINATING
-    IDLE --- Shutdown ---> SHUTTING_DOWN
+    IDLE --- Shutdown or Abort ---> SHUTTING_DOWN
+
+A WorkerGroup has a machine for each call that runs, with the ranks of that call, and one for all ranks without a call.
 
 In a job of several nodes the machine begins in AWAITING_DECISION without ranks. All nodes together decide what follows.
 """
@@ -197,7 +199,7 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The run has failed, since ranks of another restart group will not be restarted."""
+    """Ranks outside this machine are lost: the run has failed, or other ranks of a WorkerGroup have ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ Nothing is checked while no call runs, while a prompt of a debugger is open, and
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.diagnosis.collective_verdict import (
@@ -29,7 +29,6 @@ from mpwatch.watcher.diagnosis.collective_verdict import (
 )
 from mpwatch.watcher.machine.transitions import CollectivesMismatched
 from mpwatch.watcher.observers.deferred_log import DeferredLog
-from mpwatch.watcher.processes.process_pool import ProcessPool
 from mpwatch.watcher.processes.rank_handle import RankHandle
 from mpwatch.wire.messages import MessageKind
 
@@ -51,7 +50,7 @@ class CollectiveMonitor:
         final_verdict: the verdict that has ended the call. None: no verdict has.
 
     Args:
-        pool: the processes of the ranks.
+        list_handles: returns the ranks that are checked.
         stall_after: the option, in seconds; None: never check.
         deferred_log: where the warning goes.
         is_checking: returns whether a call is running, and no limit stands still.
@@ -65,7 +64,7 @@ class CollectiveMonitor:
 
     def __init__(
         self,
-        pool: ProcessPool,
+        list_handles: Callable[[], Collection[RankHandle]],
         stall_after: float | None,
         deferred_log: DeferredLog,
         *,
@@ -76,7 +75,7 @@ class CollectiveMonitor:
         may_call_again: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pool = pool
+        self._list_handles = list_handles
         self._stall_after = stall_after
         self._deferred_log = deferred_log
         self._is_checking = is_checking
@@ -86,7 +85,7 @@ class CollectiveMonitor:
         self._may_call_again = may_call_again
         self._clock = clock
         self.final_verdict: CollectiveVerdict | None = None
-        self._is_started = False
+        self._is_started = self._is_closed = False
         self._asked: set[RankHandle] = set()  # ranks that have not answered
         self._answers: dict[int, RankCollectives] = {}
         self._last_mismatch: CollectiveVerdict | None = None
@@ -130,11 +129,16 @@ class CollectiveMonitor:
         self._call_at(self._clock() + self._period, self._check_and_repeat)
 
     def _check_and_repeat(self) -> None:
-        self._check_later()
-        self._check()
+        if not self._is_closed:
+            self._check_later()
+            self._check()
+
+    def close(self) -> None:
+        """Check nothing any more."""
+        self._is_closed = True
 
     def _check(self) -> None:
-        handles = [handle for handle in self._pool.handles.values() if handle.collective_sockets.is_open]
+        handles = [handle for handle in self._list_handles() if handle.collective_sockets.is_open]
         can_compare = len(handles) > 1 or self._on_stall is not None
         if self._asked or not can_compare or not self._is_checking():
             return
@@ -150,7 +154,7 @@ class CollectiveMonitor:
     def _judge(self) -> None:
         returned = [
             handle.observations.worker.rank
-            for handle in self._pool.handles.values()
+            for handle in self._list_handles()
             if handle.observations.answer is not None and handle.observations.answer.kind is MessageKind.RETURNED
         ]
         if self._on_stall is not None and self._is_checking():

@@ -1,5 +1,7 @@
 """The ranks that are started, called, stopped and restarted together: all ranks, or one rank each with scope="worker".
 
+In a WorkerGroup, each call has its own RestartGroup of the ranks that it calls. The ranks without a call are one, too.
+
 It runs in the watcher thread. A RestartGroup has the state machine of its ranks, their environments and what was observed of
 them, and it publishes their events. It does nothing to the processes: the event loop executes the machine's actions.
 """
@@ -14,6 +16,7 @@ from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.failure import format_exit
 from mpwatch.results.model import WorkerState
+from mpwatch.watcher.commands import PendingCall
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.machine import transitions as m
@@ -46,6 +49,8 @@ class RestartGroup:
     def __init__(self, spec: GroupSpec, setups: list[RankSetup], event_bus: EventBus, *, keep_ranks: bool) -> None:
         self._spec = spec
         self._event_bus = event_bus
+        self._keeps_ranks = keep_ranks
+        self.call: PendingCall | None = None  # that the ranks are executing
         self.next_setups = setups  # of the next start of the machine's ranks
         self.observed: dict[int, RankObservations] = {}
         self.exit_blockers: dict[int, str] = {}  # by rank: what keeps a rank that has returned from exiting
@@ -138,6 +143,29 @@ class RestartGroup:
             all_ready_at=self._all_ready_at,
             ended_at=max((observed.died_at or now for observed in self.observed.values()), default=now),
         )
+
+    def split(self, ranks: Collection[int]) -> "RestartGroup":
+        """Move these idle ranks of a WorkerGroup into a group of their own, and return it."""
+        group = RestartGroup(self._spec, [], self._event_bus, keep_ranks=self._keeps_ranks)
+        self._move_to(group, ranks)
+        group.machine.stage = m.RunStage.IDLE
+        group.read_machine()
+        return group
+
+    def absorb(self, other: "RestartGroup") -> None:
+        """Take all ranks of another group. Both groups are idle."""
+        other._move_to(self, list(other.setups))
+
+    def _move_to(self, other: "RestartGroup", ranks: Collection[int]) -> None:
+        self.machine.move_idle_ranks(ranks, other.machine)
+        for rank in ranks:
+            other.setups[rank] = self.setups.pop(rank)
+            if rank in self.observed:
+                other.observed[rank] = self.observed.pop(rank)
+        other.setups = dict(sorted(other.setups.items()))
+        other.observed = dict(sorted(other.observed.items()))
+        self.read_machine()
+        other.read_machine()
 
     def log_exit_problems(self, deferred_log: DeferredLog, *, of_run: bool) -> None:
         """Log a warning for each rank that succeeded, but did not exit in time or failed while it exited.

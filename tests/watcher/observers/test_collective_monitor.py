@@ -28,7 +28,7 @@ class Ranks:
         self.place = ""  # where the main threads wait, if they do
         self.pool = SimpleNamespace(handles={})
         self.monitor = CollectiveMonitor(
-            self.pool,
+            self.list_handles,
             stall_after,
             SimpleNamespace(warning=lambda _, text: self.warnings.append(text)),
             is_checking=lambda: True,
@@ -39,6 +39,9 @@ class Ranks:
             clock=lambda: self.now,
         )
         self.start()
+
+    def list_handles(self):
+        return self.pool.handles.values()
 
     def start(self):
         """Begin an attempt with new processes."""
