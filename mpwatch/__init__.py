@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from mpwatch.results.failure import FailureKind, ProcessFailure
     from mpwatch.results.model import Attempt, Progress, WorkerState
     from mpwatch.results.run_result import RunResult
-    from mpwatch.run_handle import RunHandle
+    from mpwatch.run_handle import CallHandle, RunHandle
     from mpwatch.worker.context import current_worker, heartbeat, report
 
 __all__ = [
     "Attempt",
+    "CallHandle",
     "Collective",
     "CollectiveState",
     "Event",
@@ -60,6 +61,7 @@ __all__ = [
 _HOME = {
     "__version__": ".version",
     "Attempt": ".results.model",
+    "CallHandle": ".run_handle",
     "Collective": ".results.collective",
     "CollectiveState": ".results.collective",
     "Event": ".events.types",

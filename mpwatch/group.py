@@ -4,16 +4,17 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from mpwatch.errors import raise_if_failed
 from mpwatch.live_view.select import select_view
 from mpwatch.options.log_spec import LogSpec
-from mpwatch.options.per_rank import check_per_rank
+from mpwatch.options.per_rank import check_ranks, spread_per_rank
 from mpwatch.options.spec import GroupSpec, Nprocs, Observers, check_call
 from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.options.worker_info import Worker
@@ -21,10 +22,15 @@ from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import WorkerState
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
-from mpwatch.watcher.persistent_ranks import PersistentRanks
+from mpwatch.watcher.persistent_ranks import OnStart, PersistentRanks
+from mpwatch.watcher.rank_queue import RankQueue, Ticket
+
+if TYPE_CHECKING:
+    from mpwatch.run_handle import CallHandle
 
 T = TypeVar("T")
 R = TypeVar("R")
+DO_NOTHING = bool  # a function; before a rank calls one, it makes the process group of `backend`
 
 
 class WorkerGroup:
@@ -35,7 +41,8 @@ class WorkerGroup:
     `with` statement, or `close` it. The ranks of a group that was not closed are ended with its last reference, or at the
     end of the program.
 
-    A group may be made in one thread and used in another. Calls from several threads run one after another.
+    A group may be made in one thread and used in another. Calls from several threads, and those of `submit`, run one after
+    another if they need the same rank, in the order in which they came. Calls of different ranks run at the same time.
 
     Args:
         nprocs: number of ranks, as for `mpwatch.run`, like all options.
@@ -120,13 +127,13 @@ class WorkerGroup:
             preload=preload,
         )
         self._pid = os.getpid()
-        self._lock = threading.RLock()  # calls of other threads wait for it
-        self._call_lock = threading.Lock()  # not reentrant, so that a call within a call of the same thread is noticed
+        self._queue = RankQueue(len(self._all_ranks))
+        self._call_lock = _LockOfThread()  # not reentrant, so that a call within a call of the same thread is noticed
         self._is_closed = False
         self._ranks = PersistentRanks(self._spec, partial(select_view, progress))
         # At the end of a program multiprocessing joins its children without a limit. It runs this finalizer before, also in
         # processes of multiprocessing, which do not run atexit functions.
-        self._at_end = Finalize(None, self._ranks.shut_down_at_exit, exitpriority=10)
+        self._at_end = Finalize(None, _end_at_exit, (self._queue, self._ranks), exitpriority=10)
         self._finalizer = weakref.finalize(self, _end_unclosed_group, self._ranks, self._at_end, self._pid)
         self._finalizer.atexit = False
         try:
@@ -142,19 +149,23 @@ class WorkerGroup:
         kwargs: Mapping[str, Any] | None = None,
         *,
         timeout: float | None = None,
+        ranks: int | Iterable[int] | None = None,
     ) -> RunResult[T]:
         """Call `fn(*args, **kwargs)` in every rank and return the results, as `mpwatch.run` does. The ranks stay alive.
 
-        If a rank raises, the other ranks have one second to finish. If all of them finish, all ranks stay alive. Otherwise,
-        and if a rank dies or hangs, all ranks are stopped. The next call then restarts all ranks, without the content of
-        `current_worker().state`, and logs a warning with the reason. The watcher notices at once if a rank dies between two
-        calls, with the same consequence.
+        If a rank raises, the other ranks of the call have one second to finish. If all of them finish, all ranks stay alive.
+        Otherwise, and if a rank dies or hangs, all ranks are stopped, also those of other calls. The next call then restarts
+        all ranks, without the content of `current_worker().state`, and logs a warning with the reason. The watcher notices
+        at once if a rank dies between two calls, with the same consequence.
 
         Args:
             fn: see `mpwatch.run`.
-            args: positional arguments, the same for every rank.
+            args: positional arguments, the same for every rank, except for those that are PerRank.
             kwargs: keyword arguments.
-            timeout: limit for this call in seconds. None: the group's own `timeout`.
+            timeout: limit for this call in seconds, from its beginning. None: the group's own `timeout`.
+            ranks: the rank or the ranks to call. None: all. The process group of `backend` has all ranks: for collectives
+                of some ranks make a group with `torch.distributed.new_group`, in a call of all ranks. A PerRank has a value
+                for each rank of the group, or for each rank that is called, in ascending order.
 
         Returns:
             The return values by rank.
@@ -169,21 +180,58 @@ class WorkerGroup:
             KeyboardInterrupt: Ctrl-C. The ranks received SIGINT, too, and stay alive if all answered within grace_period.
         """
         __tracebackhide__ = True  # as in mpwatch.run
-        check_call(fn, args, kwargs)
-        check_per_rank(args, kwargs or {}, int(self._spec.nprocs))
-        if timeout is None:
-            timeout = self._spec.timeout
-        else:
-            check_seconds("timeout", timeout, at_least="more than 0")
-        return self._run_exclusively("run", partial(self._run, fn, tuple(args), dict(kwargs or {}), timeout))
+        call = self._prepare_call(fn, args, kwargs, timeout, ranks)
+        return self._run_exclusively("run", call.ranks, partial(self._run, call, on_start=None, check=self._check))
+
+    def submit(
+        self,
+        fn: Callable[..., T],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+        ranks: int | Iterable[int] | None = None,
+    ) -> "CallHandle[T]":
+        """Queue a call, and return at once. The call runs in a thread of its own when its ranks are free.
+
+        The arguments are pickled when the call begins: do not change them before. Observers of the group are called in the
+        thread of a call that is running. A call in the background has no live view. Signals to the program are left to the
+        program. A program that ends stops the ranks, and does not wait for the call.
+
+        Args:
+            fn: see `run`, as for all arguments.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            timeout: limit for this call in seconds, from its beginning.
+            ranks: the rank or the ranks to call. None: all.
+
+        Returns:
+            A `concurrent.futures.Future` of the RunResult, which can also stop the call: see CallHandle.
+
+        Raises:
+            TypeError, ValueError: an argument is not valid.
+            RuntimeError: the group is closed, or belongs to another process.
+        """
+        from mpwatch.run_handle import CallHandle  # imports concurrent.futures
+
+        __tracebackhide__ = True
+        call = self._prepare_call(fn, args, kwargs, timeout, ranks)
+        self._check_process("submit")
+        self._check_open()
+        handle: CallHandle[T] = CallHandle(partial(self._run_submitted, call), self._queue, call.ranks, check=self._check)
+        handle.enter_queue()
+        return handle
 
     def close(self) -> None:
         """Ask the ranks to exit as any Python program exits, and wait for that. A second `close` does nothing.
 
-        A rank that does not exit within `grace_period` is stopped. Raises RuntimeError in a process that does not own the
-        group.
+        Calls of `submit` that have not begun are cancelled; those that run come to their end before. A rank that does not
+        exit within `grace_period` is stopped. Raises RuntimeError in a process that does not own the group.
         """
-        self._run_exclusively("close", self._close)
+        self._check_caller("close")
+        for handle in self._queue.list_owners():
+            handle.cancel()
+        self._run_exclusively("close", self._all_ranks, lambda _: self._close())
 
     def stacks(self) -> Stacks:
         """Return where each rank is now: the stacks of all its threads. The ranks go on.
@@ -222,6 +270,10 @@ class WorkerGroup:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if os.getpid() == self._pid:  # not a fork that leaves the `with` block, too
+            if error is not None:  # nobody waits for the calls any more
+                for handle in self._queue.list_owners():
+                    if not handle.cancel():
+                        handle.interrupt()
             self.close()
 
     def __repr__(self) -> str:
@@ -233,15 +285,60 @@ class WorkerGroup:
 
         return make_group_table(self.state, self.workers, self._spec.backend)
 
-    def _run(
-        self, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
-    ) -> RunResult[T]:
+    @property
+    def _all_ranks(self) -> range:
+        return range(int(self._spec.nprocs))
+
+    def _prepare_call(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        timeout: float | None,
+        ranks: int | Iterable[int] | None,
+    ) -> "_GroupCall":
         __tracebackhide__ = True
-        self._check_open()
-        result = self._ranks.call(fn, args, kwargs, timeout)
-        if self._check:
+        check_call(fn, args, kwargs)
+        called = check_ranks(ranks, len(self._all_ranks))
+        arguments = spread_per_rank(args, kwargs or {}, called, len(self._all_ranks))
+        if timeout is None:
+            timeout = self._spec.timeout
+        else:
+            check_seconds("timeout", timeout, at_least="more than 0")
+        return _GroupCall(fn, *arguments, timeout, called)
+
+    def _run_submitted(self, call: "_GroupCall", ticket: Ticket, on_start: OnStart) -> RunResult[Any]:
+        with self._call_lock.lock:
+            return self._run(call, ticket, on_start=on_start, check=False)
+
+    def _run(self, call: "_GroupCall", ticket: Ticket, *, on_start: OnStart | None, check: bool) -> RunResult[Any]:
+        __tracebackhide__ = True
+        result: RunResult[Any] | None = None
+        while result is None:
+            self._check_open()
+            if len(call.ranks) == len(self._all_ranks):
+                result = self._ranks.call(call.fn, call.args, call.kwargs, call.timeout, on_start=on_start)
+            elif self._ranks.lacks_process_group:
+                result = self._make_process_group(call, ticket, on_start)
+            else:
+                result = self._ranks.call(call.fn, call.args, call.kwargs, call.timeout, call.ranks, on_start=on_start)
+        if check:
             raise_if_failed(result)
         return result
+
+    def _make_process_group(self, call: "_GroupCall", ticket: Ticket, on_start: OnStart | None) -> RunResult[Any] | None:
+        """Let all ranks make the process group of `backend`, for a call of some ranks. Return the result if they fail."""
+        self._wait_for_ranks(ticket, self._all_ranks)
+        self._check_open()
+        result = None
+        if self._ranks.lacks_process_group:
+            result = self._ranks.call(DO_NOTHING, (), {}, call.timeout, on_start=on_start)
+        self._wait_for_ranks(ticket, call.ranks)
+        return None if result is None or result.state is WorkerState.SUCCEEDED else result
+
+    def _wait_for_ranks(self, ticket: Ticket, ranks: Collection[int]) -> None:
+        self._queue.exchange(ticket, ranks)
+        ticket.is_granted.wait()
 
     def _close(self, reason: str = "") -> None:
         self._is_closed = True
@@ -253,16 +350,29 @@ class WorkerGroup:
                 self._at_end.cancel()
                 self._ranks.publish_run_ended(reason)
 
-    def _run_exclusively(self, method: str, action: Callable[[], R]) -> R:
+    def _run_exclusively(self, method: str, ranks: Collection[int], action: Callable[[Ticket], R]) -> R:
+        """Return what `action` returns, while no other call has these ranks. Its argument is the ticket for them."""
+        __tracebackhide__ = True
+        self._check_caller(method)
+        ticket = Ticket(ranks)
+        try:
+            with self._call_lock.lock:
+                self._queue.enter(ticket)
+                ticket.is_granted.wait()
+                return action(ticket)
+        finally:
+            try:
+                self._queue.leave(ticket)
+            finally:
+                self._queue.leave(ticket)  # again: an exception may have interrupted the first time
+
+    def _check_caller(self, method: str) -> None:
         __tracebackhide__ = True
         self._check_process(method)
-        with self._lock:
-            if self._call_lock.locked():
-                raise RuntimeError(
-                    f"{method}() was called within a call of the same WorkerGroup; call it when that call has returned"
-                )
-            with self._call_lock:
-                return action()
+        if self._call_lock.lock.locked():
+            raise RuntimeError(
+                f"{method}() was called within a call of the same WorkerGroup; call it when that call has returned"
+            )
 
     def _check_process(self, method: str) -> None:
         __tracebackhide__ = True
@@ -275,6 +385,30 @@ class WorkerGroup:
         __tracebackhide__ = True
         if self._is_closed:
             raise RuntimeError("this WorkerGroup is closed; make another one")
+
+
+@dataclass(frozen=True)
+class _GroupCall:
+    """A call as `WorkerGroup.run` passes it on."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    timeout: float | None
+    ranks: tuple[int, ...]
+
+
+class _LockOfThread(threading.local):
+    """A lock of each thread's own."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def _end_at_exit(queue: RankQueue, ranks: PersistentRanks) -> None:
+    for handle in queue.list_owners():
+        handle.cancel()
+    ranks.shut_down_at_exit()
 
 
 def _end_unclosed_group(ranks: PersistentRanks, at_end: Finalize, pid: int) -> None:

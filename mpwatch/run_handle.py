@@ -1,12 +1,11 @@
-"""`RunHandle`: a run in a thread of its own, as a future."""
+"""`RunHandle` and `CallHandle`: a run, or a call of a WorkerGroup, in a thread of its own, as a future."""
 
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Future, wait
-from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -14,17 +13,85 @@ from mpwatch.errors import LaunchError, RunFailedError, raise_if_failed
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.model import Progress, WorkerState
-from mpwatch.results.report import format_stopped_by_caller
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.rank_queue import RankQueue, Ticket
 from mpwatch.watcher.run import BlockingCall
 from mpwatch.watcher.watcher_thread import has_come_up
 from mpwatch.wire.resource_errors import with_remedy
 
 T = TypeVar("T")
+OnStart = Callable[[BlockingCall], object]  # see PersistentRanks.call
 
 
-class RunHandle(Future[RunResult[T]]):
+class _Handle(Future[RunResult[T]]):
+    """What a run and a call of a WorkerGroup in a thread of their own have in common.
+
+    Args:
+        execute: runs the call in the new thread. It gets the function that it calls with each object that waits for the
+            ranks.
+        check: whether a failure is raised.
+        name: of the thread.
+    """
+
+    def __init__(self, execute: Callable[[OnStart], RunResult[T]], *, check: bool, name: str) -> None:
+        super().__init__()
+        self._run: Callable[[OnStart], RunResult[T]] | None = execute  # until it is over; it may keep a WorkerGroup alive
+        self._check = check
+        self._lock = threading.Lock()
+        self._call: BlockingCall | None = None  # from the start of the ranks until the run is over
+        self._is_stopped = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._execute, name=name, daemon=True)
+
+    def _interrupt_and_wait(self) -> None:
+        self.interrupt()
+        if threading.current_thread() is not self._thread:
+            wait([self])
+            self._wait_for_thread()
+
+    def interrupt(self) -> None:
+        """Do what `stop` does, but do not wait."""
+        with self._lock:
+            self._is_stopped = True
+            if self._call is not None:
+                self._call.signals.stop()
+
+    def _wait_for_thread(self) -> None:
+        if self._thread.native_id is not None:  # the thread was started
+            self._thread.join()
+            wait_for_thread_exit(self._thread.native_id)
+
+    def __await__(self) -> Generator[Any, None, RunResult[T]]:
+        import asyncio  # takes time, and most programs do not use it
+
+        return asyncio.wrap_future(self).__await__()
+
+    def _execute(self) -> None:
+        try:
+            assert self._run is not None
+            result = self._run(self._begin)
+            if self._check:
+                raise_if_failed(result)
+        except BaseException as error:  # noqa: BLE001  `result` raises it
+            self._call = self._run = None
+            self.set_exception(error)
+        else:
+            self._call = self._run = None
+            self.set_result(result)
+
+    def _begin(self, call: BlockingCall) -> None:
+        with self._lock:
+            self._call = call
+            if self._is_stopped:
+                call.signals.stop()
+
+    def _check_process(self, method: str) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(f"{method}() was called in a fork of the process that owns this run")
+
+
+class RunHandle(_Handle[T]):
     """A run that `mpwatch.submit` has started: a `concurrent.futures.Future` of its RunResult.
 
     `result()` returns or raises as `mpwatch.run` does. `await handle` works in asyncio. `cancel()` returns False, as for any
@@ -32,17 +99,10 @@ class RunHandle(Future[RunResult[T]]):
     thread may call any method.
     """
 
-    def __init__(self, run: Callable[[Callable[[BlockingCall], object]], RunResult[T]], *, check: bool) -> None:
-        super().__init__()
+    def __init__(self, run: Callable[[OnStart], RunResult[T]], *, check: bool) -> None:
+        super().__init__(run, check=check, name="mpwatch run")
         self.set_running_or_notify_cancel()
-        self._run = run
-        self._check = check
-        self._lock = threading.Lock()
-        self._call: BlockingCall | None = None  # from the start of the ranks until the run is over
-        self._is_stopped = False
-        self._pid = os.getpid()
         self._submitted_at = time.monotonic()
-        self._thread = threading.Thread(target=self._execute, name="mpwatch run", daemon=True)
 
     def stop(self) -> None:
         """Stop the run, and return when no rank and no thread of it is left. If it is over, only wait for its thread.
@@ -57,15 +117,7 @@ class RunHandle(Future[RunResult[T]]):
             RuntimeError: it is called in a fork of the process that owns the run.
         """
         self._check_process("stop")
-        with self._lock:
-            self._is_stopped = True
-            if self._call is not None:
-                self._call.signals.post_interrupt(signal.SIGINT)
-        if threading.current_thread() is not self._thread:
-            wait([self])
-            self._thread.join()
-            if self._thread.native_id is not None:  # the thread was started
-                wait_for_thread_exit(self._thread.native_id)
+        self._interrupt_and_wait()
 
     def stacks(self) -> Stacks:
         """Return where each rank is now, as `WorkerGroup.stacks` does. The ranks go on. Empty before and after the run.
@@ -127,11 +179,6 @@ class RunHandle(Future[RunResult[T]]):
         if os.getpid() == self._pid:  # not a fork that leaves the `with` block, too
             self.stop()
 
-    def __await__(self) -> Generator[Any, None, RunResult[T]]:
-        import asyncio  # takes time, and most programs do not use it
-
-        return asyncio.wrap_future(self).__await__()
-
     def start(self) -> None:
         """Start the run. `mpwatch.submit` has done so. Raises LaunchError if Python can start no thread.
 
@@ -147,26 +194,6 @@ class RunHandle(Future[RunResult[T]]):
                 self.stop()
             raise
 
-    def _execute(self) -> None:
-        try:
-            result = self._run(self._begin)
-            if result.state is WorkerState.STOPPED and self._is_stopped:
-                result = replace(result, reason=format_stopped_by_caller())
-            if self._check:
-                raise_if_failed(result)
-        except BaseException as error:  # noqa: BLE001  `result` raises it
-            self._call = None
-            self.set_exception(error)
-        else:
-            self._call = None
-            self.set_result(result)
-
-    def _begin(self, call: BlockingCall) -> None:
-        with self._lock:
-            self._call = call
-            if self._is_stopped:
-                call.signals.post_interrupt(signal.SIGINT)
-
     def _get_result(self) -> RunResult[T] | None:
         """Return the result of a run that is over. None: it is not over, or has none."""
         if not self.done():
@@ -176,6 +203,83 @@ class RunHandle(Future[RunResult[T]]):
             return self.result()
         return error.result if isinstance(error, RunFailedError) else None
 
-    def _check_process(self, method: str) -> None:
-        if os.getpid() != self._pid:
-            raise RuntimeError(f"{method}() was called in a fork of the process that owns this run")
+
+class CallHandle(_Handle[T]):
+    """A call that `WorkerGroup.submit` has queued: a `concurrent.futures.Future` of its RunResult.
+
+    `result()` returns or raises as `WorkerGroup.run` does. `await handle` works in asyncio. `cancel()` removes a call that
+    has not begun, and returns False after that; `stop()` ends a call that has begun. Any thread may call any method.
+    """
+
+    def __init__(
+        self, execute: Callable[[Ticket, OnStart], RunResult[T]], queue: RankQueue, ranks: Collection[int], *, check: bool
+    ) -> None:
+        self._ticket = Ticket(ranks, self._start, owner=self)
+        super().__init__(partial(execute, self._ticket), check=check, name="mpwatch call")
+        self._queue = queue
+        self._start_lock = threading.Lock()
+        self._has_left_pending = False
+
+    def cancel(self) -> bool:
+        """Remove the call from the queue. Return False if it has begun, or is over."""
+        if not super().cancel():
+            return False
+        self._leave_pending()
+        self._run = None
+        self._queue.leave(self._ticket)
+        return True
+
+    def stop(self) -> None:
+        """Cancel the call if it has not begun, or else stop it, and return when it is over.
+
+        The ranks of the call get SIGINT, as at Ctrl-C. Ranks that answer within `grace_period` stay alive; otherwise all
+        ranks of the group are stopped, and the next call restarts them. A second `stop` before that kills the ranks at once:
+        from another thread, or after Ctrl-C has ended the first one. `result()` then raises RunFailedError, or
+        concurrent.futures.CancelledError if the call had not begun.
+
+        An observer of the group may call it, too. Then it only asks for the end, and returns at once.
+
+        Raises:
+            RuntimeError: it is called in a fork of the process that owns the group.
+        """
+        self._check_process("stop")
+        if not self.cancel():
+            self._interrupt_and_wait()
+
+    def enter_queue(self) -> None:
+        """Queue the call. `WorkerGroup.submit` has done so. An exception in this thread meanwhile cancels or stops it."""
+        try:
+            self._queue.enter(self._ticket)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> None:
+        """Start the thread of the call, since its ranks are free. Do nothing if it has been started."""
+        with self._start_lock:
+            if has_come_up(self._thread) or self._thread.native_id is not None:
+                return
+            try:
+                self._thread.start()
+                return
+            except RuntimeError as error:
+                launch_error = LaunchError(with_remedy("the call cannot have a thread of its own", error))
+        if self._leave_pending():
+            self.set_exception(launch_error)
+        self._queue.leave(self._ticket)
+
+    def _leave_pending(self) -> bool:
+        """Return True if the call is to begin, and False if it was cancelled or this method was called before.
+
+        Threads that wait for the future (concurrent.futures.wait) notice only by this that it was cancelled.
+        """
+        with self._lock:
+            is_first, self._has_left_pending = not self._has_left_pending, True
+            return is_first and self.set_running_or_notify_cancel()
+
+    def _execute(self) -> None:
+        try:
+            if self._leave_pending():
+                super()._execute()
+        finally:
+            self._queue.leave(self._ticket)

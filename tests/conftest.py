@@ -104,7 +104,10 @@ def _check_nothing_left(_start_resource_tracker, request):
     before = state()
     yield
     for thread in threading.enumerate():
-        if thread.name == "mpwatch run":  # as with any future, the result comes just before the thread ends
+        if thread.name in (
+            "mpwatch run",
+            "mpwatch call",
+        ):  # as with any future, the result comes just before the thread ends
             thread.join(10)
     gc.collect()
     after = state()

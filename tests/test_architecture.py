@@ -28,7 +28,7 @@ LAYERS = {
     "worker": {"os_support", "torch_private", "wire", "data"},
     "run_handle": {"os_support", "data", "watcher", "wire"},
     "api": {"data", "live_view", "watcher", "multinode", "run_handle"},
-    "group": {"data", "live_view", "watcher"},
+    "group": {"data", "live_view", "watcher", "run_handle"},
     "facade": {"version", "api", "group", "run_handle", "data", "worker"},
     "integrations": {"facade"},  # only what a user can import
 }

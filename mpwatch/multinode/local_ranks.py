@@ -62,7 +62,7 @@ class LocalRanks:
         if isinstance(update, PrepareRanks):
             self._setups, self._wanted_start = None, update.start
         self._updates.append(update)
-        self._commands.caller_wakeup.wake()
+        self._commands.wake_callers()
 
     def take_updates(self) -> list[NodeUpdate]:
         """Return the updates for the caller's thread since the last call."""

@@ -53,11 +53,12 @@ from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.commands import CommandQueue
 from mpwatch.watcher.machine.state_machine import StateMachine
-from mpwatch.watcher.machine.transitions import RunStage, StopReason
+from mpwatch.watcher.machine.transitions import InterruptCause, RunStage, StopReason
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.restarts.restart_group import RankSetup
 from mpwatch.wire.resource_errors import with_remedy
 
+INTERRUPT_REASONS = {InterruptCause.STOP: "its program called stop()", InterruptCause.PROGRAM_END: "its program ended"}
 # After the ranks of this node have ended, the other nodes get the grace period and so long to see that this node leaves.
 LEAVE_SECONDS = 2.0
 # An earlier job of the same name may just be ending. A new node tries to connect again for so long, after such pauses.
@@ -164,7 +165,7 @@ class NodeThread:
     def on_outcome_change(self, machine: StateMachine) -> None:
         """Report a signal, a failure, or that all ranks have exited. The argument is the state machine of the ranks."""
         if machine.signum is not None:
-            reason = f"it received {signal.Signals(machine.signum).name}"
+            reason = INTERRUPT_REASONS.get(machine.interrupt_cause) or f"it received {signal.Signals(machine.signum).name}"
             self._post_to_machine(lambda node_machine: node_machine.report_signal(reason))
         elif machine.stop_reason in (StopReason.FAILED, StopReason.TIMED_OUT):
             self._post_to_machine(lambda node_machine: node_machine.report_failing())

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from signal import Signals
 from typing import Any, TypeVar
 
 from mpwatch.errors import LaunchError
@@ -46,6 +45,7 @@ from mpwatch.watcher.diagnosis.diagnose import (
     find_missing_ranks,
     find_possible_victims,
     find_waiting_ranks,
+    format_interrupt,
     get_all_collectives,
 )
 from mpwatch.watcher.diagnosis.failures import has_returned
@@ -352,5 +352,7 @@ def _make_lost_failure(node: LostNode, rank: int) -> ProcessFailure:
 
 def _make_empty_result(observations: AttemptObservations) -> RunResult[Any]:
     """Return the result of a run that ended before its ranks were started."""
-    signal_text = "" if observations.signum is None else f": this process received {Signals(observations.signum).name}"
-    return RunResult(state=WorkerState.STOPPED, reason=f"the run was stopped before its ranks were started{signal_text}")
+    reason = "the run was stopped before its ranks were started"
+    if observations.signum is not None:
+        reason = f"{format_interrupt(observations.signum, observations.interrupt_cause)}, before its ranks were started"
+    return RunResult(state=WorkerState.STOPPED, reason=reason)

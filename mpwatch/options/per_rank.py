@@ -1,6 +1,6 @@
 """Checks of `PerRank` arguments: which arguments of a call they are, and whether they have a value for each rank."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpwatch.wire.pickling.per_rank import PerRank
@@ -17,6 +17,49 @@ def find_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[int | 
 def format_argument(key: int | str) -> str:
     """Return an argument for a message: `args[0]` or `kwargs['x']`."""
     return f"args[{key}]" if isinstance(key, int) else f"kwargs[{key!r}]"
+
+
+def check_ranks(ranks: Any, nprocs: int) -> tuple[int, ...]:
+    """Return the ranks of a call in order. None stands for all. Raises TypeError or ValueError."""
+    if ranks is None:
+        return tuple(range(nprocs))
+    found = [ranks] if isinstance(ranks, int) else list(ranks) if isinstance(ranks, Iterable) else [ranks]
+    for rank in found:
+        if not isinstance(rank, int) or isinstance(rank, bool):
+            raise TypeError(f"ranks must be a rank or several ranks, such as 0 or [0, 2], not {ranks!r}")
+        if not 0 <= rank < nprocs:
+            raise ValueError(f"ranks={ranks!r} has {rank}, but the ranks are 0 to {nprocs - 1}")
+    if not found:
+        raise ValueError("ranks is empty; leave it out to call all ranks")
+    return tuple(sorted(set(found)))
+
+
+def spread_per_rank(
+    args: Sequence[Any], kwargs: Mapping[str, Any], ranks: tuple[int, ...], nprocs: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call of some ranks. Each PerRank in them has a value for each rank of the group.
+
+    Args:
+        args: positional arguments. A PerRank may have a value for each rank, or for each rank that is called.
+        kwargs: keyword arguments; the same.
+        ranks: the ranks that are called, in order.
+        nprocs: number of ranks of the group.
+
+    Raises ValueError.
+    """
+    spread: dict[int | str, PerRank[Any]] = {}
+    for key, value in find_per_rank(args, kwargs).items():
+        count = len(value.values)
+        if count not in (len(ranks), nprocs):
+            called = f", of which {len(ranks)} are called" if len(ranks) < nprocs else ""
+            values = f"{count} value{'s' * (count != 1)}"
+            raise ValueError(f"{format_argument(key)} is a PerRank of {values}, but there are {nprocs} ranks{called}")
+        by_rank = dict(zip(range(nprocs) if count == nprocs else ranks, value.values, strict=True))
+        spread[key] = PerRank([by_rank[rank] if rank in ranks and rank in by_rank else None for rank in range(nprocs)])
+    return (
+        tuple(spread.get(position, value) for position, value in enumerate(args)),
+        {name: spread.get(name, value) for name, value in kwargs.items()},
+    )
 
 
 def check_per_rank(args: Iterable[Any], kwargs: Mapping[str, Any], nprocs: int, *, is_multi_node: bool = False) -> None:

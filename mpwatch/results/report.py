@@ -198,7 +198,7 @@ def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collec
     return f"the run did not end within timeout={timeout:g} s: {format_ranks(unfinished)} had not returned{outside}"
 
 
-def format_interrupt(number: int) -> str:
+def format_signal(number: int) -> str:
     """Return a sentence that says that a signal to the host program stopped the run."""
     return f"the run was stopped: this process received {signal.Signals(number).name}"
 
@@ -212,13 +212,18 @@ def format_silence(seconds: float, heartbeat_timeout: float, progress: Progress 
 
 
 def format_stopped_by_caller() -> str:
-    """Return a sentence that says that the program called `RunHandle.stop`."""
+    """Return a sentence that says that the program called `stop` of a RunHandle or a CallHandle."""
     return "the run was stopped: stop() was called"
 
 
 def format_end_of_program() -> str:
-    """Return a sentence that says that the program ended during a call of its WorkerGroup."""
-    return "the run was stopped: the program ended during the call"
+    """Return a sentence that says that the program ended during a run, or during a call of its WorkerGroup."""
+    return "the run was stopped: the program ended"
+
+
+def format_loss_in_other_call(ranks: Iterable[int]) -> str:
+    """Return a sentence that says that other ranks of the WorkerGroup ended, so that this call was stopped."""
+    return f"the call was stopped because {format_ranks(ranks)}, which it had not called, ended"
 
 
 def format_not_ready(start_timeout: float) -> str:

@@ -1,7 +1,7 @@
 """What crosses between the caller's threads and the watcher thread: commands in one direction, answers in the other.
 
     caller's thread --- post: a command, watcher_wakeup.wake() ---------------> watcher thread: take
-    caller's thread <-- an answer in a field, caller_wakeup.wake() ------------ watcher thread
+    caller's thread <-- an answer in a field, wake_callers() ------------------ watcher thread
 
     command           answer
     PendingCall       its `observations` and `is_done`
@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import ref
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.worker_info import Worker
@@ -184,12 +185,43 @@ class CommandQueue:
     def __init__(self) -> None:
         with ExitStack() as stack:
             self.watcher_wakeup = stack.enter_context(closing(WakeupPipe()))
-            self.caller_wakeup = stack.enter_context(closing(WakeupPipe()))
+            # One pipe for each thread of the caller that waits. The function returns its user, or None.
+            first_pipe = stack.enter_context(closing(WakeupPipe()))
+            self._caller_wakeups: tuple[tuple[WakeupPipe, Callable[[], object]], ...] = ((first_pipe, _no_user),)
             self._wakeups = stack.pop_all()
+        self._wakeups_lock = threading.Lock()
         self.state = WorkerState.UNKNOWN  # of all ranks together; written by the watcher thread
         self._commands: deque[Command] = deque()
         self._decision_requests: deque[AttemptObservations] = deque()
         self._debugger_sockets: deque[DebuggerSocket] = deque()
+
+    def acquire_caller_wakeup(self, user: object) -> WakeupPipe:
+        """Return a pipe that `wake_callers` wakes up. It belongs to the user until
+        `release_caller_wakeup`, or until the user is deleted.
+
+        Raises LaunchError if a pipe is needed and there is no descriptor left.
+        """
+        with self._wakeups_lock:
+            pipe = next((pipe for pipe, get_user in self._caller_wakeups if get_user() is None), None)
+            if pipe is None:
+                pipe = self._wakeups.enter_context(closing(WakeupPipe()))
+            self._set_user(pipe, ref(user))
+            return pipe
+
+    def release_caller_wakeup(self, pipe: WakeupPipe) -> None:
+        """Leave the pipe to other threads of the caller."""
+        with self._wakeups_lock:
+            self._set_user(pipe, _no_user)
+
+    def _set_user(self, pipe: WakeupPipe, get_user: Callable[[], object]) -> None:
+        others = (wakeup for wakeup in self._caller_wakeups if wakeup[0] is not pipe)
+        self._caller_wakeups = ((pipe, get_user), *others)
+
+    def wake_callers(self) -> None:
+        """Wake up all threads of the caller that wait for the watcher thread. Any thread may call it."""
+        for pipe, get_user in self._caller_wakeups:
+            if get_user() is not None:
+                pipe.wake()
 
     def post(self, command: Command) -> None:
         """Send a command to the watcher thread. The caller's threads and signal handlers call this."""
@@ -204,7 +236,7 @@ class CommandQueue:
     def request_decision(self, observations: AttemptObservations) -> None:
         """Ask the caller's thread whether the ranks of a failed attempt are restarted. The watcher thread calls this."""
         self._decision_requests.append(observations)
-        self.caller_wakeup.wake()
+        self.wake_callers()
 
     def take_decision_requests(self) -> list[AttemptObservations]:
         """Return the attempts to decide about that have come since the last call. The caller's thread calls this."""
@@ -213,7 +245,7 @@ class CommandQueue:
     def offer_debugger_socket(self, debugger_socket: DebuggerSocket) -> None:
         """Pass on the socket of a rank that is at a breakpoint. The watcher thread calls this."""
         self._debugger_sockets.append(debugger_socket)
-        self.caller_wakeup.wake()
+        self.wake_callers()
 
     def has_debugger_sockets(self) -> bool:
         """Return whether `take_debugger_sockets` returns any."""
@@ -227,3 +259,7 @@ class CommandQueue:
         for debugger_socket in self.take_debugger_sockets():
             os.close(debugger_socket.fd)
         self._wakeups.close()
+
+
+def _no_user() -> None:
+    """Return the user of a pipe that has none."""

@@ -179,7 +179,7 @@ class EventLoop:
             for rank in group.setups:
                 self._start_rank(group, rank)
         self._publish_state()
-        self._commands.caller_wakeup.wake()
+        self._commands.wake_callers()
         try:
             self._pool.selector.add(self._commands.watcher_wakeup.fileno(), self._take_commands)
         except OSError as error:
@@ -232,7 +232,7 @@ class EventLoop:
             elif isinstance(command, StatusRequest):
                 command.statuses = current_statuses(self._groups, self._pool)
                 command.is_answered.set()
-                self._commands.caller_wakeup.wake()
+                self._commands.wake_callers()
             elif isinstance(command, StacksRequest):
                 self._stack_requests.begin(command, self._groups)
             elif isinstance(command, TerminalRestore):
@@ -577,17 +577,24 @@ class EventLoop:
             if self._lost_ranks:
                 return [m.Abort()]
         elif self._keep_ranks and is_new_stage and stage in (m.RunStage.SHUTTING_DOWN, m.RunStage.TERMINATING):
-            self._lost_ranks = self._lost_ranks or sorted(group.setups)
+            self._note_lost_ranks(group)
             return [m.Abort()]  # the ranks of a WorkerGroup end together
         elif stage is m.RunStage.AWAITING_DECISION and is_new_stage:
             helpers_oom = self._oom.resolve_suspects()
             self._commands.request_decision(self._get_observations(group, helpers_oom))
         elif stage is m.RunStage.FINISHED and is_new_stage:
             self._unfinished_groups.remove(group)
+            self._note_lost_ranks(group)
             group.log_exit_problems(self._deferred_log, of_run=group.call is not None)
             if group.machine.stop_reason is not m.StopReason.SUCCEEDED:
                 return [m.Abort()]
         return []
+
+    def _note_lost_ranks(self, group: RestartGroup) -> None:
+        """Remember which ranks end first, for the calls of other ranks that end with them."""
+        if not self._lost_ranks:
+            exited = [rank for rank, observed in group.observed.items() if observed.died_at is not None]
+            self._lost_ranks = exited or sorted(group.setups)
 
     def _finish_call(self, pending_call: PendingCall, group: RestartGroup) -> None:
         """Answer a call after which the ranks stay."""
@@ -598,7 +605,7 @@ class EventLoop:
         pending_call.observations = [self._get_observations(group, "")]
         group.call = None
         pending_call.is_done = True
-        self._commands.caller_wakeup.wake()
+        self._commands.wake_callers()
 
     def _publish_state(self) -> None:
         self._commands.state = state_of_all(self._groups)

@@ -12,7 +12,7 @@ During a run no handler raises an exception in the caller's thread:
 A signal that the host ignores, or that C code handles, is left alone. Off the main thread nothing is changed, since Python
 runs signal handlers in the main thread only. program_end.py interrupts such a call when Ctrl-C ends the program.
 
-    kernel ---> C handler, in any thread ---> caller_wakeup: wakes up the caller's thread
+    kernel ---> C handler, in any thread ---> WakeupPipe: wakes up the caller's thread
                                                     |
                                                     `--> Python's handler ---> Interrupted ---> watcher_wakeup
 
@@ -35,9 +35,9 @@ from typing import Any
 
 from mpwatch.os_support.processes import read_process_state
 from mpwatch.os_support.signals import list_python_handlers, set_handler
-from mpwatch.watcher.commands import CommandQueue, StacksRequest
+from mpwatch.watcher.commands import CallEvent, CommandQueue, PendingCall, StacksRequest
 from mpwatch.watcher.handler_errors import run_until_handler_raises
-from mpwatch.watcher.machine.transitions import Interrupted
+from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted
 from mpwatch.watcher.program_end import add_call, remove_call
 
 DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -62,14 +62,15 @@ class HostSignals:
         self.is_in_user_code = False  # which may take any time
         self.is_at_prompt = False  # of a debugger: Ctrl-C raises KeyboardInterrupt at once
         self._commands = commands
-        self._caller_wakeup = commands.caller_wakeup
+        self._caller_wakeup = commands.acquire_caller_wakeup(self)
+        self.call: PendingCall | None = None  # of a WorkerGroup; None: the signals are for all ranks
         self._host_handlers: dict[int, Any] = {}
         self._host_wakeup_fds: list[int] = []  # the wake-up descriptor that the host had, once it has been replaced
         self.thread_id = threading.get_native_id()
         self.pid = os.getpid()
         self.ends_with_program = is_run and threading.current_thread().daemon
         self._is_ended_by_program = False
-        self._unposted: list[int] = []
+        self._unposted: list[Interrupted] = []
         self._may_post = False
 
     def take_over(self) -> None:
@@ -104,12 +105,13 @@ class HostSignals:
         self._may_post = True
         with suppress(IndexError):  # a signal handler may come in between and post the rest
             while True:
-                self._commands.post(Interrupted(self._unposted.pop(0)))
+                event = self._unposted.pop(0)
+                self._commands.post(event if self.call is None else CallEvent(self.call, event))
 
-    def post_interrupt(self, signum: int) -> None:
+    def post_interrupt(self, signum: int, cause: InterruptCause = InterruptCause.SIGNAL) -> None:
         """Have the watcher thread act as on this signal, which the host's handler does not get."""
         if os.getpid() == self.pid:  # this is not a child that the host has forked
-            self._unposted.append(signum)
+            self._unposted.append(Interrupted(signum, cause))
             if self._may_post:
                 self.start_posting()
 
@@ -127,7 +129,11 @@ class HostSignals:
     def end_with_program(self) -> None:
         """Stop the ranks as on SIGTERM, since the program ends and does not wait for this daemon thread."""
         self._is_ended_by_program = True
-        self.post_interrupt(signal.SIGTERM)
+        self.post_interrupt(signal.SIGTERM, InterruptCause.PROGRAM_END)
+
+    def stop(self) -> None:
+        """Stop the ranks as Ctrl-C does, since another thread has called `stop` of a RunHandle or a CallHandle."""
+        self.post_interrupt(signal.SIGINT, InterruptCause.STOP)
 
     def wait_for_wakeup(self, seconds: float | None = None, others: Collection[Connection] = ()) -> None:
         """Wait until a signal or the watcher thread wakes up this thread, and `seconds` at most. None: no limit.
@@ -159,6 +165,10 @@ class HostSignals:
         for fd in usable_wakeup_fds:
             signal.set_wakeup_fd(fd)
             self._forward_wakeups()
+
+    def release_wakeup(self) -> None:
+        """Leave the wake-up pipe to other threads. This thread does not wait any more."""
+        self._commands.release_caller_wakeup(self._caller_wakeup)
 
     def deliver_received(self) -> None:
         """Deliver each deferred signal to the host's handler. For SIGINT that handler usually raises KeyboardInterrupt.

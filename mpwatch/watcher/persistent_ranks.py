@@ -1,5 +1,8 @@
 """The ranks of a WorkerGroup: they stay between calls; a call restarts them if one was lost. Runs in the caller's threads.
 
+Calls of different ranks may run at the same time, each in a thread of the caller. A rank that is lost in one call ends the
+other calls, too.
+
     start --> call --> call --> ... a rank is lost, or has to be stopped ... --> call: restart, then call --> ... --> close
 
 Each restart has a WatcherThread of its own. While there is no call that thread waits; so it notices a lost rank at once, and
@@ -8,18 +11,20 @@ stops the others. The next call then starts all ranks again.
 
 import logging
 import math
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_end_of_program, format_verdict
+from mpwatch.results.report import format_end_of_program, format_loss_in_other_call, format_verdict
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.commands import PendingCall
@@ -36,6 +41,9 @@ from mpwatch.watcher.run import BlockingCall
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.pickling.call_payload import Call
 
+CallOutcome = tuple[BlockingCall, RunResult[Any], bool]  # the last one: whether all ranks have returned
+OnStart = Callable[[BlockingCall], object]  # see PersistentRanks.call
+
 LOST_WHILE_IDLE = "a rank was lost while no call was running"
 CALL_ABORTED = "the last call was aborted"
 
@@ -43,7 +51,8 @@ CALL_ABORTED = "the last call was aborted"
 class PersistentRanks:
     """The ranks of one WorkerGroup.
 
-    One thread at a time may call the methods; any thread may read `state` and `workers`. Each call has its own live view.
+    The caller sees to it that no two calls that run at the same time need the same rank, and that no call runs during
+    `start` and `close`. Any thread may read `state` and `workers`. Each call that runs alone has its own live view.
     """
 
     def __init__(self, spec: GroupSpec, make_view: MakeView = no_view) -> None:
@@ -54,6 +63,9 @@ class PersistentRanks:
         self._restart_count = -1
         self._restart_reason = LOST_WHILE_IDLE  # for the log, if the next call has to restart the ranks
         self._process_group_version = 0  # a new one after a failed call makes a new process group
+        self._joined: tuple[WatcherThread, int] | None = None  # whose ranks have made which process group
+        self._lock = threading.RLock()  # to replace the watcher thread, and to begin and end calls
+        self._blocking_calls: WeakSet[BlockingCall] = WeakSet()  # that may not be over
         self.workers: tuple[Worker, ...] = ()
 
     @property
@@ -74,40 +86,68 @@ class PersistentRanks:
         with open_standard_descriptors():
             watcher_thread = run_until_handler_raises(self._make_watcher_thread)
             self._event_bus.publish_run_started(self._spec, fn="")
-            blocking_call = self._execute(watcher_thread, None, until=watcher_thread.has_started_ranks)
+            blocking_call = self._begin(watcher_thread)
+            assert blocking_call is not None  # there is no other call
+            self._execute(blocking_call, None, until=watcher_thread.has_started_ranks)
         if blocking_call.signals.received or blocking_call.signals.handler_error is not None:
             self.close()
         blocking_call.raise_error()
         blocking_call.signals.deliver_received()
 
+    @property
+    def lacks_process_group(self) -> bool:
+        """Whether a call of all ranks has to make the process group of `backend` before some ranks can be called."""
+        watcher_thread = self._watcher_thread
+        is_joined = watcher_thread is not None and self._joined == (watcher_thread, self._process_group_version)
+        return self._spec.backend is not None and not is_joined
+
     def call(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], timeout: float | None
-    ) -> RunResult[Any]:
-        """Call a function in every rank. Restart the ranks before if one of them was lost.
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        timeout: float | None,
+        ranks: tuple[int, ...] | None = None,
+        *,
+        on_start: OnStart | None = None,
+    ) -> RunResult[Any] | None:
+        """Call a function in these ranks; None: in all. Restart all ranks before if one of them was lost.
+
+        `on_start` is called with the object that waits for the ranks: once, or again if the ranks are restarted.
+
+        Return None if some ranks are to be called and the process group was lost with a rank. See `lacks_process_group`.
 
         Raises LaunchError, or what the host's handler raises for a signal that came during the call.
         """
         __tracebackhide__ = True  # see mpwatch.run
         started_at = time.monotonic()
         spec, version = self._spec, self._process_group_version
-        payload = pack_call(Call(fn, args, kwargs, spec.backend, version, backend_timeout=spec.backend_timeout))
-        self._process_group_version += 1  # for the next call, unless this one succeeds
+        backend = spec.backend if ranks is None else None  # some ranks alone can neither make nor destroy a process group
+        payload = pack_call(Call(fn, args, kwargs, backend, version, backend_timeout=spec.backend_timeout))
+        has_succeeded = False
         try:
             answer = None
-            if self._watcher_thread is not None:
-                answer = self._call(self._watcher_thread, PendingCall(payload, started_at, timeout))
+            if (watcher_thread := self._watcher_thread) is not None:
+                answer = self._call(watcher_thread, PendingCall(payload, started_at, timeout, ranks), on_start)
+            if answer is None and ranks is not None and spec.backend is not None:
+                return None
             if answer is None:
-                answer = self._restart_and_call(PendingCall(payload, started_at, timeout))
+                answer = self._restart_and_call(PendingCall(payload, started_at, timeout, ranks), on_start)
+            blocking_call, result, has_succeeded = answer
         finally:
             payload.close()
-        blocking_call, result = answer
+            with self._lock:
+                if not has_succeeded:
+                    self._process_group_version = max(self._process_group_version, version + 1)
+                elif ranks is None:
+                    self._joined = (blocking_call.watcher_thread, version)
         blocking_call.deliver_signals(result)
         return result
 
     def close(self) -> None:
         """Have the ranks end, and wait for that. Then deliver the signals that have come meanwhile."""
-        if self._watcher_thread is not None:
-            blocking_call = self._execute(self._watcher_thread, Shutdown(), until=lambda: False)
+        if self._watcher_thread is not None and (blocking_call := self._begin(self._watcher_thread)) is not None:
+            self._execute(blocking_call, Shutdown(), until=lambda: False)
             blocking_call.raise_error()
             blocking_call.signals.deliver_received()
 
@@ -130,8 +170,9 @@ class PersistentRanks:
             watcher_thread.commands.post(Shutdown())
             watcher_thread.join()
             watcher_thread.drain_output(LAST_DRAIN_SECONDS if watcher_thread.output.is_reader_stalled else None)
-            watcher_thread.close()
-            self._watcher_thread, self._restart_reason = None, "the program is ending"
+            self._restart_reason = "the program is ending"
+            with self._lock:
+                self._close(watcher_thread)
 
     def publish_run_ended(self, reason: str = "") -> None:
         """Publish that there will be no more calls."""
@@ -140,6 +181,15 @@ class PersistentRanks:
         run_until_handler_raises(partial(publish, WorkerState.STOPPED, self.workers, restarts=restarts, reason=reason))
 
     def _make_watcher_thread(self) -> WatcherThread:
+        with self._lock:
+            current = self._watcher_thread
+            if current is not None and not current.is_finished:  # another call has made it
+                return current
+            return self._make_new_watcher_thread()
+
+    def _make_new_watcher_thread(self) -> WatcherThread:
+        if self._restart_count >= 0:
+            log_now(logging.WARNING, "all ranks are restarted: %s", self._restart_reason)
         watcher_thread = WatcherThread(self._spec, self._event_bus, restart_count=self._restart_count + 1, keep_ranks=True)
         try:
             watcher_thread.prepare()
@@ -148,60 +198,98 @@ class PersistentRanks:
             watcher_thread.close()
             raise
         self._restart_count += 1
+        self._restart_reason = LOST_WHILE_IDLE
         self.workers = watcher_thread.workers
         self._watcher_thread = watcher_thread
         return watcher_thread
 
-    def _restart_and_call(self, pending_call: PendingCall) -> tuple[BlockingCall, RunResult[Any]]:
-        """Start the ranks for this call. The call is posted before they start, so a failure to start is its failure."""
-        log_now(logging.WARNING, "all ranks are restarted: %s", self._restart_reason)
-        with open_standard_descriptors():
-            answer = self._call(run_until_handler_raises(self._make_watcher_thread), pending_call)
-        assert answer is not None
+    def _restart_and_call(self, pending_call: PendingCall, on_start: OnStart | None) -> CallOutcome:
+        """Start the ranks for this call. The call is posted before they start, so a failure to start is its failure.
+
+        Another call may be quicker to start them, and lose them again before this call has come to them.
+        """
+        answer = None
+        while answer is None:
+            with open_standard_descriptors():
+                answer = self._call(run_until_handler_raises(self._make_watcher_thread), pending_call, on_start)
         return answer
 
-    def _call(self, watcher_thread: WatcherThread, pending_call: PendingCall) -> tuple[BlockingCall, RunResult[Any]] | None:
+    def _call(
+        self, watcher_thread: WatcherThread, pending_call: PendingCall, on_start: OnStart | None
+    ) -> CallOutcome | None:
         """Return None if a rank had died before the call came."""
-        earlier_reason, self._restart_reason = self._restart_reason, CALL_ABORTED  # until the call has ended
-        watcher_thread.output.use_current_streams()
-        blocking_call = self._execute(watcher_thread, pending_call, until=lambda: pending_call.is_done)
-        blocking_call.raise_error()
-        if not pending_call.observations:
-            self._restart_reason = earlier_reason
-            blocking_call.signals.deliver_received()
+        blocking_call = self._begin(watcher_thread, on_start)
+        if blocking_call is None:
             return None
-        (observations,) = pending_call.observations
+        try:
+            watcher_thread.output.use_current_streams()
+            self._execute(blocking_call, pending_call, until=lambda: pending_call.is_done)
+            blocking_call.raise_error()
+            if not pending_call.observations:
+                blocking_call.signals.deliver_received()
+                return None
+            (observations,) = pending_call.observations
+            result = blocking_call.build_result(
+                partial(self._diagnose, watcher_thread, observations, pending_call.lost_ranks)
+            )
+        except BaseException:
+            self._restart_reason = CALL_ABORTED
+            raise
         has_succeeded = observations.stop_reason is StopReason.SUCCEEDED
-        if has_succeeded:
-            self._process_group_version -= 1
-        if self._watcher_thread is not None and not blocking_call.signals.received:
-            self._restart_reason = LOST_WHILE_IDLE  # else a signal may reach the ranks after the call, and end them
-        result = blocking_call.build_result(partial(self._diagnose, observations))
-        if self._watcher_thread is None:
+        if not watcher_thread.is_finished:
+            # a signal may reach the ranks after the call, and end them
+            self._restart_reason = CALL_ABORTED if blocking_call.signals.received else LOST_WHILE_IDLE
+        elif not pending_call.lost_ranks:
             why = "a rank ended after it had returned" if has_succeeded else format_verdict(result)
             self._restart_reason = f"not all of them survived the last call: {why}"
-        return blocking_call, result
+        return blocking_call, result, has_succeeded
 
-    def _diagnose(self, observations: AttemptObservations) -> RunResult[Any]:
+    def _diagnose(
+        self, watcher_thread: WatcherThread, observations: AttemptObservations, lost_ranks: Sequence[int]
+    ) -> RunResult[Any]:
         result = diagnose_attempt(observations)
-        if result.state is WorkerState.STOPPED and not result.reason:  # only `shut_down_at_exit` interrupts a call
-            result = replace(result, reason=format_end_of_program())
+        if result.state is WorkerState.STOPPED and not result.reason:  # otherwise only `shut_down_at_exit` stops a call
+            reason = format_loss_in_other_call(lost_ranks) if lost_ranks else format_end_of_program()
+            result = replace(result, reason=reason)
         publish_outcomes(self._event_bus, observations, result)
-        self._event_bus.dispatch()
+        watcher_thread.emit_logs_and_events()
         return result
 
+    def _begin(self, watcher_thread: WatcherThread, on_start: OnStart | None = None) -> BlockingCall | None:
+        """Return the object that waits for the ranks. While it exists, no other call closes the watcher thread.
+
+        Return None if another call has closed it, since a rank was lost.
+        """
+        with self._lock:
+            if self._watcher_thread is not watcher_thread:
+                return None
+            others = [call for call in self._blocking_calls if not call.is_over]
+            # a view of each call would draw over that of the others; a call in the background has none
+            blocking_call = BlockingCall(watcher_thread, make_view=no_view if others or on_start else self._make_view)
+            self._blocking_calls.add(blocking_call)
+        if on_start is not None:
+            on_start(blocking_call)
+        return blocking_call
+
     def _execute(
-        self, watcher_thread: WatcherThread, command: PendingCall | Shutdown | None, *, until: Callable[[], bool]
-    ) -> BlockingCall:
-        blocking_call = BlockingCall(watcher_thread, make_view=self._make_view)
+        self, blocking_call: BlockingCall, command: PendingCall | Shutdown | None, *, until: Callable[[], bool]
+    ) -> None:
+        watcher_thread = blocking_call.watcher_thread
         try:
             blocking_call.execute(command, until=until)
             watcher_thread.drain_output(blocking_call.drain_timeout(_seconds_left(watcher_thread, command)))
         finally:
-            if watcher_thread.is_finished:
-                watcher_thread.close()
-                self._watcher_thread = None
-        return blocking_call
+            with self._lock:
+                self._blocking_calls.discard(blocking_call)
+                if watcher_thread.is_finished:
+                    self._close(watcher_thread)
+
+    def _close(self, watcher_thread: WatcherThread) -> None:
+        """Close a watcher thread whose ranks have ended, unless another call still reads from it."""
+        if self._watcher_thread is watcher_thread:
+            self._watcher_thread = None
+        if not any(call.watcher_thread is watcher_thread for call in self._blocking_calls):
+            watcher_thread.close()
 
 
 def _seconds_left(watcher_thread: WatcherThread, command: PendingCall | Shutdown | None) -> float:

@@ -132,12 +132,15 @@ class BlockingCall:
         self._view_driver: ViewDriver | None = None
         self.signals = HostSignals(watcher_thread.commands, is_run=not watcher_thread.keeps_ranks)
         self._is_posted = False
+        self.is_over = False
 
     def execute(self, command: Command | None, *, until: Callable[[], bool]) -> None:
         """Post the command, start the watcher thread if it has not been started, and wait.
 
         Return when `until` holds, or when all ranks are dead.
         """
+        if isinstance(command, PendingCall) and self.watcher_thread.keeps_ranks:
+            self.signals.call = command
         try:
             if isinstance(command, PendingCall) and self.watcher_thread.is_running():
                 self._post_once(command)
@@ -156,6 +159,9 @@ class BlockingCall:
             self._abort(signal.SIGINT if is_interrupt else signal.SIGTERM, until)
             self.signals.deliver_received()
             raise
+        finally:
+            self.is_over = True
+            self.signals.release_wakeup()
 
     def drain_timeout(self, seconds_left: float) -> float | None:
         """Return how long to wait for the reader of the ranks' output. None: no limit.
@@ -229,7 +235,7 @@ class BlockingCall:
         self._run_callbacks()  # for what has come before the signals were taken over
         while not (until() or self.watcher_thread.is_finished):
             seconds = None if self._view_driver is None else self._view_driver.seconds_to_next_update()
-            debugger = self.watcher_thread.debugger
+            debugger = self.watcher_thread.get_debugger(self)
             self.signals.wait_for_wakeup(seconds, () if debugger is None else debugger.connections)
             self._run_callbacks()
 
@@ -243,7 +249,7 @@ class BlockingCall:
             if self._view_driver is not None:
                 self._view_driver.update()
             self._print_stacks()
-            if (debugger := self.watcher_thread.debugger) is not None:
+            if (debugger := self.watcher_thread.get_debugger(self)) is not None:
                 debugger.serve(self.signals, self._view_driver)
         finally:
             self.signals.is_in_user_code = False
@@ -277,7 +283,7 @@ class BlockingCall:
                 if must_stop:
                     self._stop_ranks(signum, until)
                 self._restore_host()
-                if must_stop and not self.watcher_thread.is_alive():  # else the ranks have answered, and stay
+                if must_stop and not self.watcher_thread.is_alive() and not self.watcher_thread.keeps_ranks:
                     self.watcher_thread.close()
             except BaseException:  # noqa: BLE001, S112  the first one is re-raised; this one has made the ranks stop sooner
                 continue

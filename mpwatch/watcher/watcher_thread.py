@@ -18,10 +18,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from multiprocessing.context import set_spawning_popen
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+from weakref import ref
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.log_spec import default_logs
@@ -49,6 +50,12 @@ THREAD_START_SECONDS = 1.0  # a thread needs microseconds to start
 ANSWER_POLL_SECONDS = 0.05  # how often a thread that waits for an answer looks whether the ranks have ended meanwhile
 
 
+class WaitingCall(Protocol):
+    """A call whose thread waits for the watcher thread: see BlockingCall."""
+
+    is_over: bool
+
+
 def has_come_up(thread: threading.Thread) -> bool:
     """Return whether a thread is alive. If its start was interrupted, wait until it has come up."""
     deadline = time.monotonic() + THREAD_START_SECONDS
@@ -60,8 +67,8 @@ def has_come_up(thread: threading.Thread) -> bool:
 class WatcherThread:
     """The watcher thread of one run, or of a WorkerGroup until its ranks are lost, and what it shares with the caller.
 
-    The caller's threads call the methods, one thread at a time. An exception may interrupt any method; it can then be called
-    again.
+    One thread of the caller at a time calls the methods. Those of a WorkerGroup that several threads may call at the same
+    time say so. An exception may interrupt any method; it can then be called again.
 
     Args:
         spec: number of ranks, and the limits.
@@ -92,8 +99,8 @@ class WatcherThread:
         self._pid = os.getpid()
         with ExitStack() as stack:
             self.commands = stack.enter_context(closing(CommandQueue()))
-            self.deferred_log = DeferredLog(self.commands.caller_wakeup.wake)
-            self._event_bus.wake = self.commands.caller_wakeup.wake
+            self.deferred_log = DeferredLog(self.commands.wake_callers)
+            self._event_bus.wake = self.commands.wake_callers
             assert isinstance(spec.nprocs, int)  # see GroupSpec
             nprocs = None if spec.is_multi_node else spec.nprocs
             self.output = RankOutput(spec.logs or default_logs(), nprocs, self.deferred_log)
@@ -103,6 +110,9 @@ class WatcherThread:
         self._debugger: DebuggerConsole | None = None
         self._setups: list[RankSetup] = []
         self._thread: threading.Thread | None = None
+        self._start_lock = threading.Lock()
+        self._emit_lock = threading.Lock()
+        self._debugger_user: Callable[[], WaitingCall | None] = lambda: None  # the call that serves the debugger
         self._is_cancelled = False
         self._closes_itself = False
         self.is_finished = False  # no rank is left, and none will be started
@@ -135,13 +145,16 @@ class WatcherThread:
             self._port_socket.close()
 
     def start(self) -> None:
-        """Start the thread, which starts the ranks. Do nothing if it has been started. Raises LaunchError.
+        """Start the thread, which starts the ranks. Do nothing if it has been started. Any thread may call it.
 
         If Python can start no thread, the event loop runs in the caller's thread. A run that may restart ranks needs both
         threads, and so do a WorkerGroup and a run of several nodes: they raise LaunchError.
         """
-        if self._thread is not None:
-            return
+        with self._start_lock:
+            if self._thread is None:
+                self._start()
+
+    def _start(self) -> None:
         # The program may end while a WorkerGroup is open, and while a daemon thread runs ranks (program_end.py).
         daemon = self.keeps_ranks or threading.current_thread().daemon
         self._thread = threading.Thread(target=self._run, name="mpwatch", daemon=daemon)
@@ -173,25 +186,39 @@ class WatcherThread:
         finally:
             self.output.stop_when_drained()
             self.is_finished = True
-            self.commands.caller_wakeup.wake()
+            self.commands.wake_callers()
             if self._closes_itself:
                 self.close()
 
     def emit_logs_and_events(self) -> None:
-        """Emit the deferred log records and call the observers. Both may run user code, in the caller's thread."""
-        self.deferred_log.emit()
-        self._event_bus.dispatch()
+        """Emit the deferred log records and call the observers. Both may run user code, in the caller's thread.
+
+        Several threads may call it. One of them does the work for all.
+        """
+        if not self.keeps_ranks:
+            self.deferred_log.emit()
+            self._event_bus.dispatch()
+            return
+        while (self.deferred_log.has_records or self._event_bus.has_events) and self._emit_lock.acquire(blocking=False):
+            try:
+                self.deferred_log.emit()
+                self._event_bus.dispatch()
+            finally:
+                self._emit_lock.release()
 
     def drain_output(self, seconds: float | None) -> None:
         """Wait until everything that the ranks have printed so far is written. Log a warning after `seconds`."""
         if not self.output.drain_all(seconds):
             text = "the output of the ranks is incomplete: the reader of stdout or stderr did not read it in time"
             self.deferred_log.warning(text)
-        self.deferred_log.emit()
+        self.emit_logs_and_events()
 
-    @property
-    def debugger(self) -> "DebuggerConsole | None":
-        """The console of the debugger. None if no rank has been at a breakpoint."""
+    def get_debugger(self, user: WaitingCall) -> "DebuggerConsole | None":
+        """Return the console of the debugger. None if no rank has been at a breakpoint, or another call serves it."""
+        if (other := self._debugger_user()) is not user:
+            if other is not None and not other.is_over:
+                return None
+            self._debugger_user = ref(user)
         if self._debugger is None and self.commands.has_debugger_sockets():
             from mpwatch.watcher.debugger.console import DebuggerConsole  # most runs never need it
 

@@ -2,18 +2,22 @@
 
     python exception_at_any_bytecode.py WHAT FIRST STRIDE
 
-WHAT is `run` (one run), `submit` (the same in a thread), `group` (create a group, call it twice, close it), or `printing` (with captured output).
+WHAT is `run` (one run), `submit` (the same in a thread), `group` (create a group, call it twice, close it), `calls` (of some
+ranks, and with `WorkerGroup.submit`), or `printing` (with captured output).
 
-The exception is raised only in the caller's thread, as Python does it. Bytecodes without a line are left out: CPython never
-releases the frame if a tracer raises there.
+The exception is raised only in the caller's thread, and only where Python itself calls signal handlers: at the begin of a
+function, after a call, and when a loop goes back. Bytecodes without a line are left out: CPython never releases the frame if a
+tracer raises there.
 """
 
+import dis
 import gc
 import os
 import signal
 import sys
 import threading
 from contextlib import suppress
+from functools import cache
 from multiprocessing import resource_tracker
 
 import mpwatch
@@ -28,8 +32,31 @@ class ThrownError(BaseException):
     """The exception that is raised. mpwatch does not know it."""
 
 
+@cache
+def find_places(code):
+    """Return the offsets of the bytecodes at which a signal handler may raise."""
+    places, before = set(), ""
+    for instruction in dis.get_instructions(code):
+        if before.startswith("CALL") or instruction.opname in ("RESUME", "JUMP_BACKWARD"):
+            places.add(instruction.offset)
+        before = instruction.opname
+    return places
+
+
+@cache
+def find_exits(code):
+    """Return the offsets at which a `with` statement ends. Python calls no signal handler between the block and __exit__."""
+    instructions = list(dis.get_instructions(code))
+    triples = zip(instructions, instructions[1:], instructions[2:], strict=False)
+    return {first.offset for first, *others in triples if all(is_none(each) for each in (first, *others))}
+
+
+def is_none(instruction):
+    return instruction.opname == "LOAD_CONST" and instruction.argval is None
+
+
 class Thrower:
-    """Counts bytecodes, and raises at one of them."""
+    """Counts the places, and raises at one of them."""
 
     def __init__(self, at):
         self.at = at
@@ -49,7 +76,10 @@ class Thrower:
         return self._step
 
     def _step(self, frame, event, _):
-        if event == EVENT:
+        code, offset = frame.f_code, frame.f_lasti
+        if (event == "line" == EVENT and offset not in find_exits(code)) or (
+            event == "opcode" and offset in find_places(code)
+        ):
             self.count += 1
             if self.count == self.at and frame.f_lineno is not None:
                 sys.settrace(None)
@@ -90,12 +120,18 @@ def run_with_captured_output():
 
 
 def run_group(**options):
-    try:
-        with mpwatch.WorkerGroup(1, **options) as ranks:
-            ranks.run(functions.rank)
-            ranks.run(functions.rank)
-    except RuntimeError as error:  # raised just before a lock is released, where Python itself raises nothing
-        raise error.__context__ from None
+    with mpwatch.WorkerGroup(1, **options) as ranks:
+        ranks.run(functions.rank)
+        ranks.run(functions.rank)
+
+
+def run_calls():
+    with mpwatch.WorkerGroup(2) as ranks:
+        waiting = [ranks.submit(functions.rank, ranks=rank) for rank in (0, 1, 1)]
+        ranks.run(functions.rank, ranks=0)
+        waiting[-1].result()
+        ranks.submit(functions.rank).cancel()
+        ranks.submit(functions.rank).stop()
 
 
 def throw_at(what, at):
@@ -141,13 +177,15 @@ def main(what, first, stride):
         after = read_process_state()
         for name in before:
             if before[name] != after[name]:
-                print(f"bytecode {at}, {where}: {name}: {before[name]} -> {after[name]}")
+                print(f"place {at}, {where}: {name}: {before[name]} -> {after[name]}")
         before = after
-    print(f"thrown {thrown} times at {counter.count} bytecodes")
+    print(f"thrown {thrown} times at {counter.count} places")
 
 
 if __name__ == "__main__":
     main(
-        {"run": run, "submit": submit, "group": run_group, "printing": run_with_captured_output}[sys.argv[1]],
+        {"run": run, "submit": submit, "group": run_group, "calls": run_calls, "printing": run_with_captured_output}[
+            sys.argv[1]
+        ],
         *map(int, sys.argv[2:]),
     )

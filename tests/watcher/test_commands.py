@@ -72,9 +72,10 @@ def run_all(watcher_thread, call, *commands):
 
 def wait_until(watcher_thread, condition):
     """Do what the caller's thread does, until the condition is true: wait for the watcher thread, and restart no rank."""
+    wakeup = watcher_thread.commands.acquire_caller_wakeup(watcher_thread)
     while not condition():
-        wait([watcher_thread.commands.caller_wakeup.fileno()])
-        watcher_thread.commands.caller_wakeup.drain()
+        wait([wakeup.fileno()])
+        wakeup.drain()
         for _ in watcher_thread.commands.take_decision_requests():
             watcher_thread.commands.post(DoNotRestart(0, generation=LAST_GENERATION))
 

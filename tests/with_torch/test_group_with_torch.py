@@ -1,5 +1,8 @@
 """The ranks of a WorkerGroup keep their torch process group from call to call."""
 
+import os
+import signal
+
 import pytest
 
 import mpwatch
@@ -56,3 +59,54 @@ def test_the_process_group_is_kept_and_replaced_after_a_failure():
         assert str(caught.value.__cause__) == "the others wait"
         assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
         assert [worker.restart_count for worker in group.workers] == [1, 1]
+
+
+def get_process_group_size():
+    import torch.distributed as dist
+
+    return dist.get_world_size(), dist.get_rank()
+
+
+def sum_over_two(ranks):
+    """Return a sum over these ranks, with a process group that the ranks keep."""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor([float(functions.rank())])
+    dist.all_reduce(tensor, group=mpwatch.current_worker().state["pairs"][ranks])
+    return int(tensor.item())
+
+
+def make_pairs():
+    import torch.distributed as dist
+
+    mpwatch.current_worker().state["pairs"] = {pair: dist.new_group(pair) for pair in ((0, 1), (2, 3))}
+
+
+def kill_own_process():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_some_ranks_have_the_process_group_of_all():
+    """All ranks make it before the first call of some ranks, and again after a failure."""
+    with WorkerGroup(2, backend="gloo") as group:
+        assert dict(group.run(get_process_group_size, ranks=1).return_values) == {1: (2, 1)}
+        handles = [
+            group.submit(raise_on_rank_1, ranks=1),
+            *(group.submit(get_process_group_size, ranks=r) for r in (0, 1, 0)),
+        ]
+        with pytest.raises(mpwatch.RunFailedError, match="bad"):
+            handles[0].result(60)
+        assert [list(handle.result(60)) for handle in handles[1:]] == [[(2, 0)], [(2, 1)], [(2, 0)]]
+        assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
+        for _ in range(2):
+            with pytest.raises(mpwatch.RunFailedError, match="SIGKILL"):
+                group.run(kill_own_process, ranks=1)
+            assert dict(group.run(get_process_group_size, ranks=0).return_values) == {0: (2, 0)}
+
+
+def test_collectives_of_different_ranks_at_the_same_time():
+    with WorkerGroup(4, backend="gloo") as group:
+        group.run(make_pairs)
+        handles = [group.submit(sum_over_two, (pair,), ranks=pair) for _ in range(25) for pair in ((0, 1), (2, 3))]
+        assert [list(handle.result(60)) for handle in handles] == [[1, 1], [5, 5]] * 25

@@ -53,7 +53,7 @@ from mpwatch.watcher.diagnosis.stragglers import (
     get_stacks_or_state,
     is_in_collective,
 )
-from mpwatch.watcher.machine.transitions import StopReason
+from mpwatch.watcher.machine.transitions import InterruptCause, StopReason
 from mpwatch.wire.exceptions import decoder
 from mpwatch.wire.messages import MessageKind
 from mpwatch.wire.pickling.return_values import open_value
@@ -334,6 +334,13 @@ def _get_overall_state(stop_reason: StopReason | None, failures: Mapping[int, Pr
     return WorkerState.SUCCEEDED if stop_reason is StopReason.SUCCEEDED and not failures else WorkerState.FAILED
 
 
+def format_interrupt(signum: int, cause: InterruptCause) -> str:
+    """Return a sentence that says what stopped the run."""
+    if cause is InterruptCause.STOP:
+        return texts.format_stopped_by_caller()
+    return texts.format_signal(signum) if cause is InterruptCause.SIGNAL else texts.format_end_of_program()
+
+
 def _get_reason(
     attempt: AttemptObservations,
     failures: Failures,
@@ -348,7 +355,7 @@ def _get_reason(
             return f"{texts.format_timeout(attempt.timeout or 0.0, unfinished)}; {verdict.sentence}"
         return texts.format_timeout(attempt.timeout or 0.0, unfinished, find_stragglers(_get_running(attempt, failures)))
     if attempt.stop_reason is StopReason.INTERRUPTED and attempt.signum is not None:
-        text = texts.format_interrupt(attempt.signum)
+        text = format_interrupt(attempt.signum, attempt.interrupt_cause)
         is_stalled = verdict is not None and (verdict.kind is VerdictKind.MISMATCH or verdict.seconds >= STALL_SECONDS)
         return f"{text}; {verdict.sentence}" if verdict is not None and is_stalled else text
     return ""

@@ -12,7 +12,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.results.model import Progress
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
-from mpwatch.watcher.machine.transitions import StopReason
+from mpwatch.watcher.machine.transitions import InterruptCause, StopReason
 from mpwatch.watcher.output.stderr_tail import StderrTail
 from mpwatch.wire.messages import Message
 from mpwatch.wire.shared_memory import HeartbeatSample
@@ -99,7 +99,9 @@ class AttemptObservations:
     heartbeat_timeout: float | None = None
     start_timeout: float = 0.0
     signum: int | None = None
-    """The signal to the host program that stopped the run."""
+    """The signal to the host program that stopped the run, or that would have done the same."""
+    interrupt_cause: InterruptCause = InterruptCause.SIGNAL
+    """Why the run was stopped, if there is a `signum`."""
     log_dir: str = ""
     collective_verdict: CollectiveVerdict | None = None
     """The verdict on the ranks' collectives that has ended the attempt."""

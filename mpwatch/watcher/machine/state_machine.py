@@ -82,7 +82,7 @@ class StateMachine:
 
     def _begin_call(self, timeout_at: float, now: float) -> None:
         self.stage = RunStage.RUNNING
-        self.signum: int | None = None  # of the first interrupt
+        self._first_interrupt: m.Interrupted | None = None
         self.stop_reason: StopReason | None = None
         self.stopped_at: float | None = None
         self._stage_deadline = math.inf
@@ -126,6 +126,16 @@ class StateMachine:
         """Return whether a call is running, and nothing has ended it yet."""
         return self.stage in (RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE) and self.stop_reason is None
 
+    @property
+    def signum(self) -> int | None:
+        """The signal of the first interrupt of the call. None: it was not interrupted."""
+        return None if self._first_interrupt is None else self._first_interrupt.signum
+
+    @property
+    def interrupt_cause(self) -> m.InterruptCause:
+        """Why the call was interrupted, if it was."""
+        return m.InterruptCause.SIGNAL if self._first_interrupt is None else self._first_interrupt.cause
+
     def are_limits_active(self) -> bool:
         """Return whether a call is running, and its limits do not stand still."""
         return self.is_call_running() and self._limits_suspended_at is None
@@ -133,11 +143,11 @@ class StateMachine:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Return the actions that follow from an event. Raises IllegalEventError."""
         if isinstance(event, m.Interrupted | m.Shutdown | m.Abort) and self.stage is RunStage.AWAITING_DECISION:
-            self.signum = event.signum if isinstance(event, m.Interrupted) else None
+            self._first_interrupt = event if isinstance(event, m.Interrupted) else None
             self._finish()
             return []
         if isinstance(event, m.Interrupted):
-            return self._on_interrupt(event.signum, now)
+            return self._on_interrupt(event, now)
         if isinstance(event, m.StartCall):
             return self._on_start_call(event, now)
         if isinstance(event, m.CancelAttempt):
@@ -357,14 +367,15 @@ class StateMachine:
         )
         return [m.RequestExit(rank) for rank in ranks]
 
-    def _on_interrupt(self, signum: int, now: float) -> list[Action]:
+    def _on_interrupt(self, event: m.Interrupted, now: float) -> list[Action]:
         """Stop the ranks at the first signal, and kill them at the second one.
 
         The host's own handler gets the signal after the run, even if this method does nothing.
         """
+        signum = event.signum
         if self.stage is RunStage.FINISHED or (self.stage is RunStage.IDLE and signum == signal.SIGINT):
             return []
-        is_first, self.signum = self.signum is None, self.signum or signum
+        is_first, self._first_interrupt = self._first_interrupt is None, self._first_interrupt or event
         stop_reason = self.stop_reason or StopReason.INTERRUPTED  # a success or a failure before the signal remains one
         if is_first and signum == signal.SIGINT and self.is_call_running():
             return self._dump_stacks_then_stop(now, stop_reason)

@@ -177,11 +177,20 @@ class DoNotRestart(RankEvent):
     """Do not restart the ranks of this restart group. `rank` is the first of them."""
 
 
+class InterruptCause(Enum):
+    """Why the ranks are stopped as by a signal."""
+
+    SIGNAL = "this process received a signal"
+    STOP = "the caller called stop()"
+    PROGRAM_END = "the program ends"
+
+
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The watcher has received a signal."""
+    """The watcher has received a signal, or the caller wants what such a signal does."""
 
     signum: int
+    cause: InterruptCause = InterruptCause.SIGNAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +324,7 @@ _WHILE_STOPPING: dict[type, RankPhase | None] = {
 # For each phase the legal events, and the phase that follows. None: the phase stays the same.
 TRANSITIONS: dict[RankPhase, dict[type, RankPhase | None]] = {
     RankPhase.STARTING: {Ready: RankPhase.READY, Failed: RankPhase.FAILED, Exited: RankPhase.EXITED},
-    RankPhase.READY: {Exited: RankPhase.EXITED},
+    RankPhase.READY: {StackDumped: None, Exited: RankPhase.EXITED},  # the stacks of a call that has ended
     RankPhase.RUNNING: {
         Returned: RankPhase.RETURNED,
         Failing: None,
@@ -327,7 +336,7 @@ TRANSITIONS: dict[RankPhase, dict[type, RankPhase | None]] = {
     RankPhase.RETURNED: {StackDumped: None, Exited: RankPhase.EXITED},
     RankPhase.FAILED: {DetailsReceived: RankPhase.DETAILS_SENT, StackDumped: None, Exited: RankPhase.EXITED},
     RankPhase.DETAILS_SENT: {StackDumped: None, Exited: RankPhase.EXITED},
-    RankPhase.EXITING: {Exited: RankPhase.EXITED},
+    RankPhase.EXITING: {StackDumped: None, Exited: RankPhase.EXITED},
     RankPhase.TERMINATING: _WHILE_STOPPING,
     RankPhase.KILLED: _WHILE_STOPPING,
     RankPhase.EXITED: {},

@@ -28,6 +28,11 @@ class DeferredLog:
         """Queue a record that helps to find a bug in mpwatch. Any thread may call it."""
         self._queue(logging.DEBUG, text, args)
 
+    @property
+    def has_records(self) -> bool:
+        """Whether there are records to emit."""
+        return bool(self._records)
+
     def emit(self) -> None:
         """Log the queued records, in the caller's thread. After an exception, the next call goes on with the next record."""
         while self._records:

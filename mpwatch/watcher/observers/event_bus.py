@@ -129,6 +129,11 @@ class EventBus:
         """Convert a time of CLOCK_MONOTONIC into seconds since 1970."""
         return self._wall_clock + at
 
+    @property
+    def has_events(self) -> bool:
+        """Whether there are events to dispatch."""
+        return bool(self._queue)
+
     def dispatch(self) -> None:
         """Call the observers for each queued event. Only the caller's thread may call it."""
         while self._queue:

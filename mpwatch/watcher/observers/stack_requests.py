@@ -134,5 +134,5 @@ class StackRequests:
             request.stacks = Stacks(self._stacks, current, verdict.sentence if verdict else "")
             request.is_answered.set()
         if self._requests:
-            self._commands.caller_wakeup.wake()
+            self._commands.wake_callers()
         self._requests.clear()

@@ -136,6 +136,7 @@ class RestartGroup:
             timeout=self._timeout,
             start_timeout=spec.start_timeout,
             signum=machine.signum,
+            interrupt_cause=machine.interrupt_cause,
             helpers_oom=helpers_oom,
             collective_verdict=collective_verdict,
             log_dir=spec.logs.folder_of_run(self._event_bus.run_id) if spec.logs is not None else "",

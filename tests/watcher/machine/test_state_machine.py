@@ -294,6 +294,9 @@ def test_ranks_of_a_group_that_answer_while_stacks_are_dumped_stay(answers):
     machine.handle(Interrupted(signal.SIGINT), 1.0)
     assert [action for answer in answers for action in machine.handle(answer, 1.1)] == []
     assert (machine.stage, machine.stop_reason) == (RunStage.IDLE, StopReason.INTERRUPTED)
+    assert machine.handle(StackDumped(0), 1.2) == []  # late
+    assert machine.handle(Shutdown(), 1.3) == [RequestExit(0), RequestExit(1)]
+    assert machine.handle(StackDumped(1), 1.4) == []
 
 
 def test_ranks_of_a_group_end_if_one_exits_while_stacks_are_dumped():

@@ -1,0 +1,347 @@
+"""Calls of some ranks of a WorkerGroup, and `WorkerGroup.submit`: what runs at the same time, and how a call is stopped."""
+
+import asyncio
+import os
+import re
+import signal
+import threading
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import pytest
+
+import mpwatch
+from mpwatch import PerRank, RunFailedError, WorkerGroup, WorkerState
+from support import failing, functions
+from support.process_state import SPAWN, is_alive
+from support.programs import call, python
+
+
+def meet(barrier):
+    barrier.wait(60)
+    return functions.rank()
+
+
+def meet_and_wait(barrier):
+    barrier.wait(60)
+    time.sleep(1000)
+
+
+def meet_and_wait_for(barrier, event):
+    barrier.wait(60)
+    assert event.wait(60)
+    return functions.rank()
+
+
+def append(value):
+    values = mpwatch.current_worker().state.setdefault("values", [])
+    values.append(value)
+    return list(values)
+
+
+def kill_own_process(barrier):
+    barrier.wait(60)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pids_of(group):
+    return list(group.run(os.getpid))
+
+
+@pytest.fixture
+def group():
+    with WorkerGroup(3) as group:
+        yield group
+
+
+def submit_waiting(group, ranks, function=meet_and_wait):
+    """Submit a call, and return when its ranks run the function."""
+    barrier = SPAWN.Barrier(len(ranks) + 1)
+    handle = group.submit(function, (barrier,), ranks=ranks)
+    barrier.wait(60)
+    return handle
+
+
+def test_some_ranks_are_called(group):
+    result = group.run(functions.rank, ranks=[2, 0])
+    assert dict(result.return_values) == {0: 0, 2: 2}
+    assert [worker.rank for worker in result.workers] == [0, 2]
+    assert group.run(functions.rank, ranks=1)[1] == 1
+    assert list(group.run(functions.rank, ranks=range(3))) == [0, 1, 2]
+    assert list(group.run(append, ("a",), ranks=(0,))) == [["a"]]
+    assert list(group.run(append, ("b",))) == [["a", "b"], ["b"], ["b"]]
+    with pytest.raises(IndexError, match=r"no rank 1 in this run; it had the ranks \[0\]"):
+        group.run(functions.rank, ranks=0)[1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        (3, "ranks=3 has 3, but the ranks are 0 to 2"),
+        ([0, -1], "ranks=[0, -1] has -1, but the ranks are 0 to 2"),
+        ([], "ranks is empty; leave it out to call all ranks"),
+        ("0", "ranks must be a rank or several ranks, such as 0 or [0, 2], not '0'"),
+        (True, "ranks must be a rank or several ranks, such as 0 or [0, 2], not True"),
+        ([0.0], "ranks must be a rank or several ranks, such as 0 or [0, 2], not [0.0]"),
+    ],
+)
+def test_ranks_that_do_not_exist(group, ranks, text):
+    for method in (group.run, group.submit):
+        with pytest.raises((TypeError, ValueError), match=f"^{re.escape(text)}$"):
+            method(functions.rank, ranks=ranks)
+
+
+def test_per_rank_has_a_value_for_each_rank_or_for_each_called_rank(group):
+    assert dict(group.run(append, (PerRank(["a", "b", "c"]),), ranks=[2, 1]).return_values) == {1: ["b"], 2: ["c"]}
+    assert dict(group.run(append, kwargs={"value": PerRank(["d", "e"])}, ranks=[2, 1]).return_values) == {
+        1: ["b", "d"],
+        2: ["c", "e"],
+    }
+    text = r"^args\[0\] is a PerRank of 1 value, but there are 3 ranks, of which 2 are called$"
+    with pytest.raises(ValueError, match=text):
+        group.run(append, (PerRank(["a"]),), ranks=[2, 1])
+
+
+def test_calls_of_different_ranks_run_at_the_same_time(group):
+    barrier = SPAWN.Barrier(3)
+    first, second = group.submit(meet, (barrier,), ranks=0), group.submit(meet, (barrier,), ranks=2)
+    assert list(group.run(meet, (barrier,), ranks=1)) == [1]
+    assert (list(first.result(60)), list(second.result(60))) == ([0], [2])
+    assert list(group.run(functions.rank)) == [0, 1, 2]
+
+
+def test_calls_of_the_same_rank_run_in_their_order(group):
+    handles = [group.submit(append, (number,), ranks=[[0], [0, 1], [1, 2], None][number % 4]) for number in range(40)]
+    assert wait(handles, 60).not_done == set()
+    for rank, kinds in ((0, {0, 1, 3}), (1, {1, 2, 3}), (2, {2, 3})):
+        assert group.run(append, ("end",), ranks=rank)[rank] == [*(n for n in range(40) if n % 4 in kinds), "end"]
+
+
+def test_many_calls_may_wait(group):
+    """A call that waits has no thread."""
+    first = submit_waiting(group, [0])
+    threads = threading.active_count()
+    handles = [group.submit(functions.double, (number,), ranks=0) for number in range(300)]
+    assert threading.active_count() == threads
+    first.stop()
+    assert [handle.result(60)[0] for handle in handles] == [2 * number for number in range(300)]
+
+
+def test_a_call_can_be_awaited(group):
+    async def run():
+        results = await asyncio.gather(*(group.submit(functions.double, (rank,), ranks=rank) for rank in range(3)))
+        return [list(result) for result in results]
+
+    assert asyncio.run(run()) == [[0], [2], [4]]
+
+
+def test_a_call_that_waits_can_be_cancelled(group):
+    first = submit_waiting(group, [0])
+    second, third = group.submit(functions.rank, ranks=[0, 1]), group.submit(functions.rank, ranks=[1, 2])
+    notified = []
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: notified.extend(wait([second], 60).done))
+        assert second.cancel()
+        waiting.result(60)
+    assert notified == [second]
+    assert second.cancel()
+    assert list(third.result(60)) == [1, 2]
+    assert not first.cancel()
+    with pytest.raises(CancelledError):
+        second.result(0)
+    second.stop()
+    first.stop()
+    assert not first.cancel()
+
+
+def test_stop_interrupts_one_call_and_its_ranks_stay(group):
+    group.run(append, ("a",))
+    pids = pids_of(group)
+    barrier, event = SPAWN.Barrier(2), SPAWN.Event()
+    other = group.submit(meet_and_wait_for, (barrier, event), ranks=2)
+    barrier.wait(60)
+    handle = submit_waiting(group, [0, 1])
+    handle.stop()
+    with pytest.raises(RunFailedError, match=r"^the run was stopped: stop\(\) was called"):
+        handle.result(0)
+    assert not other.done()
+    event.set()
+    assert list(other.result(60)) == [2]
+    assert pids_of(group) == pids
+    assert list(group.run(append, ("b",))) == [["a", "b"]] * 3
+
+
+def test_stop_before_the_call_begins(group):
+    first = submit_waiting(group, [0])
+    second = group.submit(functions.rank)
+    second.stop()
+    assert second.cancelled()
+    first.stop()
+    for _ in range(10):
+        handle = group.submit(time.sleep, (1000,))
+        handle.stop()
+        assert handle.done()
+    assert list(group.run(functions.rank)) == [0, 1, 2]
+
+
+def test_ctrl_c_interrupts_only_the_call_of_the_main_thread(group):
+    pids = pids_of(group)
+    barrier, event = SPAWN.Barrier(2), SPAWN.Event()
+    other = group.submit(meet_and_wait_for, (barrier, event), ranks=2)
+    barrier.wait(60)
+    barrier = SPAWN.Barrier(2)
+    interrupter = threading.Thread(target=lambda: (barrier.wait(60), os.kill(os.getpid(), signal.SIGINT)))
+    interrupter.start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            group.run(meet_and_wait, (barrier,), ranks=1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    interrupter.join()
+    event.set()
+    assert list(other.result(60)) == [2]
+    assert pids_of(group) == pids
+
+
+def test_a_rank_that_raises_does_not_disturb_other_calls(group, caplog):
+    barrier, event = SPAWN.Barrier(2), SPAWN.Event()
+    other = group.submit(meet_and_wait_for, (barrier, event), ranks=[2])
+    barrier.wait(60)
+    with pytest.raises(RunFailedError) as caught:
+        group.submit(failing.raises_value_error, ranks=[0, 1]).result(60)
+    assert isinstance(caught.value.__cause__, ValueError)
+    event.set()
+    assert list(other.result(60)) == [2]
+    assert not caplog.records
+
+
+def test_a_rank_that_dies_ends_the_other_calls(group, caplog):
+    pids = pids_of(group)
+    barrier = SPAWN.Barrier(2)
+    other = group.submit(meet_and_wait, (barrier,), ranks=[2])
+    with pytest.raises(RunFailedError) as caught:
+        group.run(kill_own_process, (barrier,), ranks=0)
+    assert caught.value.root_cause.signal == signal.SIGKILL
+    with pytest.raises(RunFailedError) as stopped:
+        other.result(60)
+    assert stopped.value.result.state is WorkerState.STOPPED
+    assert str(stopped.value).startswith("the call was stopped because rank 0, which it had not called, ended")
+    assert not any(map(is_alive, pids))
+    handles = [group.submit(functions.rank, ranks=rank) for rank in range(3)]  # one of them restarts all ranks
+    assert [list(handle.result(60)) for handle in handles] == [[0], [1], [2]]
+    assert {worker.restart_count for worker in group.workers} == {1}
+    (record,) = caplog.records
+    assert record.message.startswith("all ranks are restarted: not all of them survived the last call: rank 0 ")
+
+
+def test_an_idle_rank_that_dies_ends_the_calls(group, caplog):
+    pids = pids_of(group)
+    handle = submit_waiting(group, [0, 1])
+    os.kill(pids[2], signal.SIGKILL)
+    with pytest.raises(RunFailedError, match=r"^the call was stopped because rank 2, which it had not called, ended"):
+        handle.result(60)
+    assert list(group.run(functions.rank)) == [0, 1, 2]
+    assert caplog.records[0].message.startswith(f"rank 2 (pid {pids[2]}) was killed by SIGKILL")
+
+
+def test_close_cancels_calls_that_wait_and_lets_others_end():
+    event, barrier = SPAWN.Event(), SPAWN.Barrier(2)
+    group = WorkerGroup(2)
+    running = group.submit(meet_and_wait_for, (barrier, event), ranks=0)
+    barrier.wait(60)
+    waiting = group.submit(functions.rank)
+    waiting.add_done_callback(lambda _: event.set())
+    group.close()
+    assert waiting.cancelled()
+    assert list(running.result(0)) == [0]
+    with pytest.raises(RuntimeError, match="this WorkerGroup is closed"):
+        group.submit(functions.rank)
+
+
+def test_a_block_that_raises_stops_the_calls():
+    with pytest.raises(ZeroDivisionError), WorkerGroup(2) as group:
+        running, waiting = submit_waiting(group, [0]), group.submit(functions.rank)
+        1 / 0
+    assert waiting.cancelled()
+    with pytest.raises(RunFailedError, match=r"stop\(\) was called"):
+        running.result(0)
+
+
+def test_a_forgotten_handle_and_a_handle_that_outlives_its_group(eventually):
+    group = WorkerGroup(1)
+    group.submit(functions.rank)
+    handle = group.submit(functions.rank)
+    assert list(handle.result(60)) == [0]
+    pids = pids_of(group)
+    with pytest.warns(ResourceWarning):
+        del group  # the handle does not keep its ranks
+    eventually(lambda: not any(map(is_alive, pids)))
+    assert list(handle.result(0)) == [0]
+
+
+def test_the_timeout_begins_with_the_call(group):
+    first = submit_waiting(group, [0])
+    second = group.submit(functions.rank, ranks=0, timeout=60.0)
+    assert not wait([second], 0.2).done
+    first.stop()
+    assert list(second.result(60)) == [0]
+    with pytest.raises(mpwatch.RunTimeoutError, match=r"timeout=0\.2 s"):
+        group.submit(time.sleep, (1000,), ranks=0, timeout=0.2).result(60)
+
+
+def test_an_observer_cannot_call_its_own_group():
+    errors = []
+
+    def call_again(event):
+        if event.name == "call_started" and not errors:
+            for method in (lambda: group.run(functions.rank), group.close):
+                with pytest.raises(RuntimeError) as caught:
+                    method()
+                errors.append(str(caught.value))
+
+    with WorkerGroup(1, on_event=call_again) as group:
+        assert list(group.submit(functions.rank).result(60)) == [0]
+    end = " was called within a call of the same WorkerGroup; call it when that call has returned"
+    assert errors == ["run()" + end, "close()" + end]
+
+
+def test_observers_get_each_event_once():
+    events = []
+    with WorkerGroup(3, on_event=events.append) as group:
+        handles = [group.submit(functions.rank, ranks=number % 3) for number in range(60)]
+        wait(handles, 60)
+    ranks = [event.ranks for event in events if event.name == "call_started"]
+    assert sorted(ranks) == sorted((number % 3,) for number in range(60))
+    assert sum(event.name == "worker_succeeded" for event in events) == 60
+
+
+def test_a_value_that_cannot_be_sent_is_raised_by_result(group):
+    handle = group.submit(functions.double, (threading.Lock(),), ranks=0)
+    with pytest.raises(mpwatch.LaunchError, match=r"^args\[0\], a _thread.lock, which cannot be sent"):
+        handle.result(60)
+    assert list(group.run(functions.rank)) == [0, 1, 2]
+
+
+def end_while_calls_wait():
+    group = WorkerGroup(2)
+    print(*group.run(os.getpid))
+    submit_waiting(group, [0])
+    group.submit(functions.rank)
+
+
+def test_a_program_that_ends_stops_its_calls():
+    began = time.monotonic()
+    ended = call(end_while_calls_wait)
+    assert time.monotonic() - began < 60
+    assert ended.stderr == ""
+    pids = ended.stdout.split()
+    assert len(pids) == 2
+    assert not any(is_alive(int(pid)) for pid in pids)
+
+
+def test_the_example_of_actors_and_a_learner():
+    done = python(str(Path(__file__).parent.parent / "examples" / "actor_learner.py"))
+    assert re.fullmatch(r"step (499|500): .*rank 2.*\nrestarts: 1\nchances of the arms: 0.00 0.00 1.00\n", done.stdout)
+    assert done.stderr.startswith("all ranks are restarted: not all of them survived the last call: rank 2 was killed")

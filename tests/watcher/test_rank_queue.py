@@ -1,0 +1,97 @@
+"""Which call of a WorkerGroup may begin, without processes."""
+
+import pytest
+
+from mpwatch.watcher.rank_queue import RankQueue, Ticket
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
+
+
+def enter(queue, *ranks):
+    ticket = Ticket(ranks)
+    queue.enter(ticket)
+    return ticket
+
+
+def granted(*tickets):
+    return [ticket.is_granted.is_set() for ticket in tickets]
+
+
+def test_calls_of_different_ranks_run_at_the_same_time():
+    queue = RankQueue(3)
+    first, second, third = enter(queue, 0), enter(queue, 1, 2), enter(queue, 2)
+    assert granted(first, second, third) == [True, True, False]
+    queue.leave(second)
+    assert granted(third) == [True]
+
+
+def test_a_call_does_not_overtake_one_that_waits_for_its_rank():
+    queue = RankQueue(3)
+    first, all_ranks, later = enter(queue, 0), enter(queue, 0, 1, 2), enter(queue, 1)
+    assert granted(all_ranks, later) == [False, False]
+    queue.leave(first)
+    assert granted(all_ranks, later) == [True, False]
+    queue.leave(all_ranks)
+    assert granted(later) == [True]
+
+
+def test_a_call_that_leaves_before_it_begins():
+    queue = RankQueue(2)
+    first, second, third = enter(queue, 0), enter(queue, 0, 1), enter(queue, 1)
+    queue.leave(second)
+    queue.leave(second)
+    assert granted(first, second, third) == [True, False, True]
+
+
+def test_a_call_that_needs_other_ranks_keeps_its_place():
+    queue = RankQueue(2)
+    first, second, all_ranks = enter(queue, 0), enter(queue, 1), enter(queue, 0, 1)
+    queue.exchange(first, [0, 1])
+    assert granted(first, second, all_ranks) == [False, True, False]
+    queue.leave(second)
+    assert granted(first, all_ranks) == [True, False]
+    queue.exchange(first, [0])
+    assert granted(first, all_ranks) == [True, False]
+
+
+def test_two_calls_that_exchange_their_ranks_do_not_block_each_other():
+    queue = RankQueue(2)
+    first, second = enter(queue, 0), enter(queue, 1)
+    queue.exchange(first, [0, 1])
+    queue.exchange(second, [0, 1])
+    assert granted(first, second) == [True, False]
+
+
+def test_an_exception_does_not_lose_a_start():
+    """Ctrl-C may come in the thread that has just made the ranks free for another call."""
+    queue, starts = RankQueue(1), []
+
+    def start():
+        starts.append("start")
+        if len(starts) == 1:
+            raise KeyboardInterrupt
+
+    first, second = enter(queue, 0), Ticket([0], start, owner="second")
+    queue.enter(second)
+    assert queue.list_owners() == ["second"]
+    with pytest.raises(KeyboardInterrupt):
+        queue.leave(first)
+    queue.leave(first)
+    queue.leave(first)
+    assert starts == ["start", "start"]
+
+
+@hypothesis.given(st.lists(st.one_of(st.sets(st.integers(0, 3), min_size=1), st.integers(0, 9))))
+def test_any_order_of_calls(steps):
+    """A set enters the queue; a number ends the call, or cancels it."""
+    queue, tickets = RankQueue(4), []
+    for step in steps:
+        if isinstance(step, int):
+            if tickets:
+                queue.leave(tickets.pop(step % len(tickets)))
+        else:
+            tickets.append(enter(queue, *step))
+        for index, ticket in enumerate(tickets):
+            earlier = [other for other in tickets[:index] if other.ranks & ticket.ranks]
+            assert ticket.is_granted.is_set() == (not earlier)
