@@ -84,6 +84,8 @@ _HOME = {
     "WorkerState": ".results.model",
     "current_worker": ".worker.context",
     "heartbeat": ".worker.context",
+    "load_ipython_extension": ".integrations.ipython",  # IPython calls these two
+    "unload_ipython_extension": ".integrations.ipython",
     "main": ".api",
     "report": ".worker.context",
     "run": ".api",

@@ -299,4 +299,4 @@ class BlockingCall:
         self.signals.post_interrupt(signum)
         self.signals.start_posting()
         if self.watcher_thread.is_alive():
-            self._wait(until if signum == signal.SIGINT else lambda: False)
+            self._wait(until if signum == signal.SIGINT or self.signals.call is not None else lambda: False)

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import suppress
 from functools import cache
 from multiprocessing import resource_tracker
@@ -34,25 +35,27 @@ class ThrownError(BaseException):
 
 @cache
 def find_places(code):
-    """Return the offsets of the bytecodes at which a signal handler may raise."""
-    places, before = set(), ""
-    for instruction in dis.get_instructions(code):
-        if before.startswith("CALL") or instruction.opname in ("RESUME", "JUMP_BACKWARD"):
+    """Return the offsets of the bytecodes at which a signal handler may raise.
+
+    Python calls the handler at the end of a call, with the exception handlers of the call. So the next bytecode is a place only
+    if it has the same ones: not at the end of a `with` or `try` block.
+    """
+    bytecode = dis.Bytecode(code)
+    places, before = set(), None
+    for instruction in bytecode:
+        follows = before is not None and find_target(bytecode, before) == find_target(bytecode, instruction)
+        if follows and (before.opname.startswith("CALL") or EVENT == "line"):
             places.add(instruction.offset)
-        before = instruction.opname
+        if instruction.opname in ("RESUME", "JUMP_BACKWARD"):
+            places.add(instruction.offset)
+        before = instruction
     return places
 
 
-@cache
-def find_exits(code):
-    """Return the offsets at which a `with` statement ends. Python calls no signal handler between the block and __exit__."""
-    instructions = list(dis.get_instructions(code))
-    triples = zip(instructions, instructions[1:], instructions[2:], strict=False)
-    return {first.offset for first, *others in triples if all(is_none(each) for each in (first, *others))}
-
-
-def is_none(instruction):
-    return instruction.opname == "LOAD_CONST" and instruction.argval is None
+def find_target(bytecode, instruction):
+    """Return where the exception handler of an instruction begins; None if there is none."""
+    found = (entry.target for entry in bytecode.exception_entries if entry.start <= instruction.offset < entry.end)
+    return next(found, None)
 
 
 class Thrower:
@@ -76,10 +79,7 @@ class Thrower:
         return self._step
 
     def _step(self, frame, event, _):
-        code, offset = frame.f_code, frame.f_lasti
-        if (event == "line" == EVENT and offset not in find_exits(code)) or (
-            event == "opcode" and offset in find_places(code)
-        ):
+        if event == EVENT and frame.f_lasti in find_places(frame.f_code):
             self.count += 1
             if self.count == self.at and frame.f_lineno is not None:
                 sys.settrace(None)
@@ -156,6 +156,9 @@ def wait_for_dropped_groups():
         if thread.name.startswith("mpwatch"):
             thread.join(10.0)
             wait_for_thread_exit(thread.native_id, 10.0)
+    deadline = time.monotonic() + 10.0
+    while len(os.listdir("/proc/self/task")) > threading.active_count() and time.monotonic() < deadline:
+        os.sched_yield()  # a thread is still ending
     collect_garbage()  # objects that the threads held
 
 

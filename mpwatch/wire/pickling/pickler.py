@@ -25,6 +25,8 @@ LRU_CACHE_TYPE = type(functools.lru_cache(len))  # the class of a decorated func
 class _ClassPickler(cloudpickle.Pickler):
     """cloudpickle's pickler. It also keeps the qualified name and the slots of a class that is pickled by value.
 
+    It keeps the file name of code, too. Tracebacks and debuggers show the source by it.
+
     Args:
         stream: receives the pickle.
         keep: takes large buffers, see pickle_buffers.py; None: the pickle contains them.
@@ -35,7 +37,7 @@ class _ClassPickler(cloudpickle.Pickler):
     def __init__(self, stream: Any, keep: BufferCallback | None, first: Reducers, last: Reducers | None = None) -> None:
         # before __init__, where the C pickler reads it
         own: Any = cloudpickle.Pickler.dispatch_table
-        self.dispatch_table = ChainMap(first, VIEW_REDUCERS, own, last or {})
+        self.dispatch_table = ChainMap(first, VIEW_REDUCERS, {CodeType: _reduce_code}, own, last or {})
         super().__init__(stream, protocol=5, buffer_callback=keep)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -50,6 +52,12 @@ class _ClassPickler(cloudpickle.Pickler):
                 if vars(obj).get("__slots__") and not issubclass(obj, Enum):
                     _move_slots(attributes, make_args)
         return reduced
+
+
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    """Reduce code as cloudpickle does, with its file name: cloudpickle 3.1.3 replaces that by "<dynamic-code>"."""
+    make, args = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return make, tuple(code.co_filename if isinstance(arg, str) and arg == "<dynamic-code>" else arg for arg in args)
 
 
 def _find_defining_module(cls: type) -> ModuleType | None:

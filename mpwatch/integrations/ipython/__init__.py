@@ -1,0 +1,255 @@
+"""The magics `%%ranks` and `%ranks`: run a cell on all ranks of a WorkerGroup. Load them with `%load_ext mpwatch`.
+
+Runs in the notebook's kernel or in a terminal's IPython. rank_cell.py is the part that runs in a rank.
+
+    cell --- compiled here, for SyntaxError ---> source, pushed variables ---> WorkerGroup.run(run_cell) ---> each rank
+    table of values <--- RankValues <--- text of the last value, pulled variables <-------------------------- each rank
+"""
+
+import ast
+import re
+import shlex
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator, Mapping
+from html import escape
+from types import FrameType
+from typing import Any, NoReturn
+
+from IPython.core.error import UsageError
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.magic import Magics, line_cell_magic, magics_class
+
+import mpwatch
+from mpwatch.integrations.ipython.rank_cell import Cell, CellValue, run_cell
+
+NAMES = re.compile(r"[^\W\d]\w*(,[^\W\d]\w*)*")
+RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Register the magics. IPython calls this at `%load_ext mpwatch`."""
+    shell.register_magics(RankMagics(shell))
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """Close the group of the magics, and remove them. IPython calls this at `%unload_ext mpwatch`."""
+    magics = shell.magics_manager.registry.get("RankMagics")
+    if isinstance(magics, RankMagics):
+        magics.close()
+    for magic in shell.magics_manager.magics.values():
+        magic.pop("ranks", None)
+
+
+class RankValues(Mapping[int, Any]):
+    """The values of the last expression of a cell, by rank. A notebook shows their texts as a table.
+
+    `values[rank]` is the value if it is a number, a text, or a list, tuple, set or dict of up to 1000 of them. Any other
+    value stays in its rank, and `values[rank]` raises LookupError.
+    """
+
+    def __init__(self, values: Mapping[int, CellValue]) -> None:
+        self._values = values
+
+    def __getitem__(self, rank: int) -> Any:
+        found = self._values[rank]
+        if not found.is_copied:
+            raise LookupError(f"the value of rank {rank} stays in the rank: give it a name, and add --pull NAME to %%ranks")
+        return found.copy
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{_format_ranks(ranks)}: {text}" for text, ranks in self._group().items())
+
+    def _repr_html_(self) -> str:
+        """Return the table that a notebook shows."""
+        rows = (
+            f"<tr><th style='text-align:left'>{_format_ranks(ranks)}</th>"
+            f"<td style='text-align:left'><pre>{escape(text)}</pre></td></tr>"
+            for text, ranks in self._group().items()
+        )
+        return f"<table>{''.join(rows)}</table>"
+
+    def _group(self) -> dict[str, list[int]]:
+        """Return each different text, with the ranks that have it."""
+        groups: dict[str, list[int]] = {}
+        for rank, value in self._values.items():
+            groups.setdefault(value.text, []).append(rank)
+        return groups
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"ranks: {message}; see %%ranks?")
+
+
+_PARSER = _Parser(prog="ranks", add_help=False, allow_abbrev=False)
+_PARSER.add_argument("nprocs", nargs="?", type=int)
+for _option in ("--backend", "--preload", "--on", "--push", "--pull"):
+    _PARSER.add_argument(_option)
+_PARSER.add_argument("--timeout", type=float)
+_PARSER.add_argument("--close", action="store_true")
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError as error:
+        raise UsageError(f"ranks: {error}") from None
+
+
+@magics_class
+class RankMagics(Magics):
+    """The magics. They have at most one WorkerGroup at a time."""
+
+    shell: InteractiveShell
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self._group: mpwatch.WorkerGroup | None = None
+        self._options: dict[str, Any] = {}  # of the group
+
+    @line_cell_magic
+    def ranks(self, line: str, cell: str | None = None) -> "RankValues | mpwatch.WorkerGroup | None":
+        """Run the cell on ranks that stay alive, each with variables of its own.
+
+            %%ranks [NPROCS] [--backend B] [--preload M] [--on RANKS] [--push NAMES] [--pull NAMES] [--timeout SECONDS]
+            %ranks [NPROCS] [--backend B] [--preload M]
+            %ranks --close
+
+        `%%ranks 4` starts four ranks, or uses those that there are. The variables of a rank live from cell to cell, until
+        the ranks end. The value of the last expression is shown for each rank. A semicolon at its end leaves it out.
+        `%ranks` returns the WorkerGroup. `%ranks --close` ends the ranks.
+
+        NPROCS: number of ranks. Without it: the ranks that there are.
+        --backend: of torch.distributed, such as gloo, nccl or auto. The ranks join a process group.
+        --preload: modules that the ranks import at their start, such as torch,numpy.
+        --on: the ranks that run the cell, such as 0 or 0,2-3. Without it: all.
+        --push: variables to copy to the ranks before the cell, such as x,y. Each rank gets its own value of a PerRank.
+        --pull: variables to copy back after the cell. Each is then a dict of the values by rank.
+        --timeout: limit for this cell in seconds.
+        """
+        __tracebackhide__ = True
+        options = _PARSER.parse_args(_split(line))
+        if options.close:
+            if cell is not None:
+                raise UsageError("%%ranks --close would not run this cell; write %ranks --close in a line of its own")
+            self.close()
+            return None
+        pushed = self._read_variables(options.push)
+        pulled = _parse_names("--pull", options.pull)
+        body = None if cell is None else self._check_source(cell)
+        group = self._get_group(options.nprocs, options.backend, options.preload)
+        ranks = None if options.on is None else _parse_ranks(options.on)
+        if body is None:
+            if pushed or pulled:
+                raise UsageError("--push and --pull belong to %%ranks, with a cell; %ranks runs none")
+            return group
+        try:
+            result = group.run(run_cell, (Cell(*body, pulled),), pushed, ranks=ranks, timeout=options.timeout)
+        except (TypeError, ValueError) as error:  # a rank that does not exist, for example
+            raise UsageError(f"ranks: {error}") from None
+        outcomes = result.return_values
+        for name in pulled:
+            self.shell.user_ns[name] = {rank: outcome.pulled[name] for rank, outcome in outcomes.items()}
+        values = {rank: outcome.value for rank, outcome in outcomes.items() if outcome.value is not None}
+        return RankValues(values) if values else None
+
+    def close(self) -> None:
+        """End the ranks. Do nothing if there are none."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _get_group(self, nprocs: int | None, backend: str | None, preload: str | None) -> mpwatch.WorkerGroup:
+        wanted: dict[str, Any] = {"nprocs": nprocs, "backend": backend, "preload": _parse_modules(preload)}
+        wanted = {name: value for name, value in wanted.items() if value}
+        if self._group is None or self._group.state is mpwatch.WorkerState.STOPPED:
+            if nprocs is None:
+                raise UsageError("there are no ranks yet; say how many, as in %%ranks 4")
+            self._group, self._options = mpwatch.WorkerGroup(**wanted), wanted
+        for name, value in wanted.items():
+            if self._options.get(name) != value:
+                raise UsageError(
+                    f"the ranks have {name}={self._options.get(name)!r}, not {value!r}. To keep them, leave {name} out. "
+                    "For new ranks, end these with %ranks --close, which deletes their variables"
+                )
+        return self._group
+
+    def _read_variables(self, names: str | None) -> dict[str, Any]:
+        found = {}
+        for name in _parse_names("--push", names):
+            if name not in self.shell.user_ns:
+                raise UsageError(f"--push {names}: there is no variable {name!r} here")
+            found[name] = self.shell.user_ns[name]
+        return found
+
+    def _check_source(self, cell: str) -> tuple[str, str, bool]:
+        """Return the source, the name of its file, and whether the last expression has a value to show.
+
+        Raises SyntaxError. A blank line stands for the line of the magic, so that line numbers are those of the whole cell.
+        """
+        __tracebackhide__ = True
+        source = f"\n{cell}"
+        file = self.shell.compile.cache(source, self._find_cell_number())
+        try:
+            body = ast.parse(source, file).body
+            compile(source, file, "exec", dont_inherit=True)  # finds errors that the parser does not see
+        except SyntaxError as error:
+            raise error.with_traceback(None) from None
+        return source, file, bool(body) and isinstance(body[-1], ast.Expr) and not _ends_with_semicolon(source, body[-1])
+
+    def _find_cell_number(self) -> int:
+        """Return the number of the cell that is running. The shell's counter may already be that of the next cell."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            name = self.shell.compile.format_code_name(frame.f_code.co_filename)
+            if name is not None and (number := re.search(r"In\[(\d+)\]", " ".join(name))):
+                return int(number[1])
+            frame = frame.f_back
+        return self.shell.execution_count
+
+
+def _ends_with_semicolon(source: str, node: ast.stmt) -> bool:
+    assert node.end_lineno is not None
+    assert node.end_col_offset is not None
+    last_line = source.split("\n")[node.end_lineno - 1].encode()  # columns count bytes
+    return last_line[node.end_col_offset :].strip().startswith(b";")
+
+
+def _parse_names(option: str, text: str | None) -> list[str]:
+    if text is None:
+        return []
+    if not NAMES.fullmatch(text):
+        raise UsageError(f"{option} needs names of variables without spaces, such as x,y, not {text!r}")
+    return text.split(",")
+
+
+def _parse_modules(text: str | None) -> list[str]:
+    return [] if text is None else text.split(",")
+
+
+def _parse_ranks(text: str) -> list[int]:
+    if not RANKS.fullmatch(text):
+        raise UsageError(f"--on needs ranks without spaces, such as 0 or 0,2-3, not {text!r}")
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def _format_ranks(ranks: list[int]) -> str:
+    """Return "rank 2", or "ranks 0-1, 3"."""
+    parts: list[str] = []
+    first = ranks[0]
+    for rank, following in zip(ranks, [*ranks[1:], None], strict=True):
+        if following != rank + 1:
+            parts.append(f"{first}" if first == rank else f"{first}-{rank}")
+            first = following if following is not None else first
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(parts)}"

@@ -1,0 +1,87 @@
+"""Run the cell of a `%%ranks` magic. Runs in a rank, so it must not import IPython."""
+
+import ast
+import linecache
+from dataclasses import dataclass
+from typing import Any
+
+import mpwatch
+
+MAX_CHARACTERS = 10_000  # of the text of a value
+MAX_ITEMS = 1000  # of a value that is copied
+PLAIN_TYPES = (bool, int, float, complex, str, bytes)
+NAMESPACE = "mpwatch: variables of the cells"  # a key of `current_worker().state`
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What the ranks run."""
+
+    source: str
+    file: str
+    """The name that the caller has given to the source, for tracebacks."""
+    has_value: bool
+    """Whether the last statement is an expression whose value is shown."""
+    pulled: list[str]
+    """Names of variables to send back."""
+
+
+@dataclass(frozen=True)
+class CellValue:
+    """The value of the last expression of a cell, in one rank."""
+
+    text: str
+    is_copied: bool
+    """Whether `copy` is the value. Other values stay in the rank: a model may be large, and a file cannot be copied."""
+    copy: Any = None
+
+
+@dataclass(frozen=True)
+class CellOutcome:
+    """What a rank returns."""
+
+    value: CellValue | None
+    """None: there is nothing to show."""
+    pulled: dict[str, Any]
+
+
+def run_cell(cell: Cell, /, **pushed: Any) -> CellOutcome:
+    """Run the cell with the variables of the earlier cells, and with those that are pushed. Raises what the cell raises."""
+    __tracebackhide__ = True
+    state = mpwatch.current_worker().state
+    variables: dict[str, Any] = state.setdefault(NAMESPACE, {"__name__": "__main__"})
+    variables.update(pushed)
+    lines = cell.source.splitlines(keepends=True)
+    linecache.cache[cell.file] = (len(cell.source), None, lines, cell.file)  # for inspect.getsource and tracebacks
+    tree = ast.parse(cell.source, cell.file)
+    last = tree.body.pop() if cell.has_value else None
+    exec(compile(tree, cell.file, "exec", dont_inherit=True), variables)  # noqa: S102  the user's own cell
+    value = None
+    if isinstance(last, ast.Expr):
+        value = eval(compile(ast.Expression(last.value), cell.file, "eval", dont_inherit=True), variables)  # noqa: S307
+    missing = [name for name in cell.pulled if name not in variables]
+    if missing:
+        raise NameError(f"--pull: rank {mpwatch.current_worker().rank} has no variable {missing[0]!r}", name=missing[0])
+    return CellOutcome(_pack(value), {name: variables[name] for name in cell.pulled})
+
+
+def _pack(value: Any) -> CellValue | None:
+    if value is None:
+        return None
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001  a value without a text is no failure of the cell
+        text = f"<{type(value).__name__}, whose repr() raises {type(error).__name__}: {error}>"
+    text = text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ... ({len(text)} characters)"
+    return CellValue(text, True, value) if _is_plain(value) else CellValue(text, False)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a text, or a small collection of them."""
+    kind = type(value)
+    if kind in PLAIN_TYPES or value is None:
+        return True
+    if kind not in (list, tuple, set, frozenset, dict) or len(value) > MAX_ITEMS:
+        return False
+    items = [*value, *value.values()] if kind is dict else value
+    return all(type(item) in PLAIN_TYPES or item is None for item in items)
