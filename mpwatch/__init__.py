@@ -84,8 +84,6 @@ _HOME = {
     "WorkerState": ".results.model",
     "current_worker": ".worker.context",
     "heartbeat": ".worker.context",
-    "load_ipython_extension": ".integrations.ipython",  # IPython calls these two
-    "unload_ipython_extension": ".integrations.ipython",
     "main": ".api",
     "report": ".worker.context",
     "run": ".api",
@@ -100,6 +98,16 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOME[name], __name__), name)
     return value
+
+
+def load_ipython_extension(shell: object) -> None:
+    """Register the magics `%%ranks` and `%ranks`. IPython calls this at `%load_ext mpwatch`."""
+    import_module(".integrations.ipython", __name__).register(shell)
+
+
+def unload_ipython_extension(shell: object) -> None:
+    """Close the group of the magics, and remove the magics. IPython calls this at `%unload_ext mpwatch`."""
+    import_module(".integrations.ipython", __name__).unregister(shell)
 
 
 def __dir__() -> list[str]:

@@ -27,13 +27,13 @@ NAMES = re.compile(r"[^\W\d]\w*(,[^\W\d]\w*)*")
 RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
-def load_ipython_extension(shell: InteractiveShell) -> None:
-    """Register the magics. IPython calls this at `%load_ext mpwatch`."""
+def register(shell: InteractiveShell) -> None:
+    """Register the magics."""
     shell.register_magics(RankMagics(shell))
 
 
-def unload_ipython_extension(shell: InteractiveShell) -> None:
-    """Close the group of the magics, and remove them. IPython calls this at `%unload_ext mpwatch`."""
+def unregister(shell: InteractiveShell) -> None:
+    """Close the group of the magics, and remove the magics."""
     magics = shell.magics_manager.registry.get("RankMagics")
     if isinstance(magics, RankMagics):
         magics.close()
