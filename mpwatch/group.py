@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeVar
 
 from mpwatch.errors import raise_if_failed
 from mpwatch.live_view.select import select_view
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-DO_NOTHING = bool  # a function; before a rank calls one, it makes the process group of `backend`
 
 
 class WorkerGroup:
@@ -128,12 +127,15 @@ class WorkerGroup:
         )
         self._pid = os.getpid()
         self._queue = RankQueue(len(self._all_ranks))
+        self._handles: set[CallHandle[Any]] = set()  # of calls of `submit` that are not over
+        self._joining_lock = threading.Lock()
+        self._joining: Ticket | None = None  # of the call in which all ranks make the process group of `backend`
         self._call_lock = _LockOfThread()  # not reentrant, so that a call within a call of the same thread is noticed
         self._is_closed = False
         self._ranks = PersistentRanks(self._spec, partial(select_view, progress))
         # At the end of a program multiprocessing joins its children without a limit. It runs this finalizer before, also in
         # processes of multiprocessing, which do not run atexit functions.
-        self._at_end = Finalize(None, _end_at_exit, (self._queue, self._ranks), exitpriority=10)
+        self._at_end = Finalize(None, _end_at_exit, (self._handles, self._ranks), exitpriority=10)
         self._finalizer = weakref.finalize(self, _end_unclosed_group, self._ranks, self._at_end, self._pid)
         self._finalizer.atexit = False
         try:
@@ -149,14 +151,14 @@ class WorkerGroup:
         kwargs: Mapping[str, Any] | None = None,
         *,
         timeout: float | None = None,
-        ranks: int | Iterable[int] | None = None,
+        ranks: SupportsIndex | Iterable[SupportsIndex] | None = None,
     ) -> RunResult[T]:
         """Call `fn(*args, **kwargs)` in every rank and return the results, as `mpwatch.run` does. The ranks stay alive.
 
         If a rank raises, the other ranks of the call have one second to finish. If all of them finish, all ranks stay alive.
-        Otherwise, and if a rank dies or hangs, all ranks are stopped, also those of other calls. The next call then restarts
-        all ranks, without the content of `current_worker().state`, and logs a warning with the reason. The watcher notices
-        at once if a rank dies between two calls, with the same consequence.
+        Otherwise all ranks of the group are stopped. The same happens if a rank dies or hangs. Then other calls that run
+        end, too. The next call restarts all ranks, without the content of `current_worker().state`, and logs a warning with the
+        reason. The watcher notices at once if a rank dies between two calls, with the same consequence.
 
         Args:
             fn: see `mpwatch.run`.
@@ -164,8 +166,9 @@ class WorkerGroup:
             kwargs: keyword arguments.
             timeout: limit for this call in seconds, from its beginning. None: the group's own `timeout`.
             ranks: the rank or the ranks to call. None: all. The process group of `backend` has all ranks: for collectives
-                of some ranks make a group with `torch.distributed.new_group`, in a call of all ranks. A PerRank has a value
-                for each rank of the group, or for each rank that is called, in ascending order.
+                of some ranks make a group with `torch.distributed.new_group`, in a call of all ranks. If the process group
+                does not exist yet, all ranks make it before, in a call of its own. A PerRank has a value for each rank of
+                the group, or for each rank that is called, in ascending order.
 
         Returns:
             The return values by rank.
@@ -190,13 +193,13 @@ class WorkerGroup:
         kwargs: Mapping[str, Any] | None = None,
         *,
         timeout: float | None = None,
-        ranks: int | Iterable[int] | None = None,
+        ranks: SupportsIndex | Iterable[SupportsIndex] | None = None,
     ) -> "CallHandle[T]":
         """Queue a call, and return at once. The call runs in a thread of its own when its ranks are free.
 
         The arguments are pickled when the call begins: do not change them before. Observers of the group are called in the
-        thread of a call that is running. A call in the background has no live view. Signals to the program are left to the
-        program. A program that ends stops the ranks, and does not wait for the call.
+        thread of any call that is running. A call in the background has no live view, and Ctrl-C does not stop it. A program
+        that ends stops the ranks, and does not wait for the call.
 
         Args:
             fn: see `run`, as for all arguments.
@@ -218,20 +221,31 @@ class WorkerGroup:
         call = self._prepare_call(fn, args, kwargs, timeout, ranks)
         self._check_process("submit")
         self._check_open()
-        handle: CallHandle[T] = CallHandle(partial(self._run_submitted, call), self._queue, call.ranks, check=self._check)
+        handle: CallHandle[T] = CallHandle(
+            partial(self._run_submitted, call),
+            self._queue,
+            call.ranks,
+            check=self._check,
+            is_in_call=self._call_lock.is_locked,
+        )
+        self._handles.add(handle)
+        handle.add_done_callback(self._handles.discard)
         handle.enter_queue()
         return handle
 
     def close(self) -> None:
         """Ask the ranks to exit as any Python program exits, and wait for that. A second `close` does nothing.
 
-        Calls of `submit` that have not begun are cancelled; those that run come to their end before. A rank that does not
-        exit within `grace_period` is stopped. Raises RuntimeError in a process that does not own the group.
+        Calls of `submit` that have not begun are cancelled. `close` waits for calls that run. A rank that does not exit
+        within `grace_period` is stopped. Raises RuntimeError in a process that does not own the group.
         """
         self._check_caller("close")
-        for handle in self._queue.list_owners():
+        handles = list(self._handles)
+        for handle in handles:
             handle.cancel()
         self._run_exclusively("close", self._all_ranks, lambda _: self._close())
+        for handle in handles:
+            handle.wait_for_end()
 
     def stacks(self) -> Stacks:
         """Return where each rank is now: the stacks of all its threads. The ranks go on.
@@ -271,7 +285,7 @@ class WorkerGroup:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if os.getpid() == self._pid:  # not a fork that leaves the `with` block, too
             if error is not None:  # nobody waits for the calls any more
-                for handle in self._queue.list_owners():
+                for handle in list(self._handles):
                     if not handle.cancel():
                         handle.interrupt()
             self.close()
@@ -295,7 +309,7 @@ class WorkerGroup:
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
         timeout: float | None,
-        ranks: int | Iterable[int] | None,
+        ranks: SupportsIndex | Iterable[SupportsIndex] | None,
     ) -> "_GroupCall":
         __tracebackhide__ = True
         check_call(fn, args, kwargs)
@@ -319,26 +333,45 @@ class WorkerGroup:
             if len(call.ranks) == len(self._all_ranks):
                 result = self._ranks.call(call.fn, call.args, call.kwargs, call.timeout, on_start=on_start)
             elif self._ranks.lacks_process_group:
-                result = self._make_process_group(call, ticket, on_start)
+                result = self._make_process_group(call, ticket)
             else:
                 result = self._ranks.call(call.fn, call.args, call.kwargs, call.timeout, call.ranks, on_start=on_start)
         if check:
             raise_if_failed(result)
         return result
 
-    def _make_process_group(self, call: "_GroupCall", ticket: Ticket, on_start: OnStart | None) -> RunResult[Any] | None:
-        """Let all ranks make the process group of `backend`, for a call of some ranks. Return the result if they fail."""
-        self._wait_for_ranks(ticket, self._all_ranks)
-        self._check_open()
-        result = None
-        if self._ranks.lacks_process_group:
-            result = self._ranks.call(DO_NOTHING, (), {}, call.timeout, on_start=on_start)
-        self._wait_for_ranks(ticket, call.ranks)
+    def _make_process_group(self, call: "_GroupCall", ticket: Ticket) -> RunResult[Any] | None:
+        """Let all ranks make the process group of `backend`, for a call of some ranks. Return the result if they fail.
+
+        If several calls need the process group, one of them has it made. `ticket` was granted; the call keeps its place.
+        """
+        from concurrent.futures import CancelledError  # its import takes time
+
+        result, is_first, joining = None, False, None
+        try:
+            with self._joining_lock:
+                is_first = self._joining is None
+                joining = self._joining = self._joining or Ticket(self._all_ranks)
+                self._queue.step_back(ticket, joining)
+            if is_first:
+                joining.wait()
+                self._check_open()
+                result = self._ranks.call(do_nothing, (), {}, call.timeout, has_view=False)
+        finally:
+            if is_first and joining is not None:
+                try:
+                    self._end_joining(joining)
+                finally:
+                    self._end_joining(joining)  # again: an exception may have interrupted the first time
+        if not ticket.wait():
+            raise CancelledError
         return None if result is None or result.state is WorkerState.SUCCEEDED else result
 
-    def _wait_for_ranks(self, ticket: Ticket, ranks: Collection[int]) -> None:
-        self._queue.exchange(ticket, ranks)
-        ticket.is_granted.wait()
+    def _end_joining(self, joining: Ticket) -> None:
+        with self._joining_lock:
+            if self._joining is joining:
+                self._joining = None
+        self._queue.leave(joining)
 
     def _close(self, reason: str = "") -> None:
         self._is_closed = True
@@ -358,7 +391,7 @@ class WorkerGroup:
         try:
             with self._call_lock.lock:
                 self._queue.enter(ticket)
-                ticket.is_granted.wait()
+                ticket.wait()
                 return action(ticket)
         finally:
             try:
@@ -369,7 +402,7 @@ class WorkerGroup:
     def _check_caller(self, method: str) -> None:
         __tracebackhide__ = True
         self._check_process(method)
-        if self._call_lock.lock.locked():
+        if self._call_lock.is_locked():
             raise RuntimeError(
                 f"{method}() was called within a call of the same WorkerGroup; call it when that call has returned"
             )
@@ -404,9 +437,17 @@ class _LockOfThread(threading.local):
     def __init__(self) -> None:
         self.lock = threading.Lock()
 
+    def is_locked(self) -> bool:
+        """Return whether this thread has locked its lock."""
+        return self.lock.locked()
 
-def _end_at_exit(queue: RankQueue, ranks: PersistentRanks) -> None:
-    for handle in queue.list_owners():
+
+def do_nothing() -> None:
+    """Return. Before the ranks call it, they make the process group of `backend`."""
+
+
+def _end_at_exit(handles: "set[CallHandle[Any]]", ranks: PersistentRanks) -> None:
+    for handle in list(handles):
         handle.cancel()
     ranks.shut_down_at_exit()
 

@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Generator
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -36,28 +36,26 @@ class _Handle(Future[RunResult[T]]):
 
     def __init__(self, execute: Callable[[OnStart], RunResult[T]], *, check: bool, name: str) -> None:
         super().__init__()
-        self._run: Callable[[OnStart], RunResult[T]] | None = execute  # until it is over; it may keep a WorkerGroup alive
+        self._run: Callable[[OnStart], RunResult[T]] | None = execute  # None: it has begun, or was cancelled
         self._check = check
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may cancel or stop the call
         self._call: BlockingCall | None = None  # from the start of the ranks until the run is over
         self._is_stopped = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._execute, name=name, daemon=True)
 
-    def _interrupt_and_wait(self) -> None:
-        self.interrupt()
-        if threading.current_thread() is not self._thread:
-            wait([self])
-            self._wait_for_thread()
-
     def interrupt(self) -> None:
         """Do what `stop` does, but do not wait."""
         with self._lock:
             self._is_stopped = True
-            if self._call is not None:
-                self._call.signals.stop()
+            if (call := self._call) is not None:
+                call.signals.stop()
 
-    def _wait_for_thread(self) -> None:
+    def wait_for_end(self) -> None:
+        """Wait until the result is there, and the thread is gone. In that thread itself, only wait for the result."""
+        wait([self])
+        if threading.current_thread() is self._thread:
+            return
         if self._thread.native_id is not None:  # the thread was started
             self._thread.join()
             wait_for_thread_exit(self._thread.native_id)
@@ -68,17 +66,25 @@ class _Handle(Future[RunResult[T]]):
         return asyncio.wrap_future(self).__await__()
 
     def _execute(self) -> None:
+        run, self._run = self._run, None
+        if run is None:  # cancelled
+            return
         try:
-            assert self._run is not None
-            result = self._run(self._begin)
+            result = run(self._begin)
             if self._check:
                 raise_if_failed(result)
         except BaseException as error:  # noqa: BLE001  `result` raises it
-            self._call = self._run = None
-            self.set_exception(error)
+            self._set_exception(error)
         else:
-            self._call = self._run = None
-            self.set_result(result)
+            self._set_result(result)
+
+    def _set_result(self, result: RunResult[T]) -> None:
+        self._call = None
+        self.set_result(result)
+
+    def _set_exception(self, error: BaseException) -> None:
+        self._call = None
+        self.set_exception(error)
 
     def _begin(self, call: BlockingCall) -> None:
         with self._lock:
@@ -117,7 +123,9 @@ class RunHandle(_Handle[T]):
             RuntimeError: it is called in a fork of the process that owns the run.
         """
         self._check_process("stop")
-        self._interrupt_and_wait()
+        self.interrupt()
+        if threading.current_thread() is not self._thread:
+            self.wait_for_end()
 
     def stacks(self) -> Stacks:
         """Return where each rank is now, as `WorkerGroup.stacks` does. The ranks go on. Empty before and after the run.
@@ -209,22 +217,36 @@ class CallHandle(_Handle[T]):
 
     `result()` returns or raises as `WorkerGroup.run` does. `await handle` works in asyncio. `cancel()` removes a call that
     has not begun, and returns False after that; `stop()` ends a call that has begun. Any thread may call any method.
+
+    Args:
+        execute: makes the call in a new thread. It gets the ticket, and the function that it calls when the call begins.
+        queue: of the group.
+        ranks: that the call needs.
+        check: whether a failure is raised.
+        is_in_call: whether the present thread is one that makes a call of the group.
     """
 
     def __init__(
-        self, execute: Callable[[Ticket, OnStart], RunResult[T]], queue: RankQueue, ranks: Collection[int], *, check: bool
+        self,
+        execute: Callable[[Ticket, OnStart], RunResult[T]],
+        queue: RankQueue,
+        ranks: Collection[int],
+        *,
+        check: bool,
+        is_in_call: Callable[[], bool],
     ) -> None:
-        self._ticket = Ticket(ranks, self._start, owner=self)
+        self._ticket = Ticket(ranks, self._start)
         super().__init__(partial(execute, self._ticket), check=check, name="mpwatch call")
         self._queue = queue
-        self._start_lock = threading.Lock()
-        self._has_left_pending = False
+        self._is_in_call = is_in_call
+        self._start_lock = threading.Lock()  # never released, once the thread has been started
+        self._may_begin: bool | None = None  # None: it has not been decided yet
 
     def cancel(self) -> bool:
-        """Remove the call from the queue. Return False if it has begun, or is over."""
-        if not super().cancel():
+        """Remove the call from the queue. Return False if it has begun, or is over, or belongs to another process."""
+        if os.getpid() != self._pid or not super().cancel():
             return False
-        self._leave_pending()
+        self._decide()
         self._run = None
         self._queue.leave(self._ticket)
         return True
@@ -244,7 +266,9 @@ class CallHandle(_Handle[T]):
         """
         self._check_process("stop")
         if not self.cancel():
-            self._interrupt_and_wait()
+            self.interrupt()
+            if not self._is_in_call():
+                self.wait_for_end()
 
     def enter_queue(self) -> None:
         """Queue the call. `WorkerGroup.submit` has done so. An exception in this thread meanwhile cancels or stops it."""
@@ -256,30 +280,39 @@ class CallHandle(_Handle[T]):
 
     def _start(self) -> None:
         """Start the thread of the call, since its ranks are free. Do nothing if it has been started."""
-        with self._start_lock:
-            if has_come_up(self._thread) or self._thread.native_id is not None:
-                return
-            try:
-                self._thread.start()
-                return
-            except RuntimeError as error:
-                launch_error = LaunchError(with_remedy("the call cannot have a thread of its own", error))
-        if self._leave_pending():
-            self.set_exception(launch_error)
-        self._queue.leave(self._ticket)
+        if not self._start_lock.acquire(blocking=False):
+            return
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._set_exception(LaunchError(with_remedy("the call cannot have a thread of its own", error)))
+        except BaseException:
+            if not has_come_up(self._thread) and self._thread.native_id is None:
+                self._start_lock.release()
+            raise
 
-    def _leave_pending(self) -> bool:
-        """Return True if the call is to begin, and False if it was cancelled or this method was called before.
+    def _decide(self) -> bool:
+        """Return whether the call may begin: it was not cancelled. After that it cannot be cancelled any more.
 
         Threads that wait for the future (concurrent.futures.wait) notice only by this that it was cancelled.
         """
         with self._lock:
-            is_first, self._has_left_pending = not self._has_left_pending, True
-            return is_first and self.set_running_or_notify_cancel()
+            if self._may_begin is None:
+                self._may_begin = self.set_running_or_notify_cancel()
+            return self._may_begin
 
-    def _execute(self) -> None:
-        try:
-            if self._leave_pending():
-                super()._execute()
-        finally:
-            self._queue.leave(self._ticket)
+    def _begin(self, call: BlockingCall) -> None:
+        if not self._decide():
+            raise CancelledError
+        super()._begin(call)
+
+    def _set_result(self, result: RunResult[T]) -> None:
+        # Functions that wait for the result may call the group again, so the ranks are free before.
+        self._queue.leave(self._ticket)
+        if self._decide():
+            super()._set_result(result)
+
+    def _set_exception(self, error: BaseException) -> None:
+        self._queue.leave(self._ticket)
+        if self._decide():
+            super()._set_exception(error)

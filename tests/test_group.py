@@ -152,7 +152,7 @@ def test_a_rank_that_dies_between_two_calls_is_noticed(caplog, eventually):
         assert [count for _, _, count, _ in group.run(identify)] == [1, 1, 1]
     lost, restarted = (record.message for record in caplog.records)
     assert lost.startswith(f"rank 2 (pid {before[2]}) was killed by SIGKILL")
-    assert restarted == "all ranks are restarted: a rank was lost while no call was running"
+    assert restarted == "all ranks are restarted: a rank was lost while it had no call"
 
 
 def test_a_rank_that_dies_as_a_call_is_made_does_not_block_the_call():

@@ -1,14 +1,17 @@
 """Calls of some ranks of a WorkerGroup, and `WorkerGroup.submit`: what runs at the same time, and how a call is stopped."""
 
 import asyncio
+import gc
 import os
 import re
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path
 
+import numpy
 import pytest
 
 import mpwatch
@@ -53,6 +56,8 @@ def pids_of(group):
 def group():
     with WorkerGroup(3) as group:
         yield group
+        for handle in list(group._handles):  # of a test that has failed
+            handle.stop()
 
 
 def submit_waiting(group, ranks, function=meet_and_wait):
@@ -69,6 +74,8 @@ def test_some_ranks_are_called(group):
     assert [worker.rank for worker in result.workers] == [0, 2]
     assert group.run(functions.rank, ranks=1)[1] == 1
     assert list(group.run(functions.rank, ranks=range(3))) == [0, 1, 2]
+    assert list(group.run(functions.rank, ranks=numpy.array([0, 1]))) == [0, 1]
+    assert list(group.run(functions.rank, ranks=numpy.int64(1))) == [1]
     assert list(group.run(append, ("a",), ranks=(0,))) == [["a"]]
     assert list(group.run(append, ("b",))) == [["a", "b"], ["b"], ["b"]]
     with pytest.raises(IndexError, match=r"no rank 1 in this run; it had the ranks \[0\]"):
@@ -227,7 +234,7 @@ def test_a_rank_that_dies_ends_the_other_calls(group, caplog):
     with pytest.raises(RunFailedError) as stopped:
         other.result(60)
     assert stopped.value.result.state is WorkerState.STOPPED
-    assert str(stopped.value).startswith("the call was stopped because rank 0, which it had not called, ended")
+    assert str(stopped.value).startswith("the call was stopped together with rank 0, which it had not called")
     assert not any(map(is_alive, pids))
     handles = [group.submit(functions.rank, ranks=rank) for rank in range(3)]  # one of them restarts all ranks
     assert [list(handle.result(60)) for handle in handles] == [[0], [1], [2]]
@@ -240,7 +247,7 @@ def test_an_idle_rank_that_dies_ends_the_calls(group, caplog):
     pids = pids_of(group)
     handle = submit_waiting(group, [0, 1])
     os.kill(pids[2], signal.SIGKILL)
-    with pytest.raises(RunFailedError, match=r"^the call was stopped because rank 2, which it had not called, ended"):
+    with pytest.raises(RunFailedError, match=r"^the call was stopped together with rank 2, which it had not called"):
         handle.result(60)
     assert list(group.run(functions.rank)) == [0, 1, 2]
     assert caplog.records[0].message.startswith(f"rank 2 (pid {pids[2]}) was killed by SIGKILL")
@@ -277,7 +284,8 @@ def test_a_forgotten_handle_and_a_handle_that_outlives_its_group(eventually):
     pids = pids_of(group)
     with pytest.warns(ResourceWarning):
         del group  # the handle does not keep its ranks
-    eventually(lambda: not any(map(is_alive, pids)))
+    eventually(lambda: not any(thread.name.startswith("mpwatch") for thread in threading.enumerate()))
+    assert not any(map(is_alive, pids))
     assert list(handle.result(0)) == [0]
 
 
@@ -305,6 +313,65 @@ def test_an_observer_cannot_call_its_own_group():
         assert list(group.submit(functions.rank).result(60)) == [0]
     end = " was called within a call of the same WorkerGroup; call it when that call has returned"
     assert errors == ["run()" + end, "close()" + end]
+
+
+def test_a_done_callback_may_call_the_group(group):
+    values, is_over = [], threading.Event()
+
+    def call_again(handle):
+        values.append(handle.result())
+        values.append(group.run(functions.rank, ranks=0))
+        values.append(group.submit(functions.rank).result(60))
+        is_over.set()
+
+    group.submit(functions.double, (3,), ranks=0).add_done_callback(call_again)
+    assert is_over.wait(60)
+    assert [list(value) for value in values] == [[6], [0], [0, 1, 2]]
+
+
+def test_an_observer_may_stop_a_call():
+    handles = []
+
+    def stop(event):
+        if event.name == "call_started" and handles:
+            handles[0].stop()
+
+    with WorkerGroup(2, on_event=stop) as group:
+        handles.append(submit_waiting(group, [0]))
+        assert list(group.run(functions.rank, ranks=1)) == [1]  # its observer does not wait for the other call
+        with pytest.raises(RunFailedError, match=r"stop\(\) was called"):
+            handles[0].result(60)
+
+
+def test_a_signal_handler_may_cancel_calls(group):
+    first = submit_waiting(group, [0])
+    handles = [group.submit(functions.rank, ranks=0) for _ in range(200)]
+    before = signal.signal(signal.SIGALRM, lambda *_: handles.pop().cancel() if handles else None)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0005)
+    try:
+        while handles:
+            group.submit(functions.rank, ranks=0).cancel()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    first.stop()
+    assert list(group.run(functions.rank)) == [0, 1, 2]
+
+
+def test_results_are_freed_without_garbage_collection(group):
+    gc.disable()
+    try:
+        result = weakref.ref(group.submit(functions.rank).result(60))
+        assert result() is None
+        handle = group.submit(functions.rank)
+        assert list(handle.result(60)) == [0, 1, 2]
+        handle = weakref.ref(handle)
+        for thread in threading.enumerate():
+            if thread.name == "mpwatch call":
+                thread.join()
+        assert handle() is None
+    finally:
+        gc.enable()
 
 
 def test_observers_get_each_event_once():

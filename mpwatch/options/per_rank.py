@@ -1,7 +1,8 @@
 """Checks of `PerRank` arguments: which arguments of a call they are, and whether they have a value for each rank."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 from mpwatch.wire.pickling.per_rank import PerRank
 
@@ -23,15 +24,16 @@ def check_ranks(ranks: Any, nprocs: int) -> tuple[int, ...]:
     """Return the ranks of a call in order. None stands for all. Raises TypeError or ValueError."""
     if ranks is None:
         return tuple(range(nprocs))
-    found = [ranks] if isinstance(ranks, int) else list(ranks) if isinstance(ranks, Iterable) else [ranks]
-    for rank in found:
-        if not isinstance(rank, int) or isinstance(rank, bool):
+    found = set()
+    for rank in ranks if isinstance(ranks, Iterable) and not isinstance(ranks, str) else [ranks]:
+        if isinstance(rank, bool) or not isinstance(rank, SupportsIndex):  # which numpy's integers are, too
             raise TypeError(f"ranks must be a rank or several ranks, such as 0 or [0, 2], not {ranks!r}")
-        if not 0 <= rank < nprocs:
+        if not 0 <= index(rank) < nprocs:
             raise ValueError(f"ranks={ranks!r} has {rank}, but the ranks are 0 to {nprocs - 1}")
+        found.add(index(rank))
     if not found:
         raise ValueError("ranks is empty; leave it out to call all ranks")
-    return tuple(sorted(set(found)))
+    return tuple(sorted(found))
 
 
 def spread_per_rank(

@@ -222,8 +222,8 @@ def format_end_of_program() -> str:
 
 
 def format_loss_in_other_call(ranks: Iterable[int]) -> str:
-    """Return a sentence that says that other ranks of the WorkerGroup ended, so that this call was stopped."""
-    return f"the call was stopped because {format_ranks(ranks)}, which it had not called, ended"
+    """Return a sentence that says that ranks of another call of the WorkerGroup ended, or were stopped."""
+    return f"the call was stopped together with {format_ranks(ranks)}, which it had not called: all ranks restart together"
 
 
 def format_not_ready(start_timeout: float) -> str:

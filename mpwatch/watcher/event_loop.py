@@ -460,7 +460,8 @@ class EventLoop:
         Return none if the call comes too late, since ranks are lost. Then the others are about to end, too.
         """
         ranks = set(self._group_by_rank if call.ranks is None else call.ranks)
-        idle = [group for group in self._unfinished_groups if group.machine.stage is m.RunStage.IDLE]
+        # a group whose call has ended in this wake-up still has the call
+        idle = [group for group in self._unfinished_groups if group.call is None and group.machine.stage is m.RunStage.IDLE]
         for group in idle:
             if group.setups.keys() == ranks:
                 return [group]

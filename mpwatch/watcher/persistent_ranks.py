@@ -43,8 +43,9 @@ from mpwatch.wire.pickling.call_payload import Call
 
 CallOutcome = tuple[BlockingCall, RunResult[Any], bool]  # the last one: whether all ranks have returned
 OnStart = Callable[[BlockingCall], object]  # see PersistentRanks.call
+BeginCall = Callable[[WatcherThread], BlockingCall | None]  # see PersistentRanks._begin
 
-LOST_WHILE_IDLE = "a rank was lost while no call was running"
+LOST_WHILE_IDLE = "a rank was lost while it had no call"
 CALL_ABORTED = "the last call was aborted"
 
 
@@ -62,8 +63,9 @@ class PersistentRanks:
         self._watcher_thread: WatcherThread | None = None
         self._restart_count = -1
         self._restart_reason = LOST_WHILE_IDLE  # for the log, if the next call has to restart the ranks
-        self._process_group_version = 0  # a new one after a failed call makes a new process group
+        self._process_group_version = 0  # a new one makes a new process group, after a call of all ranks that has failed
         self._joined: tuple[WatcherThread, int] | None = None  # whose ranks have made which process group
+        self._is_at_exit = False
         self._lock = threading.RLock()  # to replace the watcher thread, and to begin and end calls
         self._blocking_calls: WeakSet[BlockingCall] = WeakSet()  # that may not be over
         self.workers: tuple[Worker, ...] = ()
@@ -110,10 +112,12 @@ class PersistentRanks:
         ranks: tuple[int, ...] | None = None,
         *,
         on_start: OnStart | None = None,
+        has_view: bool = True,
     ) -> RunResult[Any] | None:
         """Call a function in these ranks; None: in all. Restart all ranks before if one of them was lost.
 
-        `on_start` is called with the object that waits for the ranks: once, or again if the ranks are restarted.
+        `on_start` is called with the object that waits for the ranks: once, or again if the ranks are restarted. A call that
+        has it runs in the background, so it has no live view.
 
         Return None if some ranks are to be called and the process group was lost with a rank. See `lacks_process_group`.
 
@@ -121,6 +125,7 @@ class PersistentRanks:
         """
         __tracebackhide__ = True  # see mpwatch.run
         started_at = time.monotonic()
+        begin = partial(self._begin, on_start=on_start, has_view=has_view and on_start is None)
         spec, version = self._spec, self._process_group_version
         backend = spec.backend if ranks is None else None  # some ranks alone can neither make nor destroy a process group
         payload = pack_call(Call(fn, args, kwargs, backend, version, backend_timeout=spec.backend_timeout))
@@ -128,19 +133,19 @@ class PersistentRanks:
         try:
             answer = None
             if (watcher_thread := self._watcher_thread) is not None:
-                answer = self._call(watcher_thread, PendingCall(payload, started_at, timeout, ranks), on_start)
+                answer = self._call(watcher_thread, PendingCall(payload, started_at, timeout, ranks), begin)
             if answer is None and ranks is not None and spec.backend is not None:
                 return None
             if answer is None:
-                answer = self._restart_and_call(PendingCall(payload, started_at, timeout, ranks), on_start)
+                answer = self._restart_and_call(PendingCall(payload, started_at, timeout, ranks), begin)
             blocking_call, result, has_succeeded = answer
         finally:
             payload.close()
             with self._lock:
-                if not has_succeeded:
-                    self._process_group_version = max(self._process_group_version, version + 1)
-                elif ranks is None:
+                if ranks is None and has_succeeded:
                     self._joined = (blocking_call.watcher_thread, version)
+                elif ranks is None:
+                    self._process_group_version = version + 1
         blocking_call.deliver_signals(result)
         return result
 
@@ -164,13 +169,16 @@ class PersistentRanks:
             watcher_thread.close_when_finished()
 
     def shut_down_at_exit(self) -> None:
-        """Have the ranks end, and wait for that. For the end of the host program: no observers, no live view."""
+        """Have the ranks end, and wait for that. For the end of the host program: no observers, no live view.
+
+        No call starts ranks after that.
+        """
+        self._is_at_exit = True
         watcher_thread = self._watcher_thread
         if watcher_thread is not None and watcher_thread.belongs_to_this_process():
             watcher_thread.commands.post(Shutdown())
             watcher_thread.join()
             watcher_thread.drain_output(LAST_DRAIN_SECONDS if watcher_thread.output.is_reader_stalled else None)
-            self._restart_reason = "the program is ending"
             with self._lock:
                 self._close(watcher_thread)
 
@@ -188,6 +196,8 @@ class PersistentRanks:
             return self._make_new_watcher_thread()
 
     def _make_new_watcher_thread(self) -> WatcherThread:
+        if self._is_at_exit:
+            raise RuntimeError("the program is ending, and has ended the ranks of this WorkerGroup")
         if self._restart_count >= 0:
             log_now(logging.WARNING, "all ranks are restarted: %s", self._restart_reason)
         watcher_thread = WatcherThread(self._spec, self._event_bus, restart_count=self._restart_count + 1, keep_ranks=True)
@@ -203,26 +213,23 @@ class PersistentRanks:
         self._watcher_thread = watcher_thread
         return watcher_thread
 
-    def _restart_and_call(self, pending_call: PendingCall, on_start: OnStart | None) -> CallOutcome:
+    def _restart_and_call(self, pending_call: PendingCall, begin: BeginCall) -> CallOutcome:
         """Start the ranks for this call. The call is posted before they start, so a failure to start is its failure.
 
         Another call may be quicker to start them, and lose them again before this call has come to them.
         """
-        answer = None
-        while answer is None:
+        outcome = None
+        while outcome is None:
             with open_standard_descriptors():
-                answer = self._call(run_until_handler_raises(self._make_watcher_thread), pending_call, on_start)
-        return answer
+                outcome = self._call(run_until_handler_raises(self._make_watcher_thread), pending_call, begin)
+        return outcome
 
-    def _call(
-        self, watcher_thread: WatcherThread, pending_call: PendingCall, on_start: OnStart | None
-    ) -> CallOutcome | None:
+    def _call(self, watcher_thread: WatcherThread, pending_call: PendingCall, begin: BeginCall) -> CallOutcome | None:
         """Return None if a rank had died before the call came."""
-        blocking_call = self._begin(watcher_thread, on_start)
+        blocking_call = begin(watcher_thread)
         if blocking_call is None:
             return None
         try:
-            watcher_thread.output.use_current_streams()
             self._execute(blocking_call, pending_call, until=lambda: pending_call.is_done)
             blocking_call.raise_error()
             if not pending_call.observations:
@@ -239,7 +246,7 @@ class PersistentRanks:
         if not watcher_thread.is_finished:
             # a signal may reach the ranks after the call, and end them
             self._restart_reason = CALL_ABORTED if blocking_call.signals.received else LOST_WHILE_IDLE
-        elif not pending_call.lost_ranks:
+        elif not pending_call.is_done and not pending_call.lost_ranks:
             why = "a rank ended after it had returned" if has_succeeded else format_verdict(result)
             self._restart_reason = f"not all of them survived the last call: {why}"
         return blocking_call, result, has_succeeded
@@ -255,7 +262,9 @@ class PersistentRanks:
         watcher_thread.emit_logs_and_events()
         return result
 
-    def _begin(self, watcher_thread: WatcherThread, on_start: OnStart | None = None) -> BlockingCall | None:
+    def _begin(
+        self, watcher_thread: WatcherThread, *, on_start: OnStart | None = None, has_view: bool = True
+    ) -> BlockingCall | None:
         """Return the object that waits for the ranks. While it exists, no other call closes the watcher thread.
 
         Return None if another call has closed it, since a rank was lost.
@@ -263,26 +272,42 @@ class PersistentRanks:
         with self._lock:
             if self._watcher_thread is not watcher_thread:
                 return None
-            others = [call for call in self._blocking_calls if not call.is_over]
-            # a view of each call would draw over that of the others; a call in the background has none
-            blocking_call = BlockingCall(watcher_thread, make_view=no_view if others or on_start else self._make_view)
+            # two views would draw over each other
+            has_view = has_view and not any(call.has_view for call in self._list_others())
+            blocking_call = BlockingCall(watcher_thread, make_view=self._make_view if has_view else no_view)
             self._blocking_calls.add(blocking_call)
-        if on_start is not None:
-            on_start(blocking_call)
+        try:
+            if on_start is not None:
+                on_start(blocking_call)
+        except BaseException:
+            self._end(blocking_call)
+            raise
         return blocking_call
+
+    def _list_others(self, own: BlockingCall | None = None) -> list[BlockingCall]:
+        return [call for call in self._blocking_calls if call is not own and not call.is_over]
 
     def _execute(
         self, blocking_call: BlockingCall, command: PendingCall | Shutdown | None, *, until: Callable[[], bool]
     ) -> None:
         watcher_thread = blocking_call.watcher_thread
         try:
+            if not self._list_others(blocking_call):  # the lines of ranks of other calls may be unfinished
+                watcher_thread.output.use_current_streams()
             blocking_call.execute(command, until=until)
-            watcher_thread.drain_output(blocking_call.drain_timeout(_seconds_left(watcher_thread, command)))
+            watcher_thread.drain_output(
+                blocking_call.drain_timeout(_seconds_left(watcher_thread, command)),
+                with_unfinished_lines=not self._list_others(blocking_call),
+            )
         finally:
-            with self._lock:
-                self._blocking_calls.discard(blocking_call)
-                if watcher_thread.is_finished:
-                    self._close(watcher_thread)
+            self._end(blocking_call)
+
+    def _end(self, blocking_call: BlockingCall) -> None:
+        blocking_call.is_over = True
+        with self._lock:
+            self._blocking_calls.discard(blocking_call)
+            if blocking_call.watcher_thread.is_finished:
+                self._close(blocking_call.watcher_thread)
 
     def _close(self, watcher_thread: WatcherThread) -> None:
         """Close a watcher thread whose ranks have ended, unless another call still reads from it."""

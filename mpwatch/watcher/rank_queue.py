@@ -1,35 +1,41 @@
 """Which call of a WorkerGroup may use which ranks: calls that need the same rank run in the order in which they came.
 
-A Ticket enters the queue and waits. It is granted when no earlier ticket waits for one of its ranks, and no other ticket has
-one of them. It leaves the queue at the end of the call.
+Each rank has a queue of the tickets that need it. A ticket is granted when it is the first one in all its queues. It leaves
+the queues at the end of the call.
 """
 
 import threading
-from collections.abc import Callable, Collection
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 
 
 class Ticket:
-    """A place in the queue.
+    """A place in the queues.
 
     Args:
         ranks: the ranks that the call needs.
         on_grant: called in any thread when the call may begin. It is called again if an exception has interrupted it, and
             may be called by two threads at the same time. None: a thread waits for `is_granted`.
-        owner: see `RankQueue.list_owners`.
     """
 
-    def __init__(
-        self, ranks: Collection[int], on_grant: Callable[[], object] | None = None, owner: object | None = None
-    ) -> None:
-        self.ranks = frozenset(ranks)
+    def __init__(self, ranks: Collection[int], on_grant: Callable[[], object] | None = None) -> None:
+        self.ranks = ranks
         self.on_grant = on_grant
-        self.owner = owner
         self.is_granted = threading.Event()
+        self.has_left = False
+
+    def wait(self) -> bool:
+        """Wait until the ticket is granted, or has left the queues. Return False in the second case."""
+        self.is_granted.wait()
+        return not self.has_left
+
+
+Queue = OrderedDict[Ticket, None]  # of one rank: the tickets that need it, in their order
 
 
 class RankQueue:
-    """The calls of one WorkerGroup that wait or run. Any thread may call the methods.
+    """The calls of one WorkerGroup that wait or run. Any thread may call the methods, and so may a signal handler.
 
     An exception, such as KeyboardInterrupt, may interrupt any method. It can then be called again.
 
@@ -38,56 +44,63 @@ class RankQueue:
     """
 
     def __init__(self, nprocs: int) -> None:
-        self._nprocs = nprocs
-        self._lock = threading.Lock()
-        self._tickets: dict[Ticket, None] = {}  # in the order in which they came
+        self._lock = threading.RLock()  # a signal handler may cancel a call
+        self._queues: list[Queue] = [OrderedDict() for _ in range(nprocs)]
         self._starting: dict[Ticket, Callable[[], object]] = {}  # granted tickets whose `on_grant` has not returned yet
 
     def enter(self, ticket: Ticket) -> None:
         """Let a ticket wait. It may be granted at once."""
         with self._lock:
-            self._tickets[ticket] = None
-        self._grant()
+            for rank in ticket.ranks:
+                self._queues[rank][ticket] = None
+        self._grant([ticket])
 
-    def exchange(self, ticket: Ticket, ranks: Collection[int]) -> None:
-        """Let a granted ticket wait for other ranks, at its old place in the queue. A thread waits for `is_granted`."""
+    def step_back(self, ticket: Ticket, first: Ticket) -> None:
+        """Take the grant of a ticket back. It waits at its old place, behind another one.
+
+        Args:
+            ticket: was granted. Then a thread waits for it.
+            first: a ticket of all ranks. It comes before all tickets that have not been granted.
+        """
         with self._lock:
+            ticket.on_grant = None
             ticket.is_granted.clear()
-            ticket.ranks, ticket.on_grant = frozenset(ranks), None
-        self._grant()
+            for queue in self._queues:
+                head = _get_first(queue)
+                queue[first] = None
+                queue.move_to_end(first, last=False)
+                if head is not None and head.is_granted.is_set():
+                    queue.move_to_end(head, last=False)
+        self._grant([first])
 
     def leave(self, ticket: Ticket) -> None:
-        """Remove a ticket that waits or was granted. Do nothing if it is not in the queue."""
+        """Remove a ticket that waits or was granted. Do nothing if it is not in the queues."""
         with self._lock:
-            self._tickets.pop(ticket, None)
+            for rank in ticket.ranks:
+                self._queues[rank].pop(ticket, None)
             self._starting.pop(ticket, None)
-        self._grant()
+            ticket.on_grant = None
+            ticket.has_left = True
+            ticket.is_granted.set()
+        self._grant(first for rank in ticket.ranks if (first := _get_first(self._queues[rank])) is not None)
 
-    def list_owners(self) -> list[Any]:
-        """Return the owners of all tickets that wait or were granted, in the order of the tickets."""
+    def _grant(self, candidates: Iterable[Ticket]) -> None:
+        """Grant those of these tickets that are the first ones in all their queues."""
         with self._lock:
-            return [ticket.owner for ticket in self._tickets if ticket.owner is not None]
-
-    def _grant(self) -> None:
-        with self._lock:
-            for ticket in self._find_ready():
-                if ticket.on_grant is not None:
-                    self._starting[ticket] = ticket.on_grant
-                ticket.is_granted.set()
-            starting = dict(self._starting)
-        for ticket, on_grant in starting.items():
+            for ticket in candidates:
+                is_first = all(_get_first(self._queues[rank]) is ticket for rank in ticket.ranks)
+                if is_first and not ticket.is_granted.is_set():
+                    if ticket.on_grant is not None:
+                        self._starting[ticket] = ticket.on_grant
+                    ticket.is_granted.set()
+            starting = list(self._starting.items())
+        for ticket, on_grant in starting:
             on_grant()
             with self._lock:
                 self._starting.pop(ticket, None)
 
-    def _find_ready(self) -> list[Ticket]:
-        needed = {rank for ticket in self._tickets if ticket.is_granted.is_set() for rank in ticket.ranks}
-        ready = []
-        for ticket in self._tickets:
-            if len(needed) == self._nprocs:
-                break
-            if not ticket.is_granted.is_set():
-                if needed.isdisjoint(ticket.ranks):
-                    ready.append(ticket)
-                needed |= ticket.ranks
-        return ready
+
+def _get_first(queue: Queue) -> Ticket | None:
+    while True:
+        with suppress(RuntimeError):  # a signal handler has cancelled a call between `iter` and `next`
+            return next(iter(queue), None)

@@ -22,12 +22,14 @@ is over.
 import math
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, TypeVar
+from weakref import ref
 
 from mpwatch.errors import make_error
 from mpwatch.options.spec import WorkerSpec
@@ -129,10 +131,13 @@ class BlockingCall:
         self.watcher_thread = watcher_thread
         self._handle_ended_attempts = handle_ended_attempts
         self._make_view = make_view
+        self.has_view = make_view is not no_view
         self._view_driver: ViewDriver | None = None
         self.signals = HostSignals(watcher_thread.commands, is_run=not watcher_thread.keeps_ranks)
         self._is_posted = False
         self.is_over = False
+        if threading.current_thread() is threading.main_thread():
+            watcher_thread.get_main_call = ref(self)
 
     def execute(self, command: Command | None, *, until: Callable[[], bool]) -> None:
         """Post the command, start the watcher thread if it has not been started, and wait.

@@ -112,7 +112,9 @@ class WatcherThread:
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()
         self._emit_lock = threading.Lock()
+        self._debugger_lock = threading.Lock()
         self._debugger_user: Callable[[], WaitingCall | None] = lambda: None  # the call that serves the debugger
+        self.get_main_call: Callable[[], WaitingCall | None] = lambda: None  # the last call of the main thread
         self._is_cancelled = False
         self._closes_itself = False
         self.is_finished = False  # no rank is left, and none will be started
@@ -206,24 +208,32 @@ class WatcherThread:
             finally:
                 self._emit_lock.release()
 
-    def drain_output(self, seconds: float | None) -> None:
+    def drain_output(self, seconds: float | None, *, with_unfinished_lines: bool = True) -> None:
         """Wait until everything that the ranks have printed so far is written. Log a warning after `seconds`."""
-        if not self.output.drain_all(seconds):
+        if not self.output.drain_all(seconds, with_unfinished_lines=with_unfinished_lines):
             text = "the output of the ranks is incomplete: the reader of stdout or stderr did not read it in time"
             self.deferred_log.warning(text)
         self.emit_logs_and_events()
 
     def get_debugger(self, user: WaitingCall) -> "DebuggerConsole | None":
-        """Return the console of the debugger. None if no rank has been at a breakpoint, or another call serves it."""
-        if (other := self._debugger_user()) is not user:
-            if other is not None and not other.is_over:
+        """Return the console of the debugger. None if no rank has been at a breakpoint, or another call serves it.
+
+        Only the main thread can open prompts. So if it waits for a call, that call serves the ranks of all calls.
+        """
+        if self._debugger is None and not self.commands.has_debugger_sockets():
+            return None
+        with self._debugger_lock:
+            main_call = self.get_main_call()
+            other = self._debugger_user()
+            server = next((call for call in (main_call, other) if call is not None and not call.is_over), user)
+            if server is not user:
                 return None
             self._debugger_user = ref(user)
-        if self._debugger is None and self.commands.has_debugger_sockets():
-            from mpwatch.watcher.debugger.console import DebuggerConsole  # most runs never need it
+            if self._debugger is None:
+                from mpwatch.watcher.debugger.console import DebuggerConsole  # most runs never need it
 
-            self._debugger = DebuggerConsole(self.commands, self.output)
-        return self._debugger
+                self._debugger = DebuggerConsole(self.commands, self.output)
+            return self._debugger
 
     def has_started_ranks(self) -> bool:
         """Return whether every rank has a process."""

@@ -8,6 +8,7 @@ import pytest
 import mpwatch
 from mpwatch import WorkerGroup
 from support import functions
+from support.process_state import SPAWN
 
 
 def sum_over_ranks(value=1):
@@ -88,7 +89,7 @@ def kill_own_process():
 
 
 def test_some_ranks_have_the_process_group_of_all():
-    """All ranks make it before the first call of some ranks, and again after a failure."""
+    """All ranks make it before the first call of some ranks, and again if a rank was lost."""
     with WorkerGroup(2, backend="gloo") as group:
         assert dict(group.run(get_process_group_size, ranks=1).return_values) == {1: (2, 1)}
         handles = [
@@ -99,10 +100,24 @@ def test_some_ranks_have_the_process_group_of_all():
             handles[0].result(60)
         assert [list(handle.result(60)) for handle in handles[1:]] == [[(2, 0)], [(2, 1)], [(2, 0)]]
         assert list(group.run(sum_over_ranks)) == [(3, False)] * 2
+        with pytest.raises(mpwatch.RunFailedError, match="bad"):
+            group.run(raise_on_rank_1, ranks=1)
+        assert list(group.run(sum_over_ranks)) == [(3, True)] * 2
         for _ in range(2):
             with pytest.raises(mpwatch.RunFailedError, match="SIGKILL"):
                 group.run(kill_own_process, ranks=1)
             assert dict(group.run(get_process_group_size, ranks=0).return_values) == {0: (2, 0)}
+
+
+def meet(barrier):
+    barrier.wait(60)
+
+
+def test_calls_that_wait_for_the_process_group_run_at_the_same_time():
+    barrier = SPAWN.Barrier(2)
+    with WorkerGroup(2, backend="gloo") as group:
+        handles = [group.submit(meet, (barrier,), ranks=rank) for rank in range(2)]
+        assert [list(handle.result(60)) for handle in handles] == [[None], [None]]
 
 
 def test_collectives_of_different_ranks_at_the_same_time():

@@ -82,7 +82,9 @@ class ViewDriver:
                 self._commands.post(self._request)
         elif self._request.statuses is not None:
             statuses, self._request = self._request.statuses, None
-            self._guard(lambda: self._show(statuses))
+            called = self._pending_call.ranks
+            shown = [status for status in statuses if called is None or status.rank in called]
+            self._guard(lambda: self._show(shown))
 
     def pause(self) -> None:
         """Give back the rows of the terminal, since a prompt of a debugger opens. The next update draws the view again."""

@@ -86,12 +86,12 @@ class OutputThread:
         """Stop reading the pipes and writing, except in `drain_all`; or go on."""
         self._is_held = is_held
 
-    def drain_all(self, timeout: float | None) -> bool:
+    def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
         """Wait until all that the ranks have written by now has reached its files and streams.
 
         Returns False if it was not finished after so many seconds. None: no limit.
         """
-        return self._wait_for(self._drain_all, timeout)
+        return self._wait_for(partial(self._drain_all, with_unfinished_lines=with_unfinished_lines), timeout)
 
     def drain_ended_ranks(self, timeout: float | None) -> bool:
         """Like `drain_all`, but only for ranks for which `end_pipes` was posted. Unfinished lines of others stay unfinished.
@@ -173,10 +173,11 @@ class OutputThread:
         self._waiters.discard(done)
         done.set()
 
-    def _drain_all(self) -> None:
+    def _drain_all(self, *, with_unfinished_lines: bool = True) -> None:
         for pipe in list(self._pipes.values()):
             self._drain(pipe)
-        self._multiplexer.flush(time.monotonic())
+        if with_unfinished_lines:
+            self._multiplexer.flush(time.monotonic())
         self._write_to_sinks()
         for stream, sink in self._sinks.items():
             if sink is not None:

@@ -106,12 +106,13 @@ class RankOutput:
         if self._output_thread is not None and not self._output_thread.is_over:
             self._output_thread.post(partial(self._output_thread.hold, is_held))
 
-    def drain_all(self, timeout: float | None) -> bool:
+    def drain_all(self, timeout: float | None, *, with_unfinished_lines: bool = True) -> bool:
         """Wait until all that the ranks have written by now has reached its files and streams.
 
         Returns False if it was not finished after so many seconds. None: no limit.
         """
-        return self._output_thread is None or self._output_thread.drain_all(timeout)
+        thread = self._output_thread
+        return thread is None or thread.drain_all(timeout, with_unfinished_lines=with_unfinished_lines)
 
     def drain_ended_ranks(self, timeout: float | None) -> bool:
         """Like `drain_all`, but only for ranks that have ended. Unfinished lines of other ranks stay unfinished."""

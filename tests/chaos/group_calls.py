@@ -1,0 +1,148 @@
+"""Histories of calls of a WorkerGroup, each made from a seed: which ranks each call needs, what they do, who stops it.
+
+`run_history` runs one in this process, and returns the errors: outcomes that mpwatch does not promise. Each rank gets its own
+number by PerRank. The calls need random ranks. They come from `submit` and, in a thread, from `run`.
+"""
+
+import os
+import random
+import signal
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import mpwatch
+from mpwatch import PerRank, RunFailedError, WorkerState
+
+NPROCS = 3
+ACTIONS = ["returns"] * 12 + ["raises"] * 2 + ["waits"] * 2 + ["is_killed", "exits"]
+FIRST_OF_CALL = {"raises": "ValueError", "exits": "SystemExit"}
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """One call. `culprit` is the rank that does it; the other ranks of the call return."""
+
+    number: int
+    ranks: tuple[int, ...]
+    action: str
+    culprit: int
+    by_run: bool
+    pause: float  # seconds before the call is made
+    stop_after: float | None  # seconds from the call to `stop`, or to `cancel` if is_cancelled
+    is_cancelled: bool
+
+
+def make_history(seed):
+    dice = random.Random(seed)
+    calls = []
+    for number in range(dice.randint(5, 25)):
+        ranks = tuple(sorted(dice.sample(range(NPROCS), dice.choice([1, 1, 2, NPROCS]))))
+        action = dice.choice(ACTIONS)
+        by_run = action != "waits" and dice.random() < 0.2
+        is_stopped = action == "waits" or (not by_run and dice.random() < 0.15)
+        stop_after = dice.choice([0.0, 0.001, 0.02]) if is_stopped else None
+        pause = dice.choice([0.0, 0.0, 0.0, 0.001, 0.01])
+        is_cancelled = is_stopped and action != "waits" and dice.random() < 0.5
+        calls.append(PlannedCall(number, ranks, action, dice.choice(ranks), by_run, pause, stop_after, is_cancelled))
+    return calls
+
+
+def act(planned, own):
+    """What each rank of a call does. `own` is its own value of a PerRank."""
+    me = mpwatch.current_worker()
+    numbers = me.state.setdefault("numbers", [])
+    numbers.append(planned.number)
+    if me.rank == planned.culprit:
+        if planned.action == "raises":
+            raise ValueError(f"call {planned.number}")
+        if planned.action == "waits":
+            while True:
+                signal.pause()
+        if planned.action == "is_killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if planned.action == "exits":
+            raise SystemExit(7)
+    return me.restart_count, own, list(numbers)
+
+
+def run_history(calls):
+    """Run the calls, and return the errors. Each error is a text."""
+    outcomes, errors = {}, []
+    with ThreadPoolExecutor(4) as threads, mpwatch.WorkerGroup(NPROCS, grace_period=5.0) as group:
+        futures = {}
+        for planned in calls:
+            time.sleep(planned.pause)
+            args = (planned, PerRank([100 * planned.number + rank for rank in planned.ranks]))
+            if planned.by_run:
+                futures[planned] = threads.submit(group.run, act, args, ranks=planned.ranks)
+                continue
+            futures[planned] = handle = group.submit(act, args, ranks=planned.ranks)
+            if planned.stop_after is not None:
+                threads.submit(stop_later, handle, planned)
+        for planned, future in futures.items():
+            try:
+                outcomes[planned] = future.result(60)
+            except (RunFailedError, CancelledError, TimeoutError) as error:
+                outcomes[planned] = error
+    for planned, outcome in outcomes.items():
+        if error := find_error(planned, outcome, calls):
+            errors.append(f"{planned}: {error}")
+    return errors + find_wrong_order(outcomes)
+
+
+def stop_later(handle, planned):
+    time.sleep(planned.stop_after)
+    if planned.is_cancelled:
+        handle.cancel()
+    else:
+        handle.stop()
+
+
+def find_error(planned, outcome, calls):
+    """Return what is wrong with the outcome of a call; None if nothing is."""
+    if isinstance(outcome, CancelledError):
+        return None if planned.stop_after is not None else "it was cancelled by nobody"
+    if isinstance(outcome, TimeoutError):
+        return "it hangs"
+    if isinstance(outcome, RunFailedError):
+        return find_error_of_failure(planned, outcome, calls)
+    if planned.action != "returns":
+        return "it has returned"
+    owns = {rank: own for rank, (_, own, _) in outcome.return_values.items()}
+    expected = {rank: 100 * planned.number + rank for rank in planned.ranks}
+    return None if owns == expected else f"the values are {owns}"
+
+
+def find_error_of_failure(planned, error, calls):
+    text, root = str(error), error.root_cause
+    if error.result.state is WorkerState.STOPPED:
+        if "stop() was called" in text:
+            return None if planned.stop_after is not None and not planned.is_cancelled else f"nobody has stopped it: {text}"
+        # an interrupted rank may also end its process, and then all others
+        ends = any(call.action in ("is_killed", "exits", "waits") or call.stop_after is not None for call in calls)
+        return None if "which it had not called" in text and ends else f"it was stopped: {text}"
+    if root is None:
+        return f"no root cause: {text}"
+    if planned.stop_after is not None and "KeyboardInterrupt" in text:
+        return None  # it was interrupted
+    if root.rank != planned.culprit or planned.action in ("returns", "waits"):
+        return f"the root cause is {text}"
+    if planned.action == "is_killed":
+        return None if root.signal == signal.SIGKILL else f"it was not killed: {text}"
+    expected = FIRST_OF_CALL[planned.action]
+    found = type(error.__cause__).__name__
+    return None if found == expected else f"the cause is {found}: {text}"
+
+
+def find_wrong_order(outcomes):
+    """Calls of the same process of a rank run in their order, `run` in another thread excepted."""
+    errors = []
+    by_run = {planned.number for planned in outcomes if planned.by_run}
+    for planned, outcome in outcomes.items():
+        if not isinstance(outcome, Exception):
+            for rank, (_, _, numbers) in outcome.return_values.items():
+                submitted = [number for number in numbers if number not in by_run]
+                if submitted != sorted(set(submitted)):
+                    errors.append(f"call {planned.number}: rank {rank} has run the calls {numbers}")
+    return errors
