@@ -157,8 +157,8 @@ class WorkerGroup:
 
         If a rank raises, the other ranks of the call have one second to finish. If all of them finish, all ranks stay alive.
         Otherwise all ranks of the group are stopped. The same happens if a rank dies or hangs. Then other calls that run
-        end, too. The next call restarts all ranks, without the content of `current_worker().state`, and logs a warning with the
-        reason. The watcher notices at once if a rank dies between two calls, with the same consequence.
+        end, too. The next call restarts all ranks, without the content of `current_worker().state`, and logs a warning with
+        the reason. The watcher notices at once if a rank dies between two calls, with the same consequence.
 
         Args:
             fn: see `mpwatch.run`.

@@ -196,8 +196,9 @@ class CommandQueue:
         self._debugger_sockets: deque[DebuggerSocket] = deque()
 
     def acquire_caller_wakeup(self, user: object) -> WakeupPipe:
-        """Return a pipe that `wake_callers` wakes up. It belongs to the user until
-        `release_caller_wakeup`, or until the user is deleted.
+        """Return a pipe that `wake_callers` wakes up.
+
+        It belongs to the user until `release_caller_wakeup`, or until the user is deleted.
 
         Raises LaunchError if a pipe is needed and there is no descriptor left.
         """

@@ -23,6 +23,7 @@ Guarantees:
   not taken for a consequence of that action.
 """
 
+import heapq
 import math
 import platform
 import signal
@@ -117,7 +118,10 @@ class EventLoop:
         self._oom = OomDetector(deferred_log)
         self._on_outcome_change = on_outcome_change
         self._lost_ranks: list[int] = []  # of a WorkerGroup: those that have ended first, so that all others end, too
-        self._delayed_actions: list[DelayedAction] = []
+        self._delayed_actions: list[
+            tuple[float, int, Callable[[], object]]
+        ] = []  # a heap; the number is the order of arrival
+        self._delayed_count = 0
         self._stack_requests = StackRequests(
             self._pool,
             commands,
@@ -152,8 +156,11 @@ class EventLoop:
             return all(each.machine.are_limits_active() for each in ([group] if group else self._unfinished_groups))
 
         def list_handles() -> list[RankHandle]:
-            ranks = self._pool.handles.keys() & group.setups.keys() if group else self._pool.handles.keys()
-            return [self._pool.handles[rank] for rank in sorted(ranks)]
+            # Ranks of other calls, too: those of this call may wait for them in a collective.
+            return [self._pool.handles[rank] for rank in sorted(self._pool.handles)]
+
+        def is_called(rank: int) -> bool:
+            return group is None or rank in group.setups
 
         def end_call(event: m.CollectivesMismatched) -> None:
             call = group.call if group else None
@@ -163,6 +170,7 @@ class EventLoop:
             list_handles,
             self._stall_after,
             self._deferred_log,
+            is_called=is_called,
             is_checking=is_checking,
             call_at=self._call_at,
             end_call=end_call,
@@ -205,7 +213,7 @@ class EventLoop:
         events = self._handle_events(self._take_commands())
         while self._unfinished_groups:
             due_times = [group.due_at for group in self._unfinished_groups]
-            deadline = min(due_times + [delayed.due_at for delayed in self._delayed_actions])
+            deadline = min(due_times + [due_at for due_at, _, _ in self._delayed_actions[:1]])
             seconds = 0.0 if events else None if deadline == math.inf else deadline - time.monotonic()
             self._death_clock.start_wakeup()
             for read_events in self._pool.selector.wait(seconds):
@@ -215,10 +223,9 @@ class EventLoop:
 
     def _run_due_actions(self) -> None:
         now = time.monotonic()
-        due = [delayed for delayed in self._delayed_actions if delayed.due_at <= now]
-        self._delayed_actions = [delayed for delayed in self._delayed_actions if delayed.due_at > now]
-        for delayed in due:
-            delayed.action()
+        while self._delayed_actions and self._delayed_actions[0][0] <= now:
+            _, _, action = heapq.heappop(self._delayed_actions)
+            action()
 
     # ---- what is read in a wake-up, as events
 
@@ -244,7 +251,7 @@ class EventLoop:
                 self._group_of(command.event.rank).next_setups = command.setups
                 events.append(command.event)
             elif isinstance(command, DelayedAction):
-                self._delayed_actions.append(command)
+                self._call_at(command.due_at, command.action)
             else:
                 events.append(command)
         return events
@@ -327,7 +334,8 @@ class EventLoop:
             observed.collectives_at = time.monotonic()
         if not was_pending or sockets.is_pending:
             return []
-        self._monitor_of(handle).add(handle, answer)
+        for monitor in dict.fromkeys(self._monitors.values()):
+            monitor.add(handle, answer)
         self._stack_requests.add_collectives(handle, answer)
         if sockets.is_crashing:
             handle.stack_parser.feed(sockets.read_crash())
@@ -415,7 +423,8 @@ class EventLoop:
         return self._request_stacks(handle)
 
     def _call_at(self, due_at: float, action: Callable[[], object]) -> None:
-        self._delayed_actions.append(DelayedAction(due_at, action))
+        self._delayed_count += 1
+        heapq.heappush(self._delayed_actions, (due_at, self._delayed_count, action))
 
     # ---- what follows: state machines, actions, changes of state
 

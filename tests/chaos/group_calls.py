@@ -69,7 +69,7 @@ def act(planned, own):
 def run_history(calls):
     """Run the calls, and return the errors. Each error is a text."""
     outcomes, errors = {}, []
-    with ThreadPoolExecutor(4) as threads, mpwatch.WorkerGroup(NPROCS, grace_period=5.0) as group:
+    with ThreadPoolExecutor(len(calls)) as threads, mpwatch.WorkerGroup(NPROCS, grace_period=5.0) as group:
         futures = {}
         for planned in calls:
             time.sleep(planned.pause)
@@ -116,7 +116,7 @@ def find_error(planned, outcome, calls):
 
 def find_error_of_failure(planned, error, calls):
     text, root = str(error), error.root_cause
-    if error.result.state is WorkerState.STOPPED:
+    if error.result.state is WorkerState.STOPPED and root is None:
         if "stop() was called" in text:
             return None if planned.stop_after is not None and not planned.is_cancelled else f"nobody has stopped it: {text}"
         # an interrupted rank may also end its process, and then all others

@@ -53,6 +53,7 @@ class CollectiveMonitor:
         list_handles: returns the ranks that are checked.
         stall_after: the option, in seconds; None: never check.
         deferred_log: where the warning goes.
+        is_called: returns whether a rank is one of the call. The other ranks may return later than the call.
         is_checking: returns whether a call is running, and no limit stands still.
         call_at: calls a function in this thread at a time of CLOCK_MONOTONIC.
         end_call: passes an event to the state machines.
@@ -68,6 +69,7 @@ class CollectiveMonitor:
         stall_after: float | None,
         deferred_log: DeferredLog,
         *,
+        is_called: Callable[[int], bool],
         is_checking: Callable[[], bool],
         call_at: Callable[[float, Callable[[], object]], object],
         end_call: Callable[[CollectivesMismatched], object],
@@ -78,6 +80,7 @@ class CollectiveMonitor:
         self._list_handles = list_handles
         self._stall_after = stall_after
         self._deferred_log = deferred_log
+        self._is_called = is_called
         self._is_checking = is_checking
         self._call_at = call_at
         self._end_call = end_call
@@ -155,7 +158,9 @@ class CollectiveMonitor:
         returned = [
             handle.observations.worker.rank
             for handle in self._list_handles()
-            if handle.observations.answer is not None and handle.observations.answer.kind is MessageKind.RETURNED
+            if self._is_called(handle.observations.worker.rank)
+            and handle.observations.answer is not None
+            and handle.observations.answer.kind is MessageKind.RETURNED
         ]
         if self._on_stall is not None and self._is_checking():
             self._report_stall(self._on_stall, returned)

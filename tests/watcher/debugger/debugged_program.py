@@ -1,6 +1,7 @@
 """A program for a terminal: it runs a function whose ranks come to breakpoints. `python debugged_program.py FUNCTION OPTIONS`."""
 
 import json
+import multiprocessing
 import os
 import pdb
 import signal
@@ -12,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mpwatch
+
+SPAWN = multiprocessing.get_context("spawn")
 
 
 def rank():
@@ -148,6 +151,22 @@ def call_from_threads():
         print(f"third: {list(group.run(stop_once, args=(0,)))}", flush=True)
 
 
+def wait_for_event(barrier, event):
+    barrier.wait()
+    event.wait()
+
+
+def call_beside_another():
+    """Call a function with a breakpoint in the main thread, while a call in the background runs."""
+    barrier, event = SPAWN.Barrier(2), SPAWN.Event()
+    with mpwatch.WorkerGroup(2) as group:
+        waiting = group.submit(wait_for_event, (barrier, event), ranks=1)
+        barrier.wait()
+        print(f"values: {list(group.run(stop_once, args=(0,), ranks=0))}", flush=True)
+        event.set()
+        waiting.result()
+
+
 def wait_for_peer(text):
     threading.Event().wait()
     return text
@@ -160,7 +179,7 @@ def main(name, ranks, options):
     if options.pop("logs", False):
         options["logs"] = mpwatch.LogSpec(prefix="<{rank}> ")
     function, ranks = globals()[name], json.loads(ranks)
-    if name == "call_from_threads":
+    if name in ("call_from_threads", "call_beside_another"):
         function()
         return
     try:

@@ -324,3 +324,9 @@ def test_a_breakpoint_in_a_thread_of_a_rank_that_ends():
 def test_post_mortem_without_a_terminal_has_no_effect():
     done = python(str(FILE), "raise_in_one", "[1]", '{"post_mortem": true}', program="")
     assert "failed: rank 1 failed first: ValueError: secret of rank 1" in done.stdout
+
+
+def test_a_breakpoint_beside_a_call_in_the_background():
+    with debugged("call_beside_another") as program:
+        assert program.wait_for_prompt() == "(rank 0) (Pdb)"
+        assert "values: [1]" in program.finish("c")

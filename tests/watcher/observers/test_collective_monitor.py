@@ -31,6 +31,7 @@ class Ranks:
             self.list_handles,
             stall_after,
             SimpleNamespace(warning=lambda _, text: self.warnings.append(text)),
+            is_called=lambda rank: True,
             is_checking=lambda: True,
             call_at=lambda at, action: self.actions.append((at, action)),
             end_call=self.ends.append,

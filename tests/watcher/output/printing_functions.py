@@ -26,6 +26,13 @@ def print_hello():
     print_text("out {}\n", "err {}\n")
 
 
+def print_half_a_line(barrier, event):
+    print("one ", end="", flush=True)
+    barrier.wait()
+    event.wait()
+    print("line")
+
+
 def print_in_every_way():
     """Print by Python, by C, by a program that it starts, and by the descriptor."""
     print("python")

@@ -99,6 +99,18 @@ def test_a_c_stream_locked_by_a_thread_delays_nothing(capfd):
         assert capfd.readouterr().out == "printed"
 
 
+def test_the_line_of_one_call_is_not_torn_by_another(capfd):
+    barrier, event = SPAWN.Barrier(2), SPAWN.Event()
+    with mpwatch.WorkerGroup(2, logs=LogSpec()) as group:
+        printing = group.submit(printing_functions.print_half_a_line, (barrier, event), ranks=1)
+        barrier.wait()
+        for _ in range(3):
+            group.run(printing_functions.rank, ranks=0)
+        event.set()
+        printing.result(60)
+    assert capfd.readouterr().out == "[1] one line\n"
+
+
 def test_a_stdout_that_raises_when_it_is_flushed():
     with mpwatch.WorkerGroup(1, logs=LogSpec()) as group:
         assert list(group.run(printing_functions.install_stdout_that_exits)) == [0]
