@@ -239,7 +239,8 @@ class CallHandle(_Handle[T]):
         super().__init__(partial(execute, self._ticket), check=check, name="mpwatch call")
         self._queue = queue
         self._is_in_call = is_in_call
-        self._start_lock = threading.Lock()  # never released, once the thread has been started
+        self._start_lock = threading.RLock()
+        self._is_starting = False
         self._may_begin: bool | None = None  # None: it has not been decided yet
 
     def cancel(self) -> bool:
@@ -280,16 +281,19 @@ class CallHandle(_Handle[T]):
 
     def _start(self) -> None:
         """Start the thread of the call, since its ranks are free. Do nothing if it has been started."""
-        if not self._start_lock.acquire(blocking=False):
-            return
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            self._set_exception(LaunchError(with_remedy("the call cannot have a thread of its own", error)))
-        except BaseException:
-            if not has_come_up(self._thread) and self._thread.native_id is None:
-                self._start_lock.release()
-            raise
+        with self._start_lock:
+            # a signal handler may come here while the thread is being started
+            if self._is_starting or has_come_up(self._thread) or self._thread.native_id is not None:
+                return
+            self._is_starting = True
+            try:
+                self._thread.start()
+                return
+            except RuntimeError as error:
+                launch_error = LaunchError(with_remedy("the call cannot have a thread of its own", error))
+            finally:
+                self._is_starting = False
+        self._set_exception(launch_error)
 
     def _decide(self) -> bool:
         """Return whether the call may begin: it was not cancelled. After that it cannot be cancelled any more.

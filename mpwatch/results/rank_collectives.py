@@ -24,6 +24,10 @@ class RankCollectives:
     rank_in_world: int | None = None
     """The rank in that group. It differs from mpwatch's rank if the user has numbered the processes. None: there is none."""
 
+    def has_call_after(self, earlier: "RankCollectives") -> bool:
+        """Return whether the rank has called a collective that it had not called when it gave the earlier answer."""
+        return not {_identify(call) for call in self.collectives} <= {_identify(call) for call in earlier.collectives}
+
     def to_json(self) -> str:
         """Return a text that `from_json` reads. The ranks of a group are in it once."""
         groups = list(dict.fromkeys(call.ranks for call in self.collectives))
@@ -45,6 +49,10 @@ class RankCollectives:
             rank_in_world=None if data["rank_in_world"] is None else int(data["rank_in_world"]),
             collectives=collectives,
         )
+
+
+def _identify(call: Collective) -> tuple[object, ...]:
+    return call.backend, call.group, call.group_number, call.name, call.sequence
 
 
 def _get_fields(call: Collective) -> dict[str, Any]:

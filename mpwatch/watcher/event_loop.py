@@ -277,7 +277,7 @@ class EventLoop:
             return []
         if message.kind is MessageKind.CALLED_COLLECTIVES:
             with suppress(ValueError, LookupError, TypeError):  # the rank has overwritten its own memory
-                observed.collectives = observed.collectives or RankCollectives.from_json(message.body)
+                observed.add_collectives(RankCollectives.from_json(message.body))
             return []
         if message.kind is MessageKind.EXIT_BLOCKED:
             self._group_of(rank).exit_blockers[rank] = message.body.decode()
@@ -330,7 +330,8 @@ class EventLoop:
         was_pending = sockets.is_pending
         answer = sockets.read_answer()
         if answer is not None and observed.wants_collectives:
-            observed.collectives, observed.wants_collectives = answer, False
+            observed.add_collectives(answer)
+            observed.wants_collectives = False
             observed.collectives_at = time.monotonic()
         if not was_pending or sockets.is_pending:
             return []

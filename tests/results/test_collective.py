@@ -1,8 +1,12 @@
 """A collective in words."""
 
+from dataclasses import replace
+
 import pytest
 
 from mpwatch import Collective, CollectiveState
+from mpwatch.results.rank_collectives import RankCollectives
+from mpwatch.watcher.diagnosis.observations import RankObservations
 
 
 def collective(**fields):
@@ -34,3 +38,19 @@ def collective(**fields):
 )
 def test_a_collective_in_words(fields, text):
     assert str(collective(**fields)) == text
+
+
+def answer(*calls):
+    return RankCollectives(collectives=calls)
+
+
+def test_a_later_answer_counts_if_the_rank_has_called_more():
+    observed = RankObservations(worker=None)
+    second, third = collective(sequence=2), collective(sequence=3)
+    waiting = answer(second, replace(third, place="train.py:3 in step"))
+    observed.add_collectives(answer(second))
+    observed.add_collectives(waiting)
+    observed.add_collectives(answer(replace(third, state=CollectiveState.COMPLETED)))  # it has raised, and calls no other
+    assert observed.collectives is waiting
+    observed.add_collectives(answer(third, replace(third, group="1 (pair)")))
+    assert observed.collectives is not waiting

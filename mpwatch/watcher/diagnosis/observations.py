@@ -58,7 +58,8 @@ class RankObservations:
     is_dump_for_report: bool = False
     """Whether the watcher asked because it stops the rank. False: only a StacksRequest has asked."""
     collectives: RankCollectives | None = None
-    """The rank's latest collectives, when the first sign of a failure came. None: it was not asked, or did not answer."""
+    """The rank's latest collectives, when the first sign of a failure came, or when the rank raised. None: it was not asked,
+    or did not answer."""
     collectives_at: float = 0.0
     """When they were read."""
     wants_collectives: bool = False
@@ -71,6 +72,14 @@ class RankObservations:
     """The signals that the watcher sent to the rank."""
     first_signal_at: float = 0.0
     """When the watcher sent the first of them."""
+
+    def add_collectives(self, answer: RankCollectives) -> None:
+        """Keep what the rank has called. A later answer counts only if the rank has called more.
+
+        An earlier answer may have the line that waits for a call. When the call has failed, no line waits.
+        """
+        if self.collectives is None or answer.has_call_after(self.collectives):
+            self.collectives = answer
 
     def get_progress(self, run_started_at: float) -> Progress | None:
         """Return the rank's last `mpwatch.report()`, with its time counted from the start of the run."""
