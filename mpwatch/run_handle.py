@@ -68,23 +68,23 @@ class _Handle(Future[RunResult[T]]):
     def _execute(self) -> None:
         run, self._run = self._run, None
         if run is None:  # cancelled
+            self._release_ranks()
             return
         try:
             result = run(self._begin)
             if self._check:
                 raise_if_failed(result)
         except BaseException as error:  # noqa: BLE001  `result` raises it
-            self._set_exception(error)
+            self._set_outcome(partial(self.set_exception, error))
         else:
-            self._set_result(result)
+            self._set_outcome(partial(self.set_result, result))
 
-    def _set_result(self, result: RunResult[T]) -> None:
+    def _set_outcome(self, set_it: Callable[[], None]) -> None:
         self._call = None
-        self.set_result(result)
+        set_it()
 
-    def _set_exception(self, error: BaseException) -> None:
-        self._call = None
-        self.set_exception(error)
+    def _release_ranks(self) -> None:
+        """Leave the ranks to other calls of the group."""
 
     def _begin(self, call: BlockingCall) -> None:
         with self._lock:
@@ -249,7 +249,7 @@ class CallHandle(_Handle[T]):
             return False
         self._decide()
         self._run = None
-        self._queue.leave(self._ticket)
+        self._release_ranks()
         return True
 
     def stop(self) -> None:
@@ -293,7 +293,7 @@ class CallHandle(_Handle[T]):
                 launch_error = LaunchError(with_remedy("the call cannot have a thread of its own", error))
             finally:
                 self._is_starting = False
-        self._set_exception(launch_error)
+        self._set_outcome(partial(self.set_exception, launch_error))
 
     def _decide(self) -> bool:
         """Return whether the call may begin: it was not cancelled. After that it cannot be cancelled any more.
@@ -310,13 +310,10 @@ class CallHandle(_Handle[T]):
             raise CancelledError
         super()._begin(call)
 
-    def _set_result(self, result: RunResult[T]) -> None:
-        # Functions that wait for the result may call the group again, so the ranks are free before.
-        self._queue.leave(self._ticket)
+    def _set_outcome(self, set_it: Callable[[], None]) -> None:
+        self._release_ranks()  # first, since a callback of the future may call the group again
         if self._decide():
-            super()._set_result(result)
+            super()._set_outcome(set_it)
 
-    def _set_exception(self, error: BaseException) -> None:
+    def _release_ranks(self) -> None:
         self._queue.leave(self._ticket)
-        if self._decide():
-            super()._set_exception(error)
