@@ -241,7 +241,7 @@ class CallHandle(_Handle[T]):
         self._is_in_call = is_in_call
         self._start_lock = threading.RLock()
         self._is_starting = False
-        self._may_begin: bool | None = None  # None: it has not been decided yet
+        self._is_decided = False  # whether the call begins or is cancelled
 
     def cancel(self) -> bool:
         """Remove the call from the queue. Return False if it has begun, or is over, or belongs to another process."""
@@ -301,9 +301,10 @@ class CallHandle(_Handle[T]):
         Threads that wait for the future (concurrent.futures.wait) notice only by this that it was cancelled.
         """
         with self._lock:
-            if self._may_begin is None:
-                self._may_begin = self.set_running_or_notify_cancel()
-            return self._may_begin
+            if not self._is_decided:
+                self._is_decided = True  # first, since it must not be called twice, not even if an exception interrupts it
+                self.set_running_or_notify_cancel()
+            return not self.cancelled()
 
     def _begin(self, call: BlockingCall) -> None:
         if not self._decide():
