@@ -362,9 +362,10 @@ class EventLoop:
             if handle is not None and handle.observations.died_at is None:
                 self._request_collectives_of(handle)
 
-    def _request_collectives_of(self, handle: RankHandle) -> None:
+    def _request_collectives_of(self, handle: RankHandle, *, again: bool = False) -> None:
+        """Ask a rank for its collectives. `again`: even if it has answered, since it may have called more meanwhile."""
         observed = handle.observations
-        if observed.collectives is None and not observed.wants_collectives:
+        if (again or observed.collectives is None) and not observed.wants_collectives:
             observed.wants_collectives = handle.collective_sockets.ask()
 
     def _on_exit(self, handle: RankHandle) -> list[m.Event]:
@@ -551,7 +552,7 @@ class EventLoop:
             if not self._request_stacks(handle):
                 return [m.StackDumped(action.rank, generation=handle.generation)]
             handle.awaits_dump = True
-            self._request_collectives_of(handle)
+            self._request_collectives_of(handle, again=True)
         elif isinstance(action, m.ReadHeartbeat):
             return [
                 m.HeartbeatRead(action.rank, beat_at=self._pool.read_heartbeat_time(handle), generation=handle.generation)
