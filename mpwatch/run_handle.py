@@ -247,9 +247,13 @@ class CallHandle(_Handle[T]):
         """Remove the call from the queue. Return False if it has begun, or is over, or belongs to another process."""
         if os.getpid() != self._pid or not super().cancel():
             return False
-        self._decide()
-        self._run = None
-        self._release_ranks()
+        try:
+            self._decide()
+            self._run = None
+            self._release_ranks()
+        except BaseException:  # such as Ctrl-C: half of the ranks may have been released
+            self._release_ranks()
+            raise
         return True
 
     def stop(self) -> None:
