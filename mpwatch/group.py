@@ -384,7 +384,7 @@ class WorkerGroup:
                 self._ranks.publish_run_ended(reason)
 
     def _run_exclusively(self, method: str, ranks: Collection[int], action: Callable[[Ticket], R]) -> R:
-        """Return what `action` returns, while no other call has these ranks. Its argument is the ticket for them."""
+        """Wait for these ranks, and return what `action` returns. It gets the ticket. No other call has them meanwhile."""
         __tracebackhide__ = True
         self._check_caller(method)
         ticket = Ticket(ranks)

@@ -118,9 +118,8 @@ class EventLoop:
         self._oom = OomDetector(deferred_log)
         self._on_outcome_change = on_outcome_change
         self._lost_ranks: list[int] = []  # of a WorkerGroup: those that have ended first, so that all others end, too
-        self._delayed_actions: list[
-            tuple[float, int, Callable[[], object]]
-        ] = []  # a heap; the number is the order of arrival
+        # A heap of times, actions, and between them the order in which they came.
+        self._delayed_actions: list[tuple[float, int, Callable[[], object]]] = []
         self._delayed_count = 0
         self._stack_requests = StackRequests(
             self._pool,

@@ -304,4 +304,5 @@ class BlockingCall:
         self.signals.post_interrupt(signum)
         self.signals.start_posting()
         if self.watcher_thread.is_alive():
+            # a call of a WorkerGroup may be answered before this signal comes: then its ranks stay
             self._wait(until if signum == signal.SIGINT or self.signals.call is not None else lambda: False)

@@ -28,7 +28,7 @@ RANKS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 
 
 def register(shell: InteractiveShell) -> None:
-    """Register the magics."""
+    """Make `%%ranks` and `%ranks` known to the shell. They have no ranks yet."""
     shell.register_magics(RankMagics(shell))
 
 

@@ -15,7 +15,7 @@ NAMESPACE = "mpwatch: variables of the cells"  # a key of `current_worker().stat
 
 @dataclass(frozen=True)
 class Cell:
-    """What the ranks run."""
+    """A cell that was checked in the notebook, as each rank gets it."""
 
     source: str
     file: str
@@ -38,7 +38,7 @@ class CellValue:
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """What a rank returns."""
+    """What a rank sends back to the notebook when its cell has ended."""
 
     value: CellValue | None
     """None: there is nothing to show."""
