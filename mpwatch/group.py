@@ -396,8 +396,9 @@ class WorkerGroup:
         finally:
             try:
                 self._queue.leave(ticket)
-            finally:
-                self._queue.leave(ticket)  # again: an exception may have interrupted the first time
+            except BaseException:
+                self._queue.leave(ticket)  # again: the exception may have interrupted the first time
+                raise
 
     def _check_caller(self, method: str) -> None:
         __tracebackhide__ = True

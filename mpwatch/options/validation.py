@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Mapping
 from numbers import Real
+from types import FunctionType
 
 from mpwatch.options.worker_info import RANK_VARIABLES
 
@@ -86,5 +87,7 @@ def check_count(name: str, value: object, at_least: int) -> int:
 
 def is_async(fn: object) -> bool:
     """Return whether a call of this function only makes a coroutine, which mpwatch would not run."""
+    if type(fn) is FunctionType and not vars(fn):  # no decorator has marked it
+        return bool(fn.__code__.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR))
     call = getattr(type(fn), "__call__", None)  # noqa: B004  the method itself is wanted
     return any(inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f) for f in (fn, call))

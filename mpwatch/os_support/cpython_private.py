@@ -55,6 +55,7 @@ c_socket: Any = _socket
 # The module signal converts each number and handler to an enum and back. Replacement: the functions of the module signal.
 c_getsignal = _signal.getsignal
 c_signal = _signal.signal
+c_sigmask = _signal.pthread_sigmask
 
 
 def get_original_dir() -> str | None:

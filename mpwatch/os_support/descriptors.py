@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import socket
     from typing import Any
 
+Received = tuple[bytes, list[tuple[int, int, bytes]], int, object]  # what socket.recvmsg returns
+
 STDERR = 2
 SIZE_OF_INT = struct.calcsize("i")
 MSG_CMSG_CLOEXEC: int = getattr(c_socket, "MSG_CMSG_CLOEXEC", 0)
@@ -137,8 +139,12 @@ def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[b
 
     Return the bytes, the descriptors, and whether descriptors were lost because this process may not open so many.
     """
-    room = c_socket.CMSG_SPACE(max_fds * SIZE_OF_INT)
-    data, ancillary, flags, _ = channel.recvmsg(size, room, MSG_CMSG_CLOEXEC)
+    return split_received(channel.recvmsg(size, c_socket.CMSG_SPACE(max_fds * SIZE_OF_INT), MSG_CMSG_CLOEXEC))
+
+
+def split_received(received: Received) -> tuple[bytes, list[int], bool]:
+    """Return the same as `receive_with_fds`, of what `socket.recvmsg` has returned."""
+    data, ancillary, flags, _ = received
     fds: list[int] = []
     for level, kind, numbers in ancillary:
         if (level, kind) == (c_socket.SOL_SOCKET, c_socket.SCM_RIGHTS):

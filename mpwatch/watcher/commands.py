@@ -18,64 +18,25 @@ Each side waits for its WakeupPipe, and then looks at the queues and the fields.
 """
 
 import os
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple
 from weakref import ref
 
-from mpwatch.errors import LaunchError
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
+from mpwatch.watcher.direct_calls import DirectCall, DirectCalls
 from mpwatch.watcher.machine.transitions import Event, Restart
+from mpwatch.watcher.processes.rank_handle import RankHandle
+from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.wire.pickling.call_payload import Payload
-from mpwatch.wire.resource_errors import with_remedy
-
-
-class WakeupPipe:
-    """A pair of sockets that wakes up the thread that waits for it.
-
-    A thread can wait for it together with other descriptors. Any thread and any signal handler can call `wake` at any time.
-    It stays readable until `drain`, so a wake-up that comes before the wait is not lost.
-    """
-
-    def __init__(self) -> None:
-        """Raise LaunchError if there is no descriptor left."""
-        try:
-            self._pair = socket.socketpair()  # objects that close themselves, unlike the ends of os.pipe()
-        except OSError as error:
-            raise LaunchError(with_remedy("signals cannot be waited for", error)) from error
-        for end in self._pair:
-            end.setblocking(False)
-
-    def fileno(self) -> int:
-        """Return the descriptor to wait for."""
-        return self._pair[0].fileno()
-
-    @property
-    def write_fd(self) -> int:
-        """The descriptor for `signal.set_wakeup_fd`: any byte written to it wakes up the reader."""
-        return self._pair[1].fileno()
-
-    def wake(self) -> None:
-        with suppress(OSError):  # full: the reader is about to wake up anyway; closed: there is no reader any more
-            self._pair[1].send(b"\0")
-
-    def drain(self) -> bytes:
-        """Return the bytes that were written since the last call: a zero for each `wake`, a number for each signal."""
-        with suppress(OSError):
-            return self._pair[0].recv(4096)
-        return b""
-
-    def close(self) -> None:
-        for end in self._pair:
-            end.close()
 
 
 @dataclass(eq=False)
@@ -92,9 +53,28 @@ class PendingCall:
     observations: list[AttemptObservations] = field(default_factory=list)
     """One for each restart group, as soon as the call has ended. Empty if a rank had been lost before the call came."""
     is_done: bool = False
-    """Whether the call has ended and the ranks stay. If the ranks end with the call, only `observations` are set."""
+    """Whether the watcher thread has ended the call, and the ranks stay. If the ranks end with the call, only `observations`
+    are set."""
     lost_ranks: tuple[int, ...] = ()
     """The ranks of other calls, or without a call, whose loss has ended this call."""
+    number: int = field(default_factory=count(1).__next__)
+    """No other call has it. With it the ranks tell an interrupt of this call from a late one of an earlier call."""
+    direct: DirectCall | None = None
+    """What the caller's own thread has sent and read. None: it has not tried to make the call."""
+    is_taken_over: bool = False
+    """Whether the watcher thread goes on with a call that the caller's thread has begun."""
+
+    def has_begun(self) -> bool:
+        """Return whether the caller's thread has sent the call to a rank."""
+        return self.direct is not None and bool(self.direct.sent)
+
+    def was_sent_to(self, handle: RankHandle) -> bool:
+        """Return whether the caller's thread has sent the call to this rank."""
+        return self.direct is not None and handle in self.direct.idle_ranks.handles[: len(self.direct.sent)]
+
+    def is_over(self) -> bool:
+        """Return whether the call has ended and the ranks stay."""
+        return self.is_done or (self.direct is not None and self.direct.have_all_returned())
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,8 +167,10 @@ class CommandQueue:
             self.watcher_wakeup = stack.enter_context(closing(WakeupPipe()))
             # One pipe for each thread of the caller that waits. The function returns its user, or None.
             first_pipe = stack.enter_context(closing(WakeupPipe()))
+            direct_calls = stack.enter_context(closing(DirectCalls()))
             self._caller_wakeups: tuple[tuple[WakeupPipe, Callable[[], object]], ...] = ((first_pipe, _no_user),)
             self._wakeups = stack.pop_all()
+        self.direct_calls = direct_calls
         self._wakeups_lock = threading.Lock()
         self.state = WorkerState.UNKNOWN  # of all ranks together; written by the watcher thread
         self._commands: deque[Command] = deque()

@@ -28,12 +28,12 @@ import math
 import platform
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 
 from mpwatch.errors import LaunchError
-from mpwatch.events.types import WorkerStarted
+from mpwatch.events.types import CallStarted, WorkerStarted, WorkerSucceeded
 from mpwatch.options.spec import GroupSpec
 from mpwatch.results.failure import format_exit
 from mpwatch.results.rank_collectives import RankCollectives
@@ -70,6 +70,8 @@ from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.resource_errors import with_remedy
 
 OutcomeCallback = Callable[[StateMachine], object]  # see EventLoop: on_outcome_change
+
+EVENTS_OF_CALLS = (CallStarted, WorkerSucceeded)  # that only the watcher thread publishes
 
 CRASH_HOLD_SECONDS = 0.1  # how long a crashing rank may take to answer; it cannot if the crashing thread holds the GIL
 
@@ -113,6 +115,7 @@ class EventLoop:
         self._pool = ProcessPool(deferred_log, output, spec)
         self._capture_locals = spec.capture_locals
         self._commands = commands
+        self._direct_calls = commands.direct_calls
         self._event_bus = event_bus
         self._deferred_log = deferred_log
         self._oom = OomDetector(deferred_log)
@@ -142,7 +145,11 @@ class EventLoop:
         with self._oom:
             with self._pool:
                 self._start_all_ranks()
-                self._handle_events_until_finished()
+                try:
+                    self._handle_events_until_finished()
+                finally:
+                    with self._direct_calls:
+                        self._direct_calls.withdraw()
             helpers_oom = self._oom.resolve_suspects()
         for group in self._groups:
             if group.call is not None:  # the ranks have ended with this call
@@ -215,10 +222,14 @@ class EventLoop:
             deadline = min(due_times + [due_at for due_at, _, _ in self._delayed_actions[:1]])
             seconds = 0.0 if events else None if deadline == math.inf else deadline - time.monotonic()
             self._death_clock.start_wakeup()
-            for read_events in self._pool.selector.wait(seconds):
-                events += read_events()
-            self._run_due_actions()
-            events = self._handle_events(events)
+            ready = self._pool.selector.wait(seconds)
+            with self._direct_calls:
+                events += self._take_over_call()
+                for read_events in ready:
+                    events += read_events()
+                self._run_due_actions()
+                events = self._handle_events(events)
+                self._offer_idle_ranks()
 
     def _run_due_actions(self) -> None:
         now = time.monotonic()
@@ -232,7 +243,8 @@ class EventLoop:
         events: list[m.Event | CallEvent] = []
         for command in self._commands.take():
             if isinstance(command, PendingCall):
-                events.append(CallEvent(command, m.StartCall(command.started_at, command.timeout)))
+                if not command.is_taken_over:
+                    events.append(_make_start(command))
             elif isinstance(command, StatusRequest) and events:
                 self._commands.post(command)  # for the next wake-up: these events may start the call
             elif isinstance(command, StatusRequest):
@@ -255,9 +267,35 @@ class EventLoop:
                 events.append(command)
         return events
 
+    def _take_over_call(self) -> list[m.Event | CallEvent]:
+        """Go on with the call that a thread of the caller has begun, if there is one. Return what it has received."""
+        call = self._direct_calls.take_over()
+        if call is None or call.direct is None:
+            return []
+        events = self._handle_events([_make_start(call)])
+        for handle, received in zip(call.direct.idle_ranks.handles, call.direct.received, strict=False):
+            events += self._handle_messages(handle, handle.parse_messages(received))
+        return events
+
+    def _offer_idle_ranks(self) -> None:
+        """Let the caller's threads call the ranks themselves while no call is running, and nobody observes calls."""
+        groups = self._unfinished_groups
+        is_wanted = self._keep_ranks and not any(map(self._event_bus.wants, EVENTS_OF_CALLS))
+        if not (is_wanted and groups and all(group.is_idle() for group in groups)):
+            self._direct_calls.withdraw()
+        elif not self._direct_calls.are_offered:
+            for group in groups:
+                ranks = tuple(group.setups)
+                handles = [self._pool.handles[rank] for rank in ranks]
+                is_all = len(ranks) == len(self._group_by_rank)
+                self._direct_calls.offer(None if is_all else ranks, handles, self._pool)
+
     def _on_message(self, handle: RankHandle) -> list[m.Event]:
+        return self._handle_messages(handle, handle.read_messages())
+
+    def _handle_messages(self, handle: RankHandle, messages: Collection[Message]) -> list[m.Event]:
         events = []
-        for message in handle.read_messages():
+        for message in messages:
             if message.kind is MessageKind.FAILING:
                 self._death_clock.record_message(message.stamp)
             events += self._handle_message(handle, message)
@@ -526,8 +564,9 @@ class EventLoop:
         if any(handle.collective_sockets.is_open for handle in handles):
             self._monitors[group].start()
         for handle in handles:
+            if not call.has_begun():
+                self._pool.begin_call(handle)
             group.observed[handle.observations.worker.rank] = handle.reset_observations()
-            self._pool.clear_heartbeat(handle)
         return True
 
     def _execute(self, group: RestartGroup, action: m.Action) -> list[m.Event]:
@@ -541,7 +580,8 @@ class EventLoop:
         observed = handle.observations
         if isinstance(action, m.CallRank):
             assert group.call is not None
-            self._pool.send_call(handle, group.call.payload)
+            if not group.call.was_sent_to(handle):
+                self._pool.send_call(handle, group.call.number, group.call.payload)
         elif isinstance(action, m.RequestExit):
             handle.send(MessageKind.SHUTDOWN)
         elif isinstance(action, m.DumpStacks):
@@ -558,7 +598,8 @@ class EventLoop:
             ]
         elif isinstance(action, m.SendSignal):
             if action.signum == signal.SIGINT:
-                self._pool.interrupt_call(handle)
+                assert group.call is not None
+                self._pool.interrupt_call(handle, group.call.number)
             else:
                 handle.process.send_signal_to_group(action.signum)
             observed.signals_sent.add(action.signum)
@@ -621,3 +662,7 @@ class EventLoop:
     def _publish_state(self) -> None:
         self._commands.state = state_of_all(self._groups)
         self._event_bus.change_state(self._commands.state, (worker for group in self._groups for worker in group.workers))
+
+
+def _make_start(call: PendingCall) -> CallEvent:
+    return CallEvent(call, m.StartCall(call.started_at, call.timeout))

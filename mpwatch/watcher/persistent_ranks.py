@@ -11,6 +11,7 @@ stops the others. The next call then starts all ranks again.
 
 import logging
 import math
+import platform
 import threading
 import time
 import uuid
@@ -28,6 +29,7 @@ from mpwatch.results.report import format_end_of_program, format_loss_in_other_c
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.commands import PendingCall
+from mpwatch.watcher.diagnosis.diagnose import build_success
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.machine.transitions import Shutdown, StopReason
@@ -230,26 +232,55 @@ class PersistentRanks:
         if blocking_call is None:
             return None
         try:
-            self._execute(blocking_call, pending_call, until=lambda: pending_call.is_done)
+            self._execute(blocking_call, pending_call, until=pending_call.is_over)
             blocking_call.raise_error()
-            if not pending_call.observations:
+            if not pending_call.observations and not pending_call.is_over():
                 blocking_call.signals.deliver_received()
                 return None
-            (observations,) = pending_call.observations
-            result = blocking_call.build_result(
-                partial(self._diagnose, watcher_thread, observations, pending_call.lost_ranks)
-            )
+            result = blocking_call.build_result(partial(self._build_result, watcher_thread, pending_call))
         except BaseException:
             self._restart_reason = CALL_ABORTED
             raise
-        has_succeeded = observations.stop_reason is StopReason.SUCCEEDED
+        has_succeeded = not pending_call.observations or pending_call.observations[0].stop_reason is StopReason.SUCCEEDED
         if not watcher_thread.is_finished:
             # a signal may reach the ranks after the call, and end them
             self._restart_reason = CALL_ABORTED if blocking_call.signals.received else LOST_WHILE_IDLE
-        elif not pending_call.is_done and not pending_call.lost_ranks:
+        elif not pending_call.is_over() and not pending_call.lost_ranks:
             why = "a rank ended after it had returned" if has_succeeded else format_verdict(result)
             self._restart_reason = f"not all of them survived the last call: {why}"
         return blocking_call, result, has_succeeded
+
+    def _build_result(self, watcher_thread: WatcherThread, call: PendingCall) -> RunResult[Any]:
+        if call.observations:
+            return self._diagnose(watcher_thread, call.observations[0], call.lost_ranks)
+        assert call.direct is not None  # it is over
+        result = build_success(
+            call.direct.idle_ranks.workers,
+            call.direct.get_bodies(),
+            call.direct.get_progress(call.started_at),
+            self._spec.logs.folder_of_run(self._event_bus.run_id) if self._spec.logs is not None else "",
+        )
+        if result is None:
+            return self._diagnose(watcher_thread, self._observe(call), ())
+        watcher_thread.emit_logs_and_events()
+        return result
+
+    def _observe(self, call: PendingCall) -> AttemptObservations:
+        """Return what the caller's own thread has observed of the ranks during a call that has succeeded."""
+        assert call.direct is not None
+        spec = self._spec
+        return AttemptObservations(
+            ranks=call.direct.observe_ranks(),
+            hostname=platform.node(),
+            run_started_at=call.started_at,
+            stopped_at=None,
+            stop_reason=StopReason.SUCCEEDED,
+            heartbeat_timeout=spec.heartbeat_timeout,
+            timeout=call.timeout,
+            start_timeout=spec.start_timeout,
+            log_dir=spec.logs.folder_of_run(self._event_bus.run_id) if spec.logs is not None else "",
+            ended_at=time.monotonic(),
+        )
 
     def _diagnose(
         self, watcher_thread: WatcherThread, observations: AttemptObservations, lost_ranks: Sequence[int]
@@ -273,7 +304,7 @@ class PersistentRanks:
             if self._watcher_thread is not watcher_thread:
                 return None
             # two views would draw over each other
-            has_view = has_view and not any(call.has_view for call in self._list_others())
+            has_view = has_view and self._make_view is not no_view and not any(call.has_view for call in self._list_others())
             blocking_call = BlockingCall(watcher_thread, make_view=self._make_view if has_view else no_view)
             self._blocking_calls.add(blocking_call)
         try:
@@ -292,13 +323,15 @@ class PersistentRanks:
     ) -> None:
         watcher_thread = blocking_call.watcher_thread
         try:
-            if not self._list_others(blocking_call):  # the lines of ranks of other calls may be unfinished
-                watcher_thread.output.use_current_streams()
+            output = watcher_thread.output
+            if output.is_read and not self._list_others(blocking_call):  # lines of ranks of other calls may be unfinished
+                output.use_current_streams()
             blocking_call.execute(command, until=until)
-            watcher_thread.drain_output(
-                blocking_call.drain_timeout(_seconds_left(watcher_thread, command)),
-                with_unfinished_lines=not self._list_others(blocking_call),
-            )
+            if output.is_read:
+                timeout = blocking_call.drain_timeout(_seconds_left(watcher_thread, command))
+                watcher_thread.drain_output(timeout, with_unfinished_lines=not self._list_others(blocking_call))
+            else:
+                watcher_thread.emit_logs_and_events()
         finally:
             self._end(blocking_call)
 

@@ -7,7 +7,6 @@ the queues at the end of the call.
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 
 
 class Ticket:
@@ -102,5 +101,7 @@ class RankQueue:
 
 def _get_first(queue: Queue) -> Ticket | None:
     while True:
-        with suppress(RuntimeError):  # a signal handler has cancelled a call between `iter` and `next`
+        try:
             return next(iter(queue), None)
+        except RuntimeError:  # a signal handler has cancelled a call between `iter` and `next`
+            continue

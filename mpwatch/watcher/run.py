@@ -148,6 +148,8 @@ class BlockingCall:
             self.signals.call = command
         try:
             if isinstance(command, PendingCall) and self.watcher_thread.is_running():
+                if self.watcher_thread.commands.direct_calls.execute(command):
+                    return
                 self._post_once(command)
                 if self._is_quickly_done(until):
                     return
@@ -295,8 +297,10 @@ class BlockingCall:
             return
 
     def _must_stop_ranks(self, until: Callable[[], bool]) -> bool:
-        """Return False for ranks that are idle: their call has not been posted yet, or has been answered."""
-        return not self.watcher_thread.is_alive() or (self._is_posted and not until())
+        """Return False for ranks that are idle: their call has not begun yet, or has been answered."""
+        call = self.signals.call
+        has_begun = self._is_posted or (call is not None and call.has_begun())
+        return not self.watcher_thread.is_alive() or (has_begun and not until())
 
     def _stop_ranks(self, signum: int, until: Callable[[], bool]) -> None:
         self.watcher_thread.cancel_start()

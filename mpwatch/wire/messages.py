@@ -26,6 +26,7 @@ import struct
 import time
 
 HEADER = struct.Struct("<4sBdQ")  # magic number, kind, time, length of the body
+CALL_NUMBER = struct.Struct("<Q")  # at the start of the body of CALL
 READY_BODY = struct.Struct("<iQ")  # the descriptor for stack dumps, and the main thread's identity in these dumps
 STACKS_END = b"(end of the stacks)\n"  # after the stacks of all threads, which a rank writes into its stack pipe
 MAGIC = b"mpw1"
@@ -36,7 +37,7 @@ class MessageKind(enum.IntEnum):
     """The kind of a message. A comment says what the body holds; without a comment the body is empty."""
 
     READY = 1  # READY_BODY
-    CALL = 2  # a pickle bundle; if it is empty, the first descriptor is the bundle's file
+    CALL = 2  # CALL_NUMBER, then a pickle bundle; if there is only the number, the first descriptor is the bundle's file
     RETURNED = 3  # a pickle bundle with the return value; if it is empty, a descriptor is the bundle's file
     RAISED = 4  # an encoded exception: the "plain" message of exceptions/encoder.py
     LOAD_FAILED = 5  # the same for an exception that was raised while the rank unpickled the call
@@ -73,6 +74,19 @@ class Message:
 def encode_frame(kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bytes:
     """Return the bytes of a message about an event at this time of CLOCK_MONOTONIC (default: now)."""
     return HEADER.pack(MAGIC, kind, time.monotonic() if stamp is None else stamp, len(body)) + body
+
+
+def encode_call(number: int, body: bytes) -> bytes:
+    """Return the bytes of a CALL: the number of the call, and the pickle bundle."""
+    return encode_frame(MessageKind.CALL, CALL_NUMBER.pack(number) + body)
+
+
+def is_whole_frame(kind: MessageKind, data: bytes) -> bool:
+    """Return whether these bytes are one message of this kind, and nothing else."""
+    if len(data) < HEADER.size:
+        return False
+    magic, number, _, length = HEADER.unpack_from(data)
+    return bool(magic == MAGIC and number == kind and HEADER.size + length == len(data))
 
 
 def parse_header(head: bytes | bytearray) -> tuple[MessageKind, float, int]:

@@ -9,7 +9,7 @@
   last, so an incomplete frame does not count. The watcher reads the black box when the rank is dead.
 - A heartbeat is one store of eight bytes. A rank can send heartbeats in its innermost loop, from any thread. The watcher
   can read them at any time. While the rank writes a report, its checksum is wrong, and the watcher reads the report again.
-- The number of the interrupted call says which call the watcher's last interrupt was meant for. Calls are counted from 1.
+- The number of the interrupted call says which call the watcher's last interrupt was meant for. See `PendingCall.number`.
   A signal carries no such number, and it can arrive just after the rank has answered that call.
 
 A rank maps its slot and closes the descriptor. User code can close every descriptor (as a daemon does), but not a mapping.
@@ -167,12 +167,14 @@ def read_heartbeat_time(fd: int, slot: int) -> float | None:
 
 def read_heartbeat(fd: int, slot: int) -> HeartbeatSample:
     """In the watcher: return the last heartbeat and report. A report with a wrong checksum is left out."""
+    size = HEARTBEAT_TIME.size + REPORT_HEADER.size  # most ranks report nothing
     for _ in range(MAX_READS):
-        data = os.pread(fd, HEARTBEAT_SIZE, slot * SLOT_SIZE + BLACK_BOX_SIZE)
+        data = os.pread(fd, size, slot * SLOT_SIZE + BLACK_BOX_SIZE)
+        size = HEARTBEAT_SIZE
         (heartbeat_at,) = HEARTBEAT_TIME.unpack_from(data)
         checksum, length = REPORT_HEADER.unpack_from(data, HEARTBEAT_TIME.size)
         body = data[HEARTBEAT_TIME.size + REPORT_HEADER.size :][:length]
-        if length and crc32(body) == checksum:
+        if length and len(body) == length and crc32(body) == checksum:
             return HeartbeatSample(heartbeat_at or None, _decode_report(body))
         if not length:
             break

@@ -12,8 +12,10 @@ import threading
 from io import FileIO
 
 from mpwatch.os_support.descriptors import MSG_NOSIGNAL, STDERR, receive_with_fds, write_all
-from mpwatch.wire.messages import HEADER, MAX_DESCRIPTORS, MessageKind, encode_frame, parse_header
+from mpwatch.wire.messages import CALL_NUMBER, HEADER, MAX_DESCRIPTORS, MessageKind, encode_frame, parse_header
 from mpwatch.wire.shared_memory import BLACK_BOX_SIZE, BlackBox
+
+READ_SIZE = 1 << 13  # bytes; most calls are shorter
 
 
 class Channel:
@@ -32,6 +34,7 @@ class Channel:
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
         self._black_box = black_box
+        self._received = b""  # that has not been returned
         self._reserved_fd = -1
         self._lock = threading.Lock()  # one message at a time
 
@@ -70,16 +73,54 @@ class Channel:
             return False
         return True
 
-    def receive_call(self) -> tuple[bytes, list[int] | None] | None:
-        """Wait for a call. Return the arguments for `call_payload.unpack`; None if there will be no more calls."""
+    def receive_call(self) -> tuple[int, bytes, list[int] | None] | None:
+        """Wait for a call. Return its number and the arguments for `call_payload.unpack`. None: no call will follow."""
         if not self._is_open():
             return None
         try:
-            # Not in recvmsg(2): a process that sleeps there also wakes up when the watcher has read what the rank sent.
-            self._poll.poll()
-            return _read_call(self._socket)
+            return self._read_call()
         except OSError:
             return None
+
+    def _read_call(self) -> tuple[int, bytes, list[int] | None] | None:
+        fds: list[int] = []
+        has_all = True
+        while True:
+            frame = self._take_frame()
+            if frame is None:
+                # Not in recvmsg(2): a process that sleeps there also wakes up when the watcher has read what the rank sent.
+                self._poll.poll()
+                data, more, is_cut = receive_with_fds(self._socket, READ_SIZE, MAX_DESCRIPTORS)
+                if not data:
+                    return None
+                self._received += data
+                fds += more  # of the frame that these bytes end: recvmsg reads nothing that follows descriptors
+                has_all &= not is_cut
+                continue
+            kind, body = frame
+            if kind is MessageKind.STARTUP_OUTPUT:
+                _write_startup_output(fds)
+                fds, has_all = [], True
+            elif kind is MessageKind.CALL:
+                break
+            elif kind is not MessageKind.DESCRIPTORS:
+                return None
+        if not has_all:
+            while fds:
+                os.close(fds.pop())
+        (number,) = CALL_NUMBER.unpack_from(body)
+        return number, body[CALL_NUMBER.size :], fds if has_all else None
+
+    def _take_frame(self) -> tuple[MessageKind, bytes] | None:
+        """Return the kind and the body of the next message. None: it has not arrived yet."""
+        if len(self._received) < HEADER.size:
+            return None
+        kind, _, length = parse_header(self._received)
+        end = HEADER.size + length
+        if len(self._received) < end:
+            return None
+        body, self._received = self._received[HEADER.size : end], self._received[end:]
+        return kind, body
 
     def detach(self) -> None:
         """Leave the descriptor open; the kernel closes it at exit. Its number may belong to a file of user code by now."""
@@ -110,37 +151,6 @@ def _has_identity(fd: int, identity: tuple[int, int]) -> bool:
 def _read_identity(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
-
-
-def _read_call(channel: socket.socket) -> tuple[bytes, list[int] | None] | None:
-    fds: list[int] = []
-    has_all = True
-    while True:
-        head, more, is_cut = receive_with_fds(channel, HEADER.size, MAX_DESCRIPTORS)
-        fds += more
-        has_all &= not is_cut
-        head += _read_exactly(channel, HEADER.size - len(head)) if head else b""
-        if len(head) < HEADER.size:
-            return None
-        kind, _, length = parse_header(head)
-        body = _read_exactly(channel, length)
-        if kind is MessageKind.STARTUP_OUTPUT:
-            _write_startup_output(fds)
-            fds, has_all = [], True
-        elif kind is not MessageKind.DESCRIPTORS:
-            break
-    if not has_all:
-        while fds:
-            os.close(fds.pop())
-    return (body, fds if has_all else None) if kind is MessageKind.CALL and len(body) == length else None
-
-
-def _read_exactly(channel: socket.socket, size: int) -> bytes:
-    """Read `size` bytes, or fewer if the channel ends."""
-    data = b""
-    while len(data) < size and (more := channel.recv(size - len(data))):
-        data += more
-    return data
 
 
 def _write_startup_output(fds: list[int]) -> None:

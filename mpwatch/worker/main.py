@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from mpwatch.wire.pickling.call_payload import Call
     from mpwatch.wire.pickling.pickle_buffers import PickleBundle
 
-    ReceivedCall = tuple[bytes, list[int] | None]  # the arguments of call_payload.unpack
+    ReceivedCall = tuple[int, bytes, list[int] | None]  # its number, and the arguments of call_payload.unpack
     Returned = tuple[PickleBundle, float]  # the pickled return value, and when the function returned
 
 
@@ -180,9 +180,10 @@ def _run_call(
 
 
 def _load_and_call(received: ReceivedCall, deferred_signals: DeferredSignals, preload_error: BaseException | None) -> object:
-    deferred_signals.restore()
+    number, body, fds = received
+    deferred_signals.restore(number)
     try:
-        call = call_payload.unpack(*received, context.choose_part)
+        call = call_payload.unpack(body, fds, context.choose_part)
         if preload_error is not None:
             raise preload_error
     except BaseException as error:  # noqa: BLE001  unpickling imports modules of user code

@@ -16,7 +16,8 @@ import mmap
 import signal
 from typing import Any
 
-from mpwatch.os_support.signals import list_python_handlers, set_handler
+from mpwatch.os_support.cpython_private import c_sigmask
+from mpwatch.os_support.signals import get_handler, list_python_handlers, set_handler
 from mpwatch.wire.shared_memory import read_interrupted_call
 from mpwatch.worker.stack_dumps import StackWriter
 
@@ -30,7 +31,6 @@ class DeferredSignals:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
-        self._call = 0  # the number of the running call, or of the next one
         self._handlers: dict[int, Any] = {}  # to be restored
         self._deferred: set[int] = set()
 
@@ -38,7 +38,7 @@ class DeferredSignals:
         """Defer signals from now on. A second call changes nothing, except that it defers signals with new handlers."""
         handlers = list_python_handlers()
         for always in (signal.SIGINT, signal.SIGTERM):
-            if always not in handlers and (default := signal.getsignal(always)) is not None:  # None: a handler in C
+            if always not in handlers and (default := get_handler(always)) is not None:  # None: a handler in C
                 handlers[always] = default
         for number, handler in handlers.items():
             if handler != self._record and not isinstance(handler, StackWriter):
@@ -47,22 +47,25 @@ class DeferredSignals:
 
     def prepare_for_call(self) -> None:
         """Let SIGTERM end the rank from now on, at once if one was deferred. Keep a deferred SIGINT for the next call."""
-        self._call += 1
         # Python loses a signal that comes between its last check and the change of the handler. A blocked signal is not
         # lost: the kernel keeps it, and its default action ends the rank.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        mask = c_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         set_handler(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        c_sigmask(signal.SIG_SETMASK, mask)
         if signal.SIGTERM in self._deferred:
             signal.raise_signal(signal.SIGTERM)
 
-    def restore(self) -> None:
-        """Restore the function's handlers. A handler for a deferred SIGINT runs here, and may raise."""
+    def restore(self, call: int) -> None:
+        """Restore the function's handlers. A handler for a deferred SIGINT runs here, and may raise.
+
+        Args:
+            call: the number of the call. SIGINT is dropped if it was meant for an earlier one.
+        """
         interrupt = self._handlers.pop(signal.SIGINT, None)
         self._restore_handlers()
         if interrupt is not None:
             set_handler(signal.SIGINT, interrupt)
-            is_for_this_call = signal.SIGINT in self._deferred and read_interrupted_call(self._memory) == self._call
+            is_for_this_call = signal.SIGINT in self._deferred and read_interrupted_call(self._memory) == call
             self._deferred.clear()
             if is_for_this_call:
                 signal.raise_signal(signal.SIGINT)

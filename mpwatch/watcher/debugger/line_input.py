@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Self
 
 from mpwatch.options.log_spec import in_notebook
-from mpwatch.watcher.commands import CommandQueue, TerminalModes, WakeupPipe
+from mpwatch.watcher.commands import CommandQueue, TerminalModes
+from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.wire.exceptions.source_lines import get_ipython_shell
 
 try:

@@ -15,15 +15,16 @@ Apart from that, the diagnosis is pure.
 """
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from mpwatch.options.worker_info import Worker
 from mpwatch.results import report as texts
 from mpwatch.results.collective import Collective, CollectiveState
 from mpwatch.results.failure import FailureKind, ProcessFailure
-from mpwatch.results.model import WorkerState
+from mpwatch.results.model import Progress, WorkerState
 from mpwatch.results.places import format_raise_location
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.results.run_result import RunResult
@@ -56,7 +57,7 @@ from mpwatch.watcher.diagnosis.stragglers import (
 from mpwatch.watcher.machine.transitions import InterruptCause, StopReason
 from mpwatch.wire.exceptions import decoder
 from mpwatch.wire.messages import MessageKind
-from mpwatch.wire.pickling.return_values import open_value
+from mpwatch.wire.pickling.return_values import open_value, pack_none
 
 Failures = dict[int, TimedFailure]  # by rank
 # The kernel closes the connections of a process before it reports the death: 0.2 to 4 ms before in measurements, longer on a
@@ -105,6 +106,35 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
         reason=verdict.sentence if verdict and is_explained else _get_reason(attempt, failures, states, verdict),
         helpers_oom=attempt.helpers_oom if by_rank else "",
         log_dir=attempt.log_dir,
+    )
+
+
+def build_success(
+    workers: tuple[Worker, ...], bodies: Iterable[bytes], progress: Mapping[int, Progress], log_dir: str
+) -> RunResult[Any] | None:
+    """Return the result of a call in which each rank has returned. None: a return value cannot be rebuilt; see `diagnose`.
+
+    Args:
+        workers: the ranks.
+        bodies: of the message RETURNED of each rank.
+        progress: the last report of each rank, by rank.
+        log_dir: the folder of the log files; empty without log files.
+    """
+    values: dict[int, Any] = {}
+    try:
+        for worker, body in zip(workers, bodies, strict=True):
+            values[worker.rank] = None if body == pack_none() else open_value(body)[1].load()
+    except decoder.ENDS_RUN:
+        raise
+    except BaseException:  # noqa: BLE001  unpickling runs user code, which may raise anything
+        return None
+    return RunResult(
+        state=WorkerState.SUCCEEDED,
+        return_values=values,
+        workers=workers,
+        worker_states=dict.fromkeys(values, WorkerState.SUCCEEDED),
+        progress=progress,
+        log_dir=log_dir,
     )
 
 

@@ -83,10 +83,7 @@ class RankObservations:
 
     def get_progress(self, run_started_at: float) -> Progress | None:
         """Return the rank's last `mpwatch.report()`, with its time counted from the start of the run."""
-        if self.heartbeat.report is None:
-            return None
-        at, step, total, metrics = self.heartbeat.report
-        return Progress(step=step, total=total, metrics=metrics, elapsed=at - run_started_at)
+        return make_progress(self.heartbeat, run_started_at)
 
 
 @dataclass(frozen=True)
@@ -144,3 +141,11 @@ class AttemptObservations:
         for observed in self.ranks.values():
             if observed.answer is not None:
                 observed.answer = Message(observed.answer.kind, observed.answer.stamp, b"")
+
+
+def make_progress(heartbeat: HeartbeatSample, run_started_at: float) -> Progress | None:
+    """Return the last report, with its time counted from the start of the run. None: there was none."""
+    if heartbeat.report is None:
+        return None
+    at, step, total, metrics = heartbeat.report
+    return Progress(step=step, total=total, metrics=metrics, elapsed=at - run_started_at)

@@ -19,11 +19,11 @@ from selectors import EVENT_READ, DefaultSelector
 from mpwatch.errors import LaunchError
 from mpwatch.os_support.descriptors import write_all
 from mpwatch.os_support.processes import wait_for_thread_exit
-from mpwatch.watcher.commands import WakeupPipe
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.multiplexer import OutputMultiplexer
 from mpwatch.watcher.output.pipes import OutputPipe
 from mpwatch.watcher.output.sinks import Sink
+from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.wire.resource_errors import with_remedy
 
 READ_SIZE = 44 << 10  # bytes: all that is made of them stays in the caches, needs no new pages, and fits into a pipe at once

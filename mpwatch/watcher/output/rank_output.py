@@ -62,6 +62,11 @@ class RankOutput:
         routes = {spec.route_of(stream, rank) for stream in STREAMS for rank in ranks}
         self._output_thread = OutputThread(deferred_log) if StreamRoute.PIPE in routes else None
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the watcher reads a stream of a rank."""
+        return self._output_thread is not None
+
     def use_current_streams(self) -> None:
         """Begin a call: write what ranks print from now on to the present sys.stdout and sys.stderr; in a notebook, to the
         cell that runs now.

@@ -43,7 +43,7 @@ from mpwatch.watcher.processes.process import POLL_SECONDS, RankPopen
 from mpwatch.watcher.processes.rank_handle import RankHandle
 from mpwatch.watcher.processes.selector import Selector
 from mpwatch.wire.launch import LaunchInfo
-from mpwatch.wire.messages import Message, MessageKind
+from mpwatch.wire.messages import Message, MessageKind, encode_call
 from mpwatch.wire.pickling.call_payload import Payload
 from mpwatch.wire.resource_errors import with_remedy
 from mpwatch.wire.shared_memory import (
@@ -155,7 +155,7 @@ class ProcessPool:
             os.ftruncate(self._slots_fd, len(self._slots) * SLOT_SIZE)
         return self._slots[rank]
 
-    def send_call(self, handle: RankHandle, payload: Payload) -> None:
+    def send_call(self, handle: RankHandle, number: int, payload: Payload) -> None:
         """Send a rank its call. Before its first call, send it what its interpreter printed during the start.
 
         The rank writes that output to its own stderr, because it may block there and the watcher must not. Raises
@@ -165,8 +165,7 @@ class ProcessPool:
             if handle.stack_parser.startup_output:
                 handle.send_file(MessageKind.STARTUP_OUTPUT, handle.stack_parser.startup_output)
                 handle.stack_parser.startup_output = b""
-            handle.call_number += 1
-            handle.send(MessageKind.CALL, payload.fds, payload.body)
+            handle.send_frame(encode_call(number, payload.body), payload.fds)
         except OSError as error:
             raise LaunchError(
                 with_remedy(f"the call could not be sent to rank {handle.observations.worker.rank}", error)
@@ -181,9 +180,9 @@ class ProcessPool:
             self.deferred_log.debug("the black box of rank %d: %s", rank, error)
             return []
 
-    def interrupt_call(self, handle: RankHandle) -> None:
-        """Send SIGINT for the current call. The rank ignores the signal if it arrives during another call."""
-        record_interrupt(self._slots_fd, self._slots[handle.observations.worker.rank], handle.call_number)
+    def interrupt_call(self, handle: RankHandle, number: int) -> None:
+        """Send SIGINT for the call with this number. The rank ignores the signal if it arrives during another call."""
+        record_interrupt(self._slots_fd, self._slots[handle.observations.worker.rank], number)
         handle.process.send_signal(signal.SIGINT)
 
     def read_heartbeat(self, handle: RankHandle) -> HeartbeatSample:
@@ -194,9 +193,10 @@ class ProcessPool:
         """Read the time of the rank's last heartbeat alone. This is faster than reading the report, too."""
         return read_heartbeat_time(self._slots_fd, self._slots[handle.observations.worker.rank])
 
-    def clear_heartbeat(self, handle: RankHandle) -> None:
-        """Forget the heartbeats and reports of the previous call."""
+    def begin_call(self, handle: RankHandle) -> None:
+        """Forget the heartbeats, the reports and the stderr of the previous call."""
         clear_heartbeat(self._slots_fd, self._slots[handle.observations.worker.rank])
+        handle.observations.stderr_tail.clear()
 
     def reap(self, handle: RankHandle) -> None:
         """Reap a dead rank, after killing the processes that are left in its group."""

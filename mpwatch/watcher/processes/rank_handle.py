@@ -8,12 +8,21 @@ watcher <--- sentinel of the process: it is readable when the rank is dead
 import errno
 import os
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from mpwatch.options.worker_info import Worker
-from mpwatch.os_support.descriptors import MSG_NOSIGNAL, map_private, open_anonymous_file, receive_with_fds, seal, write_all
+from mpwatch.os_support.descriptors import (
+    MSG_NOSIGNAL,
+    Received,
+    map_private,
+    open_anonymous_file,
+    receive_with_fds,
+    seal,
+    split_received,
+    write_all,
+)
 from mpwatch.os_support.processes import has_descriptor, read_process_state
 from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL
 from mpwatch.watcher.diagnosis.observations import RankObservations
@@ -40,7 +49,7 @@ class RankHandle:
     Attributes:
         generation: which start of the rank this is, from 0.
         observations: what the watcher has observed of the rank in the current call.
-        call_number: number of the current call, counted from 1.
+        channel: the watcher's end of it.
         stack_parser: parses what the rank writes to the stack pipe.
         collective_sockets: over them the rank answers which collectives it has called.
         awaits_dump: whether the state machine waits for StackDumped of this rank.
@@ -64,8 +73,7 @@ class RankHandle:
         self.stack_parser = StackDumpParser()
         self.collective_sockets = CollectiveSockets()
         self.awaits_dump = False
-        self.call_number = 0
-        self._channel = channel
+        self.channel = channel
         self._frames = FrameDecoder()
         # Descriptors of files that have arrived before the end of their message, in order; -1 for one that was lost.
         self._files: list[int] = []
@@ -82,14 +90,19 @@ class RankHandle:
         on_exit: Callable[[], Any],
     ) -> None:
         """Let the selector return these handlers when there is something to read, and when the rank ends. Raises OSError."""
-        self._selector = selector
-        for fd, handler in (
-            (self._channel.fileno(), on_message),
-            (self._stack_pipe, on_stack_data),
-            (self.process.sentinel, on_exit),
-        ):
-            selector.add(fd, handler)
-            self._registered_fds.add(fd)
+        self._selector, self._on_message = selector, on_message
+        self._register(self.channel.fileno(), on_message)
+        self._register(self._stack_pipe, on_stack_data)
+        self._register(self.process.sentinel, on_exit)
+
+    def pause_messages(self) -> None:
+        """Keep the selector from returning the handler of messages until `resume_messages`."""
+        self._unregister(self.channel.fileno())
+
+    def resume_messages(self) -> None:
+        """Let the selector return the handler of messages again, unless the channel is closed. Raises OSError."""
+        if self.channel.fileno() != -1:
+            self._register(self.channel.fileno(), self._on_message)
 
     def reset_observations(self) -> RankObservations:
         """Start the observations of a new call, and return them."""
@@ -99,8 +112,12 @@ class RankHandle:
         )
         self.stack_parser.discard_dump()
         self.awaits_dump = False
-        before.stderr_tail.clear()
         return self.observations
+
+    def _register(self, fd: int, handler: Callable[[], Any]) -> None:
+        assert self._selector is not None  # see `register`
+        self._selector.add(fd, handler)
+        self._registered_fds.add(fd)
 
     def _unregister(self, fd: int) -> None:
         if fd in self._registered_fds and self._selector is not None:
@@ -116,25 +133,29 @@ class RankHandle:
         os.close(self._stack_pipe)
 
     def _close_channel(self) -> None:
-        self._unregister(self._channel.fileno())
-        self._channel.close()
+        self._unregister(self.channel.fileno())
+        self.channel.close()
         while self._files:
             _close(self._files.pop())
 
-    def send(self, kind: MessageKind, fds: Sequence[int] = (), body: bytes = b"") -> None:
-        """Send a message of at most a few thousand bytes, and these descriptors. Raises OSError.
+    def send(self, kind: MessageKind, fds: Sequence[int] = ()) -> None:
+        """Send a message without a body, and these descriptors. Raises OSError."""
+        self.send_frame(encode_frame(kind), fds)
+
+    def send_frame(self, frame: bytes, fds: Sequence[int] = ()) -> None:
+        """Send the bytes of a message, at most a few thousand, and these descriptors. Raises OSError.
 
         It never blocks, because such a message fits into the empty buffer of the channel. A message to a dead rank is
         dropped.
         """
-        if self._channel.fileno() == -1:
+        if self.channel.fileno() == -1:
             return
         # The watcher learns of a dead rank from the sentinel. A live rank that has closed its end is left to the timeouts.
         with suppress(BrokenPipeError, ConnectionResetError):
             while len(fds) > MAX_DESCRIPTORS:
-                self._send(MessageKind.DESCRIPTORS, fds[:MAX_DESCRIPTORS])
+                self._send(encode_frame(MessageKind.DESCRIPTORS), fds[:MAX_DESCRIPTORS])
                 fds = fds[MAX_DESCRIPTORS:]
-            self._send(kind, fds, body)
+            self._send(frame, fds)
 
     def send_file(self, kind: MessageKind, data: bytes) -> None:
         """Send any number of bytes, in an anonymous file. Raises OSError."""
@@ -142,42 +163,57 @@ class RankHandle:
             write_all(file.fileno(), data)
             self.send(kind, [file.fileno()])
 
-    def _send(self, kind: MessageKind, fds: Sequence[int], body: bytes = b"") -> None:
-        data = encode_frame(kind, body)
+    def _send(self, frame: bytes, fds: Sequence[int]) -> None:
         if fds:
-            sent = socket.send_fds(self._channel, [data], list(fds), MSG_NOSIGNAL)
+            sent = socket.send_fds(self.channel, [frame], list(fds), MSG_NOSIGNAL)
         else:
-            sent = self._channel.send(data, MSG_NOSIGNAL)
-        if sent < len(data):
+            sent = self.channel.send(frame, MSG_NOSIGNAL)
+        if sent < len(frame):
             raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))  # on a system with smaller socket buffers
 
     def read_messages(self) -> list[Message]:
         """Read the messages that have arrived. At the end of the channel, or after an error, close it."""
         messages: list[Message] = []
-        if self._channel.fileno() == -1:
+        if self.channel.fileno() == -1:
             return messages
-        try:
+        with suppress(BlockingIOError), self._close_channel_after_error():
             for _ in range(DRAIN_LIMIT // READ_SIZE):
-                data, files, is_cut = receive_with_fds(self._channel, READ_SIZE, 1)
-                self._files += files or [-1] * is_cut
-                if not data:
-                    self._close_channel()
-                    break
-                for message in self._frames.feed(data):
-                    self._read_returned_file(message)
-                    if message.kind in (MessageKind.DEBUGGER, MessageKind.COLLECTIVES) and self._files:
-                        message.fd = self._files.pop(0)
-                    messages.append(message)
-                if len(self._files) > 1:
-                    raise ValueError("more files than messages")
+                data, files, is_cut = receive_with_fds(self.channel, READ_SIZE, 1)
+                self._add_received(messages, data, files, is_cut=is_cut)
                 if len(data) < READ_SIZE and not files:  # nothing is left; a read also ends after a descriptor
                     break
+        return messages
+
+    def parse_messages(self, received: Received) -> list[Message]:
+        """Do what `read_messages` does, with what the caller's thread has read from the channel."""
+        messages: list[Message] = []
+        with self._close_channel_after_error():
+            data, files, is_cut = split_received(received)
+            self._add_received(messages, data, files, is_cut=is_cut)
+        return messages
+
+    def _add_received(self, messages: list[Message], data: bytes, files: list[int], *, is_cut: bool) -> None:
+        """Append the messages that these bytes complete. No bytes are the end of the channel."""
+        self._files += files or [-1] * is_cut
+        if not data:
+            self._close_channel()
+        for message in self._frames.feed(data):
+            self._read_returned_file(message)
+            if message.kind in (MessageKind.DEBUGGER, MessageKind.COLLECTIVES) and self._files:
+                message.fd = self._files.pop(0)
+            messages.append(message)
+        if len(self._files) > 1:
+            raise ValueError("more files than messages")
+
+    @contextmanager
+    def _close_channel_after_error(self) -> Iterator[None]:
+        try:
+            yield
         except BlockingIOError:
-            pass
+            raise
         except (OSError, ValueError) as error:  # a dead rank has reset it, or another program has written to it
             self._deferred_log.debug("channel of rank %d closed: %s", self.observations.worker.rank, error)
             self._close_channel()
-        return messages
 
     def _read_returned_file(self, message: Message) -> None:
         """Read a return value that came in a file. The watcher does so at once, so that no descriptor stays open."""

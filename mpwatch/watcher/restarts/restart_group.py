@@ -82,6 +82,12 @@ class RestartGroup:
         """The Worker of each rank, of the latest start."""
         return [worker for worker, _ in self.setups.values()]
 
+    def is_idle(self) -> bool:
+        """Return whether all ranks wait for a call."""
+        machine = self.machine
+        is_starting = machine.phase_table.counts[m.RankPhase.STARTING]
+        return self.call is None and machine.stage is m.RunStage.IDLE and not is_starting
+
     def read_machine(self) -> None:
         """Copy the state of the machine, so that the event loop can compare it with the next one.
 

@@ -29,7 +29,14 @@ import sys
 import threading
 from weakref import WeakSet
 
-from mpwatch.wire.pickling.pickle_buffers import VIEW_REDUCERS, NullBundle, OpenBundle, PickleBundle, map_bundle
+from mpwatch.wire.pickling.pickle_buffers import (
+    VIEW_REDUCERS,
+    LazyReducers,
+    NullBundle,
+    OpenBundle,
+    PickleBundle,
+    map_bundle,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
 
 # Bytes. A call up to this size is sent over the channel itself. That must not block, and some systems' sockets hold 8 KiB.
 MAX_INLINE_SIZE = 7 << 10
+EMPTY_PICKLE = b"\x80\x05}."  # of {}, without an entry in the memo
 
 
 class Call:
@@ -117,9 +125,12 @@ class FdPlaceholder:
 
 # In a rank: functions and classes that came from the caller's `__main__`, by name.
 caller_definitions: dict[str, object] = {}
+# The last description of `__main__`: in the caller with its pickle, in a rank its pickle alone.
+_packed_description: tuple[dict[str, Any], bytes] = ({}, b"")
+_main_description = b""
 _received_fds: list[int] = []  # in a rank, during `unpack`: the descriptors of placeholders
-# In a rank, while a call is unpacked: the threads that do other things.
-_other_threads: WeakSet[threading.Thread] | None = None
+# In a rank, while a call is unpacked: the threads that there were before.
+_earlier_threads: list[threading.Thread] | None = None
 _threads_of_imports: WeakSet[threading.Thread] = WeakSet()  # that were started while a call was unpacked
 
 
@@ -167,7 +178,7 @@ def _pack(call: Call, dump: Callable[[Call, PickleBundle], None]) -> Payload:
     payload = Payload(bundle)
     try:
         with _SpawnPopenStub(payload.duplicate_fd):
-            pickle.dump(_describe_main(sys.modules["__main__"]), bundle, protocol=5)
+            bundle.write(_pickle_main_description(sys.modules["__main__"]))
             dump(call, bundle)
         bundle.finish()
     except BaseException:
@@ -192,17 +203,7 @@ class PlainPickler(pickle.Pickler):
     """
 
     def __init__(self, bundle: PickleBundle | NullBundle) -> None:
-        from mpwatch.wire.pickling.per_rank import PerRank, refuse_per_rank
-        from mpwatch.wire.pickling.reducers import multiprocessing_reducers, torch_reducers
-
-        # before __init__, where the C pickler reads it
-        self.dispatch_table = {
-            **multiprocessing_reducers(),
-            **copyreg.dispatch_table,
-            **VIEW_REDUCERS,
-            **torch_reducers(),
-            PerRank: refuse_per_rank,
-        }
+        self.dispatch_table = LazyReducers(_collect_reducers)  # before __init__, where the C pickler reads it
         super().__init__(bundle, 5, buffer_callback=bundle.keep_buffer)
 
     def reducer_override(self, obj: Any) -> Any:
@@ -211,6 +212,19 @@ class PlainPickler(pickle.Pickler):
             # The text is never shown. It has no repr of the object, because a repr can run user code.
             raise pickle.PicklingError("of __main__")
         return NotImplemented
+
+
+def _collect_reducers() -> dict[type, Any]:
+    from mpwatch.wire.pickling.per_rank import PerRank, refuse_per_rank
+    from mpwatch.wire.pickling.reducers import multiprocessing_reducers, torch_reducers
+
+    return {
+        **multiprocessing_reducers(),
+        **copyreg.dispatch_table,
+        **VIEW_REDUCERS,
+        **torch_reducers(),
+        PerRank: refuse_per_rank,
+    }
 
 
 def _can_try_plain_pickler(fn: object) -> bool:
@@ -226,8 +240,7 @@ def _dump_plain(call: Call, bundle: PickleBundle) -> None:
 
     def dump_section(content: object) -> None:
         pickler.dump(content)
-        pickler.dump({})
-        pickler.dump({})
+        bundle.write(EMPTY_PICKLE + EMPTY_PICKLE)
 
     _dump_sections(call, bundle, pickler, dump_section)
 
@@ -264,8 +277,18 @@ def _dump_sections(
             dump_section(part)
 
 
+def _pickle_main_description(main: Any) -> bytes:
+    """Return the pickled attributes of `__main__` by which the workers of a DataLoader find the script."""
+    global _packed_description
+    description = _describe_main(main)
+    last, packed = _packed_description
+    if last != description:
+        packed = pickle.dumps(description, protocol=5)
+        _packed_description = description, packed
+    return packed
+
+
 def _describe_main(main: Any) -> dict[str, Any]:
-    """Return the attributes of `__main__` by which the workers of a DataLoader find the script."""
     about = {"__package__": getattr(main, "__package__", None), "__doc__": getattr(main, "__doc__", None)}
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name is not None:
@@ -287,12 +310,12 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
     """
     if fds is None:
         raise OSError(errno.EMFILE, "the descriptors of the call could not be taken in; see `ulimit -n`")
-    global _other_threads
-    _other_threads = WeakSet(thread for thread in threading.enumerate() if thread is not threading.current_thread())
+    global _earlier_threads
+    _earlier_threads = threading.enumerate()
     try:
         _received_fds[:] = fds if body else fds[1:]
         bundle = OpenBundle(body or map_bundle(fds[0]))
-        _set_up_main(sys.modules["__main__"], pickle.load(bundle.stream))
+        _load_main_description(bundle.stream)
         unpickler = pickle.Unpickler(bundle.stream, buffers=bundle.buffers)
         fn, args, kwargs, backend, process_group_version, backend_timeout = _load_section(unpickler)
         if bundle.number_of_parts:
@@ -302,9 +325,8 @@ def unpack(body: bytes, fds: list[int] | None, choose_part: Callable[[int], int]
                 (args if isinstance(key, int) else kwargs)[key] = value
         return Call(fn, args, kwargs, backend, process_group_version, backend_timeout=backend_timeout)
     finally:
-        _threads_of_imports.update(thread for thread in threading.enumerate() if is_unpacking(thread))
-        _other_threads = None
-        _threads_of_imports.discard(threading.current_thread())
+        _threads_of_imports.update(thread for thread in threading.enumerate() if thread not in _earlier_threads)
+        _earlier_threads = None
         _received_fds.clear()
         for fd in fds:
             os.close(fd)
@@ -331,7 +353,21 @@ def _load_section(unpickler: pickle.Unpickler) -> Any:
 
 def is_unpacking(thread: threading.Thread) -> bool:
     """Return whether this thread of a rank is unpacking a call, or was started while a call was unpacked."""
-    return thread in _threads_of_imports or (_other_threads is not None and thread not in _other_threads)
+    if thread in _threads_of_imports:
+        return True
+    return _earlier_threads is not None and (thread is threading.main_thread() or thread not in _earlier_threads)
+
+
+def _load_main_description(stream: Any) -> None:
+    """Set the attributes of `__main__`, unless the previous call has set the same ones."""
+    global _main_description
+    if _main_description and stream.read(len(_main_description)) == _main_description:
+        return
+    stream.seek(0)
+    _set_up_main(sys.modules["__main__"], pickle.load(stream))
+    end = stream.tell()
+    stream.seek(0)
+    _main_description = stream.read(end)
 
 
 def _set_up_main(main: Any, about: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from mpwatch.os_support.descriptors import map_private, open_anonymous_file, wri
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import pickle
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
 # Bytes. A buffer of this size or more is written beside the pickle. Its overhead (on average a page and a half, and
@@ -37,6 +37,7 @@ BUFFER_POSITION = struct.Struct("<QQ")  # offset, size
 PART_POSITION = struct.Struct("<QQ")  # offset, number of its first buffer
 TRAILER = struct.Struct("<QQ4s")  # number of buffers, number of parts, magic number
 MAGIC = b"mpwb"
+PLAIN_TRAILER = TRAILER.pack(0, 0, MAGIC)  # of a bundle that has neither buffers nor parts
 
 
 class PickleBundle:
@@ -177,6 +178,11 @@ class OpenBundle:
     """
 
     def __init__(self, bundle: bytes | memoryview) -> None:
+        if isinstance(bundle, bytes) and bundle.endswith(PLAIN_TRAILER):
+            self._parts: list[tuple[int, int]] = []
+            self.buffers: Iterator[memoryview] = iter(())
+            self.stream: io.BytesIO | BundleReader = io.BytesIO(bundle)
+            return
         data = memoryview(bundle)
         trailer_at = len(data) - TRAILER.size
         buffers, parts, mark = TRAILER.unpack(data[trailer_at:]) if trailer_at >= 0 else (0, 0, b"")
@@ -215,6 +221,10 @@ class BundleReader:
         """Read from this position on."""
         self._position = position
 
+    def tell(self) -> int:
+        """Return the position of the next byte to read."""
+        return self._position
+
     def read(self, size: int) -> bytes:
         """Read up to `size` bytes."""
         return bytes(self._take(size))
@@ -252,3 +262,22 @@ def _rebuild_view(buffer: bytes | bytearray | memoryview, form: Any, shape: tupl
 
 
 VIEW_REDUCERS: dict[type, Callable[[Any], Any]] = {memoryview: _reduce_view}  # pickle has no reducer for it
+
+
+class LazyReducers(dict[type, "Callable[[Any], Any]"]):
+    """A `dispatch_table` that is filled when pickle first looks something up. Most pickles need none of it.
+
+    Args:
+        collect: returns the reducers.
+    """
+
+    def __init__(self, collect: Callable[[], Mapping[type, Callable[[Any], Any]]]) -> None:
+        super().__init__()
+        self._collect = collect
+
+    def __missing__(self, cls: type) -> Any:
+        if not self:
+            self.update(self._collect())
+            if cls in self:
+                return self[cls]
+        raise KeyError(cls)

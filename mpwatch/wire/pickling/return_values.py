@@ -11,9 +11,10 @@ from __future__ import annotations
 import copyreg
 import pickle
 import sys
+from functools import cache
 
 from mpwatch.wire.pickling.call_payload import caller_definitions
-from mpwatch.wire.pickling.pickle_buffers import VIEW_REDUCERS, NullBundle, OpenBundle, PickleBundle
+from mpwatch.wire.pickling.pickle_buffers import VIEW_REDUCERS, LazyReducers, NullBundle, OpenBundle, PickleBundle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ def pack(value: Any) -> PickleBundle:
     A rank that has not loaded cloudpickle tries plain pickle first, because that import takes time. A rank whose function
     was sent by value has it loaded.
     """
+    if value is None:  # what most functions return
+        bundle = PickleBundle("", 0)
+        bundle.body = pack_none()
+        return bundle
     if "cloudpickle" not in sys.modules:
         try:
             return _pack(value, _make_plain_pickler)
@@ -37,6 +42,12 @@ def pack(value: Any) -> PickleBundle:
         except Exception:  # noqa: BLE001, S110  then cloudpickle is tried, and its exception is raised
             pass
     return _pack(value, _make_pickler)
+
+
+@cache
+def pack_none() -> bytes:
+    """Return the body of the bundle of None."""
+    return _pack(None, _make_plain_pickler).body
 
 
 def probe(value: Any) -> None:
@@ -96,8 +107,12 @@ def _get_type_name(cls: type) -> str:
 
 def _make_plain_pickler(bundle: PickleBundle) -> pickle.Pickler:
     pickler = pickle.Pickler(bundle, 5, buffer_callback=bundle.keep_buffer)
-    pickler.dispatch_table = {**copyreg.dispatch_table, **VIEW_REDUCERS, **_get_torch_reducers()}
+    pickler.dispatch_table = LazyReducers(_collect_reducers)
     return pickler
+
+
+def _collect_reducers() -> dict[type, Callable[[Any], Any]]:
+    return {**copyreg.dispatch_table, **VIEW_REDUCERS, **_get_torch_reducers()}
 
 
 def _make_pickler(bundle: PickleBundle | NullBundle) -> pickle.Pickler:

@@ -17,9 +17,9 @@ import pytest
 
 import mpwatch
 from mpwatch import LogSpec
-from mpwatch.watcher.commands import WakeupPipe
 from mpwatch.watcher.output.output_thread import OutputThread
 from mpwatch.watcher.output.sinks import open_sink
+from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from support.process_state import SPAWN, is_alive
 from support.programs import ENV
 from watcher.output import printing_functions

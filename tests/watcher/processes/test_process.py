@@ -22,7 +22,7 @@ from mpwatch.watcher.processes.guardian import Guardian
 from mpwatch.watcher.processes.process import UNKNOWN_EXIT, RankPopen
 from mpwatch.watcher.processes.rank_environment import reserve_port
 from mpwatch.wire.launch import LaunchInfo
-from mpwatch.wire.messages import HEADER, READY_BODY, FrameDecoder, MessageKind, encode_frame
+from mpwatch.wire.messages import HEADER, READY_BODY, FrameDecoder, MessageKind, encode_call, encode_frame
 from mpwatch.wire.pickling import call_payload, return_values
 from mpwatch.wire.shared_memory import BLACK_BOX_SIZE, SLOT_SIZE, BlackBox, open_slot, read_black_box
 from support import functions
@@ -122,7 +122,7 @@ def start_helper(channel):
     """Let the rank start a process in its group. Return the pid."""
     start = call_payload.Call(os.posix_spawnp, ("sleep", ["sleep", "60"], {}), {}, None)
     payload = call_payload.pack(start)
-    channel.sendall(encode_frame(MessageKind.CALL, payload.body))
+    channel.sendall(encode_call(1, payload.body))
     frames, messages = FrameDecoder(), []
     while not messages:
         data = channel.recv(1000)
