@@ -92,11 +92,11 @@ def restore_terminal(data: bytes, path: bytes) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
+    rest = bytes.fromhex(data.decode())
     for _ in range(TRIES):
-        if poll.poll(TRY_SECONDS * 1000):
+        if rest and poll.poll(TRY_SECONDS * 1000):
             try:
-                os.write(fd, bytes.fromhex(data.decode()))  # all at once, so that no other output gets in between
-                return
+                rest = rest[os.write(fd, rest) :]  # mostly all at once, so that no other output gets in between
             except BlockingIOError:
                 pass  # another process filled the terminal's buffer first
 

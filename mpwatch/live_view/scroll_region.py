@@ -22,7 +22,8 @@ SCROLL_ALL = f"{SAVE_CURSOR}\x1b[r{RESTORE_CURSOR}"  # no rows reserved; the seq
 ERASE_BELOW = f"{SAVE_CURSOR}\x1b[B\r\x1b[J{RESTORE_CURSOR}"  # below the cursor's row, which may have printed text
 WRAP_OFF, WRAP_ON = "\x1b[?7l", "\x1b[?7h"  # a row may be wider than computed
 RESET_STYLE, CLEAR_ROW, CLEAR_REST = "\x1b[0m", "\x1b[2K", "\x1b[K"
-RECOVER = f"\x18{RESET_STYLE}{WRAP_ON}{RESTORE_CURSOR}"  # after an incomplete drawing: CAN ends half an escape sequence
+END_SEQUENCE = f"\x18{RESET_STYLE}{WRAP_ON}"  # after an incomplete drawing: CAN ends half an escape sequence
+RECOVER = END_SEQUENCE + RESTORE_CURSOR
 
 
 class ScrollRegion:
@@ -55,6 +56,18 @@ class ScrollRegion:
     def release(self) -> str:
         """Return what makes the whole terminal scroll again, with the cursor where it is. Empty if no rows are reserved."""
         return "" if self._reserved is None else SCROLL_ALL + ERASE_BELOW
+
+    def recover(self) -> str:
+        """Return what releases the rows after the death of this process, which may have come in the middle of a drawing.
+
+        The cursor may be in the view then, and the place where it was is not known. So the view's rows are erased by their
+        numbers, and the cursor moves to the start of a line. Empty if no rows are reserved.
+        """
+        if self._reserved is None:
+            return ""
+        columns, rows, height = self._reserved
+        erase_view = f"{SAVE_CURSOR}\x1b[{rows - height + 1};1H\x1b[J{RESTORE_CURSOR}"
+        return f"{END_SEQUENCE}{self.release()}{erase_view}{go_to_line_start(columns)}"
 
     def mark_released(self) -> None:
         """Call this after the text of `release` was written. An exception may come before that, so `release` does not."""

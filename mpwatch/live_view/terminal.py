@@ -63,7 +63,7 @@ class TerminalDisplay:
     @property
     def terminal_restore(self) -> tuple[str, bytes] | None:
         """The terminal's name and the bytes that release the reserved rows. None without a name or without such rows."""
-        text = self._region.release()
+        text = self._region.recover()
         return (self._name, text.encode()) if text and self._name else None
 
     def show(self, snapshot: Snapshot) -> None:

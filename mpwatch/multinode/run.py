@@ -12,10 +12,10 @@ from mpwatch.multinode.run_controller import MultiNodeRunController
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.run_result import RunResult
-from mpwatch.watcher.commands import PendingCall
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, no_view
+from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.run import BlockingCall, pack_spec
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.pickling.call_payload import Payload

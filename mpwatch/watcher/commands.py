@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -32,49 +31,10 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
-from mpwatch.watcher.direct_calls import DirectCall, DirectCalls
+from mpwatch.watcher.direct_calls import DirectCalls
 from mpwatch.watcher.machine.transitions import Event, Restart
-from mpwatch.watcher.processes.rank_handle import RankHandle
+from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
-from mpwatch.wire.pickling.call_payload import Payload
-
-
-@dataclass(eq=False)
-class PendingCall:
-    """One call, and its answer."""
-
-    payload: Payload
-    started_at: float
-    """In seconds of CLOCK_MONOTONIC."""
-    timeout: float | None
-    """Seconds from `started_at` on."""
-    ranks: tuple[int, ...] | None = None
-    """The ranks to call, in order. None: all."""
-    observations: list[AttemptObservations] = field(default_factory=list)
-    """One for each restart group, as soon as the call has ended. Empty if a rank had been lost before the call came."""
-    is_done: bool = False
-    """Whether the watcher thread has ended the call, and the ranks stay. If the ranks end with the call, only `observations`
-    are set."""
-    lost_ranks: tuple[int, ...] = ()
-    """The ranks of other calls, or without a call, whose loss has ended this call."""
-    number: int = field(default_factory=count(1).__next__)
-    """No other call has it. With it the ranks tell an interrupt of this call from a late one of an earlier call."""
-    direct: DirectCall | None = None
-    """What the caller's own thread has sent and read. None: it has not tried to make the call."""
-    is_taken_over: bool = False
-    """Whether the watcher thread goes on with a call that the caller's thread has begun."""
-
-    def has_begun(self) -> bool:
-        """Return whether the caller's thread has sent the call to a rank."""
-        return self.direct is not None and bool(self.direct.sent)
-
-    def was_sent_to(self, handle: RankHandle) -> bool:
-        """Return whether the caller's thread has sent the call to this rank."""
-        return self.direct is not None and handle in self.direct.idle_ranks.handles[: len(self.direct.sent)]
-
-    def is_over(self) -> bool:
-        """Return whether the call has ended and the ranks stay."""
-        return self.is_done or (self.direct is not None and self.direct.have_all_returned())
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,6 @@ Rules:
 4. A call that has begun and is not over belongs to the watcher thread as soon as the lock is free.
 """
 
-import select
 import socket
 import threading
 import time
@@ -29,101 +28,18 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 from mpwatch.os_support.cpython_private import c_socket
-from mpwatch.os_support.descriptors import MSG_CMSG_CLOEXEC, MSG_NOSIGNAL, SIZE_OF_INT, Received
-from mpwatch.results.model import Progress
-from mpwatch.watcher.diagnosis.observations import RankObservations, make_progress
+from mpwatch.os_support.descriptors import MSG_CMSG_CLOEXEC, MSG_NOSIGNAL, SIZE_OF_INT
+from mpwatch.watcher.pending_call import DirectCall, IdleRanks, PendingCall, is_return_value
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
-from mpwatch.wire.messages import HEADER, MAX_DESCRIPTORS, Message, MessageKind, encode_call, is_whole_frame, parse_header
-from mpwatch.wire.shared_memory import HeartbeatSample
+from mpwatch.wire.messages import MAX_DESCRIPTORS, encode_call
 
 if TYPE_CHECKING:
-    from mpwatch.watcher.commands import PendingCall
     from mpwatch.watcher.processes.process_pool import ProcessPool
     from mpwatch.watcher.processes.rank_handle import RankHandle
 
 DIRECT_SECONDS = 0.002  # most calls of functions that do next to nothing are over by then
 READ_SIZE = 1 << 14  # bytes; a longer answer is left to the watcher thread
 FD_ROOM = c_socket.CMSG_SPACE(SIZE_OF_INT)
-
-
-class IdleRanks:
-    """Ranks that wait for a call.
-
-    Args:
-        handles: of the ranks, in order.
-        wakeup: is readable when the watcher thread needs the ranks.
-        pool: of the ranks.
-    """
-
-    def __init__(self, handles: "Sequence[RankHandle]", wakeup: WakeupPipe, pool: "ProcessPool") -> None:
-        self.handles = handles
-        self.pool = pool
-        self.workers = tuple(handle.observations.worker for handle in handles)
-        self.channels = [handle.channel for handle in handles]
-        self.exits = select.poll()
-        # For each rank: where to wait for its answer, and what `poll` returns when nothing else has happened.
-        self.waits: list[tuple[select.poll, list[tuple[int, int]]]] = []
-        for handle in handles:
-            self.exits.register(handle.process.sentinel, select.POLLIN)
-            poll = select.poll()
-            poll.register(handle.channel, select.POLLIN)
-            poll.register(wakeup, select.POLLIN)
-            self.waits.append((poll, [(handle.channel.fileno(), select.POLLIN)]))
-
-
-class DirectCall:
-    """What the caller's thread has sent and received in one call.
-
-    Attributes:
-        sent: the number of bytes for each rank that the call was sent to, in order.
-        received: what `recvmsg` has returned, for each of the first ranks.
-        heartbeats: the last heartbeat and report of each rank, if all have returned.
-    """
-
-    __slots__ = ("_has_returned", "heartbeats", "idle_ranks", "received", "sent")
-
-    def __init__(self, idle_ranks: IdleRanks) -> None:
-        self.idle_ranks = idle_ranks
-        self.sent: list[int] = []
-        self.received: list[Received] = []
-        self.heartbeats: list[HeartbeatSample] = []
-        self._has_returned = False
-
-    def have_all_returned(self) -> bool:
-        """Return whether the function has returned in each rank."""
-        if not self._has_returned and len(self.received) == len(self.idle_ranks.channels):
-            self._has_returned = all(map(_is_return_value, self.received))
-        return self._has_returned
-
-    def get_bodies(self) -> list[bytes]:
-        """Return the bodies of the messages of ranks that have all returned."""
-        return [data[HEADER.size :] for data, *_ in self.received]
-
-    def get_progress(self, started_at: float) -> dict[int, Progress]:
-        """Return the last report of each rank, by rank, with its time counted from `started_at`."""
-        return {
-            worker.rank: progress
-            for worker, heartbeat in zip(self.idle_ranks.workers, self.heartbeats, strict=True)
-            if (progress := make_progress(heartbeat, started_at)) is not None
-        }
-
-    def observe_ranks(self) -> dict[int, RankObservations]:
-        """Return the observations of ranks that have all returned."""
-        now = time.monotonic()
-        observed = {}
-        for handle, (data, *_), heartbeat in zip(self.idle_ranks.handles, self.received, self.heartbeats, strict=True):
-            before = handle.observations
-            _, stamp, _ = parse_header(data)
-            observed[before.worker.rank] = RankObservations(
-                before.worker,
-                pid=before.pid,
-                stderr_tail=before.stderr_tail,
-                was_ready=True,
-                answer=Message(MessageKind.RETURNED, stamp, data[HEADER.size :]),
-                answer_received_at=now,
-                heartbeat=heartbeat,
-            )
-        return observed
 
 
 class DirectCalls:
@@ -139,7 +55,7 @@ class DirectCalls:
         self._offered: dict[tuple[int, ...] | None, IdleRanks] = {}  # by PendingCall.ranks
         self._current: PendingCall | None = None
 
-    def execute(self, call: "PendingCall") -> bool:
+    def execute(self, call: PendingCall) -> bool:
         """Try to make a call. Return False if that, or the rest of it, is left to the watcher thread.
 
         An exception may interrupt it. Then the same holds.
@@ -197,7 +113,7 @@ class DirectCalls:
         """Whether the caller's threads may call ranks."""
         return bool(self._offered)
 
-    def take_over(self) -> "PendingCall | None":
+    def take_over(self) -> PendingCall | None:
         """Return the call that has begun and is not over, for the watcher thread to go on with. None: there is none."""
         call, self._current = self._current, None
         if call is None or not call.has_begun() or call.is_over():
@@ -217,11 +133,5 @@ def _receive_answers(direct: DirectCall, deadline: float) -> None:
         if poll.poll(max(0.0, deadline - time.monotonic()) * 1000) != only_answer:
             return
         direct.received.extend(map(socket.socket.recvmsg, [channel], [READ_SIZE], [FD_ROOM], [MSG_CMSG_CLOEXEC]))
-        if not _is_return_value(direct.received[-1]):
+        if not is_return_value(direct.received[-1]):
             return
-
-
-def _is_return_value(received: Received) -> bool:
-    """Return whether this is the message RETURNED with a return value that has no file."""
-    data, ancillary, flags, _ = received
-    return not ancillary and not flags & c_socket.MSG_CTRUNC and is_whole_frame(MessageKind.RETURNED, data)

@@ -42,7 +42,6 @@ from mpwatch.watcher.commands import (
     CommandQueue,
     DebuggerSocket,
     DelayedAction,
-    PendingCall,
     RestartCommand,
     StacksRequest,
     StatusRequest,
@@ -63,6 +62,7 @@ from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.stack_requests import StackRequests
 from mpwatch.watcher.observers.status_snapshot import current_statuses
 from mpwatch.watcher.output.rank_output import RankOutput
+from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.processes.process_pool import ProcessPool
 from mpwatch.watcher.processes.rank_handle import RankHandle
 from mpwatch.watcher.restarts.restart_group import RankSetup, RestartGroup, state_of_all

@@ -35,9 +35,10 @@ from typing import Any
 
 from mpwatch.os_support.processes import read_process_state
 from mpwatch.os_support.signals import list_python_handlers, set_handler
-from mpwatch.watcher.commands import CallEvent, CommandQueue, PendingCall, StacksRequest
+from mpwatch.watcher.commands import CallEvent, CommandQueue, StacksRequest
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted
+from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.program_end import add_call, remove_call
 
 DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

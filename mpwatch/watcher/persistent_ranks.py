@@ -28,7 +28,6 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_end_of_program, format_loss_in_other_call, format_verdict
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
-from mpwatch.watcher.commands import PendingCall
 from mpwatch.watcher.diagnosis.diagnose import build_success
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.handler_errors import run_until_handler_raises
@@ -38,6 +37,7 @@ from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, no_view
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
+from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.restarts.run_controller import diagnose_attempt, publish_outcomes
 from mpwatch.watcher.run import BlockingCall
 from mpwatch.watcher.watcher_thread import WatcherThread

@@ -37,7 +37,7 @@ from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_report
 from mpwatch.results.run_result import RunResult
-from mpwatch.watcher.commands import Command, PendingCall
+from mpwatch.watcher.commands import Command
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.host_signals import HostSignals
 from mpwatch.watcher.observers.event_bus import EventBus
@@ -45,6 +45,7 @@ from mpwatch.watcher.observers.user_errors import ignore_user_errors
 from mpwatch.watcher.observers.view_driver import MakeView, ViewDriver, no_view
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
+from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.restarts.run_controller import RunController
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.exceptions.decoder import add_note

@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("pyte")
 pytest.importorskip("rich")
 
-from mpwatch.live_view.scroll_region import WRAP_ON
+from mpwatch.live_view.scroll_region import RESTORE_CURSOR, WRAP_ON
+from mpwatch.os_support.processes import read_process_state
 from support.programs import ENV, TESTS
 from support.screens import Program
 
@@ -106,6 +107,21 @@ input("next")
 """
 
 
+def suspend_between_drawings(program, pid):
+    """Suspend a process of the program when no drawing is incomplete."""
+    with open(f"/proc/{pid}/fd/0", "wb", buffering=0) as terminal:
+        while True:
+            os.kill(pid, signal.SIGSTOP)
+            while read_process_state(pid).letter != "T":
+                os.sched_yield()
+            end, mark = len(program.output), b"\x1b[0m" * 3
+            terminal.write(mark)
+            assert program.read_until(lambda _, end=end, mark=mark: mark in program.output[end:])
+            if program.output.endswith(END_OF_DRAWING + RESTORE_CURSOR.encode() + mark):
+                return
+            os.kill(pid, signal.SIGCONT)
+
+
 def test_the_terminal_is_restored_after_the_program_was_killed(fifo):
     command = [sys.executable, PROGRAM, "report_and_wait_for_fifo", "3", fifo.path, "5", "hurry=True"]
     with Program("-c", SHELL, *command, env=ENV) as program:
@@ -113,6 +129,7 @@ def test_the_terminal_is_restored_after_the_program_was_killed(fifo):
         # A third drawing has begun after the guardian got its order: the watcher thread handles its commands in order.
         assert program.read_until(lambda _: program.output.count(END_OF_DRAWING) > 2)
         pid = program.emulator.rows()[0]
+        suspend_between_drawings(program, int(pid))
         os.kill(int(pid), signal.SIGKILL)
         assert program.read_until(lambda rows: "next" in rows and program.emulator.screen.margins is None)
         assert [row for row in program.emulator.all_rows() if row] == [pid, "before", "next"]

@@ -77,7 +77,8 @@ class Program:
         with selectors.DefaultSelector() as selector:
             selector.register(self.controller_fd, selectors.EVENT_READ)
             while not condition(self.emulator.rows()):
-                assert selector.select(max(0.0, deadline - time.monotonic())), "the condition did not become true"
+                rows = "\n".join(self.emulator.rows())
+                assert selector.select(max(0.0, deadline - time.monotonic())), f"the condition did not become true:\n{rows}"
                 data = b""
                 with suppress(OSError):  # EIO: no process has the terminal open
                     data = os.read(self.controller_fd, 1 << 16)

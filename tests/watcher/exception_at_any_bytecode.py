@@ -2,8 +2,8 @@
 
     python exception_at_any_bytecode.py WHAT FIRST STRIDE
 
-WHAT is `run` (one run), `submit` (the same in a thread), `group` (create a group, call it twice, close it), `calls` (of some
-ranks, and with `WorkerGroup.submit`), or `printing` (with captured output).
+WHAT is `run` (one run), `submit` (the same in a thread), `group` (create a group, call it twice, close it), `direct` (calls that
+the caller's own thread makes), `calls` (of some ranks, and with `WorkerGroup.submit`), or `printing` (with captured output).
 
 The exception is raised only in the caller's thread, and only where Python itself calls signal handlers: at the begin of a
 function, after a call, and when a loop goes back. Bytecodes without a line are left out: CPython never releases the frame if a
@@ -23,7 +23,8 @@ from multiprocessing import resource_tracker
 
 import mpwatch
 from mpwatch.os_support.processes import wait_for_thread_exit
-from support import functions
+from mpwatch.watcher import direct_calls
+from support import failing, functions
 
 PACKAGE = os.path.dirname(mpwatch.__file__)
 EVENT = "line" if sys.version_info[:2] == (3, 12) else "opcode"  # which that version does not trace
@@ -134,6 +135,21 @@ def run_calls():
         ranks.submit(functions.rank).stop()
 
 
+def run_direct_calls():
+    """Let the caller's own thread make calls. After the exception, the next call must get its own answers."""
+    with mpwatch.WorkerGroup(2) as ranks:
+        ranks.run(functions.rank)
+        try:
+            for number in range(2):
+                assert list(ranks.run(functions.double, [number])) == [2 * number] * 2
+            with suppress(mpwatch.RunFailedError):
+                ranks.run(failing.raises_value_error)
+        except ThrownError:
+            sys.settrace(None)
+            assert list(ranks.run(functions.double, [1000])) == [2000] * 2
+            raise
+
+
 def throw_at(what, at):
     """Return where the exception was raised; None if it was not."""
     with Thrower(at):
@@ -186,9 +202,13 @@ def main(what, first, stride):
 
 
 if __name__ == "__main__":
-    main(
-        {"run": run, "submit": submit, "group": run_group, "calls": run_calls, "printing": run_with_captured_output}[
-            sys.argv[1]
-        ],
-        *map(int, sys.argv[2:]),
-    )
+    direct_calls.DIRECT_SECONDS = 1.0  # a traced thread is slow
+    modes = {
+        "run": run,
+        "submit": submit,
+        "group": run_group,
+        "direct": run_direct_calls,
+        "calls": run_calls,
+        "printing": run_with_captured_output,
+    }
+    main(modes[sys.argv[1]], *map(int, sys.argv[2:]))

@@ -9,7 +9,7 @@ import pytest
 import mpwatch
 from mpwatch import Rendezvous, WorkerSpec
 from mpwatch.options.spec import GroupSpec
-from mpwatch.watcher.commands import DelayedAction, PendingCall, RestartCommand, StatusRequest, TerminalRestore
+from mpwatch.watcher.commands import DelayedAction, RestartCommand, StatusRequest, TerminalRestore
 from mpwatch.watcher.machine.transitions import (
     CancelAttempt,
     DoNotRestart,
@@ -21,6 +21,7 @@ from mpwatch.watcher.machine.transitions import (
 )
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.pack_call import pack_call
+from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.pickling.call_payload import Call
 

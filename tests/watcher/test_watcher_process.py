@@ -379,6 +379,7 @@ def test_an_error_in_mpwatch_leaves_nothing(monkeypatch):
         ("run", 53, 13),
         pytest.param("run", 13, 1, marks=pytest.mark.slow),
         ("submit", 53, 1),
+        ("direct", 149, 1),
         ("calls", 149, 3),
         pytest.param("group", 53, 1, marks=pytest.mark.slow),
         pytest.param("printing", 375, 7, marks=pytest.mark.slow),

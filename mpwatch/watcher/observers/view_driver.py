@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mpwatch.results.rank_status import RankStatus
-from mpwatch.watcher.commands import CommandQueue, PendingCall, StatusRequest, TerminalRestore
+from mpwatch.watcher.commands import CommandQueue, StatusRequest, TerminalRestore
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.status_snapshot import final_statuses
 from mpwatch.watcher.observers.user_errors import ignore_user_errors
+from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
 MAX_CLOSES = 2

@@ -16,13 +16,13 @@ from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.failure import format_exit
 from mpwatch.results.model import WorkerState
-from mpwatch.watcher.commands import PendingCall
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.state_machine import StateMachine
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
+from mpwatch.watcher.pending_call import PendingCall
 
 # The stop reasons after which the caller's thread decides about a restart. On several nodes all nodes decide together, and
 # local ranks that have returned may be restarted since a rank of another node has failed.

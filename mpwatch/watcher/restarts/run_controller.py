@@ -24,12 +24,13 @@ from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import Attempt, WorkerState
 from mpwatch.results.report import format_attempts, format_verdict
 from mpwatch.results.run_result import RunResult
-from mpwatch.watcher.commands import CommandQueue, DelayedAction, PendingCall, RestartCommand
+from mpwatch.watcher.commands import CommandQueue, DelayedAction, RestartCommand
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import DoNotRestart, Restart, StopReason
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
+from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.restarts.merge_results import merge_results
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget
 from mpwatch.watcher.watcher_thread import WatcherThread

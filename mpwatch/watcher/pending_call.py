@@ -1,0 +1,148 @@
+"""One call of ranks: what was asked, what the caller's own thread has sent and received, and the answer. Data only.
+
+The caller's thread makes it. See direct_calls.py and commands.py for the two ways in which it reaches the ranks.
+"""
+
+import select
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from mpwatch.os_support.cpython_private import c_socket
+from mpwatch.os_support.descriptors import Received
+from mpwatch.results.model import Progress
+from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations, make_progress
+from mpwatch.watcher.wakeup_pipe import WakeupPipe
+from mpwatch.wire.messages import HEADER, Message, MessageKind, is_whole_frame, parse_header
+from mpwatch.wire.pickling.call_payload import Payload
+from mpwatch.wire.shared_memory import HeartbeatSample
+
+if TYPE_CHECKING:
+    from mpwatch.watcher.processes.process_pool import ProcessPool
+    from mpwatch.watcher.processes.rank_handle import RankHandle
+
+
+class IdleRanks:
+    """Ranks that wait for a call.
+
+    Args:
+        handles: of the ranks, in order.
+        wakeup: is readable when the watcher thread needs the ranks.
+        pool: of the ranks.
+    """
+
+    def __init__(self, handles: "Sequence[RankHandle]", wakeup: WakeupPipe, pool: "ProcessPool") -> None:
+        self.handles = handles
+        self.pool = pool
+        self.workers = tuple(handle.observations.worker for handle in handles)
+        self.channels = [handle.channel for handle in handles]
+        self.exits = select.poll()
+        # For each rank: where to wait for its answer, and what `poll` returns when nothing else has happened.
+        self.waits: list[tuple[select.poll, list[tuple[int, int]]]] = []
+        for handle in handles:
+            self.exits.register(handle.process.sentinel, select.POLLIN)
+            poll = select.poll()
+            poll.register(handle.channel, select.POLLIN)
+            poll.register(wakeup, select.POLLIN)
+            self.waits.append((poll, [(handle.channel.fileno(), select.POLLIN)]))
+
+
+class DirectCall:
+    """What the caller's thread has sent and received in one call.
+
+    Attributes:
+        sent: the number of bytes for each rank that the call was sent to, in order.
+        received: what `recvmsg` has returned, for each of the first ranks.
+        heartbeats: the last heartbeat and report of each rank, if all have returned.
+    """
+
+    __slots__ = ("_has_returned", "heartbeats", "idle_ranks", "received", "sent")
+
+    def __init__(self, idle_ranks: IdleRanks) -> None:
+        self.idle_ranks = idle_ranks
+        self.sent: list[int] = []
+        self.received: list[Received] = []
+        self.heartbeats: list[HeartbeatSample] = []
+        self._has_returned = False
+
+    def have_all_returned(self) -> bool:
+        """Return whether the function has returned in each rank."""
+        if not self._has_returned and len(self.received) == len(self.idle_ranks.channels):
+            self._has_returned = all(map(is_return_value, self.received))
+        return self._has_returned
+
+    def get_bodies(self) -> list[bytes]:
+        """Return the bodies of the messages of ranks that have all returned."""
+        return [data[HEADER.size :] for data, *_ in self.received]
+
+    def get_progress(self, started_at: float) -> dict[int, Progress]:
+        """Return the last report of each rank, by rank, with its time counted from `started_at`."""
+        return {
+            worker.rank: progress
+            for worker, heartbeat in zip(self.idle_ranks.workers, self.heartbeats, strict=True)
+            if (progress := make_progress(heartbeat, started_at)) is not None
+        }
+
+    def observe_ranks(self) -> dict[int, RankObservations]:
+        """Return the observations of ranks that have all returned."""
+        now = time.monotonic()
+        observed = {}
+        for handle, (data, *_), heartbeat in zip(self.idle_ranks.handles, self.received, self.heartbeats, strict=True):
+            before = handle.observations
+            _, stamp, _ = parse_header(data)
+            observed[before.worker.rank] = RankObservations(
+                before.worker,
+                pid=before.pid,
+                stderr_tail=before.stderr_tail,
+                was_ready=True,
+                answer=Message(MessageKind.RETURNED, stamp, data[HEADER.size :]),
+                answer_received_at=now,
+                heartbeat=heartbeat,
+            )
+        return observed
+
+
+@dataclass(eq=False)
+class PendingCall:
+    """One call, and its answer."""
+
+    payload: Payload
+    started_at: float
+    """In seconds of CLOCK_MONOTONIC."""
+    timeout: float | None
+    """Seconds from `started_at` on."""
+    ranks: tuple[int, ...] | None = None
+    """The ranks to call, in order. None: all."""
+    observations: list[AttemptObservations] = field(default_factory=list)
+    """One for each restart group, as soon as the call has ended. Empty if a rank had been lost before the call came."""
+    is_done: bool = False
+    """Whether the watcher thread has ended the call, and the ranks stay. If the ranks end with the call, only `observations`
+    are set."""
+    lost_ranks: tuple[int, ...] = ()
+    """The ranks of other calls, or without a call, whose loss has ended this call."""
+    number: int = field(default_factory=count(1).__next__)
+    """No other call has it. With it the ranks tell an interrupt of this call from a late one of an earlier call."""
+    direct: DirectCall | None = None
+    """What the caller's own thread has sent and read. None: it has not tried to make the call."""
+    is_taken_over: bool = False
+    """Whether the watcher thread goes on with a call that the caller's thread has begun."""
+
+    def has_begun(self) -> bool:
+        """Return whether the caller's thread has sent the call to a rank."""
+        return self.direct is not None and bool(self.direct.sent)
+
+    def was_sent_to(self, handle: "RankHandle") -> bool:
+        """Return whether the caller's thread has sent the call to this rank."""
+        return self.direct is not None and handle in self.direct.idle_ranks.handles[: len(self.direct.sent)]
+
+    def is_over(self) -> bool:
+        """Return whether the call has ended and the ranks stay."""
+        return self.is_done or (self.direct is not None and self.direct.have_all_returned())
+
+
+def is_return_value(received: Received) -> bool:
+    """Return whether this is the message RETURNED with a return value that has no file."""
+    data, ancillary, flags, _ = received
+    return not ancillary and not flags & c_socket.MSG_CTRUNC and is_whole_frame(MessageKind.RETURNED, data)
