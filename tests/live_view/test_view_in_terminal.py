@@ -97,6 +97,7 @@ def test_by_default_the_view_appears_when_a_rank_reports(fifo):
 
 
 END_OF_DRAWING = WRAP_ON.encode()
+MARK = b"\0"  # does nothing in a terminal
 # Starts a program as a shell does, and goes on when it has ended.
 SHELL = """
 import subprocess, sys
@@ -109,17 +110,17 @@ input("next")
 
 def suspend_between_drawings(program, pid):
     """Suspend a process of the program when no drawing is incomplete."""
-    with open(f"/proc/{pid}/fd/0", "wb", buffering=0) as terminal:
-        while True:
+    terminal = os.open(f"/proc/{pid}/fd/0", os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+    with open(terminal, "wb", buffering=0) as file:
+        while not program.output.endswith(END_OF_DRAWING + RESTORE_CURSOR.encode() + MARK):
+            os.kill(pid, signal.SIGCONT)
             os.kill(pid, signal.SIGSTOP)
             while read_process_state(pid).letter != "T":
                 os.sched_yield()
-            end, mark = len(program.output), b"\x1b[0m" * 3
-            terminal.write(mark)
-            assert program.read_until(lambda _, end=end, mark=mark: mark in program.output[end:])
-            if program.output.endswith(END_OF_DRAWING + RESTORE_CURSOR.encode() + mark):
-                return
-            os.kill(pid, signal.SIGCONT)
+            while file.write(MARK) is None:  # the terminal is full
+                program.read_once()
+            end = len(program.output)
+            assert program.read_until(lambda _, end=end: MARK in program.output[end:])
 
 
 def test_the_terminal_is_restored_after_the_program_was_killed(fifo):

@@ -79,14 +79,18 @@ class Program:
             while not condition(self.emulator.rows()):
                 rows = "\n".join(self.emulator.rows())
                 assert selector.select(max(0.0, deadline - time.monotonic())), f"the condition did not become true:\n{rows}"
-                data = b""
-                with suppress(OSError):  # EIO: no process has the terminal open
-                    data = os.read(self.controller_fd, 1 << 16)
-                if not data:
+                if not self.read_once():
                     return False
-                self.output += data
-                self.emulator.feed(data)
         return True
+
+    def read_once(self):
+        """Wait for output, and feed the emulator. Return False if no process has the terminal open."""
+        data = b""
+        with suppress(OSError):  # EIO
+            data = os.read(self.controller_fd, 1 << 16)
+        self.output += data
+        self.emulator.feed(data)
+        return bool(data)
 
     def end(self):
         """Wait until the program has ended. Return its exit status."""
