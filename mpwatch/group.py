@@ -35,10 +35,10 @@ R = TypeVar("R")
 class WorkerGroup:
     """`nprocs` processes that stay alive. Each call runs a function in all of them.
 
-    A call takes about a millisecond, since no process is started for it. Imported modules, `current_worker().state` and the
-    process group of `backend` are kept between calls. The ranks are started when the group is made. Use the group in a
-    `with` statement, or `close` it. The ranks of a group that was not closed are ended with its last reference, or at the
-    end of the program.
+    A call takes less than a millisecond, since no process is started for it. Imported modules, `current_worker().state`
+    and the process group of `backend` are kept between calls. The ranks are started when the group is made. Use the group
+    in a `with` statement, or `close` it. The ranks of a group that was not closed are ended with its last reference, or at
+    the end of the program.
 
     A group may be made in one thread and used in another. Calls from several threads, and those of `submit`, run one after
     another if they need the same rank, in the order in which they came. Calls of different ranks run at the same time.

@@ -4,7 +4,7 @@ To pass a call to another thread and its answer back takes longer than a short f
 
     caller's thread: DirectCalls.execute --- CALL ---> ranks --- RETURNED ---> the call is over
                                              |
-                                             | no answer for DIRECT_SECONDS, another message, an exception; or the watcher
+                                             | no answer in time, another message, an exception; or the watcher
                                              v thread needs the ranks: one has died, or a command has come
     watcher thread:  DirectCalls.take_over   goes on with the call, from what the caller's thread has sent and received
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from mpwatch.watcher.processes.process_pool import ProcessPool
     from mpwatch.watcher.processes.rank_handle import RankHandle
 
-DIRECT_SECONDS = 0.002  # most calls of functions that do next to nothing are over by then
 READ_SIZE = 1 << 14  # bytes; a longer answer is left to the watcher thread
 FD_ROOM = c_socket.CMSG_SPACE(SIZE_OF_INT)
 
@@ -55,10 +54,10 @@ class DirectCalls:
         self._offered: dict[tuple[int, ...] | None, IdleRanks] = {}  # by PendingCall.ranks
         self._current: PendingCall | None = None
 
-    def execute(self, call: PendingCall) -> bool:
-        """Try to make a call. Return False if that, or the rest of it, is left to the watcher thread.
+    def execute(self, call: PendingCall, deadline: float) -> bool:
+        """Try to make a call until `deadline` (CLOCK_MONOTONIC). Return False if it, or its rest, is for the watcher thread.
 
-        An exception may interrupt it. Then the same holds.
+        That is so, too, if an exception interrupts this method.
         """
         idle_ranks = self._offered.get(call.ranks)
         fds = call.payload.fds
@@ -66,7 +65,6 @@ class DirectCalls:
             return False
         frame = [encode_call(call.number, call.payload.body)]
         ancillary = [(c_socket.SOL_SOCKET, c_socket.SCM_RIGHTS, array("i", fds))] if fds else []
-        deadline = time.monotonic() + DIRECT_SECONDS
         if call.timeout is not None:
             deadline = min(deadline, call.started_at + call.timeout)
         with self._lock:

@@ -6,8 +6,10 @@ Runs in the caller's thread. From `mpwatch.run()` to the process of a rank:
 
 A BlockingCall posts a command and waits until it is done:
 
-    start of the ranks:       take the signals over -> post -> start the thread -> wait -> restore the signals
-    call of ranks that wait:  post -> wait 2 ms -> done, or else: take the signals over -> wait -> restore the signals
+    start of the ranks:   take the signals over -> post -> start the thread -> wait -> restore the signals
+    call of idle ranks:   make the call in this thread (direct_calls.py) -> done within 2 ms
+                          or else: post -> wait until the 2 ms are over -> done
+                          or else: take the signals over -> wait -> restore the signals
 
 While it waits, the caller's thread runs all code that is not the watcher's: observers, logging handlers, decisions about
 restarts, and the live view.
@@ -52,7 +54,7 @@ from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.call_payload import Call, Payload
 
 T = TypeVar("T")
-QUICK_CALL_SECONDS = 0.002  # most calls of idle ranks that do next to nothing are done by then
+QUICK_CALL_SECONDS = 0.002  # most calls of functions that do next to nothing are done by then
 MAX_INTERRUPTIONS = 1000  # of one abort; more exceptions than that are a bug in mpwatch
 
 
@@ -149,10 +151,11 @@ class BlockingCall:
             self.signals.call = command
         try:
             if isinstance(command, PendingCall) and self.watcher_thread.is_running():
-                if self.watcher_thread.commands.direct_calls.execute(command):
+                deadline = time.monotonic() + QUICK_CALL_SECONDS
+                if self.watcher_thread.commands.direct_calls.execute(command, deadline):
                     return
                 self._post_once(command)
-                if self._is_quickly_done(until):
+                if self._is_done_by(deadline, until):
                     return
             self.signals.take_over()
             self._post_once(command)
@@ -226,13 +229,12 @@ class BlockingCall:
                 self.watcher_thread.commands.post(command)
             self.signals.start_posting()
 
-    def _is_quickly_done(self, until: Callable[[], bool]) -> bool:
-        """Wait QUICK_CALL_SECONDS for the call, with the host's own signal handlers.
+    def _is_done_by(self, deadline: float, until: Callable[[], bool]) -> bool:
+        """Wait until `deadline` for the call, with the host's own signal handlers.
 
         To take the signals over and to restore them takes a quarter of the time of a short call. A signal handler runs at
-        once, or when this time is over.
+        once, or at the deadline.
         """
-        deadline = time.monotonic() + QUICK_CALL_SECONDS
         while not until():
             if not self.signals.wait_for_wakeup_until(deadline):
                 return False

@@ -23,7 +23,7 @@ from multiprocessing import resource_tracker
 
 import mpwatch
 from mpwatch.os_support.processes import wait_for_thread_exit
-from mpwatch.watcher import direct_calls
+from mpwatch.watcher import run as quick_calls
 from support import failing, functions
 
 PACKAGE = os.path.dirname(mpwatch.__file__)
@@ -202,7 +202,7 @@ def main(what, first, stride):
 
 
 if __name__ == "__main__":
-    direct_calls.DIRECT_SECONDS = 1.0  # a traced thread is slow
+    quick_calls.QUICK_CALL_SECONDS = 1.0  # a traced thread is slow
     modes = {
         "run": run,
         "submit": submit,

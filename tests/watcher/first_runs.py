@@ -2,6 +2,7 @@
 
 import os
 import resource
+from pathlib import Path
 
 from mpwatch import LaunchError, run
 from support import failing, functions
@@ -10,7 +11,7 @@ from support import failing, functions
 def with_100_descriptors():
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, 100))
     try:
-        run(failing.rank, 2, args=("x",))
+        run(failing.rank, 2, args=(Path("x"),))  # a reducer may be needed for it
     except LaunchError as error:
         print(error)
 

@@ -14,14 +14,14 @@ import pytest
 
 import mpwatch
 from mpwatch import WorkerGroup, WorkerState
-from mpwatch.watcher import direct_calls
+from mpwatch.watcher import direct_calls, run
 from support import failing, functions
 
 
 @pytest.fixture
 def patient(monkeypatch):
     """Let the caller's thread keep a call until something happens."""
-    monkeypatch.setattr(direct_calls, "DIRECT_SECONDS", 60.0)
+    monkeypatch.setattr(run, "QUICK_CALL_SECONDS", 60.0)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_the_timeout_of_a_call(group, patient):
 
 def test_a_longer_call_is_passed_to_the_watcher_thread(group):
     for _ in range(20):
-        assert list(group.run(time.sleep, [2 * direct_calls.DIRECT_SECONDS])) == [None, None]
+        assert list(group.run(time.sleep, [2 * run.QUICK_CALL_SECONDS])) == [None, None]
         assert list(group.run(functions.rank)) == [0, 1]
 
 
