@@ -115,7 +115,7 @@ def run(
         RunTimeoutError: `timeout` was exceeded.
         LaunchError: the ranks could not be started; none is left. With `rendezvous`: the nodes have not met within
             `join_timeout` or `timeout`.
-        TypeError, ValueError: an argument is not valid.
+        TypeError, ValueError: an argument is not valid, or fn does not take these args and kwargs. No rank was started.
         RuntimeError: the call is made in a rank at the import of the module of its function. Its ranks would import it, too.
         KeyboardInterrupt: Ctrl-C. The ranks received SIGINT, too, and had grace_period seconds to exit. Its note says where
             each rank was, and which step it had reported last.

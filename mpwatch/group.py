@@ -178,7 +178,7 @@ class WorkerGroup:
             RunTimeoutError: `timeout` was exceeded.
             LaunchError: the function or its arguments cannot be pickled; the ranks stay alive. Or the ranks had to be
                 restarted and could not be.
-            TypeError, ValueError: an argument is not valid.
+            TypeError, ValueError: an argument is not valid, or fn does not take these args and kwargs.
             RuntimeError: the group is closed, or belongs to another process, or the call is made within a call of the group.
             KeyboardInterrupt: Ctrl-C. The ranks received SIGINT, too, and stay alive if all answered within grace_period.
         """
@@ -212,7 +212,7 @@ class WorkerGroup:
             A `concurrent.futures.Future` of the RunResult, which can also stop the call: see CallHandle.
 
         Raises:
-            TypeError, ValueError: an argument is not valid.
+            TypeError, ValueError: an argument is not valid, or fn does not take these args and kwargs.
             RuntimeError: the group is closed, or belongs to another process.
         """
         from mpwatch.run_handle import CallHandle  # imports concurrent.futures

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any, Generic, Literal, TypeVar
 
 from mpwatch.events.types import Event
+from mpwatch.options.call_signature import check_signature
 from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.per_rank import check_per_rank
 from mpwatch.options.rendezvous import Rendezvous
@@ -141,8 +142,8 @@ class WorkerSpec(GroupSpec, Generic[T]):
 def check_call(fn: object, args: object, kwargs: object) -> None:
     """Check a function and its arguments. Raises TypeError, which names the argument and the value."""
     _check_fn(fn)
-    _check_args(args)
-    _check_kwargs(kwargs)
+    checked_args, checked_kwargs = _check_args(args), _check_kwargs(kwargs)
+    check_signature(fn, name_of(fn), checked_args, checked_kwargs)
 
 
 def _resolve_policy(max_restarts: object, policy: object, backend: str | None) -> RestartPolicy:
@@ -210,19 +211,21 @@ def _check_fn(fn: object) -> None:
         )
 
 
-def _check_args(args: object) -> None:
+def _check_args(args: object) -> Sequence[Any]:
     if isinstance(args, str | bytes | bytearray) or not isinstance(args, Sequence):
         raise TypeError(f"args must be a sequence of fn's positional arguments, such as (x,), not {args!r:.200}")
+    return args
 
 
-def _check_kwargs(kwargs: object) -> None:
+def _check_kwargs(kwargs: object) -> Mapping[str, Any]:
     if kwargs is None:
-        return
+        return {}
     if not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs must be a mapping of fn's keyword arguments, not {kwargs!r:.200}")
     for name in kwargs:
         if not isinstance(name, str):
             raise TypeError(f"kwargs must have strings as keys, not {name!r}")
+    return kwargs
 
 
 def _check_backend(backend: object) -> None:

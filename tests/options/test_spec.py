@@ -95,7 +95,7 @@ def test_main_has_no_option_check():
 
 
 def test_a_spec_is_validated_once_and_frozen():
-    spec = WorkerSpec(fn=fn, nprocs="cpu", args=[1], kwargs=None)
+    spec = WorkerSpec(fn=abs, nprocs="cpu", args=[1], kwargs=None)
     assert spec.nprocs == len(os.sched_getaffinity(0))
     assert spec.args == (1,)
     with pytest.raises(AttributeError):

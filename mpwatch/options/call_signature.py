@@ -1,0 +1,51 @@
+"""Check that a function takes the arguments of a call, before any rank is started or called."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+OPTIONAL_FLAGS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+
+
+def check_signature(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Check that `fn(*args, **kwargs)` has the right number of arguments, and the right names. Raises TypeError.
+
+    A callable without a signature is not checked. Neither is one with an attribute `__signature__`: a decorator may have
+    copied it from a function that takes other arguments.
+
+    Args:
+        fn: a callable.
+        name: its name.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+    if (not kwargs and _takes_positional(fn, len(args))) or "__signature__" in getattr(fn, "__dict__", {}):
+        return
+    try:
+        signature = inspect.signature(fn, follow_wrapped=False)  # a wrapped function may take other arguments than fn
+    except Exception:  # noqa: BLE001  fn may be written in C; or it runs code of the user, which may raise anything
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"fn {name}{_format_signature(signature)} cannot be called with these args and kwargs: {error}. "
+            "Every rank gets the same args; for values that differ from rank to rank pass a PerRank: args=(PerRank([a, b]),)"
+        ) from None
+
+
+def _takes_positional(fn: Any, count: int) -> bool:
+    """Return whether this is a simple function that takes so many positional arguments. `inspect.signature` is slow."""
+    if type(fn) is not FunctionType:
+        return False
+    code = fn.__code__
+    least = code.co_argcount - len(fn.__defaults__ or ())
+    return least <= count <= code.co_argcount and not code.co_kwonlyargcount and not code.co_flags & OPTIONAL_FLAGS
+
+
+def _format_signature(signature: inspect.Signature) -> str:
+    try:
+        return str(signature)[:200]
+    except Exception:  # noqa: BLE001  it has the repr of default values
+        return ""
