@@ -42,6 +42,7 @@ def run(
     start_timeout: float = 300.0,
     max_restarts: int | None = None,
     restart_policy: RestartPolicy | None = None,
+    keep_going: bool = False,
     role: str = "default",
     logs: LogSpec | None = None,
     on_event: Observers | None = None,
@@ -80,6 +81,9 @@ def run(
             None: 0, unless restart_policy sets another number.
         restart_policy: after which failures, how often and with which delays ranks are restarted. See RestartPolicy. The
             function must resume by itself, for example from a checkpoint; `current_worker().restart_count` counts restarts.
+        keep_going: True: a rank that fails does not stop the others. At the end RunFailedError says how many ranks failed.
+            `error.result` has the values of those that returned. This is for ranks that do not communicate. With
+            `max_restarts` a failed rank is restarted alone. It is short for RestartPolicy(scope="worker", keep_going=True).
         role: name of this kind of worker.
         logs: where stdout and stderr of the ranks go. See LogSpec. None: to the caller's stdout and stderr. In a notebook
             None means that the output is captured and shown in the calling cell.
@@ -135,6 +139,7 @@ def run(
         start_timeout=start_timeout,
         max_restarts=max_restarts,
         restart_policy=restart_policy,
+        keep_going=keep_going,
         role=role,
         logs=logs,
         on_event=on_event,

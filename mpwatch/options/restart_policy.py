@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from mpwatch.options.validation import check_count, check_fraction, check_seconds, is_async
+from mpwatch.options.validation import check_count, check_flag, check_fraction, check_seconds, is_async
 from mpwatch.results.failure import FailureKind, ProcessFailure
 
 # An error in the code would be raised again. After such an error ranks are restarted only if they had made progress.
@@ -26,6 +26,9 @@ class RestartPolicy:
     scope: Literal["group", "worker"] = "group"
     """"group": all ranks are stopped and restarted together. Ranks that use collectives need this. "worker": only the rank
     that failed is restarted. This is for ranks that do not communicate."""
+    keep_going: bool = False
+    """True: a rank that is not restarted does not stop the others. The run fails at its end, and its result has the values
+    of the ranks that returned. This needs scope="worker"."""
     delay: float = 0.0
     """Seconds before the first restart. The delay doubles before each further restart."""
     max_delay: float = 60.0
@@ -49,6 +52,12 @@ class RestartPolicy:
         object.__setattr__(self, "max_restarts", check_count("max_restarts", self.max_restarts, at_least=0))
         if self.scope not in ("group", "worker"):
             raise ValueError(f"scope must be 'group' or 'worker', not {self.scope!r}")
+        check_flag("keep_going", self.keep_going)
+        if self.keep_going and self.scope != "worker":
+            raise ValueError(
+                "keep_going=True needs scope='worker': with scope='group' a rank that fails stops all others, because ranks "
+                "that communicate would wait for it"
+            )
         check_seconds("delay", self.delay, at_least="0 or more")
         check_seconds("max_delay", self.max_delay, at_least="0 or more")
         check_fraction("jitter", self.jitter)
@@ -58,6 +67,11 @@ class RestartPolicy:
         if self.max_no_progress is not None:
             limit = check_count("max_no_progress", self.max_no_progress, at_least=1)
             object.__setattr__(self, "max_no_progress", limit)
+
+    @property
+    def has_decisions(self) -> bool:
+        """Whether something is decided after a failure. False: the first failure ends the run."""
+        return self.max_restarts > 0 or self.keep_going
 
     @property
     def causes(self) -> frozenset[Cause]:

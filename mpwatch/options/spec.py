@@ -6,7 +6,7 @@ ARCHITECTURE.md says where an option is added.
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Generic, Literal, TypeVar
 
@@ -109,6 +109,7 @@ class WorkerSpec(GroupSpec, Generic[T]):
     kwargs: Mapping[str, Any] | None = None
     max_restarts: int | None = None
     restart_policy: RestartPolicy | None = None
+    keep_going: bool = False
     rendezvous: Rendezvous | None = None
 
     def __post_init__(self) -> None:
@@ -117,10 +118,11 @@ class WorkerSpec(GroupSpec, Generic[T]):
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
         check_per_rank(self.args, self.kwargs or {}, int(self.nprocs), is_multi_node=self.is_multi_node)
-        policy = _resolve_policy(self.max_restarts, self.restart_policy, self.backend)
+        policy = _resolve_policy(self.max_restarts, self.restart_policy, self.backend, keep_going=self.keep_going)
         _check_rendezvous(self.rendezvous, policy)
         object.__setattr__(self, "restart_policy", policy)
         object.__setattr__(self, "max_restarts", policy.max_restarts)
+        object.__setattr__(self, "keep_going", policy.keep_going)
 
     @property
     def policy(self) -> RestartPolicy:
@@ -146,10 +148,13 @@ def check_call(fn: object, args: object, kwargs: object) -> None:
     check_signature(fn, name_of(fn), checked_args, checked_kwargs)
 
 
-def _resolve_policy(max_restarts: object, policy: object, backend: str | None) -> RestartPolicy:
-    """Return the policy. `max_restarts` is short for `RestartPolicy(max_restarts)`."""
+def _resolve_policy(max_restarts: object, policy: object, backend: str | None, *, keep_going: object) -> RestartPolicy:
+    """Return the policy. `max_restarts` and `keep_going` are short for those of a RestartPolicy."""
+    check_flag("keep_going", keep_going)
     if policy is None:
-        return RestartPolicy(0 if max_restarts is None else check_count("max_restarts", max_restarts, at_least=0))
+        number = 0 if max_restarts is None else check_count("max_restarts", max_restarts, at_least=0)
+        policy = RestartPolicy(number, scope="worker", keep_going=True) if keep_going else RestartPolicy(number)
+        max_restarts = None
     if not isinstance(policy, RestartPolicy):
         raise TypeError(f"restart_policy must be a RestartPolicy, not {policy!r}")
     if max_restarts not in (None, policy.max_restarts):
@@ -157,12 +162,17 @@ def _resolve_policy(max_restarts: object, policy: object, backend: str | None) -
             f"max_restarts={max_restarts!r} and restart_policy={policy!r} both set the number of restarts; set it "
             f"in the policy only: RestartPolicy({max_restarts!r}, ...)"
         )
+    if policy.scope == "worker" and backend is not None and (keep_going or policy.keep_going):
+        raise ValueError(
+            f"keep_going=True is for ranks that do not communicate, but backend={backend!r} makes a process group, in which "
+            "ranks wait for each other; leave out one of the two"
+        )
     if policy.scope == "worker" and backend is not None:
         raise ValueError(
             f"restart_policy has scope='worker', but backend={backend!r} makes a process group, which a restarted"
             " rank cannot join; use scope='group'"
         )
-    return policy
+    return replace(policy, keep_going=True) if keep_going and not policy.keep_going else policy
 
 
 def _check_rendezvous(rendezvous: object, policy: RestartPolicy) -> None:
@@ -177,8 +187,8 @@ def _check_rendezvous(rendezvous: object, policy: RestartPolicy) -> None:
         raise ValueError("rendezvous needs torch, which is not installed here: pip install torch")
     if policy.scope == "worker":
         raise ValueError(
-            "restart_policy has scope='worker', which works on one machine only; on several nodes all ranks are restarted"
-            " together: use scope='group'"
+            "restart_policy has scope='worker', or keep_going=True is set: both work on one machine only; on several nodes"
+            " all ranks are restarted together: use scope='group'"
         )
 
 

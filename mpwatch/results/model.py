@@ -83,7 +83,7 @@ class RunData(Generic[T]):
     state: WorkerState
     """SUCCEEDED, FAILED, or STOPPED. STOPPED: a signal to the host program ended the run."""
     return_values: Mapping[int, T] = field(default_factory=dict)
-    """The return values by global rank. Empty unless all ranks succeeded."""
+    """The return values by global rank. Empty unless all ranks succeeded. With `keep_going`: of all ranks that returned."""
     failures: Mapping[int, ProcessFailure] = field(default_factory=dict)
     """The failures by global rank."""
     root_cause: ProcessFailure | None = None
@@ -113,6 +113,11 @@ class RunData(Generic[T]):
     of each rank."""
     not_restarted: str = ""
     """Why failed ranks were not restarted, if restarts were allowed. Else empty."""
+    keep_going: bool = False
+    """Whether ranks that failed did not stop the others."""
+    dropped_values: tuple[int, ...] = ()
+    """The ranks whose return values were dropped, since another rank failed. `keep_going` would have kept these values. A
+    rank that returned None does not count."""
 
     @property
     def restarts(self) -> int:

@@ -62,6 +62,10 @@ def format_report(result: RunData[Any]) -> str:
     groups = [f"  {line}" for line in format_fates(result)]
     if result.root_cause is None and (steps := format_last_steps(result.progress)):
         groups.append(f"  last reports: {steps}")
+    if result.dropped_values:
+        groups.append(
+            f"  the return values of {format_ranks(result.dropped_values)} are dropped; keep_going=True keeps them"
+        )
     restarts = [f"  {text}"] if (text := format_restarts(result)) else []
     restarts += format_attempts(select_failed_attempts(result))
     return "\n".join([format_verdict(result), *_format_details(result), *groups, *restarts])
@@ -73,6 +77,11 @@ def format_restarts(result: RunData[Any]) -> str:
         return f"not restarted: {result.not_restarted}" if result.not_restarted else ""
     no_more = f", then no more: {result.not_restarted}" if result.not_restarted else ""
     return f"restarted {format_times(result.restarts)}{no_more}"
+
+
+def format_count(count: int, noun: str) -> str:
+    """Return `1 rank` or `3 ranks`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def format_times(count: int) -> str:
@@ -116,8 +125,11 @@ def _name_attempt(attempt: Attempt) -> str:
 
 
 def format_verdict(result: RunData[Any] | Attempt) -> str:
-    """Return which rank failed first and why, or what else ended the run."""
-    return result.reason if result.root_cause is None else format_root_cause(result.root_cause)
+    """Return which rank failed first and why, or what else ended the run. With `keep_going` it counts the failed ranks."""
+    verdict = result.reason if result.root_cause is None else format_root_cause(result.root_cause)
+    if isinstance(result, RunData) and result.keep_going and result.failures:
+        return f"{len(result.failures)} of {format_count(len(result.workers), 'rank')} failed; {verdict}"
+    return verdict
 
 
 def format_root_cause(root: ProcessFailure) -> str:

@@ -10,6 +10,7 @@ from os import PathLike
 from typing import TypeVar
 
 from mpwatch.events.types import Event
+from mpwatch.results.failure import describe_failure
 from mpwatch.results.model import RunData, WorkerState
 
 T = TypeVar("T")
@@ -63,4 +64,6 @@ class RunResult(RunData[T]):
     def _why_missing(self, rank: int) -> str:
         if self.state is WorkerState.SUCCEEDED:
             return f"no rank {rank} in this run; it had the ranks {sorted(self.return_values)}"
+        if self.keep_going and rank in self.failures:
+            return f"rank {rank} has no value, since it failed: {describe_failure(self.failures[rank])}"
         return f"rank {rank} has no value, since the run ended as {self.state.name}; see .failures"

@@ -108,6 +108,7 @@ class EventLoop:
         on_stall: StallCallback | None,
     ) -> None:
         self._keep_ranks = keep_ranks
+        self._keep_going = spec.policy.keep_going
         setups_of_groups = [setups] if spec.policy.scope == "group" else [[setup] for setup in setups]
         self._groups = [RestartGroup(spec, setups, event_bus, keep_ranks=keep_ranks) for setups in setups_of_groups]
         self._group_by_rank = {rank: group for group in self._groups for rank in group.setups}
@@ -638,7 +639,8 @@ class EventLoop:
             self._unfinished_groups.remove(group)
             self._note_lost_ranks(group)
             group.log_exit_problems(self._deferred_log, of_run=group.call is not None)
-            if group.machine.stop_reason is not m.StopReason.SUCCEEDED:
+            has_failed = group.machine.stop_reason is m.StopReason.FAILED
+            if group.machine.stop_reason is not m.StopReason.SUCCEEDED and not (has_failed and self._keep_going):
                 return [m.Abort()]
         return []
 

@@ -149,8 +149,8 @@ class WatcherThread:
     def start(self) -> None:
         """Start the thread, which starts the ranks. Do nothing if it has been started. Any thread may call it.
 
-        If Python can start no thread, the event loop runs in the caller's thread. A run that may restart ranks needs both
-        threads, and so do a WorkerGroup and a run of several nodes: they raise LaunchError.
+        If Python can start no thread, the event loop runs in the caller's thread. A run that may go on after a failure
+        needs both threads, and so do a WorkerGroup and a run of several nodes: they raise LaunchError.
         """
         with self._start_lock:
             if self._thread is None:
@@ -164,7 +164,7 @@ class WatcherThread:
             self._thread.start()
         except RuntimeError as error:  # Python is ending, or there is no room for one more
             self._thread = None
-            if self.keeps_ranks or self._spec.policy.max_restarts or self._spec.is_multi_node:
+            if self.keeps_ranks or self._spec.policy.has_decisions or self._spec.is_multi_node:
                 self.is_finished = True
                 raise LaunchError(with_remedy("the ranks cannot be watched", error)) from error
             self._run()

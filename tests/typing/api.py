@@ -1,5 +1,6 @@
 """The public names as a user writes them; read by mypy, never run."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import assert_type
 
@@ -110,6 +111,11 @@ def observe(event: mpwatch.Event) -> None:
 
 
 mpwatch.run(train, max_restarts=3, on_event=observe)
+farm = mpwatch.run(train, keep_going=True, check=False)
+assert_type(farm.return_values, Mapping[int, list[float]])
+assert_type(farm.dropped_values, tuple[int, ...])
+mpwatch.RestartPolicy(2, scope="worker", keep_going=True)
+mpwatch.run(train, keep_going="yes")  # type: ignore[arg-type]
 mpwatch.RestartPolicy(retry_if=lambda failure: failure.kind is not mpwatch.FailureKind.OOM)
 mpwatch.RestartPolicy(scope="node")  # type: ignore[arg-type]
 

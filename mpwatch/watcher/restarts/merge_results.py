@@ -4,6 +4,7 @@ With scope="worker" each rank is a restart group of its own, and has its own res
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from mpwatch.results.failure import ProcessFailure
@@ -18,24 +19,29 @@ V = TypeVar("V")
 
 
 def merge_results(
-    parts: Sequence[tuple[AttemptObservations, RunResult[T]]], restartable_groups: Collection[int] = ()
+    parts: Sequence[tuple[AttemptObservations, RunResult[T]]],
+    restartable_groups: Collection[int] = (),
+    *,
+    keep_going: bool = False,
 ) -> RunResult[T]:
     """Return the result of all restart groups together.
 
-    There are return values only if all ranks have returned. The root cause is the earliest one. The root cause of a group
-    in `restartable_groups` (by lowest rank) did not end the run, so it counts only if there is no other.
+    Without `keep_going` there are return values only if all ranks have returned. The root cause is the earliest one. The
+    root cause of a group in `restartable_groups` (by lowest rank) did not end the run, so it counts only if there is no
+    other.
     """
     results = [result for _, result in parts]
     if len(parts) == 1:
-        return results[0]
+        return replace(results[0], keep_going=keep_going)
     final = [result for observations, result in parts if min(observations.ranks) not in restartable_groups]
     late = [(observations, result) for observations, result in parts if observations.stop_reason is StopReason.TIMED_OUT]
     failures = _merge_dicts(result.failures for result in results)
     states = _merge_dicts(result.worker_states for result in results)
     state = _merge_states(results)
+    is_complete = state is WorkerState.SUCCEEDED
     return RunResult(
         state=state,
-        return_values=_merge_dicts(result.return_values for result in results) if state is WorkerState.SUCCEEDED else {},
+        return_values=_merge_dicts(result.return_values for result in results) if is_complete or keep_going else {},
         failures=failures,
         root_cause=None if late else _find_earliest_cause(final) or _find_earliest_cause(results),
         workers=tuple(sorted((worker for result in results for worker in result.workers), key=lambda worker: worker.rank)),
@@ -45,6 +51,7 @@ def merge_results(
         collectives=_merge_dicts(result.collectives for result in results),
         helpers_oom="; ".join(dict.fromkeys(result.helpers_oom for result in results if result.helpers_oom)),
         log_dir=results[0].log_dir,
+        keep_going=keep_going,
         reason=_describe_timeout(late) or next((result.reason for result in results if result.reason), ""),
     )
 

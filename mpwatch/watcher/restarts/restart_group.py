@@ -64,7 +64,7 @@ class RestartGroup:
             start_timeout=spec.start_timeout,
             heartbeat_timeout=spec.heartbeat_timeout,
             keep_ranks=keep_ranks,
-            decide_after=DECIDE_AFTER_ON_NODES if spec.is_multi_node else DECIDE_AFTER if spec.policy.max_restarts else (),
+            decide_after=DECIDE_AFTER_ON_NODES if spec.is_multi_node else DECIDE_AFTER if spec.policy.has_decisions else (),
         )
         self._begin_generation()
 

@@ -11,6 +11,7 @@ User code runs here. Exceptions and return values are unpickled; what their clas
 `retry_if` and `env` are called; what these raise ends the run.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -26,8 +27,10 @@ from mpwatch.results.report import format_attempts, format_verdict
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import CommandQueue, DelayedAction, RestartCommand
 from mpwatch.watcher.diagnosis.diagnose import diagnose
-from mpwatch.watcher.diagnosis.observations import AttemptObservations
+from mpwatch.watcher.diagnosis.failures import has_returned
+from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.machine.transitions import DoNotRestart, Restart, StopReason
+from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pending_call import PendingCall
@@ -35,6 +38,7 @@ from mpwatch.watcher.restarts.merge_results import merge_results
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.exceptions.decoder import add_note
+from mpwatch.wire.pickling.return_values import pack_none
 
 T = TypeVar("T")
 
@@ -55,6 +59,7 @@ class RunController(Generic[T]):
         self._budgets: dict[int, RestartBudget] = {}  # by id of the restart group
         self._last_attempts: dict[int, tuple[AttemptObservations, RunResult[T]]] = {}  # by id of the restart group
         self._restartable_groups: set[int] = set()  # ids of groups whose last attempt failed, but may be restarted
+        self._returned: dict[int, tuple[int, ...]] = {}  # by id of the restart group: the ranks that have returned a value
         self._attempts: list[Attempt] = []
         self._run_has_failed = False  # a restart group will not be restarted
         self._no_restart_reason = ""
@@ -85,8 +90,12 @@ class RunController(Generic[T]):
         budget = self._budgets.setdefault(group_id, RestartBudget(self._spec.policy))
         decision = budget.decide(self._build_failed_attempt(observations, result))
         if decision.delay is None:
-            self._run_has_failed, self._no_restart_reason = True, decision.no_restart_reason
+            self._run_has_failed = not self._spec.policy.keep_going
+            self._no_restart_reason = self._no_restart_reason or decision.no_restart_reason
             commands.post(DoNotRestart(group_id, generation=observations.attempt))
+            if self._spec.policy.keep_going:
+                what = format_verdict(result) if result.root_cause is None else str(result.root_cause)
+                log_now(logging.WARNING, "%s; no other rank is stopped, because of keep_going=True", what)
             return
         self._restartable_groups.add(group_id)
         if self._run_has_failed:  # another group has ended the run
@@ -118,7 +127,9 @@ class RunController(Generic[T]):
 
     def _record_attempt(self, observations: AttemptObservations) -> RunResult[T]:
         """Diagnose an attempt that is over, record it and publish what became of its ranks."""
+        returned = tuple(rank for rank, observed in observations.ranks.items() if _has_value(observations, observed))
         result = diagnose_attempt(observations)
+        self._returned[min(observations.ranks)] = returned
         self._last_attempts[min(observations.ranks)] = observations, result
         self._restartable_groups.discard(min(observations.ranks))
         attempt = Attempt(
@@ -151,16 +162,28 @@ class RunController(Generic[T]):
                 and self._spec.policy.max_restarts
             ):
                 self._no_restart_reason = self._no_restart_reason or "this process received a signal"
-        merged = merge_results(list(self._last_attempts.values()), self._restartable_groups)
+        keep_going = self._spec.policy.keep_going
+        merged = merge_results(list(self._last_attempts.values()), self._restartable_groups, keep_going=keep_going)
         have_all_returned = all(
             observations.stop_reason is StopReason.SUCCEEDED for observations in self._pending_call.observations
         )
         if have_all_returned and merged.state is WorkerState.FAILED and self._spec.policy.max_restarts:
             self._no_restart_reason = "all ranks had returned, but a return value cannot be unpickled"
-        result = replace(merged, attempts=tuple(self._attempts), not_restarted=self._no_restart_reason)
+        result = replace(
+            merged,
+            attempts=tuple(self._attempts),
+            not_restarted=self._no_restart_reason,
+            dropped_values=() if merged.state is WorkerState.SUCCEEDED else self._list_dropped_values(),
+        )
         reason = "" if result.state is WorkerState.SUCCEEDED else format_verdict(result)
         self._publish_run_ended(result.state, reason)
         return replace(result, events=tuple(self.event_bus.events))
+
+    def _list_dropped_values(self) -> tuple[int, ...]:
+        """Return the ranks whose values `keep_going` would have kept; none if the option is set, or could not be set."""
+        if self._spec.policy.keep_going or self._spec.backend is not None or self._spec.is_multi_node:
+            return ()
+        return tuple(sorted(rank for ranks in self._returned.values() for rank in ranks))
 
     def end_with_error(self, error: BaseException) -> None:
         """Publish that the run has ended with an error that is not the failure of a rank.
@@ -223,3 +246,9 @@ def publish_outcomes(event_bus: EventBus, observations: AttemptObservations, res
                 attempt=observations.attempt,
                 collectives=observed.collectives.collectives,
             )
+
+
+def _has_value(attempt: AttemptObservations, observed: RankObservations) -> bool:
+    """Return whether a rank has returned something other than None."""
+    answer = observed.answer
+    return has_returned(attempt, observed) and answer is not None and answer.body != pack_none()

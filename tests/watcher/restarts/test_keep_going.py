@@ -1,0 +1,157 @@
+"""`keep_going`: a rank that has failed for good does not stop the others, and the values of those are kept."""
+
+import logging
+import os
+import signal
+
+import pytest
+
+import mpwatch
+from mpwatch import RestartPolicy, WorkerState
+from mpwatch.events import Restarting, WorkerFailed
+from support import failing
+from support.functions import rank as get_rank
+from support.process_state import SPAWN
+
+
+def fail_on_odd_ranks(end):
+    """Ranks 1 and 3 fail, rank 5 is killed. The others go on until `end` is set, and return ten times their rank."""
+    number = get_rank()
+    if number in (1, 3):
+        raise ValueError("bad shard")
+    if number == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert end.wait(60)
+    return 10 * number
+
+
+def return_then_fail(fifo):
+    """Rank 1 fails when all other ranks have returned and exited; rank 0 returns None."""
+    number = get_rank()
+    if number == 1:
+        fifo.wait(60)
+        raise ValueError("bad shard")
+    return number or None
+
+
+def wait_forever_on_rank_0():
+    if get_rank() == 0:
+        failing.wait_to_be_stopped()
+    return get_rank()
+
+
+def set_after(count, kind, event):
+    """Return an observer that sets the event of multiprocessing when it has seen so many events of a kind."""
+    left = [None] * count
+
+    def observe(seen):
+        if isinstance(seen, kind) and left:
+            left.pop()
+            if not left:
+                event.set()
+
+    return observe
+
+
+def test_ranks_that_fail_do_not_stop_the_others(caplog):
+    end = SPAWN.Event()
+    with pytest.raises(mpwatch.RunFailedError) as caught, caplog.at_level(logging.WARNING):
+        # the event is set when the caller has seen all failures, while the other ranks are running
+        mpwatch.run(fail_on_odd_ranks, 6, args=(end,), keep_going=True, on_event=set_after(3, WorkerFailed, end))
+    error, result = caught.value, caught.value.result
+    assert dict(result.return_values) == {0: 0, 2: 20, 4: 40}
+    assert list(result) == [0, 20, 40]
+    assert set(error.failures) == {1, 3, 5}
+    first = error.root_cause
+    assert str(error).startswith("3 of 6 ranks failed; ")
+    assert isinstance(error.__cause__, ValueError) == (first.rank in (1, 3))
+    assert "ranks 0, 2, 4: had returned" in str(error)
+    assert "dropped" not in str(error)
+    assert {rank: state.name for rank, state in result.worker_states.items()} == {
+        **dict.fromkeys((0, 2, 4), "SUCCEEDED"),
+        **dict.fromkeys((1, 3, 5), "FAILED"),
+    }
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 3
+    assert all(text.endswith("no other rank is stopped, because of keep_going=True") for text in warnings)
+    with pytest.raises(IndexError, match="rank 3 has no value, since it failed: ValueError: bad shard"):
+        result[3]
+
+
+def test_each_rank_is_restarted_before_it_has_failed_for_good():
+    end = SPAWN.Event()
+    restarted = []
+
+    def observe(event):
+        if isinstance(event, Restarting):
+            restarted.append(event.ranks)
+
+    policy = RestartPolicy(2, scope="worker", keep_going=True, delay=0.0)
+    observers = [observe, set_after(9, WorkerFailed, end)]
+    result = mpwatch.run(fail_on_odd_ranks, 6, args=(end,), restart_policy=policy, on_event=observers, check=False)
+    assert sorted(restarted) == [(1,), (1,), (3,), (3,), (5,), (5,)]
+    assert (result.state, result.restarts) == (WorkerState.FAILED, 6)
+    assert dict(result.return_values) == {0: 0, 2: 20, 4: 40}
+
+
+def test_max_restarts_and_keep_going_restart_single_ranks():
+    spec = mpwatch.WorkerSpec(fn=get_rank, nprocs=2, max_restarts=3, keep_going=True)
+    assert spec.restart_policy == RestartPolicy(3, scope="worker", keep_going=True)
+    spec = mpwatch.WorkerSpec(fn=get_rank, nprocs=2, restart_policy=RestartPolicy(1, scope="worker"), keep_going=True)
+    assert spec.restart_policy == RestartPolicy(1, scope="worker", keep_going=True)
+
+
+def test_a_timeout_keeps_what_was_returned_by_then():
+    result = mpwatch.run(wait_forever_on_rank_0, 3, keep_going=True, timeout=3.0, grace_period=0, check=False)
+    assert dict(result.return_values) == {1: 1, 2: 2}
+    assert result.reason == "the run did not end within timeout=3 s: rank 0 had not returned"
+
+
+def test_all_ranks_may_fail():
+    with pytest.raises(mpwatch.RunFailedError, match="2 of 2 ranks failed; ") as caught:
+        mpwatch.run(failing.raises_value_error, 2, keep_going=True)
+    assert caught.value.result.return_values == {}
+
+
+def test_a_run_without_failures_is_a_success():
+    result = mpwatch.run(get_rank, 2, keep_going=True)
+    assert (list(result), result.state) == ([0, 1], WorkerState.SUCCEEDED)
+
+
+def test_ctrl_c_stops_all_ranks():
+    with pytest.raises(KeyboardInterrupt):
+        mpwatch.run(failing.interrupts_its_watcher, 2, keep_going=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"restart_policy": RestartPolicy(0, scope="worker")}])
+def test_without_it_the_report_names_the_dropped_values(options):
+    end = SPAWN.Event()
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(return_then_fail, 4, args=(end,), on_event=set_after(3, mpwatch.events.WorkerSucceeded, end), **options)
+    assert caught.value.result.dropped_values == (2, 3)  # rank 0 returned None
+    assert "the return values of ranks 2-3 are dropped; keep_going=True keeps them" in str(caught.value)
+    assert caught.value.result.return_values == {}
+
+
+def test_values_that_nothing_could_have_kept_are_not_named():
+    with mpwatch.WorkerGroup(2) as group, pytest.raises(mpwatch.RunFailedError) as caught:
+        group.run(fail_on_odd_ranks, [SPAWN.Event()], timeout=0.5)
+    assert caught.value.result.dropped_values == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"keep_going": 1}, TypeError, "keep_going must be True or False, not 1"),
+        ({"keep_going": True, "restart_policy": RestartPolicy(1)}, ValueError, r"keep_going=True needs scope='worker'"),
+        ({"keep_going": True, "backend": "gloo"}, ValueError, "backend='gloo' makes a process group, in which ranks wait"),
+    ],
+)
+def test_options_that_do_not_fit(options, error, text):
+    with pytest.raises(error, match=text):
+        mpwatch.run(get_rank, 2, **options)
+
+
+def test_a_policy_of_all_ranks_cannot_keep_going():
+    with pytest.raises(ValueError, match=r"keep_going=True needs scope='worker'"):
+        RestartPolicy(1, keep_going=True)
