@@ -115,4 +115,4 @@ def restore_modes(modes: bytes, path: bytes) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*map(int, sys.argv[1].split(",")))

@@ -80,6 +80,11 @@ class GroupSpec:
         return RestartPolicy(0)
 
     @property
+    def fn_name(self) -> str:
+        """The name of the function, for messages. Empty for a WorkerGroup, which has none of its own."""
+        return ""
+
+    @property
     def is_multi_node(self) -> bool:
         """Whether these ranks are part of a job of several nodes."""
         return False

@@ -39,7 +39,10 @@ class Guardian:
                 passed.callback(os.close, own_pidfd)
             fds = [guardian_end.fileno()] if own_pidfd is None else [guardian_end.fileno(), own_pidfd]
             self._process = subprocess.Popen(
-                [os.fsdecode(spawn.get_executable()), "-I", "-S", str(PROGRAM), *map(str, fds)],
+                [
+                    *(os.fsdecode(spawn.get_executable()), "-I", "-S", str(PROGRAM), ",".join(map(str, fds))),
+                    *("mpwatch", "guardian", f"of={os.getpid()}"),  # for `ps`
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

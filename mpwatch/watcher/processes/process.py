@@ -31,7 +31,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from multiprocessing import current_process, get_start_method, reduction, resource_tracker, spawn
@@ -82,6 +82,7 @@ class RankPopen(Popen):
         launch_info: LaunchInfo,
         *,
         name: str,
+        description: Sequence[str] = (),
         env: dict[str, str],
         stdout: int | None,
         stderr: int,
@@ -92,12 +93,13 @@ class RankPopen(Popen):
         Args:
             launch_info: what the rank needs to know first.
             name: of its multiprocessing.Process.
+            description: words at the end of its command line, which `ps` shows. No code reads them.
             env: the whole environment of the rank.
             stdout: descriptor that becomes the rank's stdout; None: the host program's stdout.
             stderr: descriptor that becomes the rank's stderr.
             passed_fds: descriptors that the rank has under the same numbers.
         """
-        make_popen = partial(cls, env=env, stdout=stdout, stderr=stderr, passed_fds=passed_fds)
+        make_popen = partial(cls, description=description, env=env, stdout=stdout, stderr=stderr, passed_fds=passed_fds)
         process = _WatchedProcess(launch_info, name, make_popen)
         process.start()  # multiprocessing calls `_Popen`, which makes a RankPopen, whose constructor calls `_launch`
         # Kept here, because the host program may close any Process that multiprocessing.active_children() returns.
@@ -105,9 +107,17 @@ class RankPopen(Popen):
         return popen
 
     def __init__(
-        self, process: "_WatchedProcess", *, env: dict[str, str], stdout: int | None, stderr: int, passed_fds: list[int]
+        self,
+        process: "_WatchedProcess",
+        *,
+        description: Sequence[str],
+        env: dict[str, str],
+        stdout: int | None,
+        stderr: int,
+        passed_fds: list[int],
     ) -> None:
         self.name = process.name
+        self._description = description
         self._process: _WatchedProcess | None = process
         self._env = env
         self._stdout = stdout
@@ -126,8 +136,11 @@ class RankPopen(Popen):
             stack.callback(os.close, parent_w)
             try:
                 _fill_pipe(parent_w, data)
+                command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r)
+                if not getattr(sys, "frozen", False):  # there multiprocessing reads all arguments (freeze_support)
+                    command += self._description
                 self._child = subprocess.Popen(
-                    spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r),
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=self._stdout,
                     stderr=self._stderr,

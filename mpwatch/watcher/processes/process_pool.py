@@ -57,6 +57,9 @@ from mpwatch.wire.shared_memory import (
     record_interrupt,
 )
 
+NAME_LENGTH = 80  # of the function's name in a command line
+ID_LENGTH = 8  # of the run's id in a command line
+
 
 class ProcessPool:
     """The processes of the ranks, and all that they need. A context manager: its end kills the ranks that are still alive.
@@ -134,6 +137,7 @@ class ProcessPool:
             process = RankPopen.start(
                 launch_info,
                 name=f"mpwatch-rank-{worker.rank}",
+                description=_describe_rank(worker, self._spec.fn_name),
                 env=env,
                 stdout=stdio.stdout,
                 stderr=rank_stack_pipe,
@@ -279,6 +283,17 @@ def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> N
 def _worker_fields(worker: Worker) -> dict[str, Any]:
     """Return the fields of a Worker that the rank gets. `state` belongs to the rank."""
     return {field.name: getattr(worker, field.name) for field in dataclasses.fields(worker) if field.name != "state"}
+
+
+def _describe_rank(worker: Worker, fn_name: str) -> list[str]:
+    """Return the words at the end of a rank's command line."""
+    fn = [f"fn={_make_printable(fn_name)[:NAME_LENGTH]}"] if fn_name else []
+    return ["mpwatch", f"rank={worker.rank}/{worker.world_size}", *fn, f"run={_make_printable(worker.run_id)[:ID_LENGTH]}"]
+
+
+def _make_printable(text: str) -> str:
+    """Replace all that a terminal or the encoding of a command line may not have."""
+    return "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
 
 
 def _explain_start_error(worker: Worker, error: Exception) -> str:
