@@ -13,28 +13,33 @@ from typing import Any, ClassVar
 from mpwatch.events.to_json import to_json
 from mpwatch.results.collective import Collective
 from mpwatch.results.failure import ProcessFailure
+from mpwatch.results.field_docs import add_inherited_attributes
 from mpwatch.results.model import Progress, WorkerState
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """The base class of all events."""
+    """The base class of all events.
+
+    Attributes:
+        time: when it happened: seconds since 1970 (UTC).
+        monotonic: when it happened: seconds of CLOCK_MONOTONIC. All processes of a machine share this clock.
+        run_id: identifier of the run, or of the WorkerGroup for all its calls.
+        ranks: the global ranks concerned, in ascending order.
+        attempt: how many times these ranks were restarted before. 0: they were started for the first time.
+    """
 
     time: float
-    """When it happened: seconds since 1970 (UTC)."""
     monotonic: float
-    """When it happened: seconds of CLOCK_MONOTONIC. All processes of a machine share this clock."""
     run_id: str
-    """Identifier of the run, or of the WorkerGroup for all its calls."""
     ranks: tuple[int, ...]
-    """The global ranks concerned, in ascending order."""
     attempt: int = 0
-    """How many times these ranks were restarted before. 0: they were started for the first time."""
 
     name: ClassVar[str]
     """The name of the kind: "worker_started" for WorkerStarted, and so on."""
 
     def __init_subclass__(cls) -> None:
+        add_inherited_attributes(cls, Event)
         cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,10 +53,17 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
-    """The run begins. The ranks are started next."""
+    """The run begins. The ranks are started next.
+
+    Attributes:
+        fn: name of the function. Empty for a WorkerGroup.
+        role: the option `role`.
+        nprocs: number of ranks that this node starts.
+        max_restarts: the option `max_restarts`, or that of the RestartPolicy.
+        hostname: name of this machine.
+    """
 
     fn: str
-    """Name of the function. Empty for a WorkerGroup."""
     role: str
     nprocs: int
     max_restarts: int
@@ -63,29 +75,37 @@ class RendezvousCompleted(Event):
     """The nodes of a job have met. The ranks of this node are started next.
 
     There is one such event for each attempt. Events before the first one have no ranks, since they are not assigned yet.
+
+    Attributes:
+        job: `Rendezvous.run_id`.
+        backend: backend of the rendezvous: "c10d", "static", or that of a custom handler.
+        group_rank: index of this node, from 0.
+        group_world_size: number of nodes.
+        world_size: number of ranks of the job.
+        role_rank: rank of the first of these ranks among the ranks of the same role.
+        role_world_size: number of ranks of the same role.
+        master_addr: address where rank 0 can serve a store.
+        master_port: port where rank 0 can serve a store. It is a new one for each attempt.
     """
 
     job: str
-    """`Rendezvous.run_id`."""
     backend: str
-    """Backend of the rendezvous: "c10d", "static", or that of a custom handler."""
     group_rank: int
-    """Index of this node, from 0."""
     group_world_size: int
-    """Number of nodes."""
     world_size: int
     role_rank: int
-    """Rank of the first of these ranks among the ranks of the same role."""
     role_world_size: int
     master_addr: str
-    """Address where rank 0 can serve a store."""
     master_port: int
-    """Port where rank 0 can serve a store. It is a new one for each attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStarted(Event):
-    """The process of this rank was started."""
+    """The process of this rank was started.
+
+    Attributes:
+        pid: process id of the rank.
+    """
 
     pid: int
 
@@ -108,12 +128,14 @@ class HeartbeatLate(Event):
     """This rank sent no heartbeat for half of `heartbeat_timeout`.
 
     The group is UNHEALTHY until the next heartbeat of the rank, or until the rank has failed.
+
+    Attributes:
+        silent_seconds: seconds since the last heartbeat.
+        heartbeat_timeout: the limit, in seconds.
     """
 
     silent_seconds: float
-    """Seconds since the last heartbeat."""
     heartbeat_timeout: float
-    """The limit, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +152,10 @@ class WorkerFailed(Event):
 
     The event is published when all ranks are stopped and the root cause is known. `time` is the time of the failure. For a
     rank that hangs, it is the time of its last heartbeat.
+
+    Attributes:
+        failure: what is known about the failure.
+        is_root_cause: whether it is the first failure of the attempt, and not the consequence of another one.
     """
 
     failure: ProcessFailure
@@ -147,46 +173,62 @@ class CollectivesRecorded(Event):
 
     They are read when the first sign of a failure comes, which is `time`. The event is published when all ranks are stopped.
     There is none for a rank that has not used torch.distributed, or could not answer.
+
+    Attributes:
+        collectives: the oldest first. `seconds` is how long before `time` the rank had called each of them.
     """
 
     collectives: tuple[Collective, ...]
-    """The oldest first. `seconds` is how long before `time` the rank had called each of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerExited(Event):
-    """The process of this rank has exited."""
+    """The process of this rank has exited.
+
+    Attributes:
+        pid: process id of the rank.
+        exit_code: exit code as in multiprocessing: negative for a signal. None: not known.
+        heartbeat_at: time of the last heartbeat, by CLOCK_MONOTONIC. None: there was no heartbeat, or the function had
+            returned.
+        progress: the last `mpwatch.report()` of the rank.
+        reported_at: time of that report, by CLOCK_MONOTONIC.
+        was_stopped: whether the watcher had sent the signal that ended the process.
+    """
 
     pid: int | None
     exit_code: int | None
-    """Exit code as in multiprocessing: negative for a signal. None: not known."""
     heartbeat_at: float | None = None
-    """Time of the last heartbeat, by CLOCK_MONOTONIC. None: there was no heartbeat, or the function had returned."""
     progress: Progress | None = None
-    """The last `mpwatch.report()` of the rank."""
     reported_at: float | None = None
-    """Time of that report, by CLOCK_MONOTONIC."""
     was_stopped: bool = False
-    """Whether the watcher had sent the signal that ended the process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restarting(Event):
-    """These ranks have failed or were stopped, and have exited. They are restarted after the delay."""
+    """These ranks have failed or were stopped, and have exited. They are restarted after the delay.
+
+    Attributes:
+        cause: the first failure of these ranks.
+        delay: seconds until the restart.
+        restarts_left: how many more restarts the policy allows.
+        reason: why the ranks are restarted if no rank failed. This happens with several nodes, for example when a node
+            joins.
+    """
 
     cause: ProcessFailure | None
-    """The first failure of these ranks."""
     delay: float
-    """Seconds until the restart."""
     restarts_left: int
-    """How many more restarts the policy allows."""
     reason: str = ""
-    """Why the ranks are restarted if no rank failed. This happens with several nodes, for example when a node joins."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateChanged(Event):
-    """The state of the group has changed. mpwatch/results/state_transitions.py lists the possible changes."""
+    """The state of the group has changed. mpwatch/results/state_transitions.py lists the possible changes.
+
+    Attributes:
+        before: the earlier state of all ranks together.
+        after: their new state.
+    """
 
     before: WorkerState
     after: WorkerState
@@ -194,13 +236,16 @@ class StateChanged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
-    """The run has ended, and no process of it is left."""
+    """The run has ended, and no process of it is left.
+
+    Attributes:
+        state: SUCCEEDED, FAILED or STOPPED.
+        elapsed: seconds since RunStarted.
+        restarts: number of restarts.
+        reason: what went wrong, in one line. Empty after a success.
+    """
 
     state: WorkerState
-    """SUCCEEDED, FAILED or STOPPED."""
     elapsed: float
-    """Seconds since RunStarted."""
     restarts: int
-    """Number of restarts."""
     reason: str
-    """What went wrong, in one line. Empty after a success."""

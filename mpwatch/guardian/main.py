@@ -93,8 +93,10 @@ def restore_terminal(data: bytes, path: bytes) -> None:
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     rest = bytes.fromhex(data.decode())
-    for _ in range(TRIES):
-        if rest and poll.poll(TRY_SECONDS * 1000):
+    tries = TRIES
+    while rest and tries:
+        tries -= 1
+        if poll.poll(TRY_SECONDS * 1000):
             try:
                 rest = rest[os.write(fd, rest) :]  # mostly all at once, so that no other output gets in between
             except BlockingIOError:

@@ -60,14 +60,14 @@ class ScrollRegion:
     def recover(self) -> str:
         """Return what releases the rows after the death of this process, which may have come in the middle of a drawing.
 
-        The cursor may be in the view then, and the place where it was is not known. So the view's rows are erased by their
-        numbers, and the cursor moves to the start of a line. Empty if no rows are reserved.
+        The cursor may be in the view then. So the rows of the view are erased by their numbers, and not as those below the
+        cursor. The cursor stays where it is. Empty if no rows are reserved.
         """
         if self._reserved is None:
             return ""
-        columns, rows, height = self._reserved
+        _, rows, height = self._reserved
         erase_view = f"{SAVE_CURSOR}\x1b[{rows - height + 1};1H\x1b[J{RESTORE_CURSOR}"
-        return f"{END_SEQUENCE}{self.release()}{erase_view}{go_to_line_start(columns)}"
+        return f"{END_SEQUENCE}{SCROLL_ALL}{erase_view}"
 
     def mark_released(self) -> None:
         """Call this after the text of `release` was written. An exception may come before that, so `release` does not."""

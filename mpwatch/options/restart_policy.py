@@ -17,36 +17,40 @@ RetryIf = Cause | Collection[Cause] | Callable[[ProcessFailure], bool]
 class RestartPolicy:
     """What happens after a rank has failed. This is the option `restart_policy` of `mpwatch.run`.
 
+    Args:
+        max_restarts: how many times all ranks may be restarted. With scope="worker": how many times each rank may be
+            restarted.
+        scope: "group": all ranks are stopped and restarted together. Ranks that use collectives need this. "worker": only
+            the rank that failed is restarted. This is for ranks that do not communicate.
+        keep_going: True: a rank that is not restarted does not stop the others. The run fails at its end, and its result has
+            the values of the ranks that returned. This needs scope="worker".
+        delay: seconds before the first restart. The delay doubles before each further restart.
+        max_delay: the longest delay, in seconds.
+        jitter: a fraction from 0 to 1: each delay is made longer or shorter at random, by at most this fraction.
+        retry_if: after which failures ranks are restarted. The first failure of the attempt decides. The value is an
+            exception type, a FailureKind, a collection of these, or a function from ProcessFailure to bool. The function is
+            called in the caller's thread. While it runs, signals are deferred, except a second Ctrl-C. None: ranks are
+            restarted after every failure, with two exceptions. One is FailureKind.START. The other is a programming error
+            (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError) that a rank raises before
+            its first heartbeat or report. A LaunchError, a timeout and an interrupt always end the run.
+        reset_after: if all ranks were healthy for this many seconds, restarts and delays are counted from the start again.
+            None: never.
+        max_no_progress: end the run after this many restarts in a row that reached no new highest `report(step=...)`. None:
+            no limit.
+
     Raises TypeError or ValueError naming the argument and the value.
     """
 
     max_restarts: int = 3
-    """How many times all ranks may be restarted. With scope="worker": how many times each rank may be restarted."""
     _: KW_ONLY
     scope: Literal["group", "worker"] = "group"
-    """"group": all ranks are stopped and restarted together. Ranks that use collectives need this. "worker": only the rank
-    that failed is restarted. This is for ranks that do not communicate."""
     keep_going: bool = False
-    """True: a rank that is not restarted does not stop the others. The run fails at its end, and its result has the values
-    of the ranks that returned. This needs scope="worker"."""
     delay: float = 0.0
-    """Seconds before the first restart. The delay doubles before each further restart."""
     max_delay: float = 60.0
-    """The longest delay, in seconds."""
     jitter: float = 0.1
-    """A fraction from 0 to 1: each delay is made longer or shorter at random, by at most this fraction."""
     retry_if: RetryIf | None = None
-    """After which failures ranks are restarted. The first failure of the attempt decides. The value is an exception type, a
-    FailureKind, a collection of these, or a function from ProcessFailure to bool. The function is called in the caller's
-    thread. While it runs, signals are deferred, except a second Ctrl-C.
-
-    None: ranks are restarted after every failure, with two exceptions. One is FailureKind.START. The other is a programming
-    error (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError) that a rank raises before
-    its first heartbeat or report. A LaunchError, a timeout and an interrupt always end the run."""
     reset_after: float | None = None
-    """If all ranks were healthy for this many seconds, restarts and delays are counted from the start again. None: never."""
     max_no_progress: int | None = None
-    """End the run after this many restarts in a row that reached no new highest `report(step=...)`. None: no limit."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_restarts", check_count("max_restarts", self.max_restarts, at_least=0))

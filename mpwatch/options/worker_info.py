@@ -30,33 +30,36 @@ RANK_VARIABLES = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """The identity of a rank. In a rank `current_worker()` returns it; `RunResult.workers` has those of all ranks."""
+    """The identity of a rank. In a rank `current_worker()` returns it; `RunResult.workers` has those of all ranks.
+
+    Attributes:
+        rank: global rank, from 0 to world_size - 1.
+        local_rank: rank on this machine, from 0. It is usually the index of the GPU to use.
+        world_size: number of ranks, on all machines.
+        local_world_size: number of ranks on this machine.
+        group_rank: index of this machine among the machines of the run, from 0.
+        group_world_size: number of machines.
+        role: the option `role`.
+        role_rank: rank among the ranks of the same role.
+        role_world_size: number of ranks of the same role.
+        restart_count: how many times this rank was restarted.
+        run_id: identifier of the run: 32 hexadecimal digits, or `Rendezvous.run_id`.
+        master_addr: address of the machine of rank 0, where it can serve a store of torch.distributed.
+        master_port: TCP port reserved for that store. No other program is given this port during the run.
+        state: a dict for the function's own use. It exists as long as the process of the rank.
+    """
 
     rank: int
-    """Global rank, from 0 to world_size - 1."""
     local_rank: int
-    """Rank on this machine, from 0. It is usually the index of the GPU to use."""
     world_size: int
-    """Number of ranks, on all machines."""
     local_world_size: int
-    """Number of ranks on this machine."""
     group_rank: int = 0
-    """Index of this machine among the machines of the run, from 0."""
     group_world_size: int = 1
-    """Number of machines."""
     role: str = "default"
-    """The option `role`."""
     role_rank: int
-    """Rank among the ranks of the same role."""
     role_world_size: int
-    """Number of ranks of the same role."""
     restart_count: int = 0
-    """How many times this rank was restarted."""
     run_id: str
-    """Identifier of the run: 32 hexadecimal digits, or `Rendezvous.run_id`."""
     master_addr: str
-    """Address of the machine of rank 0, where it can serve a store of torch.distributed."""
     master_port: int
-    """TCP port reserved for that store. No other program is given this port during the run."""
     state: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """A dict for the function's own use. It exists as long as the process of the rank."""

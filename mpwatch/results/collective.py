@@ -19,36 +19,43 @@ class CollectiveState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A call of a collective of torch.distributed by one rank, as torch's flight recorder has recorded it."""
+    """A call of a collective of torch.distributed by one rank, as torch's flight recorder has recorded it.
+
+    Attributes:
+        name: the operation, such as "all_reduce".
+        sequence: number of the call among the collectives of its process group, from 1. It is the same on all ranks of the
+            group.
+        backend: the backend of this call, such as "gloo": a process group may have several. Each one numbers its calls.
+        group: name of the process group: "default", the description that the user gave it, or torch's number of it.
+        group_number: 1 for the first group of this name that the rank has made in its world, 2 for the second one.
+        ranks: torch's global ranks of the group, in order. Empty if they are not known, as those of a group that the user
+            has made without `init_process_group` or `new_group`.
+        input_shapes: of the first 64 tensors, as `output_shapes`, `input_dtypes` and `output_dtypes`.
+        output_shapes: the shapes of the tensors that it writes to.
+        input_dtypes: the names of torch's types without "torch.", such as "float32".
+        output_dtypes: their types, such as "Float".
+        state: whether the rank waits in it.
+        place: the user's line that waits for it, such as "train.py:31 in step". Empty if none does, or it is not known.
+        reduce_op: the reduction, such as "SUM". It is known only while the rank waits in a function of torch.distributed.
+        root: the global rank of `src` or `dst`. It is known only while the rank waits in a function of torch.distributed.
+        seconds: how long ago the rank had called it, when it was asked.
+    """
 
     name: str
-    """The operation, such as "all_reduce"."""
     sequence: int
-    """Number of the call among the collectives of its process group, from 1. It is the same on all ranks of the group."""
     backend: str = ""
-    """The backend of this call, such as "gloo": a process group may have several. Each one numbers its calls."""
     group: str
-    """Name of the process group: "default", the description that the user gave it, or torch's number of it."""
     group_number: int = 1
-    """1 for the first group of this name that the rank has made in its world, 2 for the second one."""
     ranks: tuple[int, ...]
-    """torch's global ranks of the group, in order. Empty if they are not known, as those of a group that the user has made
-    without `init_process_group` or `new_group`."""
     input_shapes: tuple[tuple[int, ...], ...] = ()
-    """Of the first 64 tensors, as `output_shapes`, `input_dtypes` and `output_dtypes`."""
     output_shapes: tuple[tuple[int, ...], ...] = ()
     input_dtypes: tuple[str, ...] = ()
-    """The names of torch's types without "torch.", such as "float32"."""
     output_dtypes: tuple[str, ...] = ()
     state: CollectiveState
     place: str = ""
-    """The user's line that waits for it, such as "train.py:31 in step". Empty if none does, or it is not known."""
     reduce_op: str = ""
-    """The reduction, such as "SUM". It is known only while the rank waits in a function of torch.distributed."""
     root: int | None = None
-    """The global rank of `src` or `dst`. It is known only while the rank waits in a function of torch.distributed."""
     seconds: float = field(default=0.0, compare=False)
-    """How long ago the rank had called it, when it was asked."""
 
     def __str__(self) -> str:
         """Return the collective in words: `all_reduce #3 (float32[16], default group) at train.py:31 in step`."""

@@ -47,46 +47,52 @@ class ProcessFailure:
 
     To add a field: add it here, and set it in watcher/diagnosis/failures.py. Other nodes get it automatically:
     multinode/protocol/failure_codec.py encodes all fields of this class.
+
+    Attributes:
+        rank: number of the rank among all ranks of the run or the job, from 0.
+        local_rank: number of the rank among the ranks of its node, from 0.
+        pid: process id. Another process may have it by now. None: not known, for example because the node was lost.
+        hostname: name of the machine that the rank ran on, as `platform.node()` returns it there.
+        group_rank: number of its node in a job of several nodes. None in a run on one node.
+        kind: what kind of failure it is.
+        exit_code: the exit status that a shell would show: 1 for an exception, the code of SystemExit, 128 + n for signal n.
+            Never 0.
+        signal: number of the signal that killed the rank. None: no signal did.
+        exception: the rank's own exception, with its cause, context, notes and frames. None: it raised none, or could not
+            send it.
+        summary: what happened: the exception's type and text, as formatted in the rank. Without an exception, the words of
+            the report, such as "was killed by SIGSEGV (...)". mpwatch never leaves it empty.
+        traceback: the traceback as the rank would have printed it, with source lines. Empty without an exception.
+        stack: the Python stacks of a rank that crashed, hung or ran into the timeout. Format of faulthandler, with source
+            lines. The innermost frame is first. Empty if there are none.
+        stderr: the last lines of the rank's stderr, if the option `logs` lets the watcher read it. If the rank never became
+            ready: what its interpreter printed.
+        log_files: paths of the rank's log files by stream: "stdout", "stderr". Empty without log files. See `LogSpec`.
+        evidence: what else is known about the cause, for example the proof of an OOM kill. May be empty.
+        collective: the collective that the rank waited in, or else its last one, if torch's flight recorder has it.
+        is_secondary: whether this is a consequence of another failure: the rank lost a peer, or waited for one without
+            success.
+        elapsed: seconds from the start of the run to the failure. For a silent rank: to its last heartbeat.
     """
 
     rank: int
-    """Number of the rank among all ranks of the run or the job, from 0."""
     local_rank: int
-    """Number of the rank among the ranks of its node, from 0."""
     pid: int | None
-    """Process id. Another process may have it by now. None: not known, for example because the node was lost."""
     hostname: str
-    """Name of the machine that the rank ran on, as `platform.node()` returns it there."""
     group_rank: int | None = None
-    """Number of its node in a job of several nodes. None in a run on one node."""
     kind: FailureKind
     exit_code: int
-    """The exit status that a shell would show: 1 for an exception, the code of SystemExit, 128 + n for signal n. Never 0."""
     signal: int | None = None
-    """Number of the signal that killed the rank. None: no signal did."""
     exception: BaseException | None = None
-    """The rank's own exception, with its cause, context, notes and frames. None: it raised none, or could not send it."""
     summary: str = ""
-    """What happened: the exception's type and text, as formatted in the rank. Without an exception, the words of the report,
-    such as "was killed by SIGSEGV (...)". mpwatch never leaves it empty."""
     traceback: str = ""
-    """The traceback as the rank would have printed it, with source lines. Empty without an exception."""
     stack: str = ""
-    """The Python stacks of a rank that crashed, hung or ran into the timeout. Format of faulthandler, with source lines. The
-    innermost frame is first. Empty if there are none."""
     stderr: str = ""
-    """The last lines of the rank's stderr, if the option `logs` lets the watcher read it. If the rank never became ready:
-    what its interpreter printed."""
     log_files: Mapping[str, str] = field(default_factory=dict)
-    """Paths of the rank's log files by stream: "stdout", "stderr". Empty without log files. See `LogSpec`."""
     evidence: str = ""
-    """What else is known about the cause, for example the proof of an OOM kill. May be empty."""
     collective: Collective | None = None
-    """The collective that the rank waited in, or else its last one, if torch's flight recorder has it."""
     is_secondary: bool = False
-    """Whether this is a consequence of another failure: the rank lost a peer, or waited for one without success."""
     elapsed: float = 0.0
-    """Seconds from the start of the run to the failure. For a silent rank: to its last heartbeat."""
 
     def __str__(self) -> str:
         """Return a line of the report: `rank 3: was killed by SIGKILL (...)`."""

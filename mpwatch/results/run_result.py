@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from mpwatch.events.types import Event
 from mpwatch.results.failure import describe_failure
+from mpwatch.results.field_docs import add_inherited_attributes
 from mpwatch.results.model import RunData, WorkerState
 
 T = TypeVar("T")
@@ -21,11 +22,13 @@ class RunResult(RunData[T]):
     """The outcome of a run: a sequence of the ranks' return values, and everything else known about the run.
 
     `result[3]` is the value of rank 3. Iterating yields the values in the order of ranks.
+
+    Attributes:
+        events: the latest 100,000 events of the run, in the order in which the watcher noticed them. Always empty for a call
+            of a WorkerGroup: see its `on_event`.
     """
 
     events: tuple[Event, ...] = ()
-    """The latest 100,000 events of the run, in the order in which the watcher noticed them. Always empty for a call of a
-    WorkerGroup: see its `on_event`."""
 
     def to_chrome_trace(self, path: str | PathLike[str]) -> None:
         """Write the timeline of the run to a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
@@ -67,3 +70,6 @@ class RunResult(RunData[T]):
         if self.keep_going and rank in self.failures:
             return f"rank {rank} has no value, since it failed: {describe_failure(self.failures[rank])}"
         return f"rank {rank} has no value, since the run ended as {self.state.name}; see .failures"
+
+
+add_inherited_attributes(RunResult, RunData)

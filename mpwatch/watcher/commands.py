@@ -4,7 +4,7 @@
     caller's thread <-- an answer in a field, wake_callers() ------------------ watcher thread
 
     command           answer
-    PendingCall       its `observations` and `is_done`
+    PendingCall       its `observations` and `is_done`. See direct_calls.py for calls that need no command
     CallEvent         none
     StatusRequest     its `statuses`; any thread may wait for its `is_answered`
     StacksRequest     its `stacks`; the same
@@ -31,7 +31,6 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
-from mpwatch.watcher.direct_calls import DirectCalls
 from mpwatch.watcher.machine.transitions import Event, Restart
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
@@ -127,10 +126,8 @@ class CommandQueue:
             self.watcher_wakeup = stack.enter_context(closing(WakeupPipe()))
             # One pipe for each thread of the caller that waits. The function returns its user, or None.
             first_pipe = stack.enter_context(closing(WakeupPipe()))
-            direct_calls = stack.enter_context(closing(DirectCalls()))
             self._caller_wakeups: tuple[tuple[WakeupPipe, Callable[[], object]], ...] = ((first_pipe, _no_user),)
             self._wakeups = stack.pop_all()
-        self.direct_calls = direct_calls
         self._wakeups_lock = threading.Lock()
         self.state = WorkerState.UNKNOWN  # of all ranks together; written by the watcher thread
         self._commands: deque[Command] = deque()

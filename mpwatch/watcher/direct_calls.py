@@ -1,135 +1,129 @@
 """Calls of idle ranks that the caller's own thread makes. Most short calls are over before the watcher thread wakes up.
 
-To pass a call to another thread and its answer back takes longer than a short function. So the caller's thread tries first:
+It takes longer to pass a call to another thread than to run a short function. So the caller's thread tries first:
 
     caller's thread: DirectCalls.execute --- CALL ---> ranks --- RETURNED ---> the call is over
                                              |
-                                             | no answer in time, another message, an exception; or the watcher
-                                             v thread needs the ranks: one has died, or a command has come
-    watcher thread:  DirectCalls.take_over   goes on with the call, from what the caller's thread has sent and received
+                                             | no answer in time, another message, an exception; or the watcher thread
+                                             v needs the ranks, because one has died or a command has come
+    watcher thread:  DirectCalls.stop        takes the call over, with what was sent and received so far
 
 Rules:
 
-1. The watcher thread offers idle ranks while no call is running. Then it does not read their channels.
-2. The thread that holds the lock owns the offered channels and the state of the ranks. The event loop holds the lock while
-   it handles events. If the caller's thread has the lock, the event loop wakes it up, and it leaves the call at once.
-3. The caller's thread notes each message by the same call of C that sends or receives it. So a DirectCall is right wherever
-   an exception, such as KeyboardInterrupt, ends the attempt.
-4. A call that has begun and is not over belongs to the watcher thread as soon as the lock is free.
+1. The watcher thread offers idle ranks while no call is running. Then it does not read their channels. It takes the offer
+   back after IDLE_SECONDS without a call.
+2. The caller's thread needs a right for each message that it sends or receives (pending_call.py). One call of C takes the
+   right, moves the message and records it. So the records are correct wherever an exception interrupts the thread.
+3. Before the watcher thread handles events it takes all rights that are left. It does not wait for the caller's thread,
+   which may be in a signal handler. It only waits for the end of a call of C that has taken a right.
+4. A call that has begun and is not over belongs to the watcher thread as soon as its rights are taken.
+5. The caller's thread registers its call before it looks whether the ranks are offered. The watcher thread takes the offer
+   back before it looks at the registered calls. So at least one of the two threads notices the other one.
 """
 
-import socket
-import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import repeat
 from typing import TYPE_CHECKING
 
 from mpwatch.os_support.cpython_private import c_socket
-from mpwatch.os_support.descriptors import MSG_CMSG_CLOEXEC, MSG_NOSIGNAL, SIZE_OF_INT
-from mpwatch.watcher.pending_call import DirectCall, IdleRanks, PendingCall, is_return_value
-from mpwatch.watcher.wakeup_pipe import WakeupPipe
+from mpwatch.watcher.pending_call import DirectCall, IdleRanks, PendingCall
 from mpwatch.wire.messages import MAX_DESCRIPTORS, encode_call
 
 if TYPE_CHECKING:
     from mpwatch.watcher.processes.process_pool import ProcessPool
     from mpwatch.watcher.processes.rank_handle import RankHandle
 
-READ_SIZE = 1 << 14  # bytes; a longer answer is left to the watcher thread
-FD_ROOM = c_socket.CMSG_SPACE(SIZE_OF_INT)
+IDLE_SECONDS = 0.05  # an idle rank may send a message for a breakpoint or a process group, which has to wait so long
 
 
 class DirectCalls:
-    """The idle ranks of one watcher thread, and the call that the caller's thread tries to make.
+    """The idle ranks of one watcher thread, and the calls that threads of the caller try to make.
 
-    The watcher thread holds the lock as a context manager. It calls `offer`, `withdraw` and `take_over` within. Raises
-    LaunchError if there is no descriptor left.
+    Args:
+        is_observed: returns whether somebody wants the events of calls, which only the watcher thread publishes.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._wakeup = WakeupPipe()
+    def __init__(self, is_observed: Callable[[], bool]) -> None:
+        self.is_observed = is_observed
         self._offered: dict[tuple[int, ...] | None, IdleRanks] = {}  # by PendingCall.ranks
-        self._current: PendingCall | None = None
+        self._is_open = False  # whether the offers hold at this moment
+        self._calls: list[PendingCall] = []  # that threads of the caller have registered
+        self._last_call_at = 0.0
 
     def execute(self, call: PendingCall, deadline: float) -> bool:
-        """Try to make a call until `deadline` (CLOCK_MONOTONIC). Return False if it, or its rest, is for the watcher thread.
+        """Try to make a call. Return whether it is over.
 
-        That is so, too, if an exception interrupts this method.
+        If not, the watcher thread has to make the call, or to finish it. The same holds if an exception interrupts this
+        method.
+
+        Args:
+            call: of idle ranks.
+            deadline: when to stop, in seconds of CLOCK_MONOTONIC.
         """
         idle_ranks = self._offered.get(call.ranks)
         fds = call.payload.fds
-        if idle_ranks is None or len(fds) > MAX_DESCRIPTORS or self._lock.locked():
+        if idle_ranks is None or len(fds) > MAX_DESCRIPTORS or self.is_observed():
             return False
-        frame = [encode_call(call.number, call.payload.body)]
+        frame = encode_call(call.number, call.payload.body)
         ancillary = [(c_socket.SOL_SOCKET, c_socket.SCM_RIGHTS, array("i", fds))] if fds else []
         if call.timeout is not None:
             deadline = min(deadline, call.started_at + call.timeout)
-        with self._lock:
-            if self._offered.get(call.ranks) is not idle_ranks or idle_ranks.exits.poll(0):
-                return False
-            for handle in idle_ranks.handles:
-                idle_ranks.pool.begin_call(handle)
-            call.direct, self._current = DirectCall(idle_ranks), call
-            with suppress(OSError):  # a rank is dying, or has closed its end
-                call.direct.sent.extend(
-                    map(socket.socket.sendmsg, idle_ranks.channels, repeat(frame), repeat(ancillary), repeat(MSG_NOSIGNAL))
-                )
-                _receive_answers(call.direct, deadline)
-            if not call.direct.have_all_returned():
-                return False
-            self._current = None
-            call.direct.heartbeats = list(map(idle_ranks.pool.read_heartbeat, idle_ranks.handles))
-            return True
+        direct = call.direct = DirectCall(idle_ranks)
+        self._calls.append(call)
+        is_offered = self._is_open and self._offered.get(call.ranks) is idle_ranks
+        if is_offered and not idle_ranks.exits.poll(0):
+            idle_ranks.begin_call()
+            if direct.send(frame, ancillary):
+                direct.receive(deadline)
+        if not direct.have_all_returned():
+            return False
+        direct.heartbeats = idle_ranks.read_heartbeats()
+        self._last_call_at = time.monotonic()
+        with suppress(ValueError):  # the watcher thread has just done it
+            self._calls.remove(call)
+        return True
 
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            self._wakeup.wake()
-            self._lock.acquire()
-            self._wakeup.drain()
+    @property
+    def are_offered(self) -> bool:
+        """Whether there are offers."""
+        return bool(self._offered)
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    @property
+    def due_at(self) -> float:
+        """When the watcher thread takes the offers back if there is no further call."""
+        return self._last_call_at + IDLE_SECONDS
+
+    def stop(self) -> list[PendingCall]:
+        """Keep the caller's threads from the ranks until `reopen`. Return the calls to take over. For the watcher thread."""
+        self._is_open = False
+        stopped = []
+        for call in list(self._calls):
+            assert call.direct is not None  # it is set before
+            call.direct.take_rights()
+            if call.has_begun() and not call.is_over():
+                call.is_taken_over = True
+                stopped.append(call)
+            with suppress(ValueError):  # the caller's thread has just done it
+                self._calls.remove(call)
+        return stopped
+
+    def reopen(self) -> None:
+        """Let the offers hold again. For the watcher thread, as are the methods below."""
+        self._is_open = bool(self._offered)
 
     def offer(self, ranks: tuple[int, ...] | None, handles: "Sequence[RankHandle]", pool: "ProcessPool") -> None:
-        """Let the caller's threads call these ranks, and read their channels. None: all ranks."""
+        """Offer these ranks to the caller's threads, and stop reading their channels. None: all ranks. Raises OSError."""
+        idle_ranks = IdleRanks(handles, pool.slots)
         for handle in handles:
             handle.pause_messages()
-        self._offered[ranks] = IdleRanks(handles, self._wakeup, pool)
+        self._offered[ranks] = idle_ranks
+        self._last_call_at = time.monotonic()
 
     def withdraw(self) -> None:
-        """Let the watcher thread read all channels again. Raises OSError."""
+        """Take all offers back, and read the channels again. Raises OSError."""
         while self._offered:
             _, idle_ranks = self._offered.popitem()
             for handle in idle_ranks.handles:
                 handle.resume_messages()
-
-    @property
-    def are_offered(self) -> bool:
-        """Whether the caller's threads may call ranks."""
-        return bool(self._offered)
-
-    def take_over(self) -> PendingCall | None:
-        """Return the call that has begun and is not over, for the watcher thread to go on with. None: there is none."""
-        call, self._current = self._current, None
-        if call is None or not call.has_begun() or call.is_over():
-            return None
-        call.is_taken_over = True
-        return call
-
-    def close(self) -> None:
-        """Close the wake-up pipe. No thread uses the ranks any more."""
-        self._wakeup.close()
-
-
-def _receive_answers(direct: DirectCall, deadline: float) -> None:
-    """Receive the answer of each rank. Leave the rest if something else happens than that the function returns."""
-    idle_ranks = direct.idle_ranks
-    for channel, (poll, only_answer) in zip(idle_ranks.channels, idle_ranks.waits, strict=True):
-        if poll.poll(max(0.0, deadline - time.monotonic()) * 1000) != only_answer:
-            return
-        direct.received.extend(map(socket.socket.recvmsg, [channel], [READ_SIZE], [FD_ROOM], [MSG_CMSG_CLOEXEC]))
-        if not is_return_value(direct.received[-1]):
-            return

@@ -33,7 +33,7 @@ from contextlib import suppress
 from functools import partial
 
 from mpwatch.errors import LaunchError
-from mpwatch.events.types import CallStarted, WorkerStarted, WorkerSucceeded
+from mpwatch.events.types import WorkerStarted
 from mpwatch.options.spec import GroupSpec
 from mpwatch.results.failure import format_exit
 from mpwatch.results.rank_collectives import RankCollectives
@@ -54,6 +54,7 @@ from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.diagnosis.oom import OomDetector
 from mpwatch.watcher.diagnosis.peer_errors import classify_exception
 from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, cut_frames_of_mpwatch
+from mpwatch.watcher.direct_calls import DirectCalls
 from mpwatch.watcher.machine import transitions as m
 from mpwatch.watcher.machine.state_machine import StateMachine
 from mpwatch.watcher.observers.collective_monitor import CollectiveMonitor, StallCallback
@@ -71,8 +72,6 @@ from mpwatch.wire.resource_errors import with_remedy
 
 OutcomeCallback = Callable[[StateMachine], object]  # see EventLoop: on_outcome_change
 
-EVENTS_OF_CALLS = (CallStarted, WorkerSucceeded)  # that only the watcher thread publishes
-
 CRASH_HOLD_SECONDS = 0.1  # how long a crashing rank may take to answer; it cannot if the crashing thread holds the GIL
 
 NATIVE_DUMP_SECONDS = 0.05  # later than the request in Python; a rank that runs Python code answers in milliseconds
@@ -87,6 +86,7 @@ class EventLoop:
         commands: commands of the caller's threads, and the answers.
         deferred_log: log records, which the caller's thread emits.
         event_bus: events, which the caller's thread passes to the observers.
+        direct_calls: calls that threads of the caller try to make themselves.
         output: where stdout and stderr of the ranks go.
         keep_ranks: True: the ranks stay after a call, for the next call.
         on_outcome_change: called in this thread, with the state machine, when it becomes clear how an attempt ends. It is
@@ -102,6 +102,7 @@ class EventLoop:
         deferred_log: DeferredLog,
         event_bus: EventBus,
         *,
+        direct_calls: DirectCalls,
         output: RankOutput,
         keep_ranks: bool,
         on_outcome_change: OutcomeCallback,
@@ -116,7 +117,8 @@ class EventLoop:
         self._pool = ProcessPool(deferred_log, output, spec)
         self._capture_locals = spec.capture_locals
         self._commands = commands
-        self._direct_calls = commands.direct_calls
+        self._direct_calls = direct_calls
+        self._has_ended_call = False  # since idle ranks were offered for the last time
         self._event_bus = event_bus
         self._deferred_log = deferred_log
         self._oom = OomDetector(deferred_log)
@@ -149,8 +151,8 @@ class EventLoop:
                 try:
                     self._handle_events_until_finished()
                 finally:
-                    with self._direct_calls:
-                        self._direct_calls.withdraw()
+                    self._direct_calls.stop()
+                    self._direct_calls.withdraw()
             helpers_oom = self._oom.resolve_suspects()
         for group in self._groups:
             if group.call is not None:  # the ranks have ended with this call
@@ -220,17 +222,18 @@ class EventLoop:
         events = self._handle_events(self._take_commands())
         while self._unfinished_groups:
             due_times = [group.due_at for group in self._unfinished_groups]
-            deadline = min(due_times + [due_at for due_at, _, _ in self._delayed_actions[:1]])
+            due_times += [due_at for due_at, _, _ in self._delayed_actions[:1]]
+            due_times += [self._direct_calls.due_at] if self._direct_calls.are_offered else []
+            deadline = min(due_times)
             seconds = 0.0 if events else None if deadline == math.inf else deadline - time.monotonic()
             self._death_clock.start_wakeup()
             ready = self._pool.selector.wait(seconds)
-            with self._direct_calls:
-                events += self._take_over_call()
-                for read_events in ready:
-                    events += read_events()
-                self._run_due_actions()
-                events = self._handle_events(events)
-                self._offer_idle_ranks()
+            events += self._take_over_calls()
+            for read_events in ready:
+                events += read_events()
+            self._run_due_actions()
+            events = self._handle_events(events)
+            self._offer_idle_ranks()
 
     def _run_due_actions(self) -> None:
         now = time.monotonic()
@@ -268,28 +271,32 @@ class EventLoop:
                 events.append(command)
         return events
 
-    def _take_over_call(self) -> list[m.Event | CallEvent]:
-        """Go on with the call that a thread of the caller has begun, if there is one. Return what it has received."""
-        call = self._direct_calls.take_over()
-        if call is None or call.direct is None:
-            return []
-        events = self._handle_events([_make_start(call)])
-        for handle, received in zip(call.direct.idle_ranks.handles, call.direct.received, strict=False):
-            events += self._handle_messages(handle, handle.parse_messages(received))
+    def _take_over_calls(self) -> list[m.Event | CallEvent]:
+        """Go on with the calls that threads of the caller have begun. Return what they have received."""
+        events: list[m.Event | CallEvent] = []
+        for call in self._direct_calls.stop():
+            assert call.direct is not None  # the call has begun
+            events += self._handle_events([_make_start(call)])
+            for handle, received in zip(call.direct.idle_ranks.handles, call.direct.received, strict=False):
+                events += self._handle_messages(handle, handle.parse_messages(received))
         return events
 
     def _offer_idle_ranks(self) -> None:
-        """Let the caller's threads call the ranks themselves while no call is running, and nobody observes calls."""
-        groups = self._unfinished_groups
-        is_wanted = self._keep_ranks and not any(map(self._event_bus.wants, EVENTS_OF_CALLS))
-        if not (is_wanted and groups and all(group.is_idle() for group in groups)):
-            self._direct_calls.withdraw()
-        elif not self._direct_calls.are_offered:
+        """Let threads of the caller call the ranks themselves while no call is running."""
+        direct_calls, groups = self._direct_calls, self._unfinished_groups
+        are_idle = self._keep_ranks and bool(groups) and all(group.is_idle() for group in groups)
+        if not are_idle or (direct_calls.are_offered and time.monotonic() >= direct_calls.due_at):
+            direct_calls.withdraw()
+        elif self._has_ended_call and not direct_calls.is_observed():
+            self._has_ended_call = False
             for group in groups:
                 ranks = tuple(group.setups)
                 handles = [self._pool.handles[rank] for rank in ranks]
-                is_all = len(ranks) == len(self._group_by_rank)
-                self._direct_calls.offer(None if is_all else ranks, handles, self._pool)
+                # Without a memory mapping, or if a rank has something to receive first, the watcher thread makes the call.
+                with suppress(OSError):
+                    if all(handle.can_be_called_directly() for handle in handles):
+                        direct_calls.offer(None if len(ranks) == len(self._group_by_rank) else ranks, handles, self._pool)
+        direct_calls.reopen()
 
     def _on_message(self, handle: RankHandle) -> list[m.Event]:
         return self._handle_messages(handle, handle.read_messages())
@@ -656,6 +663,7 @@ class EventLoop:
             handle = self._pool.handles[rank]
             handle.observations.heartbeat = self._pool.read_heartbeat(handle)
             self._take_stacks(handle)
+        self._has_ended_call = True
         pending_call.observations = [self._get_observations(group, "")]
         group.call = None
         pending_call.is_done = True

@@ -3,25 +3,30 @@
 The caller's thread makes it. See direct_calls.py and commands.py for the two ways in which it reaches the ranks.
 """
 
+import os
 import select
+import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
-from typing import TYPE_CHECKING
+from itertools import count, repeat
+from typing import TYPE_CHECKING, Any
 
 from mpwatch.os_support.cpython_private import c_socket
-from mpwatch.os_support.descriptors import Received
+from mpwatch.os_support.descriptors import MSG_CMSG_CLOEXEC, MSG_NOSIGNAL, SIZE_OF_INT, Received
 from mpwatch.results.model import Progress
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations, make_progress
-from mpwatch.watcher.wakeup_pipe import WakeupPipe
 from mpwatch.wire.messages import HEADER, Message, MessageKind, is_whole_frame, parse_header
 from mpwatch.wire.pickling.call_payload import Payload
-from mpwatch.wire.shared_memory import HeartbeatSample
+from mpwatch.wire.shared_memory import HeartbeatSample, SlotsMemory
 
 if TYPE_CHECKING:
-    from mpwatch.watcher.processes.process_pool import ProcessPool
     from mpwatch.watcher.processes.rank_handle import RankHandle
+
+READ_SIZE = 1 << 14  # bytes; a longer answer is left to the watcher thread
+FD_ROOM = c_socket.CMSG_SPACE(SIZE_OF_INT)
+RECORD_SECONDS = 1.0  # a call of C that has taken a right records its message within microseconds
 
 
 class IdleRanks:
@@ -29,28 +34,41 @@ class IdleRanks:
 
     Args:
         handles: of the ranks, in order.
-        wakeup: is readable when the watcher thread needs the ranks.
-        pool: of the ranks.
+        slots: the memory that they share with the watcher.
     """
 
-    def __init__(self, handles: "Sequence[RankHandle]", wakeup: WakeupPipe, pool: "ProcessPool") -> None:
+    def __init__(self, handles: "Sequence[RankHandle]", slots: SlotsMemory) -> None:
         self.handles = handles
-        self.pool = pool
         self.workers = tuple(handle.observations.worker for handle in handles)
         self.channels = [handle.channel for handle in handles]
         self.exits = select.poll()
-        # For each rank: where to wait for its answer, and what `poll` returns when nothing else has happened.
+        # For each rank: where to wait for its answer, and what `poll` returns if nothing else has happened.
         self.waits: list[tuple[select.poll, list[tuple[int, int]]]] = []
         for handle in handles:
             self.exits.register(handle.process.sentinel, select.POLLIN)
             poll = select.poll()
             poll.register(handle.channel, select.POLLIN)
-            poll.register(wakeup, select.POLLIN)
             self.waits.append((poll, [(handle.channel.fileno(), select.POLLIN)]))
+        self._slots = slots
+        self._tails = [handle.observations.stderr_tail for handle in handles]
+
+    def begin_call(self) -> None:
+        """Forget the heartbeats, the reports and the stderr of the previous call."""
+        for handle in self.handles:
+            self._slots.clear_heartbeat(handle.slot)
+        for tail in self._tails:
+            tail.clear()
+
+    def read_heartbeats(self) -> list[HeartbeatSample]:
+        """Return the last heartbeat and report of each rank."""
+        return [self._slots.read_heartbeat(handle.slot) for handle in self.handles]
 
 
 class DirectCall:
     """What the caller's thread has sent and received in one call.
+
+    There is a right for each message that it may send or receive. A right is the channel itself, in a list from which one
+    call of C takes it. The watcher thread takes the rights that are left.
 
     Attributes:
         sent: the number of bytes for each rank that the call was sent to, in order.
@@ -58,14 +76,56 @@ class DirectCall:
         heartbeats: the last heartbeat and report of each rank, if all have returned.
     """
 
-    __slots__ = ("_has_returned", "heartbeats", "idle_ranks", "received", "sent")
+    __slots__ = ("_has_failed", "_has_returned", "_to_receive", "_to_send", "heartbeats", "idle_ranks", "received", "sent")
 
     def __init__(self, idle_ranks: IdleRanks) -> None:
         self.idle_ranks = idle_ranks
         self.sent: list[int] = []
         self.received: list[Received] = []
         self.heartbeats: list[HeartbeatSample] = []
+        self._to_send = idle_ranks.channels[::-1]  # the first rank is the last one in the list
+        self._to_receive = idle_ranks.channels[::-1]
         self._has_returned = False
+        self._has_failed = False
+
+    def send(self, frame: bytes, ancillary: list[Any]) -> bool:
+        """Send a message to each rank. Return False if that was not possible, or the watcher thread has taken the rights."""
+        count = len(self.idle_ranks.channels)
+        try:
+            rights = map(list.pop, repeat(self._to_send, count))
+            self.sent.extend(map(socket.socket.sendmsg, rights, repeat([frame]), repeat(ancillary), repeat(MSG_NOSIGNAL)))
+        except (OSError, IndexError):  # a rank is dying, or has closed its end; or there is no right
+            self._has_failed = True
+        return len(self.sent) == count
+
+    def receive(self, deadline: float) -> None:
+        """Receive the answer of each rank. Stop at the first rank that does anything but return."""
+        for poll, only_answer in self.idle_ranks.waits:
+            if poll.poll(max(0.0, deadline - time.monotonic()) * 1000) != only_answer:
+                return
+            try:
+                rights = map(list.pop, [self._to_receive])
+                self.received.extend(map(socket.socket.recvmsg, rights, [READ_SIZE], [FD_ROOM], [MSG_CMSG_CLOEXEC]))
+            except (OSError, IndexError):
+                self._has_failed = True
+                return
+            if not is_return_value(self.received[-1]):
+                return
+
+    def take_rights(self) -> None:
+        """Keep the caller's thread from sending and receiving anything more. The watcher thread calls this."""
+        self._take_rights(self._to_send, self.sent)
+        self._take_rights(self._to_receive, self.received)
+
+    def _take_rights(self, rights: list[socket.socket], records: list[Any]) -> None:
+        left = 0
+        with suppress(IndexError):
+            while True:
+                rights.pop()
+                left += 1
+        deadline = time.monotonic() + RECORD_SECONDS
+        while len(records) + left < len(self.idle_ranks.channels) and not self._has_failed and time.monotonic() < deadline:
+            os.sched_yield()
 
     def have_all_returned(self) -> bool:
         """Return whether the function has returned in each rank."""

@@ -28,7 +28,7 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_end_of_program, format_loss_in_other_call, format_verdict
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
-from mpwatch.watcher.diagnosis.diagnose import build_success
+from mpwatch.watcher.diagnosis.diagnose import LoadedValue, build_success, load_value
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.machine.transitions import Shutdown, StopReason
@@ -254,14 +254,12 @@ class PersistentRanks:
         if call.observations:
             return self._diagnose(watcher_thread, call.observations[0], call.lost_ranks)
         assert call.direct is not None  # it is over
-        result = build_success(
-            call.direct.idle_ranks.workers,
-            call.direct.get_bodies(),
-            call.direct.get_progress(call.started_at),
-            self._spec.logs.folder_of_run(self._event_bus.run_id) if self._spec.logs is not None else "",
-        )
+        workers = call.direct.idle_ranks.workers
+        values = {worker.rank: load_value(body) for worker, body in zip(workers, call.direct.get_bodies(), strict=True)}
+        log_dir = self._spec.logs.folder_of_run(self._event_bus.run_id) if self._spec.logs is not None else ""
+        result = build_success(workers, values, call.direct.get_progress(call.started_at), log_dir)
         if result is None:
-            return self._diagnose(watcher_thread, self._observe(call), ())
+            return self._diagnose(watcher_thread, self._observe(call), (), values)
         watcher_thread.emit_logs_and_events()
         return result
 
@@ -283,9 +281,13 @@ class PersistentRanks:
         )
 
     def _diagnose(
-        self, watcher_thread: WatcherThread, observations: AttemptObservations, lost_ranks: Sequence[int]
+        self,
+        watcher_thread: WatcherThread,
+        observations: AttemptObservations,
+        lost_ranks: Sequence[int],
+        loaded_values: Mapping[int, LoadedValue] | None = None,
     ) -> RunResult[Any]:
-        result = diagnose_attempt(observations)
+        result = diagnose_attempt(observations, loaded_values)
         if result.state is WorkerState.STOPPED and not result.reason:  # otherwise only `shut_down_at_exit` stops a call
             reason = format_loss_in_other_call(lost_ranks) if lost_ranks else format_end_of_program()
             result = replace(result, reason=reason)

@@ -152,7 +152,7 @@ class BlockingCall:
         try:
             if isinstance(command, PendingCall) and self.watcher_thread.is_running():
                 deadline = time.monotonic() + QUICK_CALL_SECONDS
-                if self.watcher_thread.commands.direct_calls.execute(command, deadline):
+                if self.watcher_thread.direct_calls.execute(command, deadline):
                     return
                 self._post_once(command)
                 if self._is_done_by(deadline, until):

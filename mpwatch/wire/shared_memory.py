@@ -21,10 +21,16 @@ import math
 import mmap
 import os
 import struct
+import sys
 import time
 from binascii import crc32
 
 from mpwatch.wire.messages import HEADER, Message, parse_header
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 # All sizes are in bytes.
 SLOT_SIZE = 1 << 20  # only pages that are written take memory
@@ -35,12 +41,15 @@ BLACK_BOX_SIZE = SLOT_SIZE - HEARTBEAT_SIZE - CALL_NUMBER.size
 # CLOCK_MONOTONIC; 0: no heartbeat yet; infinity: no heartbeat will follow. Native byte order: one store.
 HEARTBEAT_TIME = struct.Struct("d")
 REPORT_HEADER = struct.Struct("=II")  # checksum and length of the report
+NO_REPORT = struct.Struct("=dII")  # all before the report
+NO_HEARTBEAT = bytes(NO_REPORT.size)
 REPORT_START = struct.Struct("=dqqH")  # time, step, total, number of metrics
 METRIC = struct.Struct("=dH")  # value, length of the name; the name follows
 MAX_REPORT_SIZE = HEARTBEAT_SIZE - HEARTBEAT_TIME.size - REPORT_HEADER.size
 NO_COUNT = -(1 << 63)  # a step or total of None
 MAX_READS = 100  # attempts to read a complete report; writing one takes less than a microsecond
 ENCODING = ("utf-8", "surrogatepass")
+UNTRACKED: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}  # else a mapping keeps a descriptor
 
 # --- The slot ---
 
@@ -167,13 +176,17 @@ def read_heartbeat_time(fd: int, slot: int) -> float | None:
 
 def read_heartbeat(fd: int, slot: int) -> HeartbeatSample:
     """In the watcher: return the last heartbeat and report. A report with a wrong checksum is left out."""
-    size = HEARTBEAT_TIME.size + REPORT_HEADER.size  # most ranks report nothing
+    return _read_heartbeat(lambda size: os.pread(fd, size, slot * SLOT_SIZE + BLACK_BOX_SIZE))
+
+
+def _read_heartbeat(read: Callable[[int], bytes]) -> HeartbeatSample:
+    size = NO_REPORT.size  # most ranks report nothing
     for _ in range(MAX_READS):
-        data = os.pread(fd, size, slot * SLOT_SIZE + BLACK_BOX_SIZE)
+        data = read(size)
         size = HEARTBEAT_SIZE
         (heartbeat_at,) = HEARTBEAT_TIME.unpack_from(data)
         checksum, length = REPORT_HEADER.unpack_from(data, HEARTBEAT_TIME.size)
-        body = data[HEARTBEAT_TIME.size + REPORT_HEADER.size :][:length]
+        body = data[NO_REPORT.size :][:length]
         if length and len(body) == length and crc32(body) == checksum:
             return HeartbeatSample(heartbeat_at or None, _decode_report(body))
         if not length:
@@ -183,7 +196,28 @@ def read_heartbeat(fd: int, slot: int) -> HeartbeatSample:
 
 def clear_heartbeat(fd: int, slot: int) -> None:
     """In the watcher: clear the heartbeat memory of an idle rank."""
-    os.pwrite(fd, bytes(HEARTBEAT_TIME.size + REPORT_HEADER.size), slot * SLOT_SIZE + BLACK_BOX_SIZE)
+    os.pwrite(fd, NO_HEARTBEAT, slot * SLOT_SIZE + BLACK_BOX_SIZE)
+
+
+class SlotsMemory:
+    """In the watcher's process: all slots, mapped. Any thread may use it, even when the ranks are gone. Raises OSError.
+
+    Args:
+        fd: the file of the slots.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, 0, **UNTRACKED)
+
+    def clear_heartbeat(self, slot: int) -> None:
+        """Clear the heartbeat memory of an idle rank."""
+        at = slot * SLOT_SIZE + BLACK_BOX_SIZE
+        self._memory[at : at + len(NO_HEARTBEAT)] = NO_HEARTBEAT
+
+    def read_heartbeat(self, slot: int) -> HeartbeatSample:
+        """Return the last heartbeat and report of a rank."""
+        at = slot * SLOT_SIZE + BLACK_BOX_SIZE
+        return _read_heartbeat(lambda size: self._memory[at : at + size])
 
 
 def _encode_report(at: float, step: int | None, total: int | None, metrics: dict[str, float]) -> bytes:

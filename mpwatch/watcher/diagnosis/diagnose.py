@@ -15,10 +15,10 @@ Apart from that, the diagnosis is pure.
 """
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpwatch.options.worker_info import Worker
 from mpwatch.results import report as texts
@@ -66,14 +66,25 @@ DEATH_LAG_SECONDS = 0.1
 STALL_SECONDS = 5.0  # a shorter wait in a collective is usual, and not worth a word when the user interrupts the run
 
 
-def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
-    """Return the result of an attempt, or of a call, that has ended."""
+def diagnose(attempt: AttemptObservations, loaded_values: Mapping[int, "LoadedValue"] | None = None) -> RunResult[Any]:
+    """Return the result of an attempt, or of a call, that has ended.
+
+    Args:
+        attempt: what was observed.
+        loaded_values: the return values, if they have been rebuilt already.
+    """
     _correct_collectives(attempt)
     failures: Failures = {}
     values: dict[int, Any] = {}
     for rank, observed in attempt.ranks.items():
         if attempt.stop_reason is StopReason.SUCCEEDED and has_returned(attempt, observed):
-            _load_value(attempt, observed, values, failures)
+            answer = observed.answer
+            assert answer is not None  # the rank has returned
+            loaded = (loaded_values or {}).get(rank) or load_value(answer.body if answer.file is None else answer.file)
+            if loaded.error is None:
+                values[rank] = loaded.value
+            else:
+                failures[rank] = build_unloadable_value(attempt, observed, answer.stamp, loaded.error)
         elif (failure := find_failure(attempt, observed)) is not None:
             failures[rank] = failure
     failures |= _find_victims(attempt, failures)
@@ -109,28 +120,49 @@ def diagnose(attempt: AttemptObservations) -> RunResult[Any]:
     )
 
 
+class LoadedValue(NamedTuple):
+    """A return value, or why it cannot be rebuilt."""
+
+    value: Any
+    error: BaseException | None
+
+
+def load_value(content: bytes | memoryview | OSError) -> LoadedValue:
+    """Rebuild a return value. This runs user code, which may raise anything.
+
+    Args:
+        content: the body of the message RETURNED, or what came in its file. An error: the file could not be read.
+    """
+    kind = "unknown"
+    try:
+        if isinstance(content, OSError):
+            raise content
+        if content == pack_none():
+            return LoadedValue(None, None)
+        kind, unpickler = open_value(content)
+        return LoadedValue(unpickler.load(), None)
+    except decoder.ENDS_RUN:
+        raise
+    except BaseException as error:  # noqa: BLE001  from the code of the value's classes
+        return LoadedValue(None, error if error is content else explain_unloadable_value(kind, error))
+
+
 def build_success(
-    workers: tuple[Worker, ...], bodies: Iterable[bytes], progress: Mapping[int, Progress], log_dir: str
+    workers: tuple[Worker, ...], values: Mapping[int, LoadedValue], progress: Mapping[int, Progress], log_dir: str
 ) -> RunResult[Any] | None:
-    """Return the result of a call in which each rank has returned. None: a return value cannot be rebuilt; see `diagnose`.
+    """Return the result of a call in which each rank has returned. None: a value cannot be rebuilt, so `diagnose` is needed.
 
     Args:
         workers: the ranks.
-        bodies: of the message RETURNED of each rank.
-        progress: the last report of each rank, by rank.
+        values: their return values, by rank.
+        progress: their last reports, by rank.
         log_dir: the folder of the log files; empty without log files.
     """
-    values: dict[int, Any] = {}
-    try:
-        for worker, body in zip(workers, bodies, strict=True):
-            values[worker.rank] = None if body == pack_none() else open_value(body)[1].load()
-    except decoder.ENDS_RUN:
-        raise
-    except BaseException:  # noqa: BLE001  unpickling runs user code, which may raise anything
+    if any(loaded.error is not None for loaded in values.values()):
         return None
     return RunResult(
         state=WorkerState.SUCCEEDED,
-        return_values=values,
+        return_values={rank: loaded.value for rank, loaded in values.items()},
         workers=workers,
         worker_states=dict.fromkeys(values, WorkerState.SUCCEEDED),
         progress=progress,
@@ -197,24 +229,6 @@ def find_missing_ranks(attempt: AttemptObservations, result: RunResult[Any]) -> 
     }
     missing = sorted(find_ranks_outside_collectives(running))
     return [build_hang(attempt, running[rank], at, texts.KEPT_OTHER_NODES_WAITING)[1] for rank in missing]
-
-
-def _load_value(
-    attempt: AttemptObservations, observed: RankObservations, values: dict[int, Any], failures: Failures
-) -> None:
-    assert observed.answer is not None
-    rank, body, file = observed.worker.rank, observed.answer.body, observed.answer.file
-    kind = "unknown"
-    try:
-        if isinstance(file, OSError):
-            raise file
-        kind, unpickler = open_value(body if file is None else file)
-        values[rank] = unpickler.load()
-    except decoder.ENDS_RUN:
-        raise
-    except BaseException as error:  # noqa: BLE001  unpickling runs user code, which may raise anything
-        reason = error if error is file else explain_unloadable_value(kind, error)
-        failures[rank] = build_unloadable_value(attempt, observed, observed.answer.stamp, reason)
 
 
 def _find_victims(attempt: AttemptObservations, failures: Failures) -> Failures:

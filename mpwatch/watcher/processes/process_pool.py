@@ -49,6 +49,7 @@ from mpwatch.wire.resource_errors import with_remedy
 from mpwatch.wire.shared_memory import (
     SLOT_SIZE,
     HeartbeatSample,
+    SlotsMemory,
     clear_heartbeat,
     clear_slot,
     read_black_box,
@@ -79,6 +80,7 @@ class ProcessPool:
         self.selector: Selector[Any]
         self.guardian: Guardian
         self._slots: dict[int, int] = {}  # number of the slot, by rank
+        self._slots_memory: SlotsMemory | None = None  # of all ranks of a WorkerGroup
         # Each with the time when the pool began to reap the rank. At that time the rank's process group is killed.
         self._held_by_debugger: dict[RankPopen, float] = {}  # dead ranks that cannot be reaped yet
         self._killed_groups: dict[int, float] = {}  # process groups of reaped ranks that may still have members (helpers)
@@ -145,7 +147,7 @@ class ProcessPool:
             )
             # At once: from here on the end of the pool kills and reaps the rank, whatever is raised.
             handle = self.handles[worker.rank] = RankHandle(
-                worker, process, channel, stack_pipe, stdio=stdio, deferred_log=self.deferred_log
+                worker, process, channel, stack_pipe, slot=slot, stdio=stdio, deferred_log=self.deferred_log
             )
             kept.pop_all()
             self.guardian.guard(process.pid)
@@ -196,6 +198,13 @@ class ProcessPool:
     def read_heartbeat_time(self, handle: RankHandle) -> float | None:
         """Read the time of the rank's last heartbeat alone. This is faster than reading the report, too."""
         return read_heartbeat_time(self._slots_fd, self._slots[handle.observations.worker.rank])
+
+    @property
+    def slots(self) -> SlotsMemory:
+        """The memory of all ranks that have been started, mapped. Raises OSError."""
+        if self._slots_memory is None:
+            self._slots_memory = SlotsMemory(self._slots_fd)
+        return self._slots_memory
 
     def begin_call(self, handle: RankHandle) -> None:
         """Forget the heartbeats, the reports and the stderr of the previous call."""

@@ -50,6 +50,7 @@ class RankHandle:
         generation: which start of the rank this is, from 0.
         observations: what the watcher has observed of the rank in the current call.
         channel: the watcher's end of it.
+        slot: number of the rank's slot in the memory file.
         stack_parser: parses what the rank writes to the stack pipe.
         collective_sockets: over them the rank answers which collectives it has called.
         awaits_dump: whether the state machine waits for StackDumped of this rank.
@@ -62,6 +63,7 @@ class RankHandle:
         channel: socket.socket,
         stack_pipe: int,
         *,
+        slot: int,
         stdio: StdioFds,
         deferred_log: DeferredLog,
     ) -> None:
@@ -74,6 +76,7 @@ class RankHandle:
         self.collective_sockets = CollectiveSockets()
         self.awaits_dump = False
         self.channel = channel
+        self.slot = slot
         self._frames = FrameDecoder()
         # Descriptors of files that have arrived before the end of their message, in order; -1 for one that was lost.
         self._files: list[int] = []
@@ -94,6 +97,10 @@ class RankHandle:
         self._register(self.channel.fileno(), on_message)
         self._register(self._stack_pipe, on_stack_data)
         self._register(self.process.sentinel, on_exit)
+
+    def can_be_called_directly(self) -> bool:
+        """Return whether the channel is open, and the rank has received what its interpreter printed during the start."""
+        return self.channel.fileno() != -1 and not self.stack_parser.startup_output
 
     def pause_messages(self) -> None:
         """Keep the selector from returning the handler of messages until `resume_messages`."""

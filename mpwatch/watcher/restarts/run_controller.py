@@ -14,7 +14,7 @@ User code runs here. Exceptions and return values are unpickled; what their clas
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -26,7 +26,7 @@ from mpwatch.results.model import Attempt, WorkerState
 from mpwatch.results.report import format_attempts, format_verdict
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import CommandQueue, DelayedAction, RestartCommand
-from mpwatch.watcher.diagnosis.diagnose import diagnose
+from mpwatch.watcher.diagnosis.diagnose import LoadedValue, diagnose
 from mpwatch.watcher.diagnosis.failures import has_returned
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.machine.transitions import DoNotRestart, Restart, StopReason
@@ -209,11 +209,13 @@ class RunController(Generic[T]):
         self.event_bus.publish_run_ended(state, workers, restarts=restarts, reason=reason)
 
 
-def diagnose_attempt(observations: AttemptObservations) -> RunResult[Any]:
-    """Diagnose an attempt that is over, and drop what only the diagnosis needs."""
+def diagnose_attempt(
+    observations: AttemptObservations, loaded_values: Mapping[int, LoadedValue] | None = None
+) -> RunResult[Any]:
+    """Diagnose an attempt that is over, and drop what only the diagnosis needs. See `diagnose`."""
     observations.collect_stderr()
     try:
-        return diagnose(observations)
+        return diagnose(observations, loaded_values)
     finally:
         observations.drop_payloads()
 

@@ -125,9 +125,7 @@ class FdPlaceholder:
 
 # In a rank: functions and classes that came from the caller's `__main__`, by name.
 caller_definitions: dict[str, object] = {}
-# The last description of `__main__`: in the caller with its pickle, in a rank its pickle alone.
-_packed_description: tuple[dict[str, Any], bytes] = ({}, b"")
-_main_description = b""
+_main_description: tuple[dict[str, Any], bytes] = ({}, b"")  # the last one, with its pickle
 _received_fds: list[int] = []  # in a rank, during `unpack`: the descriptors of placeholders
 # In a rank, while a call is unpacked: the threads that there were before.
 _earlier_threads: list[threading.Thread] | None = None
@@ -279,12 +277,12 @@ def _dump_sections(
 
 def _pickle_main_description(main: Any) -> bytes:
     """Return the pickled attributes of `__main__` by which the workers of a DataLoader find the script."""
-    global _packed_description
+    global _main_description
     description = _describe_main(main)
-    last, packed = _packed_description
+    last, packed = _main_description
     if last != description:
         packed = pickle.dumps(description, protocol=5)
-        _packed_description = description, packed
+        _main_description = description, packed
     return packed
 
 
@@ -359,15 +357,17 @@ def is_unpacking(thread: threading.Thread) -> bool:
 
 
 def _load_main_description(stream: Any) -> None:
-    """Set the attributes of `__main__`, unless the previous call has set the same ones."""
+    """Set the attributes of `__main__`. They are unpickled only if they differ from those of the previous call."""
     global _main_description
-    if _main_description and stream.read(len(_main_description)) == _main_description:
-        return
-    stream.seek(0)
-    _set_up_main(sys.modules["__main__"], pickle.load(stream))
-    end = stream.tell()
-    stream.seek(0)
-    _main_description = stream.read(end)
+    description, packed = _main_description
+    if not packed or stream.read(len(packed)) != packed:
+        stream.seek(0)
+        description = pickle.load(stream)
+        end = stream.tell()
+        stream.seek(0)
+        packed = stream.read(end)
+        _main_description = description, packed
+    _set_up_main(sys.modules["__main__"], dict(description))
 
 
 def _set_up_main(main: Any, about: dict[str, Any]) -> None:

@@ -1,0 +1,14 @@
+"""Let `help()` of a class describe the fields that it inherits, too."""
+
+from inspect import cleandoc
+
+ATTRIBUTES = "\n\nAttributes:\n"
+
+
+def add_inherited_attributes(cls: type, base: type) -> None:
+    """Append the section "Attributes" of the base class to that of `cls`. Do nothing if Python drops docstrings (-OO)."""
+    if cls.__doc__ is None or base.__doc__ is None:
+        return
+    _, _, inherited = cleandoc(base.__doc__).partition(ATTRIBUTES)
+    own = cleandoc(cls.__doc__)
+    cls.__doc__ = own + ("\n" if ATTRIBUTES in own else ATTRIBUTES) + inherited

@@ -1,0 +1,31 @@
+"""`help()` of each public dataclass describes all its fields."""
+
+import pydoc
+import re
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+import mpwatch
+from mpwatch import events
+from mpwatch.options.spec import GroupSpec
+
+DATACLASSES = {cls for name in mpwatch.__all__ if is_dataclass(cls := getattr(mpwatch, name))}
+EVENTS = {cls for name in events.__all__ if isinstance(cls := getattr(events, name), type) and issubclass(cls, events.Event)}
+
+
+@pytest.mark.parametrize(
+    "cls", sorted((DATACLASSES | EVENTS) - {mpwatch.WorkerSpec}, key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__
+)
+def test_help_describes_each_field(cls):
+    text = pydoc.plain(pydoc.render_doc(cls))
+    assert f" |  {cls.__name__}(" in text  # the types and defaults of the fields
+    for field in fields(cls):
+        (description,) = re.findall(rf"^ \|      +{field.name}: (.*)$", text, re.MULTILINE)
+        assert description[0] not in " ."
+
+
+def test_the_options_of_run_are_those_of_a_spec():
+    """WorkerSpec refers to `mpwatch.run` for the descriptions."""
+    described = set(re.findall(r"^        (\w+): ", mpwatch.run.__doc__, re.MULTILINE))
+    assert {field.name for field in fields(mpwatch.WorkerSpec)} <= described | {field.name for field in fields(GroupSpec)}
