@@ -25,37 +25,42 @@ class Rendezvous:
     store, unless the store runs elsewhere. Any program that can reach the store can disturb the job: torch's rendezvous
     trusts its network (see the README).
 
+    Args:
+        endpoint: `host:port` of the store. The default port is 29400.
+        run_id: name of the job. Nodes with the same run_id and store form one job. The folder of logs has this name, too.
+        nnodes: number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max. It continues
+            while at least min nodes remain.
+        backend: how nodes get their group ranks. "c10d": from torch's dynamic rendezvous; nodes may join and leave.
+            "static": each node sets its own: options={"rank": 0}.
+        join_timeout: seconds within which the nodes must join. If too few nodes remain later, other nodes have this time to
+            join.
+        node_timeout: seconds without a heartbeat after which a node is lost, at least 2. A node that cannot reach the store
+            stops its ranks within this time.
+        exit_barrier_timeout: seconds that the node which serves the store waits at the end of the job, until all other nodes
+            have the result.
+        is_host: whether this node serves the store. None: it does if `endpoint` is an address of this machine.
+        local_addr: address or name under which other nodes reach this one. None: the address of the interface that leads to
+            the store.
+        secret: a secret of the nodes of this job. All messages between nodes are signed with it (HMAC). None: the value of
+            the environment variable MPWATCH_SECRET, if it is set.
+        options: further settings of the backend, with torch's names. "c10d": `last_call_timeout`, the seconds to wait for
+            more nodes once min nodes have joined (default 30). "static": `rank`.
+
     Raises TypeError or ValueError naming the argument and the value.
     """
 
     endpoint: str
-    """`host:port` of the store. The default port is 29400."""
     run_id: str
-    """Name of the job. Nodes with the same run_id and store form one job. The folder of logs has this name, too."""
     nnodes: int | tuple[int, int]
-    """Number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max. It continues while at
-    least min nodes remain."""
     _: KW_ONLY
     backend: str = "c10d"
-    """How nodes get their group ranks. "c10d": from torch's dynamic rendezvous; nodes may join and leave. "static": each
-    node sets its own: options={"rank": 0}."""
     join_timeout: float = 600.0
-    """Seconds within which the nodes must join. If too few nodes remain later, other nodes have this time to join."""
     node_timeout: float = 15.0
-    """Seconds without a heartbeat after which a node is lost, at least 2. A node that cannot reach the store stops its
-    ranks within this time."""
     exit_barrier_timeout: float = 300.0
-    """Seconds that the node which serves the store waits at the end of the job, until all other nodes have the result."""
     is_host: bool | None = None
-    """Whether this node serves the store. None: it does if `endpoint` is an address of this machine."""
     local_addr: str | None = None
-    """Address or name under which other nodes reach this one. None: the address of the interface that leads to the store."""
     secret: str | bytes | None = field(default=None, repr=False)
-    """A secret of the nodes of this job. All messages between nodes are signed with it (HMAC). None: the value of the
-    environment variable MPWATCH_SECRET, if it is set."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings of the backend, with torch's names. "c10d": `last_call_timeout`, the seconds to wait for more nodes
-    once min nodes have joined (default 30). "static": `rank`."""
 
     def __post_init__(self) -> None:
         _check_text("endpoint", self.endpoint)

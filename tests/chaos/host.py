@@ -15,6 +15,7 @@ import resource
 import signal
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -162,7 +163,11 @@ def read_process_state():
 
 def read_children():
     """Return the pids of all children, zombies included, from the kernel."""
-    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    pids = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+            pids |= set(map(int, (task / "children").read_text().split()))
+    return pids
 
 
 def read_descriptors(without):

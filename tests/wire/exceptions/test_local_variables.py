@@ -182,4 +182,4 @@ def test_the_text_of_a_variable_is_its_repr():
 
 def test_a_wrong_option_is_named():
     with pytest.raises(TypeError, match="capture_locals must be True or False"):
-        mpwatch.run(double, 1, capture_locals="yes")
+        mpwatch.run(double, 1, args=(1,), capture_locals="yes")

@@ -49,7 +49,7 @@ def local_user(thing):
         (Holder(lock).method, (), {}, "fn 'Holder.method', a method of Holder: self.thing, a _thread.lock"),
         (print, (1, Holder(lock)), {}, r"args\[1\].thing, a _thread.lock"),
         (print, (Slotted(Holder([lock])),), {}, r"args\[0\].thing.thing\[0\], a _thread.lock"),
-        (print, (), {"cfg": {"x": (lock,)}}, r"kwargs\['cfg'\]\['x'\]\[0\], a _thread.lock"),
+        (dict, (), {"cfg": {"x": (lock,)}}, r"kwargs\['cfg'\]\['x'\]\[0\], a _thread.lock"),
         (print, ((n for n in ()),), {}, r"args\[0\], a builtins.generator"),
         (lambda default=lock: default, (), {}, r"has the default \[0\], a _thread.lock"),
     ],
