@@ -73,10 +73,8 @@ class DirectCalls:
         direct = call.direct = DirectCall(idle_ranks)
         self._calls.append(call)
         is_offered = self._is_open and self._offered.get(call.ranks) is idle_ranks
-        if is_offered and not idle_ranks.exits.poll(0):
-            idle_ranks.begin_call()
-            if direct.send(frame, ancillary):
-                direct.receive(deadline)
+        if is_offered and not idle_ranks.exits.poll(0) and idle_ranks.begin_call() and direct.send(frame, ancillary):
+            direct.receive(deadline)
         if not direct.have_all_returned():
             return False
         direct.heartbeats = idle_ranks.read_heartbeats()

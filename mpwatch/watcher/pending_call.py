@@ -52,16 +52,23 @@ class IdleRanks:
         self._slots = slots
         self._tails = [handle.observations.stderr_tail for handle in handles]
 
-    def begin_call(self) -> None:
-        """Forget the heartbeats, the reports and the stderr of the previous call."""
-        for handle in self.handles:
-            self._slots.clear_heartbeat(handle.slot)
+    def begin_call(self) -> bool:
+        """Forget the heartbeats, the reports and the stderr of the previous call. Return False if the ranks have ended."""
+        try:
+            for handle in self.handles:
+                self._slots.clear_heartbeat(handle.slot)
+        except ValueError:  # the watcher thread has closed it
+            return False
         for tail in self._tails:
             tail.clear()
+        return True
 
     def read_heartbeats(self) -> list[HeartbeatSample]:
-        """Return the last heartbeat and report of each rank."""
-        return [self._slots.read_heartbeat(handle.slot) for handle in self.handles]
+        """Return the last heartbeat and report of each rank; none if all ranks have ended meanwhile."""
+        try:
+            return [self._slots.read_heartbeat(handle.slot) for handle in self.handles]
+        except ValueError:
+            return [HeartbeatSample(None, None)] * len(self.handles)
 
 
 class DirectCall:

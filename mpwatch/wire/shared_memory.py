@@ -200,10 +200,10 @@ def clear_heartbeat(fd: int, slot: int) -> None:
 
 
 class SlotsMemory:
-    """In the watcher's process: all slots, mapped. Any thread may use it, even when the ranks are gone. Raises OSError.
+    """In the watcher's process: all slots, mapped. Any thread may use it. The methods raise ValueError after `close`.
 
     Args:
-        fd: the file of the slots.
+        fd: the file of the slots. Raises OSError if it cannot be mapped.
     """
 
     def __init__(self, fd: int) -> None:
@@ -218,6 +218,10 @@ class SlotsMemory:
         """Return the last heartbeat and report of a rank."""
         at = slot * SLOT_SIZE + BLACK_BOX_SIZE
         return _read_heartbeat(lambda size: self._memory[at : at + size])
+
+    def close(self) -> None:
+        """End the mapping, and close its descriptor."""
+        self._memory.close()
 
 
 def _encode_report(at: float, step: int | None, total: int | None, metrics: dict[str, float]) -> bytes:

@@ -203,7 +203,7 @@ class ProcessPool:
     def slots(self) -> SlotsMemory:
         """The memory of all ranks that have been started, mapped. Raises OSError."""
         if self._slots_memory is None:
-            self._slots_memory = SlotsMemory(self._slots_fd)
+            self._slots_memory = self._stack.enter_context(closing(SlotsMemory(self._slots_fd)))
         return self._slots_memory
 
     def begin_call(self, handle: RankHandle) -> None:
