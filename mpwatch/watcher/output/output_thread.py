@@ -7,6 +7,7 @@ locks. One portion of bytes goes this way:
 """
 
 import math
+import select
 import threading
 import time
 from collections import deque
@@ -63,6 +64,7 @@ class OutputThread:
         self._multiplexer = OutputMultiplexer(is_line_mode=True, has_several_ranks=True)
         self._thread: threading.Thread | None = None
         self._is_held = False  # only jobs run, such as `_drain_all`
+        self._is_drained = False  # nothing was read since the last `_drain_all`; set to False before a read
         self.is_over = False  # the thread reads and writes nothing more
         self.is_reader_stalled = False  # the last wait for the reader of the caller's streams reached its time limit
 
@@ -91,7 +93,18 @@ class OutputThread:
 
         Returns False if it was not finished after so many seconds. None: no limit.
         """
-        return self._wait_for(partial(self._drain_all, with_unfinished_lines=with_unfinished_lines), timeout)
+        return not self.has_output() or self._wait_for(
+            partial(self._drain_all, with_unfinished_lines=with_unfinished_lines), timeout
+        )
+
+    def has_output(self) -> bool:
+        """Return whether there may be output to drain: in a pipe, or read and not yet written."""
+        poll = select.poll()
+        for pipe in list(self._pipes.values()):
+            if pipe.is_polled:
+                poll.register(pipe.fd, select.POLLIN)
+        # In this order: what is no longer in a pipe was read by the output thread, which has first noted that.
+        return bool(poll.poll(0)) or bool(self._jobs) or not self._is_drained
 
     def drain_ended_ranks(self, timeout: float | None) -> bool:
         """Like `drain_all`, but only for ranks for which `end_pipes` was posted. Unfinished lines of others stay unfinished.
@@ -182,6 +195,7 @@ class OutputThread:
         for stream, sink in self._sinks.items():
             if sink is not None:
                 self._call_sink(stream, sink.flush)
+        self._is_drained = with_unfinished_lines
 
     def _drain_and_stop(self) -> None:
         self._drain_all()
@@ -240,6 +254,7 @@ class OutputThread:
 
     def _read(self, pipe: OutputPipe) -> int:
         """Read and distribute one portion. Return the number of bytes; 0 if there were none."""
+        self._is_drained = False
         data = pipe.read(READ_SIZE) if pipe.is_polled else None
         if data:
             self._distribute(pipe, data)
