@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
-OPTIONAL_FLAGS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-
 
 def check_signature(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Check that `fn(*args, **kwargs)` has the right number of arguments, and the right names. Raises TypeError.
@@ -36,12 +34,16 @@ def check_signature(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
 
 
 def _takes_positional(fn: Any, count: int) -> bool:
-    """Return whether this is a simple function that takes so many positional arguments. `inspect.signature` is slow."""
+    """Return whether a function of Python takes so many positional arguments. `inspect.signature` is slow."""
     if type(fn) is not FunctionType:
         return False
     code = fn.__code__
-    least = code.co_argcount - len(fn.__defaults__ or ())
-    return least <= count <= code.co_argcount and not code.co_kwonlyargcount and not code.co_flags & OPTIONAL_FLAGS
+    has_limit = not code.co_flags & inspect.CO_VARARGS
+    return (
+        count >= code.co_argcount - len(fn.__defaults__ or ())
+        and not (has_limit and count > code.co_argcount)
+        and len(fn.__kwdefaults__ or ()) == code.co_kwonlyargcount
+    )
 
 
 def _format_signature(signature: inspect.Signature) -> str:
