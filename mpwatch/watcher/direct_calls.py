@@ -14,8 +14,8 @@ Rules:
    back after IDLE_SECONDS without a call.
 2. The caller's thread needs a right for each message that it sends or receives (pending_call.py). One call of C takes the
    right, moves the message and records it. So the records are correct wherever an exception interrupts the thread.
-3. Before the watcher thread handles events it takes all rights that are left. It does not wait for the caller's thread,
-   which may be in a signal handler. It only waits for the end of a call of C that has taken a right.
+3. Before the watcher thread handles events it takes all rights that are left. The caller's thread may be in a signal
+   handler, so the watcher thread does not wait for it. It only waits for the end of a call of C that has taken a right.
 4. A call that has begun and is not over belongs to the watcher thread as soon as its rights are taken.
 5. The caller's thread registers its call before it looks whether the ranks are offered. The watcher thread takes the offer
    back before it looks at the registered calls. So at least one of the two threads notices the other one.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mpwatch.watcher.processes.process_pool import ProcessPool
     from mpwatch.watcher.processes.rank_handle import RankHandle
 
-IDLE_SECONDS = 0.05  # an idle rank may send a message for a breakpoint or a process group, which has to wait so long
+IDLE_SECONDS = 0.05  # so long a message of an idle rank may have to wait: it may be at a breakpoint, or make a process group
 
 
 class DirectCalls:

@@ -57,7 +57,7 @@ class IdleRanks:
         try:
             for handle in self.handles:
                 self._slots.clear_heartbeat(handle.slot)
-        except ValueError:  # the watcher thread has closed it
+        except ValueError:  # the watcher thread has closed the memory
             return False
         for tail in self._tails:
             tail.clear()
@@ -74,8 +74,9 @@ class IdleRanks:
 class DirectCall:
     """What the caller's thread has sent and received in one call.
 
-    There is a right for each message that it may send or receive. A right is the channel itself, in a list from which one
-    call of C takes it. The watcher thread takes the rights that are left.
+    That thread needs a right for each message that it sends or receives. A right is a channel in a list. One call of C takes
+    it from the list, sends or receives, and records that. To stop the thread, the watcher thread takes the rights that are
+    left.
 
     Attributes:
         sent: the number of bytes for each rank that the call was sent to, in order.
@@ -190,9 +191,9 @@ class PendingCall:
     lost_ranks: tuple[int, ...] = ()
     """The ranks of other calls, or without a call, whose loss has ended this call."""
     number: int = field(default_factory=count(1).__next__)
-    """No other call has it. With it the ranks tell an interrupt of this call from a late one of an earlier call."""
+    """No other call of this program has this number. By it a rank knows whether an interrupt is for this call."""
     direct: DirectCall | None = None
-    """What the caller's own thread has sent and read. None: it has not tried to make the call."""
+    """What the caller's own thread has sent and received. None: it has not tried to make the call."""
     is_taken_over: bool = False
     """Whether the watcher thread goes on with a call that the caller's thread has begun."""
 
