@@ -91,7 +91,7 @@ MUTATIONS = [
         "while new := {name: definition for name, definition in",
         "if new := {name: definition for name, definition in",
     ),
-    Mutation(PICKLE_BUFFERS, "if number and data.readonly:", "if False:"),
+    Mutation(PICKLE_BUFFERS, "if buffers and data.readonly:", "if False:"),
     Mutation(MESSAGES, "if len(self._buffer) < end:", "if len(self._buffer) < HEADER.size:"),
     Mutation(RETURN_VALUES, "if cls not in self.known:", "if True:"),
     Mutation(JSON_CODEC, "if unknown := data.keys() - set(names):", "if unknown := set():"),
