@@ -10,6 +10,7 @@ from mpwatch.events.types import (
     CollectivesRecorded,
     Event,
     HeartbeatLate,
+    Progressed,
     RendezvousCompleted,
     Restarting,
     RunEnded,
@@ -21,6 +22,7 @@ from mpwatch.events.types import (
     WorkerStarted,
     WorkerStopped,
     WorkerSucceeded,
+    wants_progress,
 )
 
 TYPE_CHECKING = False
@@ -35,6 +37,7 @@ __all__ = [
     "Event",
     "HeartbeatLate",
     "JsonLines",
+    "Progressed",
     "RendezvousCompleted",
     "Restarting",
     "RunEnded",
@@ -47,6 +50,7 @@ __all__ = [
     "WorkerStarted",
     "WorkerStopped",
     "WorkerSucceeded",
+    "wants_progress",
     "write_chrome_trace",
 ]
 

@@ -7,8 +7,9 @@ ARCHITECTURE.md says where an event is added.
 """
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from mpwatch.events.to_json import to_json
 from mpwatch.results.collective import Collective
@@ -139,6 +140,24 @@ class HeartbeatLate(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Progressed(Event):
+    """This rank has called `mpwatch.report()`. Only observers that ask for it receive this event: see `wants_progress`.
+
+    The watcher looks at the last report of each rank four times a second, and once more at the end. A report that is
+    replaced in between has no event. `time` is the time of the report. `result.events` has no such events.
+
+    Attributes:
+        step: steps done. None: not reported.
+        total: steps to do in all. None: not reported.
+        metrics: the other numbers, by name.
+    """
+
+    step: int | None
+    total: int | None
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class WorkerSucceeded(Event):
     """The function of this rank has returned.
 
@@ -249,3 +268,21 @@ class RunEnded(Event):
     elapsed: float
     restarts: int
     reason: str
+
+
+ObserverT = TypeVar("ObserverT", bound=Callable[[Event], object])
+
+
+def wants_progress(observer: ObserverT) -> ObserverT:
+    """Let this observer receive Progressed events, too. Return the observer; so this function can be a decorator.
+
+    A class of observers can have the attribute `wants_progress = True` instead.
+
+    Raises:
+        TypeError: the observer can have no attributes, as a method cannot. Pass a function that calls it.
+    """
+    try:
+        observer.wants_progress = True  # type: ignore[attr-defined]
+    except AttributeError:
+        raise TypeError(f"wants_progress() cannot mark {observer!r:.200}; pass a function that calls it") from None
+    return observer

@@ -136,6 +136,7 @@ class BlockingCall:
         self._make_view = make_view
         self.has_view = make_view is not no_view
         self._view_driver: ViewDriver | None = None
+        self._progress_driver: ViewDriver | None = None
         self.signals = HostSignals(watcher_thread.commands, is_run=not watcher_thread.keeps_ranks)
         self._is_posted = False
         self.is_over = False
@@ -161,7 +162,9 @@ class BlockingCall:
             self._post_once(command)
             self.watcher_thread.start()
             if isinstance(command, PendingCall):
-                self._view_driver = ViewDriver(self._make_view, self.watcher_thread.commands, command)
+                commands = self.watcher_thread.commands
+                self._view_driver = ViewDriver(self._make_view, commands, command)
+                self._progress_driver = ViewDriver(self.watcher_thread.make_progress_events, commands, command)
             self._wait(until)
             self._restore_host()
         except BaseException as error:
@@ -244,7 +247,7 @@ class BlockingCall:
         """Wait for wake-ups. `Thread.join` would not do: it waits for a lock, see host_signals.py."""
         self._run_callbacks()  # for what has come before the signals were taken over
         while not (until() or self.watcher_thread.is_finished):
-            seconds = None if self._view_driver is None else self._view_driver.seconds_to_next_update()
+            seconds = min((s for d in self._drivers if (s := d.seconds_to_next_update()) is not None), default=None)
             debugger = self.watcher_thread.get_debugger(self)
             self.signals.wait_for_wakeup(seconds, () if debugger is None else debugger.connections)
             self._run_callbacks()
@@ -256,13 +259,17 @@ class BlockingCall:
             self.watcher_thread.emit_logs_and_events()
             if self._handle_ended_attempts is not None:
                 self._handle_ended_attempts()
-            if self._view_driver is not None:
-                self._view_driver.update()
+            for driver in self._drivers:
+                driver.update()
             self._print_stacks()
             if (debugger := self.watcher_thread.get_debugger(self)) is not None:
                 debugger.serve(self.signals, self._view_driver)
         finally:
             self.signals.is_in_user_code = False
+
+    @property
+    def _drivers(self) -> list[ViewDriver]:
+        return [driver for driver in (self._view_driver, self._progress_driver) if driver is not None]
 
     def _print_stacks(self) -> None:
         """Print the stacks of all ranks on stderr, if a SIGQUIT has asked for them and they have come."""
@@ -274,8 +281,8 @@ class BlockingCall:
                 sys.stderr.flush()
 
     def _restore_host(self) -> None:
-        if self._view_driver is not None:
-            self._view_driver.close()
+        for driver in self._drivers:
+            driver.close()
         if self.watcher_thread.is_finished:
             self.watcher_thread.join()
         self.signals.restore()

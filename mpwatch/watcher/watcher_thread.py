@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
 from mpwatch.errors import LaunchError
-from mpwatch.events.types import CallStarted, WorkerSucceeded
+from mpwatch.events.types import CallStarted, Progressed, WorkerSucceeded
 from mpwatch.options.log_spec import default_logs
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
@@ -40,6 +40,7 @@ from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.observers.collective_monitor import StallCallback
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
+from mpwatch.watcher.observers.progress_events import ProgressEvents
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.rank_environment import build_environments, build_workers, reserve_port
 from mpwatch.watcher.restarts.restart_group import RankSetup
@@ -212,6 +213,10 @@ class WatcherThread:
                 self._event_bus.dispatch()
             finally:
                 self._emit_lock.release()
+
+    def make_progress_events(self) -> ProgressEvents | None:
+        """Return what publishes the reports of the ranks. None: no observer asks for them."""
+        return ProgressEvents(self._event_bus) if self._event_bus.wants(Progressed) else None
 
     def drain_output(self, seconds: float | None, *, with_unfinished_lines: bool = True) -> None:
         """Wait until everything that the ranks have printed so far is written. Log a warning after `seconds`."""

@@ -111,6 +111,16 @@ def observe(event: mpwatch.Event) -> None:
 
 
 mpwatch.run(train, max_restarts=3, on_event=observe)
+
+
+@events.wants_progress
+def observe_progress(event: mpwatch.Event) -> None:
+    if isinstance(event, events.Progressed):
+        assert_type(event.step, int | None)
+        assert_type(event.metrics, Mapping[str, float])
+
+
+mpwatch.run(train, on_event=observe_progress)
 farm = mpwatch.run(train, keep_going=True, check=False)
 assert_type(farm.return_values, Mapping[int, list[float]])
 assert_type(farm.dropped_values, tuple[int, ...])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from mpwatch.events.logging_observer import LogEvents
-from mpwatch.events.types import Event, RunEnded, RunStarted, StateChanged
+from mpwatch.events.types import Event, Progressed, RunEnded, RunStarted, StateChanged
 from mpwatch.options.spec import GroupSpec, Observer
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.model import WorkerState
@@ -51,7 +51,7 @@ class EventBus:
 
     def wants(self, kind: type[Event]) -> bool:
         """Return whether events of this kind are observed, logged or kept."""
-        return self._keep_events or self._is_observed(kind)
+        return (self._keep_events and kind is not Progressed) or self._is_observed(kind)
 
     def publish(
         self, kind: type[Event], ranks: Iterable[int], *, at: float | None = None, attempt: int = 0, **details: Any
@@ -74,6 +74,8 @@ class EventBus:
             self.wake()
 
     def _is_observed(self, kind: type[Event]) -> bool:
+        if kind is Progressed:
+            return any(map(_wants_progress, self._observers))
         return len(self._observers) > 1 or self._log.wants(kind)
 
     def publish_run_started(self, spec: GroupSpec, *, fn: str) -> None:
@@ -138,13 +140,15 @@ class EventBus:
         """Call the observers for each queued event. Only the caller's thread may call it."""
         while self._queue:
             event = self._queue.popleft()
-            if self._keep_events:
+            if self._keep_events and not isinstance(event, Progressed):
                 self.events.append(event)
             self._notify(event)
 
     def _notify(self, event: Event) -> None:
         interrupt: BaseException | None = None
         for observer in self._observers:
+            if isinstance(event, Progressed) and not _wants_progress(observer):
+                continue
             try:
                 observer(event)
             except ENDS_RUN as error:  # the other observers receive the event first
@@ -162,3 +166,7 @@ class EventBus:
 
 def _latest_attempt(workers: Iterable[Worker]) -> int:
     return max((worker.restart_count for worker in workers), default=0)
+
+
+def _wants_progress(observer: Observer) -> bool:
+    return getattr(observer, "wants_progress", False) is True

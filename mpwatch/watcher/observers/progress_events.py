@@ -1,0 +1,48 @@
+"""Publish the reports of the ranks while they run, for observers that ask for them. Runs in the caller's thread.
+
+ViewDriver updates it like a live view: it requests the statuses of the ranks from the watcher thread.
+"""
+
+from collections.abc import Sequence
+
+from mpwatch.events.types import Progressed
+from mpwatch.results.rank_status import RankStatus
+from mpwatch.watcher.observers.event_bus import EventBus
+
+
+class ProgressEvents:
+    """A View (view_driver.py) that shows nothing, and publishes each new report.
+
+    Args:
+        event_bus: of the run or the WorkerGroup.
+    """
+
+    period = 0.25
+    terminal_restore = None
+
+    def __init__(self, event_bus: EventBus) -> None:
+        self._event_bus = event_bus
+        self._published: dict[int, float] = {}  # by rank: the time of the last report that was published
+
+    def show(self, statuses: Sequence[RankStatus]) -> None:
+        """Publish the reports that are new."""
+        for status in statuses:
+            report = status.report
+            if report is not None and report.at != self._published.get(status.rank):
+                self._published[status.rank] = report.at
+                self._event_bus.publish(
+                    Progressed,
+                    [status.rank],
+                    at=report.at,
+                    attempt=status.restart_count,
+                    step=report.step,
+                    total=report.total,
+                    metrics=report.metrics,
+                )
+
+    def pause(self) -> None:
+        """Do nothing: it shows nothing."""
+
+    def close(self, statuses: Sequence[RankStatus]) -> None:
+        """Publish the last reports."""
+        self.show(statuses)

@@ -1,0 +1,99 @@
+"""Progressed: the reports of the ranks while they run, for observers that ask for them."""
+
+import threading
+
+import pytest
+
+import mpwatch
+from mpwatch.events import JsonLines, Progressed, wants_progress
+from support.process_state import SPAWN
+from support.programs import TESTS, python
+
+
+def report_steps(go_on):
+    """Report a step, and wait until the caller has seen it, three times."""
+    for step in (1, 2, 3):
+        mpwatch.report(step=step, total=3, loss=step / 4)
+        assert go_on[step - 1].wait(60)
+
+
+def report_often():
+    for step in range(1000):
+        mpwatch.report(step=step)
+
+
+class Recorder:
+    """An observer that asks for progress, and lets the ranks go on when it has seen a step of both of them."""
+
+    wants_progress = True
+
+    def __init__(self, go_on):
+        self.seen = []
+        self.threads = set()
+        self._go_on = go_on
+
+    def __call__(self, event):
+        if isinstance(event, Progressed):
+            self.threads.add(threading.current_thread())
+            self.seen.append((event.ranks, event.step, event.total, dict(event.metrics)))
+            if sum(step == event.step for _, step, _, _ in self.seen) == 2:
+                self._go_on[event.step - 1].set()
+
+
+def expected(ranks):
+    return sorted(((number,), step, 3, {"loss": step / 4}) for number in ranks for step in (1, 2, 3))
+
+
+def test_an_observer_that_asks_for_it_sees_each_report_while_the_ranks_run():
+    go_on = [SPAWN.Event() for _ in range(3)]
+    recorder, others = Recorder(go_on), []
+    result = mpwatch.run(report_steps, 2, args=(go_on,), on_event=[recorder, others.append])
+    assert sorted(recorder.seen, key=str) == sorted(expected([0, 1]), key=str)
+    assert recorder.threads == {threading.current_thread()}
+    for events in (others, result.events):
+        assert events
+        assert not any(isinstance(event, Progressed) for event in events)
+
+
+def test_calls_of_a_group_have_them_too():
+    with mpwatch.WorkerGroup(3, on_event=(recorder := Recorder([]))) as group:
+        for ranks in ([0, 2], [1, 2]):
+            recorder._go_on[:] = [SPAWN.Event() for _ in range(3)]
+            recorder.seen.clear()
+            group.run(report_steps, [recorder._go_on], ranks=ranks)
+            assert sorted(recorder.seen, key=str) == sorted(expected(ranks), key=str)
+
+
+def test_the_last_report_of_a_short_call_is_not_lost():
+    seen = []
+
+    @wants_progress
+    def observe(event):
+        seen.append(event)
+
+    mpwatch.run(report_often, 2, on_event=observe)
+    steps = [event.step for event in seen if isinstance(event, Progressed)]
+    assert steps.count(999) == 2
+    assert len(steps) < 20
+    (event, *_) = (event for event in seen if isinstance(event, Progressed))
+    assert event.to_dict()["event"] == "progressed"
+
+
+def test_a_decorated_function_stays_the_same_function(tmp_path):
+    @wants_progress
+    def observe(event):
+        pass
+
+    assert observe.wants_progress is True
+    assert wants_progress(JsonLines(tmp_path / "events.jsonl")).wants_progress is True
+
+
+def test_what_cannot_be_marked_is_named():
+    with pytest.raises(TypeError, match=r"wants_progress\(\) cannot mark <built-in method append of list"):
+        wants_progress([].append)
+
+
+def test_the_example_shows_one_bar_for_all_ranks():
+    done = python(str(TESTS.parent / "examples" / "progress_observers.py"))
+    assert "100%" in done.stderr
+    assert "40/40" in done.stderr
