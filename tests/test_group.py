@@ -335,3 +335,16 @@ def test_the_log_gives_the_reason_for_a_restart(caplog, monkeypatch):
         "all ranks are restarted: not all of them survived the last call: a rank ended after it had returned",
         "all ranks are restarted: the last call was aborted",
     ]
+
+
+def close_descriptors_on_rank_0():
+    if functions.rank() == 0:
+        os.closerange(3, 1000)
+    return functions.rank()
+
+
+def test_a_rank_that_has_closed_its_channel_returns_and_is_lost_after_the_call():
+    with WorkerGroup(2) as group:
+        for restarts in range(3):
+            assert list(group.run(close_descriptors_on_rank_0)) == [0, 1]
+            assert [worker.restart_count for worker in group.run(mpwatch.current_worker)] == [restarts + 1] * 2

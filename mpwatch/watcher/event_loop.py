@@ -487,6 +487,7 @@ class EventLoop:
             for group in self._groups_of(event):
                 groups_to_check[group] = None
                 actions += [(group, action) for action in self._handle_event(group, event, now)]
+                self._finish_call_if_idle(group)  # a rank that has answered may exit in this wake-up
         dead_handles = [self._pool.handles[event.rank] for event in events if isinstance(event, m.Exited)]
         self._oom.add_suspects(handle.observations for handle in dead_handles if may_be_oom_kill(handle.observations))
         for group in groups_to_check:
@@ -632,8 +633,8 @@ class EventLoop:
             self._on_outcome_change(group.machine)
         if is_new_stage and stage in (m.RunStage.AWAITING_ROOT_CAUSE, m.RunStage.DUMPING_STACKS):
             self._request_collectives(group)
-        if stage is m.RunStage.IDLE and group.call is not None:
-            self._finish_call(group.call, group)
+        if stage is m.RunStage.IDLE:
+            self._finish_call_if_idle(group)
             if self._lost_ranks:
                 return [m.Abort()]
         elif self._keep_ranks and is_new_stage and stage in (m.RunStage.SHUTTING_DOWN, m.RunStage.TERMINATING):
@@ -657,16 +658,19 @@ class EventLoop:
             exited = [rank for rank, observed in group.observed.items() if observed.died_at is not None]
             self._lost_ranks = exited or sorted(group.setups)
 
-    def _finish_call(self, pending_call: PendingCall, group: RestartGroup) -> None:
-        """Answer a call after which the ranks stay."""
+    def _finish_call_if_idle(self, group: RestartGroup) -> None:
+        """Answer a call that has ended, and after which the ranks stay."""
+        call = group.call
+        if call is None or group.machine.stage is not m.RunStage.IDLE:
+            return
         for rank in group.setups:
             handle = self._pool.handles[rank]
             handle.observations.heartbeat = self._pool.read_heartbeat(handle)
             self._take_stacks(handle)
         self._has_ended_call = True
-        pending_call.observations = [self._get_observations(group, "")]
+        call.observations = [self._get_observations(group, "")]
         group.call = None
-        pending_call.is_done = True
+        call.is_done = True
         self._commands.wake_callers()
 
     def _publish_state(self) -> None:
