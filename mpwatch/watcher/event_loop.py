@@ -19,6 +19,8 @@ Guarantees:
 - The loop waits in one place, `Selector.wait`, until the earliest deadline of the state machines, a delayed restart or a
   DelayedAction. Two other waits are short and bounded. Before a restart it waits for killed helpers, the processes that
   earlier ranks had started (KILL_SECONDS). It also waits for a debugger that holds a dead rank (50 ms).
+- While ranks of a WorkerGroup are idle, the caller's threads may use their channels (direct_calls.py). In each wake-up the
+  loop first takes over what they have begun.
 - All events of one wake-up are handled before the first action is executed. So a death that is seen in the same wake-up is
   not taken for a consequence of that action.
 """
