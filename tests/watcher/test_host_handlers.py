@@ -75,7 +75,7 @@ def test_an_alarm_is_raised_wherever_it_comes(args, names):
     signal.signal(signal.SIGALRM, raise_timeout)
     mpwatch.run(functions.rank, 1)
     with pytest.raises(mpwatch.LaunchError):
-        mpwatch.run(functions.rank, 1, args=refused)
+        mpwatch.run(id, 1, args=refused)
     before = state()
     for name in names:
         n, alarm = 0, None
@@ -84,7 +84,7 @@ def test_an_alarm_is_raised_wherever_it_comes(args, names):
             outcome = "returned"
             with SignalAtLine(signal.SIGALRM, name, n) as alarm:
                 try:
-                    mpwatch.run(functions.rank, 1, args=args and refused)
+                    mpwatch.run(id if args else functions.rank, 1, args=args and refused)
                 except BaseException as error:
                     outcome = repr(error)
             if alarm.was_sent:
