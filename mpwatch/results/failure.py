@@ -122,6 +122,15 @@ def format_failure(failure: ProcessFailure) -> str:
     return f"{name_rank(failure)}: {describe_failure(failure)}"
 
 
+def format_root_cause(root: ProcessFailure) -> str:
+    """Return the verdict for this root cause."""
+    if root.is_secondary:
+        return f"no rank was seen to fail by itself; the first to report a problem with a peer: {format_failure(root)}"
+    if root.kind is FailureKind.EXCEPTION:
+        return f"{name_rank(root)} failed first: {describe_failure(root)}"
+    return f"{name_rank(root)} {describe_failure(root)}"
+
+
 def name_rank(failure: ProcessFailure) -> str:
     """Return the rank, and in a job of several nodes also its node."""
     node = "" if failure.group_rank is None else f" on node {failure.group_rank} ({failure.hostname})"

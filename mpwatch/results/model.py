@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.collective import Collective
-from mpwatch.results.failure import ProcessFailure
+from mpwatch.results.failure import ProcessFailure, format_root_cause
 
 T = TypeVar("T")
 
@@ -58,6 +58,8 @@ class Progress:
 class Attempt:
     """One start of ranks until all of them are gone: of all ranks, or of one rank that is restarted alone.
 
+    `str(attempt)` is a sentence: "first start, 1.2 s: rank 3 was killed by SIGKILL".
+
     Attributes:
         number: how often these ranks had been started before: 0 for the first attempt. The ranks know it as `restart_count`.
         ranks: global ranks.
@@ -77,6 +79,16 @@ class Attempt:
     failures: Mapping[int, ProcessFailure] = field(default_factory=dict)
     root_cause: ProcessFailure | None = None
     reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """Which start it was, and how long it took."""
+        which = f"restart {self.number}" if self.number else "first start"
+        return f"{which}, {self.elapsed:.1f} s"
+
+    def __str__(self) -> str:
+        what = self.reason or self.state.name if self.root_cause is None else format_root_cause(self.root_cause)
+        return f"{self.name}: {what}"
 
 
 @dataclass(frozen=True, repr=False)

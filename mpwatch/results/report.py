@@ -25,8 +25,7 @@ from mpwatch.results.failure import (
     FailureKind,
     ProcessFailure,
     describe_failure,
-    format_failure,
-    name_rank,
+    format_root_cause,
     summarize_exception,
 )
 from mpwatch.results.model import Attempt, Progress, RunData, WorkerState
@@ -112,16 +111,11 @@ def make_attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
     """Return the name and the verdict of each attempt. Of very many, return the first and the last, and one row that counts
     the others.
     """
-    rows = [(_name_attempt(attempt), format_verdict(attempt)) for attempt in attempts]
+    rows = [(attempt.name, format_verdict(attempt)) for attempt in attempts]
     more = len(rows) - ATTEMPT_LINES
     if more > 0:
         rows[ATTEMPT_LINES // 2 : -ATTEMPT_LINES // 2] = [("", f"and {more} more: see .attempts")]
     return rows
-
-
-def _name_attempt(attempt: Attempt) -> str:
-    name = f"restart {attempt.number}" if attempt.number else "first start"
-    return f"{name}, {attempt.elapsed:.1f} s"
 
 
 def format_verdict(result: RunData[Any] | Attempt) -> str:
@@ -130,15 +124,6 @@ def format_verdict(result: RunData[Any] | Attempt) -> str:
     if isinstance(result, RunData) and result.keep_going and result.failures:
         return f"{len(result.failures)} of {format_count(len(result.workers), 'rank')} failed; {verdict}"
     return verdict
-
-
-def format_root_cause(root: ProcessFailure) -> str:
-    """Return the verdict for this root cause."""
-    if root.is_secondary:
-        return f"no rank was seen to fail by itself; the first to report a problem with a peer: {format_failure(root)}"
-    if root.kind is FailureKind.EXCEPTION:
-        return f"{name_rank(root)} failed first: {describe_failure(root)}"
-    return f"{name_rank(root)} {describe_failure(root)}"
 
 
 def group_fates(result: RunData[Any]) -> dict[str, list[int]]:

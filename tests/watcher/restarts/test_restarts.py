@@ -45,6 +45,8 @@ def test_failed_ranks_are_restarted():
         assert attempt.root_cause is attempt.failures[1]
         assert repr(attempt.root_cause.exception) == f"ValueError('attempt {number}')"
     assert (third.number, third.state, third.failures, third.root_cause) == (2, WorkerState.SUCCEEDED, {}, None)
+    assert re.fullmatch(r"first start, \d\.\d s: rank 1 failed first: ValueError: attempt 0 \(.*\)", str(first))
+    assert re.fullmatch(r"restart 2, \d\.\d s: SUCCEEDED", str(third))
     assert first.started_at < second.started_at < third.started_at
     assert all(attempt.elapsed > 0 for attempt in result.attempts)
 
