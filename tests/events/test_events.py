@@ -21,6 +21,7 @@ from mpwatch.events import (
     Event,
     HeartbeatLate,
     JsonLines,
+    Progressed,
     RendezvousCompleted,
     Restarting,
     RunStarted,
@@ -276,7 +277,7 @@ def test_the_logging_observer_wants_only_events_of_its_level(caplog):
     caplog.set_level(logging.CRITICAL, "mpwatch")
     assert not any(log.wants(event_type) for event_type in EVENT_TYPES)
     caplog.set_level(logging.DEBUG, "mpwatch")
-    assert all(log.wants(event_type) for event_type in EVENT_TYPES)
+    assert [event_type for event_type in EVENT_TYPES if not log.wants(event_type)] == [Progressed]
 
 
 # --- JSON lines
@@ -525,6 +526,9 @@ FIELDS = {
     "max_restarts": st.just(1),
     "hostname": st.text(),
     "pid": st.integers(1),
+    "step": st.none() | st.integers(0, 9),
+    "total": st.none() | st.integers(0, 9),
+    "metrics": st.dictionaries(st.text(), st.floats()),
     "silent_seconds": st.floats(0),
     "heartbeat_timeout": st.floats(0),
     "failure": st.sampled_from([failure(0), failure(1, FailureKind.SIGNAL, signal=9, exit_code=137)]),
