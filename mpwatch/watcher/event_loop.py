@@ -519,7 +519,6 @@ class EventLoop:
         Return none if the call comes too late, since ranks are lost. Then the others are about to end, too.
         """
         ranks = set(self._group_by_rank if call.ranks is None else call.ranks)
-        # a group whose call has ended in this wake-up still has the call
         idle = [group for group in self._unfinished_groups if group.call is None and group.machine.stage is m.RunStage.IDLE]
         for group in idle:
             if group.setups.keys() == ranks:
@@ -608,11 +607,12 @@ class EventLoop:
                 m.HeartbeatRead(action.rank, beat_at=self._pool.read_heartbeat_time(handle), generation=handle.generation)
             ]
         elif isinstance(action, m.SendSignal):
-            if action.signum == signal.SIGINT:
-                assert group.call is not None
+            if action.signum != signal.SIGINT:
+                handle.process.send_signal_to_group(action.signum)
+            elif group.call is not None:
                 self._pool.interrupt_call(handle, group.call.number)
             else:
-                handle.process.send_signal_to_group(action.signum)
+                return []  # the call has ended in this wake-up
             observed.signals_sent.add(action.signum)
             observed.first_signal_at = observed.first_signal_at or time.monotonic()
         else:
