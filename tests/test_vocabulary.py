@@ -23,6 +23,7 @@ LIST = (Path(__file__).parent / "banned_words.tsv").read_text()
 ROWS = list(csv.DictReader(LIST.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE))
 CODE_SPAN = re.compile(r"``?([^`\n]+)``?")
 WORD = re.compile(r"\w+")
+FSTRING_MIDDLE = getattr(tokenize, "FSTRING_MIDDLE", None)  # a part of an f-string, from Python 3.12 on
 
 
 def files():
@@ -41,8 +42,9 @@ def names_and_text(path):
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.NAME:
             names.append((token.string, token.start[0]))
-        elif token.type in (tokenize.STRING, tokenize.COMMENT) or token.type == getattr(tokenize, "FSTRING_MIDDLE", None):
-            texts.append(token.string)
+        elif token.type in (tokenize.STRING, tokenize.COMMENT, FSTRING_MIDDLE):
+            # what stands between two parts of an f-string separates their words
+            texts.append(token.string + "{}" if token.type == FSTRING_MIDDLE else token.string)
             names += [(name, token.start[0] + line) for name, line in identifiers_in_spans(token.string)]
     return names, collapse("\n".join(texts))
 
