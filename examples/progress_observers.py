@@ -11,7 +11,7 @@ from collections.abc import Callable
 from tqdm import tqdm
 
 import mpwatch
-from mpwatch.events import Event, Progressed, wants_progress
+from mpwatch.events import Event, Progressed, RunEnded, wants_progress
 
 STEPS = 40
 
@@ -38,6 +38,8 @@ class ProgressBar:
             self.steps[event.ranks[0]] = event.step
             self.bar.update(min(self.steps.values()) - self.bar.n)
             self.bar.set_postfix(event.metrics)
+        elif isinstance(event, RunEnded):
+            self.bar.close()
 
 
 def make_tensorboard_observer(folder: str) -> Callable[[Event], None]:

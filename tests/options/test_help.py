@@ -3,6 +3,7 @@
 import pydoc
 import re
 from dataclasses import fields, is_dataclass
+from inspect import cleandoc
 
 import pytest
 
@@ -20,12 +21,13 @@ EVENTS = {cls for name in events.__all__ if isinstance(cls := getattr(events, na
 def test_help_describes_each_field(cls):
     text = pydoc.plain(pydoc.render_doc(cls))
     assert f" |  {cls.__name__}(" in text  # the types and defaults of the fields
+    _, _, descriptions = re.split(r"(Attributes|Args):\n", text, maxsplit=1)
     for field in fields(cls):
-        (description,) = re.findall(rf"^ \|      +{field.name}: (.*)$", text, re.MULTILINE)
+        description, *_ = re.findall(rf"^ \|      +{field.name}: (.*)$", descriptions, re.MULTILINE)
         assert description[0] not in " ."
 
 
 def test_the_options_of_run_are_those_of_a_spec():
     """WorkerSpec refers to `mpwatch.run` for the descriptions."""
-    described = set(re.findall(r"^        (\w+): ", mpwatch.run.__doc__, re.MULTILINE))
+    described = set(re.findall(r"^    (\w+): ", cleandoc(mpwatch.run.__doc__), re.MULTILINE))
     assert {field.name for field in fields(mpwatch.WorkerSpec)} <= described | {field.name for field in fields(GroupSpec)}
