@@ -33,7 +33,7 @@ class ProgressBar:
         self.steps: dict[int, int] = {}
 
     def __call__(self, event: Event) -> None:
-        """Advance the bar."""
+        """Advance the bar to the step that all ranks have reached."""
         if isinstance(event, Progressed) and event.step is not None:
             self.steps[event.ranks[0]] = event.step
             self.bar.update(min(self.steps.values()) - self.bar.n)

@@ -85,7 +85,7 @@ class DirectCalls:
 
     @property
     def are_offered(self) -> bool:
-        """Whether there are offers."""
+        """Whether ranks are offered to the caller's threads, and their channels are not read here."""
         return bool(self._offered)
 
     @property

@@ -178,9 +178,9 @@ class PendingCall:
 
     payload: Payload
     started_at: float
-    """In seconds of CLOCK_MONOTONIC."""
+    """When the caller made the call, in seconds of CLOCK_MONOTONIC."""
     timeout: float | None
-    """Seconds from `started_at` on."""
+    """The limit of the call, in seconds from `started_at` on. None: no limit."""
     ranks: tuple[int, ...] | None = None
     """The ranks to call, in order. None: all."""
     observations: list[AttemptObservations] = field(default_factory=list)

@@ -44,5 +44,5 @@ class ProgressEvents:
         """Do nothing: it shows nothing."""
 
     def close(self, statuses: Sequence[RankStatus]) -> None:
-        """Publish the last reports."""
+        """Publish the reports that have come since the last `show`, at the end of the call."""
         self.show(statuses)
