@@ -197,6 +197,8 @@ class EventLoop:
         for group in self._groups:
             for rank in group.setups:
                 self._start_rank(group, rank)
+        if self._keep_ranks:
+            self._pool.map_slots()
         self._publish_state()
         self._commands.wake_callers()
         try:
@@ -294,7 +296,7 @@ class EventLoop:
             for group in groups:
                 ranks = tuple(group.setups)
                 handles = [self._pool.handles[rank] for rank in ranks]
-                # Without a memory mapping, or if a rank has something to receive first, the watcher thread makes the call.
+                # If a rank has something to receive first, or an offer fails, the watcher thread makes the call.
                 with suppress(OSError):
                     if all(handle.can_be_called_directly() for handle in handles):
                         direct_calls.offer(None if len(ranks) == len(self._group_by_rank) else ranks, handles, self._pool)

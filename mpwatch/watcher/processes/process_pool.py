@@ -69,6 +69,7 @@ class ProcessPool:
         handles: of the ranks that have not been reaped or abandoned, by rank.
         selector: where the event loop waits for the ranks. It exists while the pool is open.
         guardian: kills the ranks if the host program is killed. It exists while the pool is open.
+        slots: the memory that is shared with the ranks. It exists after `map_slots`.
         deferred_log: receives warnings about ranks that are left behind.
     """
 
@@ -79,8 +80,8 @@ class ProcessPool:
         self.handles: dict[int, RankHandle] = {}
         self.selector: Selector[Any]
         self.guardian: Guardian
+        self.slots: SlotsMemory
         self._slots: dict[int, int] = {}  # number of the slot, by rank
-        self._slots_memory: SlotsMemory | None = None  # of all ranks of a WorkerGroup
         # Each with the time when the pool began to reap the rank. At that time the rank's process group is killed.
         self._held_by_debugger: dict[RankPopen, float] = {}  # dead ranks that cannot be reaped yet
         self._killed_groups: dict[int, float] = {}  # process groups of reaped ranks that may still have members (helpers)
@@ -199,12 +200,12 @@ class ProcessPool:
         """Read the time of the rank's last heartbeat alone. This is faster than reading the report, too."""
         return read_heartbeat_time(self._slots_fd, self._slots[handle.observations.worker.rank])
 
-    @property
-    def slots(self) -> SlotsMemory:
-        """The memory of all ranks that have been started, mapped. Raises OSError."""
-        if self._slots_memory is None:
-            self._slots_memory = self._stack.enter_context(closing(SlotsMemory(self._slots_fd)))
-        return self._slots_memory
+    def map_slots(self) -> None:
+        """Map the memory of all ranks that have been started. Raises LaunchError."""
+        try:
+            self.slots = self._stack.enter_context(closing(SlotsMemory(self._slots_fd)))
+        except OSError as error:
+            raise LaunchError(with_remedy("the memory of the ranks cannot be mapped", error)) from error
 
     def begin_call(self, handle: RankHandle) -> None:
         """Forget the heartbeats, the reports and the stderr of the previous call."""
