@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import Finalize
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, TypeVar
 
 from mpwatch.errors import raise_if_failed
 from mpwatch.live_view.select import select_view
 from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.per_rank import check_ranks, spread_per_rank
-from mpwatch.options.spec import GroupSpec, Nprocs, Observers, check_call
+from mpwatch.options.spec import Nprocs, Observers, PersistentGroupSpec, check_call
 from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.failure import summarize_exception
@@ -77,6 +77,9 @@ class WorkerGroup:
         preload: names of modules that the ranks import as soon as they have started, in this order, while the caller goes
             on. So the first call does not wait for `import torch`, which takes a second of CPU time on each rank. If an
             import raises, the first call fails with that exception.
+        scope: "group": if a rank is lost, all ranks are stopped, and the next call restarts all of them. Ranks that
+            communicate need this. "worker": a lost rank ends its own call and the other ranks of that call. All other ranks
+            go on. The next call that needs a lost rank restarts that rank. This cannot be combined with `backend`.
         check: False: `run` returns the result of a failed call instead of raising.
 
     Raises:
@@ -103,11 +106,12 @@ class WorkerGroup:
         stall_after: float | None = 60.0,
         backend_timeout: float | None = None,
         preload: Sequence[str] = (),
+        scope: Literal["group", "worker"] = "group",
         check: bool = True,
     ) -> None:
         check_flag("check", check)
         self._check = check
-        self._spec = GroupSpec(
+        self._spec = PersistentGroupSpec(
             nprocs=nprocs,
             backend=backend,
             env=env,
@@ -124,6 +128,7 @@ class WorkerGroup:
             stall_after=stall_after,
             backend_timeout=backend_timeout,
             preload=preload,
+            scope=scope,
         )
         self._pid = os.getpid()
         self._queue = RankQueue(len(self._all_ranks))
@@ -158,7 +163,8 @@ class WorkerGroup:
         If a rank raises, the other ranks of the call have one second to finish. If all of them finish, all ranks stay alive.
         Otherwise all ranks of the group are stopped. The same happens if a rank dies or hangs. Then other calls that run
         end, too. The next call restarts all ranks, without the content of `current_worker().state`, and logs a warning with
-        the reason. The watcher notices at once if a rank dies between two calls, with the same consequence.
+        the reason. The watcher notices at once if a rank dies between two calls, with the same consequence. With
+        scope="worker" all this holds for the ranks of the call alone.
 
         Args:
             fn: see `mpwatch.run`.

@@ -76,7 +76,7 @@ class GroupSpec:
 
     @property
     def policy(self) -> RestartPolicy:
-        """The restart policy. A WorkerGroup restarts ranks only at its next call, so its policy allows no restart."""
+        """The restart policy."""
         return RestartPolicy(0)
 
     @property
@@ -100,6 +100,26 @@ class GroupSpec:
         if callable(self.env):
             check_env_mapping("what env() returned", extra)
         return dict(extra or {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PersistentGroupSpec(GroupSpec):
+    """All options of a WorkerGroup, which documents them."""
+
+    scope: Literal["group", "worker"] = "group"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.policy.scope == "worker" and self.backend is not None:
+            raise ValueError(
+                f"scope='worker' is for ranks that do not communicate, but backend={self.backend!r} makes a process group, "
+                "which a restarted rank cannot join; leave out one of the two"
+            )
+
+    @property
+    def policy(self) -> RestartPolicy:
+        """The restart policy. A WorkerGroup restarts ranks only at its next call, so its policy allows no restart."""
+        return RestartPolicy(0, scope=self.scope)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@
     CallEvent         none
     StatusRequest     its `statuses`; any thread may wait for its `is_answered`
     StacksRequest     its `stacks`; the same
+    StartLostRanks    none
     RestartCommand    none; it is itself the answer to what the watcher thread has passed to `request_decision`
     TerminalRestore   none
     TerminalModes     none
@@ -49,6 +50,14 @@ class RestartCommand:
     """Start the ranks of a restart group again."""
 
     event: Restart
+    setups: list[tuple[Worker, dict[str, str]]]
+    """Each rank with its environment."""
+
+
+@dataclass(eq=False)
+class StartLostRanks:
+    """Start ranks of a WorkerGroup with scope="worker" again that were lost."""
+
     setups: list[tuple[Worker, dict[str, str]]]
     """Each rank with its environment."""
 
@@ -106,6 +115,7 @@ Command = (
     | TerminalRestore
     | TerminalModes
     | RestartCommand
+    | StartLostRanks
     | DelayedAction
 )
 

@@ -31,6 +31,7 @@ import platform
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import partial
 
@@ -38,6 +39,7 @@ from mpwatch.errors import LaunchError
 from mpwatch.events.types import WorkerStarted
 from mpwatch.options.spec import GroupSpec
 from mpwatch.results.failure import format_exit
+from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.commands import (
     CallEvent,
@@ -46,6 +48,7 @@ from mpwatch.watcher.commands import (
     DelayedAction,
     RestartCommand,
     StacksRequest,
+    StartLostRanks,
     StatusRequest,
     TerminalModes,
     TerminalRestore,
@@ -113,6 +116,11 @@ class EventLoop:
         self._keep_ranks = keep_ranks
         self._keep_going = spec.policy.keep_going
         setups_of_groups = [setups] if spec.policy.scope == "group" else [[setup] for setup in setups]
+        # Ranks of a WorkerGroup that do not communicate: a rank that is lost ends its own call only.
+        self._are_independent = keep_ranks and spec.policy.scope == "worker"
+        self._spec = spec
+        self._all_ranks = frozenset(worker.rank for worker, _ in setups)  # empty on several nodes
+        self._is_shutting_down = False  # a Shutdown has come, so no rank is started any more
         self._groups = [RestartGroup(spec, setups, event_bus, keep_ranks=keep_ranks) for setups in setups_of_groups]
         self._group_by_rank = {rank: group for group in self._groups for rank in group.setups}
         self._unfinished_groups = list(self._groups)
@@ -222,6 +230,24 @@ class EventLoop:
         except OSError as error:
             raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
 
+    def _start_lost_ranks(self, setups: list[RankSetup]) -> None:
+        for setup in [] if self._is_shutting_down else setups:
+            group = self._add_group(RestartGroup(self._spec, [setup], self._event_bus, keep_ranks=True))
+            self._pool.wait_for_helpers()
+            self._start_rank(group, setup[0].rank)
+
+    def _add_group(self, group: RestartGroup) -> RestartGroup:
+        self._groups.append(group)
+        self._unfinished_groups.append(group)
+        self._monitors[group] = self._make_monitor(group)
+        self._group_by_rank |= dict.fromkeys(group.setups, group)
+        return group
+
+    def _remove_group(self, group: RestartGroup) -> None:
+        self._groups.remove(group)
+        self._unfinished_groups.remove(group)
+        self._monitors.pop(group).close()
+
     def _handle_events_until_finished(self) -> None:
         events = self._handle_events(self._take_commands())
         while self._unfinished_groups:
@@ -269,9 +295,12 @@ class EventLoop:
                 # The group uses them when its machine handles the event. Commands before it may end the run.
                 self._group_of(command.event.rank).next_setups = command.setups
                 events.append(command.event)
+            elif isinstance(command, StartLostRanks):
+                self._start_lost_ranks(command.setups)
             elif isinstance(command, DelayedAction):
                 self._call_at(command.due_at, command.action)
             else:
+                self._is_shutting_down |= isinstance(command, m.Shutdown)
                 events.append(command)
         return events
 
@@ -299,7 +328,7 @@ class EventLoop:
                 # If a rank has something to receive first, or an offer fails, the watcher thread makes the call.
                 with suppress(OSError):
                     if all(handle.can_be_called_directly() for handle in handles):
-                        direct_calls.offer(None if len(ranks) == len(self._group_by_rank) else ranks, handles, self._pool)
+                        direct_calls.offer(None if len(ranks) == len(self._all_ranks) else ranks, handles, self._pool)
         direct_calls.reopen()
 
     def _on_message(self, handle: RankHandle) -> list[m.Event]:
@@ -512,33 +541,33 @@ class EventLoop:
         if not isinstance(event, CallEvent) or not self._keep_ranks:
             return list(self._unfinished_groups)
         if isinstance(event.event, m.StartCall):
-            return self._find_idle_group(event.call)
+            return self._find_idle_group(event.call, self._all_ranks if event.call.ranks is None else set(event.call.ranks))
         return [group for group in self._unfinished_groups if group.call is event.call]
 
-    def _find_idle_group(self, call: PendingCall) -> list[RestartGroup]:
-        """Return the group of idle ranks that a call needs, and divide or join groups for that.
+    def _find_idle_group(self, call: PendingCall, ranks: AbstractSet[int]) -> list[RestartGroup]:
+        """Return the group of the idle ranks that a call needs, and divide or join groups for that.
 
-        Return none if the call comes too late, since ranks are lost. Then the others are about to end, too.
+        Return none if the call comes too late, since ranks are lost. Then the others are about to end, too, unless the ranks
+        are independent.
         """
-        ranks = set(self._group_by_rank if call.ranks is None else call.ranks)
         idle = [group for group in self._unfinished_groups if group.call is None and group.machine.stage is m.RunStage.IDLE]
-        for group in idle:
-            if group.setups.keys() == ranks:
-                return [group]
-        if not ranks <= {rank for group in idle for rank in group.setups}:
+        needed = [group for group in idle if group.setups.keys() & ranks]
+        missing = ranks - {rank for group in needed for rank in group.setups}
+        if missing:
+            self._refuse(call, missing)
             return []
-        first, *others = idle
+        first, *others = needed
         for other in others:
             first.absorb(other)
-            self._groups.remove(other)
-            self._unfinished_groups.remove(other)
-            self._monitors.pop(other).close()
-        if first.setups.keys() != ranks:
-            self._groups.append(first.split(ranks))
-            self._unfinished_groups.append(self._groups[-1])
-            self._monitors[self._groups[-1]] = self._make_monitor(self._groups[-1])
-        self._group_by_rank = {rank: group for group in self._groups for rank in group.setups}
-        return [self._group_by_rank[next(iter(ranks))]]
+            self._group_by_rank |= dict.fromkeys(first.setups, first)
+            self._remove_group(other)
+        return [first if first.setups.keys() == ranks else self._add_group(first.split(ranks))]
+
+    def _refuse(self, call: PendingCall, lost: Collection[int]) -> None:
+        """Do not begin a call of independent ranks, since some of them are lost. The caller has them started again."""
+        if self._are_independent:
+            call.ranks_to_restart = tuple(sorted(lost))
+            self._commands.wake_callers()
 
     def _group_of(self, rank: int) -> RestartGroup:
         """Return the rank's group. On several nodes there is one group, and its ranks change from start to start."""
@@ -555,8 +584,9 @@ class EventLoop:
         if isinstance(event, m.Exited) and group.machine.stage is m.RunStage.IDLE:
             observed = self._pool.handles[event.rank].observations
             how = "ended" if observed.exit_code is None else format_exit(observed.exit_code)
-            text = "rank %d (pid %s) %s while it had no call; the next call restarts all ranks"
-            self._deferred_log.warning(text, event.rank, observed.pid, how)
+            which = "it" if self._are_independent else "all ranks"
+            text = "rank %d (pid %s) %s while it had no call; the next call restarts %s"
+            self._deferred_log.warning(text, event.rank, observed.pid, how, which)
         return group.handle(event, now)
 
     def _start_call(self, group: RestartGroup, call: PendingCall) -> bool:
@@ -570,6 +600,8 @@ class EventLoop:
         handles = [self._pool.handles[rank] for rank in group.setups if rank in self._pool.handles]
         is_whole = len(handles) == len(group.setups) and all(handle.observations.died_at is None for handle in handles)
         if group.machine.stage is not m.RunStage.IDLE or not is_whole:
+            alive = {handle.observations.worker.rank for handle in handles if handle.observations.died_at is None}
+            self._refuse(call, group.setups.keys() - alive)
             return False
         group.call = call
         self._monitors[group].begin_call()
@@ -641,6 +673,9 @@ class EventLoop:
             self._finish_call_if_idle(group)
             if self._lost_ranks:
                 return [m.Abort()]
+        elif self._are_independent:
+            if stage is m.RunStage.FINISHED and is_new_stage:
+                self._end_lost_ranks(group)
         elif self._keep_ranks and is_new_stage and stage in (m.RunStage.SHUTTING_DOWN, m.RunStage.TERMINATING):
             self._note_lost_ranks(group)
             return [m.Abort()]  # the ranks of a WorkerGroup end together
@@ -655,6 +690,16 @@ class EventLoop:
             if group.machine.stop_reason is not m.StopReason.SUCCEEDED and not (has_failed and self._keep_going):
                 return [m.Abort()]
         return []
+
+    def _end_lost_ranks(self, group: RestartGroup) -> None:
+        """Answer the call of independent ranks that have ended with it. Other ranks stay."""
+        group.log_exit_problems(self._deferred_log, of_run=group.call is not None)
+        call, observations = group.call, self._get_observations(group, self._oom.resolve_suspects())
+        self._remove_group(group)
+        self._publish_state()
+        if call is not None:
+            call.ended_ranks = tuple(group.setups)
+            self._answer_call(group, call, observations)
 
     def _note_lost_ranks(self, group: RestartGroup) -> None:
         """Remember which ranks end first, for the calls of other ranks that end with them."""
@@ -672,13 +717,20 @@ class EventLoop:
             handle.observations.heartbeat = self._pool.read_heartbeat(handle)
             self._take_stacks(handle)
         self._has_ended_call = True
-        call.observations = [self._get_observations(group, "")]
+        self._answer_call(group, call, self._get_observations(group, ""))
+        while self._are_independent and len(group.setups) > 1:
+            self._add_group(group.split([max(group.setups)]))
+
+    def _answer_call(self, group: RestartGroup, call: PendingCall, observations: AttemptObservations) -> None:
+        call.observations = [observations]
         group.call = None
         call.is_done = True
         self._commands.wake_callers()
 
     def _publish_state(self) -> None:
-        self._commands.state = state_of_all(self._groups)
+        may_lack_ranks = self._are_independent and not self._is_shutting_down
+        lacks_ranks = may_lack_ranks and sum(len(group.setups) for group in self._groups) < len(self._all_ranks)
+        self._commands.state = WorkerState.UNHEALTHY if lacks_ranks else state_of_all(self._groups)
         self._event_bus.change_state(self._commands.state, (worker for group in self._groups for worker in group.workers))
 
 

@@ -190,6 +190,10 @@ class PendingCall:
     are set."""
     lost_ranks: tuple[int, ...] = ()
     """The ranks of other calls, or without a call, whose loss has ended this call."""
+    ranks_to_restart: tuple[int, ...] = ()
+    """With scope="worker": the ranks that were lost before the call came. The watcher thread has not begun the call."""
+    ended_ranks: tuple[int, ...] = ()
+    """With scope="worker": the ranks that have ended with this call."""
     number: int = field(default_factory=count(1).__next__)
     """No other call of this program has this number. By it a rank knows whether an interrupt is for this call."""
     direct: DirectCall | None = None
@@ -206,8 +210,8 @@ class PendingCall:
         return self.direct is not None and handle in self.direct.idle_ranks.handles[: len(self.direct.sent)]
 
     def is_over(self) -> bool:
-        """Return whether the call has ended and the ranks stay."""
-        return self.is_done or (self.direct is not None and self.direct.have_all_returned())
+        """Return whether the call has ended, or was not begun because of lost ranks, and the other ranks stay."""
+        return self.is_done or bool(self.ranks_to_restart) or (self.direct is not None and self.direct.have_all_returned())
 
 
 def is_return_value(received: Received) -> bool:

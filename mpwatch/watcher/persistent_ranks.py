@@ -7,6 +7,9 @@ other calls, too.
 
 Each restart has a WatcherThread of its own. While there is no call that thread waits; so it notices a lost rank at once, and
 stops the others. The next call then starts all ranks again.
+
+With scope="worker" a lost rank ends its own call only. The next call that needs the rank has the same WatcherThread start
+it again. If all ranks are lost, all are started again, as above.
 """
 
 import logging
@@ -21,13 +24,14 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-from mpwatch.options.spec import GroupSpec
+from mpwatch.options.spec import PersistentGroupSpec
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.descriptors import open_standard_descriptors
 from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_end_of_program, format_loss_in_other_call, format_verdict
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
+from mpwatch.watcher.commands import StartLostRanks
 from mpwatch.watcher.diagnosis.diagnose import LoadedValue, build_success, load_value
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.handler_errors import run_until_handler_raises
@@ -49,6 +53,7 @@ BeginCall = Callable[[WatcherThread], BlockingCall | None]  # see PersistentRank
 
 LOST_WHILE_IDLE = "a rank was lost while it had no call"
 CALL_ABORTED = "the last call was aborted"
+ENDED_AT_EXIT = "the program is ending, and has ended the ranks of this WorkerGroup"
 
 
 class PersistentRanks:
@@ -58,13 +63,14 @@ class PersistentRanks:
     `start` and `close`. Any thread may read `state` and `workers`. Each call that runs alone has its own live view.
     """
 
-    def __init__(self, spec: GroupSpec, make_view: MakeView = no_view) -> None:
+    def __init__(self, spec: PersistentGroupSpec, make_view: MakeView = no_view) -> None:
         self._spec = spec
         self._make_view = make_view
         self._event_bus = EventBus(uuid.uuid4().hex, spec.observers, keep_events=False)
         self._watcher_thread: WatcherThread | None = None
-        self._restart_count = -1
+        self._restart_count = -1  # how often all ranks, or one of them, were restarted; -1: they were not started yet
         self._restart_reason = LOST_WHILE_IDLE  # for the log, if the next call has to restart the ranks
+        self._loss_reasons: dict[int, str] = {}  # the same with scope="worker", for ranks that were lost in a call
         self._process_group_version = 0  # a new one makes a new process group, after a call of all ranks that has failed
         self._joined: tuple[WatcherThread, int] | None = None  # whose ranks have made which process group
         self._is_at_exit = False
@@ -134,8 +140,12 @@ class PersistentRanks:
         has_succeeded = False
         try:
             answer = None
-            if (watcher_thread := self._watcher_thread) is not None:
-                answer = self._call(watcher_thread, PendingCall(payload, started_at, timeout, ranks), begin)
+            while answer is None and (watcher_thread := self._watcher_thread) is not None:
+                pending_call = PendingCall(payload, started_at, timeout, ranks)
+                answer = self._call(watcher_thread, pending_call, begin)
+                if not pending_call.ranks_to_restart:
+                    break
+                self._restart_lost_ranks(watcher_thread, pending_call.ranks_to_restart)
             if answer is None and ranks is not None and spec.backend is not None:
                 return None
             if answer is None:
@@ -199,10 +209,11 @@ class PersistentRanks:
 
     def _make_new_watcher_thread(self) -> WatcherThread:
         if self._is_at_exit:
-            raise RuntimeError("the program is ending, and has ended the ranks of this WorkerGroup")
+            raise RuntimeError(ENDED_AT_EXIT)
         if self._restart_count >= 0:
             log_now(logging.WARNING, "all ranks are restarted: %s", self._restart_reason)
-        watcher_thread = WatcherThread(self._spec, self._event_bus, restart_count=self._restart_count + 1, keep_ranks=True)
+        restart_count = max((worker.restart_count for worker in self.workers), default=-1) + 1
+        watcher_thread = WatcherThread(self._spec, self._event_bus, restart_count=restart_count, keep_ranks=True)
         try:
             watcher_thread.prepare()
             watcher_thread.output.use_current_streams()
@@ -214,6 +225,23 @@ class PersistentRanks:
         self.workers = watcher_thread.workers
         self._watcher_thread = watcher_thread
         return watcher_thread
+
+    def _restart_lost_ranks(self, watcher_thread: WatcherThread, ranks: Sequence[int]) -> None:
+        """Have lost ranks started again, with scope="worker". None is started if all others are lost meanwhile."""
+        if self._is_at_exit:
+            raise RuntimeError(ENDED_AT_EXIT)
+        counts = {worker.rank: worker.restart_count for worker in self.workers}
+        setups = []
+        with open_standard_descriptors():
+            for rank in ranks:
+                reason = self._loss_reasons.pop(rank, "it was lost while it had no call")
+                log_now(logging.WARNING, "rank %d is restarted: %s", rank, reason)
+                setups += run_until_handler_raises(partial(watcher_thread.prepare_restart, [rank], counts[rank] + 1))
+        with self._lock:
+            self._restart_count += len(ranks)
+            workers = {worker.rank: worker for worker in self.workers} | {worker.rank: worker for worker, _ in setups}
+            self.workers = tuple(workers.values())
+        watcher_thread.commands.post(StartLostRanks(setups))
 
     def _restart_and_call(self, pending_call: PendingCall, begin: BeginCall) -> CallOutcome:
         """Start the ranks for this call. The call is posted before they start, so a failure to start is its failure.
@@ -234,7 +262,7 @@ class PersistentRanks:
         try:
             self._execute(blocking_call, pending_call, until=pending_call.is_over)
             blocking_call.raise_error()
-            if not pending_call.observations and not pending_call.is_over():
+            if not pending_call.observations and (pending_call.ranks_to_restart or not pending_call.is_over()):
                 blocking_call.signals.deliver_received()
                 return None
             result = blocking_call.build_result(partial(self._build_result, watcher_thread, pending_call))
@@ -242,11 +270,12 @@ class PersistentRanks:
             self._restart_reason = CALL_ABORTED
             raise
         has_succeeded = not pending_call.observations or pending_call.observations[0].stop_reason is StopReason.SUCCEEDED
-        if not watcher_thread.is_finished:
+        why = "a rank ended after it had returned" if has_succeeded else format_verdict(result)
+        self._loss_reasons |= dict.fromkeys(pending_call.ended_ranks, why)
+        if not (watcher_thread.is_finished or pending_call.ended_ranks):
             # a signal may reach the ranks after the call, and end them
             self._restart_reason = CALL_ABORTED if blocking_call.signals.received else LOST_WHILE_IDLE
-        elif not pending_call.is_over() and not pending_call.lost_ranks:
-            why = "a rank ended after it had returned" if has_succeeded else format_verdict(result)
+        elif pending_call.ended_ranks or not (pending_call.is_over() or pending_call.lost_ranks):
             self._restart_reason = f"not all of them survived the last call: {why}"
         return blocking_call, result, has_succeeded
 
