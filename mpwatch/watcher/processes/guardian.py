@@ -95,6 +95,6 @@ class Guardian:
 
     def close(self) -> None:
         """Kill the guardian and reap it. No group is guarded any more."""
-        self._socket.close()
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
+        self._socket.close()  # last: a guardian that is alive takes it for the death of this process, and kills the groups

@@ -1,5 +1,6 @@
 """Tests of one real rank process and one real guardian, without the event loop."""
 
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -184,10 +186,15 @@ def test_the_guardian_kills_guarded_groups_when_its_program_dies(eventually):
         os.kill(released, signal.SIGKILL)
 
 
-def test_closing_a_guardian_kills_no_group():
+def test_closing_a_guardian_kills_no_group(eventually):
+    guarded = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"], process_group=0)
     guardian = Guardian(DeferredLog(lambda: None))
-    guardian.guard(os.getpid())
+    guardian.guard(guarded.pid)
+    eventually(lambda: not any(fcntl.ioctl(guardian._socket, termios.TIOCOUTQ, bytes(4))))  # it has read its order
     guardian.close()
+    assert guarded.poll() is None
+    guarded.kill()
+    assert guarded.wait() == -signal.SIGKILL
 
 
 def test_the_black_box_keeps_whole_frames_or_none():
