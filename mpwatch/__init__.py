@@ -10,9 +10,10 @@ TYPE_CHECKING = False  # a rank must not pay for the import of typing
 if TYPE_CHECKING:
     from mpwatch import events as events
     from mpwatch.api import main, run, submit
-    from mpwatch.errors import LaunchError, MpwatchError, RunFailedError, RunTimeoutError
+    from mpwatch.errors import ItemFailedError, LaunchError, MpwatchError, RunFailedError, RunTimeoutError
     from mpwatch.events.types import Event
     from mpwatch.group import WorkerGroup
+    from mpwatch.item_map import map as map  # noqa: A004  it does what the built-in function does
     from mpwatch.options.log_spec import LogSpec
     from mpwatch.options.per_rank import PerRank
     from mpwatch.options.rendezvous import Rendezvous
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from mpwatch.options.worker_info import Worker
     from mpwatch.results.collective import Collective, CollectiveState
     from mpwatch.results.failure import FailureKind, ProcessFailure
+    from mpwatch.results.item_failure import ItemFailure
     from mpwatch.results.model import Attempt, Progress, WorkerState
     from mpwatch.results.run_result import RunResult
     from mpwatch.run_handle import CallHandle, RunHandle
@@ -33,6 +35,8 @@ __all__ = [
     "CollectiveState",
     "Event",
     "FailureKind",
+    "ItemFailedError",
+    "ItemFailure",
     "LaunchError",
     "LogSpec",
     "MpwatchError",
@@ -53,6 +57,7 @@ __all__ = [
     "current_worker",
     "heartbeat",
     "main",
+    "map",
     "report",
     "run",
     "submit",
@@ -66,6 +71,8 @@ _HOME = {
     "CollectiveState": ".results.collective",
     "Event": ".events.types",
     "FailureKind": ".results.failure",
+    "ItemFailedError": ".errors",
+    "ItemFailure": ".results.item_failure",
     "LaunchError": ".errors",
     "LogSpec": ".options.log_spec",
     "MpwatchError": ".errors",
@@ -85,6 +92,7 @@ _HOME = {
     "current_worker": ".worker.context",
     "heartbeat": ".worker.context",
     "main": ".api",
+    "map": ".item_map",
     "report": ".worker.context",
     "run": ".api",
     "submit": ".api",

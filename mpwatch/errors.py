@@ -2,6 +2,7 @@
 
     MpwatchError <-- LaunchError
                  <-- RunFailedError <-- RunTimeoutError
+                                    <-- ItemFailedError
 
 The text of an error is made from its `result` when it is asked for.
 """
@@ -10,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from mpwatch.results.failure import FailureKind, ProcessFailure
+from mpwatch.results.item_failure import ItemFailure
 from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_fates, format_report, format_verdict
 from mpwatch.results.run_result import RunResult
@@ -88,6 +90,23 @@ class RunFailedError(MpwatchError):
         from mpwatch.results.html import make_result_table  # imported on use
 
         return make_result_table(self.result)
+
+
+class ItemFailedError(RunFailedError):
+    """An item of `mpwatch.map` failed. The `__cause__` is the exception that the function raised, if it raised one.
+
+    Args:
+        result: everything known about the call in which the item failed.
+        item_failure: the item, and what happened to it.
+    """
+
+    def __init__(self, result: RunResult[Any], item_failure: ItemFailure) -> None:
+        super().__init__(result)
+        self.args = (result, item_failure)  # for pickle
+        self.item_failure = item_failure
+
+    def __str__(self) -> str:
+        return f"item {self.item_failure.index} ({self.item_failure.item}) failed\n{super().__str__()}"
 
 
 class RunTimeoutError(RunFailedError, TimeoutError):

@@ -58,10 +58,8 @@ def test_the_next_call_that_needs_a_lost_rank_restarts_it(group, caplog):
     later = pids_of(group)
     assert {rank for rank in pids if pids[rank] != later[rank]} == {0}
     assert restart_counts(group) == [1, 0, 0]
-    assert [record.getMessage() for record in caplog.records if "restarted" in record.getMessage()] == [
-        "rank 0 is restarted: rank 0 was killed by SIGKILL (not sent by mpwatch: the out-of-memory killer, or somebody's "
-        "kill -9)"
-    ]
+    (text,) = [record.getMessage() for record in caplog.records if "restarted" in record.getMessage()]
+    assert text.startswith("rank 0 is restarted: rank 0 was killed by SIGKILL (not sent by mpwatch: ")
     assert group.state is WorkerState.HEALTHY
 
 

@@ -1,5 +1,6 @@
 """Pack a call for the ranks. If it cannot be sent, find the part that cannot be pickled and name it in the error."""
 
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,14 @@ from mpwatch.wire.resource_errors import is_resource_shortage, with_remedy
 
 def pack_call(call: Call) -> Payload:
     """Return the call as a payload that can be sent to any number of ranks. Raises LaunchError."""
-    return run_until_handler_raises(partial(_pack, _split_call(call)))
+    call = _split_call(call)
+    return run_until_handler_raises(partial(_pack, call, partial(_name_parts, call)))
+
+
+def pack_items(items: Mapping[str, Any]) -> Payload:
+    """Return items of `mpwatch.map` as a payload: the arguments of a call. Raises LaunchError, with the name of an item."""
+    call = Call(tuple, tuple(items.values()), {}, None)  # a rank never calls the function
+    return run_until_handler_raises(partial(_pack, call, items.items))
 
 
 def _split_call(call: Call) -> Call:
@@ -29,22 +37,27 @@ def _split_call(call: Call) -> Call:
     return Call(call.fn, args, kwargs, call.backend, version, backend_timeout=limit, parts=parts)
 
 
-def _pack(call: Call) -> Payload:
+def _name_parts(call: Call) -> list[tuple[str, Any]]:
+    """Return the parts of a call, each with its name for an error."""
+    parts: list[tuple[str, Any]] = [(f"fn {name_of(call.fn)!r}", call.fn)]
+    parts += [(format_argument(position), value) for position, value in enumerate(call.args)]
+    parts += [(format_argument(name), value) for name, value in call.kwargs.items()]
+    for rank, part in enumerate(call.parts):
+        parts += [(f"{format_argument(key)}.values[{rank}]", value) for key, value in part.items()]
+    return parts
+
+
+def _pack(call: Call, name_parts: Callable[[], Iterable[tuple[str, Any]]]) -> Payload:
     try:
         return pack(call)
     except Exception as error:
-        raise LaunchError(_explain_failure(call, error)) from error
+        raise LaunchError(_explain_failure(name_parts(), error)) from error
 
 
-def _explain_failure(call: Call, error: Exception) -> str:
+def _explain_failure(parts: Iterable[tuple[str, Any]], error: Exception) -> str:
     if is_resource_shortage(error):  # no argument is to blame, and each one that is tried now would fail, too
         return with_remedy("the call could not be packed", error)
-    candidates: list[tuple[str, Any]] = [(f"fn {name_of(call.fn)!r}", call.fn)]
-    candidates += [(format_argument(position), value) for position, value in enumerate(call.args)]
-    candidates += [(format_argument(name), value) for name, value in call.kwargs.items()]
-    for rank, part in enumerate(call.parts):
-        candidates += [(f"{format_argument(key)}.values[{rank}]", value) for key, value in part.items()]
-    for name, value in candidates:
+    for name, value in parts:
         if not _can_be_sent(value):
             path, part = unpicklable.find_unpicklable(name, value, probe)
             kind = f"{type(part).__module__}.{type(part).__qualname__}"

@@ -219,12 +219,13 @@ def _call_function(call: Call) -> object:
 def _pack_value(value: object, returned_at: float) -> _Failure | Returned:
     """Pickle the return value. A value that cannot be pickled is a failure at the time when the function returned."""
     try:
-        return _pickle_value(value), returned_at
+        return pickle_value(value), returned_at
     except BaseException as error:  # noqa: BLE001  from the code of the value's classes
         return _Failure(MessageKind.RAISED, error, returned_at)
 
 
-def _pickle_value(value: object) -> PickleBundle:
+def pickle_value(value: object) -> PickleBundle:
+    """Pickle a return value. Raises TypeError naming the part that cannot be pickled, MemoryError or OSError."""
     try:
         return return_values.pack(value)
     except MemoryError:

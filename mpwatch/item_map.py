@@ -1,0 +1,484 @@
+"""`map`: call a function with each item of an iterable, on ranks that get the next items as soon as they are free.
+
+    caller's thread: ItemMap --- WorkerGroup.submit: serve_items (worker/item_loop.py) ---> each rank
+                             --- items -----------------------------------------------> |  over an item channel
+                             <-- a value for each item -------------------------------- |  (wire/item_channel.py)
+
+The WorkerGroup has scope="worker". It starts the ranks, watches them, and restarts a rank that was lost.
+If a call of `serve_items` fails, the first item without a value has failed. The items after it go back to the queue
+(watcher/item_queue.py), and the rank gets another call.
+
+Items are taken and values are received only while the caller waits for the next value.
+"""
+# ruff: noqa: A001  `map` does what the built-in function does
+
+import errno
+import os
+import platform
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, fields
+from logging import WARNING
+from typing import Any, Literal, TypeVar, overload
+
+from mpwatch.errors import ItemFailedError, LaunchError, make_error
+from mpwatch.group import WorkerGroup
+from mpwatch.options.restart_policy import RestartPolicy
+from mpwatch.options.spec import Nprocs, PersistentGroupSpec, check_call
+from mpwatch.options.validation import check_count, check_flag
+from mpwatch.results.failure import FailureKind, ProcessFailure, format_failure
+from mpwatch.results.item_failure import ItemFailure
+from mpwatch.results.model import WorkerState
+from mpwatch.results.run_result import RunResult
+from mpwatch.run_handle import CallHandle
+from mpwatch.watcher.diagnosis.diagnose import load_value
+from mpwatch.watcher.item_queue import ItemQueue, Task
+from mpwatch.watcher.observers.deferred_log import log_now
+from mpwatch.watcher.pack_call import pack_items
+from mpwatch.watcher.restarts.restart_budget import FailedAttempt
+from mpwatch.watcher.wakeup_pipe import WakeupPipe
+from mpwatch.wire.item_channel import ItemKind, open_item_channel, receive_message, send_message
+from mpwatch.wire.messages import MAX_DESCRIPTORS
+from mpwatch.wire.pickling.pickle_buffers import map_bundle
+from mpwatch.wire.resource_errors import with_remedy
+from mpwatch.worker.item_loop import serve_items
+
+T = TypeVar("T")
+R = TypeVar("R")
+Outcome = tuple[int, Any]  # the index of an item, and its value or ItemFailure
+
+BUFFER_PER_RANK = 256  # items
+REPR_LENGTH = 200  # of an item in an ItemFailure
+MAX_LOSSES_AT_START = 3  # of one rank in a row, before it has loaded the function
+GROUP_OPTIONS = {field.name for field in fields(PersistentGroupSpec)}
+OTHER_OPTIONS = {"backend": "ranks of map do not communicate", "timeout": "use heartbeat_timeout, the limit for an item"} | (
+    dict.fromkeys(("scope", "check", "post_mortem", "backend_timeout", "stall_after"), "it has no meaning here")
+)
+
+
+@overload
+def map(
+    fn: Callable[[T], R],
+    items: Iterable[T],
+    nprocs: Nprocs = ...,
+    *,
+    ordered: Literal[True] = ...,
+    keep_going: Literal[False] = ...,
+    **options: Any,
+) -> Generator[R, None, None]: ...
+@overload
+def map(
+    fn: Callable[[T], R],
+    items: Iterable[T],
+    nprocs: Nprocs = ...,
+    *,
+    ordered: Literal[True] = ...,
+    keep_going: Literal[True],
+    **options: Any,
+) -> Generator[R | ItemFailure, None, None]: ...
+@overload
+def map(
+    fn: Callable[[T], R],
+    items: Iterable[T],
+    nprocs: Nprocs = ...,
+    *,
+    ordered: Literal[False],
+    keep_going: Literal[False] = ...,
+    **options: Any,
+) -> Generator[tuple[int, R], None, None]: ...
+@overload
+def map(
+    fn: Callable[[T], R],
+    items: Iterable[T],
+    nprocs: Nprocs = ...,
+    *,
+    ordered: Literal[False],
+    keep_going: Literal[True],
+    **options: Any,
+) -> Generator[tuple[int, R | ItemFailure], None, None]: ...
+
+
+def map(
+    fn: Callable[[Any], Any],
+    items: Iterable[Any],
+    nprocs: Nprocs = "auto",
+    *,
+    ordered: bool = True,
+    keep_going: bool = False,
+    chunksize: int | None = None,
+    buffersize: int | None = None,
+    max_restarts: int | None = None,
+    restart_policy: RestartPolicy | None = None,
+    **options: Any,
+) -> Generator[Any, None, None]:
+    """Call `fn(item)` for each item, on `nprocs` ranks, and yield the values.
+
+    A rank gets the next items as soon as it is free. The ranks are started at the first `next`, and stopped when the
+    iterator ends or is closed. `current_worker().state` is kept from item to item: for a model that is loaded once, for
+    example.
+
+    An item fails if the function raises, or if the process of the rank dies. That takes no other item with it: each value is
+    sent before the next item begins, and the rank is restarted. So the function is called once for each item, and more often
+    only for an item that has failed, if `max_restarts` allows it.
+
+    Items are taken from `items`, and values are received, only in `next`. Between two calls of `next` a rank has at most two
+    chunks to work on.
+
+    Args:
+        fn: a function of one argument. For more arguments use `functools.partial`, or items that are tuples.
+        items: any iterable, which may be endless. It is iterated in the caller's thread, as far as the ranks need items.
+        nprocs: number of ranks, as for `mpwatch.run`.
+        ordered: True: yield the values in the order of the items. False: yield `(index, value)` as soon as there is a value;
+            `index` counts the items from 0.
+        keep_going: True: yield an ItemFailure in the place of the value of an item that has failed. False: raise
+            ItemFailedError as soon as an item has failed. Then all ranks are stopped, and values that were not yielded are
+            dropped.
+        chunksize: number of items that are sent to a rank together. None: 1 at first, and then as many as take about 20 ms.
+        buffersize: with ordered=True, how many items may be taken beyond the one whose value is yielded next. It limits the
+            number of values that wait for the value of a slow item. None: 256 for each rank.
+        max_restarts: how many times an item is tried again after it has failed. None: 0.
+        restart_policy: the same with delays and `retry_if`: see RestartPolicy. It holds for each item by itself. `scope`,
+            `keep_going`, `reset_after` and `max_no_progress` have no effect.
+        options: the options of WorkerGroup, except `backend`, `timeout`, `scope` and others that make no sense here. The
+            limit for an item is `heartbeat_timeout`: each item begins with a heartbeat, and `fn` may send more.
+
+    Yields:
+        The values, or pairs of index and value: see `ordered`.
+
+    Raises:
+        ItemFailedError: an item failed, and `keep_going` is not set. `__cause__` is the rank's own exception.
+        RunFailedError: the ranks cannot load the function, or die before they have loaded it.
+        LaunchError: the ranks could not be started, or an item cannot be pickled.
+        TypeError, ValueError: an argument is not valid, or fn does not take one argument.
+        KeyboardInterrupt: Ctrl-C. All ranks are stopped.
+    """
+    check_call(fn, (None,), None)
+    if not isinstance(items, Iterable):
+        raise TypeError(f"items must be an iterable, not {items!r:.200}")
+    check_flag("ordered", ordered)
+    check_flag("keep_going", keep_going)
+    if chunksize is not None:
+        chunksize = check_count("chunksize", chunksize, at_least=1)
+    if buffersize is not None:
+        buffersize = check_count("buffersize", buffersize, at_least=1)
+    for name in options:
+        if name in OTHER_OPTIONS or name not in GROUP_OPTIONS:
+            reason = f": {OTHER_OPTIONS[name]}" if name in OTHER_OPTIONS else ""
+            raise TypeError(f"map() has no option {name!r}{reason}")
+    PersistentGroupSpec(nprocs=nprocs, scope="worker", **options)  # checks the values
+    queue = ItemQueue(items, chunksize=chunksize, policy=_resolve_policy(max_restarts, restart_policy))
+    item_map = ItemMap(fn, queue, buffersize if ordered else None, nprocs, options, ordered=ordered, keep_going=keep_going)
+    return item_map.run_in_order() if ordered else item_map.run()
+
+
+def _resolve_policy(max_restarts: int | None, policy: RestartPolicy | None) -> RestartPolicy:
+    if policy is None:
+        return RestartPolicy(0 if max_restarts is None else max_restarts)
+    if not isinstance(policy, RestartPolicy):
+        raise TypeError(f"restart_policy must be a RestartPolicy, not {policy!r:.200}")
+    if max_restarts is not None:
+        raise ValueError("max_restarts and restart_policy both set the number of restarts; set it in the policy only")
+    return policy
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """Items that were sent together."""
+
+    size: int
+    left: int
+    """How many of them have no value yet."""
+    began_at: float
+    """When they were sent; or later, when the rank had finished the chunk before."""
+
+
+class _Feed:
+    """A rank, and the items that it has."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.handle: CallHandle[None] | None = None  # the call of `serve_items`; None: there is none
+        self.channel: socket.socket | None = None
+        self.rank_end: socket.socket | None = None  # the rank's end of it, until the call has been sent
+        self.has_loaded = False  # whether its call has loaded the function
+        self.takes_items = False  # whether it has loaded the function, and its end of the channel was not seen to be closed
+        self.tasks: deque[Task] = deque()  # in the order in which they were sent
+        self.chunks: deque[_Chunk] = deque()  # of these tasks
+        self.losses_at_start = 0
+
+    def take_all(self) -> list[Task]:
+        """Return all items that the rank had, and forget them."""
+        tasks = list(self.tasks)
+        self.tasks.clear()
+        self.chunks.clear()
+        return tasks
+
+
+class ItemMap:
+    """One use of `map`.
+
+    Args:
+        fn: the function.
+        queue: the items.
+        buffersize: see `map`. None: the default.
+        nprocs: number of ranks.
+        options: of the WorkerGroup.
+        ordered: see `map`.
+        keep_going: see `map`.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[Any], Any],
+        queue: ItemQueue,
+        buffersize: int | None,
+        nprocs: Nprocs,
+        options: dict[str, Any],
+        *,
+        ordered: bool,
+        keep_going: bool,
+    ) -> None:
+        self._fn = fn
+        self._queue = queue
+        self._buffersize = buffersize
+        self._nprocs = nprocs
+        self._options = options
+        self._ordered = ordered
+        self._keep_going = keep_going
+        self._next_index = 0  # of the value that is yielded next, if they are yielded in order
+        self._feeds: list[_Feed] = []
+        self._ended: deque[tuple[_Feed, CallHandle[None]]] = deque()
+        self._group: WorkerGroup
+        self._selector: selectors.BaseSelector
+        self._wakeup: WakeupPipe
+
+    def run_in_order(self) -> Generator[Any, None, None]:
+        """Yield the outcomes in the order of the items."""
+        waiting: dict[int, Any] = {}
+        with closing(self.run()) as outcomes:
+            for index, outcome in outcomes:
+                waiting[index] = outcome
+                while self._next_index in waiting:
+                    self._next_index += 1
+                    yield waiting.pop(self._next_index - 1)
+
+    def run(self) -> Generator[Outcome, None, None]:
+        """Yield the index and the outcome of each item, as soon as it has one."""
+        with ExitStack() as stack:
+            self._group = stack.enter_context(
+                WorkerGroup(self._nprocs, scope="worker", check=False, **{"progress": False, **self._options})
+            )
+            self._selector = stack.enter_context(selectors.DefaultSelector())
+            self._wakeup = stack.enter_context(closing(WakeupPipe()))
+            self._selector.register(self._wakeup, selectors.EVENT_READ)
+            stack.callback(self._close_channels)
+            self._feeds = [_Feed(worker.rank) for worker in self._group.workers]
+            while self._deal():
+                yield from self._receive()
+
+    def _deal(self) -> bool:
+        """Give free ranks new items. Return False if there are neither items nor values to wait for."""
+        end = 1 << 62
+        if self._ordered:
+            end = self._next_index + (self._buffersize or BUFFER_PER_RANK * len(self._feeds))
+        may_have_items = not self._queue.is_exhausted or self._queue.has_waiting
+        for feed in self._feeds:
+            if feed.handle is None and may_have_items:
+                self._start(feed)
+        for chunks in (0, 1) if self._queue.may_prefetch else (0,):
+            for feed in self._feeds:
+                if (
+                    feed.takes_items
+                    and len(feed.chunks) == chunks
+                    and (tasks := self._queue.take_chunk(time.monotonic(), end))
+                ):
+                    self._send(feed, tasks)
+        return any(feed.tasks for feed in self._feeds) or self._queue.has_waiting or not self._queue.is_exhausted
+
+    def _start(self, feed: _Feed) -> None:
+        """Have a rank call `serve_items`. If the rank was lost, the group restarts it before."""
+        try:
+            feed.channel, feed.rank_end = open_item_channel()
+        except OSError as error:
+            raise LaunchError(with_remedy(f"items cannot be sent to rank {feed.rank}", error)) from error
+        feed.has_loaded = feed.takes_items = False
+        self._selector.register(feed.channel, selectors.EVENT_READ, feed)
+        handle = feed.handle = self._group.submit(serve_items, args=(self._fn, feed.rank_end), ranks=feed.rank)
+        handle.add_done_callback(lambda handle: self._note_end(feed, handle))
+
+    def _note_end(self, feed: _Feed, handle: Any) -> None:
+        """In the thread of the call: note that the call has ended."""
+        self._ended.append((feed, handle))
+        self._wakeup.wake()
+
+    def _send(self, feed: _Feed, tasks: Sequence[Task]) -> None:
+        assert feed.channel is not None  # it takes items
+        try:
+            payload = pack_items({f"items[{task.index}]": task.item for task in tasks})
+        except LaunchError:
+            if len(tasks) == 1:
+                raise
+            self._queue.put_back(tasks, singly=True)  # to find out which one it is
+            return
+        with closing(payload):
+            if len(payload.fds) > MAX_DESCRIPTORS and len(tasks) > 1:
+                self._queue.put_back(tasks, singly=True)
+                return
+            kind = ItemKind.ITEM if len(tasks) == 1 else ItemKind.ITEMS
+            try:
+                is_sent = send_message(feed.channel, kind, payload.body, payload.fds)
+            except OSError as error:
+                raise LaunchError(with_remedy(f"items[{tasks[0].index}] cannot be sent to the rank", error)) from error
+        if is_sent:
+            feed.tasks += tasks
+            feed.chunks.append(_Chunk(len(tasks), len(tasks), time.monotonic()))
+        else:
+            feed.takes_items = False  # its call is ending
+            self._queue.put_back(tasks)
+
+    def _receive(self) -> list[Outcome]:
+        """Wait for values, or for the end of a call. Return the outcomes that have come."""
+        outcomes: list[Outcome] = []
+        due_at = self._queue.due_at
+        for key, _ in self._selector.select(None if due_at is None else max(0.0, due_at - time.monotonic())):
+            if key.data is None:
+                self._wakeup.drain()
+            else:
+                outcomes += self._read(key.data)
+        while self._ended:
+            outcomes += self._end(*self._ended.popleft())
+        return outcomes
+
+    def _read(self, feed: _Feed) -> list[Outcome]:
+        """Read all messages that a rank has sent. There are no more than it has items."""
+        outcomes = []
+        while feed.channel is not None:
+            try:
+                message = receive_message(feed.channel)
+            except BlockingIOError:
+                break
+            if message is None:
+                self._close_channel(feed)
+                break
+            kind, body, fds = message
+            if kind is ItemKind.READY:
+                feed.has_loaded = feed.takes_items = True
+                feed.losses_at_start = 0
+                self._close_rank_end(feed)
+            elif kind is ItemKind.DIVIDE:
+                self._queue.put_back([feed.tasks.popleft() for _ in range(feed.chunks.popleft().size)], singly=True)
+            else:
+                outcomes += self._load(feed, self._take_task(feed), body, fds)
+        return outcomes
+
+    def _take_task(self, feed: _Feed) -> Task:
+        """Return the item whose value has come."""
+        chunk = feed.chunks[0]
+        chunk.left -= 1
+        if not chunk.left:
+            now = time.monotonic()
+            self._queue.add_duration(chunk.size, now - chunk.began_at)
+            feed.chunks.popleft()
+            if feed.chunks:
+                feed.chunks[0].began_at = now
+        return feed.tasks.popleft()
+
+    def _load(self, feed: _Feed, task: Task, body: bytes, fds: list[int] | None) -> list[Outcome]:
+        """Return the outcome of an item whose value has come. A value that cannot be rebuilt is a failure."""
+        content: bytes | memoryview | OSError = body
+        if fds is None:
+            content = OSError(errno.EMFILE, "the file with the value could not be received; see `ulimit -n`")
+        elif fds:
+            try:
+                content = map_bundle(fds[0])
+            except OSError as unreadable:
+                content = unreadable
+            finally:
+                os.close(fds[0])
+        loaded = load_value(content)
+        if loaded.error is None:
+            return [(task.index, loaded.value)]
+        error = loaded.error
+        worker = self._group.workers[feed.rank]
+        failure = ProcessFailure(
+            rank=worker.rank,
+            local_rank=worker.local_rank,
+            pid=None,
+            hostname=platform.node(),
+            kind=FailureKind.EXCEPTION,
+            exit_code=1,
+            exception=error,
+            summary=f"{type(error).__name__}: {error}",
+        )
+        result: RunResult[None] = RunResult(
+            WorkerState.FAILED, failures={worker.rank: failure}, root_cause=failure, workers=(worker,)
+        )
+        return self._fail(task, failure, result)
+
+    def _end(self, feed: _Feed, handle: CallHandle[None]) -> list[Outcome]:
+        """Handle the end of a call of `serve_items`. Return the outcomes of its items."""
+        outcomes = self._read(feed)
+        self._close_channel(feed)
+        feed.handle = None
+        tasks = feed.take_all()
+        result = handle.result()
+        cause = result.root_cause
+        if result.state is WorkerState.SUCCEEDED:  # fn has closed the channel, as a daemon does
+            self._queue.put_back(tasks)
+        elif cause is None:  # the program ends, for example
+            raise make_error(result)
+        elif not feed.has_loaded:
+            feed.losses_at_start += 1
+            if cause.exception is not None or feed.losses_at_start == MAX_LOSSES_AT_START:
+                raise make_error(result)
+        elif tasks:
+            self._queue.put_back(tasks[1:])
+            outcomes += self._fail(tasks[0], cause, result)
+        return outcomes
+
+    def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> list[Outcome]:
+        """Return the outcome of an item that has failed; none if it is tried again. Raises ItemFailedError."""
+        failed_attempt = FailedAttempt(cause=failure, had_heartbeat=failure.rank in result.progress)
+        decision = self._queue.fail(task, failed_attempt, time.monotonic())
+        text = _format_item(task.item)
+        if decision.delay is not None:
+            log_now(
+                WARNING,
+                "item %d (%s) is tried again (attempt %d of %d): %s",
+                *(task.index, text, task.attempts + 1, task.attempts + 1 + decision.restarts_left, format_failure(failure)),
+            )
+            return []
+        reason = decision.no_restart_reason
+        item_failure = ItemFailure(index=task.index, item=text, failure=failure, attempts=task.attempts, reason=reason)
+        if not self._keep_going:
+            raise ItemFailedError(result, item_failure)
+        return [(task.index, item_failure)]
+
+    def _close_channel(self, feed: _Feed) -> None:
+        feed.takes_items = False
+        if feed.channel is not None:
+            self._selector.unregister(feed.channel)
+            feed.channel.close()
+            feed.channel = None
+        self._close_rank_end(feed)
+
+    def _close_rank_end(self, feed: _Feed) -> None:
+        if feed.rank_end is not None:
+            feed.rank_end.close()
+            feed.rank_end = None
+
+    def _close_channels(self) -> None:
+        for feed in self._feeds:
+            self._close_channel(feed)
+
+
+def _format_item(item: object) -> str:
+    try:
+        text = repr(item)
+    except Exception as error:  # noqa: BLE001  code of the user
+        text = f"<{type(item).__qualname__} whose repr raises {type(error).__name__}>"
+    return text if len(text) <= REPR_LENGTH else f"{text[:REPR_LENGTH]}..."

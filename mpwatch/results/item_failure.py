@@ -1,0 +1,35 @@
+"""`ItemFailure`: what `mpwatch.map` knows of an item that has failed. Plain data."""
+
+from dataclasses import dataclass
+
+from mpwatch.results.failure import ProcessFailure, format_failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemFailure:
+    """An item of `mpwatch.map` for which there is no value.
+
+    Attributes:
+        index: position of the item among all items, from 0.
+        item: `repr` of the item, of 200 characters at most.
+        failure: what happened to the rank that had the item: its exception, or how its process died. See ProcessFailure.
+        attempts: how many times the function was called with the item, at least 1.
+        reason: why the item was not tried again. Empty if no restarts were asked for.
+    """
+
+    index: int
+    item: str
+    failure: ProcessFailure
+    attempts: int = 1
+    reason: str = ""
+
+    @property
+    def exception(self) -> BaseException | None:
+        """The exception that the function raised for the item. None: it raised none, or could not send it."""
+        return self.failure.exception
+
+    def __str__(self) -> str:
+        """Return a line: `item 17 ('a.txt') failed: rank 2: ValueError: ... (2 attempts)`."""
+        attempts = f" ({self.attempts} attempts)" if self.attempts > 1 else ""
+        reason = f"; {self.reason}" if self.reason else ""
+        return f"item {self.index} ({self.item}) failed: {format_failure(self.failure)}{attempts}{reason}"

@@ -1,0 +1,122 @@
+"""Which items of `mpwatch.map` a rank gets next. Pure: it has no clock and does no I/O, except that it iterates the items.
+
+    items of the user --> take_chunk --> a rank --> a value of each item
+                             ^             |
+                             |             |-- it died at the first item without a value --> fail --> give up, or later again
+                             `-------------'-- the items after that one: put_back
+
+Items are taken in this order: failed ones whose delay is over, those that were put back, new ones.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpwatch.options.restart_policy import RestartPolicy
+from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget, RestartDecision
+
+CHUNK_SECONDS = 0.02  # how long the items of a chunk should take: a chunk costs the caller about 0.2 ms
+MAX_CHUNKSIZE = 256
+GROWTH = 2  # of the chunk size from one chunk to the next, at most
+WEIGHT = 0.3  # of the latest chunk in the estimate of the time that an item takes
+
+
+@dataclass(eq=False)
+class Task:
+    """An item that has no value yet."""
+
+    index: int
+    item: Any
+    attempts: int = 0
+    """How many times it has failed."""
+    is_single: bool = False
+    """Whether it must be sent alone."""
+    budget: RestartBudget | None = None
+
+
+class ItemQueue:
+    """The items that no rank has.
+
+    Args:
+        items: iterated only as far as ranks need items.
+        chunksize: number of items for a rank at once. None: as many as take about CHUNK_SECONDS.
+        policy: how often an item is tried again, and after which failures.
+    """
+
+    def __init__(self, items: Iterable[Any], *, chunksize: int | None, policy: RestartPolicy) -> None:
+        self._new: Iterator[tuple[int, Any]] = enumerate(items)
+        self._chunksize = chunksize
+        self._policy = policy
+        self._limit = chunksize or 1
+        self._seconds_per_item: float | None = None
+        self._returned: deque[Task] = deque()
+        self._delayed: list[tuple[float, int, Task]] = []  # a heap: due time, index
+        self._next_index = 0
+        self.is_exhausted = False  # whether all items have been taken once
+
+    def take_chunk(self, now: float, end: int) -> list[Task]:
+        """Return the next items for a rank; none if there are none at present.
+
+        Args:
+            now: the time, in seconds.
+            end: no new item with this index or a greater one is taken.
+        """
+        if self._delayed and self._delayed[0][0] <= now:
+            return [heapq.heappop(self._delayed)[2]]
+        if self._returned and self._returned[0].is_single:
+            return [self._returned.popleft()]
+        chunk: list[Task] = []
+        while self._returned and not self._returned[0].is_single and len(chunk) < self._limit:
+            chunk.append(self._returned.popleft())
+        if chunk or self.is_exhausted:
+            return chunk
+        while len(chunk) < self._limit and not self.is_exhausted and self._next_index < end:
+            try:
+                index, item = next(self._new)
+            except StopIteration:
+                self.is_exhausted = True
+            else:
+                self._next_index = index + 1
+                chunk.append(Task(index, item))
+        return chunk
+
+    def put_back(self, tasks: Sequence[Task], *, singly: bool = False) -> None:
+        """Take items back that a rank has not begun, or whose values were lost. They come next."""
+        for task in reversed(tasks):
+            task.is_single = task.is_single or singly
+            self._returned.appendleft(task)
+
+    def fail(self, task: Task, failed_attempt: FailedAttempt, now: float) -> RestartDecision:
+        """Decide whether a failed item is tried again. If so, queue it. Raises what `retry_if` raises."""
+        task.attempts += 1
+        task.budget = task.budget or RestartBudget(self._policy)
+        decision = task.budget.decide(failed_attempt)
+        if decision.delay is not None:
+            heapq.heappush(self._delayed, (now + decision.delay, task.index, task))
+        return decision
+
+    def add_duration(self, count: int, seconds: float) -> None:
+        """Note that a rank has taken so long for a chunk of `count` items."""
+        latest = seconds / count
+        known = self._seconds_per_item
+        self._seconds_per_item = latest if known is None else known + WEIGHT * (latest - known)
+        if self._chunksize is None:
+            wanted = int(CHUNK_SECONDS / max(self._seconds_per_item, CHUNK_SECONDS / MAX_CHUNKSIZE))
+            self._limit = max(1, min(wanted, self._limit * GROWTH))
+
+    @property
+    def may_prefetch(self) -> bool:
+        """Whether a rank may get a chunk while it has another one: items are short, so that no other rank could be idle."""
+        return self._seconds_per_item is not None and self._seconds_per_item * self._limit <= 2 * CHUNK_SECONDS
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether items wait that have been taken before."""
+        return bool(self._returned or self._delayed)
+
+    @property
+    def due_at(self) -> float | None:
+        """When the next failed item may be tried again. None: there is none."""
+        return self._delayed[0][0] if self._delayed else None

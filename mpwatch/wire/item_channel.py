@@ -1,0 +1,74 @@
+"""The messages of `mpwatch.map` between the caller and a rank: items in one direction, their values in the other.
+
+    caller                                   rank
+      | <-------------- READY ---------------- |   the rank has loaded the function
+      | ------------ ITEM | ITEMS -----------> |   one item, or several
+      | <-------------- VALUE ---------------- |   one for each item, before the next item begins
+      | <------------- DIVIDE ---------------- |   instead, if ITEMS cannot be unpickled: send them one by one
+      | ----------- end of the stream -------> |   there are no more items
+
+They have a socket of their own, since the messages of the rank's channel go through the watcher thread. The socket keeps
+what a rank has sent before it died. So the caller knows at which item the rank died.
+
+The socket is a SOCK_SEQPACKET: it keeps messages apart. The first byte of a message is its kind. A large pickle bundle
+travels in a file, whose descriptor is sent with the message (pickling/pickle_buffers.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import socket
+
+from mpwatch.os_support.descriptors import MSG_NOSIGNAL, receive_with_fds
+from mpwatch.wire.messages import MAX_DESCRIPTORS
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    ItemMessage = tuple["ItemKind", bytes, list[int] | None]
+
+READ_SIZE = 1 << 17  # bytes; a bundle that travels in the message itself has at most half of that
+
+
+class ItemKind(enum.IntEnum):
+    """The kind of a message. A comment says what the body holds."""
+
+    READY = 1  # empty
+    ITEM = 2  # the bundle of a call whose argument is the item; empty if the first descriptor is the bundle's file
+    ITEMS = 3  # the same for several items
+    VALUE = 4  # the bundle of a value; empty if the descriptor is the bundle's file
+    DIVIDE = 5  # empty
+
+
+def open_item_channel() -> tuple[socket.socket, socket.socket]:
+    """Return the caller's end, which does not block, and the rank's end. Raises OSError."""
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own.setblocking(False)
+    return own, other
+
+
+def send_message(channel: socket.socket, kind: ItemKind, body: bytes = b"", fds: Sequence[int] = ()) -> bool:
+    """Send a message. Return False if the other end is closed. Raises OSError."""
+    try:
+        socket.send_fds(channel, [bytes([kind]), body], list(fds), MSG_NOSIGNAL)
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+    return True
+
+
+def receive_message(channel: socket.socket) -> ItemMessage | None:
+    """Return the kind, the body and the descriptors of the next message; None at the end of the stream. Raises OSError.
+
+    The receiver closes the descriptors. They are None if this process may not open so many.
+    """
+    while True:
+        try:
+            data, fds, is_cut = receive_with_fds(channel, READ_SIZE, MAX_DESCRIPTORS)
+            break
+        except ConnectionResetError:  # once, if a rank has died before it had received everything; its own messages follow
+            continue
+    while is_cut and fds:
+        os.close(fds.pop())
+    return (ItemKind(data[0]), data[1:], None if is_cut else fds) if data else None

@@ -1,0 +1,78 @@
+"""The rank's part of `mpwatch.map`: call the function with one item after another, and send each value at once.
+
+`serve_items` is the function of a call of a WorkerGroup. An item that raises ends that call. So mpwatch reports the
+exception as it reports that of any function, and the caller makes another call for the next items.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from contextlib import closing
+
+from mpwatch.wire.item_channel import ItemKind, receive_message, send_message
+from mpwatch.wire.pickling import call_payload
+from mpwatch.worker import context
+from mpwatch.worker.main import pickle_value
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+    from typing import Any
+
+
+def serve_items(fn: Callable[[Any], object], channel: socket.socket) -> None:
+    """Call `fn` with each item that the caller sends, until the caller sends no more.
+
+    Args:
+        fn: the function of `mpwatch.map`.
+        channel: this rank's end of an item channel.
+    """
+    pid = os.getpid()
+    with channel:
+        poll = select.poll()
+        poll.register(channel, select.POLLIN)
+        send_message(channel, ItemKind.READY)
+        # Not in recvmsg(2): a process that sleeps there also wakes up when the caller has read what the rank sent.
+        while poll.poll() and (items := _receive_items(channel)) is not None:
+            for item in items:
+                context.heartbeat()
+                value = _call(fn, item)
+                # The first: fn has forked, and this is the copy. The second: nobody wants the values any more.
+                if os.getpid() != pid or not _send_value(channel, value):
+                    return
+
+
+def _receive_items(channel: socket.socket) -> tuple[Any, ...] | None:
+    """Return the next items. None: there are no more. An item that cannot be unpickled raises."""
+    message = receive_message(channel)
+    if message is None:
+        return None
+    kind, body, fds = message
+    try:
+        return call_payload.unpack(body, fds, lambda _: 0).args
+    except Exception:
+        if kind is ItemKind.ITEM:
+            raise
+        send_message(channel, ItemKind.DIVIDE)
+        return ()
+
+
+def _call(fn: Callable[[Any], object], item: object) -> object:
+    try:
+        return fn(item)
+    except SystemExit as error:
+        if error.code is None or (isinstance(error.code, int) and error.code == 0):  # a success, as for `mpwatch.run`
+            return None
+        raise
+
+
+def _send_value(channel: socket.socket, value: object) -> bool:
+    """Send a value, and return whether that was possible. If it cannot be pickled, that is a failure of its item.
+
+    No heartbeat is expected until the next item.
+    """
+    with closing(pickle_value(value)) as bundle:
+        context.stop_heartbeats()
+        return send_message(channel, ItemKind.VALUE, bundle.body, [] if bundle.file is None else [bundle.file.fileno()])
