@@ -19,7 +19,7 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, fields
 from logging import WARNING
@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from mpwatch.errors import ItemFailedError, LaunchError, make_error
 from mpwatch.group import WorkerGroup
+from mpwatch.live_view.item_view import ItemView
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.spec import Nprocs, PersistentGroupSpec, check_call
 from mpwatch.options.validation import check_count, check_flag
@@ -113,6 +114,7 @@ def map(
     buffersize: int | None = None,
     max_restarts: int | None = None,
     restart_policy: RestartPolicy | None = None,
+    progress: bool | None = None,
     **options: Any,
 ) -> Generator[Any, None, None]:
     """Call `fn(item)` for each item, on `nprocs` ranks, and yield the values.
@@ -143,8 +145,10 @@ def map(
         max_restarts: how many times an item is tried again after it has failed. None: 0.
         restart_policy: the same with delays and `retry_if`: see RestartPolicy. It holds for each item by itself. `scope`,
             `keep_going`, `reset_after` and `max_no_progress` have no effect.
-        options: the options of WorkerGroup, except `backend`, `timeout`, `scope` and others that make no sense here. The
-            limit for an item is `heartbeat_timeout`: each item begins with a heartbeat, and `fn` may send more.
+        progress: progress bar of the items. None: in a terminal or a notebook, after one second. True: everywhere, from the
+            start; without a terminal, lines on stderr. False: none. The bar has a total if `items` has a length.
+        options: the other options of WorkerGroup, except `backend`, `timeout`, `scope` and others that make no sense here.
+            The limit for an item is `heartbeat_timeout`: each item begins with a heartbeat, and `fn` may send more.
 
     Yields:
         The values, or pairs of index and value: see `ordered`.
@@ -169,9 +173,18 @@ def map(
         if name in OTHER_OPTIONS or name not in GROUP_OPTIONS:
             reason = f": {OTHER_OPTIONS[name]}" if name in OTHER_OPTIONS else ""
             raise TypeError(f"map() has no option {name!r}{reason}")
-    PersistentGroupSpec(nprocs=nprocs, scope="worker", **options)  # checks the values
+    PersistentGroupSpec(nprocs=nprocs, scope="worker", progress=progress, **options)  # checks the values
     queue = ItemQueue(items, chunksize=chunksize, policy=_resolve_policy(max_restarts, restart_policy))
-    item_map = ItemMap(fn, queue, buffersize if ordered else None, nprocs, options, ordered=ordered, keep_going=keep_going)
+    total = len(items) if isinstance(items, Sized) else None
+    item_map = ItemMap(
+        fn,
+        queue,
+        lambda: ItemView(progress, total),
+        {"nprocs": nprocs, **options},
+        buffersize=buffersize,
+        ordered=ordered,
+        keep_going=keep_going,
+    )
     return item_map.run_in_order() if ordered else item_map.run()
 
 
@@ -218,15 +231,21 @@ class _Feed:
         return tasks
 
 
+class _ItemGroup(WorkerGroup):
+    def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
+        """Have the guardian write these bytes to a terminal if this process is killed. None: nothing is to be restored."""
+        self._ranks.set_terminal_restore(restore)
+
+
 class ItemMap:
     """One use of `map`.
 
     Args:
         fn: the function.
         queue: the items.
-        buffersize: see `map`. None: the default.
-        nprocs: number of ranks.
+        make_view: makes the progress bar, when the ranks are started.
         options: of the WorkerGroup.
+        buffersize: see `map`. None: the default.
         ordered: see `map`.
         keep_going: see `map`.
     """
@@ -235,24 +254,27 @@ class ItemMap:
         self,
         fn: Callable[[Any], Any],
         queue: ItemQueue,
-        buffersize: int | None,
-        nprocs: Nprocs,
+        make_view: Callable[[], ItemView],
         options: dict[str, Any],
         *,
+        buffersize: int | None,
         ordered: bool,
         keep_going: bool,
     ) -> None:
         self._fn = fn
         self._queue = queue
+        self._make_view = make_view
         self._buffersize = buffersize
-        self._nprocs = nprocs
         self._options = options
         self._ordered = ordered
         self._keep_going = keep_going
         self._next_index = 0  # of the value that is yielded next, if they are yielded in order
         self._feeds: list[_Feed] = []
         self._ended: deque[tuple[_Feed, CallHandle[None]]] = deque()
-        self._group: WorkerGroup
+        self._done_count = self._failed_count = 0
+        self._terminal_restore: tuple[str, bytes] | None = None  # that the guardian knows
+        self._group: _ItemGroup
+        self._view: ItemView
         self._selector: selectors.BaseSelector
         self._wakeup: WakeupPipe
 
@@ -269,13 +291,13 @@ class ItemMap:
     def run(self) -> Generator[Outcome, None, None]:
         """Yield the index and the outcome of each item, as soon as it has one."""
         with ExitStack() as stack:
-            self._group = stack.enter_context(
-                WorkerGroup(self._nprocs, scope="worker", check=False, **{"progress": False, **self._options})
-            )
+            self._group = stack.enter_context(_ItemGroup(scope="worker", check=False, progress=False, **self._options))
             self._selector = stack.enter_context(selectors.DefaultSelector())
             self._wakeup = stack.enter_context(closing(WakeupPipe()))
             self._selector.register(self._wakeup, selectors.EVENT_READ)
             stack.callback(self._close_channels)
+            self._view = self._make_view()
+            stack.callback(self._close_view)
             self._feeds = [_Feed(worker.rank) for worker in self._group.workers]
             while self._deal():
                 yield from self._receive()
@@ -343,15 +365,33 @@ class ItemMap:
     def _receive(self) -> list[Outcome]:
         """Wait for values, or for the end of a call. Return the outcomes that have come."""
         outcomes: list[Outcome] = []
+        self._update_view()
         due_at = self._queue.due_at
-        for key, _ in self._selector.select(None if due_at is None else max(0.0, due_at - time.monotonic())):
+        waits = [] if due_at is None else [max(0.0, due_at - time.monotonic())]
+        waits += [] if (seconds := self._view.seconds_to_next_update) is None else [seconds]
+        for key, _ in self._selector.select(min(waits, default=None)):
             if key.data is None:
                 self._wakeup.drain()
             else:
                 outcomes += self._read(key.data)
         while self._ended:
             outcomes += self._end(*self._ended.popleft())
+        self._done_count += len(outcomes)
         return outcomes
+
+    def _update_view(self) -> None:
+        self._view.update(self._done_count, self._failed_count)
+        self._post_terminal_restore()
+
+    def _close_view(self) -> None:
+        self._view.close(self._done_count, self._failed_count)
+        self._post_terminal_restore()
+
+    def _post_terminal_restore(self) -> None:
+        """Send the guardian what restores the terminal, if that has changed."""
+        if self._view.terminal_restore != self._terminal_restore:
+            self._terminal_restore = self._view.terminal_restore
+            self._group.set_terminal_restore(self._terminal_restore)
 
     def _read(self, feed: _Feed) -> list[Outcome]:
         """Read all messages that a rank has sent. There are no more than it has items."""
@@ -454,6 +494,7 @@ class ItemMap:
             return []
         reason = decision.no_restart_reason
         item_failure = ItemFailure(index=task.index, item=text, failure=failure, attempts=task.attempts, reason=reason)
+        self._failed_count += 1
         if not self._keep_going:
             raise ItemFailedError(result, item_failure)
         return [(task.index, item_failure)]

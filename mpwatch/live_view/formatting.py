@@ -77,9 +77,9 @@ def _format_progress(overall: OverallProgress) -> list[str]:
     parts = []
     if overall.step is not None:
         percent = f" ({_format_percent(overall.fraction_done)})" if overall.fraction_done is not None else ""
-        parts.append(f"step {_format_step(overall.step, overall.total)}{percent}")
+        parts.append(f"{overall.unit} {_format_step(overall.step, overall.total)}{percent}")
     if overall.rate is not None:
-        parts.append(f"{_format_number(overall.rate)} steps/s")
+        parts.append(f"{_format_number(overall.rate)} {overall.unit}s/s")
     if overall.seconds_left is not None and overall.seconds_left > 0:
         parts.append(f"{_format_seconds(overall.seconds_left)} left")
     return parts
@@ -87,6 +87,8 @@ def _format_progress(overall: OverallProgress) -> list[str]:
 
 def _format_counts(snapshot: Snapshot) -> str:
     """Return the number of ranks in each state. There are no ranks before the rendezvous of several nodes."""
+    if not snapshot.shows_ranks:
+        return ""
     if not snapshot.rows:
         return "no ranks yet: waiting for the other nodes"
     noun = "rank" if len(snapshot.rows) == 1 else "ranks"

@@ -59,6 +59,8 @@ class OverallProgress:
     report them.
     """
 
+    unit: str = "step"
+    """What is counted."""
     step: int | None = None
     total: int | None = None
     fraction_done: float | None = None
@@ -74,6 +76,8 @@ class Snapshot:
     overall: OverallProgress
     rows: Sequence[RankRow]
     """In order of rank. Empty before the rendezvous of several nodes."""
+    shows_ranks: bool = True
+    """False: only the overall progress is shown."""
 
     @property
     def counts(self) -> dict[WorkerState, int]:
@@ -127,8 +131,8 @@ class _RankHistory:
         self.pid = pid
         self.has_steps = must_report_step  # this process, or one before it, has reported a step
         self._must_report_step = must_report_step
-        self._steps = _RateEstimator(RATE_SECONDS)
-        self._cpu = _RateEstimator(CPU_SECONDS)
+        self._steps = RateEstimator(RATE_SECONDS)
+        self._cpu = RateEstimator(CPU_SECONDS)
         self._memory: int | None = None
 
     def update(self, status: RankStatus) -> RankRow:
@@ -157,7 +161,7 @@ class _RankHistory:
         )
 
 
-class _RateEstimator:
+class RateEstimator:
     """The growth rate of a value: over so many seconds, or over the last interval if values come less often."""
 
     def __init__(self, seconds: float) -> None:

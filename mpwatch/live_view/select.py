@@ -21,14 +21,20 @@ if TYPE_CHECKING:
 
 def select_view(progress: bool | None) -> "LiveView | None":
     """Return the view for the option `progress`. None if nothing can be shown, whatever the ranks report."""
-    if progress is False or (progress is None and not in_notebook() and find_terminal() is None):
+    if not may_show(progress):
         return None
     from mpwatch.live_view.live import LiveView
 
-    return LiveView(lambda: _select_display(allow_lines=progress is True), starts_at_once=progress is True)
+    return LiveView(lambda: select_display(allow_lines=progress is True), starts_at_once=progress is True)
 
 
-def _select_display(*, allow_lines: bool) -> "Display | None":
+def may_show(progress: bool | None) -> bool:
+    """Return whether there is a place for a view with the option `progress`."""
+    return progress is not False and (progress is True or in_notebook() or find_terminal() is not None)
+
+
+def select_display(*, allow_lines: bool) -> "Display | None":
+    """Return a display in the notebook or the terminal, or else lines on stderr if they are allowed."""
     if in_notebook():
         from mpwatch.live_view.notebook import NotebookDisplay
 

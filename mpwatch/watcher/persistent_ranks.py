@@ -31,7 +31,7 @@ from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_end_of_program, format_loss_in_other_call, format_verdict
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
-from mpwatch.watcher.commands import StartLostRanks
+from mpwatch.watcher.commands import StartLostRanks, TerminalRestore
 from mpwatch.watcher.diagnosis.diagnose import LoadedValue, build_success, load_value
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.handler_errors import run_until_handler_raises
@@ -172,6 +172,12 @@ class PersistentRanks:
         """Return the present stacks of all ranks; empty if there are none. Any thread may call it, also during a call."""
         watcher_thread = self._watcher_thread
         return Stacks() if watcher_thread is None else watcher_thread.take_stacks()
+
+    def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
+        """Have the guardian write these bytes to a terminal if this process is killed. None: nothing is to be restored."""
+        watcher_thread = self._watcher_thread
+        if watcher_thread is not None:
+            watcher_thread.commands.post(TerminalRestore(restore))
 
     def shut_down_in_background(self) -> None:
         """Have the ranks end, and do not wait for that. This is for a WorkerGroup without references."""
