@@ -42,7 +42,7 @@ from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.pack_call import pack_items
 from mpwatch.watcher.restarts.restart_budget import FailedAttempt
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
-from mpwatch.wire.item_channel import ItemKind, open_item_channel, receive_message, send_message
+from mpwatch.wire.item_channel import ItemKind, TokenPipe, open_item_channel, receive_message, send_message
 from mpwatch.wire.messages import MAX_DESCRIPTORS
 from mpwatch.wire.pickling.pickle_buffers import map_bundle
 from mpwatch.wire.resource_errors import with_remedy
@@ -54,7 +54,8 @@ Outcome = tuple[int, Any]  # the index of an item, and its value or ItemFailure
 
 BUFFER_PER_RANK = 256  # items
 REPR_LENGTH = 200  # of an item in an ItemFailure
-MAX_LOSSES_AT_START = 3  # of one rank in a row, before it has loaded the function
+MAX_LOSSES_OF_ITEM = 3  # before the rank has begun it: after so many the item is to blame
+MAX_LOSSES_AT_START = 3  # for each rank, if no rank has loaded the function meanwhile
 GROUP_OPTIONS = {field.name for field in fields(PersistentGroupSpec)}
 OTHER_OPTIONS = {"backend": "ranks of map do not communicate", "timeout": "use heartbeat_timeout, the limit for an item"} | (
     dict.fromkeys(("scope", "check", "post_mortem", "backend_timeout", "stall_after"), "it has no meaning here")
@@ -139,7 +140,8 @@ def map(
         keep_going: True: yield an ItemFailure in the place of the value of an item that has failed. False: raise
             ItemFailedError as soon as an item has failed. Then all ranks are stopped, and values that were not yielded are
             dropped.
-        chunksize: number of items that are sent to a rank together. None: 1 at first, and then as many as take about 20 ms.
+        chunksize: number of items that are sent to a rank together, 256 at most. None: 1 at first, and then as many as take
+            about 20 ms. A rank that has nothing to do gets items that another rank has not begun.
         buffersize: with ordered=True, how many items may be taken beyond the one whose value is yielded next. It limits the
             number of values that wait for the value of a slow item. None: 256 for each rank.
         max_restarts: how many times an item is tried again after it has failed. None: 0.
@@ -219,15 +221,27 @@ class _Feed:
         self.rank_end: socket.socket | None = None  # the rank's end of it, until the call has been sent
         self.has_loaded = False  # whether its call has loaded the function
         self.takes_items = False  # whether it has loaded the function, and its end of the channel was not seen to be closed
-        self.tasks: deque[Task] = deque()  # in the order in which they were sent
+        self.tokens: TokenPipe | None = None
+        self.next_token = 0
+        self.tasks: deque[tuple[int, Task]] = deque()  # with their tokens, in the order in which they were sent
         self.chunks: deque[_Chunk] = deque()  # of these tasks
-        self.losses_at_start = 0
 
-    def take_all(self) -> list[Task]:
-        """Return all items that the rank had, and forget them."""
-        tasks = list(self.tasks)
-        self.tasks.clear()
-        self.chunks.clear()
+    def take_back(self) -> list[Task]:
+        """Return the items that the rank has not begun. It never begins them."""
+        taken = set()
+        while self.tokens is not None and (token := self.tokens.take()) is not None:
+            taken.add(token)
+        tasks = [task for token, task in self.tasks if token in taken]
+        self.tasks = deque((token, task) for token, task in self.tasks if token not in taken)
+        count = len(tasks)
+        while count:  # they were the last ones
+            chunk = self.chunks[-1]
+            removed = min(count, chunk.left)
+            chunk.left -= removed
+            chunk.size -= removed
+            count -= removed
+            if not chunk.left:
+                self.chunks.pop()
         return tasks
 
 
@@ -272,6 +286,7 @@ class ItemMap:
         self._feeds: list[_Feed] = []
         self._ended: deque[tuple[_Feed, CallHandle[None]]] = deque()
         self._done_count = self._failed_count = 0
+        self._losses_at_start = 0  # since a rank has loaded the function
         self._terminal_restore: tuple[str, bytes] | None = None  # that the guardian knows
         self._group: _ItemGroup
         self._view: ItemView
@@ -295,7 +310,7 @@ class ItemMap:
             self._selector = stack.enter_context(selectors.DefaultSelector())
             self._wakeup = stack.enter_context(closing(WakeupPipe()))
             self._selector.register(self._wakeup, selectors.EVENT_READ)
-            stack.callback(self._close_channels)
+            stack.callback(self._close_feeds)
             self._view = self._make_view()
             stack.callback(self._close_view)
             self._feeds = [_Feed(worker.rank) for worker in self._group.workers]
@@ -311,25 +326,39 @@ class ItemMap:
         for feed in self._feeds:
             if feed.handle is None and may_have_items:
                 self._start(feed)
+        self._share(end)
+        if self._take_back():
+            self._share(end)
+        return any(feed.tasks for feed in self._feeds) or self._queue.has_waiting or not self._queue.is_exhausted
+
+    def _share(self, end: int) -> None:
+        """Give items to free ranks, and if items are short, also to ranks that have a chunk."""
         for chunks in (0, 1) if self._queue.may_prefetch else (0,):
             for feed in self._feeds:
-                if (
-                    feed.takes_items
-                    and len(feed.chunks) == chunks
-                    and (tasks := self._queue.take_chunk(time.monotonic(), end))
-                ):
+                is_next = feed.takes_items and len(feed.chunks) == chunks
+                if is_next and (tasks := self._queue.take_chunk(time.monotonic(), end)):
                     self._send(feed, tasks)
-        return any(feed.tasks for feed in self._feeds) or self._queue.has_waiting or not self._queue.is_exhausted
+
+    def _take_back(self) -> bool:
+        """If a rank is free and there is no item for it, take items from ranks that have not begun them."""
+        if not any(feed.takes_items and not feed.chunks for feed in self._feeds):
+            return False
+        tasks = [task for feed in self._feeds if len(feed.tasks) > 1 for task in feed.take_back()]
+        if tasks:
+            self._queue.put_back(sorted(tasks, key=lambda task: task.index))
+            self._queue.shrink_chunks()
+        return bool(tasks)
 
     def _start(self, feed: _Feed) -> None:
         """Have a rank call `serve_items`. If the rank was lost, the group restarts it before."""
         try:
+            feed.tokens = TokenPipe()
             feed.channel, feed.rank_end = open_item_channel()
         except OSError as error:
             raise LaunchError(with_remedy(f"items cannot be sent to rank {feed.rank}", error)) from error
         feed.has_loaded = feed.takes_items = False
         self._selector.register(feed.channel, selectors.EVENT_READ, feed)
-        handle = feed.handle = self._group.submit(serve_items, args=(self._fn, feed.rank_end), ranks=feed.rank)
+        handle = feed.handle = self._group.submit(serve_items, args=(self._fn, feed.rank_end, feed.tokens), ranks=feed.rank)
         handle.add_done_callback(lambda handle: self._note_end(feed, handle))
 
     def _note_end(self, feed: _Feed, handle: Any) -> None:
@@ -339,8 +368,10 @@ class ItemMap:
 
     def _send(self, feed: _Feed, tasks: Sequence[Task]) -> None:
         assert feed.channel is not None  # it takes items
+        assert feed.tokens is not None
+        first = feed.next_token
         try:
-            payload = pack_items({f"items[{task.index}]": task.item for task in tasks})
+            payload = pack_items({"": first} | {f"items[{task.index}]": task.item for task in tasks})
         except LaunchError:
             if len(tasks) == 1:
                 raise
@@ -352,11 +383,13 @@ class ItemMap:
                 return
             kind = ItemKind.ITEM if len(tasks) == 1 else ItemKind.ITEMS
             try:
+                feed.tokens.write(first, len(tasks))
                 is_sent = send_message(feed.channel, kind, payload.body, payload.fds)
             except OSError as error:
                 raise LaunchError(with_remedy(f"items[{tasks[0].index}] cannot be sent to the rank", error)) from error
+        feed.next_token += len(tasks)
         if is_sent:
-            feed.tasks += tasks
+            feed.tasks += enumerate(tasks, first)
             feed.chunks.append(_Chunk(len(tasks), len(tasks), time.monotonic()))
         else:
             feed.takes_items = False  # its call is ending
@@ -407,10 +440,11 @@ class ItemMap:
             kind, body, fds = message
             if kind is ItemKind.READY:
                 feed.has_loaded = feed.takes_items = True
-                feed.losses_at_start = 0
+                self._losses_at_start = 0
                 self._close_rank_end(feed)
             elif kind is ItemKind.DIVIDE:
-                self._queue.put_back([feed.tasks.popleft() for _ in range(feed.chunks.popleft().size)], singly=True)
+                tasks = [feed.tasks.popleft()[1] for _ in range(feed.chunks.popleft().left)]
+                self._queue.put_back(tasks, singly=True)
             else:
                 outcomes += self._load(feed, self._take_task(feed), body, fds)
         return outcomes
@@ -425,7 +459,7 @@ class ItemMap:
             feed.chunks.popleft()
             if feed.chunks:
                 feed.chunks[0].began_at = now
-        return feed.tasks.popleft()
+        return feed.tasks.popleft()[1]
 
     def _load(self, feed: _Feed, task: Task, body: bytes, fds: list[int] | None) -> list[Outcome]:
         """Return the outcome of an item whose value has come. A value that cannot be rebuilt is a failure."""
@@ -462,22 +496,30 @@ class ItemMap:
     def _end(self, feed: _Feed, handle: CallHandle[None]) -> list[Outcome]:
         """Handle the end of a call of `serve_items`. Return the outcomes of its items."""
         outcomes = self._read(feed)
-        self._close_channel(feed)
+        unbegun = feed.take_back()
+        begun = [task for _, task in feed.tasks]  # there is one at most
+        feed.tasks.clear()
+        feed.chunks.clear()
         feed.handle = None
-        tasks = feed.take_all()
+        self._close_feed(feed)
         result = handle.result()
         cause = result.root_cause
         if result.state is WorkerState.SUCCEEDED:  # fn has closed the channel, as a daemon does
-            self._queue.put_back(tasks)
+            self._queue.put_back(begun + unbegun)
         elif cause is None:  # the program ends, for example
             raise make_error(result)
         elif not feed.has_loaded:
-            feed.losses_at_start += 1
-            if cause.exception is not None or feed.losses_at_start == MAX_LOSSES_AT_START:
+            self._losses_at_start += 1
+            if cause.exception is not None or self._losses_at_start == MAX_LOSSES_AT_START * len(self._feeds):
                 raise make_error(result)
-        elif tasks:
-            self._queue.put_back(tasks[1:])
-            outcomes += self._fail(tasks[0], cause, result)
+        else:
+            if not begun and unbegun:
+                unbegun[0].losses += 1
+                if cause.exception is not None or unbegun[0].losses == MAX_LOSSES_OF_ITEM:
+                    begun.append(unbegun.pop(0))  # it cannot be unpickled, or the rank dies while it unpickles the item
+            self._queue.put_back(unbegun, singly=not begun)
+            for task in begun:
+                outcomes += self._fail(task, cause, result)
         return outcomes
 
     def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> list[Outcome]:
@@ -505,16 +547,22 @@ class ItemMap:
             self._selector.unregister(feed.channel)
             feed.channel.close()
             feed.channel = None
-        self._close_rank_end(feed)
 
     def _close_rank_end(self, feed: _Feed) -> None:
         if feed.rank_end is not None:
             feed.rank_end.close()
             feed.rank_end = None
 
-    def _close_channels(self) -> None:
+    def _close_feed(self, feed: _Feed) -> None:
+        self._close_channel(feed)
+        self._close_rank_end(feed)
+        if feed.tokens is not None:
+            feed.tokens.close()
+            feed.tokens = None
+
+    def _close_feeds(self) -> None:
         for feed in self._feeds:
-            self._close_channel(feed)
+            self._close_feed(feed)
 
 
 def _format_item(item: object) -> str:

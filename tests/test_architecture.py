@@ -29,7 +29,8 @@ LAYERS = {
     "run_handle": {"os_support", "data", "watcher", "wire"},
     "api": {"data", "live_view", "watcher", "multinode", "run_handle"},
     "group": {"data", "live_view", "watcher", "run_handle"},
-    "facade": {"version", "api", "group", "run_handle", "data", "worker"},
+    "item_map": {"data", "live_view", "watcher", "wire", "worker", "group", "run_handle"},
+    "facade": {"version", "api", "group", "item_map", "run_handle", "data", "worker"},
     "integrations": {"facade"},  # only what a user can import
 }
 

@@ -31,6 +31,8 @@ class Task:
     item: Any
     attempts: int = 0
     """How many times it has failed."""
+    losses: int = 0
+    """How many ranks have died while it was the next item."""
     is_single: bool = False
     """Whether it must be sent alone."""
     budget: RestartBudget | None = None
@@ -41,7 +43,7 @@ class ItemQueue:
 
     Args:
         items: iterated only as far as ranks need items.
-        chunksize: number of items for a rank at once. None: as many as take about CHUNK_SECONDS.
+        chunksize: number of items for a rank at once, MAX_CHUNKSIZE at most. None: as many as take about CHUNK_SECONDS.
         policy: how often an item is tried again, and after which failures.
     """
 
@@ -49,7 +51,7 @@ class ItemQueue:
         self._new: Iterator[tuple[int, Any]] = enumerate(items)
         self._chunksize = chunksize
         self._policy = policy
-        self._limit = chunksize or 1
+        self._limit = min(chunksize or 1, MAX_CHUNKSIZE)
         self._seconds_per_item: float | None = None
         self._returned: deque[Task] = deque()
         self._delayed: list[tuple[float, int, Task]] = []  # a heap: due time, index
@@ -106,9 +108,14 @@ class ItemQueue:
             wanted = int(CHUNK_SECONDS / max(self._seconds_per_item, CHUNK_SECONDS / MAX_CHUNKSIZE))
             self._limit = max(1, min(wanted, self._limit * GROWTH))
 
+    def shrink_chunks(self) -> None:
+        """Make the next chunks as small as possible, since ranks have nothing to do while others have items in store."""
+        if self._chunksize is None:
+            self._limit = 1
+
     @property
     def may_prefetch(self) -> bool:
-        """Whether a rank may get a chunk while it has another one: items are short, so that no other rank could be idle."""
+        """Whether a rank may get a chunk while it has another one, since items are short."""
         return self._seconds_per_item is not None and self._seconds_per_item * self._limit <= 2 * CHUNK_SECONDS
 
     @property

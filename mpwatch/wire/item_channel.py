@@ -10,6 +10,11 @@
 They have a socket of their own, since the messages of the rank's channel go through the watcher thread. The socket keeps
 what a rank has sent before it died. So the caller knows at which item the rank died.
 
+Before a rank begins an item it takes the item's token from a pipe. The caller can take tokens from the same pipe: an item
+whose token the caller has taken is never begun. So the caller can give it to another rank at any time, even while this rank
+is busy. When a rank has died, the tokens that are left show which items it had not begun. Tokens are numbers in ascending
+order; the first argument of ITEM and ITEMS is the token of the first item.
+
 The socket is a SOCK_SEQPACKET: it keeps messages apart. The first byte of a message is its kind. A large pickle bundle
 travels in a file, whose descriptor is sent with the message (pickling/pickle_buffers.py).
 """
@@ -19,6 +24,8 @@ from __future__ import annotations
 import enum
 import os
 import socket
+import struct
+from multiprocessing.connection import Pipe
 
 from mpwatch.os_support.descriptors import MSG_NOSIGNAL, receive_with_fds
 from mpwatch.wire.messages import MAX_DESCRIPTORS
@@ -26,9 +33,12 @@ from mpwatch.wire.messages import MAX_DESCRIPTORS
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from multiprocessing.connection import Connection
 
     ItemMessage = tuple["ItemKind", bytes, list[int] | None]
 
+TOKEN = struct.Struct("<Q")
+MAX_TOKENS = 512  # of 8 bytes: so many a pipe takes at once everywhere, and in one piece (PIPE_BUF)
 READ_SIZE = 1 << 17  # bytes; a bundle that travels in the message itself has at most half of that
 
 
@@ -36,10 +46,46 @@ class ItemKind(enum.IntEnum):
     """The kind of a message. A comment says what the body holds."""
 
     READY = 1  # empty
-    ITEM = 2  # the bundle of a call whose argument is the item; empty if the first descriptor is the bundle's file
+    ITEM = 2  # the bundle of a call whose arguments are a token and the item; empty if the first descriptor is its file
     ITEMS = 3  # the same for several items
     VALUE = 4  # the bundle of a value; empty if the descriptor is the bundle's file
     DIVIDE = 5  # empty
+
+
+class TokenPipe:
+    """The tokens of the items of one rank. Both processes may read them; each token is read once.
+
+    It can be pickled with a call. The rank gets the end for reading only.
+    """
+
+    def __init__(self) -> None:
+        """Raise OSError if there are no descriptors left."""
+        self._reader, self._writer = Pipe(duplex=False)
+        for end in (self._reader, self._writer):
+            os.set_blocking(end.fileno(), False)
+
+    def __getstate__(self) -> Connection:
+        return self._reader
+
+    def __setstate__(self, reader: Connection) -> None:
+        self._reader = self._writer = reader
+
+    def write(self, first: int, count: int) -> None:
+        """Write tokens. The caller sees to it that there are never more than MAX_TOKENS in the pipe. Raises OSError."""
+        os.write(self._writer.fileno(), b"".join(map(TOKEN.pack, range(first, first + count))))
+
+    def take(self) -> int | None:
+        """Return the next token. None: there is none. Raises OSError."""
+        try:
+            data = os.read(self._reader.fileno(), TOKEN.size)
+        except BlockingIOError:
+            return None
+        return int(TOKEN.unpack(data)[0]) if data else None
+
+    def close(self) -> None:
+        """Close the ends."""
+        self._reader.close()
+        self._writer.close()
 
 
 def open_item_channel() -> tuple[socket.socket, socket.socket]:

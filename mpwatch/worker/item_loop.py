@@ -10,7 +10,7 @@ import os
 import select
 from contextlib import closing
 
-from mpwatch.wire.item_channel import ItemKind, receive_message, send_message
+from mpwatch.wire.item_channel import ItemKind, TokenPipe, receive_message, send_message
 from mpwatch.wire.pickling import call_payload
 from mpwatch.worker import context
 from mpwatch.worker.main import pickle_value
@@ -22,21 +22,29 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def serve_items(fn: Callable[[Any], object], channel: socket.socket) -> None:
+def serve_items(fn: Callable[[Any], object], channel: socket.socket, tokens: TokenPipe) -> None:
     """Call `fn` with each item that the caller sends, until the caller sends no more.
 
     Args:
         fn: the function of `mpwatch.map`.
         channel: this rank's end of an item channel.
+        tokens: of the items.
     """
     pid = os.getpid()
-    with channel:
+    token: int | None = None  # the last one that was taken
+    with channel, closing(tokens):
         poll = select.poll()
         poll.register(channel, select.POLLIN)
         send_message(channel, ItemKind.READY)
         # Not in recvmsg(2): a process that sleeps there also wakes up when the caller has read what the rank sent.
         while poll.poll() and (items := _receive_items(channel)) is not None:
-            for item in items:
+            for number, item in items:
+                while token is None or token < number:
+                    token = tokens.take()
+                    if token is None:
+                        break
+                if token != number:  # the caller has taken the token of this item
+                    continue
                 context.heartbeat()
                 value = _call(fn, item)
                 # The first: fn has forked, and this is the copy. The second: nobody wants the values any more.
@@ -44,19 +52,20 @@ def serve_items(fn: Callable[[Any], object], channel: socket.socket) -> None:
                     return
 
 
-def _receive_items(channel: socket.socket) -> tuple[Any, ...] | None:
-    """Return the next items. None: there are no more. An item that cannot be unpickled raises."""
+def _receive_items(channel: socket.socket) -> list[tuple[int, Any]] | None:
+    """Return the next items, with their tokens. None: there are no more. An item that cannot be unpickled raises."""
     message = receive_message(channel)
     if message is None:
         return None
     kind, body, fds = message
     try:
-        return call_payload.unpack(body, fds, lambda _: 0).args
+        first, *items = call_payload.unpack(body, fds, lambda _: 0).args
+        return list(enumerate(items, first))
     except Exception:
         if kind is ItemKind.ITEM:
             raise
         send_message(channel, ItemKind.DIVIDE)
-        return ()
+        return []
 
 
 def _call(fn: Callable[[Any], object], item: object) -> object:

@@ -1,0 +1,103 @@
+"""Functions that ranks call with items, for tests of `mpwatch.map`."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import mpwatch
+
+
+def square(number):
+    return number * number
+
+
+def identity(item):
+    return item
+
+
+def fail_at_seven(number):
+    if number == 7:
+        raise ValueError("seven")
+    return number
+
+
+def die_at_seven(number):
+    if number == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def append_line(path_and_number):
+    """Write the number into a file, and die at seven after that."""
+    path, number = path_and_number
+    with open(path, "a") as file:
+        file.write(f"{number}\n")
+    return die_at_seven(number)
+
+
+def succeed_at_third_attempt(path):
+    with open(path, "a") as file:
+        file.write("x")
+    if os.path.getsize(path) < 3:
+        os._exit(3)
+    return "done"
+
+
+def count_calls(_):
+    """Return how many calls this rank has had before, which needs `state`, and its rank."""
+    worker = mpwatch.current_worker()
+    count = worker.state["count"] = worker.state.get("count", 0) + 1
+    return worker.rank, worker.world_size, count
+
+
+def hang_at_one(number):
+    if number == 1:
+        threading.Event().wait()
+    return number
+
+
+def sleep_unless_first(number):
+    if number:
+        time.sleep(1000)
+
+
+def exit_successfully(number):
+    sys.exit()
+
+
+def make_lock(number):
+    return threading.Lock() if number == 1 else number
+
+
+class BadValue:
+    """A value that can be pickled, but not unpickled."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __reduce__(self):
+        return BadValue.load, (self.number,)
+
+    @staticmethod
+    def load(number):
+        raise ValueError(f"{number} cannot be rebuilt")
+
+
+def make_bad_value(number):
+    return BadValue(number) if number == 1 else number
+
+
+class BadItem(BadValue):
+    """An item that only a rank cannot unpickle."""
+
+
+def fork_at_one(number):
+    if number == 1 and os.fork():
+        os.wait()
+    return number
+
+
+def call_map(number):
+    return list(mpwatch.map(square, range(number), 2))

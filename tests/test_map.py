@@ -1,0 +1,299 @@
+"""`mpwatch.map`: items, values and failures, with real ranks."""
+
+import gc
+import itertools
+import os
+import pickle
+import re
+import signal
+import threading
+import time
+
+import numpy
+import pytest
+
+import map_functions as fn
+import mpwatch
+from mpwatch import FailureKind, ItemFailedError, ItemFailure, LaunchError, RestartPolicy, RunFailedError
+from support.programs import call, in_own_process
+
+
+def test_values_come_in_the_order_of_the_items():
+    assert list(mpwatch.map(fn.square, range(300), 3)) == [number * number for number in range(300)]
+
+
+def test_in_order_of_completion_each_value_has_the_index_of_its_item():
+    pairs = list(mpwatch.map(fn.square, (number for number in range(100, 150)), 3, ordered=False))
+    assert sorted(pairs) == [(index, (100 + index) ** 2) for index in range(50)]
+
+
+def test_a_slow_item_holds_up_only_its_own_value(tmp_path):
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+
+    def wait_at_zero(number):
+        if number == 0:
+            gate.read_bytes()
+        return number
+
+    values = mpwatch.map(wait_at_zero, range(20), 2, ordered=False)
+    assert sorted(next(values)[0] for _ in range(19)) == list(range(1, 20))
+    gate.write_bytes(b"")
+    assert list(values) == [(0, 0)]
+
+
+def test_no_items():
+    assert list(mpwatch.map(fn.square, [], 2)) == []
+
+
+def test_fewer_items_than_ranks():
+    assert list(mpwatch.map(fn.square, [3], 3)) == [9]
+
+
+def test_functions_of_main_closures_and_lambdas():
+    offset = 5
+    assert list(mpwatch.map(lambda number: number + offset, [1, 2], 2)) == [6, 7]
+
+
+def test_large_items_and_values():
+    arrays = [numpy.full(1 << 17, number) for number in range(6)]
+    values = mpwatch.map(fn.identity, arrays, 2)
+    assert all(numpy.array_equal(value, array) for value, array in zip(values, arrays, strict=True))
+
+
+def test_a_rank_keeps_its_state_from_item_to_item():
+    calls = list(mpwatch.map(fn.count_calls, range(40), 2))
+    by_rank = {rank: [count for each, _, count in calls if each == rank] for rank in (0, 1)}
+    assert all(counts == list(range(1, len(counts) + 1)) for counts in by_rank.values())
+    assert {size for _, size, _ in calls} == {2}
+
+
+# --- Laziness
+
+
+def test_nothing_happens_before_the_first_next():
+    items = iter([1])
+    mpwatch.map(fn.square, items, 2).close()
+    assert next(items) == 1
+
+
+def test_endless_items_and_a_consumer_that_stops():
+    values = mpwatch.map(fn.square, itertools.count(), 2)
+    assert list(itertools.islice(values, 100)) == [number * number for number in range(100)]
+    values.close()
+
+
+def test_no_more_items_are_taken_than_the_buffer_has_room_for():
+    taken = []
+    items = (taken.append(number) or number for number in itertools.count())
+    values = mpwatch.map(fn.identity, items, 2, buffersize=4)
+    for expected in range(20):
+        assert next(values) == expected
+        assert len(taken) <= expected + 4 + 1
+    values.close()
+
+
+def test_an_iterator_that_nobody_has_any_more_ends_its_ranks():
+    values = mpwatch.map(fn.sleep_unless_first, range(10), 2)
+    assert next(values) is None
+    del values
+    gc.collect()
+
+
+def raise_in_the_middle():
+    yield from range(5)
+    raise KeyError("no more")
+
+
+def test_items_that_raise():
+    with pytest.raises(KeyError, match="no more"):
+        list(mpwatch.map(fn.square, raise_in_the_middle(), 2))
+
+
+# --- Failures
+
+
+def test_the_first_failure_is_raised():
+    with pytest.raises(ItemFailedError) as caught:
+        list(mpwatch.map(fn.fail_at_seven, range(100), 2))
+    error = caught.value
+    assert repr(error.__cause__) == "ValueError('seven')"
+    assert isinstance(error, RunFailedError)
+    assert (error.item_failure.index, error.item_failure.item, error.item_failure.attempts) == (7, "7", 1)
+    assert re.fullmatch(r"item 7 \(7\) failed\nrank \d failed first: ValueError: seven \(map_functions.py:.*\)", str(error))
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.item_failure.index, repr(copy.__cause__), str(copy)) == (7, "ValueError('seven')", str(error))
+
+
+def test_keep_going_yields_the_failure_in_the_place_of_the_value():
+    outcomes = list(mpwatch.map(fn.fail_at_seven, range(20), 2, keep_going=True))
+    failure = outcomes.pop(7)
+    assert outcomes == [number for number in range(20) if number != 7]
+    assert isinstance(failure, ItemFailure)
+    assert repr(failure.exception) == "ValueError('seven')"
+    assert re.fullmatch(r"item 7 \(7\) failed: rank \d: ValueError: seven \(map_functions.py:.*\)", str(failure))
+
+
+@pytest.mark.parametrize("chunksize", [None, 1, 5, 100])
+def test_a_rank_that_dies_takes_one_item_with_it(chunksize, tmp_path):
+    path = tmp_path / "calls"
+    items = [(path, number) for number in range(30)]
+    outcomes = list(mpwatch.map(fn.append_line, items, 2, keep_going=True, chunksize=chunksize))
+    failure = outcomes.pop(7)
+    assert outcomes == [number for number in range(30) if number != 7]
+    assert (failure.failure.kind, failure.failure.signal) == (FailureKind.SIGNAL, signal.SIGKILL)
+    assert sorted(map(int, path.read_text().split())) == list(range(30))  # each item was called once
+
+
+def test_a_failed_item_is_tried_again(tmp_path, caplog):
+    paths = [tmp_path / str(number) for number in range(3)]
+    assert list(mpwatch.map(fn.succeed_at_third_attempt, paths, 2, max_restarts=2)) == ["done"] * 3
+    texts = [record.getMessage() for record in caplog.records if "tried again" in record.getMessage()]
+    assert len(texts) == 6
+    assert {re.sub(r"^.* (is tried again \(attempt . of 3\)): .*", r"\1", text) for text in texts} == {
+        "is tried again (attempt 2 of 3)",
+        "is tried again (attempt 3 of 3)",
+    }
+
+
+def test_an_item_that_fails_at_each_attempt():
+    (failure,) = mpwatch.map(fn.fail_at_seven, [7], 1, keep_going=True, restart_policy=RestartPolicy(2, delay=0.01))
+    assert failure.attempts == 3
+    assert str(failure).endswith("(3 attempts); all restarts are used up (max_restarts=2)")
+
+
+def test_an_item_that_takes_too_long():
+    started_at = time.monotonic()
+    outcomes = list(mpwatch.map(fn.hang_at_one, range(10), 2, keep_going=True, heartbeat_timeout=0.5))
+    failure = outcomes.pop(1)
+    assert outcomes == [0, *range(2, 10)]
+    assert failure.failure.kind is FailureKind.HANG
+    assert "wait" in failure.failure.stack
+    assert time.monotonic() - started_at < 30
+
+
+def test_a_rank_without_items_is_not_late():
+    values = mpwatch.map(fn.identity, range(10), 2, heartbeat_timeout=0.2, buffersize=1)
+    assert next(values) == 0
+    time.sleep(1)  # twice the time in which a late rank would be stopped
+    assert list(values) == list(range(1, 10))
+
+
+def test_a_value_that_cannot_be_pickled():
+    outcomes = list(mpwatch.map(fn.make_lock, range(5), 2, keep_going=True))
+    failure = outcomes.pop(1)
+    assert outcomes == [0, 2, 3, 4]
+    assert "cannot be sent back: it is of type _thread.lock" in str(failure)
+
+
+def test_a_value_that_cannot_be_rebuilt():
+    outcomes = list(mpwatch.map(fn.make_bad_value, range(5), 2, keep_going=True))
+    failure = outcomes.pop(1)
+    assert outcomes == [0, 2, 3, 4]
+    assert "1 cannot be rebuilt" in str(failure)
+    with pytest.raises(ItemFailedError, match="1 cannot be rebuilt"):
+        list(mpwatch.map(fn.make_bad_value, range(5), 2))
+
+
+@pytest.mark.parametrize("chunksize", [1, 3])
+def test_an_item_that_cannot_be_pickled_is_named(chunksize):
+    items = [0, 1, 2, 3, threading.Lock(), 5]
+    with pytest.raises(LaunchError, match=r"items\[4\], a _thread.lock, which cannot be sent to the ranks"):
+        list(mpwatch.map(fn.identity, items, 2, chunksize=chunksize))
+
+
+def test_an_item_that_cannot_be_unpickled_fails_alone():
+    items = [0, fn.BadItem(1), 2, 3]
+    outcomes = list(mpwatch.map(str, items, 1, keep_going=True, chunksize=4))
+    failure = outcomes.pop(1)
+    assert outcomes == ["0", "2", "3"]
+    assert "ValueError: 1 cannot be rebuilt" in str(failure)
+
+
+def test_sys_exit_without_an_error_is_a_value_of_none():
+    assert list(mpwatch.map(fn.exit_successfully, range(3), 2)) == [None] * 3
+
+
+def test_the_copy_of_a_function_that_forks_sends_no_value():
+    assert list(mpwatch.map(fn.fork_at_one, range(5), 1)) == list(range(5))
+
+
+def test_a_function_that_a_rank_cannot_load(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("def f(item): return item\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import only_here
+
+    (tmp_path / "only_here.py").write_text("raise ImportError('not in a rank')\n")
+    with pytest.raises(RunFailedError, match="not in a rank") as caught:
+        list(mpwatch.map(only_here.f, range(5), 2))
+    assert not isinstance(caught.value, ItemFailedError)
+
+
+def test_a_map_in_a_map():
+    assert list(mpwatch.map(fn.call_map, [2, 3], 1)) == [[0, 1], [0, 1, 4]]
+
+
+def test_two_maps_at_once():
+    first, second = (mpwatch.map(fn.square, range(20), 2) for _ in range(2))
+    assert list(zip(first, second, strict=True)) == [(number * number,) * 2 for number in range(20)]
+
+
+def test_observers_and_environment():
+    seen = []
+    values = mpwatch.map(lambda _: os.environ["COLOUR"], range(3), 2, env={"COLOUR": "red"}, on_event=seen.append)
+    assert list(values) == ["red"] * 3
+    assert isinstance(seen[-1], mpwatch.events.RunEnded)
+
+
+# --- Signals, and the end of the program
+
+
+def interrupt_while_items_run():
+    values = mpwatch.map(fn.sleep_unless_first, range(10), 2)
+    next(values)
+    threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    started_at = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        next(values)
+    assert time.monotonic() - started_at < 10
+
+
+def test_ctrl_c_stops_the_ranks():
+    in_own_process(interrupt_while_items_run)
+
+
+def leave_an_iterator_behind():
+    global values  # until the program has ended
+    values = mpwatch.map(fn.sleep_unless_first, range(10), 2)
+    print(next(values))
+
+
+def test_a_program_ends_with_a_half_used_iterator():
+    assert call(leave_an_iterator_behind).stdout == "None\n"
+
+
+# --- Options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "text"),
+    [
+        ((3, []), {}, TypeError, "fn must be callable, not 3"),
+        ((fn.square, 3), {}, TypeError, "items must be an iterable, not 3"),
+        ((lambda: 1, []), {}, TypeError, "cannot be called with these args"),
+        ((fn.square, []), {"ordered": 1}, TypeError, "ordered must be True or False, not 1"),
+        ((fn.square, []), {"keep_going": "yes"}, TypeError, "keep_going must be True or False, not 'yes'"),
+        ((fn.square, []), {"chunksize": 0}, ValueError, "chunksize must be"),
+        ((fn.square, []), {"buffersize": 0}, ValueError, "buffersize must be"),
+        ((fn.square, []), {"timeout": 3}, TypeError, r"map\(\) has no option 'timeout': use heartbeat_timeout"),
+        ((fn.square, []), {"backend": "gloo"}, TypeError, r"map\(\) has no option 'backend': ranks of map do not"),
+        ((fn.square, []), {"speed": 3}, TypeError, r"map\(\) has no option 'speed'$"),
+        ((fn.square, []), {"grace_period": -1}, ValueError, "grace_period must be a number of seconds"),
+        ((fn.square, []), {"max_restarts": -1}, ValueError, "max_restarts must be"),
+        ((fn.square, []), {"restart_policy": 3}, TypeError, "restart_policy must be a RestartPolicy, not 3"),
+        ((fn.square, []), {"restart_policy": RestartPolicy(1), "max_restarts": 1}, ValueError, "both set the number"),
+    ],
+)
+def test_bad_input_is_refused_before_a_rank_starts(arguments, options, error, text):
+    with pytest.raises(error, match=text):
+        mpwatch.map(*arguments, 2, **options)
