@@ -50,7 +50,7 @@ from mpwatch.worker.item_loop import serve_items
 
 T = TypeVar("T")
 R = TypeVar("R")
-Outcome = tuple[int, Any]  # the index of an item, and its value or ItemFailure
+IndexedValue = tuple[int, Any]  # the index of an item, and its value or ItemFailure
 
 BUFFER_PER_RANK = 256  # items
 REPR_LENGTH = 200  # of an item in an ItemFailure
@@ -303,7 +303,7 @@ class ItemMap:
                     self._next_index += 1
                     yield waiting.pop(self._next_index - 1)
 
-    def run(self) -> Generator[Outcome, None, None]:
+    def run(self) -> Generator[IndexedValue, None, None]:
         """Yield the index and the outcome of each item, as soon as it has one."""
         with ExitStack() as stack:
             self._group = stack.enter_context(_ItemGroup(scope="worker", check=False, progress=False, **self._options))
@@ -395,9 +395,9 @@ class ItemMap:
             feed.takes_items = False  # its call is ending
             self._queue.put_back(tasks)
 
-    def _receive(self) -> list[Outcome]:
+    def _receive(self) -> list[IndexedValue]:
         """Wait for values, or for the end of a call. Return the outcomes that have come."""
-        outcomes: list[Outcome] = []
+        outcomes: list[IndexedValue] = []
         self._update_view()
         due_at = self._queue.due_at
         waits = [] if due_at is None else [max(0.0, due_at - time.monotonic())]
@@ -426,7 +426,7 @@ class ItemMap:
             self._terminal_restore = self._view.terminal_restore
             self._group.set_terminal_restore(self._terminal_restore)
 
-    def _read(self, feed: _Feed) -> list[Outcome]:
+    def _read(self, feed: _Feed) -> list[IndexedValue]:
         """Read all messages that a rank has sent. There are no more than it has items."""
         outcomes = []
         while feed.channel is not None:
@@ -461,7 +461,7 @@ class ItemMap:
                 feed.chunks[0].began_at = now
         return feed.tasks.popleft()[1]
 
-    def _load(self, feed: _Feed, task: Task, body: bytes, fds: list[int] | None) -> list[Outcome]:
+    def _load(self, feed: _Feed, task: Task, body: bytes, fds: list[int] | None) -> list[IndexedValue]:
         """Return the outcome of an item whose value has come. A value that cannot be rebuilt is a failure."""
         content: bytes | memoryview | OSError = body
         if fds is None:
@@ -493,7 +493,7 @@ class ItemMap:
         )
         return self._fail(task, failure, result)
 
-    def _end(self, feed: _Feed, handle: CallHandle[None]) -> list[Outcome]:
+    def _end(self, feed: _Feed, handle: CallHandle[None]) -> list[IndexedValue]:
         """Handle the end of a call of `serve_items`. Return the outcomes of its items."""
         outcomes = self._read(feed)
         unbegun = feed.take_back()
@@ -522,7 +522,7 @@ class ItemMap:
                 outcomes += self._fail(task, cause, result)
         return outcomes
 
-    def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> list[Outcome]:
+    def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> list[IndexedValue]:
         """Return the outcome of an item that has failed; none if it is tried again. Raises ItemFailedError."""
         failed_attempt = FailedAttempt(cause=failure, had_heartbeat=failure.rank in result.progress)
         decision = self._queue.fail(task, failed_attempt, time.monotonic())

@@ -134,3 +134,24 @@ mpwatch.run(train, 2, (0.1,))  # type: ignore[call-arg]
 mpwatch.run(train, "many")  # type: ignore[arg-type]
 mpwatch.run(train, progress="bar")  # type: ignore[arg-type]
 mpwatch.report(loss="low")  # type: ignore[arg-type]
+
+items = [Path("a"), Path("b")]
+
+
+def count_letters(path: Path) -> int:
+    return len(path.name)
+
+
+for letters in mpwatch.map(count_letters, items, 2, chunksize=3, buffersize=10, env={"A": "b"}):
+    assert_type(letters, int)
+for index, letters in mpwatch.map(count_letters, iter(items), ordered=False):
+    assert_type((index, letters), tuple[int, int])
+for outcome in mpwatch.map(count_letters, items, "auto", keep_going=True, max_restarts=2):
+    assert_type(outcome, int | mpwatch.ItemFailure)
+    if isinstance(outcome, mpwatch.ItemFailure):
+        assert_type(outcome.failure, ProcessFailure)
+for pair in mpwatch.map(count_letters, items, ordered=False, keep_going=True):
+    assert_type(pair, tuple[int, int | mpwatch.ItemFailure])
+mpwatch.map(count_letters, [1, 2])  # type: ignore[arg-type]
+mpwatch.WorkerGroup(2, scope="worker")
+mpwatch.WorkerGroup(2, scope="rank")  # type: ignore[arg-type]
