@@ -70,7 +70,8 @@ def _restarting(event: Restarting) -> str:
     when = f" in {_seconds(event.delay)}" if event.delay else ""
     reason = event.reason if event.cause is None else format_root_cause(event.cause)
     why = f": {reason}" if reason else ""
-    return f"restarting {_who(event)}{when} (restart {event.attempt + 1}, {event.restarts_left} left){why}"
+    count = f"restart {event.attempt + 1}, {event.restarts_left} left" if event.is_counted else "costs no restart"
+    return f"restarting {_who(event)}{when} ({count}){why}"
 
 
 def _heartbeat_late(event: HeartbeatLate) -> str:

@@ -137,7 +137,7 @@ class TorchElasticEvents:
             case Restarting():
                 if not event.reason:  # with a reason: no rank has failed
                     self._measure_state(run, WorkerState.FAILED.name)
-                    run.restarts += 1
+                run.restarts += event.is_counted
                 for rank in event.ranks:
                     run.restarts_left[rank] = event.restarts_left
                     run.answers.pop(rank, None)

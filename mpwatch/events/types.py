@@ -232,12 +232,15 @@ class Restarting(Event):
         restarts_left: how many more restarts the policy allows.
         reason: why the ranks are restarted if no rank failed. This happens with several nodes, for example when a node
             joins.
+        is_counted: whether this is one of the restarts that the policy allows. False if nodes join or leave a job and enough
+            nodes remain: that costs no restart.
     """
 
     cause: ProcessFailure | None
     delay: float
     restarts_left: int
     reason: str = ""
+    is_counted: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

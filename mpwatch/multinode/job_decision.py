@@ -187,9 +187,10 @@ def _restart_or_fail(
             no_restart_reason=restart.no_restart_reason,
         )
     if summary.lost_nodes or summary.waiting_nodes:  # without the delay, because the rendezvous itself takes time
-        return _make_decision(summary, NextStep.RE_RENDEZVOUS, root_cause_rank=root_cause_rank, reason=reason)
+        decision = _make_decision(summary, NextStep.RE_RENDEZVOUS, root_cause_rank=root_cause_rank, reason=reason)
+        return replace(decision, is_restart_counted=True)
     decision = _make_decision(summary, NextStep.RESTART, root_cause_rank=root_cause_rank, reason=reason)
-    return replace(decision, delay=restart.delay)
+    return replace(decision, delay=restart.delay, is_restart_counted=True)
 
 
 def _make_decision(

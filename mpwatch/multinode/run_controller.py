@@ -11,7 +11,7 @@ User code runs in this thread: `retry_if`, `env`, and classes of exceptions that
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -177,6 +177,13 @@ class MultiNodeRunController(RunController[T]):
         hand_over = partial(self._node_thread.set_rank_setups, start, environments)
         schedule_restart(watcher_thread.commands, start.delay, hand_over)
 
+    def _count_restarts(self, latest: Iterable[AttemptObservations]) -> int:  # noqa: ARG002
+        return sum(attempt.is_counted for attempt in self._attempts)
+
+    def _is_start_counted(self, attempt: int) -> bool:
+        latest = self._latest_decision  # None on a node that has just joined
+        return attempt > 0 and latest is not None and latest.is_restart_counted
+
     def _make_report(self, observations: AttemptObservations) -> AttemptReport:
         """Diagnose the attempt on this node, and make its report for the leader."""
         observations.collect_stderr()
@@ -244,6 +251,7 @@ class MultiNodeRunController(RunController[T]):
                 delay=decision.delay,
                 restarts_left=decision.restarts_left,
                 reason=decision.reason if cause is None else "",
+                is_counted=decision.is_restart_counted,
             )
 
     def _collect_job_failures(self, decision: AttemptDecision) -> dict[int, ProcessFailure]:

@@ -69,6 +69,8 @@ class Attempt:
         failures: the failures by global rank.
         root_cause: the failure that came first. None: no rank failed, or the timeout expired.
         reason: what ended the attempt, if no failure did: the timeout, or a signal to the host program. Else empty.
+        is_counted: whether its start was one of the restarts that the policy allows. False for the first attempt, and if
+            nodes have joined or left a job, which costs no restart.
     """
 
     number: int
@@ -79,11 +81,12 @@ class Attempt:
     failures: Mapping[int, ProcessFailure] = field(default_factory=dict)
     root_cause: ProcessFailure | None = None
     reason: str = ""
+    is_counted: bool = False
 
     @property
     def name(self) -> str:
         """Which start it was, and how long it took."""
-        which = f"restart {self.number}" if self.number else "first start"
+        which = f"restart {self.number}" if self.is_counted else f"start {self.number + 1}" if self.number else "first start"
         return f"{which}, {self.elapsed:.1f} s"
 
     def __str__(self) -> str:
@@ -145,5 +148,5 @@ class RunData(Generic[T]):
 
     @property
     def restarts(self) -> int:
-        """How often ranks were restarted."""
-        return sum(attempt.number > 0 for attempt in self.attempts)
+        """How often ranks were restarted. On several nodes a start because nodes join or leave does not count."""
+        return sum(attempt.is_counted for attempt in self.attempts)

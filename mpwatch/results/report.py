@@ -90,7 +90,8 @@ def format_times(count: int) -> str:
 
 def select_failed_attempts(result: RunData[Any]) -> list[Attempt]:
     """Return the attempts that a report lists. Empty for a run without restarts."""
-    return [attempt for attempt in result.attempts if result.restarts and _is_worth_reporting(attempt, result)]
+    was_restarted = any(attempt.number for attempt in result.attempts)
+    return [attempt for attempt in result.attempts if was_restarted and _is_worth_reporting(attempt, result)]
 
 
 def _is_worth_reporting(attempt: Attempt, result: RunData[Any]) -> bool:

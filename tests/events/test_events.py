@@ -269,6 +269,13 @@ def test_a_log_record_is_one_line_that_can_be_encoded(caplog):
     assert line == f"run caf\\udce: {expected}"
 
 
+def test_a_start_that_costs_no_restart_is_logged_as_such(caplog):
+    at = {"run_id": "0", "time": 0.0, "monotonic": 0.0, "ranks": (0, 1)}
+    event = Restarting(cause=None, delay=0.0, restarts_left=2, reason="node 1 left", is_counted=False, **at)
+    (line,) = log_events(caplog, logging.INFO, [event])
+    assert line == "run 0: restarting ranks 0-1 (costs no restart): node 1 left"
+
+
 def test_the_logging_observer_wants_only_events_of_its_level(caplog):
     caplog.set_level(logging.WARNING, "mpwatch")
     log = LogEvents()
@@ -532,6 +539,7 @@ FIELDS = {
     "silent_seconds": st.floats(0),
     "heartbeat_timeout": st.floats(0),
     "failure": st.sampled_from([failure(0), failure(1, FailureKind.SIGNAL, signal=9, exit_code=137)]),
+    "is_counted": st.booleans(),
     "is_root_cause": st.booleans(),
     "exit_code": st.sampled_from([None, 0, 1, -9]),
     "heartbeat_at": st.none() | AT,

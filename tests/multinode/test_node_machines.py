@@ -226,6 +226,7 @@ def test_a_free_restart_leaves_all_restarts():
     round_.execute(0, round_.machines[0].report_attempt(replace(DONE, outcome=NodeOutcome.STOPPED)))
     (decision,) = round_.decisions
     assert (decision.next_step, decision.restarts_left, decision.delay) == (NextStep.RE_RENDEZVOUS, 3, 0.0)
+    assert not decision.is_restart_counted
 
 
 @pytest.mark.parametrize("is_stop_first", [True, False])
@@ -243,6 +244,7 @@ def test_a_stop_for_newcomers_costs_no_restart_even_if_a_rank_fails_because_of_i
     (decision,) = round_.decisions
     assert (decision.next_step, decision.failures) == (NextStep.RE_RENDEZVOUS, (victim_failure,))
     assert (decision.root_cause_rank, decision.restarts_left) == ((-1, 1) if is_stop_first else (1, 0))
+    assert decision.is_restart_counted is not is_stop_first
     assert ("more nodes want to join" in decision.reason) == is_stop_first
 
 

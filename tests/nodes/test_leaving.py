@@ -60,7 +60,8 @@ def test_the_job_goes_on_when_the_ranks_of_a_node_that_leaves_have_ended(job, ra
     assert_grace_period(job, slow)
     job.await_world(1).order("return")
     (kept,) = (node for node in job.nodes if node.name not in (store.name, slow.node))
-    assert kept.outcome().state == "SUCCEEDED"
+    outcome = kept.outcome()
+    assert (outcome.state, outcome.restarts, len(outcome.attempts)) == ("SUCCEEDED", 0, 2)
     store.kill()
     store.exit_status()
 

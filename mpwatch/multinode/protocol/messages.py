@@ -226,6 +226,8 @@ class AttemptDecision:
     timed_out: bool = False
     delay: float = 0.0
     restarts_left: int = 0
+    is_restart_counted: bool = False
+    """Whether the next start of the ranks is one of the restarts that the policy allows."""
 
 
 @dataclass(frozen=True, slots=True)

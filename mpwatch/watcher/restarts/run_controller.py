@@ -14,7 +14,7 @@ User code runs here. Exceptions and return values are unpickled; what their clas
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -141,10 +141,19 @@ class RunController(Generic[T]):
             failures=result.failures,
             root_cause=result.root_cause,
             reason=result.reason,
+            is_counted=self._is_start_counted(observations.attempt),
         )
         self._attempts.append(attempt)
         self._publish_outcomes(observations, result)
         return result
+
+    def _count_restarts(self, latest: Iterable[AttemptObservations]) -> int:
+        """Return how often ranks were restarted. `latest` has the last attempt of each restart group."""
+        return sum(observations.attempt for observations in latest)
+
+    def _is_start_counted(self, attempt: int) -> bool:
+        """Return whether the start of this attempt was one of the restarts that the policy allows."""
+        return attempt > 0
 
     def _publish_outcomes(self, observations: AttemptObservations, result: RunResult[T]) -> None:
         publish_outcomes(self.event_bus, observations, result)
@@ -205,7 +214,7 @@ class RunController(Generic[T]):
                 if observations.ranks
             }
         workers = [of_rank.worker for observations in observed.values() for of_rank in observations.ranks.values()]
-        restarts = sum(observations.attempt for observations in observed.values())
+        restarts = self._count_restarts(observed.values())
         self.event_bus.publish_run_ended(state, workers, restarts=restarts, reason=reason)
 
 
