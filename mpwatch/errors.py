@@ -106,7 +106,10 @@ class ItemFailedError(RunFailedError):
         self.item_failure = item_failure
 
     def __str__(self) -> str:
-        return f"item {self.item_failure.index} ({self.item_failure.item}) failed\n{super().__str__()}"
+        item = self.item_failure
+        attempts = f" after {item.attempts} attempts" if item.attempts > 1 else ""
+        reason = f"; {item.reason}" if item.reason else ""
+        return f"item {item.index} ({item.item}) failed{attempts}{reason}\n{super().__str__()}"
 
 
 class RunTimeoutError(RunFailedError, TimeoutError):

@@ -17,12 +17,15 @@ import os
 import platform
 import selectors
 import socket
+import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence, Sized
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, fields
 from logging import WARNING
+from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
 from mpwatch.errors import ItemFailedError, LaunchError, make_error
@@ -57,9 +60,13 @@ REPR_LENGTH = 200  # of an item in an ItemFailure
 MAX_LOSSES_OF_ITEM = 3  # before the rank has begun it: after so many the item is to blame
 MAX_LOSSES_AT_START = 3  # for each rank, if no rank has loaded the function meanwhile
 GROUP_OPTIONS = {field.name for field in fields(PersistentGroupSpec)}
-OTHER_OPTIONS = {"backend": "ranks of map do not communicate", "timeout": "use heartbeat_timeout, the limit for an item"} | (
-    dict.fromkeys(("scope", "check", "post_mortem", "backend_timeout", "stall_after"), "it has no meaning here")
-)
+NO_MEANING = "it has no meaning here; leave it out"
+OTHER_OPTIONS = {
+    "backend": "ranks of map do not communicate",
+    "timeout": "use heartbeat_timeout, the limit for an item",
+    **dict.fromkeys(("scope", "check", "post_mortem", "backend_timeout", "stall_after"), NO_MEANING),
+}
+ONE_ARGUMENT = "An item is one argument: use functools.partial for others, or items that are tuples"
 
 
 @overload
@@ -129,7 +136,8 @@ def map(
     only for an item that has failed, if `max_restarts` allows it.
 
     Items are taken from `items`, and values are received, only in `next`. Between two calls of `next` a rank has at most two
-    chunks to work on.
+    chunks to work on. An exception in the body of a `for` loop keeps the iterator alive, and so its ranks. Use
+    `with contextlib.closing(mpwatch.map(...)) as values:` if the program goes on after such an exception.
 
     Args:
         fn: a function of one argument. For more arguments use `functools.partial`, or items that are tuples.
@@ -142,15 +150,17 @@ def map(
             dropped.
         chunksize: number of items that are sent to a rank together, 256 at most. None: 1 at first, and then as many as take
             about 20 ms. A rank that has nothing to do gets items that another rank has not begun.
-        buffersize: with ordered=True, how many items may be taken beyond the one whose value is yielded next. It limits the
-            number of values that wait for the value of a slow item. None: 256 for each rank.
+        buffersize: with ordered=True, how many items may be in work or wait to be yielded, with the one whose value is
+            yielded next. It limits the number of values that wait for the value of a slow item. If it is less than `nprocs`,
+            some ranks have nothing to do. None: 256 for each rank.
         max_restarts: how many times an item is tried again after it has failed. None: 0.
         restart_policy: the same with delays and `retry_if`: see RestartPolicy. It holds for each item by itself. `scope`,
             `keep_going`, `reset_after` and `max_no_progress` have no effect.
         progress: progress bar of the items. None: in a terminal or a notebook, after one second. True: everywhere, from the
             start; without a terminal, lines on stderr. False: none. The bar has a total if `items` has a length.
         options: the other options of WorkerGroup, except `backend`, `timeout`, `scope` and others that make no sense here.
-            The limit for an item is `heartbeat_timeout`: each item begins with a heartbeat, and `fn` may send more.
+            The limit for an item is `heartbeat_timeout`: each item begins with a heartbeat, and `fn` may send more. The time
+            to pickle the value counts, too.
 
     Yields:
         The values, or pairs of index and value: see `ordered`.
@@ -161,10 +171,15 @@ def map(
         LaunchError: the ranks could not be started, or an item cannot be pickled.
         TypeError, ValueError: an argument is not valid, or fn does not take one argument.
         KeyboardInterrupt: Ctrl-C. All ranks are stopped.
+        Exception: what iterating `items` raises. Values that were not yielded are dropped.
     """
-    check_call(fn, (None,), None)
-    if not isinstance(items, Iterable):
-        raise TypeError(f"items must be an iterable, not {items!r:.200}")
+    check_call(
+        fn, (None,), None, advice="An item is one argument: use functools.partial for others, or items that are tuples"
+    )
+    try:
+        iterator = iter(items)
+    except TypeError:
+        raise TypeError(f"items must be an iterable, not {items!r:.200}") from None
     check_flag("ordered", ordered)
     check_flag("keep_going", keep_going)
     if chunksize is not None:
@@ -175,9 +190,12 @@ def map(
         if name in OTHER_OPTIONS or name not in GROUP_OPTIONS:
             reason = f": {OTHER_OPTIONS[name]}" if name in OTHER_OPTIONS else ""
             raise TypeError(f"map() has no option {name!r}{reason}")
-    PersistentGroupSpec(nprocs=nprocs, scope="worker", progress=progress, **options)  # checks the values
-    queue = ItemQueue(items, chunksize=chunksize, policy=_resolve_policy(max_restarts, restart_policy))
-    total = len(items) if isinstance(items, Sized) else None
+    spec = PersistentGroupSpec(nprocs=nprocs, scope="worker", progress=progress, **options)  # checks the values
+    options["on_event"] = spec.observers  # it may be an iterator
+    queue = ItemQueue(iterator, chunksize=chunksize, policy=_resolve_policy(max_restarts, restart_policy))
+    total = None
+    with suppress(Exception):  # a length is not needed, and `__len__` may raise anything
+        total = len(items)  # type: ignore[arg-type]
     item_map = ItemMap(
         fn,
         queue,
@@ -246,6 +264,15 @@ class _Feed:
 
 
 class _ItemGroup(WorkerGroup):
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        except BaseException:  # a second Ctrl-C
+            for handle in list(self._handles):
+                handle.interrupt()
+            self.close()
+            raise
+
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
         """Have the guardian write these bytes to a terminal if this process is killed. None: nothing is to be restored."""
         self._ranks.set_terminal_restore(restore)
@@ -282,10 +309,12 @@ class ItemMap:
         self._options = options
         self._ordered = ordered
         self._keep_going = keep_going
+        self._early: list[IndexedValue] = []  # outcomes of items that could not be sent
         self._next_index = 0  # of the value that is yielded next, if they are yielded in order
         self._feeds: list[_Feed] = []
         self._ended: deque[tuple[_Feed, CallHandle[None]]] = deque()
         self._done_count = self._failed_count = 0
+        self._pid = os.getpid()
         self._losses_at_start = 0  # since a rank has loaded the function
         self._terminal_restore: tuple[str, bytes] | None = None  # that the guardian knows
         self._group: _ItemGroup
@@ -307,15 +336,22 @@ class ItemMap:
         """Yield the index and the outcome of each item, as soon as it has one."""
         with ExitStack() as stack:
             self._group = stack.enter_context(_ItemGroup(scope="worker", check=False, progress=False, **self._options))
-            self._selector = stack.enter_context(selectors.DefaultSelector())
+            # A fork of this program may close it, which changes nothing here. It would with epoll.
+            self._selector = stack.enter_context(selectors.PollSelector())
             self._wakeup = stack.enter_context(closing(WakeupPipe()))
             self._selector.register(self._wakeup, selectors.EVENT_READ)
             stack.callback(self._close_feeds)
             self._view = self._make_view()
             stack.callback(self._close_view)
             self._feeds = [_Feed(worker.rank) for worker in self._group.workers]
-            while self._deal():
-                yield from self._receive()
+            try:
+                while self._deal():
+                    yield from self._receive()
+            except GeneratorExit:
+                # The end of the program, or garbage collection in a thread that `close` waits for: the group ends by itself.
+                if sys.is_finalizing() or threading.current_thread().name.startswith("mpwatch"):
+                    stack.pop_all()
+                raise
 
     def _deal(self) -> bool:
         """Give free ranks new items. Return False if there are neither items nor values to wait for."""
@@ -335,9 +371,11 @@ class ItemMap:
         """Give items to free ranks, and if items are short, also to ranks that have a chunk."""
         for chunks in (0, 1) if self._queue.may_prefetch else (0,):
             for feed in self._feeds:
-                is_next = feed.takes_items and len(feed.chunks) == chunks
-                if is_next and (tasks := self._queue.take_chunk(time.monotonic(), end)):
-                    self._send(feed, tasks)
+                while feed.takes_items and len(feed.chunks) == chunks:
+                    tasks = self._queue.take_chunk(time.monotonic(), end)
+                    if not tasks:
+                        break
+                    self._send(feed, tasks)  # or put them back, to be sent one by one
 
     def _take_back(self) -> bool:
         """If a rank is free and there is no item for it, take items from ranks that have not begun them."""
@@ -358,7 +396,9 @@ class ItemMap:
             raise LaunchError(with_remedy(f"items cannot be sent to rank {feed.rank}", error)) from error
         feed.has_loaded = feed.takes_items = False
         self._selector.register(feed.channel, selectors.EVENT_READ, feed)
-        handle = feed.handle = self._group.submit(serve_items, args=(self._fn, feed.rank_end, feed.tokens), ranks=feed.rank)
+        handle = feed.handle = self._group.submit(
+            serve_items, args=(feed.rank_end, feed.tokens), kwargs={"fn": self._fn}, ranks=feed.rank
+        )
         handle.add_done_callback(lambda handle: self._note_end(feed, handle))
 
     def _note_end(self, feed: _Feed, handle: Any) -> None:
@@ -372,14 +412,13 @@ class ItemMap:
         first = feed.next_token
         try:
             payload = pack_items({"": first} | {f"items[{task.index}]": task.item for task in tasks})
-        except LaunchError:
-            if len(tasks) == 1:
-                raise
-            self._queue.put_back(tasks, singly=True)  # to find out which one it is
+        except LaunchError as error:
+            self._refuse(feed, tasks, error)
             return
         with closing(payload):
-            if len(payload.fds) > MAX_DESCRIPTORS and len(tasks) > 1:
-                self._queue.put_back(tasks, singly=True)
+            if len(payload.fds) > MAX_DESCRIPTORS:
+                text = f"items[{tasks[0].index}] has {len(payload.fds)} descriptors, such as sockets or shared tensors"
+                self._refuse(feed, tasks, LaunchError(f"{text}; an item may have {MAX_DESCRIPTORS} at most: divide it"))
                 return
             kind = ItemKind.ITEM if len(tasks) == 1 else ItemKind.ITEMS
             try:
@@ -395,12 +434,22 @@ class ItemMap:
             feed.takes_items = False  # its call is ending
             self._queue.put_back(tasks)
 
+    def _refuse(self, feed: _Feed, tasks: Sequence[Task], error: LaunchError) -> None:
+        """Handle items that cannot be sent. If there are several, each is to be tried alone."""
+        if len(tasks) > 1:
+            self._queue.put_back(tasks, singly=True)
+        elif self._keep_going:
+            self._early += self._fail_without_call(feed, tasks[0], error)
+        else:
+            raise error
+
     def _receive(self) -> list[IndexedValue]:
         """Wait for values, or for the end of a call. Return the outcomes that have come."""
-        outcomes: list[IndexedValue] = []
+        outcomes, self._early = self._early, []
         self._update_view()
-        due_at = self._queue.due_at
-        waits = [] if due_at is None else [max(0.0, due_at - time.monotonic())]
+        due_at, now = self._queue.due_at, time.monotonic()
+        waits = [0.0] if self._early else []
+        waits += [due_at - now] if due_at is not None and due_at > now else []  # else it waits for a free rank
         waits += [] if (seconds := self._view.seconds_to_next_update) is None else [seconds]
         for key, _ in self._selector.select(min(waits, default=None)):
             if key.data is None:
@@ -417,8 +466,9 @@ class ItemMap:
         self._post_terminal_restore()
 
     def _close_view(self) -> None:
-        self._view.close(self._done_count, self._failed_count)
-        self._post_terminal_restore()
+        if os.getpid() == self._pid:  # not a fork that leaves the loop, too
+            self._view.close(self._done_count, self._failed_count)
+            self._post_terminal_restore()
 
     def _post_terminal_restore(self) -> None:
         """Send the guardian what restores the terminal, if that has changed."""
@@ -476,7 +526,10 @@ class ItemMap:
         loaded = load_value(content)
         if loaded.error is None:
             return [(task.index, loaded.value)]
-        error = loaded.error
+        return self._fail_without_call(feed, task, loaded.error)
+
+    def _fail_without_call(self, feed: _Feed, task: Task, error: BaseException) -> list[IndexedValue]:
+        """Return the outcome of an item that has failed by this error, while the call of the rank has not."""
         worker = self._group.workers[feed.rank]
         failure = ProcessFailure(
             rank=worker.rank,
@@ -496,16 +549,18 @@ class ItemMap:
     def _end(self, feed: _Feed, handle: CallHandle[None]) -> list[IndexedValue]:
         """Handle the end of a call of `serve_items`. Return the outcomes of its items."""
         outcomes = self._read(feed)
+        is_first_alone = bool(feed.chunks) and feed.chunks[0].size == 1
         unbegun = feed.take_back()
         begun = [task for _, task in feed.tasks]  # there is one at most
         feed.tasks.clear()
         feed.chunks.clear()
-        feed.handle = None
         self._close_feed(feed)
         result = handle.result()
         cause = result.root_cause
-        if result.state is WorkerState.SUCCEEDED:  # fn has closed the channel, as a daemon does
-            self._queue.put_back(begun + unbegun)
+        if result.state is WorkerState.SUCCEEDED:
+            self._queue.put_back(unbegun)
+            for task in begun:
+                outcomes += self._fail_without_call(feed, task, RuntimeError("fn has shut down the socket of mpwatch.map"))
         elif cause is None:  # the program ends, for example
             raise make_error(result)
         elif not feed.has_loaded:
@@ -513,7 +568,7 @@ class ItemMap:
             if cause.exception is not None or self._losses_at_start == MAX_LOSSES_AT_START * len(self._feeds):
                 raise make_error(result)
         else:
-            if not begun and unbegun:
+            if not begun and unbegun and is_first_alone:
                 unbegun[0].losses += 1
                 if cause.exception is not None or unbegun[0].losses == MAX_LOSSES_OF_ITEM:
                     begun.append(unbegun.pop(0))  # it cannot be unpickled, or the rank dies while it unpickles the item
@@ -524,7 +579,7 @@ class ItemMap:
 
     def _fail(self, task: Task, failure: ProcessFailure, result: RunResult[None]) -> list[IndexedValue]:
         """Return the outcome of an item that has failed; none if it is tried again. Raises ItemFailedError."""
-        failed_attempt = FailedAttempt(cause=failure, had_heartbeat=failure.rank in result.progress)
+        failed_attempt = FailedAttempt(cause=failure, had_heartbeat=True)  # each item begins with one
         decision = self._queue.fail(task, failed_attempt, time.monotonic())
         text = _format_item(task.item)
         if decision.delay is not None:
@@ -554,6 +609,7 @@ class ItemMap:
             feed.rank_end = None
 
     def _close_feed(self, feed: _Feed) -> None:
+        feed.handle = None
         self._close_channel(feed)
         self._close_rank_end(feed)
         if feed.tokens is not None:
@@ -567,7 +623,8 @@ class ItemMap:
 
 def _format_item(item: object) -> str:
     try:
-        text = repr(item)
+        text = repr(item[:REPR_LENGTH] if isinstance(item, str | bytes) else item)
     except Exception as error:  # noqa: BLE001  code of the user
         text = f"<{type(item).__qualname__} whose repr raises {type(error).__name__}>"
+    text = " ".join(text.split()) if "\n" in text else text
     return text if len(text) <= REPR_LENGTH else f"{text[:REPR_LENGTH]}..."

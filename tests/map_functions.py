@@ -93,6 +93,32 @@ class BadItem(BadValue):
     """An item that only a rank cannot unpickle."""
 
 
+class DeadlyItem:
+    """An item that ends the process that unpickles it."""
+
+    def __reduce__(self):
+        return os._exit, (5,)
+
+
+def is_number(item):
+    return isinstance(item, int)
+
+
+def fail_at_zero_or_sleep(number):
+    if number == 0:
+        raise ValueError("zero")
+    time.sleep(1)
+    return number
+
+
+def ignore_interrupts_unless_first(number):
+    while number:
+        try:
+            time.sleep(1000)
+        except KeyboardInterrupt:
+            continue
+
+
 def fork_at_one(number):
     if number == 1 and os.fork():
         os.wait()

@@ -6,8 +6,11 @@ import os
 import pickle
 import re
 import signal
+import socket
+import sys
 import threading
 import time
+import weakref
 
 import numpy
 import pytest
@@ -15,6 +18,7 @@ import pytest
 import map_functions as fn
 import mpwatch
 from mpwatch import FailureKind, ItemFailedError, ItemFailure, LaunchError, RestartPolicy, RunFailedError
+from mpwatch.watcher.commands import DelayedAction
 from support.programs import call, in_own_process
 
 
@@ -64,7 +68,7 @@ def test_large_items_and_values():
 def test_a_rank_keeps_its_state_from_item_to_item():
     calls = list(mpwatch.map(fn.count_calls, range(40), 2))
     by_rank = {rank: [count for each, _, count in calls if each == rank] for rank in (0, 1)}
-    assert all(counts == list(range(1, len(counts) + 1)) for counts in by_rank.values())
+    assert all(sorted(counts) == list(range(1, len(counts) + 1)) for counts in by_rank.values())
     assert {size for _, size, _ in calls} == {2}
 
 
@@ -98,6 +102,24 @@ def test_an_iterator_that_nobody_has_any_more_ends_its_ranks():
     assert next(values) is None
     del values
     gc.collect()
+
+
+def collect_in_the_watcher_thread():
+    values = mpwatch.map(fn.sleep_unless_first, range(10), 2, ordered=False, grace_period=0.1)
+    next(values)
+    group = values.gi_frame.f_locals["self"]._group
+    ended, cycle = threading.Event(), [values]
+    cycle.append(cycle)
+    weakref.finalize(values, ended.set)
+    commands = group._ranks._watcher_thread.commands
+    gc.disable()
+    del values, cycle, group
+    commands.post(DelayedAction(0.0, gc.collect))
+    assert ended.wait(30)
+
+
+def test_the_iterator_may_be_collected_in_the_watcher_thread():
+    in_own_process(collect_in_the_watcher_thread)
 
 
 def raise_in_the_middle():
@@ -210,6 +232,60 @@ def test_an_item_that_cannot_be_unpickled_fails_alone():
     assert "ValueError: 1 cannot be rebuilt" in str(failure)
 
 
+def test_an_item_that_kills_the_rank_that_unpickles_it_fails_alone():
+    items = [0, 1, 2, fn.DeadlyItem(), 4, 5]
+    outcomes = list(mpwatch.map(str, items, 1, keep_going=True, chunksize=6))
+    failure = outcomes.pop(3)
+    assert outcomes == ["0", "1", "2", "4", "5"]
+    assert failure.failure.exit_code == 5
+
+
+def test_with_keep_going_an_item_that_cannot_be_sent_is_a_failure():
+    items = [0, threading.Lock(), 2, [socket.socket() for _ in range(300)]]
+    outcomes = list(mpwatch.map(fn.is_number, items, 1, keep_going=True, chunksize=4))
+    assert (outcomes[0], outcomes[2]) == (True, True)
+    assert "items[1], a _thread.lock, which cannot be sent" in str(outcomes[1])
+    assert re.search(r"items\[3\] has \d+ descriptors, such as sockets", str(outcomes[3]))
+    for each in items[3]:
+        each.close()
+
+
+def test_a_retry_that_waits_for_a_busy_rank_takes_no_cpu_time():
+    policy = RestartPolicy(1, delay=0.01, jitter=0.0)
+    used = time.process_time()
+    (failure, value) = mpwatch.map(fn.fail_at_zero_or_sleep, [0, 1], 1, keep_going=True, restart_policy=policy)
+    assert (failure.attempts, value) == (2, 1)
+    assert time.process_time() - used < 0.4
+
+
+def fork_in_the_loop():
+    for value in mpwatch.map(fn.square, range(200), 2):
+        if value == 25:
+            child = os.fork()
+            if child == 0:
+                sys.exit(0)
+            os.waitpid(child, 0)
+    print(value)
+
+
+def test_a_fork_that_leaves_the_loop_changes_nothing():
+    assert call(fork_in_the_loop).stdout == f"{199 * 199}\n"
+
+
+def test_a_slow_iterator_does_not_hold_up_values():
+    gate = threading.Event()
+
+    def give():
+        yield from range(1000)
+        gate.wait(60)
+        yield from range(3)
+
+    values = mpwatch.map(fn.square, give(), 2)
+    assert [next(values) for _ in range(500)] == [number * number for number in range(500)]
+    gate.set()
+    assert len(list(values)) == 503
+
+
 def test_sys_exit_without_an_error_is_a_value_of_none():
     assert list(mpwatch.map(fn.exit_successfully, range(3), 2)) == [None] * 3
 
@@ -246,6 +322,21 @@ def test_observers_and_environment():
 
 
 # --- Signals, and the end of the program
+
+
+def interrupt_twice():
+    values = mpwatch.map(fn.ignore_interrupts_unless_first, range(10), 2, grace_period=100)
+    next(values)
+    for seconds in (0.1, 1.0):
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+    started_at = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        next(values)
+    assert time.monotonic() - started_at < 30
+
+
+def test_a_second_ctrl_c_kills_the_ranks():
+    in_own_process(interrupt_twice)
 
 
 def interrupt_while_items_run():

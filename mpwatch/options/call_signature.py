@@ -5,8 +5,14 @@ from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
+PER_RANK_ADVICE = (
+    "Every rank gets the same args; for values that differ from rank to rank pass a PerRank: args=(PerRank([a, b]),)"
+)
 
-def check_signature(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+
+def check_signature(
+    fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], advice: str = PER_RANK_ADVICE
+) -> None:
     """Check that `fn(*args, **kwargs)` has the right number of arguments, and the right names. Raises TypeError.
 
     A callable without a signature is not checked. Neither is one with an attribute `__signature__`: a decorator may have
@@ -17,6 +23,7 @@ def check_signature(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
         name: its name.
         args: positional arguments.
         kwargs: keyword arguments.
+        advice: what to do about it, for the error.
     """
     if (not kwargs and _takes_positional(fn, len(args))) or "__signature__" in getattr(fn, "__dict__", {}):
         return
@@ -28,8 +35,7 @@ def check_signature(fn: Any, name: str, args: Sequence[Any], kwargs: Mapping[str
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"fn {name}{_format_signature(signature)} cannot be called with these args and kwargs: {error}. "
-            "Every rank gets the same args; for values that differ from rank to rank pass a PerRank: args=(PerRank([a, b]),)"
+            f"fn {name}{_format_signature(signature)} cannot be called with these args and kwargs: {error}. {advice}"
         ) from None
 
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any, Generic, Literal, TypeVar
 
 from mpwatch.events.types import Event
-from mpwatch.options.call_signature import check_signature
+from mpwatch.options.call_signature import PER_RANK_ADVICE, check_signature
 from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.per_rank import check_per_rank
 from mpwatch.options.rendezvous import Rendezvous
@@ -166,11 +166,14 @@ class WorkerSpec(GroupSpec, Generic[T]):
         return name_of(self.fn)
 
 
-def check_call(fn: object, args: object, kwargs: object) -> None:
-    """Check a function and its arguments. Raises TypeError, which names the argument and the value."""
+def check_call(fn: object, args: object, kwargs: object, *, advice: str = PER_RANK_ADVICE) -> None:
+    """Check a function and its arguments. Raises TypeError, which names the argument and the value.
+
+    `advice` says what to do if the function does not take these arguments.
+    """
     _check_fn(fn)
     checked_args, checked_kwargs = _check_args(args), _check_kwargs(kwargs)
-    check_signature(fn, name_of(fn), checked_args, checked_kwargs)
+    check_signature(fn, name_of(fn), checked_args, checked_kwargs, advice)
 
 
 def _resolve_policy(max_restarts: object, policy: object, backend: str | None, *, keep_going: object) -> RestartPolicy:

@@ -126,7 +126,7 @@ class RunData(Generic[T]):
         not_restarted: why failed ranks were not restarted, if restarts were allowed. Else empty.
         keep_going: whether ranks that failed did not stop the others.
         dropped_values: the ranks whose return values were dropped, since another rank failed. `keep_going` would have kept
-            these values. A rank that returned None does not count.
+            these values. A rank that returned None does not count. Always empty for a call of a WorkerGroup.
     """
 
     state: WorkerState

@@ -21,6 +21,7 @@ LIBRARIES = (
     "<frozen ",
 )  # files that are not user code
 DEBUGGER_FILE = "/worker/debugger.py"
+ITEM_LOOP_FILE = "/worker/item_loop.py"  # it calls the function of `mpwatch.map`
 # What a rank does while its function does not run, by the file of the outermost frame. The first match counts.
 ACTIVITIES_BY_FILE = {
     "/wire/pickling/call_payload.py": "while loading the call",
@@ -48,8 +49,11 @@ def format_location(stacks: str) -> str:
     place = f" ({format_place(frame.file, frame.line, frame.function)}{source})"
     if any(file.startswith(PACKAGE_FOLDER + DEBUGGER_FILE) for file in files):
         return f" at a prompt of the debugger{'' if _is_of_library(frame.file) else place}"
+    is_item_loop = files[-1].startswith(PACKAGE_FOLDER + ITEM_LOOP_FILE)
+    if is_item_loop and _is_of_library(frame.file):
+        return " between two items"
     for file, activity in ACTIVITIES_BY_FILE.items():
-        if files[-1].startswith(PACKAGE_FOLDER + file):
+        if not is_item_loop and files[-1].startswith(PACKAGE_FOLDER + file):
             return f" {activity}{'' if _is_of_library(frame.file) else place}"
     innermost = next((each for each in frames if not each.file.startswith(PACKAGE_FOLDER)), frame)
     function = f" in {innermost.function}" if innermost is not frame else ""

@@ -1,4 +1,4 @@
-"""Which items of `mpwatch.map` a rank gets next. Pure: it has no clock and does no I/O, except that it iterates the items.
+"""Which items of `mpwatch.map` a rank gets next. It does no I/O, except that it iterates the items.
 
     items of the user --> take_chunk --> a rank --> a value of each item
                              ^             |
@@ -9,8 +9,9 @@ Items are taken in this order: failed ones whose delay is over, those that were 
 """
 
 import heapq
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +46,21 @@ class ItemQueue:
         items: iterated only as far as ranks need items.
         chunksize: number of items for a rank at once, MAX_CHUNKSIZE at most. None: as many as take about CHUNK_SECONDS.
         policy: how often an item is tried again, and after which failures.
+        clock: returns seconds.
     """
 
-    def __init__(self, items: Iterable[Any], *, chunksize: int | None, policy: RestartPolicy) -> None:
+    def __init__(
+        self,
+        items: Iterable[Any],
+        *,
+        chunksize: int | None,
+        policy: RestartPolicy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._new: Iterator[tuple[int, Any]] = enumerate(items)
         self._chunksize = chunksize
         self._policy = policy
+        self._clock = clock
         self._limit = min(chunksize or 1, MAX_CHUNKSIZE)
         self._seconds_per_item: float | None = None
         self._returned: deque[Task] = deque()
@@ -74,7 +84,10 @@ class ItemQueue:
             chunk.append(self._returned.popleft())
         if chunk or self.is_exhausted:
             return chunk
+        deadline = self._clock() + CHUNK_SECONDS  # `items` may be slow, and ranks wait
         while len(chunk) < self._limit and not self.is_exhausted and self._next_index < end:
+            if chunk and self._clock() > deadline:
+                break
             try:
                 index, item = next(self._new)
             except StopIteration:

@@ -6,14 +6,18 @@ exception as it reports that of any function, and the caller makes another call 
 
 from __future__ import annotations
 
+import errno
 import os
 import select
+import time
 from contextlib import closing
 
 from mpwatch.wire.item_channel import ItemKind, TokenPipe, receive_message, send_message
 from mpwatch.wire.pickling import call_payload
 from mpwatch.worker import context
 from mpwatch.worker.main import pickle_value
+
+RETRY_SECONDS = 0.01
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,13 +26,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-def serve_items(fn: Callable[[Any], object], channel: socket.socket, tokens: TokenPipe) -> None:
+def serve_items(channel: socket.socket, tokens: TokenPipe, *, fn: Callable[[Any], object]) -> None:
     """Call `fn` with each item that the caller sends, until the caller sends no more.
 
     Args:
-        fn: the function of `mpwatch.map`.
         channel: this rank's end of an item channel.
         tokens: of the items.
+        fn: the function of `mpwatch.map`.
     """
     pid = os.getpid()
     token: int | None = None  # the last one that was taken
@@ -84,4 +88,13 @@ def _send_value(channel: socket.socket, value: object) -> bool:
     """
     with closing(pickle_value(value)) as bundle:
         context.stop_heartbeats()
-        return send_message(channel, ItemKind.VALUE, bundle.body, [] if bundle.file is None else [bundle.file.fileno()])
+        while True:
+            try:
+                return send_message(
+                    channel, ItemKind.VALUE, bundle.body, [] if bundle.file is None else [bundle.file.fileno()]
+                )
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    raise
+            # Too many files are on their way to processes of this user (`ulimit -n`). The caller receives some of them soon.
+            time.sleep(RETRY_SECONDS)

@@ -230,7 +230,10 @@ def _can_try_plain_pickler(fn: object) -> bool:
     if getattr(fn, "__module__", None) == "__main__":
         return False
     cloudpickle = sys.modules.get("cloudpickle")
-    return cloudpickle is None or not cloudpickle.list_registry_pickle_by_value()
+    if cloudpickle is None:
+        return True
+    get_modules = getattr(cloudpickle, "list_registry_pickle_by_value", None)
+    return get_modules is not None and not get_modules()  # None: another thread is just importing cloudpickle
 
 
 def _dump_plain(call: Call, bundle: PickleBundle) -> None:
