@@ -102,9 +102,9 @@ def test_max_restarts_and_keep_going_restart_single_ranks():
 
 
 def test_a_timeout_keeps_what_was_returned_by_then():
-    result = mpwatch.run(wait_forever_on_rank_0, 3, keep_going=True, timeout=3.0, grace_period=0, check=False)
+    result = mpwatch.run(wait_forever_on_rank_0, 3, keep_going=True, timeout=6.0, grace_period=0, check=False)
     assert dict(result.return_values) == {1: 1, 2: 2}
-    assert result.reason == "the run did not end within timeout=3 s: rank 0 had not returned"
+    assert result.reason == "the run did not end within timeout=6 s: rank 0 had not returned"
 
 
 def test_all_ranks_may_fail():
