@@ -129,7 +129,7 @@ def map(
 
     A rank gets the next items as soon as it is free. The ranks are started at the first `next`, and stopped when the
     iterator ends or is closed. `current_worker().state` is kept from item to item: for a model that is loaded once, for
-    example.
+    example. Do not keep such things in `fn` itself: after an item has failed, its rank gets `fn` again.
 
     An item fails if the function raises, or if the process of the rank dies. That takes no other item with it: each value is
     sent before the next item begins, and the rank is restarted. So the function is called once for each item, and more often

@@ -60,7 +60,7 @@ class OverallProgress:
     """
 
     unit: str = "step"
-    """What is counted."""
+    """What a step is, in the singular: "step" of a run, "item" of a map."""
     step: int | None = None
     total: int | None = None
     fraction_done: float | None = None

@@ -76,7 +76,7 @@ class GroupSpec:
 
     @property
     def policy(self) -> RestartPolicy:
-        """The restart policy."""
+        """The restart policy: no restarts."""
         return RestartPolicy(0)
 
     @property

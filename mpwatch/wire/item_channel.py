@@ -83,7 +83,7 @@ class TokenPipe:
         return int(TOKEN.unpack(data)[0]) if data else None
 
     def close(self) -> None:
-        """Close the ends."""
+        """Close this process's ends. The other process may still read what is in the pipe."""
         self._reader.close()
         self._writer.close()
 
