@@ -62,7 +62,7 @@ def _run_ended(event: RunEnded) -> str:
 def _rendezvous_completed(event: RendezvousCompleted) -> str:
     node = f"node {event.group_rank} of {event.group_world_size}"
     store = f"[{event.master_addr}]" if ":" in event.master_addr else event.master_addr
-    which = f", restart {event.attempt}" if event.attempt else ""
+    which = f", start {event.attempt + 1}" if event.attempt else ""
     return f"{node}: {_who(event)} of {event.world_size}, store at {store}:{event.master_port}{which}"
 
 

@@ -239,12 +239,12 @@ def test_the_ranks_of_this_node_are_logged_after_each_rendezvous(caplog):
     lines = [line.removeprefix("run a1b2c3d4: ") for line in log_events(caplog, logging.INFO, moved_node_run())]
     assert [line for line in lines if line.startswith("node ")] == [
         "node 2 of 3: ranks 4-5 of 6, store at 10.0.0.1:4711",
-        "node 1 of 2: ranks 2-3 of 4, store at 10.0.0.1:4712, restart 1",
-        "node 1 of 3: ranks 2-3 of 6, store at 10.0.0.1:4713, restart 2",
+        "node 1 of 2: ranks 2-3 of 4, store at 10.0.0.1:4712, start 2",
+        "node 1 of 3: ranks 2-3 of 6, store at 10.0.0.1:4713, start 3",
     ]
     assert [line for line in lines if line.startswith("restarting")] == [
         "restarting ranks 4-5 (restart 1, 1 left): rank 0 failed first: ValueError: boom",
-        "restarting ranks 2-3 (restart 2, 1 left): other nodes have come: 1",
+        "restarting ranks 2-3 (costs no restart): other nodes have come: 1",
     ]
 
 

@@ -92,7 +92,7 @@ class EventHistory:
         return self.change_state(WorkerState.SUCCEEDED, after + 0.1)
 
     def end(self, after, reason=""):
-        restarts = sum(isinstance(event, Restarting) for event in self.events)
+        restarts = sum(isinstance(event, Restarting) and event.is_counted for event in self.events)
         self.add(RunEnded, after, state=self.state, elapsed=after, restarts=restarts, reason=reason)
         return self.events
 
@@ -139,7 +139,16 @@ def moved_node_run():
     history.change_state(WorkerState.HEALTHY, 2.5).change_state(WorkerState.UNHEALTHY, 3.0).add_for_each_rank(
         WorkerStopped, 3.4, attempt=1
     )
-    history.add(Restarting, 3.5, cause=None, delay=0.0, restarts_left=1, attempt=1, reason="other nodes have come: 1")
+    history.add(
+        Restarting,
+        3.5,
+        cause=None,
+        delay=0.0,
+        restarts_left=1,
+        attempt=1,
+        reason="other nodes have come: 1",
+        is_counted=False,
+    )
     history.complete_rendezvous(4.0, 1, 3, 2).start_ranks(4.0, 2).change_state(WorkerState.INIT, 4.0).add_for_each_rank(
         WorkerReady, 4.5, attempt=2
     )

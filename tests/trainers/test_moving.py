@@ -328,8 +328,8 @@ def test_lines_go_to_files_and_are_shown(tmp_path, capfd, theirs, ours):
 @row("`--log-dir=logs --tee=3 --local-ranks-filter=0`", '`logs=mpwatch.LogSpec("logs", show=0)`')
 def test_one_rank_is_shown(theirs, ours):
     for job in (theirs, ours):
-        shown = [json.loads(line.partition("]:")[2] or line) for line in job.out.splitlines()]
-        assert {variables["RANK"] for _, variables in shown} == {"0"}
+        # not line by line, since torchrun may divide a line while it follows a file that grows
+        assert set(re.findall(r'"RANK": "(\d)"', job.out)) == {"0"}
         assert "of rank 0" in job.err
         assert job.files["attempt_1/1/stderr.log"].startswith("of rank 1\n")
 
