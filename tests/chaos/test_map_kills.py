@@ -24,32 +24,27 @@ def append_line(folder, number):
     return number
 
 
-def kill_at_random(pids, is_over, kills):
-    """Kill one of these ranks at a random time, again and again."""
+def kill_at_random(folder, is_over, kills):
+    """Kill one of the ranks that have begun an item at a random time, again and again."""
     rng = random.Random(SEED)
-    while len(kills) < KILLS and not is_over.wait(rng.uniform(0, 0.12)):
+    while len(kills) < KILLS and not is_over.wait(rng.uniform(0, 0.1)):
+        pids = sorted({int(path.name) for path in folder.iterdir()} - set(kills))
         if pids:
-            kills.append(rng.choice(list(pids.values())))
+            kills.append(rng.choice(pids))
             os.kill(kills[-1], signal.SIGKILL)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ordered", [True, False])
 def test_ranks_are_killed_at_random(ordered, tmp_path: Path):
-    pids, is_over, kills = {}, threading.Event(), []
-
-    def observe(event):
-        if isinstance(event, mpwatch.events.WorkerStarted):
-            pids[event.ranks[0]] = event.pid
-        elif isinstance(event, mpwatch.events.WorkerExited):
-            pids.pop(event.ranks[0], None)
-
-    killer = threading.Thread(target=kill_at_random, args=(pids, is_over, kills))
+    is_over, kills = threading.Event(), []
+    killer = threading.Thread(target=kill_at_random, args=(tmp_path, is_over, kills))
     killer.start()
     outcomes = {}
-    options = {"keep_going": True, "on_event": observe, "progress": False}
     try:
-        values = mpwatch.map(partial(append_line, tmp_path), range(ITEMS), 4, ordered=ordered, **options)
+        values = mpwatch.map(
+            partial(append_line, tmp_path), range(ITEMS), 4, ordered=ordered, keep_going=True, progress=False
+        )
         for index, outcome in enumerate(values) if ordered else values:
             assert index not in outcomes
             outcomes[index] = outcome
