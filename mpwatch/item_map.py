@@ -354,7 +354,7 @@ class ItemMap:
                 raise
 
     def _deal(self) -> bool:
-        """Give free ranks new items. Return False if there are neither items nor values to wait for."""
+        """Give free ranks new items. Return False if there are neither items nor outcomes to wait for."""
         end = 1 << 62
         if self._ordered:
             end = self._next_index + (self._buffersize or BUFFER_PER_RANK * len(self._feeds))
@@ -365,7 +365,8 @@ class ItemMap:
         self._share(end)
         if self._take_back():
             self._share(end)
-        return any(feed.tasks for feed in self._feeds) or self._queue.has_waiting or not self._queue.is_exhausted
+        has_items = self._queue.has_waiting or not self._queue.is_exhausted
+        return has_items or bool(self._early) or any(feed.tasks for feed in self._feeds)
 
     def _share(self, end: int) -> None:
         """Give items to free ranks, and if items are short, also to ranks that have a chunk."""
@@ -448,7 +449,7 @@ class ItemMap:
         outcomes, self._early = self._early, []
         self._update_view()
         due_at, now = self._queue.due_at, time.monotonic()
-        waits = [0.0] if self._early else []
+        waits = [0.0] if outcomes else []
         waits += [due_at - now] if due_at is not None and due_at > now else []  # else it waits for a free rank
         waits += [] if (seconds := self._view.seconds_to_next_update) is None else [seconds]
         for key, _ in self._selector.select(min(waits, default=None)):
@@ -560,7 +561,8 @@ class ItemMap:
         if result.state is WorkerState.SUCCEEDED:
             self._queue.put_back(unbegun)
             for task in begun:
-                outcomes += self._fail_without_call(feed, task, RuntimeError("fn has shut down the socket of mpwatch.map"))
+                text = "fn has shut down the socket of mpwatch.map; shut down only sockets that fn has opened"
+                outcomes += self._fail_without_call(feed, task, RuntimeError(text))
         elif cause is None:  # the program ends, for example
             raise make_error(result)
         elif not feed.has_loaded:

@@ -250,6 +250,12 @@ def test_with_keep_going_an_item_that_cannot_be_sent_is_a_failure():
         each.close()
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_with_keep_going_all_items_may_be_such_that_they_cannot_be_sent(count):
+    outcomes = list(mpwatch.map(fn.identity, [threading.Lock() for _ in range(count)], 1, keep_going=True))
+    assert [outcome.index for outcome in outcomes] == list(range(count))
+
+
 def test_a_retry_that_waits_for_a_busy_rank_takes_no_cpu_time():
     policy = RestartPolicy(1, delay=0.01, jitter=0.0)
     used = time.process_time()
