@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from mpwatch.results.model import Attempt, Progress, WorkerState
     from mpwatch.results.run_result import RunResult
     from mpwatch.run_handle import CallHandle, RunHandle
-    from mpwatch.worker.context import current_worker, heartbeat, report
+    from mpwatch.stop import request_stop
+    from mpwatch.worker.context import current_worker, heartbeat, report, should_stop
 
 __all__ = [
     "Attempt",
@@ -59,7 +60,9 @@ __all__ = [
     "main",
     "map",
     "report",
+    "request_stop",
     "run",
+    "should_stop",
     "submit",
 ]
 
@@ -94,7 +97,9 @@ _HOME = {
     "main": ".api",
     "map": ".item_map",
     "report": ".worker.context",
+    "request_stop": ".stop",
     "run": ".api",
+    "should_stop": ".worker.context",
     "submit": ".api",
 }
 

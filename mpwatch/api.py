@@ -5,8 +5,9 @@ The layers from here to the process of a rank: `run_single_node` (watcher/run.py
 """
 
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -52,6 +53,9 @@ def run(
     post_mortem: bool = False,
     stall_after: float | None = 60.0,
     backend_timeout: float | None = None,
+    stop_signals: Iterable[int] = (),
+    stop_after: float | None = None,
+    stop_timeout: float | None = None,
     check: bool = True,
 ) -> RunResult[T]:
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
@@ -108,6 +112,15 @@ def run(
             (FailureKind.MISMATCH). None: none of this.
         backend_timeout: limit in seconds for each collective of the process group that `backend` makes. None: torch's
             default, which is 30 minutes for gloo and 10 for nccl.
+        stop_signals: signals to this process that ask all ranks to save and return, such as (signal.SIGUSR1,
+            signal.SIGTERM). `mpwatch.should_stop(step)` then becomes True on all ranks at the same step, and
+            `result.stopped_at` is that step. The run succeeds, and this process does not get the signal. If the signal comes
+            again it does what it does without this option; SIGUSR1 and the like stop the run as SIGTERM does. This needs the
+            main thread, since signal handlers run there. On several nodes a signal to one node counts for all of them. A
+            stop can also be requested by `mpwatch.request_stop()`. Ranks that fail after that are not restarted.
+        stop_after: seconds from the start of the run to such a request. None: never.
+        stop_timeout: seconds from such a request until all ranks must have returned. After that the ranks are stopped: as by
+            the signal that has requested it, or else as by `timeout`. None: no limit.
         check: False: return the result of a failed run instead of raising.
 
     Returns:
@@ -116,7 +129,7 @@ def run(
 
     Raises:
         RunFailedError: a rank failed. `__cause__` is the rank's own exception. A rank that exits without returning failed.
-        RunTimeoutError: `timeout` was exceeded.
+        RunTimeoutError: `timeout` was exceeded, or `stop_timeout` after a request that was not a signal.
         LaunchError: the ranks could not be started; none is left. With `rendezvous`: the nodes have not met within
             `join_timeout` or `timeout`.
         TypeError, ValueError: an argument is not valid, or fn does not take these args and kwargs. No rank was started.
@@ -149,6 +162,9 @@ def run(
         post_mortem=post_mortem,
         stall_after=stall_after,
         backend_timeout=backend_timeout,
+        stop_signals=stop_signals,
+        stop_after=stop_after,
+        stop_timeout=stop_timeout,
     )
     result = _run(spec)
     if check:
@@ -159,11 +175,21 @@ def run(
 def _run(spec: WorkerSpec[T], **details: Any) -> RunResult[T]:
     __tracebackhide__ = True
     make_view = partial(select_view, spec.progress)
+    _check_thread(spec)
     if spec.rendezvous is None:
         return run_single_node(spec, make_view, **details)
     from mpwatch.multinode.run import run_multi_node  # imports torch
 
     return run_multi_node(spec, make_view, **details)
+
+
+def _check_thread(spec: WorkerSpec[Any], *, is_submitted: bool = False) -> None:
+    __tracebackhide__ = True
+    if spec.stop_signals and (is_submitted or threading.current_thread() is not threading.main_thread()):
+        raise ValueError(
+            "stop_signals needs a run that the main thread waits for, since signal handlers run there only; call "
+            "request_stop() in a signal handler of your own"
+        )
 
 
 def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "RunHandle[T]":
@@ -191,6 +217,7 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
     check = options.pop("check", True)
     check_flag("check", check)
     spec: WorkerSpec[T] = WorkerSpec(fn=fn, nprocs=nprocs, **options)
+    _check_thread(spec, is_submitted=True)
     check_not_importing()
     payload = pack_spec(spec)
     handle = RunHandle(lambda on_start: _run(spec, payload=payload, on_start=on_start), check=check)

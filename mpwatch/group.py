@@ -74,6 +74,9 @@ class WorkerGroup:
             (FailureKind.MISMATCH). None: none of this.
         backend_timeout: limit in seconds for each collective of the process group that `backend` makes. None: torch's
             default, which is 30 minutes for gloo and 10 for nccl.
+        stop_signals: signals to this process that ask the ranks of a call to save and return, as for `mpwatch.run`. They do
+            so while the main thread waits for the call. Between two calls a signal does what it does in the program.
+        stop_timeout: seconds from a request to stop until the ranks of the call must have returned. None: no limit.
         preload: names of modules that the ranks import as soon as they have started, in this order, while the caller goes
             on. So the first call does not wait for `import torch`, which takes a second of CPU time on each rank. If an
             import raises, the first call fails with that exception.
@@ -105,6 +108,8 @@ class WorkerGroup:
         post_mortem: bool = False,
         stall_after: float | None = 60.0,
         backend_timeout: float | None = None,
+        stop_signals: Iterable[int] = (),
+        stop_timeout: float | None = None,
         preload: Sequence[str] = (),
         scope: Literal["group", "worker"] = "group",
         check: bool = True,
@@ -127,6 +132,8 @@ class WorkerGroup:
             post_mortem=post_mortem,
             stall_after=stall_after,
             backend_timeout=backend_timeout,
+            stop_signals=stop_signals,
+            stop_timeout=stop_timeout,
             preload=preload,
             scope=scope,
         )

@@ -41,6 +41,7 @@ class _Handle(Future[RunResult[T]]):
         self._lock = threading.RLock()  # a signal handler may cancel or stop the call
         self._call: BlockingCall | None = None  # from the start of the ranks until the run is over
         self._is_stopped = False
+        self._is_stop_requested = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._execute, name=name, daemon=True)
 
@@ -50,6 +51,20 @@ class _Handle(Future[RunResult[T]]):
             self._is_stopped = True
             if (call := self._call) is not None:
                 call.signals.stop()
+
+    def request_stop(self) -> None:
+        """Ask the ranks to save and return: `should_stop` becomes True on all of them at the same step.
+
+        It does not wait. Before the ranks have begun, it holds for their first step. After the end it does nothing.
+
+        Raises:
+            RuntimeError: it is called in a fork of the process that owns the run.
+        """
+        self._check_process("request_stop")
+        with self._lock:
+            self._is_stop_requested = True
+            if (call := self._call) is not None:
+                call.signals.request_stop("request_stop() of its handle")
 
     def wait_for_end(self) -> None:
         """Wait until the result is there, and the thread is gone. In that thread itself, only wait for the result."""
@@ -91,6 +106,8 @@ class _Handle(Future[RunResult[T]]):
             self._call = call
             if self._is_stopped:
                 call.signals.stop()
+            elif self._is_stop_requested:
+                call.signals.request_stop("request_stop() of its handle")
 
     def _check_process(self, method: str) -> None:
         if os.getpid() != self._pid:

@@ -19,6 +19,7 @@ from mpwatch.events.types import (
     RunEnded,
     RunStarted,
     StateChanged,
+    Stopping,
     WorkerExited,
     WorkerFailed,
     WorkerReady,
@@ -74,6 +75,11 @@ def _restarting(event: Restarting) -> str:
     return f"restarting {_who(event)}{when} ({count}){why}"
 
 
+def _stopping(event: Stopping) -> str:
+    when = "at its next step" if event.after_step is None else f"after step {event.after_step}"
+    return f"{_who(event)}: a stop was requested ({event.stop_cause}), {when}"
+
+
 def _heartbeat_late(event: HeartbeatLate) -> str:
     return f"{_who(event)}: silent for {_seconds(event.silent_seconds)} of {_seconds(event.heartbeat_timeout)} allowed"
 
@@ -117,6 +123,7 @@ LINES: Mapping[type[Event], tuple[int, Callable[[Any], str]]] = {
     RendezvousCompleted: (logging.INFO, _rendezvous_completed),
     StateChanged: (logging.INFO, lambda event: f"{event.before.name} -> {event.after.name}"),
     Restarting: (logging.WARNING, _restarting),
+    Stopping: (logging.INFO, _stopping),  # the event loop logs a warning
     # INFO: half of the limit passes often, for example while ranks wait for one that evaluates or writes a checkpoint
     HeartbeatLate: (logging.INFO, _heartbeat_late),
     CallStarted: (logging.DEBUG, lambda event: f"{_who(event)}: a call"),

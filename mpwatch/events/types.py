@@ -244,6 +244,20 @@ class Restarting(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stopping(Event):
+    """A stop was requested, and these ranks know at which step they stop. See `mpwatch.should_stop`.
+
+    Attributes:
+        stop_cause: what has requested it, such as "SIGUSR1", "request_stop() in rank 3" or "stop_after=3600".
+        after_step: the ranks stop at their first step above this one. None: no rank had called `should_stop`, so each rank
+            stops at its first call.
+    """
+
+    stop_cause: str
+    after_step: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class StateChanged(Event):
     """The state of the group has changed. mpwatch/results/state_transitions.py lists the possible changes.
 

@@ -7,6 +7,7 @@
     a node is lost, too few nodes remain                   RE_RENDEZVOUS if a restart is left, else FAILED
     the node that served the store is lost                 FAILED
     more nodes want to join                                RE_RENDEZVOUS; costs no restart
+    a stop was requested                                   FAILED instead of RESTART and RE_RENDEZVOUS
 
 The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
@@ -70,12 +71,27 @@ class AttemptSummary:
     """By node, in the order in which they were lost: the reason."""
     verdict: CollectiveVerdict | None = None
     """What did not fit in the collectives of the ranks, if that has ended the attempt."""
+    stop_cause: str = ""
+    """What has requested a stop of the job. Empty: nothing has."""
 
 
 def decide_next_step(summary: AttemptSummary, policy: RestartPolicy, rng: Callable[[], float] = random) -> AttemptDecision:
     """Decide what the nodes do after the attempt, and name the rank that failed first."""
     decision = _decide(_find_cause_on_other_node(summary, policy), policy, rng)
+    if summary.stop_cause and decision.next_step in (NextStep.RESTART, NextStep.RE_RENDEZVOUS):
+        decision = replace(
+            decision,
+            next_step=NextStep.FAILED,
+            delay=0.0,
+            no_restart_reason=describe_stop(summary.stop_cause),
+            is_restart_counted=False,
+        )
     return replace(decision, restarts_left=max(0, policy.max_restarts - decision.history.restarts_used))
+
+
+def describe_stop(cause: str) -> str:
+    """Return why a job is not restarted after a request to stop."""
+    return f"a stop was requested ({cause})"
 
 
 def describe_node(node_infos: Mapping[int, NodeInfo], node: int) -> str:

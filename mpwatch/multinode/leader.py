@@ -23,6 +23,10 @@ thread has to execute.
     SHUTTING_DOWN        all nodes that are not lost have sent ShutdownAck,             FINISHED
                          or the time is over
 
+When a stop is requested on a node, it sends StopRequest. The leader broadcasts HoldSteps, and each node answers with the
+highest step that its ranks have passed (StepsHeld). The highest of all is in StopAtStep: all ranks stop at their first step
+above it. After that the job is not restarted, and no more nodes may join.
+
 What happens when a node is lost:
 
 1. `check_heartbeats` finds that the heartbeats of the node have not changed for `node_timeout`. A node is also lost if it
@@ -50,6 +54,7 @@ from mpwatch.multinode.protocol.messages import (
     AttemptDecision,
     AttemptFailing,
     AttemptReport,
+    HoldSteps,
     JobFinished,
     MessageToAll,
     MessageToLeader,
@@ -63,7 +68,10 @@ from mpwatch.multinode.protocol.messages import (
     RestartHistory,
     ShutdownAck,
     StartAttempt,
+    StepsHeld,
+    StopAtStep,
     StopAttempt,
+    StopRequest,
 )
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.watcher.diagnosis.collective_verdict import CollectiveVerdict, Finding, select_new_stalls
@@ -157,6 +165,7 @@ class Leader:
         self._history = RestartHistory()
         self._waiting_nodes = 0  # nodes that wait to join, at most as many as the job has room for
         self._first_ranks: dict[int, int] = {}
+        self._stop_cause = ""  # what has requested a stop of the job; empty: nothing has
         self._begin_attempt()
         self._deadline = now + NODE_INFO_SHARE * node_timeout
 
@@ -167,6 +176,7 @@ class Leader:
         self._reports: dict[int, AttemptReport] = {}
         self._collectives: dict[int, NodeCollectives] = {}  # by node, if its ranks have stalled or have ended
         self._has_new_collectives = False
+        self._held_steps: dict[int, int | None] = {}  # by node: the highest step that its ranks have passed, if any
         self._warned: set[Finding] = set()
         self._final_verdict: CollectiveVerdict | None = None  # it has ended the attempt
         self._stopped_for_waiting_nodes = False
@@ -204,6 +214,8 @@ class Leader:
             return self._handle_lost_node(node, "it has left", now) if has_left_early else self._finish_if_acknowledged()
         if isinstance(message, NodeLeaving):
             return self._handle_lost_node(node, message.reason, now)
+        if isinstance(message, StopRequest):
+            return self._request_stop(message.cause)
         if message.attempt != self._attempt:
             return []
         if isinstance(message, AttemptFailing):
@@ -215,7 +227,22 @@ class Leader:
         if isinstance(message, RanksStalled):
             self._set_collectives(node, message)
             return []
+        if isinstance(message, StepsHeld):
+            self._held_steps[node] = message.step
+            return self._agree_on_step()
         return self._handle_report(message, now)
+
+    def _request_stop(self, cause: str) -> list[LeaderAction]:
+        """Ask all nodes to hold their ranks, unless that was done. Before the ranks are started, `start_attempt` does it."""
+        is_first, self._stop_cause = not self._stop_cause, self._stop_cause or cause
+        return [Broadcast(HoldSteps(self._attempt, cause))] if is_first and self.stage is RoundStage.RUNNING else []
+
+    def _agree_on_step(self) -> list[LeaderAction]:
+        """If all nodes hold their ranks, let the ranks stop after the highest step that one of them has passed."""
+        if self.stage is not RoundStage.RUNNING or not self.active_nodes <= self._held_steps.keys():
+            return []
+        highest = max((step for step in self._held_steps.values() if step is not None), default=None)
+        return [Broadcast(StopAtStep(self._attempt, self._stop_cause, highest))]
 
     def check_heartbeats(self, counts: Mapping[int, int], now: float) -> list[LeaderAction]:
         """Compare the heartbeat counts of the nodes with the last counts. A node whose count does not change is lost.
@@ -236,6 +263,8 @@ class Leader:
 
     def update_waiting_nodes(self, count: int, now: float) -> list[LeaderAction]:
         """Set how many nodes wait to join. If the job has room for them, stop the attempt, so that all nodes can rejoin."""
+        if self._stop_cause:
+            return []
         self._waiting_nodes = max(0, min(count, self._max_nodes - self._size))
         if self._waiting_nodes and self.stage is RoundStage.RUNNING:
             self._stopped_for_waiting_nodes = True
@@ -271,7 +300,8 @@ class Leader:
             leader_nprocs=self._node_infos[0].nprocs,
             delay=self._delay,
         )
-        return [PublishAssignments(self._assign_ranks()), Broadcast(start)]
+        hold = [Broadcast(HoldSteps(self._attempt, self._stop_cause))] if self._stop_cause else []
+        return [PublishAssignments(self._assign_ranks()), Broadcast(start), *hold]
 
     def handle_deadline(self, now: float) -> list[LeaderAction]:
         """Act if the deadline of the stage has passed: nodes that did not send what the stage needs are lost."""
@@ -408,6 +438,7 @@ class Leader:
             reports=self._reports,
             lost_nodes=self._lost_nodes,
             verdict=self._final_verdict,
+            stop_cause=self._stop_cause,
         )
 
     def _finish_if_acknowledged(self) -> list[LeaderAction]:

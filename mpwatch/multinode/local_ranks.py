@@ -17,10 +17,17 @@ An expired lease also has the reason CANCELLED_BY_JOB. Then no message of anothe
 import socket
 from collections import deque
 
-from mpwatch.multinode.node_machine import PrepareRanks, ReportAttempt, ReportJob, StopRanks
+from mpwatch.multinode.node_machine import (
+    AgreeOnStep,
+    HoldRanks,
+    PrepareRanks,
+    ReportAttempt,
+    ReportJob,
+    StopRanks,
+)
 from mpwatch.multinode.protocol.messages import StartAttempt
-from mpwatch.watcher.commands import CommandQueue, RestartCommand
-from mpwatch.watcher.machine.transitions import NO_LEASE, CancelAttempt, Lease, Restart
+from mpwatch.watcher.commands import CommandQueue, RestartCommand, StopAfter
+from mpwatch.watcher.machine.transitions import NO_LEASE, CancelAttempt, Lease, Restart, StopRequested
 from mpwatch.watcher.processes.rank_environment import reserve_port
 from mpwatch.watcher.restarts.restart_group import RankSetup
 
@@ -89,6 +96,14 @@ class LocalRanks:
         """Stop the ranks, and let the caller's thread log the reason. A logging handler may be slow."""
         self._commands.post(CancelAttempt())
         self.notify_caller(action)
+
+    def hold(self, action: HoldRanks) -> None:
+        """Let the ranks wait at their next `should_stop`. The watcher thread reports the steps that they have passed."""
+        self._commands.post(StopRequested(action.cause, is_from_job=True))
+
+    def agree_on_step(self, action: AgreeOnStep) -> None:
+        """Let the ranks stop at the step that all nodes have agreed on."""
+        self._commands.post(StopAfter(action.after_step, action.cause))
 
     def renew_lease(self, since: float) -> None:
         """Let the ranks run longer: this node has sent a heartbeat at time `since`.

@@ -50,11 +50,13 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
+from mpwatch.multinode.job_decision import describe_stop
 from mpwatch.multinode.protocol.messages import (
     NO_ATTEMPT,
     AttemptDecision,
     AttemptFailing,
     AttemptReport,
+    HoldSteps,
     JobFinished,
     LostNode,
     MessageToAll,
@@ -70,7 +72,10 @@ from mpwatch.multinode.protocol.messages import (
     RestartHistory,
     ShutdownAck,
     StartAttempt,
+    StepsHeld,
+    StopAtStep,
     StopAttempt,
+    StopRequest,
 )
 
 
@@ -116,6 +121,21 @@ class StopRanks:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldRanks:
+    """Let the ranks of this node wait at their next `should_stop`, and report the steps that they have passed."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgreeOnStep:
+    """Let the ranks of this node stop at their first step above this one. None: at their next question."""
+
+    after_step: int | None
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReportAttempt:
     """Report the decision about an attempt to the caller's thread. The job goes on."""
 
@@ -139,7 +159,9 @@ class Rejoin:
     """How many nodes of this round join the next one."""
 
 
-NodeAction = SendToLeader | PrepareRanks | StartRanks | StopRanks | ReportAttempt | ReportJob | Rejoin
+NodeAction = (
+    SendToLeader | PrepareRanks | StartRanks | StopRanks | HoldRanks | AgreeOnStep | ReportAttempt | ReportJob | Rejoin
+)
 
 
 class NodeMachine:
@@ -166,6 +188,7 @@ class NodeMachine:
         self._leader_heartbeat = -1
         self._leader_seen_at = now
         self._has_withdrawn = False
+        self._stop_cause = ""  # what has requested a stop of the job, as the leader says
         self._loss = ""  # why the leader or the store is lost; empty while they are there
         self._has_ranks = False  # of this attempt, not yet reported
         self._is_leaving = False
@@ -205,6 +228,11 @@ class NodeMachine:
             return self._handle_start(message)
         if isinstance(message, StopAttempt):
             return self._handle_stop(message) if message.attempt == self.attempt else []
+        if isinstance(message, HoldSteps):
+            return self._handle_hold(message) if message.attempt == self.attempt else []
+        if isinstance(message, StopAtStep):
+            has_ranks = message.attempt == self.attempt and self.stage is NodeStage.RUNNING
+            return [AgreeOnStep(message.after_step, message.cause)] if has_ranks else []
         if isinstance(message, JobFinished):
             if self.stage is NodeStage.SHUTTING_DOWN or self._is_leaving:
                 self.stage = NodeStage.FINISHED
@@ -278,7 +306,7 @@ class NodeMachine:
             return []  # the leader has stopped that attempt meanwhile
         self.stage = NodeStage.RUNNING
         self._has_ranks = True
-        return [StartRanks(self.attempt)]
+        return [StartRanks(self.attempt), *([HoldRanks(self._stop_cause)] if self._stop_cause else [])]
 
     def report_failing(self) -> list[NodeAction]:
         """Report that the attempt fails on this node. The ranks have not exited yet."""
@@ -292,6 +320,18 @@ class NodeMachine:
         if self.stage is not NodeStage.RUNNING:
             return []
         return [SendToLeader(RanksStalled(self._node_info.group_rank, self.attempt, collectives))]
+
+    def request_stop(self, cause: str) -> list[NodeAction]:
+        """Report that a stop was requested on this node."""
+        if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
+            return []
+        return [SendToLeader(StopRequest(self._node_info.group_rank, cause))]
+
+    def report_steps_held(self, step: int | None) -> list[NodeAction]:
+        """Report the highest step that a rank of this node has passed. None: no rank has passed one."""
+        if self.stage in (NodeStage.SHUTTING_DOWN, NodeStage.FINISHED):
+            return []
+        return [SendToLeader(StepsHeld(self._node_info.group_rank, self.attempt, step))]
 
     def report_ranks_stopped(self) -> list[NodeAction]:
         """Report that all ranks of this node have exited. The caller's thread makes the AttemptReport later."""
@@ -354,6 +394,11 @@ class NodeMachine:
             return [StopRanks(stop.reason)]
         return []
 
+    def _handle_hold(self, hold: HoldSteps) -> list[NodeAction]:
+        """Hold the ranks: now, or as soon as they are started. Ranks that have ended have passed their last step."""
+        self._stop_cause = hold.cause
+        return [HoldRanks(hold.cause)] if self.stage in (NodeStage.RUNNING, NodeStage.AWAITING_DECISION) else []
+
     def _follow_decision(self, decision: AttemptDecision) -> list[NodeAction]:
         self.history = decision.history
         if decision.next_step is NextStep.RESTART:
@@ -385,6 +430,14 @@ class NodeMachine:
             lost_nodes = (LostNode(0, self._start.leader_hostname, 0, self._start.leader_nprocs, self._loss),)
         root_cause_rank = 0 if lost_nodes else -1
         remaining = self._size - 1
+        if self._stop_cause:
+            return self._fail_job(
+                history,
+                root_cause_rank=root_cause_rank,
+                lost_nodes=lost_nodes,
+                reason=self._describe_leader_loss(),
+                no_restart_reason=describe_stop(self._stop_cause),
+            )
         if remaining < self._min_nodes:
             if history.restarts_used >= self._max_restarts:
                 return self._fail_job(

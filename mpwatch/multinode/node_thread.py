@@ -33,6 +33,7 @@ from mpwatch.multinode.leader import Leader
 from mpwatch.multinode.local_ranks import LocalRanks, NodeUpdate
 from mpwatch.multinode.node_machine import NodeAction, NodeMachine, Rejoin, ReportJob
 from mpwatch.multinode.protocol.job_config import make_job_config
+from mpwatch.multinode.protocol.json_codec import MAX_INTEGER
 from mpwatch.multinode.protocol.messages import (
     NO_ATTEMPT,
     AttemptDecision,
@@ -58,7 +59,11 @@ from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.restarts.restart_group import RankSetup
 from mpwatch.wire.resource_errors import with_remedy
 
-INTERRUPT_REASONS = {InterruptCause.STOP: "its program called stop()", InterruptCause.PROGRAM_END: "its program ended"}
+INTERRUPT_REASONS = {
+    InterruptCause.STOP: "its program called stop()",
+    InterruptCause.PROGRAM_END: "its program ended",
+    InterruptCause.STOP_REQUEST: "a stop was requested there before its ranks were started",
+}
 # After the ranks of this node have ended, the other nodes get the grace period and so long to see that this node leaves.
 LEAVE_SECONDS = 2.0
 # An earlier job of the same name may just be ending. A new node tries to connect again for so long, after such pauses.
@@ -88,6 +93,7 @@ class NodeThread:
         self._requests: deque[Callable[[RoundRunner], None]] = deque()
         self._wakeup = threading.Event()
         self._is_acknowledged = False
+        self._stop_cause = ""  # of the last request to stop on this node; empty: there was none
         self._is_leaving = threading.Event()
         self._job_config = make_job_config(spec)
         self._job_config_check = JobConfigCheck(spec.rendezvous, self._job_config, self._signed_json, self._is_leaving)
@@ -160,7 +166,7 @@ class NodeThread:
             self._thread.join()
             wait_for_thread_exit(self._thread.native_id)
 
-    # The next two methods are called in the watcher thread.
+    # The next four methods are called in the watcher thread.
 
     def on_outcome_change(self, machine: StateMachine) -> None:
         """Report a signal, a failure, or that all ranks have exited. The argument is the state machine of the ranks."""
@@ -176,6 +182,16 @@ class NodeThread:
         """Report to the leader which collectives ranks have called that have stalled: see CollectiveMonitor."""
         records = make_records(answers, returned, {})
         self._post_to_machine(lambda node_machine: node_machine.report_stall(records))
+
+    def on_stop(self, cause: str) -> None:
+        """Report to the leader that a stop was requested on this node. During a rendezvous that waits for the next round."""
+        self._stop_cause = cause
+        self._post_to_machine(lambda node_machine: node_machine.request_stop(cause))
+
+    def on_steps_held(self, step: int | None) -> None:
+        """Report to the leader the highest step that a rank of this node has passed, now that they pass no more."""
+        step = None if step is None else max(-MAX_INTEGER, min(step, MAX_INTEGER))
+        self._post_to_machine(lambda node_machine: node_machine.report_steps_held(step))
 
     # The next two methods are called in any thread.
 
@@ -297,6 +313,8 @@ class NodeThread:
             node_timeout=options.node_timeout,
             log_warning=partial(self._deferred_log.warning, "%s"),
         )
+        if self._stop_cause:  # the leader of the round before may have ended before it read the request
+            round_runner.add_actions(node_machine.request_stop(self._stop_cause))
         round_runner.run(self._requests, self._wakeup)
         return round_runner.rejoin
 

@@ -26,6 +26,8 @@ from mpwatch.multinode.leader import (
 )
 from mpwatch.multinode.local_ranks import LocalRanks
 from mpwatch.multinode.node_machine import (
+    AgreeOnStep,
+    HoldRanks,
     NodeAction,
     NodeMachine,
     PrepareRanks,
@@ -232,6 +234,10 @@ class RoundRunner:
                 self._local_ranks.start()
             elif isinstance(action, StopRanks):
                 self._local_ranks.stop(action)
+            elif isinstance(action, HoldRanks):
+                self._local_ranks.hold(action)
+            elif isinstance(action, AgreeOnStep):
+                self._local_ranks.agree_on_step(action)
             elif isinstance(action, Rejoin):
                 self.rejoin = action
             else:

@@ -94,9 +94,11 @@ def _prepare(
                 keep_ranks=False,
                 on_outcome_change=node_thread.on_outcome_change,
                 on_stall=node_thread.on_stall,
+                on_stop=node_thread.on_stop,
+                on_steps_held=node_thread.on_steps_held,
             )
         )
     )
     resources.enter_context(closing(node_thread))
     watcher_thread.output.use_current_streams()
-    return watcher_thread, node_thread, PendingCall(payload, event_bus.started_at, spec.timeout)
+    return watcher_thread, node_thread, PendingCall(payload, event_bus.started_at, spec.timeout, spec.stop_after)

@@ -4,6 +4,7 @@ ARCHITECTURE.md says where an option is added.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,15 @@ from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.per_rank import check_per_rank
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
-from mpwatch.options.validation import as_int, check_count, check_env_mapping, check_flag, check_seconds, is_async
+from mpwatch.options.validation import (
+    as_int,
+    check_count,
+    check_env_mapping,
+    check_flag,
+    check_seconds,
+    check_signals,
+    is_async,
+)
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.hardware import count_usable_cpus, may_have_gpus
 
@@ -24,6 +33,11 @@ T = TypeVar("T")
 Nprocs = int | Literal["auto", "cpu", "gpu"]
 Observer = Callable[[Event], object]
 Observers = Observer | Iterable[Observer]
+# Signals that cannot ask the ranks to stop: mpwatch needs them, or the kernel sends them for another reason.
+NO_STOP_SIGNALS = (
+    *(signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT, signal.SIGCHLD),
+    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +59,8 @@ class GroupSpec:
     post_mortem: bool = False
     stall_after: float | None = 60.0
     backend_timeout: float | None = None
+    stop_signals: Iterable[int] = ()
+    stop_timeout: float | None = None
     preload: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -69,6 +85,9 @@ class GroupSpec:
             raise ValueError(f"role must be a name, not {self.role!r}")
         if self.progress is not None and not isinstance(self.progress, bool):
             raise TypeError(f"progress must be True, False or None, not {self.progress!r:.200}")
+        if self.stop_timeout is not None:
+            check_seconds("stop_timeout", self.stop_timeout, at_least="more than 0")
+        object.__setattr__(self, "stop_signals", check_signals("stop_signals", self.stop_signals, NO_STOP_SIGNALS))
         object.__setattr__(self, "preload", _check_preload(self.preload))
         object.__setattr__(self, "on_event", _as_observers(self.on_event))
         object.__setattr__(self, "nprocs", _resolve_nprocs(self.nprocs))
@@ -136,10 +155,13 @@ class WorkerSpec(GroupSpec, Generic[T]):
     restart_policy: RestartPolicy | None = None
     keep_going: bool = False
     rendezvous: Rendezvous | None = None
+    stop_after: float | None = None
 
     def __post_init__(self) -> None:
         check_call(self.fn, self.args, self.kwargs)
         super().__post_init__()
+        if self.stop_after is not None:
+            check_seconds("stop_after", self.stop_after, at_least="more than 0")
         object.__setattr__(self, "args", tuple(self.args))
         object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
         check_per_rank(self.args, self.kwargs or {}, int(self.nprocs), is_multi_node=self.is_multi_node)

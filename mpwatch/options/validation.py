@@ -4,11 +4,14 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Mapping
+import signal
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
 from types import FunctionType
 
 from mpwatch.options.worker_info import RANK_VARIABLES
+from mpwatch.os_support.processes import read_process_state
+from mpwatch.os_support.signals import get_handler
 
 MAX_PORT = 65535
 
@@ -83,6 +86,49 @@ def check_count(name: str, value: object, at_least: int) -> int:
     if count < at_least:
         raise ValueError(f"{name} must be at least {at_least}, not {value!r}")
     return count
+
+
+def check_signals(name: str, value: object, refused: Collection[int]) -> tuple[int, ...]:
+    """Check that a value is a collection of signals whose handlers this process can replace. Return their numbers."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be signals, such as (signal.SIGUSR1,), not {value!r:.200}")
+    numbers = []
+    for item in value:
+        number = as_int(item)
+        if number is None:
+            raise TypeError(f"{name} must be signals, such as (signal.SIGUSR1,), not {item!r:.200}")
+        if number not in signal.valid_signals() or number in {signal.SIGKILL, signal.SIGSTOP, *refused}:
+            raise ValueError(f"{name} cannot have {_name_signal(number)}: {_explain_refusal(number)}")
+        if _is_handled_in_c(number):
+            raise ValueError(
+                f"{name} cannot have {_name_signal(number)}: C code of this program handles it (as faulthandler.register "
+                "does), and mpwatch could not give it back; choose another signal"
+            )
+        numbers.append(number)
+    return tuple(dict.fromkeys(numbers))
+
+
+def _name_signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"
+
+
+def _explain_refusal(number: int) -> str:
+    if number not in signal.valid_signals():
+        return "there is no such signal"
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        return "no program can catch it"
+    return "mpwatch, the terminal or the kernel uses it for something else"
+
+
+def _is_handled_in_c(number: int) -> bool:
+    """Return whether the kernel knows of a handler of this process that Python does not know of."""
+    if callable(get_handler(number)):
+        return False
+    state = read_process_state(os.getpid())
+    return state is not None and state.catches(number)
 
 
 def is_async(fn: object) -> bool:

@@ -125,6 +125,10 @@ class RunData(Generic[T]):
             last attempt of each rank.
         not_restarted: why failed ranks were not restarted, if restarts were allowed. Else empty.
         keep_going: whether ranks that failed did not stop the others.
+        stopped_at: the step at which `should_stop` was True, since a stop was requested. None: it was True on no rank. With
+            scope="worker" each rank has its own step, and this is the highest one.
+        stop_cause: what has requested the stop, such as "SIGUSR1", "request_stop() in rank 3" or "stop_after=3600". Empty if
+            nothing has. All ranks may have returned before they have asked again: then `stopped_at` is None.
         dropped_values: the ranks whose return values were dropped, since another rank failed. `keep_going` would have kept
             these values. A rank that returned None does not count. Always empty for a call of a WorkerGroup.
     """
@@ -144,6 +148,8 @@ class RunData(Generic[T]):
     attempts: tuple[Attempt, ...] = ()
     not_restarted: str = ""
     keep_going: bool = False
+    stopped_at: int | None = None
+    stop_cause: str = ""
     dropped_values: tuple[int, ...] = ()
 
     @property

@@ -214,6 +214,23 @@ def format_stopped_by_caller() -> str:
     return "the run was stopped: stop() was called"
 
 
+def format_stop_request() -> str:
+    """Return a sentence that says that a stop was requested while there were no ranks."""
+    return "the run was stopped: a stop was requested"
+
+
+def format_stop_timeout(stop_timeout: float, cause: str, unfinished: Iterable[int]) -> str:
+    """Return a sentence that says that ranks did not return in time after a stop was requested.
+
+    Args:
+        stop_timeout: seconds.
+        cause: what has requested the stop.
+        unfinished: the ranks that had not returned.
+    """
+    ranks = format_ranks(unfinished)
+    return f"a stop was requested ({cause}), and {ranks} had not returned within stop_timeout={stop_timeout:g} s"
+
+
 def format_end_of_program() -> str:
     """Return a sentence that says that the program ended during a run, or during a call of its WorkerGroup."""
     return "the run was stopped: the program ended"

@@ -9,11 +9,13 @@
     StatusRequest     its `statuses`; any thread may wait for its `is_answered`
     StacksRequest     its `stacks`; the same
     StartLostRanks    none
+    StopAfter         none
     RestartCommand    none; it is itself the answer to what the watcher thread has passed to `request_decision`
     TerminalRestore   none
     TerminalModes     none
     DelayedAction     none
-    machine events    none: Interrupted, Shutdown, DoNotRestart, CancelAttempt, Lease, SuspendLimits, ResumeLimits
+    machine events    none: Interrupted, StopRequested, Shutdown, DoNotRestart, CancelAttempt, Lease, SuspendLimits,
+                      ResumeLimits
 
 Each side waits for its WakeupPipe, and then looks at the queues and the fields. Each field is written by one side only.
 """
@@ -60,6 +62,15 @@ class StartLostRanks:
 
     setups: list[tuple[Worker, dict[str, str]]]
     """Each rank with its environment."""
+
+
+@dataclass(frozen=True, eq=False)
+class StopAfter:
+    """Let the ranks stop at their first step above this one. The nodes of a job have agreed on it."""
+
+    step: int | None
+    """None: no rank has passed a step, so they stop at their next question."""
+    cause: str
 
 
 @dataclass(eq=False)
@@ -116,6 +127,7 @@ Command = (
     | TerminalModes
     | RestartCommand
     | StartLostRanks
+    | StopAfter
     | DelayedAction
 )
 

@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from mpwatch.errors import LaunchError
@@ -50,6 +51,7 @@ from mpwatch.watcher.commands import (
     StacksRequest,
     StartLostRanks,
     StatusRequest,
+    StopAfter,
     TerminalModes,
     TerminalRestore,
 )
@@ -72,10 +74,12 @@ from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.processes.process_pool import ProcessPool
 from mpwatch.watcher.processes.rank_handle import RankHandle
 from mpwatch.watcher.restarts.restart_group import RankSetup, RestartGroup, state_of_all
+from mpwatch.watcher.stop_agreements import StepsHeldCallback, StopAgreements
 from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.resource_errors import with_remedy
 
 OutcomeCallback = Callable[[StateMachine], object]  # see EventLoop: on_outcome_change
+StopCallback = Callable[[str], object]  # see EventLoop: on_stop
 
 CRASH_HOLD_SECONDS = 0.1  # how long a crashing rank may take to answer; it cannot if the crashing thread holds the GIL
 
@@ -97,6 +101,8 @@ class EventLoop:
         on_outcome_change: called in this thread, with the state machine, when it becomes clear how an attempt ends. It is
             called again when all ranks of that attempt have exited.
         on_stall: called in this thread on several nodes, see CollectiveMonitor. None: there is one node.
+        on_stop: called in this thread on several nodes when a stop is requested on this node, with the cause.
+        on_steps_held: called in this thread on several nodes, see StopAgreements.
     """
 
     def __init__(
@@ -112,6 +118,8 @@ class EventLoop:
         keep_ranks: bool,
         on_outcome_change: OutcomeCallback,
         on_stall: StallCallback | None,
+        on_stop: StopCallback | None,
+        on_steps_held: StepsHeldCallback | None,
     ) -> None:
         self._keep_ranks = keep_ranks
         self._keep_going = spec.policy.keep_going
@@ -143,6 +151,10 @@ class EventLoop:
             ask=self._request_stacks_of_running_rank,
             format_stacks=self._format_stacks,
             call_at=self._call_at,
+        )
+        self._on_stop = on_stop
+        self._stop_agreements = StopAgreements(
+            self._pool, event_bus, deferred_log, call_at=self._call_at, on_steps_held=on_steps_held
         )
         self._stall_after = spec.stall_after
         self._on_stall = on_stall
@@ -278,7 +290,7 @@ class EventLoop:
         for command in self._commands.take():
             if isinstance(command, PendingCall):
                 if not command.is_taken_over:
-                    events.append(_make_start(command))
+                    events.append(self._make_start(command))
             elif isinstance(command, StatusRequest) and events:
                 self._commands.post(command)  # for the next wake-up: these events may start the call
             elif isinstance(command, StatusRequest):
@@ -297,6 +309,9 @@ class EventLoop:
                 events.append(command.event)
             elif isinstance(command, StartLostRanks):
                 self._start_lost_ranks(command.setups)
+            elif isinstance(command, StopAfter):
+                for group in self._unfinished_groups:
+                    self._stop_agreements.agree(group, command.step, command.cause)
             elif isinstance(command, DelayedAction):
                 self._call_at(command.due_at, command.action)
             else:
@@ -304,12 +319,18 @@ class EventLoop:
                 events.append(command)
         return events
 
+    def _make_start(self, call: PendingCall) -> CallEvent:
+        if (seconds := call.stop_after) is not None:
+            event = CallEvent(call, m.StopRequested(f"stop_after={seconds:g}"))
+            self._call_at(call.started_at + seconds, partial(self._commands.post, event))
+        return CallEvent(call, m.StartCall(call.started_at, call.timeout))
+
     def _take_over_calls(self) -> list[m.Event | CallEvent]:
         """Go on with the calls that threads of the caller have begun. Return what they have received."""
         events: list[m.Event | CallEvent] = []
         for call in self._direct_calls.stop():
             assert call.direct is not None  # the call has begun
-            events += self._handle_events([_make_start(call)])
+            events += self._handle_events([self._make_start(call)])
             for handle, received in zip(call.direct.idle_ranks.handles, call.direct.received, strict=False):
                 events += self._handle_messages(handle, handle.parse_messages(received))
         return events
@@ -331,18 +352,18 @@ class EventLoop:
                         direct_calls.offer(None if len(ranks) == len(self._all_ranks) else ranks, handles, self._pool)
         direct_calls.reopen()
 
-    def _on_message(self, handle: RankHandle) -> list[m.Event]:
+    def _on_message(self, handle: RankHandle) -> list[m.Event | CallEvent]:
         return self._handle_messages(handle, handle.read_messages())
 
-    def _handle_messages(self, handle: RankHandle, messages: Collection[Message]) -> list[m.Event]:
-        events = []
+    def _handle_messages(self, handle: RankHandle, messages: Collection[Message]) -> list[m.Event | CallEvent]:
+        events: list[m.Event | CallEvent] = []
         for message in messages:
             if message.kind is MessageKind.FAILING:
                 self._death_clock.record_message(message.stamp)
             events += self._handle_message(handle, message)
         return events
 
-    def _handle_message(self, handle: RankHandle, message: Message) -> list[m.Event]:
+    def _handle_message(self, handle: RankHandle, message: Message) -> Sequence[m.Event | CallEvent]:
         rank, observed, generation = handle.observations.worker.rank, handle.observations, handle.generation
         if message.kind is MessageKind.READY:
             handle.on_ready(message.body)
@@ -350,6 +371,9 @@ class EventLoop:
         if message.kind is MessageKind.DEBUGGER:
             self._commands.offer_debugger_socket(DebuggerSocket(rank, message.fd, is_inspector=bool(message.body)))
             return []
+        if message.kind is MessageKind.STOP_REQUESTED:
+            call = self._group_of(rank).call
+            return [] if call is None else [CallEvent(call, m.StopRequested(f"request_stop() in rank {rank}"))]
         if message.kind is MessageKind.COLLECTIVES:
             self._open_collectives_socket(handle, message)
             return []
@@ -446,7 +470,7 @@ class EventLoop:
         if (again or observed.collectives is None) and not observed.wants_collectives:
             observed.wants_collectives = handle.collective_sockets.ask()
 
-    def _on_exit(self, handle: RankHandle) -> list[m.Event]:
+    def _on_exit(self, handle: RankHandle) -> list[m.Event | CallEvent]:
         """Read everything that the dead rank has sent, and then its exit code.
 
         If the rank has sent no answer, what it could not send may be in its black box.
@@ -471,11 +495,15 @@ class EventLoop:
 
     def _finish_observations(self, handle: RankHandle) -> None:
         observed, parser = handle.observations, handle.stack_parser
-        observed.heartbeat = self._pool.read_heartbeat(handle)
+        self._read_slot(handle)
         self._take_stacks(handle)
         if is_crash(observed.exit_code):  # otherwise the stack is that of a forked child
             observed.crash_stack = add_source_lines(parser.crash_stack, self._wall_started_at)
         observed.startup_output = parser.failed_startup_output
+
+    def _read_slot(self, handle: RankHandle) -> None:
+        handle.observations.heartbeat = self._pool.read_heartbeat(handle)
+        handle.observations.stopped_step = self._pool.get_stop_memory(handle.observations.worker.rank).read_stopped_step()
 
     def _take_stacks(self, handle: RankHandle) -> None:
         """Store the stacks that were dumped for the report, if any were."""
@@ -577,7 +605,9 @@ class EventLoop:
         if isinstance(event, CallEvent):
             if isinstance(event.event, m.StartCall) and not self._start_call(group, event.call):
                 return []
-            return group.handle(event.event, now)
+            event = event.event
+        if isinstance(event, m.StopRequested):
+            return self._request_stop(group, event, now)
         if isinstance(event, m.Abort) and self._keep_ranks and group.machine.is_call_running():
             assert group.call is not None
             group.call.lost_ranks = tuple(self._lost_ranks)
@@ -588,6 +618,20 @@ class EventLoop:
             text = "rank %d (pid %s) %s while it had no call; the next call restarts %s"
             self._deferred_log.warning(text, event.rank, observed.pid, how, which)
         return group.handle(event, now)
+
+    def _request_stop(self, group: RestartGroup, event: m.StopRequested, now: float) -> list[m.Action]:
+        """Pass on a request to stop: on several nodes to the leader, unless it comes from there or no rank was started."""
+        if group.call is not None and group.call.stop_request is None:
+            group.call.stop_request = event
+        if self._on_stop is not None and group.setups and not event.is_from_job:
+            self._on_stop(event.cause)
+            return []
+        if event.is_from_job and group.call is not None and group.call.stop_request is not None:
+            event = replace(event, signum=group.call.stop_request.signum)  # if this node has requested it
+        actions = group.handle(event, now)
+        if event.is_from_job and group.machine.stop_request is None:  # the ranks of this node have ended
+            self._stop_agreements.begin(group, event.cause)
+        return actions
 
     def _start_call(self, group: RestartGroup, call: PendingCall) -> bool:
         """Prepare the ranks for a call. Return False if the call comes too late, since a rank has been lost.
@@ -660,7 +704,10 @@ class EventLoop:
     def _handle_stage_change(self, group: RestartGroup) -> list[m.Event | CallEvent]:
         """Do what follows from the stage that the group's machine has reached. Return the event for the other groups."""
         stage_before, stop_reason_before = group.known_stage, group.known_stop_reason
+        stop_request_before = group.known_stop_request
         group.read_machine()
+        if group.known_stop_request is not None and stop_request_before is None:
+            self._stop_agreements.begin(group, group.known_stop_request.cause)
         stage = group.known_stage
         is_new_stage = stage is not stage_before
         if group.known_stop_reason is not stop_reason_before or (
@@ -714,7 +761,7 @@ class EventLoop:
             return
         for rank in group.setups:
             handle = self._pool.handles[rank]
-            handle.observations.heartbeat = self._pool.read_heartbeat(handle)
+            self._read_slot(handle)
             self._take_stacks(handle)
         self._has_ended_call = True
         self._answer_call(group, call, self._get_observations(group, ""))
@@ -732,7 +779,3 @@ class EventLoop:
         lacks_ranks = may_lack_ranks and sum(len(group.setups) for group in self._groups) < len(self._all_ranks)
         self._commands.state = WorkerState.UNHEALTHY if lacks_ranks else state_of_all(self._groups)
         self._event_bus.change_state(self._commands.state, (worker for group in self._groups for worker in group.workers))
-
-
-def _make_start(call: PendingCall) -> CallEvent:
-    return CallEvent(call, m.StartCall(call.started_at, call.timeout))

@@ -5,6 +5,8 @@ During a run no handler raises an exception in the caller's thread:
 - SIGINT, SIGTERM and SIGHUP are deferred. The watcher thread gets an Interrupted event at once, and stops the run. The
   host's own handler gets the signal when the run is over. Two exceptions raise KeyboardInterrupt at once: a second SIGINT
   while user code runs in the caller's thread (an observer, `retry_if`, `env`), and SIGINT at the prompt of a debugger.
+- A signal of the option `stop_signals` asks the ranks to save and return. The host's handler does not get it. If the signal
+  comes again, or the ranks exceed `stop_timeout`, it is deferred and stops the run as SIGTERM does (SIGINT as SIGINT does).
 - SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if it would end the host program otherwise.
 - For any other signal the host's handler is called at once. If the handler raises, the run is stopped as by SIGTERM, and
   the exception is raised when the run is over.
@@ -34,10 +36,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from mpwatch.os_support.processes import read_process_state
-from mpwatch.os_support.signals import list_python_handlers, set_handler
+from mpwatch.os_support.signals import get_handler, list_python_handlers, set_handler
 from mpwatch.watcher.commands import CallEvent, CommandQueue, StacksRequest
 from mpwatch.watcher.handler_errors import run_until_handler_raises
-from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted
+from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted, StopRequested
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.program_end import add_call, remove_call
 
@@ -52,9 +54,12 @@ class HostSignals:
     Args:
         commands: to the watcher thread.
         is_run: whether this is a run. False: a call of a WorkerGroup, which has an end of its own with the program.
+        stop_signals: the option.
     """
 
-    def __init__(self, commands: CommandQueue, *, is_run: bool) -> None:
+    def __init__(self, commands: CommandQueue, *, is_run: bool, stop_signals: Collection[int] = ()) -> None:
+        self._stop_signals = stop_signals
+        self._received_stop_signals: set[int] = set()
         self.received: list[int] = []  # deferred signals that are still to be delivered to the host's handlers
         self.handler_error: BaseException | None = None  # the first exception that a handler of the host raised
         self.stacks_request: StacksRequest | None = None  # for the last SIGQUIT
@@ -71,7 +76,7 @@ class HostSignals:
         self.pid = os.getpid()
         self.ends_with_program = is_run and threading.current_thread().daemon
         self._is_ended_by_program = False
-        self._unposted: list[Interrupted] = []
+        self._unposted: list[Interrupted | StopRequested] = []
         self._may_post = False
 
     def take_over(self) -> None:
@@ -89,16 +94,19 @@ class HostSignals:
         self._host_wakeup_fds.extend(map(set_wakeup_fd, [self._caller_wakeup.write_fd]))
         handlers = list_python_handlers()
         terminating = run_until_handler_raises(partial(_list_terminating_signals, handlers))
-        self._host_handlers = handlers | dict.fromkeys(terminating, signal.SIG_DFL)
+        stopping = {signum: get_handler(signum) for signum in self._stop_signals}
+        self._host_handlers = handlers | dict.fromkeys(terminating, signal.SIG_DFL) | stopping
         for signum in self._host_handlers:
-            if signum in DEFERRED_SIGNALS:
+            if signum in stopping:
+                set_handler(signum, self._receive_stop_signal)
+            elif signum in DEFERRED_SIGNALS:
                 set_handler(signum, self._defer_signal)
             else:
                 set_handler(signum, self._request_stacks if signum in terminating else self._call_host_handler)
         self.is_taken_over = True
 
     def start_posting(self) -> None:
-        """Post an Interrupted event for each signal so far, and from now on for each signal when it comes.
+        """Post an event for each signal and each request so far, and from now on for each one when it comes.
 
         The command that starts the work is posted before. Otherwise idle ranks would be interrupted, and the work would
         start after that.
@@ -112,9 +120,22 @@ class HostSignals:
     def post_interrupt(self, signum: int, cause: InterruptCause = InterruptCause.SIGNAL) -> None:
         """Have the watcher thread act as on this signal, which the host's handler does not get."""
         if os.getpid() == self.pid:  # this is not a child that the host has forked
-            self._unposted.append(Interrupted(signum, cause))
-            if self._may_post:
-                self.start_posting()
+            self._post(Interrupted(signum, cause))
+
+    def request_stop(self, cause: str, signum: int | None = None) -> None:
+        """Have the watcher thread ask the ranks to save and return. Any thread may call it.
+
+        Args:
+            cause: who has requested it.
+            signum: the signal to the host program that has requested it, if any.
+        """
+        if os.getpid() == self.pid:
+            self._post(StopRequested(cause, signum))
+
+    def _post(self, event: Interrupted | StopRequested) -> None:
+        self._unposted.append(event)
+        if self._may_post:
+            self.start_posting()
 
     def quit(self, error: BaseException) -> None:
         """Stop the ranks as on SIGTERM, and raise this error when they have ended."""
@@ -159,7 +180,7 @@ class HostSignals:
         """Give the host its handlers and its wake-up descriptor back. A handler that it has set meanwhile stays."""
         # checked before the host has its handlers back, which may raise
         usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
-        ours = (self._defer_signal, self._request_stacks, self._call_host_handler)
+        ours = (self._defer_signal, self._request_stacks, self._call_host_handler, self._receive_stop_signal)
         replaced = [signum for signum, handler in list_python_handlers().items() if handler in ours]
         for signum in replaced:
             set_handler(signum, self._host_handlers[signum])
@@ -194,7 +215,8 @@ class HostSignals:
 
     def _forward_wakeups(self) -> None:
         """Write the numbers of signals that are not deferred to the host's wake-up descriptor, too."""
-        forwarded = bytes(signum for signum in self._caller_wakeup.drain() if signum and signum not in self.received)
+        consumed = {*self.received, *self._stop_signals}
+        forwarded = bytes(signum for signum in self._caller_wakeup.drain() if signum and signum not in consumed)
         if forwarded and self._host_wakeup_fds[0] != -1:
             with suppress(OSError):  # closed, or full: then the host has not read it for a while, and is woken already
                 os.write(self._host_wakeup_fds[0], forwarded)
@@ -213,6 +235,20 @@ class HostSignals:
         # This is a child that another thread of the host has forked. The run is not the child's.
         self.restore()
         signal.raise_signal(signum)
+
+    def _receive_stop_signal(self, signum: int, _: object) -> None:
+        """The handler of the signals in `stop_signals`."""
+        is_for_prompt = self.is_at_prompt and signum == signal.SIGINT
+        if os.getpid() != self.pid or signum in self._received_stop_signals or is_for_prompt:
+            self._defer_signal(signum, None)
+            return
+        self._received_stop_signals.add(signum)
+        self.request_stop(signal.Signals(signum).name, signum)
+
+    def defer_stop_signal(self, signum: int | None) -> None:
+        """Defer a stop signal that has been received once: the ranks have not returned in time."""
+        if signum in self._received_stop_signals and signum not in self.received:
+            self.received.append(signum)
 
     def _request_stacks(self, signum: int, _: object) -> None:
         """The handler of SIGQUIT."""

@@ -17,6 +17,7 @@ from mpwatch.os_support.cpython_private import c_socket
 from mpwatch.os_support.descriptors import MSG_CMSG_CLOEXEC, MSG_NOSIGNAL, SIZE_OF_INT, Received
 from mpwatch.results.model import Progress
 from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations, make_progress
+from mpwatch.watcher.machine.transitions import StopRequested
 from mpwatch.wire.messages import HEADER, Message, MessageKind, is_whole_frame, parse_header
 from mpwatch.wire.pickling.call_payload import Payload
 from mpwatch.wire.shared_memory import HeartbeatSample, SlotsMemory
@@ -56,7 +57,7 @@ class IdleRanks:
         """Forget the heartbeats, the reports and the stderr of the previous call. Return False if the ranks have ended."""
         try:
             for handle in self.handles:
-                self._slots.clear_heartbeat(handle.slot)
+                self._slots.prepare_slot(handle.slot)
         except ValueError:  # the watcher thread has closed the memory
             return False
         for tail in self._tails:
@@ -181,6 +182,8 @@ class PendingCall:
     """When the caller made the call, in seconds of CLOCK_MONOTONIC."""
     timeout: float | None
     """The limit of the call, in seconds from `started_at` on. None: no limit."""
+    stop_after: float | None = None
+    """When to ask the ranks to stop, in seconds from `started_at` on. None: never."""
     ranks: tuple[int, ...] | None = None
     """The ranks to call, in order. None: all."""
     observations: list[AttemptObservations] = field(default_factory=list)
@@ -194,6 +197,8 @@ class PendingCall:
     """With scope="worker": the ranks that were lost before the call came. The watcher thread has not begun the call."""
     ended_ranks: tuple[int, ...] = ()
     """With scope="worker": the ranks that have ended with this call."""
+    stop_request: StopRequested | None = None
+    """The first request to stop that came during the call."""
     number: int = field(default_factory=count(1).__next__)
     """No other call of this program has this number. By it a rank knows whether an interrupt is for this call."""
     direct: DirectCall | None = None

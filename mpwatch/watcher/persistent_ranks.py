@@ -141,7 +141,7 @@ class PersistentRanks:
         try:
             answer = None
             while answer is None and (watcher_thread := self._watcher_thread) is not None:
-                pending_call = PendingCall(payload, started_at, timeout, ranks)
+                pending_call = PendingCall(payload, started_at, timeout, ranks=ranks)
                 answer = self._call(watcher_thread, pending_call, begin)
                 if not pending_call.ranks_to_restart:
                     break
@@ -149,7 +149,7 @@ class PersistentRanks:
             if answer is None and ranks is not None and spec.backend is not None:
                 return None
             if answer is None:
-                answer = self._restart_and_call(PendingCall(payload, started_at, timeout, ranks), begin)
+                answer = self._restart_and_call(PendingCall(payload, started_at, timeout, ranks=ranks), begin)
             blocking_call, result, has_succeeded = answer
         finally:
             payload.close()

@@ -42,6 +42,7 @@ from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.commands import Command
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.host_signals import HostSignals
+from mpwatch.watcher.machine.transitions import InterruptCause
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.user_errors import ignore_user_errors
 from mpwatch.watcher.observers.view_driver import MakeView, ViewDriver, no_view
@@ -49,6 +50,7 @@ from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.restarts.run_controller import RunController
+from mpwatch.watcher.running_calls import add_call
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.call_payload import Call, Payload
@@ -111,7 +113,7 @@ def _prepare(
     watcher_thread = resources.enter_context(closing(WatcherThread(spec, controller.event_bus, keep_ranks=False)))
     watcher_thread.prepare()
     watcher_thread.output.use_current_streams()
-    pending_call = PendingCall(payload, controller.started_at, spec.timeout)
+    pending_call = PendingCall(payload, controller.started_at, spec.timeout, spec.stop_after)
     controller.begin(pending_call)
     return watcher_thread, pending_call
 
@@ -137,9 +139,13 @@ class BlockingCall:
         self.has_view = make_view is not no_view
         self._view_driver: ViewDriver | None = None
         self._progress_driver: ViewDriver | None = None
-        self.signals = HostSignals(watcher_thread.commands, is_run=not watcher_thread.keeps_ranks)
+        self.signals = HostSignals(
+            watcher_thread.commands, is_run=not watcher_thread.keeps_ranks, stop_signals=watcher_thread.stop_signals
+        )
+        self._pending_call: PendingCall | None = None
         self._is_posted = False
         self.is_over = False
+        add_call(self)
         if threading.current_thread() is threading.main_thread():
             watcher_thread.get_main_call = ref(self)
 
@@ -148,10 +154,13 @@ class BlockingCall:
 
         Return when `until` holds, or when all ranks are dead.
         """
-        if isinstance(command, PendingCall) and self.watcher_thread.keeps_ranks:
-            self.signals.call = command
+        if isinstance(command, PendingCall):
+            self._pending_call = command
+            if self.watcher_thread.keeps_ranks:
+                self.signals.call = command
         try:
-            if isinstance(command, PendingCall) and self.watcher_thread.is_running():
+            is_quick = self.watcher_thread.is_running() and not self.watcher_thread.stop_signals
+            if isinstance(command, PendingCall) and is_quick:
                 deadline = time.monotonic() + QUICK_CALL_SECONDS
                 if self.watcher_thread.direct_calls.execute(command, deadline):
                     return
@@ -216,6 +225,9 @@ class BlockingCall:
         cause or context than the failure of the run. If the signal has stopped the run, it has a note: where the ranks were.
         """
         __tracebackhide__ = True  # see mpwatch.run
+        for observations in [] if self._pending_call is None else self._pending_call.observations:
+            if observations.interrupt_cause is InterruptCause.STOP_TIMEOUT:
+                self.signals.defer_stop_signal(observations.signum)
         try:
             self.signals.deliver_received()
         except BaseException as error:

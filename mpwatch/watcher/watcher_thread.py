@@ -35,7 +35,7 @@ from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.commands import CommandQueue, StacksRequest, StatusRequest
 from mpwatch.watcher.direct_calls import DirectCalls
-from mpwatch.watcher.event_loop import EventLoop, OutcomeCallback
+from mpwatch.watcher.event_loop import EventLoop, OutcomeCallback, StopCallback
 from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.observers.collective_monitor import StallCallback
 from mpwatch.watcher.observers.deferred_log import DeferredLog
@@ -44,6 +44,7 @@ from mpwatch.watcher.observers.progress_events import ProgressEvents
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.rank_environment import build_environments, build_workers, reserve_port
 from mpwatch.watcher.restarts.restart_group import RankSetup
+from mpwatch.watcher.stop_agreements import StepsHeldCallback
 from mpwatch.wire.resource_errors import with_remedy
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ class WatcherThread:
         keep_ranks: True: the ranks stay after a call.
         on_outcome_change: called in the watcher thread, see EventLoop.
         on_stall: called in the watcher thread, see EventLoop.
+        on_stop: called in the watcher thread, see EventLoop.
+        on_steps_held: called in the watcher thread, see EventLoop.
     """
 
     def __init__(
@@ -92,6 +95,8 @@ class WatcherThread:
         keep_ranks: bool,
         on_outcome_change: OutcomeCallback = lambda _: None,
         on_stall: StallCallback | None = None,
+        on_stop: StopCallback | None = None,
+        on_steps_held: StepsHeldCallback | None = None,
     ) -> None:
         check_not_importing()
         self._spec = spec
@@ -100,6 +105,9 @@ class WatcherThread:
         self.keeps_ranks = keep_ranks
         self._on_outcome_change = on_outcome_change
         self._on_stall = on_stall
+        self._on_stop = on_stop
+        self._on_steps_held = on_steps_held
+        self.stop_signals = tuple(spec.stop_signals)
         self._pid = os.getpid()
         with ExitStack() as stack:
             self.commands = stack.enter_context(closing(CommandQueue()))
@@ -188,6 +196,8 @@ class WatcherThread:
                     keep_ranks=self.keeps_ranks,
                     on_outcome_change=self._on_outcome_change,
                     on_stall=self._on_stall,
+                    on_stop=self._on_stop,
+                    on_steps_held=self._on_steps_held,
                 ).run()
         except BaseException as error:  # noqa: BLE001  the caller's thread raises it
             self.error = error

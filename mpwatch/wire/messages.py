@@ -9,6 +9,7 @@
        | <-- DETAILS, [LOCALS] ------------------------- |   more about the exception just sent
        | <----------------- [DEBUGGER] ----------------- |   at the first breakpoint, from any thread
        | <-------------- [COLLECTIVES ...] ------------- |   two, at the first process group, from any thread
+       | <------------- [STOP_REQUESTED ...] ----------- |   mpwatch.request_stop(), from any thread
        | ----------------- SHUTDOWN -------------------> |   or the watcher closes its end of the channel
        | <-------------- [EXIT_BLOCKED] ---------------- |   only if threads or processes keep the rank from exiting
 
@@ -50,6 +51,7 @@ class MessageKind(enum.IntEnum):
     DEBUGGER = 13  # empty, or b"inspector"; its descriptor is the watcher's end of a socket for pdb: see worker/debugger.py
     COLLECTIVES = 14  # empty, or b"crash"; its descriptor is the watcher's end of a socket: see worker/collectives.py
     CALLED_COLLECTIVES = 15  # what a failed rank has called: RankCollectives.to_json(). Between FAILING and RAISED
+    STOP_REQUESTED = 16
     STARTUP_OUTPUT = 11  # empty; its descriptor holds the interpreter's early output, which the rank writes to its stderr
 
 

@@ -1,8 +1,9 @@
 """The memory that the watcher shares with each rank. It needs no channel, and it is still there when the rank is dead.
 
     one anonymous file for all ranks of a run:  [ slot of rank 0 ][ slot of rank 1 ]...
-    a slot:            [ black box ][ heartbeat memory ][ number of the interrupted call ]
+    a slot:            [ black box ][ stop memory ][ heartbeat memory ][ number of the interrupted call ]
     black box:         [ frame ][ frame ][ zeros ]
+    stop memory:       see stop_step.py
     heartbeat memory:  [ time of the last heartbeat ][ checksum, length ][ last report: time, step, total, metrics ]
 
 - The black box holds the messages of a rank that has lost its channel. The rank writes the header of a frame (messages.py)
@@ -25,6 +26,7 @@ import sys
 import time
 from binascii import crc32
 
+from mpwatch.wire import stop_step
 from mpwatch.wire.messages import HEADER, Message, parse_header
 
 TYPE_CHECKING = False
@@ -36,13 +38,15 @@ if TYPE_CHECKING:
 SLOT_SIZE = 1 << 20  # only pages that are written take memory
 HEARTBEAT_SIZE = 4096
 CALL_NUMBER = struct.Struct("Q")
-BLACK_BOX_SIZE = SLOT_SIZE - HEARTBEAT_SIZE - CALL_NUMBER.size
+BLACK_BOX_SIZE = SLOT_SIZE - len(stop_step.CLEARED) - HEARTBEAT_SIZE - CALL_NUMBER.size
+STOP_AT = BLACK_BOX_SIZE  # where the stop memory begins in a slot
+HEARTBEAT_AT = STOP_AT + len(stop_step.CLEARED)
 
 # CLOCK_MONOTONIC; 0: no heartbeat yet; infinity: no heartbeat will follow. Native byte order: one store.
 HEARTBEAT_TIME = struct.Struct("d")
 REPORT_HEADER = struct.Struct("=II")  # checksum and length of the report
 NO_REPORT = struct.Struct("=dII")  # all before the report
-NO_HEARTBEAT = bytes(NO_REPORT.size)
+CLEARED = stop_step.CLEARED + bytes(NO_REPORT.size)  # the stop memory, and no heartbeat
 REPORT_START = struct.Struct("=dqqH")  # time, step, total, number of metrics
 METRIC = struct.Struct("=dH")  # value, length of the name; the name follows
 MAX_REPORT_SIZE = HEARTBEAT_SIZE - HEARTBEAT_TIME.size - REPORT_HEADER.size
@@ -67,7 +71,7 @@ def clear_slot(fd: int, slot: int) -> None:
     zeros = bytes(BLACK_BOX_SIZE)
     if os.pread(fd, BLACK_BOX_SIZE, slot * SLOT_SIZE) != zeros:
         os.pwrite(fd, zeros, slot * SLOT_SIZE)
-    os.pwrite(fd, bytes(SLOT_SIZE - BLACK_BOX_SIZE), slot * SLOT_SIZE + BLACK_BOX_SIZE)
+    os.pwrite(fd, CLEARED + bytes(SLOT_SIZE - STOP_AT - len(CLEARED)), slot * SLOT_SIZE + STOP_AT)
 
 
 def record_interrupt(fd: int, slot: int, call: int) -> None:
@@ -145,15 +149,15 @@ class HeartbeatWriter:
         self._memory = memory
 
     def write_heartbeat(self) -> None:
-        HEARTBEAT_TIME.pack_into(self._memory, BLACK_BOX_SIZE, time.monotonic())
+        HEARTBEAT_TIME.pack_into(self._memory, HEARTBEAT_AT, time.monotonic())
 
     def stop(self) -> None:
         """Write that no heartbeat will follow, because the function has returned.
 
         Nothing is written if the rank has sent no heartbeat at all.
         """
-        if HEARTBEAT_TIME.unpack_from(self._memory, BLACK_BOX_SIZE)[0]:
-            HEARTBEAT_TIME.pack_into(self._memory, BLACK_BOX_SIZE, math.inf)
+        if HEARTBEAT_TIME.unpack_from(self._memory, HEARTBEAT_AT)[0]:
+            HEARTBEAT_TIME.pack_into(self._memory, HEARTBEAT_AT, math.inf)
 
     def write_report(self, step: int | None, total: int | None, metrics: dict[str, float]) -> None:
         """Write a report; it counts as a heartbeat. Raises ValueError if the report is too large."""
@@ -165,18 +169,18 @@ class HeartbeatWriter:
             )
         # One slice assignment, so no other thread of this process can write in between.
         record = HEARTBEAT_TIME.pack(now) + REPORT_HEADER.pack(crc32(body), len(body)) + body
-        self._memory[BLACK_BOX_SIZE : BLACK_BOX_SIZE + len(record)] = record
+        self._memory[HEARTBEAT_AT : HEARTBEAT_AT + len(record)] = record
 
 
 def read_heartbeat_time(fd: int, slot: int) -> float | None:
     """In the watcher: return the time of the last heartbeat; None if there was none."""
-    (heartbeat_at,) = HEARTBEAT_TIME.unpack(os.pread(fd, HEARTBEAT_TIME.size, slot * SLOT_SIZE + BLACK_BOX_SIZE))
+    (heartbeat_at,) = HEARTBEAT_TIME.unpack(os.pread(fd, HEARTBEAT_TIME.size, slot * SLOT_SIZE + HEARTBEAT_AT))
     return heartbeat_at or None
 
 
 def read_heartbeat(fd: int, slot: int) -> HeartbeatSample:
     """In the watcher: return the last heartbeat and report. A report with a wrong checksum is left out."""
-    return _read_heartbeat(lambda size: os.pread(fd, size, slot * SLOT_SIZE + BLACK_BOX_SIZE))
+    return _read_heartbeat(lambda size: os.pread(fd, size, slot * SLOT_SIZE + HEARTBEAT_AT))
 
 
 def _read_heartbeat(read: Callable[[int], bytes]) -> HeartbeatSample:
@@ -194,9 +198,14 @@ def _read_heartbeat(read: Callable[[int], bytes]) -> HeartbeatSample:
     return HeartbeatSample(heartbeat_at or None, None)
 
 
-def clear_heartbeat(fd: int, slot: int) -> None:
-    """In the watcher: clear the heartbeat memory of an idle rank."""
-    os.pwrite(fd, NO_HEARTBEAT, slot * SLOT_SIZE + BLACK_BOX_SIZE)
+def prepare_slot(fd: int, slot: int) -> None:
+    """In the watcher: prepare the slot of an idle rank for a call: there is no heartbeat, and no request to stop."""
+    os.pwrite(fd, CLEARED, slot * SLOT_SIZE + STOP_AT)
+
+
+def get_stop_memory(fd: int, slot: int) -> stop_step.StopMemory:
+    """In the watcher: return the stop memory of a rank."""
+    return stop_step.StopMemory(fd, slot * SLOT_SIZE + STOP_AT)
 
 
 class SlotsMemory:
@@ -209,14 +218,14 @@ class SlotsMemory:
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, 0, **UNTRACKED)
 
-    def clear_heartbeat(self, slot: int) -> None:
-        """Clear the heartbeat memory of an idle rank."""
-        at = slot * SLOT_SIZE + BLACK_BOX_SIZE
-        self._memory[at : at + len(NO_HEARTBEAT)] = NO_HEARTBEAT
+    def prepare_slot(self, slot: int) -> None:
+        """Do what the function of this name does."""
+        at = slot * SLOT_SIZE + STOP_AT
+        self._memory[at : at + len(CLEARED)] = CLEARED
 
     def read_heartbeat(self, slot: int) -> HeartbeatSample:
         """Return the last heartbeat and report of a rank."""
-        at = slot * SLOT_SIZE + BLACK_BOX_SIZE
+        at = slot * SLOT_SIZE + HEARTBEAT_AT
         return _read_heartbeat(lambda size: self._memory[at : at + size])
 
     def close(self) -> None:

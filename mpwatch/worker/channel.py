@@ -19,7 +19,7 @@ READ_SIZE = 1 << 13  # bytes; most calls are shorter
 
 
 class Channel:
-    """A blocking channel. Only the rank's main thread may use it, except for `send_socket`.
+    """A blocking channel. Only the rank's main thread may use it, except for `send` and `send_socket`.
 
     Args:
         fd: the descriptor of a connected Unix socket.

@@ -1,4 +1,4 @@
-"""What the function can ask and report in a rank: `current_worker`, `heartbeat`, `report`.
+"""What the function can ask and report in a rank: `current_worker`, `heartbeat`, `report`, `should_stop`.
 
 Runs in a rank. Every user of mpwatch imports it, so it imports nothing heavy.
 """
@@ -10,27 +10,48 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
     from mpwatch.options.worker_info import Worker
     from mpwatch.wire.shared_memory import HeartbeatWriter
+    from mpwatch.wire.stop_step import StopReader
 
 _fields: dict[str, Any] | None = None  # of this rank's Worker; None outside a rank
 _worker: Worker | None = None
 _heartbeats: HeartbeatWriter | None = None
+_stop_reader: StopReader | None = None
+_request_stop: Callable[[], bool] | None = None
 
 
-def set_rank(fields: dict[str, Any], heartbeats: HeartbeatWriter) -> None:
-    """Make this process the rank with these fields of a `Worker`. A process that it forks sends no heartbeats."""
-    global _fields, _heartbeats
+def set_rank(
+    fields: dict[str, Any], heartbeats: HeartbeatWriter, stop_reader: StopReader, request_stop: Callable[[], bool]
+) -> None:
+    """Make this process a rank. A process that it forks sends no heartbeats, and neither stops nor asks others to stop.
+
+    Args:
+        fields: of its Worker.
+        heartbeats: writes its heartbeats.
+        stop_reader: knows when it stops.
+        request_stop: asks the watcher to stop all ranks.
+    """
+    global _fields, _heartbeats, _stop_reader, _request_stop
     _fields = fields
     _heartbeats = heartbeats
-    os.register_at_fork(after_in_child=_disable_heartbeats)
+    _stop_reader = stop_reader
+    _request_stop = request_stop
+    os.register_at_fork(after_in_child=_leave_rank)
 
 
-def _disable_heartbeats() -> None:
-    global _heartbeats
-    _heartbeats = None
+def _leave_rank() -> None:
+    global _heartbeats, _stop_reader, _request_stop
+    _heartbeats = _stop_reader = _request_stop = None
+
+
+def begin_call() -> None:
+    """Forget the steps of the previous call."""
+    if _stop_reader is not None:
+        _stop_reader.begin_call()
 
 
 def stop_heartbeats() -> None:
@@ -94,6 +115,50 @@ def report(*, step: int | None = None, total: int | None = None, **metrics: floa
     if _heartbeats is not None:
         numbers = {name: value if type(value) is float else _to_float(name, value) for name, value in metrics.items()}
         _heartbeats.write_report(_to_int("step", step), _to_int("total", total), numbers)
+
+
+def should_stop(step: int) -> bool:
+    """Return whether this rank should save and return now, before it does this step.
+
+    The answer is False until a stop is requested: by a signal in `stop_signals`, by `request_stop()` or by `stop_after`.
+    Then it is True on all ranks at one and the same step: the first one that no rank has passed. So all ranks can save the
+    same state, and no rank waits in a collective for one that has stopped:
+
+        for step in range(first_step, steps):
+            if mpwatch.should_stop(step):
+                return save(step)
+            train(step)
+
+    Ask in every rank at the same steps. A rank that has returned, or that never asks, does not keep the others waiting. If a
+    rank has returned after its last step, the others go on to that step, and may end without the answer True. With
+    scope="worker" ranks do not communicate, so each rank stops at its own next step.
+
+    It takes a fraction of a microsecond. When a stop is requested, the rank waits some milliseconds until the step is agreed
+    on; on several nodes some tenths of a second, or `node_timeout` if a node is lost. Outside a rank, and in a process that
+    a rank has forked, the answer is False.
+
+    Args:
+        step: the number of the step that comes next. It must not become lower during a call of the function.
+
+    Raises:
+        TypeError: the step is not an int.
+        ValueError: the step is lower than the one before, or has more than 64 bits.
+    """
+    if _stop_reader is None:
+        return False
+    return _stop_reader.should_stop(step if type(step) is int else _to_step(step))
+
+
+def request_stop() -> bool | None:
+    """Ask the watcher to stop all ranks. Return whether it could be asked. None: this process is not a rank."""
+    return None if _request_stop is None else _request_stop()
+
+
+def _to_step(value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"should_stop() takes the step as an int, not a {type(value).__qualname__}") from None
 
 
 def _to_float(name: str, value: Any) -> float:

@@ -37,7 +37,8 @@ from mpwatch.wire.resource_errors import (  # not in a function: later, there ma
     is_resource_shortage,
     with_remedy,
 )
-from mpwatch.wire.shared_memory import BlackBox, HeartbeatWriter, open_slot
+from mpwatch.wire.shared_memory import STOP_AT, BlackBox, HeartbeatWriter, open_slot
+from mpwatch.wire.stop_step import StopReader
 from mpwatch.worker import context, debugger_hook, stdio
 from mpwatch.worker.channel import Channel
 from mpwatch.worker.import_hook import ModuleFinder
@@ -67,7 +68,8 @@ def main(launch_info: LaunchInfo) -> None:
     if launch_info.is_captured:
         stdio.flush_at_newline()
     channel = Channel(launch_info.channel_fd, BlackBox(memory))
-    context.set_rank(launch_info.worker, HeartbeatWriter(memory))
+    request_stop = partial(channel.send, MessageKind.STOP_REQUESTED)
+    context.set_rank(launch_info.worker, HeartbeatWriter(memory), StopReader(memory, STOP_AT), request_stop)
     debugger_hook.install(channel, post_mortem=launch_info.post_mortem)
     ModuleFinder("torch.distributed.distributed_c10d", partial(_answer_when_used, channel)).install()
     channel.send(MessageKind.READY, ready_body)
@@ -181,6 +183,7 @@ def _run_call(
 
 def _load_and_call(received: ReceivedCall, deferred_signals: DeferredSignals, preload_error: BaseException | None) -> object:
     number, body, fds = received
+    context.begin_call()
     deferred_signals.restore(number)
     try:
         call = call_payload.unpack(body, fds, context.choose_part)

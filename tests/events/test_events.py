@@ -522,6 +522,8 @@ def test_each_run_is_a_process_of_the_trace(tmp_path):
 
 AT = st.floats(0, 100, allow_nan=False).map(lambda seconds: START + seconds)
 FIELDS = {
+    "stop_cause": st.just("SIGUSR1"),
+    "after_step": st.none() | st.integers(0, 9),
     "time": AT,
     "monotonic": AT,
     "run_id": st.just("a"),

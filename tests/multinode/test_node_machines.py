@@ -17,12 +17,23 @@ from mpwatch.multinode.leader import (
     RoundStage,
 )
 from mpwatch.multinode.local_ranks import LocalRanks
-from mpwatch.multinode.node_machine import NodeMachine, PrepareRanks, Rejoin, ReportJob, SendToLeader, StartRanks, StopRanks
+from mpwatch.multinode.node_machine import (
+    AgreeOnStep,
+    HoldRanks,
+    NodeMachine,
+    PrepareRanks,
+    Rejoin,
+    ReportJob,
+    SendToLeader,
+    StartRanks,
+    StopRanks,
+)
 from mpwatch.multinode.protocol.failure_codec import decode_failure, encode_failure
 from mpwatch.multinode.protocol.messages import (
     NO_ATTEMPT,
     AttemptDecision,
     AttemptReport,
+    HoldSteps,
     JobConfig,
     JobFinished,
     NextStep,
@@ -663,3 +674,104 @@ def test_a_slow_logging_handler_does_not_delay_the_stop_of_the_ranks(caplog):
         assert not caplog.records
         assert commands.take() == [CancelAttempt()]
         assert local_ranks.take_updates() == [StopRanks("why")]
+
+
+# --- requests to stop
+
+
+def request_stop(round_, node, cause="SIGUSR1"):
+    round_.execute(node, round_.machines[node].request_stop(cause))
+
+
+def hold(round_, node, step):
+    round_.execute(node, round_.machines[node].report_steps_held(step))
+
+
+@pytest.mark.parametrize(("steps", "highest"), [((3, 7, 5), 7), ((None, 2, None), 2), ((None, None, None), None)])
+def test_all_nodes_stop_after_the_highest_step(steps, highest):
+    round_ = SimulatedRound(3)
+    round_.start_ranks()
+    request_stop(round_, 1)
+    request_stop(round_, 2, "SIGTERM")
+    assert [round_.actions_of(node, HoldRanks) for node in range(3)] == [[HoldRanks("SIGUSR1")]] * 3
+    for node, step in enumerate(steps):
+        assert round_.actions_of(0, AgreeOnStep) == []
+        hold(round_, node, step)
+    assert [round_.actions_of(node, AgreeOnStep) for node in range(3)] == [[AgreeOnStep(highest, "SIGUSR1")]] * 3
+
+
+def test_ranks_that_are_being_prepared_are_held_when_they_are_started():
+    round_ = SimulatedRound(2)
+    round_.start_ranks(0)
+    request_stop(round_, 0)
+    assert round_.actions_of(1, HoldRanks) == []
+    round_.start_ranks(1)
+    assert [type(action) for node, action in round_.actions if node == 1] == [PrepareRanks, StartRanks, HoldRanks]
+
+
+def test_a_node_whose_ranks_have_returned_still_says_how_far_they_came():
+    round_ = SimulatedRound(2)
+    round_.start_ranks()
+    round_.execute(1, round_.machines[1].report_attempt(DONE))
+    request_stop(round_, 0)
+    assert round_.actions_of(1, HoldRanks) == [HoldRanks("SIGUSR1")]
+    hold(round_, 0, 3)
+    hold(round_, 1, 9)
+    assert round_.actions_of(0, AgreeOnStep) == [AgreeOnStep(9, "SIGUSR1")]
+    assert round_.actions_of(1, AgreeOnStep) == []
+
+
+def test_a_request_before_the_ranks_are_started_holds_them_then():
+    round_ = SimulatedRound(2, lost=[1])
+    request_stop(round_, 0)
+    round_.machines[1] = make_node_machine(1, size=2)
+    round_.execute(1, round_.machines[1].send_node_info())
+    round_.start_ranks()
+    assert [round_.actions_of(node, HoldRanks) for node in range(2)] == [[HoldRanks("SIGUSR1")]] * 2
+
+
+def test_a_job_is_not_restarted_after_a_request():
+    round_ = SimulatedRound(2, policy=RestartPolicy(3))
+    round_.start_ranks()
+    request_stop(round_, 0)
+    report_failure(round_, 1)
+    round_.execute(0, round_.machines[0].report_attempt(AttemptReport(0, 0, NodeOutcome.STOPPED)))
+    (decision,) = round_.decisions
+    assert decision.next_step is NextStep.FAILED
+    assert decision.no_restart_reason == "a stop was requested (SIGUSR1)"
+    assert not decision.is_restart_counted
+
+
+def report_failure(round_, node):
+    round_.execute(node, round_.machines[node].report_failing())
+    round_.execute(node, round_.machines[node].report_attempt(AttemptReport(0, 0, NodeOutcome.FAILED)))
+
+
+def test_no_more_nodes_join_after_a_request():
+    round_ = SimulatedRound(2, nnodes=(1, 3))
+    round_.start_ranks()
+    request_stop(round_, 0)
+    round_.execute_leader_actions(round_.leader.update_waiting_nodes(1, 1.0))
+    assert not any(isinstance(message, StopAttempt) for message in round_.broadcasts)
+    assert sum(isinstance(message, HoldSteps) for message in round_.broadcasts) == 1
+
+
+def test_the_job_fails_if_a_node_is_lost_after_a_request():
+    round_ = SimulatedRound(2, nnodes=(1, 2))
+    round_.start_ranks()
+    request_stop(round_, 0)
+    round_.execute_leader_actions(round_.leader.check_heartbeats({0: 1, 1: 1}, 1.0))
+    round_.execute_leader_actions(round_.leader.check_heartbeats({0: 2, 1: 1}, 2.0 + TIMEOUT), 2.0 + TIMEOUT)
+    round_.execute(0, round_.machines[0].report_attempt(AttemptReport(0, 0, NodeOutcome.STOPPED)))
+    assert [decision.next_step for decision in round_.decisions] == [NextStep.FAILED]
+
+
+def test_the_job_fails_if_the_leader_is_lost_after_a_request():
+    round_ = SimulatedRound(2, nnodes=(1, 2))
+    round_.start_ranks()
+    request_stop(round_, 1)
+    machine = round_.machines[1]
+    machine.handle_leader_loss("it is gone")
+    (report,) = machine.report_attempt(AttemptReport(0, 0, NodeOutcome.STOPPED))
+    assert isinstance(report, ReportJob)
+    assert report.decision.no_restart_reason == "a stop was requested (SIGUSR1)"

@@ -109,6 +109,25 @@ class RanksStalled:
 
 
 @dataclass(frozen=True, slots=True)
+class StopRequest:
+    """To the leader: a stop was requested on this node. All ranks of the job save and return at the same step."""
+
+    group_rank: int
+    cause: str
+    """What has requested it, such as "SIGUSR1"."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepsHeld:
+    """To the leader: the ranks of this node wait until the step is agreed on at which all ranks stop."""
+
+    group_rank: int
+    attempt: int
+    step: int | None = None
+    """The highest step that a rank of this node has passed. None: no rank has passed one."""
+
+
+@dataclass(frozen=True, slots=True)
 class RanksStopped:
     """To the leader: all ranks of this node have ended. The caller's thread then makes the AttemptReport, which follows."""
 
@@ -199,6 +218,24 @@ class StopAttempt:
 
 
 @dataclass(frozen=True, slots=True)
+class HoldSteps:
+    """To all nodes: a stop was requested. The ranks must pass no further step until StopAtStep comes."""
+
+    attempt: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopAtStep:
+    """To all nodes: all ranks stop at their first step after this one."""
+
+    attempt: int
+    cause: str
+    after_step: int | None = None
+    """None: no rank has passed a step. Each rank stops at its next question."""
+
+
+@dataclass(frozen=True, slots=True)
 class LostNode:
     """A node that was lost or has left, and its ranks. Part of an AttemptDecision."""
 
@@ -258,8 +295,18 @@ class RoundName:
     name: str
 
 
-MessageToLeader = NodeInfo | AttemptFailing | RanksStalled | RanksStopped | AttemptReport | NodeLeaving | ShutdownAck
-MessageToAll = StartAttempt | StopAttempt | AttemptDecision | JobFinished
+MessageToLeader = (
+    NodeInfo
+    | AttemptFailing
+    | RanksStalled
+    | StopRequest
+    | StepsHeld
+    | RanksStopped
+    | AttemptReport
+    | NodeLeaving
+    | ShutdownAck
+)
+MessageToAll = StartAttempt | StopAttempt | HoldSteps | StopAtStep | AttemptDecision | JobFinished
 Message = MessageToLeader | MessageToAll | RankAssignment
 MESSAGE_TYPES: Final[Mapping[str, type]] = {kind.__name__: kind for kind in get_args(Message)}
 

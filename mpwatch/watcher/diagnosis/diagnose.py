@@ -117,6 +117,10 @@ def diagnose(attempt: AttemptObservations, loaded_values: Mapping[int, "LoadedVa
         reason=verdict.sentence if verdict and is_explained else _get_reason(attempt, failures, states, verdict),
         helpers_oom=attempt.helpers_oom if by_rank else "",
         log_dir=attempt.log_dir,
+        stopped_at=max(
+            (step for of_rank in attempt.ranks.values() if (step := of_rank.stopped_step) is not None), default=None
+        ),
+        stop_cause=attempt.stop_cause,
     )
 
 
@@ -382,7 +386,9 @@ def format_interrupt(signum: int, cause: InterruptCause) -> str:
     """Return a sentence that says what stopped the run."""
     if cause is InterruptCause.STOP:
         return texts.format_stopped_by_caller()
-    return texts.format_signal(signum) if cause is InterruptCause.SIGNAL else texts.format_end_of_program()
+    if cause is InterruptCause.STOP_REQUEST:
+        return texts.format_stop_request()
+    return texts.format_end_of_program() if cause is InterruptCause.PROGRAM_END else texts.format_signal(signum)
 
 
 def _get_reason(
@@ -394,12 +400,17 @@ def _get_reason(
     """Return what ended the attempt, if it was not the failure of a rank."""
     if attempt.stop_reason is StopReason.TIMED_OUT:
         unfinished = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
+        if attempt.stop_timeout is not None:
+            return texts.format_stop_timeout(attempt.stop_timeout, attempt.stop_cause, unfinished)
         # A rank that is not in the collective is named, but not blamed: healthy ranks, too, reach it at different times.
         if verdict is not None:
             return f"{texts.format_timeout(attempt.timeout or 0.0, unfinished)}; {verdict.sentence}"
         return texts.format_timeout(attempt.timeout or 0.0, unfinished, find_stragglers(_get_running(attempt, failures)))
     if attempt.stop_reason is StopReason.INTERRUPTED and attempt.signum is not None:
         text = format_interrupt(attempt.signum, attempt.interrupt_cause)
+        if attempt.stop_timeout is not None:
+            unfinished = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
+            text = texts.format_stop_timeout(attempt.stop_timeout, attempt.stop_cause, unfinished)
         is_stalled = verdict is not None and (verdict.kind is VerdictKind.MISMATCH or verdict.seconds >= STALL_SECONDS)
         return f"{text}; {verdict.sentence}" if verdict is not None and is_stalled else text
     return ""

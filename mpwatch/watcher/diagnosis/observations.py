@@ -68,6 +68,8 @@ class RankObservations:
     """The letter of the process state when the watcher asked for stacks, see proc(5)."""
     heartbeat: HeartbeatSample = field(default_factory=partial(HeartbeatSample, None, None))
     """The last heartbeat and the last `mpwatch.report()`."""
+    stopped_step: int | None = None
+    """The step at which `should_stop` told the rank to stop. None: it did not."""
     signals_sent: set[int] = field(default_factory=set)
     """The signals that the watcher sent to the rank."""
     first_signal_at: float = 0.0
@@ -108,6 +110,10 @@ class AttemptObservations:
     """The signal to the host program that stopped the run, or that would have done the same."""
     interrupt_cause: InterruptCause = InterruptCause.SIGNAL
     """Why the run was stopped, if there is a `signum`."""
+    stop_cause: str = ""
+    """What has asked the ranks to save and return. Empty: nothing has."""
+    stop_timeout: float | None = None
+    """The limit for that, if the ranks have exceeded it."""
     log_dir: str = ""
     collective_verdict: CollectiveVerdict | None = None
     """The verdict on the ranks' collectives that has ended the attempt."""

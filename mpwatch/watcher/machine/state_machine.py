@@ -45,6 +45,7 @@ class StateMachine:
         grace_period: seconds between SIGTERM and SIGKILL, and for a rank to exit after it has returned.
         start_timeout: seconds for a rank to become ready.
         heartbeat_timeout: seconds that a rank may be silent after its first heartbeat; None: without limit.
+        stop_timeout: seconds for the ranks to return after a stop was requested; None: without limit.
         keep_ranks: whether the ranks stay after a call, for the next call.
         decide_after: the stop reasons after which the machine waits for Restart or DoNotRestart.
     """
@@ -57,6 +58,7 @@ class StateMachine:
         grace_period: float,
         start_timeout: float = math.inf,
         heartbeat_timeout: float | None = None,
+        stop_timeout: float | None = None,
         keep_ranks: bool = False,
         decide_after: Collection[StopReason] = (),
     ) -> None:
@@ -67,6 +69,7 @@ class StateMachine:
         self._may_restart = True  # False once another restart group has failed
         self._start_timeout, self._grace_period = start_timeout, grace_period
         self._heartbeat_timeout = heartbeat_timeout
+        self._stop_timeout = math.inf if stop_timeout is None else stop_timeout
         self._begin_generation(ranks, now)
         if not self.phase_table.phases:
             self.stage = RunStage.AWAITING_DECISION
@@ -83,6 +86,9 @@ class StateMachine:
     def _begin_call(self, timeout_at: float, now: float) -> None:
         self.stage = RunStage.RUNNING
         self._first_interrupt: m.Interrupted | None = None
+        self.stop_request: m.StopRequested | None = None
+        self._stop_deadline = math.inf  # for the ranks to return after the request
+        self.is_stop_overdue = False  # whether they have not
         self.stop_reason: StopReason | None = None
         self.stopped_at: float | None = None
         self._stage_deadline = math.inf
@@ -107,7 +113,8 @@ class StateMachine:
         """The latest time to call `handle_deadline`. None: the machine waits only for user code."""
         if self._limits_suspended_at is not None and self.is_call_running():
             return self._lease_deadline if self._lease_deadline < math.inf else None
-        soonest = min(self._stage_deadline, self._timeout_at if self.is_call_running() else math.inf)
+        call_deadline = min(self._timeout_at, self._stop_deadline)
+        soonest = min(self._stage_deadline, call_deadline if self.is_call_running() else math.inf)
         if self.phase_table.counts[RankPhase.STARTING] and (self.is_call_running() or self.stage is RunStage.IDLE):
             soonest = min(soonest, self._start_deadline)
         if self.stage is RunStage.RUNNING:
@@ -142,6 +149,9 @@ class StateMachine:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Return the actions that follow from an event. Raises IllegalEventError."""
+        if isinstance(event, m.StopRequested):
+            self._on_stop_request(event, now)
+            return []
         if isinstance(event, m.Interrupted | m.Shutdown | m.Abort) and self.stage is RunStage.AWAITING_DECISION:
             self._first_interrupt = event if isinstance(event, m.Interrupted) else None
             self._finish()
@@ -191,6 +201,8 @@ class StateMachine:
             return self._terminate(now, self.stop_reason) + self._kill(now)
         if now >= self._timeout_at:
             return self._dump_stacks_then_stop(now, StopReason.TIMED_OUT)
+        if now >= self._stop_deadline:
+            return self._on_stop_timeout(now)
         if now >= self._start_deadline and self.phase_table.counts[RankPhase.STARTING]:
             self.never_ready = self.phase_table.ranks_in(RankPhase.STARTING)
             return self._dump_stacks_then_stop(now, StopReason.FAILED)
@@ -207,6 +219,7 @@ class StateMachine:
         elif suspended_at is not None:
             self._limits_suspended_at = None
             self._timeout_at += now - suspended_at
+            self._stop_deadline += now - suspended_at
             self._start_deadline += now - suspended_at
             if self.is_call_running():
                 self._stage_deadline += now - suspended_at
@@ -385,6 +398,28 @@ class StateMachine:
         return self._terminate(now, stop_reason, signum_for_running=signum_for_running) + (
             [] if is_first else self._kill(now)
         )
+
+    def _on_stop_request(self, event: m.StopRequested, now: float) -> None:
+        """Note that the ranks are asked to return. They are not restarted any more.
+
+        If there are no ranks, this is the end. On several nodes the job decides that, so the leader's request ends nothing.
+        """
+        if self.stage is RunStage.AWAITING_DECISION and not event.is_from_job:
+            signum = signal.SIGTERM if event.signum is None else event.signum
+            self._first_interrupt = m.Interrupted(signum, m.InterruptCause.STOP_REQUEST)
+            self._finish()
+        elif self.is_call_running() and self.stop_request is None:
+            self.stop_request = event
+            self._stop_deadline = now + self._stop_timeout
+
+    def _on_stop_timeout(self, now: float) -> list[Action]:
+        """Stop ranks that have not returned in time: as the signal that has asked them does, or as the timeout does."""
+        assert self.stop_request is not None
+        self.is_stop_overdue = True
+        if self.stop_request.signum is None:
+            return self._dump_stacks_then_stop(now, StopReason.TIMED_OUT)
+        self._first_interrupt = m.Interrupted(self.stop_request.signum, m.InterruptCause.STOP_TIMEOUT)
+        return self._dump_stacks_then_stop(now, StopReason.INTERRUPTED)
 
     def _interrupt_calls(self, now: float) -> list[Action]:
         """Interrupt the functions of all ranks of a WorkerGroup. Ranks that answer within the grace period stay."""

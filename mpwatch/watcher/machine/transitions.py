@@ -183,6 +183,8 @@ class InterruptCause(Enum):
     SIGNAL = "this process received a signal"
     STOP = "the caller called stop()"
     PROGRAM_END = "the program ends"
+    STOP_REQUEST = "a stop was requested while there were no ranks"
+    STOP_TIMEOUT = "ranks had not returned within `stop_timeout`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,15 @@ class Interrupted:
 
     signum: int
     cause: InterruptCause = InterruptCause.SIGNAL
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """The ranks are asked to save and return: `should_stop` becomes True at a step that the ranks agree on."""
+
+    cause: str  # such as "SIGUSR1"
+    signum: int | None = None  # the signal to the host program that has asked; None: it was something else
+    is_from_job: bool = False  # on several nodes: whether the leader has passed the request on to all nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +258,7 @@ NO_LEASE = Lease()
 Event = (
     RankEvent
     | Interrupted
+    | StopRequested
     | StartCall
     | Shutdown
     | Abort

@@ -50,13 +50,15 @@ from mpwatch.wire.shared_memory import (
     SLOT_SIZE,
     HeartbeatSample,
     SlotsMemory,
-    clear_heartbeat,
     clear_slot,
+    get_stop_memory,
+    prepare_slot,
     read_black_box,
     read_heartbeat,
     read_heartbeat_time,
     record_interrupt,
 )
+from mpwatch.wire.stop_step import StopMemory
 
 NAME_LENGTH = 80  # of the function's name in a command line
 ID_LENGTH = 8  # of the run's id in a command line
@@ -160,6 +162,7 @@ class ProcessPool:
         else:
             self._slots[rank] = len(self._slots)
             os.ftruncate(self._slots_fd, len(self._slots) * SLOT_SIZE)
+            prepare_slot(self._slots_fd, self._slots[rank])
         return self._slots[rank]
 
     def send_call(self, handle: RankHandle, number: int, payload: Payload) -> None:
@@ -200,6 +203,10 @@ class ProcessPool:
         """Read the time of the rank's last heartbeat alone. This is faster than reading the report, too."""
         return read_heartbeat_time(self._slots_fd, self._slots[handle.observations.worker.rank])
 
+    def get_stop_memory(self, rank: int) -> StopMemory:
+        """Return the stop memory of a rank that was started. The rank may be dead."""
+        return get_stop_memory(self._slots_fd, self._slots[rank])
+
     def map_slots(self) -> None:
         """Map the memory of all ranks that have been started. Raises LaunchError."""
         try:
@@ -208,8 +215,8 @@ class ProcessPool:
             raise LaunchError(with_remedy("the memory of the ranks cannot be mapped", error)) from error
 
     def begin_call(self, handle: RankHandle) -> None:
-        """Forget the heartbeats, the reports and the stderr of the previous call."""
-        clear_heartbeat(self._slots_fd, self._slots[handle.observations.worker.rank])
+        """Forget the heartbeats, the reports, the steps and the stderr of the previous call."""
+        prepare_slot(self._slots_fd, self._slots[handle.observations.worker.rank])
         handle.observations.stderr_tail.clear()
 
     def reap(self, handle: RankHandle) -> None:

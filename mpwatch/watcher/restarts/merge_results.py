@@ -52,6 +52,8 @@ def merge_results(
         helpers_oom="; ".join(dict.fromkeys(result.helpers_oom for result in results if result.helpers_oom)),
         log_dir=results[0].log_dir,
         keep_going=keep_going,
+        stopped_at=max((result.stopped_at for result in results if result.stopped_at is not None), default=None),
+        stop_cause=next((result.stop_cause for result in results if result.stop_cause), ""),
         reason=_describe_timeout(late) or next((result.reason for result in results if result.reason), ""),
     )
 
@@ -71,7 +73,8 @@ def _find_earliest_cause(results: Iterable[RunResult[Any]]) -> ProcessFailure | 
 
 
 def _describe_timeout(late: Sequence[tuple[AttemptObservations, RunResult[T]]]) -> str:
-    if not late:
-        return ""
+    overdue = [result.reason for observations, result in late if observations.stop_timeout is not None]
+    if overdue or not late:
+        return overdue[0] if overdue else ""
     states = _merge_dicts(result.worker_states for _, result in late)
     return format_timeout(late[0][0].timeout or 0.0, [rank for rank in states if states[rank] is not WorkerState.SUCCEEDED])

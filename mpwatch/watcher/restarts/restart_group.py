@@ -63,6 +63,7 @@ class RestartGroup:
             grace_period=spec.grace_period,
             start_timeout=spec.start_timeout,
             heartbeat_timeout=spec.heartbeat_timeout,
+            stop_timeout=spec.stop_timeout,
             keep_ranks=keep_ranks,
             decide_after=DECIDE_AFTER_ON_NODES if spec.is_multi_node else DECIDE_AFTER if spec.policy.has_decisions else (),
         )
@@ -96,6 +97,7 @@ class RestartGroup:
         self.known_stage = self.machine.stage
         self.known_stop_reason = self.machine.stop_reason
         self.known_state = self.machine.state
+        self.known_stop_request = self.machine.stop_request
         deadline = self.machine.deadline
         self.due_at = math.inf if deadline is None else deadline
 
@@ -143,6 +145,8 @@ class RestartGroup:
             start_timeout=spec.start_timeout,
             signum=machine.signum,
             interrupt_cause=machine.interrupt_cause,
+            stop_cause="" if self.call is None or self.call.stop_request is None else self.call.stop_request.cause,
+            stop_timeout=spec.stop_timeout if machine.is_stop_overdue else None,
             helpers_oom=helpers_oom,
             collective_verdict=collective_verdict,
             log_dir=spec.logs.folder_of_run(self._event_bus.run_id) if spec.logs is not None else "",

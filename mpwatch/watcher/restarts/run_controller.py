@@ -35,7 +35,7 @@ from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.restarts.merge_results import merge_results
-from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget
+from mpwatch.watcher.restarts.restart_budget import FailedAttempt, RestartBudget, RestartDecision
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.return_values import pack_none
@@ -88,7 +88,11 @@ class RunController(Generic[T]):
         """Decide whether to restart a restart group that has failed. Schedule its restart, or post DoNotRestart."""
         group_id, commands = min(observations.ranks), watcher_thread.commands
         budget = self._budgets.setdefault(group_id, RestartBudget(self._spec.policy))
-        decision = budget.decide(self._build_failed_attempt(observations, result))
+        stop_reason = self._find_stop_reason()
+        if stop_reason:
+            decision = RestartDecision(no_restart_reason=stop_reason)
+        else:
+            decision = budget.decide(self._build_failed_attempt(observations, result))
         if decision.delay is None:
             self._run_has_failed = not self._spec.policy.keep_going
             self._no_restart_reason = self._no_restart_reason or decision.no_restart_reason
@@ -112,6 +116,11 @@ class RunController(Generic[T]):
         )
         restart = RestartCommand(Restart(group_id, generation=observations.attempt), setups)
         schedule_restart(commands, decision.delay, partial(commands.post, restart))
+
+    def _find_stop_reason(self) -> str:
+        """Return why no rank is restarted any more if a stop was requested. Empty: none was, or there are no restarts."""
+        request = None if self._pending_call is None else self._pending_call.stop_request
+        return f"a stop was requested ({request.cause})" if request is not None and self._spec.policy.max_restarts else ""
 
     def _build_failed_attempt(self, observations: AttemptObservations, result: RunResult[Any]) -> FailedAttempt:
         cause = result.root_cause
@@ -170,7 +179,8 @@ class RunController(Generic[T]):
                 and observations.signum is not None
                 and self._spec.policy.max_restarts
             ):
-                self._no_restart_reason = self._no_restart_reason or "this process received a signal"
+                stop_reason = self._find_stop_reason()
+                self._no_restart_reason = self._no_restart_reason or stop_reason or "this process received a signal"
         keep_going = self._spec.policy.keep_going
         merged = merge_results(list(self._last_attempts.values()), self._restartable_groups, keep_going=keep_going)
         have_all_returned = all(

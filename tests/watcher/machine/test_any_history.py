@@ -40,6 +40,7 @@ from mpwatch.watcher.machine.transitions import (
     StartCall,
     StartRank,
     StopReason,
+    StopRequested,
     SuspendLimits,
 )
 from mpwatch.wire.messages import Message
@@ -66,11 +67,12 @@ class History(RuleBasedStateMachine):
         n=st.integers(2, 5),
         timeout=st.none() | st.floats(0.5, 30),
         limit=st.none() | st.just(LIMIT),
+        stop_timeout=st.none() | st.floats(0.5, 30),
         ready=st.integers(0, 5),
         signals=st.integers(0, 2),
         exits=st.integers(0, 2),
     )
-    def begin(self, *, may_restart, keep, n, timeout, limit, ready, signals, exits):
+    def begin(self, *, may_restart, keep, n, timeout, limit, stop_timeout, ready, signals, exits):
         self.now = 1.0
         self.are_limits_suspended, self.resumed_at = False, 0.0
         self.keep = keep
@@ -81,7 +83,7 @@ class History(RuleBasedStateMachine):
             "keep_ranks": keep,
             "decide_after": (StopReason.FAILED,) if may_restart else (),
         }
-        self.machine = StateMachine(range(n), now=self.now, **more, heartbeat_timeout=limit)
+        self.machine = StateMachine(range(n), now=self.now, **more, heartbeat_timeout=limit, stop_timeout=stop_timeout)
         self.state = WorkerState.INIT
         self.have_others_failed = False
         self.restarts = 3
@@ -149,6 +151,12 @@ class History(RuleBasedStateMachine):
                 VerdictKind.MISMATCH, (0,), "x", {0: "called something else"}, ("default", "gloo", ()), 1
             )
         self.send(CollectivesMismatched())
+
+    @rule(signum=st.none() | st.sampled_from([signal.SIGINT, signal.SIGUSR1]), is_from_job=st.booleans())
+    def request_stop(self, signum, is_from_job):
+        was_running = self.machine.is_call_running()
+        self.send(StopRequested("a reason", signum, is_from_job=is_from_job))
+        assert not was_running or self.machine.stop_request is not None
 
     @rule()
     def abort(self):

@@ -1,0 +1,79 @@
+"""Have ranks agree on the step at which all of them stop, when a stop is requested. Runs in the watcher thread.
+
+    StopRequested --> begin: hold the ranks --- HOLD_SECONDS later ---> read the steps that they have passed
+    one node                   '--> agree on the highest step
+    several nodes              '--> on_steps_held: the leader gets the highest step of each node --- StopAfter ---> agree
+
+wire/stop_step.py has the protocol between the watcher and a rank.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from mpwatch.events.types import Stopping
+from mpwatch.watcher.observers.deferred_log import DeferredLog
+from mpwatch.watcher.observers.event_bus import EventBus
+from mpwatch.watcher.processes.process_pool import ProcessPool
+from mpwatch.watcher.restarts.restart_group import RestartGroup
+from mpwatch.wire.stop_step import HOLD_SECONDS
+
+StepsHeldCallback = Callable[[int | None], object]
+
+
+class StopAgreements:
+    """The agreements of one event loop.
+
+    Args:
+        pool: the ranks.
+        event_bus: where an agreement is published.
+        deferred_log: where it is logged.
+        call_at: has the event loop call a function at a time of CLOCK_MONOTONIC.
+        on_steps_held: called on several nodes with the highest step that a rank of this node has passed; None: none has
+            passed one. None: there is one node.
+    """
+
+    def __init__(
+        self,
+        pool: ProcessPool,
+        event_bus: EventBus,
+        deferred_log: DeferredLog,
+        *,
+        call_at: Callable[[float, Callable[[], object]], None],
+        on_steps_held: StepsHeldCallback | None,
+    ) -> None:
+        self._pool = pool
+        self._event_bus = event_bus
+        self._deferred_log = deferred_log
+        self._call_at = call_at
+        self._on_steps_held = on_steps_held
+
+    def begin(self, group: RestartGroup, cause: str) -> None:
+        """Let the ranks of a group wait at their next question, and read soon which steps they have passed."""
+        for rank in group.setups:
+            self._pool.get_stop_memory(rank).hold()
+        read_steps = partial(self._read_steps, group, group.call, group.machine.generation, cause)
+        self._call_at(time.monotonic() + HOLD_SECONDS, read_steps)
+
+    def _read_steps(self, group: RestartGroup, call: object, generation: int, cause: str) -> None:
+        if group.call is not call or group.machine.generation != generation:  # the ranks have another call meanwhile
+            return
+        passed = [self._pool.get_stop_memory(rank).read_passed_step() for rank in group.setups]
+        highest = max((step for step in passed if step is not None), default=None)
+        if self._on_steps_held is None:
+            self.agree(group, highest, cause)
+        else:
+            self._on_steps_held(highest)
+
+    def agree(self, group: RestartGroup, step: int | None, cause: str) -> None:
+        """Let the ranks of a group stop at their first step above this one. None: at their next question."""
+        for rank in group.setups:
+            self._pool.get_stop_memory(rank).agree(step)
+        attempt = next(iter(group.workers)).restart_count
+        self._event_bus.publish(Stopping, group.setups, attempt=attempt, stop_cause=cause, after_step=step)
+        if step is None:
+            text = "a stop was requested (%s), but no rank has called should_stop() yet: each stops at its first call"
+            self._deferred_log.warning(text, cause)
+        else:
+            text = "a stop was requested (%s): all ranks stop at their first step after step %d"
+            self._deferred_log.warning(text, cause, step)

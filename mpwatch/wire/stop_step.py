@@ -1,0 +1,123 @@
+"""How the watcher and the ranks agree on the step at which all ranks stop: `mpwatch.should_stop(step)`.
+
+    stop memory, a part of each rank's slot:  [ asked ][ agreed ][ stopped ][ state ]
+    the rank writes asked and stopped, the watcher writes agreed and state
+
+    watcher                                         a rank at should_stop(step)
+       |                                               |   asked = step; the state is NONE: False
+       |   state = HOLD                                |
+       | --------------------------------------------> |   asked = the step before; wait
+       |   after HOLD_SECONDS: read `asked` of each    |
+       |   agreed = the highest; state = AGREED        |
+       | --------------------------------------------> |   step <= agreed: asked = step; False
+       |                                               |   step > agreed: stopped = step; True
+
+`asked` is the last step about which the rank has got the answer False, or gets it now. A rank that reads NONE has written
+`asked` before. So when the watcher reads `asked`, it knows each step that a rank has passed, and no rank passes a further
+one. A processor may let the rank read `state` before other processors see `asked`; that lasts much less than HOLD_SECONDS.
+
+On several nodes the watchers agree on the highest step of all nodes, and the ranks wait for that (multinode/leader.py).
+
+A rank that never asks does not keep the others waiting: it has passed no step. A rank that has returned has passed its last
+step.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import mmap
+
+WORD = struct.Struct("q")  # native: eight bytes, which are written and read at once
+ASKED, AGREED_STEP, STOPPED, STATE = range(4)  # the words of the stop memory
+NO_STEP = -(1 << 63)
+NONE, HOLD, AGREED = range(3)  # the states
+CLEARED = struct.pack("qqqq", NO_STEP, NO_STEP, NO_STEP, NONE)
+HOLD_SECONDS = 0.002
+POLL_SECONDS = 0.0005  # how often a rank looks whether the step has been agreed on
+
+
+class StopReader:
+    """In the rank: the answers to `should_stop`. Only one thread asks.
+
+    Args:
+        memory: the rank's slot.
+        start: where its stop memory begins, in bytes.
+    """
+
+    def __init__(self, memory: mmap.mmap, start: int) -> None:
+        self._words = memoryview(memory)[start : start + len(CLEARED)].cast("q")  # quicker than `struct`
+        self._last_step = NO_STEP
+
+    def begin_call(self) -> None:
+        """Forget the steps of the previous call. The watcher has cleared the memory."""
+        self._last_step = NO_STEP
+
+    def should_stop(self, step: int) -> bool:
+        """Return whether the ranks stop before this step. Raises ValueError for a step that is lower than the last one."""
+        if step < self._last_step:
+            raise ValueError(
+                f"should_stop({step}) came after should_stop({self._last_step}), but a step must not be lower than the last "
+                "one: all ranks stop at the same step; count the steps of all epochs together"
+            )
+        try:
+            self._words[ASKED] = step
+        except ValueError:
+            raise ValueError(f"should_stop() has room for a step of 64 bits, not for {step}") from None
+        if self._words[STATE]:
+            return self._wait_for_answer(step)
+        self._last_step = step
+        return False
+
+    def _wait_for_answer(self, step: int) -> bool:
+        words = self._words
+        words[ASKED] = self._last_step
+        while words[STATE] == HOLD:
+            time.sleep(POLL_SECONDS)
+        if step > words[AGREED_STEP]:
+            if words[STOPPED] == NO_STEP:
+                words[STOPPED] = step
+            return True
+        self._last_step = words[ASKED] = step
+        return False
+
+
+class StopMemory:
+    """In the watcher: the stop memory of one rank. It stays readable when the rank is dead.
+
+    Args:
+        fd: the file of the slots.
+        start: where the stop memory of the rank begins, in bytes.
+    """
+
+    def __init__(self, fd: int, start: int) -> None:
+        self._fd = fd
+        self._start = start
+
+    def hold(self) -> None:
+        """Let the rank wait at its next question, until `agree`."""
+        self._write(STATE, HOLD)
+
+    def agree(self, step: int | None) -> None:
+        """Let the rank stop at its first step above this one. None: at its next question."""
+        self._write(AGREED_STEP, NO_STEP if step is None else step)
+        self._write(STATE, AGREED)
+
+    def read_passed_step(self) -> int | None:
+        """Return the last step that the rank has passed. None: it has passed none."""
+        return self._read(ASKED)
+
+    def read_stopped_step(self) -> int | None:
+        """Return the first step at which the rank was told to stop. None: it was not."""
+        return self._read(STOPPED)
+
+    def _write(self, word: int, value: int) -> None:
+        os.pwrite(self._fd, WORD.pack(value), self._start + word * WORD.size)
+
+    def _read(self, word: int) -> int | None:
+        step: int = WORD.unpack(os.pread(self._fd, WORD.size, self._start + word * WORD.size))[0]
+        return None if step == NO_STEP else step

@@ -1,0 +1,124 @@
+"""Functions of ranks that ask `should_stop`. Every rank of many tests imports this module, so it imports little."""
+
+import os
+import random
+import signal
+import time
+
+import mpwatch
+
+STEPS = 10**12  # more than any test waits for
+
+
+def count_steps(steps=STEPS, seconds=0.0, first_step=0):
+    """Do steps of random length until all are done or the rank is told to stop. Return the next step."""
+    rng = random.Random(f"{seconds} {get_rank()}")
+    for step in range(first_step, steps):
+        if mpwatch.should_stop(step):
+            return step
+        time.sleep(rng.uniform(0, seconds))
+    return steps
+
+
+def add_up(seconds=0.0, steps=STEPS, first_step=0, total=0.0):
+    """As `count_steps`, with a collective in each step. Return the next step and the state, which depends on all steps."""
+    import torch
+    import torch.distributed
+
+    rng = random.Random(f"{seconds} {get_rank()} {first_step}")
+    for step in range(first_step, steps):
+        if mpwatch.should_stop(step):
+            return step, total
+        time.sleep(rng.uniform(0, seconds))
+        summand = torch.tensor(float(step * (get_rank() + 1)))
+        torch.distributed.all_reduce(summand)
+        total = 0.5 * total + float(summand)
+    return steps, total
+
+
+def get_rank():
+    return mpwatch.current_worker().rank
+
+
+def stop_itself(rank, at_step):
+    for step in range(STEPS):
+        if mpwatch.should_stop(step):
+            return step
+        if get_rank() == rank and step == at_step:
+            assert mpwatch.request_stop()
+    return None
+
+
+def never_ask(barrier):
+    """Rank 0 asks, and the others do not."""
+    barrier.wait()
+    return count_steps() if get_rank() == 0 else None
+
+
+def end_early(barrier):
+    """Rank 0 is at step 7 when rank 1 has done its last step, which is step 11. Return the step at which rank 0 stops."""
+    if get_rank() == 1:
+        asked = [mpwatch.should_stop(step) for step in range(12)]
+        barrier.wait()
+        return asked
+    asked = [mpwatch.should_stop(step) for step in range(7)]
+    barrier.wait()
+    assert mpwatch.request_stop()
+    first = 7
+    while not mpwatch.should_stop(first):
+        first += 1
+    return first
+
+
+def hold_on(event, signum=None):
+    """Ask once, tell the caller, and do not return until SIGTERM or SIGINT comes."""
+    mpwatch.should_stop(0)
+    if signum is not None and get_rank() == 0:
+        os.kill(os.getppid(), signum)
+    event.wait()
+
+
+def raise_after_request():
+    """Rank 0 requests a stop, and fails instead of saving."""
+    for step in range(STEPS):
+        if mpwatch.should_stop(step):
+            if get_rank() == 0:
+                raise OSError("the disk is full")
+            return step
+        if get_rank() == 0:
+            mpwatch.request_stop()
+    return None
+
+
+def die_after_request():
+    """Rank 0 requests a stop, and is killed before it returns."""
+    for step in range(STEPS):
+        if mpwatch.should_stop(step):
+            if get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step
+        if get_rank() == 0:
+            mpwatch.request_stop()
+    return None
+
+
+def fail_first(message="the first start"):
+    """Fail in the first attempt. In the second one, request a stop at once."""
+    if mpwatch.current_worker().restart_count == 0:
+        raise RuntimeError(message)
+    if get_rank() == 0:
+        mpwatch.request_stop()
+    return count_steps()
+
+
+def ask_in_fork():
+    mpwatch.request_stop()
+    step = count_steps()
+    pid = os.fork()
+    if not pid:
+        os._exit(3 if mpwatch.should_stop(step) or mpwatch.request_stop() else 4)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def ask(step):
+    return mpwatch.should_stop(step)

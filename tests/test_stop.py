@@ -1,0 +1,330 @@
+"""Ranks that are asked to save and return: `should_stop`, `request_stop`, `stop_signals`, `stop_after`, `stop_timeout`."""
+
+import faulthandler
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+
+import mpwatch
+import stop_functions
+from mpwatch import WorkerGroup, WorkerState
+from mpwatch.events import CallStarted, Restarting, Stopping, WorkerReady
+from stop_functions import STEPS
+from support import functions
+from support.process_state import SPAWN
+from support.programs import python
+
+USR1 = (signal.SIGUSR1,)
+
+
+@pytest.fixture
+def received(monkeypatch):
+    """Let this process record SIGUSR1. Return the record."""
+    record = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: record.append(number))
+    yield record
+    signal.signal(signal.SIGUSR1, before)
+
+
+def kill_when(kind, signum, count=1):
+    """Return an observer that sends this process a signal when so many events of this kind have come."""
+    seen = []
+
+    def observe(event):
+        if isinstance(event, kind):
+            seen.append(event)
+            if len(seen) == count:
+                os.kill(os.getpid(), signum)
+
+    return observe
+
+
+def check_stopped(result, cause, ranks=3):
+    assert result.state is WorkerState.SUCCEEDED
+    assert list(result) == [result.stopped_at] * ranks
+    assert 0 <= result.stopped_at < STEPS
+    assert result.stop_cause == cause
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGRTMIN])
+def test_a_signal_stops_all_ranks_at_the_same_step(number):
+    handler = signal.getsignal(number)
+    events = []
+    observers = (events.append, kill_when(WorkerReady, number, 3))
+    result = mpwatch.run(stop_functions.count_steps, 3, stop_signals=[number], on_event=observers)
+    name = signal.Signals(number).name
+    check_stopped(result, name)
+    (stopping,) = (event for event in events if isinstance(event, Stopping))
+    assert (stopping.stop_cause, stopping.ranks) == (name, (0, 1, 2))
+    assert stopping.after_step is None or stopping.after_step == result.stopped_at - 1
+    assert signal.getsignal(number) is handler
+
+
+def test_a_rank_stops_all_ranks():
+    check_stopped(mpwatch.run(stop_functions.stop_itself, 3, args=(1, 5)), "request_stop() in rank 1")
+
+
+def test_an_observer_stops_all_ranks():
+    result = mpwatch.run(stop_functions.count_steps, 3, on_event=lambda event: mpwatch.request_stop())
+    check_stopped(result, "request_stop()")
+
+
+def test_the_end_of_the_time_stops_all_ranks():
+    check_stopped(mpwatch.run(stop_functions.count_steps, 3, stop_after=0.5), "stop_after=0.5")
+
+
+def test_nobody_is_asked_if_nothing_runs():
+    assert mpwatch.request_stop() is False
+    assert mpwatch.should_stop(0) is False
+    with WorkerGroup(1) as group:
+        group.run(functions.rank)
+        assert mpwatch.request_stop() is False
+        assert group.run(stop_functions.ask, (3,))[0] is False
+
+
+def test_a_handle_stops_its_own_ranks_only():
+    with (
+        mpwatch.submit(stop_functions.count_steps, 2) as first,
+        mpwatch.submit(stop_functions.count_steps, 2) as second,
+    ):
+        first.request_stop()
+        check_stopped(first.result(), "request_stop() of its handle", ranks=2)
+        assert not second.done()
+        assert mpwatch.request_stop()
+        check_stopped(second.result(), "request_stop()", ranks=2)
+
+
+def test_a_call_of_a_group_stops_and_the_next_one_runs(received):
+    with WorkerGroup(3, stop_signals=USR1) as group:
+        handle = group.submit(stop_functions.count_steps)
+        handle.request_stop()
+        check_stopped(handle.result(), "request_stop() of its handle")
+        handle.request_stop()  # too late
+        result = group.run(stop_functions.count_steps, (5,))
+        assert (list(result), result.stopped_at, result.stop_cause) == ([5] * 3, None, "")
+        result = group.run(stop_functions.stop_itself, (0, 3))
+        check_stopped(result, "request_stop() in rank 0")
+        os.kill(os.getpid(), signal.SIGUSR1)  # between two calls it is the program's
+        assert received == [signal.SIGUSR1]
+
+
+def test_a_signal_stops_the_call_that_the_main_thread_waits_for():
+    with WorkerGroup(3, stop_signals=USR1, on_event=kill_when(CallStarted, signal.SIGUSR1)) as group:
+        check_stopped(group.run(stop_functions.count_steps), "SIGUSR1")
+
+
+def test_only_the_ranks_of_a_call_stop():
+    with WorkerGroup(3) as group:
+        handle = group.submit(stop_functions.count_steps, ranks=[0])
+        result = group.run(stop_functions.stop_itself, (2, 5), ranks=[1, 2])
+        assert list(result) == [result.stopped_at] * 2
+        assert not handle.done()
+        handle.request_stop()
+        assert handle.result().stop_cause == "request_stop() of its handle"
+
+
+def test_independent_ranks_stop_at_steps_of_their_own():
+    policy = mpwatch.RestartPolicy(0, scope="worker")
+    result = mpwatch.run(stop_functions.count_steps, 3, kwargs={"seconds": 0.01}, restart_policy=policy, stop_after=0.5)
+    assert result.state is WorkerState.SUCCEEDED
+    assert result.stopped_at == max(result)
+
+
+def test_a_rank_that_never_asks_does_not_keep_the_others_waiting(barrier):
+    result = mpwatch.run(stop_functions.never_ask, 3, args=(barrier,), stop_after=0.5)
+    assert result[0] == result.stopped_at
+    assert list(result)[1:] == [None] * 2
+
+
+@pytest.mark.parametrize("nprocs", [2])
+def test_a_rank_that_has_returned_has_passed_its_last_step(barrier, nprocs):
+    result = mpwatch.run(stop_functions.end_early, nprocs, args=(barrier,))
+    assert result[1] == [False] * 12
+    assert result[0] == result.stopped_at >= 12
+
+
+def test_ranks_that_end_before_they_ask_again_were_asked_nevertheless():
+    result = mpwatch.run(functions.rank, 2, on_event=lambda event: mpwatch.request_stop())
+    assert (list(result), result.stopped_at, result.stop_cause) == ([0, 1], None, "request_stop()")
+
+
+def test_a_failure_after_the_request_is_a_failure_without_restart():
+    with pytest.raises(mpwatch.RunFailedError, match=r"rank 0 failed first: OSError: the disk is full") as caught:
+        mpwatch.run(stop_functions.raise_after_request, 2, max_restarts=3)
+    result = caught.value.result
+    assert result.not_restarted == "a stop was requested (request_stop() in rank 0)"
+    assert len(result.attempts) == 1
+
+
+def test_a_rank_that_is_killed_after_the_request_is_not_restarted():
+    with pytest.raises(mpwatch.RunFailedError, match="SIGKILL") as caught:
+        mpwatch.run(stop_functions.die_after_request, 2, max_restarts=3)
+    assert len(caught.value.result.attempts) == 1
+
+
+def test_ranks_that_were_restarted_stop():
+    result = mpwatch.run(stop_functions.fail_first, 3, max_restarts=1)
+    check_stopped(result, "request_stop() in rank 0")
+    assert result.restarts == 1
+
+
+def test_a_request_before_a_restart_is_the_end():
+    policy = mpwatch.RestartPolicy(1, delay=600.0)
+    observer = kill_when(Restarting, signal.SIGUSR1)
+    with pytest.raises(mpwatch.RunFailedError, match="the first start") as caught:
+        mpwatch.run(stop_functions.fail_first, 2, restart_policy=policy, stop_signals=USR1, on_event=observer)
+    assert caught.value.result.not_restarted == "a stop was requested (SIGUSR1)"
+
+
+def test_the_same_signal_again_stops_at_once(received):
+    event = SPAWN.Event()
+    observer = kill_when(Stopping, signal.SIGUSR1)
+    with pytest.raises(mpwatch.RunFailedError, match="this process received SIGUSR1") as caught:
+        mpwatch.run(
+            stop_functions.hold_on, 2, args=(event, signal.SIGUSR1), stop_signals=USR1, on_event=observer, grace_period=60
+        )
+    assert caught.value.result.state is WorkerState.STOPPED
+    assert received == [signal.SIGUSR1]
+
+
+def test_a_second_ctrl_c_is_a_ctrl_c():
+    event = SPAWN.Event()
+    observer = kill_when(Stopping, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        mpwatch.run(
+            stop_functions.hold_on,
+            2,
+            args=(event, signal.SIGINT),
+            stop_signals=(signal.SIGINT,),
+            on_event=observer,
+            grace_period=60,
+        )
+
+
+def test_a_signal_does_what_it_does_when_the_ranks_do_not_return_in_time(received):
+    event = SPAWN.Event()
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(
+            stop_functions.hold_on, 2, args=(event, signal.SIGUSR1), stop_signals=USR1, stop_timeout=0.1, grace_period=60
+        )
+    text = "a stop was requested (SIGUSR1), and ranks 0-1 had not returned within stop_timeout=0.1 s"
+    assert text in str(caught.value)
+    assert caught.value.result.state is WorkerState.STOPPED
+    assert "hold_on" in caught.value.result.stacks[0]
+    assert received == [signal.SIGUSR1]
+
+
+def test_ranks_that_do_not_return_in_time_exceed_a_timeout():
+    event = SPAWN.Event()
+    with pytest.raises(mpwatch.RunTimeoutError, match=r"a stop was requested \(stop_after=0.1\), and ranks 0-1 had not"):
+        mpwatch.run(stop_functions.hold_on, 2, args=(event,), stop_after=0.1, stop_timeout=0.1)
+
+
+def test_a_program_ends_by_the_signal_if_the_ranks_do_not_return():
+    program = """
+import signal, threading, mpwatch, stop_functions
+from support.process_state import SPAWN
+if __name__ == "__main__":
+    mpwatch.run(
+        stop_functions.hold_on, 2, args=(SPAWN.Event(), signal.SIGTERM), stop_signals=[signal.SIGTERM], stop_timeout=0.1
+    )
+"""
+    assert python("-c", program, check=False).returncode == -signal.SIGTERM
+
+
+def test_a_log_warns_if_no_rank_asks(caplog):
+    with pytest.raises(mpwatch.RunTimeoutError):
+        mpwatch.run(time.sleep, 2, args=(600,), stop_after=0.1, stop_timeout=0.1)
+    assert caplog.messages == [
+        "a stop was requested (stop_after=0.1), but no rank has called should_stop() yet: each stops at its first call"
+    ]
+
+
+def test_a_fork_of_a_rank_neither_stops_nor_asks():
+    assert mpwatch.run(stop_functions.ask_in_fork, 1)[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "text"),
+    [
+        (1.5, TypeError, r"should_stop\(\) takes the step as an int, not a float"),
+        ("1", TypeError, r"should_stop\(\) takes the step as an int, not a str"),
+        (1 << 64, ValueError, "64 bits"),
+    ],
+)
+def test_a_step_is_an_int(step, error, text):
+    with WorkerGroup(1) as group:
+        with pytest.raises(mpwatch.RunFailedError, match=text) as caught:
+            group.run(stop_functions.ask, (step,))
+        assert isinstance(caught.value.__cause__, error)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"stop_signals": signal.SIGUSR1}, TypeError, "stop_signals must be signals, such as"),
+        ({"stop_signals": "SIGUSR1"}, TypeError, "stop_signals must be signals, such as"),
+        ({"stop_signals": ["SIGUSR1"]}, TypeError, "stop_signals must be signals, such as"),
+        ({"stop_signals": [signal.SIGKILL]}, ValueError, "stop_signals cannot have SIGKILL: no program can catch it"),
+        ({"stop_signals": [signal.SIGCHLD]}, ValueError, "stop_signals cannot have SIGCHLD: mpwatch, the terminal"),
+        ({"stop_signals": [4711]}, ValueError, "stop_signals cannot have signal 4711: there is no such signal"),
+        ({"stop_after": 0}, ValueError, "stop_after must be a number of seconds, more than 0"),
+        ({"stop_after": "1"}, TypeError, "stop_after must be a number of seconds"),
+        ({"stop_timeout": -1}, ValueError, "stop_timeout must be a number of seconds, more than 0"),
+    ],
+)
+def test_a_bad_option_is_named(options, error, text):
+    with pytest.raises(error, match=text):
+        mpwatch.run(functions.rank, 1, **options)
+
+
+def test_a_signal_that_c_code_handles_is_refused():
+    faulthandler.register(signal.SIGUSR2)
+    try:
+        with pytest.raises(ValueError, match="stop_signals cannot have SIGUSR2: C code of this program handles it"):
+            mpwatch.run(functions.rank, 1, stop_signals=[signal.SIGUSR2])
+    finally:
+        faulthandler.unregister(signal.SIGUSR2)
+
+
+def test_signals_need_the_main_thread():
+    text = "stop_signals needs a run that the main thread waits for"
+    with pytest.raises(ValueError, match=text):
+        mpwatch.submit(functions.rank, 1, stop_signals=USR1)
+    errors = []
+
+    def run():
+        try:
+            mpwatch.run(functions.rank, 1, stop_signals=USR1)
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert text in errors[0]
+
+
+# --- random instants
+
+
+def send_later(rng, longest):
+    """Send SIGUSR1 to this process after a random time."""
+    timer = threading.Timer(rng.uniform(0, longest), os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("instants", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_ranks_stop_at_the_same_step_at_any_instant(received, instants):
+    rng = random.Random(instants)
+    with WorkerGroup(4, stop_signals=USR1, timeout=60) as group:
+        for _ in range(instants):
+            timer = send_later(rng, 0.02)
+            result = group.run(stop_functions.count_steps, kwargs={"steps": 300, "seconds": rng.choice([0, 1e-5, 1e-3])})
+            timer.join()
+            assert set(result) == {300 if result.stopped_at is None else result.stopped_at}

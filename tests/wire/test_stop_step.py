@@ -1,0 +1,98 @@
+"""How ranks and the watcher agree on a step, without processes."""
+
+import mmap
+import os
+import threading
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpwatch.wire.stop_step import CLEARED, StopMemory, StopReader
+
+
+@contextmanager
+def make_ranks(count):
+    """Yield for each rank its StopReader and the watcher's StopMemory."""
+    fd = os.memfd_create("mpwatch-test")
+    os.write(fd, CLEARED * count)
+    memory = mmap.mmap(fd, len(CLEARED) * count)
+    starts = [rank * len(CLEARED) for rank in range(count)]
+    try:
+        yield [StopReader(memory, start) for start in starts], [StopMemory(fd, start) for start in starts]
+    finally:
+        os.close(fd)  # the readers keep the mapping, as in a rank
+
+
+def agree(memories):
+    """Do what the watcher does. Return the step after which all ranks stop."""
+    for memory in memories:
+        memory.hold()
+    passed = [memory.read_passed_step() for memory in memories]
+    highest = max((step for step in passed if step is not None), default=None)
+    for memory in memories:
+        memory.agree(highest)
+    return highest
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=5), st.integers(1, 7))
+def test_all_ranks_stop_at_the_first_step_that_none_has_passed(counts, stride):
+    """Each rank has asked so many times when the request comes. `stride` is the distance of two steps."""
+    with make_ranks(len(counts)) as (readers, memories):
+        for reader, count in zip(readers, counts, strict=True):
+            assert not any(reader.should_stop(number * stride) for number in range(count))
+        agree(memories)
+        first_step = max(counts) * stride
+        for reader, count in zip(readers, counts, strict=True):
+            answers = {number * stride: reader.should_stop(number * stride) for number in range(count, max(counts) + 2)}
+            assert answers == {step: step >= first_step for step in answers}
+        assert {memory.read_stopped_step() for memory in memories} == {first_step}
+
+
+def test_a_rank_waits_until_the_step_is_agreed_on():
+    with make_ranks(2) as ((waiting, other), memories):
+        assert not waiting.should_stop(3)
+        assert not other.should_stop(7)
+        for memory in memories:
+            memory.hold()
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(waiting.should_stop(4)))
+        thread.start()
+        while memories[0].read_passed_step() != 3:  # it has asked about step 4, and takes that back
+            os.sched_yield()
+        assert answers == []
+        memories[0].agree(7)
+        thread.join()
+        assert answers == [False]
+        assert memories[0].read_passed_step() == 4
+
+
+def test_a_rank_that_has_not_asked_has_passed_no_step():
+    with make_ranks(1) as ((reader,), (memory,)):
+        assert memory.read_passed_step() is None
+        assert agree([memory]) is None
+        assert reader.should_stop(-(1 << 62))
+        assert memory.read_stopped_step() == -(1 << 62)
+
+
+def test_a_rank_that_goes_on_is_told_again():
+    with make_ranks(1) as ((reader,), memories):
+        agree(memories)
+        assert [reader.should_stop(step) for step in (5, 5, 6)] == [True] * 3
+        assert memories[0].read_stopped_step() == 5
+
+
+def test_a_step_may_be_asked_about_again_but_not_an_earlier_one():
+    with make_ranks(1) as ((reader,), _):
+        assert [reader.should_stop(step) for step in (1, 1, 4)] == [False] * 3
+        with pytest.raises(ValueError, match=r"should_stop\(3\) came after should_stop\(4\)"):
+            reader.should_stop(3)
+        reader.begin_call()
+        assert not reader.should_stop(3)
+
+
+@pytest.mark.parametrize("step", [1 << 63, 1 << 100])
+def test_a_step_has_64_bits(step):
+    with make_ranks(1) as ((reader,), _), pytest.raises(ValueError, match="64 bits"):
+        reader.should_stop(step)
