@@ -363,4 +363,4 @@ def _make_empty_result(observations: AttemptObservations) -> RunResult[Any]:
     reason = "the run was stopped before its ranks were started"
     if observations.signum is not None:
         reason = f"{format_interrupt(observations.signum, observations.interrupt_cause)}, before its ranks were started"
-    return RunResult(state=WorkerState.STOPPED, reason=reason)
+    return RunResult(state=WorkerState.STOPPED, reason=reason, stop_cause=observations.stop_cause)

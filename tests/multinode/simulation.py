@@ -10,7 +10,17 @@ import random
 from collections import Counter
 
 from mpwatch.multinode.leader import Broadcast, Leader, PublishAssignments, ReservePort
-from mpwatch.multinode.node_machine import NodeMachine, PrepareRanks, Rejoin, ReportJob, SendToLeader, StartRanks, StopRanks
+from mpwatch.multinode.node_machine import (
+    AgreeOnStep,
+    HoldRanks,
+    NodeMachine,
+    PrepareRanks,
+    Rejoin,
+    ReportJob,
+    SendToLeader,
+    StartRanks,
+    StopRanks,
+)
 from mpwatch.multinode.protocol.messages import AttemptReport, JobConfig, NodeInfo, NodeOutcome, RestartHistory
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.watcher.machine.state_machine import StateMachine
@@ -27,6 +37,7 @@ from mpwatch.watcher.machine.transitions import (
     StartCall,
     StartRank,
     StopReason,
+    StopRequested,
 )
 
 POLL_SECONDS, HEARTBEAT_INTERVAL, TIMEOUT = 0.1, 2.5, 15.0
@@ -52,6 +63,8 @@ class Node:
         self.history = RestartHistory()
         self.decision = None
         self.attempts = 0
+        self.is_stop_requested = False
+        self.stop_step = None  # that the nodes have agreed on
 
     def join(self, round_, group_rank):
         job, now = self.job, self.job.now
@@ -75,6 +88,8 @@ class Node:
                 **limits,
             )
         self.execute_node_actions(self.node_machine.send_node_info())
+        if self.is_stop_requested:
+            self.request_stop()
         job.after(0.0, self.send_heartbeat)
 
     def send_heartbeat(self):
@@ -122,6 +137,12 @@ class Node:
                 self.start()
             elif isinstance(action, StopRanks):
                 self.feed(CancelAttempt())
+            elif isinstance(action, HoldRanks):
+                self.feed(StopRequested(action.cause, is_from_job=True))
+                self.job.after(0.002, self.report_steps)
+            elif isinstance(action, AgreeOnStep):
+                self.stop_step = action.after_step
+                self.return_soon()
             elif isinstance(action, Rejoin):
                 self.history = action.history
                 self.job.rejoin(self)
@@ -156,6 +177,23 @@ class Node:
         for rank in ranks:
             job.after(0.5, lambda rank=rank: self.feed(Ready(rank, generation=generation)))
             job.after(0.5 + job.work, lambda rank=rank: self.feed(Returned(rank, generation=generation)))
+
+    def request_stop(self):
+        """Request a stop now, and again in each later round, as NodeThread does."""
+        self.is_stop_requested = True
+        if self.is_alive and self.round is not None:
+            self.execute_node_actions(self.node_machine.request_stop("SIGUSR1"))
+
+    def report_steps(self):
+        if self.is_alive and self.round is not None:
+            self.execute_node_actions(self.node_machine.report_steps_held(self.job.rng.randrange(1000)))
+
+    def return_soon(self):
+        """Let the ranks return, since they have been told at which step they stop."""
+        generation = self.ranks.generation
+        for rank in list(self.ranks.phase_table.phases):
+            self.job.after(0.6, lambda rank=rank: self.feed(Ready(rank, generation=generation)))
+            self.job.after(0.7, lambda rank=rank: self.feed(Returned(rank, generation=generation)))
 
     def feed(self, event):
         if not self.is_alive or self.ranks is None:

@@ -73,3 +73,28 @@ def test_a_job_of_a_thousand_nodes_survives_ranks_and_nodes():
     assert {node.decision.next_step for node in job.alive()} == {NextStep.DONE}
     assert len(job.alive()) == 997
     assert job.now < 60.0 + job.work + 3 * TIMEOUT
+
+
+def run_stopping_job(seed, n=20):
+    """A stop is requested on some nodes, at any time. In half of the jobs ranks fail and nodes are lost, too."""
+    job = SimulatedJob(n, nodes=(n // 2, n), seed=seed)
+    rng = job.rng
+    for _ in range(rng.randrange(1, 4)):
+        job.after(rng.uniform(0.0, 30.0), lambda: rng.choice(job.alive()).request_stop())
+    for _ in range(rng.randrange(0, 4) if seed % 2 else 0):
+        at = rng.uniform(0.0, 40.0)
+        name = f"n{rng.randrange(n):05}"
+        job.after(at, (lambda: fail_any_rank(job)) if rng.random() < 0.5 else (lambda name=name: job.kill(name)))
+    job.run(until=3600.0)
+    return job
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_all_nodes_stop_at_the_same_step(seed):
+    job = run_stopping_job(seed)
+    assert job.is_over(), f"the job still runs after {job.now} s"
+    assert len({node.decision.next_step for node in job.alive()}) == 1
+    if not job.failures:
+        assert {node.decision.next_step for node in job.all()} == {NextStep.DONE}
+        assert len({node.stop_step for node in job.all()}) == 1
+        assert job.now < 60.0

@@ -65,6 +65,8 @@ class Outcome:
     restarts: int = 0
     reason: str = ""
     not_restarted: str = ""
+    stopped_at: int | None = None
+    stop_cause: str = ""
     events: list[str] = field(default_factory=list)
     blamed: dict[int, bool] = field(default_factory=dict)
 

@@ -202,6 +202,8 @@ def _describe_result(result):
         "restarts": result.restarts,
         "reason": result.reason,
         "not_restarted": result.not_restarted,
+        "stopped_at": result.stopped_at,
+        "stop_cause": result.stop_cause,
         "events": [event.name for event in result.events],
         "blamed": {event.ranks[0]: event.is_root_cause for event in result.events if event.name == "worker_failed"},
     }

@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from multiprocessing import connection
 
 import mpwatch
+import stop_functions
 
 RANK_SOCKET = "MPWATCH_NODES_BOARD"  # variable with the path of the socket that the test listens on
 NODE = "MPWATCH_NODES_NODE"  # and with the name of the node
@@ -182,6 +183,28 @@ def get_argument(value):
     return value
 
 
+def count_steps(seconds=0.001):
+    """Do steps until all ranks stop together. Return the next step."""
+    return stop_functions.count_steps(seconds=seconds)
+
+
+def request_stop():
+    """Request a stop from a rank, and stop with the others."""
+    assert mpwatch.request_stop()
+    return count_steps()
+
+
+def return_after_steps(steps):
+    """Do so many steps, and return."""
+    return stop_functions.count_steps(steps)
+
+
+def ignore_stop():
+    """Ask once, and do not return when all ranks stop."""
+    mpwatch.should_stop(0)
+    signal.pause()
+
+
 def raise_error(text):
     raise RankError(text)
 
@@ -193,6 +216,10 @@ def be_killed(number=signal.SIGKILL):
 ORDERS = {
     "return": lambda value=None: value,
     "raise": raise_error,
+    "count_steps": count_steps,
+    "request_stop": request_stop,
+    "return_after_steps": return_after_steps,
+    "ignore_stop": ignore_stop,
     "exit": sys.exit,
     "wait_for_rank_0": wait_for_rank_0,
     "fail_while_connected": lambda: wait_for_rank_0(until=fail_when_all_have_lost_it),
