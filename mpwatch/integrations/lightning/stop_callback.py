@@ -1,0 +1,39 @@
+"""A callback for Lightning's Trainer: all ranks save and stop at the same step.
+
+It is for both package names of Lightning: the Trainer calls the methods of any callback that has all of them.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from os import PathLike, fspath
+from typing import Any
+
+import mpwatch
+
+__all__ = ["StopTogether"]
+
+Callback: Any = import_module("lightning.pytorch" if find_spec("lightning") else "pytorch_lightning").Callback
+
+
+class StopTogether(Callback):  # type: ignore[misc]  # Any
+    """Let the Trainer end when a stop is requested: see `mpwatch.should_stop`.
+
+    Example: `Trainer(strategy=watched(DDPStrategy(), stop_signals=[signal.SIGUSR1]), callbacks=[StopTogether("a.ckpt")])`.
+    Go on later with `trainer.fit(..., ckpt_path="a.ckpt")`. The number of steps is `trainer.global_step`. As whenever a
+    Trainer stops early, Lightning runs the validation once more, and respects `min_steps` and `min_epochs`. Outside a rank
+    the callback does nothing.
+
+    Args:
+        checkpoint: the file to which the Trainer saves its state before it stops. None: it saves nothing for that.
+    """
+
+    def __init__(self, checkpoint: str | PathLike[str] | None = None) -> None:
+        super().__init__()
+        self._checkpoint = checkpoint
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Ask after each batch whether the ranks stop now."""
+        if not trainer.should_stop and mpwatch.should_stop(trainer.global_step):
+            trainer.should_stop = True
+            if self._checkpoint is not None:
+                trainer.save_checkpoint(fspath(self._checkpoint))

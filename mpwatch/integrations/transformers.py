@@ -1,0 +1,25 @@
+"""A callback for the Trainer of Hugging Face transformers: all ranks save and stop at the same step."""
+
+from importlib import import_module
+from typing import Any
+
+import mpwatch
+
+__all__ = ["StopTogether"]
+
+TrainerCallback: Any = import_module("transformers").TrainerCallback
+
+
+class StopTogether(TrainerCallback):  # type: ignore[misc]  # Any
+    """Let the Trainer save a checkpoint and end when a stop is requested: see `mpwatch.should_stop`.
+
+    Example: `Trainer(..., callbacks=[StopTogether()])` in a function that `mpwatch.run(..., stop_signals=...)` calls. Go on
+    later with `trainer.train(resume_from_checkpoint=True)`. The number of steps is `state.global_step`. Outside a rank it
+    does nothing.
+    """
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002
+        """Ask after each step whether the ranks stop now."""
+        if mpwatch.should_stop(state.global_step):
+            control.should_save = control.should_training_stop = True
+        return control
