@@ -12,11 +12,15 @@ nodes sign their messages.
 
 When a rank has failed, or nodes have joined or left, all ranks are restarted together. They resume from the checkpoint that
 rank 0 has written to the folder KEEP, which all nodes must see. If KEEP is not set, they begin again.
+
+If one node gets SIGUSR1, which SLURM sends some time before it takes the nodes back, all ranks stop at the same step. Then
+each node ends with status 75.
 """
 
 import json
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +31,7 @@ import mpwatch
 
 STEPS = 200
 POINTS = 4000
+STOPPED = 75  # EX_TEMPFAIL: try again later
 
 
 def train(folder: str) -> tuple[float, float]:
@@ -44,6 +49,8 @@ def train(folder: str) -> tuple[float, float]:
     begin_at = torch.tensor(begin)
     dist.broadcast(begin_at, 0)  # ranks may have read different checkpoints
     for step in range(int(begin_at), STEPS):
+        if mpwatch.should_stop(step):  # in all ranks at the same step, which is also that of the checkpoint
+            break
         errors = line[0] * x + line[1] - y
         gradient = torch.stack([(errors * x).mean(), errors.mean()])
         dist.all_reduce(gradient)
@@ -76,6 +83,9 @@ if __name__ == "__main__":
         backend="gloo",  # with GPUs: "nccl", and nprocs="gpu"
         max_restarts=3,
         rendezvous=read_rendezvous(),
+        stop_signals=[signal.SIGUSR1],
     )
     for rank, (slope, intercept) in result.return_values.items():
         print(f"rank {rank} of {result.workers[0].world_size}: y = {slope:.2f} x + {intercept:.2f}")
+    if result.stopped_at is not None:
+        sys.exit(STOPPED)

@@ -116,7 +116,8 @@ def run(
             signal.SIGTERM). `mpwatch.should_stop(step)` then becomes True on all ranks at the same step, and
             `result.stopped_at` is that step. The run succeeds, and this process does not get the signal. If the signal comes
             again it does what it does without this option; SIGUSR1 and the like stop the run as SIGTERM does. This needs the
-            main thread, since signal handlers run there. On several nodes a signal to one node counts for all of them. A
+            main thread, since signal handlers run there. The ranks ignore these signals, except SIGTERM and SIGINT: some
+            schedulers send them to all processes. On several nodes a signal to one node counts for all of them. A
             stop can also be requested by `mpwatch.request_stop()`. Ranks that fail after that are not restarted.
         stop_after: seconds from the start of the run to such a request. None: never.
         stop_timeout: seconds from such a request until all ranks must have returned. After that the ranks are stopped: as by

@@ -12,7 +12,7 @@ import pytest
 import mpwatch
 import stop_functions
 from mpwatch import WorkerGroup, WorkerState
-from mpwatch.events import CallStarted, Restarting, Stopping, WorkerReady
+from mpwatch.events import CallStarted, Restarting, Stopping, WorkerReady, WorkerStarted
 from stop_functions import STEPS
 from support import functions
 from support.process_state import SPAWN
@@ -96,6 +96,25 @@ def test_a_handle_stops_its_own_ranks_only():
         assert not second.done()
         assert mpwatch.request_stop()
         check_stopped(second.result(), "request_stop()", ranks=2)
+
+
+def test_a_signal_to_all_processes_is_for_the_watcher_alone():
+    """SLURM sends its warning to each process of a job step: to the interpreters that are starting, too."""
+
+    def observe(event):
+        if isinstance(event, WorkerStarted):
+            os.kill(event.pid, signal.SIGUSR1)
+        elif isinstance(event, WorkerReady):
+            os.killpg(event_pids[event.ranks[0]], signal.SIGUSR1)
+
+    event_pids = {}
+
+    def remember(event):
+        if isinstance(event, WorkerStarted):
+            event_pids[event.ranks[0]] = event.pid
+
+    result = mpwatch.run(stop_functions.count_steps, 3, stop_signals=USR1, stop_after=1.0, on_event=(remember, observe))
+    check_stopped(result, "stop_after=1")
 
 
 def test_a_call_of_a_group_stops_and_the_next_one_runs(received):

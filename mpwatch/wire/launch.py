@@ -20,6 +20,7 @@ class LaunchInfo:
     __slots__ = (
         "capture_locals",
         "channel_fd",
+        "ignored_signals",
         "is_captured",
         "post_mortem",
         "preload",
@@ -41,6 +42,7 @@ class LaunchInfo:
         capture_locals: bool = False,
         post_mortem: bool = False,
         preload: tuple[str, ...] = (),
+        ignored_signals: tuple[int, ...] = (),
     ) -> None:
         self.worker = worker  # its fields: importing the class takes time, and many ranks never need it
         self.channel_fd = channel_fd
@@ -51,6 +53,7 @@ class LaunchInfo:
         self.capture_locals = capture_locals  # see mpwatch.run
         self.post_mortem = post_mortem  # see mpwatch.run
         self.preload = preload  # see mpwatch.WorkerGroup
+        self.ignored_signals = ignored_signals  # which are for the watcher alone, see ProcessPool
 
 
 class RankProcess(SpawnProcess):

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 def main(launch_info: LaunchInfo) -> None:
     """Run a rank from its start to its exit."""
     _die_with_watcher()
-    _reset_signals()
+    _reset_signals(launch_info.ignored_signals)
     stdio.leave_terminal()
     memory = open_slot(launch_info.slots_fd, launch_info.slot)
     deferred_signals = DeferredSignals(memory)
@@ -95,13 +95,15 @@ def _die_with_watcher() -> None:
         die_with_writer(watcher.sentinel)
 
 
-def _reset_signals() -> None:
-    """Reset inherited signal settings: the watcher thread may block signals, and the host program may ignore some.
+def _reset_signals(ignored: tuple[int, ...]) -> None:
+    """Ignore these signals, and reset inherited settings: the watcher thread may block signals, the host may ignore some.
 
     Without SIGTERM, a rank could be stopped only by SIGKILL. Without SIGCHLD, it could not wait for its own children.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 

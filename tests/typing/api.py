@@ -1,5 +1,6 @@
 """The public names as a user writes them; read by mypy, never run."""
 
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import assert_type
@@ -30,6 +31,11 @@ for value in result:
     assert_type(value, list[float])
 assert_type(mpwatch.run(lambda: 3)[0], int)
 assert_type(mpwatch.main(train, 2), RunResult[list[float]])
+stopping = mpwatch.run(train, 2, stop_signals=(signal.SIGUSR1,), stop_after=3600, stop_timeout=60.0)
+assert_type(stopping.stopped_at, int | None)
+assert_type(stopping.stop_cause, str)
+assert_type(mpwatch.should_stop(3), bool)
+assert_type(mpwatch.request_stop(), bool)
 handle = mpwatch.submit(train, 2, args=(0.1,), backend="gloo")
 assert_type(handle, mpwatch.RunHandle[list[float]])
 assert_type(handle.result(timeout=3.0)[0], list[float])

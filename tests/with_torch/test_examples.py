@@ -30,6 +30,14 @@ def test_train_digits_reaches_95_percent():
     assert float(re.search(r"test accuracy of rank 0's model: ([\d.]+)%", out)[1]) >= 95
 
 
+def test_a_preempted_training_has_the_weights_of_an_undisturbed_one(tmp_path):
+    program = ("-W", "default", str(EXAMPLES / "preempted.py"))
+    *stops, weights = python(*program).stdout.splitlines()
+    assert len(stops) == 3
+    assert all(re.fullmatch(r"stopped at step \d+ \(request_stop\(\) in rank 1\)", line) for line in stops)
+    assert python(*program, str(tmp_path / "checkpoint.pt")).stdout.splitlines() == [weights]
+
+
 def test_library_trainer_returns_a_model_and_raises():
     out = python("-W", "default", str(EXAMPLES / "library_trainer.py")).stdout
     assert "weight 3.000, bias 2.000" in out

@@ -58,6 +58,16 @@ def test_the_batch_file_passes_the_rendezvous_to_each_task(tmp_path, requeued, r
     assert options[-1] < lines.index("set -euo pipefail")  # SLURM ignores options after the first command
 
 
+@pytest.mark.parametrize(("status", "is_requeued"), [(0, False), (1, False), (75, True)])
+def test_the_batch_file_queues_a_job_again_that_has_stopped(tmp_path, status, is_requeued):
+    path = install_commands(tmp_path, scontrol='echo "$1 $2" >&2; echo host-a', srun=f"exit {status}")
+    slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "host-a"}
+    env = {"PATH": path, **slurm, "SLURM_SUBMIT_DIR": str(tmp_path)}
+    done = subprocess.run(["bash", str(EXAMPLES / "slurm.sbatch")], env=env, text=True, capture_output=True, check=False)
+    assert done.returncode == status
+    assert ("requeue 4711" in done.stderr.splitlines()) is is_requeued
+
+
 def test_the_parts_of_the_manifest_match():
     service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
     pod = job["spec"]["template"]["spec"]

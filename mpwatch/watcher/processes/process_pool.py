@@ -25,7 +25,8 @@ import os
 import signal
 import socket
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing import current_process
 from multiprocessing.connection import wait
 from typing import Any, Self
@@ -79,6 +80,7 @@ class ProcessPool:
         self.deferred_log = deferred_log
         self._output = output
         self._spec = spec
+        self._ignored_signals = tuple(set(spec.stop_signals) - {signal.SIGINT, signal.SIGTERM})
         self.handles: dict[int, RankHandle] = {}
         self.selector: Selector[Any]
         self.guardian: Guardian
@@ -138,16 +140,18 @@ class ProcessPool:
                 capture_locals=self._spec.capture_locals,
                 post_mortem=self._spec.post_mortem,
                 preload=tuple(self._spec.preload),
+                ignored_signals=self._ignored_signals,
             )
-            process = RankPopen.start(
-                launch_info,
-                name=f"mpwatch-rank-{worker.rank}",
-                description=_describe_rank(worker, self._spec.fn_name),
-                env=env,
-                stdout=stdio.stdout,
-                stderr=rank_stack_pipe,
-                passed_fds=[rank_channel.fileno(), self._slots_fd, stderr],
-            )
+            with _block_signals(self._ignored_signals):
+                process = RankPopen.start(
+                    launch_info,
+                    name=f"mpwatch-rank-{worker.rank}",
+                    description=_describe_rank(worker, self._spec.fn_name),
+                    env=env,
+                    stdout=stdio.stdout,
+                    stderr=rank_stack_pipe,
+                    passed_fds=[rank_channel.fileno(), self._slots_fd, stderr],
+                )
             # At once: from here on the end of the pool kills and reaps the rank, whatever is raised.
             handle = self.handles[worker.rank] = RankHandle(
                 worker, process, channel, stack_pipe, slot=slot, stdio=stdio, deferred_log=self.deferred_log
@@ -295,6 +299,19 @@ def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> N
                 deferred_log.warning(text, pid)
         finally:
             os.close(pidfd)
+
+
+@contextmanager
+def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
+    """Block signals in this thread while a rank is started, which inherits that until it ignores them.
+
+    A scheduler such as SLURM may send a signal to the ranks, too, although it is for the watcher.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _worker_fields(worker: Worker) -> dict[str, Any]:
