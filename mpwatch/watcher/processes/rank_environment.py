@@ -18,6 +18,7 @@ import os
 import socket
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.spec import GroupSpec
@@ -28,6 +29,14 @@ from mpwatch.wire.resource_errors import with_remedy
 
 MASTER_ADDR = "127.0.0.1"
 FLIGHT_RECORDER_SIZE = "128"  # collectives that torch keeps; torch 2.13 keeps 2,000 by default, older ones none
+
+
+class RankSetup(NamedTuple):
+    """A rank that can be started."""
+
+    worker: Worker
+    env: dict[str, str]
+    """The whole environment of the rank."""
 
 
 def reserve_port() -> socket.socket:
@@ -71,7 +80,7 @@ def build_workers(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: s
     ]
 
 
-def build_environments(spec: GroupSpec, workers: Iterable[Worker]) -> list[tuple[Worker, dict[str, str]]]:
+def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker]) -> list[RankSetup]:
     """Return each Worker with the whole environment of its rank.
 
     The user's `env` may set MASTER_ADDR and MASTER_PORT. The returned Workers have these values, too. Raises what the
@@ -83,7 +92,8 @@ def build_environments(spec: GroupSpec, workers: Iterable[Worker]) -> list[tuple
         extra = spec.extra_env_of(worker)
         address, port = extra.get("MASTER_ADDR", worker.master_addr), int(extra.get("MASTER_PORT", worker.master_port))
         known = replace(worker, master_addr=address, master_port=port)
-        setups.append((known, _build_rank_environment(known, extra, spec.policy.max_restarts, accelerators)))
+        env = _build_rank_environment(known, extra, spec.policy.max_restarts, accelerators)
+        setups.append(RankSetup(known, env))
     return setups
 
 
