@@ -18,12 +18,15 @@ from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.validation import as_int, check_count, check_env_mapping, check_flag, check_seconds, is_async
 from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.cpu_affinity import can_set_affinity, format_cpus, get_allowed_cpus
 from mpwatch.os_support.hardware import count_usable_cpus, may_have_gpus
 
 T = TypeVar("T")
 Nprocs = int | Literal["auto", "cpu", "gpu"]
 Observer = Callable[[Event], object]
 Observers = Observer | Iterable[Observer]
+Bind = Literal["cores", "numa"] | Callable[[Worker], Iterable[int]]
+VisibleDevices = Literal["own"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,8 @@ class GroupSpec:
     stall_after: float | None = 60.0
     backend_timeout: float | None = None
     preload: Sequence[str] = ()
+    bind: Bind | None = None
+    visible_devices: VisibleDevices | None = None
 
     def __post_init__(self) -> None:
         check_flag("capture_locals", self.capture_locals)
@@ -69,6 +74,8 @@ class GroupSpec:
             raise ValueError(f"role must be a name, not {self.role!r}")
         if self.progress is not None and not isinstance(self.progress, bool):
             raise TypeError(f"progress must be True, False or None, not {self.progress!r:.200}")
+        _check_bind(self.bind)
+        _check_visible_devices(self.visible_devices)
         object.__setattr__(self, "preload", _check_preload(self.preload))
         object.__setattr__(self, "on_event", _as_observers(self.on_event))
         object.__setattr__(self, "nprocs", _resolve_nprocs(self.nprocs))
@@ -293,6 +300,31 @@ def _check_preload(preload: object) -> tuple[str, ...]:
     ):
         return tuple(preload)
     raise TypeError(f"preload must be a sequence of names of modules, such as ['torch'], not {preload!r:.200}")
+
+
+def _check_bind(bind: object) -> None:
+    if bind is None:
+        return
+    expected = "'cores', 'numa', a function from Worker to the numbers of CPUs, or None"
+    if isinstance(bind, str):
+        if bind not in ("cores", "numa"):
+            raise ValueError(f"bind must be {expected}, not {bind!r:.200}")
+    elif not callable(bind) or isinstance(bind, type):
+        raise TypeError(f"bind must be {expected}, not {bind!r:.200}")
+    elif is_async(bind):
+        raise TypeError(f"bind must be an ordinary function; {name_of(bind)!r} is async def, and mpwatch would not await it")
+    if not can_set_affinity():
+        raise ValueError(
+            f"bind={bind!r:.200} needs os.sched_setaffinity, which this system does not have; leave bind out. "
+            f"This machine has {format_cpus(get_allowed_cpus())}"
+        )
+
+
+def _check_visible_devices(visible_devices: object) -> None:
+    if visible_devices is None or visible_devices == "own":
+        return
+    error = ValueError if isinstance(visible_devices, str) else TypeError
+    raise error(f"visible_devices must be 'own' or None, not {visible_devices!r:.200}")
 
 
 def _check_env(env: object) -> None:

@@ -147,6 +147,7 @@ class ProcessPool:
                 stdout=stdio.stdout,
                 stderr=rank_stack_pipe,
                 passed_fds=[rank_channel.fileno(), self._slots_fd, stderr],
+                cpus=setup.cpus,
             )
             # At once: from here on the end of the pool kills and reaps the rank, whatever is raised.
             handle = self.handles[worker.rank] = RankHandle(

@@ -35,7 +35,7 @@ def use_cpu(nprocs=2, env=None):
     """Return ACCELERATE_USE_CPU of each rank."""
     spec = WorkerSpec(fn=print, nprocs=nprocs, env=env)
     setups = build_rank_setups(spec, build_workers(spec, range(nprocs), 29500, run_id="test", restart_count=0))
-    return [env.get("ACCELERATE_USE_CPU") for _, env in setups]
+    return [setup.env.get("ACCELERATE_USE_CPU") for setup in setups]
 
 
 @pytest.mark.parametrize("build", [CPU_BUILD, CUDA_BUILD, HIP_BUILD, OLD_CUDA_BUILD], ids=["cpu", "cuda", "hip", "old cuda"])
