@@ -16,7 +16,7 @@ from mpwatch.live_view.select import select_view
 from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
-from mpwatch.options.spec import Nprocs, Observers, WorkerSpec
+from mpwatch.options.spec import Bind, Nprocs, Observers, VisibleDevices, WorkerSpec
 from mpwatch.options.validation import check_flag
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.run_result import RunResult
@@ -56,6 +56,8 @@ def run(
     stop_signals: Iterable[int] = (),
     stop_after: float | None = None,
     stop_timeout: float | None = None,
+    bind: Bind | None = None,
+    visible_devices: VisibleDevices | None = None,
     check: bool = True,
 ) -> RunResult[T]:
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
@@ -122,6 +124,16 @@ def run(
         stop_after: seconds from the start of the run to such a request. None: never.
         stop_timeout: seconds from such a request until all ranks must have returned. After that the ranks are stopped: as by
             the signal that has requested it, or else as by `timeout`. None: no limit.
+        bind: the CPUs on which each rank runs, from the start of its interpreter. "cores": the CPUs that this process may
+            use are split evenly among the ranks of this machine, whole physical cores first. "numa": all allowed CPUs of the
+            NUMA node of the rank's GPU. Without a GPU, the NUMA nodes are dealt out to the ranks. A function: it returns the
+            numbers of the CPUs for a Worker. It needs Linux. Unless you set them, OMP_NUM_THREADS is then the number of
+            cores of the rank, and TORCHINDUCTOR_COMPILE_THREADS the number of its CPUs, at most 32. Ranks that are bound to
+            the same CPUs divide these numbers. None: ranks run on all CPUs that this process may use.
+        visible_devices: "own": each rank sees one GPU only: of those that this process sees, the one whose number is the
+            local rank. In the rank it is device 0: `torch.cuda.set_device(0)`, not LOCAL_RANK, which stays the same.
+            Code that copies directly from the GPU of another rank, or shares CUDA tensors with another rank, may
+            fail. Variables in `env` take precedence. None: each rank sees all GPUs.
         check: False: return the result of a failed run instead of raising.
 
     Returns:
@@ -166,6 +178,8 @@ def run(
         stop_signals=stop_signals,
         stop_after=stop_after,
         stop_timeout=stop_timeout,
+        bind=bind,
+        visible_devices=visible_devices,
     )
     result = _run(spec)
     if check:

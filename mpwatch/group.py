@@ -15,7 +15,7 @@ from mpwatch.errors import raise_if_failed
 from mpwatch.live_view.select import select_view
 from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.per_rank import check_ranks, spread_per_rank
-from mpwatch.options.spec import Nprocs, Observers, PersistentGroupSpec, check_call
+from mpwatch.options.spec import Bind, Nprocs, Observers, PersistentGroupSpec, VisibleDevices, check_call
 from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.failure import summarize_exception
@@ -80,6 +80,9 @@ class WorkerGroup:
         preload: names of modules that the ranks import as soon as they have started, in this order, while the caller goes
             on. So the first call does not wait for `import torch`, which takes a second of CPU time on each rank. If an
             import raises, the first call fails with that exception.
+        bind: the CPUs on which each rank runs: "cores", "numa", or a function that returns them for a Worker. As for
+            `mpwatch.run`.
+        visible_devices: "own": each rank sees one GPU only, as device 0. As for `mpwatch.run`.
         scope: "group": if a rank is lost, all ranks are stopped, and the next call restarts all of them. Ranks that
             communicate need this. "worker": a lost rank ends its own call and the other ranks of that call. All other ranks
             go on. The next call that needs a lost rank restarts that rank. This cannot be combined with `backend`.
@@ -111,6 +114,8 @@ class WorkerGroup:
         stop_signals: Iterable[int] = (),
         stop_timeout: float | None = None,
         preload: Sequence[str] = (),
+        bind: Bind | None = None,
+        visible_devices: VisibleDevices | None = None,
         scope: Literal["group", "worker"] = "group",
         check: bool = True,
     ) -> None:
@@ -135,6 +140,8 @@ class WorkerGroup:
             stop_signals=stop_signals,
             stop_timeout=stop_timeout,
             preload=preload,
+            bind=bind,
+            visible_devices=visible_devices,
             scope=scope,
         )
         self._pid = os.getpid()

@@ -28,8 +28,7 @@ from mpwatch.multinode.node_machine import (
 from mpwatch.multinode.protocol.messages import StartAttempt
 from mpwatch.watcher.commands import CommandQueue, RestartCommand, StopAfter
 from mpwatch.watcher.machine.transitions import NO_LEASE, CancelAttempt, Lease, Restart, StopRequested
-from mpwatch.watcher.processes.rank_environment import reserve_port
-from mpwatch.watcher.restarts.restart_group import RankSetup
+from mpwatch.watcher.processes.rank_environment import RankSetup, reserve_port
 
 NodeUpdate = PrepareRanks | StopRanks | ReportAttempt | ReportJob | BaseException
 # If a node is cut off, its ranks get SIGTERM and then SIGKILL after these fractions of node_timeout.
@@ -88,7 +87,7 @@ class LocalRanks:
         """
         assert self._setups is not None
         setups, self._setups = self._setups, None
-        ranks = tuple(worker.rank for worker, _ in setups)
+        ranks = tuple(setup.worker.rank for setup in setups)
         self._commands.post(RestartCommand(Restart(ranks[0], generation=self._starts, ranks=ranks), setups))
         self._starts += 1
 

@@ -56,7 +56,7 @@ from mpwatch.watcher.commands import CommandQueue
 from mpwatch.watcher.machine.state_machine import StateMachine
 from mpwatch.watcher.machine.transitions import InterruptCause, RunStage, StopReason
 from mpwatch.watcher.observers.deferred_log import DeferredLog
-from mpwatch.watcher.restarts.restart_group import RankSetup
+from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.wire.resource_errors import with_remedy
 
 INTERRUPT_REASONS = {

@@ -54,7 +54,7 @@ from mpwatch.watcher.machine.transitions import DoNotRestart, StopReason
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
-from mpwatch.watcher.processes.rank_environment import build_environments
+from mpwatch.watcher.processes.rank_environment import build_rank_setups
 from mpwatch.watcher.restarts.restart_budget import find_no_restart_reason
 from mpwatch.watcher.restarts.run_controller import RunController, publish_outcomes, schedule_restart
 from mpwatch.watcher.watcher_thread import WatcherThread
@@ -172,9 +172,9 @@ class MultiNodeRunController(RunController[T]):
         workers = build_assigned_workers(self._spec, assignment.first_rank, **facts)
         self.event_bus.ranks = [worker.rank for worker in workers]
         self.event_bus.publish(RendezvousCompleted, self.event_bus.ranks, backend=self._node_thread.backend, **facts)
-        environments = build_environments(self._spec, workers)
-        # The node thread ignores the environments if the attempt has been stopped meanwhile.
-        hand_over = partial(self._node_thread.set_rank_setups, start, environments)
+        setups = build_rank_setups(self._spec, workers)
+        # The node thread ignores the setups if the attempt has been stopped meanwhile.
+        hand_over = partial(self._node_thread.set_rank_setups, start, setups)
         schedule_restart(watcher_thread.commands, start.delay, hand_over)
 
     def _count_restarts(self, latest: Iterable[AttemptObservations]) -> int:  # noqa: ARG002

@@ -27,6 +27,7 @@ from mpwatch.options.validation import (
     is_async,
 )
 from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.cpu_affinity import can_set_affinity, format_cpus, get_allowed_cpus
 from mpwatch.os_support.hardware import count_usable_cpus, may_have_gpus
 
 T = TypeVar("T")
@@ -38,6 +39,8 @@ NO_STOP_SIGNALS = (
     *(signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT, signal.SIGCHLD),
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP),
 )
+Bind = Literal["cores", "numa"] | Callable[[Worker], Iterable[int]]
+VisibleDevices = Literal["own"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,8 @@ class GroupSpec:
     stop_signals: Iterable[int] = ()
     stop_timeout: float | None = None
     preload: Sequence[str] = ()
+    bind: Bind | None = None
+    visible_devices: VisibleDevices | None = None
 
     def __post_init__(self) -> None:
         check_flag("capture_locals", self.capture_locals)
@@ -88,6 +93,8 @@ class GroupSpec:
         if self.stop_timeout is not None:
             check_seconds("stop_timeout", self.stop_timeout, at_least="more than 0")
         object.__setattr__(self, "stop_signals", check_signals("stop_signals", self.stop_signals, NO_STOP_SIGNALS))
+        _check_bind(self.bind)
+        _check_visible_devices(self.visible_devices)
         object.__setattr__(self, "preload", _check_preload(self.preload))
         object.__setattr__(self, "on_event", _as_observers(self.on_event))
         object.__setattr__(self, "nprocs", _resolve_nprocs(self.nprocs))
@@ -315,6 +322,31 @@ def _check_preload(preload: object) -> tuple[str, ...]:
     ):
         return tuple(preload)
     raise TypeError(f"preload must be a sequence of names of modules, such as ['torch'], not {preload!r:.200}")
+
+
+def _check_bind(bind: object) -> None:
+    if bind is None:
+        return
+    expected = "'cores', 'numa', a function from Worker to the numbers of CPUs, or None"
+    if isinstance(bind, str):
+        if bind not in ("cores", "numa"):
+            raise ValueError(f"bind must be {expected}, not {bind!r:.200}")
+    elif not callable(bind) or isinstance(bind, type):
+        raise TypeError(f"bind must be {expected}, not {bind!r:.200}")
+    elif is_async(bind):
+        raise TypeError(f"bind must be an ordinary function; {name_of(bind)!r} is async def, and mpwatch would not await it")
+    if not can_set_affinity():
+        raise ValueError(
+            f"bind={bind!r:.200} needs os.sched_setaffinity, which this system does not have; leave bind out. "
+            f"This machine has {format_cpus(get_allowed_cpus())}"
+        )
+
+
+def _check_visible_devices(visible_devices: object) -> None:
+    if visible_devices is None or visible_devices == "own":
+        return
+    error = ValueError if isinstance(visible_devices, str) else TypeError
+    raise error(f"visible_devices must be 'own' or None, not {visible_devices!r:.200}")
 
 
 def _check_env(env: object) -> None:

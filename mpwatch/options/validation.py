@@ -6,10 +6,12 @@ import operator
 import os
 import signal
 from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from numbers import Real
 from types import FunctionType
 
 from mpwatch.options.worker_info import RANK_VARIABLES
+from mpwatch.os_support.cpu_affinity import format_cpus
 from mpwatch.os_support.processes import read_process_state
 from mpwatch.os_support.signals import get_handler
 
@@ -129,6 +131,24 @@ def _is_handled_in_c(number: int) -> bool:
         return False
     state = read_process_state(os.getpid())
     return state is not None and state.catches(number)
+
+
+def check_cpus(what: str, cpus: object, allowed: AbstractSet[int]) -> frozenset[int]:
+    """Check that a value is a set of numbers of allowed CPUs, or any other iterable of them, and return the set."""
+    available = f"; this process may use {format_cpus(allowed)}"
+    if isinstance(cpus, str | bytes) or not isinstance(cpus, Iterable):
+        raise TypeError(f"{what} must be a set of CPU numbers, not {cpus!r:.200}{available}")
+    numbers = set()
+    for cpu in cpus:
+        number = as_int(cpu)
+        if number is None:
+            raise TypeError(f"{what} must be a set of CPU numbers, but it has {cpu!r:.200}{available}")
+        numbers.add(number)
+    if not numbers:
+        raise ValueError(f"{what} has no CPU{available}")
+    if not numbers <= allowed:
+        raise ValueError(f"{what} has {format_cpus(numbers - allowed)}{available}")
+    return frozenset(numbers)
 
 
 def is_async(fn: object) -> bool:

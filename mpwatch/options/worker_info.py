@@ -34,7 +34,8 @@ class Worker:
 
     Attributes:
         rank: global rank, from 0 to world_size - 1.
-        local_rank: rank on this machine, from 0. It is usually the index of the GPU to use.
+        local_rank: rank on this machine, from 0. It is usually the index of the GPU to use. With visible_devices="own" that
+            index is 0.
         world_size: number of ranks, on all machines.
         local_world_size: number of ranks on this machine.
         group_rank: index of this machine among the machines of the run, from 0.

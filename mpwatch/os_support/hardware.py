@@ -1,10 +1,10 @@
 """Counts the CPUs that this process may use, and finds out whether the machine can have a GPU. Runs in the watcher."""
 
-import os
 import sys
 from glob import glob
 
 from mpwatch.os_support.cgroups import read_cpu_quota
+from mpwatch.os_support.cpu_affinity import get_allowed_cpus
 
 # Each NVIDIA GPU has a device file of the first kind; ROCm has /dev/kfd, WSL has /dev/dxg. A container that may use a GPU
 # has its device file.
@@ -13,7 +13,7 @@ GPU_DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 
 def count_usable_cpus() -> int:
     """Count the CPUs in this process's affinity, limited by the quota of its cgroup (v2), rounded up; at least 1."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = len(get_allowed_cpus())
     return max(1, min(allowed, read_cpu_quota() or allowed))
 
 

@@ -29,13 +29,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import ref
 
-from mpwatch.options.worker_info import Worker
 from mpwatch.results.model import WorkerState
 from mpwatch.results.rank_status import RankStatus
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import Event, Restart
 from mpwatch.watcher.pending_call import PendingCall
+from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.wakeup_pipe import WakeupPipe
 
 
@@ -52,16 +52,14 @@ class RestartCommand:
     """Start the ranks of a restart group again."""
 
     event: Restart
-    setups: list[tuple[Worker, dict[str, str]]]
-    """Each rank with its environment."""
+    setups: list[RankSetup]
 
 
 @dataclass(eq=False)
 class StartLostRanks:
     """Start ranks of a WorkerGroup with scope="worker" again that were lost."""
 
-    setups: list[tuple[Worker, dict[str, str]]]
-    """Each rank with its environment."""
+    setups: list[RankSetup]
 
 
 @dataclass(frozen=True, eq=False)

@@ -72,8 +72,9 @@ from mpwatch.watcher.observers.status_snapshot import current_statuses
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.processes.process_pool import ProcessPool
+from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.rank_handle import RankHandle
-from mpwatch.watcher.restarts.restart_group import RankSetup, RestartGroup, state_of_all
+from mpwatch.watcher.restarts.restart_group import RestartGroup, state_of_all
 from mpwatch.watcher.stop_agreements import StepsHeldCallback, StopAgreements
 from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.resource_errors import with_remedy
@@ -91,7 +92,7 @@ class EventLoop:
 
     Args:
         spec: options of the run or the WorkerGroup.
-        setups: the ranks, each with its environment. Empty on several nodes, where a RestartCommand brings them.
+        setups: the ranks. Empty on several nodes, where a RestartCommand brings them.
         commands: commands of the caller's threads, and the answers.
         deferred_log: log records, which the caller's thread emits.
         event_bus: events, which the caller's thread passes to the observers.
@@ -127,7 +128,7 @@ class EventLoop:
         # Ranks of a WorkerGroup that do not communicate: a rank that is lost ends its own call only.
         self._are_independent = keep_ranks and spec.policy.scope == "worker"
         self._spec = spec
-        self._all_ranks = frozenset(worker.rank for worker, _ in setups)  # empty on several nodes
+        self._all_ranks = frozenset(setup.worker.rank for setup in setups)  # empty on several nodes
         self._is_shutting_down = False  # a Shutdown has come, so no rank is started any more
         self._groups = [RestartGroup(spec, setups, event_bus, keep_ranks=keep_ranks) for setups in setups_of_groups]
         self._group_by_rank = {rank: group for group in self._groups for rank in group.setups}
@@ -227,11 +228,11 @@ class EventLoop:
             raise LaunchError(with_remedy("the ranks cannot be waited for", error)) from error
 
     def _start_rank(self, group: RestartGroup, rank: int) -> None:
-        worker, env = group.setups[rank]
-        handle = self._pool.start(worker, env)
+        setup = group.setups[rank]
+        handle = self._pool.start(setup)
         handle.generation = group.machine.generation
         group.observed[rank] = handle.observations
-        self._event_bus.publish(WorkerStarted, [rank], attempt=worker.restart_count, pid=handle.observations.pid)
+        self._event_bus.publish(WorkerStarted, [rank], attempt=setup.worker.restart_count, pid=handle.observations.pid)
         try:
             handle.register(
                 self._pool.selector,
@@ -246,7 +247,7 @@ class EventLoop:
         for setup in [] if self._is_shutting_down else setups:
             group = self._add_group(RestartGroup(self._spec, [setup], self._event_bus, keep_ranks=True))
             self._pool.wait_for_helpers()
-            self._start_rank(group, setup[0].rank)
+            self._start_rank(group, setup.worker.rank)
 
     def _add_group(self, group: RestartGroup) -> RestartGroup:
         self._groups.append(group)

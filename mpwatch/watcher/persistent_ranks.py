@@ -245,8 +245,8 @@ class PersistentRanks:
                 setups += run_until_handler_raises(partial(watcher_thread.prepare_restart, [rank], counts[rank] + 1))
         with self._lock:
             self._restart_count += len(ranks)
-            workers = {worker.rank: worker for worker in self.workers} | {worker.rank: worker for worker, _ in setups}
-            self.workers = tuple(workers.values())
+            workers = (*self.workers, *(setup.worker for setup in setups))  # a later one replaces that of the same rank
+            self.workers = tuple({worker.rank: worker for worker in workers}.values())
         watcher_thread.commands.post(StartLostRanks(setups))
 
     def _restart_and_call(self, pending_call: PendingCall, begin: BeginCall) -> CallOutcome:

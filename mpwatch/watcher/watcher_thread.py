@@ -42,8 +42,7 @@ from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.progress_events import ProgressEvents
 from mpwatch.watcher.output.rank_output import RankOutput
-from mpwatch.watcher.processes.rank_environment import build_environments, build_workers, reserve_port
-from mpwatch.watcher.restarts.restart_group import RankSetup
+from mpwatch.watcher.processes.rank_environment import RankSetup, build_rank_setups, build_workers, reserve_port
 from mpwatch.watcher.stop_agreements import StepsHeldCallback
 from mpwatch.wire.resource_errors import with_remedy
 
@@ -136,7 +135,7 @@ class WatcherThread:
     @property
     def workers(self) -> tuple[Worker, ...]:
         """The ranks, as soon as `prepare` has been called."""
-        return tuple(worker for worker, _ in self._setups)
+        return tuple(setup.worker for setup in self._setups)
 
     def prepare(self) -> None:
         """Prepare the first start of all ranks. This calls the user's `env` function, in the caller's thread."""
@@ -144,7 +143,7 @@ class WatcherThread:
         self._setups = self.prepare_restart(range(self._spec.nprocs), self._restart_count)
 
     def prepare_restart(self, ranks: Sequence[int], restart_count: int) -> list[RankSetup]:
-        """Return these ranks with their environments for the next start. If all ranks start, they get a new MASTER_PORT."""
+        """Return the setups of these ranks for the next start. If all ranks start, they get a new MASTER_PORT."""
         if self._port_socket is None or len(ranks) == self._spec.nprocs:
             # the new port is reserved before the old one is released, so the two differ
             earlier, self._port_socket = self._port_socket, reserve_port()
@@ -153,7 +152,7 @@ class WatcherThread:
         port = self._port_socket.getsockname()[1]
         run_id = self._event_bus.run_id
         workers = build_workers(self._spec, ranks, port, run_id=run_id, restart_count=restart_count)
-        return build_environments(self._spec, workers)
+        return build_rank_setups(self._spec, workers)
 
     def _release_port(self) -> None:
         if self._port_socket is not None:

@@ -40,6 +40,11 @@ def get_worker_info():
     return {**known, "node": os.environ[NODE], "environment": {name: os.environ.get(name) for name in VARIABLES}}
 
 
+def get_cpus():
+    """Return the CPUs on which this rank may run."""
+    return sorted(os.sched_getaffinity(0))
+
+
 def follow_order():
     """Connect to the test, and carry out its first order."""
     with socket.socket(socket.AF_UNIX) as rank_socket:

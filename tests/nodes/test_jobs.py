@@ -106,6 +106,23 @@ def test_the_environment_of_each_rank_has_its_numbers(job):
         }
 
 
+def test_each_node_binds_its_own_ranks(job):
+    """Both nodes are on this machine, so each of them splits all CPUs."""
+    allowed = tasks.get_cpus()
+    ranks = min(2, len(allowed))
+    job.start_several(2, tasks.get_cpus, ranks, bind="cores")
+    for outcome in job.outcomes():
+        assert sorted(cpu for cpus in outcome.values.values() for cpu in cpus) == allowed
+        assert len(outcome.values) == ranks
+
+
+def test_a_node_with_too_few_cpus_ends_the_job(job):
+    too_many = len(tasks.get_cpus()) + 1
+    healthy, failing = job.start(tasks.follow_order), job.start(tasks.follow_order, too_many, bind="cores")
+    assert f"bind='cores' needs a CPU for each of the {too_many} ranks" in failing.outcome().text
+    assert "bind='cores' needs a CPU" in healthy.outcome().text
+
+
 def test_rank_0_can_be_reached_at_the_master_address(job):
     job.start_several(2, tasks.connect_to_rank_0, 2)
     values = values_of(job.outcomes())

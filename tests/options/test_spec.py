@@ -68,6 +68,13 @@ class AsyncCallable:
         ({"grace_period": None}, TypeError, "grace_period must be a number of seconds, not None"),
         ({"role": 1}, TypeError, "role must be a string, not 1"),
         ({"role": ""}, ValueError, "role must be a name, not ''"),
+        ({"bind": "core"}, ValueError, "bind must be 'cores', 'numa', a function .* or None, not 'core'"),
+        ({"bind": {0, 1}}, TypeError, "bind must be 'cores', 'numa', a function from Worker .* not {0, 1}"),
+        ({"bind": True}, TypeError, "bind must be .* not True"),
+        ({"bind": set}, TypeError, "bind must be .* not <class 'set'>"),
+        ({"bind": coroutine}, TypeError, "bind must be an ordinary function; 'coroutine' is async def"),
+        ({"visible_devices": "all"}, ValueError, "visible_devices must be 'own' or None, not 'all'"),
+        ({"visible_devices": [0]}, TypeError, r"visible_devices must be 'own' or None, not \[0\]"),
     ],
 )
 def test_an_invalid_option_is_named(options, error, text):
@@ -82,6 +89,17 @@ def test_the_return_value_of_env_is_checked():
         mpwatch.run(fn, 2, env=lambda worker: None)
     with pytest.raises(ValueError, match=r"what env\(\) returned may not set RANK"):
         mpwatch.run(fn, 2, env=lambda worker: {"RANK": "3"})
+
+
+@pytest.mark.parametrize("bind", ["cores", "numa", lambda worker: {0}])
+def test_binding_needs_a_system_that_can_do_it(monkeypatch, bind):
+    cpus = os.cpu_count()
+    monkeypatch.delattr(os, "sched_setaffinity")
+    available = "This machine has CPU 0" if cpus == 1 else f"This machine has CPUs 0-{cpus - 1}"
+    with pytest.raises(ValueError, match=f"bind=.* needs os.sched_setaffinity.*; leave bind out. {available}"):
+        mpwatch.run(fn, 1, bind=bind)
+    with pytest.raises(ValueError, match=r"bind=.* needs os\.sched_setaffinity"):
+        mpwatch.WorkerGroup(1, bind=bind)
 
 
 def test_check_is_a_bool():

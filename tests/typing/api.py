@@ -135,6 +135,19 @@ mpwatch.run(train, keep_going="yes")  # type: ignore[arg-type]
 mpwatch.RestartPolicy(retry_if=lambda failure: failure.kind is not mpwatch.FailureKind.OOM)
 mpwatch.RestartPolicy(scope="node")  # type: ignore[arg-type]
 
+
+def choose_cpus(worker: Worker) -> set[int]:
+    return {2 * worker.local_rank, 2 * worker.local_rank + 1}
+
+
+mpwatch.run(train, bind="cores", visible_devices="own")
+mpwatch.run(train, bind=choose_cpus)
+mpwatch.run(train, bind=lambda worker: range(worker.local_rank, 8))
+mpwatch.WorkerGroup(2, bind="numa", visible_devices="own")
+mpwatch.run(train, bind="sockets")  # type: ignore[arg-type]
+mpwatch.run(train, bind={0, 1})  # type: ignore[arg-type]
+mpwatch.run(train, visible_devices="all")  # type: ignore[arg-type]
+
 mpwatch.run(train, nprocs=2.5)  # type: ignore[arg-type]
 mpwatch.run(train, 2, (0.1,))  # type: ignore[call-arg]
 mpwatch.run(train, "many")  # type: ignore[arg-type]

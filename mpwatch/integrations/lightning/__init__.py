@@ -34,8 +34,10 @@ __all__ = ["watched"]
 S = TypeVar("S")
 
 LIGHTNING_OPTIONS = {"fn", "nprocs", "args", "kwargs", "backend"}  # Lightning's Trainer and strategy set these
-# With several nodes only one of them would have the state of rank 0.
-OPTIONS = {field.name for field in fields(mpwatch.WorkerSpec)} - LIGHTNING_OPTIONS - {"rendezvous"}
+# With several nodes only one of them would have the state of rank 0. Lightning sets the device of each rank by its number,
+# so each rank has to see all devices.
+UNSUPPORTED_OPTIONS = {"rendezvous", "visible_devices"}
+OPTIONS = {field.name for field in fields(mpwatch.WorkerSpec)} - LIGHTNING_OPTIONS - UNSUPPORTED_OPTIONS
 # The first has a single process. XLA starts the processes of the others.
 UNSUPPORTED_STRATEGIES = {"DataParallelStrategy", "XLAStrategy", "XLAFSDPStrategy"}
 
@@ -74,7 +76,7 @@ def watched(strategy: S, **options: Any) -> S:
         strategy: a strategy of Lightning's Trainer or Fabric that has one process for each device: an instance of
             DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy, or another subclass of ParallelStrategy.
         options: options of `mpwatch.run` (timeout, grace_period, logs, on_event, max_restarts, ...). Lightning sets fn,
-            nprocs, args, kwargs and backend. `check` and `rendezvous` are not supported.
+            nprocs, args, kwargs and backend. `check`, `rendezvous` and `visible_devices` are not supported.
 
     Raises:
         TypeError: the strategy is none of these, or an option does not exist.

@@ -24,7 +24,7 @@ DEVICE_ENTRY = re.compile(r"\s*(\d|GPU-|MIG-)")
 
 def find_torch_accelerators() -> set[str]:
     """Return the kinds of accelerators that this machine may have and the installed torch can use: "gpu" and "other"."""
-    builds = _read_torch_builds()
+    builds = read_torch_builds()
     found = {"gpu"} if builds - {"xpu"} and may_have_gpus() else set()
     return found | ({"other"} if "xpu" in builds or any(map(PathFinder.find_spec, DEVICE_PLUGINS)) else set())
 
@@ -35,7 +35,7 @@ def is_cpu_only(found: set[str], env: Mapping[str, str]) -> bool:
     return not found or (found == {"gpu"} and not are_gpus_visible)
 
 
-def _read_torch_builds() -> set[str]:
+def read_torch_builds() -> set[str]:
     """Return the kinds of GPU that the installed torch was built for. If that is unknown, return NVIDIA's."""
     spec = PathFinder.find_spec("torch")
     for folder in (spec and spec.submodule_search_locations) or ():

@@ -11,7 +11,7 @@ thread may join it. Its start differs from spawn's in three points:
 
 - The child does not import `__main__` again. The start does not fix the host program's start method.
 - The child leads a process group of its own from before its first instruction, so a signal reaches the processes that it has
-  started. From then on it also has its environment, an empty stdin, and its stdout and stderr.
+  started. From then on it also has its CPUs, its environment, an empty stdin, and its stdout and stderr.
 - Its sentinel is a pidfd where the system has pidfds. Spawn's sentinel is a pipe, and a forked grandchild keeps that pipe
   open.
 
@@ -40,6 +40,7 @@ from multiprocessing.context import set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen
 from typing import Any, Self
 
+from mpwatch.os_support.cpu_affinity import limit_thread_to
 from mpwatch.os_support.cpython_private import (
     forget_child,
     get_logging_setup,
@@ -87,6 +88,7 @@ class RankPopen(Popen):
         stdout: int | None,
         stderr: int,
         passed_fds: list[int],
+        cpus: frozenset[int] | None = None,
     ) -> Self:
         """Start a rank. Raises OSError, RuntimeError, AssertionError.
 
@@ -98,8 +100,11 @@ class RankPopen(Popen):
             stdout: descriptor that becomes the rank's stdout; None: the host program's stdout.
             stderr: descriptor that becomes the rank's stderr.
             passed_fds: descriptors that the rank has under the same numbers.
+            cpus: the CPUs on which the rank may run; None: those of this thread.
         """
-        make_popen = partial(cls, description=description, env=env, stdout=stdout, stderr=stderr, passed_fds=passed_fds)
+        make_popen = partial(
+            cls, description=description, env=env, stdout=stdout, stderr=stderr, passed_fds=passed_fds, cpus=cpus
+        )
         process = _WatchedProcess(launch_info, name, make_popen)
         process.start()  # multiprocessing calls `_Popen`, which makes a RankPopen, whose constructor calls `_launch`
         # Kept here, because the host program may close any Process that multiprocessing.active_children() returns.
@@ -115,6 +120,7 @@ class RankPopen(Popen):
         stdout: int | None,
         stderr: int,
         passed_fds: list[int],
+        cpus: frozenset[int] | None,
     ) -> None:
         self.name = process.name
         self._description = description
@@ -123,6 +129,7 @@ class RankPopen(Popen):
         self._stdout = stdout
         self._stderr = stderr
         self._passed_fds = passed_fds
+        self._cpus = cpus
         self._lock = threading.Lock()
         self._is_reaped = False
         self._is_exit_code_known = True
@@ -139,15 +146,16 @@ class RankPopen(Popen):
                 command = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=child_r)
                 if not getattr(sys, "frozen", False):  # there multiprocessing reads all arguments (freeze_support)
                     command += self._description
-                self._child = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._stdout,
-                    stderr=self._stderr,
-                    env=self._env,
-                    pass_fds=[child_r, tracker_fd, *self._passed_fds],
-                    process_group=0,
-                )
+                with limit_thread_to(self._cpus):  # the rank inherits it, so its interpreter is bound from the start
+                    self._child = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=self._stdout,
+                        stderr=self._stderr,
+                        env=self._env,
+                        pass_fds=[child_r, tracker_fd, *self._passed_fds],
+                        process_group=0,
+                    )
             finally:
                 os.close(child_r)
             stack.callback(self._child.wait)

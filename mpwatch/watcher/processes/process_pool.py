@@ -41,6 +41,7 @@ from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.watcher.processes.guardian import Guardian
 from mpwatch.watcher.processes.process import POLL_SECONDS, RankPopen
+from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.rank_handle import RankHandle
 from mpwatch.watcher.processes.selector import Selector
 from mpwatch.wire.launch import LaunchInfo
@@ -110,14 +111,15 @@ class ProcessPool:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def start(self, worker: Worker, env: dict[str, str]) -> RankHandle:
+    def start(self, setup: RankSetup) -> RankHandle:
         """Start a rank. Raises LaunchError."""
         try:
-            return self._start(worker, env)
+            return self._start(setup)
         except (OSError, RuntimeError, AssertionError) as error:
-            raise LaunchError(_explain_start_error(worker, error)) from error
+            raise LaunchError(_explain_start_error(setup.worker, error)) from error
 
-    def _start(self, worker: Worker, env: dict[str, str]) -> RankHandle:
+    def _start(self, setup: RankSetup) -> RankHandle:
+        worker = setup.worker
         slot = self._allocate_slot(worker.rank)
         with ExitStack() as kept, ExitStack() as passed:
             channel, rank_channel = socket.socketpair()
@@ -147,10 +149,11 @@ class ProcessPool:
                     launch_info,
                     name=f"mpwatch-rank-{worker.rank}",
                     description=_describe_rank(worker, self._spec.fn_name),
-                    env=env,
+                    env=setup.env,
                     stdout=stdio.stdout,
                     stderr=rank_stack_pipe,
                     passed_fds=[rank_channel.fileno(), self._slots_fd, stderr],
+                    cpus=setup.cpus,
                 )
             # At once: from here on the end of the pool kills and reaps the rank, whatever is raised.
             handle = self.handles[worker.rank] = RankHandle(

@@ -1,33 +1,59 @@
 """Builds the environment of each rank, and reserves MASTER_PORT. Runs in the watcher.
 
-A rank's environment has four parts. A later part replaces variables of an earlier one.
+A rank's environment has five parts. A later part replaces variables of an earlier one, except the last part.
 
 1. The environment of the host program.
-2. Defaults, only where the host program does not set them: OMP_NUM_THREADS, TORCH_NCCL_ASYNC_ERROR_HANDLING.
-3. The variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_NAME,
+2. The variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_NAME,
    ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
    TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. Also NODE_RANK, with the value of GROUP_RANK.
+3. The variables that list visible GPUs, with visible_devices="own", unless the user's `env` sets one of them.
 4. The user's `env` option.
+5. Defaults, only where nothing else sets them: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
+   TORCH_NCCL_ASYNC_ERROR_HANDLING.
 
-TORCH_FR_BUFFER_SIZE=128 is added, unless the user sets it or TORCH_NCCL_TRACE_BUFFER_SIZE. torch's flight recorder then
+TORCH_FR_BUFFER_SIZE=128 is a default, too, unless the user sets TORCH_NCCL_TRACE_BUFFER_SIZE. torch's flight recorder then
 keeps the last collectives (worker/collectives.py). If there are several ranks and torch can find no accelerator,
-ACCELERATE_USE_CPU=true is added, unless it is set.
+ACCELERATE_USE_CPU=true is a default.
 """
 
 import os
 import socket
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 from mpwatch.errors import LaunchError
 from mpwatch.options.spec import GroupSpec
 from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.cgroups import read_cpu_quota
+from mpwatch.os_support.cpu_affinity import get_allowed_cpus
+from mpwatch.os_support.cpu_topology import read_cores
 from mpwatch.os_support.hardware import count_usable_cpus
-from mpwatch.watcher.processes.accelerators import find_torch_accelerators, is_cpu_only
+from mpwatch.watcher.processes.accelerators import find_torch_accelerators, is_cpu_only, read_torch_builds
+from mpwatch.watcher.processes.binding import Binding, bind_rank
+from mpwatch.watcher.processes.visible_devices import (
+    DEVICE_VARIABLES,
+    find_gpu_nodes,
+    find_visible_devices,
+    select_own_device,
+)
 from mpwatch.wire.resource_errors import with_remedy
 
 MASTER_ADDR = "127.0.0.1"
+# torch starts so many processes to compile at most (`decide_compile_threads` in torch/_inductor/config.py). Without
+# TORCHINDUCTOR_COMPILE_THREADS it starts one for each CPU in the affinity of the rank, so all ranks together start too many.
+MAX_COMPILE_THREADS = 32
 FLIGHT_RECORDER_SIZE = "128"  # collectives that torch keeps; torch 2.13 keeps 2,000 by default, older ones none
+
+
+class RankSetup(NamedTuple):
+    """A rank that can be started."""
+
+    worker: Worker
+    env: dict[str, str]
+    """The whole environment of the rank."""
+    cpus: frozenset[int] | None = None
+    """The CPUs on which the rank may run. None: those on which the watcher may run."""
 
 
 def reserve_port() -> socket.socket:
@@ -71,29 +97,44 @@ def build_workers(spec: GroupSpec, ranks: Iterable[int], port: int, *, run_id: s
     ]
 
 
-def build_environments(spec: GroupSpec, workers: Iterable[Worker]) -> list[tuple[Worker, dict[str, str]]]:
-    """Return each Worker with the whole environment of its rank.
+def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker], root: str = "/") -> list[RankSetup]:
+    """Return each Worker with the whole environment of its rank, and the CPUs that the option `bind` gives it.
 
-    The user's `env` may set MASTER_ADDR and MASTER_PORT. The returned Workers have these values, too. Raises what the
-    user's `env` function raises, and TypeError or ValueError if it returns a wrong value.
+    The user's `env` may set MASTER_ADDR and MASTER_PORT. The returned Workers have these values, too.
+
+    Args:
+        spec: the options.
+        workers: the ranks that start. They may be some of those on this machine.
+        root: the folder that has `dev`, `proc` and `sys`.
+
+    Raises:
+        TypeError, ValueError: the user's `env` or `bind` function returns a wrong value. Or there are too few CPUs or GPUs.
+        Exception: what the user's functions raise.
     """
     accelerators = find_torch_accelerators()
+    needs_devices = spec.visible_devices is not None or spec.bind == "numa"
+    builds = read_torch_builds() if needs_devices else set()
+    cores = [] if spec.bind is None else read_cores(get_allowed_cpus(), root)
     setups = []
     for worker in workers:
         extra = spec.extra_env_of(worker)
         address, port = extra.get("MASTER_ADDR", worker.master_addr), int(extra.get("MASTER_PORT", worker.master_port))
         known = replace(worker, master_addr=address, master_port=port)
-        setups.append((known, _build_rank_environment(known, extra, spec.policy.max_restarts, accelerators)))
+        env = dict(os.environ) | _make_rank_variables(known, spec.policy.max_restarts) | extra
+        gpu_nodes: list[int | None] = []
+        if needs_devices:
+            devices = find_visible_devices(env, builds, root)
+            gpu_nodes = find_gpu_nodes(devices, worker.local_world_size)
+            if spec.visible_devices == "own" and DEVICE_VARIABLES.isdisjoint(extra):
+                env |= select_own_device(devices, known, env)
+        binding = None if spec.bind is None else bind_rank(spec.bind, known, cores, gpu_nodes)
+        _add_defaults(env, known, binding, accelerators)
+        setups.append(RankSetup(known, env, None if binding is None else binding.cpus))
     return setups
 
 
-def _build_rank_environment(
-    worker: Worker, extra: dict[str, str], max_restarts: int, accelerators: set[str]
-) -> dict[str, str]:
-    env = dict(os.environ)
-    env.setdefault("OMP_NUM_THREADS", str(max(1, count_usable_cpus() // worker.local_world_size)))
-    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    env |= {
+def _make_rank_variables(worker: Worker, max_restarts: int) -> dict[str, str]:
+    return {
         "RANK": str(worker.rank),
         "LOCAL_RANK": str(worker.local_rank),
         "WORLD_SIZE": str(worker.world_size),
@@ -111,10 +152,30 @@ def _build_rank_environment(
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 serves the store, even inside a job of torchrun
     }
-    env |= extra
+
+
+def _add_defaults(env: dict[str, str], worker: Worker, binding: Binding | None, accelerators: set[str]) -> None:
+    """Add the variables that the rank gets unless they are set."""
+    threads, processes = _count_threads(worker.local_world_size, binding)
+    env.setdefault("OMP_NUM_THREADS", str(threads))
+    env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(MAX_COMPILE_THREADS, processes)))
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in env:  # the older name, which warns
         env.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_RECORDER_SIZE)
     if worker.world_size > 1 and is_cpu_only(accelerators, env):
         # Without it, accelerate and transformers treat a rank without a GPU as the only process.
         env.setdefault("ACCELERATE_USE_CPU", "true")
-    return env
+
+
+def _count_threads(local_ranks: int, binding: Binding | None) -> tuple[int, int]:
+    """Return how many threads a rank should compute with, and how many processes should compile for it.
+
+    A bound rank computes with a thread on each of its cores, and compiles on each of its CPUs. A quota of the cgroup is
+    divided among the ranks in any case.
+    """
+    share = max(1, count_usable_cpus() // local_ranks)
+    if binding is None:
+        return share, share
+    quota = read_cpu_quota()
+    limit = binding.cpu_share if quota is None else max(1, quota // local_ranks)
+    return min(binding.core_share, limit), min(binding.cpu_share, limit)

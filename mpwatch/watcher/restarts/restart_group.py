@@ -23,6 +23,7 @@ from mpwatch.watcher.machine.state_machine import StateMachine
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.pending_call import PendingCall
+from mpwatch.watcher.processes.rank_environment import RankSetup
 
 # The stop reasons after which the caller's thread decides about a restart. On several nodes all nodes decide together, and
 # local ranks that have returned may be restarted since a rank of another node has failed.
@@ -33,7 +34,6 @@ DECIDE_AFTER_ON_NODES = (
     m.StopReason.TIMED_OUT,
     m.StopReason.CANCELLED_BY_JOB,
 )
-RankSetup = tuple[Worker, dict[str, str]]  # what a rank is, and its whole environment
 
 
 class RestartGroup:
@@ -41,7 +41,7 @@ class RestartGroup:
 
     Args:
         spec: options of the run or the WorkerGroup.
-        setups: the ranks, each with its environment; empty if they are not known before the first restart.
+        setups: the ranks; empty if they are not known before the first restart.
         event_bus: where events are published.
         keep_ranks: whether the ranks stay after a call, for the next call.
     """
@@ -58,7 +58,7 @@ class RestartGroup:
         self._timeout: float | None = None
         self._has_published_call = False
         self.machine = StateMachine(
-            [worker.rank for worker, _ in setups],
+            [setup.worker.rank for setup in setups],
             now=time.monotonic(),
             grace_period=spec.grace_period,
             start_timeout=spec.start_timeout,
@@ -70,7 +70,7 @@ class RestartGroup:
         self._begin_generation()
 
     def _begin_generation(self) -> None:
-        self.setups = {worker.rank: (worker, env) for worker, env in self.next_setups}
+        self.setups = {setup.worker.rank: setup for setup in self.next_setups}
         self.observed.clear()
         self.exit_blockers.clear()
         self._attempt_started_at = time.monotonic()
@@ -81,7 +81,7 @@ class RestartGroup:
     @property
     def workers(self) -> list[Worker]:
         """The Worker of each rank, of the latest start."""
-        return [worker for worker, _ in self.setups.values()]
+        return [setup.worker for setup in self.setups.values()]
 
     def is_idle(self) -> bool:
         """Return whether all ranks wait for a call."""

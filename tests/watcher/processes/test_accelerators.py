@@ -3,7 +3,7 @@
 import pytest
 
 from mpwatch import WorkerSpec
-from mpwatch.watcher.processes.rank_environment import build_environments, build_workers
+from mpwatch.watcher.processes.rank_environment import build_rank_setups, build_workers
 
 CPU_BUILD = "cuda: Optional[str] = None\nhip: Optional[str] = None\nxpu: Optional[str] = None\n"
 CUDA_BUILD = CPU_BUILD.replace("cuda: Optional[str] = None", "cuda: Optional[str] = '13.0'")
@@ -34,8 +34,8 @@ def machine(tmp_path, monkeypatch):
 def use_cpu(nprocs=2, env=None):
     """Return ACCELERATE_USE_CPU of each rank."""
     spec = WorkerSpec(fn=print, nprocs=nprocs, env=env)
-    setups = build_environments(spec, build_workers(spec, range(nprocs), 29500, run_id="test", restart_count=0))
-    return [env.get("ACCELERATE_USE_CPU") for _, env in setups]
+    setups = build_rank_setups(spec, build_workers(spec, range(nprocs), 29500, run_id="test", restart_count=0))
+    return [setup.env.get("ACCELERATE_USE_CPU") for setup in setups]
 
 
 @pytest.mark.parametrize("build", [CPU_BUILD, CUDA_BUILD, HIP_BUILD, OLD_CUDA_BUILD], ids=["cpu", "cuda", "hip", "old cuda"])

@@ -1,0 +1,55 @@
+"""The CPUs on which this process may run. Runs in the watcher.
+
+In Linux each thread has its own set of CPUs, its affinity. A thread or a process inherits the affinity of the thread that
+starts it.
+"""
+
+import os
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+
+def can_set_affinity() -> bool:
+    """Return whether this system lets a program choose the CPUs of a process."""
+    return hasattr(os, "sched_setaffinity")
+
+
+def get_allowed_cpus() -> frozenset[int]:
+    """Return the numbers of the CPUs on which this thread may run."""
+    return frozenset(os.sched_getaffinity(0)) if can_set_affinity() else frozenset(range(os.cpu_count() or 1))
+
+
+@contextmanager
+def limit_thread_to(cpus: Collection[int] | None) -> Iterator[None]:
+    """Let this thread, and each process that it starts meanwhile, run on these CPUs only. None: change nothing.
+
+    Other threads are not affected. At the end the thread has its earlier affinity again. Raises OSError.
+    """
+    if cpus is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        raise OSError(error.errno, f"it cannot run on {format_cpus(cpus)}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        # It fails if an administrator has taken all the earlier CPUs away. The kernel has then set the affinity itself.
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)
+
+
+def format_cpus(cpus: Iterable[int]) -> str:
+    """Return `CPU 3`, `CPUs 0-2, 4-7`, or `no CPU`."""
+    ranges: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if ranges and cpu == ranges[-1][1] + 1:
+            ranges[-1][1] = cpu
+        else:
+            ranges.append([cpu, cpu])
+    if not ranges:
+        return "no CPU"
+    word = "CPU" if len(ranges) == 1 and ranges[0][0] == ranges[0][1] else "CPUs"
+    return f"{word} " + ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

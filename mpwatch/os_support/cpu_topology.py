@@ -1,0 +1,92 @@
+"""Which CPUs belong to one physical core, to one package (socket) and to one NUMA node. Runs in the watcher.
+
+Reads files under /sys. Some containers and virtual machines lack such files, or have odd ones. A CPU without usable files is
+a core of its own, in package 0 and NUMA node 0. No function here raises an exception because of such a file.
+"""
+
+import os
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from typing import NamedTuple
+
+CPU_LIMIT = 1 << 16  # more CPUs than any kernel supports; a list that has larger numbers is odd
+# Lists of the weaker cores of hybrid processors of Intel. Each one is a kind of its own; all other cores are kind 0.
+WEAKER_CORES = ("cpu_atom", "cpu_lowpower")
+
+
+class Core(NamedTuple):
+    """A physical core, as far as this process may use it."""
+
+    cpus: tuple[int, ...]
+    """The numbers of its allowed CPUs (hardware threads), in ascending order."""
+    package: int = 0
+    node: int = 0
+    """The NUMA node."""
+    kind: int = 0
+    """0: a performance core, or a core of a processor that has one kind only. Others: efficiency cores."""
+
+
+def read_cores(allowed: AbstractSet[int], root: str = "/") -> list[Core]:
+    """Return the physical cores of these CPUs, ordered by package, NUMA node and number. Neighbours are near each other.
+
+    Args:
+        allowed: the CPUs that this process may use.
+        root: the folder that has `sys`.
+    """
+    devices = os.path.join(root, "sys/devices")
+    nodes = _read_nodes(f"{devices}/system/node")
+    kinds = [_read_cpu_list(f"{devices}/{name}/cpus") for name in WEAKER_CORES]
+    cpus_by_core: dict[tuple[int, int, int], list[int]] = {}
+    for cpu in sorted(allowed):
+        cpus_by_core.setdefault(_read_core_key(cpu, f"{devices}/system/cpu/cpu{cpu}/topology"), []).append(cpu)
+    keys_and_cores = []
+    for key, cpus in cpus_by_core.items():
+        first = cpus[0]
+        package = _read_int(f"{devices}/system/cpu/cpu{first}/topology/physical_package_id") or 0
+        kind = next((number for number, members in enumerate(kinds, start=1) if first in members), 0)
+        core = Core(tuple(cpus), package, nodes.get(first, 0), kind)
+        keys_and_cores.append(((core.package, core.node, *key), core))
+    return [core for _, core in sorted(keys_and_cores)]
+
+
+def _read_core_key(cpu: int, topology: str) -> tuple[int, int, int]:
+    """Return what only the CPUs of one physical core have in common. It also gives the order of cores."""
+    siblings = _read_cpu_list(f"{topology}/thread_siblings_list")
+    if cpu in siblings:
+        return 0, min(siblings), 0
+    package, core = _read_int(f"{topology}/physical_package_id"), _read_int(f"{topology}/core_id")
+    if package is not None and core is not None and package >= 0 and core >= 0:
+        return 1, package, core
+    return 2, cpu, 0
+
+
+def _read_nodes(folder: str) -> dict[int, int]:
+    """Return the NUMA node of each CPU."""
+    found: dict[int, int] = {}
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            number = name.removeprefix("node")
+            if name.startswith("node") and number.isdecimal():
+                found |= dict.fromkeys(_read_cpu_list(f"{folder}/{name}/cpulist"), int(number))
+    return found
+
+
+def _read_cpu_list(file: str) -> set[int]:
+    """Return the numbers in a file such as "0-3,8". Empty: the file is missing or odd."""
+    numbers: set[int] = set()
+    with suppress(OSError, ValueError):
+        with open(file, encoding="ascii") as text:
+            ranges = [part.partition("-") for part in text.read().split(",") if part.strip()]
+        for first, _, last in ranges:
+            end = int(last or first)
+            if not 0 <= end < CPU_LIMIT:
+                return set()
+            numbers.update(range(int(first), end + 1))
+        return numbers
+    return set()
+
+
+def _read_int(file: str) -> int | None:
+    with suppress(OSError, ValueError), open(file, encoding="ascii") as text:
+        return int(text.read())
+    return None

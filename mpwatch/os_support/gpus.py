@@ -1,0 +1,96 @@
+"""The GPUs of this machine that this process may use, found without CUDA and without ROCm. Runs in the watcher.
+
+Reads files of the drivers under /proc and /sys, and looks at the device files under /dev. So no GPU is initialised, and no
+memory of a GPU is used. A container often sees the driver's files of all GPUs, but only some device files. A batch system
+may forbid the use of a device file. `os.access` takes both into account.
+"""
+
+import os
+import re
+from contextlib import suppress
+from typing import NamedTuple
+
+BUS_SHIFT, DEVICE_SHIFT = 8, 3  # of the fields of a PCI location in one number
+
+
+class Gpu(NamedTuple):
+    """A GPU that this process may use."""
+
+    uuid: str = ""
+    """Such as "GPU-8a5b...", as CUDA_VISIBLE_DEVICES may name it. Empty: not known."""
+    model: str = ""
+    node: int | None = None
+    """The NUMA node. None: not known."""
+
+
+def list_nvidia_gpus(root: str = "/") -> list[Gpu]:
+    """Return the NVIDIA GPUs in the order of their PCI addresses.
+
+    GPUs without a folder in /proc/driver/nvidia/gpus come last. Nothing but their device file is then known.
+    """
+    folder = os.path.join(root, "proc/driver/nvidia/gpus")
+    gpus, described = [], set()
+    for address in sorted(_list_folder(folder), key=lambda name: (len(name), name.lower())):
+        fields = _read_fields(f"{folder}/{address}/information")
+        minor = fields.get("Device Minor", "")
+        described.add(minor)
+        if fields.get("GPU Excluded", "No") == "No" and _may_use(os.path.join(root, f"dev/nvidia{minor}")):
+            gpus.append(Gpu(fields.get("GPU UUID", ""), fields.get("Model", ""), _read_pci_node(address.lower(), root)))
+    names = _list_folder(os.path.join(root, "dev"))
+    minors = {name.removeprefix("nvidia") for name in names if re.fullmatch(r"nvidia\d+", name)}
+    gpus += [Gpu() for minor in minors - described if _may_use(os.path.join(root, f"dev/nvidia{minor}"))]
+    return gpus
+
+
+def list_amd_gpus(root: str = "/") -> list[Gpu]:
+    """Return the GPUs of AMD that ROCm can use, in the order in which the driver numbers them."""
+    if not _may_use(os.path.join(root, "dev/kfd")):
+        return []
+    folder = os.path.join(root, "sys/class/kfd/kfd/topology/nodes")
+    gpus = []
+    for number in sorted(filter(str.isdecimal, _list_folder(folder)), key=int):
+        fields = _read_fields(f"{folder}/{number}/properties", separator=" ")
+        with suppress(ValueError):
+            values = {name: int(value) for name, value in fields.items()}
+            render_minor = values.get("drm_render_minor", 0)
+            is_usable = render_minor <= 0 or _may_use(os.path.join(root, f"dev/dri/renderD{render_minor}"))
+            if values.get("simd_count", 0) > 0 and is_usable:  # a CPU has none
+                location = values.get("location_id", 0)
+                bus, device, function = location >> BUS_SHIFT & 0xFF, location >> DEVICE_SHIFT & 0x1F, location & 0x7
+                address = f"{values.get('domain', 0):04x}:{bus:02x}:{device:02x}.{function}"
+                uuid = f"GPU-{values['unique_id']:016x}" if values.get("unique_id") else ""
+                gpus.append(Gpu(uuid, fields.get("gfx_target_version", ""), _read_pci_node(address, root)))
+    return gpus
+
+
+def may_have_unlisted_gpus(root: str = "/") -> bool:
+    """Return whether there may be GPUs that the functions above do not find, as in the Linux subsystem of Windows."""
+    return os.path.exists(os.path.join(root, "dev/dxg"))
+
+
+def _may_use(device_file: str) -> bool:
+    return os.access(device_file, os.R_OK | os.W_OK)
+
+
+def _read_pci_node(address: str, root: str) -> int | None:
+    with suppress(OSError, ValueError), open(os.path.join(root, f"sys/bus/pci/devices/{address}/numa_node")) as text:
+        node = int(text.read())
+        return node if node >= 0 else None  # -1: the firmware does not say
+    return None
+
+
+def _list_folder(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _read_fields(file: str, separator: str = ":") -> dict[str, str]:
+    """Return the fields of a file that has a name and a value on each line. Empty: the file is missing."""
+    try:
+        with open(file, encoding="utf-8", errors="replace") as text:
+            pairs = [line.partition(separator) for line in text]
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in pairs}

@@ -1,0 +1,156 @@
+"""Chooses the CPUs of each rank of this machine, for the option `bind`. Pure: it reads no file. Runs in the watcher.
+
+    read_cores (os_support/cpu_topology.py) --> cores that this process may use --> bind_rank --> Binding --> RankSetup
+
+"cores" and "numa" follow torch's `torch.numa.binding`, which torchrun uses. "numa" is its mode "node". "cores" splits whole
+cores, as its mode "exclusive" does. There are two differences. "cores" needs no GPU, and splits the CPUs of all NUMA nodes.
+If the NUMA node of a GPU is unknown, torch takes node 0, and mpwatch deals out all nodes.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
+
+from mpwatch.options.validation import check_cpus
+from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.cpu_affinity import format_cpus
+from mpwatch.os_support.cpu_topology import Core
+
+
+class Binding(NamedTuple):
+    """The CPUs of a rank. If ranks are bound to the same CPUs, each one has an equal share of them."""
+
+    cpus: frozenset[int]
+    core_share: int
+    """How many physical cores the rank has for itself. At least 1."""
+    cpu_share: int
+    """How many CPUs the rank has for itself. At least 1."""
+
+
+def bind_rank(
+    bind: Literal["cores", "numa"] | Callable[[Worker], Iterable[int]],
+    worker: Worker,
+    cores: Sequence[Core],
+    gpu_nodes: Sequence[int | None],
+) -> Binding:
+    """Return the CPUs of a rank.
+
+    If `bind` is a function, mpwatch does not know the sets of the other ranks. The rank then has its CPUs for itself.
+
+    Args:
+        bind: the option.
+        worker: the rank.
+        cores: all cores that this process may use, in the order of `read_cores`.
+        gpu_nodes: the NUMA node of the GPU of each rank of this machine. None: it has no GPU, or the node is not known.
+
+    Raises:
+        ValueError, TypeError: these CPUs do not exist, or there are too few. What the user's function raises.
+    """
+    if callable(bind):
+        allowed = frozenset(cpu for core in cores for cpu in core.cpus)
+        cpus = check_cpus(f"what bind() returned for rank {worker.rank}", bind(worker), allowed)
+        return _make_binding(cores, [cpus], 0)
+    if bind == "cores":
+        return _make_binding(cores, split_cores(cores, worker.local_world_size), worker.local_rank)
+    return _make_binding(cores, choose_nodes(cores, gpu_nodes), worker.local_rank)
+
+
+def split_cores(cores: Sequence[Core], ranks: int) -> list[frozenset[int]]:
+    """Split all CPUs evenly. Return those of each rank.
+
+    - A physical core belongs to one rank, unless there are fewer cores than ranks.
+    - The numbers of cores differ by one at most. The first ranks have one more, unless more ranks would then span two NUMA
+      nodes.
+    - Each rank has its share of each kind of cores of a hybrid processor.
+
+    Raises ValueError if there are fewer CPUs than ranks.
+    """
+    single_cpus = [core._replace(cpus=(cpu,)) for core in cores for cpu in core.cpus]
+    if len(single_cpus) < ranks:
+        raise ValueError(
+            f"bind='cores' needs a CPU for each of the {ranks} ranks of this machine, but this process may use only "
+            f"{format_cpus(core.cpus[0] for core in single_cpus)}; use nprocs={len(single_cpus)} at most, or leave bind out"
+        )
+    units = single_cpus if len(cores) < ranks else cores
+    parts: list[set[int]] = [set() for _ in range(ranks)]
+    kinds = sorted({unit.kind for unit in units})
+    first = 0  # the rank that gets one more core of the next kind
+    for kind in kinds:
+        members = [unit for unit in units if unit.kind == kind]
+        base, surplus = divmod(len(members), ranks)
+        if len(kinds) == 1:
+            sizes = _choose_sizes(tuple((unit.package, unit.node) for unit in members), ranks)
+        else:
+            sizes = tuple(base + ((rank - first) % ranks < surplus) for rank in range(ranks))
+        for part, (start, end) in zip(parts, pairwise(accumulate(sizes, initial=0)), strict=True):
+            part.update(cpu for unit in members[start:end] for cpu in unit.cpus)
+        first += surplus
+    return [frozenset(part) for part in parts]
+
+
+@lru_cache(maxsize=1)  # each rank asks for the same
+def _choose_sizes(places: tuple[tuple[int, int], ...], ranks: int) -> tuple[int, ...]:
+    """Return the number of cores of each rank. As few ranks as possible span two places. Then the first ranks have most.
+
+    Args:
+        places: the package and the NUMA node of each core. There are at least as many cores as ranks.
+        ranks: the number of ranks.
+    """
+    base, surplus = divmod(len(places), ranks)
+    # How many of the ranks from `rank` on span two places at least, if `left` of these ranks have one core more than `base`.
+    spans: list[list[float]] = [[math.inf] * (surplus + 1) for _ in range(ranks)] + [[0, *[math.inf] * surplus]]
+
+    def count_spans(rank: int, left: int, more: int) -> float:
+        if more > left:
+            return math.inf
+        start = rank * base + surplus - left
+        return spans[rank + 1][left - more] + (places[start] != places[start + base + more - 1])
+
+    for rank in reversed(range(ranks)):
+        for left in range(max(0, surplus - rank), min(surplus, ranks - rank) + 1):
+            spans[rank][left] = min(count_spans(rank, left, 0), count_spans(rank, left, 1))
+    sizes, left = [], surplus
+    for rank in range(ranks):
+        more = int(count_spans(rank, left, 1) <= count_spans(rank, left, 0))
+        sizes.append(base + more)
+        left -= more
+    return tuple(sizes)
+
+
+def choose_nodes(cores: Sequence[Core], gpu_nodes: Sequence[int | None]) -> list[frozenset[int]]:
+    """Return for each rank all CPUs of the NUMA node of its GPU.
+
+    If that node is not known or has no CPU here, the rank gets its share of all nodes: those are dealt out in contiguous
+    blocks. With fewer nodes than ranks, several ranks have the same node.
+    """
+    cpus_by_node: dict[int, set[int]] = {}
+    for core in cores:
+        cpus_by_node.setdefault(core.node, set()).update(core.cpus)
+    nodes, ranks = list(cpus_by_node), len(gpu_nodes)
+    chosen = []
+    for rank, node in enumerate(gpu_nodes):
+        first = rank * len(nodes) // ranks
+        block = nodes[first : max(first + 1, (rank + 1) * len(nodes) // ranks)]
+        own = [node] if node is not None and node in cpus_by_node else block
+        chosen.append(frozenset(cpu for each in own for cpu in cpus_by_node[each]))
+    return chosen
+
+
+def _make_binding(cores: Sequence[Core], sets: Sequence[frozenset[int]], rank: int) -> Binding:
+    """Return the set of this rank, and its share of it."""
+    own, counts = sets[rank], Counter(sets)
+
+    def count_users(cpus: Collection[int]) -> int:
+        return sum(count for other, count in counts.items() if not other.isdisjoint(cpus))
+
+    users_of_cores = Counter(count_users(core.cpus) for core in cores if not own.isdisjoint(core.cpus))
+    users_of_cpus = Counter(count_users((cpu,)) for cpu in own)
+    return Binding(own, _add_shares(users_of_cores), _add_shares(users_of_cpus))
+
+
+def _add_shares(users: Counter[int]) -> int:
+    """Return the share of one rank. For a number of ranks, `users` counts the cores or CPUs that so many ranks use."""
+    return max(1, sum(count // ranks for ranks, count in users.items()))

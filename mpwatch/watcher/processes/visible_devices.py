@@ -1,0 +1,170 @@
+"""Which GPUs a rank can see, and how a rank is shown one of them only. Runs in the watcher.
+
+The driver of each vendor reads variables that list the devices to use:
+
+    torch is built for   variables
+    CUDA                 CUDA_VISIBLE_DEVICES: numbers, names of GPUs (GPU-...) or of parts of GPUs (MIG-...)
+    ROCm                 ROCR_VISIBLE_DEVICES, and among those HIP_VISIBLE_DEVICES; without it CUDA_VISIBLE_DEVICES
+    XPU (Intel)          ZE_AFFINITY_MASK, and among those ONEAPI_DEVICE_SELECTOR
+
+"Among those": the numbers in the second variable count the devices that the first one has left. So mpwatch replaces one list
+only, by one of its entries: the list that is applied last. If the caller has set no list, mpwatch sets CUDA_VISIBLE_DEVICES
+or HIP_VISIBLE_DEVICES. For Intel the caller has to set one, since only Level Zero itself can count the devices.
+
+No GPU is initialised: this module reads variables, and files of the drivers (os_support/gpus.py).
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from mpwatch.options.worker_info import Worker
+from mpwatch.os_support.gpus import Gpu, list_amd_gpus, list_nvidia_gpus, may_have_unlisted_gpus
+
+CUDA, HIP, ROCR = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
+LEVEL_ZERO, SYCL = "ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"
+DEVICE_VARIABLES = frozenset({CUDA, HIP, ROCR, LEVEL_ZERO, SYCL})
+NAME_PREFIXES = ("GPU-", "MIG-")
+LEVEL_ZERO_LIST = re.compile(r"level_zero:(\d+(?:,\d+)*)", re.IGNORECASE)
+
+
+class VisibleDevices(NamedTuple):
+    """The GPUs that a process with some environment can see, in the order of their numbers."""
+
+    variables: tuple[str, ...]
+    """The variables that have the list. There are several if the caller has set all of them to the same value."""
+    entries: Sequence[str] = ()
+    """The value of these variables that shows one device only, for each device."""
+    gpus: Sequence[Gpu | None] = ()
+    """The same devices. None: the entry cannot be resolved, or its files say nothing."""
+    are_unknown: bool = False
+    """There may be devices, but they cannot be counted without initialising them."""
+
+
+def find_visible_devices(env: Mapping[str, str], builds: Iterable[str], root: str = "/") -> VisibleDevices:
+    """Return the GPUs that a process with this environment can see.
+
+    Args:
+        env: the environment.
+        builds: the kinds of GPU that the installed torch is built for: "cuda", "hip" or "xpu". Empty: the machine decides.
+        root: the folder that has `dev`, `proc` and `sys`.
+    """
+    if "xpu" in builds:
+        return _find_intel_devices(env)
+    amd = list_amd_gpus(root) if "cuda" not in builds else []
+    if "hip" in builds or (amd and not list_nvidia_gpus(root)):
+        return _find_amd_devices(env, amd)
+    return _find_nvidia_devices(env, list_nvidia_gpus(root), may_be_more=may_have_unlisted_gpus(root))
+
+
+def select_own_device(devices: VisibleDevices, worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that show a rank only the GPU whose number is its local rank.
+
+    Args:
+        devices: what the rank can see without these variables.
+        worker: the rank.
+        env: the environment from which `devices` were found.
+
+    Raises:
+        ValueError: there are fewer GPUs than ranks on this machine, or it is not known how many there are.
+    """
+    ranks, count = worker.local_world_size, len(devices.entries)
+    need = f"visible_devices='own' needs a GPU for each of the {ranks} ranks of this machine"
+    settings = ", ".join(f"{name}={env[name]!r}" for name in sorted(DEVICE_VARIABLES) if name in env)
+    if devices.are_unknown:
+        name = devices.variables[0]
+        found = f", with {settings}" if settings else ""
+        raise ValueError(f"{need}, but mpwatch cannot count the GPUs here{found}; set {name} to a list such as '0,1'")
+    if count < ranks:
+        number = "there is no GPU" if not count else "there is only 1 GPU" if count == 1 else f"there are only {count} GPUs"
+        found = f" (the environment has {settings})" if settings else ""
+        advice = f"use nprocs={count} at most, or leave visible_devices out" if count else "leave visible_devices out"
+        raise ValueError(f"{need}, but {number} that the ranks can see{found}; {advice}")
+    return dict.fromkeys(devices.variables, devices.entries[worker.local_rank])
+
+
+def find_gpu_nodes(devices: VisibleDevices, ranks: int) -> list[int | None]:
+    """Return the NUMA node of the GPU of each rank. With fewer GPUs than ranks, several ranks use the same GPU."""
+    gpus = devices.gpus or [None]
+    return [gpu.node if (gpu := gpus[rank % len(gpus)]) is not None else None for rank in range(ranks)]
+
+
+def _find_nvidia_devices(env: Mapping[str, str], gpus: list[Gpu], *, may_be_more: bool) -> VisibleDevices:
+    # By default CUDA puts the fastest GPU first. The order of PCI addresses is certain only for GPUs of one model.
+    is_order_known = env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.model for gpu in gpus}) == 1
+    numbered: list[Gpu | None] = [gpu if is_order_known else None for gpu in gpus]
+    if CUDA not in env:
+        return VisibleDevices((CUDA,), _count_up(numbered), numbered, are_unknown=may_be_more and not gpus)
+    if not gpus and not may_be_more:
+        return VisibleDevices((CUDA,))
+    entries = _parse_list(env[CUDA], len(gpus) or None)
+    return VisibleDevices((CUDA,), entries, [_resolve(entry, numbered, gpus) for entry in entries])
+
+
+def _find_amd_devices(env: Mapping[str, str], gpus: Sequence[Gpu]) -> VisibleDevices:
+    if not gpus:
+        return VisibleDevices((HIP,))
+    numbered: list[Gpu | None] = list(gpus)
+    if ROCR in env:
+        numbered = [_resolve(entry, numbered, gpus) for entry in _parse_list(env[ROCR], len(gpus))]
+    names = [name for name in (HIP, CUDA) if name in env]
+    if not names:
+        return VisibleDevices((HIP,), _count_up(numbered), numbered)
+    value = env[names[0]]
+    entries = _parse_list(value, len(numbered))
+    same = tuple(name for name in names if env[name] == value)
+    return VisibleDevices(same, entries, [_resolve(entry, numbered, gpus) for entry in entries])
+
+
+def _find_intel_devices(env: Mapping[str, str]) -> VisibleDevices:
+    """Return the devices that the caller's variables list."""
+    selector = env.get(SYCL, "")
+    listed = LEVEL_ZERO_LIST.fullmatch(selector)
+    if listed:
+        entries = [f"level_zero:{number}" for number in listed[1].split(",")]
+        return VisibleDevices((SYCL,), entries, [None] * len(entries))
+    # Another selector with numbers, such as "level_zero:0.1": these count the devices that the mask has left.
+    if LEVEL_ZERO not in env or re.search(r":.*\d", selector):
+        return VisibleDevices((LEVEL_ZERO,), are_unknown=True)
+    entries = [entry for entry in map(str.strip, env[LEVEL_ZERO].split(",")) if entry]
+    return VisibleDevices((LEVEL_ZERO,), entries, [None] * len(entries))
+
+
+def _count_up(devices: Sequence[object]) -> list[str]:
+    return [str(number) for number in range(len(devices))]
+
+
+def _parse_list(value: str, count: int | None) -> list[str]:
+    """Return the entries of a list of devices that CUDA and ROCm use. They use none if two are equal.
+
+    They ignore all that follows an entry which is wrong. torch does the same (`_parse_visible_devices` in torch/cuda).
+
+    Args:
+        value: the list.
+        count: how many devices there are; a larger number is a wrong entry. None: not known.
+    """
+    prefix = next((prefix for prefix in NAME_PREFIXES if value.startswith(prefix)), None)
+    entries: list[str] = []
+    for text in value.split(","):
+        number = re.match(r"\s*\+?(\d+)", text)
+        if prefix is not None:
+            entry = text if text.startswith(prefix) else None
+        else:
+            is_wrong = number is None or (count is not None and int(number[1]) >= count)
+            entry = None if number is None or is_wrong else str(int(number[1]))
+        if entry is None:
+            break
+        if entry in entries:
+            return []
+        entries.append(entry)
+    return entries
+
+
+def _resolve(entry: str, numbered: Sequence[Gpu | None], gpus: Sequence[Gpu]) -> Gpu | None:
+    """Return the GPU of an entry. A name may be the beginning of a GPU's name, if that is unambiguous."""
+    if entry.isdecimal():
+        return numbered[int(entry)] if int(entry) < len(numbered) else None
+    # Older drivers name a part of a GPU MIG-GPU-<name of the GPU>/1/0. Today such a name says nothing about the GPU.
+    name = entry.removeprefix("MIG-").partition("/")[0].lower()
+    found = [gpu for gpu in gpus if name.startswith("gpu-") and gpu.uuid.lower().startswith(name)]
+    return found[0] if len(found) == 1 else None

@@ -1,0 +1,105 @@
+"""The files under /dev, /proc and /sys of a machine that does not exist, in a folder: its CPUs, NUMA nodes and GPUs.
+
+The contents are those of real machines, shortened.
+"""
+
+from pathlib import Path
+
+NVIDIA_INFORMATION = """\
+Model: \t\t {model}
+IRQ:   \t\t 236
+GPU UUID: \t {uuid}
+Video BIOS: \t 96.00.61.00.01
+Bus Type: \t PCIe
+Device Minor: \t {minor}
+GPU Excluded:\t {excluded}
+"""
+KFD_PROPERTIES = """\
+cpu_cores_count {cpus}
+simd_count {simds}
+gfx_target_version 90402
+location_id {location}
+domain 0
+drm_render_minor {minor}
+unique_id {unique_id}
+"""
+
+
+class SimulatedMachine:
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.root = str(folder)
+
+    def write(self, path, text):
+        file = self.folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        return self
+
+    def add_cpu(self, cpu, *, package=0, core=None, siblings=None):
+        topology = f"sys/devices/system/cpu/cpu{cpu}/topology"
+        self.write(f"{topology}/physical_package_id", f"{package}\n")
+        self.write(f"{topology}/core_id", f"{cpu if core is None else core}\n")
+        return self.write(f"{topology}/thread_siblings_list", f"{cpu if siblings is None else siblings}\n")
+
+    def add_node(self, node, cpus):
+        return self.write(f"sys/devices/system/node/node{node}/cpulist", f"{cpus}\n")
+
+    def add_sockets(self, packages, cores, *, threads=1, nodes_per_package=1):
+        """Add packages with so many cores each. The first threads of all cores have the first numbers, as in Linux."""
+        total = packages * cores
+        for core in range(total):
+            cpus = [core + thread * total for thread in range(threads)]
+            for cpu in cpus:
+                self.add_cpu(cpu, package=core // cores, core=core % cores, siblings=",".join(map(str, cpus)))
+        per_node = cores // nodes_per_package
+        for node in range(packages * nodes_per_package):
+            first = node * per_node
+            parts = [(first + thread * total, first + thread * total + per_node - 1) for thread in range(threads)]
+            self.add_node(node, ",".join(f"{low}-{high}" for low, high in parts))
+        return self
+
+    def add_hybrid(self, performance, efficiency):
+        """Add a hybrid processor: performance cores of two threads, whose numbers follow each other, and efficiency cores."""
+        strong = 2 * performance
+        for core in range(performance):
+            for cpu in (2 * core, 2 * core + 1):
+                self.add_cpu(cpu, core=4 * core, siblings=f"{2 * core}-{2 * core + 1}")
+        for cpu in range(strong, strong + efficiency):
+            self.add_cpu(cpu, core=4 * performance + cpu - strong)
+        self.write("sys/devices/cpu_core/cpus", f"0-{strong - 1}\n")
+        self.write("sys/devices/cpu_atom/cpus", f"{strong}-{strong + efficiency - 1}\n")
+        return self.add_node(0, f"0-{strong + efficiency - 1}")
+
+    def add_nvidia_gpu(self, address, minor, *, node=-1, model="NVIDIA H100 80GB HBM3", excluded="No", device=True):
+        """Add a GPU with the UUID GPU-<minor><minor>...; `device` says whether this process has its device file."""
+        uuid = f"GPU-{f'{minor}' * 8}-0000-0000-0000-000000000000"
+        text = NVIDIA_INFORMATION.format(model=model, uuid=uuid, minor=minor, excluded=excluded)
+        self.write(f"proc/driver/nvidia/gpus/{address}/information", text)
+        self.write(f"sys/bus/pci/devices/{address}/numa_node", f"{node}\n")
+        return self.write(f"dev/nvidia{minor}", "") if device else self
+
+    def add_nvidia_gpus(self, nodes):
+        """Add a GPU for each NUMA node in the list. The order of their numbers and their device files differ, as on real ones."""
+        for number, node in enumerate(nodes):
+            self.add_nvidia_gpu(f"0000:{16 * number + 5:02x}:00.0", number ^ 1, node=node)
+        return self
+
+    def add_amd_gpus(self, nodes, *, without_device=()):
+        """Add a CPU, and a GPU for each NUMA node in the list."""
+        folder = "sys/class/kfd/kfd/topology/nodes"
+        self.write("dev/kfd", "")
+        self.write(f"{folder}/0/properties", KFD_PROPERTIES.format(cpus=64, simds=0, location=0, minor=0, unique_id=0))
+        for number, node in enumerate(nodes):
+            properties = {
+                "cpus": 0,
+                "simds": 304,
+                "location": (number + 1) << 8,
+                "minor": 128 + number,
+                "unique_id": number + 1,
+            }
+            self.write(f"{folder}/{number + 1}/properties", KFD_PROPERTIES.format(**properties))
+            self.write(f"sys/bus/pci/devices/0000:{number + 1:02x}:00.0/numa_node", f"{node}\n")
+            if number not in without_device:
+                self.write(f"dev/dri/renderD{128 + number}", "")
+        return self
