@@ -127,3 +127,8 @@ def fork_at_one(number):
 
 def call_map(number):
     return list(mpwatch.map(square, range(number), 2))
+
+
+def ask_three_times(first):
+    """Ask `should_stop` about three steps."""
+    return [mpwatch.should_stop(first + step) for step in range(3)]

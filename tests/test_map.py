@@ -394,3 +394,7 @@ def test_a_program_ends_with_a_half_used_iterator():
 def test_bad_input_is_refused_before_a_rank_starts(arguments, options, error, text):
     with pytest.raises(error, match=text):
         mpwatch.map(*arguments, 2, **options)
+
+
+def test_each_item_has_steps_of_its_own():
+    assert list(mpwatch.map(fn.ask_three_times, [100, 0, 50], 1)) == [[False] * 3] * 3

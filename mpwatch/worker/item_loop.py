@@ -50,6 +50,7 @@ def serve_items(channel: socket.socket, tokens: TokenPipe, *, fn: Callable[[Any]
                 if token != number:  # the caller has taken the token of this item
                     continue
                 context.heartbeat()
+                context.begin_call()  # the steps of an item are its own
                 value = _call(fn, item)
                 # The first: fn has forked, and this is the copy. The second: nobody wants the values any more.
                 if os.getpid() != pid or not _send_value(channel, value):
