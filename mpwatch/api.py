@@ -6,7 +6,7 @@ The layers from here to the process of a rank: `run_single_node` (watcher/run.py
 
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +21,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.run import pack_spec, run_single_node
+from mpwatch.watcher.signal_forwarding import IN_MAIN_THREAD_ONLY
 
 if TYPE_CHECKING:
     from mpwatch.run_handle import RunHandle
@@ -52,6 +53,7 @@ def run(
     post_mortem: bool = False,
     stall_after: float | None = 60.0,
     backend_timeout: float | None = None,
+    forward_signals: Collection[int] = (),
     check: bool = True,
 ) -> RunResult[T]:
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
@@ -108,6 +110,10 @@ def run(
             (FailureKind.MISMATCH). None: none of this.
         backend_timeout: limit in seconds for each collective of the process group that `backend` makes. None: torch's
             default, which is 30 minutes for gloo and 10 for nccl.
+        forward_signals: signals that are passed on to the ranks during the run, such as (signal.SIGUSR1,). A rank that runs
+            fn gets such a signal if it has a handler for it. If it has none, a warning names the rank. A handler that this
+            program has for the signal is called, too. Without one, the signal does not end this program meanwhile. `run`
+            must be called in the main thread then.
         check: False: return the result of a failed run instead of raising.
 
     Returns:
@@ -149,6 +155,7 @@ def run(
         post_mortem=post_mortem,
         stall_after=stall_after,
         backend_timeout=backend_timeout,
+        forward_signals=forward_signals,
     )
     result = _run(spec)
     if check:
@@ -191,6 +198,8 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
     check = options.pop("check", True)
     check_flag("check", check)
     spec: WorkerSpec[T] = WorkerSpec(fn=fn, nprocs=nprocs, **options)
+    if spec.forward_signals:
+        raise ValueError(IN_MAIN_THREAD_ONLY)
     check_not_importing()
     payload = pack_spec(spec)
     handle = RunHandle(lambda on_start: _run(spec, payload=payload, on_start=on_start), check=check)

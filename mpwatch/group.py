@@ -77,6 +77,8 @@ class WorkerGroup:
         preload: names of modules that the ranks import as soon as they have started, in this order, while the caller goes
             on. So the first call does not wait for `import torch`, which takes a second of CPU time on each rank. If an
             import raises, the first call fails with that exception.
+        forward_signals: signals that are passed on to the ranks of a call, as for `mpwatch.run`, while the main thread waits
+            for the call. Between calls, and during calls of other threads, such a signal does what it does without a group.
         scope: "group": if a rank is lost, all ranks are stopped, and the next call restarts all of them. Ranks that
             communicate need this. "worker": a lost rank ends its own call and the other ranks of that call. All other ranks
             go on. The next call that needs a lost rank restarts that rank. This cannot be combined with `backend`.
@@ -106,6 +108,7 @@ class WorkerGroup:
         stall_after: float | None = 60.0,
         backend_timeout: float | None = None,
         preload: Sequence[str] = (),
+        forward_signals: Collection[int] = (),
         scope: Literal["group", "worker"] = "group",
         check: bool = True,
     ) -> None:
@@ -128,6 +131,7 @@ class WorkerGroup:
             stall_after=stall_after,
             backend_timeout=backend_timeout,
             preload=preload,
+            forward_signals=forward_signals,
             scope=scope,
         )
         self._pid = os.getpid()

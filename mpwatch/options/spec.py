@@ -4,8 +4,9 @@ ARCHITECTURE.md says where an option is added.
 """
 
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Generic, Literal, TypeVar
@@ -16,7 +17,16 @@ from mpwatch.options.log_spec import LogSpec
 from mpwatch.options.per_rank import check_per_rank
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
-from mpwatch.options.validation import as_int, check_count, check_env_mapping, check_flag, check_seconds, is_async
+from mpwatch.options.validation import (
+    RESERVED_SIGNALS,
+    as_int,
+    check_count,
+    check_env_mapping,
+    check_flag,
+    check_seconds,
+    check_signals,
+    is_async,
+)
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.hardware import count_usable_cpus, may_have_gpus
 
@@ -24,6 +34,10 @@ T = TypeVar("T")
 Nprocs = int | Literal["auto", "cpu", "gpu"]
 Observer = Callable[[Event], object]
 Observers = Observer | Iterable[Observer]
+NOT_FORWARDED: Mapping[int, str] = {
+    **RESERVED_SIGNALS,
+    **dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), "it stops the ranks"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +60,7 @@ class GroupSpec:
     stall_after: float | None = 60.0
     backend_timeout: float | None = None
     preload: Sequence[str] = ()
+    forward_signals: Collection[int] = ()
 
     def __post_init__(self) -> None:
         check_flag("capture_locals", self.capture_locals)
@@ -69,6 +84,7 @@ class GroupSpec:
             raise ValueError(f"role must be a name, not {self.role!r}")
         if self.progress is not None and not isinstance(self.progress, bool):
             raise TypeError(f"progress must be True, False or None, not {self.progress!r:.200}")
+        object.__setattr__(self, "forward_signals", check_signals("forward_signals", self.forward_signals, NOT_FORWARDED))
         object.__setattr__(self, "preload", _check_preload(self.preload))
         object.__setattr__(self, "on_event", _as_observers(self.on_event))
         object.__setattr__(self, "nprocs", _resolve_nprocs(self.nprocs))

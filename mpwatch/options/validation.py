@@ -4,13 +4,24 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Mapping
+import signal
+from collections.abc import Collection, Mapping
 from numbers import Real
 from types import FunctionType
 
 from mpwatch.options.worker_info import RANK_VARIABLES
+from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, SIGNALS, name_signal
 
 MAX_PORT = 65535
+# Signals that no option may list, each with the reason.
+RESERVED_SIGNALS: Mapping[int, str] = {
+    **dict.fromkeys((signal.SIGKILL, signal.SIGSTOP), "no program can handle it"),
+    signal.SIGQUIT: "it asks for the stacks of all ranks",
+    signal.SIGTSTP: "it suspends the ranks together with this program",
+    signal.SIGCONT: "it continues the ranks together with this program",
+    signal.SIGCHLD: "the kernel sends it when a child process ends",
+    **{number: "mpwatch asks a rank for its stacks by it" for number in (PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL) if number},
+}
 
 
 def is_port(text: str) -> bool:
@@ -83,6 +94,32 @@ def check_count(name: str, value: object, at_least: int) -> int:
     if count < at_least:
         raise ValueError(f"{name} must be at least {at_least}, not {value!r}")
     return count
+
+
+def check_signals(name: str, value: object, forbidden: Mapping[int, str] = RESERVED_SIGNALS) -> tuple[int, ...]:
+    """Check that a value is a collection of signals, and return their numbers, each once.
+
+    Args:
+        name: of the option.
+        value: what the caller has passed.
+        forbidden: the signals that this option may not list, each with the reason.
+    """
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
+        raise TypeError(f"{name} must be a tuple of signals, such as (signal.SIGUSR1,), not {value!r:.200}")
+    numbers = dict.fromkeys(_check_signal(name, element) for element in value)
+    for number in numbers:
+        if number in forbidden:
+            raise ValueError(f"{name} may not have {name_signal(number)}: {forbidden[number]}; leave it out")
+    return tuple(numbers)
+
+
+def _check_signal(name: str, element: object) -> int:
+    number = as_int(element)
+    if number is None:
+        raise TypeError(f"{name} must have signals, such as signal.SIGUSR1, not {element!r:.200}")
+    if number not in SIGNALS:
+        raise ValueError(f"{name} may not have {element!r}: no signal of this system has this number; see `kill -l`")
+    return number
 
 
 def is_async(fn: object) -> bool:

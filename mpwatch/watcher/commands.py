@@ -9,6 +9,7 @@
     StatusRequest     its `statuses`; any thread may wait for its `is_answered`
     StacksRequest     its `stacks`; the same
     StartLostRanks    none
+    ForwardSignal     none
     RestartCommand    none; it is itself the answer to what the watcher thread has passed to `request_decision`
     TerminalRestore   none
     TerminalModes     none
@@ -97,6 +98,15 @@ class TerminalModes:
     """As `termios.tcgetattr` returns them. None if nothing is to be restored."""
 
 
+@dataclass(frozen=True, eq=False)
+class ForwardSignal:
+    """Pass a signal on to the ranks that are running their function: see signal_forwarding.py."""
+
+    signum: int
+    call: PendingCall | None
+    """The call of a WorkerGroup whose ranks are meant. None: all ranks."""
+
+
 @dataclass(eq=False)
 class DelayedAction:
     """Call `action` in the watcher thread, no sooner than `due_at`. It runs no user code and does not block."""
@@ -116,6 +126,7 @@ Command = (
     | TerminalModes
     | RestartCommand
     | StartLostRanks
+    | ForwardSignal
     | DelayedAction
 )
 

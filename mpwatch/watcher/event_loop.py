@@ -46,6 +46,7 @@ from mpwatch.watcher.commands import (
     CommandQueue,
     DebuggerSocket,
     DelayedAction,
+    ForwardSignal,
     RestartCommand,
     StacksRequest,
     StartLostRanks,
@@ -72,6 +73,7 @@ from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.processes.process_pool import ProcessPool
 from mpwatch.watcher.processes.rank_handle import RankHandle
 from mpwatch.watcher.restarts.restart_group import RankSetup, RestartGroup, state_of_all
+from mpwatch.watcher.signal_forwarding import forward_signal
 from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.resource_errors import with_remedy
 
@@ -297,6 +299,8 @@ class EventLoop:
                 events.append(command.event)
             elif isinstance(command, StartLostRanks):
                 self._start_lost_ranks(command.setups)
+            elif isinstance(command, ForwardSignal):
+                forward_signal(command, self._unfinished_groups, self._pool.handles, self._deferred_log)
             elif isinstance(command, DelayedAction):
                 self._call_at(command.due_at, command.action)
             else:

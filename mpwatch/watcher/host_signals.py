@@ -6,6 +6,7 @@ During a run no handler raises an exception in the caller's thread:
   host's own handler gets the signal when the run is over. Two exceptions raise KeyboardInterrupt at once: a second SIGINT
   while user code runs in the caller's thread (an observer, `retry_if`, `env`), and SIGINT at the prompt of a debugger.
 - SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if it would end the host program otherwise.
+- The signals of the option `forward_signals` are passed on to the ranks, and the host's handler is called at once.
 - For any other signal the host's handler is called at once. If the handler raises, the run is stopped as by SIGTERM, and
   the exception is raised when the run is over.
 
@@ -27,7 +28,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -35,11 +36,12 @@ from typing import Any
 
 from mpwatch.os_support.processes import read_process_state
 from mpwatch.os_support.signals import list_python_handlers, set_handler
-from mpwatch.watcher.commands import CallEvent, CommandQueue, StacksRequest
+from mpwatch.watcher.commands import CallEvent, CommandQueue, ForwardSignal, StacksRequest
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.program_end import add_call, remove_call
+from mpwatch.watcher.signal_forwarding import find_handlers
 
 DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -52,9 +54,10 @@ class HostSignals:
     Args:
         commands: to the watcher thread.
         is_run: whether this is a run. False: a call of a WorkerGroup, which has an end of its own with the program.
+        forward_signals: signals to pass on to the ranks of a run or a call. See `check_forwarding`.
     """
 
-    def __init__(self, commands: CommandQueue, *, is_run: bool) -> None:
+    def __init__(self, commands: CommandQueue, *, is_run: bool, forward_signals: Collection[int]) -> None:
         self.received: list[int] = []  # deferred signals that are still to be delivered to the host's handlers
         self.handler_error: BaseException | None = None  # the first exception that a handler of the host raised
         self.stacks_request: StacksRequest | None = None  # for the last SIGQUIT
@@ -69,6 +72,8 @@ class HostSignals:
         self._host_wakeup_fds: list[int] = []  # the wake-up descriptor that the host had, once it has been replaced
         self.thread_id = threading.get_native_id()
         self.pid = os.getpid()
+        self._is_run = is_run
+        self._forward_signals = forward_signals
         self.ends_with_program = is_run and threading.current_thread().daemon
         self._is_ended_by_program = False
         self._unposted: list[Interrupted] = []
@@ -89,13 +94,24 @@ class HostSignals:
         self._host_wakeup_fds.extend(map(set_wakeup_fd, [self._caller_wakeup.write_fd]))
         handlers = list_python_handlers()
         terminating = run_until_handler_raises(partial(_list_terminating_signals, handlers))
-        self._host_handlers = handlers | dict.fromkeys(terminating, signal.SIG_DFL)
+        forwarded = self._find_forwarded(handlers)
+        self._host_handlers = forwarded | handlers | dict.fromkeys(terminating, signal.SIG_DFL)
         for signum in self._host_handlers:
             if signum in DEFERRED_SIGNALS:
                 set_handler(signum, self._defer_signal)
+            elif signum in forwarded:
+                set_handler(signum, self._forward_signal)
             else:
                 set_handler(signum, self._request_stacks if signum in terminating else self._call_host_handler)
         self.is_taken_over = True
+
+    def _find_forwarded(self, python_handlers: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the signals to pass on, with the host's handlers. There are none while a group starts or ends."""
+        if not self._forward_signals or not (self._is_run or self.call is not None):
+            return {}
+        others = set(self._forward_signals) - python_handlers.keys()
+        found = run_until_handler_raises(partial(find_handlers, others))
+        return found | {signum: python_handlers[signum] for signum in self._forward_signals if signum in python_handlers}
 
     def start_posting(self) -> None:
         """Post an Interrupted event for each signal so far, and from now on for each signal when it comes.
@@ -159,7 +175,7 @@ class HostSignals:
         """Give the host its handlers and its wake-up descriptor back. A handler that it has set meanwhile stays."""
         # checked before the host has its handlers back, which may raise
         usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
-        ours = (self._defer_signal, self._request_stacks, self._call_host_handler)
+        ours = (self._defer_signal, self._request_stacks, self._forward_signal, self._call_host_handler)
         replaced = [signum for signum, handler in list_python_handlers().items() if handler in ours]
         for signum in replaced:
             set_handler(signum, self._host_handlers[signum])
@@ -220,6 +236,16 @@ class HostSignals:
             if not self.is_at_prompt:  # where the command `ranks` shows them
                 self.stacks_request = StacksRequest()
                 self._commands.post(self.stacks_request)
+            return
+        self.restore()
+        signal.raise_signal(signum)
+
+    def _forward_signal(self, signum: int, frame: object) -> None:
+        """The handler of the signals in `forward_signals`."""
+        if os.getpid() == self.pid:
+            self._commands.post(ForwardSignal(signum, self.call))
+            if callable(self._host_handlers[signum]):
+                self._call_host_handler(signum, frame)
             return
         self.restore()
         signal.raise_signal(signum)

@@ -7,7 +7,7 @@ Runs in the caller's thread. From `mpwatch.run()` to the process of a rank:
 A BlockingCall posts a command and waits until it is done:
 
     start of the ranks:   take the signals over -> post -> start the thread -> wait -> restore the signals
-    call of idle ranks:   make the call in this thread (direct_calls.py) -> done within 2 ms
+    call of idle ranks:   make the call in this thread (direct_calls.py) -> done within 2 ms     (not with `forward_signals`)
                           or else: post -> wait until the 2 ms are over -> done
                           or else: take the signals over -> wait -> restore the signals
 
@@ -49,6 +49,7 @@ from mpwatch.watcher.output.output_thread import LAST_DRAIN_SECONDS
 from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.restarts.run_controller import RunController
+from mpwatch.watcher.signal_forwarding import check_forwarding
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.call_payload import Call, Payload
@@ -76,6 +77,7 @@ def run_single_node(
     Raises LaunchError, or what the host's handler raises for a signal that came during the run, such as KeyboardInterrupt.
     """
     __tracebackhide__ = True  # see mpwatch.run
+    check_forwarding(spec.forward_signals)
     controller = RunController(spec, EventBus(uuid.uuid4().hex, spec.observers, keep_events=True))
     try:
         with ExitStack() as resources:
@@ -137,10 +139,15 @@ class BlockingCall:
         self.has_view = make_view is not no_view
         self._view_driver: ViewDriver | None = None
         self._progress_driver: ViewDriver | None = None
-        self.signals = HostSignals(watcher_thread.commands, is_run=not watcher_thread.keeps_ranks)
+        self.signals = HostSignals(
+            watcher_thread.commands,
+            is_run=not watcher_thread.keeps_ranks,
+            forward_signals=watcher_thread.forward_signals,
+        )
         self._is_posted = False
         self.is_over = False
-        if threading.current_thread() is threading.main_thread():
+        self._is_in_main_thread = threading.current_thread() is threading.main_thread()
+        if self._is_in_main_thread:
             watcher_thread.get_main_call = ref(self)
 
     def execute(self, command: Command | None, *, until: Callable[[], bool]) -> None:
@@ -151,7 +158,7 @@ class BlockingCall:
         if isinstance(command, PendingCall) and self.watcher_thread.keeps_ranks:
             self.signals.call = command
         try:
-            if isinstance(command, PendingCall) and self.watcher_thread.is_running():
+            if isinstance(command, PendingCall) and self._may_be_quick():
                 deadline = time.monotonic() + QUICK_CALL_SECONDS
                 if self.watcher_thread.direct_calls.execute(command, deadline):
                     return
@@ -231,6 +238,11 @@ class BlockingCall:
             if command is not None:
                 self.watcher_thread.commands.post(command)
             self.signals.start_posting()
+
+    def _may_be_quick(self) -> bool:
+        """Return whether the call may be over before the signals are taken over. With `forward_signals` they are at once."""
+        is_forwarding = self._is_in_main_thread and bool(self.watcher_thread.forward_signals)
+        return self.watcher_thread.is_running() and not is_forwarding
 
     def _is_done_by(self, deadline: float, until: Callable[[], bool]) -> bool:
         """Wait until `deadline` for the call, with the host's own signal handlers.
