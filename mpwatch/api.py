@@ -59,7 +59,8 @@ def run(
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
 
     Every rank is a child of this process. At the first failure the other ranks are stopped. When `run` returns or raises,
-    every rank, and every process that a rank started in its process group, is dead and reaped.
+    every rank, and every process that a rank started in its process group, is dead and reaped. Ctrl-Z (SIGTSTP) suspends all
+    of them together with this process until SIGCONT, if `run` was called in the main thread. No limit counts that time.
 
     Args:
         fn: any callable that can be pickled by cloudpickle: a function of a module, a script or a notebook cell, a lambda,

@@ -82,8 +82,11 @@ class TerminalDisplay:
         self._was_drawn = self._was_drawn or bool(lines)
 
     def pause(self) -> None:
-        """Release the rows. The next `show` reserves them again."""
-        self._write(self._region.release(), timeout=0.0)
+        """Release the rows. The next `show` reserves them again.
+
+        At Ctrl-Z the kernel discards what the terminal has not taken yet, which may be the end of a drawing.
+        """
+        self._write(self._region.recover() + self._region.release(), timeout=0.0)
         self._region.mark_released()
 
     def close(self, snapshot: Snapshot) -> None:

@@ -10,6 +10,7 @@
     StacksRequest     its `stacks`; the same
     StartLostRanks    none
     ForwardSignal     none
+    Suspend           `are_ranks_stopped`. Then the watcher thread waits for its `is_over`
     RestartCommand    none; it is itself the answer to what the watcher thread has passed to `request_decision`
     TerminalRestore   none
     TerminalModes     none
@@ -21,6 +22,7 @@ Each side waits for its WakeupPipe, and then looks at the queues and the fields.
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -107,6 +109,27 @@ class ForwardSignal:
     """The call of a WorkerGroup whose ranks are meant. None: all ranks."""
 
 
+def _make_locked() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+@dataclass(eq=False)
+class Suspend:
+    """Stop all ranks, and wait until the program has been continued. Then continue them: see suspension.py.
+
+    A signal handler makes and posts it. So it has bare locks, whose methods are single calls of C.
+    """
+
+    requested_at: float = field(default_factory=time.monotonic)
+    """In seconds of CLOCK_MONOTONIC. No limit counts the time from then to the end of the suspension."""
+    are_ranks_stopped: threading.Lock = field(default_factory=_make_locked)
+    """The watcher thread releases it."""
+    is_over: threading.Lock = field(default_factory=_make_locked)
+    """The caller's thread releases it."""
+
+
 @dataclass(eq=False)
 class DelayedAction:
     """Call `action` in the watcher thread, no sooner than `due_at`. It runs no user code and does not block."""
@@ -127,6 +150,7 @@ Command = (
     | RestartCommand
     | StartLostRanks
     | ForwardSignal
+    | Suspend
     | DelayedAction
 )
 

@@ -6,6 +6,8 @@ During a run no handler raises an exception in the caller's thread:
   host's own handler gets the signal when the run is over. Two exceptions raise KeyboardInterrupt at once: a second SIGINT
   while user code runs in the caller's thread (an observer, `retry_if`, `env`), and SIGINT at the prompt of a debugger.
 - SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if it would end the host program otherwise.
+- SIGTSTP (Ctrl-Z in a terminal) suspends the ranks together with the host program, if it would stop the host program
+  otherwise. See suspension.py.
 - The signals of the option `forward_signals` are passed on to the ranks, and the host's handler is called at once.
 - For any other signal the host's handler is called at once. If the handler raises, the run is stopped as by SIGTERM, and
   the exception is raised when the run is over.
@@ -42,6 +44,7 @@ from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.program_end import add_call, remove_call
 from mpwatch.watcher.signal_forwarding import find_handlers
+from mpwatch.watcher.suspension import ProgramSuspension
 
 DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -54,16 +57,20 @@ class HostSignals:
     Args:
         commands: to the watcher thread.
         is_run: whether this is a run. False: a call of a WorkerGroup, which has an end of its own with the program.
+        suspension: suspends the host program.
         forward_signals: signals to pass on to the ranks of a run or a call. See `check_forwarding`.
     """
 
-    def __init__(self, commands: CommandQueue, *, is_run: bool, forward_signals: Collection[int]) -> None:
+    def __init__(
+        self, commands: CommandQueue, *, is_run: bool, suspension: ProgramSuspension, forward_signals: Collection[int]
+    ) -> None:
         self.received: list[int] = []  # deferred signals that are still to be delivered to the host's handlers
         self.handler_error: BaseException | None = None  # the first exception that a handler of the host raised
         self.stacks_request: StacksRequest | None = None  # for the last SIGQUIT
         self.is_taken_over = False
         self._has_begun = False  # to take over
         self.is_in_user_code = False  # which may take any time
+        self.is_drawing = False  # the live view, which takes a short time, and must not be left incomplete
         self.is_at_prompt = False  # of a debugger: Ctrl-C raises KeyboardInterrupt at once
         self._commands = commands
         self._caller_wakeup = commands.acquire_caller_wakeup(self)
@@ -72,6 +79,7 @@ class HostSignals:
         self._host_wakeup_fds: list[int] = []  # the wake-up descriptor that the host had, once it has been replaced
         self.thread_id = threading.get_native_id()
         self.pid = os.getpid()
+        self.suspension = suspension
         self._is_run = is_run
         self._forward_signals = forward_signals
         self.ends_with_program = is_run and threading.current_thread().daemon
@@ -101,8 +109,10 @@ class HostSignals:
                 set_handler(signum, self._defer_signal)
             elif signum in forwarded:
                 set_handler(signum, self._forward_signal)
+            elif signum in terminating:
+                set_handler(signum, self._request_suspension if signum == signal.SIGTSTP else self._request_stacks)
             else:
-                set_handler(signum, self._request_stacks if signum in terminating else self._call_host_handler)
+                set_handler(signum, self._call_host_handler)
         self.is_taken_over = True
 
     def _find_forwarded(self, python_handlers: Mapping[int, Any]) -> dict[int, Any]:
@@ -175,7 +185,8 @@ class HostSignals:
         """Give the host its handlers and its wake-up descriptor back. A handler that it has set meanwhile stays."""
         # checked before the host has its handlers back, which may raise
         usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
-        ours = (self._defer_signal, self._request_stacks, self._forward_signal, self._call_host_handler)
+        requests = (self._request_stacks, self._request_suspension)
+        ours = (self._defer_signal, *requests, self._forward_signal, self._call_host_handler)
         replaced = [signum for signum, handler in list_python_handlers().items() if handler in ours]
         for signum in replaced:
             set_handler(signum, self._host_handlers[signum])
@@ -240,6 +251,14 @@ class HostSignals:
         self.restore()
         signal.raise_signal(signum)
 
+    def _request_suspension(self, signum: int, _: object) -> None:
+        """The handler of SIGTSTP."""
+        if os.getpid() == self.pid:
+            self.suspension.request(at_once=self.is_in_user_code and not self.is_drawing)
+            return
+        self.restore()
+        signal.raise_signal(signum)
+
     def _forward_signal(self, signum: int, frame: object) -> None:
         """The handler of the signals in `forward_signals`."""
         if os.getpid() == self.pid:
@@ -274,11 +293,11 @@ def _can_be_woken(fd: int) -> bool:
 
 
 def _list_terminating_signals(python_handlers: Collection[int]) -> list[int]:
-    """Return the signals among DEFERRED_SIGNALS and SIGQUIT that would end the host program.
+    """Return the signals among DEFERRED_SIGNALS, SIGQUIT and SIGTSTP that would end or stop the host program.
 
     `signal.getsignal` returns SIG_DFL also for a signal that C code handles; the kernel knows which signals are caught.
     """
-    candidates = [*DEFERRED_SIGNALS, signal.SIGQUIT]
+    candidates = [*DEFERRED_SIGNALS, signal.SIGQUIT, signal.SIGTSTP]
     default = [
         signum for signum in candidates if signum not in python_handlers and signal.getsignal(signum) is signal.SIG_DFL
     ]

@@ -400,4 +400,4 @@ def _seconds_left(watcher_thread: WatcherThread, command: PendingCall | Shutdown
         return 0.0
     if not isinstance(command, PendingCall) or command.timeout is None:
         return math.inf
-    return command.started_at + command.timeout - time.monotonic()
+    return command.started_at + command.timeout + command.suspended_seconds - time.monotonic()

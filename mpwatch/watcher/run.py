@@ -50,6 +50,7 @@ from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.restarts.run_controller import RunController
 from mpwatch.watcher.signal_forwarding import check_forwarding
+from mpwatch.watcher.suspension import ProgramSuspension
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.call_payload import Call, Payload
@@ -142,6 +143,7 @@ class BlockingCall:
         self.signals = HostSignals(
             watcher_thread.commands,
             is_run=not watcher_thread.keeps_ranks,
+            suspension=ProgramSuspension(watcher_thread.commands, watcher_thread.is_running),
             forward_signals=watcher_thread.forward_signals,
         )
         self._is_posted = False
@@ -265,19 +267,39 @@ class BlockingCall:
             self._run_callbacks()
 
     def _run_callbacks(self) -> None:
-        """Run what belongs to the caller's thread: logging, observers, decisions about restarts, and the live view."""
+        """Run what belongs to the caller's thread: suspensions, logging, observers, decisions, and the live view."""
         self.signals.is_in_user_code = True
         try:
+            self._suspend_if_requested()
             self.watcher_thread.emit_logs_and_events()
             if self._handle_ended_attempts is not None:
                 self._handle_ended_attempts()
-            for driver in self._drivers:
-                driver.update()
+            self._update_views()
             self._print_stacks()
             if (debugger := self.watcher_thread.get_debugger(self)) is not None:
                 debugger.serve(self.signals, self._view_driver)
         finally:
             self.signals.is_in_user_code = False
+
+    def _update_views(self) -> None:
+        """Update the live view. A SIGTSTP that comes meanwhile waits until it is drawn."""
+        self.signals.is_drawing = True
+        try:
+            for driver in self._drivers:
+                driver.update()
+        finally:
+            self.signals.is_drawing = False
+        self._suspend_if_requested()
+
+    def _suspend_if_requested(self) -> None:
+        """Suspend the ranks and the program if a SIGTSTP has come. The terminal is free meanwhile."""
+        if not self.signals.suspension.is_requested:
+            return
+        if self._view_driver is not None:
+            self._view_driver.pause()
+        self.signals.suspension.suspend()
+        if self._view_driver is not None:
+            self._view_driver.resume()
 
     @property
     def _drivers(self) -> list[ViewDriver]:
@@ -298,6 +320,7 @@ class BlockingCall:
         if self.watcher_thread.is_finished:
             self.watcher_thread.join()
         self.signals.restore()
+        self.signals.suspension.suspend_after_call()
         run_until_handler_raises(self.watcher_thread.emit_logs_and_events)
 
     def _abort(self, signum: int, until: Callable[[], bool]) -> None:
