@@ -40,8 +40,8 @@ class WorkerGroup:
     in a `with` statement, or `close` it. The ranks of a group that was not closed are ended with its last reference, or at
     the end of the program.
 
-    Ctrl-Z (SIGTSTP) suspends the ranks together with this process until SIGCONT, if the main thread waits for a call. No limit
-    counts that time. Between calls this process stops alone.
+    Ctrl-Z (SIGTSTP) suspends the ranks together with this process until SIGCONT, if the main thread waits for a call. No
+    limit counts that time. Between calls this process stops alone.
 
     A group may be made in one thread and used in another. Calls from several threads, and those of `submit`, run one after
     another if they need the same rank, in the order in which they came. Calls of different ranks run at the same time.

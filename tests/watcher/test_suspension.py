@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 import mpwatch
 from mpwatch.os_support.processes import read_process_state
 from support import functions
+from support.continuer import continued
 from support.process_state import is_alive
 from support.programs import ENV, TESTS, command, in_own_process
 from support.signal_at_line import SignalAtLine
@@ -282,26 +282,6 @@ def test_the_run_of_another_thread_is_left_alone(gate):
         assert are_all_running(program.pids)
         program.resume()
         assert program.finish() == (0, RESULT, "")
-
-
-# Continues the process whose pid it gets whenever that is stopped, until its stdin is closed.
-CONTINUE = """
-import os, select, signal, sys
-while not select.select([0], [], [], 0.001)[0]:
-    with open(f"/proc/{sys.argv[1]}/stat") as file:
-        if file.read().rpartition(")")[2].split()[0] == "T":
-            os.kill(int(sys.argv[1]), signal.SIGCONT)
-"""
-
-
-@contextmanager
-def continued():
-    """Have this process continued whenever it is stopped."""
-    continuer = subprocess.Popen([sys.executable, "-S", "-c", CONTINUE, str(os.getpid())], stdin=subprocess.PIPE)
-    try:
-        yield
-    finally:
-        continuer.communicate()
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
