@@ -5,9 +5,8 @@ The layers from here to the process of a rank: `run_single_node` (watcher/run.py
 """
 
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +21,7 @@ from mpwatch.options.worker_info import Worker
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.import_check import check_not_importing
 from mpwatch.watcher.run import pack_spec, run_single_node
+from mpwatch.watcher.signal_options import refuse_signals
 
 if TYPE_CHECKING:
     from mpwatch.run_handle import RunHandle
@@ -53,17 +53,19 @@ def run(
     post_mortem: bool = False,
     stall_after: float | None = 60.0,
     backend_timeout: float | None = None,
-    stop_signals: Iterable[int] = (),
+    stop_signals: Collection[int] = (),
     stop_after: float | None = None,
     stop_timeout: float | None = None,
     bind: Bind | None = None,
     visible_devices: VisibleDevices | None = None,
+    forward_signals: Collection[int] = (),
     check: bool = True,
 ) -> RunResult[T]:
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
 
     Every rank is a child of this process. At the first failure the other ranks are stopped. When `run` returns or raises,
-    every rank, and every process that a rank started in its process group, is dead and reaped.
+    every rank, and every process that a rank started in its process group, is dead and reaped. Ctrl-Z (SIGTSTP) suspends all
+    of them together with this process until SIGCONT, if `run` was called in the main thread. No limit counts that time.
 
     Args:
         fn: any callable that can be pickled by cloudpickle: a function of a module, a script or a notebook cell, a lambda,
@@ -134,6 +136,10 @@ def run(
             local rank. In the rank it is device 0: `torch.cuda.set_device(0)`, not LOCAL_RANK, which stays the same.
             Code that copies directly from the GPU of another rank, or shares CUDA tensors with another rank, may
             fail. Variables in `env` take precedence. None: each rank sees all GPUs.
+        forward_signals: signals that are passed on to the ranks during the run, such as (signal.SIGUSR1,). A rank that runs
+            fn gets such a signal if it has a handler for it. If it has none, a warning names the rank. A handler that this
+            program has for the signal is called, too. Without one, the signal does not end this program meanwhile. `run`
+            must be called in the main thread then.
         check: False: return the result of a failed run instead of raising.
 
     Returns:
@@ -180,6 +186,7 @@ def run(
         stop_timeout=stop_timeout,
         bind=bind,
         visible_devices=visible_devices,
+        forward_signals=forward_signals,
     )
     result = _run(spec)
     if check:
@@ -190,21 +197,11 @@ def run(
 def _run(spec: WorkerSpec[T], **details: Any) -> RunResult[T]:
     __tracebackhide__ = True
     make_view = partial(select_view, spec.progress)
-    _check_thread(spec)
     if spec.rendezvous is None:
         return run_single_node(spec, make_view, **details)
     from mpwatch.multinode.run import run_multi_node  # imports torch
 
     return run_multi_node(spec, make_view, **details)
-
-
-def _check_thread(spec: WorkerSpec[Any], *, is_submitted: bool = False) -> None:
-    __tracebackhide__ = True
-    if spec.stop_signals and (is_submitted or threading.current_thread() is not threading.main_thread()):
-        raise ValueError(
-            "stop_signals needs a run that the main thread waits for, since signal handlers run there only; call "
-            "request_stop() in a signal handler of your own"
-        )
 
 
 def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "RunHandle[T]":
@@ -232,7 +229,7 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
     check = options.pop("check", True)
     check_flag("check", check)
     spec: WorkerSpec[T] = WorkerSpec(fn=fn, nprocs=nprocs, **options)
-    _check_thread(spec, is_submitted=True)
+    refuse_signals(spec)
     check_not_importing()
     payload = pack_spec(spec)
     handle = RunHandle(lambda on_start: _run(spec, payload=payload, on_start=on_start), check=check)

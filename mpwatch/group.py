@@ -40,6 +40,9 @@ class WorkerGroup:
     in a `with` statement, or `close` it. The ranks of a group that was not closed are ended with its last reference, or at
     the end of the program.
 
+    Ctrl-Z (SIGTSTP) suspends the ranks together with this process until SIGCONT, if the main thread waits for a call. No
+    limit counts that time. Between calls this process stops alone.
+
     A group may be made in one thread and used in another. Calls from several threads, and those of `submit`, run one after
     another if they need the same rank, in the order in which they came. Calls of different ranks run at the same time.
 
@@ -83,6 +86,8 @@ class WorkerGroup:
         bind: the CPUs on which each rank runs: "cores", "numa", or a function that returns them for a Worker. As for
             `mpwatch.run`.
         visible_devices: "own": each rank sees one GPU only, as device 0. As for `mpwatch.run`.
+        forward_signals: signals that are passed on to the ranks of a call, as for `mpwatch.run`, while the main thread waits
+            for the call. Between calls, and during calls of other threads, such a signal does what it does without a group.
         scope: "group": if a rank is lost, all ranks are stopped, and the next call restarts all of them. Ranks that
             communicate need this. "worker": a lost rank ends its own call and the other ranks of that call. All other ranks
             go on. The next call that needs a lost rank restarts that rank. This cannot be combined with `backend`.
@@ -111,11 +116,12 @@ class WorkerGroup:
         post_mortem: bool = False,
         stall_after: float | None = 60.0,
         backend_timeout: float | None = None,
-        stop_signals: Iterable[int] = (),
+        stop_signals: Collection[int] = (),
         stop_timeout: float | None = None,
         preload: Sequence[str] = (),
         bind: Bind | None = None,
         visible_devices: VisibleDevices | None = None,
+        forward_signals: Collection[int] = (),
         scope: Literal["group", "worker"] = "group",
         check: bool = True,
     ) -> None:
@@ -142,6 +148,7 @@ class WorkerGroup:
             preload=preload,
             bind=bind,
             visible_devices=visible_devices,
+            forward_signals=forward_signals,
             scope=scope,
         )
         self._pid = os.getpid()

@@ -23,6 +23,7 @@ from mpwatch.live_view.tty import is_foreground, is_writable, terminal_name
 PERIOD = 0.25
 MAX_GAP = 2.0  # seconds between drawings: after a longer time this program was stopped, and others had the terminal
 WRITE_SECONDS = 1.0  # for the terminal to take output, before a write is abandoned
+PAUSE_SECONDS = 0.1  # the same before a pause; at Ctrl-Z the ranks run until then
 
 _latest: "Callable[[], TerminalDisplay | None]" = lambda: None  # noqa: E731  weak reference to the last display made
 
@@ -82,8 +83,11 @@ class TerminalDisplay:
         self._was_drawn = self._was_drawn or bool(lines)
 
     def pause(self) -> None:
-        """Release the rows. The next `show` reserves them again."""
-        self._write(self._region.release(), timeout=0.0)
+        """Release the rows. The next `show` reserves them again.
+
+        At Ctrl-Z the kernel discards what the terminal has not taken yet, which may be the end of a drawing.
+        """
+        self._write(self._region.recover() + self._region.release(), timeout=PAUSE_SECONDS)
         self._region.mark_released()
 
     def close(self, snapshot: Snapshot) -> None:

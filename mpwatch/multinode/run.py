@@ -17,6 +17,7 @@ from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.observers.view_driver import MakeView, no_view
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.run import BlockingCall, pack_spec
+from mpwatch.watcher.signal_options import check_signal_options
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.pickling.call_payload import Payload
 
@@ -44,6 +45,7 @@ def run_multi_node(
     """
     __tracebackhide__ = True  # see mpwatch.run
     assert spec.rendezvous is not None
+    check_signal_options(spec)
     event_bus = EventBus(spec.rendezvous.run_id, spec.observers, keep_events=True)
     with ExitStack() as resources:
         watcher_thread, node_thread, pending_call = run_until_handler_raises(

@@ -6,7 +6,7 @@ ARCHITECTURE.md says where an option is added.
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Generic, Literal, TypeVar
@@ -18,6 +18,7 @@ from mpwatch.options.per_rank import check_per_rank
 from mpwatch.options.rendezvous import Rendezvous
 from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.validation import (
+    RESERVED_SIGNALS,
     as_int,
     check_count,
     check_env_mapping,
@@ -29,18 +30,18 @@ from mpwatch.options.validation import (
 from mpwatch.options.worker_info import Worker
 from mpwatch.os_support.cpu_affinity import can_set_affinity, format_cpus, get_allowed_cpus
 from mpwatch.os_support.hardware import count_usable_cpus, may_have_gpus
+from mpwatch.os_support.signals import name_signal
 
 T = TypeVar("T")
 Nprocs = int | Literal["auto", "cpu", "gpu"]
 Observer = Callable[[Event], object]
 Observers = Observer | Iterable[Observer]
-# Signals that cannot ask the ranks to stop: mpwatch needs them, or the kernel sends them for another reason.
-NO_STOP_SIGNALS = (
-    *(signal.SIGQUIT, signal.SIGTSTP, signal.SIGCONT, signal.SIGCHLD),
-    *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP),
-)
 Bind = Literal["cores", "numa"] | Callable[[Worker], Iterable[int]]
 VisibleDevices = Literal["own"]
+NOT_FORWARDED: Mapping[int, str] = {
+    **RESERVED_SIGNALS,
+    **dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), "it stops the ranks"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +63,12 @@ class GroupSpec:
     post_mortem: bool = False
     stall_after: float | None = 60.0
     backend_timeout: float | None = None
-    stop_signals: Iterable[int] = ()
+    stop_signals: Collection[int] = ()
     stop_timeout: float | None = None
     preload: Sequence[str] = ()
     bind: Bind | None = None
     visible_devices: VisibleDevices | None = None
+    forward_signals: Collection[int] = ()
 
     def __post_init__(self) -> None:
         check_flag("capture_locals", self.capture_locals)
@@ -92,9 +94,11 @@ class GroupSpec:
             raise TypeError(f"progress must be True, False or None, not {self.progress!r:.200}")
         if self.stop_timeout is not None:
             check_seconds("stop_timeout", self.stop_timeout, at_least="more than 0")
-        object.__setattr__(self, "stop_signals", check_signals("stop_signals", self.stop_signals, NO_STOP_SIGNALS))
+        object.__setattr__(self, "stop_signals", check_signals("stop_signals", self.stop_signals))
         _check_bind(self.bind)
         _check_visible_devices(self.visible_devices)
+        object.__setattr__(self, "forward_signals", check_signals("forward_signals", self.forward_signals, NOT_FORWARDED))
+        _check_not_in_both(self.stop_signals, self.forward_signals)
         object.__setattr__(self, "preload", _check_preload(self.preload))
         object.__setattr__(self, "on_event", _as_observers(self.on_event))
         object.__setattr__(self, "nprocs", _resolve_nprocs(self.nprocs))
@@ -312,6 +316,11 @@ def _check_has_backend(backend: str | None, timeout: float) -> None:
             f"backend_timeout={timeout:g} is the limit of the process group that `backend` makes, and backend is None; pass "
             "a backend, or pass timeout= to your own init_process_group"
         )
+
+
+def _check_not_in_both(stop_signals: Collection[int], forward_signals: Collection[int]) -> None:
+    for number in set(stop_signals) & set(forward_signals):
+        raise ValueError(f"stop_signals and forward_signals both have {name_signal(number)}; leave it out of one of the two")
 
 
 def _check_preload(preload: object) -> tuple[str, ...]:

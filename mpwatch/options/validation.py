@@ -12,10 +12,18 @@ from types import FunctionType
 
 from mpwatch.options.worker_info import RANK_VARIABLES
 from mpwatch.os_support.cpu_affinity import format_cpus
-from mpwatch.os_support.processes import read_process_state
-from mpwatch.os_support.signals import get_handler
+from mpwatch.os_support.signals import NATIVE_DUMP_SIGNAL, PYTHON_DUMP_SIGNAL, SIGNALS, name_signal
 
 MAX_PORT = 65535
+# Signals that no option may list, each with the reason.
+RESERVED_SIGNALS: Mapping[int, str] = {
+    **dict.fromkeys((signal.SIGKILL, signal.SIGSTOP), "no program can handle it"),
+    signal.SIGQUIT: "it asks for the stacks of all ranks",
+    signal.SIGTSTP: "it suspends the ranks together with this program",
+    signal.SIGCONT: "it continues the ranks together with this program",
+    signal.SIGCHLD: "the kernel sends it when a child process ends",
+    **{number: "mpwatch asks a rank for its stacks by it" for number in (PYTHON_DUMP_SIGNAL, NATIVE_DUMP_SIGNAL) if number},
+}
 
 
 def is_port(text: str) -> bool:
@@ -90,49 +98,6 @@ def check_count(name: str, value: object, at_least: int) -> int:
     return count
 
 
-def check_signals(name: str, value: object, refused: Collection[int]) -> tuple[int, ...]:
-    """Check that a value is a collection of signals whose handlers this process can replace. Return their numbers."""
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be signals, such as (signal.SIGUSR1,), not {value!r:.200}")
-    numbers = []
-    for item in value:
-        number = as_int(item)
-        if number is None:
-            raise TypeError(f"{name} must be signals, such as (signal.SIGUSR1,), not {item!r:.200}")
-        if number not in signal.valid_signals() or number in {signal.SIGKILL, signal.SIGSTOP, *refused}:
-            raise ValueError(f"{name} cannot have {_name_signal(number)}: {_explain_refusal(number)}")
-        if _is_handled_in_c(number):
-            raise ValueError(
-                f"{name} cannot have {_name_signal(number)}: C code of this program handles it (as faulthandler.register "
-                "does), and mpwatch could not give it back; choose another signal"
-            )
-        numbers.append(number)
-    return tuple(dict.fromkeys(numbers))
-
-
-def _name_signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal has no name
-        return f"signal {number}"
-
-
-def _explain_refusal(number: int) -> str:
-    if number not in signal.valid_signals():
-        return "there is no such signal"
-    if number in (signal.SIGKILL, signal.SIGSTOP):
-        return "no program can catch it"
-    return "mpwatch, the terminal or the kernel uses it for something else"
-
-
-def _is_handled_in_c(number: int) -> bool:
-    """Return whether the kernel knows of a handler of this process that Python does not know of."""
-    if callable(get_handler(number)):
-        return False
-    state = read_process_state(os.getpid())
-    return state is not None and state.catches(number)
-
-
 def check_cpus(what: str, cpus: object, allowed: AbstractSet[int]) -> frozenset[int]:
     """Check that a value is a set of numbers of allowed CPUs, or any other iterable of them, and return the set."""
     available = f"; this process may use {format_cpus(allowed)}"
@@ -149,6 +114,32 @@ def check_cpus(what: str, cpus: object, allowed: AbstractSet[int]) -> frozenset[
     if not numbers <= allowed:
         raise ValueError(f"{what} has {format_cpus(numbers - allowed)}{available}")
     return frozenset(numbers)
+
+
+def check_signals(name: str, value: object, forbidden: Mapping[int, str] = RESERVED_SIGNALS) -> tuple[int, ...]:
+    """Check that a value is a collection of signals, and return their numbers, each once.
+
+    Args:
+        name: of the option.
+        value: what the caller has passed.
+        forbidden: the signals that this option may not list, each with the reason.
+    """
+    if not isinstance(value, Collection) or isinstance(value, str | bytes | Mapping):
+        raise TypeError(f"{name} must be a tuple of signals, such as (signal.SIGUSR1,), not {value!r:.200}")
+    numbers = dict.fromkeys(_check_signal(name, element) for element in value)
+    for number in numbers:
+        if number in forbidden:
+            raise ValueError(f"{name} may not have {name_signal(number)}: {forbidden[number]}; leave it out")
+    return tuple(numbers)
+
+
+def _check_signal(name: str, element: object) -> int:
+    number = as_int(element)
+    if number is None:
+        raise TypeError(f"{name} must have signals, such as signal.SIGUSR1, not {element!r:.200}")
+    if number not in SIGNALS:
+        raise ValueError(f"{name} may not have {element!r}: no signal of this system has this number; see `kill -l`")
+    return number
 
 
 def is_async(fn: object) -> bool:

@@ -4,6 +4,8 @@ import errno
 import os
 import sys
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from io import FileIO
 
 THREAD_EXIT_SECONDS = 1.0  # the kernel needs microseconds to forget a thread that has ended
@@ -105,14 +107,18 @@ def group_exists(pgid: int) -> bool:
 
 def group_members(pgid: int) -> list[int]:
     """Find the pids of a process group in /proc; an empty list where there is no /proc. Raises OSError."""
-    found = []
+    return list_group_members([pgid])[pgid]
+
+
+def list_group_members(pgids: Iterable[int]) -> dict[int, list[int]]:
+    """Find the pids of each of these process groups, as `group_members` does, in one pass."""
+    found: dict[int, list[int]] = {pgid: [] for pgid in pgids}
     for entry in os.listdir("/proc") if sys.platform == "linux" else ():
         if entry.isdigit():
-            try:
-                if os.getpgid(int(entry)) == pgid:
-                    found.append(int(entry))
-            except ProcessLookupError:
-                continue
+            with suppress(ProcessLookupError):
+                pgid = os.getpgid(int(entry))
+                if pgid in found:
+                    found[pgid].append(int(entry))
     return found
 
 

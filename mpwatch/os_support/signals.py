@@ -23,6 +23,14 @@ PYTHON_DUMP_SIGNAL: int | None = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMA
 NATIVE_DUMP_SIGNAL: int | None = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else None
 
 
+def name_signal(number: int) -> str:
+    """Return the name of a signal, such as "SIGUSR1", or "signal 40" for a real-time signal without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def set_handler(number: int, handler: Any) -> None:
     """Set the handler of a signal: a function, signal.SIG_DFL or SIG_IGN. Call it in the main thread only."""
     c_signal(number, handler if callable(handler) else int(handler))

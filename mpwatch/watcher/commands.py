@@ -10,6 +10,8 @@
     StacksRequest     its `stacks`; the same
     StartLostRanks    none
     StopAfter         none
+    ForwardSignal     none
+    Suspend           `are_ranks_stopped`. Then the watcher thread waits for its `is_over`
     RestartCommand    none; it is itself the answer to what the watcher thread has passed to `request_decision`
     TerminalRestore   none
     TerminalModes     none
@@ -22,6 +24,7 @@ Each side waits for its WakeupPipe, and then looks at the queues and the fields.
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -106,6 +109,36 @@ class TerminalModes:
     """As `termios.tcgetattr` returns them. None if nothing is to be restored."""
 
 
+@dataclass(frozen=True, eq=False)
+class ForwardSignal:
+    """Pass a signal on to the ranks that are running their function: see signal_forwarding.py."""
+
+    signum: int
+    call: PendingCall | None
+    """The call of a WorkerGroup whose ranks are meant. None: all ranks."""
+
+
+def _make_locked() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+@dataclass(eq=False)
+class Suspend:
+    """Stop all ranks, and wait until the program has been continued. Then continue them: see suspension.py.
+
+    A signal handler makes and posts it. So it has bare locks, whose methods are single calls of C.
+    """
+
+    requested_at: float = field(default_factory=time.monotonic)
+    """In seconds of CLOCK_MONOTONIC. No limit counts the time from then to the end of the suspension."""
+    are_ranks_stopped: threading.Lock = field(default_factory=_make_locked)
+    """The watcher thread releases it."""
+    is_over: threading.Lock = field(default_factory=_make_locked)
+    """The caller's thread releases it."""
+
+
 @dataclass(eq=False)
 class DelayedAction:
     """Call `action` in the watcher thread, no sooner than `due_at`. It runs no user code and does not block."""
@@ -126,6 +159,8 @@ Command = (
     | RestartCommand
     | StartLostRanks
     | StopAfter
+    | ForwardSignal
+    | Suspend
     | DelayedAction
 )
 

@@ -18,7 +18,8 @@ Guarantees:
 - A message is read before the death that followed it: `_on_exit` first reads what is left in the rank's channel.
 - The loop waits in one place, `Selector.wait`, until the earliest deadline of the state machines, a delayed restart or a
   DelayedAction. Two other waits are short and bounded. Before a restart it waits for killed helpers, the processes that
-  earlier ranks had started (KILL_SECONDS). It also waits for a debugger that holds a dead rank (50 ms).
+  earlier ranks had started (KILL_SECONDS). It also waits for a debugger that holds a dead rank (50 ms). A third one lasts
+  as long as the whole program is suspended (suspension.py).
 - While ranks of a WorkerGroup are idle, the caller's threads may use their channels (direct_calls.py). In each wake-up the
   loop first takes over what they have begun.
 - All events of one wake-up are handled before the first action is executed. So a death that is seen in the same wake-up is
@@ -47,11 +48,13 @@ from mpwatch.watcher.commands import (
     CommandQueue,
     DebuggerSocket,
     DelayedAction,
+    ForwardSignal,
     RestartCommand,
     StacksRequest,
     StartLostRanks,
     StatusRequest,
     StopAfter,
+    Suspend,
     TerminalModes,
     TerminalRestore,
 )
@@ -75,7 +78,9 @@ from mpwatch.watcher.processes.process_pool import ProcessPool
 from mpwatch.watcher.processes.rank_environment import RankSetup
 from mpwatch.watcher.processes.rank_handle import RankHandle
 from mpwatch.watcher.restarts.restart_group import RestartGroup, state_of_all
+from mpwatch.watcher.signal_forwarding import forward_signal
 from mpwatch.watcher.stop_agreements import StepsHeldCallback, StopAgreements
+from mpwatch.watcher.suspension import suspend_processes
 from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.resource_errors import with_remedy
 
@@ -146,6 +151,8 @@ class EventLoop:
         # A heap of times, actions, and between them the order in which they came.
         self._delayed_actions: list[tuple[float, int, Callable[[], object]]] = []
         self._delayed_count = 0
+        self._suspend_commands: list[Suspend] = []
+        self._resumed_at = -math.inf  # the end of the last suspension
         self._stack_requests = StackRequests(
             self._pool,
             commands,
@@ -263,6 +270,7 @@ class EventLoop:
 
     def _handle_events_until_finished(self) -> None:
         events = self._handle_events(self._take_commands())
+        events += self._suspend()
         while self._unfinished_groups:
             due_times = [group.due_at for group in self._unfinished_groups]
             due_times += [due_at for due_at, _, _ in self._delayed_actions[:1]]
@@ -276,7 +284,26 @@ class EventLoop:
                 events += read_events()
             self._run_due_actions()
             events = self._handle_events(events)
+            events += self._suspend()
             self._offer_idle_ranks()
+
+    def _suspend(self) -> list[m.Event | CallEvent]:
+        """Suspend all ranks together with the program, if that was requested in this wake-up. Return what follows.
+
+        No deadline is looked at before all are shifted.
+        """
+        events: list[m.Event | CallEvent] = []
+        while self._suspend_commands:
+            command = self._suspend_commands.pop(0)
+            suspend_processes(command, [handle.process for handle in self._pool.handles.values()])
+            suspended_at, self._resumed_at = max(command.requested_at, self._resumed_at), time.monotonic()
+            seconds = self._resumed_at - suspended_at
+            self._delayed_actions = [(due_at + seconds, number, action) for due_at, number, action in self._delayed_actions]
+            for call in {id(group.call): group.call for group in self._groups}.values():
+                if call is not None:
+                    call.suspended_seconds += seconds
+            events += self._handle_events([m.Resumed(suspended_at)])
+        return events
 
     def _run_due_actions(self) -> None:
         now = time.monotonic()
@@ -313,6 +340,10 @@ class EventLoop:
             elif isinstance(command, StopAfter):
                 for group in self._unfinished_groups:
                     self._stop_agreements.agree(group, command.step, command.cause)
+            elif isinstance(command, Suspend):
+                self._suspend_commands.append(command)
+            elif isinstance(command, ForwardSignal):
+                forward_signal(command, self._unfinished_groups, self._pool.handles, self._deferred_log)
             elif isinstance(command, DelayedAction):
                 self._call_at(command.due_at, command.action)
             else:

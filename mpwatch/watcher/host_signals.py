@@ -8,6 +8,9 @@ During a run no handler raises an exception in the caller's thread:
 - A signal of the option `stop_signals` asks the ranks to save and return. The host's handler does not get it. If the signal
   comes again, or the ranks exceed `stop_timeout`, it is deferred and stops the run as SIGTERM does (SIGINT as SIGINT does).
 - SIGQUIT (Ctrl-Backslash in a terminal) asks for the stacks of all ranks, if it would end the host program otherwise.
+- SIGTSTP (Ctrl-Z in a terminal) suspends the ranks together with the host program, if it would stop the host program
+  otherwise. See suspension.py.
+- The signals of the option `forward_signals` are passed on to the ranks, and the host's handler is called at once.
 - For any other signal the host's handler is called at once. If the handler raises, the run is stopped as by SIGTERM, and
   the exception is raised when the run is over.
 
@@ -29,19 +32,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from mpwatch.os_support.processes import read_process_state
-from mpwatch.os_support.signals import get_handler, list_python_handlers, set_handler
-from mpwatch.watcher.commands import CallEvent, CommandQueue, StacksRequest
+from mpwatch.os_support.signals import list_python_handlers, set_handler
+from mpwatch.watcher.commands import CallEvent, CommandQueue, ForwardSignal, StacksRequest
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted, StopRequested
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.program_end import add_call, remove_call
+from mpwatch.watcher.signal_options import find_handlers
+from mpwatch.watcher.suspension import ProgramSuspension
 
 DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -54,10 +59,20 @@ class HostSignals:
     Args:
         commands: to the watcher thread.
         is_run: whether this is a run. False: a call of a WorkerGroup, which has an end of its own with the program.
-        stop_signals: the option.
+        suspension: suspends the host program.
+        stop_signals: signals that ask the ranks of a run or a call to save and return. See `check_signal_options`.
+        forward_signals: signals to pass on to them.
     """
 
-    def __init__(self, commands: CommandQueue, *, is_run: bool, stop_signals: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        commands: CommandQueue,
+        *,
+        is_run: bool,
+        suspension: ProgramSuspension,
+        stop_signals: Collection[int],
+        forward_signals: Collection[int],
+    ) -> None:
         self._stop_signals = stop_signals
         self._received_stop_signals: set[int] = set()
         self.received: list[int] = []  # deferred signals that are still to be delivered to the host's handlers
@@ -66,6 +81,7 @@ class HostSignals:
         self.is_taken_over = False
         self._has_begun = False  # to take over
         self.is_in_user_code = False  # which may take any time
+        self.is_drawing = False  # the live view, which takes a short time, and must not be left incomplete
         self.is_at_prompt = False  # of a debugger: Ctrl-C raises KeyboardInterrupt at once
         self._commands = commands
         self._caller_wakeup = commands.acquire_caller_wakeup(self)
@@ -74,6 +90,9 @@ class HostSignals:
         self._host_wakeup_fds: list[int] = []  # the wake-up descriptor that the host had, once it has been replaced
         self.thread_id = threading.get_native_id()
         self.pid = os.getpid()
+        self.suspension = suspension
+        self._is_run = is_run
+        self._forward_signals = forward_signals
         self.ends_with_program = is_run and threading.current_thread().daemon
         self._is_ended_by_program = False
         self._unposted: list[Interrupted | StopRequested] = []
@@ -94,16 +113,28 @@ class HostSignals:
         self._host_wakeup_fds.extend(map(set_wakeup_fd, [self._caller_wakeup.write_fd]))
         handlers = list_python_handlers()
         terminating = run_until_handler_raises(partial(_list_terminating_signals, handlers))
-        stopping = {signum: get_handler(signum) for signum in self._stop_signals}
-        self._host_handlers = handlers | dict.fromkeys(terminating, signal.SIG_DFL) | stopping
+        stopping = self._find_host_handlers(self._stop_signals, handlers)
+        forwarded = self._find_host_handlers(self._forward_signals, handlers)
+        self._host_handlers = stopping | forwarded | handlers | dict.fromkeys(terminating, signal.SIG_DFL)
         for signum in self._host_handlers:
             if signum in stopping:
                 set_handler(signum, self._receive_stop_signal)
             elif signum in DEFERRED_SIGNALS:
                 set_handler(signum, self._defer_signal)
+            elif signum in forwarded:
+                set_handler(signum, self._forward_signal)
+            elif signum in terminating:
+                set_handler(signum, self._request_suspension if signum == signal.SIGTSTP else self._request_stacks)
             else:
-                set_handler(signum, self._request_stacks if signum in terminating else self._call_host_handler)
+                set_handler(signum, self._call_host_handler)
         self.is_taken_over = True
+
+    def _find_host_handlers(self, signals: Collection[int], python_handlers: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the signals of an option, with the host's handlers. There are none while a group starts or ends."""
+        if not signals or not (self._is_run or self.call is not None):
+            return {}
+        found = run_until_handler_raises(partial(find_handlers, set(signals) - python_handlers.keys()))
+        return found | {signum: python_handlers[signum] for signum in signals if signum in python_handlers}
 
     def start_posting(self) -> None:
         """Post an event for each signal and each request so far, and from now on for each one when it comes.
@@ -180,7 +211,8 @@ class HostSignals:
         """Give the host its handlers and its wake-up descriptor back. A handler that it has set meanwhile stays."""
         # checked before the host has its handlers back, which may raise
         usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
-        ours = (self._defer_signal, self._request_stacks, self._call_host_handler, self._receive_stop_signal)
+        requests = (self._request_stacks, self._request_suspension, self._receive_stop_signal)
+        ours = (self._defer_signal, *requests, self._forward_signal, self._call_host_handler)
         replaced = [signum for signum, handler in list_python_handlers().items() if handler in ours]
         for signum in replaced:
             set_handler(signum, self._host_handlers[signum])
@@ -260,6 +292,24 @@ class HostSignals:
         self.restore()
         signal.raise_signal(signum)
 
+    def _request_suspension(self, signum: int, _: object) -> None:
+        """The handler of SIGTSTP."""
+        if os.getpid() == self.pid:
+            self.suspension.request(at_once=self.is_in_user_code and not self.is_drawing)
+            return
+        self.restore()
+        signal.raise_signal(signum)
+
+    def _forward_signal(self, signum: int, frame: object) -> None:
+        """The handler of the signals in `forward_signals`."""
+        if os.getpid() == self.pid:
+            self._commands.post(ForwardSignal(signum, self.call))
+            if callable(self._host_handlers[signum]):
+                self._call_host_handler(signum, frame)
+            return
+        self.restore()
+        signal.raise_signal(signum)
+
     def _call_host_handler(self, signum: int, frame: object) -> None:
         """The handler of all other signals."""
         try:
@@ -284,11 +334,11 @@ def _can_be_woken(fd: int) -> bool:
 
 
 def _list_terminating_signals(python_handlers: Collection[int]) -> list[int]:
-    """Return the signals among DEFERRED_SIGNALS and SIGQUIT that would end the host program.
+    """Return the signals among DEFERRED_SIGNALS, SIGQUIT and SIGTSTP that would end or stop the host program.
 
     `signal.getsignal` returns SIG_DFL also for a signal that C code handles; the kernel knows which signals are caught.
     """
-    candidates = [*DEFERRED_SIGNALS, signal.SIGQUIT]
+    candidates = [*DEFERRED_SIGNALS, signal.SIGQUIT, signal.SIGTSTP]
     default = [
         signum for signum in candidates if signum not in python_handlers and signal.getsignal(signum) is signal.SIG_DFL
     ]

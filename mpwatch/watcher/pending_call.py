@@ -203,6 +203,8 @@ class PendingCall:
     """No other call of this program has this number. By it a rank knows whether an interrupt is for this call."""
     direct: DirectCall | None = None
     """What the caller's own thread has sent and received. None: it has not tried to make the call."""
+    suspended_seconds: float = 0.0
+    """How long the program was suspended during the call. `timeout` does not count that time."""
     is_taken_over: bool = False
     """Whether the watcher thread goes on with a call that the caller's thread has begun."""
 

@@ -44,6 +44,7 @@ from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.restarts.run_controller import diagnose_attempt, publish_outcomes
 from mpwatch.watcher.run import BlockingCall
+from mpwatch.watcher.signal_options import check_signal_options
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.pickling.call_payload import Call
 
@@ -129,9 +130,12 @@ class PersistentRanks:
 
         Return None if some ranks are to be called and the process group was lost with a rank. See `lacks_process_group`.
 
-        Raises LaunchError, or what the host's handler raises for a signal that came during the call.
+        Raises LaunchError, ValueError if a signal cannot be passed on, or what the host's handler raises for a signal that
+        came during the call.
         """
         __tracebackhide__ = True  # see mpwatch.run
+        if threading.current_thread() is threading.main_thread():
+            check_signal_options(self._spec)
         started_at = time.monotonic()
         begin = partial(self._begin, on_start=on_start, has_view=has_view and on_start is None)
         spec, version = self._spec, self._process_group_version
@@ -396,4 +400,4 @@ def _seconds_left(watcher_thread: WatcherThread, command: PendingCall | Shutdown
         return 0.0
     if not isinstance(command, PendingCall) or command.timeout is None:
         return math.inf
-    return command.started_at + command.timeout - time.monotonic()
+    return command.started_at + command.timeout + command.suspended_seconds - time.monotonic()

@@ -7,7 +7,7 @@ Runs in the caller's thread. From `mpwatch.run()` to the process of a rank:
 A BlockingCall posts a command and waits until it is done:
 
     start of the ranks:   take the signals over -> post -> start the thread -> wait -> restore the signals
-    call of idle ranks:   make the call in this thread (direct_calls.py) -> done within 2 ms
+    call of idle ranks:   make the call in this thread (direct_calls.py) -> done within 2 ms     (not with `forward_signals`)
                           or else: post -> wait until the 2 ms are over -> done
                           or else: take the signals over -> wait -> restore the signals
 
@@ -51,6 +51,8 @@ from mpwatch.watcher.pack_call import pack_call
 from mpwatch.watcher.pending_call import PendingCall
 from mpwatch.watcher.restarts.run_controller import RunController
 from mpwatch.watcher.running_calls import add_call
+from mpwatch.watcher.signal_options import check_signal_options
+from mpwatch.watcher.suspension import ProgramSuspension
 from mpwatch.watcher.watcher_thread import WatcherThread
 from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.call_payload import Call, Payload
@@ -78,6 +80,7 @@ def run_single_node(
     Raises LaunchError, or what the host's handler raises for a signal that came during the run, such as KeyboardInterrupt.
     """
     __tracebackhide__ = True  # see mpwatch.run
+    check_signal_options(spec)
     controller = RunController(spec, EventBus(uuid.uuid4().hex, spec.observers, keep_events=True))
     try:
         with ExitStack() as resources:
@@ -140,13 +143,18 @@ class BlockingCall:
         self._view_driver: ViewDriver | None = None
         self._progress_driver: ViewDriver | None = None
         self.signals = HostSignals(
-            watcher_thread.commands, is_run=not watcher_thread.keeps_ranks, stop_signals=watcher_thread.stop_signals
+            watcher_thread.commands,
+            is_run=not watcher_thread.keeps_ranks,
+            suspension=ProgramSuspension(watcher_thread.commands, watcher_thread.is_running),
+            stop_signals=watcher_thread.stop_signals,
+            forward_signals=watcher_thread.forward_signals,
         )
         self._pending_call: PendingCall | None = None
         self._is_posted = False
         self.is_over = False
         add_call(self)
-        if threading.current_thread() is threading.main_thread():
+        self._is_in_main_thread = threading.current_thread() is threading.main_thread()
+        if self._is_in_main_thread:
             watcher_thread.get_main_call = ref(self)
 
     def execute(self, command: Command | None, *, until: Callable[[], bool]) -> None:
@@ -159,8 +167,7 @@ class BlockingCall:
             if self.watcher_thread.keeps_ranks:
                 self.signals.call = command
         try:
-            is_quick = self.watcher_thread.is_running() and not self.watcher_thread.stop_signals
-            if isinstance(command, PendingCall) and is_quick:
+            if isinstance(command, PendingCall) and self._may_be_quick():
                 deadline = time.monotonic() + QUICK_CALL_SECONDS
                 if self.watcher_thread.direct_calls.execute(command, deadline):
                     return
@@ -244,6 +251,12 @@ class BlockingCall:
                 self.watcher_thread.commands.post(command)
             self.signals.start_posting()
 
+    def _may_be_quick(self) -> bool:
+        """Return whether the call may be over before signals are taken over. Those of the options are taken over at once."""
+        thread = self.watcher_thread
+        has_signals = self._is_in_main_thread and bool(thread.stop_signals or thread.forward_signals)
+        return thread.is_running() and not has_signals
+
     def _is_done_by(self, deadline: float, until: Callable[[], bool]) -> bool:
         """Wait until `deadline` for the call, with the host's own signal handlers.
 
@@ -265,19 +278,39 @@ class BlockingCall:
             self._run_callbacks()
 
     def _run_callbacks(self) -> None:
-        """Run what belongs to the caller's thread: logging, observers, decisions about restarts, and the live view."""
+        """Run what belongs to the caller's thread: suspensions, logging, observers, decisions, and the live view."""
         self.signals.is_in_user_code = True
         try:
+            self._suspend_if_requested()
             self.watcher_thread.emit_logs_and_events()
             if self._handle_ended_attempts is not None:
                 self._handle_ended_attempts()
-            for driver in self._drivers:
-                driver.update()
+            self._update_views()
             self._print_stacks()
             if (debugger := self.watcher_thread.get_debugger(self)) is not None:
                 debugger.serve(self.signals, self._view_driver)
         finally:
             self.signals.is_in_user_code = False
+
+    def _update_views(self) -> None:
+        """Update the live view. A SIGTSTP that comes meanwhile waits until it is drawn."""
+        self.signals.is_drawing = True
+        try:
+            for driver in self._drivers:
+                driver.update()
+        finally:
+            self.signals.is_drawing = False
+        self._suspend_if_requested()
+
+    def _suspend_if_requested(self) -> None:
+        """Suspend the ranks and the program if a SIGTSTP has come. The terminal is free meanwhile."""
+        if not self.signals.suspension.is_requested:
+            return
+        if self._view_driver is not None:
+            self._view_driver.pause()
+        self.signals.suspension.suspend()
+        if self._view_driver is not None:
+            self._view_driver.resume()
 
     @property
     def _drivers(self) -> list[ViewDriver]:
@@ -298,6 +331,7 @@ class BlockingCall:
         if self.watcher_thread.is_finished:
             self.watcher_thread.join()
         self.signals.restore()
+        self.signals.suspension.suspend_after_call()
         run_until_handler_raises(self.watcher_thread.emit_logs_and_events)
 
     def _abort(self, signum: int, until: Callable[[], bool]) -> None:

@@ -102,6 +102,7 @@ class WatcherThread:
         self._event_bus = event_bus
         self._restart_count = restart_count
         self.keeps_ranks = keep_ranks
+        self.forward_signals = tuple(spec.forward_signals)
         self._on_outcome_change = on_outcome_change
         self._on_stall = on_stall
         self._on_stop = on_stop

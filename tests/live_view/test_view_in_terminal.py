@@ -136,6 +136,33 @@ def test_the_terminal_is_restored_after_the_program_was_killed(fifo):
         assert [row for row in program.emulator.all_rows() if row] == [pid, "before", "next"]
 
 
+def has_stopped(program, times):
+    return program.emulator.all_rows().count("stopped by SIGSTOP") == times
+
+
+def test_the_terminal_is_free_while_the_program_is_suspended(fifo):
+    """The view is drawn all the time, so Ctrl-Z mostly comes during a drawing.
+
+    The kernel then discards the end of the drawing, and the cursor may be in the rows of the view.
+    """
+    shell = [str(TESTS / "support" / "job_shell.py"), PROGRAM]
+    with Program(*shell, "report_and_wait_for_fifo", "3", fifo.path, "5", "hurry=True", env=ENV, rows=60) as program:
+        for number in range(1, 11):
+            assert program.read_until(shows_step(5))
+            program.type(b"\x1a")
+            assert program.read_until(lambda _, number=number: has_stopped(program, number))
+            rows = program.emulator.rows()
+            assert program.emulator.screen.margins is None
+            assert not any("step 5 of 8" in row or "running" in row for row in rows), "\n".join(rows)
+            program.type(b"fg\r")
+        assert program.read_until(shows_step(5))
+        fifo.close()
+        assert program.read_until(lambda rows: "ended with 0" in rows)
+        last = "mpwatch: step 8 of 8 (100 %); loss 0.25; 3 ranks returned"
+        assert [row for row in program.emulator.all_rows() if row][-3:] == [last, "after None None None", "ended with 0"]
+        assert program.end() == 0
+
+
 def test_no_view_with_progress_false(fifo):
     fifo.close()
     with start_program("report_and_wait_for_fifo", 2, "/dev/null", 5, "progress=False") as program:

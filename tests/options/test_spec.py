@@ -4,11 +4,14 @@ import asyncio
 import functools
 import math
 import os
+import signal
 
 import pytest
 
 import mpwatch
 from mpwatch import WorkerSpec
+from mpwatch.options.spec import NOT_FORWARDED
+from mpwatch.os_support.signals import name_signal
 
 
 def fn():
@@ -75,6 +78,21 @@ class AsyncCallable:
         ({"bind": coroutine}, TypeError, "bind must be an ordinary function; 'coroutine' is async def"),
         ({"visible_devices": "all"}, ValueError, "visible_devices must be 'own' or None, not 'all'"),
         ({"visible_devices": [0]}, TypeError, r"visible_devices must be 'own' or None, not \[0\]"),
+        ({"forward_signals": signal.SIGUSR1}, TypeError, r"forward_signals must be a tuple .*\(signal.SIGUSR1,\), not <Sig"),
+        ({"forward_signals": None}, TypeError, "forward_signals must be a tuple of signals, .* not None"),
+        ({"forward_signals": "SIGUSR1"}, TypeError, "forward_signals must be a tuple of signals, .* not 'SIGUSR1'"),
+        ({"forward_signals": ["SIGUSR1"]}, TypeError, "forward_signals must have signals, such as .* not 'SIGUSR1'"),
+        ({"forward_signals": (True,)}, TypeError, "forward_signals must have signals, .* not True"),
+        ({"forward_signals": (0,)}, ValueError, "forward_signals may not have 0: no signal .* has this number"),
+        ({"forward_signals": (999,)}, ValueError, "forward_signals may not have 999"),
+        *(
+            (
+                {"forward_signals": {number}},
+                ValueError,
+                f"forward_signals may not have {name_signal(number)}: .*; leave it out",
+            )
+            for number in NOT_FORWARDED
+        ),
     ],
 )
 def test_an_invalid_option_is_named(options, error, text):
@@ -82,6 +100,11 @@ def test_an_invalid_option_is_named(options, error, text):
         WorkerSpec(**{"fn": fn, "nprocs": 2} | options)
     with pytest.raises(error, match=text):
         mpwatch.run(**{"fn": fn, "nprocs": 2} | options)
+
+
+def test_signals_may_be_numbers_and_are_listed_once():
+    spec = WorkerSpec(fn=fn, nprocs=1, forward_signals=[signal.SIGUSR2, int(signal.SIGUSR2), signal.SIGRTMIN])
+    assert spec.forward_signals == (signal.SIGUSR2, signal.SIGRTMIN)
 
 
 def test_the_return_value_of_env_is_checked():

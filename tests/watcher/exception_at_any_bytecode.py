@@ -3,7 +3,8 @@
     python exception_at_any_bytecode.py WHAT FIRST STRIDE
 
 WHAT is `run` (one run), `submit` (the same in a thread), `group` (create a group, call it twice, close it), `direct` (calls that
-the caller's own thread makes), `calls` (of some ranks, and with `WorkerGroup.submit`), or `printing` (with captured output).
+the caller's own thread makes), `calls` (of some ranks, and with `WorkerGroup.submit`), `suspended` (one run, with SIGTSTP), or
+`printing` (with captured output).
 
 The exception is raised only in the caller's thread, and only where Python itself calls signal handlers: at the begin of a
 function, after a call, and when a loop goes back. Bytecodes without a line are left out: CPython never releases the frame if a
@@ -17,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from multiprocessing import resource_tracker
 
@@ -25,6 +26,7 @@ import mpwatch
 from mpwatch.os_support.processes import wait_for_thread_exit
 from mpwatch.watcher import run as quick_calls
 from support import failing, functions
+from support.continuer import continued
 
 PACKAGE = os.path.dirname(mpwatch.__file__)
 EVENT = "line" if sys.version_info[:2] == (3, 12) else "opcode"  # which that version does not trace
@@ -108,6 +110,16 @@ def read_process_state():
 
 def run():
     mpwatch.run(functions.rank, 1)
+
+
+def run_and_suspend():
+    """Suspend this program at two events."""
+
+    def suspend(event):
+        if event.name in ("worker_started", "call_started"):
+            os.kill(os.getpid(), signal.SIGTSTP)
+
+    mpwatch.run(functions.rank, 1, on_event=suspend)
 
 
 def submit():
@@ -209,6 +221,8 @@ if __name__ == "__main__":
         "group": run_group,
         "direct": run_direct_calls,
         "calls": run_calls,
+        "suspended": run_and_suspend,
         "printing": run_with_captured_output,
     }
-    main(modes[sys.argv[1]], *map(int, sys.argv[2:]))
+    with continued() if sys.argv[1] == "suspended" else nullcontext():
+        main(modes[sys.argv[1]], *map(int, sys.argv[2:]))

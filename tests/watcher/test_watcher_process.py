@@ -381,6 +381,7 @@ def test_an_error_in_mpwatch_leaves_nothing(monkeypatch):
         ("submit", 53, 1),
         ("direct", 149, 1),
         ("calls", 149, 3),
+        pytest.param("suspended", 53, 3, marks=pytest.mark.slow),
         pytest.param("group", 53, 1, marks=pytest.mark.slow),
         pytest.param("printing", 375, 7, marks=pytest.mark.slow),
     ],

@@ -36,7 +36,7 @@ class Heartbeats:
         self.silent_ranks: dict[int, float] = {}  # ranks that were silent for the whole limit, with the same
 
     def restart(self, now: float) -> None:
-        """Count the silence of all ranks from now on: a debugger has stopped them, or their peers."""
+        """Count the silence of all ranks from now on: a debugger or Ctrl-Z has stopped them, or their peers."""
         self._begun_at = now
         self._unread.clear()
         self._is_second_reading = False

@@ -170,6 +170,9 @@ class StateMachine:
         if isinstance(event, m.SuspendLimits | m.ResumeLimits):
             self._on_limits(event, now)
             return []
+        if isinstance(event, m.Resumed):
+            self._on_resumed(event, now)
+            return []
         if isinstance(event, m.Shutdown):
             return self._on_shutdown(now)
         if isinstance(event, m.Abort):
@@ -223,6 +226,17 @@ class StateMachine:
             self._start_deadline += now - suspended_at
             if self.is_call_running():
                 self._stage_deadline += now - suspended_at
+            self.heartbeats.restart(now)
+
+    def _on_resumed(self, event: m.Resumed, now: float) -> None:
+        """Shift all deadlines by the time for which the ranks were suspended. The other nodes have not waited: no Lease."""
+        seconds = now - event.suspended_at
+        self._timeout_at += seconds
+        self._start_deadline += seconds
+        self._stage_deadline += seconds
+        if self._limits_suspended_at is not None:  # a prompt of a debugger is open
+            self._limits_suspended_at = min(now, self._limits_suspended_at + seconds)
+        if self.is_call_running():
             self.heartbeats.restart(now)
 
     # --- starting calls and generations

@@ -54,6 +54,8 @@ Ranks of a WorkerGroup (`keep_ranks`) stay after a call, which changes this:
 
 A WorkerGroup has a machine for each call that runs, with the ranks of that call, and one for all ranks without a call.
 
+Resumed changes no stage: it shifts the deadline of every stage, except that of a Lease.
+
 In a job of several nodes the machine begins in AWAITING_DECISION without ranks. All nodes together decide what follows.
 """
 
@@ -233,6 +235,13 @@ class ResumeLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """The ranks go on, which were suspended together with the watcher. No limit counts the time since `suspended_at`."""
+
+    suspended_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class CancelAttempt:
     """Other nodes have ended the attempt, or this node has not heard of them for too long."""
 
@@ -264,6 +273,7 @@ Event = (
     | Abort
     | SuspendLimits
     | ResumeLimits
+    | Resumed
     | CancelAttempt
     | CollectivesMismatched
     | Lease

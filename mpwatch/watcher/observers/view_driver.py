@@ -88,11 +88,16 @@ class ViewDriver:
             self._guard(lambda: self._show(shown))
 
     def pause(self) -> None:
-        """Give back the rows of the terminal, since a prompt of a debugger opens. The next update draws the view again."""
+        """Give back the rows of the terminal to a debugger's prompt or a shell. The next update draws the view again."""
         view = self._view
         if view is not None:
             self._guard(view.pause)
             self._post_restore(view)
+
+    def resume(self) -> None:
+        """Draw the view again soon after `pause`."""
+        if self._due_at < math.inf:
+            self._due_at = 0.0
 
     def close(self) -> None:
         """Close the view, since the call is over or an exception ends it.

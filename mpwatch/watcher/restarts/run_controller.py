@@ -72,7 +72,8 @@ class RunController(Generic[T]):
     def seconds_left(self) -> float:
         """Return how much of the run's `timeout` is left; infinite without a timeout."""
         timeout = self._spec.timeout
-        return math.inf if timeout is None else self.started_at + timeout - time.monotonic()
+        suspended_seconds = 0.0 if self._pending_call is None else self._pending_call.suspended_seconds
+        return math.inf if timeout is None else self.started_at + timeout + suspended_seconds - time.monotonic()
 
     def handle_ended_attempts(self, watcher_thread: WatcherThread) -> None:
         """Decide about the attempts that have failed since the last call.

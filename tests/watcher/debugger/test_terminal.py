@@ -30,6 +30,19 @@ def test_one_rank_is_debugged_and_the_run_succeeds():
     assert "values: [2, 2]" in rows
 
 
+def test_ctrl_z_at_a_prompt_suspends_the_program_at_once():
+    with debugged("loop", [1], timeout=60) as program:
+        program.wait_for_prompt()
+        program.type(b"\x1a")
+        stopped = os.waitid(os.P_PID, program.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        assert stopped.si_code == os.CLD_STOPPED
+        os.kill(program.process.pid, signal.SIGCONT)
+        program.type(b"\r")
+        program.wait_for_prompt(after=program.emulator.cursor[0])
+        assert program.ask("p values, step")[0] == "({'rank': 1, 'step': 0}, 1)"
+        assert "values: [2, 2]" in program.finish("c")
+
+
 def test_the_stack_has_no_frame_of_mpwatch():
     with debugged("loop", [1]) as program:
         program.wait_for_prompt()

@@ -14,7 +14,7 @@ from mpwatch.results.report import format_report
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.machine.transitions import StopReason
 from mpwatch.wire.shared_memory import (
-    BLACK_BOX_SIZE,
+    HEARTBEAT_AT,
     HEARTBEAT_SIZE,
     MAX_REPORT_SIZE,
     SLOT_SIZE,
@@ -229,9 +229,9 @@ def test_a_heartbeat_sample_has_the_last_heartbeat_and_report(memory):
 
 def test_a_half_written_report_is_ignored(memory):
     HeartbeatWriter(open_slot(os.dup(memory), 0)).write_report(3, 4, {"loss": 0.1})
-    os.pwrite(memory, b"x", BLACK_BOX_SIZE + 20)
+    os.pwrite(memory, b"x", HEARTBEAT_AT + 20)
     assert read_heartbeat(memory, 0).report is None
-    os.pwrite(memory, b"\xff" * HEARTBEAT_SIZE, BLACK_BOX_SIZE)  # overwritten by other code
+    os.pwrite(memory, b"\xff" * HEARTBEAT_SIZE, HEARTBEAT_AT)  # overwritten by other code
     assert read_heartbeat(memory, 0).report is None
 
 

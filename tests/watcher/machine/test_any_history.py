@@ -31,6 +31,7 @@ from mpwatch.watcher.machine.transitions import (
     Ready,
     RequestExit,
     Restart,
+    Resumed,
     ResumeLimits,
     Returned,
     RunStage,
@@ -143,6 +144,17 @@ class History(RuleBasedStateMachine):
         self.are_limits_suspended = not self.are_limits_suspended
         self.send(SuspendLimits() if self.are_limits_suspended else ResumeLimits())
         self.resumed_at = self.now
+
+    @rule(seconds=st.floats(0.001, 1000.0))
+    def suspend_the_program(self, seconds):
+        left = self.seconds_to_deadline()
+        self.now += seconds
+        self.resumed_at = self.now
+        self.send(Resumed(self.now - seconds))
+        assert self.machine.stage in (RunStage.RUNNING, RunStage.IDLE) or abs(self.seconds_to_deadline() - left) < 1e-6
+
+    def seconds_to_deadline(self):
+        return (self.machine.deadline if self.machine.deadline is not None else self.now) - self.now
 
     @rule()
     def find_a_mismatch(self):

@@ -75,13 +75,13 @@ def test_each_attempt_has_its_own_port_and_number():
 def test_the_old_ranks_and_their_helpers_are_gone_before_a_restart(tmp_path, monkeypatch):
     start, seen = ProcessPool.start, []
 
-    def check_and_start(pool, worker, env):
-        if worker.restart_count:
-            files = tmp_path.glob(f"{worker.restart_count - 1}-*")
+    def check_and_start(pool, setup):
+        if setup.worker.restart_count:
+            files = tmp_path.glob(f"{setup.worker.restart_count - 1}-*")
             pids = [[int(pid) for pid in file.read_text().split()] for file in files]
             left = [rank for rank, _ in pids if Path(f"/proc/{rank}").exists()]  # not even as zombies
             seen.append((len(pids), left, [helper for _, helper in pids if is_alive(helper)]))
-        return start(pool, worker, env)
+        return start(pool, setup)
 
     monkeypatch.setattr(ProcessPool, "start", check_and_start)
     assert list(mpwatch.run(attempt_functions.starts_a_helper, 2, args=(tmp_path, 3), max_restarts=3)) == [3, 3]
@@ -91,11 +91,11 @@ def test_the_old_ranks_and_their_helpers_are_gone_before_a_restart(tmp_path, mon
 def test_a_restarted_rank_and_its_helpers_are_gone_before_its_restart(tmp_path, monkeypatch):
     start, seen = ProcessPool.start, []
 
-    def check_and_start(pool, worker, env):
-        if worker.restart_count:
-            rank, helper = map(int, (tmp_path / f"{worker.restart_count - 1}-0").read_text().split())
+    def check_and_start(pool, setup):
+        if setup.worker.restart_count:
+            rank, helper = map(int, (tmp_path / f"{setup.worker.restart_count - 1}-0").read_text().split())
             seen.append((Path(f"/proc/{rank}").exists(), is_alive(helper)))
-        return start(pool, worker, env)
+        return start(pool, setup)
 
     monkeypatch.setattr(ProcessPool, "start", check_and_start)
     attempts = 2

@@ -1,0 +1,45 @@
+"""Pass signals of the host program on to the ranks: the option `forward_signals`.
+
+    kernel ---> HostSignals: handler in the caller's thread --- ForwardSignal ---> event loop: forward_signal ---> ranks
+
+`forward_signal` runs in the watcher thread.
+"""
+
+from collections.abc import Collection, Mapping
+
+from mpwatch.os_support.processes import read_process_state
+from mpwatch.os_support.signals import name_signal
+from mpwatch.results.report import format_ranks
+from mpwatch.watcher.commands import ForwardSignal
+from mpwatch.watcher.machine.transitions import RankPhase
+from mpwatch.watcher.observers.deferred_log import DeferredLog
+from mpwatch.watcher.processes.rank_handle import RankHandle
+from mpwatch.watcher.restarts.restart_group import RestartGroup
+
+
+def forward_signal(
+    command: ForwardSignal,
+    groups: Collection[RestartGroup],
+    handles: Mapping[int, RankHandle],
+    deferred_log: DeferredLog,
+) -> None:
+    """Send a signal to each rank that is running its function and catches the signal. Log a warning about the others.
+
+    The default action of most signals would end such a rank.
+    """
+    running = [
+        rank
+        for group in groups
+        if command.call is None or command.call is group.call
+        for rank in group.machine.phase_table.ranks_in(RankPhase.RUNNING)
+    ]
+    left_out = []
+    for handle in (handles[rank] for rank in sorted(running)):
+        state = read_process_state(handle.process.pid)
+        if state is not None and state.catches(command.signum):
+            handle.process.send_signal(command.signum)
+        elif state is None or state.letter not in "ZX":  # otherwise it has just ended
+            left_out.append(handle.observations.worker.rank)
+    if left_out:
+        text = "%s was not passed on to %s: without a handler for it, set by the function, the signal could end a rank"
+        deferred_log.warning(text, name_signal(command.signum), format_ranks(left_out))

@@ -1,0 +1,129 @@
+"""Suspend the ranks together with the program (Ctrl-Z, SIGTSTP), and continue them with it (`fg`, `bg`, SIGCONT).
+
+    caller's thread                                       watcher thread
+    ---------------                                       --------------
+    handler of SIGTSTP: ProgramSuspension.request
+    pause the live view
+    ProgramSuspension.suspend --- Suspend ------------->  suspend_processes: SIGSTOP to the process group of each rank
+                              <-- are_ranks_stopped ----  wait for `is_over`
+    SIGSTOP to itself
+          ... the whole program is stopped until it gets SIGCONT ...
+    draw the live view again  --- is_over ------------->  SIGCONT to the process groups; shift all deadlines (Resumed)
+
+If user code is running in the caller's thread, the handler itself suspends the program at once, and leaves the view alone.
+A debugger's prompt counts as user code.
+
+Guarantees:
+
+- While the program is suspended the watcher thread looks at no deadline, and starts and stops no rank.
+- The watcher thread never waits without an end: whatever is raised in the caller's thread, `is_over` is released.
+- A process that was stopped before stays stopped.
+
+The program stops itself by SIGSTOP. SIGTSTP would do nothing to a process group without a shell (an orphaned one).
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+
+from mpwatch.os_support.processes import list_group_members, read_process_state
+from mpwatch.watcher.commands import CommandQueue, Suspend
+from mpwatch.watcher.processes.process import RankPopen
+
+STOP_SECONDS = 2.0  # for the watcher thread to stop the ranks, at most: it may be starting some, or waiting for helpers
+POLL_SECONDS = 0.05  # how often the caller's thread looks whether the watcher thread still runs
+
+
+class ProgramSuspension:
+    """The suspensions of the program during one blocking call of the main thread. Only that thread uses it.
+
+    Args:
+        commands: to the watcher thread.
+        is_watcher_running: returns whether the watcher thread can take a command.
+    """
+
+    def __init__(self, commands: CommandQueue, is_watcher_running: Callable[[], bool]) -> None:
+        self.is_requested = False
+        self._is_under_way = False
+        self._commands = commands
+        self._is_watcher_running = is_watcher_running
+
+    def request(self, *, at_once: bool) -> None:
+        """Note that the program is to be suspended. If `at_once`, suspend it now. The handler of SIGTSTP calls this."""
+        self.is_requested = True
+        if at_once:
+            self.suspend()
+
+    def suspend(self) -> None:
+        """Suspend the ranks and this program, if that was requested. Return when the program has been continued.
+
+        A further request before that is dropped, as the kernel drops a SIGTSTP that is pending when SIGCONT comes.
+        """
+        if not self.is_requested or self._is_under_way:
+            return
+        command = Suspend()
+        try:
+            self._is_under_way = True
+            self._commands.post(command)
+            self._wait_until_ranks_are_stopped(command)
+            os.kill(os.getpid(), signal.SIGSTOP)  # it returns after SIGCONT
+        finally:
+            # First, and one call of C: a further exception comes after it at the earliest.
+            command.is_over.release()
+            self.is_requested = self._is_under_way = False
+
+    def suspend_after_call(self) -> None:
+        """Do what SIGTSTP does without mpwatch, if it came too late in the call. The host has its signals back."""
+        if self.is_requested:
+            self.is_requested = False
+            signal.raise_signal(signal.SIGTSTP)
+
+    def _wait_until_ranks_are_stopped(self, command: Suspend) -> None:
+        deadline = command.requested_at + STOP_SECONDS
+        while not command.are_ranks_stopped.acquire(timeout=POLL_SECONDS):
+            if not self._is_watcher_running() or time.monotonic() > deadline:
+                return
+
+
+def suspend_processes(command: Suspend, processes: Collection[RankPopen]) -> None:
+    """Stop all processes of the ranks, and continue them when the suspension is over. The watcher thread calls this."""
+    if not command.is_over.locked():  # this thread was late
+        return
+    with _stopped(processes):
+        command.are_ranks_stopped.release()
+        command.is_over.acquire()
+
+
+@contextmanager
+def _stopped(processes: Collection[RankPopen]) -> Iterator[None]:
+    """Stop the process groups of the ranks, and continue the processes that ran before."""
+    stopped_before = {pid for pids in _list_members(processes).values() for pid in pids if _is_stopped(pid)}
+    try:
+        for process in processes:
+            process.send_signal_to_group(signal.SIGSTOP)
+        yield
+    finally:
+        members = _list_members(processes) if stopped_before else {}
+        for process in processes:
+            pids = {process.pid, *members.get(process.pid, ())}
+            if stopped_before.isdisjoint(pids):
+                process.send_signal_to_group(signal.SIGCONT)
+                continue
+            for pid in pids - stopped_before:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGCONT)
+
+
+def _list_members(processes: Collection[RankPopen]) -> dict[int, list[int]]:
+    """Return the processes in the process group of each rank, the rank included. Empty if they cannot be listed."""
+    try:
+        return list_group_members([process.pid for process in processes])
+    except OSError:  # there is no descriptor left
+        return {}
+
+
+def _is_stopped(pid: int) -> bool:
+    state = read_process_state(pid)
+    return state is not None and state.letter == "T"
