@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from mpwatch.results.model import Attempt, Progress, WorkerState
     from mpwatch.results.run_result import RunResult
     from mpwatch.run_handle import CallHandle, RunHandle
-    from mpwatch.stop import request_stop
-    from mpwatch.worker.context import current_worker, heartbeat, report, should_stop
+    from mpwatch.worker.context import current_worker, heartbeat, report, request_stop, should_stop
 
 __all__ = [
     "Attempt",
@@ -97,7 +96,7 @@ _HOME = {
     "main": ".api",
     "map": ".item_map",
     "report": ".worker.context",
-    "request_stop": ".stop",
+    "request_stop": ".worker.context",
     "run": ".api",
     "should_stop": ".worker.context",
     "submit": ".api",

@@ -118,14 +118,15 @@ def run(
             default, which is 30 minutes for gloo and 10 for nccl.
         stop_signals: signals to this process that ask all ranks to save and return, such as (signal.SIGUSR1,
             signal.SIGTERM). `mpwatch.should_stop(step)` then becomes True on all ranks at the same step, and
-            `result.stopped_at` is that step. The run succeeds, and this process does not get the signal. If the signal comes
-            again it does what it does without this option; SIGUSR1 and the like stop the run as SIGTERM does. This needs the
-            main thread, since signal handlers run there. The ranks ignore these signals, except SIGTERM and SIGINT: some
-            schedulers send them to all processes. On several nodes a signal to one node counts for all of them. A
-            stop can also be requested by `mpwatch.request_stop()`. Ranks that fail after that are not restarted.
+            `result.stopped_at` is that step. The run succeeds, and this process does not get the signal. If the same signal
+            comes again, the ranks are stopped as by SIGTERM (with SIGINT as by Ctrl-C), and this process gets the signal
+            then. Other signals of this option change nothing after the first one. The option needs the main thread, since
+            signal handlers run there. The ranks ignore these signals, except SIGTERM and SIGINT: some schedulers send them
+            to all processes. On several nodes a signal to one node counts for all, once they have met. A stop can also be
+            requested by `mpwatch.request_stop()`. Ranks that fail after that are not restarted.
         stop_after: seconds from the start of the run to such a request. None: never.
         stop_timeout: seconds from such a request until all ranks must have returned. After that the ranks are stopped: as by
-            the signal that has requested it, or else as by `timeout`. None: no limit.
+            the second signal, if a signal has requested it, or else as by `timeout`. None: no limit.
         bind: the CPUs on which each rank runs, from the start of its interpreter. "cores": the CPUs that this process may
             use are split evenly among the ranks of this machine, whole physical cores first. "numa": all allowed CPUs of the
             NUMA node of the rank's GPU. Without a GPU, the NUMA nodes are dealt out to the ranks. A function: it returns the

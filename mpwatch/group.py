@@ -78,7 +78,8 @@ class WorkerGroup:
         backend_timeout: limit in seconds for each collective of the process group that `backend` makes. None: torch's
             default, which is 30 minutes for gloo and 10 for nccl.
         stop_signals: signals to this process that ask the ranks of a call to save and return, as for `mpwatch.run`. They do
-            so while the main thread waits for the call. Between two calls a signal does what it does in the program.
+            so while the main thread is in `run`. At any other time, such as during a call of `submit`, a signal does what it
+            does in the program.
         stop_timeout: seconds from a request to stop until the ranks of the call must have returned. None: no limit.
         preload: names of modules that the ranks import as soon as they have started, in this order, while the caller goes
             on. So the first call does not wait for `import torch`, which takes a second of CPU time on each rank. If an

@@ -65,6 +65,7 @@ OTHER_OPTIONS = {
     "backend": "ranks of map do not communicate",
     "timeout": "use heartbeat_timeout, the limit for an item",
     "forward_signals": "the calls of map are not made in the main thread, where signals are handled",
+    **dict.fromkeys(("stop_signals", "stop_timeout"), "a map goes on when a stop is requested; leave its loop to end it"),
     **dict.fromkeys(("scope", "check", "post_mortem", "backend_timeout", "stall_after"), NO_MEANING),
 }
 ONE_ARGUMENT = "An item is one argument: use functools.partial for others, or items that are tuples"

@@ -17,6 +17,7 @@ from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.rank_queue import RankQueue, Ticket
 from mpwatch.watcher.run import BlockingCall
+from mpwatch.watcher.running_calls import add_call
 from mpwatch.watcher.watcher_thread import has_come_up
 from mpwatch.wire.resource_errors import with_remedy
 
@@ -41,7 +42,7 @@ class _Handle(Future[RunResult[T]]):
         self._lock = threading.RLock()  # a signal handler may cancel or stop the call
         self._call: BlockingCall | None = None  # from the start of the ranks until the run is over
         self._is_stopped = False
-        self._is_stop_requested = False
+        self._stop_cause = ""  # of the first request to stop; empty: there was none
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._execute, name=name, daemon=True)
 
@@ -61,10 +62,15 @@ class _Handle(Future[RunResult[T]]):
             RuntimeError: it is called in a fork of the process that owns the run.
         """
         self._check_process("request_stop")
+        self.ask_to_stop("request_stop() of its handle")
+
+    def ask_to_stop(self, cause: str) -> bool:
+        """Do what `request_stop` does, for this cause. Return False if it is over."""
         with self._lock:
-            self._is_stop_requested = True
+            self._stop_cause = self._stop_cause or cause
             if (call := self._call) is not None:
-                call.signals.request_stop("request_stop() of its handle")
+                call.signals.request_stop(cause)
+        return not self.done()
 
     def wait_for_end(self) -> None:
         """Wait until the result is there, and the thread is gone. In that thread itself, only wait for the result."""
@@ -106,8 +112,8 @@ class _Handle(Future[RunResult[T]]):
             self._call = call
             if self._is_stopped:
                 call.signals.stop()
-            elif self._is_stop_requested:
-                call.signals.request_stop("request_stop() of its handle")
+            elif self._stop_cause:
+                call.signals.request_stop(self._stop_cause)
 
     def _check_process(self, method: str) -> None:
         if os.getpid() != self._pid:
@@ -126,6 +132,7 @@ class RunHandle(_Handle[T]):
         super().__init__(run, check=check, name="mpwatch run")
         self.set_running_or_notify_cancel()
         self._submitted_at = time.monotonic()
+        add_call(self)
 
     def stop(self) -> None:
         """Stop the run, and return when no rank and no thread of it is left. If it is over, only wait for its thread.

@@ -30,8 +30,7 @@ LAYERS = {
     "api": {"data", "live_view", "watcher", "multinode", "run_handle"},
     "group": {"data", "live_view", "watcher", "run_handle"},
     "item_map": {"data", "live_view", "watcher", "wire", "worker", "group", "run_handle"},
-    "stop": {"watcher", "worker"},
-    "facade": {"version", "stop", "api", "group", "item_map", "run_handle", "data", "worker"},
+    "facade": {"version", "api", "group", "item_map", "run_handle", "data", "worker"},
     "integrations": {"facade"},  # only what a user can import
 }
 

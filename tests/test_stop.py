@@ -6,16 +6,18 @@ import random
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 import mpwatch
 import stop_functions
 from mpwatch import WorkerGroup, WorkerState
-from mpwatch.events import CallStarted, Restarting, Stopping, WorkerReady, WorkerStarted
+from mpwatch.events import CallStarted, Restarting, Stopping, WorkerExited, WorkerReady, WorkerStarted
 from stop_functions import STEPS
 from support import functions
-from support.process_state import SPAWN
+from support.process_state import SPAWN, children, is_alive
 from support.programs import python
 
 USR1 = (signal.SIGUSR1,)
@@ -153,6 +155,101 @@ def test_independent_ranks_stop_at_steps_of_their_own():
     assert result.stopped_at == max(result)
 
 
+def fail_or_wait_for_stop():
+    """Rank 0 fails at once. The others wait until they are asked to stop, and then save for a while."""
+    if functions.rank() == 0:
+        raise OSError("the disk is full")
+    step = stop_functions.count_steps(seconds=0.001)
+    time.sleep(0.3)
+    return step
+
+
+@pytest.mark.parametrize("delay", [0.0, 600.0])
+def test_independent_ranks_save_although_another_one_has_failed(delay):
+    """With the delay, rank 0 waits for its restart when the stop is requested."""
+    policy = mpwatch.RestartPolicy(1, scope="worker", delay=delay)
+    with pytest.raises(mpwatch.RunFailedError, match="the disk is full") as caught:
+        mpwatch.run(fail_or_wait_for_stop, 3, restart_policy=policy, on_event=request_when_failed)
+    states = caught.value.result.worker_states
+    assert states == {0: WorkerState.FAILED, 1: WorkerState.SUCCEEDED, 2: WorkerState.SUCCEEDED}
+    assert caught.value.result.stopped_at is not None
+
+
+def request_when_failed(event):
+    if isinstance(event, WorkerExited):
+        mpwatch.request_stop()
+
+
+def test_no_signal_is_lost(received):
+    """It is in the result of a call, or the handler of the program gets it."""
+    causes = []
+    rng = random.Random(1)
+    with WorkerGroup(2, stop_signals=USR1) as group:
+        for number in range(1, 101):
+            timer = send_later(rng, 0.004)
+            while timer.is_alive():
+                causes.append(group.run(functions.rank).stop_cause)
+            assert len(received) + causes.count("SIGUSR1") == number
+
+
+def test_a_request_during_quick_calls_is_in_a_result():
+    with WorkerGroup(2) as group:
+        group.run(functions.rank)
+        for _ in range(50):
+            with ThreadPoolExecutor() as executor:
+                answer = executor.submit(request_later, random.uniform(0, 0.004))
+                causes = []
+                while not answer.done():
+                    causes.append(group.run(functions.rank).stop_cause)
+            assert causes.count("request_stop()") == answer.result()
+
+
+def request_later(seconds):
+    time.sleep(seconds)
+    return mpwatch.request_stop()
+
+
+def test_a_run_in_the_background_is_asked_from_its_start():
+    with mpwatch.submit(stop_functions.count_steps, 2) as handle:
+        assert mpwatch.request_stop()
+        check_stopped(handle.result(), "request_stop()", ranks=2)
+    assert mpwatch.request_stop() is False
+
+
+def request_in_handler():
+    """Request a stop in a signal handler, again and again, while this rank sends messages."""
+    signal.signal(signal.SIGALRM, lambda *_: mpwatch.request_stop())
+    signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+    step = stop_functions.count_steps()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return step
+
+
+def test_a_signal_handler_of_a_rank_may_request_a_stop():
+    result = mpwatch.run(request_in_handler, 2)
+    check_stopped(result, result.stop_cause, ranks=2)
+
+
+def test_the_guardian_survives_a_signal_to_all_processes():
+    """SLURM sends its warning to all processes of a job step."""
+    states = []
+
+    def observe(event):
+        if isinstance(event, WorkerReady) and event.ranks == (0,):
+            (guardian,) = (pid for pid in children() if b"guardian" in Path(f"/proc/{pid}/cmdline").read_bytes())
+            os.kill(guardian, signal.SIGUSR1)
+            states.append(is_alive(guardian))
+            mpwatch.request_stop()
+
+    mpwatch.run(stop_functions.count_steps, 1, stop_signals=USR1, on_event=observe)
+    assert states == [True]
+
+
+def test_a_map_has_no_stop_signals():
+    with pytest.raises(TypeError, match="stop_signals"):
+        list(mpwatch.map(functions.double, [1], 1, stop_signals=USR1))
+
+
 def test_a_rank_that_never_asks_does_not_keep_the_others_waiting(barrier):
     result = mpwatch.run(stop_functions.never_ask, 3, args=(barrier,), stop_after=0.5)
     assert result[0] == result.stopped_at
@@ -246,7 +343,7 @@ def test_ranks_that_do_not_return_in_time_exceed_a_timeout():
 def test_a_program_ends_by_the_signal_if_the_ranks_do_not_return():
     program = """
 import signal, threading, mpwatch, stop_functions
-from support.process_state import SPAWN
+from support.process_state import SPAWN, children, is_alive
 if __name__ == "__main__":
     mpwatch.run(
         stop_functions.hold_on, 2, args=(SPAWN.Event(), signal.SIGTERM), stop_signals=[signal.SIGTERM], stop_timeout=0.1
@@ -258,9 +355,8 @@ if __name__ == "__main__":
 def test_a_log_warns_if_no_rank_asks(caplog):
     with pytest.raises(mpwatch.RunTimeoutError):
         mpwatch.run(time.sleep, 2, args=(600,), stop_after=0.1, stop_timeout=0.1)
-    assert caplog.messages == [
-        "a stop was requested (stop_after=0.1), but no rank has called should_stop() yet: each stops at its first call"
-    ]
+    (text,) = caplog.messages
+    assert text.startswith("a stop was requested (stop_after=0.1); should_stop() has not been called by ranks 0-1 yet")
 
 
 def test_a_fork_of_a_rank_neither_stops_nor_asks():

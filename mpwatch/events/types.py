@@ -249,8 +249,8 @@ class Stopping(Event):
 
     Attributes:
         stop_cause: what has requested it, such as "SIGUSR1", "request_stop() in rank 3" or "stop_after=3600".
-        after_step: the ranks stop at their first step above this one. None: no rank had called `should_stop`, so each rank
-            stops at its first call.
+        after_step: the ranks stop before their first step above this one, with the steps of all epochs counted together.
+            None: no rank had called `should_stop`, so its first call returns True.
     """
 
     stop_cause: str

@@ -83,6 +83,7 @@ def decide_next_step(summary: AttemptSummary, policy: RestartPolicy, rng: Callab
             decision,
             next_step=NextStep.FAILED,
             delay=0.0,
+            reason=decision.reason if decision.root_cause_rank >= 0 else describe_stop(summary.stop_cause),
             no_restart_reason=describe_stop(summary.stop_cause),
             is_restart_counted=False,
         )

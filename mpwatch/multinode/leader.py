@@ -24,8 +24,8 @@ thread has to execute.
                          or the time is over
 
 When a stop is requested on a node, it sends StopRequest. The leader broadcasts HoldSteps, and each node answers with the
-highest step that its ranks have passed (StepsHeld). The highest of all is in StopAtStep: all ranks stop at their first step
-above it. After that the job is not restarted, and no more nodes may join.
+highest step that its ranks have passed (StepsHeld). The highest of all is in StopAtStep: all ranks stop before their first
+step above it. After that the job is not restarted, and no more nodes may join.
 
 What happens when a node is lost:
 
@@ -47,7 +47,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from random import random
 
-from mpwatch.multinode.job_decision import AttemptSummary, decide_next_step, describe_node
+from mpwatch.multinode.job_decision import AttemptSummary, decide_next_step, describe_node, describe_stop
 from mpwatch.multinode.job_verdict import NodeCollectives, find_job_verdicts, format_job_stall, read_records
 from mpwatch.multinode.protocol.job_config import describe_disagreement
 from mpwatch.multinode.protocol.messages import (
@@ -177,6 +177,7 @@ class Leader:
         self._collectives: dict[int, NodeCollectives] = {}  # by node, if its ranks have stalled or have ended
         self._has_new_collectives = False
         self._held_steps: dict[int, int | None] = {}  # by node: the highest step that its ranks have passed, if any
+        self._unstarted_nodes: set[int] = set()  # the nodes that had not started their ranks when a stop was requested
         self._warned: set[Finding] = set()
         self._final_verdict: CollectiveVerdict | None = None  # it has ended the attempt
         self._stopped_for_waiting_nodes = False
@@ -228,14 +229,22 @@ class Leader:
             self._set_collectives(node, message)
             return []
         if isinstance(message, StepsHeld):
-            self._held_steps[node] = message.step
-            return self._agree_on_step()
+            return self._handle_held_steps(message, now)
         return self._handle_report(message, now)
 
     def _request_stop(self, cause: str) -> list[LeaderAction]:
         """Ask all nodes to hold their ranks, unless that was done. Before the ranks are started, `start_attempt` does it."""
         is_first, self._stop_cause = not self._stop_cause, self._stop_cause or cause
         return [Broadcast(HoldSteps(self._attempt, cause))] if is_first and self.stage is RoundStage.RUNNING else []
+
+    def _handle_held_steps(self, message: StepsHeld, now: float) -> list[LeaderAction]:
+        """Let the ranks stop together if all nodes hold theirs. If all nodes still wait for a restart, let the job end."""
+        if message.has_started:
+            self._held_steps[message.group_rank] = message.step
+            return self._agree_on_step()
+        self._unstarted_nodes.add(message.group_rank)
+        is_before_restart = self._attempt > 0 and self.active_nodes <= self._unstarted_nodes
+        return self._stop_attempt(describe_stop(self._stop_cause), now) if is_before_restart else []
 
     def _agree_on_step(self) -> list[LeaderAction]:
         """If all nodes hold their ranks, let the ranks stop after the highest step that one of them has passed."""

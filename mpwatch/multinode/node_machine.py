@@ -397,6 +397,8 @@ class NodeMachine:
     def _handle_hold(self, hold: HoldSteps) -> list[NodeAction]:
         """Hold the ranks: now, or as soon as they are started. Ranks that have ended have passed their last step."""
         self._stop_cause = hold.cause
+        if self.stage is NodeStage.PREPARING:
+            return [SendToLeader(StepsHeld(self._node_info.group_rank, self.attempt, has_started=False))]
         return [HoldRanks(hold.cause)] if self.stage in (NodeStage.RUNNING, NodeStage.AWAITING_DECISION) else []
 
     def _follow_decision(self, decision: AttemptDecision) -> list[NodeAction]:

@@ -28,6 +28,7 @@ from typing import Any
 
 from mpwatch.errors import LaunchError
 from mpwatch.multinode.job_config_check import JobConfigCheck
+from mpwatch.multinode.job_decision import describe_stop
 from mpwatch.multinode.job_verdict import make_records
 from mpwatch.multinode.leader import Leader
 from mpwatch.multinode.local_ranks import LocalRanks, NodeUpdate
@@ -94,6 +95,7 @@ class NodeThread:
         self._wakeup = threading.Event()
         self._is_acknowledged = False
         self._stop_cause = ""  # of the last request to stop on this node; empty: there was none
+        self._is_in_round = False
         self._is_leaving = threading.Event()
         self._job_config = make_job_config(spec)
         self._job_config_check = JobConfigCheck(spec.rendezvous, self._job_config, self._signed_json, self._is_leaving)
@@ -183,10 +185,16 @@ class NodeThread:
         records = make_records(answers, returned, {})
         self._post_to_machine(lambda node_machine: node_machine.report_stall(records))
 
-    def on_stop(self, cause: str) -> None:
-        """Report to the leader that a stop was requested on this node. During a rendezvous that waits for the next round."""
+    def on_stop(self, cause: str) -> bool:
+        """Report to the leader that a stop was requested on this node. Return False in a rendezvous: there is no leader.
+
+        This node does not join another round after that. If the leader is lost before it has read the request, the other
+        nodes go on without this one.
+        """
         self._stop_cause = cause
-        self._post_to_machine(lambda node_machine: node_machine.request_stop(cause))
+        if self._is_in_round:
+            self._post_to_machine(lambda node_machine: node_machine.request_stop(cause))
+        return self._is_in_round
 
     def on_steps_held(self, step: int | None) -> None:
         """Report to the leader the highest step that a rank of this node has passed, now that they pass no more."""
@@ -236,6 +244,11 @@ class NodeThread:
         round_ = self._join_first_round(self._make_join_deadline())
         rejoin = self._run_round(round_, RestartHistory())
         while rejoin is not None:
+            if self._stop_cause:
+                reason = describe_stop(self._stop_cause)
+                decision = AttemptDecision(NO_ATTEMPT, NextStep.FAILED, rejoin.history, reason=reason)
+                self._local_ranks.notify_caller(ReportJob(decision))
+                break
             round_ = self._join(
                 self._make_join_deadline(), last_call=REJOIN_LAST_CALL_SECONDS, expected_nodes=rejoin.expected_nodes
             )
@@ -313,9 +326,11 @@ class NodeThread:
             node_timeout=options.node_timeout,
             log_warning=partial(self._deferred_log.warning, "%s"),
         )
-        if self._stop_cause:  # the leader of the round before may have ended before it read the request
-            round_runner.add_actions(node_machine.request_stop(self._stop_cause))
-        round_runner.run(self._requests, self._wakeup)
+        self._is_in_round = True
+        try:
+            round_runner.run(self._requests, self._wakeup)
+        finally:
+            self._is_in_round = False
         return round_runner.rejoin
 
     def _make_node_info(self, group_rank: int, history: RestartHistory) -> NodeInfo:

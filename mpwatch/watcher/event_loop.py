@@ -85,7 +85,7 @@ from mpwatch.wire.messages import Message, MessageKind
 from mpwatch.wire.resource_errors import with_remedy
 
 OutcomeCallback = Callable[[StateMachine], object]  # see EventLoop: on_outcome_change
-StopCallback = Callable[[str], object]  # see EventLoop: on_stop
+StopCallback = Callable[[str], bool]  # see EventLoop: on_stop
 
 CRASH_HOLD_SECONDS = 0.1  # how long a crashing rank may take to answer; it cannot if the crashing thread holds the GIL
 
@@ -107,7 +107,8 @@ class EventLoop:
         on_outcome_change: called in this thread, with the state machine, when it becomes clear how an attempt ends. It is
             called again when all ranks of that attempt have exited.
         on_stall: called in this thread on several nodes, see CollectiveMonitor. None: there is one node.
-        on_stop: called in this thread on several nodes when a stop is requested on this node, with the cause.
+        on_stop: called in this thread on several nodes when a stop is requested on this node, with the cause. It returns
+            whether the leader of the job deals with the request.
         on_steps_held: called in this thread on several nodes, see StopAgreements.
     """
 
@@ -652,11 +653,10 @@ class EventLoop:
         return group.handle(event, now)
 
     def _request_stop(self, group: RestartGroup, event: m.StopRequested, now: float) -> list[m.Action]:
-        """Pass on a request to stop: on several nodes to the leader, unless it comes from there or no rank was started."""
+        """Pass on a request to stop: on several nodes to the leader, unless it comes from there, or there is none."""
         if group.call is not None and group.call.stop_request is None:
             group.call.stop_request = event
-        if self._on_stop is not None and group.setups and not event.is_from_job:
-            self._on_stop(event.cause)
+        if self._on_stop is not None and group.setups and not event.is_from_job and self._on_stop(event.cause):
             return []
         if event.is_from_job and group.call is not None and group.call.stop_request is not None:
             event = replace(event, signum=group.call.stop_request.signum)  # if this node has requested it
@@ -766,7 +766,9 @@ class EventLoop:
             self._note_lost_ranks(group)
             group.log_exit_problems(self._deferred_log, of_run=group.call is not None)
             has_failed = group.machine.stop_reason is m.StopReason.FAILED
-            if group.machine.stop_reason is not m.StopReason.SUCCEEDED and not (has_failed and self._keep_going):
+            are_others_saving = group.call is not None and group.call.stop_request is not None
+            may_go_on = has_failed and (self._keep_going or are_others_saving)
+            if group.machine.stop_reason is not m.StopReason.SUCCEEDED and not may_go_on:
                 return [m.Abort()]
         return []
 

@@ -75,6 +75,7 @@ class HostSignals:
     ) -> None:
         self._stop_signals = stop_signals
         self._received_stop_signals: set[int] = set()
+        self.stop_cause = ""  # of the first request to stop the ranks; empty: there was none
         self.received: list[int] = []  # deferred signals that are still to be delivered to the host's handlers
         self.handler_error: BaseException | None = None  # the first exception that a handler of the host raised
         self.stacks_request: StacksRequest | None = None  # for the last SIGQUIT
@@ -161,6 +162,7 @@ class HostSignals:
             signum: the signal to the host program that has requested it, if any.
         """
         if os.getpid() == self.pid:
+            self.stop_cause = self.stop_cause or cause
             self._post(StopRequested(cause, signum))
 
     def _post(self, event: Interrupted | StopRequested) -> None:

@@ -29,6 +29,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 from weakref import ref
@@ -193,6 +194,12 @@ class BlockingCall:
             self.is_over = True
             self.signals.release_wakeup()
 
+    def ask_to_stop(self, cause: str) -> bool:
+        """Ask the ranks to save and return. Return False if the call is over. Any thread may call it."""
+        if not self.is_over:
+            self.signals.request_stop(cause)
+        return not self.is_over
+
     def drain_timeout(self, seconds_left: float) -> float | None:
         """Return how long to wait for the reader of the ranks' output. None: no limit.
 
@@ -220,10 +227,12 @@ class BlockingCall:
         `make` at once, so one Ctrl-C is enough here.
         """
         try:
-            return run_until_handler_raises(make)
+            result = run_until_handler_raises(make)
         except BaseException:
             self.signals.deliver_received()
             raise
+        # it may have come when the ranks were about to end
+        return result if result.stop_cause else replace(result, stop_cause=self.signals.stop_cause)
 
     def deliver_signals(self, result: RunResult[Any]) -> None:
         """Deliver the deferred signals to the host's handlers. For SIGINT they usually raise KeyboardInterrupt.

@@ -1,32 +1,29 @@
-"""The calls that threads of this process wait for at the moment, so that `mpwatch.request_stop` finds them."""
+"""The runs and calls of this process that are under way, so that `mpwatch.request_stop` finds them."""
 
 import os
 from typing import Protocol
 from weakref import ReferenceType, ref
 
-from mpwatch.watcher.host_signals import HostSignals
-
 
 class RunningCall(Protocol):
-    """A call whose thread waits for the watcher thread: see BlockingCall."""
+    """A BlockingCall, or a RunHandle, which has no BlockingCall before its ranks are about to start."""
 
-    is_over: bool
-    signals: HostSignals
+    def ask_to_stop(self, cause: str) -> bool:
+        """Ask the ranks to stop. Return False if the call is over."""
 
 
-_calls: dict[int, ReferenceType[RunningCall]] = {}  # each change is one operation, since any thread may come in between
+# By the id of the call, with the process that it belongs to. Each change is one operation: any thread may come in between.
+_calls: dict[int, tuple[int, ReferenceType[RunningCall]]] = {}
 
 
 def add_call(call: RunningCall) -> None:
     """Remember a call until it is deleted."""
     key = id(call)
-    _calls[key] = ref(call, lambda _: _calls.pop(key, None))
+    _calls[key] = os.getpid(), ref(call, lambda _: _calls.pop(key, None))
 
 
 def request_stop(cause: str) -> bool:
-    """Ask the ranks of all calls that are running to stop. Return whether there is one. A signal handler may call it."""
-    calls = [call for reference in list(_calls.values()) if (call := reference()) is not None]
-    running = [call for call in calls if not call.is_over and call.signals.pid == os.getpid()]
-    for call in running:
-        call.signals.request_stop(cause)
-    return bool(running)
+    """Ask the ranks of all calls that are under way to stop. Return whether there is one. A signal handler may call it."""
+    own = [reference for pid, reference in list(_calls.values()) if pid == os.getpid()]
+    answers = [call.ask_to_stop(cause) for reference in own if (call := reference()) is not None]
+    return any(answers)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from mpwatch.events.types import Stopping
+from mpwatch.results.report import format_ranks
 from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.event_bus import EventBus
 from mpwatch.watcher.processes.process_pool import ProcessPool
@@ -66,14 +67,14 @@ class StopAgreements:
             self._on_steps_held(highest)
 
     def agree(self, group: RestartGroup, step: int | None, cause: str) -> None:
-        """Let the ranks of a group stop at their first step above this one. None: at their next question."""
+        """Let the ranks of a group stop before their first step above this one. None: at their next question."""
         for rank in group.setups:
             self._pool.get_stop_memory(rank).agree(step)
         attempt = next(iter(group.workers)).restart_count
         self._event_bus.publish(Stopping, group.setups, attempt=attempt, stop_cause=cause, after_step=step)
+        ranks = format_ranks(group.setups)
         if step is None:
-            text = "a stop was requested (%s), but no rank has called should_stop() yet: each stops at its first call"
-            self._deferred_log.warning(text, cause)
+            text = "a stop was requested (%s); should_stop() has not been called by %s yet, and its first call returns True"
+            self._deferred_log.warning(text, cause, ranks)
         else:
-            text = "a stop was requested (%s): all ranks stop at their first step after step %d"
-            self._deferred_log.warning(text, cause, step)
+            self._deferred_log.warning("a stop was requested (%s); the last step of %s is step %d", cause, ranks, step)

@@ -20,6 +20,9 @@ On several nodes the watchers agree on the highest step of all nodes, and the ra
 
 A rank that never asks does not keep the others waiting: it has passed no step. A rank that has returned has passed its last
 step.
+
+A step that is lower than the one before begins a new round of steps, such as an epoch. `asked` and `agreed` count the steps
+of all rounds: the first step of a round follows the last one of the round before.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ POLL_SECONDS = 0.0005  # how often a rank looks whether the step has been agreed
 
 
 class StopReader:
-    """In the rank: the answers to `should_stop`. Only one thread asks.
+    """In the rank: the answers to `should_stop`. Only one thread of the rank asks.
 
     Args:
         memory: the rank's slot.
@@ -51,21 +54,19 @@ class StopReader:
 
     def __init__(self, memory: mmap.mmap, start: int) -> None:
         self._words = memoryview(memory)[start : start + len(CLEARED)].cast("q")  # quicker than `struct`
-        self._last_step = NO_STEP
+        self.begin_call()
 
     def begin_call(self) -> None:
         """Forget the steps of the previous call. The watcher has cleared the memory."""
         self._last_step = NO_STEP
+        self._offset = 0  # the steps of the rounds before this one
 
     def should_stop(self, step: int) -> bool:
-        """Return whether the ranks stop before this step. Raises ValueError for a step that is lower than the last one."""
+        """Return whether the ranks stop before this step. Raises ValueError for a step of more than 64 bits."""
         if step < self._last_step:
-            raise ValueError(
-                f"should_stop({step}) came after should_stop({self._last_step}), but a step must not be lower than the last "
-                "one: all ranks stop at the same step; count the steps of all epochs together"
-            )
+            self._begin_round(step)
         try:
-            self._words[ASKED] = step
+            self._words[ASKED] = step + self._offset
         except ValueError:
             raise ValueError(f"should_stop() has room for a step of 64 bits, not for {step}") from None
         if self._words[STATE]:
@@ -73,16 +74,21 @@ class StopReader:
         self._last_step = step
         return False
 
+    def _begin_round(self, step: int) -> None:
+        self._offset += self._last_step + 1 - step
+        self._last_step = step - 1
+
     def _wait_for_answer(self, step: int) -> bool:
         words = self._words
-        words[ASKED] = self._last_step
+        words[ASKED] = self._last_step + self._offset
         while words[STATE] == HOLD:
             time.sleep(POLL_SECONDS)
-        if step > words[AGREED_STEP]:
+        if step + self._offset > words[AGREED_STEP]:
             if words[STOPPED] == NO_STEP:
                 words[STOPPED] = step
             return True
-        self._last_step = words[ASKED] = step
+        self._last_step = step
+        words[ASKED] = step + self._offset
         return False
 
 

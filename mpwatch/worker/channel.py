@@ -9,6 +9,7 @@ import os
 import select
 import socket
 import threading
+from contextlib import suppress
 from io import FileIO
 
 from mpwatch.os_support.descriptors import MSG_NOSIGNAL, STDERR, receive_with_fds, write_all
@@ -19,7 +20,7 @@ READ_SIZE = 1 << 13  # bytes; most calls are shorter
 
 
 class Channel:
-    """A blocking channel. Only the rank's main thread may use it, except for `send` and `send_socket`.
+    """A blocking channel. Only the rank's main thread may use it, except for `send_socket` and `request_stop`.
 
     Args:
         fd: the descriptor of a connected Unix socket.
@@ -37,6 +38,7 @@ class Channel:
         self._received = b""  # that has not been returned
         self._reserved_fd = -1
         self._lock = threading.Lock()  # one message at a time
+        self._is_stop_unsent = False
 
     def send(self, kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bool:
         """Send a message, or write it into the black box. Return False if neither is possible."""
@@ -47,6 +49,7 @@ class Channel:
                     write_all(self._fd, data)
             except OSError:  # the watcher is dead, or has closed the channel
                 return False
+            self._send_stop_request()
             return True
         return self._black_box.append(data)
 
@@ -71,7 +74,23 @@ class Channel:
                 socket.send_fds(self._socket, [data], [fd], MSG_NOSIGNAL)
         except (BrokenPipeError, ConnectionResetError):
             return False
+        self._send_stop_request()
         return True
+
+    def request_stop(self) -> None:
+        """Send STOP_REQUESTED. Any thread and any signal handler may do it.
+
+        If a message is just being sent, the request follows it: a signal handler may have interrupted that.
+        """
+        self._is_stop_unsent = True
+        self._send_stop_request()
+
+    def _send_stop_request(self) -> None:
+        while self._is_stop_unsent and not self._lock.locked():  # the code that has the lock comes here, too
+            with self._lock, suppress(OSError):  # the watcher is dead, or has closed the channel
+                self._is_stop_unsent = False
+                if self._is_open():
+                    write_all(self._fd, encode_frame(MessageKind.STOP_REQUESTED))
 
     def receive_call(self) -> tuple[int, bytes, list[int] | None] | None:
         """Wait for a call. Return its number and the arguments for `call_payload.unpack`. None: no call will follow."""

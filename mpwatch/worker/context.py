@@ -1,4 +1,4 @@
-"""What the function can ask and report in a rank: `current_worker`, `heartbeat`, `report`, `should_stop`.
+"""What the function can ask and report in a rank: `current_worker`, `heartbeat`, `report`, `should_stop`, `request_stop`.
 
 Runs in a rank. Every user of mpwatch imports it, so it imports nothing heavy.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,11 +22,12 @@ _fields: dict[str, Any] | None = None  # of this rank's Worker; None outside a r
 _worker: Worker | None = None
 _heartbeats: HeartbeatWriter | None = None
 _stop_reader: StopReader | None = None
-_request_stop: Callable[[], bool] | None = None
+_request_stop: Callable[[], object] | None = None
+_is_stop_requested = False  # by this rank, in the present call
 
 
 def set_rank(
-    fields: dict[str, Any], heartbeats: HeartbeatWriter, stop_reader: StopReader, request_stop: Callable[[], bool]
+    fields: dict[str, Any], heartbeats: HeartbeatWriter, stop_reader: StopReader, request_stop: Callable[[], object]
 ) -> None:
     """Make this process a rank. A process that it forks sends no heartbeats, and neither stops nor asks others to stop.
 
@@ -50,6 +52,8 @@ def _leave_rank() -> None:
 
 def begin_call() -> None:
     """Forget the steps of the previous call."""
+    global _is_stop_requested
+    _is_stop_requested = False
     if _stop_reader is not None:
         _stop_reader.begin_call()
 
@@ -129,8 +133,9 @@ def should_stop(step: int) -> bool:
                 return save(step)
             train(step)
 
-    Ask in every rank at the same steps. A rank that has returned, or that never asks, does not keep the others waiting. If a
-    rank has returned after its last step, the others go on to that step, and may end without the answer True. With
+    Ask in every rank at the same steps, in one thread. A step that is lower than the one before begins a new epoch: its
+    steps follow those of the epoch before. A rank that has returned, or that never asks, does not keep the others waiting.
+    If a rank has returned after its last step, the others go on to that step, and may end without the answer True. With
     scope="worker" ranks do not communicate, so each rank stops at its own next step.
 
     It takes a fraction of a microsecond. When a stop is requested, the rank waits some milliseconds until the step is agreed
@@ -138,20 +143,37 @@ def should_stop(step: int) -> bool:
     a rank has forked, the answer is False.
 
     Args:
-        step: the number of the step that comes next. It must not become lower during a call of the function.
+        step: the number of the step that comes next.
 
     Raises:
         TypeError: the step is not an int.
-        ValueError: the step is lower than the one before, or has more than 64 bits.
+        ValueError: the step has more than 64 bits.
     """
     if _stop_reader is None:
         return False
     return _stop_reader.should_stop(step if type(step) is int else _to_step(step))
 
 
-def request_stop() -> bool | None:
-    """Ask the watcher to stop all ranks. Return whether it could be asked. None: this process is not a rank."""
-    return None if _request_stop is None else _request_stop()
+def request_stop() -> bool:
+    """Ask all ranks to save and return: `should_stop` becomes True on all of them at one and the same step.
+
+    In a rank it is for all ranks of the run, on all nodes, or of the call of a WorkerGroup; not for ranks that this rank has
+    started itself. In the process that has started ranks it is for all runs and calls that are under way. Any thread, any
+    observer and any signal handler may call it. See `RunHandle.request_stop` and `CallHandle.request_stop` for one run or
+    call. A further request changes nothing. `mpwatch.map` goes on with its items: leave its loop to end it.
+
+    Returns:
+        Whether there was anybody to ask. False in a process that is not a rank and has no ranks at work.
+    """
+    global _is_stop_requested
+    if _request_stop is None:
+        # Without this module, this process has started no ranks. A rank must not import the watcher's modules.
+        running_calls = sys.modules.get("mpwatch.watcher.running_calls")
+        return running_calls is not None and bool(running_calls.request_stop("request_stop()"))
+    if not _is_stop_requested:
+        _is_stop_requested = True
+        _request_stop()
+    return True
 
 
 def _to_step(value: object) -> int:

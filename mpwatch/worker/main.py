@@ -68,8 +68,7 @@ def main(launch_info: LaunchInfo) -> None:
     if launch_info.is_captured:
         stdio.flush_at_newline()
     channel = Channel(launch_info.channel_fd, BlackBox(memory))
-    request_stop = partial(channel.send, MessageKind.STOP_REQUESTED)
-    context.set_rank(launch_info.worker, HeartbeatWriter(memory), StopReader(memory, STOP_AT), request_stop)
+    context.set_rank(launch_info.worker, HeartbeatWriter(memory), StopReader(memory, STOP_AT), channel.request_stop)
     debugger_hook.install(channel, post_mortem=launch_info.post_mortem)
     ModuleFinder("torch.distributed.distributed_c10d", partial(_answer_when_used, channel)).install()
     channel.send(MessageKind.READY, ready_body)

@@ -63,7 +63,7 @@ class Node:
         self.history = RestartHistory()
         self.decision = None
         self.attempts = 0
-        self.is_stop_requested = False
+        self.is_stop_requested = self.has_left = False
         self.stop_step = None  # that the nodes have agreed on
 
     def join(self, round_, group_rank):
@@ -88,8 +88,6 @@ class Node:
                 **limits,
             )
         self.execute_node_actions(self.node_machine.send_node_info())
-        if self.is_stop_requested:
-            self.request_stop()
         job.after(0.0, self.send_heartbeat)
 
     def send_heartbeat(self):
@@ -143,6 +141,8 @@ class Node:
             elif isinstance(action, AgreeOnStep):
                 self.stop_step = action.after_step
                 self.return_soon()
+            elif isinstance(action, Rejoin) and self.is_stop_requested:
+                self.leave()
             elif isinstance(action, Rejoin):
                 self.history = action.history
                 self.job.rejoin(self)
@@ -179,10 +179,20 @@ class Node:
             job.after(0.5 + job.work, lambda rank=rank: self.feed(Returned(rank, generation=generation)))
 
     def request_stop(self):
-        """Request a stop now, and again in each later round, as NodeThread does."""
+        """Request a stop of the job, or leave if this node is in a rendezvous."""
         self.is_stop_requested = True
         if self.is_alive and self.round is not None:
             self.execute_node_actions(self.node_machine.request_stop("SIGUSR1"))
+        elif self.is_alive:
+            self.leave()
+
+    def leave(self):
+        self.has_left = True
+        self.is_alive = False
+        self.round = None
+        self.job.participants.discard(self.name)
+        self.job.waiting.discard(self.name)
+        self.job.after(0.0, self.job._form)
 
     def report_steps(self):
         if self.is_alive and self.round is not None:

@@ -742,6 +742,19 @@ def test_a_job_is_not_restarted_after_a_request():
     assert not decision.is_restart_counted
 
 
+def test_a_request_while_all_nodes_wait_for_a_restart_ends_the_job():
+    round_ = SimulatedRound(2, policy=RestartPolicy(3, retry_if=lambda failure: True))
+    round_.start_ranks()
+    report_failure(round_, 1)
+    round_.execute(0, round_.machines[0].report_attempt(AttemptReport(0, 0, NodeOutcome.STOPPED)))
+    assert round_.decisions[-1].next_step is NextStep.RESTART
+    request_stop(round_, 0)
+    decision = round_.decisions[-1]
+    assert decision.next_step is NextStep.FAILED
+    assert decision.reason == decision.no_restart_reason == "a stop was requested (SIGUSR1)"
+    assert sum(isinstance(action, StartRanks) for _, action in round_.actions) == 2
+
+
 def report_failure(round_, node):
     round_.execute(node, round_.machines[node].report_failing())
     round_.execute(node, round_.machines[node].report_attempt(AttemptReport(0, 0, NodeOutcome.FAILED)))

@@ -80,7 +80,7 @@ def run_stopping_job(seed, n=20):
     job = SimulatedJob(n, nodes=(n // 2, n), seed=seed)
     rng = job.rng
     for _ in range(rng.randrange(1, 4)):
-        job.after(rng.uniform(0.0, 30.0), lambda: rng.choice(job.alive()).request_stop())
+        job.after(rng.uniform(2.0, 30.0), lambda: rng.choice(job.alive()).request_stop())
     for _ in range(rng.randrange(0, 4) if seed % 2 else 0):
         at = rng.uniform(0.0, 40.0)
         name = f"n{rng.randrange(n):05}"

@@ -123,6 +123,8 @@ def _run(request):
     options = dict(request["options"])
     if isinstance(options.get("env"), str):
         options["env"] = getattr(tasks, options["env"])
+    if isinstance(options.get("restart_policy"), dict):
+        options["restart_policy"] = mpwatch.RestartPolicy(**options["restart_policy"])
     if "per_rank" in options:  # for JSON
         options["args"] = [mpwatch.PerRank(options.pop("per_rank"))]
     if request["rendezvous"] is not None:

@@ -66,6 +66,36 @@ def test_a_request_before_the_nodes_have_met_ends_the_run(job):
     assert outcome.text.startswith("the run was stopped: a stop was requested, before its ranks were started")
 
 
+@pytest.mark.parametrize("receiver", [0, 1])
+def test_a_request_before_a_restart_ends_the_job(job, receiver):
+    job.start_several(2, **USR1, restart_policy={"max_restarts": 3, "delay": 600.0, "max_delay": 600.0})
+    world = job.await_world(2)
+    world[0].order("exit", 3)
+    job.await_end(world)
+    job.watch_for(0.5)  # until the nodes prepare the restart
+    sent_at = job.nodes[receiver].send(signal.SIGUSR1)
+    for node in job.nodes:
+        outcome = node.outcome()
+        assert (outcome.error, len(outcome.attempts)) == ("RunFailedError", 1)
+        assert outcome.ended - sent_at < AT_ONCE
+        assert outcome.not_restarted == "a stop was requested (SIGUSR1)"
+
+
+def test_a_request_while_the_nodes_meet_again_ends_the_run(job):
+    store = job.start_store()
+    kept, lost = job.start_several(2, max_restarts=3, **USR1)
+    job.await_world(2).order("count_steps")
+    lost.kill()
+    lost.exit_status()
+    job.watch_for(2 * NODE_TIMEOUT)
+    sent_at = kept.send(signal.SIGUSR1)
+    outcome = kept.outcome()
+    assert outcome.ended - sent_at < AT_ONCE
+    assert (outcome.error, outcome.stop_cause) == ("RunFailedError", "SIGUSR1")
+    store.kill()
+    store.exit_status()
+
+
 def test_the_job_is_not_restarted_if_a_node_is_killed_after_the_request(job):
     job.rendezvous["nnodes"] = 1, 2
     store = job.start_store()

@@ -83,13 +83,31 @@ def test_a_rank_that_goes_on_is_told_again():
         assert memories[0].read_stopped_step() == 5
 
 
-def test_a_step_may_be_asked_about_again_but_not_an_earlier_one():
-    with make_ranks(1) as ((reader,), _):
-        assert [reader.should_stop(step) for step in (1, 1, 4)] == [False] * 3
-        with pytest.raises(ValueError, match=r"should_stop\(3\) came after should_stop\(4\)"):
-            reader.should_stop(3)
+def test_a_lower_step_begins_a_new_round():
+    """As in the second epoch of a training. Both ranks have done four steps of the first epoch."""
+    with make_ranks(2) as ((first, second), memories):
+        assert not any(first.should_stop(step) for step in (0, 1, 1, 2, 3, 0, 1))
+        assert not any(second.should_stop(step) for step in (0, 1, 2, 3))
+        assert agree(memories) == 5  # the second step of the second epoch
+        assert [second.should_stop(step) for step in (0, 1, 2)] == [False, False, True]
+        assert first.should_stop(2)
+        assert {memory.read_stopped_step() for memory in memories} == {2}
+
+
+def test_a_round_that_begins_while_the_ranks_are_held_has_not_begun():
+    with make_ranks(1) as ((reader,), memories):
+        assert not any(reader.should_stop(step) for step in (5, 6))
+        assert agree(memories) == 6
+        assert reader.should_stop(5)
+        assert memories[0].read_passed_step() == 6
+
+
+def test_a_call_forgets_the_steps_of_the_call_before():
+    with make_ranks(1) as ((reader,), memories):
+        assert not reader.should_stop(9)
         reader.begin_call()
         assert not reader.should_stop(3)
+        assert memories[0].read_passed_step() == 3
 
 
 @pytest.mark.parametrize("step", [1 << 63, 1 << 100])

@@ -125,6 +125,8 @@ class StepsHeld:
     attempt: int
     step: int | None = None
     """The highest step that a rank of this node has passed. None: no rank has passed one."""
+    has_started: bool = True
+    """False: the ranks are not started yet. They will be held when they are, and another message of this kind follows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,8 @@ class ProcessPool:
             try:
                 self.selector = stack.enter_context(Selector())
                 self._slots_fd = stack.enter_context(open_anonymous_file("mpwatch-slots")).fileno()
-                self.guardian = stack.enter_context(closing(Guardian(self.deferred_log)))
+                with _block_signals(self._spec.stop_signals):  # the guardian keeps them blocked
+                    self.guardian = stack.enter_context(closing(Guardian(self.deferred_log)))
                 self._stderr_fd = os.dup(STDERR)
                 stack.callback(os.close, self._stderr_fd)
             except OSError as error:
@@ -306,9 +307,9 @@ def _wait_for_group(group: int, deadline: float, deferred_log: DeferredLog) -> N
 
 @contextmanager
 def _block_signals(numbers: Iterable[int]) -> Iterator[None]:
-    """Block signals in this thread while a rank is started, which inherits that until it ignores them.
+    """Block signals in this thread while a process is started, which inherits that. A rank then ignores them.
 
-    A scheduler such as SLURM may send a signal to the ranks, too, although it is for the watcher.
+    A scheduler such as SLURM may send a signal to all processes, although it is for the watcher.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
