@@ -232,6 +232,7 @@ class StateMachine:
         """Shift all deadlines by the time for which the ranks were suspended. The other nodes have not waited: no Lease."""
         seconds = now - event.suspended_at
         self._timeout_at += seconds
+        self._stop_deadline += seconds
         self._start_deadline += seconds
         self._stage_deadline += seconds
         if self._limits_suspended_at is not None:  # a prompt of a debugger is open

@@ -15,6 +15,7 @@ from mpwatch.watcher.machine.transitions import (
     Ready,
     RequestExit,
     Restart,
+    Resumed,
     ResumeLimits,
     Returned,
     RunStage,
@@ -137,4 +138,11 @@ def test_a_prompt_of_the_debugger_extends_the_limit():
     machine.handle(SuspendLimits(), 2.0)
     assert machine.deadline is None
     machine.handle(ResumeLimits(), 102.0)
+    assert machine.deadline == 101.0 + LIMIT
+
+
+def test_a_suspension_extends_the_limit():
+    machine = running_machine()
+    machine.handle(BY_CALLER, 1.0)
+    machine.handle(Resumed(suspended_at=2.0), 102.0)
     assert machine.deadline == 101.0 + LIMIT
