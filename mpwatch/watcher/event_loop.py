@@ -387,8 +387,12 @@ class EventLoop:
         return self._end_dump(handle)
 
     def _end_dump(self, handle: RankHandle) -> list[m.Event]:
-        """Return StackDumped if the machine waits for it, and the rank has sent all that it was asked for."""
-        is_pending = handle.collective_sockets.is_pending or handle.stack_parser.is_dump_pending()
+        """Return StackDumped if the machine waits for it, and the rank has sent all that it was asked for.
+
+        The machine does not wait for the stacks of a rank that has answered the call.
+        """
+        lacks_stacks = handle.observations.answer is None and handle.stack_parser.is_dump_pending()
+        is_pending = handle.collective_sockets.is_pending or lacks_stacks
         if is_pending or not handle.awaits_dump or handle.observations.died_at is not None:
             return []
         handle.awaits_dump = False
@@ -636,6 +640,10 @@ class EventLoop:
                 return [m.StackDumped(action.rank, generation=handle.generation)]
             handle.awaits_dump = True
             self._request_collectives_of(handle, again=True)
+        elif isinstance(action, m.RequestCollectives):
+            handle.awaits_dump = True
+            self._request_collectives_of(handle, again=True)
+            return self._end_dump(handle)
         elif isinstance(action, m.ReadHeartbeat):
             return [
                 m.HeartbeatRead(action.rank, beat_at=self._pool.read_heartbeat_time(handle), generation=handle.generation)

@@ -256,6 +256,9 @@ class StateMachine:
         if isinstance(event, m.HeartbeatRead):
             return self._on_heartbeat(event, now)
         if self.stage is RunStage.DUMPING_STACKS:
+            if isinstance(event, m.Returned) and self.stop_reason is not StopReason.INTERRUPTED:
+                self._dumping.add(event.rank)
+                return [m.RequestCollectives(event.rank)]
             return self._on_stack_dumped(event.rank, now)
         if isinstance(event, m.StackDumped) or (isinstance(event, m.DetailsReceived) and not self._keep_ranks):
             return []  # stacks that came too late, or details that nothing waits for
@@ -404,16 +407,23 @@ class StateMachine:
     # --- stopping: DumpStacks, SIGTERM, SIGKILL, AbandonRank
 
     def _dump_stacks_then_stop(self, now: float, stop_reason: StopReason) -> list[Action]:
-        """Ask the running ranks for their stacks. They are stopped when all stacks have come, or after a short time."""
+        """Ask the running ranks for their stacks. The ranks are stopped when all stacks have come, or after a short time.
+
+        Ranks that have returned are asked for their collectives, unless the run is interrupted: the others may have failed
+        because they waited for one of these.
+        """
         self.stop_reason = stop_reason
         # A request for stacks interrupts system calls. What a rank reports from now on may be a consequence of that.
         self.stopped_at = now
-        self._dumping = set(self.phase_table.ranks_in(RankPhase.RUNNING))
+        running, returned = map(self.phase_table.ranks_in, (RankPhase.RUNNING, RankPhase.RETURNED))
+        if stop_reason is StopReason.INTERRUPTED:
+            returned = []
+        self._dumping = {*running, *returned}
         if not self._dumping:
             return self._stop(now)
         self.stage = RunStage.DUMPING_STACKS
         self._stage_deadline = now + STACK_DUMP_SECONDS
-        return [m.DumpStacks(rank) for rank in sorted(self._dumping)]
+        return [*map(m.DumpStacks, sorted(running)), *map(m.RequestCollectives, sorted(returned))]
 
     def _on_stack_dumped(self, rank: int, now: float) -> list[Action]:
         """Stop all ranks if no more stacks are expected.
