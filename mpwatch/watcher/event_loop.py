@@ -667,11 +667,11 @@ class EventLoop:
 
     def _handle_stage_change(self, group: RestartGroup) -> list[m.Event | CallEvent]:
         """Do what follows from the stage that the group's machine has reached. Return the event for the other groups."""
-        stage_before, stop_reason_before = group.known_stage, group.known_stop_reason
+        stage_before, outcome_before = group.known_stage, (group.known_stop_reason, group.known_signum)
         group.read_machine()
         stage = group.known_stage
         is_new_stage = stage is not stage_before
-        if group.known_stop_reason is not stop_reason_before or (
+        if (group.known_stop_reason, group.known_signum) != outcome_before or (
             is_new_stage and stage in (m.RunStage.AWAITING_DECISION, m.RunStage.FINISHED)
         ):
             self._on_outcome_change(group.machine)

@@ -373,6 +373,8 @@ class StateMachine:
     def _on_interrupt(self, event: m.Interrupted, now: float) -> list[Action]:
         """Stop the ranks at the first signal, and kill them at the second one.
 
+        A signal also kills ranks that are being stopped already. But if other nodes have ended the attempt, a first signal
+        leaves the ranks their grace period: those nodes may have received the same signal a moment before.
         The host's own handler gets the signal after the run, even if this method does nothing.
         """
         signum = event.signum
@@ -382,6 +384,8 @@ class StateMachine:
         stop_reason = self.stop_reason or StopReason.INTERRUPTED  # a success or a failure before the signal remains one
         if is_first and signum == signal.SIGINT and self.is_call_running():
             return self._dump_stacks_then_stop(now, stop_reason)
+        if self.stage is RunStage.TERMINATING and is_first and self.stop_reason is StopReason.CANCELLED_BY_JOB:
+            return []
         if self.stage is RunStage.TERMINATING:
             return self._kill(now) if self.phase_table.counts[RankPhase.TERMINATING] else []
         signum_for_running = signal.SIGINT if signum == signal.SIGINT and is_first else signal.SIGTERM

@@ -95,6 +95,7 @@ class RestartGroup:
         """
         self.known_stage = self.machine.stage
         self.known_stop_reason = self.machine.stop_reason
+        self.known_signum = self.machine.signum
         self.known_state = self.machine.state
         deadline = self.machine.deadline
         self.due_at = math.inf if deadline is None else deadline

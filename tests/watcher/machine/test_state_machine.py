@@ -346,6 +346,15 @@ def test_ctrl_c_while_a_failed_run_is_stopped_kills():
     assert (machine.stop_reason, machine.signum) == (StopReason.FAILED, signal.SIGINT)
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_ranks_their_grace_period_if_other_nodes_have_stopped_them_a_moment_before(signum):
+    machine = running_machine(1)
+    assert after_stack_dump(machine, CancelAttempt(), 1.0, 0) == sigterm(0)
+    assert machine.handle(Interrupted(signum), 1.1) == []
+    assert (machine.stop_reason, machine.signum, machine.deadline) == (StopReason.CANCELLED_BY_JOB, signum, 1.0 + GRACE)
+    assert machine.handle(Interrupted(signum), 1.2) == [SendSignal(0, signal.SIGKILL)]
+
+
 def test_ctrl_c_after_all_have_returned_keeps_their_values():
     machine = running_machine(1)
     machine.handle(Returned(0), 0.5)
