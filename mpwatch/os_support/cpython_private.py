@@ -93,6 +93,20 @@ def forget_child(child: BaseProcess) -> None:
     mp_process._children.discard(child)
 
 
+def observe_children(on_start: Callable[[int], object]) -> None:
+    """Call this with the pid of each process that this process starts by multiprocessing from now on."""
+    # multiprocessing adds each of them to this set. Without it: a DataLoader worker that is killed while it shares a tensor
+    # leaves a file in /dev/shm.
+
+    class Children(set["BaseProcess"]):
+        def add(self, child: BaseProcess) -> None:
+            super().add(child)
+            if child.pid is not None:
+                on_start(child.pid)
+
+    mp_process._children = Children(mp_process._children)
+
+
 def reap_later(child: subprocess.Popen[bytes]) -> None:
     """Have subprocess reap this child whenever it starts another one."""
     # For a rank that cannot be killed or reaped now. Without it: the rank stays a zombie until this program ends.

@@ -444,8 +444,12 @@ class EventLoop:
         return self._end_dump(handle)
 
     def _end_dump(self, handle: RankHandle) -> list[m.Event]:
-        """Return StackDumped if the machine waits for it, and the rank has sent all that it was asked for."""
-        is_pending = handle.collective_sockets.is_pending or handle.stack_parser.is_dump_pending()
+        """Return StackDumped if the machine waits for it, and the rank has sent all that it was asked for.
+
+        The machine does not wait for the stacks of a rank that has answered the call.
+        """
+        lacks_stacks = handle.observations.answer is None and handle.stack_parser.is_dump_pending()
+        is_pending = handle.collective_sockets.is_pending or lacks_stacks
         if is_pending or not handle.awaits_dump or handle.observations.died_at is not None:
             return []
         handle.awaits_dump = False
@@ -712,6 +716,10 @@ class EventLoop:
                 return [m.StackDumped(action.rank, generation=handle.generation)]
             handle.awaits_dump = True
             self._request_collectives_of(handle, again=True)
+        elif isinstance(action, m.RequestCollectives):
+            handle.awaits_dump = True
+            self._request_collectives_of(handle, again=True)
+            return self._end_dump(handle)
         elif isinstance(action, m.ReadHeartbeat):
             return [
                 m.HeartbeatRead(action.rank, beat_at=self._pool.read_heartbeat_time(handle), generation=handle.generation)
@@ -735,14 +743,14 @@ class EventLoop:
 
     def _handle_stage_change(self, group: RestartGroup) -> list[m.Event | CallEvent]:
         """Do what follows from the stage that the group's machine has reached. Return the event for the other groups."""
-        stage_before, stop_reason_before = group.known_stage, group.known_stop_reason
+        stage_before, outcome_before = group.known_stage, (group.known_stop_reason, group.known_signum)
         stop_request_before = group.known_stop_request
         group.read_machine()
         if group.known_stop_request is not None and stop_request_before is None:
             self._stop_agreements.begin(group, group.known_stop_request.cause)
         stage = group.known_stage
         is_new_stage = stage is not stage_before
-        if group.known_stop_reason is not stop_reason_before or (
+        if (group.known_stop_reason, group.known_signum) != outcome_before or (
             is_new_stage and stage in (m.RunStage.AWAITING_DECISION, m.RunStage.FINISHED)
         ):
             self._on_outcome_change(group.machine)

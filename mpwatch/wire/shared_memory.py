@@ -1,7 +1,7 @@
 """The memory that the watcher shares with each rank. It needs no channel, and it is still there when the rank is dead.
 
     one anonymous file for all ranks of a run:  [ slot of rank 0 ][ slot of rank 1 ]...
-    a slot:            [ black box ][ stop memory ][ heartbeat memory ][ number of the interrupted call ]
+    a slot:            [ black box ][ stop memory ][ heartbeat memory ][ pids of children ][ number of the interrupted call ]
     black box:         [ frame ][ frame ][ zeros ]
     stop memory:       see stop_step.py
     heartbeat memory:  [ time of the last heartbeat ][ checksum, length ][ last report: time, step, total, metrics ]
@@ -10,6 +10,8 @@
   last, so an incomplete frame does not count. The watcher reads the black box when the rank is dead.
 - A heartbeat is one store of eight bytes. A rank can send heartbeats in its innermost loop, from any thread. The watcher
   can read them at any time. While the rank writes a report, its checksum is wrong, and the watcher reads the report again.
+- The pids of children are those of the processes that the rank has started by multiprocessing, the last 1,014 of them. From
+  them the watcher knows whose files they are that torch has left in /dev/shm (watcher/processes/torch_files.py).
 - The number of the interrupted call says which call the watcher's last interrupt was meant for. See `PendingCall.number`.
   A signal carries no such number, and it can arrive just after the rank has answered that call.
 
@@ -25,6 +27,7 @@ import struct
 import sys
 import time
 from binascii import crc32
+from itertools import count
 
 from mpwatch.wire import stop_step
 from mpwatch.wire.messages import HEADER, Message, parse_header
@@ -38,9 +41,13 @@ if TYPE_CHECKING:
 SLOT_SIZE = 1 << 20  # only pages that are written take memory
 HEARTBEAT_SIZE = 4096
 CALL_NUMBER = struct.Struct("Q")
-BLACK_BOX_SIZE = SLOT_SIZE - len(stop_step.CLEARED) - HEARTBEAT_SIZE - CALL_NUMBER.size
+PID = struct.Struct("=i")
+MAX_CHILD_PIDS = 1014  # so that the stop memory and the heartbeat memory begin at a page
+CHILD_PIDS_SIZE = MAX_CHILD_PIDS * PID.size
+BLACK_BOX_SIZE = SLOT_SIZE - len(stop_step.CLEARED) - HEARTBEAT_SIZE - CHILD_PIDS_SIZE - CALL_NUMBER.size
 STOP_AT = BLACK_BOX_SIZE  # where the stop memory begins in a slot
 HEARTBEAT_AT = STOP_AT + len(stop_step.CLEARED)
+CHILD_PIDS_AT = HEARTBEAT_AT + HEARTBEAT_SIZE
 
 # CLOCK_MONOTONIC; 0: no heartbeat yet; infinity: no heartbeat will follow. Native byte order: one store.
 HEARTBEAT_TIME = struct.Struct("d")
@@ -83,6 +90,31 @@ def read_interrupted_call(memory: mmap.mmap) -> int:
     """In the rank: return the number of the last call that the watcher interrupted; 0 if there was none."""
     number: int = CALL_NUMBER.unpack_from(memory, SLOT_SIZE - CALL_NUMBER.size)[0]
     return number
+
+
+# --- The pids of children ---
+
+
+class ChildPidsWriter:
+    """In the rank: the writer of the pids of its children.
+
+    Args:
+        memory: the rank's slot.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._numbers = count()
+
+    def append(self, pid: int) -> None:
+        """Write a pid in place of the oldest one. Any thread may call this."""
+        PID.pack_into(self._memory, CHILD_PIDS_AT + next(self._numbers) % MAX_CHILD_PIDS * PID.size, pid)
+
+
+def read_child_pids(fd: int, slot: int) -> set[int]:
+    """In the watcher: return the pids of the processes that a rank has started by multiprocessing."""
+    data = os.pread(fd, CHILD_PIDS_SIZE, slot * SLOT_SIZE + CHILD_PIDS_AT)
+    return {pid for (pid,) in PID.iter_unpack(data) if pid > 0} if any(data) else set()
 
 
 # --- The black box ---

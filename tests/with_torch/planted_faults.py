@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import mpwatch
+from mpwatch.worker import collectives
 
 ODD_RANK = 1
 
@@ -65,6 +66,19 @@ def wrong_root(is_odd):
 def early_return(is_odd):
     if not is_odd:
         dist.all_reduce(torch.ones(16))
+
+
+def early_return_before_a_late_answer(is_odd):
+    """The odd rank needs a tenth of a second to answer which collectives it has called. The others have failed by then."""
+    if is_odd:
+        describe_rank = collectives.describe_rank
+
+        def describe_late():
+            time.sleep(0.1)
+            return describe_rank()
+
+        collectives.describe_rank = describe_late
+    early_return(is_odd)
 
 
 def early_exit(is_odd):

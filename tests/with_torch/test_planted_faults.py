@@ -75,6 +75,13 @@ def test_one_of_eight_ranks_does_not_fit(fault):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_wait_for_all_stacks")
+def test_a_rank_that_has_returned_is_not_stopped_before_it_has_answered():
+    error = run(faults.early_return_before_a_late_answer, 3)
+    assert re.match(f"rank {ODD_RANK} {VERDICTS[faults.early_return]}", str(error)), str(error)
+
+
+@pytest.mark.slow
 def test_ranks_that_differ_in_the_root_are_named():
     """The recorder does not know the root, so a rank that has gone on says nothing about it. Nobody is blamed."""
     error = run(faults.wrong_root, 3)

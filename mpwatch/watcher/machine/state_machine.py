@@ -284,6 +284,9 @@ class StateMachine:
         if isinstance(event, m.HeartbeatRead):
             return self._on_heartbeat(event, now)
         if self.stage is RunStage.DUMPING_STACKS:
+            if isinstance(event, m.Returned) and self.stop_reason is not StopReason.INTERRUPTED:
+                self._dumping.add(event.rank)
+                return [m.RequestCollectives(event.rank)]
             return self._on_stack_dumped(event.rank, now)
         if isinstance(event, m.StackDumped) or (isinstance(event, m.DetailsReceived) and not self._keep_ranks):
             return []  # stacks that came too late, or details that nothing waits for
@@ -398,6 +401,8 @@ class StateMachine:
     def _on_interrupt(self, event: m.Interrupted, now: float) -> list[Action]:
         """Stop the ranks at the first signal, and kill them at the second one.
 
+        A signal also kills ranks that are being stopped already. But if other nodes have ended the attempt, a first signal
+        leaves the ranks their grace period: those nodes may have received the same signal a moment before.
         The host's own handler gets the signal after the run, even if this method does nothing.
         """
         signum = event.signum
@@ -407,6 +412,8 @@ class StateMachine:
         stop_reason = self.stop_reason or StopReason.INTERRUPTED  # a success or a failure before the signal remains one
         if is_first and signum == signal.SIGINT and self.is_call_running():
             return self._dump_stacks_then_stop(now, stop_reason)
+        if self.stage is RunStage.TERMINATING and is_first and self.stop_reason is StopReason.CANCELLED_BY_JOB:
+            return []
         if self.stage is RunStage.TERMINATING:
             return self._kill(now) if self.phase_table.counts[RankPhase.TERMINATING] else []
         signum_for_running = signal.SIGINT if signum == signal.SIGINT and is_first else signal.SIGTERM
@@ -454,16 +461,23 @@ class StateMachine:
     # --- stopping: DumpStacks, SIGTERM, SIGKILL, AbandonRank
 
     def _dump_stacks_then_stop(self, now: float, stop_reason: StopReason) -> list[Action]:
-        """Ask the running ranks for their stacks. They are stopped when all stacks have come, or after a short time."""
+        """Ask the running ranks for their stacks. The ranks are stopped when all stacks have come, or after a short time.
+
+        Ranks that have returned are asked for their collectives, unless the run is interrupted: the others may have failed
+        because they waited for one of these.
+        """
         self.stop_reason = stop_reason
         # A request for stacks interrupts system calls. What a rank reports from now on may be a consequence of that.
         self.stopped_at = now
-        self._dumping = set(self.phase_table.ranks_in(RankPhase.RUNNING))
+        running, returned = map(self.phase_table.ranks_in, (RankPhase.RUNNING, RankPhase.RETURNED))
+        if stop_reason is StopReason.INTERRUPTED:
+            returned = []
+        self._dumping = {*running, *returned}
         if not self._dumping:
             return self._stop(now)
         self.stage = RunStage.DUMPING_STACKS
         self._stage_deadline = now + STACK_DUMP_SECONDS
-        return [m.DumpStacks(rank) for rank in sorted(self._dumping)]
+        return [*map(m.DumpStacks, sorted(running)), *map(m.RequestCollectives, sorted(returned))]
 
     def _on_stack_dumped(self, rank: int, now: float) -> list[Action]:
         """Stop all ranks if no more stacks are expected.

@@ -36,6 +36,7 @@ The stages of a run:
     RUNNING --- a rank reports a secondary failure, or has not reported yet what it raised ---> AWAITING_ROOT_CAUSE
     AWAITING_ROOT_CAUSE --- a rank fails by itself, or ROOT_CAUSE_WAIT_SECONDS later ---> DUMPING_STACKS
     DUMPING_STACKS --- all stacks are there, or STACK_DUMP_SECONDS later ---> TERMINATING --- all have exited ---> the end
+        (and the collectives of ranks that have returned: SIGTERM would end such a rank before it can answer)
     SHUTTING_DOWN --- `grace_period` later ---> TERMINATING
     each stage above --- Interrupted ---> TERMINATING        (except SIGINT in IDLE, and the first SIGINT in RUNNING)
 
@@ -152,7 +153,7 @@ class DetailsReceived(RankEvent):
 
 @dataclass(frozen=True, slots=True)
 class StackDumped(RankEvent):
-    """The rank has sent its stacks, or cannot send them."""
+    """The rank has sent what DumpStacks or RequestCollectives has asked for, or cannot send it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +310,13 @@ class DumpStacks:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestCollectives:
+    """Ask a rank that has returned which collectives it has called. StackDumped is the answer."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReadHeartbeat:
     """Read the time of the rank's last heartbeat. HeartbeatRead is the answer."""
 
@@ -330,7 +338,7 @@ class AbandonRank:
     rank: int
 
 
-Action = StartRank | CallRank | RequestExit | DumpStacks | ReadHeartbeat | SendSignal | AbandonRank
+Action = StartRank | CallRank | RequestExit | DumpStacks | RequestCollectives | ReadHeartbeat | SendSignal | AbandonRank
 
 
 class IllegalEventError(Exception):

@@ -71,6 +71,7 @@ class RankPopen(Popen):
     Attributes:
         name: of the multiprocessing.Process.
         pid: of the rank. It is also the number of its process group.
+        wall_started_at: when the rank was started, by the wall clock.
         sentinel: descriptor that becomes readable when the rank ends.
     """
 
@@ -123,6 +124,7 @@ class RankPopen(Popen):
         cpus: frozenset[int] | None,
     ) -> None:
         self.name = process.name
+        self.wall_started_at = time.time()
         self._description = description
         self._process: _WatchedProcess | None = process
         self._env = env

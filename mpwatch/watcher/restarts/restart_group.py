@@ -96,6 +96,7 @@ class RestartGroup:
         """
         self.known_stage = self.machine.stage
         self.known_stop_reason = self.machine.stop_reason
+        self.known_signum = self.machine.signum
         self.known_state = self.machine.state
         self.known_stop_request = self.machine.stop_request
         deadline = self.machine.deadline

@@ -10,6 +10,7 @@ from mpwatch.watcher.machine.transitions import (
     HeartbeatRead,
     ReadHeartbeat,
     Ready,
+    RequestCollectives,
     Returned,
     StartCall,
     StopReason,
@@ -117,7 +118,7 @@ def test_the_silence_of_a_rank_that_has_returned_is_no_first_reading_of_another_
     machine.handle(Ready(1), 6.0)
     assert machine.deadline == 11.0
     assert read_heartbeats(machine, 11.0, {1: 1.0}) == []
-    assert read_heartbeats(machine, 12.0, {1: 1.0}) == [DumpStacks(1)]
+    assert read_heartbeats(machine, 12.0, {1: 1.0}) == [DumpStacks(1), RequestCollectives(0)]
 
 
 def test_a_machine_that_was_suspended_blames_no_rank():

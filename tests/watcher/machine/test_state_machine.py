@@ -25,6 +25,7 @@ from mpwatch.watcher.machine.transitions import (
     Lease,
     RankPhase,
     Ready,
+    RequestCollectives,
     RequestExit,
     Restart,
     Returned,
@@ -58,9 +59,13 @@ def running_machine(n=3, timeout=None, **more):
 
 
 def after_stack_dump(machine, event, now, *ranks):
-    """Return the actions after these ranks have sent their stacks, which the event or the deadline makes them do."""
+    """Return the actions after these ranks have sent their stacks, which the event or the deadline makes them do.
+
+    Ranks that have returned send their collectives.
+    """
+    phases = machine.phase_table.phases
     assert (machine.handle_deadline(now) if event is None else machine.handle(event, now)) == [
-        DumpStacks(rank) for rank in ranks
+        RequestCollectives(rank) if phases[rank] is RankPhase.RETURNED else DumpStacks(rank) for rank in ranks
     ]
     assert machine.stage is RunStage.DUMPING_STACKS
     *others, last = ranks
@@ -114,7 +119,32 @@ def test_a_stack_dump_has_a_deadline():
     assert machine.stopped_at == 1.0  # what ranks do after the request for stacks may be a consequence of it
 
 
-@pytest.mark.parametrize("event", [Returned, Failed, Exited, Failing])
+def test_a_rank_that_has_returned_is_stopped_when_it_has_answered_what_it_called():
+    machine = running_machine()
+    machine.handle(Returned(1), 0.5)
+    assert machine.handle(Failed(0, is_secondary=True), 1.0) == []
+    assert machine.handle(Failed(2, is_secondary=True), 1.0) == [RequestCollectives(1)]
+    assert machine.deadline == 1.0 + STACK_DUMP_SECONDS
+    assert machine.handle(StackDumped(1), 1.1)[3:6] == [RequestExit(1), *sigterm(1)]
+
+
+def test_a_rank_that_returns_during_a_stack_dump_is_stopped_when_it_has_answered_what_it_called():
+    machine = running_machine()
+    machine.handle(Failed(1), 1.0)
+    assert machine.handle(StackDumped(0), 1.0) == []
+    assert machine.handle(Returned(0), 1.1) == [RequestCollectives(0)]
+    assert machine.handle(StackDumped(2), 1.1) == []
+    assert machine.handle(StackDumped(0), 1.1)[:3] == [RequestExit(0), *sigterm(0)]
+
+
+def test_the_answer_of_a_rank_that_has_returned_has_a_deadline():
+    machine = running_machine(2)
+    machine.handle(Returned(1), 0.5)
+    assert machine.handle(Failed(0), 1.0) == [RequestCollectives(1)]
+    assert RequestExit(1) in machine.handle_deadline(1.0 + STACK_DUMP_SECONDS)
+
+
+@pytest.mark.parametrize("event", [Failed, Exited, Failing])
 def test_a_rank_that_reports_during_a_stack_dump_is_not_waited_for(event):
     machine = running_machine(2)
     machine.handle(Failed(1), 1.0)
@@ -131,7 +161,7 @@ def test_the_stacks_of_a_rank_may_come_after_its_answer(events):
     machine = running_machine()
     assert machine.handle(Failed(1), 1.0) == [DumpStacks(0), DumpStacks(2)]
     for event in events:
-        assert machine.handle(event, 1.1) == []
+        assert machine.handle(event, 1.1) == [RequestCollectives(0)] * isinstance(event, Returned)
     assert machine.handle(StackDumped(0), 1.1) == []
     assert SendSignal(2, signal.SIGTERM) in machine.handle(StackDumped(2), 1.1)
 
@@ -219,7 +249,8 @@ def test_a_secondary_failure_without_root_cause_ends_the_run_at_the_deadline():
 def test_a_secondary_failure_without_root_cause_ends_the_run_when_no_other_rank_runs():
     machine = running_machine(2)
     machine.handle(Returned(1), 0.5)
-    assert machine.handle(Failed(0, is_secondary=True), 1.0) == [RequestExit(0), *sigterm(0), RequestExit(1), *sigterm(1)]
+    assert machine.handle(Failed(0, is_secondary=True), 1.0) == [RequestCollectives(1)]
+    assert machine.handle(StackDumped(1), 1.0) == [RequestExit(0), *sigterm(0), RequestExit(1), *sigterm(1)]
 
 
 def test_a_rank_that_does_not_exit_in_time_is_stopped_and_the_run_has_succeeded():
@@ -236,7 +267,7 @@ def test_the_timeout():
     machine = running_machine(timeout=3.0)
     machine.handle(Returned(0), 1.0)
     assert machine.deadline == 3.0
-    assert after_stack_dump(machine, None, 3.0, 1, 2) == [RequestExit(0), *sigterm(0), *sigterm(1, 2)]
+    assert after_stack_dump(machine, None, 3.0, 1, 2, 0) == [RequestExit(0), *sigterm(0), *sigterm(1, 2)]
     assert machine.stop_reason is StopReason.TIMED_OUT
 
 
@@ -313,6 +344,15 @@ def test_ctrl_c_while_a_failed_run_is_stopped_kills():
     kills = [SendSignal(0, signal.SIGKILL), SendSignal(1, signal.SIGKILL)]
     assert machine.handle(Interrupted(signal.SIGINT), 2.0) == kills
     assert (machine.stop_reason, machine.signum) == (StopReason.FAILED, signal.SIGINT)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_ranks_their_grace_period_if_other_nodes_have_stopped_them_a_moment_before(signum):
+    machine = running_machine(1)
+    assert after_stack_dump(machine, CancelAttempt(), 1.0, 0) == sigterm(0)
+    assert machine.handle(Interrupted(signum), 1.1) == []
+    assert (machine.stop_reason, machine.signum, machine.deadline) == (StopReason.CANCELLED_BY_JOB, signum, 1.0 + GRACE)
+    assert machine.handle(Interrupted(signum), 1.2) == [SendSignal(0, signal.SIGKILL)]
 
 
 def test_ctrl_c_after_all_have_returned_keeps_their_values():

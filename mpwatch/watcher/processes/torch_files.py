@@ -1,0 +1,93 @@
+"""Removes files that torch leaves in /dev/shm if a process is killed while it shares a tensor. Runs in the watcher thread.
+
+A process shares a tensor, as a DataLoader worker does, through a file `/dev/shm/torch_<its pid>_<random>_<number>`:
+
+    strategy file_descriptor (the default): create and open, set the size, map, unlink.  Killed meanwhile: the file stays.
+    strategy file_system: create and open, set the size, map, count its users in its first bytes, close.
+        The process torch_shm_manager, which torch starts, unlinks the file 2 s after the death of the last user.
+
+Processes that are killed leave nothing else. multiprocessing's resource tracker removes files of
+`multiprocessing.shared_memory`, and semaphores of the spawn context. Semaphores of the fork context have no name.
+
+`remove_left_files` removes a file only if all of this holds:
+
+1. Its name has the pid of one of these processes: the rank, a process that it has started by multiprocessing
+   (`read_child_pids`), or a process that was in the rank's group when that group was killed (`find_makers`).
+2. That process is dead.
+3. The file belongs to this user, and is not older than the rank.
+4. No process of this machine has opened or mapped it (`is_used_elsewhere`).
+5. Its count of users is 0.
+
+The first three say whose file it is. Two cases remain: a later process may get the same pid, and a process of another
+container may have it, if the containers share /dev/shm. The last two keep the file of such a process while any process can
+need it. With file_descriptor, only the process that makes a file opens it by name, and keeps it open until it is unlinked.
+With file_system, a file in use has a count.
+
+If one of them cannot be found out, the file stays. It also stays if the watcher is killed: the guardian removes no files.
+"""
+
+import os
+import stat
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+
+from mpwatch.os_support.descriptors import is_used_elsewhere
+from mpwatch.os_support.processes import read_process_state
+
+FOLDER = "/dev/shm"  # noqa: S108  where shm_open makes files on Linux
+PREFIX = "torch_"
+COUNT_SIZE = 4  # bytes of the count of users, an int
+
+
+def find_makers(pgid: int) -> set[int]:
+    """Return the processes of a process group that have made such a file which still exists."""
+    return {pid for pid, _ in _list_files() if _is_in_group(pid, pgid)}
+
+
+def remove_left_files(makers: Collection[int], since: float) -> None:
+    """Remove the files that these processes have left.
+
+    Args:
+        makers: pids of the processes.
+        since: when the rank was started, by the wall clock.
+    """
+    for pid, path in _list_files():
+        if pid in makers and _is_dead(pid):
+            with suppress(OSError):
+                _remove_if_unused(path, since)
+
+
+def _list_files() -> Iterator[tuple[int, str]]:
+    """Yield the pid in the name of each file of torch, and the file's path."""
+    try:
+        names = os.listdir(FOLDER)
+    except OSError:  # another system than Linux, or no descriptor is left
+        return
+    for name in names:
+        if name.startswith(PREFIX):
+            pid, separator, _ = name[len(PREFIX) :].partition("_")
+            if separator and pid.isdecimal():
+                yield int(pid), f"{FOLDER}/{name}"
+
+
+def _is_in_group(pid: int, pgid: int) -> bool:
+    try:
+        return os.getpgid(pid) == pgid
+    except (OSError, OverflowError):
+        return False
+
+
+def _is_dead(pid: int) -> bool:
+    state = read_process_state(pid)
+    return state is None or state.letter in "ZX"
+
+
+def _remove_if_unused(path: str, since: float) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(fd)
+        is_of_rank = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_mtime >= since
+        if is_of_rank and not any(os.pread(fd, COUNT_SIZE, 0)) and not is_used_elsewhere(fd):
+            os.unlink(path)
+    finally:
+        os.close(fd)
