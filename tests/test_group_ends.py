@@ -160,9 +160,9 @@ def test_sigterm_ends_the_program_and_its_group():
 
 @in_own_process
 def test_ctrl_c_during_the_start_leaves_no_rank():
-    def start_and_interrupt(self, worker, env, start=ProcessPool.start):
-        start(self, worker, env)
-        if worker.rank == 0:
+    def start_and_interrupt(self, setup, start=ProcessPool.start):
+        start(self, setup)
+        if setup.worker.rank == 0:
             os.kill(os.getpid(), signal.SIGINT)
 
     ProcessPool.start = start_and_interrupt

@@ -301,13 +301,13 @@ def test_the_copy_of_a_function_that_forks_sends_no_value():
 
 
 def test_a_function_that_a_rank_cannot_load(tmp_path, monkeypatch):
-    (tmp_path / "only_here.py").write_text("def f(item): return item\n")
+    (tmp_path / "only_in_this_test.py").write_text("def f(item): return item\n")
     monkeypatch.syspath_prepend(tmp_path)
-    import only_here
+    import only_in_this_test
 
-    (tmp_path / "only_here.py").write_text("raise ImportError('not in a rank')\n")
+    (tmp_path / "only_in_this_test.py").write_text("raise ImportError('not in a rank')\n")
     with pytest.raises(RunFailedError, match="not in a rank") as caught:
-        list(mpwatch.map(only_here.f, range(5), 2))
+        list(mpwatch.map(only_in_this_test.f, range(5), 2))
     assert not isinstance(caught.value, ItemFailedError)
 
 
