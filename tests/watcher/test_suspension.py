@@ -41,12 +41,16 @@ def have_all_stopped(pids):
     return all(state_of(pid) == "T" for pid in pids)
 
 
-def wait_for_stop_of(pids):
-    """Wait until these processes have stopped. On a busy machine a process gets SIGSTOP before it is next to run."""
+def wait_until(condition):
     deadline = time.monotonic() + 10
-    while not have_all_stopped(pids):
+    while not condition():
         assert time.monotonic() < deadline
         os.sched_yield()
+
+
+def wait_for_stop_of(pids):
+    """Wait until these processes have stopped. On a busy machine a process gets SIGSTOP before it is next to run."""
+    wait_until(lambda: have_all_stopped(pids))
 
 
 def are_all_running(pids):
@@ -101,7 +105,11 @@ class Program:
         os.kill(self.process.pid, signum)
 
     def suspend(self):
-        """Send SIGTSTP, wait until the program has stopped, and check that its ranks have stopped."""
+        """Send SIGTSTP, wait until the program has stopped, and check that its ranks have stopped.
+
+        In the first two milliseconds of a call the program has its own signals. The signal comes after that.
+        """
+        wait_until(lambda: read_process_state(self.process.pid).catches(signal.SIGTSTP))
         before = cpu_seconds(self.pids)
         self.send(signal.SIGTSTP)
         self.wait_for_stop()
