@@ -15,6 +15,7 @@ import mpwatch
 import stop_functions
 from mpwatch import WorkerGroup, WorkerState
 from mpwatch.events import CallStarted, Restarting, Stopping, WorkerExited, WorkerReady, WorkerStarted
+from mpwatch.os_support.signals import name_signal
 from stop_functions import STEPS
 from support import functions
 from support.process_state import SPAWN, children, is_alive
@@ -52,13 +53,13 @@ def check_stopped(result, cause, ranks=3):
     assert result.stop_cause == cause
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGRTMIN])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGRTMIN + 3])
 def test_a_signal_stops_all_ranks_at_the_same_step(number):
     handler = signal.getsignal(number)
     events = []
     observers = (events.append, kill_when(WorkerReady, number, 3))
     result = mpwatch.run(stop_functions.count_steps, 3, stop_signals=[number], on_event=observers)
-    name = signal.Signals(number).name
+    name = name_signal(number)
     check_stopped(result, name)
     (stopping,) = (event for event in events if isinstance(event, Stopping))
     assert (stopping.stop_cause, stopping.ranks) == (name, (0, 1, 2))

@@ -17,7 +17,6 @@ Guarantee: when `close` has returned, the thread has ended, and its sockets and 
 
 import math
 import platform
-import signal
 import threading
 import time
 from collections import deque
@@ -52,6 +51,7 @@ from mpwatch.multinode.rendezvous.rounds import Round
 from mpwatch.multinode.round_runner import RoundRunner
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.os_support.processes import wait_for_thread_exit
+from mpwatch.os_support.signals import name_signal
 from mpwatch.results.rank_collectives import RankCollectives
 from mpwatch.watcher.commands import CommandQueue
 from mpwatch.watcher.machine.state_machine import StateMachine
@@ -173,7 +173,7 @@ class NodeThread:
     def on_outcome_change(self, machine: StateMachine) -> None:
         """Report a signal, a failure, or that all ranks have exited. The argument is the state machine of the ranks."""
         if machine.signum is not None:
-            reason = INTERRUPT_REASONS.get(machine.interrupt_cause) or f"it received {signal.Signals(machine.signum).name}"
+            reason = INTERRUPT_REASONS.get(machine.interrupt_cause) or f"it received {name_signal(machine.signum)}"
             self._post_to_machine(lambda node_machine: node_machine.report_signal(reason))
         elif machine.stop_reason in (StopReason.FAILED, StopReason.TIMED_OUT):
             self._post_to_machine(lambda node_machine: node_machine.report_failing())

@@ -14,12 +14,12 @@ A report looks like this:
 """
 
 import re
-import signal
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from traceback import walk_tb
 from typing import Any
 
+from mpwatch.os_support.signals import name_signal
 from mpwatch.results.failure import (
     TEXT_LIMIT,
     FailureKind,
@@ -198,7 +198,7 @@ def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collec
 
 def format_signal(number: int) -> str:
     """Return a sentence that says that a signal to the host program stopped the run."""
-    return f"the run was stopped: this process received {signal.Signals(number).name}"
+    return f"the run was stopped: this process received {name_signal(number)}"
 
 
 def format_silence(seconds: float, heartbeat_timeout: float, progress: Progress | None) -> str:

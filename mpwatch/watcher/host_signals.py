@@ -39,7 +39,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from mpwatch.os_support.processes import read_process_state
-from mpwatch.os_support.signals import list_python_handlers, set_handler
+from mpwatch.os_support.signals import list_python_handlers, name_signal, set_handler
 from mpwatch.watcher.commands import CallEvent, CommandQueue, ForwardSignal, StacksRequest
 from mpwatch.watcher.handler_errors import run_until_handler_raises
 from mpwatch.watcher.machine.transitions import InterruptCause, Interrupted, StopRequested
@@ -277,7 +277,7 @@ class HostSignals:
             self._defer_signal(signum, None)
             return
         self._received_stop_signals.add(signum)
-        self.request_stop(signal.Signals(signum).name, signum)
+        self.request_stop(name_signal(signum), signum)
 
     def defer_stop_signal(self, signum: int | None) -> None:
         """Defer a stop signal that has been received once: the ranks have not returned in time."""
