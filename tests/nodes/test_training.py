@@ -22,6 +22,7 @@ TRAINING_SECONDS = 60.0  # seconds; each rank imports torch
 
 
 OVER_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+PATIENT_NODE_TIMEOUT = 15  # seconds: on a busy machine a node that imports torch may be silent for two seconds
 
 
 def make_options(folder):
@@ -79,6 +80,7 @@ def test_training_goes_on_from_its_checkpoint_when_a_node_is_killed(job, undistu
 @pytest.mark.parametrize("missing", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_that_others_wait_for_is_blamed_on_every_node(job, missing):
     """The victims are on its own node and on the other one."""
+    job.rendezvous["node_timeout"] = PATIENT_NODE_TIMEOUT
     for node in job.start_several(2, all_reduce_without_one, 2, args=[missing], backend="gloo", env=OVER_LOOPBACK):
         outcome = node.outcome(TRAINING_SECONDS)
         assert (outcome.error, outcome.state) == ("RunFailedError", "FAILED")
@@ -95,6 +97,7 @@ def test_a_rank_that_others_wait_for_is_blamed_on_every_node(job, missing):
 @pytest.mark.parametrize("odd", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_called_another_collective_is_blamed_on_every_node(job, odd):
     """Only both nodes together have a majority: gloo's errors name other ranks."""
+    job.rendezvous["node_timeout"] = PATIENT_NODE_TIMEOUT
     options = {"args": [odd], "backend": "gloo", "env": OVER_LOOPBACK}
     nodes = job.start_several(2, all_reduce_with_other_shape, 2, **options)
     pids = set()
@@ -113,6 +116,7 @@ def test_a_rank_that_called_another_collective_is_blamed_on_every_node(job, odd)
 
 def test_a_rank_that_has_returned_is_blamed_on_every_node_if_others_wait_for_it(job):
     """Each node has one rank, so none can see alone that they do not fit."""
+    job.rendezvous["node_timeout"] = PATIENT_NODE_TIMEOUT
     options = {"args": [True], "backend": "gloo", "env": OVER_LOOPBACK, "stall_after": 0.5}
     for node in job.start_several(2, leave_others_waiting, 1, **options):
         outcome = node.outcome(TRAINING_SECONDS)
