@@ -21,7 +21,7 @@ class Core(NamedTuple):
     """The numbers of its allowed CPUs (hardware threads), in ascending order."""
     package: int = 0
     node: int = 0
-    """The NUMA node."""
+    """The number of its NUMA node."""
     kind: int = 0
     """0: a performance core, or a core of a processor that has one kind only. Others: efficiency cores."""
 

@@ -7,7 +7,7 @@ Runs in the caller's thread. From `mpwatch.run()` to the process of a rank:
 A BlockingCall posts a command and waits until it is done:
 
     start of the ranks:   take the signals over -> post -> start the thread -> wait -> restore the signals
-    call of idle ranks:   make the call in this thread (direct_calls.py) -> done within 2 ms     (not with `forward_signals`)
+    call of idle ranks:   make the call in this thread (direct_calls.py) -> done within 2 ms     (not with signal options)
                           or else: post -> wait until the 2 ms are over -> done
                           or else: take the signals over -> wait -> restore the signals
 

@@ -41,5 +41,5 @@ def forward_signal(
         elif state is None or state.letter not in "ZX":  # otherwise it has just ended
             left_out.append(handle.observations.worker.rank)
     if left_out:
-        text = "%s was not passed on to %s: without a handler for it, set by the function, the signal could end a rank"
+        text = "%s was not passed on to %s: only a rank whose function has set a handler for the signal gets it"
         deferred_log.warning(text, name_signal(command.signum), format_ranks(left_out))

@@ -6,7 +6,7 @@
     pause the live view
     ProgramSuspension.suspend --- Suspend ------------->  suspend_processes: SIGSTOP to the process group of each rank
                               <-- are_ranks_stopped ----  wait for `is_over`
-    SIGSTOP to itself
+    SIGTSTP to itself
           ... the whole program is stopped until it gets SIGCONT ...
     draw the live view again  --- is_over ------------->  SIGCONT to the process groups; shift all deadlines (Resumed)
 
@@ -19,7 +19,8 @@ Guarantees:
 - The watcher thread never waits without an end: whatever is raised in the caller's thread, `is_over` is released.
 - A process that was stopped before stays stopped.
 
-The program stops itself by SIGSTOP. SIGTSTP would do nothing to a process group without a shell (an orphaned one).
+The program stops itself by SIGTSTP with its default action. In a process group without a shell (an orphaned one, as with
+`ssh -t host python x.py`) nothing could continue the program, so the kernel ignores the signal. Then the ranks go on at once.
 """
 
 import os
@@ -29,6 +30,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 from mpwatch.os_support.processes import list_group_members, read_process_state
+from mpwatch.os_support.signals import get_handler, set_handler
 from mpwatch.watcher.commands import CommandQueue, Suspend
 from mpwatch.watcher.processes.process import RankPopen
 
@@ -68,7 +70,7 @@ class ProgramSuspension:
             self._is_under_way = True
             self._commands.post(command)
             self._wait_until_ranks_are_stopped(command)
-            os.kill(os.getpid(), signal.SIGSTOP)  # it returns after SIGCONT
+            _stop_this_program()
         finally:
             # First, and one call of C: a further exception comes after it at the earliest.
             command.is_over.release()
@@ -85,6 +87,16 @@ class ProgramSuspension:
         while not command.are_ranks_stopped.acquire(timeout=POLL_SECONDS):
             if not self._is_watcher_running() or time.monotonic() > deadline:
                 return
+
+
+def _stop_this_program() -> None:
+    """Do what SIGTSTP does to a program without a handler. Return after SIGCONT, or at once if the kernel ignores it."""
+    handler = get_handler(signal.SIGTSTP)
+    try:
+        set_handler(signal.SIGTSTP, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTSTP)
+    finally:
+        set_handler(signal.SIGTSTP, handler)
 
 
 def suspend_processes(command: Suspend, processes: Collection[RankPopen]) -> None:

@@ -137,7 +137,7 @@ def test_the_terminal_is_restored_after_the_program_was_killed(fifo):
 
 
 def has_stopped(program, times):
-    return program.emulator.all_rows().count("stopped by SIGSTOP") == times
+    return program.emulator.all_rows().count("stopped by SIGTSTP") == times
 
 
 def test_the_terminal_is_free_while_the_program_is_suspended(fifo):

@@ -16,7 +16,7 @@ from support.programs import in_own_process
 from watcher import forwarding_functions
 
 USR2 = (signal.SIGUSR2,)
-NOT_PASSED_ON = "SIGUSR2 was not passed on to {}: without a handler for it, set by the function, the signal could end a rank"
+NOT_PASSED_ON = "SIGUSR2 was not passed on to {}: only a rank whose function has set a handler for the signal gets it"
 
 
 class Sender:

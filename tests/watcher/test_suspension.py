@@ -329,7 +329,7 @@ def test_ctrl_z_and_fg_and_bg_in_a_terminal(gate, eventually):
         for number in (1, 2):
             before = cpu_seconds(pids)
             terminal.type(CTRL_Z)
-            assert terminal.read_until(has("stopped by SIGSTOP", number))
+            assert terminal.read_until(has("stopped by SIGTSTP", number))
             check_suspension(pids, before)
             if number == 2:
                 terminal.type(b"bg\r")
@@ -341,4 +341,17 @@ def test_ctrl_z_and_fg_and_bg_in_a_terminal(gate, eventually):
         gate.touch()
         assert terminal.read_until(has("ended with 0"))
         assert RESULT.strip() in terminal.emulator.rows()
+        assert terminal.end() == 0
+
+
+def test_ctrl_z_does_nothing_in_a_terminal_without_a_shell(gate):
+    """The program leads the session, as with `ssh -t host python x.py`. Nothing there could continue it."""
+    pytest.importorskip("pyte")
+    from support.screens import Program as TerminalProgram
+
+    with TerminalProgram(*command(suspended_functions.run, str(gate), {"timeout": 60}), env=ENV) as terminal:
+        assert terminal.read_until(lambda rows: sum(row.startswith("running") for row in rows) == 2)
+        terminal.type(CTRL_Z)
+        gate.touch()
+        assert terminal.read_until(lambda rows: RESULT.strip() in rows)
         assert terminal.end() == 0
