@@ -20,7 +20,7 @@ Guarantees:
 - A process that was stopped before stays stopped.
 
 The program stops itself by SIGTSTP with its default action. In a process group without a shell (an orphaned one, as with
-`ssh -t host python x.py`) nothing could continue the program, so the kernel ignores the signal. Then the ranks go on at once.
+`ssh -t host python x.py`) nothing could continue the program, so the kernel ignores the signal, and the ranks go on.
 """
 
 import os
