@@ -3,17 +3,22 @@
 import json
 import re
 
-from support.programs import ENV
+from support.programs import ENV, TESTS
 from support.screens import Program
 
 PROMPT = re.compile(r"\(rank \d+[^()]*\) \(Pdb\)$")
 
 
 class DebuggedProgram(Program):
-    """Runs `python PROGRAM FUNCTION RANKS OPTIONS`: see tests/watcher/debugger/debugged_program.py."""
+    """Runs `python PROGRAM FUNCTION RANKS OPTIONS`: see tests/watcher/debugger/debugged_program.py.
 
-    def __init__(self, program, function, ranks, env=ENV, **options):
-        super().__init__(str(program), function, json.dumps(ranks), json.dumps(options), env=env, columns=140, rows=300)
+    `has_shell`: whether a shell with job control starts it.
+    """
+
+    def __init__(self, program, function, ranks, env=ENV, *, has_shell=False, **options):
+        shell = [str(TESTS / "support" / "job_shell.py")] if has_shell else []
+        command = [*shell, str(program), function, json.dumps(ranks), json.dumps(options)]
+        super().__init__(*command, env=env, columns=140, rows=300)
 
     def wait_for_prompt(self, after=-1):
         """Wait for a prompt below this row of the screen. Return its text."""

@@ -31,12 +31,12 @@ def test_one_rank_is_debugged_and_the_run_succeeds():
 
 
 def test_ctrl_z_at_a_prompt_suspends_the_program_at_once():
-    with debugged("loop", [1], timeout=60) as program:
+    with debugged("loop", [1], timeout=60, has_shell=True) as program:
         program.wait_for_prompt()
         program.type(b"\x1a")
-        stopped = os.waitid(os.P_PID, program.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-        assert stopped.si_code == os.CLD_STOPPED
-        os.kill(program.process.pid, signal.SIGCONT)
+        assert program.read_until(lambda rows: "stopped by SIGTSTP" in rows)
+        program.type(b"fg\n")  # the program has left the terminal in the modes of the prompt, and this shell sets no others
+        assert program.read_until(lambda rows: "in the foreground" in rows)
         program.type(b"\r")
         program.wait_for_prompt(after=program.emulator.cursor[0])
         assert program.ask("p values, step")[0] == "({'rank': 1, 'step': 0}, 1)"
