@@ -38,6 +38,13 @@ def save_at_sigint(barrier, path):
         raise
 
 
+def save_at_sigint_of_another_thread(barrier, path):
+    """Wait in a system call that SIGINT does not end, since the kernel gives it to the other thread."""
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    save_at_sigint(barrier, path)
+
+
 def submit_waiting(function=report_and_wait, *args, **options):
     """Submit a function to two ranks, and return when both run it."""
     barrier = SPAWN.Barrier(3)
@@ -113,9 +120,10 @@ def test_it_can_be_looked_into():
     assert handle.progress()[0].step == 7
 
 
-def test_stop_interrupts_the_ranks_and_waits_for_them(tmp_path):
+@pytest.mark.parametrize("function", [save_at_sigint, save_at_sigint_of_another_thread])
+def test_stop_interrupts_the_ranks_and_waits_for_them(tmp_path, function):
     path = tmp_path / "checkpoint"
-    handle = submit_waiting(save_at_sigint, path)
+    handle = submit_waiting(function, path)
     pids = list_pids(handle)
     handle.stop()
     assert path.read_text() == "saved"

@@ -60,7 +60,7 @@ from mpwatch.watcher.commands import (
 )
 from mpwatch.watcher.diagnosis.death_order import DeathClock
 from mpwatch.watcher.diagnosis.failures import is_crash, may_be_oom_kill
-from mpwatch.watcher.diagnosis.observations import AttemptObservations
+from mpwatch.watcher.diagnosis.observations import AttemptObservations, RankObservations
 from mpwatch.watcher.diagnosis.oom import OomDetector
 from mpwatch.watcher.diagnosis.peer_errors import classify_exception
 from mpwatch.watcher.diagnosis.stack_dumps import add_source_lines, cut_frames_of_mpwatch
@@ -90,6 +90,8 @@ StopCallback = Callable[[str], bool]  # see EventLoop: on_stop
 CRASH_HOLD_SECONDS = 0.1  # how long a crashing rank may take to answer; it cannot if the crashing thread holds the GIL
 
 NATIVE_DUMP_SECONDS = 0.05  # later than the request in Python; a rank that runs Python code answers in milliseconds
+
+WAKE_SECONDS = 0.5  # later than the signal that stops a rank; most ranks have ended by then
 
 
 class EventLoop:
@@ -567,6 +569,17 @@ class EventLoop:
             handle.observations.is_dump_for_report = False
         return self._request_stacks(handle)
 
+    def _wake_rank(self, handle: RankHandle, observed: RankObservations) -> None:
+        """End the system call that the main thread of a stopped rank waits in, if the rank has not answered yet.
+
+        Python runs a signal's handler when the main thread returns to it. It does not return if the signal came just before
+        a system call that blocks, or if the kernel gave it to another thread. A request for stacks is another signal,
+        and it ends the system call.
+        """
+        is_same_call = self._pool.handles.get(observed.worker.rank) is handle and handle.observations is observed
+        if is_same_call and observed.answer is None and observed.died_at is None:
+            self._request_stacks_of_running_rank(handle)
+
     def _call_at(self, due_at: float, action: Callable[[], object]) -> None:
         self._delayed_count += 1
         heapq.heappush(self._delayed_actions, (due_at, self._delayed_count, action))
@@ -731,6 +744,8 @@ class EventLoop:
                 self._pool.interrupt_call(handle, group.call.number)
             else:
                 return []  # the call has ended in this wake-up
+            if action.signum in (signal.SIGINT, signal.SIGTERM):
+                self._call_at(time.monotonic() + WAKE_SECONDS, partial(self._wake_rank, handle, observed))
             observed.signals_sent.add(action.signum)
             observed.first_signal_at = observed.first_signal_at or time.monotonic()
         else:

@@ -93,6 +93,14 @@ def hangs_in_c_and_handles_sigterm():
     hangs_in_c()
 
 
+def lets_another_thread_take_the_signals():
+    """Wait in a system call that no signal to the process ends, since the kernel gives each signal to the other thread."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    time.sleep(600)
+
+
 def execs_a_program_that_ignores_sigterm():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.execv("/bin/sleep", ["sleep", "600"])

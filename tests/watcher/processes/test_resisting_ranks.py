@@ -86,6 +86,7 @@ WAITING = {  # whether SIGKILL is needed
     resisting_functions.hangs_in_c: False,
     resisting_functions.hangs_in_c_and_handles_sigterm: True,
     resisting_functions.execs_a_program_that_ignores_sigterm: True,
+    resisting_functions.lets_another_thread_take_the_signals: False,
 }
 
 
