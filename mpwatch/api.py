@@ -136,7 +136,8 @@ def run(
         visible_devices: "own": each rank sees one GPU only: of those that this process sees, the one whose number is the
             local rank. In the rank it is device 0: `torch.cuda.set_device(0)`, not LOCAL_RANK, which stays the same.
             Code that copies directly from the GPU of another rank, or shares CUDA tensors with another rank, may
-            fail. If `env` sets a list of devices, each rank sees that whole list. None: each rank sees all GPUs.
+            fail. If `env` lists several devices, each rank sees one of these; if it lists one device, each rank sees that
+            one. None: each rank sees all GPUs.
         forward_signals: signals that are passed on to the ranks during the run, such as (signal.SIGUSR1,). A rank that runs
             fn gets such a signal if it has a handler for it. If it has none, a warning names the rank. A handler that this
             program has for the signal is called, too. Without one, the signal does not end this program meanwhile. `run`

@@ -6,8 +6,8 @@ A rank's environment has five parts. A later part replaces variables of an earli
 2. The variables of torchrun: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_NAME,
    ROLE_RANK, ROLE_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, TORCHELASTIC_RUN_ID, TORCHELASTIC_RESTART_COUNT,
    TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_USE_AGENT_STORE. Also NODE_RANK, with the value of GROUP_RANK.
-3. The variables that list visible GPUs, with visible_devices="own", unless the user's `env` sets one of them.
-4. The user's `env` option.
+3. The user's `env` option.
+4. The variables that list visible GPUs, with visible_devices="own", unless the user's `env` lists one GPU only.
 5. Defaults, only where nothing else sets them: OMP_NUM_THREADS, TORCHINDUCTOR_COMPILE_THREADS,
    TORCH_NCCL_ASYNC_ERROR_HANDLING.
 
@@ -125,7 +125,9 @@ def build_rank_setups(spec: GroupSpec, workers: Iterable[Worker], root: str = "/
         if needs_devices:
             devices = find_visible_devices(env, builds, root)
             gpu_nodes = find_gpu_nodes(devices, worker.local_world_size)
-            if spec.visible_devices == "own" and DEVICE_VARIABLES.isdisjoint(extra):
+            # The user's `env` may choose the one device of each rank, such as the same one for all.
+            is_chosen = len(devices.entries) <= 1 and not DEVICE_VARIABLES.isdisjoint(extra)
+            if spec.visible_devices == "own" and not is_chosen:
                 env |= select_own_device(devices, known, env)
         binding = None if spec.bind is None else bind_rank(spec.bind, known, cores, gpu_nodes)
         _add_defaults(env, known, binding, accelerators)

@@ -87,13 +87,29 @@ def test_the_list_of_the_caller_keeps_its_form(machine, torch_build, monkeypatch
     assert device_variables(machine) == [{"CUDA_VISIBLE_DEVICES": entry} for entry in entries]
 
 
-def test_env_takes_precedence(machine, torch_build):
+def test_env_may_choose_the_device_of_a_rank(machine, torch_build):
     torch_build("cuda")
     machine.add_nvidia_gpus([0])
     env = {"CUDA_VISIBLE_DEVICES": "0"}
     assert device_variables(machine, env=env) == [env, env]  # fewer GPUs than ranks, but the user shares them
     machine.add_nvidia_gpus([0, 0])
     assert device_variables(machine, env=lambda worker: {} if worker.rank else env) == [env, {"CUDA_VISIBLE_DEVICES": "1"}]
+
+
+def test_a_list_in_env_is_narrowed(machine, torch_build):
+    torch_build("cuda")
+    machine.add_nvidia_gpus([0] * 8)
+    env = {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert device_variables(machine, env=env) == [{"CUDA_VISIBLE_DEVICES": "2"}, {"CUDA_VISIBLE_DEVICES": "3"}]
+    with pytest.raises(ValueError, match=r"there are only 2 GPUs .*\(the environment has CUDA_VISIBLE_DEVICES='2,3'\)"):
+        device_variables(machine, 3, env=env)
+
+
+def test_no_device_in_env_stays_none(machine, torch_build):
+    torch_build("cuda")
+    machine.add_nvidia_gpus([0, 0])
+    env = {"CUDA_VISIBLE_DEVICES": ""}
+    assert device_variables(machine, env=env) == [env, env]
 
 
 @pytest.mark.parametrize(
