@@ -60,9 +60,12 @@ def _fork(request, requests, fds):
 
 
 def _run_node(request, requests, pipe, log, network=None):
-    """Run the request in the forked process, in a session of its own, and on a host of its own if the request says so."""
+    """Run the request in the forked process, in a process group of its own, and on a host of its own if the request says so.
+
+    As with a job of a shell, this process can continue the group. So SIGTSTP stops it.
+    """
     requests.close()
-    os.setsid()
+    os.setpgid(0, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -218,6 +218,13 @@ def be_killed(number=signal.SIGKILL):
     os.kill(os.getpid(), number)
 
 
+def return_at_signal(number):
+    """Wait for a signal, and return its number."""
+    read_end, write_end = os.pipe()
+    signal.signal(number, lambda received, _: os.write(write_end, bytes([received])))
+    return os.read(read_end, 1)[0]
+
+
 ORDERS = {
     "return": lambda value=None: value,
     "raise": raise_error,
@@ -225,6 +232,7 @@ ORDERS = {
     "request_stop": request_stop,
     "return_after_steps": return_after_steps,
     "ignore_stop": ignore_stop,
+    "return_at_signal": return_at_signal,
     "exit": sys.exit,
     "wait_for_rank_0": wait_for_rank_0,
     "fail_while_connected": lambda: wait_for_rank_0(until=fail_when_all_have_lost_it),
