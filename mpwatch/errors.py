@@ -87,9 +87,7 @@ class RunFailedError(MpwatchError):
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
-        from mpwatch.results.html import make_result_table  # imported on use
-
-        return make_result_table(self.result)
+        return self.result._repr_html_()
 
 
 class ItemFailedError(RunFailedError):

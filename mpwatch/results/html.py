@@ -14,6 +14,7 @@ from mpwatch.results.failure import ProcessFailure
 from mpwatch.results.model import RunData, WorkerState
 from mpwatch.results.report import (
     format_ranks,
+    format_report,
     format_restarts,
     format_times,
     format_verdict,
@@ -36,25 +37,61 @@ _short = Repr()
 _short.maxstring = _short.maxother = 80
 
 
-def make_result_table(result: RunData[Any]) -> str:
+PAGE = """\
+<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
+<style>
+  :root {{ color-scheme: light dark }}
+  body {{ font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 60em; padding: 0 1em }}
+  th, td {{ padding: .1em 1em .1em 0; vertical-align: top }}
+  pre {{ overflow-x: auto; font-size: 12px }}
+  svg {{ margin: 1em 0 }}
+</style></head>
+<body>
+{body}
+</body></html>
+"""
+
+
+def make_result_page(result: RunData[Any], picture: str) -> str:
+    """Return a page for a browser with everything about a result that people read. It needs no other file.
+
+    Args:
+        result: the result.
+        picture: the timeline, as SVG.
+    """
+    stacks = "".join(_fold(f"Python stack of rank {rank}", stack) for rank, stack in result.stacks.items())
+    report = "" if result.state is WorkerState.SUCCEEDED else _fold("the whole report", format_report(result))
+    body = make_result_table(result, picture) + stacks + report
+    return PAGE.format(title=_escape(_make_title(result)), body=body)
+
+
+def _make_title(result: RunData[Any]) -> str:
+    if result.state is not WorkerState.SUCCEEDED:
+        return format_verdict(result)
+    return f"{len(result.workers)} ranks succeeded" + (f", {text}" if (text := format_restarts(result)) else "")
+
+
+def make_result_table(result: RunData[Any], picture: str = "") -> str:
     """Return the table of a result, as HTML.
 
     After a success: the values by rank. After a failure: the verdict, what happened to the other ranks, the failed attempts,
     and the traceback or stack of the root cause.
+
+    Args:
+        result: the result.
+        picture: the timeline, as SVG. It stands below the table.
     """
     if result.state is WorkerState.SUCCEEDED:
         rows = [(f"rank {rank}", _get_short_repr(value)) for rank, value in list(result.return_values.items())[:ROWS]]
         more = len(result.return_values) - len(rows)
-        restarts = f", {text}" if (text := format_restarts(result)) else ""
-        return _table(
-            f"{len(result.workers)} ranks succeeded{restarts}", [*rows, *([("…", f"{more} more")] if more else [])]
-        )
+        return _table(_make_title(result), [*rows, *([("…", f"{more} more")] if more else [])]) + picture
     root = result.root_cause
     rows = [(format_ranks(ranks), fate) for fate, ranks in group_fates(result).items()]
     if text := format_restarts(result):
         rows.append(("all", text))
     rows += make_attempt_rows(select_failed_attempts(result))
-    return _table(format_verdict(result), rows) + (_make_foldable_text(root) if root is not None else "")
+    return _table(_make_title(result), rows) + picture + (_fold_failure(root) if root is not None else "")
 
 
 def make_group_table(state: WorkerState, workers: Sequence[Worker], backend: str | None) -> str:
@@ -83,12 +120,18 @@ def _table(caption: str, rows: list[tuple[str, str]]) -> str:
     return f'<table><caption style="text-align:left"><b>{_escape(caption)}</b></caption><tbody>{body}</tbody></table>'
 
 
-def _make_foldable_text(failure: ProcessFailure) -> str:
-    text = FILE_OF_FRAME.sub(_name_cell, failure.traceback or failure.stack or failure.stderr)
+def _fold_failure(failure: ProcessFailure) -> str:
+    text = failure.traceback or failure.stack or failure.stderr
     name = "traceback" if failure.traceback else "Python stack" if failure.stack else "what it printed"
+    return _fold(f"{name} of rank {failure.rank}", text)
+
+
+def _fold(summary: str, text: str) -> str:
+    """Return a text that opens when the reader clicks on its summary. Empty without a text."""
+    text = FILE_OF_FRAME.sub(_name_cell, text)
     if len(text) > TEXT_LIMIT:
         text = f"{text[: TEXT_LIMIT // 2]}\n[...]\n{text[-TEXT_LIMIT // 2 :]}"
-    return f"<details><summary>{name} of rank {failure.rank}</summary><pre>{_escape(text)}</pre></details>" if text else ""
+    return f"<details><summary>{_escape(summary)}</summary><pre>{_escape(text)}</pre></details>" if text else ""
 
 
 def _name_cell(match: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
 """`RunResult`: what `mpwatch.run` returns.
 
-report.py, html.py and chrome_trace.py need the data of a result, and RunResult needs these modules. So the data is a class
-of its own, `RunData` in model.py. RunResult adds the events, and the methods that make text, HTML and traces.
+report.py, html.py and the modules of events need the data of a result, and RunResult needs these modules. So the data is a
+class of its own, `RunData` in model.py. RunResult adds the events, and the methods that make text, HTML and traces.
 """
 
 from collections.abc import Iterator
@@ -43,6 +43,25 @@ class RunResult(RunData[T]):
 
         write_chrome_trace(self.events, path)
 
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Write what a notebook shows of this result to a file for a browser, such as to attach it to a ticket.
+
+        It has the table, the timeline of the ranks, the traceback of the root cause, the stacks of the other ranks and the
+        whole report. It needs no other file, and no network.
+
+        Args:
+            path: the file, which is replaced.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from mpwatch.events.timeline_svg import draw_timelines
+        from mpwatch.results.html import make_result_page
+
+        page = make_result_page(self, draw_timelines(self.events))
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(page)
+
     def __getitem__(self, rank: int) -> T:
         try:
             return self.return_values[rank]
@@ -57,9 +76,10 @@ class RunResult(RunData[T]):
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
+        from mpwatch.events.timeline_svg import draw_timelines
         from mpwatch.results.html import make_result_table
 
-        return make_result_table(self)
+        return make_result_table(self, draw_timelines(self.events))
 
     def __repr__(self) -> str:
         return f"<RunResult {self.state.name}: {len(self.workers)} ranks, {len(self.failures)} failures>"

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from dataclasses import dataclass, fields, replace
+from xml.etree import ElementTree
 
 import numpy
 import pytest
@@ -32,6 +33,7 @@ from mpwatch.events import (
     write_chrome_trace,
 )
 from mpwatch.events.logging_observer import LogEvents
+from mpwatch.events.timeline_svg import draw_timelines
 from mpwatch.events.to_json import to_json
 from mpwatch.results.collective import Collective, CollectiveState
 from support.event_streams import START, EventHistory, failed_run, failure, moved_node_run, restarted_run
@@ -588,6 +590,7 @@ EVENTS = st.one_of(
 @given(events=st.lists(EVENTS, min_size=1, max_size=25))
 def test_any_events_in_any_order_can_be_drawn(tmp_path_factory, events):
     check_nesting(write_trace(tmp_path_factory.getbasetemp(), events))
+    ElementTree.fromstring(f"<div>{draw_timelines(events)}</div>")
 
 
 def test_the_error_without_events_says_how_to_collect_them(tmp_path):

@@ -1,0 +1,129 @@
+"""The picture of a run that notebooks show, drawn from streams of events that are made by hand."""
+
+from xml.etree import ElementTree
+
+import mpwatch
+from mpwatch import RunResult, WorkerState
+from mpwatch.events import WorkerFailed, WorkerStarted
+from mpwatch.events.timeline_svg import COLOURS, draw_timelines
+from support.event_streams import EventHistory, failed_run, failure, moved_node_run, restarted_run
+
+NAME = "{http://www.w3.org/2000/svg}"
+COLOUR_NAMES = {colour: name for name, colour in COLOURS.items()}
+
+
+def draw(events):
+    """Return the picture as XML. It must be well-formed."""
+    return ElementTree.fromstring(draw_timelines(events))
+
+
+def rows(picture):
+    """Return for each row its name, its bars, the titles of its marks and lines, and the text at its end."""
+    found = {}
+    for element in picture.iter():
+        name = element.tag.removeprefix(NAME)
+        y = float(element.get("y", element.get("y1", 0)))
+        row = found.setdefault(int((y - 24) // 20), [])
+        title = element.find(f"{NAME}title")
+        if name == "rect" and title is not None:
+            row.append(COLOUR_NAMES[element.get("fill")])
+        elif name in ("text", "line") and title is not None:
+            row.append(title.text)
+        elif name == "text":
+            row.append(element.text)
+    return [row for number, row in sorted(found.items()) if number >= 0]
+
+
+def test_a_restarted_run():
+    wait = "waits 1.0 s to be restarted"
+    assert rows(draw(restarted_run())) == [
+        [
+            "rank 0",
+            "start-up",
+            "stopped",
+            wait,
+            "start-up",
+            "succeeded",
+            "no heartbeat for 5.0 s",
+            "succeeded, restarted once",
+        ],
+        [
+            *("rank 1", "start-up", "failed", wait, "start-up", "succeeded"),
+            *("failed first: ValueError: boom", "succeeded, restarted once"),
+        ],
+        ["start-up", "succeeded", "failed", "stopped"],
+    ]
+
+
+def test_the_rank_that_failed_first_in_the_last_attempt_is_named():
+    first, second, _ = rows(draw(failed_run()))
+    assert first[-1] == "stopped, restarted once"
+    assert second[-1] == "failed first, restarted once"
+
+
+def test_bars_are_in_proportion_to_their_times():
+    picture = draw(restarted_run())
+    spans = {}
+    for bar in picture.iter(f"{NAME}rect"):
+        title = bar.find(f"{NAME}title")
+        if title is not None and title.text.startswith("train: succeeded"):
+            spans[float(bar.get("y"))] = float(bar.get("x")), float(bar.get("width"))
+    axis = {text.text: float(text.get("x")) for text in picture.iter(f"{NAME}text") if text.get("y") == "14"}
+    second = axis["2 s"] - axis["1 s"]
+    (x, width), *others = spans.values()
+    assert abs(x - (axis["0 s"] + 3.5 * second)) < 0.1
+    assert abs(width - second) < 0.1
+    assert others == [(x, width)]
+
+
+def test_a_run_of_several_nodes():
+    assert [row[0] for row in rows(draw(moved_node_run()))[:-1]] == [f"rank {rank}" for rank in range(2, 6)]
+
+
+def test_a_call_that_has_not_ended_is_unfinished():
+    history = EventHistory().start_and_call()
+    assert rows(draw(history.events)) == [
+        ["rank 0", "start-up", None],
+        ["rank 1", "start-up", None],
+        ["start-up", "unfinished"],
+    ]
+
+
+def test_of_many_ranks_those_that_failed_are_drawn():
+    history = EventHistory(nprocs=100).start_and_call()
+    history.add(WorkerFailed, 1.5, (90,), failure=failure(90), is_root_cause=False)
+    history.add(WorkerFailed, 1.6, (95,), failure=failure(95), is_root_cause=True)
+    *drawn, hidden, _ = rows(draw(history.events))
+    assert [row[0] for row in drawn] == [f"rank {rank}" for rank in [*range(30), 90, 95]]
+    assert hidden == ["68 more ranks are not drawn"]
+
+
+def test_names_are_escaped():
+    history = EventHistory(fn="<lambda>\udce9").start_and_call().succeed(2.0)
+    titles = [title.text for title in draw(history.events).iter(f"{NAME}title")]
+    assert "<lambda>\\udce9: succeeded, 0.500 s to 2.000 s" in titles
+
+
+def test_without_ranks_there_is_no_picture():
+    assert draw_timelines(()) == ""
+    assert draw_timelines(EventHistory(is_multi_node=True).events) == ""
+
+
+def test_thousands_of_restarts_make_a_picture_of_bounded_size():
+    history = EventHistory(nprocs=1)
+    for attempt in range(3000):
+        history.add(WorkerStarted, attempt * 0.1, (0,), pid=1, attempt=attempt)
+        history.add(WorkerFailed, attempt * 0.1 + 0.05, (0,), attempt=attempt, failure=failure(0), is_root_cause=True)
+    assert len(draw_timelines(history.events)) < 200_000
+
+
+def test_a_page_for_a_browser(tmp_path):
+    path = tmp_path / "run.html"
+    result = RunResult(WorkerState.STOPPED, reason="<why>", events=tuple(failed_run()))
+    result.to_html(path)
+    page = path.read_text(encoding="utf-8")
+    assert page.startswith("<!DOCTYPE html>")
+    assert "<title>&lt;why&gt;</title>" in page
+    assert draw_timelines(result.events) in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert mpwatch.RunFailedError(result)._repr_html_() in page
