@@ -41,6 +41,7 @@ class _Handle(Future[RunResult[T]]):
         self._check = check
         self._lock = threading.RLock()  # a signal handler may cancel or stop the call
         self._call: BlockingCall | None = None  # from the start of the ranks until the run is over
+        self._is_ending = False
         self._is_stopped = False
         self._stop_cause = ""  # of the first request to stop; empty: there was none
         self._pid = os.getpid()
@@ -68,9 +69,8 @@ class _Handle(Future[RunResult[T]]):
         """Do what `request_stop` does, for this cause. Return False if it is over."""
         with self._lock:
             self._stop_cause = self._stop_cause or cause
-            if (call := self._call) is not None:
-                call.signals.request_stop(cause)
-        return not self.done()
+            call, is_ending = self._call, self._is_ending  # in this order
+            return call.ask_to_stop(cause) if call is not None else not is_ending
 
     def wait_for_end(self) -> None:
         """Wait until the result is there, and the thread is gone. In that thread itself, only wait for the result."""
@@ -101,6 +101,7 @@ class _Handle(Future[RunResult[T]]):
             self._set_outcome(partial(self.set_result, result))
 
     def _set_outcome(self, set_it: Callable[[], None]) -> None:
+        self._is_ending = True
         self._call = None
         set_it()
 

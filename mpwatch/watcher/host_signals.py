@@ -75,7 +75,9 @@ class HostSignals:
     ) -> None:
         self._stop_signals = stop_signals
         self._received_stop_signals: set[int] = set()
-        self.stop_cause = ""  # of the first request to stop the ranks; empty: there was none
+        # The cause of the first request to stop the ranks, or "" if the call has ended before that. `setdefault` is one
+        # operation, so a request and the end of the call agree on which of them was first.
+        self._stop_cause: dict[None, str] = {}
         self.received: list[int] = []  # deferred signals that are still to be delivered to the host's handlers
         self.handler_error: BaseException | None = None  # the first exception that a handler of the host raised
         self.stacks_request: StacksRequest | None = None  # for the last SIGQUIT
@@ -154,16 +156,24 @@ class HostSignals:
         if os.getpid() == self.pid:  # this is not a child that the host has forked
             self._post(Interrupted(signum, cause))
 
-    def request_stop(self, cause: str, signum: int | None = None) -> None:
+    def request_stop(self, cause: str, signum: int | None = None) -> bool:
         """Have the watcher thread ask the ranks to save and return. Any thread may call it.
 
         Args:
             cause: who has requested it.
             signum: the signal to the host program that has requested it, if any.
+
+        Returns:
+            Whether the result will have this request, or an earlier one. False: the call is over.
         """
-        if os.getpid() == self.pid:
-            self.stop_cause = self.stop_cause or cause
-            self._post(StopRequested(cause, signum))
+        if os.getpid() != self.pid or not self._stop_cause.setdefault(None, cause):
+            return False
+        self._post(StopRequested(cause, signum))
+        return True
+
+    def close_stop_requests(self) -> str:
+        """Refuse requests to stop from now on. Return the cause of the first one. Empty: there was none."""
+        return self._stop_cause.setdefault(None, "")
 
     def _post(self, event: Interrupted | StopRequested) -> None:
         self._unposted.append(event)

@@ -192,13 +192,12 @@ class BlockingCall:
             raise
         finally:
             self.is_over = True
+            self.signals.close_stop_requests()
             self.signals.release_wakeup()
 
     def ask_to_stop(self, cause: str) -> bool:
         """Ask the ranks to save and return. Return False if the call is over. Any thread may call it."""
-        if not self.is_over:
-            self.signals.request_stop(cause)
-        return not self.is_over
+        return self.signals.request_stop(cause)
 
     def drain_timeout(self, seconds_left: float) -> float | None:
         """Return how long to wait for the reader of the ranks' output. None: no limit.
@@ -232,7 +231,7 @@ class BlockingCall:
             self.signals.deliver_received()
             raise
         # it may have come when the ranks were about to end
-        return result if result.stop_cause else replace(result, stop_cause=self.signals.stop_cause)
+        return result if result.stop_cause else replace(result, stop_cause=self.signals.close_stop_requests())
 
     def deliver_signals(self, result: RunResult[Any]) -> None:
         """Deliver the deferred signals to the host's handlers. For SIGINT they usually raise KeyboardInterrupt.
