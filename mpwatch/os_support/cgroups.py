@@ -16,22 +16,21 @@ COUNTERS = ("memory.events", "memory.oom_control")
 def read_cpu_quota() -> int | None:
     """Return the smallest `cpu.max` (v2) of this process's group and its parents, rounded up; None if there is none."""
     quotas = []
-    for own in _find_folders("", "cgroup2"):
-        folder = own
-        while folder.startswith("/sys/fs/cgroup"):
-            text = _read_file(f"{folder}/cpu.max")  # missing in the root group, and without the cpu controller
-            if text and not text.startswith("max"):
-                quota, period = map(int, text.split())
-                quotas.append(-(-quota // period))
-            folder = folder.rpartition("/")[0]
+    folder = _find_folder("", "cgroup2") or ""
+    while folder.startswith("/sys/fs/cgroup"):
+        text = _read_file(f"{folder}/cpu.max")  # missing in the root group, and without the cpu controller
+        if text and not text.startswith("max"):
+            quota, period = map(int, text.split())
+            quotas.append(-(-quota // period))
+        folder = folder.rpartition("/")[0]
     return min(quotas, default=None)
 
 
 def count_oom_kills() -> dict[str, int]:
     """Count the processes of this process's memory group that the kernel has killed for memory. The keys are its files."""
     found = {}
-    for folder in (*_find_folders("memory", "cgroup"), *_find_folders("", "cgroup2")):
-        for name in COUNTERS:
+    for folder in (_find_folder("memory", "cgroup"), _find_folder("", "cgroup2")):
+        for name in COUNTERS if folder is not None else ():
             count = _read_field(f"{folder}/{name}", "oom_kill")
             if count is not None:
                 found[f"{folder}/{name}"] = count
@@ -46,14 +45,15 @@ def count_oom_kills_of_machine() -> int:
     return _read_field("/proc/vmstat", "oom_kill") or 0
 
 
-def _find_folders(controller: str, kind: str) -> Iterator[str]:
-    """Find the folders of this process's group in the hierarchy of this controller; v2 has one hierarchy for all.
+def _find_folder(controller: str, kind: str) -> str | None:
+    """Return the folder of this process's group in the hierarchy of this controller; v2 has one hierarchy for all.
 
-    In a container, this process's group may be the root of the mount, whatever path the kernel reports.
+    If the hierarchy is mounted several times, it is a folder of the first mount. In a container, this process's group may be
+    the root of the mount, whatever path the kernel reports.
     """
     path = next((path for controllers, path in _read_groups() if controller in controllers), None)
     if path is None:
-        return
+        return None
     for line in _read_file(MOUNTS).splitlines():
         mount, _, rest = line.partition(" - ")
         root, point = mount.split()[3:5]
@@ -62,8 +62,8 @@ def _find_folders(controller: str, kind: str) -> Iterator[str]:
             for inner in (path, path.removeprefix(root)):
                 folder = os.path.normpath(f"{point}/{inner}")
                 if os.path.isdir(folder):
-                    yield folder
-                    break
+                    return folder
+    return None
 
 
 def _read_groups() -> Iterator[tuple[list[str], str]]:
