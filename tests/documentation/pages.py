@@ -1,0 +1,183 @@
+"""Run the code of the documentation's pages, and compare what it prints with what the page shows.
+
+python pages.py [PAGE ...]     run the blocks; write the output into blocks of output that are empty
+
+- A block of Python is a whole program. It is run in a folder that all blocks of the page share, under the name in `title`.
+- The block of `text` after it is its output: stdout and stderr of the program and of its ranks. `...` stands for any text,
+  numbers of seconds may differ, and the title may have `exit status N` and `in any order`.
+- `<!-- setup ... -->` has code that readers do not see. It comes before each following program of the page.
+- `<!-- compile only: REASON -->` before a block: it is compiled, but not run.
+- Blocks of `yaml` are parsed, and blocks of `sh` are checked by `bash -n`.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from sybil import Region
+from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+INFO = re.compile(r"(?P<language>\w*)(?P<options>[^\n]*)\n")
+SETUP = re.compile(r"^<!-- setup\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
+COMPILE_ONLY = re.compile(r"<!-- compile only: [^>]+-->\s*\Z")
+SNIPPET = re.compile(r'^--8<-- "([^"]+)"$', re.MULTILINE)
+SECONDS = re.compile(r"\b\d+(\.\d+)? s\b")
+CARETS = re.compile(r"^ +[~^]+\n", re.MULTILINE)  # Python 3.13 and newer mark fewer parts of a line
+TIME_LIMIT = 60  # seconds
+
+
+@dataclass
+class Block:
+    """A block of code of a page."""
+
+    language: str
+    source: str
+    title: str
+    start: int
+    end: int
+    setup: str = ""
+    is_run: bool = True
+    output: "Block | None" = None
+
+    @property
+    def status(self):
+        """The exit status that the page promises."""
+        found = re.search(r"exit status (\d+)", self.output.title if self.output else "")
+        return int(found[1]) if found else 0
+
+
+class UnexpectedOutputError(AssertionError):
+    """A program did not print what its page shows."""
+
+
+def read_blocks(document):
+    """Return the blocks of a page, each program with its output."""
+    setups = [(found.end(), found[1]) for found in SETUP.finditer(document.text)]
+    blocks = []
+    for region in sorted(RawFencedCodeBlockLexer(INFO)(document), key=lambda region: region.start):
+        language, options = region.lexemes["language"], region.lexemes["options"]
+        title = re.search(r'title="([^"]*)"', options)
+        block = Block(language, include_snippets(region.lexemes["source"]), title[1] if title else "", region.start, region.end)
+        block.setup = next((code for end, code in reversed(setups) if end <= region.start), "")
+        block.is_run = not COMPILE_ONLY.search(document.text[: region.start])
+        if language == "text" and blocks and blocks[-1].language == "python":
+            blocks[-1].output = block
+        blocks.append(block)
+    return blocks
+
+
+def include_snippets(source):
+    return SNIPPET.sub(lambda found: (ROOT / found[1]).read_text().rstrip("\n"), source)
+
+
+def parse(document):
+    """Yield a region for each block that can be checked. A parser of sybil."""
+    checks = {"python": check_program, "yaml": check_yaml, "sh": check_shell}
+    for block in read_blocks(document):
+        if block.language in checks:
+            yield Region(block.start, block.end, block, checks[block.language])
+
+
+def check_program(example):
+    block = example.parsed
+    name = block.title or "example.py"
+    code = block.setup + block.source
+    compile(code, name, "exec")
+    if block.is_run:
+        printed, status = run_program(code, name, get_folder(example.path))
+        expected = block.output.source if block.output else ""
+        if status != block.status or not is_match(printed, expected, block.output.title if block.output else ""):
+            raise UnexpectedOutputError(
+                f"exit status {status}, expected {block.status}; it printed:\n{printed}\nexpected:\n{expected}"
+            )
+
+
+def check_yaml(example):
+    import yaml
+
+    assert list(yaml.safe_load_all(example.parsed.source))
+
+
+def check_shell(example):
+    subprocess.run(["bash", "-n"], input=example.parsed.source, text=True, check=True)
+
+
+@cache
+def get_folder(path):
+    """Return the temporary folder of a page. It is removed at the end of this program."""
+    folder = tempfile.TemporaryDirectory(prefix=f"{Path(path).stem}-")
+    FOLDERS.append(folder)
+    return folder.name
+
+
+FOLDERS = []
+
+
+def run_program(code, name, folder):
+    """Return what the program prints, without the names of folders of this machine, and its exit status."""
+    Path(folder, name).write_text(code)
+    env = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "TERM": "dumb",
+        "COLUMNS": "120",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH")])),
+    }
+    done = subprocess.run(
+        [sys.executable, name],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIME_LIMIT,
+        check=False,
+    )
+    printed = done.stdout.replace(os.path.realpath(folder) + "/", "").replace(str(ROOT) + "/", "")
+    return printed, done.returncode
+
+
+def is_match(printed, expected, title):
+    printed, expected = (SECONDS.sub("# s", CARETS.sub("", text)).rstrip() for text in (printed, expected))
+    if "in any order" in title:
+        printed, expected = ("\n".join(sorted(text.splitlines())) for text in (printed, expected))
+    pattern = re.escape(expected).replace(re.escape("..."), ".*?")
+    return re.fullmatch(pattern, printed, re.DOTALL) is not None
+
+
+def write_outputs(path):
+    """Run the programs of a page. Fill empty blocks of output, and print differences."""
+    from sybil import Document
+
+    text = path.read_text()
+    folder = get_folder(str(path))
+    for block in reversed(list(run_blocks(Document(text, str(path)), folder))):
+        program, printed, status = block
+        output = program.output
+        if output is not None and not output.source.strip():
+            head = text[output.start : output.end].partition("\n")[0]
+            text = text[: output.start] + f"{head}\n{CARETS.sub('', printed).rstrip()}\n```" + text[output.end :]
+            print(f"{path.name}: {program.title}: status {status}:\n{printed}")
+        elif not is_match(printed, output.source if output else "", output.title if output else "") or status != program.status:
+            print(f"{path.name}: {program.title}: DIFFERENT, status {status}:\n{printed}")
+    path.write_text(text)
+
+
+def run_blocks(document, folder):
+    for block in read_blocks(document):
+        if block.language == "python" and block.is_run:
+            printed, status = run_program(block.setup + block.source, block.title or "example.py", folder)
+            yield block, printed, status
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or sorted(map(str, DOCS.rglob("*.md"))):
+        write_outputs(Path(name))
