@@ -5,11 +5,13 @@ python pages.py [PAGE ...]     run the blocks; write the output into blocks of o
 - A block of Python is a whole program. It is run in a folder that all blocks of the page share, under the name in `title`.
 - The block of `text` after it is its output: stdout and stderr of the program and of its ranks. `...` stands for any text,
   numbers of seconds may differ, and the title may have `exit status N` and `in any order`.
+- Blocks whose title begins with "Cell" are cells of one notebook. One IPython runs all cells of a page.
 - `<!-- setup ... -->` has code that readers do not see. It comes before each following program of the page.
 - `<!-- compile only: REASON -->` before a block: it is compiled, but not run.
 - Blocks of `yaml` are parsed, and blocks of `sh` are checked by `bash -n`.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from sybil import Region
+from sybil import Document, Region
 from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +47,11 @@ class Block:
     setup: str = ""
     is_run: bool = True
     output: "Block | None" = None
+
+    @property
+    def is_cell(self):
+        """Whether it is a cell of a notebook."""
+        return self.title.startswith("Cell")
 
     @property
     def status(self):
@@ -89,9 +96,13 @@ def check_program(example):
     block = example.parsed
     name = block.title or "example.py"
     code = block.setup + block.source
-    compile(code, name, "exec")
+    if not block.is_cell:
+        compile(code, name, "exec")
     if block.is_run:
-        printed, status = run_program(code, name, get_folder(example.path))
+        if block.is_cell:
+            printed, status = run_cells(example.path)[block.start], 0
+        else:
+            printed, status = run_program(code, name, get_folder(example.path))
         expected = block.output.source if block.output else ""
         if status != block.status or not is_match(printed, expected, block.output.title if block.output else ""):
             raise UnexpectedOutputError(
@@ -118,6 +129,30 @@ def get_folder(path):
 
 
 FOLDERS = []
+
+
+IPYTHON = """
+import json, sys
+from IPython.core.interactiveshell import InteractiveShell
+
+InteractiveShell.colors = "nocolor"
+shell = InteractiveShell.instance()
+for cell in json.load(open("cells.json")):
+    shell.run_cell(cell, store_history=True)
+    print(end=END, flush=True)
+shell.run_line_magic("reset", "-f")
+"""
+END_OF_CELL = "\0end of cell\0"
+
+
+@cache
+def run_cells(path):
+    """Run the cells of a page in one IPython. Return what each has printed, by the place of its block."""
+    cells = [block for block in read_blocks(Document(Path(path).read_text(), path)) if block.is_cell and block.is_run]
+    folder = get_folder(path)
+    Path(folder, "cells.json").write_text(json.dumps([cell.source for cell in cells]))
+    printed, _ = run_program(IPYTHON.replace("END", repr(END_OF_CELL)), "run_cells.py", folder)
+    return {cell.start: text for cell, text in zip(cells, printed.split(END_OF_CELL), strict=False)}
 
 
 def run_program(code, name, folder):
@@ -155,8 +190,6 @@ def is_match(printed, expected, title):
 
 def write_outputs(path):
     """Run the programs of a page. Fill empty blocks of output, and print differences."""
-    from sybil import Document
-
     text = path.read_text()
     folder = get_folder(str(path))
     for block in reversed(list(run_blocks(Document(text, str(path)), folder))):
@@ -174,8 +207,10 @@ def write_outputs(path):
 def run_blocks(document, folder):
     for block in read_blocks(document):
         if block.language == "python" and block.is_run:
-            printed, status = run_program(block.setup + block.source, block.title or "example.py", folder)
-            yield block, printed, status
+            if block.is_cell:
+                yield block, run_cells(document.path)[block.start], 0
+            else:
+                yield block, *run_program(block.setup + block.source, block.title or "example.py", folder)
 
 
 if __name__ == "__main__":
