@@ -6,6 +6,7 @@ python pages.py [PAGE ...]     run the blocks; write the output into blocks of o
 - The block of `text` after it is its output: stdout and stderr of the program and of its ranks. `...` stands for any text,
   numbers of seconds may differ, and the title may have `exit status N` and `in any order`.
 - Blocks whose title begins with "Cell" are cells of one notebook. One IPython runs all cells of a page.
+- If the output has prompts of pdb, the program runs in a terminal, and what follows the prompts is typed.
 - `<!-- setup ... -->` has code that readers do not see. It comes before each following program of the page.
 - `<!-- compile only: REASON -->` before a block: it is compiled, but not run.
 - Blocks of `yaml` are parsed, and blocks of `sh` are checked by `bash -n`.
@@ -13,10 +14,16 @@ python pages.py [PAGE ...]     run the blocks; write the output into blocks of o
 
 import json
 import os
+import pty
 import re
+import select
+import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -30,6 +37,8 @@ INFO = re.compile(r"(?P<language>\w*)(?P<options>[^\n]*)\n")
 SETUP = re.compile(r"^<!-- setup\n(.*?)^-->$", re.MULTILINE | re.DOTALL)
 COMPILE_ONLY = re.compile(r"<!-- compile only: [^>]+-->\s*\Z")
 SNIPPET = re.compile(r'^--8<-- "([^"]+)"$', re.MULTILINE)
+PROMPT = re.compile(r"\(Pdb\) (.*)$", re.MULTILINE)
+ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 SECONDS = re.compile(r"\b\d+(\.\d+)? s\b")
 CARETS = re.compile(r"^ +[~^]+\n", re.MULTILINE)  # Python 3.13 and newer mark fewer parts of a line
 TIME_LIMIT = 60  # seconds
@@ -59,6 +68,11 @@ class Block:
         found = re.search(r"exit status (\d+)", self.output.title if self.output else "")
         return int(found[1]) if found else 0
 
+    def is_expected(self, printed, status):
+        """Return whether the program has printed what the page shows, and has ended with its status."""
+        output, title = (self.output.source, self.output.title) if self.output else ("", "")
+        return status == self.status and is_match(printed, output, title)
+
 
 class UnexpectedOutputError(AssertionError):
     """A program did not print what its page shows."""
@@ -71,7 +85,9 @@ def read_blocks(document):
     for region in sorted(RawFencedCodeBlockLexer(INFO)(document), key=lambda region: region.start):
         language, options = region.lexemes["language"], region.lexemes["options"]
         title = re.search(r'title="([^"]*)"', options)
-        block = Block(language, include_snippets(region.lexemes["source"]), title[1] if title else "", region.start, region.end)
+        block = Block(
+            language, include_snippets(region.lexemes["source"]), title[1] if title else "", region.start, region.end
+        )
         block.setup = next((code for end, code in reversed(setups) if end <= region.start), "")
         block.is_run = not COMPILE_ONLY.search(document.text[: region.start])
         if language == "text" and blocks and blocks[-1].language == "python":
@@ -94,17 +110,14 @@ def parse(document):
 
 def check_program(example):
     block = example.parsed
-    name = block.title or "example.py"
-    code = block.setup + block.source
     if not block.is_cell:
-        compile(code, name, "exec")
+        compile(block.setup + block.source, block.title, "exec")
     if block.is_run:
-        if block.is_cell:
-            printed, status = run_cells(example.path)[block.start], 0
-        else:
-            printed, status = run_program(code, name, get_folder(example.path))
-        expected = block.output.source if block.output else ""
-        if status != block.status or not is_match(printed, expected, block.output.title if block.output else ""):
+        printed, status = run_block(block, example.path)
+        if not block.is_expected(printed, status) and not block.is_cell:  # on a busy machine ranks may start late
+            printed, status = run_block(block, example.path)
+        if not block.is_expected(printed, status):
+            expected = block.output.source if block.output else ""
             raise UnexpectedOutputError(
                 f"exit status {status}, expected {block.status}; it printed:\n{printed}\nexpected:\n{expected}"
             )
@@ -131,6 +144,14 @@ def get_folder(path):
 FOLDERS = []
 
 
+def run_block(block, path):
+    """Return what a program or a cell prints, and the exit status of the program."""
+    if block.is_cell:
+        return run_cells(path)[block.start], 0
+    typed = PROMPT.findall(block.output.source) if block.output else []
+    return run_program(block.setup + block.source, block.title or "example.py", get_folder(path), typed)
+
+
 IPYTHON = """
 import json, sys
 from IPython.core.interactiveshell import InteractiveShell
@@ -155,29 +176,63 @@ def run_cells(path):
     return {cell.start: text for cell, text in zip(cells, printed.split(END_OF_CELL), strict=False)}
 
 
-def run_program(code, name, folder):
-    """Return what the program prints, without the names of folders of this machine, and its exit status."""
+def run_program(code, name, folder, typed=()):
+    """Return what the program prints, without the names of folders of this machine, and its exit status.
+
+    `typed` are lines for prompts of pdb. The program has a terminal if there are any.
+    """
     Path(folder, name).write_text(code)
     env = {
         **os.environ,
         "PYTHONUNBUFFERED": "1",
-        "TERM": "dumb",
+        "TERM": "xterm" if typed else "dumb",
         "COLUMNS": "120",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH")])),
     }
-    done = subprocess.run(
-        [sys.executable, name],
-        cwd=folder,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIME_LIMIT,
-        check=False,
-    )
-    printed = done.stdout.replace(os.path.realpath(folder) + "/", "").replace(str(ROOT) + "/", "")
-    return printed, done.returncode
+    if typed:
+        printed, status = run_in_terminal(name, folder, env, typed)
+    else:
+        done = subprocess.run(
+            [sys.executable, name],
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIME_LIMIT,
+            check=False,
+        )
+        printed, status = done.stdout, done.returncode
+    for path in (os.path.realpath(folder), str(ROOT), sysconfig.get_path("stdlib")):
+        printed = printed.replace(path + "/", "")
+    return printed, status
+
+
+def run_in_terminal(name, folder, env, typed):
+    """Run a program in a terminal of its own, and type a line at each prompt of pdb."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.execve(sys.executable, [sys.executable, name], env)
+    printed, answered, lines = b"", 0, list(typed)
+    deadline = time.monotonic() + TIME_LIMIT
+    try:
+        while select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            with suppress(OSError):  # the program has ended
+                if data := os.read(terminal, 65536):
+                    printed += data
+                    if lines and ESCAPE_SEQUENCE.sub("", printed[answered:].decode(errors="replace")).endswith("(Pdb) "):
+                        answered = len(printed)
+                        os.write(terminal, lines.pop(0).encode() + b"\n")
+                    continue
+            break
+        else:
+            os.kill(pid, signal.SIGKILL)
+    finally:
+        os.close(terminal)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return ESCAPE_SEQUENCE.sub("", printed.decode(errors="replace")), status
 
 
 def is_match(printed, expected, title):
@@ -191,26 +246,22 @@ def is_match(printed, expected, title):
 def write_outputs(path):
     """Run the programs of a page. Fill empty blocks of output, and print differences."""
     text = path.read_text()
-    folder = get_folder(str(path))
-    for block in reversed(list(run_blocks(Document(text, str(path)), folder))):
+    for block in reversed(list(run_blocks(Document(text, str(path))))):
         program, printed, status = block
         output = program.output
         if output is not None and not output.source.strip():
             head = text[output.start : output.end].partition("\n")[0]
             text = text[: output.start] + f"{head}\n{CARETS.sub('', printed).rstrip()}\n```" + text[output.end :]
             print(f"{path.name}: {program.title}: status {status}:\n{printed}")
-        elif not is_match(printed, output.source if output else "", output.title if output else "") or status != program.status:
+        elif not program.is_expected(printed, status):
             print(f"{path.name}: {program.title}: DIFFERENT, status {status}:\n{printed}")
     path.write_text(text)
 
 
-def run_blocks(document, folder):
+def run_blocks(document):
     for block in read_blocks(document):
         if block.language == "python" and block.is_run:
-            if block.is_cell:
-                yield block, run_cells(document.path)[block.start], 0
-            else:
-                yield block, *run_program(block.setup + block.source, block.title or "example.py", folder)
+            yield block, *run_block(block, document.path)
 
 
 if __name__ == "__main__":
