@@ -7,6 +7,7 @@ python pages.py [PAGE ...]     run the blocks; write the output into blocks of o
   numbers of seconds may differ, and the title may have `exit status N` and `in any order`.
 - Blocks whose title begins with "Cell" are cells of one notebook. One IPython runs all cells of a page.
 - If the output has prompts of pdb, the program runs in a terminal, and what follows the prompts is typed.
+- pytest runs a file whose name begins with `test_`.
 - `<!-- setup ... -->` has code that readers do not see. It comes before each following program of the page.
 - `<!-- compile only: REASON -->` before a block: it is compiled, but not run.
 - Blocks of `yaml` are parsed, and blocks of `sh` are checked by `bash -n`.
@@ -39,7 +40,7 @@ COMPILE_ONLY = re.compile(r"<!-- compile only: [^>]+-->\s*\Z")
 SNIPPET = re.compile(r'^--8<-- "([^"]+)"$', re.MULTILINE)
 PROMPT = re.compile(r"\(Pdb\) (.*)$", re.MULTILINE)
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
-SECONDS = re.compile(r"\b\d+(\.\d+)? s\b")
+SECONDS = re.compile(r"\b\d+(\.\d+)? ?s\b")
 CARETS = re.compile(r"^ +[~^]+\n", re.MULTILINE)  # Python 3.13 and newer mark fewer parts of a line
 TIME_LIMIT = 60  # seconds
 
@@ -182,18 +183,19 @@ def run_program(code, name, folder, typed=()):
     `typed` are lines for prompts of pdb. The program has a terminal if there are any.
     """
     Path(folder, name).write_text(code)
+    tester = ["-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"] if name.startswith("test_") else []
     env = {
         **os.environ,
         "PYTHONUNBUFFERED": "1",
         "TERM": "xterm" if typed else "dumb",
-        "COLUMNS": "120",
+        "COLUMNS": "80",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH")])),
     }
     if typed:
         printed, status = run_in_terminal(name, folder, env, typed)
     else:
         done = subprocess.run(
-            [sys.executable, name],
+            [sys.executable, *tester, name],
             cwd=folder,
             env=env,
             stdin=subprocess.DEVNULL,
