@@ -1,0 +1,145 @@
+"""Make the documentation's page of benchmarks from published figures.
+
+python make_page.py                          write docs/benchmarks.md from published.json
+python make_page.py --publish RESULTS.json   add the results of bench.py to published.json first
+
+A newer record of the same measure and launchers replaces the older one.
+"""
+
+import argparse
+import json
+from html import escape
+from pathlib import Path
+
+from measures import FIGURES, MEASURES, MPWATCH
+
+HERE = Path(__file__).parent
+PUBLISHED = HERE / "published.json"
+PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
+NAMES = {
+    MPWATCH: "mpwatch",
+    "floor": "least possible",
+    "executor": "concurrent.futures, spawn",
+    "mp_spawn": "torch.multiprocessing.spawn",
+    "elastic": "torch elastic",
+    "torchrunx": "torchrunx",
+    "ray": "Ray",
+}
+HEAD = """# Benchmarks
+
+<!-- tests/benchmarks/make_page.py makes this page from tests/benchmarks/published.json -->
+
+What a launch costs, and how soon a failure is noticed, side by side with other launchers. Shorter is better. Each table says when and
+where the figures were taken, and by which command. *Least possible* is a loop that starts as many processes of a no-op.
+
+To repeat all of them on a machine that does nothing else (75 minutes):
+
+```sh
+tox run -e bench
+```
+
+`tests/benchmarks/measures.py` in the repository has what is measured, and what is to be reached.
+"""
+END = """
+## Lightning: how a program ends after a failure
+
+When rank 1 fails while rank 0 is busy: seconds until the program has ended, and its exit status.
+
+| rank 1 | watched: the caller's exception, the end, the status | `"ddp"` | status | `"ddp_spawn"` | status |
+|---|---|---|---|---|---|
+| raises | 0.05 to 0.08, 1.4, 1 | 3.3 to 5.6 | -9 | 3.1 to 5.5; the type is lost | 1 |
+| is killed (SIGKILL) | 0.07 to 0.09, 1.5, 137 | 0.2 to 4.8 | -9 | 2.5 to 3.7 | 1 |
+| exits with status 3 | 0.07 to 0.11, 1.6, 3 | 0.4 to 4.9 | -9 | 2.4 to 2.6 | 1 |
+
+2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU): `python tests/benchmarks/lightning_failures.py`
+
+Lightning's script launcher (`"ddp"`) looks every five seconds, and then kills every process, your program included. 1.3 s of the end are the
+interpreter's own.
+"""
+BAR, GAP, LEFT, RIGHT, WIDTH = 18, 6, 220, 80, 700  # pixels
+
+
+def format_value(value, figure):
+    """Return a figure with its unit. Small times are in milliseconds or microseconds."""
+    unit = FIGURES[figure][1]
+    if unit == "s":
+        for factor, small_unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+            if value * factor >= 0.1 or small_unit == "µs":
+                return f"{value * factor:.3g} {small_unit}"
+    return f"{value:.3g} {unit}".strip()
+
+
+def draw_bars(rows, figure):
+    """Return a bar chart as SVG, in the colours of the page's theme."""
+    longest = max(row["median"] for row in rows)
+    height = len(rows) * (BAR + GAP)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="bar chart" style="max-width:{WIDTH}px">']
+    for number, row in enumerate(rows):
+        y = number * (BAR + GAP)
+        width = max(1.0, (WIDTH - LEFT - RIGHT) * row["median"] / longest)
+        colour = "var(--md-primary-fg-color)" if row["launcher"] == MPWATCH else "var(--md-default-fg-color--light)"
+        text = f'font-size="13" fill="var(--md-default-fg-color)" y="{y + 14}"'
+        parts += [
+            f'<text {text} x="{LEFT - 8}" text-anchor="end">{escape(NAMES[row["launcher"]])}</text>',
+            f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" fill="{colour}"/>',
+            f'<text {text} x="{LEFT + width + 6:.1f}">{format_value(row["median"], figure)}</text>',
+        ]
+    return "".join([*parts, "</svg>"])
+
+
+def format_record(record):
+    """Yield the lines of all measures of a record: a heading, a chart, a table, and where the figures come from."""
+    for measure, figure in dict.fromkeys((row["measure"], row["figure"]) for row in record["rows"]):
+        rows = [row for row in record["rows"] if (row["measure"], row["figure"]) == (measure, figure)]
+        rows.sort(key=lambda row: row["median"])
+        own = next(row["median"] for row in rows if row["launcher"] == MPWATCH)
+        description, _ = FIGURES[figure]
+        yield from (f"## {MEASURES[measure].description}", "", f"{description}:", "", draw_bars(rows, figure), "")
+        yield from ("| launcher | median | divided by mpwatch's |", "|---|---|---|")
+        for row in rows:
+            ratio = f"{row['median'] / own:.2g}"
+            yield f"| {NAMES[row['launcher']]} | {format_value(row['median'], figure)} | {ratio} |"
+        yield from ("", f"{record['date']}, {record['machine']}: `{record['command']}`. {record['note']}".rstrip(), "")
+
+
+def make_page(records):
+    """Return the text of the page."""
+    lines = [line for record in records for line in format_record(record)]
+    return "\n".join([HEAD, *lines]).rstrip() + "\n" + END
+
+
+def add_results(records, results, measures):
+    """Return the records with the results of bench.py. Records of the same measures are replaced."""
+    machine = results["machine"]
+    rows = [
+        {key: row[key] for key in ("measure", "figure", "launcher", "median")}
+        for row in results["rows"]
+        if row["median"] is not None and FIGURES[row["figure"]][1]
+    ]
+    compared = {(row["measure"], row["figure"]) for row in rows if row["launcher"] == MPWATCH}
+    rows = [row for row in rows if (row["measure"], row["figure"]) in compared]
+    record = {
+        "date": machine["when"][:10],
+        "machine": f"{machine['cpus']} CPU cores, {machine['system']}, Python {machine['python']}, torch {machine['torch']}",
+        "command": f"python tests/benchmarks/bench.py {' '.join(measures)} -r {results['rounds']}",
+        "note": f"Medians of {results['rounds']} rounds. The load of the machine was {machine['load']} at the start.",
+        "rows": rows,
+    }
+    kept = []
+    for old in records:
+        left = [row for row in old["rows"] if (row["measure"], row["figure"]) not in compared]
+        if left:
+            kept.append(old | {"rows": left})
+    return [*kept, record]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--publish", metavar="RESULTS.json")
+    options = parser.parse_args()
+    records = json.loads(PUBLISHED.read_text())
+    if options.publish:
+        results = json.loads(Path(options.publish).read_text())
+        records = add_results(records, results, list(results["figures"]))
+        PUBLISHED.write_text(json.dumps(records, indent=1) + "\n")
+    PAGE.write_text(make_page(records))
