@@ -49,5 +49,6 @@ def find_faults(site):
 
 if __name__ == "__main__":
     faults = list(find_faults(Path(sys.argv[1]).resolve()))
-    print(*faults, sep="\n")
+    for fault in faults:
+        print(fault)
     sys.exit(f"{len(faults)} faults in {sys.argv[1]}" if faults else None)
