@@ -25,6 +25,37 @@ NAMES = {
     "torchrunx": "torchrunx",
     "ray": "Ray",
 }
+TITLES = {  # the description of a measure is its own line below
+    "start": "Start 8 ranks",
+    "heavy_main": "Start 8 ranks from a script with slow imports",
+    "start_torch": "Start 4 ranks that import torch",
+    "args": "Pass a large array",
+    "result": "Return large arrays",
+    "result_tensor": "Return large tensors",
+    "raise": "Notice an exception",
+    "sigkill": "Notice a killed rank",
+    "restart": "Restart 8 ranks",
+    "warm": "Call ranks that stay",
+    "warm_args": "Call ranks that stay with a large array",
+    "tee": "Show what ranks print, line by line",
+    "tee_blocks": "Show what ranks print in blocks",
+    "nodes_start": "Start two nodes",
+    "nodes_failure": "Stop two nodes after a failure",
+    "nodes_failure_collective": "Stop two nodes after a failure, the others in a collective",
+    "nodes_loss": "Lose a node, 2 s allowed",
+    "nodes_loss_collective": "Lose a node, 2 s allowed, the others in a collective",
+    "nodes_loss_default": "Lose a node, with the default limit",
+}
+DESCRIPTIONS = {  # of measures whose own description refers to the one before
+    "tee_blocks": "8 ranks, each prints 500,000 lines of 100 bytes, a thousand lines at a time",
+    "nodes_failure_collective": "2 nodes with 4 ranks each, one raises, the others are in a collective",
+    "nodes_loss_collective": (
+        "2 nodes with 4 ranks each, one is killed with its ranks, the others are in a collective; node_timeout is 2 s"
+    ),
+    "nodes_loss_default": (
+        "2 nodes with 4 ranks each, one is killed with its ranks, the others are in a collective; the default node_timeout"
+    ),
+}
 HEAD = """# Benchmarks
 
 <!-- tests/benchmarks/make_page.py makes this page from tests/benchmarks/published.json -->
@@ -93,8 +124,16 @@ def format_record(record):
         rows = [row for row in record["rows"] if (row["measure"], row["figure"]) == (measure, figure)]
         rows.sort(key=lambda row: row["median"])
         own = next(row["median"] for row in rows if row["launcher"] == MPWATCH)
-        description, _ = FIGURES[figure]
-        yield from (f"## {MEASURES[measure].description}", "", f"{description}:", "", draw_bars(rows, figure), "")
+        setting = DESCRIPTIONS.get(measure, MEASURES[measure].description)
+        measured = FIGURES[figure][0].replace("->", "until")
+        yield from (
+            f"## {TITLES.get(measure, measure)}",
+            "",
+            f"{setting}. Measured: {measured}.",
+            "",
+            draw_bars(rows, figure),
+            "",
+        )
         yield from ("| launcher | median | divided by mpwatch's |", "|---|---|---|")
         for row in rows:
             ratio = f"{row['median'] / own:.2g}"
