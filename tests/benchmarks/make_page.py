@@ -69,7 +69,8 @@ To repeat all of them on a machine that does nothing else (75 minutes):
 tox run -e bench
 ```
 
-`tests/benchmarks/measures.py` in the repository has what is measured, and what is to be reached.
+`tests/benchmarks/measures.py` in the repository has what is measured, and what is to be reached. Figures of 2026 were
+first published in the README: their date is the day on which they were written there.
 """
 END = """
 ## Lightning: how a program ends after a failure
