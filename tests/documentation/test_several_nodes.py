@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from support.ports import free_port
 from support.programs import ENV
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "several-nodes.md"
 
 
+@pytest.mark.slow
 def test_two_nodes_print_the_values_of_their_own_ranks(tmp_path):
     text = PAGE.read_text()
     (code,) = re.findall(r'```python title="train.py"\n(.*?)```', text, re.DOTALL)
