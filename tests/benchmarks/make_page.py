@@ -60,8 +60,9 @@ HEAD = """# Benchmarks
 
 <!-- tests/benchmarks/make_page.py makes this page from tests/benchmarks/published.json -->
 
-What a launch costs, and how soon a failure is noticed, side by side with other launchers. Shorter is better. Each table says when and
-where the figures were taken, and by which command. *Least possible* is a loop that starts as many processes of a no-op.
+What a launch costs, and how soon a failure is noticed, side by side with other launchers. Shorter is better. Each table says
+when and where the figures were taken, and by which command. *Least possible* is a loop that starts as many processes of a
+no-op.
 
 To repeat all of them on a machine that does nothing else (75 minutes):
 
@@ -85,8 +86,8 @@ When rank 1 fails while rank 0 is busy: seconds until the program has ended, and
 
 2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU): `python tests/benchmarks/lightning_failures.py`
 
-Lightning's script launcher (`"ddp"`) looks every five seconds, and then kills every process, your program included. 1.3 s of the end are the
-interpreter's own.
+Lightning's script launcher (`"ddp"`) looks every five seconds, and then kills every process, your program included. 1.3 s of
+the end are the interpreter's own.
 """
 BAR, GAP, LEFT, RIGHT, WIDTH = 18, 6, 220, 80, 700  # pixels
 
