@@ -1,0 +1,186 @@
+"""Make the documentation's page of benchmarks from published figures.
+
+python make_page.py                          write docs/benchmarks.md from published.json
+python make_page.py --publish RESULTS.json   add the results of bench.py to published.json first
+
+A newer record of the same measure and launchers replaces the older one.
+"""
+
+import argparse
+import json
+from html import escape
+from pathlib import Path
+
+from measures import FIGURES, MEASURES, MPWATCH
+
+HERE = Path(__file__).parent
+PUBLISHED = HERE / "published.json"
+PAGE = HERE.parents[1] / "docs" / "benchmarks.md"
+NAMES = {
+    MPWATCH: "mpwatch",
+    "floor": "least possible",
+    "executor": "concurrent.futures, spawn",
+    "mp_spawn": "torch.multiprocessing.spawn",
+    "elastic": "torch elastic",
+    "torchrunx": "torchrunx",
+    "ray": "Ray",
+}
+TITLES = {  # the description of a measure is its own line below
+    "start": "Start 8 ranks",
+    "heavy_main": "Start 8 ranks from a script with slow imports",
+    "start_torch": "Start 4 ranks that import torch",
+    "args": "Pass a large array",
+    "result": "Return large arrays",
+    "result_tensor": "Return large tensors",
+    "raise": "Notice an exception",
+    "sigkill": "Notice a killed rank",
+    "restart": "Restart 8 ranks",
+    "warm": "Call ranks that stay",
+    "warm_args": "Call ranks that stay with a large array",
+    "tee": "Show what ranks print, line by line",
+    "tee_blocks": "Show what ranks print in blocks",
+    "nodes_start": "Start two nodes",
+    "nodes_failure": "Stop two nodes after a failure",
+    "nodes_failure_collective": "Stop two nodes after a failure, the others in a collective",
+    "nodes_loss": "Lose a node, 2 s allowed",
+    "nodes_loss_collective": "Lose a node, 2 s allowed, the others in a collective",
+    "nodes_loss_default": "Lose a node, with the default limit",
+}
+DESCRIPTIONS = {  # of measures whose own description refers to the one before
+    "tee_blocks": "8 ranks, each prints 500,000 lines of 100 bytes, a thousand lines at a time",
+    "nodes_failure_collective": "2 nodes with 4 ranks each, one raises, the others are in a collective",
+    "nodes_loss_collective": (
+        "2 nodes with 4 ranks each, one is killed with its ranks, the others are in a collective; node_timeout is 2 s"
+    ),
+    "nodes_loss_default": (
+        "2 nodes with 4 ranks each, one is killed with its ranks, the others are in a collective; the default node_timeout"
+    ),
+}
+HEAD = """# Benchmarks
+
+<!-- tests/benchmarks/make_page.py makes this page from tests/benchmarks/published.json -->
+
+What a launch costs, and how soon a failure is noticed, side by side with other launchers. Shorter is better. Each table says
+when and where the figures were taken, and by which command. *Least possible* is a loop that starts as many processes of a
+no-op.
+
+To repeat all of them on a machine that does nothing else (75 minutes):
+
+```sh
+tox run -e bench
+```
+
+`tests/benchmarks/measures.py` in the repository has what is measured, and what is to be reached. Figures of 2026 were
+first published in the README: their date is the day on which they were written there.
+"""
+END = """
+## Lightning: how a program ends after a failure
+
+When rank 1 fails while rank 0 is busy: seconds until the program has ended, and its exit status.
+
+| rank 1 | watched: the caller's exception, the end, the status | `"ddp"` | status | `"ddp_spawn"` | status |
+|---|---|---|---|---|---|
+| raises | 0.05 to 0.08, 1.4, 1 | 3.3 to 5.6 | -9 | 3.1 to 5.5; the type is lost | 1 |
+| is killed (SIGKILL) | 0.07 to 0.09, 1.5, 137 | 0.2 to 4.8 | -9 | 2.5 to 3.7 | 1 |
+| exits with status 3 | 0.07 to 0.11, 1.6, 3 | 0.4 to 4.9 | -9 | 2.4 to 2.6 | 1 |
+
+2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU): `python tests/benchmarks/lightning_failures.py`
+
+Lightning's script launcher (`"ddp"`) looks every five seconds, and then kills every process, your program included. 1.3 s of
+the end are the interpreter's own.
+"""
+BAR, GAP, LEFT, RIGHT, WIDTH = 18, 6, 220, 80, 700  # pixels
+
+
+def format_value(value, figure):
+    """Return a figure with its unit. Small times are in milliseconds or microseconds."""
+    unit = FIGURES[figure][1]
+    if unit == "s":
+        for factor, small_unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+            if value * factor >= 0.1 or small_unit == "µs":
+                return f"{value * factor:.3g} {small_unit}"
+    return f"{value:.3g} {unit}".strip()
+
+
+def draw_bars(rows, figure):
+    """Return a bar chart as SVG, in the colours of the page's theme."""
+    longest = max(row["median"] for row in rows)
+    height = len(rows) * (BAR + GAP)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="bar chart" style="max-width:{WIDTH}px">']
+    for number, row in enumerate(rows):
+        y = number * (BAR + GAP)
+        width = max(1.0, (WIDTH - LEFT - RIGHT) * row["median"] / longest)
+        colour = "var(--md-primary-fg-color)" if row["launcher"] == MPWATCH else "var(--md-default-fg-color--light)"
+        text = f'font-size="13" fill="var(--md-default-fg-color)" y="{y + 14}"'
+        parts += [
+            f'<text {text} x="{LEFT - 8}" text-anchor="end">{escape(NAMES[row["launcher"]])}</text>',
+            f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" fill="{colour}"/>',
+            f'<text {text} x="{LEFT + width + 6:.1f}">{format_value(row["median"], figure)}</text>',
+        ]
+    return "".join([*parts, "</svg>"])
+
+
+def format_record(record):
+    """Yield the lines of all measures of a record: a heading, a chart, a table, and where the figures come from."""
+    for measure, figure in dict.fromkeys((row["measure"], row["figure"]) for row in record["rows"]):
+        rows = [row for row in record["rows"] if (row["measure"], row["figure"]) == (measure, figure)]
+        rows.sort(key=lambda row: row["median"])
+        own = next(row["median"] for row in rows if row["launcher"] == MPWATCH)
+        setting = DESCRIPTIONS.get(measure, MEASURES[measure].description)
+        measured = FIGURES[figure][0].replace("->", "until")
+        yield from (
+            f"## {TITLES.get(measure, measure)}",
+            "",
+            f"{setting}. Measured: {measured}.",
+            "",
+            draw_bars(rows, figure),
+            "",
+        )
+        yield from ("| launcher | median | divided by mpwatch's |", "|---|---|---|")
+        for row in rows:
+            ratio = f"{row['median'] / own:.2g}"
+            yield f"| {NAMES[row['launcher']]} | {format_value(row['median'], figure)} | {ratio} |"
+        yield from ("", f"{record['date']}, {record['machine']}: `{record['command']}`. {record['note']}".rstrip(), "")
+
+
+def make_page(records):
+    """Return the text of the page."""
+    lines = [line for record in records for line in format_record(record)]
+    return "\n".join([HEAD, *lines]).rstrip() + "\n" + END
+
+
+def add_results(records, results, measures):
+    """Return the records with the results of bench.py. Records of the same measures are replaced."""
+    machine = results["machine"]
+    rows = [
+        {key: row[key] for key in ("measure", "figure", "launcher", "median")}
+        for row in results["rows"]
+        if row["median"] is not None and FIGURES[row["figure"]][1]
+    ]
+    compared = {(row["measure"], row["figure"]) for row in rows if row["launcher"] == MPWATCH}
+    rows = [row for row in rows if (row["measure"], row["figure"]) in compared]
+    record = {
+        "date": machine["when"][:10],
+        "machine": f"{machine['cpus']} CPU cores, {machine['system']}, Python {machine['python']}, torch {machine['torch']}",
+        "command": f"python tests/benchmarks/bench.py {' '.join(measures)} -r {results['rounds']}",
+        "note": f"Medians of {results['rounds']} rounds. The load of the machine was {machine['load']} at the start.",
+        "rows": rows,
+    }
+    kept = []
+    for old in records:
+        left = [row for row in old["rows"] if (row["measure"], row["figure"]) not in compared]
+        if left:
+            kept.append(old | {"rows": left})
+    return [*kept, record]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--publish", metavar="RESULTS.json")
+    options = parser.parse_args()
+    records = json.loads(PUBLISHED.read_text())
+    if options.publish:
+        results = json.loads(Path(options.publish).read_text())
+        records = add_results(records, results, list(results["figures"]))
+        PUBLISHED.write_text(json.dumps(records, indent=1) + "\n")
+    PAGE.write_text(make_page(records))

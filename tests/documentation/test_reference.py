@@ -1,0 +1,85 @@
+"""The reference is complete: every public name, kind, event, variable and option has its place in the documentation."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import mpwatch
+from mpwatch.options.worker_info import RANK_VARIABLES
+from mpwatch.results.state_transitions import TRANSITIONS
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+ENTRY = re.compile(r"^::: ([\w.]+)", re.MULTILINE)
+PUBLIC_MODULES = (  # those that users import by name
+    "mpwatch.events",
+    "mpwatch.multinode",
+    "mpwatch.integrations.accelerate",
+    "mpwatch.integrations.lightning",
+    "mpwatch.integrations.lightning.stop_callback",
+    "mpwatch.integrations.transformers",
+)
+
+
+def read(name):
+    return (REFERENCE / name).read_text()
+
+
+def entries():
+    return [name for path in REFERENCE.glob("*.md") for name in ENTRY.findall(path.read_text())]
+
+
+def exported_names(module):
+    """The `__all__` of a module, without an import: Lightning and transformers may be missing."""
+    path = ROOT.joinpath(*module.split("."))
+    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return names
+
+
+def test_every_public_name_has_one_entry():
+    found = entries()
+    wanted = {f"mpwatch.{name}" for name in mpwatch.__all__} - {"mpwatch.__version__"} | {"mpwatch.version.__version__"}
+    # An Event is exported by both modules.
+    wanted |= {f"{module}.{name}" for module in PUBLIC_MODULES for name in exported_names(module)} - {"mpwatch.events.Event"}
+    # The fields of RunResult, and what stacks() returns
+    assert sorted(found) == sorted(wanted | {"mpwatch.results.model.RunData", "mpwatch.results.stacks.Stacks"})
+
+
+def test_every_module_with_exports_is_public_or_named_here():
+    """A new module that users import by name must be in PUBLIC_MODULES."""
+    folder = ROOT / "mpwatch" / "integrations"
+    with_exports = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in folder.rglob("*.py")
+        if "\n__all__ = " in path.read_text()
+    }
+    assert with_exports <= set(PUBLIC_MODULES)
+
+
+def test_every_kind_of_failure_is_explained():
+    explained = re.findall(r"^## (\w+)$", read("failure-kinds.md"), re.MULTILINE)
+    assert sorted(explained) == sorted(kind.name for kind in mpwatch.FailureKind)
+
+
+def test_the_states_are_those_of_the_table():
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (.+) \|$", read("states.md"), re.MULTILINE)
+    assert rows == [
+        (before.name, after.name, why) for before, afters in TRANSITIONS.items() for after, why in afters.items()
+    ]
+    assert all(f"\n| `{state.name}` | " in read("states.md") for state in mpwatch.WorkerState)
+
+
+def test_every_variable_of_a_rank_is_listed():
+    assert [name for name in sorted(RANK_VARIABLES) if f"`{name}`" not in read("environment.md")] == []
+
+
+def test_the_docstrings_of_run_and_of_a_group_have_all_options():
+    for documented in (mpwatch.run, mpwatch.WorkerGroup):
+        named = set(re.findall(r"^ {4,8}(\w+): ", documented.__doc__, re.MULTILINE))
+        assert set(inspect.signature(documented).parameters) - named == set()
