@@ -47,7 +47,6 @@ class _Node:
     """A node, as the driver sees it."""
 
     number: int
-    future: "Future[NodeOutcome]"
     hostname: str = ""
     connection: Connection | None = None
     """None until the node has connected."""
@@ -220,7 +219,7 @@ class Driver:
         number = len(self._nodes)
         self._output_slots[number] = threading.Semaphore(MAX_WAITING_OUTPUTS)
         future = self._engine.start(partial(run_node, replace(self._spec, number=number)), number)
-        self._nodes[number] = _Node(number, future)
+        self._nodes[number] = _Node(number)
         future.add_done_callback(lambda done: self._messages.put(("done", number, done)))
 
     def _handle_end(self, node: _Node, future: "Future[NodeOutcome]") -> None:

@@ -1,8 +1,10 @@
 """`run`: the entry of a job on a cluster. It checks the options, and makes the store and the driver."""
 
 import secrets
+import signal
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import mpwatch
@@ -13,7 +15,7 @@ from mpwatch.cluster.view import JobView
 from mpwatch.errors import make_error, raise_if_failed
 from mpwatch.options.spec import Observers
 from mpwatch.options.validation import check_flag
-from mpwatch.results.report import format_report
+from mpwatch.results.report import format_report, format_signal
 from mpwatch.watcher.run import pack_spec
 from mpwatch.wire.exceptions.decoder import add_note
 from mpwatch.wire.pickling.pickler import pack_by_value
@@ -142,5 +144,5 @@ def _raise_interrupt(interrupt: KeyboardInterrupt, result: mpwatch.RunResult[Any
     if result is not None and result.state is mpwatch.WorkerState.FAILED:
         raise interrupt from make_error(result)
     if result is not None and result.state is mpwatch.WorkerState.STOPPED:
-        add_note(interrupt, format_report(result))
+        add_note(interrupt, format_report(replace(result, reason=format_signal(signal.SIGINT))))
     raise interrupt
