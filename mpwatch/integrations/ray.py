@@ -10,6 +10,7 @@ If a Ray node is lost, Ray reserves its bundle on another node, and a new task t
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ __all__ = ["RayEngine", "run"]
 
 T = TypeVar("T")
 CLOSE_SECONDS = 10.0  # for the tasks to end, and for Ray to remove a placement group
+OMP_THREADS = "OMP_NUM_THREADS"
 WAIT_SECONDS = 0.25  # between two looks at whether a node is cancelled
 log = logging.getLogger("mpwatch")
 
@@ -240,7 +242,21 @@ class _FurtherNode:
 
 
 def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
-    return call()
+    """Call it in a Ray task, without the OMP_NUM_THREADS that Ray has set.
+
+    Ray sets the number of CPUs of the task, and each rank would have so many threads. mpwatch then sets its own default.
+    """
+    context = ray.get_runtime_context()
+    cpus = context.get_assigned_resources().get("CPU", 0)
+    is_set_by_user = OMP_THREADS in context.runtime_env.get("env_vars", {})
+    threads = os.environ.get(OMP_THREADS)
+    if threads is None or is_set_by_user or threads != str(max(1, int(cpus))):
+        return call()
+    del os.environ[OMP_THREADS]
+    try:
+        return call()
+    finally:
+        os.environ[OMP_THREADS] = threads  # Ray removes it
 
 
 def _remove(group: PlacementGroup) -> None:

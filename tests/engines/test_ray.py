@@ -144,6 +144,15 @@ def test_resources_and_environment_are_those_of_the_tasks():
 
 
 @pytest.mark.usefixtures("cluster")
+def test_ranks_have_the_number_of_threads_of_mpwatch():
+    (expected,) = set(mpwatch.run(functions.read_environment, 2, args=("OMP_NUM_THREADS",)))
+    assert list(run(functions.read_environment, 2, nodes=2, args=("OMP_NUM_THREADS",))) == [expected] * 4
+    env_vars = {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "2"}
+    result = run(functions.read_environment, 2, nodes=1, args=("OMP_NUM_THREADS",), runtime_env={"env_vars": env_vars})
+    assert list(result) == ["2", "2"]
+
+
+@pytest.mark.usefixtures("cluster")
 def test_ctrl_c_stops_all_nodes():
     pids = RankPids()
 
@@ -331,7 +340,7 @@ def test_digits_are_learned_on_two_nodes():
         import train_digits
     finally:
         sys.path.remove(str(EXAMPLES))
-    result = run(train_digits.train, 2, nodes=2, args=(6,), kwargs={"verbose": False}, backend="gloo")
+    result = run(train_digits.train, 2, nodes=2, args=(3,), kwargs={"verbose": False}, backend="gloo")
     assert len(result) == 4
     assert result[0].losses == result[3].losses
-    assert result[0].accuracy >= 0.9
+    assert result[0].accuracy >= 0.85
