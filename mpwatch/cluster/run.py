@@ -99,7 +99,8 @@ def run(
         )
         assert spec.rendezvous is not None
         call = _pack_call(spec, options)
-        store = _serve_store(engine.address)
+        stores = [_serve_store(engine.address)]
+        stack.callback(stores.clear)  # the traceback of an error would keep a variable alive, and so the server
         view = stack.enter_context(closing(JobView(progress)))
         driver = stack.enter_context(closing(Driver(engine, key, view, shown, spec.observers)))
         node_spec = NodeSpec(
@@ -108,7 +109,7 @@ def run(
             key=key,
             nprocs=nprocs,
             call=call,
-            rendezvous={**rendezvous, "endpoint": f"{engine.address}:{store.port}"},
+            rendezvous={**rendezvous, "endpoint": f"{engine.address}:{stores[0].port}"},
             find_address=find_address,
             log_options={name: getattr(shown, name) for name in ("dir", "show", "files", "prefix")},
             view_period=view.node_period,
