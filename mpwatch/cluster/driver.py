@@ -39,6 +39,7 @@ from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
 MAX_EARLY_LOSSES = 3  # of nodes one after the other that the engine has lost before their ranks have begun
 END_SECONDS = 10.0  # beyond the grace period: for all nodes to end after the first one, and after they were stopped
+CLOSE_SECONDS = 5.0  # for a thread to end, which takes milliseconds
 MAX_WAITING_OUTPUTS = 1000  # messages of each node that wait until this thread has written them; then the node waits
 
 
@@ -158,13 +159,14 @@ class Driver:
         self._closed.set()
         with suppress(OSError):
             Client(self.address).close()  # this wakes the thread that accepts
+        self._threads[0].join(CLOSE_SECONDS)  # it accepts; after that there are no further connections
         self._listener.close()
-        for connection in list(self._connections):
+        for connection in self._connections:
             shut_down(connection)
-        for slots in list(self._output_slots.values()):
+        for slots in self._output_slots.values():
             slots.release()
-        for thread in self._threads:
-            thread.join()
+        for thread in self._threads[1:]:
+            thread.join(CLOSE_SECONDS)
         for connection in self._connections:
             connection.close()
 

@@ -286,6 +286,34 @@ def test_a_lost_node_is_replaced_by_another_one(nodes):
 
 
 @pytest.mark.slow
+def test_a_lost_node_that_cannot_be_replaced_fails_the_job(nodes):
+    pids = RankPids()
+    lost = nodes.add_node(num_cpus=3)
+    wait_until(lambda: free_cpus() == 7.0)
+
+    def remove_node(event):
+        pids(event)
+        if len(pids.pids) == 3 and lost in nodes.worker_nodes:
+            nodes.remove_node(lost, allow_graceful=False)
+
+    options = {"max_restarts": 1, "join_timeout": 8.0, "node_timeout": 3.0}
+    with pytest.raises(mpwatch.RunFailedError, match="was lost"):
+        run(functions.wait_for_second_start, 1, nodes=3, num_cpus=2, on_event=remove_node, **options)
+    wait_until(lambda: free_cpus() == 4.0)
+    assert not any(is_alive(pid) for pid in pids.pids.values())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_ctrl_c_ends_the_wait_for_room():
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(functions.wait, 2, nodes=3)
+    timer.join()
+
+
+@pytest.mark.slow
 def test_a_new_node_joins_the_job(cluster):
     added = []
 
