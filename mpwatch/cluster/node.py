@@ -66,16 +66,15 @@ def run_node(spec: NodeSpec) -> NodeOutcome:
 def _submit(spec: NodeSpec, link: "_DriverLink") -> "mpwatch.RunHandle[Any]":
     local_addr = None if spec.find_address is None else spec.find_address()
     rendezvous = mpwatch.Rendezvous(**spec.rendezvous, local_addr=local_addr)
-    prefix = spec.log_options["prefix"] or f"[{spec.number}:{{rank}}] "
-    logs = mpwatch.LogSpec(**{**spec.log_options, "prefix": prefix})
+    log_options = {**spec.log_options, "prefix": spec.log_options["prefix"] or "[{node}:{rank}] "}
+    logs = mpwatch.LogSpec(**log_options)
     streams: dict[str, Any] = {stream: _LinkStream(link, stream) for stream in STREAMS if not logs.inherits(stream)}
-    logs = mpwatch.LogSpec(**{**spec.log_options, **streams, "prefix": prefix})
     fn, options = pickle.loads(spec.call)
     run_spec: WorkerSpec[Any] = WorkerSpec(
         fn=fn,
         nprocs=spec.nprocs,
         rendezvous=rendezvous,
-        logs=logs,
+        logs=mpwatch.LogSpec(**log_options, **streams),
         on_event=_LinkObserver(link, wants_progress=spec.wants_progress),
         progress=False,
         **options,

@@ -54,8 +54,7 @@ def run(
         nodes: the number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max.
         on_event: a function or several functions, called with each event of each node, in this thread.
         logs: what ranks print, see `mpwatch.LogSpec`. Shown lines are written here. Their default prefix is the number of
-            the node and the rank; a node that replaces a lost one has a number of its own. `dir` is a folder on each node.
-            None: all lines are shown.
+            the node and the rank: "[{node}:{rank}] ". `dir` is a folder on each node. None: all lines are shown.
         progress: live view of the ranks of all nodes, here. See `mpwatch.run`.
         find_address: returns the address of a node, when it is called there. None: mpwatch finds it out.
         join_timeout: seconds that nodes wait for each other.
