@@ -60,8 +60,8 @@ class LogSpec:
         files: the ranks whose output goes to files, if `dir` is set.
         prefix: a template for the beginning of each shown line. Its fields are {rank}, {local_rank}, {role}, {host},
             {node} (the `group_rank` of a Worker) and {time}; {time:%H:%M:%S} has a format of strftime. None: "[{rank}] " if
-            more than one rank is shown. In a notebook None means "[{rank}] " only once more than one rank has written something. The output of a single rank is
-            forwarded as it comes, carriage returns included.
+            more than one rank is shown. In a notebook None means "[{rank}] " only once more than one rank has written
+            something. The output of a single rank is forwarded as it comes, carriage returns included.
         stdout: where the shown lines of stdout are written: any object with a `write` method for text. It is called in a
             thread of mpwatch. None: `sys.stdout`.
         stderr: the same for stderr. None: `sys.stderr`.
