@@ -34,6 +34,7 @@ from mpwatch.cluster.results import make_lost_result, merge_results
 from mpwatch.cluster.view import JobView
 from mpwatch.events.types import CallStarted, Event, RendezvousCompleted
 from mpwatch.options.spec import Observer
+from mpwatch.results.failure import summarize_exception
 from mpwatch.watcher.observers.deferred_log import log_now
 from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
@@ -411,6 +412,9 @@ def _unpack(outcome: NodeOutcome, number: int) -> mpwatch.RunResult[Any] | Excep
 
 
 def _summarize(error: BaseException) -> str:
-    """Return the first line of an engine's error."""
+    """Return an engine's error in one line. Ray's RayTaskError has the exception that the node has raised."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, BaseException):
+        return summarize_exception(cause)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ pytest.importorskip("torch")  # for the rendezvous
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from engines import functions  # noqa: E402
+from mpwatch.cluster.driver import Driver  # noqa: E402
 from mpwatch.integrations.ray import run  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(200)]
@@ -172,6 +174,15 @@ def test_ctrl_c_stops_all_nodes():
 def test_a_cluster_that_has_no_room_is_named():
     with pytest.raises(mpwatch.LaunchError, match="the Ray cluster had no room for 3 nodes"):
         run(functions.report_pid, 2, nodes=3, join_timeout=1.0)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_tasks_that_cannot_reach_the_driver_are_an_error(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()  # nothing listens there after this block
+    monkeypatch.setattr(Driver, "address", property(lambda self: address, lambda self, value: None), raising=False)
+    with pytest.raises(mpwatch.LaunchError, match=r"the engine could not start node 2: ConnectionRefusedError"):
+        run(functions.report_pid, 1, nodes=1)
 
 
 @pytest.mark.usefixtures("nodes")
