@@ -115,6 +115,16 @@ def launch_train(folder, measure, restarts):
     ).fit()
 
 
+@ray.remote(num_cpus=2)
+def import_torch():
+    import torch.distributed
+
+
+def warm_up():
+    """Have a worker process of Ray on each node import torch: the launcher before may have ended the last ones."""
+    ray.get([import_torch.options(scheduling_strategy="SPREAD").remote() for _ in range(2)])
+
+
 LAUNCHERS = {"run": launch_run, "by_hand": launch_by_hand, "train": launch_train}
 
 
@@ -122,6 +132,7 @@ def measure_once(launcher, measure):
     def read(name):
         return max(float(path.read_text()) for path in Path(folder).glob(f"{name}*"))
 
+    warm_up()
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
         try:
