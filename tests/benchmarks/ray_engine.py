@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 
 import ray
@@ -117,7 +118,7 @@ def launch_train(folder, measure, restarts):
 
 @ray.remote(num_cpus=2)
 def import_torch():
-    import torch.distributed
+    import_module("torch.distributed")
 
 
 def warm_up():
