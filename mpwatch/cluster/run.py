@@ -98,7 +98,7 @@ def run(
         )
         assert spec.rendezvous is not None
         call = _pack_call(spec, options)
-        stores = [_serve_store(engine.address)]
+        stores = [_serve_store(engine.address, rendezvous["run_id"])]
         stack.callback(stores.clear)  # the traceback of an error would keep a variable alive, and so the server
         view = stack.enter_context(closing(JobView(progress)))
         driver = stack.enter_context(closing(Driver(engine, key, view, shown, spec.observers)))
@@ -132,11 +132,15 @@ def _pack_call(spec: mpwatch.WorkerSpec[Any], options: dict[str, Any]) -> bytes:
         raise mpwatch.LaunchError(f"an option cannot be sent to the nodes: {type(error).__name__}: {error}") from error
 
 
-def _serve_store(address: str) -> Any:
+def _serve_store(address: str, run_id: str) -> Any:
     """Return the store of the rendezvous. It lives as long as it is referenced."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export it
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export them
 
-    return TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    from mpwatch.multinode.job_config_check import SERVED_ELSEWHERE_KEY  # imports torch
+
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    PrefixStore(f"mpwatch.{run_id}", store).set(SERVED_ELSEWHERE_KEY, "1")  # else the nodes wait a second for that node
+    return store
 
 
 def _raise_interrupt(interrupt: KeyboardInterrupt, result: mpwatch.RunResult[Any] | None) -> None:
