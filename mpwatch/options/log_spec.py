@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum, auto
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from mpwatch.options.validation import check_count
 from mpwatch.options.worker_info import Worker
@@ -62,6 +62,9 @@ class LogSpec:
             {time}; {time:%H:%M:%S} has a format of strftime. None: "[{rank}] " if more than one rank is shown. In a notebook
             None means "[{rank}] " only once more than one rank has written something. The output of a single rank is
             forwarded as it comes, carriage returns included.
+        stdout: where the shown lines of stdout are written: any object with a `write` method for text. It is called in a
+            thread of mpwatch. None: `sys.stdout`.
+        stderr: the same for stderr. None: `sys.stderr`.
 
     Raises TypeError or ValueError naming the argument and the value.
     """
@@ -71,6 +74,8 @@ class LogSpec:
     show: Choice = "all"
     files: Choice = "all"
     prefix: str | None = None
+    stdout: IO[str] | None = None
+    stderr: IO[str] | None = None
 
     def __post_init__(self) -> None:
         _check_dir(self.dir)
@@ -86,6 +91,17 @@ class LogSpec:
                     f" use show='all', or leave {stream} out of `files`"
                 )
         _check_prefix(self.prefix)
+        for stream in STREAMS:
+            self._check_target(stream)
+
+    def _check_target(self, stream: str) -> None:
+        target = getattr(self, stream)
+        if target is None:
+            return
+        if not callable(getattr(target, "write", None)):
+            raise TypeError(f"logs: {stream} must have a method `write` for text, not {target!r:.200}")
+        if self.inherits(stream):
+            raise ValueError(f"logs: show='inherit' gives the ranks the caller's own {stream}; leave out `{stream}`")
 
     def with_absolute_dir(self) -> "LogSpec":
         """Return this LogSpec with an absolute `dir`, so that a later chdir() does not move the files."""
