@@ -219,9 +219,11 @@ def run_node(spec: NodeSpec) -> NodeOutcome:
                 try:
                     return NodeOutcome.pack(handle.result())
                 finally:
+                    link.send("end", spec.number)
                     _shut_down(connection)
                     follower.join()
         except Exception as error:  # noqa: BLE001  the driver raises it
+            link.send("end", spec.number)
             return NodeOutcome.pack(error)
 
 
@@ -292,6 +294,8 @@ class _Node:
     future: "Future[NodeOutcome]"
     connection: Connection | None = None
     """None until the node has connected."""
+    has_ended: bool = False
+    """Whether it has said that its outcome follows."""
     is_link_closed: bool = False
     """Whether all that it has sent was received."""
     outcome: "mpwatch.RunResult[Any] | Exception | None" = None
@@ -396,11 +400,15 @@ class _Driver:
         if kind == "hello":
             number, connection = content
             self._nodes[number].connection = connection
-            self._nodes[number].is_link_closed = False
+            self._nodes[number].is_link_closed = self._nodes[number].has_ended = False
+        elif kind == "end":
+            self._nodes[content].has_ended = True
         elif kind == "closed":
             number, connection = content
             node = self._nodes[number]
             node.is_link_closed |= node.connection is connection
+            if node.is_link_closed and not node.has_ended and not node.is_over:
+                self._engine.cancel(number)  # the node is dead or cut off, and the engine may not know
         elif kind == "output":
             stream, text = content
             getattr(sys, stream).write(text)
