@@ -245,9 +245,9 @@ class DaskEngine:
         while count < least:
             if time.monotonic() >= deadline:
                 raise mpwatch.LaunchError(
-                    f"the Dask cluster had {count} workers for {least} nodes of the job after {seconds:g} s: each node needs "
-                    "a worker of its own, on a host of its own if there are several hosts; start more workers, ask for fewer "
-                    "nodes, or list the workers of any host in workers="
+                    f"the Dask cluster had {count} workers for {least} nodes of the job after {seconds:g} s: each node "
+                    "needs a worker of its own, on a host of its own if there are several hosts. Start more workers, ask "
+                    "for fewer nodes, or list workers of any host in workers="
                 )
             time.sleep(min(POLL_SECONDS, seconds))
             count = self._begin(self._count_places()).result(SYNC_SECONDS)

@@ -14,9 +14,9 @@ from support.process_state import is_alive
 from support.programs import ENV
 
 pytest.importorskip("distributed")
-from distributed import Client, LocalCluster  # noqa: E402
+from distributed import Client, LocalCluster
 
-from mpwatch.integrations.dask import run  # noqa: E402
+from mpwatch.integrations.dask import run
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 END_SECONDS = 10.0  # after the death of the driver
@@ -300,7 +300,7 @@ def test_a_bad_option_is_named(client, options, error, text):
 
 
 def test_a_bad_client_is_named(client):
-    with pytest.raises(TypeError, match="client must be a dask.distributed.Client, not str"):
+    with pytest.raises(TypeError, match=r"client must be a dask\.distributed\.Client, not str"):
         run("tcp://127.0.0.1:8786", report_pid, 2, nodes=2)
     closed = Client(client.scheduler.address)
     closed.close()
