@@ -36,7 +36,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -278,12 +278,16 @@ class SubmititEngine:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _submit(self, numbers: Sequence[int]) -> None:
-        executor = copy.deepcopy(self._executor)
-        executor.update_parameters(**_make_parameters(executor, self._kind, len(numbers)))
-        self._jobs.append((executor.submit(_Task(self._folder, tuple(numbers))), tuple(numbers)))
+        with ThreadPoolExecutor(1) as submitter:  # Ctrl-C must not come between sbatch and the entry in the list
+            submitter.submit(self._submit_job, tuple(numbers)).result()
         if self._thread is None:
             self._thread = threading.Thread(target=self._poll, name="mpwatch submitit", daemon=True)
             self._thread.start()
+
+    def _submit_job(self, numbers: tuple[int, ...]) -> None:
+        executor = copy.deepcopy(self._executor)
+        executor.update_parameters(**_make_parameters(executor, self._kind, len(numbers)))
+        self._jobs.append((executor.submit(_Task(self._folder, numbers)), numbers))
 
     def _poll(self) -> None:
         """Set the futures of nodes that have ended, in a thread of its own."""

@@ -270,13 +270,6 @@ def check_steps(folder, ranks, end):
     assert (first, again, last) == (0, stopped, stopped + end)
 
 
-def count_further(end, folder):
-    """Count to a number that is beyond the first stop."""
-    path = Path(folder, "rank0")
-    stopped = int(path.read_text().split()[1]) if path.exists() else 0
-    return count_to(stopped + end, folder)
-
-
 def test_a_preempted_job_stops_at_the_same_step_and_run_submits_it_again(slurm, tmp_path):
     executor = make_executor(tmp_path, "slurm")
 
