@@ -10,15 +10,16 @@ Dask would wait for a lost worker, because the task is bound to it. So the engin
 import asyncio
 import logging
 import multiprocessing
+import pickle
 import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from pickle import PickleBuffer
 from typing import Any, TypeVar
 
+import cloudpickle
 from distributed import Client, get_worker
 from distributed.comm import get_address_host
 from distributed.utils import get_ip
@@ -30,7 +31,8 @@ __all__ = ["DaskEngine", "run"]
 
 T = TypeVar("T")
 POLL_SECONDS = 1.0  # between two looks at the list of workers
-SYNC_SECONDS = 10.0  # for the scheduler or a worker to answer
+SYNC_SECONDS = 10.0  # for the scheduler to answer
+LARGE_CALL = 1_000_000  # bytes; Dask warns if a larger object is in the graph of tasks
 logger = logging.getLogger("mpwatch")
 
 
@@ -141,7 +143,7 @@ class DaskEngine:
             closed: Future[cluster.NodeOutcome] = Future()
             closed.set_exception(ConnectionError(f"the Dask client is {self._client.status}"))
             return closed
-        self._futures[number] = self._begin(self._execute(call, number))
+        self._futures[number] = self._begin(self._execute(cloudpickle.dumps(call), number))
         return self._futures[number]
 
     def cancel(self, number: int) -> None:
@@ -164,7 +166,7 @@ class DaskEngine:
 
     # --- In the event loop of the client
 
-    async def _execute(self, call: Callable[[], cluster.NodeOutcome], number: int) -> cluster.NodeOutcome:
+    async def _execute(self, call: bytes, number: int) -> cluster.NodeOutcome:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -186,11 +188,15 @@ class DaskEngine:
                     return worker
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _execute_on(self, worker: str, call: Callable[[], cluster.NodeOutcome], key: str) -> cluster.NodeOutcome:
+    async def _execute_on(self, worker: str, call: bytes, key: str) -> cluster.NodeOutcome:
+        if len(call) > LARGE_CALL:
+            data = await self._client.scatter(call, workers=[worker], hash=False)
+        else:
+            data = call
         dask_future = self._client.submit(
             _call,
             key,
-            call,
+            data,
             key=key,
             workers=[worker],
             allow_other_workers=False,
@@ -206,7 +212,7 @@ class DaskEngine:
             if result.cancelled() or dask_future.cancelled():
                 raise ConnectionError(f"the task {key} was cancelled, or the client has lost the scheduler")
             data, buffers = result.result()
-            return cluster.NodeOutcome(data, [PickleBuffer(buffer) for buffer in buffers])
+            return cluster.NodeOutcome(data, [pickle.PickleBuffer(buffer) for buffer in buffers])
         finally:
             result.cancel()
             dask_future.release()
@@ -260,10 +266,10 @@ _running: set[str] = set()  # the keys of the tasks that run in this process
 _was_daemon = False
 
 
-def _call(key: str, call: Callable[[], cluster.NodeOutcome]) -> tuple[bytes, list[bytearray]]:
+def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
     """Return the outcome in types that Dask sends with any pickle protocol."""
     with _allow_children(key):
-        outcome = call()
+        outcome: cluster.NodeOutcome = pickle.loads(call)()
     return outcome.data, [bytearray(buffer) for buffer in outcome.buffers]
 
 

@@ -151,6 +151,16 @@ def make_large_array():
     return np.full(12_500_000, mpwatch.current_worker().rank, dtype="int64")
 
 
+@pytest.mark.filterwarnings("error:Sending large graph")
+def test_large_arguments_are_no_part_of_the_graph(client):
+    result = run(client, add_up, 1, nodes=2, args=(np.ones(2_500_000),))
+    assert list(result) == [2_500_000.0] * 2
+
+
+def add_up(array):
+    return float(array.sum())
+
+
 def test_ranks_are_not_daemonic(client):
     assert list(run(client, start_a_child, 1, nodes=2)) == [("started", False)] * 2
 
@@ -242,6 +252,37 @@ def test_a_node_without_a_worker_is_given_up_at_the_end():
         result = run(client, report_pid, 2, nodes=(1, 2))
         assert [rank for rank, *_ in result] == [0, 1]
         check_nothing_left(client)
+
+
+def test_a_cluster_that_is_closed_meanwhile_ends_the_job():
+    with make_cluster(2) as cluster, Client(cluster) as client:
+
+        def close_it(event):
+            if isinstance(event, mpwatch.events.CallStarted):
+                cluster.close()
+
+        with pytest.raises((mpwatch.LaunchError, mpwatch.RunFailedError)):
+            run(client, signal.pause, 1, nodes=2, on_event=close_it)
+
+
+def test_a_task_can_be_the_driver(client):
+    cluster_of_driver = Client(client.scheduler.address)
+    task = cluster_of_driver.submit(run_in_task, client.scheduler.address)
+    assert task.result() == [0]
+    task.release()
+    cluster_of_driver.close()
+
+
+def run_in_task(address):
+    from distributed import secede
+
+    with Client(address) as client:
+        secede()
+        return list(run(client, report_rank, 1, nodes=1))
+
+
+def report_rank():
+    return mpwatch.current_worker().rank
 
 
 DRIVER = """

@@ -130,9 +130,7 @@ def test_a_lost_node_is_replaced(executor):
             killed.append(find_parent(event.pid))
             os.kill(killed[0], signal.SIGKILL)
 
-    result = run(
-        executor, wait_for_second_start, 1, nodes=2, max_restarts=2, node_timeout=3.0, on_event=kill_a_watcher
-    )
+    result = run(executor, wait_for_second_start, 1, nodes=2, max_restarts=2, node_timeout=3.0, on_event=kill_a_watcher)
     assert [count for count, _ in result] == [1, 1]
     assert killed[0] not in {watcher for _, watcher in result}
 
@@ -159,6 +157,7 @@ def make_large_array():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_many_runs_leave_nothing(executor, tmp_path):
     counts = []
     for _ in range(20):
@@ -273,16 +272,39 @@ def check_steps(folder, ranks, end):
 def test_a_preempted_job_stops_at_the_same_step_and_run_submits_it_again(slurm, tmp_path):
     executor = make_executor(tmp_path, "slurm")
 
-    def watch(event):
-        if isinstance(event, mpwatch.events.CallStarted) and set(slurm_stand_in.list_states(slurm)) == {"101"}:
-            preempt(slurm, tmp_path, 4) if len(started) == 1 else started.append(event)
-
     started = []
+
+    def watch(event):
+        if isinstance(event, mpwatch.events.CallStarted):
+            started.append(event)
+            if len(started) == 2:
+                preempt(slurm, tmp_path, 4)
+
     result = run(executor, count_to, 2, nodes=2, args=(0, str(tmp_path)), on_event=watch)
     assert result.stopped_at is None
     assert sorted(slurm_stand_in.list_states(slurm)) == ["101", "102"]
     check_steps(tmp_path, 4, 0)
     check_nothing_left(tmp_path)
+
+
+def test_a_job_that_is_preempted_while_its_ranks_start_is_submitted_again(slurm, tmp_path):
+    signalled = []
+
+    def preempt_at_once(event):
+        if isinstance(event, mpwatch.events.WorkerStarted) and not signalled:
+            signalled.append(event)
+            slurm_stand_in.scancel(slurm, "101", "--signal", "USR2")
+
+    result = run(make_executor(tmp_path, "slurm"), stop_or_return_job, 2, nodes=2, on_event=preempt_at_once)
+    assert list(result) == ["102"] * 4
+    check_nothing_left(tmp_path)
+
+
+def stop_or_return_job():
+    job = os.environ["SLURM_JOB_ID"]
+    while job == "101" and not mpwatch.should_stop(0):
+        pass
+    return job
 
 
 def test_without_requeues_the_result_says_where_all_ranks_have_stopped(slurm, tmp_path):
@@ -291,14 +313,16 @@ def test_without_requeues_the_result_says_where_all_ranks_have_stopped(slurm, tm
 
     def watch(event):
         if isinstance(event, mpwatch.events.CallStarted):
-            preempt(slurm, tmp_path, 4) if started else started.append(event)
+            started.append(event)
+            if len(started) == 2:
+                preempt(slurm, tmp_path, 4)
 
     result = run(executor, count_to, 2, nodes=2, args=(0, str(tmp_path)), on_event=watch, max_requeues=0)
     assert list(result) == [result.stopped_at] * 4
     assert sorted(slurm_stand_in.list_states(slurm)) == ["101"]
 
 
-def test_a_preempted_Job_goes_on_in_a_job_that_submitit_queues_again(slurm, tmp_path):
+def test_submitit_queues_a_job_object_again_that_was_preempted(slurm, tmp_path):
     executor = make_executor(tmp_path, "slurm")
     executor.update_parameters(nodes=2, tasks_per_node=1)
     job = executor.submit(Job(count_to, 2, args=(0, str(tmp_path))))
@@ -310,12 +334,10 @@ def test_a_preempted_Job_goes_on_in_a_job_that_submitit_queues_again(slurm, tmp_
     assert "Requeued job 101" in job.stderr() + job.stdout()
 
 
-def test_a_Job_on_this_machine_goes_on_after_its_time_limit(tmp_path):
-    executor = make_executor(tmp_path, "local")
-    # submitit sends its signal after ten seconds
-    executor.update_parameters(tasks_per_node=2, timeout_min=1)
-    executor.update_parameters(**{"local_setup": []})
-    executor._executor.parameters["signal_delay_s"] = 48
+@pytest.mark.slow
+def test_a_job_object_on_this_machine_goes_on_after_its_time_limit(tmp_path):
+    executor = submitit.LocalExecutor(tmp_path / "jobs")
+    executor.update_parameters(tasks_per_node=2, timeout_min=1, signal_delay_s=45)  # its signal comes after 15 seconds
     job = executor.submit(Job(count_to, 1, args=(0, str(tmp_path))))
     results = job.results()
     assert [sorted(result.return_values) for result in results] == [[0], [1]]
@@ -323,7 +345,7 @@ def test_a_Job_on_this_machine_goes_on_after_its_time_limit(tmp_path):
     check_nothing_left(tmp_path)
 
 
-def test_a_failed_Job_fails_in_submitit(slurm, tmp_path):
+def test_a_failed_job_object_fails_in_submitit(slurm, tmp_path):
     executor = make_executor(tmp_path, "slurm")
     executor.update_parameters(nodes=2, tasks_per_node=1)
     job = executor.submit(Job(fail_on_rank_3, 2))
@@ -331,17 +353,19 @@ def test_a_failed_Job_fails_in_submitit(slurm, tmp_path):
         job.results()
 
 
-def test_a_Job_with_several_tasks_on_a_node_is_an_error(slurm, tmp_path):
+def test_several_tasks_on_a_node_are_an_error(slurm, tmp_path):
     executor = make_executor(tmp_path, "slurm")
     executor.update_parameters(nodes=1, tasks_per_node=2)
     job = executor.submit(Job(report_pid, 2))
-    with pytest.raises(submitit.core.utils.FailedJobError, match="the job has 2 tasks on 1 nodes, but mpwatch needs one task"):
+    with pytest.raises(
+        submitit.core.utils.FailedJobError, match="the job has 2 tasks on 1 nodes, but mpwatch needs one task"
+    ):
         job.results()
 
 
 def test_a_job_that_cannot_start_python_is_an_error(slurm, tmp_path):
     executor = submitit.SlurmExecutor(tmp_path / "jobs", python="/no/such/python")
-    with pytest.raises(mpwatch.LaunchError, match="the engine could not start node .* has ended without a result"):
+    with pytest.raises(mpwatch.LaunchError, match=r"the engine could not start node .* has ended without a result"):
         run(executor, report_pid, 2, nodes=2)
     check_nothing_left(tmp_path)
 
@@ -378,6 +402,6 @@ def test_a_bad_executor_is_named(tmp_path):
         ({"epochs": 3}, TypeError, "epochs"),
     ],
 )
-def test_a_bad_option_of_a_Job_is_named(options, error, text):
+def test_a_bad_option_of_a_job_object_is_named(options, error, text):
     with pytest.raises(error, match=text):
         Job(report_pid, 2, **options)
