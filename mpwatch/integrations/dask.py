@@ -125,7 +125,8 @@ class DaskEngine:
         self._client = client
         self._loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop
         self._workers = None if workers is None else frozenset(workers)
-        self._resources = dict(resources) if resources else None
+        self._resources = dict(resources or {})
+        self._totals: dict[str, Mapping[str, float]] = {}  # the resources of each worker
         self._stop_seconds = stop_seconds
         self._job = f"mpwatch-{secrets.token_hex(4)}"
         self._futures: dict[int, Future[cluster.NodeOutcome]] = {}
@@ -157,11 +158,11 @@ class DaskEngine:
             future.cancel()
         if self._client.status != "running":
             return
-        if self._futures:
-            self._begin(self._wait_for_tasks()).result(SYNC_SECONDS)
-        if used:
-            seconds = self._stop_seconds
-            with suppress(TimeoutError):
+        with suppress(TimeoutError):
+            if self._futures:
+                self._begin(self._wait_for_tasks()).result(SYNC_SECONDS)
+            if used:
+                seconds = self._stop_seconds
                 self._client.run(_wait_until_ended, self._job, seconds, workers=used, on_error="ignore")
 
     # --- In the event loop of the client
@@ -200,7 +201,7 @@ class DaskEngine:
             key=key,
             workers=[worker],
             allow_other_workers=False,
-            resources=self._resources,
+            resources=self._resources or None,
             pure=False,
             retries=0,  # mpwatch restarts the ranks, and the driver starts another node
         )
@@ -222,8 +223,16 @@ class DaskEngine:
         async with self._lock:
             if self._loop.time() - self._listed_at >= POLL_SECONDS / 2:
                 self._listed = sorted(await self._client.nthreads())
+                new = [worker for worker in self._listed if worker not in self._totals]
+                if self._resources and new:
+                    self._totals |= await self._client.run(_list_resources, workers=new, on_error="ignore")
                 self._listed_at = self._loop.time()
-        return [worker for worker in self._listed if self._workers is None or worker in self._workers]
+        return [worker for worker in self._listed if self._is_suitable(worker)]
+
+    def _is_suitable(self, worker: str) -> bool:
+        totals = self._totals.get(worker, {})
+        has_resources = all(totals.get(name, 0) >= amount for name, amount in self._resources.items())
+        return has_resources and (self._workers is None or worker in self._workers)
 
     def _find_place(self, worker: str, workers: Collection[str]) -> str:
         """Return what no two nodes may share: the host, if the workers are on several hosts, or else the worker."""
@@ -247,13 +256,16 @@ class DaskEngine:
         deadline = time.monotonic() + seconds
         count = self._begin(self._count_places()).result(SYNC_SECONDS)
         if count < least:
-            logger.warning("the Dask cluster has %d workers for %d nodes; waiting %g s for more", count, least, seconds)
+            logger.warning(
+                "the Dask cluster has %d suitable workers for %d nodes; waiting %g s for more", count, least, seconds
+            )
         while count < least:
             if time.monotonic() >= deadline:
+                needs = f" with {self._resources}" if self._resources else ""
                 raise mpwatch.LaunchError(
-                    f"the Dask cluster had {count} workers for {least} nodes of the job after {seconds:g} s: each node "
-                    "needs a worker of its own, on a host of its own if there are several hosts. Start more workers, ask "
-                    "for fewer nodes, or list workers of any host in workers="
+                    f"the Dask cluster had {count} suitable workers for {least} nodes of the job after {seconds:g} s: each "
+                    f"node needs a worker of its own{needs}, on a host of its own if there are several hosts. Start more "
+                    "workers, ask for fewer nodes, or list workers of any host in workers="
                 )
             time.sleep(min(POLL_SECONDS, seconds))
             count = self._begin(self._count_places()).result(SYNC_SECONDS)
@@ -295,6 +307,10 @@ def _allow_children(key: str) -> Iterator[None]:
             if _was_daemon and not _running:
                 process.daemon = True
             _has_ended.notify_all()
+
+
+def _list_resources(dask_worker: Any) -> Mapping[str, float]:
+    return dict(dask_worker.state.total_resources)
 
 
 async def _wait_until_ended(job: str, seconds: float) -> None:

@@ -53,6 +53,7 @@ __all__ = ["Job", "SubmititEngine", "run"]
 
 T = TypeVar("T")
 POLL_SECONDS = 0.5  # between two looks into the folder
+CHECK_SECONDS = 30.0  # between two questions to SLURM
 LOST_SECONDS = 5.0  # for the outcome of a job that has ended to be seen in a network file system
 CANCEL_SECONDS = 10.0  # for a cancelled job to end
 # For SLURM: a lost machine or a failed task does not end the job, and SLURM does not queue a job again that the driver
@@ -132,7 +133,8 @@ class Job:
     Args:
         fn: see `mpwatch.run`.
         nprocs: number of ranks of each node.
-        min_nodes: the job continues without lost nodes as long as so many remain. None: all nodes.
+        min_nodes: the job continues without lost nodes as long as so many remain. None: all nodes. SLURM must let it
+            continue: `slurm_additional_parameters={"no_kill": True}, slurm_srun_args=["--kill-on-bad-exit=0"]`.
         port: on the first node, of the store. None: a number that follows from the number of the job.
         join_timeout: seconds that nodes wait for each other.
         node_timeout: seconds without a sign of life after which a node is lost.
@@ -291,30 +293,37 @@ class SubmititEngine:
 
     def _poll(self) -> None:
         """Set the futures of nodes that have ended, in a thread of its own."""
+        checked_at = time.monotonic()
         while not self._is_closed.wait(POLL_SECONDS):
+            is_check_due = time.monotonic() >= checked_at + CHECK_SECONDS
+            checked_at = time.monotonic() if is_check_due else checked_at
             for job, numbers in list(self._jobs):
                 running = [number for number in numbers if not self._futures[number].done()]
-                has_ended = bool(running) and job.done()
-                with suppress(OSError):
-                    os.utime(self._folder)  # a network file system then looks at the folder again
-                for number in running:
-                    self._look(job, number, has_ended=has_ended)
+                try:
+                    if running:
+                        self._look_at(job, running, is_check_due=is_check_due)
+                except Exception as error:  # noqa: BLE001  the driver raises it
+                    for number in running:
+                        self._set(number, error=error)
 
-    def _look(self, job: submitit.Job[Any], number: int, *, has_ended: bool) -> None:
-        path = os.path.join(self._folder, f"{number}.outcome")
-        try:
-            with open(path, "rb") as stream:
-                is_preempted, outcome = pickle.load(stream)
-        except FileNotFoundError:
-            ended_at = self._ended_at.setdefault(number, time.monotonic()) if has_ended else None
-            if ended_at is not None and time.monotonic() >= ended_at + LOST_SECONDS:
-                self._set(number, error=_explain_loss(job))
-        except Exception as error:  # noqa: BLE001  the driver raises it
-            self._set(number, error=error)
-        else:
-            self.is_preempted |= is_preempted
-            self._set(number, outcome)
-            os.remove(path)
+    def _look_at(self, job: submitit.Job[Any], running: Sequence[int], *, is_check_due: bool) -> None:
+        if is_check_due:
+            job.task(0).done(force_check=True)  # submitit itself asks SLURM every ten minutes at last
+        has_ended = job.done()
+        with suppress(OSError):
+            os.utime(self._folder)  # a network file system then looks at the folder again
+        for number in running:
+            path = os.path.join(self._folder, f"{number}.outcome")
+            if os.path.exists(path):
+                with open(path, "rb") as stream:
+                    is_preempted, outcome = pickle.load(stream)
+                os.remove(path)
+                self.is_preempted |= is_preempted
+                self._set(number, outcome)
+            elif has_ended:
+                ended_at = self._ended_at.setdefault(number, time.monotonic())
+                if time.monotonic() >= ended_at + LOST_SECONDS:
+                    self._set(number, error=_explain_loss(job))
 
     def _set(self, number: int, outcome: cluster.NodeOutcome | None = None, error: Exception | None = None) -> None:
         future = self._futures[number]

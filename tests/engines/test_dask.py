@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from support.process_state import is_alive
 from support.programs import ENV
 
 pytest.importorskip("distributed")
-from distributed import Client, LocalCluster
+from distributed import Client, Event, LocalCluster, Scheduler, SpecCluster, Worker
 
 from mpwatch.integrations.dask import run
 
@@ -227,6 +228,34 @@ def wait_for_second_start():
     return mpwatch.current_worker().restart_count, os.getppid()
 
 
+def test_nodes_are_on_several_hosts_if_there_are_several():
+    options = {number: {"host": host, "nthreads": 1} for number, host in enumerate(["127.0.0.1", "127.0.0.1", "127.0.0.2"])}
+    workers = {number: {"cls": Worker, "options": option} for number, option in options.items()}
+    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard_address": None}}
+    with SpecCluster(workers, scheduler) as cluster, Client(cluster) as client:
+        assert list(run(client, report_rank, 1, nodes=2)) == [0, 1]
+        with pytest.raises(mpwatch.LaunchError, match="had 2 suitable workers for 3 nodes"):
+            run(client, report_rank, 1, nodes=3, join_timeout=0.5)
+        everywhere = list(client.scheduler_info()["workers"])
+        assert list(run(client, report_rank, 1, nodes=3, workers=everywhere)) == [0, 1, 2]
+
+
+def test_a_node_waits_for_a_busy_worker(client):
+    gate = Event("gate", client)
+    busy = client.submit(pass_gate, workers=[min(client.nthreads())])
+    with ThreadPoolExecutor(1) as driver:
+        result = driver.submit(run, client, report_rank, 1, nodes=2)
+        wait_until(lambda: [key for keys in client.processing().values() for key in keys if key.startswith("mpwatch-")])
+        gate.set()
+        assert list(result.result()) == [0, 1]
+    gate.clear()
+    busy.release()
+
+
+def pass_gate():
+    assert Event("gate").wait(60)
+
+
 @pytest.mark.slow
 def test_a_new_worker_becomes_a_node():
     with make_cluster(1) as cluster, Client(cluster) as client:
@@ -326,10 +355,15 @@ def test_the_ranks_end_with_the_driver(client):
         (
             {"nodes": 3, "join_timeout": 0.5},
             mpwatch.LaunchError,
-            "the Dask cluster had 2 workers for 3 nodes of the job after",
+            "the Dask cluster had 2 suitable workers for 3 nodes of the job after",
         ),
-        ({"workers": ["tcp://10.0.0.1:1"], "join_timeout": 0.5}, mpwatch.LaunchError, "had 0 workers for 2 nodes"),
+        ({"workers": ["tcp://10.0.0.1:1"], "join_timeout": 0.5}, mpwatch.LaunchError, "had 0 suitable workers for 2"),
         ({"workers": "tcp://10.0.0.1:1"}, TypeError, "workers must be a collection of addresses, not a string"),
+        (
+            {"resources": {"GPU": 1}, "join_timeout": 0.5},
+            mpwatch.LaunchError,
+            r"a worker of its own with {'GPU': 1}, on a host",
+        ),
         ({"nodes": 0}, ValueError, "nnodes"),
         ({"post_mortem": True}, TypeError, "a job on a cluster has no option 'post_mortem'"),
         ({"epochs": 3}, TypeError, "epochs"),
