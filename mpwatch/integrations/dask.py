@@ -132,6 +132,7 @@ class DaskEngine:
         self._futures: dict[int, Future[cluster.NodeOutcome]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._used: dict[int, str] = {}  # the worker of each node that has one
+        self._left: set[str] = set()  # workers that may still execute a task that was removed
         self._listed: list[str] = []
         self._listed_at = -POLL_SECONDS
         self._lock = asyncio.Lock()
@@ -140,11 +141,11 @@ class DaskEngine:
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
         """Call it in a task, on a worker of its own."""
-        if self._client.status != "running":
-            closed: Future[cluster.NodeOutcome] = Future()
-            closed.set_exception(ConnectionError(f"the Dask client is {self._client.status}"))
-            return closed
-        self._futures[number] = self._begin(self._execute(cloudpickle.dumps(call), number))
+        if self._client.status == "running":
+            self._futures[number] = self._begin(self._execute(cloudpickle.dumps(call), number))
+        else:
+            self._futures[number] = Future()
+            self._futures[number].set_exception(ConnectionError(f"the Dask client is {self._client.status}"))
         return self._futures[number]
 
     def cancel(self, number: int) -> None:
@@ -153,17 +154,15 @@ class DaskEngine:
 
     def close(self) -> None:
         """Remove all tasks, and wait until none of them runs."""
-        used = sorted(set(self._used.values()))
         for future in self._futures.values():
             future.cancel()
-        if self._client.status != "running":
+        if self._client.status != "running" or not self._futures:
             return
         with suppress(TimeoutError):
-            if self._futures:
-                self._begin(self._wait_for_tasks()).result(SYNC_SECONDS)
-            if used:
+            self._begin(self._wait_for_tasks()).result(SYNC_SECONDS)
+            if self._left and (workers := sorted(self._left & self._client.nthreads().keys())):
                 seconds = self._stop_seconds
-                self._client.run(_wait_until_ended, self._job, seconds, workers=used, on_error="ignore")
+                self._client.run(_wait_until_ended, self._job, seconds, workers=workers, on_error="ignore")
 
     # --- In the event loop of the client
 
@@ -174,6 +173,9 @@ class DaskEngine:
         try:
             worker = await self._find_worker(number)
             return await self._execute_on(worker, call, f"{self._job}-{number}")
+        except asyncio.CancelledError:
+            self._left |= {self._used[number]} if number in self._used else set()
+            raise
         finally:
             self._used.pop(number, None)
             self._tasks.discard(task)

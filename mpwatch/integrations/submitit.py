@@ -109,6 +109,7 @@ def run(
             result = cluster.run(engine, _ignore_signal(fn), nprocs, **options)
         except mpwatch.RunFailedError as caught:
             result, error = caught.result, caught
+            _remove_own_frame(caught.__cause__)
         was_cut_short = result.stopped_at is not None or result.state is not mpwatch.WorkerState.SUCCEEDED
         if engine.is_preempted and was_cut_short and max_requeues:
             max_requeues -= 1
@@ -369,6 +370,13 @@ def _find_own_address(kind: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("10.255.255.255", 1))  # this sends nothing
         return str(probe.getsockname()[0])
+
+
+def _remove_own_frame(error: BaseException | None) -> None:
+    """Have the traceback of a rank begin in its function. See `_ignore_signal`."""
+    trace = None if error is None else error.__traceback__
+    if error is not None and trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        error.__traceback__ = trace.tb_next
 
 
 def _explain_loss(job: submitit.Job[Any]) -> Exception:

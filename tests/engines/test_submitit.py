@@ -110,6 +110,7 @@ def test_a_failure_is_that_of_the_rank(executor):
     with pytest.raises(mpwatch.RunFailedError, match=r"rank 3 .*failed first: RankError: the disk is full") as caught:
         run(executor, fail_on_rank_3, 2, nodes=2)
     assert type(caught.value.__cause__) is RankError
+    assert caught.value.__cause__.__traceback__.tb_frame.f_code.co_name == "fail_on_rank_3"
 
 
 def interrupt(event):
