@@ -52,6 +52,8 @@ class _Node:
     hostname: str = ""
     connection: Connection | None = None
     """None until the node has connected."""
+    has_ended: bool = False
+    """Whether it has said that its outcome follows."""
     is_link_closed: bool = False
     """Whether all that it has sent was received."""
     group_rank: int | None = None
@@ -208,6 +210,10 @@ class Driver:
                 self._deadline = math.inf
         elif kind == "closed":
             node.is_link_closed |= node.connection is content
+            if node.is_link_closed and not node.has_ended and not node.is_over:
+                self._engine.cancel(number)  # the node is dead or cut off, and the engine may not know; "done" follows
+        elif kind == "end":
+            node.has_ended = True
         elif kind == "output":
             self._output_slots[number].release()
             self._write(*content)
@@ -229,7 +235,8 @@ class Driver:
         if node.is_lost:
             return
         if future.cancelled():
-            self._handle_loss(node, mpwatch.LaunchError("the engine has cancelled it"))
+            why = "its connection to the driver has broken" if node.is_link_closed else "the engine has cancelled it"
+            self._handle_loss(node, ConnectionError(why))
             return
         error = future.exception()
         if error is not None:

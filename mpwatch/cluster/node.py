@@ -57,9 +57,11 @@ def run_node(spec: NodeSpec) -> NodeOutcome:
                 try:
                     return NodeOutcome.pack(handle.result())
                 finally:
+                    link.send("end", None)
                     shut_down(connection)
                     follower.join()
         except Exception as error:  # noqa: BLE001  the driver raises it
+            link.send("end", None)
             return NodeOutcome.pack(error)
 
 

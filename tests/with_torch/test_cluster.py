@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from concurrent.futures import Future
+from multiprocessing.connection import Client
 
 import numpy as np
 import pytest
@@ -98,6 +99,24 @@ class LosingEngine(cluster.ThreadEngine):
 
 def test_a_lost_node_is_replaced():
     result = cluster.run(LosingEngine(), functions.rank, 1, nodes=2)
+    assert list(result) == [0, 1]
+
+
+class BlindEngine(cluster.ThreadEngine):
+    """Does not notice that the first node dies after it has connected."""
+
+    def start(self, call, number):
+        if number > 0:
+            return super().start(call, number)
+        (spec,) = call.args
+        with Client(spec.driver, authkey=spec.key) as connection:
+            connection.send(("hello", (0, "here")))
+        self._futures[0] = Future()
+        return self._futures[0]
+
+
+def test_a_node_whose_link_breaks_is_replaced():
+    result = cluster.run(BlindEngine(), functions.rank, 1, nodes=2)
     assert list(result) == [0, 1]
 
 
