@@ -27,7 +27,7 @@ from distributed.utils import get_ip
 import mpwatch
 from mpwatch import cluster
 
-__all__ = ["DaskEngine", "run"]
+__all__ = ["run"]
 
 T = TypeVar("T")
 POLL_SECONDS = 1.0  # between two looks at the list of workers

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import mpwatch
 from mpwatch import cluster
 
-__all__ = ["RayEngine", "run"]
+__all__ = ["run"]
 
 T = TypeVar("T")
 CLOSE_SECONDS = 10.0  # for the tasks to end, and for Ray to remove a placement group

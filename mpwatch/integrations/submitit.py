@@ -49,7 +49,7 @@ from submitit.helpers import DelayedSubmission
 import mpwatch
 from mpwatch import cluster
 
-__all__ = ["Job", "SubmititEngine", "run"]
+__all__ = ["Job", "run"]
 
 T = TypeVar("T")
 END_SECONDS = 5.0  # beyond the grace period, for a node to end when it has lost the driver
