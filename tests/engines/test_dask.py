@@ -182,17 +182,6 @@ def test_ctrl_c_stops_all_nodes(client):
         run(client, signal.pause, 2, nodes=2, on_event=interrupt)
 
 
-def exit_in_observer(event):
-    if isinstance(event, mpwatch.events.CallStarted):
-        sys.exit("the observer ends the program")
-
-
-def test_the_end_of_the_program_ends_all_nodes(client):
-    with pytest.raises(SystemExit, match="the observer ends the program"):
-        run(client, signal.pause, 2, nodes=2, on_event=exit_in_observer)
-    assert not any(client.run(list_own_tasks).values())
-
-
 def test_ranks_stop_together(client):
     result = run(client, wait_for_stop, 1, nodes=2)
     assert list(result) == [result.stopped_at] * 2
