@@ -20,6 +20,7 @@ from mpwatch.options.validation import check_flag
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.import_check import check_not_importing
+from mpwatch.watcher.observers.view_driver import MakeView
 from mpwatch.watcher.run import pack_spec, run_single_node
 from mpwatch.watcher.signal_options import refuse_signals
 
@@ -196,9 +197,9 @@ def run(
     return result
 
 
-def _run(spec: WorkerSpec[T], **details: Any) -> RunResult[T]:
+def _run(spec: WorkerSpec[T], make_view: MakeView | None = None, **details: Any) -> RunResult[T]:
     __tracebackhide__ = True
-    make_view = partial(select_view, spec.progress)
+    make_view = make_view or partial(select_view, spec.progress)
     if spec.rendezvous is None:
         return run_single_node(spec, make_view, **details)
     from mpwatch.multinode.run import run_multi_node  # imports torch
@@ -225,16 +226,21 @@ def submit(fn: Callable[..., T], nprocs: Nprocs = "auto", **options: Any) -> "Ru
         LaunchError: the function or its arguments cannot be pickled.
         TypeError, ValueError, RuntimeError: see `run`.
     """
-    from mpwatch.run_handle import RunHandle  # imports concurrent.futures
-
     __tracebackhide__ = True
     check = options.pop("check", True)
     check_flag("check", check)
-    spec: WorkerSpec[T] = WorkerSpec(fn=fn, nprocs=nprocs, **options)
+    return start_run(WorkerSpec(fn=fn, nprocs=nprocs, **options), check=check)
+
+
+def start_run(spec: WorkerSpec[T], make_view: MakeView | None = None, *, check: bool) -> "RunHandle[T]":
+    """Start a run as `submit` does, with a live view of the caller's own. None: the view that the options choose."""
+    from mpwatch.run_handle import RunHandle  # imports concurrent.futures
+
+    __tracebackhide__ = True
     refuse_signals(spec)
     check_not_importing()
     payload = pack_spec(spec)
-    handle = RunHandle(lambda on_start: _run(spec, payload=payload, on_start=on_start), check=check)
+    handle = RunHandle(lambda on_start: _run(spec, make_view, payload=payload, on_start=on_start), check=check)
     handle.start()
     return handle
 

@@ -26,6 +26,7 @@ with suppress(ImportError):  # some environments of tox have no hypothesis
     settings.load_profile("mpwatch")
 
 SHARING_FIXTURES = {  # files whose tests share a fixture that takes seconds
+    "engines/test_ray.py",
     "notebooks/test_debugger_in_kernel.py",
     "notebooks/test_example.py",
     "notebooks/test_kernel.py",

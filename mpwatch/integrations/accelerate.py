@@ -29,8 +29,8 @@ MAX_PORT = 65535
 PRECISIONS = ("no", "fp8", "fp16", "bf16")
 PREFIX_FIELDS = {"role_name": "{role}", "rank": "{rank}", "local_rank": "{local_rank}"}  # torch's field -> LogSpec's field
 SEVERAL_NODES = (
-    "notebook_launcher starts ranks on this machine only; for several nodes use mpwatch.run(..., rendezvous=...), "
-    "`accelerate launch`, or torchrun"
+    "notebook_launcher starts ranks on this machine only; for several nodes use run=mpwatch.integrations.ray.run,"
+    " mpwatch.run(..., rendezvous=...), `accelerate launch`, or torchrun"
 )
 NO_RENDEZVOUS = "ranks on one machine need no rendezvous, and max_restarts works without one; omit it"
 
@@ -51,6 +51,8 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
     max_restarts: int = 0,
     monitor_interval: float = 0.1,  # noqa: ARG001  has no effect, see the docstring
     log_line_prefix_template: str | None = None,
+    *,
+    run: Callable[..., mpwatch.RunResult[T]] | None = None,
     **options: Any,
 ) -> mpwatch.RunResult[T]:
     """Call `function(*args)` in `num_processes` new processes, and return their values by rank.
@@ -66,7 +68,7 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
         use_port: the TCP port (MASTER_PORT) over which the ranks find each other. None: a free port, reserved for them.
         master_addr: the address of this machine (MASTER_ADDR). None: "127.0.0.1".
         node_rank: only 0, since there is one node.
-        num_nodes: only 1.
+        num_nodes: number of nodes; only 1 without `run`.
         rdzv_backend: only "static".
         rdzv_endpoint: only "".
         rdzv_conf: only None or empty.
@@ -75,6 +77,8 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
         monitor_interval: has no effect: mpwatch notices a death when it happens, and polls nothing.
         log_line_prefix_template: the prefix of each line that a rank prints. It may contain ${rank}, ${local_rank} and
             ${role_name}. Short for `logs=mpwatch.LogSpec(prefix=...)`. None: the prefix of `logs`.
+        run: what runs the ranks of several nodes: `mpwatch.integrations.ray.run`, or a `functools.partial` of it with
+            options of its own. It is called with `nodes=num_nodes`. None: `mpwatch.run`, on this machine.
         options: options of `mpwatch.run`: `timeout`, `logs`, `env`, ... Variables in `env` take precedence over those above.
 
     Returns:
@@ -86,7 +90,8 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
         TypeError, ValueError: an argument is bad, or is not supported on one machine.
     """
     __tracebackhide__ = True  # IPython and pytest then show only frames of the user's own code
-    _check_only("num_nodes", num_nodes, 1, SEVERAL_NODES)
+    if run is None:
+        _check_only("num_nodes", num_nodes, 1, SEVERAL_NODES)
     _check_only("node_rank", node_rank, 0, SEVERAL_NODES)
     _check_only("rdzv_backend", rdzv_backend, "static", NO_RENDEZVOUS)
     _check_only("rdzv_endpoint", rdzv_endpoint, "", NO_RENDEZVOUS)
@@ -105,7 +110,9 @@ def notebook_launcher(  # noqa: PLR0917  calls of accelerate's own launcher must
         options["logs"] = mpwatch.LogSpec(prefix=_convert_prefix(log_line_prefix_template))
     if max_restarts != 0:
         options["max_restarts"] = max_restarts
-    return mpwatch.run(function, "auto" if num_processes is None else num_processes, args=args, **options)
+    if run is not None:
+        options["nodes"] = num_nodes
+    return (run or mpwatch.run)(function, "auto" if num_processes is None else num_processes, args=args, **options)
 
 
 def _check_only(name: str, value: object, allowed: object, advice: str) -> None:

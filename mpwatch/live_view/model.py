@@ -108,8 +108,8 @@ class SnapshotBuilder:
     """Makes snapshots. Keeps what later snapshots need of earlier statuses."""
 
     def __init__(self) -> None:
-        # by local rank: on several nodes, the global rank of the next process may be another one
-        self._histories: dict[int, _RankHistory] = {}
+        # by node and local rank: on several nodes, the global rank of the next process may be another one
+        self._histories: dict[tuple[int, int], _RankHistory] = {}
 
     def update(self, statuses: Sequence[RankStatus]) -> Snapshot:
         """Return the snapshot for these statuses."""
@@ -117,10 +117,11 @@ class SnapshotBuilder:
         return Snapshot(overall=_find_overall_progress(rows), rows=rows)
 
     def _history_of(self, status: RankStatus) -> "_RankHistory":
-        history = self._histories.get(status.local_rank)
+        key = status.node, status.local_rank
+        history = self._histories.get(key)
         if history is None or history.pid != status.pid:  # the first status of this process
             must_report_step = history is not None and history.has_steps
-            history = self._histories[status.local_rank] = _RankHistory(status.pid, must_report_step=must_report_step)
+            history = self._histories[key] = _RankHistory(status.pid, must_report_step=must_report_step)
         return history
 
 

@@ -4,6 +4,7 @@ Runs in the node thread. These are the keys in the store of the job, which all r
 
     job_config           the JobConfig of the first node, as a PublishedJobConfig
     job_config/writers   how many nodes have wanted to write it; the first of them writes it
+    served_elsewhere     is there if no node serves the store: the driver of mpwatch.cluster does
     refused              a node that could not join because of its JobConfig, and the reason, as a RefusedNode
 
 With a rendezvous handler of the user's own there is no store of the job. Then the leader compares the JobConfigs, after the
@@ -27,6 +28,7 @@ from mpwatch.options.rendezvous import Rendezvous
 
 STORE_NODE_SECONDS = 1.0  # the node that serves the store gets so long to publish its JobConfig first
 JOB_CONFIG_KEY, WRITERS_KEY, REFUSED_KEY = "job_config", "job_config/writers", "refused"
+SERVED_ELSEWHERE_KEY = "served_elsewhere"
 
 
 class JobConfigCheck:
@@ -89,7 +91,9 @@ class JobConfigCheck:
 
         Raises InvalidEntryError.
         """
-        is_served_by_other_node = self._rendezvous.backend == "c10d" and not is_host
+        is_served_by_other_node = (
+            self._rendezvous.backend == "c10d" and not is_host and not store.check([SERVED_ELSEWHERE_KEY])
+        )
         deadline = self._make_deadline(STORE_NODE_SECONDS if is_served_by_other_node else 0.0)
         may_write = is_host
         while not store.check([JOB_CONFIG_KEY]):

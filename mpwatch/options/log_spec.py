@@ -9,14 +9,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from enum import Enum, auto
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from mpwatch.options.validation import check_count
 from mpwatch.options.worker_info import Worker
 
 STREAMS = ("stdout", "stderr")
 AUTO_PREFIX = "[{rank}] "
-FIELDS = ("rank", "local_rank", "role", "host", "time")
+FIELDS = ("rank", "local_rank", "node", "role", "host", "time")
 
 Ranks = Literal["all", "none"] | int | Collection[int]
 # Any: mypy would infer collections from the strings in a literal mapping, since a string is a collection.
@@ -58,10 +58,13 @@ class LogSpec:
             is shown every two seconds, and in its final state. "inherit": the ranks write to the caller's descriptors
             themselves.
         files: the ranks whose output goes to files, if `dir` is set.
-        prefix: a template for the beginning of each shown line. Its fields are {rank}, {local_rank}, {role}, {host} and
-            {time}; {time:%H:%M:%S} has a format of strftime. None: "[{rank}] " if more than one rank is shown. In a notebook
-            None means "[{rank}] " only once more than one rank has written something. The output of a single rank is
-            forwarded as it comes, carriage returns included.
+        prefix: a template for the beginning of each shown line. Its fields are {rank}, {local_rank}, {role}, {host},
+            {node} (the `group_rank` of a Worker) and {time}; {time:%H:%M:%S} has a format of strftime. None: "[{rank}] " if
+            more than one rank is shown. In a notebook None means "[{rank}] " only once more than one rank has written
+            something. The output of a single rank is forwarded as it comes, carriage returns included.
+        stdout: where the shown lines of stdout are written: any object with a `write` method for text. It is called in a
+            thread of mpwatch. None: `sys.stdout`.
+        stderr: the same for stderr. None: `sys.stderr`.
 
     Raises TypeError or ValueError naming the argument and the value.
     """
@@ -71,6 +74,8 @@ class LogSpec:
     show: Choice = "all"
     files: Choice = "all"
     prefix: str | None = None
+    stdout: IO[str] | None = None
+    stderr: IO[str] | None = None
 
     def __post_init__(self) -> None:
         _check_dir(self.dir)
@@ -86,6 +91,17 @@ class LogSpec:
                     f" use show='all', or leave {stream} out of `files`"
                 )
         _check_prefix(self.prefix)
+        for stream in STREAMS:
+            self._check_target(stream)
+
+    def _check_target(self, stream: str) -> None:
+        target = getattr(self, stream)
+        if target is None:
+            return
+        if not callable(getattr(target, "write", None)):
+            raise TypeError(f"logs: {stream} must have a method `write` for text, not {target!r:.200}")
+        if self.inherits(stream):
+            raise ValueError(f"logs: show='inherit' gives the ranks the caller's own {stream}; leave out `{stream}`")
 
     def with_absolute_dir(self) -> "LogSpec":
         """Return this LogSpec with an absolute `dir`, so that a later chdir() does not move the files."""
@@ -153,7 +169,8 @@ def default_logs() -> LogSpec:
 
 def format_prefix(template: str, worker: Worker, host: str) -> str:
     """Return the beginning of a line that this rank writes now."""
-    return _fill_in(template, rank=worker.rank, local_rank=worker.local_rank, role=worker.role, host=host)
+    facts = {"rank": worker.rank, "local_rank": worker.local_rank, "node": worker.group_rank, "role": worker.role}
+    return _fill_in(template, **facts, host=host)
 
 
 def _fill_in(template: str, **who: object) -> str:
@@ -219,7 +236,7 @@ def _check_prefix(prefix: object) -> None:
         names = {name for _, name, _, _ in string.Formatter().parse(prefix) if name is not None}
         for name in names - set(FIELDS):
             raise ValueError(f"there is no field {name!r}")
-        _fill_in(prefix, rank=0, local_rank=0, role="", host="")
+        _fill_in(prefix, rank=0, local_rank=0, node=0, role="", host="")
     except (ValueError, TypeError, AttributeError, LookupError) as error:
         fields = ", ".join(f"{{{name}}}" for name in FIELDS)
         raise ValueError(f"logs: prefix may have the fields {fields}, but {prefix!r} cannot be filled in: {error}") from None

@@ -42,3 +42,5 @@ class RankStatus:
     """CPU time that the process has used. None: not known."""
     seen_at: float
     """When this status was read."""
+    node: int = 0
+    """Number of the node, in a view of several nodes."""

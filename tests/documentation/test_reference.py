@@ -13,11 +13,15 @@ ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 ENTRY = re.compile(r"^::: ([\w.]+)", re.MULTILINE)
 PUBLIC_MODULES = (  # those that users import by name
+    "mpwatch.cluster",
     "mpwatch.events",
     "mpwatch.multinode",
     "mpwatch.integrations.accelerate",
+    "mpwatch.integrations.dask",
     "mpwatch.integrations.lightning",
     "mpwatch.integrations.lightning.stop_callback",
+    "mpwatch.integrations.ray",
+    "mpwatch.integrations.submitit",
     "mpwatch.integrations.transformers",
 )
 

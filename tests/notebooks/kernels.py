@@ -46,6 +46,10 @@ class Kernel:
         """Wait until the cell has ended. Return all its outputs so far."""
         return self._request("wait_for_cell", cell)
 
+    def outputs_of(self, cell):
+        """Return the outputs of a cell so far, without waiting for its end."""
+        return self._request("outputs_of", cell)
+
     def run(self, code):
         """Run a cell and return its outputs."""
         return self.wait_for_cell(self.start_cell(code))
@@ -127,6 +131,10 @@ class _Driver:
     def wait_for_cell(self, cell):
         while cell not in self._ended:
             self._handle_message(self._client.get_iopub_msg(timeout=TIMEOUT))
+        return self._outputs[cell]
+
+    def outputs_of(self, cell):
+        self._read_messages()
         return self._outputs[cell]
 
     def converse(self, code, answers):

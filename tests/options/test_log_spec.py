@@ -1,5 +1,6 @@
 """LogSpec: where each stream of each rank goes, and which arguments are invalid. No process."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,7 @@ def test_ranks_that_are_shown_and_written():
 
 
 def test_prefix():
+    assert format_prefix("[{node}:{rank}] ", replace(WORKER, group_rank=2), "here") == "[2:3] "
     assert format_prefix("{role}{rank}/{local_rank}@{host} {{}}: ", WORKER, "here") == "reader3/1@here {}: "
     assert len(format_prefix("{time}", WORKER, "here")) == len("12:34:56")
     assert format_prefix("{time:%Y}", WORKER, "here").startswith("20")

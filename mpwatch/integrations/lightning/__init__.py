@@ -42,7 +42,7 @@ OPTIONS = {field.name for field in fields(mpwatch.WorkerSpec)} - LIGHTNING_OPTIO
 UNSUPPORTED_STRATEGIES = {"DataParallelStrategy", "XLAStrategy", "XLAFSDPStrategy"}
 
 
-def watched(strategy: S, **options: Any) -> S:
+def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None = None, **options: Any) -> S:
     """Return the same strategy, whose ranks mpwatch will start and watch.
 
     Example: `Trainer(strategy=watched(DDPStrategy()), devices=4)`.
@@ -75,13 +75,15 @@ def watched(strategy: S, **options: Any) -> S:
     Args:
         strategy: a strategy of Lightning's Trainer or Fabric that has one process for each device: an instance of
             DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy, or another subclass of ParallelStrategy.
+        run: what runs the ranks of several nodes: `mpwatch.integrations.ray.run`, or a `functools.partial` of it with
+            options of its own. It is called with `nodes`, the Trainer's num_nodes. None: `mpwatch.run`, on this machine.
         options: options of `mpwatch.run` (timeout, grace_period, logs, on_event, max_restarts, ...). Lightning sets fn,
             nprocs, args, kwargs and backend. `check`, `rendezvous` and `visible_devices` are not supported.
 
     Raises:
         TypeError: the strategy is none of these, or an option does not exist.
-        ValueError: the strategy belongs to a Trainer or Fabric already, or an option has a bad value. Trainer and Fabric
-            raise it too, if they are made for more than one node.
+        ValueError: the strategy belongs to a Trainer or Fabric already, or an option has a bad value. Without `run`, Trainer
+            and Fabric raise it too, if they are made for more than one node.
     """
     target: Any = strategy
     launchers = _import_launchers(target)
@@ -91,7 +93,9 @@ def watched(strategy: S, **options: Any) -> S:
             "pass it a new one: Trainer(strategy=watched(DDPStrategy()))"
         )
     _check_options(options)
-    target._configure_launcher = _LauncherFactory(target, options, launchers)
+    if run is not None and not callable(run):
+        raise TypeError(f"run must be a function such as mpwatch.integrations.ray.run, not {run!r:.200}")
+    target._configure_launcher = _LauncherFactory(target, options, launchers, run)
     return strategy
 
 
@@ -125,13 +129,20 @@ class _StrategyHook:
     strategy.
     """
 
-    def __init__(self, strategy: Any, options: dict[str, Any], launchers: ModuleType) -> None:
+    def __init__(
+        self,
+        strategy: Any,
+        options: dict[str, Any],
+        launchers: ModuleType,
+        run: Callable[..., "mpwatch.RunResult[Any]"] | None,
+    ) -> None:
         self._strategy = strategy
         self._options = options
         self._launchers = launchers
+        self._run_on_nodes = run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return type(self)(copy.deepcopy(self._strategy, memo), self._options, self._launchers)
+        return type(self)(copy.deepcopy(self._strategy, memo), self._options, self._launchers, self._run_on_nodes)
 
 
 class _LauncherFactory(_StrategyHook):
@@ -142,13 +153,16 @@ class _LauncherFactory(_StrategyHook):
         if strategy.cluster_environment.creates_processes_externally:
             type(strategy)._configure_launcher(strategy)
             return
-        if strategy.num_nodes > 1:
-            raise ValueError(f"watched() starts ranks on one machine, but num_nodes={strategy.num_nodes}; use torchrun")
+        if strategy.num_nodes > 1 and self._run_on_nodes is None:
+            raise ValueError(
+                f"watched() starts ranks on one machine, but num_nodes={strategy.num_nodes}; use what starts nodes, as in "
+                "watched(DDPStrategy(), run=mpwatch.integrations.ray.run), or use torchrun"
+            )
         mpwatch.WorkerSpec(fn=_run_in_rank, nprocs=strategy.num_processes, **options)  # checks the ranks named in `logs`
         # Fabric refuses launch() without a function if its launcher is of this class.
         launchers._MultiProcessingLauncher.register(_FabricLauncher)
         launcher_class = _TrainerLauncher if hasattr(launchers, "TrainerState") else _FabricLauncher
-        strategy._launcher = launcher_class(strategy, options, launchers)
+        strategy._launcher = launcher_class(strategy, options, launchers, self._run_on_nodes)
 
     def __reduce__(self) -> Any:
         return partial, (type(self._strategy)._configure_launcher, self._strategy)
@@ -186,7 +200,10 @@ class _Launcher(_StrategyHook):
         job = self._launchers._GlobalStateSnapshot.capture(), trainer, function
         # The caller's own arguments come first. An argument that cannot be sent is then called args[0].lock, and not by a
         # long path inside a trainer.
-        return mpwatch.run(_run_in_rank, self._strategy.num_processes, args=(*args, job), kwargs=kwargs, **self._options)[0]
+        run = mpwatch.run
+        if self._run_on_nodes is not None:
+            run = partial(self._run_on_nodes, nodes=self._strategy.num_nodes)
+        return run(_run_in_rank, self._strategy.num_processes, args=(*args, job), kwargs=kwargs, **self._options)[0]
 
 
 class _FabricLauncher(_Launcher):

@@ -68,8 +68,8 @@ class RankOutput:
         return self._output_thread is not None
 
     def use_current_streams(self) -> None:
-        """Begin a call: write what ranks print from now on to the present sys.stdout and sys.stderr; in a notebook, to the
-        cell that runs now.
+        """Begin a call: write what ranks print from now on to the streams of the LogSpec, or else to the present sys.stdout
+        and sys.stderr; in a notebook, to the cell that runs now.
         """
         thread = self._output_thread
         if thread is None or thread.is_over or not self._shown_ranks:
@@ -77,7 +77,8 @@ class RankOutput:
         has_several_ranks = self._shown_ranks > 1
         is_line_mode = self._spec.prefix or (has_several_ranks and (self._spec.prefix is not None or not in_notebook()))
         multiplexer = OutputMultiplexer(is_line_mode=bool(is_line_mode), has_several_ranks=has_several_ranks)
-        sinks = {stream: open_sink(getattr(sys, stream), thread.stop_waiting_for_reader.fileno()) for stream in STREAMS}
+        stop_fd = thread.stop_waiting_for_reader.fileno()
+        sinks = {stream: open_sink(getattr(self._spec, stream) or getattr(sys, stream), stop_fd) for stream in STREAMS}
         thread.post(partial(thread.start_call, multiplexer, sinks))
 
     def open_stdio(self, worker: Worker, child_ends: ExitStack) -> StdioFds:

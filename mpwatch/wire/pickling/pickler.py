@@ -4,6 +4,7 @@ Both use the reducers of torch (reducers.py). CallPickler also uses those that m
 """
 
 import functools
+import io
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from mpwatch.wire.pickling.per_rank import PerRank, refuse_per_rank
 from mpwatch.wire.pickling.pickle_buffers import VIEW_REDUCERS, NullBundle, PickleBundle
 from mpwatch.wire.pickling.reducers import Reducers, multiprocessing_reducers, torch_reducers
 
-BufferCallback = Callable[[PickleBuffer], bool]
+BufferCallback = Callable[[PickleBuffer], bool | None]
 LRU_CACHE_TYPE = type(functools.lru_cache(len))  # the class of a decorated function; it has no public name
 
 
@@ -52,6 +53,20 @@ class _ClassPickler(cloudpickle.Pickler):
                 if vars(obj).get("__slots__") and not issubclass(obj, Enum):
                     _move_slots(attributes, make_args)
         return reduced
+
+
+def pack_by_value(value: object, keep: BufferCallback | None = None) -> bytes:
+    """Pickle a value for another program of mpwatch. Functions and classes of `__main__` are pickled by value.
+
+    A class that comes back from that program is the class that was sent there.
+
+    Args:
+        value: what to pickle.
+        keep: takes the buffers of large arrays; None: the pickle contains them.
+    """
+    stream = io.BytesIO()
+    _ClassPickler(stream, keep, {}).dump(value)
+    return stream.getvalue()
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:

@@ -1,0 +1,156 @@
+"""The part of a job that runs on each node: `run_node`, and the node's end of the link to the driver."""
+
+import os
+import pickle
+import platform
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import mpwatch
+from mpwatch.api import start_run
+from mpwatch.cluster.engine import NodeOutcome
+from mpwatch.options.log_spec import STREAMS
+from mpwatch.options.spec import WorkerSpec
+from mpwatch.results.rank_status import RankStatus
+from mpwatch.wire.pickling.pickler import pack_by_value
+
+ORPHAN_SECONDS = 5.0  # for ranks to end by SIGINT when the driver is gone; then they are killed
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """What a node needs to know."""
+
+    number: int
+    driver: tuple[str, int]
+    """The address of the driver's listener."""
+    key: bytes
+    """The secret of the link."""
+    nprocs: Any
+    call: bytes
+    """The function and the options of `mpwatch.submit`, pickled by cloudpickle."""
+    rendezvous: Mapping[str, Any]
+    find_address: Callable[[], str] | None
+    """Returns the address of the node. None: mpwatch finds it out."""
+    log_options: Mapping[str, Any]
+    view_period: float | None
+    """Seconds between two statuses of the ranks. None: the driver shows no view."""
+    wants_progress: bool
+    """Whether an observer of the driver wants the event Progressed."""
+
+
+def run_node(spec: NodeSpec) -> NodeOutcome:
+    """Run the ranks of this node, and return their results. The engine calls it on each node."""
+    with Client(spec.driver, authkey=spec.key) as connection:
+        link = _DriverLink(connection)
+        link.send("hello", (spec.number, platform.node()))
+        try:
+            with _submit(spec, link) as handle:
+                follower = threading.Thread(target=_follow_driver, args=(connection, handle), name="mpwatch link")
+                follower.start()
+                try:
+                    return NodeOutcome.pack(handle.result())
+                finally:
+                    link.send("end", None)
+                    shut_down(connection)
+                    follower.join()
+        except Exception as error:  # noqa: BLE001  the driver raises it
+            link.send("end", None)
+            return NodeOutcome.pack(error)
+
+
+def _submit(spec: NodeSpec, link: "_DriverLink") -> "mpwatch.RunHandle[Any]":
+    local_addr = None if spec.find_address is None else spec.find_address()
+    rendezvous = mpwatch.Rendezvous(**spec.rendezvous, local_addr=local_addr)
+    log_options = {**spec.log_options, "prefix": spec.log_options["prefix"] or "[{node}:{rank}] "}
+    logs = mpwatch.LogSpec(**log_options)
+    streams: dict[str, Any] = {stream: _LinkStream(link, stream) for stream in STREAMS if not logs.inherits(stream)}
+    fn, options = pickle.loads(spec.call)
+    run_spec: WorkerSpec[Any] = WorkerSpec(
+        fn=fn,
+        nprocs=spec.nprocs,
+        rendezvous=rendezvous,
+        logs=mpwatch.LogSpec(**log_options, **streams),
+        on_event=_LinkObserver(link, wants_progress=spec.wants_progress),
+        progress=False,
+        **options,
+    )
+    period = spec.view_period
+    return start_run(run_spec, lambda: None if period is None else _LinkView(link, period), check=False)
+
+
+def _follow_driver(connection: Connection, handle: "mpwatch.RunHandle[Any]") -> None:
+    """Stop the ranks when the driver wants that, or is gone."""
+    try:
+        while connection.recv() != "stop":
+            pass
+    except (EOFError, OSError):
+        handle.interrupt()
+        wait([handle], ORPHAN_SECONDS)
+    handle.interrupt()
+
+
+def shut_down(connection: Connection) -> None:
+    """End a connection, also for a thread that waits for it."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+class _DriverLink:
+    """The connection of a node to the driver. Any thread may send. After the loss of the driver nothing is sent."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, content: object) -> None:
+        with self._lock, suppress(OSError):
+            self._connection.send((kind, content))
+
+
+class _LinkStream:
+    """A stream of a node, whose text the driver writes to its own one."""
+
+    def __init__(self, link: _DriverLink, stream: str) -> None:
+        self._link = link
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        self._link.send("output", (self._stream, text))
+
+
+class _LinkObserver:
+    """Sends events to the driver."""
+
+    def __init__(self, link: _DriverLink, *, wants_progress: bool) -> None:
+        self._link = link
+        self.wants_progress = wants_progress
+
+    def __call__(self, event: mpwatch.Event) -> None:
+        self._link.send("event", pack_by_value(event))
+
+
+class _LinkView:
+    """A view of the node's ranks that sends their statuses to the driver. See View in watcher/observers/view_driver.py."""
+
+    terminal_restore = None
+
+    def __init__(self, link: _DriverLink, period: float) -> None:
+        self._link = link
+        self.period = period
+
+    def show(self, statuses: Sequence[RankStatus]) -> None:
+        self._link.send("statuses", list(statuses))
+
+    def pause(self) -> None:
+        pass
+
+    def close(self, statuses: Sequence[RankStatus]) -> None:
+        if statuses:
+            self.show(statuses)

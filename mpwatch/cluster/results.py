@@ -1,0 +1,73 @@
+"""Make one result of the results of all nodes. Pure."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import mpwatch
+from mpwatch.results.failure import add_summary
+
+V = TypeVar("V")
+# If the nodes have ended in several states, the job has the first of these.
+STATES = (mpwatch.WorkerState.FAILED, mpwatch.WorkerState.STOPPED, mpwatch.WorkerState.SUCCEEDED)
+NO_NODE_LEFT = "all nodes were lost, so no node was left that could restart the ranks"
+
+
+def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResult[Any]:
+    """Return the result of all nodes together."""
+    results = [result for result in results if result.workers] or results  # a node may have come too late for the job
+    failures: dict[int, mpwatch.ProcessFailure] = {}
+    for result in results:
+        own = {worker.rank for worker in result.workers}
+        # a failure that another node has reported has no exception
+        failures |= {rank: failure for rank, failure in result.failures.items() if rank in own or rank not in failures}
+    cause = next((result.root_cause for result in results if result.root_cause is not None), None)
+    states = [result.state for result in results]
+    return mpwatch.RunResult(
+        state=next(state for state in STATES if state in states),
+        return_values=_merge(result.return_values for result in results),
+        failures=dict(sorted(failures.items())),
+        root_cause=None if cause is None else failures.get(cause.rank, cause),
+        workers=tuple(sorted((worker for result in results for worker in result.workers), key=lambda worker: worker.rank)),
+        worker_states=_merge_states(results),
+        progress=_merge(result.progress for result in results),
+        stacks=_merge(result.stacks for result in results),
+        collectives=_merge(result.collectives for result in results),
+        helpers_oom=_first(result.helpers_oom for result in results),
+        reason=_first(result.reason for result in results),
+        log_dir=_first(result.log_dir for result in results),
+        attempts=max((result.attempts for result in results), key=len),
+        not_restarted=_first(result.not_restarted for result in results),
+        stopped_at=max((result.stopped_at for result in results if result.stopped_at is not None), default=None),
+        stop_cause=_first(result.stop_cause for result in results),
+        dropped_values=tuple(sorted({rank for result in results for rank in result.dropped_values})),
+        events=tuple(sorted((event for result in results for event in result.events), key=lambda event: event.time)),
+    )
+
+
+def make_lost_result(losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
+    """Return the result of a job whose nodes were all lost. The first failure is the one that came first."""
+    failures = [add_summary(failure) for failure in losses]
+    return mpwatch.RunResult(
+        state=mpwatch.WorkerState.FAILED,
+        failures={failure.rank: failure for failure in sorted(failures, key=lambda failure: failure.rank)},
+        root_cause=failures[0],
+        worker_states={failure.rank: mpwatch.WorkerState.FAILED for failure in failures},
+        not_restarted=NO_NODE_LEFT,
+    )
+
+
+def _merge(parts: Iterable[Mapping[int, V]]) -> dict[int, V]:
+    return dict(sorted((item for part in parts for item in part.items()), key=lambda item: item[0]))
+
+
+def _merge_states(results: Sequence[mpwatch.RunResult[Any]]) -> dict[int, mpwatch.WorkerState]:
+    """Each node knows the states of its own ranks best."""
+    states = _merge(result.worker_states for result in results)
+    for result in results:
+        own = {worker.rank for worker in result.workers}
+        states |= {rank: state for rank, state in result.worker_states.items() if rank in own}
+    return states
+
+
+def _first(texts: Iterable[str]) -> str:
+    return next(filter(None, texts), "")

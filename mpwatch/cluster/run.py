@@ -1,0 +1,152 @@
+"""`run`: the entry of a job on a cluster. It checks the options, and makes the store and the driver."""
+
+import secrets
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import mpwatch
+from mpwatch.cluster.driver import Driver
+from mpwatch.cluster.engine import Engine
+from mpwatch.cluster.node import NodeSpec
+from mpwatch.cluster.view import JobView
+from mpwatch.errors import make_error, raise_if_failed
+from mpwatch.options.spec import Observers
+from mpwatch.options.validation import check_flag
+from mpwatch.results.report import format_report, format_signal
+from mpwatch.watcher.run import pack_spec
+from mpwatch.wire.exceptions.decoder import add_note
+from mpwatch.wire.pickling.pickler import pack_by_value
+
+T = TypeVar("T")
+REFUSED = {
+    "rendezvous": "the engine makes it",
+    "post_mortem": "the nodes have no terminal; use capture_locals=True",
+    "stop_signals": "call mpwatch.request_stop() in a rank, or use stop_after",
+    "forward_signals": "the nodes get no signals of the driver",
+}
+
+
+def run(
+    engine: Engine,
+    fn: Callable[..., T],
+    nprocs: Any = "auto",
+    *,
+    nodes: int | tuple[int, int],
+    on_event: Observers | None = None,
+    logs: mpwatch.LogSpec | None = None,
+    progress: bool | None = None,
+    find_address: Callable[[], str] | None = None,
+    join_timeout: float = 600.0,
+    node_timeout: float = 15.0,
+    last_call_timeout: float = 30.0,
+    check: bool = True,
+    **options: Any,
+) -> mpwatch.RunResult[T]:
+    """Run a function on the ranks of several nodes, and return the results of all ranks.
+
+    Args:
+        engine: starts the nodes. `run` closes it.
+        fn: see `mpwatch.run`.
+        nprocs: number of ranks of each node.
+        nodes: the number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max.
+        on_event: a function or several functions, called with each event of each node, in this thread.
+        logs: what ranks print, see `mpwatch.LogSpec`. Shown lines are written here. Their default prefix is the number of
+            the node and the rank: "[{node}:{rank}] ". `dir` is a folder on each node. None: all lines are shown.
+        progress: live view of the ranks of all nodes, here. See `mpwatch.run`.
+        find_address: returns the address of a node, when it is called there. None: mpwatch finds it out.
+        join_timeout: seconds that nodes wait for each other.
+        node_timeout: seconds without a sign of life after which a node is lost.
+        last_call_timeout: seconds to wait for more nodes, once min nodes have met.
+        check: False: return the result of a failed job instead of raising.
+        options: the other options of `mpwatch.run`, except `rendezvous`, `post_mortem`, `stop_signals` and
+            `forward_signals`.
+
+    Raises:
+        RunFailedError: a rank failed. `__cause__` is the rank's own exception, of whichever node. Or all nodes were lost.
+        LaunchError: the nodes could not be started, or have not met in time. Or fn or its arguments cannot be pickled.
+        TypeError, ValueError: an option is not valid.
+        KeyboardInterrupt: Ctrl-C. All ranks were stopped as by `mpwatch.run`. Its note says where each rank was.
+    """
+    __tracebackhide__ = True  # see mpwatch.run
+    with ExitStack() as stack:
+        stack.enter_context(closing(engine))
+        check_flag("check", check)
+        for name in REFUSED.keys() & options.keys():
+            raise TypeError(f"a job on a cluster has no option {name!r}: {REFUSED[name]}")
+        key = secrets.token_bytes(16)
+        rendezvous: dict[str, Any] = {
+            "run_id": secrets.token_hex(4),
+            "nnodes": nodes,
+            "secret": key.hex(),
+            "is_host": False,
+            "join_timeout": join_timeout,
+            "node_timeout": node_timeout,
+            "options": {"last_call_timeout": last_call_timeout},
+        }
+        shown = logs or mpwatch.LogSpec()
+        spec: mpwatch.WorkerSpec[T] = mpwatch.WorkerSpec(
+            fn=fn,
+            nprocs=1 if isinstance(nprocs, str) else nprocs,  # the GPUs and CPUs of a node are counted there
+            rendezvous=mpwatch.Rendezvous(f"{engine.address}:1", **rendezvous),  # only checks it: there is no port yet
+            logs=shown,
+            on_event=on_event,
+            progress=progress,
+            **options,
+        )
+        assert spec.rendezvous is not None
+        call = _pack_call(spec, options)
+        stores = [_serve_store(engine.address, rendezvous["run_id"])]
+        stack.callback(stores.clear)  # the traceback of an error would keep a variable alive, and so the server
+        view = stack.enter_context(closing(JobView(progress)))
+        driver = stack.enter_context(closing(Driver(engine, key, view, shown, spec.observers)))
+        node_spec = NodeSpec(
+            number=0,
+            driver=driver.address,
+            key=key,
+            nprocs=nprocs,
+            call=call,
+            rendezvous={**rendezvous, "endpoint": f"{engine.address}:{stores[0].port}"},
+            find_address=find_address,
+            log_options={name: getattr(shown, name) for name in ("dir", "show", "files", "prefix")},
+            view_period=view.node_period,
+            wants_progress=any(getattr(observer, "wants_progress", False) is True for observer in spec.observers),
+        )
+        result = driver.run(node_spec, spec.rendezvous, spec.grace_period)
+    if driver.interrupt is not None:
+        _raise_interrupt(driver.interrupt, result)
+    assert result is not None
+    if check:
+        raise_if_failed(result)
+    return result
+
+
+def _pack_call(spec: mpwatch.WorkerSpec[Any], options: dict[str, Any]) -> bytes:
+    """Pickle the function and the options. Raises LaunchError as `mpwatch.run` does."""
+    try:
+        return pack_by_value((spec.fn, options))
+    except Exception as error:
+        pack_spec(spec).close()  # names the part of the call that cannot be pickled
+        raise mpwatch.LaunchError(f"an option cannot be sent to the nodes: {type(error).__name__}: {error}") from error
+
+
+def _serve_store(address: str, run_id: str) -> Any:
+    """Return the store of the rendezvous. It lives as long as it is referenced."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export them
+
+    from mpwatch.multinode.job_config_check import SERVED_ELSEWHERE_KEY  # imports torch
+
+    store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    PrefixStore(f"mpwatch.{run_id}", store).set(SERVED_ELSEWHERE_KEY, "1")  # else the nodes wait a second for that node
+    return store
+
+
+def _raise_interrupt(interrupt: KeyboardInterrupt, result: mpwatch.RunResult[Any] | None) -> None:
+    """Raise it with what is known of the ranks, as `mpwatch.run` does."""
+    if result is not None and result.state is mpwatch.WorkerState.FAILED:
+        raise interrupt from make_error(result)
+    if result is not None and result.state is mpwatch.WorkerState.STOPPED:
+        add_note(interrupt, format_report(replace(result, reason=format_signal(signal.SIGINT))))
+    raise interrupt

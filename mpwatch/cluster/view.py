@@ -1,0 +1,80 @@
+"""The live view of all nodes, in the driver: the view of `mpwatch.run`, with the statuses that the nodes send."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from mpwatch.live_view.live import LiveView
+from mpwatch.live_view.select import may_show, select_view
+from mpwatch.results.rank_status import RankStatus
+from mpwatch.watcher.observers.deferred_log import log_now
+from mpwatch.watcher.observers.user_errors import ignore_user_errors
+from mpwatch.wire.exceptions.decoder import ENDS_RUN
+
+NODE_PERIOD = 0.5  # seconds between two statuses that a node sends
+
+
+class JobView:
+    """The view of one job. The driver's thread uses it; `put` may be called in any thread.
+
+    Args:
+        progress: the option of `mpwatch.run`.
+    """
+
+    def __init__(self, progress: bool | None) -> None:
+        self.node_period = NODE_PERIOD if may_show(progress) else None
+        self._statuses: dict[int, list[RankStatus]] = {}  # the latest ones, by number of the node
+        self._due_at = 0.0
+        self._view: LiveView | None = None
+        self._guard(lambda: self._open(progress))
+
+    def put(self, node: int, statuses: Sequence[RankStatus]) -> None:
+        """Note the present statuses of the ranks of a node."""
+        self._statuses[node] = [replace(status, node=node) for status in statuses]
+
+    def drop(self, node: int) -> None:
+        """Show no rank of this node any more: it is lost."""
+        self._statuses.pop(node, None)
+
+    def seconds_to_next_update(self) -> float:
+        """Return how long the driver may sleep."""
+        return math.inf if self._view is None else max(0.0, self._due_at - time.monotonic())
+
+    def update(self) -> None:
+        """Draw the view, if that is due."""
+        if self._view is not None and time.monotonic() >= self._due_at:
+            self._guard(self._show)
+
+    def close(self) -> None:
+        """Draw the view for the last time."""
+        view, self._view = self._view, None
+        if view is not None:
+            self._guard(lambda: view.close(self._sort()))
+
+    def _open(self, progress: bool | None) -> None:
+        self._view = select_view(progress)
+        self._due_at = time.monotonic() + (0.0 if self._view is None else self._view.period)
+
+    def _show(self) -> None:
+        assert self._view is not None
+        self._view.show(self._sort())
+        self._due_at = time.monotonic() + self._view.period
+
+    def _sort(self) -> list[RankStatus]:
+        nodes = list(self._statuses.values())  # a copy: a node may send its first statuses meanwhile
+        return sorted((status for statuses in nodes for status in statuses), key=lambda status: status.rank)
+
+    def _guard(self, do: Callable[[], None]) -> None:
+        """Call `do`. If it raises, drop the view and log a warning. A view runs code of others, and must not end the job."""
+        try:
+            do()
+        except ENDS_RUN:
+            raise
+        except BaseException as error:  # noqa: BLE001  see above
+            view, self._view = self._view, None
+            with ignore_user_errors():
+                if view is not None:
+                    view.close(())
+            log_now(logging.WARNING, "the live view failed; the run goes on without it", error=error)

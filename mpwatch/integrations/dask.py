@@ -1,0 +1,329 @@
+"""Run one job on the workers of a Dask cluster, from one call: `mpwatch.integrations.dask.run(client, train, 4, nodes=2)`.
+
+The package cluster says how the driver and the nodes work together. This module starts the nodes: each is a task of Dask
+that is bound to one worker. The task runs in a thread of the worker, so the worker's heartbeats go on. It does not secede:
+it keeps its thread until the end, so Dask knows that the worker is busy. The ranks are children of the worker's process.
+
+Dask would wait for a lost worker, because the task is bound to it. So the engine itself looks which workers there are.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import pickle
+import secrets
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import cloudpickle
+from distributed import Client, get_worker
+from distributed.comm import get_address_host
+from distributed.utils import get_ip
+
+import mpwatch
+from mpwatch import cluster
+
+__all__ = ["run"]
+
+T = TypeVar("T")
+POLL_SECONDS = 1.0  # between two looks at the list of workers
+END_SECONDS = 5.0  # beyond the grace period, for a node to end when it has lost the driver
+SYNC_SECONDS = 10.0  # for the scheduler to answer
+LARGE_CALL = 1_000_000  # bytes; Dask warns if a larger object is in the graph of tasks
+logger = logging.getLogger("mpwatch")
+
+
+def run(
+    client: Client,
+    fn: Callable[..., T],
+    nprocs: Any = "auto",
+    *,
+    nodes: int | tuple[int, int],
+    workers: Collection[str] | None = None,
+    resources: Mapping[str, float] | None = None,
+    address: str | None = None,
+    join_timeout: float = 600.0,
+    **options: Any,
+) -> mpwatch.RunResult[T]:
+    """Run a function on the ranks of several nodes of a Dask cluster, and return the results of all ranks.
+
+    Each node of the job is a Dask worker, and the ranks are children of the worker's process. If the workers are on several
+    hosts, each node has a host of its own. The workers need mpwatch and the modules of the function, as for any task, and
+    must be able to connect to this process. Dask sets OMP_NUM_THREADS to 1 in its workers, and ranks inherit that unless the
+    option `env` has another number.
+
+    Args:
+        client: of the cluster. It is not asynchronous.
+        fn: see `mpwatch.run`.
+        nprocs: number of ranks of each node.
+        nodes: the number of nodes, or the least and the greatest number.
+        workers: the addresses of the workers that may be nodes, of any host. None: all workers.
+        resources: resources of the worker that each node takes, such as `{"GPU": 4}`. See "worker resources" of Dask.
+        address: of this process, to which the nodes connect. None: that of the interface that leads to the scheduler.
+        join_timeout: seconds that nodes wait for each other, and for the cluster to have enough workers.
+        options: other options of `mpwatch.cluster.run`.
+
+    Raises: as `mpwatch.cluster.run`.
+    """
+    __tracebackhide__ = True
+    _check_client(client)
+    least = mpwatch.Rendezvous("driver:1", run_id="job", nnodes=nodes).min_nodes
+    engine = DaskEngine(
+        client,
+        least,
+        workers=workers,
+        resources=resources,
+        address=address,
+        seconds=join_timeout,
+        stop_seconds=float(options.get("grace_period", 10.0)) + END_SECONDS,
+    )
+    return cluster.run(engine, fn, nprocs, nodes=nodes, find_address=_find_address, join_timeout=join_timeout, **options)
+
+
+def _check_client(client: Client) -> None:
+    if not isinstance(client, Client):
+        raise TypeError(f"client must be a dask.distributed.Client, not {type(client).__name__}; a cluster has get_client()")
+    if client.asynchronous:
+        raise ValueError("the client is asynchronous, and run() waits for the job; call it with a Client of a thread")
+    if client.status != "running":
+        raise ValueError(f"the Dask client is not connected to a scheduler, it is {client.status}; make a new Client")
+
+
+class DaskEngine:
+    """Starts each node of a job as a task on a Dask worker of its own.
+
+    A coroutine in the client's event loop takes care of each node: it waits for a free worker, and submits the task.
+
+    Args:
+        client: of the cluster.
+        least: the least number of nodes.
+        workers: the addresses of the workers that may be nodes. None: all, and one of each host if there are several hosts.
+        resources: of the worker that each node takes.
+        address: of this process. None: that of the interface that leads to the scheduler.
+        seconds: how long to wait for enough workers.
+        stop_seconds: how long a node may need to end after it has lost the driver.
+
+    Raises LaunchError if the cluster has too few workers.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        least: int,
+        *,
+        workers: Collection[str] | None = None,
+        resources: Mapping[str, float] | None = None,
+        address: str | None = None,
+        seconds: float = 600.0,
+        stop_seconds: float = 15.0,
+    ) -> None:
+        if isinstance(workers, str):
+            raise TypeError(f"workers must be a collection of addresses, not a string; write [{workers!r}]")
+        self._client = client
+        self._loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop
+        self._workers = None if workers is None else frozenset(workers)
+        self._resources = dict(resources or {})
+        self._totals: dict[str, Mapping[str, float]] = {}  # the resources of each worker
+        self._stop_seconds = stop_seconds
+        self._job = f"mpwatch-{secrets.token_hex(4)}"
+        self._futures: dict[int, Future[cluster.NodeOutcome]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._used: dict[int, str] = {}  # the worker of each node that has one
+        self._left: set[str] = set()  # workers that may still execute a task that was removed
+        self._listed: list[str] = []
+        self._listed_at = -POLL_SECONDS
+        self._lock = asyncio.Lock()
+        self.address: str = address or get_ip(get_address_host(client.scheduler.address))
+        self._wait_for_workers(least, seconds)
+
+    def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
+        """Call it in a task, on a worker of its own."""
+        if self._client.status == "running":
+            self._futures[number] = self._begin(self._execute(cloudpickle.dumps(call), number))
+        else:
+            self._futures[number] = Future()
+            self._futures[number].set_exception(ConnectionError(f"the Dask client is {self._client.status}"))
+        return self._futures[number]
+
+    def cancel(self, number: int) -> None:
+        """Remove the task. If it has begun, it ends when the driver closes its link."""
+        self._futures[number].cancel()
+
+    def close(self) -> None:
+        """Remove all tasks, and wait until none of them runs."""
+        for future in self._futures.values():
+            future.cancel()
+        if self._client.status != "running" or not self._futures:
+            return
+        with suppress(TimeoutError):
+            self._begin(self._wait_for_tasks()).result(SYNC_SECONDS)
+            if self._left and (workers := sorted(self._left & self._client.nthreads().keys())):
+                seconds = self._stop_seconds
+                self._client.run(_wait_until_ended, self._job, seconds, workers=workers, on_error="ignore")
+
+    # --- In the event loop of the client
+
+    async def _execute(self, call: bytes, number: int) -> cluster.NodeOutcome:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            worker = await self._find_worker(number)
+            return await self._execute_on(worker, call, f"{self._job}-{number}")
+        except asyncio.CancelledError:
+            self._left |= {self._used[number]} if number in self._used else set()
+            raise
+        finally:
+            self._used.pop(number, None)
+            self._tasks.discard(task)
+
+    async def _find_worker(self, number: int) -> str:
+        """Wait for a worker that no other node uses."""
+        while True:
+            workers = await self._list_workers()
+            used = {self._find_place(worker, workers) for worker in self._used.values()}
+            for worker in workers:
+                if self._find_place(worker, workers) not in used:
+                    self._used[number] = worker
+                    return worker
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _execute_on(self, worker: str, call: bytes, key: str) -> cluster.NodeOutcome:
+        if len(call) > LARGE_CALL:
+            data = await self._client.scatter(call, workers=[worker], hash=False)
+        else:
+            data = call
+        dask_future = self._client.submit(
+            _call,
+            key,
+            data,
+            key=key,
+            workers=[worker],
+            allow_other_workers=False,
+            resources=self._resources or None,
+            pure=False,
+            retries=0,  # mpwatch restarts the ranks, and the driver starts another node
+        )
+        result = asyncio.ensure_future(dask_future.result())
+        try:
+            while not (await asyncio.wait({result}, timeout=POLL_SECONDS))[0]:
+                if worker not in await self._list_workers():
+                    raise ConnectionError(f"the Dask worker {worker} is gone")
+            if result.cancelled() or dask_future.cancelled():
+                raise ConnectionError(f"the task {key} was cancelled, or the client has lost the scheduler")
+            data, buffers = result.result()
+            return cluster.NodeOutcome(data, [pickle.PickleBuffer(buffer) for buffer in buffers])
+        finally:
+            result.cancel()
+            dask_future.release()
+
+    async def _list_workers(self) -> list[str]:
+        """Return the addresses of the workers that may be nodes. All nodes share the answer for a short time."""
+        async with self._lock:
+            if self._loop.time() - self._listed_at >= POLL_SECONDS / 2:
+                self._listed = sorted(await self._client.nthreads())
+                new = [worker for worker in self._listed if worker not in self._totals]
+                if self._resources and new:
+                    self._totals |= await self._client.run(_list_resources, workers=new, on_error="ignore")
+                self._listed_at = self._loop.time()
+        return [worker for worker in self._listed if self._is_suitable(worker)]
+
+    def _is_suitable(self, worker: str) -> bool:
+        totals = self._totals.get(worker, {})
+        has_resources = all(totals.get(name, 0) >= amount for name, amount in self._resources.items())
+        return has_resources and (self._workers is None or worker in self._workers)
+
+    def _find_place(self, worker: str, workers: Collection[str]) -> str:
+        """Return what no two nodes may share: the host, if the workers are on several hosts, or else the worker."""
+        hosts = {get_address_host(other) for other in workers}
+        return worker if self._workers is not None or len(hosts) == 1 else str(get_address_host(worker))
+
+    async def _count_places(self) -> int:
+        workers = await self._list_workers()
+        return len({self._find_place(worker, workers) for worker in workers})
+
+    async def _wait_for_tasks(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    # --- In the driver's thread
+
+    def _begin(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def _wait_for_workers(self, least: int, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        count = self._begin(self._count_places()).result(SYNC_SECONDS)
+        if count < least:
+            logger.warning(
+                "the Dask cluster has %d suitable workers for %d nodes; waiting %g s for more", count, least, seconds
+            )
+        while count < least:
+            if time.monotonic() >= deadline:
+                needs = f" with {self._resources}" if self._resources else ""
+                raise mpwatch.LaunchError(
+                    f"the Dask cluster had {count} suitable workers for {least} nodes of the job after {seconds:g} s: each "
+                    f"node needs a worker of its own{needs}, on a host of its own if there are several hosts. Start more "
+                    "workers, ask for fewer nodes, or list workers of any host in workers="
+                )
+            time.sleep(min(POLL_SECONDS, seconds))
+            count = self._begin(self._count_places()).result(SYNC_SECONDS)
+
+
+# --- In a Dask worker
+
+_has_ended = threading.Condition()  # its lock guards the two below
+_running: set[str] = set()  # the keys of the tasks that run in this process
+_was_daemon = False
+
+
+def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
+    """Return the outcome in types that Dask sends with any pickle protocol."""
+    with _allow_children(key):
+        outcome: cluster.NodeOutcome = pickle.loads(call)()
+    return outcome.data, [bytearray(buffer) for buffer in outcome.buffers]
+
+
+@contextmanager
+def _allow_children(key: str) -> Iterator[None]:
+    """Let this process start ranks, also if it is a daemonic one of multiprocessing, as the workers of a nanny are.
+
+    Such a process may have no children, since it would not wait for them at its end. Ranks end with their watcher anyway.
+    """
+    global _was_daemon
+    process = multiprocessing.current_process()
+    with _has_ended:
+        if not _running:
+            _was_daemon = process.daemon
+        if _was_daemon:
+            process.daemon = False
+        _running.add(key)
+    try:
+        yield
+    finally:
+        with _has_ended:
+            _running.discard(key)
+            if _was_daemon and not _running:
+                process.daemon = True
+            _has_ended.notify_all()
+
+
+def _list_resources(dask_worker: Any) -> Mapping[str, float]:
+    return dict(dask_worker.state.total_resources)
+
+
+async def _wait_until_ended(job: str, seconds: float) -> None:
+    await asyncio.to_thread(_wait_in_thread, job, seconds)
+
+
+def _wait_in_thread(job: str, seconds: float) -> None:
+    with _has_ended:
+        _has_ended.wait_for(lambda: not any(key.startswith(job) for key in _running), seconds)
+
+
+def _find_address() -> str:
+    return str(get_address_host(get_worker().address))

@@ -1,0 +1,268 @@
+"""Run one job on the nodes of a Ray cluster, from one call: `mpwatch.integrations.ray.run(train, 4, nodes=2)`.
+
+The package mpwatch/cluster says how the driver and the nodes work together. This module starts the nodes: each is a task of
+Ray, in a bundle of a placement group.
+
+    group of the job         min nodes, reserved all at once, each on a node of its own (STRICT_SPREAD)
+    group of a further node  one bundle, on a node that the job does not use yet; waits until there is one
+
+If a Ray node is lost, Ray reserves its bundle on another node, and a new task takes its place there.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+import mpwatch
+from mpwatch import cluster
+
+__all__ = ["run"]
+
+T = TypeVar("T")
+CLOSE_SECONDS = 10.0  # for the tasks to end, and for Ray to remove a placement group
+OMP_THREADS = "OMP_NUM_THREADS"
+WAIT_SECONDS = 0.25  # between two looks at whether a node is cancelled
+log = logging.getLogger("mpwatch")
+
+
+def run(
+    fn: Callable[..., T],
+    nprocs: Any,
+    *,
+    nodes: int | tuple[int, int],
+    num_cpus: float | None = None,
+    num_gpus: float = 0,
+    resources: Mapping[str, float] | None = None,
+    runtime_env: Mapping[str, Any] | None = None,
+    join_timeout: float = 600.0,
+    **options: Any,
+) -> mpwatch.RunResult[T]:
+    """Run a function on the ranks of several nodes of a Ray cluster, and return the results of all ranks.
+
+    `ray.init()` must have been called. Each node of the job is a Ray task on a node of its own, and the ranks are its
+    children. This process must be on a node of the cluster: a Ray client (`ray://`) is not.
+
+    Args:
+        fn: see `mpwatch.run`.
+        nprocs: number of ranks of each node.
+        nodes: the number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max.
+        num_cpus: CPUs of each node that Ray reserves. None: one for each rank, or one if `nprocs` is a word.
+        num_gpus: GPUs of each node that Ray reserves. The ranks see these GPUs only.
+        resources: custom resources of each node that Ray reserves.
+        runtime_env: of the Ray tasks.
+        join_timeout: seconds that nodes wait for each other, and for the cluster to have room for them.
+        options: other options of `mpwatch.cluster.run`.
+
+    Raises: as `mpwatch.cluster.run`. LaunchError if the cluster has no room for the job within `join_timeout`.
+    """
+    __tracebackhide__ = True
+    if not ray.is_initialized():
+        raise ValueError("there is no Ray cluster yet; call ray.init() first")
+    cpus = num_cpus if num_cpus is not None else float(nprocs) if isinstance(nprocs, int) else 1.0
+    bundle = {"CPU": cpus, "GPU": num_gpus, **(resources or {})}
+    bundle = {name: amount for name, amount in bundle.items() if amount}
+    engine = RayEngine(
+        bundle, mpwatch.Rendezvous("ray:1", "job", nodes).min_nodes, runtime_env=runtime_env, seconds=join_timeout
+    )
+    return cluster.run(
+        engine, fn, nprocs, nodes=nodes, find_address=ray.util.get_node_ip_address, join_timeout=join_timeout, **options
+    )
+
+
+class RayEngine:
+    """Starts each node of a job as a Ray task.
+
+    Args:
+        bundle: the resources of each node.
+        least: the least number of nodes. Ray reserves the resources of all of them at once.
+        runtime_env: of the tasks.
+        seconds: how long to wait for these resources.
+    """
+
+    def __init__(
+        self,
+        bundle: Mapping[str, float],
+        least: int,
+        *,
+        runtime_env: Mapping[str, Any] | None = None,
+        seconds: float = 600.0,
+    ) -> None:
+        self.address: str = ray.util.get_node_ip_address()
+        self.bundle = dict(bundle)
+        self._least = least
+        self._seconds = seconds
+        custom = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
+        self._options = {
+            "num_cpus": bundle.get("CPU", 0),
+            "num_gpus": bundle.get("GPU", 0),
+            "resources": custom,
+            "max_retries": 0,  # mpwatch restarts the ranks, and the driver starts another node
+            "runtime_env": runtime_env,
+        }
+        self._remote = ray.remote(_call)
+        self._refs: dict[int, Any] = {}
+        self._slots: dict[int, int] = {}  # bundle of the job's group, by number of the node
+        self._group: PlacementGroup | None = None
+        self._further_nodes: list[_FurtherNode] = []
+        self.placing = threading.Lock()  # one further node after the other is placed
+
+    def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
+        """Call it in a Ray task, on a node of its own. The first call reserves the resources of the least number of nodes.
+
+        Raises LaunchError if the cluster has no room for them.
+        """
+        if self._group is None:
+            self._group = self._reserve()
+        free = set(range(self._least)) - {slot for other, slot in self._slots.items() if not self._has_ended(other)}
+        if free:
+            self._slots[number] = slot = min(free)
+            future: Future[cluster.NodeOutcome] = self.submit(call, self._group, slot, number).future()
+            return future
+        for lost in self._further_nodes:
+            if lost.future.done() and lost.group is not None:
+                _remove(lost.group)  # Ray would reserve its bundle again
+                lost.group = None
+        node = _FurtherNode(self, call, number)
+        self._further_nodes.append(node)
+        node.thread.start()
+        return node.future
+
+    def cancel(self, number: int) -> None:
+        """Kill the process of the task, or remove it from Ray's queue."""
+        if (ref := self._refs.get(number)) is not None:
+            with suppress(Exception):  # it has ended
+                ray.cancel(ref, force=True)
+        for node in self._further_nodes:
+            if node.number == number:
+                node.is_cancelled.set()
+
+    def close(self) -> None:
+        """End all tasks, and release the resources."""
+        for node in self._further_nodes:
+            node.is_cancelled.set()
+        for node in self._further_nodes:
+            node.thread.join(CLOSE_SECONDS)
+        refs = list(self._refs.values())
+        for number in tuple(self._refs):
+            self.cancel(number)
+        if refs:
+            with suppress(Exception):  # such as a connection to Ray that is gone
+                ray.wait(refs, num_returns=len(refs), timeout=CLOSE_SECONDS, fetch_local=False)
+        self._refs.clear()
+        for group in (self._group, *(node.group for node in self._further_nodes)):
+            if group is not None:
+                _remove(group)
+
+    def _reserve(self) -> PlacementGroup:
+        group = placement_group([self.bundle] * self._least, strategy="STRICT_SPREAD")
+        try:
+            deadline = time.monotonic() + self._seconds
+            while not group.wait(min(WAIT_SECONDS, max(0.0, deadline - time.monotonic()))):  # Ctrl-C waits for a wait to end
+                if time.monotonic() >= deadline:
+                    raise mpwatch.LaunchError(
+                        f"the Ray cluster had no room for {self._least} nodes with {self.bundle} each for"
+                        f" {self._seconds:g} s; see `ray status`"
+                    )
+        except BaseException:
+            _remove(group)
+            raise
+        return group
+
+    def submit(self, call: Callable[[], cluster.NodeOutcome], group: PlacementGroup, slot: int, number: int) -> Any:
+        """Start the task of this node in a bundle of the group. Return its reference."""
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot)
+        self._refs[number] = ref = self._remote.options(**self._options, scheduling_strategy=strategy).remote(call)
+        return ref
+
+    def _has_ended(self, number: int) -> bool:
+        ended, _ = ray.wait([self._refs[number]], timeout=0, fetch_local=False)
+        return bool(ended)
+
+    def find_used_nodes(self) -> set[str]:
+        """Return the ids of the Ray nodes on which the job has reserved resources."""
+        groups = [self._group, *(node.group for node in self._further_nodes if not node.future.done())]
+        tables = [placement_group_table(group) for group in groups if group is not None]
+        return {node for table in tables for node in table.get("bundles_to_node_id", {}).values() if node}
+
+
+class _FurtherNode:
+    """A node beyond the least number. It gets a placement group of its own when the cluster has room on another node.
+
+    Args:
+        engine: of the job.
+        call: what the node does.
+        number: the number of the node.
+    """
+
+    def __init__(self, engine: RayEngine, call: Callable[[], cluster.NodeOutcome], number: int) -> None:
+        self.number = number
+        self.future: Future[cluster.NodeOutcome] = Future()
+        self.group: PlacementGroup | None = None
+        self.is_cancelled = threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(engine, call), name="mpwatch placement", daemon=True)
+
+    def _run(self, engine: RayEngine, call: Callable[[], cluster.NodeOutcome]) -> None:
+        try:
+            if self._place(engine):
+                assert self.group is not None
+                ref = engine.submit(call, self.group, 0, self.number)
+                ref.future().add_done_callback(self._take_outcome)
+        except Exception as error:  # noqa: BLE001  Ray's errors
+            self.future.set_exception(error)
+
+    def _place(self, engine: RayEngine) -> bool:
+        """Reserve the resources on a node that the job does not use. Return False if this node was cancelled before."""
+        while not engine.placing.acquire(timeout=WAIT_SECONDS):
+            if self.is_cancelled.is_set():
+                return False
+        try:
+            other_node = {"ray.io/node-id": f"!in({', '.join(sorted(engine.find_used_nodes()))})"}
+            self.group = placement_group([engine.bundle], bundle_label_selector=[other_node])
+            while not self.group.wait(WAIT_SECONDS):
+                if self.is_cancelled.is_set():
+                    return False
+        finally:
+            engine.placing.release()
+        return not self.is_cancelled.is_set()
+
+    def _take_outcome(self, ended: "Future[cluster.NodeOutcome]") -> None:
+        if (error := ended.exception()) is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(ended.result())
+
+
+def _call(call: Callable[[], cluster.NodeOutcome]) -> cluster.NodeOutcome:
+    """Call it in a Ray task, without the OMP_NUM_THREADS that Ray has set.
+
+    Ray sets the number of CPUs of the task, and each rank would have so many threads. mpwatch then sets its own default.
+    """
+    context = ray.get_runtime_context()
+    cpus = context.get_assigned_resources().get("CPU", 0)
+    is_set_by_user = OMP_THREADS in context.runtime_env.get("env_vars", {})
+    threads = os.environ.get(OMP_THREADS)
+    if threads is None or is_set_by_user or threads != str(max(1, int(cpus))):
+        return call()
+    del os.environ[OMP_THREADS]
+    try:
+        return call()
+    finally:
+        os.environ[OMP_THREADS] = threads  # Ray removes it
+
+
+def _remove(group: PlacementGroup) -> None:
+    """Remove a placement group. The call has no timeout of its own, and Ray may be gone."""
+    thread = threading.Thread(target=remove_placement_group, args=(group,), name="mpwatch removal", daemon=True)
+    thread.start()
+    thread.join(CLOSE_SECONDS)
+    if thread.is_alive():
+        log.warning("Ray has not removed placement group %s within %g s", group.id.hex(), CLOSE_SECONDS)

@@ -1,0 +1,383 @@
+"""Jobs on the workers of a Dask cluster, which runs on this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import mpwatch
+from support.process_state import is_alive
+from support.programs import ENV
+
+pytest.importorskip("distributed")
+from distributed import Client, Event, LocalCluster, Scheduler, SpecCluster, Worker
+
+from mpwatch.integrations.dask import run
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+END_SECONDS = 10.0  # after the death of the driver
+
+
+def make_cluster(workers, **options):
+    return LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=None, **options)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Start a cluster of two workers that are processes of a nanny. Yield a client."""
+    with make_cluster(2) as cluster, Client(cluster) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def threads():
+    """Start a cluster of two workers that are threads of this process. Yield a client."""
+    with make_cluster(2, processes=False) as cluster, Client(cluster) as client:
+        yield client
+
+
+@pytest.fixture
+def client(processes):
+    """Check that the cluster is as before after the test."""
+    processes.wait_for_workers(2)
+    yield processes
+    check_nothing_left(processes)
+
+
+def wait_until(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+def check_nothing_left(client, *, daemonic=True):
+    wait_until(lambda: not client.run_on_scheduler(list_tasks))
+    wait_until(lambda: not any(client.run(list_own_tasks).values()))
+    assert not any(client.run(list_children).values())
+    assert set(client.run(is_daemonic).values()) == {daemonic}
+    assert not client.futures
+
+
+def list_tasks(dask_scheduler):
+    return list(dask_scheduler.tasks)
+
+
+def list_own_tasks(dask_worker):
+    return list(dask_worker.state.tasks)
+
+
+def list_children():
+    import multiprocessing
+
+    return [child.name for child in multiprocessing.active_children() if "rank" in child.name]
+
+
+def is_daemonic():
+    import multiprocessing
+
+    return multiprocessing.current_process().daemon
+
+
+class RankError(Exception):
+    """Raised by a rank."""
+
+
+def report_pid():
+    worker = mpwatch.current_worker()
+    return worker.rank, os.getpid(), os.getppid(), np.full(100_000, worker.rank)
+
+
+def fail_on_rank_3():
+    if mpwatch.current_worker().rank == 3:
+        raise RankError("the disk is full")
+    signal.pause()
+
+
+def start_a_child():
+    child = subprocess.run([sys.executable, "-c", "print('started')"], capture_output=True, text=True, check=True)
+    import multiprocessing
+
+    return child.stdout.strip(), multiprocessing.current_process().daemon
+
+
+def check_values(result):
+    assert [rank for rank, *_ in result] == [0, 1, 2, 3]
+    assert [int(array[-1]) for *_, array in result] == [0, 1, 2, 3]
+    assert not any(is_alive(pid) for _, pid, *_ in result)
+
+
+def test_the_values_of_all_ranks_come_back_and_each_node_is_a_worker(client):
+    result = run(client, report_pid, 2, nodes=2)
+    check_values(result)
+    workers = set(client.run(os.getpid).values())
+    assert {watcher for _, _, watcher, _ in result} == workers
+    result[0][-1][0] = 7  # it can be written to
+
+
+def test_workers_may_be_threads(threads):
+    for _ in range(2):
+        check_values(run(threads, report_pid, 2, nodes=2))
+    check_nothing_left(threads, daemonic=False)
+
+
+@pytest.mark.slow
+def test_many_runs_leave_the_cluster_as_it_was(client):
+    counts = []
+    for _ in range(20):
+        check_values(run(client, report_pid, 2, nodes=2))
+        check_nothing_left(client)
+        counts.append([*client.run(count_resources).values(), count_resources()])
+    for before, after in zip(counts[1], counts[-1], strict=True):
+        assert after < before + 10  # Dask itself opens and closes a few connections
+
+
+def count_resources():
+    return len(os.listdir("/proc/self/task")) + len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.slow
+def test_large_results_come_back(client):
+    result = run(client, make_large_array, 1, nodes=2)
+    assert [int(array[-1]) for array in result] == [0, 1]
+    assert sum(array.nbytes for array in result) == 200_000_000
+
+
+def make_large_array():
+    return np.full(12_500_000, mpwatch.current_worker().rank, dtype="int64")
+
+
+@pytest.mark.filterwarnings("error:Sending large graph")
+def test_large_arguments_are_no_part_of_the_graph(client):
+    result = run(client, add_up, 1, nodes=2, args=(np.ones(2_500_000),))
+    assert list(result) == [2_500_000.0] * 2
+
+
+def add_up(array):
+    return float(array.sum())
+
+
+def test_ranks_are_not_daemonic(client):
+    assert list(run(client, start_a_child, 1, nodes=2)) == [("started", False)] * 2
+
+
+def test_a_failure_is_that_of_the_rank(client):
+    with pytest.raises(mpwatch.RunFailedError, match=r"rank 3 .*failed first: RankError: the disk is full") as caught:
+        run(client, fail_on_rank_3, 2, nodes=2)
+    assert type(caught.value.__cause__) is RankError
+
+
+def interrupt(event):
+    if isinstance(event, mpwatch.events.CallStarted):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_stops_all_nodes(client):
+    with pytest.raises(KeyboardInterrupt):
+        run(client, signal.pause, 2, nodes=2, on_event=interrupt)
+
+
+def exit_in_observer(event):
+    if isinstance(event, mpwatch.events.CallStarted):
+        sys.exit("the observer ends the program")
+
+
+def test_the_end_of_the_program_ends_all_nodes(client):
+    with pytest.raises(SystemExit, match="the observer ends the program"):
+        run(client, signal.pause, 2, nodes=2, on_event=exit_in_observer)
+    assert not any(client.run(list_own_tasks).values())
+
+
+def test_ranks_stop_together(client):
+    result = run(client, wait_for_stop, 1, nodes=2)
+    assert list(result) == [result.stopped_at] * 2
+
+
+def wait_for_stop():
+    step = 0
+    while not mpwatch.should_stop(step):
+        if step == 100 and mpwatch.current_worker().rank == 1:
+            mpwatch.request_stop()
+        step += 1
+    return step
+
+
+def test_a_lost_worker_is_replaced(client):
+    before = client.run(os.getpid)
+    killed = []
+
+    def kill_a_worker(event):
+        if isinstance(event, mpwatch.events.CallStarted) and event.attempt == 0 and not killed:
+            killed.append(min(before.values()))
+            os.kill(killed[0], signal.SIGKILL)
+
+    result = run(client, wait_for_second_start, 2, nodes=2, max_restarts=2, node_timeout=3.0, on_event=kill_a_worker)
+    assert [count for count, _ in result] == [1, 1, 1, 1]
+    assert killed[0] not in {watcher for _, watcher in result}
+    assert len({watcher for _, watcher in result}) == 2
+
+
+def wait_for_second_start():
+    if mpwatch.current_worker().restart_count == 0:
+        signal.pause()
+    return mpwatch.current_worker().restart_count, os.getppid()
+
+
+def test_nodes_are_on_several_hosts_if_there_are_several():
+    options = {number: {"host": host, "nthreads": 1} for number, host in enumerate(["127.0.0.1", "127.0.0.1", "127.0.0.2"])}
+    workers = {number: {"cls": Worker, "options": option} for number, option in options.items()}
+    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard_address": None}}
+    with SpecCluster(workers, scheduler) as cluster, Client(cluster) as client:
+        assert list(run(client, report_rank, 1, nodes=2)) == [0, 1]
+        with pytest.raises(mpwatch.LaunchError, match="had 2 suitable workers for 3 nodes"):
+            run(client, report_rank, 1, nodes=3, join_timeout=0.5)
+        everywhere = list(client.scheduler_info()["workers"])
+        assert list(run(client, report_rank, 1, nodes=3, workers=everywhere)) == [0, 1, 2]
+
+
+def test_a_node_waits_for_a_busy_worker(client):
+    gate = Event("gate", client)
+    busy = client.submit(pass_gate, workers=[min(client.nthreads())])
+    with ThreadPoolExecutor(1) as driver:
+        result = driver.submit(run, client, report_rank, 1, nodes=2)
+        wait_until(lambda: [key for keys in client.processing().values() for key in keys if key.startswith("mpwatch-")])
+        gate.set()
+        assert list(result.result()) == [0, 1]
+    gate.clear()
+    busy.release()
+
+
+def pass_gate():
+    assert Event("gate").wait(60)
+
+
+@pytest.mark.slow
+def test_a_new_worker_becomes_a_node():
+    with make_cluster(1) as cluster, Client(cluster) as client:
+
+        def add_a_worker(event):
+            if isinstance(event, mpwatch.events.CallStarted):
+                cluster.scale(2)
+
+        result = run(client, wait_for_two_nodes, 1, nodes=(1, 2), on_event=add_a_worker)
+        assert list(result) == [2, 2]
+        check_nothing_left(client)
+
+
+def wait_for_two_nodes():
+    if mpwatch.current_worker().world_size == 1:
+        signal.pause()
+    return mpwatch.current_worker().world_size
+
+
+@pytest.mark.slow
+def test_a_node_without_a_worker_is_given_up_at_the_end():
+    with make_cluster(1) as cluster, Client(cluster) as client:
+        result = run(client, report_pid, 2, nodes=(1, 2))
+        assert [rank for rank, *_ in result] == [0, 1]
+        check_nothing_left(client)
+
+
+def test_a_cluster_that_is_closed_meanwhile_ends_the_job():
+    with make_cluster(2) as cluster, Client(cluster) as client:
+
+        def close_it(event):
+            if isinstance(event, mpwatch.events.CallStarted):
+                cluster.close()
+
+        with pytest.raises((mpwatch.LaunchError, mpwatch.RunFailedError)):
+            run(client, signal.pause, 1, nodes=2, on_event=close_it)
+
+
+def test_a_task_can_be_the_driver(client):
+    cluster_of_driver = Client(client.scheduler.address)
+    task = cluster_of_driver.submit(run_in_task, client.scheduler.address)
+    assert task.result() == [0]
+    task.release()
+    cluster_of_driver.close()
+
+
+def run_in_task(address):
+    from distributed import secede
+
+    with Client(address) as client:
+        secede()
+        return list(run(client, report_rank, 1, nodes=1))
+
+
+def report_rank():
+    return mpwatch.current_worker().rank
+
+
+DRIVER = """
+import sys, os, signal, mpwatch
+from distributed import Client
+from mpwatch.integrations.dask import run
+
+def show_pid():
+    os.write(1, f"pid {os.getpid()}\\n".encode())
+    signal.pause()
+
+if __name__ == "__main__":
+    run(Client(sys.argv[1]), show_pid, 2, nodes=2)
+"""
+
+
+def test_the_ranks_end_with_the_driver(client):
+    driver = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", DRIVER, client.scheduler.address],
+        env={**ENV, "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with driver:
+        pids = []
+        while len(pids) < 4:
+            line = driver.stdout.readline()
+            assert line
+            if "pid " in line:
+                pids.append(int(line.rpartition("pid ")[2]))
+        assert all(is_alive(pid) for pid in pids)
+        driver.kill()
+    wait_until(lambda: not any(is_alive(pid) for pid in pids), END_SECONDS)
+    wait_until(lambda: not client.run_on_scheduler(list_tasks), END_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        (
+            {"nodes": 3, "join_timeout": 0.5},
+            mpwatch.LaunchError,
+            "the Dask cluster had 2 suitable workers for 3 nodes of the job after",
+        ),
+        ({"workers": ["tcp://10.0.0.1:1"], "join_timeout": 0.5}, mpwatch.LaunchError, "had 0 suitable workers for 2"),
+        ({"workers": "tcp://10.0.0.1:1"}, TypeError, "workers must be a collection of addresses, not a string"),
+        (
+            {"resources": {"GPU": 1}, "join_timeout": 0.5},
+            mpwatch.LaunchError,
+            r"a worker of its own with {'GPU': 1}, on a host",
+        ),
+        ({"nodes": 0}, ValueError, "nnodes"),
+        ({"post_mortem": True}, TypeError, "a job on a cluster has no option 'post_mortem'"),
+        ({"epochs": 3}, TypeError, "epochs"),
+    ],
+)
+def test_a_bad_option_is_named(client, options, error, text):
+    with pytest.raises(error, match=text):
+        run(client, report_pid, 2, **{"nodes": 2, **options})
+
+
+def test_a_bad_client_is_named(client):
+    with pytest.raises(TypeError, match=r"client must be a dask\.distributed\.Client, not str"):
+        run("tcp://127.0.0.1:8786", report_pid, 2, nodes=2)
+    closed = Client(client.scheduler.address)
+    closed.close()
+    with pytest.raises(ValueError, match="the Dask client is not connected to a scheduler, it is closed; make a new Client"):
+        run(closed, report_pid, 2, nodes=2)

@@ -1,0 +1,384 @@
+"""Jobs on the nodes of a Ray cluster, which runs on this machine."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+import mpwatch
+from support.process_state import is_alive
+from support.programs import ENV
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("torch")  # for the rendezvous
+
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from engines import functions  # noqa: E402
+from mpwatch.cluster.driver import Driver  # noqa: E402
+from mpwatch.integrations.ray import run  # noqa: E402
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(200)]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PATHS = os.pathsep.join([ENV["PYTHONPATH"], str(EXAMPLES)])
+END_SECONDS = 10.0  # after the death of the driver
+# Ray notices a lost node after 1.5 seconds instead of 15.
+SETTINGS = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Start a cluster of two nodes with two CPUs each. Yield it."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "_system_config": SETTINGS})
+    cluster.add_node(num_cpus=2, resources={"disk": 1})
+    ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": PATHS}})
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def wait_until(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.05)  # Ray gives no notice
+
+
+def free_cpus():
+    return ray.available_resources().get("CPU", 0.0)
+
+
+@pytest.fixture
+def cluster(nodes):
+    """Check that the cluster is as before after the test: resources, placement groups and objects."""
+    wait_until(lambda: free_cpus() == 4.0)
+    objects = ray.available_resources()["object_store_memory"]
+    yield nodes
+    wait_until(lambda: free_cpus() == 4.0)
+    wait_until(lambda: ray.available_resources()["object_store_memory"] >= objects)
+    assert {group["state"] for group in ray.util.placement_group_table().values()} <= {"REMOVED"}
+
+
+@pytest.fixture
+def further_node(nodes):
+    """Add a third node for one test."""
+    node = nodes.add_node(num_cpus=2)
+    wait_until(lambda: free_cpus() == 6.0)
+    yield node
+    if node in nodes.worker_nodes:
+        nodes.remove_node(node)
+    if not nodes.worker_nodes:  # the test has removed the second node
+        nodes.add_node(num_cpus=2, resources={"disk": 1})
+    wait_until(lambda: free_cpus() == 4.0)
+
+
+def find_parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+class RankPids:
+    """An observer that notes the process of each rank that has started."""
+
+    def __init__(self):
+        self.pids = {}
+
+    def __call__(self, event):
+        if isinstance(event, mpwatch.events.WorkerStarted):
+            self.pids[event.ranks[0]] = event.pid
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_values_of_all_ranks_come_back():
+    result = run(functions.report_pid, 2, nodes=2)
+    assert [rank for rank, _, _ in result] == [0, 1, 2, 3]
+    assert [int(array[-1]) for _, _, array in result] == [0, 1, 2, 3]
+    assert not any(is_alive(pid) for _, pid, _ in result)
+    assert [worker.group_rank for worker in result.workers] == [0, 0, 1, 1]
+
+
+def normalize(text):
+    """Leave out the nodes, which a run on one machine does not have, and what depends on the instant of a stop."""
+    lines = re.sub(r" on node \d \(.*?\)", "", text).splitlines()
+    return [line for line in lines if not line.startswith(("  rank", "  the return values"))]
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    ("fn", "options"),
+    [
+        (functions.raise_in_rank_3, {}),
+        pytest.param(functions.exit_in_rank_3, {}, marks=pytest.mark.slow),
+        pytest.param(functions.kill_rank_3, {}, marks=pytest.mark.slow),
+        pytest.param(functions.return_lock_in_rank_3, {}, marks=pytest.mark.slow),
+        (functions.make_closure_over_lock(), {}),
+        (functions.wait, {"grace_period": -1}),
+    ],
+)
+def test_a_failure_is_that_on_one_machine(fn, options):
+    with pytest.raises(Exception, match="") as expected:
+        mpwatch.run(fn, 4, **options)
+    with pytest.raises(Exception, match="") as found:
+        run(fn, 2, nodes=2, **options)
+    assert type(found.value) is type(expected.value)
+    assert type(found.value.__cause__) is type(expected.value.__cause__)
+    assert normalize(str(found.value)) == normalize(str(expected.value))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_a_timeout_ends_all_nodes():
+    with pytest.raises(mpwatch.RunTimeoutError, match=r"the run did not end within timeout=3 s"):
+        run(functions.wait, 2, nodes=2, timeout=3)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_resources_and_environment_are_those_of_the_tasks():
+    runtime_env = {"env_vars": {"PYTHONPATH": PATHS, "COLOUR": "green"}}
+    result = run(functions.read_environment, 1, nodes=1, args=("COLOUR",), resources={"disk": 1}, runtime_env=runtime_env)
+    assert list(result) == ["green"]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_ranks_have_the_number_of_threads_of_mpwatch():
+    (expected,) = set(mpwatch.run(functions.read_environment, 2, args=("OMP_NUM_THREADS",)))
+    assert list(run(functions.read_environment, 2, nodes=2, args=("OMP_NUM_THREADS",))) == [expected] * 4
+    env_vars = {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "2"}
+    result = run(functions.read_environment, 2, nodes=1, args=("OMP_NUM_THREADS",), runtime_env={"env_vars": env_vars})
+    assert list(result) == ["2", "2"]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_ctrl_c_stops_all_nodes():
+    pids = RankPids()
+
+    def interrupt(event):
+        pids(event)
+        if len(pids.pids) == 4:
+            pids.pids[4] = os.getpid()  # once
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(functions.wait, 2, nodes=2, on_event=interrupt)
+    assert not any(is_alive(pid) for pid in pids.pids.values() if pid != os.getpid())
+    assert "SIGINT" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_cluster_that_has_no_room_is_named():
+    with pytest.raises(mpwatch.LaunchError, match="the Ray cluster had no room for 3 nodes"):
+        run(functions.report_pid, 2, nodes=3, join_timeout=1.0)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_tasks_that_cannot_reach_the_driver_are_an_error(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()  # nothing listens there after this block
+    monkeypatch.setattr(Driver, "address", property(lambda self: address, lambda self, value: None), raising=False)
+    with pytest.raises(mpwatch.LaunchError, match=r"the engine could not start node 2: ConnectionRefusedError"):
+        run(functions.report_pid, 1, nodes=1)
+
+
+@pytest.mark.usefixtures("nodes")
+@pytest.mark.parametrize("nodes_option", [0, (2, 1), "two", (1, 2, 3)])
+def test_a_bad_number_of_nodes_is_named(nodes_option):
+    with pytest.raises((TypeError, ValueError), match="nnodes"):
+        run(functions.report_pid, 2, nodes=nodes_option)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_view_shows_the_ranks_of_all_nodes(capfd):
+    run(functions.report_steps, 2, nodes=2, args=(5,), progress=True)
+    assert "4 ranks" in capfd.readouterr().err
+
+
+DRIVER = """
+import sys, os, signal, ray, mpwatch
+from mpwatch.integrations.ray import run
+
+def show_pid():
+    os.write(1, f"pid {os.getpid()}\\n".encode())
+    signal.pause()
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+run(show_pid, 2, nodes=2)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM], ids=lambda signum: signum.name)
+def test_the_ranks_end_with_the_driver(cluster, signum):
+    driver = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", DRIVER, cluster.address],
+        env={**ENV, "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with driver:
+        pids = []
+        while len(pids) < 4:
+            line = driver.stdout.readline()
+            assert line
+            if "pid " in line:
+                pids.append(int(line.rpartition("pid ")[2]))
+        assert all(is_alive(pid) for pid in pids)
+        driver.send_signal(signum)
+        wait_until(lambda: not any(is_alive(pid) for pid in pids), END_SECONDS)
+
+
+class KillWatcher(RankPids):
+    """Kills the watcher of rank 2 when all ranks have started."""
+
+    def __call__(self, event):
+        super().__call__(event)
+        if len(self.pids) == 4 and event.attempt == 0:
+            self.first_pids, self.pids = self.pids, {}
+            os.kill(find_parent(self.first_pids[2]), signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_killed_watcher_is_a_lost_node():
+    pids = KillWatcher()
+    result = run(functions.wait_for_second_start, 2, nodes=2, max_restarts=1, node_timeout=3.0, on_event=pids)
+    assert list(result) == [(rank, 1) for rank in range(4)]
+    assert result.restarts == 1
+    wait_until(lambda: not any(is_alive(pid) for pid in pids.first_pids.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_a_killed_watcher_fails_a_job_that_has_no_restart():
+    with pytest.raises(mpwatch.RunFailedError, match=r"rank 2 on node 1 \(.*\) was lost: it sent no heartbeat for 3 s"):
+        run(functions.wait_for_second_start, 2, nodes=2, node_timeout=3.0, on_event=KillWatcher())
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_job_whose_only_watcher_is_killed_fails():
+    pids = []
+
+    def kill_watcher(event):
+        if isinstance(event, mpwatch.events.WorkerStarted) and not pids:
+            pids.append(event.pid)
+            os.kill(find_parent(event.pid), signal.SIGKILL)
+
+    with pytest.raises(mpwatch.RunFailedError, match=r"rank 0 on node 0 \(.*\) was lost: ") as caught:
+        run(functions.wait, 1, nodes=1, max_restarts=3, on_event=kill_watcher)
+    assert caught.value.failures[0].kind is mpwatch.FailureKind.LOST
+    assert "no node was left that could restart the ranks" in str(caught.value)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("further_node")
+def test_a_lost_node_is_replaced_by_another_one(nodes):
+    pids = RankPids()
+    removed = []
+
+    def remove_node(event):
+        pids(event)
+        if len(pids.pids) == 4 and not removed:
+            raylets = {node.all_processes["raylet"][0].process.pid: node for node in nodes.worker_nodes}
+            used = {find_parent(find_parent(pid)) for pid in pids.pids.values()} & raylets.keys()
+            removed.append(raylets[used.pop()])
+            nodes.remove_node(removed[0], allow_graceful=False)
+
+    result = run(functions.wait_for_second_start, 2, nodes=2, max_restarts=1, node_timeout=3.0, on_event=remove_node)
+    assert list(result) == [(rank, 1) for rank in range(4)]
+    assert removed
+
+
+@pytest.mark.slow
+def test_a_lost_node_that_cannot_be_replaced_fails_the_job(nodes):
+    pids = RankPids()
+    lost = nodes.add_node(num_cpus=3)
+    wait_until(lambda: free_cpus() == 7.0)
+
+    def remove_node(event):
+        pids(event)
+        if len(pids.pids) == 3 and lost in nodes.worker_nodes:
+            nodes.remove_node(lost, allow_graceful=False)
+
+    options = {"max_restarts": 1, "join_timeout": 8.0, "node_timeout": 3.0}
+    with pytest.raises(mpwatch.RunFailedError, match="was lost"):
+        run(functions.wait_for_second_start, 1, nodes=3, num_cpus=2, on_event=remove_node, **options)
+    wait_until(lambda: free_cpus() == 4.0)
+    assert not any(is_alive(pid) for pid in pids.pids.values())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_ctrl_c_ends_the_wait_for_room():
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(functions.wait, 2, nodes=3)
+    timer.join()
+
+
+@pytest.mark.slow
+def test_a_new_node_joins_the_job(cluster):
+    added = []
+
+    def add_node(event):
+        if isinstance(event, mpwatch.events.CallStarted) and not added:
+            added.append(cluster.add_node(num_cpus=2, resources={"tape": 1}))
+
+    blocker = ray.remote(functions.wait).options(num_cpus=2).remote()  # on one of the two nodes
+    try:
+        result = run(functions.wait_for_world_size, 2, nodes=(1, 2), args=(4,), last_call_timeout=0.5, on_event=add_node)
+        assert list(result) == [0, 1, 2, 3]
+        assert result.restarts == 0
+    finally:
+        ray.cancel(blocker, force=True)
+        with suppress(ray.exceptions.RayError):
+            ray.get(blocker)
+        if added:
+            cluster.remove_node(added[0])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_200_megabytes_come_back_and_can_be_written_to():
+    size = 50 << 20
+    result = run(functions.return_bytes, 2, nodes=2, args=(size,))
+    for rank, array in enumerate(result):
+        assert array.nbytes == size
+        assert int(array[-1]) == rank
+        array[0] = 7
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_20_runs_in_a_row_leave_the_cluster_as_it_was():
+    run(functions.report_pid, 2, nodes=2)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    threads = len(os.listdir("/proc/self/task"))
+    for _ in range(20):
+        assert len(run(functions.report_pid, 2, nodes=2)) == 4
+        with pytest.raises(mpwatch.RunFailedError):
+            run(functions.raise_in_rank_3, 2, nodes=2)
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
+    assert len(os.listdir("/proc/self/task")) <= threads + 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_digits_are_learned_on_two_nodes():
+    pytest.importorskip("sklearn")
+    sys.path.append(str(EXAMPLES))
+    try:
+        import train_digits
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    result = run(train_digits.train, 2, nodes=2, args=(3,), kwargs={"verbose": False}, backend="gloo")
+    assert len(result) == 4
+    assert result[0].losses == result[3].losses
+    assert result[0].accuracy >= 0.85

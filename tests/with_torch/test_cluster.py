@@ -1,0 +1,243 @@
+"""Jobs of several nodes from one call: `mpwatch.cluster`, with nodes that are threads of this process."""
+
+import io
+import os
+import signal
+import threading
+from concurrent.futures import Future
+from multiprocessing.connection import Client
+
+import numpy as np
+import pytest
+import torch
+
+import mpwatch
+from mpwatch import cluster
+from support import functions
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm_up():
+    """Create a store first: libuv, which torch's store uses, keeps a pipe from its first use on."""
+    torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class RankError(Exception):
+    """Raised by a rank."""
+
+
+def add_up(factor):
+    worker = mpwatch.current_worker()
+    total = torch.tensor(float(worker.rank))
+    torch.distributed.all_reduce(total)
+    return factor * float(total), np.full(100_000, worker.rank)
+
+
+def print_and_fail():
+    worker = mpwatch.current_worker()
+    print(f"rank {worker.rank}", flush=True)
+    if worker.rank == 1:
+        raise RankError("the disk is full")
+    signal.pause()
+
+
+def wait_for_stop():
+    step = 0
+    while not mpwatch.should_stop(step):
+        step += 1
+    return step
+
+
+def test_the_result_has_the_values_of_all_ranks():
+    events = []
+    result = cluster.run(
+        cluster.ThreadEngine(), add_up, 2, nodes=2, args=(10,), backend="gloo", on_event=events.append, grace_period=60
+    )
+    assert [value for value, _ in result] == [60.0] * 4
+    assert [int(array[0]) for _, array in result] == [0, 1, 2, 3]
+    assert [worker.rank for worker in result.workers] == [0, 1, 2, 3]
+    assert {rank for event in events for rank in event.ranks} == {0, 1, 2, 3}
+    assert len(result.events) == len(events)
+
+
+def test_a_failure_is_that_of_the_rank_and_its_output_is_shown(capsys):
+    with pytest.raises(
+        mpwatch.RunFailedError, match=r"rank 1 on node .* failed first: RankError: the disk is full"
+    ) as caught:
+        cluster.run(cluster.ThreadEngine(), print_and_fail, 1, nodes=2)
+    assert type(caught.value.__cause__) is RankError
+    assert caught.value.__cause__.__traceback__.tb_frame.f_code.co_name == "print_and_fail"
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line.partition("] ")[2] for line in lines if "rank 1" in line) == ["rank 1"]
+    assert all(line.startswith(("[0:0] ", "[1:1] ")) for line in lines)
+
+
+def test_ctrl_c_stops_all_nodes():
+    def interrupt(event):
+        if isinstance(event, mpwatch.events.CallStarted):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        cluster.run(cluster.ThreadEngine(), signal.pause, 1, nodes=2, on_event=interrupt)
+
+
+def test_all_nodes_stop_at_the_same_step():
+    result = cluster.run(cluster.ThreadEngine(), wait_for_stop, 1, nodes=2, stop_after=2.0)
+    assert list(result) == [result.stopped_at] * 2
+
+
+class LosingEngine(cluster.ThreadEngine):
+    """Loses the first node before it has connected."""
+
+    def start(self, call, number):
+        if number == 0:
+            lost = Future()
+            lost.set_exception(ConnectionError("the machine is gone"))
+            return lost
+        return super().start(call, number)
+
+
+def test_a_lost_node_is_replaced():
+    result = cluster.run(LosingEngine(), functions.rank, 1, nodes=2)
+    assert list(result) == [0, 1]
+
+
+class BlindEngine(cluster.ThreadEngine):
+    """Does not notice that the first node dies after it has connected."""
+
+    def start(self, call, number):
+        if number > 0:
+            return super().start(call, number)
+        (spec,) = call.args
+        with Client(spec.driver, authkey=spec.key) as connection:
+            connection.send(("hello", (0, "here")))
+        self._futures[0] = Future()
+        return self._futures[0]
+
+
+def test_a_node_whose_link_breaks_is_replaced():
+    result = cluster.run(BlindEngine(), functions.rank, 1, nodes=2)
+    assert list(result) == [0, 1]
+
+
+class BrokenEngine(cluster.ThreadEngine):
+    """Can start no node."""
+
+    def start(self, call, number):
+        lost = Future()
+        lost.set_exception(ConnectionError("there is no such package"))
+        return lost
+
+
+def test_an_engine_that_can_start_no_node_is_an_error():
+    with pytest.raises(mpwatch.LaunchError, match="the engine could not start node 2: there is no such package"):
+        cluster.run(BrokenEngine(), functions.rank, 1, nodes=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"post_mortem": True}, TypeError, "a job on a cluster has no option 'post_mortem': the nodes have no terminal"),
+        ({"grace_period": -1}, ValueError, "grace_period must be a number of seconds"),
+        ({"nodes": 0}, ValueError, "nnodes"),
+        ({"epochs": 3}, TypeError, "epochs"),
+    ],
+)
+def test_a_bad_option_is_named(options, error, text):
+    with pytest.raises(error, match=text):
+        cluster.run(cluster.ThreadEngine(), functions.rank, 1, **{"nodes": 1, **options})
+
+
+def report_and_print(steps):
+    for step in range(steps):
+        mpwatch.report(step=step + 1, total=steps)
+    print("done", flush=True)
+
+
+def test_the_view_shows_the_ranks_of_all_nodes(capfd):
+    cluster.run(cluster.ThreadEngine(), report_and_print, 2, nodes=2, args=(5,), progress=True)
+    assert "step 5 of 5 (100 %); 4 ranks returned" in capfd.readouterr().err
+
+
+def test_an_observer_that_raises_is_dropped_and_the_others_go_on(caplog):
+    kinds = []
+
+    def fail(event):
+        raise ValueError(event.name)
+
+    result = cluster.run(
+        cluster.ThreadEngine(), functions.rank, 1, nodes=2, on_event=[fail, lambda event: kinds.append(type(event))]
+    )
+    assert list(result) == [0, 1]
+    assert kinds.count(mpwatch.events.RunEnded) == 2
+    assert sum("receives no more events" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_output_goes_to_the_streams_of_the_log_spec():
+    out = io.StringIO()
+    logs = mpwatch.LogSpec(stdout=out, prefix="{rank}> ")
+    cluster.run(cluster.ThreadEngine(), report_and_print, 1, nodes=2, args=(1,), logs=logs)
+    assert sorted(out.getvalue().splitlines()) == ["0> done", "1> done"]
+
+
+class FlakyEngine(cluster.ThreadEngine):
+    """Loses node 0 when its call is over, as if its process had been killed."""
+
+    def start(self, call, number):
+        future = super().start(call, number)
+        if number > 0:
+            return future
+        lost = Future()
+        future.add_done_callback(lambda _: lost.set_exception(ConnectionError("the machine is gone\nmore")))
+        return lost
+
+
+def test_a_job_whose_nodes_are_all_lost_fails():
+    with pytest.raises(mpwatch.RunFailedError, match=r"rank 0 on node 0 \(.*\) was lost: the machine is gone\n") as caught:
+        cluster.run(FlakyEngine(), functions.rank, 2, nodes=1, max_restarts=3)
+    assert {failure.kind for failure in caught.value.failures.values()} == {mpwatch.FailureKind.LOST}
+    assert "not restarted: all nodes were lost" in str(caught.value)
+
+
+class LateEngine(cluster.ThreadEngine):
+    """Starts node 1 when node 0 has ended, so that it comes too late for the job."""
+
+    def start(self, call, number):
+        if number == 0:
+            self.first = super().start(call, number)
+            return self.first
+        late = Future()
+        self.first.add_done_callback(
+            lambda _: (
+                super(LateEngine, self)
+                .start(call, number)
+                .add_done_callback(
+                    lambda done: (
+                        late.set_result(done.result()) if done.exception() is None else late.set_exception(done.exception())
+                    )
+                )
+            )
+        )
+        return late
+
+
+def test_a_node_that_comes_too_late_does_not_keep_the_job_waiting():
+    result = cluster.run(LateEngine(), functions.rank, 1, nodes=(1, 2), last_call_timeout=0.0)
+    assert list(result) == [0]
+
+
+class FullEngine(cluster.ThreadEngine):
+    """Has no room for any node."""
+
+    def start(self, call, number):
+        return Future()
+
+
+def test_a_cluster_that_begins_no_node_is_an_error():
+    with pytest.raises(mpwatch.LaunchError, match=r"has begun no node of the job within 0\.5 s"):
+        cluster.run(FullEngine(), functions.rank, 1, nodes=1, join_timeout=0.5)
+
+
+def test_what_cannot_be_pickled_is_named():
+    with pytest.raises(mpwatch.LaunchError, match=r"args\[0\], a _thread.lock, which cannot be sent"):
+        cluster.run(cluster.ThreadEngine(), print, 1, nodes=1, args=(threading.Lock(),))
