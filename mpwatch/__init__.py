@@ -1,4 +1,4 @@
-"""Run a Python function on N processes, watched. See `run`, `main` and the README.
+"""Run a Python function on N processes, watched. See `run` and `main`.
 
 This module is the facade: it has the public names. Each name is loaded at its first use, since every rank imports this
 package before its function runs.
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mpwatch.results.model import Attempt, Progress, WorkerState
     from mpwatch.results.run_result import RunResult
     from mpwatch.run_handle import CallHandle, RunHandle
+    from mpwatch.version import __version__
     from mpwatch.worker.context import current_worker, heartbeat, report, request_stop, should_stop
 
 __all__ = [

@@ -259,7 +259,7 @@ class Stopping(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StateChanged(Event):
-    """The state of the group has changed. mpwatch/results/state_transitions.py lists the possible changes.
+    """The state of the group has changed. The page "States of a run" of the documentation lists the possible changes.
 
     Attributes:
         before: the earlier state of all ranks together.

@@ -23,7 +23,7 @@ class Rendezvous:
 
     The nodes meet in a store of torch (`torch.distributed.elastic.rendezvous`). The node that `endpoint` names serves the
     store, unless the store runs elsewhere. Any program that can reach the store can disturb the job: torch's rendezvous
-    trusts its network (see the README).
+    trusts its network. The page "Security" of the documentation says more.
 
     Args:
         endpoint: `host:port` of the store. The default port is 29400.

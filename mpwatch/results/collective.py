@@ -11,9 +11,14 @@ DEFAULT_GROUP = "default"  # the name of torch's default process group in all te
 
 
 class CollectiveState(Enum):
-    """Whether a rank still waits in a collective."""
+    """Whether a rank still waits in a collective.
 
-    WAITING = "WAITING"  # the rank has called it, and it has not ended. A call that has failed stays in this state
+    Attributes:
+        WAITING: the rank has called it, and it has not ended. A call that has failed stays in this state.
+        COMPLETED: it has ended.
+    """
+
+    WAITING = "WAITING"
     COMPLETED = "COMPLETED"
 
 

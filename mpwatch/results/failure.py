@@ -28,25 +28,36 @@ TEXT_LIMIT = 500  # characters of an exception's text in a line of the report
 
 
 class FailureKind(Enum):
-    """Why a rank has no result."""
+    """Why a rank has no result.
 
-    EXCEPTION = "EXCEPTION"  # its function raised, or its return value could not be pickled, sent or unpickled
-    EXIT = "EXIT"  # it exited with a status other than 0
-    SIGNAL = "SIGNAL"  # a signal killed it, and the watcher did not send it
-    OOM = "OOM"  # the kernel's out-of-memory killer killed it, and there is proof
-    MISMATCH = "MISMATCH"  # it called another collective than its peers, or returned while they waited for it in one
-    HANG = "HANG"  # it sent no heartbeat for `heartbeat_timeout`, or it kept its peers waiting in a collective
-    START = "START"  # it ended, failed or timed out before it called the function
-    LOST = "LOST"  # it ended without a result, with status 0 or an unknown status; or its node was lost
-    TIMEOUT = "TIMEOUT"  # it was still running when `timeout` expired
+    Attributes:
+        EXCEPTION: its function raised, or its return value could not be pickled, sent or unpickled.
+        EXIT: it exited with a status other than 0.
+        SIGNAL: a signal killed it, and the watcher did not send it.
+        OOM: the kernel's out-of-memory killer killed it, and there is proof.
+        MISMATCH: it called another collective than its peers, or returned while they waited for it in one.
+        HANG: it sent no heartbeat for `heartbeat_timeout`, or it kept its peers waiting in a collective.
+        START: it ended, failed or timed out before it called the function.
+        LOST: it ended without a result, with status 0 or an unknown status; or its node was lost.
+        TIMEOUT: it was still running when `timeout` expired.
+    """
+
+    EXCEPTION = "EXCEPTION"
+    EXIT = "EXIT"
+    SIGNAL = "SIGNAL"
+    OOM = "OOM"
+    MISMATCH = "MISMATCH"
+    HANG = "HANG"
+    START = "START"
+    LOST = "LOST"
+    TIMEOUT = "TIMEOUT"
 
 
+# To add a field: add it here, and set it in watcher/diagnosis/failures.py. Other nodes get it automatically:
+# multinode/protocol/failure_codec.py encodes all fields of this class.
 @dataclass(frozen=True, kw_only=True)
 class ProcessFailure:
     """The failure of one rank: its own, or a secondary one (`is_secondary`). Ranks that the watcher stopped have none.
-
-    To add a field: add it here, and set it in watcher/diagnosis/failures.py. Other nodes get it automatically:
-    multinode/protocol/failure_codec.py encodes all fields of this class.
 
     Attributes:
         rank: number of the rank among all ranks of the run or the job, from 0.

@@ -21,7 +21,17 @@ T = TypeVar("T")
 
 
 class WorkerState(Enum):
-    """The state of a rank, or of all ranks together. The names are those of torch.distributed.elastic."""
+    """The state of a rank, or of all ranks together. The names are those of torch.distributed.elastic.
+
+    Attributes:
+        UNKNOWN: the ranks are being started.
+        INIT: there is a process for each rank, and not all of them are ready.
+        HEALTHY: all ranks are ready, or run their function.
+        UNHEALTHY: a rank is late with its heartbeat. Or a rank has failed, and the others are being stopped.
+        STOPPED: the run was interrupted, or the group was closed. Of one rank: the watcher stopped it.
+        SUCCEEDED: all ranks have returned.
+        FAILED: a rank has failed, and is not restarted.
+    """
 
     UNKNOWN = "UNKNOWN"
     INIT = "INIT"
@@ -94,11 +104,10 @@ class Attempt:
         return f"{self.name}: {what}"
 
 
+# There are two classes because the modules that make text, HTML and traces import this one, and `RunResult` imports them.
 @dataclass(frozen=True, repr=False)
 class RunData(Generic[T]):
     """Everything known about a run that has ended, except its events. `mpwatch.run` returns its subclass `RunResult`.
-
-    There are two classes because the modules that make text, HTML and traces import this one, and `RunResult` imports them.
 
     Attributes:
         state: SUCCEEDED, FAILED, or STOPPED. STOPPED: a signal to the host program ended the run.

@@ -1,7 +1,7 @@
 """The legal transitions between the states of a group of ranks, as data. Pure.
 
 All ranks of a run have one state together. Each change is a StateChanged event. The states are those of torch's elastic
-agent. The diagram in the README is made from this table.
+agent. The diagram in ARCHITECTURE.md is made from this table.
 """
 
 from collections.abc import Mapping

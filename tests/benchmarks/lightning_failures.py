@@ -1,4 +1,4 @@
-"""Show how programs with Lightning end after a failure of rank 1 while rank 0 is busy: the table of the README.
+"""Show how programs with Lightning end after a failure of rank 1 while rank 0 is busy: the table of docs/benchmarks.md.
 
 python lightning_failures.py     each failure with a watched strategy, with "ddp" and with "ddp_spawn"; five minutes
 

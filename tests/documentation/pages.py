@@ -115,8 +115,6 @@ def check_program(example):
         compile(block.setup + block.source, block.title, "exec")
     if block.is_run:
         printed, status = run_block(block, example.path)
-        if not block.is_expected(printed, status) and not block.is_cell:  # on a busy machine ranks may start late
-            printed, status = run_block(block, example.path)
         if not block.is_expected(printed, status):
             expected = block.output.source if block.output else ""
             raise UnexpectedOutputError(

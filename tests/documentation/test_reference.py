@@ -85,5 +85,6 @@ def test_every_variable_of_a_rank_is_listed():
 
 def test_the_docstrings_of_run_and_of_a_group_have_all_options():
     for documented in (mpwatch.run, mpwatch.WorkerGroup):
-        named = set(re.findall(r"^ {4,8}(\w+): ", documented.__doc__, re.MULTILINE))
-        assert set(inspect.signature(documented).parameters) - named == set()
+        arguments = inspect.cleandoc(documented.__doc__).partition("\nArgs:\n")[2].partition("\n\n")[0]
+        named = re.findall(r"^    (\w+): |^    (\w+), (\w+): ", arguments, re.MULTILINE)
+        assert {name for names in named for name in names if name} == set(inspect.signature(documented).parameters)

@@ -20,7 +20,7 @@ def execute(path):
         notebook,
         timeout=60,
         record_timing=False,
-        shutdown_kernel="immediate",  # otherwise the end takes two seconds: see README
+        shutdown_kernel="immediate",  # otherwise the end takes two seconds: see docs/how-to/notebooks.md
         resources={"metadata": {"path": str(path.parent)}},
     )
     client.execute()

@@ -1,8 +1,9 @@
-"""`help()` of each public dataclass describes all its fields."""
+"""`help()` of each public dataclass describes all its fields, and that of each public enum all its members."""
 
 import pydoc
 import re
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from inspect import cleandoc
 
 import pytest
@@ -12,6 +13,7 @@ from mpwatch import events
 from mpwatch.options.spec import GroupSpec
 
 DATACLASSES = {cls for name in mpwatch.__all__ if is_dataclass(cls := getattr(mpwatch, name))}
+ENUMS = {cls for name in mpwatch.__all__ if isinstance(cls := getattr(mpwatch, name), type) and issubclass(cls, Enum)}
 EVENTS = {cls for name in events.__all__ if isinstance(cls := getattr(events, name), type) and issubclass(cls, events.Event)}
 
 
@@ -25,6 +27,12 @@ def test_help_describes_each_field(cls):
     for field in fields(cls):
         description, *_ = re.findall(rf"^ \|      +{field.name}: (.*)$", descriptions, re.MULTILINE)
         assert description[0] not in " ."
+
+
+@pytest.mark.parametrize("cls", sorted(ENUMS, key=lambda cls: cls.__name__), ids=lambda cls: cls.__name__)
+def test_help_describes_each_member(cls):
+    described = re.findall(r"^    (\w+): ", cleandoc(cls.__doc__), re.MULTILINE)
+    assert described == [member.name for member in cls]
 
 
 def test_the_options_of_run_are_those_of_a_spec():

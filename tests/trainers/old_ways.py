@@ -1,4 +1,4 @@
-"""Programs of users before they move to mpwatch, for test_moving.py. They run unchanged, and with the changes of the README.
+"""Programs of users before they move to mpwatch, for test_moving.py. They run unchanged, and with the changes of the page.
 
 A program with torch.multiprocessing is in old_spawn.py.
 """

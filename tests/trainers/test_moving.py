@@ -1,4 +1,4 @@
-"""Tests of each row of the README's table for moving to mpwatch. The old program runs too, if that is cheap."""
+"""Tests of each row of the tables of docs/how-to/migrate.md. The old program runs too, if that is cheap."""
 
 import json
 import os
@@ -20,9 +20,8 @@ from support.ports import free_port
 from support.programs import ENV, python
 from trainers.old_ways import NOTEBOOK, SCRIPT
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-TABLE = README.partition("## Moving from")[2].partition("\n## ")[0]
-ROWS = re.findall(r"^\| (?!\*|what you had)(.+?) \| (.+?) \|$", TABLE, re.MULTILINE)
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "migrate.md").read_text()
+ROWS = re.findall(r"^\| (?!what you had)(.+?) \| (.+?) \|$", PAGE, re.MULTILINE)
 TESTED = []
 QUIET = {**ENV, "PYTHONWARNINGS": "ignore"}
 
@@ -35,7 +34,7 @@ def row(old, new):
 
 def test_each_row_has_a_test_and_each_test_a_row():
     assert Counter(ROWS) == Counter(TESTED)
-    assert len(ROWS) == TABLE.count("\n|") - 5  # two lines of the heading, three of group titles
+    assert len(ROWS) == PAGE.count("\n|") - 6  # three tables have two lines of heading each
 
 
 # ---- torch.multiprocessing

@@ -25,6 +25,7 @@ def train(lr: float, *, epochs: int = 1) -> list[float]:
 
 
 result = mpwatch.run(train, nprocs=2, args=(0.1,), kwargs={"epochs": 3}, backend="gloo", timeout=60, grace_period=1.5)
+assert_type(mpwatch.__version__, str)
 assert_type(result, RunResult[list[float]])
 assert_type(result[0], list[float])
 for value in result:

@@ -1,5 +1,7 @@
-"""docs/live_view.py still makes the image of the README from a real run."""
+"""The scripts in docs/ still make the pictures of the README and of the pages from real runs."""
 
+import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,25 @@ def test_the_image_shows_the_ranks(new_image):
 
 def test_the_readme_shows_the_image():
     assert f"({IMAGE.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_pictures_of_a_result_have_the_colours_of_their_themes(tmp_path):
+    python(str(ROOT / "docs" / "notebook_result.py"), str(tmp_path))
+    for folder in (tmp_path, ROOT / "docs"):
+        light, dark = (read_first_pixel(folder / f"notebook_result_{theme}.png") for theme in ("light", "dark"))
+        assert min(light) > 200
+        assert max(dark) < 60
+
+
+def read_first_pixel(picture):
+    """Return red, green and blue of the pixel at the top left of a PNG file."""
+    data = picture.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    position, packed = 8, b""
+    while position < len(data):
+        size = int.from_bytes(data[position : position + 4])
+        if data[position + 4 : position + 8] == b"IDAT":
+            packed += data[position + 8 : position + 8 + size]
+        position += size + 12  # length, type and checksum
+    return tuple(zlib.decompress(packed)[1:4])  # after the filter of the row, which changes no first pixel

@@ -74,12 +74,13 @@ def test_new_ranks(group):
     )
 
 
-def test_the_readme_shows_the_output_of_the_example(pytester, monkeypatch):
+def test_the_page_shows_the_output_of_the_example(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("CI", raising=False)  # with it, pytest does not shorten texts
     pytester.copy_example(str(ROOT / "examples" / "test_shards.py"))
     result = pytester.runpytest_subprocess(*PLUGIN)
     result.assert_outcomes(passed=2, failed=1)
     shown = re.search(r"= FAILURES =+\n(.*\n)=+ short test summary", result.stdout.str(), re.DOTALL)[1]
-    blocks = re.findall(r"```text\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs" / "how-to" / "pytest.md").read_text()
+    blocks = re.findall(r"```text.*?\n(.*?)```", page, re.DOTALL)
     assert shown in blocks

@@ -1,4 +1,4 @@
-"""The states of a group of ranks: the table, its diagram in the README, and a late rank in a real run."""
+"""The states of a group of ranks: the table, its diagram in ARCHITECTURE.md, and a late rank in a real run."""
 
 from pathlib import Path
 
@@ -11,12 +11,12 @@ from mpwatch.results.state_transitions import ENDS, TRANSITIONS, check_transitio
 from support.process_state import SPAWN
 from watcher.restarts import attempt_functions
 
-README = Path(__file__).parents[3] / "README.md"
+ARCHITECTURE = Path(__file__).parents[3] / "ARCHITECTURE.md"
 FIRST = WorkerState.UNKNOWN
 
 
-def test_the_readme_shows_the_table():
-    assert f"```mermaid\n{draw_diagram()}\n```\n" in README.read_text()
+def test_architecture_shows_the_table():
+    assert f"```mermaid\n{draw_diagram()}\n```\n" in ARCHITECTURE.read_text()
 
 
 def test_all_states_are_in_the_table():
