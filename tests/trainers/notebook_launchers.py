@@ -37,7 +37,8 @@ def fail():
 
 
 def list_parameters(launcher):
-    return [(p.name, p.default) for p in inspect.signature(launcher).parameters.values() if p.name != "function"]
+    parameters = [p for p in inspect.signature(launcher).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    return [(p.name, p.default) for p in parameters if p.name != "function"]
 
 
 if __name__ == "__main__":

@@ -292,16 +292,18 @@ def test_the_run_of_another_thread_is_left_alone(gate):
         assert program.finish() == (0, RESULT, "")
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("first", "stride"), [(1, 7), *(pytest.param(first, 3, marks=pytest.mark.slow) for first in (1, 2, 3))]
+)
 @pytest.mark.parametrize("name", ["run.py", "host_signals.py", "suspension.py"])
 @in_own_process
-def test_a_suspension_may_come_at_any_line(stride, name):
+def test_a_suspension_may_come_at_any_line(first, stride, name):
     def suspend(event):
         if name == "suspension.py" and event.name == "call_started":
             os.kill(os.getpid(), signal.SIGTSTP)
 
     with continued():
-        n, was_sent = 1, True
+        n, was_sent = first, True
         while was_sent:
             with SignalAtLine(signal.SIGTSTP, name, n) as suspending:
                 assert list(mpwatch.run(functions.rank, 1, on_event=suspend)) == [0]
