@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from support.programs import ENV
 pytest.importorskip("distributed")
 from distributed import Client, Event, LocalCluster, Scheduler, SpecCluster, Worker
 
+from engines import cases
 from mpwatch.integrations.dask import run
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -93,12 +95,6 @@ def report_pid():
     return worker.rank, os.getpid(), os.getppid(), np.full(100_000, worker.rank)
 
 
-def fail_on_rank_3():
-    if mpwatch.current_worker().rank == 3:
-        raise RankError("the disk is full")
-    signal.pause()
-
-
 def start_a_child():
     child = subprocess.run([sys.executable, "-c", "print('started')"], capture_output=True, text=True, check=True)
     import multiprocessing
@@ -166,10 +162,20 @@ def test_ranks_are_not_daemonic(client):
     assert list(run(client, start_a_child, 1, nodes=2)) == [("started", False)] * 2
 
 
-def test_a_failure_is_that_of_the_rank(client):
-    with pytest.raises(mpwatch.RunFailedError, match=r"rank 3 .*failed first: RankError: the disk is full") as caught:
-        run(client, fail_on_rank_3, 2, nodes=2)
-    assert type(caught.value.__cause__) is RankError
+@pytest.mark.parametrize(("fn", "options"), cases.FAILURES)
+def test_a_failure_is_that_on_one_machine(client, fn, options):
+    cases.check_failure(partial(run, client), fn, options)
+
+
+@pytest.mark.slow
+def test_digits_are_learned_on_two_nodes():
+    sys.path.append(str(cases.EXAMPLES))  # the processes of the cluster inherit it
+    try:
+        cluster = make_cluster(2)
+    finally:
+        sys.path.remove(str(cases.EXAMPLES))
+    with cluster, Client(cluster) as client:
+        cases.check_digits(partial(run, client))
 
 
 def interrupt(event):

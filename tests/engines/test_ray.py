@@ -1,7 +1,6 @@
 """Jobs on the nodes of a Ray cluster, which runs on this machine."""
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -22,14 +21,13 @@ pytest.importorskip("torch")  # for the rendezvous
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from engines import functions  # noqa: E402
+from engines import cases, functions  # noqa: E402
 from mpwatch.cluster.driver import Driver  # noqa: E402
 from mpwatch.integrations.ray import run  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(200)]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-PATHS = os.pathsep.join([ENV["PYTHONPATH"], str(EXAMPLES)])
+PATHS = os.pathsep.join([ENV["PYTHONPATH"], str(cases.EXAMPLES)])
 END_SECONDS = 10.0  # after the death of the driver
 # Ray notices a lost node after 1.5 seconds instead of 15.
 SETTINGS = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
@@ -105,32 +103,10 @@ def test_the_values_of_all_ranks_come_back():
     assert [worker.group_rank for worker in result.workers] == [0, 0, 1, 1]
 
 
-def normalize(text):
-    """Leave out the nodes, which a run on one machine does not have, and what depends on the instant of a stop."""
-    lines = re.sub(r" on node \d \(.*?\)", "", text).splitlines()
-    return [line for line in lines if not line.startswith(("  rank", "  the return values"))]
-
-
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize(
-    ("fn", "options"),
-    [
-        (functions.raise_in_rank_3, {}),
-        pytest.param(functions.exit_in_rank_3, {}, marks=pytest.mark.slow),
-        pytest.param(functions.kill_rank_3, {}, marks=pytest.mark.slow),
-        pytest.param(functions.return_lock_in_rank_3, {}, marks=pytest.mark.slow),
-        (functions.make_closure_over_lock(), {}),
-        (functions.wait, {"grace_period": -1}),
-    ],
-)
+@pytest.mark.parametrize(("fn", "options"), cases.FAILURES)
 def test_a_failure_is_that_on_one_machine(fn, options):
-    with pytest.raises(Exception, match="") as expected:
-        mpwatch.run(fn, 4, **options)
-    with pytest.raises(Exception, match="") as found:
-        run(fn, 2, nodes=2, **options)
-    assert type(found.value) is type(expected.value)
-    assert type(found.value.__cause__) is type(expected.value.__cause__)
-    assert normalize(str(found.value)) == normalize(str(expected.value))
+    cases.check_failure(run, fn, options)
 
 
 @pytest.mark.slow
@@ -372,13 +348,19 @@ def test_20_runs_in_a_row_leave_the_cluster_as_it_was():
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_digits_are_learned_on_two_nodes():
-    pytest.importorskip("sklearn")
-    sys.path.append(str(EXAMPLES))
+    cases.check_digits(run)
+
+
+@pytest.mark.slow
+def test_a_job_on_four_nodes(cluster):
+    further = [cluster.add_node(num_cpus=2) for _ in range(2)]
     try:
-        import train_digits
+        wait_until(lambda: free_cpus() == 8.0)
+        result = run(functions.report_pid, 1, nodes=4)
+        assert [rank for rank, _, _ in result] == [0, 1, 2, 3]
+        assert [worker.group_rank for worker in result.workers] == [0, 1, 2, 3]
+        with pytest.raises(mpwatch.RunFailedError, match=r"rank 3 on node 3 .*: RankError: the disk is full"):
+            run(functions.raise_in_rank_3, 1, nodes=4)
     finally:
-        sys.path.remove(str(EXAMPLES))
-    result = run(train_digits.train, 2, nodes=2, args=(3,), kwargs={"verbose": False}, backend="gloo")
-    assert len(result) == 4
-    assert result[0].losses == result[3].losses
-    assert result[0].accuracy >= 0.85
+        for node in further:
+            cluster.remove_node(node)
