@@ -1,8 +1,9 @@
 """Run one job on the workers of a Dask cluster, from one call: `mpwatch.integrations.dask.run(client, train, 4, nodes=2)`.
 
-The package cluster says how the driver and the nodes work together. This module starts the nodes: each is a task of Dask that
-is bound to one worker. The task runs in a thread of the worker, so the worker's heartbeats go on. It does not secede: it keeps
-its thread until the end, so Dask knows that the worker is busy. The ranks are children of the worker's process.
+The package mpwatch/cluster says how the driver and the nodes work together. This module starts the nodes: each is a task of
+Dask that is bound to one worker. The task runs in a thread of the worker, so the worker's heartbeats go on. It does not
+secede: it keeps its thread until the end, so Dask knows that the worker is busy. The ranks are children of the worker's
+process.
 
 Dask would wait for a lost worker, because the task is bound to it. So the engine itself looks which workers there are.
 """
