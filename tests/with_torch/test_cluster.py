@@ -1,6 +1,7 @@
 """Jobs of several nodes from one call: `mpwatch.cluster`, with nodes that are threads of this process."""
 
 import io
+import math
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import torch
 
 import mpwatch
 from mpwatch import cluster
+from mpwatch.cluster import driver
 from support import functions
 
 
@@ -197,6 +199,63 @@ def test_a_job_whose_nodes_are_all_lost_fails():
         cluster.run(FlakyEngine(), functions.rank, 2, nodes=1, max_restarts=3)
     assert {failure.kind for failure in caught.value.failures.values()} == {mpwatch.FailureKind.LOST}
     assert "not restarted: all nodes were lost" in str(caught.value)
+
+
+def test_a_job_whose_node_is_lost_at_the_end_has_not_succeeded():
+    with pytest.raises(mpwatch.RunFailedError, match=r"rank \d on node \d \(.*\) was lost: the machine is gone\n") as caught:
+        cluster.run(FlakyEngine(), functions.rank, 1, nodes=2)
+    result = caught.value.result
+    assert len(result.return_values) == len(result.failures) == 1
+    assert sorted(result.return_values | result.failures) == [0, 1]
+
+
+class SlowEngine(cluster.ThreadEngine):
+    """Brings the outcome of node 0 when the test wants it."""
+
+    def start(self, call, number):
+        future = super().start(call, number)
+        if number > 0:
+            return future
+        self.ended, self.slow = future, Future()
+        return self.slow
+
+
+def test_the_driver_waits_for_a_result_that_takes_long_to_come(monkeypatch):
+    engine = SlowEngine()
+    handle_deadline = driver.Driver._handle_deadline
+
+    def bring_outcome_at_last(self):
+        handle_deadline(self)
+        if self._is_given_up or self._deadline == math.inf:
+            engine.slow.set_result(engine.ended.result())
+
+    monkeypatch.setattr(driver, "END_SECONDS", 0.0)
+    monkeypatch.setattr(driver.Driver, "_handle_deadline", bring_outcome_at_last)
+    result = cluster.run(engine, functions.rank, 1, nodes=2, grace_period=0.1)
+    assert list(result) == [0, 1]
+
+
+class InterruptingValue:
+    """Is interrupted with Ctrl-C when the driver unpickles it."""
+
+    def __reduce__(self):
+        return _make_interrupting_value, ()
+
+
+def _make_interrupting_value():
+    if threading.current_thread() is threading.main_thread():  # nodes are other threads
+        signal.raise_signal(signal.SIGINT)
+    return InterruptingValue()
+
+
+def return_interrupting_value():
+    return InterruptingValue() if mpwatch.current_worker().rank == 0 else None
+
+
+def test_ctrl_c_while_the_outcome_of_a_node_is_read(monkeypatch):
+    monkeypatch.setattr(driver, "END_SECONDS", 600.0)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.run(cluster.ThreadEngine(), return_interrupting_value, 1, nodes=2)
 
 
 class LateEngine(cluster.ThreadEngine):
