@@ -10,6 +10,7 @@ If a Ray node is lost, Ray reserves its bundle on another node, and a new task t
 """
 
 import logging
+import math
 import os
 import threading
 import time
@@ -30,6 +31,7 @@ __all__ = ["RayEngine", "run"]
 T = TypeVar("T")
 CLOSE_SECONDS = 10.0  # for the tasks to end, and for Ray to remove a placement group
 OMP_THREADS = "OMP_NUM_THREADS"
+WARN_SECONDS = 5.0  # without room in the cluster, before a warning says so
 WAIT_SECONDS = 0.25  # between two looks at whether a node is cancelled
 log = logging.getLogger("mpwatch")
 
@@ -149,28 +151,37 @@ class RayEngine:
         """End all tasks, and release the resources."""
         for node in self._further_nodes:
             node.is_cancelled.set()
-        for node in self._further_nodes:
-            node.thread.join(CLOSE_SECONDS)
-        refs = list(self._refs.values())
-        for number in tuple(self._refs):
-            self.cancel(number)
-        if refs:
-            with suppress(Exception):  # such as a connection to Ray that is gone
-                ray.wait(refs, num_returns=len(refs), timeout=CLOSE_SECONDS, fetch_local=False)
-        self._refs.clear()
-        for group in (self._group, *(node.group for node in self._further_nodes)):
-            if group is not None:
-                _remove(group)
+        try:
+            for node in self._further_nodes:
+                node.thread.join(CLOSE_SECONDS)
+            refs = list(self._refs.values())
+            for number in tuple(self._refs):
+                self.cancel(number)
+            if refs:
+                with suppress(Exception):  # such as a connection to Ray that is gone
+                    ray.wait(refs, num_returns=len(refs), timeout=CLOSE_SECONDS, fetch_local=False)
+            self._refs.clear()
+        finally:  # an impatient user may press Ctrl-C once more
+            for group in (self._group, *(node.group for node in self._further_nodes)):
+                if group is not None:
+                    _remove(group)
 
     def _reserve(self) -> PlacementGroup:
         group = placement_group([self.bundle] * self._least, strategy="STRICT_SPREAD")
         try:
             deadline = time.monotonic() + self._seconds
+            warn_at = time.monotonic() + WARN_SECONDS
             while not group.wait(min(WAIT_SECONDS, max(0.0, deadline - time.monotonic()))):  # Ctrl-C waits for a wait to end
                 if time.monotonic() >= deadline:
                     raise mpwatch.LaunchError(
                         f"the Ray cluster had no room for {self._least} nodes with {self.bundle} each for"
                         f" {self._seconds:g} s; see `ray status`"
+                    )
+                if time.monotonic() >= warn_at:
+                    warn_at = math.inf
+                    log.warning(
+                        "the Ray cluster has no room yet for %d nodes with %s each; waiting %g s for it",
+                        *(self._least, self.bundle, self._seconds),
                     )
         except BaseException:
             _remove(group)
