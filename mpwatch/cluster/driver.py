@@ -118,6 +118,8 @@ class Driver:
         logs: where shown lines are written.
         observers: called with each event of each node.
 
+    Raises LaunchError if it cannot listen at the engine's address.
+
     Attributes:
         address: where it listens for the nodes.
         interrupt: the KeyboardInterrupt that has stopped the job.
@@ -143,7 +145,11 @@ class Driver:
         self._threads: list[threading.Thread] = []
         self._connections: list[Connection] = []
         self._output_slots: dict[int, threading.Semaphore] = {}
-        self._listener = Listener((engine.address, 0), backlog=128)
+        try:
+            self._listener = Listener((engine.address, 0), backlog=128)
+        except OSError as error:
+            text = f"the driver cannot listen at {engine.address}, which must be an address of this machine: {error}"
+            raise mpwatch.LaunchError(text) from error
         self.address: tuple[str, int] = self._listener.address
         self._start_thread(self._accept)
 

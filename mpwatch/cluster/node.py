@@ -47,7 +47,7 @@ class NodeSpec:
 
 def run_node(spec: NodeSpec) -> NodeOutcome:
     """Run the ranks of this node, and return their results. The engine calls it on each node."""
-    with Client(spec.driver, authkey=spec.key) as connection:
+    with _connect(spec) as connection:
         link = _DriverLink(connection)
         link.send("hello", (spec.number, platform.node()))
         try:
@@ -65,13 +65,22 @@ def run_node(spec: NodeSpec) -> NodeOutcome:
             return NodeOutcome.pack(error)
 
 
+def _connect(spec: NodeSpec) -> Connection:
+    try:
+        return Client(spec.driver, authkey=spec.key)
+    except OSError as error:
+        host, port = spec.driver
+        text = f"{platform.node()} cannot connect to the driver at {host}:{port}: {error}"
+        raise ConnectionError(text) from error
+
+
 def _submit(spec: NodeSpec, link: "_DriverLink") -> "mpwatch.RunHandle[Any]":
     local_addr = None if spec.find_address is None else spec.find_address()
     rendezvous = mpwatch.Rendezvous(**spec.rendezvous, local_addr=local_addr)
     log_options = {**spec.log_options, "prefix": spec.log_options["prefix"] or "[{node}:{rank}] "}
     logs = mpwatch.LogSpec(**log_options)
     streams: dict[str, Any] = {stream: _LinkStream(link, stream) for stream in STREAMS if not logs.inherits(stream)}
-    fn, options = pickle.loads(spec.call)
+    fn, options = _load_call(spec)
     run_spec: WorkerSpec[Any] = WorkerSpec(
         fn=fn,
         nprocs=spec.nprocs,
@@ -83,6 +92,17 @@ def _submit(spec: NodeSpec, link: "_DriverLink") -> "mpwatch.RunHandle[Any]":
     )
     period = spec.view_period
     return start_run(run_spec, lambda: None if period is None else _LinkView(link, period), check=False)
+
+
+def _load_call(spec: NodeSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
+    try:
+        fn, options = pickle.loads(spec.call)
+    except Exception as error:
+        raise mpwatch.LaunchError(
+            f"node {spec.number} ({platform.node()}) cannot load the function and its arguments:"
+            f" {type(error).__name__}: {error}; each node needs the modules of the driver's program"
+        ) from error
+    return fn, options
 
 
 def _follow_driver(connection: Connection, handle: "mpwatch.RunHandle[Any]") -> None:

@@ -98,10 +98,12 @@ def run(
         )
         assert spec.rendezvous is not None
         call = _pack_call(spec, options)
-        stores = [_serve_store(engine.address, rendezvous["run_id"])]
+        stores: list[Any] = []
         stack.callback(stores.clear)  # the traceback of an error would keep a variable alive, and so the server
         view = stack.enter_context(closing(JobView(progress)))
         driver = stack.enter_context(closing(Driver(engine, key, view, shown, spec.observers)))
+        # after the driver: with an address that is not of this machine, torch would try for minutes
+        stores.append(_serve_store(engine.address, rendezvous["run_id"]))
         node_spec = NodeSpec(
             number=0,
             driver=driver.address,

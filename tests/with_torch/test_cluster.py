@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 from concurrent.futures import Future
-from multiprocessing.connection import Client
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Client, Listener
 
 import numpy as np
 import pytest
@@ -256,6 +258,44 @@ def test_ctrl_c_while_the_outcome_of_a_node_is_read(monkeypatch):
     monkeypatch.setattr(driver, "END_SECONDS", 600.0)
     with pytest.raises(KeyboardInterrupt):
         cluster.run(cluster.ThreadEngine(), return_interrupting_value, 1, nodes=2)
+
+
+class ChangingEngine(cluster.ThreadEngine):
+    """Changes what the nodes get.
+
+    Args:
+        changes: the fields of their NodeSpec.
+    """
+
+    def __init__(self, **changes):
+        super().__init__()
+        self.changes = changes
+
+    def start(self, call, number):
+        (spec,) = call.args
+        return super().start(partial(call.func, replace(spec, **self.changes)), number)
+
+
+def test_a_function_that_a_node_cannot_load_is_an_error_that_names_the_node():
+    call = b"cmodule_of_the_driver\ntrain\n."
+    text = r"node 0 \(.+\) cannot load the function and its arguments: ModuleNotFoundError: No module named 'module_of_the"
+    with pytest.raises(mpwatch.LaunchError, match=text):
+        cluster.run(ChangingEngine(call=call), functions.rank, 1, nodes=1)
+
+
+def test_a_node_that_cannot_connect_to_the_driver_says_so():
+    with Listener(("127.0.0.1", 0)) as listener:
+        address = listener.address
+    text = f"the engine could not start node 2: .* cannot connect to the driver at 127.0.0.1:{address[1]}: .*refused"
+    with pytest.raises(mpwatch.LaunchError, match=text):
+        cluster.run(ChangingEngine(driver=address), functions.rank, 1, nodes=1)
+
+
+def test_an_address_that_is_not_of_this_machine_is_an_error():
+    engine = cluster.ThreadEngine()
+    engine.address = "192.0.2.1"  # reserved for documentation
+    with pytest.raises(mpwatch.LaunchError, match=r"the driver cannot listen at 192\.0\.2\.1, which must be an address of"):
+        cluster.run(engine, functions.rank, 1, nodes=1)
 
 
 class LateEngine(cluster.ThreadEngine):
