@@ -73,6 +73,11 @@ def run(
     __tracebackhide__ = True
     _check_client(client)
     least = mpwatch.Rendezvous("driver:1", run_id="job", nnodes=nodes).min_nodes
+    grace_period = options.get("grace_period", 10.0)
+    # before the wait for workers
+    mpwatch.WorkerSpec(
+        fn=fn, nprocs=1, args=options.get("args", ()), kwargs=options.get("kwargs"), grace_period=grace_period
+    )
     engine = DaskEngine(
         client,
         least,
@@ -80,7 +85,7 @@ def run(
         resources=resources,
         address=address,
         seconds=join_timeout,
-        stop_seconds=float(options.get("grace_period", 10.0)) + END_SECONDS,
+        stop_seconds=grace_period + END_SECONDS,
     )
     return cluster.run(engine, fn, nprocs, nodes=nodes, find_address=_find_address, join_timeout=join_timeout, **options)
 
