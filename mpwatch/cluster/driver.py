@@ -412,8 +412,7 @@ class Driver:
 
     def _receive(self, connection: Connection) -> None:
         number = None
-        # a program that does not know the key is no node
-        with suppress(EOFError, OSError, AuthenticationError):
+        try:
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
             _, (number, hostname) = connection.recv()
@@ -426,8 +425,12 @@ class Driver:
                 if kind == "output":
                     self._output_slots[number].acquire()
                 self._messages.put((kind, number, content))
-        if number is not None:
-            self._messages.put(("closed", number, connection))
+        except (EOFError, OSError, AuthenticationError):
+            pass  # a program that does not know the key is no node
+        finally:
+            shut_down(connection)  # after any other error, too: the node must not wait for this thread
+            if number is not None:
+                self._messages.put(("closed", number, connection))
 
     def _start_thread(self, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name="mpwatch driver", daemon=True)

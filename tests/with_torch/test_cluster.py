@@ -124,6 +124,27 @@ def test_a_node_whose_link_breaks_is_replaced():
     assert list(result) == [0, 1]
 
 
+class UnreadableEngine(BlindEngine):
+    """Has a node that sends what the driver cannot unpickle."""
+
+    def start(self, call, number):
+        if number > 0:
+            return super().start(call, number)
+        (spec,) = call.args
+        connection = Client(spec.driver, authkey=spec.key)
+        connection.send(("hello", (0, "here")))
+        connection.send_bytes(b"cmodule_of_the_node\nStatus\n.")
+        self._futures[0] = Future()
+        self._futures[0].add_done_callback(lambda _: connection.close())
+        return self._futures[0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_node_that_the_driver_cannot_understand_is_replaced():
+    result = cluster.run(UnreadableEngine(), functions.rank, 1, nodes=2)
+    assert list(result) == [0, 1]
+
+
 class BrokenEngine(cluster.ThreadEngine):
     """Can start no node."""
 
@@ -281,6 +302,13 @@ def test_a_function_that_a_node_cannot_load_is_an_error_that_names_the_node():
     text = r"node 0 \(.+\) cannot load the function and its arguments: ModuleNotFoundError: No module named 'module_of_the"
     with pytest.raises(mpwatch.LaunchError, match=text):
         cluster.run(ChangingEngine(call=call), functions.rank, 1, nodes=1)
+
+
+def test_another_version_of_mpwatch_is_an_error():
+    with pytest.raises(
+        mpwatch.LaunchError, match=r"node 0 \(.+\) has mpwatch .+, but the driver has 0\.0\.1; install the same"
+    ):
+        cluster.run(ChangingEngine(version="0.0.1"), functions.rank, 1, nodes=1)
 
 
 def test_a_node_that_cannot_connect_to_the_driver_says_so():
