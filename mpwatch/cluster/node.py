@@ -18,7 +18,6 @@ from mpwatch.cluster.engine import NodeOutcome
 from mpwatch.options.log_spec import STREAMS
 from mpwatch.options.spec import WorkerSpec
 from mpwatch.results.rank_status import RankStatus
-from mpwatch.version import __version__
 from mpwatch.wire.pickling.pickler import pack_by_value
 
 ORPHAN_SECONDS = 5.0  # for ranks to end by SIGINT when the driver is gone; then they are killed
@@ -44,7 +43,7 @@ class NodeSpec:
     """Seconds between two statuses of the ranks. None: the driver shows no view."""
     wants_progress: bool
     """Whether an observer of the driver wants the event Progressed."""
-    version: str = __version__
+    version: str = str(mpwatch.__version__)
     """The version of mpwatch in the driver."""
 
 
@@ -78,9 +77,9 @@ def _connect(spec: NodeSpec) -> Connection:
 
 
 def _submit(spec: NodeSpec, link: "_DriverLink") -> "mpwatch.RunHandle[Any]":
-    if spec.version != __version__:
+    if spec.version != mpwatch.__version__:
         raise mpwatch.LaunchError(
-            f"node {spec.number} ({platform.node()}) has mpwatch {__version__}, but the driver has {spec.version};"
+            f"node {spec.number} ({platform.node()}) has mpwatch {mpwatch.__version__}, but the driver has {spec.version};"
             " install the same version on all nodes"
         )
     local_addr = None if spec.find_address is None else spec.find_address()
