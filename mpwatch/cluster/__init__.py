@@ -23,6 +23,6 @@ The driver serves the store, so no node is needed more than another. The nodes m
 """
 
 from mpwatch.cluster.engine import Engine, NodeOutcome, ThreadEngine
-from mpwatch.cluster.run import run
+from mpwatch.cluster.run import check_nodes, run
 
-__all__ = ["Engine", "NodeOutcome", "ThreadEngine", "run"]
+__all__ = ["Engine", "NodeOutcome", "ThreadEngine", "check_nodes", "run"]

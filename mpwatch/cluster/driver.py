@@ -8,7 +8,11 @@
 A node that has **joined** was in a round of the rendezvous: its ranks run, or have run. A node that comes too late for the
 job does not join. It would wait for others until `join_timeout`, so the driver stops it when the first other node has ended.
 
-Guarantee: every wait has a deadline, or the ranks of some node run, or nodes wait for others within `join_timeout`.
+Guarantees:
+
+- Every wait has a deadline, or the ranks of some node run, or nodes wait for others within `join_timeout`, or the engine
+  brings the outcome of a node that has ended: large results take their time.
+- The job has not succeeded if the outcome of a node with ranks is missing.
 """
 
 import logging
@@ -30,7 +34,7 @@ from typing import Any
 import mpwatch
 from mpwatch.cluster.engine import Engine, NodeOutcome
 from mpwatch.cluster.node import NodeSpec, run_node, shut_down
-from mpwatch.cluster.results import make_lost_result, merge_results
+from mpwatch.cluster.results import add_losses, make_lost_result, merge_results
 from mpwatch.cluster.view import JobView
 from mpwatch.events.types import CallStarted, Event, RendezvousCompleted
 from mpwatch.options.spec import Observer
@@ -82,6 +86,11 @@ class _Node:
         """Whether nothing more will come from this node."""
         return self.is_lost or (self.outcome is not None and (self.is_link_closed or not self.has_begun))
 
+    @property
+    def may_hang(self) -> bool:
+        """Whether the node has begun, and has not ended."""
+        return self.has_begun and not self.has_ended and not self.is_over
+
     def make_failures(self, reason: str) -> list[mpwatch.ProcessFailure]:
         """Return a failure for each rank, since this node is lost."""
         return [
@@ -109,6 +118,8 @@ class Driver:
         logs: where shown lines are written.
         observers: called with each event of each node.
 
+    Raises LaunchError if it cannot listen at the engine's address.
+
     Attributes:
         address: where it listens for the nodes.
         interrupt: the KeyboardInterrupt that has stopped the job.
@@ -134,7 +145,11 @@ class Driver:
         self._threads: list[threading.Thread] = []
         self._connections: list[Connection] = []
         self._output_slots: dict[int, threading.Semaphore] = {}
-        self._listener = Listener((engine.address, 0), backlog=128)
+        try:
+            self._listener = Listener((engine.address, 0), backlog=128)
+        except OSError as error:
+            text = f"the driver cannot listen at {engine.address}, which must be an address of this machine: {error}"
+            raise mpwatch.LaunchError(text) from error
         self.address: tuple[str, int] = self._listener.address
         self._start_thread(self._accept)
 
@@ -182,7 +197,12 @@ class Driver:
             if time.monotonic() >= self._deadline:
                 self._handle_deadline()
         else:
-            self._handle(*message)
+            try:
+                self._handle(*message)
+            except KeyboardInterrupt:
+                if message[0] not in ("event", "output"):
+                    self._messages.put(message)  # else `run` would wait until its deadline for the end of this node
+                raise
         self._view.update()
 
     def _is_over(self) -> bool:
@@ -193,7 +213,9 @@ class Driver:
 
     def _handle_deadline(self) -> None:
         if self._is_stopping:
-            self._is_given_up = True
+            self._give_up()
+        elif self._has_outcome() and not any(node.may_hang for node in self._nodes.values()):
+            self._deadline = math.inf  # the engine brings their outcomes
         elif any(node.has_begun for node in self._nodes.values()):
             self._stop_nodes()
         else:
@@ -261,10 +283,10 @@ class Driver:
         """Have the engine start another node in the place of this one, if the job goes on."""
         node.is_lost = True
         self._view.drop(node.number)
+        self._losses += node.make_failures(_summarize(error))
         if self._is_stopping or self._has_outcome():
             return
         if node.has_joined:
-            self._losses += node.make_failures(_summarize(error))
             if not self._count_running():
                 self._stop_nodes()  # no node is left that knows of the job
                 return
@@ -299,6 +321,13 @@ class Driver:
         for node in self._nodes.values():
             self._stop_node(node)
 
+    def _give_up(self) -> None:
+        """Wait no longer for the nodes that have been stopped."""
+        self._is_given_up = True
+        for node in self._nodes.values():
+            if node.outcome is None and not node.is_lost:
+                self._losses += node.make_failures(f"it has not ended within {self._end_seconds:g} s after it was stopped")
+
     def _stop_node(self, node: _Node) -> None:
         if node.is_over or node.outcome is not None:
             return
@@ -327,7 +356,7 @@ class Driver:
             for error in (*errors, *late_errors):
                 raise error
         if results:
-            return merge_results(results)
+            return add_losses(merge_results(results), self._losses)
         if self.interrupt is None:
             raise mpwatch.LaunchError("no node has returned a result; see the log of the cluster")
         return None
@@ -383,8 +412,7 @@ class Driver:
 
     def _receive(self, connection: Connection) -> None:
         number = None
-        # a program that does not know the key is no node
-        with suppress(EOFError, OSError, AuthenticationError):
+        try:
             deliver_challenge(connection, self._key)
             answer_challenge(connection, self._key)
             _, (number, hostname) = connection.recv()
@@ -397,8 +425,12 @@ class Driver:
                 if kind == "output":
                     self._output_slots[number].acquire()
                 self._messages.put((kind, number, content))
-        if number is not None:
-            self._messages.put(("closed", number, connection))
+        except (EOFError, OSError, AuthenticationError):
+            pass  # a program that does not know the key is no node
+        finally:
+            shut_down(connection)  # after any other error, too: the node must not wait for this thread
+            if number is not None:
+                self._messages.put(("closed", number, connection))
 
     def _start_thread(self, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name="mpwatch driver", daemon=True)

@@ -43,11 +43,13 @@ class NodeSpec:
     """Seconds between two statuses of the ranks. None: the driver shows no view."""
     wants_progress: bool
     """Whether an observer of the driver wants the event Progressed."""
+    version: str = str(mpwatch.__version__)
+    """The version of mpwatch in the driver."""
 
 
 def run_node(spec: NodeSpec) -> NodeOutcome:
     """Run the ranks of this node, and return their results. The engine calls it on each node."""
-    with Client(spec.driver, authkey=spec.key) as connection:
+    with _connect(spec) as connection:
         link = _DriverLink(connection)
         link.send("hello", (spec.number, platform.node()))
         try:
@@ -65,13 +67,27 @@ def run_node(spec: NodeSpec) -> NodeOutcome:
             return NodeOutcome.pack(error)
 
 
+def _connect(spec: NodeSpec) -> Connection:
+    try:
+        return Client(spec.driver, authkey=spec.key)
+    except OSError as error:
+        host, port = spec.driver
+        text = f"{platform.node()} cannot connect to the driver at {host}:{port}: {error}"
+        raise ConnectionError(text) from error
+
+
 def _submit(spec: NodeSpec, link: "_DriverLink") -> "mpwatch.RunHandle[Any]":
+    if spec.version != mpwatch.__version__:
+        raise mpwatch.LaunchError(
+            f"node {spec.number} ({platform.node()}) has mpwatch {mpwatch.__version__}, but the driver has {spec.version};"
+            " install the same version on all nodes"
+        )
     local_addr = None if spec.find_address is None else spec.find_address()
     rendezvous = mpwatch.Rendezvous(**spec.rendezvous, local_addr=local_addr)
     log_options = {**spec.log_options, "prefix": spec.log_options["prefix"] or "[{node}:{rank}] "}
     logs = mpwatch.LogSpec(**log_options)
     streams: dict[str, Any] = {stream: _LinkStream(link, stream) for stream in STREAMS if not logs.inherits(stream)}
-    fn, options = pickle.loads(spec.call)
+    fn, options = _load_call(spec)
     run_spec: WorkerSpec[Any] = WorkerSpec(
         fn=fn,
         nprocs=spec.nprocs,
@@ -83,6 +99,17 @@ def _submit(spec: NodeSpec, link: "_DriverLink") -> "mpwatch.RunHandle[Any]":
     )
     period = spec.view_period
     return start_run(run_spec, lambda: None if period is None else _LinkView(link, period), check=False)
+
+
+def _load_call(spec: NodeSpec) -> tuple[Callable[..., Any], dict[str, Any]]:
+    try:
+        fn, options = pickle.loads(spec.call)
+    except Exception as error:
+        raise mpwatch.LaunchError(
+            f"node {spec.number} ({platform.node()}) cannot load the function and its arguments:"
+            f" {type(error).__name__}: {error}; each node needs the modules of the driver's program"
+        ) from error
+    return fn, options
 
 
 def _follow_driver(connection: Connection, handle: "mpwatch.RunHandle[Any]") -> None:

@@ -1,6 +1,7 @@
 """Make one result of the results of all nodes. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import mpwatch
@@ -10,6 +11,7 @@ V = TypeVar("V")
 # If the nodes have ended in several states, the job has the first of these.
 STATES = (mpwatch.WorkerState.FAILED, mpwatch.WorkerState.STOPPED, mpwatch.WorkerState.SUCCEEDED)
 NO_NODE_LEFT = "all nodes were lost, so no node was left that could restart the ranks"
+OTHERS_HAVE_ENDED = "the ranks of the other nodes had ended"
 
 
 def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResult[Any]:
@@ -41,6 +43,25 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
         stop_cause=_first(result.stop_cause for result in results),
         dropped_values=tuple(sorted({rank for result in results for rank in result.dropped_values})),
         events=tuple(sorted((event for result in results for event in result.events), key=lambda event: event.time)),
+    )
+
+
+def add_losses(result: mpwatch.RunResult[Any], losses: Iterable[mpwatch.ProcessFailure]) -> mpwatch.RunResult[Any]:
+    """Return the result as failed if it lacks ranks of lost nodes, and the other nodes have succeeded.
+
+    Such a node was lost after its ranks had returned, and before its outcome was here. No other node reports it.
+    """
+    known = {worker.rank for worker in result.workers}
+    missing = {failure.rank: add_summary(failure) for failure in losses if failure.rank not in known}
+    if not missing or result.state is not mpwatch.WorkerState.SUCCEEDED:
+        return result
+    return replace(
+        result,
+        state=mpwatch.WorkerState.FAILED,
+        failures=dict(sorted(missing.items())),
+        root_cause=next(iter(missing.values())),
+        worker_states={**result.worker_states, **dict.fromkeys(missing, mpwatch.WorkerState.FAILED)},
+        not_restarted=OTHERS_HAVE_ENDED,
     )
 
 

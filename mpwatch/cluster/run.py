@@ -13,6 +13,7 @@ from mpwatch.cluster.engine import Engine
 from mpwatch.cluster.node import NodeSpec
 from mpwatch.cluster.view import JobView
 from mpwatch.errors import make_error, raise_if_failed
+from mpwatch.options.rendezvous import as_node_range
 from mpwatch.options.spec import Observers
 from mpwatch.options.validation import check_flag
 from mpwatch.results.report import format_report, format_signal
@@ -27,6 +28,14 @@ REFUSED = {
     "stop_signals": "call mpwatch.request_stop() in a rank, or use stop_after",
     "forward_signals": "the nodes get no signals of the driver",
 }
+
+
+ENGINE_METHODS = ("start", "cancel", "close")
+
+
+def check_nodes(nodes: object) -> tuple[int, int]:
+    """Return the least and the greatest number of nodes that the option `nodes` asks for. Raises TypeError or ValueError."""
+    return as_node_range("nodes", nodes)
 
 
 def run(
@@ -71,8 +80,11 @@ def run(
         KeyboardInterrupt: Ctrl-C. All ranks were stopped as by `mpwatch.run`. Its note says where each rank was.
     """
     __tracebackhide__ = True  # see mpwatch.run
+    if isinstance(engine, type) or not all(callable(getattr(engine, name, None)) for name in ENGINE_METHODS):
+        raise TypeError(f"engine must be an object such as mpwatch.cluster.ThreadEngine(), not {engine!r:.200}")
     with ExitStack() as stack:
         stack.enter_context(closing(engine))
+        check_nodes(nodes)
         check_flag("check", check)
         for name in REFUSED.keys() & options.keys():
             raise TypeError(f"a job on a cluster has no option {name!r}: {REFUSED[name]}")
@@ -98,10 +110,12 @@ def run(
         )
         assert spec.rendezvous is not None
         call = _pack_call(spec, options)
-        stores = [_serve_store(engine.address, rendezvous["run_id"])]
+        stores: list[Any] = []
         stack.callback(stores.clear)  # the traceback of an error would keep a variable alive, and so the server
         view = stack.enter_context(closing(JobView(progress)))
         driver = stack.enter_context(closing(Driver(engine, key, view, shown, spec.observers)))
+        # after the driver: with an address that is not of this machine, torch would try for minutes
+        stores.append(_serve_store(engine.address, rendezvous["run_id"]))
         node_spec = NodeSpec(
             number=0,
             driver=driver.address,

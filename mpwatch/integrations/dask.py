@@ -1,8 +1,9 @@
 """Run one job on the workers of a Dask cluster, from one call: `mpwatch.integrations.dask.run(client, train, 4, nodes=2)`.
 
-The package cluster says how the driver and the nodes work together. This module starts the nodes: each is a task of Dask
-that is bound to one worker. The task runs in a thread of the worker, so the worker's heartbeats go on. It does not secede:
-it keeps its thread until the end, so Dask knows that the worker is busy. The ranks are children of the worker's process.
+The package mpwatch/cluster says how the driver and the nodes work together. This module starts the nodes: each is a task of
+Dask that is bound to one worker. The task runs in a thread of the worker, so the worker's heartbeats go on. It does not
+secede: it keeps its thread until the end, so Dask knows that the worker is busy. The ranks are children of the worker's
+process.
 
 Dask would wait for a lost worker, because the task is bound to it. So the engine itself looks which workers there are.
 """
@@ -71,7 +72,12 @@ def run(
     """
     __tracebackhide__ = True
     _check_client(client)
-    least = mpwatch.Rendezvous("driver:1", run_id="job", nnodes=nodes).min_nodes
+    least, _ = cluster.check_nodes(nodes)
+    grace_period = options.get("grace_period", 10.0)
+    # before the wait for workers
+    mpwatch.WorkerSpec(
+        fn=fn, nprocs=1, args=options.get("args", ()), kwargs=options.get("kwargs"), grace_period=grace_period
+    )
     engine = DaskEngine(
         client,
         least,
@@ -79,7 +85,7 @@ def run(
         resources=resources,
         address=address,
         seconds=join_timeout,
-        stop_seconds=float(options.get("grace_period", 10.0)) + END_SECONDS,
+        stop_seconds=grace_period + END_SECONDS,
     )
     return cluster.run(engine, fn, nprocs, nodes=nodes, find_address=_find_address, join_timeout=join_timeout, **options)
 

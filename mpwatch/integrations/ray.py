@@ -10,6 +10,7 @@ If a Ray node is lost, Ray reserves its bundle on another node, and a new task t
 """
 
 import logging
+import math
 import os
 import threading
 import time
@@ -30,6 +31,7 @@ __all__ = ["run"]
 T = TypeVar("T")
 CLOSE_SECONDS = 10.0  # for the tasks to end, and for Ray to remove a placement group
 OMP_THREADS = "OMP_NUM_THREADS"
+WARN_SECONDS = 5.0  # without room in the cluster, before a warning says so
 WAIT_SECONDS = 0.25  # between two looks at whether a node is cancelled
 log = logging.getLogger("mpwatch")
 
@@ -70,9 +72,8 @@ def run(
     cpus = num_cpus if num_cpus is not None else float(nprocs) if isinstance(nprocs, int) else 1.0
     bundle = {"CPU": cpus, "GPU": num_gpus, **(resources or {})}
     bundle = {name: amount for name, amount in bundle.items() if amount}
-    engine = RayEngine(
-        bundle, mpwatch.Rendezvous("ray:1", "job", nodes).min_nodes, runtime_env=runtime_env, seconds=join_timeout
-    )
+    least, _ = cluster.check_nodes(nodes)
+    engine = RayEngine(bundle, least, runtime_env=runtime_env, seconds=join_timeout)
     return cluster.run(
         engine, fn, nprocs, nodes=nodes, find_address=ray.util.get_node_ip_address, join_timeout=join_timeout, **options
     )
@@ -149,28 +150,37 @@ class RayEngine:
         """End all tasks, and release the resources."""
         for node in self._further_nodes:
             node.is_cancelled.set()
-        for node in self._further_nodes:
-            node.thread.join(CLOSE_SECONDS)
-        refs = list(self._refs.values())
-        for number in tuple(self._refs):
-            self.cancel(number)
-        if refs:
-            with suppress(Exception):  # such as a connection to Ray that is gone
-                ray.wait(refs, num_returns=len(refs), timeout=CLOSE_SECONDS, fetch_local=False)
-        self._refs.clear()
-        for group in (self._group, *(node.group for node in self._further_nodes)):
-            if group is not None:
-                _remove(group)
+        try:
+            for node in self._further_nodes:
+                node.thread.join(CLOSE_SECONDS)
+            refs = list(self._refs.values())
+            for number in tuple(self._refs):
+                self.cancel(number)
+            if refs:
+                with suppress(Exception):  # such as a connection to Ray that is gone
+                    ray.wait(refs, num_returns=len(refs), timeout=CLOSE_SECONDS, fetch_local=False)
+            self._refs.clear()
+        finally:  # an impatient user may press Ctrl-C once more
+            for group in (self._group, *(node.group for node in self._further_nodes)):
+                if group is not None:
+                    _remove(group)
 
     def _reserve(self) -> PlacementGroup:
         group = placement_group([self.bundle] * self._least, strategy="STRICT_SPREAD")
         try:
             deadline = time.monotonic() + self._seconds
+            warn_at = time.monotonic() + WARN_SECONDS
             while not group.wait(min(WAIT_SECONDS, max(0.0, deadline - time.monotonic()))):  # Ctrl-C waits for a wait to end
                 if time.monotonic() >= deadline:
                     raise mpwatch.LaunchError(
                         f"the Ray cluster had no room for {self._least} nodes with {self.bundle} each for"
                         f" {self._seconds:g} s; see `ray status`"
+                    )
+                if time.monotonic() >= warn_at:
+                    warn_at = math.inf
+                    log.warning(
+                        "the Ray cluster has no room yet for %d nodes with %s each; waiting %g s for it",
+                        *(self._least, self.bundle, self._seconds),
                     )
         except BaseException:
             _remove(group)

@@ -37,7 +37,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -95,13 +95,16 @@ def run(
     """
     __tracebackhide__ = True
     kind = _find_kind(executor)
-    least = mpwatch.Rendezvous("driver:1", run_id="job", nnodes=nodes).min_nodes
+    least, _ = cluster.check_nodes(nodes)
     if max_requeues < 0:
         raise ValueError(f"max_requeues must be 0 or more, not {max_requeues!r}")
+    grace_period = options.get("grace_period", 10.0)
     # the wrapper of fn takes any arguments
-    mpwatch.WorkerSpec(fn=fn, nprocs=1, args=options.get("args", ()), kwargs=options.get("kwargs"))
+    mpwatch.WorkerSpec(
+        fn=fn, nprocs=1, args=options.get("args", ()), kwargs=options.get("kwargs"), grace_period=grace_period
+    )
     options |= {"nodes": nodes, "join_timeout": join_timeout}
-    stop_seconds = float(options.get("grace_period", 10.0)) + END_SECONDS
+    stop_seconds = grace_period + END_SECONDS
     while True:
         own_address = address or _find_own_address(kind)
         engine = SubmititEngine(executor, least, address=own_address, stop_seconds=stop_seconds)
@@ -267,19 +270,24 @@ class SubmititEngine:
     def close(self) -> None:
         """Wait for the jobs that have begun, cancel what is left, and remove the folder."""
         self._is_closed.set()
-        if self._thread is not None:
-            self._thread.join()
-        with suppress(OSError):
-            names = set(os.listdir(self._folder))
-            begun = [job for job, numbers in self._jobs if any(f"{number}.begun" in names for number in numbers)]
-            _wait_until_done(begun, self._stop_seconds)
+        with ExitStack() as stack:  # an impatient user may press Ctrl-C once more
+            stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            stack.callback(self._cancel_jobs)
+            if self._thread is not None:
+                self._thread.join()
+            with suppress(OSError):
+                names = set(os.listdir(self._folder))
+                begun = [job for job, numbers in self._jobs if any(f"{number}.begun" in names for number in numbers)]
+                _wait_until_done(begun, self._stop_seconds)
+
+    def _cancel_jobs(self) -> None:
+        """Cancel all jobs that have not ended, and wait for that."""
         left = [job for job, _ in self._jobs if not job.done()]
         for job in left:
             job.cancel(check=False)
         _wait_until_done(left, CANCEL_SECONDS)
         for future in self._futures.values():
             future.cancel()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _submit(self, numbers: Sequence[int]) -> None:
         with ThreadPoolExecutor(1) as submitter:  # Ctrl-C must not come between sbatch and the entry in the list

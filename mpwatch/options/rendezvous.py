@@ -68,7 +68,7 @@ class Rendezvous:
         _check_text("run_id", self.run_id)
         if "/" in self.run_id or self.run_id in (".", ".."):
             raise ValueError(f"rendezvous: run_id also names the folder of logs, and cannot be {self.run_id!r:.200}")
-        object.__setattr__(self, "nnodes", _as_range(self.nnodes))
+        object.__setattr__(self, "nnodes", as_node_range("rendezvous: nnodes", self.nnodes))
         if self.backend not in BACKENDS:
             raise ValueError(f"rendezvous: backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
         check_seconds("rendezvous: join_timeout", self.join_timeout, at_least="more than 0")
@@ -138,13 +138,14 @@ def _check_port(endpoint: str) -> None:
         raise ValueError(f"rendezvous: endpoint must be host:port, such as 'node0:29400', not {endpoint!r}")
 
 
-def _as_range(nnodes: object) -> tuple[int, int]:
-    if isinstance(nnodes, tuple | list):
-        if len(nnodes) != 2:  # noqa: PLR2004
-            raise ValueError(f"rendezvous: nnodes must be a number or (min, max), not {nnodes!r}")
-        least = check_count("rendezvous: nnodes", nnodes[0], at_least=1)
-        return least, check_count("rendezvous: max of nnodes", nnodes[1], at_least=least)
-    count = check_count("rendezvous: nnodes", nnodes, at_least=1)
+def as_node_range(name: str, nodes: object) -> tuple[int, int]:
+    """Return the least and the greatest number of nodes. `name` is that of the option, for messages."""
+    if isinstance(nodes, tuple | list):
+        if len(nodes) != 2:  # noqa: PLR2004
+            raise ValueError(f"{name} must be a number or (min, max), not {nodes!r}")
+        least = check_count(name, nodes[0], at_least=1)
+        return least, check_count(f"{name} (max)", nodes[1], at_least=least)
+    count = check_count(name, nodes, at_least=1)
     return count, count
 
 

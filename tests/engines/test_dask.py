@@ -188,6 +188,16 @@ def test_ctrl_c_stops_all_nodes(client):
         run(client, signal.pause, 2, nodes=2, on_event=interrupt)
 
 
+def interrupt_at_each_event(event):
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_twice_ends_all_nodes_at_once(client):
+    with pytest.raises(KeyboardInterrupt):
+        run(client, signal.pause, 2, nodes=2, on_event=interrupt_at_each_event)
+    assert not any(client.run(list_own_tasks).values())
+
+
 def test_ranks_stop_together(client):
     result = run(client, wait_for_stop, 1, nodes=2)
     assert list(result) == [result.stopped_at] * 2
@@ -359,9 +369,10 @@ def test_the_ranks_end_with_the_driver(client):
             mpwatch.LaunchError,
             r"a worker of its own with {'GPU': 1}, on a host",
         ),
-        ({"nodes": 0}, ValueError, "nnodes"),
+        ({"nodes": 0}, ValueError, "^nodes must be"),
         ({"post_mortem": True}, TypeError, "a job on a cluster has no option 'post_mortem'"),
         ({"epochs": 3}, TypeError, "epochs"),
+        ({"grace_period": "long"}, TypeError, "grace_period must be a number of seconds, not 'long'"),
     ],
 )
 def test_a_bad_option_is_named(client, options, error, text):

@@ -159,14 +159,14 @@ def test_tasks_that_cannot_reach_the_driver_are_an_error(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()  # nothing listens there after this block
     monkeypatch.setattr(Driver, "address", property(lambda self: address, lambda self, value: None), raising=False)
-    with pytest.raises(mpwatch.LaunchError, match=r"the engine could not start node 2: ConnectionRefusedError"):
+    with pytest.raises(mpwatch.LaunchError, match=r"could not start node 2: .* cannot connect to the driver at .*refused"):
         run(functions.report_pid, 1, nodes=1)
 
 
 @pytest.mark.usefixtures("nodes")
 @pytest.mark.parametrize("nodes_option", [0, (2, 1), "two", (1, 2, 3)])
 def test_a_bad_number_of_nodes_is_named(nodes_option):
-    with pytest.raises((TypeError, ValueError), match="nnodes"):
+    with pytest.raises((TypeError, ValueError), match="nodes "):
         run(functions.report_pid, 2, nodes=nodes_option)
 
 

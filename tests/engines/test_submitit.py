@@ -394,10 +394,11 @@ def test_a_job_that_cannot_start_python_is_an_error(slurm, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"nodes": 0}, ValueError, "nnodes"),
+        ({"nodes": 0}, ValueError, "^nodes must be"),
         ({"max_requeues": -1}, ValueError, "max_requeues must be 0 or more, not -1"),
         ({"stop_signals": [signal.SIGUSR2]}, TypeError, "a job on a cluster has no option 'stop_signals'"),
         ({"epochs": 3}, TypeError, "epochs"),
+        ({"grace_period": "long"}, TypeError, "grace_period must be a number of seconds, not 'long'"),
         ({"args": (1, 2, 3)}, TypeError, "argument"),
     ],
 )

@@ -29,7 +29,7 @@ def test_nnodes_is_a_number_or_a_range():
         ({"run_id": "../x"}, ValueError, "run_id also names the folder of logs, and cannot be '../x'"),
         ({"nnodes": 0}, ValueError, "nnodes must be at least 1, not 0"),
         ({"nnodes": "2"}, TypeError, "nnodes must be an int, not '2'"),
-        ({"nnodes": (3, 2)}, ValueError, "max of nnodes must be at least 3, not 2"),
+        ({"nnodes": (3, 2)}, ValueError, r"nnodes \(max\) must be at least 3, not 2"),
         ({"nnodes": (1, 2, 3)}, ValueError, r"nnodes must be a number or \(min, max\)"),
         ({"backend": "nccl"}, ValueError, "backend must be one of c10d, static, not 'nccl'"),
         ({"join_timeout": 0}, ValueError, "join_timeout must be a number of seconds, more than 0, not 0"),

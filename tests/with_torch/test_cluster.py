@@ -1,11 +1,14 @@
 """Jobs of several nodes from one call: `mpwatch.cluster`, with nodes that are threads of this process."""
 
 import io
+import math
 import os
 import signal
 import threading
 from concurrent.futures import Future
-from multiprocessing.connection import Client
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Client, Listener
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ import torch
 
 import mpwatch
 from mpwatch import cluster
+from mpwatch.cluster import driver
 from support import functions
 
 
@@ -120,6 +124,27 @@ def test_a_node_whose_link_breaks_is_replaced():
     assert list(result) == [0, 1]
 
 
+class UnreadableEngine(BlindEngine):
+    """Has a node that sends what the driver cannot unpickle."""
+
+    def start(self, call, number):
+        if number > 0:
+            return super().start(call, number)
+        (spec,) = call.args
+        connection = Client(spec.driver, authkey=spec.key)
+        connection.send(("hello", (0, "here")))
+        connection.send_bytes(b"cmodule_of_the_node\nStatus\n.")
+        self._futures[0] = Future()
+        self._futures[0].add_done_callback(lambda _: connection.close())
+        return self._futures[0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_node_that_the_driver_cannot_understand_is_replaced():
+    result = cluster.run(UnreadableEngine(), functions.rank, 1, nodes=2)
+    assert list(result) == [0, 1]
+
+
 class BrokenEngine(cluster.ThreadEngine):
     """Can start no node."""
 
@@ -139,7 +164,7 @@ def test_an_engine_that_can_start_no_node_is_an_error():
     [
         ({"post_mortem": True}, TypeError, "a job on a cluster has no option 'post_mortem': the nodes have no terminal"),
         ({"grace_period": -1}, ValueError, "grace_period must be a number of seconds"),
-        ({"nodes": 0}, ValueError, "nnodes"),
+        ({"nodes": 0}, ValueError, "^nodes must be"),
         ({"epochs": 3}, TypeError, "epochs"),
     ],
 )
@@ -199,6 +224,108 @@ def test_a_job_whose_nodes_are_all_lost_fails():
     assert "not restarted: all nodes were lost" in str(caught.value)
 
 
+def test_a_job_whose_node_is_lost_at_the_end_has_not_succeeded():
+    with pytest.raises(mpwatch.RunFailedError, match=r"rank \d on node \d \(.*\) was lost: the machine is gone\n") as caught:
+        cluster.run(FlakyEngine(), functions.rank, 1, nodes=2)
+    result = caught.value.result
+    assert len(result.return_values) == len(result.failures) == 1
+    assert sorted(result.return_values | result.failures) == [0, 1]
+
+
+class SlowEngine(cluster.ThreadEngine):
+    """Brings the outcome of node 0 when the test wants it."""
+
+    def start(self, call, number):
+        future = super().start(call, number)
+        if number > 0:
+            return future
+        self.ended, self.slow = future, Future()
+        return self.slow
+
+
+def test_the_driver_waits_for_a_result_that_takes_long_to_come(monkeypatch):
+    engine = SlowEngine()
+    handle_deadline = driver.Driver._handle_deadline
+
+    def bring_outcome_at_last(self):
+        handle_deadline(self)
+        if self._is_given_up or self._deadline == math.inf:
+            engine.slow.set_result(engine.ended.result())
+
+    monkeypatch.setattr(driver, "END_SECONDS", 0.0)
+    monkeypatch.setattr(driver.Driver, "_handle_deadline", bring_outcome_at_last)
+    result = cluster.run(engine, functions.rank, 1, nodes=2, grace_period=0.1)
+    assert list(result) == [0, 1]
+
+
+class InterruptingValue:
+    """Is interrupted with Ctrl-C when the driver unpickles it."""
+
+    def __reduce__(self):
+        return _make_interrupting_value, ()
+
+
+def _make_interrupting_value():
+    if threading.current_thread() is threading.main_thread():  # nodes are other threads
+        signal.raise_signal(signal.SIGINT)
+    return InterruptingValue()
+
+
+def return_interrupting_value():
+    return InterruptingValue() if mpwatch.current_worker().rank == 0 else None
+
+
+def test_ctrl_c_while_the_outcome_of_a_node_is_read(monkeypatch):
+    monkeypatch.setattr(driver, "END_SECONDS", 600.0)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.run(cluster.ThreadEngine(), return_interrupting_value, 1, nodes=2)
+
+
+class ChangingEngine(cluster.ThreadEngine):
+    """Changes what the nodes get.
+
+    Args:
+        changes: the fields of their NodeSpec.
+    """
+
+    def __init__(self, **changes):
+        super().__init__()
+        self.changes = changes
+
+    def start(self, call, number):
+        (spec,) = call.args
+        return super().start(partial(call.func, replace(spec, **self.changes)), number)
+
+
+def test_a_function_that_a_node_cannot_load_is_an_error_that_names_the_node():
+    call = b"cmodule_of_the_driver\ntrain\n."
+    text = r"node 0 \(.+\) cannot load the function and its arguments: ModuleNotFoundError: No module named 'module_of_the"
+    with pytest.raises(mpwatch.LaunchError, match=text):
+        cluster.run(ChangingEngine(call=call), functions.rank, 1, nodes=1)
+
+
+def test_another_version_of_mpwatch_is_an_error():
+    with pytest.raises(
+        mpwatch.LaunchError, match=r"node 0 \(.+\) has mpwatch .+, but the driver has 0\.0\.1; install the same"
+    ):
+        cluster.run(ChangingEngine(version="0.0.1"), functions.rank, 1, nodes=1)
+
+
+def test_a_node_that_cannot_connect_to_the_driver_says_so():
+    with Listener(("127.0.0.1", 0)) as listener:
+        address = listener.address
+    text = f"the engine could not start node 2: .* cannot connect to the driver at 127.0.0.1:{address[1]}: .*refused"
+    with pytest.raises(mpwatch.LaunchError, match=text):
+        cluster.run(ChangingEngine(driver=address), functions.rank, 1, nodes=1)
+
+
+def test_an_address_that_is_not_of_this_machine_is_an_error():
+    engine = cluster.ThreadEngine()
+    engine.address = "192.0.2.1"  # reserved for documentation
+    with pytest.raises(mpwatch.LaunchError, match=r"the driver cannot listen at 192\.0\.2\.1, which must be an address of"):
+        cluster.run(engine, functions.rank, 1, nodes=1)
+
+
 class LateEngine(cluster.ThreadEngine):
     """Starts node 1 when node 0 has ended, so that it comes too late for the job."""
 
@@ -241,3 +368,9 @@ def test_a_cluster_that_begins_no_node_is_an_error():
 def test_what_cannot_be_pickled_is_named():
     with pytest.raises(mpwatch.LaunchError, match=r"args\[0\], a _thread.lock, which cannot be sent"):
         cluster.run(cluster.ThreadEngine(), print, 1, nodes=1, args=(threading.Lock(),))
+
+
+@pytest.mark.parametrize("engine", ["ray", cluster.ThreadEngine])
+def test_a_bad_engine_is_named(engine):
+    with pytest.raises(TypeError, match=r"engine must be an object such as mpwatch\.cluster\.ThreadEngine\(\), not "):
+        cluster.run(engine, functions.rank, 1, nodes=1)
