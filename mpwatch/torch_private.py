@@ -129,6 +129,16 @@ def state_timezone() -> tzinfo | None:
     return UTC if hasattr(import_module(DYNAMIC_RENDEZVOUS), "timezone") else None
 
 
+def forget_bootstrap_store(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> None:
+    """Let this node become the first one in the next round, if it was another one before.
+
+    `_bootstrap_store_info` and `_shared_tcp_store_server`: mpwatch uses neither. 2.9 keeps the first one from the earlier
+    round, and then fails with an AssertionError since the second one is missing. 2.13 does not fail, and 2.4 has neither.
+    """
+    if getattr(handler, "_shared_tcp_store_server", None) is None:
+        handler._bootstrap_store_info = None
+
+
 def stop_heartbeats(handler: "dynamic_rendezvous.DynamicRendezvousHandler") -> threading.Thread | None:
     """Stop the heartbeats of a node. Return the thread that sent them, or None if there was none.
 

@@ -30,6 +30,7 @@ from mpwatch.multinode.rendezvous.store import PrefixedStore, StoreConnection
 from mpwatch.multinode.rendezvous.torch_handler import Handler, JoinTimeouts, make_handler
 from mpwatch.multinode.rendezvous.torch_state import Node, State, dump_state, load_state, remove_node
 from mpwatch.options.rendezvous import Rendezvous
+from mpwatch.torch_private import forget_bootstrap_store
 
 T = TypeVar("T")
 
@@ -114,6 +115,7 @@ class DynamicRendezvous:
         try:
             deadline.seconds_left(0)
             while True:
+                forget_bootstrap_store(self._handler)
                 info = self._handler.next_rendezvous()
                 if self._is_still_complete(info):
                     return self._make_round(info)
