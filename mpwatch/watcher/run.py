@@ -180,7 +180,7 @@ class BlockingCall:
             self.watcher_thread.start()
             if isinstance(command, PendingCall):
                 commands = self.watcher_thread.commands
-                self._view_driver = ViewDriver(self._make_view, commands, command)
+                self._view_driver = self.signals.suspension.view = ViewDriver(self._make_view, commands, command)
                 self._progress_driver = ViewDriver(self.watcher_thread.make_progress_events, commands, command)
             self._wait(until)
             self._restore_host()
@@ -289,7 +289,7 @@ class BlockingCall:
         """Run what belongs to the caller's thread: suspensions, logging, observers, decisions, and the live view."""
         self.signals.is_in_user_code = True
         try:
-            self._suspend_if_requested()
+            self.signals.suspension.suspend()
             self.watcher_thread.emit_logs_and_events()
             if self._handle_ended_attempts is not None:
                 self._handle_ended_attempts()
@@ -308,17 +308,7 @@ class BlockingCall:
                 driver.update()
         finally:
             self.signals.is_drawing = False
-        self._suspend_if_requested()
-
-    def _suspend_if_requested(self) -> None:
-        """Suspend the ranks and the program if a SIGTSTP has come. The terminal is free meanwhile."""
-        if not self.signals.suspension.is_requested:
-            return
-        if self._view_driver is not None:
-            self._view_driver.pause()
         self.signals.suspension.suspend()
-        if self._view_driver is not None:
-            self._view_driver.resume()
 
     @property
     def _drivers(self) -> list[ViewDriver]:

@@ -3,15 +3,15 @@
     caller's thread                                       watcher thread
     ---------------                                       --------------
     handler of SIGTSTP: ProgramSuspension.request
-    pause the live view
-    ProgramSuspension.suspend --- Suspend ------------->  suspend_processes: SIGSTOP to the process group of each rank
+    ProgramSuspension.suspend: pause the live view
+                              --- Suspend ------------->  suspend_processes: SIGSTOP to the process group of each rank
                               <-- are_ranks_stopped ----  wait for `is_over`
     SIGTSTP to itself
           ... the whole program is stopped until it gets SIGCONT ...
     draw the live view again  --- is_over ------------->  SIGCONT to the process groups; shift all deadlines (Resumed)
 
-If user code is running in the caller's thread, the handler itself suspends the program at once, and leaves the view alone.
-A debugger's prompt counts as user code.
+If user code is running in the caller's thread, the handler itself suspends the program at once. A debugger's prompt counts
+as user code.
 
 Guarantees:
 
@@ -32,6 +32,7 @@ from contextlib import contextmanager, suppress
 from mpwatch.os_support.processes import list_group_members, read_process_state
 from mpwatch.os_support.signals import get_handler, set_handler
 from mpwatch.watcher.commands import CommandQueue, Suspend
+from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.processes.process import RankPopen
 
 STOP_SECONDS = 2.0  # for the watcher thread to stop the ranks, at most: it may be starting some, or waiting for helpers
@@ -48,6 +49,7 @@ class ProgramSuspension:
 
     def __init__(self, commands: CommandQueue, is_watcher_running: Callable[[], bool]) -> None:
         self.is_requested = False
+        self.view: ViewDriver | None = None  # leaves the terminal to others while the program is suspended
         self._is_under_way = False
         self._commands = commands
         self._is_watcher_running = is_watcher_running
@@ -68,6 +70,8 @@ class ProgramSuspension:
         command = Suspend()
         try:
             self._is_under_way = True
+            if self.view is not None:
+                self.view.pause()
             self._commands.post(command)
             self._wait_until_ranks_are_stopped(command)
             _stop_this_program()
@@ -75,6 +79,8 @@ class ProgramSuspension:
             # First, and one call of C: a further exception comes after it at the earliest.
             command.is_over.release()
             self.is_requested = self._is_under_way = False
+            if self.view is not None:
+                self.view.resume()
 
     def suspend_after_call(self) -> None:
         """Do what SIGTSTP does without mpwatch, if it came too late in the call. The host has its signals back."""

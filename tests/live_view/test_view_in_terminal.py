@@ -163,6 +163,21 @@ def test_the_terminal_is_free_while_the_program_is_suspended(fifo):
         assert program.end() == 0
 
 
+def test_the_terminal_is_free_if_an_observer_runs_at_the_suspension(fifo):
+    shell = [str(TESTS / "support" / "job_shell.py"), PROGRAM]
+    with Program(*shell, "print_and_report", "3", fifo.path, "20", "suspends_itself=True", env=ENV) as program:
+        assert program.read_until(lambda _: has_stopped(program, 1))
+        drawings = program.output.count(END_OF_DRAWING)
+        assert drawings
+        assert program.emulator.screen.margins is None
+        assert not any("running" in row for row in program.emulator.rows())
+        program.type(b"fg\r")
+        assert program.read_until(lambda _: program.output.count(END_OF_DRAWING) > drawings)
+        fifo.close()
+        assert program.read_until(lambda rows: "ended with 0" in rows)
+        assert program.end() == 0
+
+
 def test_no_view_with_progress_false(fifo):
     fifo.close()
     with start_program("report_and_wait_for_fifo", 2, "/dev/null", 5, "progress=False") as program:

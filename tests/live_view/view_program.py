@@ -1,11 +1,26 @@
 """A program with a live view: `python view_program.py FUNCTION NPROCS FIFO [ARGUMENT] [OPTION=VALUE ...]`."""
 
 import ast
+import os
+import signal
 import sys
 
 import mpwatch
 from live_view import reporting_functions
 from mpwatch.live_view import line_display, live, terminal
+
+
+@mpwatch.events.wants_progress
+class SuspendWhenDrawn:
+    """An observer: it suspends this program once, while the live view is in the terminal."""
+
+    has_suspended = False
+
+    def __call__(self, event):
+        if not self.has_suspended and not terminal.is_terminal_free():
+            self.has_suspended = True
+            os.kill(os.getpid(), signal.SIGTSTP)
+
 
 function, nprocs, fifo, *more = sys.argv[1:]
 options = {name: ast.literal_eval(value) for name, _, value in (word.partition("=") for word in more if "=" in word)}
@@ -13,6 +28,8 @@ args = [ast.literal_eval(word) for word in more if "=" not in word]
 if options.pop("hurry", False):  # draw as often as possible
     terminal.PERIOD = line_display.LineDisplay.period = live.WAITING_PERIOD = live.FIRST_PERIOD = 0.0
     live.MAX_CPU_SHARE = 1.0
+if options.pop("suspends_itself", False):
+    options["on_event"] = SuspendWhenDrawn()
 print("before")
 result = mpwatch.run(getattr(reporting_functions, function), int(nprocs), args=(fifo, *args), grace_period=5, **options)
 print("after", *result)
