@@ -13,7 +13,9 @@ import zipfile
 from pathlib import Path
 
 dist = Path(sys.argv[1])
-(wheel,), (sdist,) = sorted(dist.glob("*.whl"))[-1:], sorted(dist.glob("*.tar.gz"))[-1:]
+(wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+version = wheel.name.split("-")[1]
+assert sdist.name == f"mpwatch-{version}.tar.gz", sdist
 
 subprocess.run([sys.executable, "-m", "twine", "check", "--strict", wheel, sdist], check=True)
 
@@ -29,9 +31,12 @@ with tempfile.TemporaryDirectory() as folder:
     # without dependencies: torch has hundreds of megabytes, and this code does not need it
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True)
     subprocess.run([python, "-m", "pip", "install", "--quiet", "cloudpickle", "tblib", "pytest>=8.2"], check=True)
-    code = "import mpwatch; print(mpwatch.__version__, list(mpwatch.run(abs, 2, args=(-3,))))"
+    code = (
+        "import mpwatch, importlib.metadata as metadata\n"
+        "print(mpwatch.__version__, metadata.version('mpwatch'), list(mpwatch.run(abs, 2, args=(-3,))))"
+    )
     finished = subprocess.run([python, "-W", "error", "-c", code], check=True, capture_output=True, text=True, cwd=folder)
-    assert finished.stdout == "0.1.0 [3, 3]\n", finished.stdout
+    assert finished.stdout == f"{version} {version} [3, 3]\n", finished.stdout
 
     # pytest finds the plugin by its entry point, also if warnings are errors
     test = (
