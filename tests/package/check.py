@@ -23,7 +23,8 @@ in_wheel = set(zipfile.ZipFile(wheel).namelist())
 assert {"mpwatch/py.typed", "mpwatch/guardian/main.py", "mpwatch/watcher/event_loop.py"} <= in_wheel
 assert all(name.startswith(("mpwatch/", "mpwatch-")) for name in in_wheel), in_wheel
 in_sdist = {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
-assert {"LICENSE", "README.md", "CHANGELOG.md", "tests/conftest.py", "examples/crash.py"} <= in_sdist
+texts = {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"}
+assert texts | {"docs/index.md", "examples/crash.py", "mpwatch/_version.py", "tests/conftest.py"} <= in_sdist
 
 with tempfile.TemporaryDirectory() as folder:
     venv.create(folder, with_pip=True)
