@@ -61,17 +61,17 @@ HEAD = """# Benchmarks
 <!-- tests/benchmarks/make_page.py makes this page from tests/benchmarks/published.json -->
 
 What a launch costs, and how soon a failure is noticed, side by side with other launchers. Shorter is better. Each table says
-when and where the figures were taken, and by which command. *Least possible* is a loop that starts as many processes of a
-no-op.
+when and where its figures were taken, and by which command. Only the last table has no command of its own: it compares what
+the caller gets. *Least possible* is a loop that starts as many processes of a no-op.
 
-To repeat all of them on a machine that does nothing else (75 minutes):
+To repeat all of them on a machine that does nothing else (80 minutes):
 
 ```sh
 tox run -e bench
 ```
 
-`tests/benchmarks/measures.py` in the repository has what is measured, and what is to be reached. Figures of 2026 were
-first published in the README: their date is the day on which they were written there.
+`tests/benchmarks/measures.py` in the repository has what is measured, and what is to be reached. The figures of 2026-11-20
+and 2026-11-21 were first published in the README: their date is the day on which they were written there.
 """
 END = """
 ## Lightning: how a program ends after a failure
