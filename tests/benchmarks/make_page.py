@@ -60,23 +60,24 @@ HEAD = """# Benchmarks
 
 <!-- tests/benchmarks/make_page.py makes this page from tests/benchmarks/published.json -->
 
-What a launch costs, and how soon a failure is noticed, side by side with other launchers. Shorter is better. Each table says
-when and where its figures were taken, and by which command. Only the last table has no command of its own: it compares what
-the caller gets. *Least possible* is a loop that starts as many processes of a no-op.
+This page shows what a launch costs and how soon a failure is noticed, compared with other launchers. Shorter bars are
+better. Below each table are the date, the machine and the command of the measurement. Only the last table has no command of
+its own, because it compares what the caller gets. *Least possible* is a loop that starts the same number of processes, which
+do nothing.
 
-To repeat all of them on a machine that does nothing else (80 minutes):
+This command repeats all measurements in 80 minutes, on a machine that does nothing else:
 
 ```sh
 tox run -e bench
 ```
 
-`tests/benchmarks/measures.py` in the repository has what is measured, and what is to be reached. The figures of 2026-11-20
-and 2026-11-21 were first published in the README: their date is the day on which they were written there.
+`tests/benchmarks/measures.py` in the repository lists the measures and their goals. The figures of 2026-11-20 and 2026-11-21
+were first published in the README. Their date is the day of that publication.
 """
 END = """
 ## Lightning: how a program ends after a failure
 
-When rank 1 fails while rank 0 is busy: seconds until the program has ended, and its exit status.
+Rank 1 fails while rank 0 is busy. The table shows the seconds until the program has ended, and its exit status.
 
 | rank 1 | watched: the caller's exception, the end, the status | `"ddp"` | status | `"ddp_spawn"` | status |
 |---|---|---|---|---|---|
@@ -86,12 +87,13 @@ When rank 1 fails while rank 0 is busy: seconds until the program has ended, and
 
 2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU): `python tests/benchmarks/lightning_failures.py`
 
-Lightning's script launcher (`"ddp"`) looks every five seconds, and then kills every process, your program included. 1.3 s of
-the end are the interpreter's own. The status of the watched program is that of `sys.exit(error.exit_code)`.
+Lightning's script launcher (`"ddp"`) checks its processes every five seconds. After a failure it kills all of them, your
+program included. The interpreter needs 1.3 s of the time until the end for its own exit. The watched program ends by
+`sys.exit(error.exit_code)`, which sets its status.
 
 ## What the caller gets after a failure
 
-Rank 1 of 3 fails. torch elastic was called with a function.
+Rank 1 of 3 fails. In these runs, torch elastic was called with a function.
 
 | what happens | torch.multiprocessing.spawn | torch elastic | mpwatch |
 |---|---|---|---|
@@ -103,10 +105,11 @@ the exception itself, after 0.015 s |
 | `os._exit(0)` without a result | a success | hangs | a failure |
 | helpers of a rank that was killed | 3 are left running | 3 are left running | none is left |
 | a rank leaves gloo, then raises | blames its victim, rank 2 | blames its victim, rank 0 | blames rank 1 |
-| it raises, and leaves a thread behind | waits for the thread | waits for the thread | ends at once |
+| a rank raises, and a thread of the rank goes on | waits for the thread | waits for the thread | ends at once |
 
-2026-11-20, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU). The first two rows are medians of five runs, all others single
-runs, without a script. For 8 ranks, `python tests/benchmarks/bench.py raise sigkill` measures the first two rows.
+2026-11-20, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU). The first two rows are medians of five runs. All
+other rows are single runs, for which there is no script. For 8 ranks, `python tests/benchmarks/bench.py raise sigkill`
+measures the first two rows.
 """
 BAR, GAP, LEFT, RIGHT, WIDTH = 18, 6, 220, 80, 700  # pixels
 
