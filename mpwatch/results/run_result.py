@@ -1,7 +1,7 @@
 """`RunResult` is what `mpwatch.run` returns.
 
-report.py, html.py and the modules of events need the data of a result, and RunResult needs these modules. So the data is a
-class of its own, `RunData` in model.py. RunResult adds the events, and the methods that make text, HTML and traces.
+report.py, html.py and the modules of events need the data of a result, and RunResult needs these modules. So the data is in
+a separate class, `RunData` in model.py. RunResult adds the events, and the methods that make text, HTML and traces.
 """
 
 from collections.abc import Iterator
