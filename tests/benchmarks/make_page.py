@@ -84,17 +84,18 @@ HEAD = """# Benchmarks
 <!-- tests/benchmarks/make_page.py makes this page from tests/benchmarks/published.json -->
 
 This page shows what a launch costs and how soon a failure is noticed, compared with other launchers. Shorter bars are
-better. Below each table are the date, the machine and the command of the measurement. *Least possible* is a loop that starts
-the same number of processes, which do nothing.
+better. Below each table are the date, the machine and the command of the measurement. Only the last table has no command of
+its own, because it compares what the caller gets. *Least possible* is a loop that starts the same number of processes, which
+do nothing.
 
-This command repeats all measurements in 75 minutes, on a machine that does nothing else:
+This command repeats all measurements in 80 minutes, on a machine that does nothing else:
 
 ```sh
 tox run -e bench
 ```
 
-`tests/benchmarks/measures.py` in the repository lists the measures and their goals. The figures of 2026 were first published
-in the README. Their date is the day of that publication.
+`tests/benchmarks/measures.py` in the repository lists the measures and their goals. The figures of 2026-11-20 and 2026-11-21
+were first published in the README. Their date is the day of that publication.
 """
 END = """
 ## Lightning: how a program ends after a failure
