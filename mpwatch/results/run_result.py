@@ -31,7 +31,7 @@ class RunResult(RunData[T]):
     events: tuple[Event, ...] = ()
 
     def to_chrome_trace(self, path: str | PathLike[str]) -> None:
-        """Write the timeline of the run to a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+        """Write the timeline of the run to a file for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
         Each rank has a lane with its processes, calls, last heartbeat, last report, failures and restarts.
 

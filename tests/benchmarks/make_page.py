@@ -110,8 +110,8 @@ Rank 1 fails while rank 0 is busy. The table shows the seconds until the program
 
 2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU): `python tests/benchmarks/lightning_failures.py`
 
-Lightning's script launcher (`"ddp"`) checks its processes every five seconds. After a failure it kills all of them, your
-program included. The interpreter needs 1.3 s of the time until the end for its own exit. The watched program ends by
+Lightning's script launcher (`"ddp"`) checks its processes every five seconds. After a failure, the launcher kills all
+processes, your program included. The interpreter needs 1.3 s of the time until the end for its own exit. The watched program ends by
 `sys.exit(error.exit_code)`, which sets its status.
 
 ## What the caller gets after a failure
