@@ -30,7 +30,7 @@ class LaunchError(MpwatchError):
 
 
 class RunFailedError(MpwatchError):
-    """A rank failed. The `__cause__` is the exception of the rank that failed first, if it raised one.
+    """A rank failed. The `__cause__` is the exception of the rank that failed first, if there is one.
 
     Args:
         result: everything known about the run.
@@ -54,7 +54,7 @@ class RunFailedError(MpwatchError):
 
     @property
     def verdict(self) -> str:
-        """Which rank failed first and why, or what else ended the run. This is the first line of the report."""
+        """The first line of the report. It says which rank failed first and why, or what else ended the run."""
         return format_verdict(self.result)
 
     @property
@@ -91,7 +91,7 @@ class RunFailedError(MpwatchError):
 
 
 class ItemFailedError(RunFailedError):
-    """An item of `mpwatch.map` failed. The `__cause__` is the exception that the function raised, if it raised one.
+    """An item of `mpwatch.map` failed. The `__cause__` is the exception that the function raised, if there is one.
 
     Args:
         result: everything known about the call in which the item failed.
@@ -128,7 +128,8 @@ def make_error(result: RunResult[Any]) -> RunFailedError:
 def raise_if_failed(result: RunResult[Any]) -> None:
     """Raise RunFailedError or RunTimeoutError if the run did not succeed.
 
-    In IPython the traceback ends with the frames of the rank's own exception. So `%debug` opens where the rank raised.
+    In IPython the traceback ends with the frames of the rank's own exception. So `%debug` opens at the line where the rank
+    raised.
     """
     __tracebackhide__ = True  # as in mpwatch.run
     if result.state is not WorkerState.SUCCEEDED:

@@ -466,7 +466,7 @@ class _GroupCall:
 
 
 class _LockOfThread(threading.local):
-    """A lock that is a different one in each thread."""
+    """An object that has a different lock in each thread."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -15,7 +15,7 @@ RetryIf = Cause | Collection[Cause] | Callable[[ProcessFailure], bool]
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """What happens after a rank has failed. This is the option `restart_policy` of `mpwatch.run`.
+    """The rules for restarts after a rank has failed. This is the option `restart_policy` of `mpwatch.run`.
 
     Args:
         max_restarts: how many times all ranks may be restarted. With scope="worker", it is how many times each rank may be

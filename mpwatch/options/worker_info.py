@@ -1,6 +1,6 @@
 """`Worker` is the identity of a rank. Environment variables of the rank hold it.
 
-The watcher makes a Worker for each rank. A rank makes its own when `current_worker()` is called for the first time.
+The watcher makes a Worker for each rank. A rank makes its own Worker when `current_worker()` is called for the first time.
 """
 
 from dataclasses import dataclass, field

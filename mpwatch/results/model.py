@@ -137,7 +137,7 @@ class RunData(Generic[T]):
         attempts: all attempts, in the order in which they ended. All other fields, except `RunResult.events`, describe the
             last attempt of each rank.
         not_restarted: why failed ranks were not restarted, if restarts were allowed. Otherwise it is empty.
-        keep_going: whether ranks that failed did not stop the others.
+        keep_going: whether the run went on with the other ranks after a rank had failed.
         stopped_at: the step at which `should_stop` returned True after a request to stop. It is None if `should_stop`
             returned True on no rank. With scope="worker", each rank has its own step, and this is the highest of these
             steps.

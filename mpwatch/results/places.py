@@ -77,9 +77,10 @@ def format_place(path: str, line: int | None, function: str) -> str:
 
 
 def find_user_frame(files: Iterable[str]) -> int:
-    """Return the index of the innermost frame of user code, or 0 if there is none. `files` begins with the innermost one.
+    """Return the index of the innermost frame of user code, or 0 if there is no user code.
 
-    The function prefers files to names such as `<string>`, which may stand for generated methods of a dataclass.
+    `files` begins with the file of the innermost frame. The function prefers files to names such as `<string>`, which may
+    stand for generated methods of a dataclass.
     """
     user_code = [(n, file) for n, file in enumerate(files) if not _is_of_library(file)]
     in_files = [n for n, file in user_code if not file.startswith("<")]

@@ -95,7 +95,7 @@ def select_failed_attempts(result: RunData[Any]) -> list[Attempt]:
 
 
 def _is_worth_reporting(attempt: Attempt, result: RunData[Any]) -> bool:
-    """Return whether an attempt ended for a reason of its own.
+    """Return whether the report lists an attempt, because the attempt ended for its own reason.
 
     If each rank is restarted alone, one timeout or signal ends many attempts. The report mentions it only once, for the run.
     """

@@ -1,7 +1,7 @@
 """`RunResult` is what `mpwatch.run` returns.
 
-report.py, html.py and the modules of events need the data of a result, and RunResult needs these modules. So the data is a
-class of its own, `RunData` in model.py. RunResult adds the events, and the methods that make text, HTML and traces.
+report.py, html.py and the modules of events need the data of a result, and RunResult needs these modules. So the data is in
+a separate class, `RunData` in model.py. RunResult adds the events, and the methods that make text, HTML and traces.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class RunResult(RunData[T]):
     events: tuple[Event, ...] = ()
 
     def to_chrome_trace(self, path: str | PathLike[str]) -> None:
-        """Write the timeline of the run to a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+        """Write the timeline of the run to a file for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
         Each rank has a lane with its processes, calls, last heartbeat, last report, failures and restarts.
 

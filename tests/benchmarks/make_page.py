@@ -8,6 +8,7 @@ A newer record of the same measure and launchers replaces the older one.
 
 import argparse
 import json
+import re
 from html import escape
 from pathlib import Path
 
@@ -46,14 +47,36 @@ TITLES = {  # the description of a measure is its own line below
     "nodes_loss_collective": "Lose a node, 2 s allowed, the others in a collective",
     "nodes_loss_default": "Lose a node, with the default limit",
 }
-DESCRIPTIONS = {  # of measures whose own description refers to the one before
-    "tee_blocks": "8 ranks, each prints 500,000 lines of 100 bytes, a thousand lines at a time",
-    "nodes_failure_collective": "2 nodes with 4 ranks each, one raises, the others are in a collective",
+DESCRIPTIONS = {  # whole sentences, in place of the notes in measures.py
+    "start": "8 ranks call a function that does not use torch",
+    "heavy_main": (
+        "8 ranks call a function that does not use torch. The calling script has 2 s of imports that the function does not need"
+    ),
+    "start_torch": "4 ranks call a function that imports torch first",
+    "args": "4 ranks get an array of 256 MB as argument",
+    "result": "Each of 4 ranks returns an array of 64 MB",
+    "result_tensor": "Each of 4 ranks returns a tensor of 64 MB",
+    "raise": "One of 8 ranks raises an exception, while the other ranks sleep",
+    "sigkill": "One of 8 ranks is killed, while the other ranks sleep",
+    "restart": "One of 8 ranks is killed, while the other ranks sleep. Then all ranks are restarted once",
+    "warm": "4 ranks that are already running call a function that does nothing",
+    "warm_args": "4 ranks that are already running get an array of 256 MB as argument",
+    "tee": (
+        "Each of 8 ranks prints 500,000 lines of 100 bytes, one by one. The lines go to a file, and with a prefix to the "
+        "caller's stdout"
+    ),
+    "tee_blocks": "Each of 8 ranks prints 500,000 lines of 100 bytes, a thousand lines at a time",
+    "nodes_start": "On each of 2 nodes, 4 ranks call a function that does not use torch",
+    "nodes_failure": "On 2 nodes with 4 ranks each, one rank raises an exception, while the other ranks sleep",
+    "nodes_failure_collective": (
+        "On 2 nodes with 4 ranks each, one rank raises an exception, while the other ranks are in a collective"
+    ),
+    "nodes_loss": "One of 2 nodes is killed with its 4 ranks, while the 4 other ranks sleep. node_timeout is 2 s",
     "nodes_loss_collective": (
-        "2 nodes with 4 ranks each, one is killed with its ranks, the others are in a collective; node_timeout is 2 s"
+        "One of 2 nodes is killed with its 4 ranks, while the 4 other ranks are in a collective. node_timeout is 2 s"
     ),
     "nodes_loss_default": (
-        "2 nodes with 4 ranks each, one is killed with its ranks, the others are in a collective; the default node_timeout"
+        "One of 2 nodes is killed with its 4 ranks, while the 4 other ranks are in a collective. node_timeout has its default"
     ),
 }
 HEAD = """# Benchmarks
@@ -87,8 +110,8 @@ Rank 1 fails while rank 0 is busy. The table shows the seconds until the program
 
 2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU): `python tests/benchmarks/lightning_failures.py`
 
-Lightning's script launcher (`"ddp"`) checks its processes every five seconds. After a failure it kills all of them, your
-program included. The interpreter needs 1.3 s of the time until the end for its own exit. The watched program ends by
+Lightning's script launcher (`"ddp"`) checks its processes every five seconds. After a failure, the launcher kills all
+processes, your program included. The interpreter needs 1.3 s of the time until the end for its own exit. The watched program ends by
 `sys.exit(error.exit_code)`, which sets its status.
 
 ## What the caller gets after a failure
@@ -149,7 +172,7 @@ def format_record(record):
         rows.sort(key=lambda row: row["median"])
         own = next(row["median"] for row in rows if row["launcher"] == MPWATCH)
         setting = DESCRIPTIONS.get(measure, MEASURES[measure].description)
-        measured = FIGURES[figure][0].replace("->", "until")
+        measured = re.sub("^(.+) -> ", r"the time from \1 until ", FIGURES[figure][0])
         yield from (
             f"## {TITLES.get(measure, measure)}",
             "",
@@ -158,7 +181,7 @@ def format_record(record):
             draw_bars(rows, figure),
             "",
         )
-        yield from ("| launcher | median | divided by mpwatch's |", "|---|---|---|")
+        yield from ("| launcher | median | ratio to mpwatch |", "|---|---|---|")
         for row in rows:
             ratio = f"{row['median'] / own:.2g}"
             yield f"| {NAMES[row['launcher']]} | {format_value(row['median'], figure)} | {ratio} |"
