@@ -67,7 +67,7 @@ class Lane:
     marks: list[HeartbeatLate | WorkerFailed] = field(default_factory=list)
     collectives: list[CollectivesRecorded] = field(default_factory=list)
     call: str = ""
-    """Name of the call that begins when the rank is ready. It is empty if no call begins then."""
+    """Name of the call that begins when the rank is ready. The name is empty if no call begins at that time."""
 
     def find_process(self, event: Event) -> ProcessSpan | None:
         """Return the process to which an event belongs. Return None if no earlier event belongs to this process."""

@@ -139,7 +139,7 @@ class _Picture:
 
 
 def _choose_ranks(run: Timeline) -> list[int]:
-    """Return the ranks to draw, at most MAX_ROWS. Ranks that have failed have priority, and above all the root cause."""
+    """Return the ranks to draw, at most MAX_ROWS. The rank that failed first and other failed ranks have priority."""
     order = sorted(run.lanes, key=lambda rank: (not _failed_first(run.lanes[rank]), not _has_failed(run.lanes[rank]), rank))
     return sorted(order[:MAX_ROWS])
 

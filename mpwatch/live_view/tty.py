@@ -26,7 +26,7 @@ def is_foreground(fd: int) -> bool:
 
 
 def terminal_name(fd: int) -> str:
-    """Return the path of the terminal. Return "" if it has no path, as in some containers."""
+    """Return the path of the terminal. Return "" if the terminal has no path, as in some containers."""
     try:
         return os.ttyname(fd)
     except OSError:

@@ -91,8 +91,8 @@ class JobConfigCheck:
         """Return the JobConfig of the first node. If no node has published its JobConfig, publish the one of this node.
 
         If a node serves the store, it counts as the first node. If this node were refused, the store would be lost. So the
-        other nodes wait a moment until it has published its JobConfig. If the first writer is lost before it has written,
-        another node writes after `node_timeout`.
+        other nodes wait a moment until this node has published its JobConfig. If the first writer is lost before it has
+        written, another node writes after `node_timeout`.
 
         Raises InvalidEntryError.
         """

@@ -339,7 +339,7 @@ def _find_root_report(summary: AttemptSummary) -> AttemptReport | None:
 
 
 def _victim_level(report: AttemptReport) -> int:
-    """Return how sure it is that the node's first failure was caused by another node: 0 not at all, 1 maybe, 2 certain."""
+    """Return 0 if the node's first failure came from this node, 1 if it may come from another node, and 2 if it does."""
     if report.failures and report.failures[0].get("is_secondary") is True:
         return 2
     return 1 if report.waited_for_other_nodes or report.may_be_victim else 0
@@ -351,7 +351,7 @@ def _root_cause_rank(report: AttemptReport) -> int:
 
 
 def _order_by_blame(summary: AttemptSummary) -> list[int]:
-    """Sort the nodes that have reported by their victim level, and nodes with the same level by the order of the inbox."""
+    """Return the nodes that have reported, sorted by `_victim_level`. Nodes with the same level keep the inbox's order."""
     positions = {node: position for position, node in enumerate(summary.failure_order)}
     return sorted(
         summary.reports,

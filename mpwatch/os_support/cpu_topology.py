@@ -25,7 +25,7 @@ class Core(NamedTuple):
     node: int = 0
     """The number of the core's NUMA node."""
     kind: int = 0
-    """0 for a performance core. It is also 0 if the processor has only one kind. Efficiency cores have other numbers."""
+    """The kind is 0 for a performance core, and if the processor has only one kind. Efficiency cores have other kinds."""
 
 
 def read_cores(allowed: AbstractSet[int], root: str = "/") -> list[Core]:

@@ -160,7 +160,8 @@ def write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
 def receive_with_fds(channel: socket.socket, size: int, max_fds: int) -> tuple[bytes, list[int], bool]:
     """Receive bytes and about `max_fds` descriptors. Raises OSError.
 
-    Return the bytes, the descriptors, and whether descriptors were lost because this process may not open so many.
+    Return the bytes, the descriptors, and whether descriptors were lost because this process reached its limit of open
+    files.
     """
     return split_received(channel.recvmsg(size, c_socket.CMSG_SPACE(max_fds * SIZE_OF_INT), MSG_CMSG_CLOEXEC))
 

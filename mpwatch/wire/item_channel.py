@@ -7,8 +7,8 @@
       | <------------- DIVIDE ---------------- |   instead, if ITEMS cannot be unpickled: send them one by one
       | ----------- end of the stream -------> |   there are no more items
 
-These messages do not use the rank's channel, since its messages go through the watcher thread. They use another socket. If a
-rank dies, the caller can still read from the socket what the rank has sent. So the caller knows at which item the rank died.
+These messages use a separate socket, since the messages of the rank's channel go through the watcher thread. If a rank dies,
+the caller can still read from the socket what the rank has sent. So the caller knows at which item the rank died.
 
 Before a rank begins an item, it takes the item's token from a pipe. The caller can take tokens from the same pipe. The rank
 never begins an item whose token the caller has taken. So the caller can give this item to another rank, even while the first
@@ -54,7 +54,7 @@ class ItemKind(enum.IntEnum):
 
 
 class TokenPipe:
-    """The pipe with the tokens of one rank's items. Both processes may read from it, but each token is read only once.
+    """The pipe with the tokens of one rank's items. Both processes may read from the pipe. Each token is read only once.
 
     A TokenPipe can be pickled as an argument of a call. The rank then gets only the reading end.
     """

@@ -278,7 +278,7 @@ def _get_number(entry: Mapping[str, Any]) -> int:
 
 
 def _select_entries(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the latest entries, and the latest one of each process group."""
+    """Return the latest entries, and the latest entry of each process group."""
     last_of_group = {entry["process_group"]: number for number, entry in enumerate(entries)}.values()
     latest = range(max(0, len(entries) - MAX_COLLECTIVES), len(entries))
     return [entries[number] for number in sorted({*last_of_group, *latest})]

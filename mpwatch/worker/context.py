@@ -99,8 +99,8 @@ def choose_part(count: int) -> int:
 def heartbeat() -> None:
     """Report to the watcher that this rank makes progress. `heartbeat_timeout` applies from the first heartbeat on.
 
-    A heartbeat takes less than a microsecond and works in any thread. `heartbeat()` does nothing outside a rank. It also
-    does nothing in a process that a rank has forked.
+    A heartbeat takes less than a microsecond and works in any thread. Outside a rank, and in a process that a rank has
+    forked, `heartbeat()` does nothing.
     """
     if _heartbeats is not None:
         _heartbeats.write_heartbeat()
@@ -109,8 +109,8 @@ def heartbeat() -> None:
 def report(*, step: int | None = None, total: int | None = None, **metrics: float) -> None:
     """Report the progress of this rank. The last report is in `RunResult.progress`, even if the rank fails.
 
-    A report counts as a heartbeat. A report takes a few microseconds and works in any thread. `report()` does nothing
-    outside a rank. It also does nothing in a process that a rank has forked.
+    A report counts as a heartbeat. A report takes a few microseconds and works in any thread. Outside a rank, and in a
+    process that a rank has forked, `report()` does nothing.
 
     Args:
         step: number of steps done.
@@ -142,8 +142,8 @@ def should_stop(step: int) -> bool:
     Call `should_stop` in every rank at the same steps, always in the same thread. If a step is lower than the previous step,
     a new epoch begins: its steps come after all steps of the previous epoch. The other ranks do not wait for a rank that has
     returned, or that never calls `should_stop`. If a rank has returned after its last step, the other ranks go on to that
-    step. They may then end without the answer True. With scope="worker" ranks do not communicate, so each rank stops at its
-    own next step.
+    step. Then they may end although `should_stop` has never returned True. With scope="worker" ranks do not communicate, so
+    each rank stops at its own next step.
 
     A call takes a fraction of a microsecond. When a stop is requested, the rank waits some milliseconds until the ranks
     agree on the step. With several nodes the rank waits some tenths of a second. If a node is lost, the rank waits for

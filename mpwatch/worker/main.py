@@ -12,8 +12,8 @@
 Guarantees:
 
 - A rank sends exactly one answer to each call, whatever the function raises. The answer contains the time at which the
-  function ended. With `backend`, the torch process group is destroyed before that time. After it the rank only pickles and
-  sends the answer.
+  function ended. With `backend`, the torch process group is destroyed before that time. After that time the rank only
+  pickles and sends the answer.
 - A rank prints no traceback, because the watcher reports the exception.
 - A rank ends if its watcher is dead.
 """
@@ -334,7 +334,7 @@ class _Failure:
     Args:
         kind: RAISED or LOAD_FAILED.
         error: the exception.
-        at: the time when it was raised, by CLOCK_MONOTONIC.
+        at: the time when the exception was raised, by CLOCK_MONOTONIC.
     """
 
     def __init__(self, kind: MessageKind, error: BaseException, at: float) -> None:

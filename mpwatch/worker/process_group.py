@@ -1,6 +1,6 @@
 """Initialise and destroy the torch process group of the option `backend`. This module runs in a rank.
 
-The group is initialised before the user's function runs. It is destroyed after the function, or kept for the next calls.
+The group is initialised before the user's function runs. The group is destroyed after the function, or kept for later calls.
 """
 
 from datetime import timedelta

@@ -5,8 +5,8 @@ left out.
 
 An exception is sent as an ExceptionGraph, which contains the data that wire/exceptions/encoder.py reads from the exception.
 The receiver builds a stand-in for each exception in the graph. Stand-ins have the same names, texts, notes, causes,
-contexts, group members and frames, and the same builtin base classes. The receiver imports and runs no code that the data
-name.
+contexts, group members and frames, and the same builtin base classes. The receiver does not import or run any code that the
+data name.
 
 Source lines that are in no file, such as the lines of notebook cells, are sent, too. The receiver gives these lines a new
 file name, so that lines of this node are never shown for frames of another node.

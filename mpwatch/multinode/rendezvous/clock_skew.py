@@ -1,6 +1,6 @@
 """Let torch's rendezvous work if the clocks of hosts differ, or if a clock is set while the rendezvous runs.
 
-torch's nodes write times of their own clocks into the shared state. These are the last heartbeat of each node, and the end
+torch's nodes write times of their clocks into the shared state. These are the last heartbeat of each node, and the end
 of the last call. torch compares these times with the clock of the host on which it runs. So torch would remove a live node
 whose clock is behind.
 
@@ -47,7 +47,7 @@ class LocalClockBackend(RendezvousBackend):
     Args:
         backend: the backend that keeps the state.
         last_call: returns how long a round waits for more nodes when this node has seen that the minimum has joined.
-        on_state: called with each state that is read. Its exceptions are not caught.
+        on_state: called with each state that is read. Exceptions of this function are not caught.
     """
 
     def __init__(

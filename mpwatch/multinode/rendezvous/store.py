@@ -157,7 +157,7 @@ class PrefixedStore(Store):
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Write `desired` if the present value is `expected`. If there is no value, `expected` must be empty.
 
-        Return the value after that.
+        Return the value that the key has after the call.
         """
         return self._call(PrefixStore.compare_set, key, expected, desired)
 

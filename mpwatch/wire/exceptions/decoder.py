@@ -51,7 +51,7 @@ def set_builtin_attribute(error: BaseException, name: str, value: object) -> Non
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception. Unlike its `add_note`, this also works if the exception is a frozen dataclass."""
+    """Add a note to an exception. Unlike the method `add_note`, this also works if the exception is a frozen dataclass."""
     notes = getattr(error, "__notes__", None)
     BaseException.__setattr__(error, "__notes__", [*(notes if isinstance(notes, list) else ()), note])
 

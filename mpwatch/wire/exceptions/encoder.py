@@ -8,10 +8,10 @@ makes a list of all nodes, and encodes it in three messages. The messages refer 
     details    for each node: `PickledParts`, the pickles from which decoder.py can rebuild it. None if it cannot be rebuilt.
     locals     for each node: the texts of its frames' local variables, if `capture_locals` is set (local_variables.py).
 
-`plain` is sent first. To make it, the encoder runs no code of the exceptions' classes, except `__str__` and `__notes__`. It
-catches whatever these raise. To make `details`, the encoder pickles each node and tries to rebuild it. That runs code of the
-classes, which may raise, exit, crash or hang. The watcher already has `plain` then, so it knows that the rank failed, where
-and why. `locals` is sent last, since making it runs code of the classes of all variables.
+`plain` is sent first. To make `plain`, the encoder runs no code of the exceptions' classes, except `__str__` and
+`__notes__`. It catches whatever these raise. To make `details`, the encoder pickles each node and tries to rebuild it. That
+runs code of the classes, which may raise, exit, crash or hang. The watcher already has `plain` then, so it knows that the
+rank failed, where and why. `locals` is sent last, since making it runs code of the classes of all variables.
 
 If a part cannot be pickled, only this part is left out.
 """
@@ -142,7 +142,7 @@ def _find_builtin_bases(cls: type) -> list[str]:
 
 
 def _pickle_parts(error: BaseException, node: ExceptionNode) -> PickledParts | None:
-    """Return the pickles from which this exception can be rebuilt. Return None if it cannot be rebuilt."""
+    """Return the pickles from which this exception can be rebuilt. Return None if that is impossible."""
     try:
         members = list(_get_members(error))
         attributes = {

@@ -164,8 +164,8 @@ class NullBundle:
 def map_bundle(fd: int) -> memoryview:
     """Map the bundle in this file into memory, for `OpenBundle`. Raises OSError.
 
-    A bundle without buffers is mapped by the module mmap. That needs no other module, but keeps a descriptor open until the
-    bundle is unpickled.
+    A bundle without buffers is mapped by the module mmap. This mapping needs no other module, but keeps a descriptor open
+    until the bundle is unpickled.
     """
     size = os.fstat(fd).st_size
     number, _, _ = TRAILER.unpack(os.pread(fd, TRAILER.size, size - TRAILER.size))

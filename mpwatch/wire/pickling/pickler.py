@@ -86,7 +86,7 @@ def _find_defining_module(cls: type) -> ModuleType | None:
 
 
 def _move_slots(attributes: dict[str, Any], make_args: tuple[Any, ...]) -> None:
-    """Move `__slots__` to the namespace with which the class is created. If it is set later, it has no effect."""
+    """Move `__slots__` to the namespace with which the class is created. If `__slots__` is set later, it has no effect."""
     _, _, _, namespace, *_ = make_args
     namespace["__slots__"] = attributes.pop("__slots__")
     for name in [name for name, value in attributes.items() if isinstance(value, MemberDescriptorType)]:
@@ -126,7 +126,7 @@ class CallPickler(_ClassPickler):
         return reduced
 
     def _reduce_cached(self, obj: Any) -> Any:
-        """Pickle a function that lru_cache decorates by value. The rank does not have its name yet."""
+        """Pickle a function with the decorator lru_cache by value, since the rank does not have the function's name yet."""
         name = obj.__qualname__
         if self.main.get(name) is obj:
             self.main_definitions[name] = obj
