@@ -108,7 +108,7 @@ def _describe_rise(file: str, times: int) -> str:
 
 
 def _open_log() -> int | None:
-    """Open the kernel's log at its end. Return None if it cannot be read, or if this process sees other pids."""
+    """Open the kernel's log at its end. Return None if it cannot be read, or if this process does not see the log's pids."""
     try:
         if os.readlink("/proc/self/ns/pid") != FIRST_PID_NAMESPACE:
             return None
