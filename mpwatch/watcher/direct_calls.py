@@ -1,6 +1,6 @@
 """The caller's own thread calls idle ranks directly. Most short calls are over before the watcher thread wakes up.
 
-It takes longer to pass a call to another thread than to run a short function. So the caller's thread first tries it alone:
+Passing a call to another thread takes longer than running a short function. So the caller's thread first tries it alone:
 
     caller's thread: DirectCalls.execute --- CALL ---> ranks --- RETURNED ---> the call is over
                                              |
@@ -10,12 +10,12 @@ It takes longer to pass a call to another thread than to run a short function. S
 
 Rules:
 
-1. While no call is running, the watcher thread offers idle ranks to the caller's threads. It does not read the channels of
-   offered ranks. It withdraws the offer after IDLE_SECONDS without a call.
+1. While no call is running, the watcher thread offers idle ranks to the caller's threads. The watcher thread does not read
+   the channels of offered ranks. After IDLE_SECONDS without a call, it withdraws the offer.
 2. The caller's thread needs a right for each message that it sends or receives (pending_call.py). One call of C takes the
    right, moves the message and records it. So the records are correct wherever an exception interrupts the thread.
 3. Before the watcher thread handles events, it takes all rights that are left. The caller's thread may be in a signal
-   handler, so the watcher thread does not wait for that thread. It only waits for a call of C that has taken a right.
+   handler, so the watcher thread does not wait for that thread. It waits only for a call of C that has taken a right.
 4. An unfinished call belongs to the watcher thread as soon as that thread has taken the rights of the call.
 5. The caller's thread registers its call before it checks whether the ranks are offered. The watcher thread withdraws the
    offer before it reads the registered calls. So at least one of the two threads notices the other thread.

@@ -108,7 +108,7 @@ class EventLoop:
         keep_ranks: whether the ranks stay after a call, for the next call.
         on_outcome_change: is called in this thread, with the state machine, when it becomes clear how an attempt ends. It is
             called again when all ranks of that attempt have exited.
-        on_stall: is called in this thread on several nodes. See CollectiveMonitor. It is None if there is only one node.
+        on_stall: is called in this thread on several nodes. See CollectiveMonitor. `on_stall` is None on a single node.
         on_stop: is called in this thread on several nodes, with the cause of a stop that is requested on this node. It
             returns whether the leader of the job handles the request.
         on_steps_held: is called in this thread on several nodes. See StopAgreements.
@@ -192,7 +192,7 @@ class EventLoop:
                 group.call.observations.append(self._get_observations(group, helpers_oom))
 
     def _make_monitor(self, group: RestartGroup | None) -> CollectiveMonitor:
-        """Make the monitor of the collectives in one group of a WorkerGroup, or in all groups of a run if it is None."""
+        """Make the monitor of collectives in one group of a WorkerGroup, or in all groups of a run if `group` is None."""
 
         def is_checking() -> bool:
             return all(each.machine.are_limits_active() for each in ([group] if group else self._unfinished_groups))
@@ -685,7 +685,7 @@ class EventLoop:
     def _start_call(self, group: RestartGroup, call: PendingCall) -> bool:
         """Prepare the ranks for a call. Return False if the call comes too late, because a rank was lost.
 
-        A call that came too late has no observations when all ranks have ended. So the caller notices it.
+        A call that came too late has no observations when all ranks have ended. So the caller notices that.
         """
         if not group.setups:  # on several nodes, before the first round: the ranks are not known yet
             group.call = call

@@ -1,7 +1,7 @@
 """Handles exceptions of the calling program's signal handlers before and after a run. Runs in the caller's thread.
 
 At these times, mpwatch has not taken the signals over. If a handler raises, the exception appears in the code that is
-running. It could be mistaken for an exception of this code:
+running. So the handler's exception could be mistaken for an exception of this code:
 
 - User code runs while arguments are pickled, return values and exceptions are rebuilt, and observers are called. An
   exception of this code is reported as the failure of an argument, a rank or an observer.
@@ -9,9 +9,9 @@ running. It could be mistaken for an exception of this code:
 
 So the exception is replaced by another exception, which no code handles:
 
-    kernel ---> our handler ---> the host's handler raises: an alarm, for example
+    kernel ---> mpwatch's handler ---> the program's own handler raises: an alarm, for example
                      |
-                     `--> HostHandlerError, which ends the code ---> run_until_handler_raises raises the host's exception
+                     `--> HostHandlerError, which ends the code ---> run_until_handler_raises raises the first exception
 
 So a handler that raises ends slow code at once. No rank has to be stopped in this case.
 """

@@ -81,8 +81,8 @@ class HostSignals:
         # The cause of the first request to stop the ranks, or "" if the call has ended before that. `setdefault` is one
         # operation, so a request and the end of the call agree on which of them was first.
         self._stop_cause: dict[None, str] = {}
-        self.received: list[int] = []  # deferred signals that are still to be delivered to the host's handlers
-        self.handler_error: BaseException | None = None  # the first exception that a handler of the host raised
+        self.received: list[int] = []  # deferred signals that must still be delivered to the program's own handlers
+        self.handler_error: BaseException | None = None  # the first exception that a handler of the program raised
         self.stacks_request: StacksRequest | None = None  # for the last SIGQUIT
         self.is_taken_over = False
         self._has_begun = False  # to take over
@@ -93,7 +93,7 @@ class HostSignals:
         self._caller_wakeup = commands.acquire_caller_wakeup(self)
         self.call: PendingCall | None = None  # of a WorkerGroup; None: the signals are for all ranks
         self._host_handlers: dict[int, Any] = {}
-        self._host_wakeup_fds: list[int] = []  # the wake-up descriptor that the host had, once it has been replaced
+        self._host_wakeup_fds: list[int] = []  # the program's own wake-up descriptor, once it has been replaced
         self.thread_id = threading.get_native_id()
         self.pid = os.getpid()
         self.suspension = suspension
@@ -243,10 +243,10 @@ class HostSignals:
         self._commands.release_caller_wakeup(self._caller_wakeup)
 
     def deliver_received(self) -> None:
-        """Deliver each deferred signal to the program's own handler. That of SIGINT usually raises KeyboardInterrupt.
+        """Deliver each deferred signal to the program's handler. The handler of SIGINT usually raises KeyboardInterrupt.
 
-        This is the last step of every call. In another thread than the main thread, raise KeyboardInterrupt if the call was
-        interrupted.
+        The delivery is the last step of every call. In another thread than the main thread, raise KeyboardInterrupt if the
+        call was interrupted.
         """
         if threading.current_thread() is not threading.main_thread():
             if self.is_taken_over:

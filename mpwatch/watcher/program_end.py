@@ -87,8 +87,8 @@ def _interrupt_after_script() -> None:
 def _interrupt_and_wait() -> None:
     """Interrupt all calls if Ctrl-C has ended Python's wait for the threads. Otherwise end the calls of daemon threads.
 
-    Then wait for these calls. Python does not wait for daemon threads, so a daemon thread that still runs is no sign of
-    Ctrl-C.
+    Then wait for the end of these calls. Python does not wait for daemon threads, so a daemon thread that still runs is no
+    sign of Ctrl-C.
     """
     other_threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     is_interrupted = bool(_list_calls()) and not all(thread.daemon for thread in other_threads)

@@ -48,7 +48,7 @@ class RankQueue:
         self._starting: dict[Ticket, Callable[[], object]] = {}  # granted tickets whose `on_grant` has not returned yet
 
     def enter(self, ticket: Ticket) -> None:
-        """Add a ticket to the queues of its ranks. It may be granted at once."""
+        """Add a ticket to the queues of its ranks. The ticket may be granted at once."""
         with self._lock:
             for rank in ticket.ranks:
                 self._queues[rank][ticket] = None

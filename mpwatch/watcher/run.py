@@ -75,7 +75,7 @@ def run_single_node(
     Args:
         spec: the options of the run.
         make_view: makes the live view.
-        payload: the packed call, which this function closes. If it is None, this function packs the call.
+        payload: the packed call, which this function closes. If `payload` is None, this function packs the call.
         on_start: is called with the BlockingCall before the ranks are started.
 
     Raises LaunchError. Raises the exception of the calling program's handler for a signal that came during the run, such as
@@ -186,7 +186,7 @@ class BlockingCall:
             self._wait(until)
             self._restore_host()
         except BaseException as error:
-            # a Ctrl-C before the signals were taken over: the host's handler has raised it
+            # a Ctrl-C came before the signals were taken over, and the program's own handler has raised
             is_interrupt = isinstance(error, KeyboardInterrupt) and not self.signals.is_taken_over
             self._abort(signal.SIGINT if is_interrupt else signal.SIGTERM, until)
             self.signals.deliver_received()

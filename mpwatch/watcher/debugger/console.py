@@ -5,7 +5,7 @@
     rank <--- "line" --------------- RankSession <--- the user
 
 The rank runs pdb. worker/debugger.py lists the messages. The console itself handles three commands: `ranks`, `rank N` and
-`all COMMAND`. It passes all other lines to the rank.
+`all COMMAND`. The console passes all other lines to the rank.
 
 While a prompt is open, the time limits of the run are suspended and the live view is hidden. The watcher holds back the
 output that it captures, and shows this output before the next prompt.
@@ -330,7 +330,7 @@ class DebuggerConsole:
                 sys.stderr.flush()
 
     def _show_output(self) -> None:
-        """Show what the ranks have printed, and then what pdb has printed in the current rank."""
+        """Show the output of the ranks, and then the output of pdb in the current rank."""
         self._output.drain_all(DRAIN_SECONDS)
         if self._current is not None:
             self._write(self._current.take_output())

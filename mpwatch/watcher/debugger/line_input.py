@@ -45,7 +45,7 @@ def explain_missing_prompt() -> str:
         return "" if getattr(kernel, "_allow_stdin", True) else "this notebook is executed without a user"
     try:
         is_terminal = sys.stdin.isatty()
-    except Exception:  # noqa: BLE001  None, closed, or an object that the host program has put there
+    except Exception:  # noqa: BLE001  None, closed, or an object that the calling program has put there
         is_terminal = False
     return "" if is_terminal else "the program that started the run has neither a terminal nor a notebook"
 

@@ -7,7 +7,7 @@ the same number. Three things can be wrong:
   Such a call can never succeed.
 - ABSENT: ranks wait in a collective, and another rank of the process group has not called it. That rank may still call the
   collective, unless the rank has returned.
-- CROSSED: ranks wait for one another in different collectives. They may still go on if a call was asynchronous.
+- CROSSED: ranks wait for one another in different collectives. These ranks may still go on if a call was asynchronous.
 
 The minority of the ranks is blamed. If the minority is not certain, all ranks that differ are named and no rank is blamed.
 
@@ -16,8 +16,8 @@ itself. So each rank reports its number in its torch world. If two ranks report 
 world. There is also no verdict on process groups whose ranks are unknown.
 
 torch can also compare dumps of the flight recorder (torch.distributed.flight_recorder). But this needs torch in the process
-that compares. It also assumes that the first rank is right, and reports reshaped tensors as a mismatch. So mpwatch has its
-own comparison, and a test compares its verdicts with those of torch.
+that compares. torch also assumes that the first rank is right, and reports reshaped tensors as a mismatch. So mpwatch makes
+its own comparison, and a test compares the verdicts of mpwatch with those of torch.
 """
 
 import math
@@ -327,7 +327,7 @@ def _make_mismatch(
 
 
 def _format_camps(called: Mapping[int, Collective], camps: list[list[int]], read: Reader) -> str:
-    """Return a phrase about the calls of the first camp (a group of ranks), and of the other camps. It has no subject."""
+    """Return a phrase that follows the names of the first camp's ranks. It describes the calls of all camps of ranks."""
     parts = []
     for camp in camps:
         call = called[camp[0]]
@@ -390,7 +390,7 @@ def _find_absent(
 
 
 def _find_closed(keys: list[Key], waiting: Mapping[Key, list[int]], absent_from: Mapping[Key, set[int]]) -> list[Key]:
-    """Return those of the collectives whose ranks wait only for ranks that wait in other collectives of the result."""
+    """Return the collectives in which ranks wait only for ranks that wait in another collective of the returned list."""
     while True:
         in_keys = {rank for key in keys for rank in waiting[key]}
         closed = [key for key in keys if absent_from[key] <= in_keys]

@@ -70,7 +70,7 @@ def diagnose(attempt: AttemptObservations, loaded_values: Mapping[int, "LoadedVa
     """Return the result of an attempt, or of a call, that has ended.
 
     Args:
-        attempt: what was observed.
+        attempt: the observations of the attempt.
         loaded_values: the return values, if they have been rebuilt already.
     """
     _correct_collectives(attempt)
@@ -271,8 +271,8 @@ def _was_reported(failure: ProcessFailure) -> bool:
 def _is_explained(attempt: AttemptObservations, failures: Failures, verdict: CollectiveVerdict) -> bool:
     """Return whether the collectives that did not fit are the root cause, because no rank has failed for its own reason.
 
-    gloo ends a rank by abort() if its peers send another number of bytes. That is a consequence of a mismatch. A rank that
-    is only late cannot break a connection. So such a rank is the cause only if other ranks have timed out.
+    gloo ends a rank by abort() if its peers send another number of bytes. Such an end is a consequence of a mismatch. A rank
+    that is only late cannot break a connection. So such a rank is the cause only if other ranks have timed out.
     """
     if attempt.stop_reason is not StopReason.FAILED or (attempt.silent_ranks and verdict.kind is not VerdictKind.MISMATCH):
         return False

@@ -33,7 +33,7 @@ class RankObservations:
     answer: Message | None = None
     """The message RETURNED, RAISED or LOAD_FAILED."""
     answer_received_at: float | None = None
-    """When the watcher received `answer`. This is later than the time stamp of the message."""
+    """When the watcher received `answer`. This time is later than the time stamp of the message."""
     details: bytes = b""
     """The pickled parts of a reported exception."""
     local_variables: bytes = b""

@@ -2,9 +2,9 @@
 
 A rank that died of a SIGKILL that the watcher did not send is a *suspect*. There are two sources of evidence:
 
-1. The kernel's log, /dev/kmsg. It names the pid of each process that the OOM killer killed. If the log can be read, only the
-   log decides: the OOM killer has killed exactly the suspects that it names. The log can be read only with the necessary
-   rights, and only if this process sees the kernel's own pids. In most containers it cannot be read.
+1. The kernel's log, /dev/kmsg, names the pid of each process that the OOM killer killed. If the log can be read, only the
+   log decides: the OOM killer has killed exactly the suspects that the log names. The log can be read only with the
+   necessary rights, and only if this process sees the kernel's own pids. In most containers the log cannot be read.
 2. The counter `oom_kill` of this process's memory cgroup. The kernel increments it before it kills. The counter is used if
    the log cannot be read:
    - If the counter rose by at least the number of suspects of one wake-up, this is the proof for each suspect.
@@ -55,7 +55,7 @@ class OomDetector:
         self._stack.close()
 
     def add_suspects(self, suspects: Iterable[RankObservations]) -> None:
-        """Record the suspects of one wake-up, and what the counters show now.
+        """Record the suspects of one wake-up, and the present values of the counters.
 
         Call this right after the deaths, so that the rise of the counters belongs to these ranks.
         """

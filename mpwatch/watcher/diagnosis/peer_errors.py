@@ -105,7 +105,7 @@ HINT_WORDS = re.compile(
 def classify_exception(encoded: bytes) -> PeerErrorKind | None:
     """Return the most certain kind of peer error in a reported exception and its causes, or None if there is no peer error.
 
-    This reads class names and texts only. It unpickles nothing.
+    This function reads only class names and texts. It unpickles nothing.
     """
     kinds = [kind for header in decoder.read_cause_chain(encoded) if (kind := _classify_header(header)) is not None]
     return min(kinds, key=lambda kind: kind in (PeerErrorKind.POSSIBLY_PEER, PeerErrorKind.HINT), default=None)

@@ -45,7 +45,7 @@ class StackDumpParser:
         self.main_thread = 0  # the identifier of the rank's main thread; 0 until the rank is ready
 
     def feed(self, data: bytes) -> None:
-        """Add what was read from the pipe."""
+        """Add bytes that were read from the pipe."""
         self._data += data[: MAX_BYTES - len(self._data)]
 
     def mark_ready(self, main_thread: int) -> None:

@@ -41,7 +41,7 @@ class StateMachine:
     """The state machine of one restart group, for all its generations and calls.
 
     Args:
-        ranks: global ranks of the group; empty if they are not known before the first Restart.
+        ranks: global ranks of the group. There are none if the ranks are unknown before the first Restart.
         now: the current time, in seconds on the clock of all later times.
         grace_period: seconds between SIGTERM and SIGKILL. A rank has the same time to exit after it has returned.
         start_timeout: seconds for a rank to become ready.
@@ -141,7 +141,7 @@ class StateMachine:
 
     @property
     def interrupt_cause(self) -> m.InterruptCause:
-        """The cause of the first interrupt of the call. It has no meaning if `signum` is None."""
+        """The cause of the first interrupt of the call. This cause has no meaning if `signum` is None."""
         return m.InterruptCause.SIGNAL if self._first_interrupt is None else self._first_interrupt.cause
 
     def are_limits_active(self) -> bool:

@@ -5,9 +5,9 @@ Read this file first. state_machine.py applies it, and nothing else changes the 
 Rules:
 
 1. Each rank is in one `RankPhase`. `TRANSITIONS` lists the events that are legal in each phase, and the next phase.
-2. An event that is not in the table raises IllegalEventError with the event and the phase. It is a bug in mpwatch.
-3. All ranks of a restart group together are in one `RunStage`, and have one StateMachine. Its methods change the stage, as
-   in the second drawing.
+2. An event that is not in the table raises IllegalEventError with the event and the phase. This error is a bug in mpwatch.
+3. All ranks of a restart group together are in one `RunStage`, and have one StateMachine. The methods of the StateMachine
+   change the stage, as in the second drawing.
 4. Each event of a rank carries a `generation`, which counts the starts of the rank from 0. The machine ignores events of an
    earlier generation, since they come from a process that no longer matters.
 5. The machine has no clock, pid, pipe or signal. Events and times come in, actions go out.
@@ -342,7 +342,7 @@ Action = StartRank | CallRank | RequestExit | DumpStacks | RequestCollectives | 
 
 
 class IllegalEventError(Exception):
-    """An event is not legal in the present phase or stage. This is a bug in mpwatch."""
+    """An event is not legal in the present phase or stage. Such an event is a bug in mpwatch."""
 
 
 # What a rank still sends while it is being stopped is evidence for the diagnosis. It does not change the phase.

@@ -57,9 +57,9 @@ class CollectiveMonitor:
         is_checking: returns whether a call is running and its limits are not suspended.
         call_at: calls a function in this thread at a time of CLOCK_MONOTONIC.
         end_call: passes an event to the state machines.
-        on_stall: is called on several nodes when the stalled ranks of this node have changed. Its arguments are the
-            collectives of the ranks, or an empty dict if no rank is stalled, and the ranks that have returned. It is None
-            if there is only one node.
+        on_stall: is called on several nodes when the stalled ranks of this node have changed. It gets the collectives of all
+            ranks, which are empty if no rank is stalled, and the ranks that have returned. `on_stall` is None on a single
+            node.
         may_call_again: whether the ranks stay for further calls.
         clock: returns the time of CLOCK_MONOTONIC. A test can replace it.
     """

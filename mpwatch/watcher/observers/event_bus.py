@@ -83,7 +83,7 @@ class EventBus:
 
         Args:
             spec: options of the run or the WorkerGroup.
-            fn: name of the function; empty for a WorkerGroup, which can be called several times.
+            fn: name of the function. It is empty for a WorkerGroup, which can call several functions.
         """
         assert isinstance(spec.nprocs, int)  # see GroupSpec
         self._has_started = True

@@ -56,7 +56,7 @@ def no_view() -> None:
 
 
 class ViewDriver:
-    """Updates the view of one call. Only the caller's thread uses it. Its methods raise only exceptions that end the run."""
+    """Updates the view of one call, in the caller's thread. The methods raise only exceptions that end the run."""
 
     def __init__(self, make_view: MakeView, commands: CommandQueue, pending_call: PendingCall) -> None:
         self._commands = commands

@@ -1,7 +1,7 @@
 """The output thread: reads the ranks' pipes, writes the log files, and writes to the caller's streams.
 
-No other thread does this work. Other threads give jobs to this thread (`post`). It runs jobs and reads pipes one after
-another, so it needs no locks. Bytes that it has read take this way:
+No other thread does this work. Other threads give jobs to this thread (`post`). The output thread runs jobs and reads pipes
+one after another, so it needs no locks. The bytes from a pipe take this way:
 
     OutputPipe.read --> StderrTail.feed (stderr) --> log file --> OutputMultiplexer.feed --> Sink.write (the caller's stream)
 """

@@ -1,7 +1,7 @@
 """Finds out whether torch may find a GPU or another accelerator in a rank. Runs in the watcher.
 
-This module reads files and does not import torch, because the import takes a second. It may find an accelerator that torch
-cannot use. But if this module finds no accelerator, torch finds none either. The GPU of a Mac does not count, because no
+This module reads files and does not import torch, because the import takes a second. This module may find an accelerator
+that torch cannot use. But if it finds no accelerator, torch finds none either. The GPU of a Mac does not count, because no
 backend of torch.distributed supports it, and accelerate does not use it with several processes.
 """
 

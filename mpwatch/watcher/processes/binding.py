@@ -38,8 +38,8 @@ def bind_rank(
 ) -> Binding:
     """Return the CPUs of a rank.
 
-    If `bind` is a function, mpwatch does not know the CPUs of the other ranks. It then assumes that no other rank uses the
-    CPUs of this rank.
+    If `bind` is a function, mpwatch does not know the CPUs of the other ranks. Then mpwatch assumes that no other rank uses
+    the CPUs of this rank.
 
     Args:
         bind: the option.

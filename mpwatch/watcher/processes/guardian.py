@@ -1,6 +1,6 @@
 """Starts the guardian process and sends it orders. Runs in the watcher thread.
 
-The guardian carries out the orders if the calling program is killed. It kills process groups, and restores a terminal.
+If the calling program is killed, the guardian carries out the orders. It kills process groups, and restores a terminal.
 guardian/main.py has the format of the orders.
 """
 

@@ -7,7 +7,7 @@ event_loop.py executes the action. `RankPopen.send_signal_to_group` calls killpg
 goes only to the rank itself (`ProcessPool.interrupt_call`).
 
 A rank is an ordinary multiprocessing.Process of the spawn context. So it is in `multiprocessing.active_children()`, and any
-thread may join it. Its start differs from the start by multiprocessing in three points:
+thread may join it. The start of a rank differs from the start of other such processes in three points:
 
 - The child does not import `__main__` again. The start does not set the start method of the calling program.
 - Before its first instruction, the child already leads its own process group, so a signal also reaches the processes that it
@@ -310,7 +310,7 @@ class _WatchedProcess(RankProcess):
 def _fill_pipe(pipe: int, data: bytes) -> None:
     """Write all data before the pipe has a reader. A later write would wait for the child.
 
-    That wait would never end if the child died meanwhile.
+    The wait would never end if the child died meanwhile.
     """
     os.set_blocking(pipe, False)
     size = grow_pipe(pipe, len(data)) or DEFAULT_PIPE_SIZE

@@ -13,7 +13,7 @@
     sentinel, multiprocessing's pipe         by RankPopen, in `reap` and `abandon`
     pipes of stdout and stderr, log files    by the output thread, after RankOutput.end_rank
 
-A helper is a process that a rank started in its process group. It is killed when the rank is reaped.
+A helper is a process that a rank started in its process group. Helpers are killed when the rank is reaped.
 
 Guarantee: when the pool is closed, every rank that it started is dead and reaped, and every descriptor that it opened is
 closed. There are two exceptions, and each of them is logged: a rank that SIGKILL does not end, and a dead rank that a
@@ -192,7 +192,7 @@ class ProcessPool:
             ) from error
 
     def read_black_box(self, handle: RankHandle) -> list[Message]:
-        """Return the messages that a dead rank could not send. It has written them to its part of the shared memory."""
+        """Return the messages that a dead rank could not send, and has written to its part of the shared memory instead."""
         rank = handle.observations.worker.rank
         try:
             return read_black_box(self._slots_fd, self._slots[rank])

@@ -1,11 +1,11 @@
-"""The one place where the watcher thread waits. It returns descriptors in the order in which they became ready.
+"""The one place where the watcher thread waits. `Selector` keeps the order in which descriptors became ready.
 
 `multiprocessing.connection.wait` waits on one selector instead of on every descriptor, for two reasons:
 
 - A poll set that is built for each wake-up costs time for every descriptor, even if only one descriptor is ready.
 - The kernel's own set (epoll) lists descriptors in the order in which they became ready. A rank that died before another
   rank sent a message comes first, even if the watcher reads late. If a listed descriptor becomes ready again before it is
-  read, it keeps its place. So it may come too early, but never too late.
+  read, it keeps its place. So a descriptor may come too early in this order, but never too late.
 """
 
 import selectors

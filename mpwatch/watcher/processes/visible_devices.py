@@ -139,7 +139,7 @@ def _count_up(devices: Sequence[object]) -> list[str]:
 def _parse_list(value: str, count: int | None) -> list[str]:
     """Return the entries that CUDA and ROCm use of a list of devices. They use no entry if two entries are equal.
 
-    They ignore everything after a wrong entry. torch does the same (`_parse_visible_devices` in torch/cuda).
+    CUDA and ROCm ignore everything after a wrong entry. torch does the same (`_parse_visible_devices` in torch/cuda).
 
     Args:
         value: the list.

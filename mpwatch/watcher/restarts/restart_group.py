@@ -3,8 +3,8 @@
 In a WorkerGroup, the ranks of each call are one RestartGroup. The ranks without a call are another RestartGroup.
 
 This module runs in the watcher thread. A RestartGroup has the state machine of its ranks, their environments and their
-observations, and it publishes their events. It does nothing to the processes, because the event loop executes the actions of
-the state machine.
+observations, and it publishes their events. A RestartGroup does nothing to the processes, because the event loop executes
+the actions of the state machine.
 """
 
 import math

@@ -208,7 +208,7 @@ class RunController(Generic[T]):
     def end_with_error(self, error: BaseException) -> None:
         """Publish that the run has ended with an error that is not the failure of a rank.
 
-        The error may be a LaunchError, or an exception in the caller's thread. It gets a note that names earlier failures.
+        The error may be a LaunchError, or an exception in the caller's thread. A note of the error names earlier failures.
         """
         failed = [attempt for attempt in self._attempts if attempt.root_cause is not None]
         if failed and isinstance(error, Exception):
