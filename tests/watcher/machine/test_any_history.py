@@ -428,7 +428,6 @@ class History(RuleBasedStateMachine):
             assert not result.root_cause.is_secondary
         str(result)
 
-
     def ended_at(self, rank, default):
         """Return when the rank answered or died. The default is for a rank that has done neither."""
         it = self.observed[rank]
