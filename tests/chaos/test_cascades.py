@@ -8,4 +8,4 @@ from support.thoroughness import choose
 
 @pytest.mark.timeout(1800)
 def test_the_cause_of_a_cascade_is_found():
-    assert run_cascades(choose(20, 1000)) == []
+    assert run_cascades(choose(12, 1000)) == []

@@ -377,11 +377,11 @@ def test_an_error_in_mpwatch_leaves_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("what", "stride", "chaos_stride"),
     [
-        ("run", 53, 13),
+        ("run", 97, 13),
         pytest.param("run", 13, 1, marks=pytest.mark.slow),
-        ("submit", 53, 1),
-        ("direct", 149, 1),
-        ("calls", 149, 3),
+        ("submit", 97, 1),
+        ("direct", 199, 1),
+        ("calls", 199, 3),
         pytest.param("suspended", 53, 3, marks=pytest.mark.slow),
         pytest.param("group", 53, 1, marks=pytest.mark.slow),
         pytest.param("printing", 375, 7, marks=pytest.mark.slow),
