@@ -234,7 +234,7 @@ class WorkerGroup:
         that ends stops the ranks, and does not wait for the call.
 
         Args:
-            fn: the function. All arguments are those of `run`.
+            fn: the function. All arguments mean the same as in `run`.
             args: positional arguments.
             kwargs: keyword arguments.
             timeout: limit for this call in seconds, from its beginning.

@@ -67,7 +67,7 @@ def make_typed_storage(storage: Any, dtype: Any) -> Any:
 FLIGHT_RECORDERS = ("_dump_fr_trace", "_dump_nccl_trace")
 DYNAMIC_RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 
-# The names below are those of torch. At run time `__getattr__` finds them.
+# The names below are names of torch. At run time `__getattr__` finds them.
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
@@ -172,8 +172,9 @@ def read_flight_recorder() -> list[dict[str, Any]]:
 
     Without the stacks: to read one torch imports torch._inductor, which takes a second and more.
 
-    `_dump_fr_trace` has those of gloo, `_dump_nccl_trace` those of NCCL. If one goes, the verdict on a hang rests on stacks
-    alone. 2.13 has both, if it was built with NCCL. 2.4 to 2.9 have the second one, and record nothing of gloo.
+    `_dump_fr_trace` returns the collectives of gloo, `_dump_nccl_trace` the collectives of NCCL. Without them, the verdict
+    on a hang depends on stacks alone. torch 2.13 has both, if it was built with NCCL. torch 2.4 to 2.9 have only
+    `_dump_nccl_trace`, and record no collectives of gloo.
     """
     bindings: Any = import_module("torch._C._distributed_c10d")
     entries: list[dict[str, Any]] = []

@@ -65,7 +65,7 @@ class NodeOutcome:
         return cls(data, buffers)
 
     def unpack(self) -> "mpwatch.RunResult[Any] | Exception":
-        """Return the result or the error. Arrays can be written to, as those of `mpwatch.run`."""
+        """Return the result or the error. Its arrays can be written to, as in a result of `mpwatch.run`."""
         buffers = [bytearray(b) if memoryview(b).readonly else b for b in self.buffers]  # an engine may have shared memory
         outcome: mpwatch.RunResult[Any] | Exception = pickle.loads(self.data, buffers=buffers)
         return outcome

@@ -51,7 +51,7 @@ class _RunState:
         return self.started.ranks if self.met is None else self.met.ranks
 
     def meet(self, event: RendezvousCompleted) -> None:
-        """Forget the ranks of the last attempt, and note those of the new attempt. Keep the number of restarts left."""
+        """Replace the ranks of the last attempt by the ranks of the new attempt. Keep the number of restarts left."""
         left = self.remaining
         self.met = event
         self.restarts_left = dict.fromkeys(event.ranks, left)

@@ -64,7 +64,8 @@ def run(
         nodes: the number of nodes, or the least and the greatest number.
         workers: the addresses of the workers that may be nodes, of any host. None: all workers.
         resources: resources of the worker that each node takes, such as `{"GPU": 4}`. See "worker resources" of Dask.
-        address: of this process, to which the nodes connect. None: that of the interface that leads to the scheduler.
+        address: the address of this process, to which the nodes connect. If it is None, this is the address of the network
+            interface that leads to the scheduler.
         join_timeout: seconds that nodes wait for each other, and for the cluster to have enough workers.
         options: other options of `mpwatch.cluster.run`.
 
@@ -109,7 +110,8 @@ class DaskEngine:
         least: the least number of nodes.
         workers: the addresses of the workers that may be nodes. None: all, and one of each host if there are several hosts.
         resources: of the worker that each node takes.
-        address: of this process. None: that of the interface that leads to the scheduler.
+        address: the address of this process. If it is None, this is the address of the network interface that leads to the
+            scheduler.
         seconds: how long to wait for enough workers.
         stop_seconds: how long a node may need to end after it has lost the driver.
 

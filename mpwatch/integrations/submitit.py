@@ -124,12 +124,12 @@ def run(
 
 
 class Job:
-    """A function for `executor.submit`, with an executor of several nodes and one task a node.
+    """A function that you pass to `executor.submit`. The executor must start one task on each of its nodes.
 
     Each task runs the ranks of its node with `mpwatch.run`, and returns their RunResult. `job.results()` of submitit returns
-    those of all tasks. After the signal of submitit the ranks save and return, as `mpwatch.should_stop` asks them to, and
-    submitit queues the job again. It then begins again with the same arguments. Give ranks the time that saving takes with
-    the parameter `slurm_signal_delay_s` of the executor.
+    the list of all these results. When SLURM sends submitit's signal, `mpwatch.should_stop` returns True in the ranks, so
+    that they save and return. submitit then queues the job again, with the same arguments. The parameter
+    `slurm_signal_delay_s` of the executor should be the time that saving takes.
 
     Example:
         executor.update_parameters(nodes=4, tasks_per_node=1, timeout_min=60, slurm_signal_delay_s=120)
@@ -347,7 +347,7 @@ class SubmititEngine:
 
 
 def _find_kind(executor: submitit.Executor) -> str:
-    """Return the name of the cluster of an executor: "slurm", "local", or that of a plugin."""
+    """Return the name of the cluster of an executor: "slurm", "local", or the name of a plugin."""
     if not isinstance(executor, submitit.Executor):
         raise TypeError(f"executor must be an executor of submitit, such as AutoExecutor, not {type(executor).__name__}")
     kind = executor.cluster if isinstance(executor, submitit.AutoExecutor) else executor.name()

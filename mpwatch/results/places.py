@@ -61,7 +61,7 @@ def format_location(stacks: str) -> str:
 
 
 def format_raise_location(error: BaseException) -> str:
-    """Return the place of the innermost frame of user code. Without user code, return that of the innermost frame."""
+    """Return the place of the innermost frame of user code. Without user code, use the innermost frame."""
     trace = get_builtin_attribute(error, "__traceback__")
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(trace)]
     if not frames:

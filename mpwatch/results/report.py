@@ -250,7 +250,7 @@ def format_not_ready(start_timeout: float) -> str:
 
 
 def format_likely_oom(clue: str) -> str:
-    """Return a phrase that says why the out-of-memory killer has probably killed a rank, if there is no proof."""
+    """Return a phrase with the evidence that the out-of-memory killer has killed a rank. The evidence is not a proof."""
     return f"likely the out-of-memory killer: {clue}"
 
 

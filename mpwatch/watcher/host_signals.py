@@ -1,4 +1,4 @@
-"""Take over the signals of the calling program during a run. Runs in the caller's thread.
+"""Installs mpwatch's signal handlers during a run, and then restores the calling program's. Runs in the caller's thread.
 
 During a run no handler raises an exception in the caller's thread:
 
@@ -85,7 +85,7 @@ class HostSignals:
         self.handler_error: BaseException | None = None  # the first exception that a handler of the program raised
         self.stacks_request: StacksRequest | None = None  # for the last SIGQUIT
         self.is_taken_over = False
-        self._has_begun = False  # to take over
+        self._has_begun = False  # to install the signal handlers
         self.is_in_user_code = False  # which may take any time
         self.is_drawing = False  # the live view, which takes a short time, and must not be left incomplete
         self.is_at_prompt = False  # of a debugger: Ctrl-C raises KeyboardInterrupt at once
@@ -215,7 +215,7 @@ class HostSignals:
         self._forward_wakeups()
 
     def wait_for_wakeup_until(self, deadline: float) -> bool:
-        """Do what `wait_for_wakeup` does, before the signals are taken over.
+        """Wait as `wait_for_wakeup` does. The caller's thread uses it before mpwatch's signal handlers are installed.
 
         Return False when `deadline` (CLOCK_MONOTONIC) has passed.
         """

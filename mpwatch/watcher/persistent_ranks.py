@@ -130,8 +130,8 @@ class PersistentRanks:
 
         Return None if only some ranks are called, but the process group was lost with a rank. See `lacks_process_group`.
 
-        Raises LaunchError. Raises ValueError if a signal of the options cannot be taken over. Raises the exception of the
-        calling program's handler for a signal that came during the call.
+        Raises LaunchError. Raises ValueError if mpwatch cannot install its handler for a signal of the options. If a signal
+        came during the call and the calling program's handler raises an exception, this method raises the same exception.
         """
         __tracebackhide__ = True  # see mpwatch.run
         if threading.current_thread() is threading.main_thread():
@@ -249,7 +249,7 @@ class PersistentRanks:
                 setups += run_until_handler_raises(partial(watcher_thread.prepare_restart, [rank], counts[rank] + 1))
         with self._lock:
             self._restart_count += len(ranks)
-            workers = (*self.workers, *(setup.worker for setup in setups))  # a later one replaces that of the same rank
+            workers = (*self.workers, *(setup.worker for setup in setups))  # a later Worker replaces an earlier one
             self.workers = tuple({worker.rank: worker for worker in workers}.values())
         watcher_thread.commands.post(StartLostRanks(setups))
 

@@ -19,8 +19,8 @@ Guarantees:
 - The wait of the watcher thread always ends, because the caller's thread releases `is_over` even after an exception.
 - A process that was already stopped before the suspension stays stopped.
 
-To stop itself, the program raises SIGTSTP with the default action. The kernel ignores the signal in an orphaned process
-group, such as that of `ssh -t host python x.py`, because no shell could continue the program. The ranks go on then.
+To stop itself, the program raises SIGTSTP with the default action. In an orphaned process group, the kernel ignores the
+signal, because no shell could continue the program. `ssh -t host python x.py` makes such a group. The ranks go on then.
 """
 
 import os

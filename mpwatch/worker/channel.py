@@ -184,7 +184,7 @@ def _read_identity(fd: int) -> tuple[int, int]:
 def _write_startup_output(fds: list[int]) -> None:
     """Write to the rank's stderr what the interpreter printed before this stderr was set up.
 
-    This code runs in the rank, because writing blocks while no process reads. The watcher must not block.
+    The rank does this and not the watcher, because a write blocks while no process reads. The watcher must not block.
     """
     for fd in fds:
         with open(fd, "rb") as file:

@@ -237,7 +237,7 @@ def _has_lost_records(recorded: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _find_call_of_main_thread(entries: list[dict[str, Any]], calls: list[Collective], frames: list[FrameType]) -> int | None:
-    """Return the index of the collective in which the main thread waits, or None if it waits in none of them.
+    """Return the index of the collective in which the main thread waits. Return None if it does not wait in a collective.
 
     Other threads may have called some of these collectives.
     """

@@ -83,7 +83,7 @@ def current_worker() -> Worker:
 def choose_part(count: int) -> int:
     """Return the index of this rank's value among the `count` values of a PerRank.
 
-    Raises ValueError if `count` is neither the number of ranks of the job nor that of this node.
+    Raises ValueError if `count` is neither the number of ranks of the job nor the number of ranks of this node.
     """
     worker = current_worker()
     if count == worker.world_size:

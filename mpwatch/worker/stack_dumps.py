@@ -43,7 +43,7 @@ _crash_file: weakref.ref[CrashFile]  # the reference is dead if the function has
 
 
 def register_stack_dumps(pipe: int) -> int:
-    """Let all stack dumps be written into this pipe. Return the identifier that the main thread has in the dumps.
+    """Make this rank write all its stack dumps into this pipe. Return the identifier of the main thread in the dumps.
 
     faulthandler writes the stack of the crashed thread on SIGSEGV, SIGFPE, SIGABRT, SIGBUS and SIGILL. If the function
     enables faulthandler itself, the stack of a crash goes where the function wants it.

@@ -53,14 +53,14 @@ DESCRIPTIONS = {  # whole sentences, in place of the notes in measures.py
         "8 ranks call a function that does not use torch. The calling script has 2 s of imports that the function does not need"
     ),
     "start_torch": "4 ranks call a function that imports torch first",
-    "args": "4 ranks get an array of 256 MB as argument",
+    "args": "Each of 4 ranks gets the same array of 256 MB as an argument",
     "result": "Each of 4 ranks returns an array of 64 MB",
     "result_tensor": "Each of 4 ranks returns a tensor of 64 MB",
     "raise": "One of 8 ranks raises an exception, while the other ranks sleep",
     "sigkill": "One of 8 ranks is killed, while the other ranks sleep",
     "restart": "One of 8 ranks is killed, while the other ranks sleep. Then all ranks are restarted once",
     "warm": "4 ranks that are already running call a function that does nothing",
-    "warm_args": "4 ranks that are already running get an array of 256 MB as argument",
+    "warm_args": "Each of 4 ranks that are already running gets the same array of 256 MB as an argument",
     "tee": (
         "Each of 8 ranks prints 500,000 lines of 100 bytes, one by one. The lines go to a file, and with a prefix to the "
         "caller's stdout"

@@ -1,4 +1,4 @@
-"""The part of the plugin in pytest's own process, which is the watcher. It calls the ranks for each marked test.
+"""This part of the plugin runs in pytest's own process, which is the watcher. It calls the ranks for each marked test.
 
 `redirect_to_ranks` replaces the body of a marked test by `_run_test`. `_run_test` uses the module's `ModuleGroup` for the
 options of the test, or starts a new one. It raises the exception of the ranks. `rank_session` is the plugin's part in the

@@ -152,8 +152,8 @@ class DynamicRendezvous:
     def _last_call(self) -> timedelta:
         """Return how long a round waits for more nodes when the minimum number of nodes has joined.
 
-        It does not wait if all expected nodes have joined and no other node waits. A node that was not in the previous round
-        does not count as expected.
+        The time is zero if all expected nodes have joined, unless another node waits to join. A node that was not in the
+        previous round does not count as expected.
         """
         state = self._state
         returned = state.participants.keys() & (self._previous_nodes or state.participants.keys())

@@ -26,7 +26,7 @@ from mpwatch.watcher.observers.deferred_log import DeferredLog
 
 KERNEL_LOG = "/dev/kmsg"
 RECORD_SIZE = 8192  # bytes
-# The PID namespace whose pids are those of the log: PROC_PID_INIT_INO in the kernel's sources.
+# The kernel's log has the pids of this PID namespace: PROC_PID_INIT_INO in the kernel's sources.
 FIRST_PID_NAMESPACE = "pid:[4026531836]"
 KILLED = re.compile(r"((?:Memory cgroup o|O)ut of memory.*?: Killed process (\d+) \(.*?\).*?anon-rss:\d+kB)")
 

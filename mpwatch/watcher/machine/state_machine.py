@@ -99,7 +99,7 @@ class StateMachine:
 
     @property
     def state(self) -> WorkerState:
-        """The state of these ranks together. The final states come from the diagnosis, not from here."""
+        """One state that describes all ranks of this machine. The diagnosis, not this property, finds the final states."""
         if self.stage in (RunStage.IDLE, RunStage.RUNNING, RunStage.AWAITING_ROOT_CAUSE):
             if self.phase_table.counts[RankPhase.STARTING]:
                 return WorkerState.INIT

@@ -132,7 +132,10 @@ class RestartGroup:
     def observations(
         self, *, hostname: str, helpers_oom: str, collective_verdict: CollectiveVerdict | None
     ) -> AttemptObservations:
-        """Return the observations of the ranks since their last start. In a WorkerGroup, return those of the last call."""
+        """Return the observations of the ranks since their last start.
+
+        In a WorkerGroup, return the observations of the last call.
+        """
         machine, spec, now = self.machine, self._spec, time.monotonic()
         return AttemptObservations(
             ranks=dict(self.observed),
