@@ -1,4 +1,4 @@
-"""`RunHandle` and `CallHandle`. Each is a future of a run, or of a call of a WorkerGroup, in a thread of its own."""
+"""`RunHandle` is the future of a run, `CallHandle` of a call of a WorkerGroup. Each run or call has its own thread."""
 
 import os
 import threading

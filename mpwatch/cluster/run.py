@@ -1,4 +1,4 @@
-"""`run`: the entry of a job on a cluster. It checks the options, and makes the store and the driver."""
+"""`run` runs a job on a cluster. It checks the options, and makes the store and the driver."""
 
 import secrets
 import signal
@@ -74,7 +74,7 @@ def run(
             `forward_signals`.
 
     Raises:
-        RunFailedError: a rank failed. `__cause__` is the rank's own exception, of whichever node. Or all nodes were lost.
+        RunFailedError: a rank of any node failed, or all nodes were lost. `__cause__` is the rank's own exception.
         LaunchError: the nodes could not be started, or have not met in time. Or fn or its arguments cannot be pickled.
         TypeError, ValueError: an option is not valid.
         KeyboardInterrupt: Ctrl-C. All ranks were stopped as by `mpwatch.run`. Its note says where each rank was.
@@ -158,7 +158,7 @@ def _serve_store(address: str, run_id: str) -> Any:
 
 
 def _raise_interrupt(interrupt: KeyboardInterrupt, result: mpwatch.RunResult[Any] | None) -> None:
-    """Raise it with what is known of the ranks, as `mpwatch.run` does."""
+    """Raise the KeyboardInterrupt. As with `mpwatch.run`, its note or its cause says what happened to the ranks."""
     if result is not None and result.state is mpwatch.WorkerState.FAILED:
         raise interrupt from make_error(result)
     if result is not None and result.state is mpwatch.WorkerState.STOPPED:

@@ -1,11 +1,12 @@
 """Run one job on the workers of a Dask cluster, from one call: `mpwatch.integrations.dask.run(client, train, 4, nodes=2)`.
 
-The package mpwatch/cluster says how the driver and the nodes work together. This module starts the nodes: each is a task of
-Dask that is bound to one worker. The task runs in a thread of the worker, so the worker's heartbeats go on. It does not
-secede: it keeps its thread until the end, so Dask knows that the worker is busy. The ranks are children of the worker's
-process.
+mpwatch/cluster/__init__.py describes how the driver and the nodes work together. This module starts the nodes. Each node is
+a Dask task that is bound to one worker. The task runs in a thread of the worker, so the worker's heartbeats go on. It does
+not call `secede`, but keeps its thread until the end, so Dask knows that the worker is busy. The ranks are children of the
+worker's process.
 
-Dask would wait for a lost worker, because the task is bound to it. So the engine itself looks which workers there are.
+If a worker is lost, Dask would wait for this worker, because the task is bound to it. So the engine itself checks which
+workers exist.
 """
 
 import asyncio
@@ -54,8 +55,8 @@ def run(
 
     Each node of the job is a Dask worker, and the ranks are children of the worker's process. If the workers are on several
     hosts, each node has a host of its own. The workers need mpwatch and the modules of the function, as for any task, and
-    must be able to connect to this process. Dask sets OMP_NUM_THREADS to 1 in its workers, and ranks inherit that unless the
-    option `env` has another number.
+    must be able to connect to this process. Dask sets OMP_NUM_THREADS to 1 in its workers, and the ranks inherit this value.
+    To change it, use the option `env`.
 
     Args:
         client: of the cluster. It is not asynchronous.
@@ -149,7 +150,7 @@ class DaskEngine:
         self._wait_for_workers(least, seconds)
 
     def start(self, call: Callable[[], cluster.NodeOutcome], number: int) -> "Future[cluster.NodeOutcome]":
-        """Call it in a task, on a worker of its own."""
+        """Execute the call in a task, on a worker of its own."""
         if self._client.status == "running":
             self._futures[number] = self._begin(self._execute(cloudpickle.dumps(call), number))
         else:
@@ -290,7 +291,7 @@ _was_daemon = False
 
 
 def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
-    """Return the outcome in types that Dask sends with any pickle protocol."""
+    """Execute the call. Return its outcome in types that Dask sends with any pickle protocol."""
     with _allow_children(key):
         outcome: cluster.NodeOutcome = pickle.loads(call)()
     return outcome.data, [bytearray(buffer) for buffer in outcome.buffers]
@@ -298,9 +299,9 @@ def _call(key: str, call: bytes) -> tuple[bytes, list[bytearray]]:
 
 @contextmanager
 def _allow_children(key: str) -> Iterator[None]:
-    """Let this process start ranks, also if it is a daemonic one of multiprocessing, as the workers of a nanny are.
+    """Let this process start ranks even if it is a daemonic process of multiprocessing, such as the worker of a Dask nanny.
 
-    Such a process may have no children, since it would not wait for them at its end. Ranks end with their watcher anyway.
+    Python does not let a daemonic process have children, since it does not wait for them. But ranks end with their watcher.
     """
     global _was_daemon
     process = multiprocessing.current_process()

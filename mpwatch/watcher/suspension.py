@@ -1,4 +1,4 @@
-"""Suspend the ranks together with the program (Ctrl-Z, SIGTSTP), and continue them with it (`fg`, `bg`, SIGCONT).
+"""Suspend the ranks when the program is suspended (Ctrl-Z, SIGTSTP). Continue them when it continues (`fg`, SIGCONT).
 
     caller's thread                                       watcher thread
     ---------------                                       --------------
