@@ -65,9 +65,9 @@ def run(
     """Call `fn(*args, **kwargs)` in `nprocs` processes, watch them until they exit, and return their results.
 
     Every rank is a child process of this process. At the first failure the other ranks are stopped. When `run` returns or
-    raises, every rank is dead and reaped, and so is every process that a rank has started in its process group. If `run` was
-    called in the main thread, Ctrl-Z (SIGTSTP) suspends the ranks together with this process until SIGCONT. The limits do
-    not count the time of the suspension.
+    raises, every rank is dead and reaped. Every process that a rank has started in its process group is dead and reaped,
+    too. If `run` was called in the main thread, Ctrl-Z (SIGTSTP) suspends the ranks together with this process until
+    SIGCONT. The limits do not count the time of the suspension.
 
     Args:
         fn: any callable that can be pickled by cloudpickle: a function of a module, a script or a notebook cell, a lambda,

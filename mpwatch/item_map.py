@@ -337,7 +337,7 @@ class ItemMap:
                     yield waiting.pop(self._next_index - 1)
 
     def run(self) -> Generator[IndexedValue, None, None]:
-        """Yield the index of each item with its value or ItemFailure, as soon as that is there."""
+        """Yield the index of each item with its value or ItemFailure, as soon as the value or ItemFailure is there."""
         with ExitStack() as stack:
             self._group = stack.enter_context(_ItemGroup(scope="worker", check=False, progress=False, **self._options))
             # A fork of this program may close it, which changes nothing here. It would with epoll.

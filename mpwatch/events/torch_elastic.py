@@ -73,10 +73,10 @@ class TorchElasticEvents:
 
     - `torchelastic.worker.status.START` is recorded for each start of a rank.
     - SUCCEEDED, FAILED or TERMINATED is recorded for each rank at the end of the run. A rank that fails and is restarted
-      gets no event FAILED for this failure. It is the same with torch's agent.
+      gets no event FAILED for this failure. torch's agent does the same.
     - One event with source AGENT is recorded at the end. It is FAILED if the run was interrupted. It is also FAILED if
       the run failed although no rank of this node failed. Otherwise it is SUCCEEDED, even if ranks failed, because this
-      event is about the watcher. It is the same with torch's agent.
+      event is about the watcher. torch's agent does the same.
 
     In a job of several nodes each node records the events of its ranks, with the `run_id` and the `rdzv_backend` of the job.
 

@@ -181,7 +181,7 @@ class RateEstimator:
     def rate(self, now: float) -> float | None:
         """Return the growth per second.
 
-        If no new value comes for a longer time than that between the first and the last kept value, the rate falls.
+        The rate falls if no new value comes for longer than the time between the first and the last kept value.
         """
         if len(self._points) < MIN_POINTS:
             return None

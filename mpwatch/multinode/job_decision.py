@@ -12,9 +12,9 @@
 The functions are pure, except that random numbers come from `rng`, which a test can replace.
 
 These rules find the root cause on several nodes. If ranks failed on their own, the first of them in the inbox is the root
-cause. If no rank failed on its own, the collectives of all ranks are compared (job_verdict.py). If that names no cause, the
-root cause can be a rank of another node for which the victims have waited. A lost node is the root cause only if no rank
-failed on its own.
+cause. If no rank failed on its own, the collectives of all ranks are compared (job_verdict.py). If this comparison names no
+cause, the root cause can be a rank of another node for which the victims have waited. A lost node is the root cause only if
+no rank failed on its own.
 """
 
 import math

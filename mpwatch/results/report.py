@@ -109,8 +109,9 @@ def format_attempts(attempts: Iterable[Attempt]) -> list[str]:
 
 
 def make_attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
-    """Return the name and the verdict of each attempt. Of very many, return the first and the last, and one row that counts
-    the others.
+    """Return the name and the verdict of each attempt.
+
+    If there are too many, return the first and the last attempts, and one row that counts the others.
     """
     rows = [(attempt.name, format_verdict(attempt)) for attempt in attempts]
     more = len(rows) - ATTEMPT_LINES

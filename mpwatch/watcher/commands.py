@@ -257,4 +257,4 @@ class CommandQueue:
 
 
 def _no_user() -> None:
-    """Return None, as the user of a pipe that no thread uses."""
+    """Return None. A wake-up pipe has this function in place of a reference to its user while no thread uses it."""

@@ -237,7 +237,7 @@ class PersistentRanks:
         return watcher_thread
 
     def _restart_lost_ranks(self, watcher_thread: WatcherThread, ranks: Sequence[int]) -> None:
-        """Make the watcher thread restart lost ranks, with scope="worker". It starts no rank if all others are lost, too."""
+        """Make the watcher thread restart lost ranks, with scope="worker". If all ranks are lost, start no rank."""
         if self._is_at_exit:
             raise RuntimeError(ENDED_AT_EXIT)
         counts = {worker.rank: worker.restart_count for worker in self.workers}
@@ -256,7 +256,7 @@ class PersistentRanks:
     def _restart_and_call(self, pending_call: PendingCall, begin: BeginCall) -> CallOutcome:
         """Start the ranks and execute the call. The call is posted before the ranks start, so it fails if they cannot start.
 
-        This is repeated if another call has started the ranks, and has lost them again before this call began.
+        If another call has started the ranks and has lost them before this call began, start them again.
         """
         outcome = None
         while outcome is None:

@@ -210,7 +210,7 @@ class BlockingCall:
         return None if seconds_left == math.inf else max(LAST_DRAIN_SECONDS, seconds_left)
 
     def raise_error(self) -> None:
-        """Raise the exception of a signal handler or the watcher thread, if any. Deliver the deferred signals before."""
+        """If a signal handler or the watcher thread has raised, deliver the deferred signals and raise its exception."""
         handler_error, self.signals.handler_error = self.signals.handler_error, None
         watcher_error, self.watcher_thread.error = self.watcher_thread.error, None
         try:
@@ -224,7 +224,7 @@ class BlockingCall:
         """Return the result of `make`, which rebuilds return values and exceptions, and calls observers.
 
         If `make` raises, deliver the deferred signals and re-raise the exception. If a signal handler of the calling program
-        raises, `make` ends at once. So one Ctrl-C is enough here.
+        raises, `make` ends at once. So one Ctrl-C is enough to end it.
         """
         try:
             result = run_until_handler_raises(make)
@@ -235,7 +235,7 @@ class BlockingCall:
         return result if result.stop_cause else replace(result, stop_cause=self.signals.close_stop_requests())
 
     def deliver_signals(self, result: RunResult[Any]) -> None:
-        """Deliver the deferred signals to the calling program's handlers. For SIGINT they usually raise KeyboardInterrupt.
+        """Deliver the deferred signals to the calling program's handlers. For SIGINT, this usually raises KeyboardInterrupt.
 
         Call this last, after all cleanup, and outside an `except` block. Then a KeyboardInterrupt has no other cause or
         context than the failure of the run. If the signal has stopped the run, a note of the exception reports where the

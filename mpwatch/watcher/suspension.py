@@ -15,7 +15,7 @@ counts as user code.
 
 Guarantees:
 
-- While the program is suspended the watcher thread looks at no deadline, and starts and stops no rank.
+- While the program is suspended, the watcher thread checks no deadline, and neither starts nor stops a rank.
 - The wait of the watcher thread always ends, because the caller's thread releases `is_over` even after an exception.
 - A process that was already stopped before the suspension stays stopped.
 

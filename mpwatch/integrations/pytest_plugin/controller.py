@@ -233,7 +233,7 @@ def _terminal_input(config: pytest.Config) -> Iterator[None]:
 
 
 def _report_passed_data(item: pytest.Item, data_of_ranks: Sequence[PassedTestData]) -> None:
-    """Report warnings and properties of a passed test. If several ranks have the same one, report it only once."""
+    """Report warnings and properties of a passed test. Report a warning or property of several ranks only once."""
     warnings = {str(warning): warning for data in data_of_ranks for warning in data.warnings}
     for warning in warnings.values():  # not by warnings.warn, as the rank has applied the filters already
         arguments = {"warning_message": warning, "when": "runtest", "nodeid": item.nodeid, "location": None}
@@ -271,7 +271,7 @@ def _raise_failure(*failures: RunFailedError) -> None:
 
 
 def _find_cause(failure: RunFailedError) -> ProcessFailure | None:
-    """Return the root cause. If it is only a skip or an expected failure, return a real failure if another rank has one."""
+    """Return the root cause. But prefer a real failure of another rank to a skip or an expected failure."""
     root_cause = failure.root_cause
     if not _is_skip_or_xfail(root_cause):
         return root_cause

@@ -1,6 +1,6 @@
 """The state machine's tables: phases of a rank, stages of a run, events, actions and legal transitions. Pure data.
 
-Read this file first. state_machine.py applies it, and nothing else changes the state of a run.
+Read this file first. state_machine.py applies these tables, and no other module changes the state of a run.
 
 Rules:
 

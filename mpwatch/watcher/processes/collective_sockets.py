@@ -113,7 +113,7 @@ class CollectiveSockets:
             return False
 
     def read_crash(self) -> bytes:
-        """Return the part of its crash stack that the rank has written, and let the rank continue."""
+        """Return what the rank has written of its crash stack, and let the rank continue."""
         data = b""
         if self._crash is None or self._selector is None or self._on_crash is None:
             return data

@@ -38,9 +38,9 @@ class Selector(Generic[T]):
         self._selector.unregister(fd)
 
     def wait(self, seconds: float | None) -> list[Callable[[], T]]:
-        """Return the handlers of the ready descriptors, in the kernel's order. The list is empty after so many seconds.
+        """Return the handlers of the ready descriptors, in the kernel's order.
 
-        There is no limit if `seconds` is None.
+        The list is empty if no descriptor is ready after `seconds`. There is no limit if `seconds` is None.
         """
         ready = self._selector.select(0)  # during a call something is ready most times, and this is faster than `wait`
         if not ready:

@@ -132,7 +132,7 @@ def _get_class_name(cls: type, name: str) -> str:
 
 
 def _find_builtin_bases(cls: type) -> list[str]:
-    """Return the names of the nearest builtin exceptions among the base classes. None is a base class of another one."""
+    """Return the names of the nearest builtin exceptions among the base classes. Leave out their own base classes."""
     found: list[type] = []
     for base in cls.__mro__:
         is_ancestor = is_builtin_class(base) and issubclass(base, BaseException)
@@ -197,7 +197,7 @@ def _can_be_rebuilt(error: BaseException, node: ExceptionNode, parts: PickledPar
 
 
 def _missing() -> None:
-    """Mark an attribute that is missing: this function is used as its value, since no attribute has this value."""
+    """Stand for the value of a missing attribute. This function can do so, since no attribute has it as its value."""
 
 
 def _try_pickle(value: Any) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Find the part of an object that cannot be pickled, and its path in words of the user: "args[0].model.lock".
+"""Find the part of an object that cannot be pickled, and the path to it in the user's names: "args[0].model.lock".
 
 This module runs in the watcher or in a rank, after a failure. The search goes from the object to its parts, as pickle does.
 If a part cannot be pickled, the search continues with the parts of this part. It ends at an object whose parts can all be
