@@ -278,7 +278,7 @@ class _ItemGroup(WorkerGroup):
             raise
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
-        """Let the guardian write these bytes to a terminal if this process is killed. None means that it writes nothing."""
+        """Let the guardian process write these bytes to a terminal if this process is killed. If None, it writes nothing."""
         self._ranks.set_terminal_restore(restore)
 
 
@@ -476,7 +476,7 @@ class ItemMap:
             self._post_terminal_restore()
 
     def _post_terminal_restore(self) -> None:
-        """If the bytes that restore the terminal have changed, send them to the guardian."""
+        """If the bytes that restore the terminal have changed, send them to the guardian process."""
         if self._view.terminal_restore != self._terminal_restore:
             self._terminal_restore = self._view.terminal_restore
             self._group.set_terminal_restore(self._terminal_restore)

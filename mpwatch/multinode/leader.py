@@ -205,7 +205,7 @@ class Leader:
         return set(range(self._size)) - self._lost_nodes.keys()
 
     def handle_message(self, message: MessageToLeader, now: float) -> list[LeaderAction]:
-        """Handle one message of the inbox. Ignore it if its node is lost or is not in this round."""
+        """Handle one message to the leader. Ignore it if its node is lost or is not in this round."""
         node = message.group_rank
         if node not in self.active_nodes or self.stage is RoundStage.FINISHED:
             return []

@@ -71,7 +71,7 @@ def format_report(result: RunData[Any]) -> str:
 
 
 def format_restarts(result: RunData[Any]) -> str:
-    """Return a text that says how often ranks were restarted, and why not once more. It is empty if neither is known."""
+    """Return a text that says how often ranks were restarted, and why not again. Return "" if neither is known."""
     if not result.restarts:
         return f"not restarted: {result.not_restarted}" if result.not_restarted else ""
     no_more = f", then no more: {result.not_restarted}" if result.not_restarted else ""

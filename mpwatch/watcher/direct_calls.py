@@ -115,7 +115,7 @@ class DirectCalls:
         self._is_open = bool(self._offered)
 
     def offer(self, ranks: tuple[int, ...] | None, handles: "Sequence[RankHandle]", pool: "ProcessPool") -> None:
-        """Offer these ranks, or all ranks if it is None, and stop reading the channels of these ranks. Raises OSError."""
+        """Offer these ranks, or all ranks if `ranks` is None. Stop reading their channels. Raises OSError."""
         idle_ranks = IdleRanks(handles, pool.slots)
         for handle in handles:
             handle.pause_messages()

@@ -158,7 +158,7 @@ class HostSignals:
                 self._commands.post(event if self.call is None else CallEvent(self.call, event))
 
     def post_interrupt(self, signum: int, cause: InterruptCause = InterruptCause.SIGNAL) -> None:
-        """Make the watcher thread act as on this signal. The calling program's handler does not get the signal."""
+        """Make the watcher thread act as if this signal had come. The calling program's handler does not get the signal."""
         if os.getpid() == self.pid:  # this is not a child that the calling program has forked
             self._post(Interrupted(signum, cause))
 
@@ -226,7 +226,7 @@ class HostSignals:
         return True
 
     def restore(self) -> None:
-        """Restore the calling program's handlers and wake-up descriptor. A handler that it has set meanwhile stays."""
+        """Restore the calling program's handlers and wake-up descriptor. A handler that was set meanwhile stays."""
         # checked before the calling program has its handlers back, which may raise
         usable_wakeup_fds = [fd if _can_be_woken(fd) else -1 for fd in self._host_wakeup_fds[:1]]
         requests = (self._request_stacks, self._request_suspension, self._receive_stop_signal)

@@ -217,7 +217,7 @@ class PendingCall:
         return self.direct is not None and handle in self.direct.idle_ranks.handles[: len(self.direct.sent)]
 
     def is_over(self) -> bool:
-        """Return whether the call has ended, or cannot begin because of lost ranks. In both cases the other ranks stay."""
+        """Return whether the call has ended, or cannot begin because of lost ranks. Other ranks stay alive then."""
         return self.is_done or bool(self.ranks_to_restart) or (self.direct is not None and self.direct.have_all_returned())
 
 

@@ -178,7 +178,7 @@ class PersistentRanks:
         return Stacks() if watcher_thread is None else watcher_thread.take_stacks()
 
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
-        """Make the guardian write these bytes to a terminal if this process is killed. None withdraws an earlier order."""
+        """Make the guardian process write these bytes to a terminal if this process is killed. None withdraws them."""
         watcher_thread = self._watcher_thread
         if watcher_thread is not None:
             watcher_thread.commands.post(TerminalRestore(restore))

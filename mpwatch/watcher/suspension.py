@@ -1,4 +1,4 @@
-"""Suspend the ranks when the program is suspended (Ctrl-Z, SIGTSTP). Continue them when it continues (`fg`, SIGCONT).
+"""Suspend the ranks when the program is suspended (Ctrl-Z, SIGTSTP). Continue the ranks when it continues (SIGCONT).
 
     caller's thread                                       watcher thread
     ---------------                                       --------------

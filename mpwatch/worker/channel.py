@@ -41,7 +41,7 @@ class Channel:
         self._is_stop_unsent = False
 
     def send(self, kind: MessageKind, body: bytes = b"", stamp: float | None = None) -> bool:
-        """Send a message, or write the message into the black box. Return False if both are impossible."""
+        """Send a message. If that fails, write it into shared memory (the black box). Return False if both fail."""
         data = encode_frame(kind, body, stamp)
         if self._is_open():
             try:

@@ -5,8 +5,8 @@ The watcher asks by one of two signals, because either signal works where the ot
 - PYTHON_DUMP_SIGNAL has a handler in Python, which runs between two bytecodes of the main thread. So this handler sees whole
   stacks, and writes the stacks of all threads. It does not run while the main thread computes in C code. It does not run
   either while the main thread waits in C code in a way that a signal does not end.
-- NATIVE_DUMP_SIGNAL has faulthandler's handler, in C, which runs at once, whatever the interpreter is doing and whichever
-  thread holds the GIL. This handler writes only the stack of the main thread. If a thread enters or leaves a function at
+- NATIVE_DUMP_SIGNAL has faulthandler's handler, which is in C. It runs at once, even if any thread holds the GIL. This
+  handler writes only the stack of the main thread. If a thread enters or leaves a function at
   this moment, its frame is invalid. Python 3.11 to 3.13 may crash when the handler reads such a frame (with
   `sorted(key=function)` in 0.3 % to 6 % of the dumps). Python 3.14 leaves out the rest of the stack (4 %).
 

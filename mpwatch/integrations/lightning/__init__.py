@@ -69,7 +69,7 @@ def watched(strategy: S, *, run: Callable[..., "mpwatch.RunResult[Any]"] | None 
     function that `mpwatch.run` calls.
 
     mpwatch stops a rank with SIGTERM if another rank has failed or your program got SIGTERM. SIGTERM ends a rank at once,
-    even in a collective. To save something before, set a SIGTERM handler, for example in `on_fit_start`. The handler has
+    even in a collective. To save something first, set a SIGTERM handler, for example in `on_fit_start`. The handler has
     `grace_period` seconds. `trainer.received_sigterm` stays False in these ranks.
 
     Args:

@@ -327,7 +327,7 @@ def _make_mismatch(
 
 
 def _format_camps(called: Mapping[int, Collective], camps: list[list[int]], read: Reader) -> str:
-    """Return a phrase that follows the names of the first camp's ranks. It describes the calls of all camps of ranks."""
+    """Return a phrase about what each camp of ranks has called. It follows the names of the first camp's ranks."""
     parts = []
     for camp in camps:
         call = called[camp[0]]

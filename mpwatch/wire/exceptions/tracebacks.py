@@ -11,7 +11,7 @@ A debugger, IPython and the traceback module read file, function, lines and colu
 `build_traceback` compiles a stub for each frame. A stub is a `raise` at the frame's position, in code that begins at the
 frame's first line. When the stub raises, the traceback contains a frame like the rank's frame, with the local variables of
 the `Frame`. One of these is `__tracebackhide__ = True`, if the rank's frame had it (pytest and IPython hide such a frame).
-With the option `capture_locals`, the others are texts of the rank's variables (local_variables.py).
+With the option `capture_locals`, all other variables are texts of the rank's variables (local_variables.py).
 """
 
 from __future__ import annotations
