@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -25,8 +25,10 @@ from typing import Any
 
 from mpwatch.options.log_spec import in_notebook
 from mpwatch.results.places import format_place
+from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.report import format_ranks
 from mpwatch.results.stacks import Stacks, group_places
-from mpwatch.watcher.commands import CommandQueue, DelayedAction, StacksRequest
+from mpwatch.watcher.commands import CommandQueue, DelayedAction, StacksRequest, StatusRequest
 from mpwatch.watcher.debugger.line_input import LineInput, PromptClosedError, explain_missing_prompt
 from mpwatch.watcher.host_signals import HostSignals
 from mpwatch.watcher.machine.transitions import Interrupted, ResumeLimits, SuspendLimits
@@ -37,7 +39,7 @@ NEXT_PROMPT_SECONDS = 0.3  # a rank that is stepped is at its next prompt by the
 ANSWER_SECONDS = 5.0  # for the answers to `all COMMAND`
 COMPLETION_SECONDS = 1.0
 INSPECTOR_SECONDS = 1.0  # for the inspector of a rank to answer; it needs the GIL
-STACKS_SECONDS = 1.0
+REQUEST_SECONDS = 1.0  # for the watcher thread to answer
 QUIT_SECONDS = 0.5  # for the ranks to end when the user quits, before they are killed
 DRAIN_SECONDS = 0.5  # for the output that is shown before a prompt
 RANKS_COMMAND = re.compile(r"\s*ranks\s*$")
@@ -263,7 +265,7 @@ class DebuggerConsole:
             if not session.output:
                 self._write(f"rank {rank} is at{session.place}\n")
         elif inspector is None:
-            self._write(f"rank {rank} is not at a prompt; `ranks` shows where each rank is\n")
+            self._write(self._describe_running(rank) + "\n")
         else:
             if not inspector.is_at_prompt:
                 inspector.answer("inspect")
@@ -272,6 +274,12 @@ class DebuggerConsole:
                 self._current = inspector
             else:
                 self._write(f"rank {rank} does not answer: its interpreter is busy in C code; `ranks` shows where it is\n")
+
+    def _describe_running(self, rank: int) -> str:
+        ranks = [status.rank for status in self._take_statuses()]
+        if ranks and rank not in ranks:
+            return f"there is no rank {rank} here, only {format_ranks(ranks)}"
+        return f"rank {rank} is not at a prompt; `ranks` shows where each rank is"
 
     def _ask_all(self, line: str) -> None:
         """Send a line to all ranks that are at a prompt, and show their answers."""
@@ -285,10 +293,17 @@ class DebuggerConsole:
             if output:
                 self._write(f"rank {session.rank}:{' ' if output.count(NEWLINE) == 1 else NEWLINE}{output}")
 
+    def _take_statuses(self) -> Sequence[RankStatus]:
+        """Return the status of each rank of this node. Empty if the watcher thread does not answer in time."""
+        request = StatusRequest()
+        self._commands.post(request)
+        request.is_answered.wait(REQUEST_SECONDS)
+        return request.statuses or ()
+
     def _describe_ranks(self) -> str:
         request = StacksRequest()
         self._commands.post(request)
-        request.is_answered.wait(STACKS_SECONDS)
+        request.is_answered.wait(REQUEST_SECONDS)
         stopped = {session.rank: f" at a prompt{session.place}" for session in self._get_stopped()}
         stacks = request.stacks if request.stacks is not None else Stacks()
         return "\n".join(f"{ranks}:{place}" for ranks, place in group_places(stacks | stopped))

@@ -88,6 +88,13 @@ def test_a_rank_that_runs_is_not_at_a_prompt():
         program.finish("c")
 
 
+def test_a_rank_that_does_not_exist():
+    with debugged("loop", [1]) as program:
+        program.wait_for_prompt()
+        assert program.ask("rank 7") == ["there is no rank 7 here, only ranks 0-1", "(rank 1) (Pdb)"]
+        program.finish("c")
+
+
 @pytest.mark.parametrize("key", ["q\r", "\x04", "\x03"], ids=["q", "ctrl-d", "ctrl-c"])
 def test_the_user_ends_the_run(key):
     with debugged("loop", grace_period=60) as program:
