@@ -276,10 +276,13 @@ class DebuggerConsole:
                 self._write(f"rank {rank} does not answer: its interpreter is busy in C code; `ranks` shows where it is\n")
 
     def _describe_running(self, rank: int) -> str:
+        """Return where a rank is that has neither a prompt nor an inspector."""
         ranks = [status.rank for status in self._take_statuses()]
         if ranks and rank not in ranks:
             return f"there is no rank {rank} here, only {format_ranks(ranks)}"
-        return f"rank {rank} is not at a prompt; `ranks` shows where each rank is"
+        stacks = self._take_stacks()
+        stack = f"\n{Stacks({rank: stacks[rank]})}" if rank in stacks else ""
+        return f"rank {rank} is not at a prompt; with post_mortem=True this command shows its variables{stack}"
 
     def _ask_all(self, line: str) -> None:
         """Send a line to all ranks that are at a prompt, and show their answers."""
@@ -300,13 +303,16 @@ class DebuggerConsole:
         request.is_answered.wait(REQUEST_SECONDS)
         return request.statuses or ()
 
-    def _describe_ranks(self) -> str:
+    def _take_stacks(self) -> Stacks:
+        """Return the stacks of the ranks of this node. Empty if the watcher thread does not answer in time."""
         request = StacksRequest()
         self._commands.post(request)
         request.is_answered.wait(REQUEST_SECONDS)
+        return request.stacks if request.stacks is not None else Stacks()
+
+    def _describe_ranks(self) -> str:
         stopped = {session.rank: f" at a prompt{session.place}" for session in self._get_stopped()}
-        stacks = request.stacks if request.stacks is not None else Stacks()
-        return "\n".join(f"{ranks}:{place}" for ranks, place in group_places(stacks | stopped))
+        return "\n".join(f"{ranks}:{place}" for ranks, place in group_places(self._take_stacks() | stopped))
 
     def _quit(self, session: RankSession, signals: HostSignals) -> None:
         if not self._has_quit:

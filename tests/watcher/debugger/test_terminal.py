@@ -80,12 +80,16 @@ def test_all_ranks_go_on_together():
         assert "values: [2, 2]" in program.finish("all c")
 
 
-def test_a_rank_that_runs_is_not_at_a_prompt():
-    with debugged("loop", [1]) as program:
+def test_a_rank_that_waits_has_a_stack_and_no_prompt():
+    with debugged("wait_for_stopped_ranks", [1]) as program:
         program.wait_for_prompt()
-        assert program.ask("rank 0")[0] == "rank 0 is not at a prompt; `ranks` shows where each rank is"
+        while not (rows := program.ask("rank 0"))[1].startswith("rank 0: in wait (debugged_program.py:"):
+            pass
+        assert rows[0] == "rank 0 is not at a prompt; with post_mortem=True this command shows its variables"
+        assert any(row.endswith(" in wait_for_peer") for row in rows)
+        assert rows[-1] == "(rank 1) (Pdb)"
         assert program.ask("ranks")[1].startswith("rank 1: at a prompt (debugged_program.py:")
-        program.finish("c")
+        program.finish("q")
 
 
 def test_a_rank_that_does_not_exist():
