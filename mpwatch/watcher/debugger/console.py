@@ -286,6 +286,8 @@ class DebuggerConsole:
 
     def _ask_all(self, line: str) -> None:
         """Send a line to all ranks that are at a prompt, and show their answers."""
+        running = [status.rank for status in self._take_statuses() if status.state.is_running]
+        self._receive()  # prompts that have opened meanwhile
         asked = sorted(self._get_stopped(), key=lambda session: session.rank)
         for session in asked:
             session.take_output()  # where it had stopped; `rank N` shows it, too
@@ -295,6 +297,8 @@ class DebuggerConsole:
             output = session.take_output()
             if output:
                 self._write(f"rank {session.rank}:{' ' if output.count(NEWLINE) == 1 else NEWLINE}{output}")
+        if missed := set(running).difference(session.rank for session in asked):
+            self._write(f"not at a prompt: {format_ranks(missed)}\n")
 
     def _take_statuses(self) -> Sequence[RankStatus]:
         """Return the status of each rank of this node. Empty if the watcher thread does not answer in time."""

@@ -80,6 +80,15 @@ def test_all_ranks_go_on_together():
         assert "values: [2, 2]" in program.finish("all c")
 
 
+def test_ranks_that_all_does_not_reach():
+    with debugged("wait_for_stopped_ranks", [1, 3], nprocs=4) as program:
+        program.wait_for_prompt()
+        program.wait_for_ranks("ranks 1, 3")
+        rows = program.ask("all p rank()")
+        assert rows[:-1] == ["rank 1: 1", "rank 3: 3", "not at a prompt: ranks 0, 2"]
+        program.finish("q")
+
+
 def test_a_rank_that_waits_has_a_stack_and_no_prompt():
     with debugged("wait_for_stopped_ranks", [1]) as program:
         program.wait_for_prompt()
@@ -149,6 +158,7 @@ def test_completion_and_history():
 def test_set_trace():
     with debugged("call_set_trace") as program:
         program.wait_for_prompt()
+        program.wait_for_ranks("ranks 0-1")
         assert program.ask("n")[-2:] != []
         assert "values: [1, 1]" in program.finish("all c")
 
