@@ -65,7 +65,7 @@ class RankSession:
         self.is_inspector = is_inspector
         self.output = ""  # that has not been shown
         self.prompt = ""
-        self.place = ""  # in the code, as a phrase
+        self.place = ""  # in the code
         self.is_at_prompt = False  # the rank waits for a line
         self.can_be_left = False
         self.wants_to_quit = False
@@ -80,7 +80,8 @@ class RankSession:
                 self.output += values[0]
             elif kind == "prompt":
                 text, self.can_be_left, thread, place = values
-                self.place = f" ({format_place(*place)})" if place is not None else ""
+                if place is not None:  # it is None at a question of pdb
+                    self.place = format_place(*place)
                 thread = f", {thread}" if thread and not self.is_inspector else ""
                 self.prompt = f"(rank {self.rank}{thread}) {text}"
                 self.is_at_prompt = True
@@ -152,9 +153,8 @@ class DebuggerConsole:
             return
         with self._suspended_run(view), LineInput(self._commands, self._history) as line_input:
             while (session := self._choose()) is not None:
-                self._current = session
                 try:
-                    self._show_output()
+                    self._show_output(session)
                     signals.is_at_prompt = True
                     self._handle_line(
                         session, line_input.read(session.prompt, session.connection.fileno(), session.complete)
@@ -263,7 +263,7 @@ class DebuggerConsole:
         if session is not None and session.is_at_prompt:
             self._current = session
             if not session.output:
-                self._write(f"rank {rank} is at{session.place}\n")
+                self._write(f"rank {rank} is at {session.place}\n")
         elif inspector is None:
             self._write(self._describe_running(rank) + "\n")
         else:
@@ -315,8 +315,18 @@ class DebuggerConsole:
         return request.stacks if request.stacks is not None else Stacks()
 
     def _describe_ranks(self) -> str:
-        stopped = {session.rank: f" at a prompt{session.place}" for session in self._get_stopped()}
+        stopped = {session.rank: f" at a prompt ({session.place})" for session in self._get_stopped()}
         return "\n".join(f"{ranks}:{place}" for ranks, place in group_places(self._take_stacks() | stopped))
+
+    def _describe_move(self, last: RankSession, new: RankSession) -> str:
+        """Return where the rank of the last prompt is, and that the prompt is that of another rank now."""
+        now = f"now at rank {new.rank}: {new.place}"
+        stack = self._take_stacks().get(last.rank) if not last.is_inspector else None
+        if stack is None:
+            return now
+        ((_, place),) = group_places({last.rank: stack})
+        verb = " is still" if place.startswith(" in ") else " runs" if place.startswith(" (") else ":"
+        return f"rank {last.rank}{verb}{place}; {now}"
 
     def _quit(self, session: RankSession, signals: HostSignals) -> None:
         if not self._has_quit:
@@ -341,7 +351,7 @@ class DebuggerConsole:
             for session in self._sessions.values():
                 if session.is_inspector and session.is_at_prompt:
                     session.answer("end of file")
-            self._show_output()
+            self._show_output(self._current)
 
     def _announce_prompt(self) -> None:
         """Say on stderr that there is a prompt, if stdout is not the terminal: the prompt goes to stdout."""
@@ -350,11 +360,14 @@ class DebuggerConsole:
                 sys.stderr.write("mpwatch: a rank is at a breakpoint; the prompt of its debugger is on stdout\n")
                 sys.stderr.flush()
 
-    def _show_output(self) -> None:
-        """Show what the ranks have printed, and then what pdb has printed in the current rank."""
+    def _show_output(self, session: RankSession | None) -> None:
+        """Show what the ranks have printed, and then what pdb has printed in this rank, which becomes the current one."""
         self._output.drain_all(DRAIN_SECONDS)
-        if self._current is not None:
-            self._write(self._current.take_output())
+        if session is not None:
+            if self._current is not None and self._current is not session:
+                self._write(self._describe_move(self._current, session) + "\n")
+            self._current = session
+            self._write(session.take_output())
 
     def _write(self, text: str) -> None:
         stream: Any = sys.stdout

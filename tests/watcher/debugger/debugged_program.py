@@ -92,6 +92,13 @@ def wait_for_stopped_ranks(ranks):
     wait_for_peer("")
 
 
+def loop_without_end(ranks):
+    if rank() in ranks:
+        breakpoint()
+    while True:
+        pass
+
+
 def raise_in_one(ranks):
     secret = f"secret of rank {rank()}"
     if rank() in ranks:

@@ -80,6 +80,20 @@ def test_all_ranks_go_on_together():
         assert "values: [2, 2]" in program.finish("all c")
 
 
+@pytest.mark.parametrize(
+    ("function", "place"), [("wait_for_stopped_ranks", "is still in wait ("), ("loop_without_end", "runs (")]
+)
+def test_the_prompt_moves_to_another_rank(function, place):
+    with debugged(function) as program:
+        program.wait_for_prompt()
+        program.wait_for_ranks("ranks 0-1")
+        program.ask("rank 1")
+        row = program.ask("c")[0]
+        assert row.startswith(f"rank 1 {place}debugged_program.py:"), row
+        assert "; now at rank 0: debugged_program.py:" in row
+        program.finish("q")
+
+
 def test_ranks_that_all_does_not_reach():
     with debugged("wait_for_stopped_ranks", [1, 3], nprocs=4) as program:
         program.wait_for_prompt()
@@ -284,7 +298,9 @@ def test_a_post_mortem_prompt_shows_the_variables_of_all_ranks():
         assert program.ask("p secret")[0] == "'secret of rank 1'"
         assert program.ask("rank 0")[-1] == "(rank 0) (Pdb)"
         assert program.ask("p text")[0] == "'secret of rank 0'"
-        assert program.ask("q") == ["(rank 1) (Pdb)"]
+        rows = program.ask("q")
+        assert rows[0].startswith("now at rank 1: debugged_program.py:")
+        assert rows[1:] == ["(rank 1) (Pdb)"]
         assert program.ask("ranks")[0].startswith("rank 0: in wait (debugged_program.py:")
         rows = program.finish("q")
     assert any(row.startswith("failed: rank 1 failed first: ValueError: secret of rank 1") for row in rows)
