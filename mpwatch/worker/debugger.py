@@ -33,7 +33,7 @@ from functools import update_wrapper
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
     from types import FrameType
     from typing import Any
@@ -42,6 +42,11 @@ if TYPE_CHECKING:
 
 SKIPPED_MODULES = ("mpwatch", "mpwatch.*", "bdb")  # stepping does not stop there, see `finish_stepping`
 IGNORE_HINT = "set PYTHONBREAKPOINT=0 to ignore breakpoints"
+COMMANDS_OF_CONSOLE = {
+    "ranks": "ranks: show where each rank is.",
+    "rank": "rank N: go to the prompt of rank N, or show its stack if it is at no prompt.",
+    "all": "all COMMAND: run the command in every rank that is at a prompt, such as `all n`, `all c` or `all p x`.",
+}
 
 
 _last_debugger: Any = None  # the Pdb that was used last
@@ -268,11 +273,20 @@ def route_pdb(module: Any, client: DebuggerClient) -> None:
         "do_run": restart,
     }
     cls.do_restart = restart
+    for command, text in COMMANDS_OF_CONSOLE.items():  # no `do_...`: the name alone may be that of a variable
+        setattr(cls, f"help_{command}", _make_help(text))
     for name, method in replacements.items():
         setattr(cls, name, update_wrapper(method, originals[name]))
     # These modules call the builtin `input`, which would read the rank's own stdin: pdb to confirm, code for `interact`.
     module.input = ask
     code.input = ask  # type: ignore[attr-defined]
+
+
+def _make_help(text: str) -> Callable[[Any], None]:
+    def print_help(self: Any) -> None:
+        self.message(text)
+
+    return print_help
 
 
 def _count_outer_frames(stack: list[tuple[FrameType, int]]) -> int:

@@ -152,6 +152,15 @@ def test_what_a_step_prints_comes_before_the_next_prompt():
         program.finish("c")
 
 
+def test_the_help_has_the_commands_for_ranks():
+    with debugged("loop", [1]) as program:
+        program.wait_for_prompt()
+        assert any({"all", "rank", "ranks"} <= set(row.split()) for row in program.ask("help"))
+        for command in ("all COMMAND", "rank N", "ranks"):
+            assert program.ask(f"help {command.split()[0]}")[0].startswith(f"{command}: ")
+        program.finish("c")
+
+
 def test_completion_and_history():
     with debugged("loop", [1]) as program:
         program.wait_for_prompt()
