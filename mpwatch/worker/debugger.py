@@ -30,6 +30,7 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 from functools import update_wrapper
+from types import TracebackType
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -374,6 +375,23 @@ def _run_inspector(client: DebuggerClient) -> None:
         with suppress(Exception):  # of the user's objects
             debugger.interaction(frame, None)
         sys.settrace(None)
+
+
+def drop_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a copy that ends where user code has called pdb, if this module has raised the exception."""
+    entries = []
+    rest = trace
+    while rest is not None:
+        entries.append(rest)
+        rest = rest.tb_next
+    modules = [entry.tb_frame.f_globals.get("__name__") for entry in entries]
+    if modules[-1:] != [__name__]:
+        return trace
+    first = min(modules.index(name) for name in ("pdb", __name__) if name in modules)
+    copy = None
+    for entry in reversed(entries[:first]):
+        copy = TracebackType(copy, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return copy
 
 
 def _complete(debugger: Any, text: str, line: str, begin: int, end: int) -> list[str]:

@@ -2,12 +2,15 @@
 
 import os
 import signal
+import sys
 import termios
 import time
+import traceback
 from pathlib import Path
 
 import pytest
 
+import mpwatch
 from support.programs import ENV, python
 from support.prompts import DebuggedProgram
 from watcher.debugger import debugged_program
@@ -282,6 +285,13 @@ def test_without_a_terminal_the_error_says_so():
         in done.stdout
     )
     assert "set PYTHONBREAKPOINT=0 to ignore breakpoints" in done.stdout
+
+
+def test_the_error_without_a_terminal_has_no_frame_of_pdb_or_mpwatch(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(mpwatch.RunFailedError) as caught:
+        mpwatch.run(debugged_program.stop_once, nprocs=1, args=(0,))
+    assert [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)] == ["stop_once"]
 
 
 def test_ignored_breakpoints():
