@@ -36,10 +36,12 @@ def kernel():
 
 
 def test_all_ranks_stop(kernel):
-    answers = ["p values", "ll", "ranks", "all p values", "all c"]
+    answers = ["p values", "ll", "w", "ranks", "all p values", "all c"]
     text = COLOURS.sub("", kernel.converse("print(list(mpwatch.run(train, 2, args=([0, 1], 1))))", answers))
     assert ") (Pdb) p values\n{'rank': " in text
     assert "        breakpoint()\n" in text  # the source of the cell
+    assert re.search(r"\(Pdb\) w\n> Cell In\[\d+\]\([67]\)train\(\)\n", text)
+    assert "/ipykernel_" not in text
     assert "ranks 0-1: at a prompt (Cell In[" in text
     assert "rank 0: {'rank': 0}\nrank 1: {'rank': 1}\n" in text
     assert text.endswith("[1, 2]\n")

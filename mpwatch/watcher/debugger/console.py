@@ -34,6 +34,7 @@ from mpwatch.watcher.host_signals import HostSignals
 from mpwatch.watcher.machine.transitions import Interrupted, ResumeLimits, SuspendLimits
 from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.output.rank_output import RankOutput
+from mpwatch.wire.exceptions.source_lines import cell_name
 
 NEXT_PROMPT_SECONDS = 0.3  # a rank that is stepped is at its next prompt by then; other prompts wait as long
 ANSWER_SECONDS = 5.0  # for the answers to `all COMMAND`
@@ -45,6 +46,7 @@ DRAIN_SECONDS = 0.5  # for the output that is shown before a prompt
 RANKS_COMMAND = re.compile(r"\s*ranks\s*$")
 RANK_COMMAND = re.compile(r"\s*rank\s+(\d+)\s*$")
 ALL_COMMAND = re.compile(r"\s*all\s+(?=[\w!])(.*\S)\s*$")
+STACK_ENTRY = re.compile(r"^([> ] )(.+?)(?=\(\d+\))", re.MULTILINE)  # of pdb: `> /tmp/train.py(7)train()`
 NEWLINE = "\n"
 PDB_PROMPT = "(Pdb) "
 USER_QUIT = "the user has ended the run at the prompt of rank {}"
@@ -77,7 +79,7 @@ class RankSession:
         while self.connection.poll():
             kind, *values = self.connection.recv()
             if kind == "output":
-                self.output += values[0]
+                self.output += STACK_ENTRY.sub(lambda entry: entry[1] + (cell_name(entry[2]) or entry[2]), values[0])
             elif kind == "prompt":
                 text, self.can_be_left, thread, place = values
                 if place is not None:  # it is None at a question of pdb
