@@ -3,6 +3,7 @@
     import pdb ---> debugger_hook.py ---> `route_pdb` changes pdb.Pdb: its input and output go over a socket to the watcher
     breakpoint(), pdb.set_trace(), torch.distributed.breakpoint() ---> pdb.Pdb ---> DebuggerClient ---> watcher/debugger/
 
+The message DEBUGGER says for what the socket is: "breakpoint", "post_mortem" or "inspector".
 The messages on the socket are tuples of builtin values, sent by a multiprocessing Connection:
 
     rank to watcher     ("output", text)
@@ -65,19 +66,17 @@ class DebuggerClient:
     Args:
         channel: to the watcher.
         pid: of the rank. This process may be a fork of it.
-        body: of the message that sends the socket.
     """
 
-    def __init__(self, channel: Channel, pid: int, body: bytes = b"") -> None:
+    def __init__(self, channel: Channel, pid: int) -> None:
         self._channel = channel
-        self._body = body
         self._pid = pid
         self._connection: Connection | None = None
         # Held while a Pdb interacts with the user: another thread of the rank waits its turn. Reentrant, since a signal
         # handler may reach a breakpoint, too.
         self.lock = threading.RLock()
 
-    def open(self) -> None:
+    def open(self, purpose: str = "breakpoint") -> None:
         """Connect to the watcher, if that has not been done. Raises RuntimeError if the caller can show no prompt."""
         if os.getpid() != self._pid:
             raise RuntimeError(
@@ -86,9 +85,9 @@ class DebuggerClient:
             )
         with self.lock:
             if self._connection is None:
-                self._connection = self._connect()
+                self._connection = self._connect(purpose)
 
-    def _connect(self) -> Connection:
+    def _connect(self, purpose: str) -> Connection:
         import socket
         from multiprocessing.connection import Connection
 
@@ -96,7 +95,7 @@ class DebuggerClient:
 
         ours, theirs = socket.socketpair()
         with theirs:
-            is_sent = self._channel.send_socket(MessageKind.DEBUGGER, theirs.fileno(), self._body)
+            is_sent = self._channel.send_socket(MessageKind.DEBUGGER, theirs.fileno(), purpose.encode())
         connection = Connection(ours.detach())
         try:
             kind, *reason = connection.recv() if is_sent else ("refused", "the rank is ending, or has closed its channel")
@@ -130,7 +129,7 @@ class DebuggerClient:
 
     def wait_for_request(self) -> None:
         """Wait until the user wants to look at this rank."""
-        self.open()
+        self.open("inspector")
         self._receive()
 
     def leave(self) -> None:
@@ -319,7 +318,7 @@ def open_post_mortem(error: Exception) -> None:
         return
     trace: Any = error if sys.version_info >= (3, 13) else error.__traceback__  # newer ones have the command `exceptions`
     with suppress(RuntimeError, _StopError), _raised_at_sigterm():  # RuntimeError: the caller can show no prompt
-        debugger.stdout.client.open()
+        debugger.stdout.client.open("post_mortem")
         debugger.stdout.write(f"the rank has raised {_describe(error)}\n")
         debugger.reset()
         debugger.interaction(None, trace)
@@ -354,7 +353,7 @@ def _describe(error: Exception) -> str:
 
 def start_inspector(channel: Channel) -> None:
     """Start the thread that shows the main thread's stack to the user."""
-    client = DebuggerClient(channel, os.getpid(), b"inspector")
+    client = DebuggerClient(channel, os.getpid())
     threading.Thread(target=_run_inspector, args=(client,), name="mpwatch-inspector", daemon=True).start()
 
 
@@ -363,7 +362,7 @@ def _run_inspector(client: DebuggerClient) -> None:
     while True:
         try:
             client.wait_for_request()
-        except RuntimeError:  # the caller has neither a terminal nor a notebook
+        except RuntimeError:  # the caller can show no prompt
             return
         import pdb  # noqa: T100  this is what the user asks for
 

@@ -32,6 +32,7 @@ from mpwatch.watcher.commands import CommandQueue, DelayedAction, StacksRequest,
 from mpwatch.watcher.debugger.line_input import LineInput, PromptClosedError, explain_missing_prompt
 from mpwatch.watcher.host_signals import HostSignals
 from mpwatch.watcher.machine.transitions import Interrupted, ResumeLimits, SuspendLimits
+from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.wire.exceptions.source_lines import cell_name
@@ -125,11 +126,14 @@ class DebuggerConsole:
     Args:
         commands: of the watcher thread.
         output: of the ranks.
+        deferred_log: of the watcher thread.
     """
 
-    def __init__(self, commands: CommandQueue, output: RankOutput) -> None:
+    def __init__(self, commands: CommandQueue, output: RankOutput, deferred_log: DeferredLog) -> None:
         self._commands = commands
         self._output = output
+        self._deferred_log = deferred_log
+        self._has_warned = False
         self._sessions: dict[tuple[int, bool], RankSession] = {}  # by rank, and whether it is the inspector
         self._history: list[str] = []
         self._current: RankSession | None = None
@@ -190,13 +194,16 @@ class DebuggerConsole:
     def _update(self) -> None:
         """Begin a session with each rank that has sent a socket, or refuse it. Read what the ranks have sent."""
         accepted = []
-        for rank, fd, is_inspector in self._commands.take_debugger_sockets():
-            connection = Connection(fd)
+        for rank, fd, purpose in self._commands.take_debugger_sockets():
+            connection, is_inspector = Connection(fd), purpose == "inspector"
             reason = explain_missing_prompt()
             with suppress(OSError):  # the rank has ended
                 connection.send(("refused", reason) if reason else ("ready",))
             if reason:
                 connection.close()
+                if purpose == "post_mortem" and not self._has_warned:
+                    self._has_warned = True
+                    self._deferred_log.warning("post_mortem=True can open no prompt: %s", reason)
                 continue
             if (earlier := self._sessions.pop((rank, is_inspector), None)) is not None:  # before the rank was restarted
                 earlier.connection.close()

@@ -281,7 +281,7 @@ def is_alive(pid):
 def test_without_a_terminal_the_error_says_so():
     done = python(str(FILE), "loop", "[0, 1]", "{}", program="")
     assert (
-        "breakpoint() can open no prompt: the program that started the run has neither a terminal nor a notebook"
+        "breakpoint() can open no prompt: the program that started the run has neither a terminal on stdin nor a notebook"
         in done.stdout
     )
     assert "set PYTHONBREAKPOINT=0 to ignore breakpoints" in done.stdout
@@ -390,9 +390,11 @@ def test_a_breakpoint_in_a_thread_of_a_rank_that_ends():
     assert "breakpoint() can open no prompt: the rank is ending" in "".join(program.rows())
 
 
-def test_post_mortem_without_a_terminal_has_no_effect():
-    done = python(str(FILE), "raise_in_one", "[1]", '{"post_mortem": true}', program="")
-    assert "failed: rank 1 failed first: ValueError: secret of rank 1" in done.stdout
+def test_post_mortem_without_a_terminal_says_once_why_it_has_no_effect():
+    done = python(str(FILE), "raise_in_one", "[0, 1]", '{"post_mortem": true}', program="")
+    assert "failed first: ValueError: secret of rank" in done.stdout
+    warning = "post_mortem=True can open no prompt: the program that started the run has neither a terminal on stdin nor a"
+    assert done.stderr.count(warning) == 1, done.stderr
 
 
 def test_a_breakpoint_beside_a_call_in_the_background():
