@@ -289,9 +289,11 @@ class DebuggerConsole:
         ranks = [status.rank for status in self._take_statuses()]
         if ranks and rank not in ranks:
             return f"there is no rank {rank} here, only {format_ranks(ranks)}"
-        stacks = self._take_stacks()
-        stack = f"\n{Stacks({rank: stacks[rank]})}" if rank in stacks else ""
-        return f"rank {rank} is not at a prompt; with post_mortem=True this command shows its variables{stack}"
+        stack = self._take_stacks().get(rank, "no answer")
+        if "\n" not in stack:
+            return f"rank {rank} is not at a prompt ({stack})"
+        hint = "with post_mortem=True this command shows its variables"
+        return f"rank {rank} is not at a prompt; {hint}\n{Stacks({rank: stack})}"
 
     def _ask_all(self, line: str) -> None:
         """Send a line to all ranks that are at a prompt, and show their answers."""

@@ -118,6 +118,14 @@ def test_a_rank_that_waits_has_a_stack_and_no_prompt():
         program.finish("q")
 
 
+def test_a_rank_that_has_returned_has_no_prompt():
+    with debugged("loop", [1]) as program:
+        program.wait_for_prompt()
+        while program.ask("rank 0")[0] != "rank 0 is not at a prompt (has returned)":
+            pass
+        program.finish("c")
+
+
 def test_a_rank_that_does_not_exist():
     with debugged("loop", [1]) as program:
         program.wait_for_prompt()
