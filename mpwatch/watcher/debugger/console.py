@@ -375,7 +375,7 @@ class DebuggerConsole:
         """Show what the ranks have printed, and then what pdb has printed in this rank, which becomes the current one."""
         self._output.drain_all(DRAIN_SECONDS)
         if session is not None:
-            if self._current is not None and self._current is not session:
+            if self._current is not None and self._current.rank != session.rank:
                 self._write(self._describe_move(self._current, session) + "\n")
             self._current = session
             self._write(session.take_output())
