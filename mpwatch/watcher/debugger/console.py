@@ -1,14 +1,14 @@
-"""The console of the debugger: it shows the prompts of ranks that are at a breakpoint, one after another.
+"""The debugger's console, which shows the prompts of ranks that are at a breakpoint, one prompt after another.
 
     rank --- DEBUGGER with a socket ---> event loop ---> CommandQueue ---> DebuggerConsole.serve ---> RankSession
     rank --- "output", "prompt" ---> RankSession ---> the terminal or the notebook
     rank <--- "line" --------------- RankSession <--- the user
 
-The rank runs pdb; worker/debugger.py lists the messages. The console has three commands of its own: `ranks`, `rank N` and
-`all COMMAND`. It passes all other lines to the rank.
+The rank runs pdb. worker/debugger.py lists the messages. The console itself handles three commands: `ranks`, `rank N` and
+`all COMMAND`. The console passes all other lines to the rank.
 
-While a prompt is open, the limits of the run stand still and the live view is away. Output that the watcher reads is held
-back, and shown before the next prompt.
+While a prompt is open, the time limits of the run are suspended and the live view is hidden. The watcher holds back the
+output that it captures, and shows this output before the next prompt.
 """
 
 import math
@@ -37,7 +37,7 @@ from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.output.rank_output import RankOutput
 from mpwatch.wire.exceptions.source_lines import cell_name
 
-NEXT_PROMPT_SECONDS = 0.3  # a rank that is stepped is at its next prompt by then; other prompts wait as long
+NEXT_PROMPT_SECONDS = 0.3  # for a rank that executes `step` or `next` to reach its next prompt; other prompts wait meanwhile
 ANSWER_SECONDS = 5.0  # for the answers to `all COMMAND`
 COMPLETION_SECONDS = 1.0
 INSPECTOR_SECONDS = 1.0  # for the inspector of a rank to answer; it needs the GIL
@@ -54,12 +54,13 @@ USER_QUIT = "the user has ended the run at the prompt of rank {}"
 
 
 class RankSession:
-    """The conversation with one rank. Only the caller's thread uses it.
+    """The debugger session with one rank. Only the caller's thread uses this class.
 
     Args:
         rank: the global rank.
-        connection: the socket.
-        is_inspector: the rank's other end is its inspector, which shows the main thread while that runs or waits.
+        connection: the socket to the rank.
+        is_inspector: whether the rank's end of the socket belongs to its inspector. The inspector shows the main thread
+            while that thread runs or waits.
     """
 
     def __init__(self, rank: int, connection: Connection, *, is_inspector: bool) -> None:
@@ -96,12 +97,12 @@ class RankSession:
                 self.wants_to_quit = True
 
     def take_output(self) -> str:
-        """Return the output that has not been shown, and forget it."""
+        """Return the output that has not been shown yet, and delete it here."""
         output, self.output = self.output, ""
         return output
 
     def answer(self, *message: object) -> None:
-        """Send what the user has entered."""
+        """Send the rank the user's answer to its prompt."""
         self.is_at_prompt = False
         self.left_at = math.inf
         with suppress(OSError):  # the rank has ended; `receive` notices it
@@ -121,12 +122,12 @@ class RankSession:
 
 
 class DebuggerConsole:
-    """The sessions of all ranks, as long as the ranks live. In a WorkerGroup, each call uses the same console.
+    """The debugger sessions of all ranks, until the ranks end. In a WorkerGroup, all calls use the same console.
 
     Args:
-        commands: of the watcher thread.
-        output: of the ranks.
-        deferred_log: of the watcher thread.
+        commands: the command queue of the watcher thread.
+        output: the output of the ranks.
+        deferred_log: the log of the watcher thread.
     """
 
     def __init__(self, commands: CommandQueue, output: RankOutput, deferred_log: DeferredLog) -> None:
@@ -141,11 +142,11 @@ class DebuggerConsole:
 
     @property
     def connections(self) -> list[Connection]:
-        """The sockets to wait for. A message on one of them is for `serve`."""
+        """The sockets to wait for. `serve` reads the messages from these sockets."""
         return [] if self._has_quit else [session.connection for session in self._sessions.values()]
 
     def serve(self, signals: HostSignals, view: ViewDriver | None) -> None:
-        """Show the prompts of all ranks that are at one, until none is."""
+        """Show the prompts of all ranks that wait at a prompt. Return when no rank waits at a prompt any more."""
         self._update()
         first = self._choose()
         if first is None:
@@ -186,13 +187,13 @@ class DebuggerConsole:
                     self._quit(session, signals)
 
     def close(self) -> None:
-        """Close all sockets. The ranks have ended."""
+        """Close all sockets after the ranks have ended."""
         for session in self._sessions.values():
             session.connection.close()
         self._sessions.clear()
 
     def _update(self) -> None:
-        """Begin a session with each rank that has sent a socket, or refuse it. Read what the ranks have sent."""
+        """Begin or refuse a session with each rank that has sent a socket. Read the messages of all ranks."""
         accepted = []
         for rank, fd, purpose in self._commands.take_debugger_sockets():
             connection, is_inspector = Connection(fd), purpose == "inspector"
@@ -214,7 +215,7 @@ class DebuggerConsole:
         self._wait_for_prompt(*accepted)
 
     def _receive(self) -> None:
-        """Read the messages of all ranks. Forget ranks that have ended."""
+        """Read the messages of all ranks. Remove the sessions of ranks that have ended."""
         for session in list(self._sessions.values()):
             try:
                 session.receive()
@@ -226,7 +227,10 @@ class DebuggerConsole:
                     self._current = None
 
     def _choose(self) -> RankSession | None:
-        """Return the rank whose prompt is shown next: the same as before, else the lowest. None: no rank is at one."""
+        """Return the session to show next, or None if no rank is at a prompt.
+
+        The current session has priority. After it comes the session of the lowest rank.
+        """
         if self._has_quit:
             return None
         stopped = self._get_stopped()
@@ -235,7 +239,7 @@ class DebuggerConsole:
         return min(stopped, key=lambda session: session.rank, default=None)
 
     def _get_stopped(self) -> list[RankSession]:
-        """Return the ranks that are at a prompt themselves."""
+        """Return the sessions of ranks that are at a prompt. Prompts of inspectors do not count."""
         return [session for session in self._sessions.values() if session.is_at_prompt and not session.is_inspector]
 
     def _handle_line(self, session: RankSession, line: str) -> None:
@@ -349,7 +353,7 @@ class DebuggerConsole:
 
     @contextmanager
     def _suspended_run(self, view: ViewDriver | None) -> Iterator[None]:
-        """Let the limits stand still, and keep the terminal free, until the last prompt is closed."""
+        """Suspend the time limits, the live view and the output until the last prompt is closed."""
         with ExitStack() as stack:
             self._commands.post(SuspendLimits())
             stack.callback(self._commands.post, ResumeLimits())
@@ -365,14 +369,14 @@ class DebuggerConsole:
             self._show_output(self._current)
 
     def _announce_prompt(self) -> None:
-        """Say on stderr that there is a prompt, if stdout is not the terminal: the prompt goes to stdout."""
-        with suppress(Exception):  # streams of the user's own may raise anything, and be None
+        """Write to stderr that there is a prompt on stdout, if stdout is not a terminal."""
+        with suppress(Exception):  # the user may have replaced a stream by None, or by an object that raises any exception
             if not in_notebook() and not sys.stdout.isatty():
                 sys.stderr.write("mpwatch: a rank is at a breakpoint; the prompt of its debugger is on stdout\n")
                 sys.stderr.flush()
 
     def _show_output(self, session: RankSession | None) -> None:
-        """Show what the ranks have printed, and then what pdb has printed in this rank, which becomes the current one."""
+        """Show the output of the ranks, and then the output of pdb in this rank, which becomes the current one."""
         self._output.drain_all(DRAIN_SECONDS)
         if session is not None:
             if self._current is not None and self._current.rank != session.rank:
@@ -382,6 +386,6 @@ class DebuggerConsole:
 
     def _write(self, text: str) -> None:
         stream: Any = sys.stdout
-        with suppress(Exception):  # a stream of the user's own may raise anything, and be None
+        with suppress(Exception):  # the user may have replaced the stream by None, or by an object that raises any exception
             stream.write(text)
             stream.flush()
