@@ -117,7 +117,7 @@ def run(
         post_mortem: True means that a pdb prompt opens when a rank raises an exception, at the line that raised, and before
             any rank is stopped. Meanwhile the other ranks run or wait, and the command `rank N` shows the stack and the
             variables of rank N. When you leave the prompt (`q`), the run fails as without this option. Without a terminal or
-            a notebook, the option has no effect.
+            a notebook, mpwatch only logs a warning that no prompt can open.
         stall_after: seconds that ranks may wait in a collective of torch.distributed for a rank that has not joined the
             collective. After that mpwatch logs one warning that names the missing rank, and the run goes on. If the missing
             rank has already returned, the run ends. If ranks call different collectives with the same sequence number, the

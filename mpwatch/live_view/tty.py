@@ -43,6 +43,6 @@ def is_writable(fd: int, timeout: float) -> bool:
 def _can_draw_in(stream: TextIO | None) -> bool:
     try:
         fd = stream.fileno() if stream is not None else -1
-        return is_foreground(fd) and os.get_terminal_size(fd).columns > 0
+        return is_foreground(fd) and 0 not in os.get_terminal_size(fd)  # 0: the size is not known
     except Exception:  # noqa: BLE001  the calling program may have set sys.stderr to any object
         return False

@@ -170,7 +170,7 @@ class DebuggerSocket(NamedTuple):
 
     rank: int
     fd: int
-    is_inspector: bool
+    purpose: str
 
 
 class CommandQueue:

@@ -404,7 +404,7 @@ class EventLoop:
             handle.on_ready(message.body)
             return [m.Ready(rank, generation=generation)]
         if message.kind is MessageKind.DEBUGGER:
-            self._commands.offer_debugger_socket(DebuggerSocket(rank, message.fd, is_inspector=bool(message.body)))
+            self._commands.offer_debugger_socket(DebuggerSocket(rank, message.fd, message.body.decode()))
             return []
         if message.kind is MessageKind.STOP_REQUESTED:
             call = self._group_of(rank).call

@@ -254,7 +254,7 @@ class WatcherThread:
             if self._debugger is None:
                 from mpwatch.watcher.debugger.console import DebuggerConsole  # most runs never need it
 
-                self._debugger = DebuggerConsole(self.commands, self.output)
+                self._debugger = DebuggerConsole(self.commands, self.output, self.deferred_log)
             return self._debugger
 
     def has_started_ranks(self) -> bool:

@@ -48,7 +48,7 @@ class MessageKind(enum.IntEnum):
     FAILING = 9  # empty; the function has just raised. RAISED or LOAD_FAILED follows
     DETAILS = 10  # the pickled parts of the exception just sent: the "details" message of exceptions/encoder.py
     LOCALS = 12  # the local variables of the exception just sent: the "locals" message of exceptions/encoder.py
-    DEBUGGER = 13  # empty, or b"inspector"; its descriptor is the watcher's end of a socket for pdb: see worker/debugger.py
+    DEBUGGER = 13  # why it is opened; its descriptor is the watcher's end of a socket for pdb: see worker/debugger.py
     COLLECTIVES = 14  # empty, or b"crash"; its descriptor is the watcher's end of a socket: see worker/collectives.py
     CALLED_COLLECTIVES = 15  # the collectives of a failed rank: RankCollectives.to_json(). Sent between FAILING and RAISED
     STOP_REQUESTED = 16

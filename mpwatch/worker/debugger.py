@@ -3,6 +3,7 @@
     import pdb ---> debugger_hook.py ---> `route_pdb` changes pdb.Pdb: its input and output go over a socket to the watcher
     breakpoint(), pdb.set_trace(), torch.distributed.breakpoint() ---> pdb.Pdb ---> DebuggerClient ---> watcher/debugger/
 
+The message DEBUGGER says for what the socket is: "breakpoint", "post_mortem" or "inspector".
 The messages on the socket are tuples of builtin values, sent by a multiprocessing Connection:
 
     rank to watcher     ("output", text)
@@ -32,10 +33,11 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 from functools import update_wrapper
+from types import TracebackType
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from multiprocessing.connection import Connection
     from types import FrameType
     from typing import Any
@@ -44,6 +46,11 @@ if TYPE_CHECKING:
 
 SKIPPED_MODULES = ("mpwatch", "mpwatch.*", "bdb")  # stepping does not stop there, see `finish_stepping`
 IGNORE_HINT = "set PYTHONBREAKPOINT=0 to ignore breakpoints"
+COMMANDS_OF_CONSOLE = {
+    "ranks": "ranks: show where each rank is.",
+    "rank": "rank N: go to the prompt of rank N, or show its stack if it is at no prompt.",
+    "all": "all COMMAND: run the command in every rank that is at a prompt, such as `all n`, `all c` or `all p x`.",
+}
 
 
 _last_debugger: Any = None  # the Pdb that was used last
@@ -62,19 +69,17 @@ class DebuggerClient:
     Args:
         channel: the channel to the watcher.
         pid: the rank's pid. This process may be a fork of the rank.
-        body: the body of the message that passes the socket to the watcher.
     """
 
-    def __init__(self, channel: Channel, pid: int, body: bytes = b"") -> None:
+    def __init__(self, channel: Channel, pid: int) -> None:
         self._channel = channel
-        self._body = body
         self._pid = pid
         self._connection: Connection | None = None
         # The lock is held while a Pdb interacts with the user. Other threads of the rank wait for it. It is reentrant, since
         # a signal handler may reach a breakpoint, too.
         self.lock = threading.RLock()
 
-    def open(self) -> None:
+    def open(self, purpose: str = "breakpoint") -> None:
         """Connect to the watcher, unless there is a connection. Raises RuntimeError if the watcher can show no prompt."""
         if os.getpid() != self._pid:
             raise RuntimeError(
@@ -83,9 +88,9 @@ class DebuggerClient:
             )
         with self.lock:
             if self._connection is None:
-                self._connection = self._connect()
+                self._connection = self._connect(purpose)
 
-    def _connect(self) -> Connection:
+    def _connect(self, purpose: str) -> Connection:
         import socket
         from multiprocessing.connection import Connection
 
@@ -93,7 +98,7 @@ class DebuggerClient:
 
         ours, theirs = socket.socketpair()
         with theirs:
-            is_sent = self._channel.send_socket(MessageKind.DEBUGGER, theirs.fileno(), self._body)
+            is_sent = self._channel.send_socket(MessageKind.DEBUGGER, theirs.fileno(), purpose.encode())
         connection = Connection(ours.detach())
         try:
             kind, *reason = connection.recv() if is_sent else ("refused", "the rank is ending, or has closed its channel")
@@ -130,7 +135,7 @@ class DebuggerClient:
 
     def wait_for_request(self) -> None:
         """Wait until the user wants to look at this rank."""
-        self.open()
+        self.open("inspector")
         self._receive()
 
     def leave(self) -> None:
@@ -274,11 +279,20 @@ def route_pdb(module: Any, client: DebuggerClient) -> None:
         "do_run": restart,
     }
     cls.do_restart = restart
+    for command, text in COMMANDS_OF_CONSOLE.items():  # no `do_...`: the name alone may be that of a variable
+        setattr(cls, f"help_{command}", _make_help(text))
     for name, method in replacements.items():
         setattr(cls, name, update_wrapper(method, originals[name]))
     # The modules pdb (to confirm) and code (for `interact`) call the builtin `input`, which would read the rank's own stdin.
     module.input = ask
     code.input = ask  # type: ignore[attr-defined]
+
+
+def _make_help(text: str) -> Callable[[Any], None]:
+    def print_help(self: Any) -> None:
+        self.message(text)
+
+    return print_help
 
 
 def _count_outer_frames(stack: list[tuple[FrameType, int]]) -> int:
@@ -310,7 +324,7 @@ def open_post_mortem(error: Exception) -> None:
         return
     trace: Any = error if sys.version_info >= (3, 13) else error.__traceback__  # newer ones have the command `exceptions`
     with suppress(RuntimeError, _StopError), _raised_at_sigterm():  # RuntimeError: the caller can show no prompt
-        debugger.stdout.client.open()
+        debugger.stdout.client.open("post_mortem")
         debugger.stdout.write(f"the rank has raised {_describe(error)}\n")
         debugger.reset()
         debugger.interaction(None, trace)
@@ -348,7 +362,7 @@ def _describe(error: Exception) -> str:
 
 def start_inspector(channel: Channel) -> None:
     """Start the thread that shows the main thread's stack to the user."""
-    client = DebuggerClient(channel, os.getpid(), b"inspector")
+    client = DebuggerClient(channel, os.getpid())
     threading.Thread(target=_run_inspector, args=(client,), name="mpwatch-inspector", daemon=True).start()
 
 
@@ -357,7 +371,7 @@ def _run_inspector(client: DebuggerClient) -> None:
     while True:
         try:
             client.wait_for_request()
-        except RuntimeError:  # the caller has neither a terminal nor a notebook
+        except RuntimeError:  # the caller can show no prompt
             return
         import pdb  # noqa: T100  this is what the user asks for
 
@@ -369,6 +383,23 @@ def _run_inspector(client: DebuggerClient) -> None:
         with suppress(Exception):  # the user's objects may raise anything
             debugger.interaction(frame, None)
         sys.settrace(None)
+
+
+def drop_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a copy that ends where user code has called pdb, if this module has raised the exception."""
+    entries = []
+    rest = trace
+    while rest is not None:
+        entries.append(rest)
+        rest = rest.tb_next
+    modules = [entry.tb_frame.f_globals.get("__name__") for entry in entries]
+    if modules[-1:] != [__name__]:
+        return trace
+    first = min(modules.index(name) for name in ("pdb", __name__) if name in modules)
+    copy = None
+    for entry in reversed(entries[:first]):
+        copy = TracebackType(copy, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return copy
 
 
 def _complete(debugger: Any, text: str, line: str, begin: int, end: int) -> list[str]:

@@ -12,7 +12,7 @@ from mpwatch.worker.import_hook import ModuleFinder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import ModuleType
+    from types import ModuleType, TracebackType
 
     from mpwatch.worker.channel import Channel
 
@@ -49,6 +49,12 @@ def finish_stepping() -> None:
     debugger = sys.modules.get(DEBUGGER)
     if debugger is not None:
         debugger.finish_stepping()
+
+
+def drop_frames_of_debugger(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback without the frames of pdb and mpwatch, if the debugger has raised the exception itself."""
+    debugger = sys.modules.get(DEBUGGER)
+    return trace if debugger is None else debugger.drop_own_frames(trace)
 
 
 def open_post_mortem(error: Exception) -> bool:

@@ -348,14 +348,14 @@ class _Failure:
         return type(self.error).__name__
 
     def make_encoder(self) -> ExceptionEncoder:
-        """Return an encoder of the exception. First remove mpwatch's outermost frames from the exception's traceback."""
+        """Return an encoder of the exception. First remove mpwatch's frames at both ends of the exception's traceback."""
         from mpwatch.wire.exceptions.decoder import get_builtin_attribute, set_builtin_attribute
         from mpwatch.wire.exceptions.encoder import ExceptionEncoder
 
         trace = get_builtin_attribute(self.error, "__traceback__")
         while trace is not None and _is_of_mpwatch(trace):
             trace = trace.tb_next
-        set_builtin_attribute(self.error, "__traceback__", trace)
+        set_builtin_attribute(self.error, "__traceback__", debugger_hook.drop_frames_of_debugger(trace))
         return ExceptionEncoder(self.error)
 
     def make_encoder_of(self, error: BaseException) -> ExceptionEncoder:

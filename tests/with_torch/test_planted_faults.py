@@ -108,9 +108,9 @@ def test_two_ranks_are_both_named():
 def test_a_late_rank_is_named_in_a_warning(caplog):
     result = mpwatch.run(faults.load_slowly, 3, args=(3.0,), backend="gloo", stall_after=1.0)
     assert list(result) == [0, 1, 2]
-    (record,) = caplog.records
-    text = record.getMessage()
-    assert re.match(r"ranks have waited for \d s in a collective: rank 1 has not joined all_reduce #2", text), text
+    texts = [record.getMessage() for record in caplog.records]  # on a busy machine others may be late for other collectives
+    (text,) = [text for text in texts if "rank 1 has not joined all_reduce #2" in text]
+    assert re.match(r"ranks have waited for \d s in a collective: rank 1 has not joined", text), text
     assert re.search(r"; rank 1 is at planted_faults.py:\d+ in load_slowly$", text), text
 
 

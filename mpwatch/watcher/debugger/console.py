@@ -16,7 +16,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -25,24 +25,29 @@ from typing import Any
 
 from mpwatch.options.log_spec import in_notebook
 from mpwatch.results.places import format_place
+from mpwatch.results.rank_status import RankStatus
+from mpwatch.results.report import format_ranks
 from mpwatch.results.stacks import Stacks, group_places
-from mpwatch.watcher.commands import CommandQueue, DelayedAction, StacksRequest
+from mpwatch.watcher.commands import CommandQueue, DelayedAction, StacksRequest, StatusRequest
 from mpwatch.watcher.debugger.line_input import LineInput, PromptClosedError, explain_missing_prompt
 from mpwatch.watcher.host_signals import HostSignals
 from mpwatch.watcher.machine.transitions import Interrupted, ResumeLimits, SuspendLimits
+from mpwatch.watcher.observers.deferred_log import DeferredLog
 from mpwatch.watcher.observers.view_driver import ViewDriver
 from mpwatch.watcher.output.rank_output import RankOutput
+from mpwatch.wire.exceptions.source_lines import cell_name
 
 NEXT_PROMPT_SECONDS = 0.3  # for a rank that executes `step` or `next` to reach its next prompt; other prompts wait meanwhile
 ANSWER_SECONDS = 5.0  # for the answers to `all COMMAND`
 COMPLETION_SECONDS = 1.0
 INSPECTOR_SECONDS = 1.0  # for the inspector of a rank to answer; it needs the GIL
-STACKS_SECONDS = 1.0
+REQUEST_SECONDS = 1.0  # for the watcher thread to answer
 QUIT_SECONDS = 0.5  # for the ranks to end when the user quits, before they are killed
 DRAIN_SECONDS = 0.5  # for the output that is shown before a prompt
 RANKS_COMMAND = re.compile(r"\s*ranks\s*$")
 RANK_COMMAND = re.compile(r"\s*rank\s+(\d+)\s*$")
 ALL_COMMAND = re.compile(r"\s*all\s+(?=[\w!])(.*\S)\s*$")
+STACK_ENTRY = re.compile(r"^([> ] )(.+?)(?=\(\d+\))", re.MULTILINE)  # of pdb: `> /tmp/train.py(7)train()`
 NEWLINE = "\n"
 PDB_PROMPT = "(Pdb) "
 USER_QUIT = "the user has ended the run at the prompt of rank {}"
@@ -64,7 +69,7 @@ class RankSession:
         self.is_inspector = is_inspector
         self.output = ""  # that has not been shown
         self.prompt = ""
-        self.place = ""  # in the code, as a phrase
+        self.place = ""  # in the code
         self.is_at_prompt = False  # the rank waits for a line
         self.can_be_left = False
         self.wants_to_quit = False
@@ -76,10 +81,11 @@ class RankSession:
         while self.connection.poll():
             kind, *values = self.connection.recv()
             if kind == "output":
-                self.output += values[0]
+                self.output += STACK_ENTRY.sub(lambda entry: entry[1] + (cell_name(entry[2]) or entry[2]), values[0])
             elif kind == "prompt":
                 text, self.can_be_left, thread, place = values
-                self.place = f" ({format_place(*place)})" if place is not None else ""
+                if place is not None:  # it is None at a question of pdb
+                    self.place = format_place(*place)
                 thread = f", {thread}" if thread and not self.is_inspector else ""
                 self.prompt = f"(rank {self.rank}{thread}) {text}"
                 self.is_at_prompt = True
@@ -121,11 +127,14 @@ class DebuggerConsole:
     Args:
         commands: the command queue of the watcher thread.
         output: the output of the ranks.
+        deferred_log: the log of the watcher thread.
     """
 
-    def __init__(self, commands: CommandQueue, output: RankOutput) -> None:
+    def __init__(self, commands: CommandQueue, output: RankOutput, deferred_log: DeferredLog) -> None:
         self._commands = commands
         self._output = output
+        self._deferred_log = deferred_log
+        self._has_warned = False
         self._sessions: dict[tuple[int, bool], RankSession] = {}  # by rank, and whether it is the inspector
         self._history: list[str] = []
         self._current: RankSession | None = None
@@ -151,9 +160,8 @@ class DebuggerConsole:
             return
         with self._suspended_run(view), LineInput(self._commands, self._history) as line_input:
             while (session := self._choose()) is not None:
-                self._current = session
                 try:
-                    self._show_output()
+                    self._show_output(session)
                     signals.is_at_prompt = True
                     self._handle_line(
                         session, line_input.read(session.prompt, session.connection.fileno(), session.complete)
@@ -187,13 +195,16 @@ class DebuggerConsole:
     def _update(self) -> None:
         """Begin or refuse a session with each rank that has sent a socket. Read the messages of all ranks."""
         accepted = []
-        for rank, fd, is_inspector in self._commands.take_debugger_sockets():
-            connection = Connection(fd)
+        for rank, fd, purpose in self._commands.take_debugger_sockets():
+            connection, is_inspector = Connection(fd), purpose == "inspector"
             reason = explain_missing_prompt()
             with suppress(OSError):  # the rank has ended
                 connection.send(("refused", reason) if reason else ("ready",))
             if reason:
                 connection.close()
+                if purpose == "post_mortem" and not self._has_warned:
+                    self._has_warned = True
+                    self._deferred_log.warning("post_mortem=True can open no prompt: %s", reason)
                 continue
             if (earlier := self._sessions.pop((rank, is_inspector), None)) is not None:  # before the rank was restarted
                 earlier.connection.close()
@@ -265,9 +276,9 @@ class DebuggerConsole:
         if session is not None and session.is_at_prompt:
             self._current = session
             if not session.output:
-                self._write(f"rank {rank} is at{session.place}\n")
+                self._write(f"rank {rank} is at {session.place}\n")
         elif inspector is None:
-            self._write(f"rank {rank} is not at a prompt; `ranks` shows where each rank is\n")
+            self._write(self._describe_running(rank) + "\n")
         else:
             if not inspector.is_at_prompt:
                 inspector.answer("inspect")
@@ -277,8 +288,21 @@ class DebuggerConsole:
             else:
                 self._write(f"rank {rank} does not answer: its interpreter is busy in C code; `ranks` shows where it is\n")
 
+    def _describe_running(self, rank: int) -> str:
+        """Return where a rank is that has neither a prompt nor an inspector."""
+        ranks = [status.rank for status in self._take_statuses()]
+        if ranks and rank not in ranks:
+            return f"there is no rank {rank} here, only {format_ranks(ranks)}"
+        stack = self._take_stacks().get(rank, "no answer")
+        if "\n" not in stack:
+            return f"rank {rank} is not at a prompt ({stack})"
+        hint = "with post_mortem=True this command shows its variables"
+        return f"rank {rank} is not at a prompt; {hint}\n{Stacks({rank: stack})}"
+
     def _ask_all(self, line: str) -> None:
         """Send a line to all ranks that are at a prompt, and show their answers."""
+        running = [status.rank for status in self._take_statuses() if status.state.is_running]
+        self._receive()  # prompts that have opened meanwhile
         asked = sorted(self._get_stopped(), key=lambda session: session.rank)
         for session in asked:
             session.take_output()  # where it had stopped; `rank N` shows it, too
@@ -288,14 +312,36 @@ class DebuggerConsole:
             output = session.take_output()
             if output:
                 self._write(f"rank {session.rank}:{' ' if output.count(NEWLINE) == 1 else NEWLINE}{output}")
+        if missed := set(running).difference(session.rank for session in asked):
+            self._write(f"not at a prompt: {format_ranks(missed)}\n")
 
-    def _describe_ranks(self) -> str:
+    def _take_statuses(self) -> Sequence[RankStatus]:
+        """Return the status of each rank of this node. Empty if the watcher thread does not answer in time."""
+        request = StatusRequest()
+        self._commands.post(request)
+        request.is_answered.wait(REQUEST_SECONDS)
+        return request.statuses or ()
+
+    def _take_stacks(self) -> Stacks:
+        """Return the stacks of the ranks of this node. Empty if the watcher thread does not answer in time."""
         request = StacksRequest()
         self._commands.post(request)
-        request.is_answered.wait(STACKS_SECONDS)
-        stopped = {session.rank: f" at a prompt{session.place}" for session in self._get_stopped()}
-        stacks = request.stacks if request.stacks is not None else Stacks()
-        return "\n".join(f"{ranks}:{place}" for ranks, place in group_places(stacks | stopped))
+        request.is_answered.wait(REQUEST_SECONDS)
+        return request.stacks if request.stacks is not None else Stacks()
+
+    def _describe_ranks(self) -> str:
+        stopped = {session.rank: f" at a prompt ({session.place})" for session in self._get_stopped()}
+        return "\n".join(f"{ranks}:{place}" for ranks, place in group_places(self._take_stacks() | stopped))
+
+    def _describe_move(self, last: RankSession, new: RankSession) -> str:
+        """Return where the rank of the last prompt is, and that the prompt is that of another rank now."""
+        now = f"now at rank {new.rank}: {new.place}"
+        stack = self._take_stacks().get(last.rank) if not last.is_inspector else None
+        if stack is None:
+            return now
+        ((_, place),) = group_places({last.rank: stack})
+        verb = " is still" if place.startswith(" in ") else " runs" if place.startswith(" (") else ":"
+        return f"rank {last.rank}{verb}{place}; {now}"
 
     def _quit(self, session: RankSession, signals: HostSignals) -> None:
         if not self._has_quit:
@@ -320,7 +366,7 @@ class DebuggerConsole:
             for session in self._sessions.values():
                 if session.is_inspector and session.is_at_prompt:
                     session.answer("end of file")
-            self._show_output()
+            self._show_output(self._current)
 
     def _announce_prompt(self) -> None:
         """Write to stderr that there is a prompt on stdout, if stdout is not a terminal."""
@@ -329,11 +375,14 @@ class DebuggerConsole:
                 sys.stderr.write("mpwatch: a rank is at a breakpoint; the prompt of its debugger is on stdout\n")
                 sys.stderr.flush()
 
-    def _show_output(self) -> None:
-        """Show the output of the ranks, and then the output of pdb in the current rank."""
+    def _show_output(self, session: RankSession | None) -> None:
+        """Show the output of the ranks, and then the output of pdb in this rank, which becomes the current one."""
         self._output.drain_all(DRAIN_SECONDS)
-        if self._current is not None:
-            self._write(self._current.take_output())
+        if session is not None:
+            if self._current is not None and self._current.rank != session.rank:
+                self._write(self._describe_move(self._current, session) + "\n")
+            self._current = session
+            self._write(session.take_output())
 
     def _write(self, text: str) -> None:
         stream: Any = sys.stdout

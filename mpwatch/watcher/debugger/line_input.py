@@ -47,7 +47,7 @@ def explain_missing_prompt() -> str:
         is_terminal = sys.stdin.isatty()
     except Exception:  # noqa: BLE001  None, closed, or an object that the calling program has put there
         is_terminal = False
-    return "" if is_terminal else "the program that started the run has neither a terminal nor a notebook"
+    return "" if is_terminal else "the program that started the run has neither a terminal on stdin nor a notebook"
 
 
 class LineInput:
