@@ -187,7 +187,7 @@ class RunHandle(_Handle[T]):
 
     @property
     def state(self) -> WorkerState:
-        """The state of all ranks together: INIT until all are ready, then HEALTHY or UNHEALTHY.
+        """The state of the run or the call: INIT until all ranks are ready, then HEALTHY or UNHEALTHY.
 
         When the run is over, it is the state of the result, or FAILED if there is no result.
         """

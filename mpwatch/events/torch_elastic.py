@@ -82,9 +82,8 @@ class TorchElasticEvents:
 
     Metrics (`torch.distributed.elastic.metrics`, group "torchelastic") have names that begin with `workers.<role>.`:
 
-    - The state of all ranks together and `remaining_restarts` are recorded at each change. `failed` is also recorded for an
-      attempt that is followed by a restart. If the restart comes only from new nodes, it is not recorded, as with torch's
-      agent.
+    - The state of the run and `remaining_restarts` are recorded at each change. `failed` is also recorded for an attempt
+      that is followed by a restart. If the restart comes only from new nodes, it is not recorded, as with torch's agent.
     - `run_total`, `run_(success|failed)_(with|no)_retries` and `flakiness` are recorded at the end, unless the run was
       interrupted.
 

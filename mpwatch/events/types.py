@@ -265,7 +265,7 @@ class StateChanged(Event):
     """The state of the group has changed. The page "States of a run" of the documentation lists the possible changes.
 
     Attributes:
-        before: the state of all ranks together before the change.
+        before: the state of the run or the WorkerGroup before the change.
         after: the state after the change.
     """
 

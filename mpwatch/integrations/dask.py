@@ -59,18 +59,18 @@ def run(
     To change it, use the option `env`.
 
     Args:
-        client: of the cluster. It is not asynchronous.
+        client: the client of the cluster, which must not be asynchronous.
         fn: see `mpwatch.run`.
         nprocs: number of ranks of each node.
         nodes: the number of nodes, or the least and the greatest number.
-        workers: the addresses of the workers that may be nodes, of any host. None: all workers.
+        workers: the addresses of the workers that may be nodes, on any host. None means all workers.
         resources: resources of the worker that each node takes, such as `{"GPU": 4}`. See "worker resources" of Dask.
         address: the address of this process, to which the nodes connect. If it is None, this is the address of the network
             interface that leads to the scheduler.
         join_timeout: seconds that nodes wait for each other, and for the cluster to have enough workers.
         options: other options of `mpwatch.cluster.run`.
 
-    Raises: as `mpwatch.cluster.run`.
+    Raises: see `mpwatch.cluster.run`.
     """
     __tracebackhide__ = True
     _check_client(client)

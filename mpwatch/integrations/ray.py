@@ -57,14 +57,15 @@ def run(
         fn: see `mpwatch.run`.
         nprocs: number of ranks of each node.
         nodes: the number of nodes, or (min, max). The job begins with min nodes and accepts new nodes up to max.
-        num_cpus: CPUs of each node that Ray reserves. None: one for each rank, or one if `nprocs` is a word.
-        num_gpus: GPUs of each node that Ray reserves. The ranks see these GPUs only.
-        resources: custom resources of each node that Ray reserves.
+        num_cpus: number of CPUs that Ray reserves on each node. None means one for each rank. If `nprocs` is a word, it
+            means one for the node.
+        num_gpus: number of GPUs that Ray reserves on each node. The ranks see only these GPUs.
+        resources: custom resources that Ray reserves on each node.
         runtime_env: the runtime_env of the Ray tasks.
         join_timeout: seconds that nodes wait for each other, and for the cluster to have room for them.
         options: other options of `mpwatch.cluster.run`.
 
-    Raises: as `mpwatch.cluster.run`. LaunchError if the cluster has no room for the job within `join_timeout`.
+    Raises: see `mpwatch.cluster.run`. Raises LaunchError if the cluster has no room for the job within `join_timeout`.
     """
     __tracebackhide__ = True
     if not ray.is_initialized():

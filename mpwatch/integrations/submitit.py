@@ -92,7 +92,7 @@ def run(
         join_timeout: seconds that nodes wait for each other once SLURM has started the first one.
         options: other options of `mpwatch.cluster.run`.
 
-    Raises: as `mpwatch.cluster.run`.
+    Raises: see `mpwatch.cluster.run`.
     """
     __tracebackhide__ = True
     kind = _find_kind(executor)

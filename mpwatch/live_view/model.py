@@ -88,7 +88,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSummary:
-    """The facts about many ranks together. A value is None if it is not known."""
+    """A summary of the facts about many ranks. A value is None if it is not known."""
 
     steps: tuple[int, int, int] | None
     """The minimum, the median and the maximum of the ranks' steps."""

@@ -135,7 +135,7 @@ def _stopped(processes: Collection[RankPopen]) -> Iterator[None]:
 
 
 def _list_members(processes: Collection[RankPopen]) -> dict[int, list[int]]:
-    """Return a dict from the pid of each rank to the pids in its process group. It is empty if they cannot be listed."""
+    """Return a dict from the pid of each rank to the pids in its process group. Return {} if the pids cannot be listed."""
     try:
         return list_group_members([process.pid for process in processes])
     except OSError:  # there is no descriptor left

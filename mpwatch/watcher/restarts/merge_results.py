@@ -24,7 +24,7 @@ def merge_results(
     *,
     keep_going: bool = False,
 ) -> RunResult[T]:
-    """Return the result of all restart groups together.
+    """Merge the results of all restart groups into the result of the run.
 
     Without `keep_going`, there are return values only if all ranks have returned. The root cause of the run is the earliest
     root cause of a group. `restartable_groups` has the lowest ranks of groups whose failure did not end the run. The root

@@ -240,7 +240,7 @@ class RestartGroup:
 
 
 def state_of_all(groups: Collection[RestartGroup]) -> WorkerState:
-    """Return the state of all ranks of this node together.
+    """Return one state that describes all ranks of this node.
 
     The state is UNHEALTHY if a rank is restarted while other ranks go on (scope="worker"). It is INIT if all ranks are
     restarted.
