@@ -107,10 +107,11 @@ class DaskEngine:
     A coroutine in the client's event loop takes care of each node: it waits for a free worker, and submits the task.
 
     Args:
-        client: of the cluster.
+        client: the client of the cluster.
         least: the least number of nodes.
-        workers: the addresses of the workers that may be nodes. None: all, and one of each host if there are several hosts.
-        resources: of the worker that each node takes.
+        workers: the addresses of the workers that may be nodes. None means all workers. If they are on several hosts, only
+            one worker of each host is a node.
+        resources: the resources that each node takes from its worker.
         address: the address of this process. If it is None, this is the address of the network interface that leads to the
             scheduler.
         seconds: how long to wait for enough workers.

@@ -86,7 +86,7 @@ class RayEngine:
     Args:
         bundle: the resources of each node.
         least: the least number of nodes. Ray reserves the resources of all of them in one step.
-        runtime_env: of the tasks.
+        runtime_env: the runtime_env of the tasks.
         seconds: how long to wait for these resources.
     """
 
@@ -209,7 +209,7 @@ class _FurtherNode:
     """A node beyond the least number. It gets a placement group of its own when the cluster has room on another node.
 
     Args:
-        engine: of the job.
+        engine: the engine of the job.
         call: what the node does.
         number: the number of the node.
     """

@@ -223,9 +223,9 @@ class SubmititEngine:
     """Starts the least number of nodes as one job of submitit, and each other node as a job of its own.
 
     Args:
-        executor: of submitit. It is copied.
+        executor: an executor of submitit. The engine uses a copy of it.
         least: the least number of nodes.
-        address: of this process.
+        address: the address of this process.
         stop_seconds: how long a node may need to end after it has lost the driver.
 
     Attributes:

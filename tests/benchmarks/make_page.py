@@ -84,7 +84,7 @@ HEAD = """# Benchmarks
 <!-- tests/benchmarks/make_page.py makes this page from tests/benchmarks/published.json -->
 
 This page shows what a launch costs and how soon a failure is noticed, compared with other launchers. Shorter bars are
-better. Below each table are the date, the machine and the command of the measurement. Only the last table has no command of
+better. The date, the machine and the command of each measurement are below its table. Only the last table has no command of
 its own, because it compares what the caller gets. *Least possible* is a loop that starts the same number of processes, which
 do nothing.
 
@@ -111,7 +111,7 @@ Rank 1 fails while rank 0 is busy. The table shows the seconds until the program
 2026-11-21, 2 CPU cores, Linux, Python 3.11, torch 2.13 (CPU): `python tests/benchmarks/lightning_failures.py`
 
 Lightning's script launcher (`"ddp"`) checks its processes every five seconds. After a failure, the launcher kills all
-processes, your program included. The interpreter needs 1.3 s of the time until the end for its own exit. The watched program ends by
+processes, your program included. The exit of the interpreter itself takes 1.3 s of this time. The watched program ends by
 `sys.exit(error.exit_code)`, which sets its status.
 
 ## What the caller gets after a failure
