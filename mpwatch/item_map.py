@@ -138,8 +138,8 @@ def map(
     For a failed item it is called again if `max_restarts` allows this.
 
     The iterator takes items from `items`, and receives values, only in `next`. Between two calls of `next`, a rank has at
-    most two chunks to work on. An exception in the body of a `for` loop keeps the iterator and its ranks alive. If the
-    program goes on after such an exception, use `with contextlib.closing(mpwatch.map(...)) as values:`.
+    most two chunks to work on. If the body of a `for` loop raises an exception, the iterator and its ranks stay alive. If
+    the program goes on after such an exception, use `with contextlib.closing(mpwatch.map(...)) as values:`.
 
     Args:
         fn: a function of one argument. For more arguments use `functools.partial`, or items that are tuples.

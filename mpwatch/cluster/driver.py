@@ -10,8 +10,8 @@ job does not join. It would wait for others until `join_timeout`, so the driver 
 
 Guarantees:
 
-- The driver waits without a deadline in three cases only. Ranks of a node run; nodes wait for other nodes, which
-  `join_timeout` limits; or the engine is sending the outcome of a node that has ended, since a large result takes time.
+- The driver waits without a deadline only in three cases: ranks of a node run, nodes wait for other nodes (`join_timeout`
+  limits this), or the engine is sending the outcome of a node that has ended. A large outcome takes time.
 - The job has not succeeded if the outcome of a node with ranks is missing.
 """
 
@@ -206,7 +206,7 @@ class Driver:
         self._view.update()
 
     def _is_over(self) -> bool:
-        """Return whether each node that has begun has ended, and at least one has."""
+        """Return whether all nodes that have begun have ended, and at least one node has begun."""
         nodes = [node for node in self._nodes.values() if node.has_begun or node.outcome is not None or node.is_lost]
         is_ending = self._is_stopping or self._has_outcome()
         return self._is_given_up or (is_ending and all(node.is_over for node in nodes))
@@ -307,7 +307,7 @@ class Driver:
         return sum(node.has_joined and not node.is_over for node in self._nodes.values())
 
     def _expect_end(self) -> None:
-        """Limit how long the other nodes may take, since one has ended. Stop those that came too late for the job."""
+        """Limit how long the other nodes may take, since one has ended. Stop nodes that came too late for the job."""
         if self._is_stopping:
             return
         self._deadline = min(self._deadline, time.monotonic() + self._end_seconds)

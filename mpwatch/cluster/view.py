@@ -17,7 +17,7 @@ NODE_PERIOD = 0.5  # seconds between two statuses that a node sends
 
 
 class JobView:
-    """The view of one job. The driver's thread uses it; `put` may be called in any thread.
+    """The view of one job. Only the driver's thread uses it, except that any thread may call `put`.
 
     Args:
         progress: the option of `mpwatch.run`.

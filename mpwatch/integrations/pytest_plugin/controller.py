@@ -1,8 +1,7 @@
 """This part of the plugin runs in pytest's own process, which is the watcher. It calls the ranks for each marked test.
 
 `redirect_to_ranks` replaces the body of a marked test by `_run_test`. `_run_test` uses the module's `ModuleGroup` for the
-options of the test, or starts a new one. It raises the exception of the ranks. `rank_session` is the plugin's part in the
-ranks.
+options of the test, or starts a new ModuleGroup. It raises the exception of the ranks. `rank_session` runs in the ranks.
 """
 
 import sys
@@ -87,7 +86,7 @@ def _merge_marks(item: pytest.Item) -> dict[str, Any]:
 
 
 def _get_group(item: pytest.Item, options: dict[str, Any]) -> "ModuleGroup":
-    """Return the module's ModuleGroup for these options. Start a new one if the module has none with these options."""
+    """Return the module's ModuleGroup for these options. If the module has none, start a new ModuleGroup."""
     __tracebackhide__ = True
     module = get_module(item)
     groups = module.stash.setdefault(MODULE_GROUPS, [])

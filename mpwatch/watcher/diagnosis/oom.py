@@ -7,7 +7,7 @@ A rank that died of a SIGKILL that the watcher did not send is a *suspect*. Ther
    necessary rights, and only if this process sees the kernel's own pids. In most containers the log cannot be read.
 2. The counter `oom_kill` of this process's memory cgroup. The kernel increments it before it kills. The counter is used if
    the log cannot be read:
-   - If the counter rose by at least the number of suspects of one wake-up, the OOM killer has killed all these suspects.
+   - If the counter rose by at least the number of suspects of one wake-up, this proves that all of them were killed so.
    - If the counter rose by less, the OOM killer is the likely cause.
    - If only the counter of the whole machine (/proc/vmstat) exists and rose, the OOM killer is the likely cause.
 

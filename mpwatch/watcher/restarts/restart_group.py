@@ -126,7 +126,7 @@ class RestartGroup:
         return actions
 
     def handle_deadline(self, now: float) -> list[m.Action]:
-        """Pass the time to the state machine. Return the machine's actions. There are none before its deadline."""
+        """Pass the time to the state machine. Return the machine's actions. Before its deadline, it has no actions."""
         return self.machine.handle_deadline(now)
 
     def observations(
