@@ -6,9 +6,9 @@ The watcher asks in two ways, because each fails where the other works:
   it writes those of all threads. It does not run while the main thread computes in C code, or waits there in a way that a
   signal does not end.
 - NATIVE_DUMP_SIGNAL has faulthandler's handler, in C. It runs at once, whatever the interpreter is doing and whichever
-  thread holds the GIL. It writes the stack of the main thread only. A thread that enters or leaves a function at this moment
-  has an invalid frame. Python 3.11 to 3.13 may crash on it (with `sorted(key=function)` in 0.3 % to 6 % of the dumps).
-  Python 3.14 leaves out the rest of the stack (4 %).
+  thread holds the GIL. It writes the stack of the thread that gets the signal, and the watcher sends it to the main thread.
+  A thread that enters or leaves a function at this moment has an invalid frame. Python 3.11 to 3.13 may crash on it (with
+  `sorted(key=function)` in 0.3 % to 6 % of the dumps). Python 3.14 leaves out the rest of the stack (4 %).
 
 So the watcher sends the second signal only if no answer to the first one has begun: the main thread is in C code then.
 Neither ever blocks: what does not fit into the pipe is left out.

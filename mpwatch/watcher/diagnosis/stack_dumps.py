@@ -2,7 +2,8 @@
 
 The pipe is the rank's stderr while the interpreter starts. When the rank is ready, only stacks are written into it:
 
-- when the watcher asks for stacks: those of all threads and then STACKS_END, or that of the main thread, or both, mixed;
+- when the watcher asks for stacks: those of all threads and then STACKS_END, or that of the main thread, or both, mixed. The
+  end is missing if it has not come in time, or if the pipe was full;
 - the stack of the crashing thread, on a crash.
 
 All list the innermost frame first. The worker's side is worker/stack_dumps.py.
@@ -25,8 +26,12 @@ THREAD_HEAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 END_LINE = STACKS_END.decode()
 MAX_FRAMES = 100  # faulthandler writes no more frames of a thread
 MAX_BYTES = 1 << 20  # more than a hundred threads of a hundred frames each
+CUT_STACK = "  (the rest of this stack is missing)"
+MISSING_STACK = "  (its stack is missing)"
+MISSING_THREADS = "Other threads (most recent call first):\n  (not all of their stacks have come)"
 CUT_NOTE = b"\n[mpwatch: the interpreter printed more than this before the rank was ready; the rest was cut off]\n"
 OUTERMOST_FRAME = '\n  File "<string>", line 1 in <module>'  # of the main thread of a spawned interpreter
+OUTERMOST_FRAME_OF_THREAD = re.compile(r'/threading\.py", line \d+ in _bootstrap\s*$')  # of a thread other than the main one
 RANK_MAIN_FILE = "/mpwatch/worker/main.py"
 DUMP_HANDLER_FRAME = re.compile(r'/mpwatch/worker/stack_dumps\.py", line \d+ in __call__$')
 NATIVE_HEAD = "Current thread's C stack trace (most recent call first):\n"  # Python 3.14 and newer write it after a crash
@@ -84,13 +89,20 @@ class StackDumpParser:
             return False
         if self._data.find(STACKS_END, self._dump_start) >= 0:
             return True
-        return _is_whole_native_stack(self._split_dump()[1])
+        return _is_whole_main_stack(self._split_dump()[1])
 
     @property
     def dump(self) -> str:
-        """The requested stacks, that of the main thread first; as far as they have come, if they are not complete."""
+        """The requested stacks, that of the main thread first. Lines in parentheses say what is missing."""
         python_stack, native_stack, others = self._split_dump()
-        main_stack = python_stack or native_stack.replace(NATIVE_DUMP_HEAD, f"Current thread 0x{self.main_thread:016x}", 1)
+        head = f"Current thread 0x{self.main_thread:016x}"
+        main_stack = python_stack or native_stack.replace(NATIVE_DUMP_HEAD, head, 1)
+        if main_stack and not _is_whole_main_stack(main_stack):
+            main_stack = main_stack.rstrip("\n") + f"\n{CUT_STACK}"
+        if others and not main_stack:
+            main_stack = f"{head} (most recent call first):\n{MISSING_STACK}"
+        if (python_stack or others) and self._data.find(STACKS_END, self._dump_start) < 0:
+            others.append(MISSING_THREADS)
         return "\n\n".join(stack.strip("\n") for stack in [main_stack, *others] if stack)
 
     @property
@@ -130,9 +142,11 @@ class StackDumpParser:
         for start, end in pairwise([*starts, len(text)]):
             stack = text[start:end].partition(END_LINE)[0]
             thread = THREAD_HEAD.match(stack)
+            if thread is None and OUTERMOST_FRAME_OF_THREAD.search(stack):
+                continue  # the kernel has given the signal to this thread: see `send_signal_to_main_thread`
             if thread is None:
                 native_stack = native_stack or stack
-                if not python_stack and _is_whole_native_stack(native_stack):
+                if not python_stack and _is_whole_main_stack(native_stack):
                     break
             elif int(thread[1], 16) != self.main_thread:
                 others.append(stack)
@@ -144,7 +158,7 @@ class StackDumpParser:
         return bytes(self._data[start:]).decode(errors="replace")
 
 
-def _is_whole_native_stack(stack: str) -> bool:
+def _is_whole_main_stack(stack: str) -> bool:
     is_at_end = stack.rstrip("\n").endswith(OUTERMOST_FRAME) or stack.count("\n  File ") >= MAX_FRAMES
     return is_at_end and stack.endswith("\n")
 

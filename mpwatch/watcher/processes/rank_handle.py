@@ -254,12 +254,13 @@ class RankHandle:
     def request_native_stack_dump(self, request: int) -> None:
         """Ask faulthandler for the main thread's stack if Python has not begun to answer: this thread is in C code then.
 
-        Nothing is asked if this request is over: faulthandler may crash a rank that runs Python code.
+        Nothing is asked if this request is over: faulthandler may crash a rank that runs Python code. It writes the stack of
+        the thread that gets the signal. The first signal may still be pending in the main thread.
         """
         if self.observations.signals_sent or not self.stack_parser.is_unanswered(request):
             return
         if NATIVE_DUMP_SIGNAL is not None and self._can_dump_stacks(NATIVE_DUMP_SIGNAL):
-            self.process.send_signal(NATIVE_DUMP_SIGNAL)
+            self.process.send_signal_to_main_thread(NATIVE_DUMP_SIGNAL)
 
     def _can_dump_stacks(self, signum: int | None) -> bool:
         """Return whether the rank can write stacks when it gets this signal.
