@@ -48,13 +48,13 @@ def format_location(stacks: str) -> str:
     source = f": {frame.source[:SOURCE_LIMIT]}" if frame.source else ""
     place = f" ({format_place(frame.file, frame.line, frame.function)}{source})"
     if any(file.startswith(PACKAGE_FOLDER + DEBUGGER_FILE) for file in files):
-        return f" at a prompt of the debugger{'' if _is_of_library(frame.file) else place}"
+        return f" at a prompt of the debugger{'' if is_of_library(frame.file) else place}"
     is_item_loop = files[-1].startswith(PACKAGE_FOLDER + ITEM_LOOP_FILE)
-    if is_item_loop and _is_of_library(frame.file):
+    if is_item_loop and is_of_library(frame.file):
         return " between two items"
     for file, activity in ACTIVITIES_BY_FILE.items():
         if not is_item_loop and files[-1].startswith(PACKAGE_FOLDER + file):
-            return f" {activity}{'' if _is_of_library(frame.file) else place}"
+            return f" {activity}{'' if is_of_library(frame.file) else place}"
     innermost = next((each for each in frames if not each.file.startswith(PACKAGE_FOLDER)), frame)
     function = f" in {innermost.function}" if innermost is not frame else ""
     return f"{function}{place}"
@@ -81,12 +81,13 @@ def find_user_frame(files: Iterable[str]) -> int:
 
     Files are preferred to strings such as `<string>`, which may be the generated methods of a dataclass.
     """
-    user_code = [(n, file) for n, file in enumerate(files) if not _is_of_library(file)]
+    user_code = [(n, file) for n, file in enumerate(files) if not is_of_library(file)]
     in_files = [n for n, file in user_code if not file.startswith("<")]
     return next(iter(in_files), user_code[0][0] if user_code else 0)
 
 
-def _is_of_library(file: str) -> bool:
+def is_of_library(file: str) -> bool:
+    """Whether a file is not user code: of mpwatch, of the standard library, or of an installed package."""
     return file.startswith(LIBRARIES) or "/site-packages/" in file
 
 

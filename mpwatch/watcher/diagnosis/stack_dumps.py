@@ -14,9 +14,11 @@ Runs in the watcher thread. Pure, except for `add_source_lines`, which reads sou
 import linecache
 import os
 import re
+import threading
 from itertools import dropwhile, pairwise, takewhile
 
-from mpwatch.results.stack_frames import FRAME_LINE
+from mpwatch.results.places import PACKAGE_FOLDER, is_of_library
+from mpwatch.results.stack_frames import FRAME_LINE, parse_frames
 from mpwatch.wire.messages import STACKS_END
 
 CRASH_HEAD = "Fatal Python error: "
@@ -166,10 +168,11 @@ def _is_whole_main_stack(stack: str) -> bool:
 def cut_frames_of_mpwatch(stacks: str) -> str:
     """Cut the frames of mpwatch that called the function, and those of a signal handler that was still writing stacks.
 
-    A thread without other frames is left out.
+    A thread without other frames is left out, and so is a thread of mpwatch's own.
     """
     blocks = map(_cut_dump_handler, map(_cut_at_rank_main, stacks.split("\n\n")))
-    return "\n\n".join(block for block in blocks if "\n" in block)  # a head alone has no frames
+    # a head alone has no frames
+    return "\n\n".join(block for block in blocks if "\n" in block and not _is_thread_of_mpwatch(block))
 
 
 def add_source_lines(stacks: str, started_at: float) -> str:
@@ -185,6 +188,14 @@ def add_source_lines(stacks: str, started_at: float) -> str:
         if source:
             lines.append(f"    {source}")
     return "\n".join(lines)
+
+
+def _is_thread_of_mpwatch(block: str) -> bool:
+    """Whether mpwatch has started this thread for itself, and the thread runs no user code."""
+    frames = list(parse_frames(block)) if block.startswith("Thread ") else []
+    target = next((frame for frame in reversed(frames) if frame.file != threading.__file__), None)
+    is_started_by_mpwatch = target is not None and target.file.startswith(PACKAGE_FOLDER)
+    return is_started_by_mpwatch and all(is_of_library(frame.file) for frame in frames)
 
 
 def _cut_at_rank_main(block: str) -> str:

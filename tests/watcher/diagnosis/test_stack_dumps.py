@@ -4,12 +4,14 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 import mpwatch
+from mpwatch.results.places import PACKAGE_FOLDER
 from mpwatch.results.stack_frames import parse_frames
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.diagnosis.stack_dumps import (
@@ -22,6 +24,7 @@ from mpwatch.watcher.diagnosis.stack_dumps import (
 )
 from mpwatch.wire.messages import STACKS_END
 from support import failing
+from support.observations import LIBRARY
 from support.programs import call, in_own_process
 from watcher.diagnosis import stack_functions
 
@@ -32,6 +35,8 @@ OTHER = '\nThread 0x0000000000001000 (most recent call first):\n  File "threadin
 HEAD = "Current thread 0x0000000000007f00 (most recent call first):\n"
 NATIVE_DUMP_HEAD = "Stack (most recent call first):\n"
 FRAMES = '  File "/home/me/train.py", line 3 in step\n'
+MPWATCH = f"{PACKAGE_FOLDER}/worker/collectives.py"
+THREADING = threading.__file__
 RANK_MAIN = '  File "/x/mpwatch/worker/main.py", line 9 in _call\n'
 OUTERMOST = '  File "<string>", line 1 in <module>\n'
 WHOLE = HEAD + FRAMES + OUTERMOST
@@ -203,6 +208,28 @@ def test_stacks_begin_at_the_function():
         "step",
         "step()",
     )
+
+
+def frames_in(*files):
+    return "".join(f'  File "{file}", line 9 in f\n' for file in files).rstrip()
+
+
+@pytest.mark.parametrize(
+    ("files", "is_shown"),
+    [
+        ([MPWATCH, THREADING, THREADING], False),
+        ([json.__file__, f"{LIBRARY}/torch/distributed/distributed_c10d.py", MPWATCH, THREADING], False),
+        (["/home/me/batch.py", MPWATCH, THREADING], True),  # `__repr__` of a local variable
+        (["/home/me/train.py", THREADING], True),
+        ([MPWATCH, "/home/me/train.py", THREADING], True),
+        ([THREADING, THREADING], True),
+        ([f"{LIBRARY}/torch/utils/data/_utils/pin_memory.py", THREADING], True),
+    ],
+)
+def test_a_thread_of_mpwatch_is_not_shown(files, is_shown):
+    thread = f"Thread 0x0000000000001000 (most recent call first):\n{frames_in(*files)}"
+    text = cut_frames_of_mpwatch(f"{HEAD}{FRAMES}\n{thread}")
+    assert text == (f"{HEAD}{FRAMES}\n{thread}" if is_shown else f"{HEAD}{FRAMES}".rstrip())
 
 
 def test_stacks_begin_below_a_handler_that_still_writes_the_stacks_before():
