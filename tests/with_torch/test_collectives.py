@@ -35,21 +35,21 @@ def train(diversion):
         dist.all_reduce(torch.ones(1))
 
 
+HAS_NOT_JOINED = (
+    r"has not joined all_reduce #4 \(float32\[1\], default group\), in which ranks 0, 2 wait \(.* in train\); its "
+    r"last collective was all_reduce #3: still at work "
+)
+
+
 @pytest.mark.parametrize(
     ("diversion", "text"),
     [
         pytest.param(
             sleeps,
-            r"was silent for [\d.]+ s \(heartbeat_timeout=1\), at step 3 of 10: still at work \(.* in sleeps",
+            rf"was silent for [\d.]+ s \(heartbeat_timeout=1\), at step 3 of 10; it {HAS_NOT_JOINED}\(.* in sleeps",
             marks=pytest.mark.slow,
         ),
-        (
-            sends_heartbeats_only,
-            (
-                r"has not joined all_reduce #4 \(float32\[1\], default group\), in which ranks 0, 2 wait \(.* in train\); its "
-                r"last collective was all_reduce #3: still at work \(.* in sends_heartbeats_only"
-            ),
-        ),
+        (sends_heartbeats_only, rf"{HAS_NOT_JOINED}\(.* in sends_heartbeats_only"),
     ],
 )
 def test_the_rank_that_is_missing_from_a_collective_is_the_root_cause(diversion, text):
