@@ -101,7 +101,7 @@ def test_equal_fates_share_a_line_at_512_ranks():
     ranks[200] = ranks[300] = rank_that_raised(CONNECTION_LOST_ERROR, 9.5)
     text = format_report(diagnose(make_observations(*ranks)))
     assert len(text.splitlines()) == 3
-    assert "ranks 200, 300: a victim of rank 100: RuntimeError" in text
+    assert "ranks 200, 300: victims of rank 100: RuntimeError" in text
     assert "ranks 0-99, 101-199, 201-299, 301-511: stopped by the watcher" in text
 
 

@@ -339,10 +339,11 @@ def _find_silent_ranks(
     for rank in silent:
         assert heartbeat_timeout is not None
         last_beat, progress = attempt.silent_ranks[rank], attempt.ranks[rank].get_progress(attempt.run_started_at)
-        why = texts.format_silence(stopped_at - last_beat, heartbeat_timeout, progress)
+        is_victim = rank not in to_blame
+        why = texts.format_silence(stopped_at - last_beat, None if is_victim else heartbeat_timeout, progress)
         if verdict is not None and rank in absent:
             why += f"; it {verdict.evidence[rank]}"
-        hangs[rank] = build_hang(attempt, running[rank], last_beat, why, is_secondary=rank not in to_blame)
+        hangs[rank] = build_hang(attempt, running[rank], last_beat, why, is_secondary=is_victim)
     for rank in to_blame - silent:
         why = verdict.evidence[rank] if verdict is not None and rank in absent else texts.KEPT_PEERS_WAITING
         hangs[rank] = build_hang(attempt, running[rank], stopped_at, why)
