@@ -197,6 +197,11 @@ def format_timeout(timeout: float, unfinished: Iterable[int], stragglers: Collec
     return f"the run did not end within timeout={timeout:g} s: {format_ranks(unfinished)} had not returned{outside}"
 
 
+def format_unused_heartbeat_timeout(heartbeat_timeout: float) -> str:
+    """Return a sentence that says why `heartbeat_timeout` has not ended a run that ran into its timeout."""
+    return f"heartbeat_timeout={heartbeat_timeout:g} did not apply: no rank has called report() or heartbeat()"
+
+
 def format_signal(number: int) -> str:
     """Return a sentence that says that a signal to the host program stopped the run."""
     return f"the run was stopped: this process received {name_signal(number)}"

@@ -405,10 +405,13 @@ def _get_reason(
         unfinished = [rank for rank, state in states.items() if state is not WorkerState.SUCCEEDED]
         if attempt.stop_timeout is not None:
             return texts.format_stop_timeout(attempt.stop_timeout, attempt.stop_cause, unfinished)
+        unused = attempt.unused_heartbeat_timeout
+        note = "" if unused is None else f"; {texts.format_unused_heartbeat_timeout(unused)}"
         # A rank that is not in the collective is named, but not blamed: healthy ranks, too, reach it at different times.
         if verdict is not None:
-            return f"{texts.format_timeout(attempt.timeout or 0.0, unfinished)}; {verdict.sentence}"
-        return texts.format_timeout(attempt.timeout or 0.0, unfinished, find_stragglers(_get_running(attempt, failures)))
+            return f"{texts.format_timeout(attempt.timeout or 0.0, unfinished)}; {verdict.sentence}{note}"
+        stragglers = find_stragglers(_get_running(attempt, failures))
+        return texts.format_timeout(attempt.timeout or 0.0, unfinished, stragglers) + note
     if attempt.stop_reason is StopReason.INTERRUPTED and attempt.signum is not None:
         text = format_interrupt(attempt.signum, attempt.interrupt_cause)
         if attempt.stop_timeout is not None:

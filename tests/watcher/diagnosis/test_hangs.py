@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from mpwatch import FailureKind
 from mpwatch.results.report import format_report
 from mpwatch.watcher.diagnosis.diagnose import diagnose
 from mpwatch.watcher.machine.transitions import StopReason
+from mpwatch.watcher.restarts.merge_results import merge_results
 from mpwatch.wire.shared_memory import (
     HEARTBEAT_AT,
     HEARTBEAT_SIZE,
@@ -202,6 +204,26 @@ def test_a_timeout_names_the_missing_rank_and_blames_none():
     ]
     assert {failure.kind for failure in result.failures.values()} == {FailureKind.TIMEOUT}
     assert result.root_cause is None
+
+
+@pytest.mark.parametrize("scope", ["group", "worker"])
+def test_a_timeout_says_that_no_rank_has_sent_the_heartbeat_that_begins_the_limit(scope):
+    limits = {"stop_reason": StopReason.TIMED_OUT, "timeout": 10.0, "heartbeat_timeout": 5.0}
+    beats = {**LOADS, "heartbeat": HeartbeatSample(9.0, None)}
+    text = "the run did not end within timeout=10 s: ranks 0-1 had not returned"
+    note = "; heartbeat_timeout=5 did not apply: no rank has called report() or heartbeat()"
+    for ranks, reason in (([LOADS, LOADS], text + note), ([LOADS, beats], text)):
+        if scope == "group":
+            assert diagnose(make_observations(*ranks, **limits)).reason == reason
+        else:
+            attempts = [make_observations({}, rank, **limits) for rank in ranks]
+            for number, attempt in enumerate(attempts):
+                attempts[number] = replace(attempt, ranks={number: replace_rank(attempt.ranks[1], number)})
+            assert merge_results([(attempt, diagnose(attempt)) for attempt in attempts]).reason == reason
+
+
+def replace_rank(observed, number):
+    return replace(observed, worker=replace(observed.worker, rank=number))
 
 
 def test_a_value_that_arrives_after_the_timeout_does_not_count():
