@@ -4,6 +4,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -117,7 +118,12 @@ FROM_STEP = " in all_reduce (train.py:88 in step: dist.all_reduce(x))"
         (stack_in("step", 88) + "\n\n" + stack_in("other", 1, thread="Thread 0x2"), " (train.py:88 in step)"),
         (IN_TORCH + '\n    wait()\n  File "/home/me/train.py", line 88 in step\n    dist.all_reduce(x)', FROM_STEP),
         (f'Thread 0x1 (most recent call first):\n  File "{LIBRARY}/torch/c10d.py", line 3 in f', " (c10d.py:3 in f)"),
-        (stack_in("step", 88, "x" * 300), f" (train.py:88 in step: {'x' * 100})"),
+        (stack_in("step", 88, "x" * 300), f" (train.py:88 in step: {'x' * 100} ...)"),
+        (stack_in("step", 88, f"run({'x' * 80}, yyyyy, zzzzzz, 0)"), f" (train.py:88 in step: run({'x' * 80}, yyyyy, ...)"),
+        (stack_in("step", 88, "run(  # calls C++"), " (train.py:88 in step: run()"),
+        (stack_in("step", 88, "run('# 1')  # calls C++"), " (train.py:88 in step: run('# 1'))"),
+        (stack_in("step", 88, "isn't # code"), " (train.py:88 in step: isn't # code)"),
+        (stack_in("step", 88, "# of another version"), " (train.py:88 in step: # of another version)"),
         (
             'Thread 0x1 (most recent call first):\n  File "<string>", line 2 in __init__\n  File "/me/train.py", line 8 in f\n    Cfg()',
             " in __init__ (train.py:8 in f: Cfg())",
@@ -134,6 +140,25 @@ FROM_STEP = " in all_reduce (train.py:88 in step: dist.all_reduce(x))"
 )
 def test_format_location(stacks, phrase):
     assert format_location(stacks) == phrase
+
+
+@pytest.mark.parametrize(
+    ("files", "phrase"),
+    [
+        (
+            ["torch/autograd/graph.py", "torch/_tensor.py", "trainer/precision.py", "trainer/loop.py"],
+            " in f (precision.py:1 in f)",
+        ),
+        (["torch/autograd/graph.py", "torch/_tensor.py"], " (graph.py:1 in f)"),
+        (["mpwatch_tools/a.py", "torch/_tensor.py"], " (a.py:1 in f)"),
+        ([threading.__file__, "torch/_tensor.py", "torchtrainer/loop.py"], " in f (loop.py:1 in f)"),
+        ([threading.__file__, "torch/_tensor.py"], " (threading.py:1 in f)"),
+        ([f"{PACKAGE_FOLDER}/api.py", "trainer/loop.py", "/home/me/train.py"], " in f (train.py:1 in f)"),
+    ],
+)
+def test_without_user_code_the_place_is_in_a_package_other_than_torch(files, phrase):
+    frames = "".join(f'  File "{os.path.join(LIBRARY, file)}", line 1 in f\n' for file in files)
+    assert format_location(HEAD + frames) == phrase
 
 
 def test_ranks_are_grouped_by_where_they_were():
