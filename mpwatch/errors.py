@@ -75,6 +75,9 @@ class RunFailedError(MpwatchError):
     def __str__(self) -> str:
         return format_report(self.result)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.verdict!r})"
+
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows. mpwatch's frames, and those of the rank below them, are left out.
 
@@ -108,6 +111,9 @@ class ItemFailedError(RunFailedError):
         attempts = f" after {item.attempts} attempts" if item.attempts > 1 else ""
         reason = f"; {item.reason}" if item.reason else ""
         return f"item {item.index} ({item.item}) failed{attempts}{reason}\n{super().__str__()}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.item_failure)!r})"
 
 
 class RunTimeoutError(RunFailedError, TimeoutError):

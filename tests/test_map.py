@@ -1,5 +1,6 @@
 """`mpwatch.map`: items, values and failures, with real ranks."""
 
+import copy
 import gc
 import itertools
 import os
@@ -143,8 +144,9 @@ def test_the_first_failure_is_raised():
     assert isinstance(error, RunFailedError)
     assert (error.item_failure.index, error.item_failure.item, error.item_failure.attempts) == (7, "7", 1)
     assert re.fullmatch(r"item 7 \(7\) failed\nrank \d failed first: ValueError: seven \(map_functions.py:.*\)", str(error))
-    copy = pickle.loads(pickle.dumps(error))
-    assert (copy.item_failure.index, repr(copy.__cause__), str(copy)) == (7, "ValueError('seven')", str(error))
+    assert repr(error) == f"ItemFailedError({str(error.item_failure)!r})"
+    for back in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert (back.item_failure.index, repr(back.__cause__), str(back)) == (7, "ValueError('seven')", str(error))
 
 
 def test_keep_going_yields_the_failure_in_the_place_of_the_value():

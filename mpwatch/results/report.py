@@ -147,7 +147,8 @@ def format_fates(result: RunData[Any]) -> list[str]:
     """Return a line for each group of ranks with the same fate. If there are too many, the last line counts the others."""
     groups = [f"{format_ranks(ranks)}: {fate}" for fate, ranks in group_fates(result).items()]
     if len(groups) > FATE_LINES:
-        groups[FATE_LINES:] = [f"and {len(groups) - FATE_LINES} more groups of ranks: see .failures and .stacks"]
+        more = format_count(len(groups) - FATE_LINES, "more group")
+        groups[FATE_LINES:] = [f"and {more} of ranks: see .failures and .stacks"]
     return groups
 
 

@@ -1,5 +1,6 @@
 """The diagnosis and the report of an attempt: pure functions of observations."""
 
+import copy
 import os
 import pickle
 import signal
@@ -325,11 +326,25 @@ def test_format_exit():
 @pytest.mark.parametrize("kind", [RunFailedError, RunTimeoutError])
 def test_every_error_pickles(kind):
     error = kind(diagnose(make_observations(rank_that_raised(ValueError("x", lambda: None), 9.0), STOPPED_RANK)))
-    back = pickle.loads(pickle.dumps(error))
-    assert type(back) is kind
-    assert str(back).splitlines()[1:] == str(error).splitlines()[1:]
-    assert back.root_cause.exception.args[0] == "x"
-    assert back.__cause__ is back.root_cause.exception
+    assert repr(error) == f"{kind.__name__}({error.verdict!r})"
+    for back in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(back) is kind
+        assert str(back).splitlines()[1:] == str(error).splitlines()[1:]
+        assert back.verdict.startswith("rank 0 failed first: ValueError: ")
+        assert back.root_cause.exception.args[0] == "x"
+        assert back.__cause__ is back.root_cause.exception
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([rank_that_raised(ValueError("x"), 9.0)], "<RunResult FAILED: 1 rank, 1 failure>"),
+        ([rank_that_raised(ValueError("x"), 9.0), STOPPED_RANK], "<RunResult FAILED: 2 ranks, 1 failure>"),
+        ([rank_that_died(3), rank_that_died(3)], "<RunResult FAILED: 2 ranks, 2 failures>"),
+    ],
+)
+def test_the_repr_of_a_result_counts_ranks_and_failures(ranks, text):
+    assert repr(diagnose(make_observations(*ranks))) == text
 
 
 def test_is_running():
