@@ -183,6 +183,15 @@ class PersistentRanks:
         if watcher_thread is not None:
             watcher_thread.commands.post(TerminalRestore(restore))
 
+    def explain_loss(self, rank: int, reason: str) -> None:
+        """Set the reason that is logged when this rank is restarted, alone or with all others.
+
+        Nothing happens if the last call of the rank has not ended with its loss.
+        """
+        if rank in self._loss_reasons:
+            self._restart_reason = self._restart_reason.replace(self._loss_reasons[rank], reason)
+            self._loss_reasons[rank] = reason
+
     def shut_down_in_background(self) -> None:
         """Have the ranks end, and do not wait for that. This is for a WorkerGroup without references."""
         watcher_thread, self._watcher_thread = self._watcher_thread, None
@@ -232,6 +241,7 @@ class PersistentRanks:
             raise
         self._restart_count += 1
         self._restart_reason = LOST_WHILE_IDLE
+        self._loss_reasons.clear()
         self.workers = watcher_thread.workers
         self._watcher_thread = watcher_thread
         return watcher_thread
