@@ -140,6 +140,8 @@ class RunData(Generic[T]):
             nothing has. All ranks may have returned before they have asked again: then `stopped_at` is None.
         dropped_values: the ranks whose return values were dropped, since another rank failed. `keep_going` would have kept
             these values. A rank that returned None does not count. Always empty for a call of a WorkerGroup.
+        elapsed: seconds of the whole run, from its start to the exit of its last rank, with all restarts. For a call of a
+            WorkerGroup: seconds of the call. For a job on a cluster: seconds of the node that took longest.
     """
 
     state: WorkerState
@@ -160,6 +162,7 @@ class RunData(Generic[T]):
     stopped_at: int | None = None
     stop_cause: str = ""
     dropped_values: tuple[int, ...] = ()
+    elapsed: float = 0.0
 
     @property
     def restarts(self) -> int:

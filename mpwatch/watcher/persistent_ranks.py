@@ -306,7 +306,8 @@ class PersistentRanks:
         workers = call.direct.idle_ranks.workers
         values = {worker.rank: load_value(body) for worker, body in zip(workers, call.direct.get_bodies(), strict=True)}
         log_dir = self._spec.logs.folder_of_run(self._event_bus.run_id) if self._spec.logs is not None else ""
-        result = build_success(workers, values, call.direct.get_progress(call.started_at), log_dir)
+        progress, elapsed = call.direct.get_progress(call.started_at), time.monotonic() - call.started_at
+        result = build_success(workers, values, progress, log_dir, elapsed)
         if result is None:
             return self._diagnose(watcher_thread, self._observe(call), (), values)
         watcher_thread.emit_logs_and_events()

@@ -121,6 +121,7 @@ def diagnose(attempt: AttemptObservations, loaded_values: Mapping[int, "LoadedVa
             (step for of_rank in attempt.ranks.values() if (step := of_rank.stopped_step) is not None), default=None
         ),
         stop_cause=attempt.stop_cause,
+        elapsed=attempt.ended_at - attempt.run_started_at,
     )
 
 
@@ -152,7 +153,11 @@ def load_value(content: bytes | memoryview | OSError) -> LoadedValue:
 
 
 def build_success(
-    workers: tuple[Worker, ...], values: Mapping[int, LoadedValue], progress: Mapping[int, Progress], log_dir: str
+    workers: tuple[Worker, ...],
+    values: Mapping[int, LoadedValue],
+    progress: Mapping[int, Progress],
+    log_dir: str,
+    elapsed: float,
 ) -> RunResult[Any] | None:
     """Return the result of a call in which each rank has returned. None: a value cannot be rebuilt, so `diagnose` is needed.
 
@@ -161,6 +166,7 @@ def build_success(
         values: their return values, by rank.
         progress: their last reports, by rank.
         log_dir: the folder of the log files; empty without log files.
+        elapsed: seconds of the call.
     """
     if any(loaded.error is not None for loaded in values.values()):
         return None
@@ -171,6 +177,7 @@ def build_success(
         worker_states=dict.fromkeys(values, WorkerState.SUCCEEDED),
         progress=progress,
         log_dir=log_dir,
+        elapsed=elapsed,
     )
 
 
