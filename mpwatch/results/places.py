@@ -1,7 +1,7 @@
-"""Names the place in the code where a rank was, or where it raised, as a phrase of the report.
+"""Name the place in the code where a rank was, or where it raised, as a phrase of the report.
 
-The place is a frame of user code, if there is one: not of mpwatch, the standard library or an installed package. Otherwise
-it is a frame of an installed package other than torch, such as a trainer.
+If possible, the place is a frame of user code, and not of mpwatch, the standard library or an installed package. Without
+user code, it is a frame of an installed package other than torch, such as a trainer.
 """
 
 import os
@@ -36,11 +36,11 @@ ACTIVITIES_BY_FILE = {
 
 
 def format_location(stacks: str) -> str:
-    """Return where the first thread of a stack was, as a phrase: ` in all_reduce (train.py:88 in step: ...)`.
+    """Return a phrase that says where the first thread was: ` in all_reduce (train.py:88 in step: ...)`.
 
-    The phrase names the innermost function, unless it is mpwatch's, and the innermost frame of user code. Outside of the
-    function it is what the rank did, and the frame of user code if there is one: ` while loading the call (model.py:3 in
-    <module>: ...)`. If there are no stacks, it is the line that says why, or empty.
+    The phrase names the innermost function that does not belong to mpwatch, and the innermost frame of user code. If the
+    rank was not in the user's function, the phrase says what the rank did, with the frame of user code if there is one:
+    ` while loading the call (model.py:3 in <module>: ...)`. If there are no stacks, it is the line that says why, or empty.
     """
     frames = list(parse_frames(stacks))
     if not frames:
@@ -90,7 +90,7 @@ def _cut_at_word(text: str) -> str:
 
 
 def format_raise_location(error: BaseException) -> str:
-    """Return the innermost frame of user code, or the one that `find_user_frame` prefers if there is none."""
+    """Return the place of the innermost frame of user code. Without user code, see `find_user_frame`."""
     trace = get_builtin_attribute(error, "__traceback__")
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_tb(trace)]
     if not frames:
@@ -101,15 +101,16 @@ def format_raise_location(error: BaseException) -> str:
 
 
 def format_place(path: str, line: int | None, function: str) -> str:
-    """Return `train.py:88 in step`, with IPython's name of the file if it is a cell."""
+    """Return a place such as `train.py:88 in step`. If the file is a notebook cell, use IPython's name for it."""
     return f"{_format_file_name(path)}:{line} in {function}"
 
 
 def find_user_frame(files: Iterable[str]) -> int:
-    """Return the index of the innermost frame of user code. `files` begins with the innermost one.
+    """Return the index of the innermost frame of user code.
 
-    Files are preferred to strings such as `<string>`, which may be the generated methods of a dataclass. Without user code,
-    it is that of an installed package other than torch, or else 0.
+    `files` begins with the file of the innermost frame. The function prefers files to names such as `<string>`, which may
+    stand for generated methods of a dataclass. Without user code, it returns the index of the innermost frame of an
+    installed package other than torch, or otherwise 0.
     """
     files = list(files)
     user_code = [n for n, file in enumerate(files) if not is_of_library(file)]
