@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from mpwatch.results.failure import FailureKind, ProcessFailure
-from mpwatch.results.item_failure import ItemFailure
+from mpwatch.results.item_failure import ItemFailure, name_item
 from mpwatch.results.model import WorkerState
 from mpwatch.results.report import format_fates, format_report, format_verdict
 from mpwatch.results.run_result import RunResult
@@ -78,6 +78,9 @@ class RunFailedError(MpwatchError):
     def __str__(self) -> str:
         return format_report(self.result)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.verdict!r})"
+
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows, without the frames of mpwatch and the frames of the rank below them.
 
@@ -110,7 +113,10 @@ class ItemFailedError(RunFailedError):
         item = self.item_failure
         attempts = f" after {item.attempts} attempts" if item.attempts > 1 else ""
         reason = f"; {item.reason}" if item.reason else ""
-        return f"item {item.index} ({item.item}) failed{attempts}{reason}\n{super().__str__()}"
+        return f"{name_item(item.index, item.item)} failed{attempts}{reason}\n{super().__str__()}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.item_failure)!r})"
 
 
 class RunTimeoutError(RunFailedError, TimeoutError):

@@ -20,6 +20,7 @@ from mpwatch.options.validation import check_flag, check_seconds
 from mpwatch.options.worker_info import Worker
 from mpwatch.results.failure import summarize_exception
 from mpwatch.results.model import WorkerState
+from mpwatch.results.report import format_count
 from mpwatch.results.run_result import RunResult
 from mpwatch.results.stacks import Stacks
 from mpwatch.watcher.persistent_ranks import OnStart, PersistentRanks
@@ -323,7 +324,7 @@ class WorkerGroup:
             self.close()
 
     def __repr__(self) -> str:
-        return f"<WorkerGroup {self.state.name}: {self._spec.nprocs} ranks>"
+        return f"<WorkerGroup {self.state.name}: {format_count(len(self.workers), 'rank')}>"
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows for the group."""

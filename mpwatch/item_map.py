@@ -35,7 +35,7 @@ from mpwatch.options.restart_policy import RestartPolicy
 from mpwatch.options.spec import Nprocs, PersistentGroupSpec, check_call
 from mpwatch.options.validation import check_count, check_flag
 from mpwatch.results.failure import FailureKind, ProcessFailure, format_failure
-from mpwatch.results.item_failure import ItemFailure
+from mpwatch.results.item_failure import ItemFailure, name_item
 from mpwatch.results.model import WorkerState
 from mpwatch.results.run_result import RunResult
 from mpwatch.run_handle import CallHandle
@@ -280,6 +280,10 @@ class _ItemGroup(WorkerGroup):
     def set_terminal_restore(self, restore: tuple[str, bytes] | None) -> None:
         """Let the guardian process write these bytes to a terminal if this process is killed. If None, it writes nothing."""
         self._ranks.set_terminal_restore(restore)
+
+    def explain_loss(self, rank: int, reason: str) -> None:
+        """Set the reason that is logged when this rank is restarted. Nothing happens if the rank was not lost."""
+        self._ranks.explain_loss(rank, reason)
 
 
 class ItemMap:
@@ -580,6 +584,8 @@ class ItemMap:
                     begun.append(unbegun.pop(0))  # it cannot be unpickled, or the rank dies while it unpickles the item
             self._queue.put_back(unbegun, singly=not begun)
             for task in begun:
+                item = name_item(task.index, _format_item(task.item))
+                self._group.explain_loss(feed.rank, f"{item} failed: {format_failure(cause)}")
                 outcomes += self._fail(task, cause, result)
         return outcomes
 
@@ -591,8 +597,9 @@ class ItemMap:
         if decision.delay is not None:
             log_now(
                 WARNING,
-                "item %d (%s) is tried again (attempt %d of %d): %s",
-                *(task.index, text, task.attempts + 1, task.attempts + 1 + decision.restarts_left, format_failure(failure)),
+                "%s is tried again (attempt %d of %d): %s",
+                name_item(task.index, text),
+                *(task.attempts + 1, task.attempts + 1 + decision.restarts_left, format_failure(failure)),
             )
             return []
         reason = decision.no_restart_reason

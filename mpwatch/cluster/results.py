@@ -42,6 +42,7 @@ def merge_results(results: Sequence[mpwatch.RunResult[Any]]) -> mpwatch.RunResul
         stopped_at=max((result.stopped_at for result in results if result.stopped_at is not None), default=None),
         stop_cause=_first(result.stop_cause for result in results),
         dropped_values=tuple(sorted({rank for result in results for rank in result.dropped_values})),
+        elapsed=max(result.elapsed for result in results),
         events=tuple(sorted((event for result in results for event in result.events), key=lambda event: event.time)),
     )
 

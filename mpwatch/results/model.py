@@ -146,6 +146,8 @@ class RunData(Generic[T]):
             `stop_cause`, but `stopped_at` is None.
         dropped_values: the ranks whose return values were dropped because another rank failed. `keep_going` would have kept
             these values. A rank that returned None does not count. It is always empty for a call of a WorkerGroup.
+        elapsed: seconds of the whole run, from its start to the exit of its last rank, with all restarts. For a call of a
+            WorkerGroup, it is the time of the call. For a job on a cluster, it is the time of the node that took longest.
     """
 
     state: WorkerState
@@ -166,6 +168,7 @@ class RunData(Generic[T]):
     stopped_at: int | None = None
     stop_cause: str = ""
     dropped_values: tuple[int, ...] = ()
+    elapsed: float = 0.0
 
     @property
     def restarts(self) -> int:

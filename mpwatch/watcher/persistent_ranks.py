@@ -183,6 +183,15 @@ class PersistentRanks:
         if watcher_thread is not None:
             watcher_thread.commands.post(TerminalRestore(restore))
 
+    def explain_loss(self, rank: int, reason: str) -> None:
+        """Set the reason that is logged when this rank is restarted, alone or with all others.
+
+        Nothing happens if the last call of the rank has not ended with its loss.
+        """
+        if rank in self._loss_reasons:
+            self._restart_reason = self._restart_reason.replace(self._loss_reasons[rank], reason)
+            self._loss_reasons[rank] = reason
+
     def shut_down_in_background(self) -> None:
         """End the ranks, but do not wait for their end. This is for a WorkerGroup that has no references any more."""
         watcher_thread, self._watcher_thread = self._watcher_thread, None
@@ -232,6 +241,7 @@ class PersistentRanks:
             raise
         self._restart_count += 1
         self._restart_reason = LOST_WHILE_IDLE
+        self._loss_reasons.clear()
         self.workers = watcher_thread.workers
         self._watcher_thread = watcher_thread
         return watcher_thread
@@ -296,7 +306,8 @@ class PersistentRanks:
         workers = call.direct.idle_ranks.workers
         values = {worker.rank: load_value(body) for worker, body in zip(workers, call.direct.get_bodies(), strict=True)}
         log_dir = self._spec.logs.folder_of_run(self._event_bus.run_id) if self._spec.logs is not None else ""
-        result = build_success(workers, values, call.direct.get_progress(call.started_at), log_dir)
+        progress, elapsed = call.direct.get_progress(call.started_at), time.monotonic() - call.started_at
+        result = build_success(workers, values, progress, log_dir, elapsed)
         if result is None:
             return self._diagnose(watcher_thread, self._observe(call), (), values)
         watcher_thread.emit_logs_and_events()

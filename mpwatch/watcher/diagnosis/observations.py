@@ -135,6 +135,12 @@ class AttemptObservations:
         """How long all ranks had been ready before the failure, in seconds."""
         return 0.0 if self.all_ready_at is None or self.stopped_at is None else self.stopped_at - self.all_ready_at
 
+    @property
+    def unused_heartbeat_timeout(self) -> float | None:
+        """The `heartbeat_timeout`, if it has not applied to any rank: none has sent a heartbeat or a report."""
+        beats = (observed.heartbeat.beat_at for observed in self.ranks.values())
+        return self.heartbeat_timeout if all(beat_at is None for beat_at in beats) else None
+
     def collect_stderr(self) -> None:
         """Read the last lines of stderr of all ranks."""
         for observed in self.ranks.values():

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mpwatch.results.failure import ProcessFailure
 from mpwatch.results.model import WorkerState
-from mpwatch.results.report import format_timeout
+from mpwatch.results.report import format_timeout, format_unused_heartbeat_timeout
 from mpwatch.results.run_result import RunResult
 from mpwatch.watcher.diagnosis.observations import AttemptObservations
 from mpwatch.watcher.machine.transitions import StopReason
@@ -77,4 +77,7 @@ def _describe_timeout(late: Sequence[tuple[AttemptObservations, RunResult[T]]]) 
     if overdue or not late:
         return overdue[0] if overdue else ""
     states = _merge_dicts(result.worker_states for _, result in late)
-    return format_timeout(late[0][0].timeout or 0.0, [rank for rank in states if states[rank] is not WorkerState.SUCCEEDED])
+    text = format_timeout(late[0][0].timeout or 0.0, [rank for rank in states if states[rank] is not WorkerState.SUCCEEDED])
+    unused = {observations.unused_heartbeat_timeout for observations, _ in late}
+    notes = [format_unused_heartbeat_timeout(limit) for limit in unused if limit is not None] if len(unused) == 1 else []
+    return "; ".join([text, *notes])

@@ -36,6 +36,8 @@ DECIDE_AFTER_ON_NODES = (
     m.StopReason.CANCELLED_BY_JOB,
 )
 
+SLOW_EXIT = "a slow exit: an exit hook or a finaliser that does not end, or a busy machine"
+
 
 class RestartGroup:
     """The ranks of one restart group, from their first start to the end of the run.
@@ -196,7 +198,7 @@ class RestartGroup:
                 f"rank %d {what_was} but was still running %g s later (%s); mpwatch stopped it{value_kept}",
                 rank,
                 max(self._spec.grace_period, m.EXIT_SECONDS),
-                self.exit_blockers.get(rank) or "an exit hook or a finaliser that does not end",
+                self.exit_blockers.get(rank) or SLOW_EXIT,
             )
         for rank, observed in self.observed.items():
             was_signalled = -(observed.exit_code or 0) in observed.signals_sent
