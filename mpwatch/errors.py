@@ -69,7 +69,10 @@ class RunFailedError(MpwatchError):
 
     @property
     def exit_code(self) -> int:
-        """The exit status for a program that ends because of this error. It is that of the rank that failed first, or 1."""
+        """The exit status for a program that ends because of this error.
+
+        It is the status of the rank that failed first. It is 1 if no rank is blamed.
+        """
         return self.root_cause.exit_code if self.root_cause else 1
 
     def __str__(self) -> str:
@@ -81,7 +84,7 @@ class RunFailedError(MpwatchError):
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows, without the frames of mpwatch and the frames of the rank below them.
 
-        IPython shows the frames of the rank before these lines, as those of `__cause__`.
+        IPython shows the frames of the rank before these lines, because `__cause__` has these frames.
         """
         lines: list[str] = get_ipython_shell().InteractiveTB.structured_traceback(
             type(self), self, _cut_frames_of_mpwatch(self.__traceback__)

@@ -235,7 +235,7 @@ class WorkerGroup:
         that ends stops the ranks, and does not wait for the call.
 
         Args:
-            fn: the function. All arguments are those of `run`.
+            fn: the function. All arguments mean the same as in `run`.
             args: positional arguments.
             kwargs: keyword arguments.
             timeout: limit for this call in seconds, from its beginning.
@@ -376,8 +376,8 @@ class WorkerGroup:
     def _make_process_group(self, call: "_GroupCall", ticket: Ticket) -> RunResult[Any] | None:
         """Let all ranks make the process group of `backend` before a call of some ranks. Return the result after a failure.
 
-        If several calls need the process group, only one of them has it made. `ticket` was granted before, and the call
-        keeps its place in the queue.
+        If several calls need the process group, only one of them makes the ranks create it. `ticket` was granted before, and
+        the call keeps its place in the queue.
         """
         from concurrent.futures import CancelledError  # its import takes time
 

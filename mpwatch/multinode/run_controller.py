@@ -225,7 +225,7 @@ class MultiNodeRunController(RunController[T]):
         )
 
     def _restore_root_cause(self, decision: AttemptDecision) -> AttemptDecision:
-        """If the nodes could not rejoin, return the previous decision, for which they had to rejoin, as a failed job."""
+        """If the nodes could not rejoin after the previous decision, return that decision as a failed job."""
         latest = self._latest_decision
         if decision.attempt == NO_ATTEMPT and latest is not None and latest.root_cause_rank >= 0:
             return replace(latest, next_step=NextStep.FAILED, no_restart_reason=decision.reason)

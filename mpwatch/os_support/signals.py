@@ -47,7 +47,7 @@ def get_handler(number: int) -> Any:
 
 
 def list_python_handlers(signals: Iterable[int] = SIGNALS) -> dict[int, Any]:
-    """Return a dict from each of these signals that has a handler in Python to this handler.
+    """Return a dict from signals to their handlers, for the given signals that have a handler in Python.
 
     This is fast, since it does not use the module signal, which would convert each number to an enum and back.
     """

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class WorkerState(Enum):
-    """The state of a rank, or of all ranks together. The names are those of torch.distributed.elastic.
+    """The state of a rank, a run or a WorkerGroup. torch.distributed.elastic uses the same names.
 
     Attributes:
         UNKNOWN: the ranks are being started.

@@ -40,7 +40,7 @@ def format_location(stacks: str) -> str:
 
     The phrase names the innermost function that does not belong to mpwatch, and the innermost frame of user code. If the
     rank was not in the user's function, the phrase says what the rank did, with the frame of user code if there is one:
-    ` while loading the call (model.py:3 in <module>: ...)`. If there are no stacks, it is the line that says why, or empty.
+    ` while loading the call (model.py:3 in <module>: ...)`. If there are no stacks, the text says why, or is empty.
     """
     frames = list(parse_frames(stacks))
     if not frames:

@@ -72,7 +72,7 @@ def format_report(result: RunData[Any]) -> str:
 
 
 def format_restarts(result: RunData[Any]) -> str:
-    """Return a text that says how often ranks were restarted, and why not once more. It is empty if neither is known."""
+    """Return a text that says how often ranks were restarted, and why not again. Return "" if neither is known."""
     if not result.restarts:
         return f"not restarted: {result.not_restarted}" if result.not_restarted else ""
     no_more = f", then no more: {result.not_restarted}" if result.not_restarted else ""
@@ -110,8 +110,9 @@ def format_attempts(attempts: Iterable[Attempt]) -> list[str]:
 
 
 def make_attempt_rows(attempts: Iterable[Attempt]) -> list[tuple[str, str]]:
-    """Return the name and the verdict of each attempt. Of very many, return the first and the last, and one row that counts
-    the others.
+    """Return the name and the verdict of each attempt.
+
+    If there are too many, return the first and the last attempts, and one row that counts the others.
     """
     rows = [(attempt.name, format_verdict(attempt)) for attempt in attempts]
     more = len(rows) - ATTEMPT_LINES
@@ -262,7 +263,7 @@ def format_not_ready(start_timeout: float) -> str:
 
 
 def format_likely_oom(clue: str) -> str:
-    """Return a phrase that says why the out-of-memory killer has probably killed a rank, if there is no proof."""
+    """Return a phrase with the evidence that the out-of-memory killer has killed a rank. The evidence is not a proof."""
     return f"likely the out-of-memory killer: {clue}"
 
 

@@ -77,7 +77,7 @@ class RankObservations:
     """When the watcher sent the first signal to the rank."""
 
     def add_collectives(self, answer: RankCollectives) -> None:
-        """Store the rank's collectives. A later answer replaces an earlier one only if the rank has called more collectives.
+        """Store the rank's collectives. Keep the earlier answer if the rank has not called more collectives since then.
 
         An earlier answer may have the source line that waits for a call. When the call has failed, no line waits any more.
         """

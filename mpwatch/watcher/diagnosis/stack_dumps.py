@@ -177,7 +177,7 @@ def cut_frames_of_mpwatch(stacks: str) -> str:
 
 
 def add_source_lines(stacks: str, started_at: float) -> str:
-    """Add the line of source after each frame, if there is one.
+    """After each frame, add its line of source code, if the line is known.
 
     Files that were changed after `started_at` (seconds since 1970) are left out, since the rank runs an earlier version.
     """

@@ -2,9 +2,9 @@
 
     ProcessPool.start -> RankPopen.start -> multiprocessing.Process.start -> RankPopen._launch -> subprocess.Popen
 
-Where is SIGTERM sent after the first failure? machine/state_machine.py decides and returns the action SendSignal.
-event_loop.py executes the action. `RankPopen.send_signal_to_group` calls killpg. SIGKILL is sent in the same way. SIGINT
-goes only to the rank itself (`ProcessPool.interrupt_call`).
+SIGTERM is sent in three steps: machine/state_machine.py decides and returns the action SendSignal, event_loop.py executes
+the action, and `RankPopen.send_signal_to_group` calls killpg. SIGKILL is sent in the same way. SIGINT goes only to the rank
+itself (`ProcessPool.interrupt_call`).
 
 A rank is an ordinary multiprocessing.Process of the spawn context. So it is in `multiprocessing.active_children()`, and any
 thread may join it. The start of a rank differs from the start of other such processes in three points:

@@ -24,11 +24,11 @@ def merge_results(
     *,
     keep_going: bool = False,
 ) -> RunResult[T]:
-    """Return the result of all restart groups together.
+    """Merge the results of all restart groups into the result of the run.
 
     Without `keep_going`, there are return values only if all ranks have returned. The root cause of the run is the earliest
-    root cause of a group. `restartable_groups` has the lowest ranks of groups whose failure did not end the run. The root
-    cause of such a group counts only if there is no other root cause.
+    root cause of a group. `restartable_groups` has the lowest rank of each group whose failure did not end the run. The
+    root cause of such a group counts only if there is no other root cause.
     """
     results = [result for _, result in parts]
     if len(parts) == 1:
