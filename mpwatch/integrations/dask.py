@@ -263,7 +263,7 @@ class DaskEngine:
 
     def _wait_for_workers(self, least: int, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        count = self._begin(self._count_places()).result(SYNC_SECONDS)
+        count = self._ask_for_places()
         if count < least:
             logger.warning(
                 "the Dask cluster has %d suitable workers for %d nodes; waiting %g s for more", count, least, seconds
@@ -277,7 +277,20 @@ class DaskEngine:
                     "workers, ask for fewer nodes, or list workers of any host in workers="
                 )
             time.sleep(min(POLL_SECONDS, seconds))
-            count = self._begin(self._count_places()).result(SYNC_SECONDS)
+            count = self._ask_for_places()
+
+    def _ask_for_places(self) -> int:
+        """Return how many nodes the present workers can be. Raises LaunchError."""
+        answer = self._begin(self._count_places())
+        try:
+            return int(answer.result(SYNC_SECONDS))
+        except OSError as error:  # TimeoutError, or an error of the connection
+            answer.cancel()
+            reason = str(error) or f"no answer within {SYNC_SECONDS:g} s"
+            raise mpwatch.LaunchError(
+                f"the Dask scheduler at {self._client.scheduler.address} does not say which workers it has: {reason}."
+                " It hangs, is too busy, or has ended. Check that `client.nthreads()` answers, or make a new Client"
+            ) from error
 
 
 # --- In a Dask worker

@@ -19,6 +19,7 @@ pytest.importorskip("distributed")
 from distributed import Client, Event, LocalCluster, Scheduler, SpecCluster, Worker
 
 from engines import cases
+from mpwatch.integrations import dask
 from mpwatch.integrations.dask import run
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
@@ -387,3 +388,21 @@ def test_a_bad_client_is_named(client):
     closed.close()
     with pytest.raises(ValueError, match="the Dask client is not connected to a scheduler, it is closed; make a new Client"):
         run(closed, report_pid, 2, nodes=2)
+
+
+def test_a_scheduler_that_does_not_answer_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(dask, "SYNC_SECONDS", 0.5)
+    file = tmp_path / "scheduler.json"
+    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--no-dashboard", "--port", "0"]
+    with subprocess.Popen([*command, "--scheduler-file", file], stderr=subprocess.DEVNULL) as scheduler:
+        try:
+            with Client(scheduler_file=file) as client:
+                scheduler.send_signal(signal.SIGSTOP)
+                text = (
+                    r"the Dask scheduler at tcp://.* does not say which workers it has: no answer within 0\.5 s\. It hangs"
+                )
+                with pytest.raises(mpwatch.LaunchError, match=text):
+                    run(client, report_rank, 1, nodes=1)
+                scheduler.kill()
+        finally:
+            scheduler.kill()
