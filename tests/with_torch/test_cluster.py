@@ -90,6 +90,14 @@ def test_all_nodes_stop_at_the_same_step():
     assert list(result) == [result.stopped_at] * 2
 
 
+def test_a_timeout_names_the_ranks_of_all_nodes():
+    text = (
+        r"node \d \(.*\): the run did not end within timeout=1 s: rank \d had not returned; on other nodes rank \d had not"
+    )
+    with pytest.raises(mpwatch.RunTimeoutError, match=text):
+        cluster.run(cluster.ThreadEngine(), signal.pause, 1, nodes=2, timeout=1)
+
+
 class LosingEngine(cluster.ThreadEngine):
     """Loses the first node before it has connected."""
 

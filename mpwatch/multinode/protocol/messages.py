@@ -162,6 +162,8 @@ class AttemptReport:
     """Why the root cause of this node is not worth a restart; empty if it is."""
     reason: str = ""
     """Why the attempt ended on this node, as in `RunResult.reason`."""
+    unfinished: tuple[int, ...] = ()
+    """The ranks that had not returned, if a timeout of this or another node has ended the attempt."""
     healthy_seconds: float = 0.0
     """The time from when all ranks were ready to the failure."""
     step: int = -1
