@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import dropwhile
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
@@ -45,6 +46,7 @@ from mpwatch.wire.exceptions.decoder import ENDS_RUN
 MAX_EARLY_LOSSES = 3  # of nodes one after the other that the engine has lost before their ranks have begun
 END_SECONDS = 10.0  # beyond the grace period: for all nodes to end after the first one, and after they were stopped
 CLOSE_SECONDS = 5.0  # for a thread to end, which takes milliseconds
+ERROR_LINES = 8  # of the end of a traceback in the text of an engine's error
 MAX_WAITING_OUTPUTS = 1000  # messages of each node that wait until this thread has written them; then the node waits
 
 
@@ -295,8 +297,8 @@ class Driver:
             if self._early_losses >= MAX_EARLY_LOSSES:
                 if self._count_running() >= self._rendezvous.min_nodes:
                     return
-                text = f"the engine could not start node {node.number}: {_summarize(error)}"
-                raise mpwatch.LaunchError(text) from error
+                reason = "\n".join([_summarize(error), *_find_end_of_traceback(str(error))])
+                raise mpwatch.LaunchError(f"the engine could not start node {node.number}: {reason}") from error
         self._start_node()
 
     def _has_outcome(self) -> bool:
@@ -457,3 +459,11 @@ def _summarize(error: BaseException) -> str:
         return summarize_exception(cause)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def _find_end_of_traceback(text: str) -> list[str]:
+    """Return what follows the last frame in the text of an error. Ray's RuntimeEnvSetupError has its reason there."""
+    _, has_frames, end = text.rpartition('\n  File "')
+    lines = end.splitlines()[1:] if has_frames else []
+    lines = [line for line in dropwhile(lambda line: line.startswith("    "), lines) if line.strip()]
+    return lines if len(lines) <= ERROR_LINES else [lines[0], *lines[1 - ERROR_LINES :]]

@@ -154,17 +154,41 @@ def test_a_node_that_the_driver_cannot_understand_is_replaced():
 
 
 class BrokenEngine(cluster.ThreadEngine):
-    """Can start no node."""
+    """Can start no node.
+
+    Args:
+        text: of the error.
+    """
+
+    def __init__(self, text):
+        super().__init__()
+        self.text = text
 
     def start(self, call, number):
         lost = Future()
-        lost.set_exception(ConnectionError("there is no such package"))
+        lost.set_exception(ConnectionError(self.text))
         return lost
 
 
 def test_an_engine_that_can_start_no_node_is_an_error():
-    with pytest.raises(mpwatch.LaunchError, match="the engine could not start node 2: there is no such package"):
-        cluster.run(BrokenEngine(), functions.rank, 1, nodes=1)
+    with pytest.raises(mpwatch.LaunchError, match=r"the engine could not start node 2: there is no such package$"):
+        cluster.run(BrokenEngine("there is no such package"), functions.rank, 1, nodes=1)
+
+
+def test_the_reason_at_the_end_of_a_traceback_is_in_the_error_of_an_engine():
+    text = (
+        "Failed to set up runtime environment.\nTraceback (most recent call last):\n"  # as Ray's RuntimeEnvSetupError
+        '  File "pip.py", line 12, in install\n    raise CommandError(\n    ^^^^^\n'
+        "CommandError: pip failed.\n    Looking in indexes\n    ERROR: No matching distribution found\n"
+    )
+    with pytest.raises(mpwatch.LaunchError) as caught:
+        cluster.run(BrokenEngine(text), functions.rank, 1, nodes=1)
+    assert str(caught.value).splitlines() == [
+        "the engine could not start node 2: Failed to set up runtime environment.",
+        "CommandError: pip failed.",
+        "    Looking in indexes",
+        "    ERROR: No matching distribution found",
+    ]
 
 
 @pytest.mark.parametrize(
