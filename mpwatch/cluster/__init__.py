@@ -16,8 +16,8 @@ Guarantees:
 - When `run` returns or raises, the engine has ended everything that it has started.
 - If the driver is killed, each node loses its link, and stops its ranks within 10 seconds.
 - A node that the engine loses is a lost node of the job. The driver has the engine start another one in its place. Whether
-  the ranks are restarted is for the remaining nodes to decide, as in every job of several nodes. If no node remains, the job
-  fails.
+  the ranks are restarted is for the remaining nodes to decide, as in every job of several nodes. If no node remains, the
+  driver decides, by the same rules (restarts.py).
 
 The driver serves the store, so no node is needed more than another. The nodes must be able to connect to the driver.
 """

@@ -35,12 +35,16 @@ from typing import Any
 import mpwatch
 from mpwatch.cluster.engine import Engine, NodeOutcome
 from mpwatch.cluster.node import NodeSpec, run_node, shut_down
+from mpwatch.cluster.restarts import JobRestarts
 from mpwatch.cluster.results import add_losses, make_lost_result, merge_results
+from mpwatch.cluster.store import JobStore
 from mpwatch.cluster.view import JobView
+from mpwatch.events.logging_observer import LogEvents
 from mpwatch.events.types import CallStarted, Event, RendezvousCompleted
 from mpwatch.options.spec import Observer
 from mpwatch.results.failure import summarize_exception
 from mpwatch.watcher.observers.deferred_log import log_now
+from mpwatch.watcher.observers.user_errors import ignore_user_errors
 from mpwatch.wire.exceptions.decoder import ENDS_RUN
 
 MAX_EARLY_LOSSES = 3  # of nodes one after the other that the engine has lost before their ranks have begun
@@ -155,15 +159,18 @@ class Driver:
         self.address: tuple[str, int] = self._listener.address
         self._start_thread(self._accept)
 
-    def run(self, spec: NodeSpec, rendezvous: mpwatch.Rendezvous, grace_period: float) -> mpwatch.RunResult[Any] | None:
+    def run(self, node_spec: NodeSpec, spec: mpwatch.WorkerSpec[Any], store: JobStore) -> mpwatch.RunResult[Any] | None:
         """Start the nodes, wait until the job is over, and return its result.
 
         After Ctrl-C it returns what is known, and `interrupt` is set. Raises the error of a node, or LaunchError.
         """
-        self._spec, self._rendezvous, self._end_seconds = spec, rendezvous, grace_period + END_SECONDS
-        for _ in range(rendezvous.max_nodes):
+        assert spec.rendezvous is not None
+        self._spec, self._rendezvous, self._store = node_spec, spec.rendezvous, store
+        self._end_seconds = spec.grace_period + END_SECONDS
+        self._restarts = JobRestarts(spec.policy, spec.rendezvous.run_id)
+        for _ in range(self._rendezvous.max_nodes):
             self._start_node()
-        self._deadline = time.monotonic() + rendezvous.join_timeout  # for the first node to begin
+        self._deadline = time.monotonic() + self._rendezvous.join_timeout  # for the first node to begin
         while not self._is_over():
             try:
                 self._wait()
@@ -214,14 +221,16 @@ class Driver:
         return self._is_given_up or (is_ending and all(node.is_over for node in nodes))
 
     def _handle_deadline(self) -> None:
+        limit = self._rendezvous.join_timeout
         if self._is_stopping:
             self._give_up()
         elif self._has_outcome() and not any(node.may_hang for node in self._nodes.values()):
             self._deadline = math.inf  # the engine brings their outcomes
         elif any(node.has_begun for node in self._nodes.values()):
+            if not self._has_outcome():
+                self._restarts.not_restarted = f"no new node has begun within {limit:g} s (join_timeout)"
             self._stop_nodes()
         else:
-            limit = self._rendezvous.join_timeout
             raise mpwatch.LaunchError(f"the cluster has begun no node of the job within {limit:g} s (join_timeout)")
 
     def _handle(self, kind: str, number: int, content: Any) -> None:
@@ -289,8 +298,8 @@ class Driver:
         if self._is_stopping or self._has_outcome():
             return
         if node.has_joined:
-            if not self._count_running():
-                self._stop_nodes()  # no node is left that knows of the job
+            if not self._count_running() and not self._restart():
+                self._stop_nodes()
                 return
         else:
             self._early_losses += 1
@@ -298,8 +307,25 @@ class Driver:
                 if self._count_running() >= self._rendezvous.min_nodes:
                     return
                 reason = "\n".join([_summarize(error), *_find_end_of_traceback(str(error))])
-                raise mpwatch.LaunchError(f"the engine could not start node {node.number}: {reason}") from error
+                node.outcome = mpwatch.LaunchError(f"the engine could not start node {node.number}: {reason}")
+                if self._losses and not self._count_running():
+                    self._stop_nodes()
+                    return
+                raise node.outcome from error
         self._start_node()
+
+    def _restart(self) -> bool:
+        """Let new nodes restart the ranks, since no node is left that knows of the job. Return False if none may."""
+        restart = self._restarts.lose_all(self._losses, time.time(), time.monotonic())
+        if restart is None:
+            return False
+        history, event = restart
+        self._store.write_history(history)
+        self._deadline = time.monotonic() + self._rendezvous.join_timeout  # for the first new node to begin
+        with ignore_user_errors():
+            LogEvents()(event)
+        self._call_observers(event)
+        return True
 
     def _has_outcome(self) -> bool:
         """Return whether the job is over: a node that has joined it has ended."""
@@ -354,11 +380,12 @@ class Driver:
         has_ranks = any(result.workers for result in results)
         if self.interrupt is None and (errors or not has_ranks):
             if self._losses and not errors:
-                return make_lost_result(self._losses)
+                reason = f"the new nodes could not begin: {late_errors[0]}" if late_errors else self._restarts.not_restarted
+                return self._restarts.complete(make_lost_result(self._losses, reason))
             for error in (*errors, *late_errors):
                 raise error
         if results:
-            return add_losses(merge_results(results), self._losses)
+            return self._restarts.complete(add_losses(merge_results(results), self._losses))
         if self.interrupt is None:
             raise mpwatch.LaunchError("no node has returned a result; see the log of the cluster")
         return None
@@ -380,6 +407,10 @@ class Driver:
             self._losses.clear()
         elif isinstance(event, CallStarted):
             self._early_losses = 0
+        self._restarts.handle_event(event)
+        self._call_observers(event)
+
+    def _call_observers(self, event: Event) -> None:
         for observer in tuple(self._observers):
             try:
                 observer(event)

@@ -11,6 +11,7 @@ import mpwatch
 from mpwatch.cluster.driver import Driver
 from mpwatch.cluster.engine import Engine
 from mpwatch.cluster.node import NodeSpec
+from mpwatch.cluster.store import JobStore
 from mpwatch.cluster.view import JobView
 from mpwatch.errors import make_error, raise_if_failed
 from mpwatch.options.rendezvous import as_node_range
@@ -110,25 +111,23 @@ def run(
         )
         assert spec.rendezvous is not None
         call = _pack_call(spec, options)
-        stores: list[Any] = []
-        stack.callback(stores.clear)  # the traceback of an error would keep a variable alive, and so the server
         view = stack.enter_context(closing(JobView(progress)))
         driver = stack.enter_context(closing(Driver(engine, key, view, shown, spec.observers)))
         # after the driver: with an address that is not of this machine, torch would try for minutes
-        stores.append(_serve_store(engine.address, rendezvous["run_id"]))
+        store = stack.enter_context(closing(JobStore(engine.address, rendezvous["run_id"], spec.rendezvous.key)))
         node_spec = NodeSpec(
             number=0,
             driver=driver.address,
             key=key,
             nprocs=nprocs,
             call=call,
-            rendezvous={**rendezvous, "endpoint": f"{engine.address}:{stores[0].port}"},
+            rendezvous={**rendezvous, "endpoint": f"{engine.address}:{store.port}"},
             find_address=find_address,
             log_options={name: getattr(shown, name) for name in ("dir", "show", "files", "prefix")},
             view_period=view.node_period,
             wants_progress=any(getattr(observer, "wants_progress", False) is True for observer in spec.observers),
         )
-        result = driver.run(node_spec, spec.rendezvous, spec.grace_period)
+        result = driver.run(node_spec, spec, store)
     if driver.interrupt is not None:
         _raise_interrupt(driver.interrupt, result)
     assert result is not None
@@ -144,17 +143,6 @@ def _pack_call(spec: mpwatch.WorkerSpec[Any], options: dict[str, Any]) -> bytes:
     except Exception as error:
         pack_spec(spec).close()  # names the part of the call that cannot be pickled
         raise mpwatch.LaunchError(f"an option cannot be sent to the nodes: {type(error).__name__}: {error}") from error
-
-
-def _serve_store(address: str, run_id: str) -> Any:
-    """Return the store of the rendezvous. It lives as long as it is referenced."""
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # torch's stubs do not export them
-
-    from mpwatch.multinode.job_config_check import SERVED_ELSEWHERE_KEY  # imports torch
-
-    store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
-    PrefixStore(f"mpwatch.{run_id}", store).set(SERVED_ELSEWHERE_KEY, "1")  # else the nodes wait a second for that node
-    return store
 
 
 def _raise_interrupt(interrupt: KeyboardInterrupt, result: mpwatch.RunResult[Any] | None) -> None:

@@ -3,13 +3,17 @@
 import io
 import math
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Client, Listener
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -18,6 +22,7 @@ import mpwatch
 from mpwatch import cluster
 from mpwatch.cluster import driver
 from support import functions
+from support.programs import ENV
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -252,11 +257,11 @@ class FlakyEngine(cluster.ThreadEngine):
         return lost
 
 
-def test_a_job_whose_nodes_are_all_lost_fails():
+def test_a_job_whose_only_node_is_lost_at_its_end_fails():
     with pytest.raises(mpwatch.RunFailedError, match=r"rank 0 on node 0 \(.*\) was lost: the machine is gone\n") as caught:
         cluster.run(FlakyEngine(), functions.rank, 2, nodes=1, max_restarts=3)
     assert {failure.kind for failure in caught.value.failures.values()} == {mpwatch.FailureKind.LOST}
-    assert "not restarted: all nodes were lost" in str(caught.value)
+    assert "not restarted: the ranks had ended before that" in str(caught.value)
 
 
 def test_a_job_whose_node_is_lost_at_the_end_has_not_succeeded():
@@ -265,6 +270,122 @@ def test_a_job_whose_node_is_lost_at_the_end_has_not_succeeded():
     result = caught.value.result
     assert len(result.return_values) == len(result.failures) == 1
     assert sorted(result.return_values | result.failures) == [0, 1]
+
+
+NODE = """
+import os, pickle, sys
+out = os.dup(1)
+os.dup2(2, 1)
+outcome = pickle.load(sys.stdin.buffer)()
+with open(out, "wb") as stream:
+    pickle.dump((outcome.data, [bytes(buffer) for buffer in outcome.buffers]), stream)
+"""
+
+
+class ProcessEngine(cluster.ThreadEngine):
+    """Starts nodes that are processes, and kills them.
+
+    Args:
+        limit: how many nodes it can start.
+        error: of further nodes. None: they wait.
+    """
+
+    def __init__(self, limit=math.inf, error=None):
+        super().__init__()
+        self.limit = limit
+        self.error = error
+        self.processes = []
+
+    def start(self, call, number):
+        if number < self.limit:
+            return super().start(partial(self.execute, cloudpickle.dumps(call)), number)
+        self._futures[number] = Future()
+        if self.error is not None:
+            self._futures[number].set_exception(self.error)
+        return self._futures[number]
+
+    def execute(self, call):
+        with subprocess.Popen(
+            [sys.executable, "-c", NODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV
+        ) as process:
+            self.processes.append(process)
+            answer, _ = process.communicate(call)
+        if process.returncode:
+            raise ConnectionError("its process was killed")
+        data, buffers = pickle.loads(answer)
+        return cluster.NodeOutcome(data, buffers)
+
+
+class KillAllNodes:
+    """Kills all nodes as often as wanted, each time when the ranks of all nodes have been called."""
+
+    def __init__(self, engine, nodes, times=1):
+        self.engine, self.nodes, self.times = engine, nodes, times
+        self.events, self.calls = [], 0
+
+    def __call__(self, event):
+        self.events.append(event)
+        self.calls += isinstance(event, mpwatch.events.CallStarted)
+        if self.times and self.calls == self.nodes:
+            self.calls = 0
+            self.times -= 1
+            for process in self.engine.processes:
+                process.kill()
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param((1, 2), marks=pytest.mark.slow)])
+def test_a_job_whose_nodes_are_all_lost_is_restarted_by_new_nodes(nodes, caplog):
+    engine = ProcessEngine()
+    kill = KillAllNodes(engine, nodes if isinstance(nodes, int) else 2)
+    result = cluster.run(
+        engine, functions.wait_unless_restarted, 2, nodes=nodes, args=(1,), max_restarts=2, node_timeout=2.0, on_event=kill
+    )
+    assert list(result) == [(rank, 1) for rank in range(len(result))]
+    assert result.restarts == 1
+    first, second = result.attempts
+    assert first.root_cause.kind is mpwatch.FailureKind.LOST
+    assert second.is_counted
+    (restarting,) = [event for event in kill.events if isinstance(event, mpwatch.events.Restarting)]
+    assert restarting.restarts_left == 1
+    assert "(restart 1, 1 left): rank 0 on node 0" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_job_whose_nodes_are_all_lost_again_and_again_fails():
+    engine = ProcessEngine()
+    kill = KillAllNodes(engine, 1, times=3)
+    with pytest.raises(
+        mpwatch.RunFailedError, match=r"rank 0 on node 0 \(.*\) was lost: its process was killed\n"
+    ) as caught:
+        cluster.run(
+            engine, functions.wait_unless_restarted, 1, nodes=1, args=(9,), max_restarts=2, node_timeout=2.0, on_event=kill
+        )
+    assert "restarted 2 times, then no more: all restarts are used up (max_restarts=2)" in str(caught.value)
+    assert [str(attempt).partition(",")[0] for attempt in caught.value.result.attempts] == [
+        "first start",
+        "restart 1",
+        "restart 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            OSError("no machine is left"),
+            "the new nodes could not begin: the engine could not start node 3: no machine is left",
+        ),
+        pytest.param(None, "no new node has begun within 10 s (join_timeout)", marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_whose_nodes_are_all_lost_fails_without_new_nodes(error, text):
+    engine = ProcessEngine(limit=1, error=error)
+    kill = KillAllNodes(engine, 1)
+    with pytest.raises(
+        mpwatch.RunFailedError, match=r"rank 0 on node 0 \(.*\) was lost: its process was killed\n"
+    ) as caught:
+        cluster.run(engine, signal.pause, 1, nodes=1, max_restarts=2, join_timeout=10.0, on_event=kill)
+    assert f"not restarted: {text}" in str(caught.value)
 
 
 class SlowEngine(cluster.ThreadEngine):
