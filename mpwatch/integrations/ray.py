@@ -235,7 +235,7 @@ class _FurtherNode:
             if self.is_cancelled.is_set():
                 return False
         try:
-            other_node = {"ray.io/node-id": f"!in({', '.join(sorted(engine.find_used_nodes()))})"}
+            other_node = {"ray.io/node-id": f"!in({','.join(sorted(engine.find_used_nodes()))})"}  # Ray keeps blanks
             self.group = placement_group([engine.bundle], bundle_label_selector=[other_node])
             while not self.group.wait(WAIT_SECONDS):
                 if self.is_cancelled.is_set():
