@@ -284,7 +284,7 @@ class Driver:
             node.outcome = outcome
             self._stop_nodes()
             return
-        if outcome.state is mpwatch.WorkerState.STOPPED and not node.is_stopped:
+        if outcome.state is mpwatch.WorkerState.STOPPED and not node.is_stopped and not outcome.stop_cause:
             self._handle_loss(node, ConnectionError(f"it has lost the driver, and left the job: {outcome.reason}"))
             return
         node.outcome = outcome
